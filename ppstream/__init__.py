@@ -1,0 +1,34 @@
+"""ppstream: live sensors in, timed and gated action chunks out, over a two-rank pipeline.
+
+Names are loaded on first use, so that a robot's process never imports torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "ActionTimeline": "ppstream.timeline",
+    "ControlLoop": "ppstream.control_loop",
+    "PipelineConfig": "ppstream.config",
+    "Policy": "ppstream.stage",
+    "PpstreamError": "ppstream.errors",
+    "RobotClient": "ppstream.robot",
+    "TensorSpec": "ppstream.specs",
+}
+__all__ = [
+    "ActionTimeline",
+    "ControlLoop",
+    "PipelineConfig",
+    "Policy",
+    "PpstreamError",
+    "RobotClient",
+    "TensorSpec",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'ppstream' has no attribute {name!r}")

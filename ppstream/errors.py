@@ -1,0 +1,95 @@
+"""What can go wrong, by name, and the exit code each end of a rank carries.
+
+Expected trouble is a value (a drop with its reason); an error is a promise that cannot be kept.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How a rank ended; torchrun itself returns 0 or 1, so ``exit.json`` carries this."""
+
+    DRAINED = 0
+    INTERNAL = 1  # an exception nobody expected: a bug
+    HANDSHAKE = 10  # ranks disagree on configuration or versions
+    CONFIG = 11  # configuration or preflight: nothing was started
+    PEER_LOST = 20  # the other rank is gone
+    WATCHDOG = 21  # a rank or thread made no progress within its limit
+    POISONED = 22  # communication can no longer be trusted
+    PROTOCOL = 23  # a frame or header broke the contract
+    OUT_OF_MEMORY = 25
+    POLICY_OUTPUT = 26  # the policy kept failing or returned unusable actions
+    GATE_FAIL = 30  # bring-up: overlap or safety failed
+    GATE_INCONCLUSIVE = 31  # bring-up: overlap could not be proven
+
+
+#: Restarting does not improve these: a later generation ends at once with the same code.
+FINAL_CODES = frozenset(
+    {ExitCode.HANDSHAKE, ExitCode.CONFIG, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE}
+)
+
+
+class PpstreamError(Exception):
+    """Base of all errors that ppstream raises; ``exit_code`` is how a rank ends because of it."""
+
+    exit_code: ExitCode = ExitCode.CONFIG
+
+
+class ConfigError(PpstreamError):
+    """The configuration cannot be used. ``problems`` holds every one found, with its path."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+class SpecError(PpstreamError):
+    """A tensor, stream or sample does not have the declared name, shape or dtype."""
+
+
+class LogError(PpstreamError):
+    """A run log cannot be read: the file, the line, and what was expected."""
+
+
+class HandshakeError(PpstreamError):
+    """Ranks or robots disagree before anything moved; the message is the difference."""
+
+    exit_code = ExitCode.HANDSHAKE
+
+
+class PeerLostError(PpstreamError):
+    """The other side's control socket reached its end."""
+
+    exit_code = ExitCode.PEER_LOST
+
+
+class WatchdogError(PpstreamError):
+    """Something made no progress within its limit; the message names it."""
+
+    exit_code = ExitCode.WATCHDOG
+
+
+class ProtocolError(PpstreamError):
+    """A frame, header or order of calls broke the contract between two sides."""
+
+    exit_code = ExitCode.PROTOCOL
+
+
+class PolicyError(PpstreamError):
+    """The policy failed too often in a row, or its output cannot be used."""
+
+    exit_code = ExitCode.POLICY_OUTPUT
+
+
+class GateFailedError(PpstreamError):
+    """Bring-up judged the run and said no."""
+
+    exit_code = ExitCode.GATE_FAIL
+
+
+class GateInconclusiveError(PpstreamError):
+    """Bring-up could neither prove nor refute overlap."""
+
+    exit_code = ExitCode.GATE_INCONCLUSIVE

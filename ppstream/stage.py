@@ -1,0 +1,82 @@
+"""The contracts of stages B and C, and how user code is found by ``module:attr``.
+
+Nothing here runs a stage: ``stage0.py`` and ``stage1.py`` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ppstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, device
+
+    from ppstream.config import ActionConfig
+    from ppstream.specs import TensorSpec
+
+
+class Policy(Protocol):
+    """Stage B, on the policy rank.
+
+    ``inputs`` and ``outputs`` give shapes per robot row; the runtime adds the leading batch B.
+    ``outputs`` must contain ``actions [horizon, action_dim]`` float32 in the units of the action
+    configuration. Input names are ``<group>.values [T, D]``, ``<group>.valid [T, S]`` bool,
+    ``<group>.age_s [T, S]`` float32 (S streams of the group) and ``present []`` bool.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def reset(self, rows: Tensor) -> None:
+        """Forget all state of the rows marked in ``rows`` (bool ``[B]``): a new episode began."""
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """Write every output in place into ``out``; neither may be kept after returning.
+
+        Tensors are ``[B, *shape]`` and live in the link's slots. On a GPU: current stream, no host
+        synchronisation. An exception is one failed envelope, counted, and told to the robot.
+        """
+
+
+class Decoder(Protocol):
+    """Stage C, on rank 0: one result of the policy to the actions of one robot row."""
+
+    def reset(self, row: int) -> None:
+        """A new episode of ``row`` began."""
+
+    def __call__(self, row: int, result: Mapping[str, np.ndarray], actions: np.ndarray) -> None:
+        """Write the row's action chunk, ``[horizon, action_dim]`` float32, into ``actions``.
+
+        ``result`` maps the policy's output names to that row's arrays (read only, valid during the
+        call). Non-finite values are caught behind this call, and limits enforced; both are counted.
+        """
+
+
+BuildPolicy = Callable[[Mapping[str, Any], "device"], Policy]
+BuildDecoder = Callable[[Mapping[str, Any], "ActionConfig"], Decoder]
+
+
+def load(target: str) -> Any:
+    """The object named ``module:attr``.
+
+    Raises:
+        ConfigError: the name is malformed, or the module or attribute does not exist. An exception
+            raised *inside* the module while it is imported passes through with its traceback.
+    """
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError([f"{target!r} does not name an object; write 'package.module:attr'"])
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise ConfigError([f"{target!r}: there is no module {error.name!r} to import"]) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        raise ConfigError([f"{target!r}: module {module_name!r} has no {attribute!r}"]) from error

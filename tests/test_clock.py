@@ -1,0 +1,25 @@
+import pytest
+
+from ppstream.clock import ManualClock, Ticker
+
+
+def test_late_tick_does_not_shift_the_ones_behind_it():
+    ticker = Ticker(period_ns=10, start_ns=0)
+    assert ticker.take(9) == 0
+    assert ticker.take(17) == 1
+    assert ticker.due_ns == 20
+
+
+def test_missed_ticks_are_counted_once():
+    ticker = Ticker(period_ns=10, start_ns=0)
+    assert ticker.take(35) == 3
+    assert ticker.take(35) == 0
+    assert ticker.due_ns == 40
+
+
+def test_manual_clock_never_goes_back():
+    clock = ManualClock(5)
+    clock.advance(2)
+    assert clock() == 7
+    with pytest.raises(ValueError, match="cannot go back"):
+        clock.advance(-1)
