@@ -1,0 +1,259 @@
+"""Decoded log lines to records. Pure: takes objects that JSON already decoded, reads no file.
+
+Keys that are not known are ignored, so that logs of other writers and of later minor versions can
+be read; a known key with a value of the wrong type is refused, with the place where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Final, NamedTuple
+
+from ppstream.errors import LogError
+from ppstream.records import (
+    ENVELOPES,
+    TOTAL,
+    Envelope,
+    Event,
+    Json,
+    Ledger,
+    RunLog,
+    Stage1,
+    Topology,
+)
+
+SCHEMA: Final = "ppstream.log/"
+SCHEMA_MAJOR: Final = 1
+
+
+class Line(NamedTuple):
+    """One decoded log line and where it stood; ``rank`` and ``generation`` are its file's."""
+
+    rank: int
+    generation: int
+    where: str
+    fields: Json
+
+
+def parse_run(
+    manifest: Json,
+    lines: Iterable[Line],
+    *,
+    torn_lines: int = 0,
+    missing_ranks: tuple[int, ...] = (),
+) -> RunLog:
+    """Sort the lines of one run into records; a run that still goes on is fine.
+
+    Raises:
+        LogError: unknown schema, no usable topology, or a value of the wrong type.
+    """
+    check_schema(manifest, "run.json")
+    envelopes: list[Envelope] = []
+    stage1: dict[tuple[int, int, int, int], Stage1] = {}
+    events: list[Event] = []
+    ages: list[int] = []
+    ledgers: dict[tuple[int, str], Ledger] = {}
+    ignored = 0
+    for line in lines:
+        kind = line.fields.get("kind")
+        if kind == "envelope":
+            envelopes.append(_envelope(line))
+        elif kind == "stage1":
+            stage1.setdefault(_key(line), _stage1(line))
+        elif kind == "event":
+            events.append(_event(line))
+        elif kind == "robot":
+            age_ns = _int(line.fields, "age_ns", line.where)
+            ages.extend([] if age_ns is None else [age_ns])
+        elif kind == "ledger":
+            ledgers.update(((line.generation, part.stream), part) for part in _ledgers(line))
+        else:
+            ignored += 1
+    newest = max((generation for generation, _ in ledgers), default=0)
+    joined = [_join(envelope, stage1.get(_identity(envelope))) for envelope in envelopes]
+    return RunLog(
+        run_id=str(manifest.get("run_id", "?")),
+        topology=_topology(manifest),
+        config=_mapping(manifest.get("config")),
+        finished=manifest.get("finished_utc") is not None,
+        envelopes=tuple(sorted(joined, key=_order)),
+        events=tuple(events),
+        ages_ns=tuple(ages),
+        ledgers=tuple(part for (generation, _), part in ledgers.items() if generation == newest),
+        torn_lines=torn_lines,
+        missing_ranks=missing_ranks,
+        ignored_lines=ignored,
+    )
+
+
+def check_schema(record: Json, where: str) -> None:
+    """Refuse a record of another format or of a major version this reader does not know."""
+    schema = record.get("schema")
+    major = schema[len(SCHEMA) :].split(".")[0] if isinstance(schema, str) else ""
+    if not (isinstance(schema, str) and schema.startswith(SCHEMA) and major == str(SCHEMA_MAJOR)):
+        raise LogError(
+            f"{where}: schema is {schema!r}, this reader knows {SCHEMA}{SCHEMA_MAJOR}; "
+            "use the version of the report that came with the writer"
+        )
+
+
+def _topology(manifest: Json) -> Topology:
+    table = _mapping(manifest.get("topology"))
+    ranks = table.get("ranks")
+    rank_tables = [_mapping(rank) for rank in ranks] if isinstance(ranks, list) else []
+    world_size = _int(table, "world_size", "run.json topology") or len(rank_tables) or 2
+    lone = world_size == 1  # nothing is handed over: no bounds are needed
+    return Topology(
+        threads=_choice(table, "threads", ("serial", "split"), "serial"),
+        order=_choice(table, "order", ("send_first", "decode_first"), "send_first"),
+        credit=_choice(table, "credit", ("before_window", "after_window"), "before_window"),
+        d_in=1 if lone else _bound(table, "d_in"),
+        d_out=1 if lone else _bound(table, "d_out"),
+        world_size=world_size,
+        replicas=_int(table, "replicas", "run.json topology") or 1,
+        device_stamped=any(
+            rank.get("rank") == 0 and rank.get("stamp_source") == "device" for rank in rank_tables
+        ),
+    )
+
+
+def _choice(table: Json, key: str, allowed: tuple[str, ...], default: str) -> str:
+    value = table.get(key, default)
+    if isinstance(value, str) and value in allowed:
+        return value
+    raise LogError(f"run.json: topology.{key} is {value!r}, expected one of {', '.join(allowed)}")
+
+
+def _bound(table: Json, key: str) -> int:
+    value = _int(table, key, "run.json topology")
+    if value is None or value < 1:
+        raise LogError(f"run.json: topology.{key} is {value}, expected 1 or more; no queue bound")
+    return value
+
+
+#: In the order of the record's fields, whose first ten are read one by one.
+_NUMBERS: Final = [field.name for field in fields(Envelope)][10:]
+_STAGE1_FIELDS: Final = {field.name for field in fields(Stage1)}
+#: Both sides write these; rank 0's line wins, the policy rank's fills what it lacks.
+_SHARED_FIELDS: Final = _STAGE1_FIELDS & set(_NUMBERS) - {"busy_link_ns"}
+
+
+def _envelope(line: Line) -> Envelope:
+    found = line.fields
+    numbers = {name: _int(found, name, line.where) for name in _NUMBERS}
+    if numbers["tDecode"] is None:  # the older name of the same stamp
+        numbers["tDecode"] = _int(found, "tC0", line.where)
+    generation, lane, epoch, seq = _key(line)
+    stage1: Stage1 | None = None  # joined when all lines are known
+    return Envelope(
+        generation,
+        epoch,
+        lane,
+        seq,
+        str(found.get("mode") or "throughput"),
+        _text(found.get("phase")),
+        _text(found.get("pacing")),
+        _text(found.get("drop")),
+        _lease_ns(found.get("window_end_ns"), found.get("expires_ns")),
+        stage1,
+        *numbers.values(),
+    )
+
+
+def _stage1(line: Line) -> Stage1:
+    return Stage1(**{name: _int(line.fields, name, line.where) for name in _STAGE1_FIELDS})
+
+
+def _join(envelope: Envelope, stage1: Stage1 | None) -> Envelope:
+    if stage1 is None:
+        return envelope
+    lacking = {
+        name: getattr(stage1, name) for name in _SHARED_FIELDS if getattr(envelope, name) is None
+    }
+    if envelope.B_ns is None and stage1.tB0 is not None and stage1.tB1 is not None:
+        lacking["B_ns"] = stage1.tB1 - stage1.tB0
+    return replace(envelope, stage1=stage1, **lacking)
+
+
+def _key(line: Line) -> tuple[int, int, int, int]:
+    found, where = line.fields, line.where
+    seq = _int(found, "seq", where)
+    if seq is None:
+        raise LogError(f"{where}: a line of kind {found.get('kind')!r} needs seq")
+    generation = _int(found, "generation", where)
+    return (
+        line.generation if generation is None else generation,
+        _int(found, "lane", where) or 0,
+        _int(found, "epoch", where) or 0,
+        seq,
+    )
+
+
+def _identity(envelope: Envelope) -> tuple[int, int, int, int]:
+    return envelope.generation, envelope.lane, envelope.epoch, envelope.seq
+
+
+def _order(envelope: Envelope) -> tuple[int, int, int, int, int]:
+    return (*_identity(envelope), envelope.tEmit or 0)
+
+
+def _event(line: Line) -> Event:
+    found, where = line.fields, line.where
+    to = _int(found, "to", where) if found.get("name") == "epoch_cut" else None
+    return Event(
+        rank=line.rank,
+        generation=line.generation,
+        name=str(found.get("name")),
+        t=_int(found, "t", where),
+        epoch=_int(found, "epoch", where) if to is None else to,
+    )
+
+
+def _ledgers(line: Line) -> list[Ledger]:
+    """Tables in one line (``streams``, ``total``, ``envelopes``), or one line per stream."""
+    found = line.fields
+    tables = dict(_mapping(found.get("streams")))
+    tables |= {name: found[name] for name in (TOTAL, ENVELOPES) if name in found}
+    if not tables:
+        tables = {str(found.get("stream") or TOTAL): found}
+    return [_ledger(name, _mapping(table), line.where) for name, table in tables.items()]
+
+
+def _ledger(name: str, table: Json, where: str) -> Ledger:
+    dropped = _mapping(table.get("dropped"))
+    return Ledger(
+        stream=name,
+        received=_int(table, "received", where) or 0,
+        used=_int(table, "used", where) or 0,
+        in_flight=_int(table, "in_flight", where) or 0,
+        dropped={reason: _int(dropped, reason, where) or 0 for reason in dropped},
+    )
+
+
+def _lease_ns(ends: object, expiries: object) -> int | None:
+    """Robot-clock difference, so it is a duration; rows without a robot carry zeros."""
+    pairs = zip(
+        ends if isinstance(ends, list) else [ends],
+        expiries if isinstance(expiries, list) else [expiries],
+        strict=False,
+    )
+    leases = [b - a for a, b in pairs if isinstance(a, int) and isinstance(b, int) and b > a]
+    return min(leases, default=None)
+
+
+def _int(table: Json, key: str, where: str) -> int | None:
+    value = table.get(key)
+    if value is None or type(value) is int:
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise LogError(f"{where}: {key} is {value!r}, expected an integer")
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _mapping(value: object) -> Json:
+    return value if isinstance(value, Mapping) else {}

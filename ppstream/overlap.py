@@ -1,0 +1,115 @@
+"""Judge one run: does the pipeline overlap, and can its log be believed?
+
+Pure and standard library only: ``serve`` gates bring-up with the same function that the report
+prints. The parts stand in their own files: ``segments`` (what is measured), ``scores`` (how much),
+``audits`` (is it true), ``safety``, ``verdict`` and ``statements`` (what it means).
+"""
+
+from __future__ import annotations
+
+from ppstream.audits import audit_all
+from ppstream.model import limiting_term, period, window_star
+from ppstream.records import RunLog
+from ppstream.run_report import RunReport, Service
+from ppstream.safety import queue_maxima, safety_counts
+from ppstream.scores import Primary, compat, form_of, primary
+from ppstream.segments import Window, select_window
+from ppstream.standing import (
+    critical_path,
+    deadlines,
+    drops,
+    latencies_ns,
+    quantiles,
+)
+from ppstream.statements import Findings, Model, statements
+from ppstream.verdict import OVERLAP_MIN, Evidence, Gate, classify, decide
+
+
+def judge(
+    run: RunLog,
+    *,
+    profile: str = "bringup",
+    phase: str | None = None,
+    period_budget_ns: int | None = None,
+    latency_budget_ns: int | None = None,
+) -> RunReport:
+    """Judge a run, finished or going on.
+
+    Args:
+        run: its records.
+        profile: ``bringup`` asks for safety and overlap, ``release`` for every limit.
+        phase: judge the envelopes of this phase; default: bring-up when there is any, else all
+            but warming and draining.
+        period_budget_ns: largest mean period of a release.
+        latency_budget_ns: largest p99 of tEmit - tA0 of a release (maximum below 1000 envelopes).
+    """
+    window = select_window(run, phase)
+    score = primary(window)
+    latency = quantiles(latencies_ns(window))
+    audits = audit_all(run, window)
+    evidence = Evidence(run, window, score, audits, safety_counts(run), latency)
+    gate = Gate(profile, _overlap_min(run), period_budget_ns, latency_budget_ns)
+    verdict, reasons = decide(evidence, gate)
+    judged = (e for e in run.envelopes if e.phase in window.phases)
+    queues = queue_maxima(judged)
+    inline = run.topology.world_size == 1
+    published = None if inline else compat(window, queues.outstanding, queues.q_decode)
+    model = None if inline else _model(score, window)
+    path = critical_path(window)
+    limited_by = classify(window, score)
+    findings = Findings(evidence, gate, verdict, reasons, limited_by, published, model, path)
+    return RunReport(
+        run_id=run.run_id,
+        verdict=verdict,
+        reasons=reasons,
+        limited_by=limited_by,
+        window=window,
+        compat=published,
+        primary=score,
+        audits=audits,
+        latency=latency,
+        age=quantiles(run.ages_ns),
+        model=model,
+        queues=queues,
+        critical_path=path,
+        drops=drops(run, run.envelopes),
+        service=_service(run),
+        statements=statements(findings),
+    )
+
+
+def _overlap_min(run: RunLog) -> float:
+    """The limit the run itself was started with."""
+    table = run.config.get("bringup")
+    value = table.get("overlap_min") if isinstance(table, dict) else None
+    return float(value) if isinstance(value, int | float) else OVERLAP_MIN
+
+
+def _model(score: Primary | None, window: Window) -> Model | None:
+    if score is None:
+        return None
+    form = form_of(window.topology)
+    period_ns = period(score.times, form)
+    if period_ns <= 0:
+        return None
+    return Model(
+        period_ns=period_ns,
+        gap=score.period_ns / period_ns - 1,
+        w_star=window_star(score.times, form),
+        formula=limiting_term(score.times, form),
+    )
+
+
+def _service(run: RunLog) -> Service | None:
+    ready = [e for e in run.envelopes if e.phase == "ready"]
+    if not ready:
+        return None
+    window = select_window(run, "ready")
+    score = primary(window, resampled=False)
+    return Service(
+        limited_by=classify(window, score),
+        latency=quantiles(latencies_ns(window)),
+        deadline=deadlines(ready),
+        utilisation=score.utilisation if score else None,
+        drops=drops(run, ready),
+    )

@@ -1,0 +1,136 @@
+"""One run's log as typed records: what stands in the lines, before anything is judged.
+
+Data only: ``log_lines.py`` makes them from decoded lines, ``runlog.py`` reads those from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+Json = Mapping[str, object]
+
+TOTAL: Final = "total"
+ENVELOPES: Final = "envelopes"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How the ranks ran; the resources, audits and the model depend on it."""
+
+    threads: str  # serial | split
+    order: str  # send_first | decode_first
+    credit: str  # before_window | after_window
+    d_in: int
+    d_out: int
+    world_size: int
+    replicas: int
+    device_stamped: bool  # rank 0's stamps are device events mapped to its host clock
+
+    @property
+    def in_system(self) -> int:
+        """Most envelopes between tA0 and tEmit: both queues, one preflighted, one in A, in C."""
+        return self.d_in + self.d_out + 3
+
+
+@dataclass(frozen=True, slots=True)
+class Stage1:
+    """The policy rank's own line of one envelope; instants are of that rank's clock."""
+
+    tB0: int | None = None
+    tB1: int | None = None
+    eB_ns: int | None = None
+    wait_input_ns: int | None = None
+    wait_output_ns: int | None = None
+    idle_ns: int | None = None
+    residence_ns: int | None = None
+    busy_link_ns: int | None = None
+    recompiles: int | None = None  # since the previous line
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Rank 0's line of one envelope: integer nanoseconds of rank 0's clock, None where absent."""
+
+    generation: int
+    epoch: int
+    lane: int
+    seq: int
+    mode: str
+    phase: str | None
+    pacing: str | None
+    drop: str | None
+    lease_ns: int | None  # shortest ``expires_ns - window_end_ns`` of its rows
+    stage1: Stage1 | None = None
+    tRx: int | None = None
+    tA0: int | None = None
+    tA1: int | None = None
+    tSend: int | None = None
+    tRecv: int | None = None
+    tDecode: int | None = None
+    tEmit: int | None = None
+    eA_ns: int | None = None
+    eC_ns: int | None = None
+    B_ns: int | None = None
+    eB_ns: int | None = None
+    idle_ns: int | None = None
+    wait_input_ns: int | None = None
+    wait_output_ns: int | None = None
+    residence_ns: int | None = None
+    w_input_ns: int | None = None
+    w_credit_ns: int | None = None
+    w_slot_ns: int | None = None
+    w_result_ns: int | None = None
+    w_emit_ns: int | None = None
+    busy_link_ns: int | None = None
+    outstanding: int | None = None
+    outstanding_max: int | None = None
+    outstanding_ns_total: int | None = None
+    q_decode_max: int | None = None
+    q_decode_ns_total: int | None = None
+    age_rank0_ns: int | None = None
+
+    @property
+    def is_emitted(self) -> bool:
+        return self.drop is None and self.tEmit is not None
+
+
+class Event(NamedTuple):
+    rank: int
+    generation: int
+    name: str
+    t: int | None
+    epoch: int | None  # of an epoch_cut: the new epoch (``to`` when given, else ``epoch``)
+
+
+class Ledger(NamedTuple):
+    """Samples of one stream, or of all (``TOTAL``), or ``ENVELOPES``, as last written."""
+
+    stream: str
+    received: int
+    used: int
+    in_flight: int
+    dropped: dict[str, int]
+
+    @property
+    def imbalance(self) -> int:
+        """Samples that went missing (positive) or were counted twice (negative)."""
+        return self.received - self.used - self.in_flight - sum(self.dropped.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """Everything one run left behind, in order of generation, lane, epoch and seq."""
+
+    run_id: str
+    topology: Topology
+    config: Json
+    finished: bool
+    envelopes: tuple[Envelope, ...]
+    events: tuple[Event, ...] = ()
+    ages_ns: tuple[int, ...] = ()  # observation to action, measured by the robots themselves
+    ledgers: tuple[Ledger, ...] = ()  # of the newest generation
+    torn_lines: int = 0
+    missing_ranks: tuple[int, ...] = ()
+    ignored_lines: int = 0

@@ -1,0 +1,201 @@
+"""A judged run as text for a terminal: 100 columns, verdict and statements first. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from ppstream.audits import Audit
+from ppstream.run_report import RunReport, Service
+from ppstream.scores import Compat, Primary
+from ppstream.standing import Quantiles
+
+WIDTH: Final = 100
+LABEL: Final = 13  # columns of a row's name
+BAR: Final = 30  # columns of a full bar
+GAP: Final = "   "
+ASCII: Final = str.maketrans("─█·", "-#.")  # for terminals that know no more
+RARE: Final = 0.005  # a share that rounds to nothing is not shown
+
+
+def render(report: RunReport) -> str:
+    """The whole report of one run."""
+    window = report.window
+    phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
+    head = f"{report.verdict.name}   {', '.join(report.reasons)}".rstrip()
+    origin = f"{report.run_id} · {phases} · {window.n} envelopes, {window.skipped} skipped"
+    if report.limited_by is not None:
+        origin += f" · {report.limited_by}"
+    lines = [
+        "─" * WIDTH,
+        *_wrap(head, 0),
+        *_wrap(origin, 0),
+        "",
+        *(line for sentence in report.statements for line in _wrap(f"· {sentence}", 2)),
+        "",
+        *_score_lines(report),
+        *_resource_lines(report.primary),
+        *_audit_lines(report.audits),
+        *_queue_lines(report),
+        *_time_lines(report),
+        *_path_lines(report.critical_path),
+        *_drop_lines(report.drops),
+        *_service_lines(report.service),
+    ]
+    return "\n".join(lines)
+
+
+def _score_lines(report: RunReport) -> Iterator[str]:
+    score = report.primary
+    if score is not None:
+        interval = ""
+        if score.s_low is not None and score.s_high is not None:
+            interval = f" [{score.s_low:.2f}, {score.s_high:.2f}]"
+        parts = [
+            f"P {_ms(score.period_ns)}",
+            f"S {_ratio(score.s)}{interval}",
+            f"S_all {_ratio(score.s_all)}",
+            f"E {score.efficiency:.2f}",
+            f"G {score.gain:.2f} of {score.ceiling:.2f}",
+            f"overhead {score.overhead:.1%}",
+        ]
+        yield from _row("primary", parts)
+    yield from _published_lines(report.compat)
+    model = report.model
+    if model is not None:
+        parts = [f"P {_ms(model.period_ns)}", f"gap {model.gap:+.1%}", f"W* {model.w_star}"]
+        yield from _row("model", [*parts, f"limit {model.formula}"])
+
+
+def _published_lines(score: Compat | None) -> Iterator[str]:
+    if score is not None:
+        yield from _row(
+            "published",
+            [
+                f"score {_ratio(score.score)} {'pass' if score.gate else 'fail'}",
+                f"period {_ms(score.period_ns)}",
+                f"stage0 {_ms(score.stage0_ns)}",
+                f"stage1 {_ms(score.stage1_ns)}",
+                f"hidden {_ms(score.hidden_ns)}",
+            ],
+        )
+
+
+def _resource_lines(score: Primary | None) -> Iterator[str]:
+    if score is None:
+        return
+    alone = "mesh" not in score.busy_ns
+    names = {
+        "r0": "r0 A+B+C" if alone else "r0 A+C",
+        "r0A": "r0 A",
+        "r0C": "r0 C",
+        "mesh": "policy B",
+        "gpu0": "gpu0 A|C",
+    }
+    for name, share in score.utilisation.items():
+        bar = "█" * round(BAR * min(1.0, share))
+        busy = _ms(score.busy_ns[name] / score.n)
+        yield f"{names.get(name, name):<{LABEL}}{bar:·<{BAR}} {share:4.0%}  {busy} an envelope"
+
+
+def _audit_lines(audits: Mapping[str, Audit]) -> Iterator[str]:
+    marks = {True: "ok", False: "BROKEN", None: "not run"}
+    parts = []
+    for name, audit in audits.items():
+        shown = f"{name} {marks[audit.ok]}"
+        if audit.ok is False and audit.value is not None:
+            shown += f" {audit.value:+.3g}, limit {audit.limit:.3g}"
+        parts.append(shown)
+    yield from _row("audits", parts)
+
+
+def _queue_lines(report: RunReport) -> Iterator[str]:
+    topology, seen = report.window.topology, report.queues
+    if topology.world_size > 1:
+        form = [topology.threads, topology.order.replace("_", " ")]
+        yield from _row(
+            "queues",
+            [
+                f"outstanding {seen.outstanding} of {topology.d_in}",
+                f"q_decode {seen.q_decode} of {topology.d_out}",
+                *form,
+                f"credit {topology.credit.replace('_', ' ')}",
+            ],
+        )
+
+
+def _time_lines(report: RunReport) -> Iterator[str]:
+    yield from _row("latency", _quantile_parts(report.latency))
+    if report.age is not None:
+        yield from _row("age", [*_quantile_parts(report.age), "measured by the robots"])
+
+
+def _path_lines(path: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    parts = [
+        f"{stage}: "
+        + ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= RARE)
+        for stage, shares in path.items()
+    ]
+    if parts:
+        yield from _row("starts after", parts)
+
+
+def _drop_lines(found: Mapping[str, object]) -> Iterator[str]:
+    parts = [f"{found['emitted']} emitted"]
+    for what in ("envelopes", "samples"):
+        reasons = found[what]
+        if isinstance(reasons, Mapping):
+            shown = ", ".join(f"{n} {reason}" for reason, n in reasons.items()) or "none"
+            parts.append(f"{what} dropped: {shown}")
+    if found["imbalance"] is not None:
+        parts.append("ledger off" if found["imbalance"] else "ledger balances")
+    yield from _row("items", parts)
+
+
+def _service_lines(service: Service | None) -> Iterator[str]:
+    if service is None:
+        return
+    parts = [service.limited_by or "no class"]
+    if service.utilisation is not None:
+        busy = {k: v for k, v in service.utilisation.items() if k != "link"}
+        parts.append("busy " + ", ".join(f"{name} {share:.0%}" for name, share in busy.items()))
+    if service.latency is not None:
+        parts += ["latency " + " ".join(_quantile_parts(service.latency))]
+    if service.deadline is not None:
+        missed, n = service.deadline["misses"], service.deadline["n"]
+        parts.append(f"{missed} of {n} past their lease")
+    yield from _row("service", parts)
+
+
+def _quantile_parts(found: Quantiles | None) -> list[str]:
+    if found is None:
+        return ["NA"]
+    p99 = "NA" if found.p99 is None else _ms(found.p99)
+    return [f"p50 {_ms(found.p50)}", f"p95 {_ms(found.p95)}", f"p99 {p99}", f"max {_ms(found.max)}"]
+
+
+def _row(label: str, parts: Iterable[str]) -> list[str]:
+    """A labelled row; parts stay whole and continue under each other."""
+    lines = [f"{label:<{LABEL}}"]
+    for part in parts:
+        gap = "" if len(lines[-1]) == LABEL else GAP
+        if gap and len(lines[-1]) + len(gap) + len(part) > WIDTH:
+            lines.append(" " * LABEL)
+            gap = ""
+        lines[-1] += gap + part
+    return lines
+
+
+def _wrap(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent)
+
+
+def _ratio(value: float | None) -> str:
+    return "NA" if value is None else f"{value:.2f}"
+
+
+def _ms(value_ns: float) -> str:
+    ms = value_ns / 1e6
+    digits = 0 if ms >= 100 else 1 if ms >= 10 else 2
+    return f"{ms:.{digits}f} ms"

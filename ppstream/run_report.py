@@ -1,0 +1,143 @@
+"""One judged run, and its form in JSON: what everything that shows a verdict is given. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from ppstream.audits import Audit
+from ppstream.safety import QueueMaxima
+from ppstream.scores import STRICT_MIN, Compat, Primary
+from ppstream.segments import Window
+from ppstream.standing import Quantiles
+from ppstream.statements import Model
+from ppstream.verdict import Verdict
+
+MS: Final = 1e-6  # per ns
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The ready phase, described and not gated: there the input sets the period."""
+
+    limited_by: str | None
+    latency: Quantiles | None
+    deadline: dict[str, object] | None
+    utilisation: dict[str, float] | None
+    drops: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One run's verdict with everything it rests on; ``as_dict`` is its form in JSON."""
+
+    run_id: str
+    verdict: Verdict
+    reasons: list[str]
+    limited_by: str | None  # ``class`` in JSON
+    window: Window
+    compat: Compat | None
+    primary: Primary | None
+    audits: dict[str, Audit]
+    latency: Quantiles | None
+    age: Quantiles | None  # measured by the robots; None without them
+    model: Model | None
+    queues: QueueMaxima
+    critical_path: dict[str, dict[str, float]]
+    drops: dict[str, object]
+    service: Service | None
+    statements: list[str]
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.verdict)
+
+    def as_dict(self) -> dict[str, object]:
+        """The run's entry under ``runs`` in ``ppstream.report/1``; times in ms."""
+        topology = self.window.topology
+        return {
+            "run_id": self.run_id,
+            "verdict": self.verdict.name,
+            "reasons": self.reasons,
+            "n": self.window.n,
+            "warmup_skipped": self.window.skipped,
+            "class": self.limited_by,
+            "compat": _compat_dict(self.compat),
+            "primary": _primary_dict(self.primary),
+            "audits": {name: asdict(audit) for name, audit in self.audits.items()},
+            "latency_ms": _ms_dict(self.latency),
+            "age_ms": _ms_dict(self.age),
+            "model": _model_dict(self.model),
+            "queues": {
+                "d_in": topology.d_in,
+                "d_out": topology.d_out,
+                "outstanding_max": self.queues.outstanding,
+                "q_decode_max": self.queues.q_decode,
+            },
+            "critical_path": self.critical_path,
+            "drops": self.drops,
+            "service": _service_dict(self.service, self.age),
+            "statements": self.statements,
+        }
+
+
+def _compat_dict(score: Compat | None) -> dict[str, object] | None:
+    if score is None:
+        return None
+    return {
+        "period_ms": score.period_ns * MS,
+        "stage0_ms": score.stage0_ns * MS,
+        "stage1_ms": score.stage1_ns * MS,
+        "hidden_ms": score.hidden_ns * MS,
+        "overlap_score": score.score,
+        "gate": score.gate,
+    }
+
+
+def _primary_dict(score: Primary | None) -> dict[str, object] | None:
+    if score is None:
+        return None
+    return {
+        "P_ms": score.period_ns * MS,
+        "S": score.s,
+        "S_low": score.s_low,
+        "S_high": score.s_high,
+        "S_all": score.s_all,
+        "E": score.efficiency,
+        "G": score.gain,
+        "G_star": score.ceiling,
+        "strict": None if score.s is None else score.s >= STRICT_MIN,
+        "overhead": score.overhead,
+        "bubble": {name: 1 - share for name, share in score.utilisation.items()},
+    }
+
+
+def _model_dict(model: Model | None) -> dict[str, object] | None:
+    if model is None:
+        return None
+    return {
+        "P_ms": model.period_ns * MS,
+        "gap": model.gap,
+        "W_star": model.w_star,
+        "formula": model.formula,
+    }
+
+
+def _service_dict(service: Service | None, age: Quantiles | None) -> dict[str, object] | None:
+    if service is None:
+        return None
+    return {
+        "class": service.limited_by,
+        "latency_ms": _ms_dict(service.latency),
+        "age_ms": _ms_dict(age),
+        "deadline": service.deadline,
+        "utilisation": service.utilisation,
+        "drops": service.drops,
+    }
+
+
+def _ms_dict(found: Quantiles | None) -> dict[str, object] | None:
+    if found is None:
+        return None
+    p99 = None if found.p99 is None else found.p99 * MS
+    return {"p50": found.p50 * MS, "p95": found.p95 * MS, "p99": p99, "max": found.max * MS}

@@ -1,0 +1,106 @@
+"""Counts that must be zero: a run with one of them fails whatever its score is.
+
+Pure. They cover the whole run, every phase and generation, not only the measured window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby, pairwise
+from typing import Final, NamedTuple
+
+from ppstream.records import Envelope, RunLog
+
+#: An emit that was under way when the cut came may be stamped this much behind it.
+CUT_SLACK_NS: Final = 1_000_000
+#: Nothing reaches a robot in these phases, so nothing can reach it expired.
+SILENT_PHASES: Final = frozenset({"warming", "bring-up"})
+
+
+class QueueMaxima(NamedTuple):
+    """Most envelopes committed and not answered; most results received and not yet decoding."""
+
+    outstanding: int
+    q_decode: int
+
+
+def safety_counts(run: RunLog) -> dict[str, int]:
+    """How often each hard promise was broken, by reason; only reasons that happened."""
+    topology, maxima = run.topology, queue_maxima(run.envelopes)
+    beyond = max(0, maxima.outstanding - topology.d_in, maxima.q_decode - topology.d_out)
+    counts = {
+        "QUEUE_BOUND": 0 if topology.world_size == 1 else beyond,
+        "STALE_EMIT": _stale_emits(run),
+        "ORDER": _order_violations(run.envelopes),
+        "EXPIRED_EMIT": sum(map(_is_expired_emit, run.envelopes)),
+    }
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def queue_maxima(envelopes: Iterable[Envelope]) -> QueueMaxima:
+    """From the counters kept at every transition; from the stamps where they were not logged."""
+    lines = list(envelopes)
+    return QueueMaxima(
+        _maximum(lines, "outstanding_max", "tSend", "tRecv"),
+        _maximum(lines, "q_decode_max", "tRecv", "tDecode"),
+    )
+
+
+def _maximum(lines: list[Envelope], counter: str, start: str, end: str) -> int:
+    counted: list[int] = [v for line in lines if (v := getattr(line, counter)) is not None]
+    if counted:
+        return max(counted)
+    most = 0
+    for _, same in groupby(lines, key=lambda e: e.generation):
+        level = 0
+        for _, step in sorted(_steps(same, start, end)):
+            level += step
+            most = max(most, level)
+    return most
+
+
+def _steps(lines: Iterable[Envelope], start: str, end: str) -> Iterator[tuple[int, int]]:
+    """Leaving sorts before entering at the same instant."""
+    for line in lines:
+        entered, left = getattr(line, start), getattr(line, end)
+        if entered is not None and left is not None and left > entered:
+            yield entered, 1
+            yield left, -1
+
+
+def _stale_emits(run: RunLog) -> int:
+    """Emits of an older epoch behind a cut, or behind an emit of a newer epoch of their lane."""
+    cuts = [e for e in run.events if e.name == "epoch_cut" and e.t is not None and e.rank == 0]
+    stale = 0
+    for (generation, _), same in groupby(run.envelopes, key=lambda e: (e.generation, e.lane)):
+        emits = sorted((e for e in same if e.is_emitted), key=lambda e: e.tEmit or 0)
+        newest = None
+        for e in emits:
+            newest = e.epoch if newest is None else max(newest, e.epoch)
+            behind_cut = any(
+                cut.generation == generation
+                and cut.epoch is not None
+                and e.epoch < cut.epoch
+                and (e.tEmit or 0) > (cut.t or 0) + CUT_SLACK_NS
+                for cut in cuts
+            )
+            stale += behind_cut or e.epoch < newest
+    return stale
+
+
+def _order_violations(envelopes: Iterable[Envelope]) -> int:
+    """Emits of one lane and epoch out of the order of ``seq``, or the same ``seq`` twice."""
+    emits = (e for e in envelopes if e.is_emitted)
+    return sum(
+        (b.tEmit or 0) < (a.tEmit or 0) or a.seq == b.seq
+        for _, same in groupby(emits, key=lambda e: (e.generation, e.lane, e.epoch))
+        for a, b in pairwise(same)
+    )
+
+
+def _is_expired_emit(envelope: Envelope) -> bool:
+    """Certainly too old: older since arrival at rank 0 than the lease; the true age is higher."""
+    age_ns, lease_ns = envelope.age_rank0_ns, envelope.lease_ns
+    if not envelope.is_emitted or age_ns is None or lease_ns is None:
+        return False
+    return envelope.phase not in SILENT_PHASES and age_ns > lease_ns

@@ -1,0 +1,282 @@
+"""The two scores of a window: the published one per envelope, and the robust one over sums.
+
+Pure. ``compat`` is the published definition to the letter: medians of per-envelope ratios. What
+decides is ``primary``: overlap S = (Sigma - T) / (Sigma - M) with Sigma the busy time of all serial
+resources, M that of the busiest and T the window. Busy never contains waiting.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from ppstream.bootstrap import Row, interval
+from ppstream.model import PipelineForm, StageTimes
+from ppstream.records import Envelope, Topology
+from ppstream.segments import Segment, Window
+
+COMPAT_SCORE_MIN: Final = 0.30
+STRICT_MIN: Final = 0.5  # "the period lies nearer the largest stage than the sum"
+RATIO_FLOOR_NS: Final = 1_000  # of the published ratio's denominator
+STAGE_MIN_NS: Final = 50_000  # below this the published ratio is undefined
+
+
+@dataclass(frozen=True, slots=True)
+class Compat:
+    """Medians over envelopes, in ns; the score is None where a stage is too short for it."""
+
+    period_ns: float
+    stage0_ns: float
+    stage1_ns: float
+    hidden_ns: float
+    score: float | None
+    gate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Primary:
+    """Sums over the window, in ns, and what follows from them; ratios are clipped nowhere."""
+
+    n: int
+    span_ns: int
+    busy_ns: dict[str, int]  # serial resources, ``gpu0`` (enters M only) and ``link``
+    s: float | None
+    s_low: float | None
+    s_high: float | None
+    s_all: float | None
+    times: StageTimes  # means in ns, as the model takes them
+
+    @property
+    def period_ns(self) -> float:
+        return self.span_ns / self.n
+
+    @property
+    def sigma_ns(self) -> int:
+        return sum(self.busy_ns[name] for name in self.busy_ns if name not in ("gpu0", "link"))
+
+    @property
+    def max_ns(self) -> int:
+        return max(self.busy_ns[name] for name in self.busy_ns if name != "link")
+
+    @property
+    def efficiency(self) -> float:
+        """E: how close the busiest resource is to never idling."""
+        return self.max_ns / self.span_ns
+
+    @property
+    def gain(self) -> float:
+        """G: what overlap gives over running in turn."""
+        return self.sigma_ns / self.span_ns
+
+    @property
+    def ceiling(self) -> float:
+        """G*: what overlap could ever give."""
+        return self.sigma_ns / self.max_ns if self.max_ns else 1.0
+
+    @property
+    def overhead(self) -> float:
+        """Share of the window that no resource explains when all ran in turn."""
+        explained_ns = self.sigma_ns + self.busy_ns.get("link", 0)
+        return max(0, self.span_ns - explained_ns) / self.span_ns
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        return {name: busy_ns / self.span_ns for name, busy_ns in self.busy_ns.items()}
+
+
+def form_of(topology: Topology) -> PipelineForm:
+    return PipelineForm(
+        topology.threads, topology.order, topology.credit, topology.d_in, topology.d_out
+    )
+
+
+def compat(window: Window, outstanding_max: int, q_decode_max: int) -> Compat | None:
+    """The published score; None without emits that carry all its stamps.
+
+    Args:
+        window: what is judged.
+        outstanding_max: most envelopes in flight to the mesh.
+        q_decode_max: most results that waited for decode.
+    """
+    periods, stage0, stage1, hidden, ratios = [], [], [], [], []
+    for segment in window.segments:
+        for envelope, period_ns in zip(segment.emitted[1:], segment.periods_ns, strict=True):
+            stages = _published_stages(envelope)
+            if stages is None:
+                return None
+            hidden.append(max(0, sum(stages) - period_ns))
+            ratios.append(hidden[-1] / max(RATIO_FLOOR_NS, min(stages)))
+            periods.append(period_ns)
+            stage0.append(stages[0])
+            stage1.append(stages[1])
+    if not periods:
+        return None
+    middle, s0, s1 = median(periods), median(stage0), median(stage1)
+    score = median(ratios) if min(s0, s1) >= STAGE_MIN_NS else None
+    topology = window.topology
+    gate = (
+        score is not None
+        and score >= COMPAT_SCORE_MIN
+        and outstanding_max <= topology.d_in
+        and q_decode_max <= topology.d_out
+        and abs(middle - max(s0, s1)) < abs(middle - (s0 + s1))
+    )
+    return Compat(middle, s0, s1, median(hidden), score, gate)
+
+
+def primary(window: Window, *, resampled: bool = True) -> Primary | None:
+    """The window form; None without periods or when an emit lacks A, B or C.
+
+    The interval of S is left out unless ``resampled``: it costs most of the time of a long window.
+    """
+    if window.n == 0 or window.span_ns <= 0 or missing_stages(window):
+        return None
+    names = resource_names(window.topology)
+    runs = [_rows(segment, window.topology) for segment in window.segments]
+    columns = [sum(column) for column in zip(*(row for rows in runs for row in rows), strict=True)]
+    span_ns, *busy = columns
+    busy_ns = dict(zip(names, busy, strict=True))
+    transport = _transport_ns(window)
+    shared = len([name for name in names if name != "gpu0"])
+
+    def overlap(sums: Row) -> float | None:
+        return _overlap(sum(sums[1 : 1 + shared]), sums[0], max(sums[1:]))
+
+    ends = interval(runs, overlap) if resampled else None
+    s_all = None
+    if transport is not None:
+        busy_ns["link"] = min(transport, span_ns)
+        sigma = sum(busy[:shared]) + busy_ns["link"]
+        s_all = _overlap(sigma, span_ns, max(*busy, busy_ns["link"]))
+    return Primary(
+        n=window.n,
+        span_ns=span_ns,
+        busy_ns=busy_ns,
+        s=overlap((span_ns, *busy)),
+        s_low=ends[0] if ends else None,
+        s_high=ends[1] if ends else None,
+        s_all=s_all,
+        times=_mean_times(window, transport or 0),
+    )
+
+
+def resource_names(topology: Topology) -> tuple[str, ...]:
+    """Serial resources; ``gpu0`` only where rank 0's stamps are its device's.
+
+    World size 1 runs all stages in turn: one resource, and no overlap is defined.
+    """
+    if topology.world_size == 1:
+        return ("r0",)
+    threads = ("r0A", "r0C") if topology.threads == "split" else ("r0",)
+    return (*threads, "mesh", *(("gpu0",) if topology.device_stamped else ()))
+
+
+def missing_stages(window: Window) -> list[str]:
+    """Fields that an emitted envelope of the window lacks and that the score needs."""
+    needed = ("tA0", "tA1", "tDecode") + (("B_ns",) if window.topology.world_size > 1 else ())
+    return [name for name in needed if any(getattr(e, name) is None for e in window.emitted)]
+
+
+def stage_a_ns(envelope: Envelope) -> int:
+    host = between(envelope.tA0, envelope.tA1)
+    return max(host, envelope.eA_ns or 0)
+
+
+def stage_b_ns(envelope: Envelope) -> int:
+    """Device time where B is one device region, else the policy rank's interval."""
+    return envelope.B_ns or 0 if envelope.eB_ns is None else envelope.eB_ns
+
+
+def stage_c_ns(envelope: Envelope) -> int:
+    return between(envelope.tDecode, envelope.tEmit) - (envelope.w_emit_ns or 0)
+
+
+def between(start: int | None, end: int | None) -> int:
+    """``end - start`` of one clock; 0 where a dropped envelope never got there."""
+    return 0 if start is None or end is None else end - start
+
+
+def transport_ns(envelope: Envelope) -> int | None:
+    """Both transfers of one envelope, without synchronised clocks."""
+    if envelope.tSend is None or envelope.tRecv is None or envelope.residence_ns is None:
+        return None
+    return envelope.tRecv - envelope.tSend - envelope.residence_ns
+
+
+def _published_stages(envelope: Envelope) -> tuple[int, int] | None:
+    stamps = (envelope.tA0, envelope.tA1, envelope.tRecv, envelope.tEmit, envelope.B_ns)
+    if None in stamps:
+        return None
+    stage0 = between(envelope.tA0, envelope.tA1) + between(envelope.tRecv, envelope.tEmit)
+    return stage0, envelope.B_ns or 0
+
+
+def _rows(segment: Segment, topology: Topology) -> list[Row]:
+    """Period and busy times per emit; what a dropped envelope kept busy goes to the next emit."""
+    width = len(resource_names(topology))
+    intervals = [
+        (e.tA0, e.tA1) for e in segment.envelopes if e.tA0 is not None and e.tA1 is not None
+    ]
+    rows: list[Row] = []
+    carried = [0] * width
+    previous = segment.first.tEmit
+    for envelope in segment.measured:
+        busy = _busy(envelope, topology, intervals)
+        carried = [a + b for a, b in zip(carried, busy, strict=True)]
+        if envelope.is_emitted:
+            rows.append((between(previous, envelope.tEmit), *carried))
+            carried = [0] * width
+            previous = envelope.tEmit
+    return rows
+
+
+def _busy(envelope: Envelope, topology: Topology, intervals: list[tuple[int, int]]) -> list[int]:
+    a, c = stage_a_ns(envelope), stage_c_ns(envelope)
+    mesh = stage_b_ns(envelope) // topology.replicas
+    if topology.world_size == 1:
+        return [a + mesh + c]
+    busy = [a, c, mesh] if topology.threads == "split" else [a + c, mesh]
+    if topology.device_stamped:
+        busy.append(a + c - _shared_ns(envelope, intervals))
+    return busy
+
+
+def _shared_ns(envelope: Envelope, intervals: list[tuple[int, int]]) -> int:
+    """Time this C ran beside any A on the same device: counted once in their union."""
+    start, end = envelope.tDecode, envelope.tEmit
+    if start is None or end is None:
+        return 0
+    shared = 0
+    for i in range(bisect_left(intervals, (start, start)) - 1, len(intervals)):
+        if i >= 0:
+            a0, a1 = intervals[i]
+            if a0 >= end:
+                break
+            shared += max(0, min(a1, end) - max(a0, start))
+    return shared
+
+
+def _overlap(sigma_ns: int, span_ns: int, max_ns: int) -> float | None:
+    return (sigma_ns - span_ns) / (sigma_ns - max_ns) if sigma_ns > max_ns else None
+
+
+def _transport_ns(window: Window) -> int | None:
+    """Sum over the window; None when an emitted envelope lacks a part of it."""
+    if any(transport_ns(e) is None for e in window.emitted):
+        return None
+    return sum(transport_ns(e) or 0 for e in window.measured)
+
+
+def _mean_times(window: Window, transport: int) -> StageTimes:
+    """Means over the window; one number for both transfers is all that the stamps give."""
+    envelopes, n = window.measured, window.n
+    half = transport / n / 2
+    return StageTimes(
+        a=sum(map(stage_a_ns, envelopes)) / n,
+        b=sum(map(stage_b_ns, envelopes)) / n / window.topology.replicas,
+        c=sum(map(stage_c_ns, envelopes)) / n,
+        x_in=half,
+        x_out=half,
+    )

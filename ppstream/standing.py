@@ -1,0 +1,165 @@
+"""What stands next to the score: latency, age, who waited for whom, drops, deadlines. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ppstream.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
+from ppstream.scores import between, stage_b_ns
+from ppstream.segments import Window
+
+P99_MIN: Final = 1000  # values; fewer say nothing about the 99th percentile
+LAST_EVENT_NS: Final = 50_000  # a wait shorter than this was no wait
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Nearest-rank quantiles in ns; ``p99`` is None for fewer than ``P99_MIN`` values."""
+
+    n: int
+    p50: int
+    p95: int
+    p99: int | None
+    max: int
+
+
+def quantiles(values_ns: Sequence[int]) -> Quantiles | None:
+    if not values_ns:
+        return None
+    ordered = sorted(values_ns)
+
+    def at(percent: int) -> int:
+        return ordered[-(-percent * len(ordered) // 100) - 1]
+
+    p99 = at(99) if len(ordered) >= P99_MIN else None
+    return Quantiles(len(ordered), at(50), at(95), p99, ordered[-1])
+
+
+def latencies_ns(window: Window) -> list[int]:
+    """From A's start to emit, of emitted envelopes."""
+    return [between(e.tA0, e.tEmit) for e in window.emitted if e.tA0 is not None]
+
+
+def wait_share(window: Window, wait: str) -> float:
+    """One of rank 0's named waits as a share of the window."""
+    total_ns = sum(getattr(e, wait) or 0 for e in window.measured)
+    return total_ns / window.span_ns if window.span_ns else 0.0
+
+
+def critical_path(window: Window) -> dict[str, dict[str, float]]:
+    """For each stage's starts: the share whose last predecessor was which."""
+    last: dict[str, Counter[str]] = {"A": Counter(), "B": Counter(), "C": Counter()}
+    for segment in window.segments:
+        by_seq = {e.seq: e for e in segment.envelopes}
+        for e in segment.measured:
+            if not e.is_emitted:
+                continue
+            last["A"][_last_before_a(e, by_seq, window)] += 1
+            if e.wait_input_ns is not None:
+                waited = e.wait_input_ns > LAST_EVENT_NS
+                last["B"]["envelope" if waited else "previous B"] += 1
+            last["C"][_last_before_c(e, by_seq, window)] += 1
+    return {
+        stage: {name: count / counter.total() for name, count in counter.most_common()}
+        for stage, counter in last.items()
+        if counter
+    }
+
+
+def _last_before_a(e: Envelope, by_seq: dict[int, Envelope], window: Window) -> str:
+    topology = window.topology
+    if (e.w_input_ns or 0) > max(LAST_EVENT_NS, e.w_credit_ns or 0, e.w_slot_ns or 0):
+        return "sensor"
+    giver, before = by_seq.get(e.seq - topology.d_in), by_seq.get(e.seq - 1)
+    on_thread = by_seq.get(e.seq - (1 if topology.order == "decode_first" else 2))
+    ends = {
+        "credit": giver.tRecv if giver and topology.credit == "before_window" else None,
+        "previous A": before.tA1 if before else None,
+        "C on the same thread": on_thread.tEmit
+        if on_thread and topology.threads == "serial"
+        else None,
+    }
+    return _latest(ends)
+
+
+def _last_before_c(e: Envelope, by_seq: dict[int, Envelope], window: Window) -> str:
+    topology = window.topology
+    before = by_seq.get(e.seq - 1)
+    on_thread = by_seq.get(e.seq + (0 if topology.order == "decode_first" else 1))
+    serial = topology.threads == "serial"
+    ends = {
+        "result": e.tRecv,
+        "previous C": before.tEmit if before else None,
+        "A on the same thread": on_thread.tA1 if on_thread and serial else None,
+    }
+    return _latest({name: t for name, t in ends.items() if t is None or t <= (e.tDecode or t)})
+
+
+def _latest(ends: dict[str, int | None]) -> str:
+    known = {name: t for name, t in ends.items() if t is not None}
+    return max(known, key=lambda name: known[name]) if known else "unknown"
+
+
+def drops(run: RunLog, envelopes: Iterable[Envelope]) -> dict[str, object]:
+    """Envelopes and samples that went nowhere, by reason; B's wasted share; does the ledger add up.
+
+    Samples and balance come from the newest ledger lines; None without any.
+    """
+    lines = list(envelopes)
+    busy = sum(map(stage_b_ns, lines))
+    wasted = sum(stage_b_ns(e) for e in lines if e.drop is not None)
+    samples = _sample_ledgers(run.ledgers)
+    reasons: Counter[str] = Counter()
+    for ledger in samples:
+        reasons.update(ledger.dropped)
+    return {
+        "emitted": sum(e.is_emitted for e in lines),
+        "envelopes": dict(Counter(e.drop for e in lines if e.drop is not None)),
+        "wasted_b_share": wasted / busy if busy else 0.0,
+        "samples": {reason: n for reason, n in reasons.items() if n} if samples else None,
+        "imbalance": {k.stream: k.imbalance for k in run.ledgers if k.imbalance}
+        if run.ledgers
+        else None,
+    }
+
+
+def _sample_ledgers(ledgers: Iterable[Ledger]) -> list[Ledger]:
+    """Each sample once: the total where it was written, else the streams."""
+    samples = [ledger for ledger in ledgers if ledger.stream != ENVELOPES]
+    return [ledger for ledger in samples if ledger.stream == TOTAL] or samples
+
+
+def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:
+    """How often an action was certainly too old on leaving rank 0; None without leases.
+
+    The age is the one since arrival at rank 0, so true misses are at least as many.
+    """
+    misses: list[bool] = []
+    slack_ns: list[int] = []
+    for e in envelopes:
+        if e.lease_ns is not None and e.age_rank0_ns is not None:
+            slack_ns.append(e.lease_ns - e.age_rank0_ns)
+            misses.append(slack_ns[-1] < 0 or e.drop == "expired")
+        elif e.drop == "expired":
+            misses.append(True)
+    if not misses:
+        return None
+    slack = quantiles([-s for s in slack_ns])  # so that p95 is the slack that 95 % have at least
+    return {
+        "n": len(misses),
+        "misses": sum(misses),
+        "miss_rate": sum(misses) / len(misses),
+        "longest_run": _longest_run(misses),
+        "slack_ms": None if slack is None else {"p50": -slack.p50 / 1e6, "p95": -slack.p95 / 1e6},
+    }
+
+
+def _longest_run(misses: list[bool]) -> int:
+    longest = run = 0
+    for missed in misses:
+        run = run + 1 if missed else 0
+        longest = max(longest, run)
+    return longest

@@ -1,0 +1,277 @@
+"""What a run means, in sentences for whoever is on call: what limits it, and what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ppstream.model import PipelineForm
+from ppstream.scores import (
+    COMPAT_SCORE_MIN,
+    STAGE_MIN_NS,
+    Compat,
+    Primary,
+    form_of,
+    missing_stages,
+)
+from ppstream.standing import wait_share
+from ppstream.verdict import (
+    CEILING_MIN,
+    EFFICIENCY_MIN,
+    MODEL_MAX,
+    N_MIN,
+    WAIT_MAX,
+    Evidence,
+    Gate,
+    Verdict,
+)
+
+SAME: Final = 0.005  # a relative difference that rounds to nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the closed form expects from the window's own stage means."""
+
+    period_ns: float
+    gap: float  # measured / expected - 1
+    w_star: int
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Everything the sentences are made from."""
+
+    evidence: Evidence
+    gate: Gate
+    verdict: Verdict
+    reasons: list[str]
+    limited_by: str | None
+    compat: Compat | None
+    model: Model | None
+    critical_path: Mapping[str, Mapping[str, float]]
+
+
+def statements(findings: Findings) -> list[str]:
+    """Sentences in the order a tired reader needs them."""
+    advice = () if "BAD_INSTRUMENT" in findings.reasons else (_limit, _depth, _path)
+    parts = (_headline, _reasons, *advice, _published, _log)
+    return [sentence for part in parts for sentence in part(findings)]
+
+
+def _headline(f: Findings) -> Iterator[str]:
+    score = f.evidence.primary
+    topology = f.evidence.run.topology
+    if score is None:
+        return
+    busiest = score.max_ns / score.n
+    times = f"{score.period_ns / busiest:.2f} x max(stage)" if busiest else "no stage time"
+    period = f"period {_ms(score.period_ns)} ms = {times}"
+    if score.s is None:
+        yield f"{period}, overlap undefined: nothing ran beside anything"
+    else:
+        yield (
+            f"{period}, overlap {_interval(score)} at D_in/D_out = {topology.d_in}/{topology.d_out}"
+        )
+
+
+def _reasons(f: Findings) -> Iterator[str]:
+    score = f.evidence.primary
+    texts = _safety_texts(f) | _unknown_texts(f)
+    if score is not None:
+        texts |= _score_texts(f, score)
+    for reason in f.reasons:
+        yield f"{reason}: {texts.get(reason, 'see the numbers below')}"
+
+
+def _safety_texts(f: Findings) -> dict[str, str]:
+    counts, topology = f.evidence.safety, f.evidence.run.topology
+    return {
+        "QUEUE_BOUND": f"a queue ran {counts.get('QUEUE_BOUND', 0)} over its bound "
+        f"(D_in {topology.d_in}, D_out {topology.d_out}); credits are broken, do not run this",
+        "STALE_EMIT": f"{counts.get('STALE_EMIT', 0)} actions of an ended epoch were emitted "
+        "after the cut; do not run this on a robot",
+        "ORDER": f"{counts.get('ORDER', 0)} actions were emitted out of order or twice; "
+        "do not run this on a robot",
+        "EXPIRED_EMIT": f"{counts.get('EXPIRED_EMIT', 0)} actions were past their lease when "
+        "emitted; lower the latency or lengthen actions.lease_ms",
+    }
+
+
+def _unknown_texts(f: Findings) -> dict[str, str]:
+    window, run = f.evidence.window, f.evidence.run
+    failed = [
+        f"{name}{f' ({audit.note})' if audit.note else ''}"
+        for name, audit in f.evidence.audits.items()
+        if audit.ok is False
+    ]
+    lacking = sorted({field for a in f.evidence.audits.values() for field in a.missing})
+    input_share = wait_share(window, "w_input_ns")
+    ceiling = f.evidence.primary.ceiling if f.evidence.primary else 0.0
+    return {
+        "INLINE": "one process runs all stages in turn: no overlap to judge; start two ranks",
+        "MISSING_LOGS": f"the log lacks {_lacking(f, lacking)}; overlap cannot be proven without",
+        "BAD_INSTRUMENT": f"the log contradicts itself in {', '.join(failed)}: "
+        "repair the stamps before believing any score",
+        "PERTURBED": "a profiler or an injected fault was on; measure again without",
+        "TOO_FEW": f"{window.n} envelopes after warm-up, {N_MIN} needed; run longer",
+        "NOT_WARM": "the period never became steady; look for compiles, allocation, throttling",
+        "INPUT_LIMITED": f"{input_share:.0%} of the time went into waiting for input (limit "
+        f"{WAIT_MAX:.0%}); measure saturated, or accept that the sensors set the pace",
+        "OUTPUT_LIMITED": f"{wait_share(window, 'w_emit_ns'):.0%} of the time went into waiting "
+        f"for the consumer (limit {WAIT_MAX:.0%}); let it take the latest action instead",
+        "NOTHING_TO_HIDE": f"perfect overlap would gain {ceiling:.2f}x (needs {CEILING_MIN:.2f}x): "
+        f"one stage does nearly all the work of {run.topology.world_size} ranks",
+    }
+
+
+def _score_texts(f: Findings, score: Primary) -> dict[str, str]:
+    latency = f.evidence.latency
+    tail = "?" if latency is None else _ms(latency.p99 or latency.max)
+    expected = "?" if f.model is None else _ms(f.model.period_ns)
+    return {
+        "LOW_OVERLAP": f"overlap {_interval(score)}, its lower end must reach "
+        f"{f.gate.overlap_min:.2f}",
+        "LOW_EFFICIENCY": f"the busiest resource works {score.efficiency:.0%} of the time, "
+        f"a release needs {EFFICIENCY_MIN:.0%}",
+        "OVER_MODEL": f"period {_ms(score.period_ns)} ms, the model allows {MODEL_MAX:.2f} x "
+        f"{expected} ms: time is lost outside the stages",
+        "PERIOD_BUDGET": f"period {_ms(score.period_ns)} ms, budget "
+        f"{_ms(f.gate.period_budget_ns or 0)} ms",
+        "LATENCY_BUDGET": f"latency tail {tail} ms, budget {_ms(f.gate.latency_budget_ns or 0)} ms",
+    }
+
+
+def _limit(f: Findings) -> Iterator[str]:
+    score = f.evidence.primary
+    if score is None or f.limited_by is None:
+        return
+    busy = score.utilisation
+    rank0 = max((n for n in busy if n not in ("mesh", "link")), key=lambda name: busy[name])
+    what = {"r0": "A + C", "r0A": "A", "r0C": "C", "gpu0": "A and C on one device"}[rank0]
+    credit = wait_share(f.evidence.window, "w_credit_ns")
+    yield {
+        "output-limited": "the consumer sets the period, not the pipeline",
+        "input-limited": "the input sets the period: the pipeline has time to spare",
+        "stage0-limited": f"rank 0 sets the period: {what} is busy {busy[rank0]:.0%} of it; "
+        "make it shorter or move work to the policy rank",
+        "stage1-limited": f"the policy sets the period: it is busy {busy.get('mesh', 0):.0%} of "
+        "it; only a faster B helps",
+        "window-limited": f"credits set the period: A waits {credit:.0%} of it for one",
+        "serialized": "the stages run in turn: is the next envelope sent before this result is "
+        "decoded? Does A need what C computes?",
+        "overhead-limited": "no stage and no queue sets the period: look for the GIL, "
+        "collections, a busy host",
+    }[f.limited_by]
+
+
+def _depth(f: Findings) -> Iterator[str]:
+    model, form = f.model, form_of(f.evidence.run.topology)
+    outside = f.limited_by in ("input-limited", "output-limited")
+    if model is None or outside or f.evidence.window.n < N_MIN:
+        return
+    share = f"{abs(model.gap):.0%} {'more' if model.gap >= 0 else 'less'}"
+    found = "as measured" if abs(model.gap) < SAME else f"measured {share}"
+    yield f"the model expects {_ms(model.period_ns)} ms ({model.formula}), {found}"
+    yield _depth_advice(model, form)
+
+
+def _depth_advice(model: Model, form: PipelineForm) -> str:
+    if form.is_unpipelined:
+        return "depth does not help a loop that decodes before it sends"
+    if form.d_in < model.w_star:
+        return f"raise D_in from {form.d_in} to {model.w_star}: more envelopes have to be in flight"
+    if form.d_in > model.w_star:
+        deep = form.d_in - model.w_star
+        return (
+            f"D_in {form.d_in} is {deep} too deep: {model.w_star} would give the same period "
+            "with fresher actions, jitter aside"
+        )
+    return f"D_in {form.d_in} is just deep enough"
+
+
+def _path(f: Findings) -> Iterator[str]:
+    waited = {"envelope": "the envelope", "result": "the result", "credit": "a credit"}
+    waited |= {"sensor": "input", "previous A": "the A before", "previous C": "the decode before"}
+    waited |= {"previous B": "the B before", "C on the same thread": "C on their thread"}
+    waited |= {"A on the same thread": "A on their thread"}
+    parts = []
+    for stage, shares in f.critical_path.items():
+        name = max(shares, key=lambda n: shares[n])
+        parts.append(f"{shares[name]:.0%} of {stage} starts waited for {waited.get(name, name)}")
+    if parts:
+        yield "; ".join(parts)
+
+
+def _published(f: Findings) -> Iterator[str]:
+    if f.compat is None or f.evidence.primary is None:
+        return
+    passed = f.verdict is Verdict.PASS
+    if f.compat.gate and not passed:
+        yield (
+            f"the published score {_score(f.compat)} would have passed: it knows neither waits "
+            "nor audits, and does not decide"
+        )
+    elif passed and not f.compat.gate:
+        yield f"the published gate would have refused: {_published_reason(f.compat)}"
+
+
+def _log(f: Findings) -> Iterator[str]:
+    run, window = f.evidence.run, f.evidence.window
+    if run.torn_lines:
+        yield f"{run.torn_lines} torn log line(s) left out: a writer died or its disk was full"
+    if any(run.missing_ranks):
+        ranks = ", ".join(str(rank) for rank in run.missing_ranks if rank)
+        yield f"no log file of rank {ranks}; its durations are those in rank 0's lines"
+    generations = sorted({e.generation for e in run.envelopes})
+    if len(generations) > 1:
+        yield (
+            f"{len(generations)} generations: the run was restarted; generation "
+            f"{window.generation} is judged"
+        )
+    if window.perturbed and window.n:
+        yield f"{window.perturbed} envelopes under a profiler or fault hook left out"
+    unchecked = [n for n, a in f.evidence.audits.items() if a.ok is None and a.note]
+    if unchecked and "INLINE" not in f.reasons:
+        notes = "; ".join(f"{n}: {f.evidence.audits[n].note}" for n in unchecked)
+        yield f"not audited: {notes}"
+    lost = {k.stream: k.imbalance for k in run.ledgers if k.imbalance}
+    if lost:
+        where = ", ".join(f"{stream} {count:+d}" for stream, count in lost.items())
+        yield f"the ledger does not balance ({where}): items vanished or were counted twice"
+
+
+def _lacking(f: Findings, fields: list[str]) -> str:
+    if 0 in f.evidence.run.missing_ranks:
+        return "rank 0's file"
+    missing = missing_stages(f.evidence.window) + fields
+    return ", ".join(dict.fromkeys(missing)) or "envelopes of the phase to be judged"
+
+
+def _interval(score: Primary) -> str:
+    if score.s is None or score.s_low is None or score.s_high is None:
+        return "undefined"
+    return f"{score.s:.2f} [{score.s_low:.2f}, {score.s_high:.2f}]"
+
+
+def _published_reason(score: Compat) -> str:
+    if score.score is None:
+        return f"its ratio is undefined for stages below {STAGE_MIN_NS / 1e6:.2f} ms"
+    if score.score < COMPAT_SCORE_MIN:
+        return f"its score is {score.score:.2f} of {COMPAT_SCORE_MIN:.2f}"
+    return (
+        f"its score is {score.score:.2f}, but the median period {_ms(score.period_ns)} ms lies "
+        "nearer the sum of both stages than the longer one"
+    )
+
+
+def _score(score: Compat) -> str:
+    return "NA" if score.score is None else f"{score.score:.2f}"
+
+
+def _ms(value_ns: float) -> str:
+    """Three significant digits, never fewer than the milliseconds themselves."""
+    ms = value_ns / 1e6
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"

@@ -1,0 +1,258 @@
+"""Complete run logs from the recurrence: every stamp, wait, counter and integral, exactly known.
+
+Times are milliseconds at the surface and integer nanoseconds inside. ``GoldenRun.lines`` may be
+bent afterwards into the logs of a writer that stamps wrongly.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppstream.log_lines import Line, parse_run
+from ppstream.model import PipelineForm, Schedule, StageTimes, recurrence
+from ppstream.records import RunLog
+
+MS = 1_000_000
+POLICY_CLOCK_NS = 7_000_000_000_000  # the policy rank's clock is another one
+START_NS = 1_000_000_000
+TAIL = 8  # envelopes simulated and not logged
+
+Fields = dict[str, Any]
+
+
+@dataclass
+class GoldenRun:
+    """One run's files, still as dictionaries."""
+
+    manifest: Fields
+    lines: list[Fields]  # rank 0
+    policy_lines: list[Fields]  # rank 1
+    generation: int = 0
+    extra: list[Fields] = field(default_factory=list)  # events, ledger, robot
+
+    def parse(self) -> RunLog:
+        return parse_run(self.manifest, self.tagged())
+
+    def tagged(self) -> Iterator[Line]:
+        for rank, lines in ((0, self.lines + self.extra), (1, self.policy_lines)):
+            for i, fields in enumerate(lines):
+                yield Line(rank, self.generation, f"rank{rank}:{i + 1}", fields)
+
+    def bend(self, change: Callable[[Fields], object]) -> GoldenRun:
+        """Change rank 0's lines in place, as a writer with a fault would have written them."""
+        for line in self.lines:
+            change(line)
+        return self
+
+    def write(self, folder: Path, *, policy_file: bool = True) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_text(json.dumps(self.manifest))
+        write_lines(folder / f"rank0.gen{self.generation}.jsonl", self.lines + self.extra)
+        if policy_file:
+            write_lines(folder / f"rank1.gen{self.generation}.jsonl", self.policy_lines)
+        return folder
+
+
+def write_lines(path: Path, lines: Sequence[Fields]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def ms(value: float) -> int:
+    return round(value * MS)
+
+
+def stages(
+    a: float = 4, b: float = 10, c: float = 5, x: float = 0.5, t_in: float = 0
+) -> StageTimes:
+    """Constant stage times in ms, as the golden cases name them."""
+    return StageTimes(ms(a), ms(b), ms(c), ms(x), ms(x), ms(t_in))
+
+
+def jittered(times: StageTimes, n: int, seed: int, spread: float = 0.3) -> list[StageTimes]:
+    """``n`` draws, every stage uniform within ``spread`` of its mean."""
+    source = random.Random(seed)
+
+    def draw(mean: float) -> int:
+        return round(mean * source.uniform(1 - spread, 1 + spread))
+
+    return [
+        StageTimes(draw(times.a), draw(times.b), draw(times.c), int(times.x_in), int(times.x_out))
+        for _ in range(n + TAIL)
+    ]
+
+
+def simulate(
+    times: StageTimes | Sequence[StageTimes] | None = None,
+    form: PipelineForm | None = None,
+    *,
+    n: int = 330,
+    emit_block_ms: float = 0,
+    **ids: Any,
+) -> GoldenRun:
+    """Run the recurrence and log it completely.
+
+    Args:
+        times: constant stage times, or one per envelope (the last ``TAIL`` are not logged);
+            ``emit_block_ms`` of C is a wait.
+        form: the pipeline's form; default serial, send first, 2/2.
+        n: envelopes when ``times`` is constant.
+        emit_block_ms: what the consumer holds each emit up; added to C.
+        ids: fields of every line, such as ``phase`` or ``epoch``.
+    """
+    form = form or PipelineForm()
+    times = times or stages()
+    each = [times] * (n + TAIL) if isinstance(times, StageTimes) else list(times)
+    block = ms(emit_block_ms)
+    slowed = [StageTimes(t.a, t.b, t.c + block, t.x_in, t.x_out, t.t_in) for t in each]
+    z = recurrence(slowed, form)
+    ids = {"generation": 0, "epoch": 0, "lane": 0, "mode": "throughput"} | ids
+    ids = {"run_id": "golden", "phase": "bring-up", "pacing": "saturated"} | ids
+    counters = _Counters(z)
+    lines, policy_lines = [], []
+    for k in range(len(each) - TAIL):  # the run goes on behind the log's last line
+        waits = _waits(z, k, form, each[k])
+        stamps = {
+            name: START_NS + int(instants[k])
+            for name, instants in (
+                ("tA0", z.a0),
+                ("tA1", z.a1),
+                ("tSend", z.s0),
+                ("tRecv", z.o1),
+                ("tDecode", z.c0),
+                ("tEmit", z.c1),
+            )
+        }
+        gap = int(z.b0[k] - _at(z.b1, k - 1)) if k else int(z.b0[k])
+        shared = {
+            "wait_input_ns": gap,
+            "wait_output_ns": 0,
+            "idle_ns": gap if k else None,
+            "residence_ns": int(z.o0[k] - z.i1[k]),
+        }
+        rx = int(each[k].t_in) * k if each[k].t_in else int(z.a0[k])
+        rank0 = {"kind": "envelope", "seq": k} | ids | stamps | waits | shared | counters.at(k)
+        rank0 |= {"B_ns": int(z.b1[k] - z.b0[k]), "w_emit_ns": block, "busy_link_ns": 0}
+        rank0 |= {"tRx": START_NS + rx, "drop": None}
+        rank0 |= {"age_rank0_ns": stamps["tEmit"] - START_NS - rx}
+        lines.append(rank0)
+        policy = {"kind": "stage1", "seq": k, "busy_link_ns": 0} | ids | shared
+        policy |= {"tB0": POLICY_CLOCK_NS + int(z.b0[k]), "tB1": POLICY_CLOCK_NS + int(z.b1[k])}
+        policy_lines.append(policy)
+    return GoldenRun(manifest(form), lines, policy_lines)
+
+
+def period_17() -> GoldenRun:
+    """A 5, C 5, B 10 every 17 ms on one thread: each result comes 12 ms into a cycle."""
+    golden = simulate(stages(a=5, b=10, c=5, x=0.5), PipelineForm())
+    start_ns, total_ns = 1_000 * MS, {"outstanding_ns_total": 0, "q_decode_ns_total": 0}
+    for k, (line, policy) in enumerate(zip(golden.lines, golden.policy_lines, strict=True)):
+        a0 = start_ns + k * ms(17)
+        line |= {"tRx": a0, "tA0": a0, "tA1": a0 + ms(5), "tSend": a0 + ms(5)}
+        line |= {"tRecv": a0 + ms(29), "tDecode": a0 + ms(29), "tEmit": a0 + ms(34)}
+        line |= {"w_credit_ns": 0, "w_slot_ns": 0, "w_result_ns": ms(7), "residence_ns": ms(10)}
+        line |= {"wait_input_ns": ms(7), "idle_ns": ms(7), "outstanding": 1, "outstanding_max": 2}
+        total_ns["outstanding_ns_total"] += ms(24)
+        line |= total_ns
+        b0 = k * ms(17)
+        policy |= {"tB0": b0, "tB1": b0 + ms(10), "wait_input_ns": ms(7), "residence_ns": ms(10)}
+    return golden
+
+
+def manifest(form: PipelineForm, *, world_size: int = 2) -> Fields:
+    return {
+        "schema": "ppstream.log/1",
+        "run_id": "golden",
+        "created_utc": "2025-01-01T00:00:00Z",
+        "finished_utc": None,
+        "config": {},
+        "topology": {
+            "threads": form.threads,
+            "order": form.order,
+            "credit": form.credit,
+            "pacing": "saturated",
+            "replicas": 1,
+            "world_size": world_size,
+            "d_in": form.d_in,
+            "d_out": form.d_out,
+            "ranks": [{"rank": rank, "stamp_source": "host"} for rank in range(world_size)],
+        },
+    }
+
+
+def _waits(z: Schedule, k: int, form: PipelineForm, t: StageTimes) -> Fields:
+    """What rank 0's threads waited for, each around its own blocking call."""
+    arrive = k * t.t_in
+    if form.threads == "split":
+        before_a, before_c = _at(z.a1, k - 1), _at(z.c1, k - 1)
+    elif form.is_unpipelined:
+        before_a, before_c = _at(z.c1, k - 1), z.a1[k]
+    else:
+        before_a = max(_at(z.c1, k - 2), _at(z.a1, k - 1))
+        before_c = z.a1[k + 1] if k + 1 < len(z.a1) else _at(z.c1, k - 1)
+    waits = {"w_slot_ns": 0}
+    if form.credit == "before_window":
+        waits["w_credit_ns"] = int(max(0, _at(z.o1, k - form.d_in) - before_a))
+        ready = max(before_a, _at(z.o1, k - form.d_in))
+    elif form.threads == "split":  # the thread holds its envelope until a credit and the link come
+        credit = _at(z.o1, k - form.d_in)
+        waits["w_credit_ns"] = int(max(0, credit - z.a1[k]))
+        waits["w_slot_ns"] = int(z.s0[k] - max(credit, z.a1[k]))
+        ready = _at(z.s0, k - 1)
+    else:  # one envelope waits preflighted; the next A needs that place
+        ready = max(before_a, _at(z.s0, k - 1))
+        waits |= {"w_credit_ns": 0, "w_slot_ns": int(ready - before_a)}
+    waits["w_input_ns"] = int(max(0, arrive - ready))
+    waits["w_result_ns"] = int(max(0, z.o1[k] - before_c))
+    return waits
+
+
+def _at(instants: Sequence[float], k: int) -> float:
+    return instants[k] if k >= 0 else 0
+
+
+class _Counters:
+    """Both queue counters over time, read at each emit as the runtime would."""
+
+    def __init__(self, z: Schedule) -> None:
+        n = len(z.a0)
+        self._emits = [int(t) for t in z.c1]
+        # (instant, order within the instant, step): permission returns before it is used
+        self._queues = {
+            "outstanding": sorted(
+                [(int(z.o1[k]), 0, -1) for k in range(n)] + [(int(z.s0[k]), 1, 1) for k in range(n)]
+            ),
+            "q_decode": sorted(
+                [(int(z.o1[k]), 0, 1) for k in range(n)] + [(int(z.c0[k]), 1, -1) for k in range(n)]
+            ),
+        }
+        self._tables = {name: self._table(steps) for name, steps in self._queues.items()}
+
+    @staticmethod
+    def _table(steps: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """(instant, level from then on, integral up to then)."""
+        table = [(0, 0, 0)]
+        for instant, _, step in steps:
+            before, level, integral = table[-1]
+            table.append((instant, level + step, integral + level * (instant - before)))
+        return table
+
+    def at(self, k: int) -> Fields:
+        found: Fields = {}
+        for name, table in self._tables.items():
+            i = self._index(table, self._emits[k])
+            start = self._index(table, self._emits[k - 1]) if k else 0
+            instant, level, integral = table[i]
+            found[name] = level
+            found[f"{name}_max"] = max(level for _, level, _ in table[start : i + 1])
+            found[f"{name}_ns_total"] = integral + level * (self._emits[k] - instant)
+        return found
+
+    @staticmethod
+    def _index(table: list[tuple[int, int, int]], instant: int) -> int:
+        return bisect_right(table, instant, key=lambda row: row[0]) - 1

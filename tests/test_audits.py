@@ -1,0 +1,209 @@
+"""Every audit catches the lie it is there for, and says so; healthy logs pass all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from golden_runs import Fields, GoldenRun, ms, simulate, stages
+
+from ppstream.audits import audit_all
+from ppstream.model import PipelineForm
+from ppstream.segments import select_window
+
+SPLIT = PipelineForm("split")
+JUST_IN_TIME = PipelineForm("split", d_in=1)
+
+
+def verdicts(golden: GoldenRun) -> dict[str, bool | None]:
+    run = golden.parse()
+    return {name: audit.ok for name, audit in audit_all(run, select_window(run)).items()}
+
+
+def worst(golden: GoldenRun, audit: str) -> str:
+    run = golden.parse()
+    return audit_all(run, select_window(run))[audit].note
+
+
+def with_rank0_only(golden: GoldenRun) -> GoldenRun:
+    golden.policy_lines.clear()
+    return golden
+
+
+@pytest.mark.parametrize("form", [PipelineForm(), SPLIT, JUST_IN_TIME])
+def test_healthy_log_passes_all_seven(form: PipelineForm) -> None:
+    assert set(verdicts(simulate(form=form)).values()) == {True}
+
+
+@pytest.mark.parametrize(
+    ("wait", "thread", "form"),
+    [
+        ("w_credit_ns", "r0A", JUST_IN_TIME),
+        ("w_result_ns", "r0C", SPLIT),
+        ("w_credit_ns", "r0", PipelineForm(d_in=1)),
+    ],
+)
+def test_conservation_misses_a_wait_left_out(wait: str, thread: str, form: PipelineForm) -> None:
+    golden = simulate(form=form).bend(lambda line: line.update({wait: 0}))
+    assert verdicts(golden)["conservation"] is False
+    assert worst(golden, "conservation") == thread
+
+
+def test_conservation_counts_time_in_link_calls_of_both_ranks() -> None:
+    golden = simulate(form=JUST_IN_TIME)
+    for line, policy in zip(golden.lines, golden.policy_lines, strict=True):
+        line["w_credit_ns"] -= ms(1)
+        line["busy_link_ns"] = ms(1)
+        line["wait_input_ns"] -= ms(2)
+        policy["wait_input_ns"] = line["wait_input_ns"]
+        policy["busy_link_ns"] = ms(2)
+    assert verdicts(golden)["conservation"] is True
+    golden.bend(lambda line: line.update(busy_link_ns=0))
+    assert verdicts(golden)["conservation"] is False
+
+
+def test_conservation_of_the_mesh_without_its_file_uses_the_whole_gap() -> None:
+    golden = with_rank0_only(simulate(form=JUST_IN_TIME))
+    golden.bend(lambda line: line.update(wait_input_ns=line["wait_input_ns"] - ms(2)))
+    assert verdicts(golden)["conservation"] is True  # 2 ms of link calls inside the gap
+    golden.bend(lambda line: line.update(idle_ns=(line["idle_ns"] or 0) - ms(2)))
+    assert verdicts(golden)["conservation"] is False
+    assert worst(golden, "conservation") == "mesh"
+
+
+def test_conservation_does_not_run_without_any_wait_of_a_thread() -> None:
+    golden = simulate(form=SPLIT)
+    golden.bend(lambda line: [line.pop(name) for name in ("w_result_ns", "w_emit_ns")])
+    run = golden.parse()
+    audit = audit_all(run, select_window(run))["conservation"]
+    assert audit.ok is None
+    assert audit.missing == ("w_result_ns",)
+
+
+@pytest.mark.parametrize(
+    ("total", "queue", "decode_ms"),
+    [("outstanding_ns_total", "outstanding", 5), ("q_decode_ns_total", "q_decode", 20)],
+)
+def test_little_finds_a_counter_that_disagrees_with_the_stamps(
+    total: str, queue: str, decode_ms: float
+) -> None:
+    golden = simulate(stages(c=decode_ms), SPLIT)
+    golden.bend(lambda line: line.update({total: round(line[total] * 0.9)}))
+    assert verdicts(golden)["little"] is False
+    assert worst(golden, "little") == queue
+
+
+def test_little_waits_for_fifty_envelopes_per_slot() -> None:
+    assert verdicts(simulate(n=210))["little"] is None
+    assert verdicts(simulate(n=211))["little"] is True
+
+
+def test_bounds_refuse_a_resource_busier_than_its_time() -> None:
+    golden = with_rank0_only(simulate(form=SPLIT))
+    golden.bend(lambda line: line.update(B_ns=round(line["B_ns"] * 1.05)))
+    assert verdicts(golden)["bounds"] is False
+    assert worst(golden, "bounds") == "mesh"
+
+
+def test_bounds_refuse_a_device_region_longer_than_its_b() -> None:
+    golden = simulate(form=SPLIT).bend(lambda line: line.update(eB_ns=line["B_ns"] + ms(1)))
+    assert verdicts(golden)["bounds"] is False
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda line: line.update(B_ns=line["residence_ns"] + ms(1)),
+        lambda line: line.update(residence_ns=line["tRecv"] - line["tSend"] + ms(1)),
+    ],
+)
+def test_residence_lies_between_b_and_the_round_trip(lie: Callable[[Fields], None]) -> None:
+    assert verdicts(simulate(form=JUST_IN_TIME).bend(lie))["residence"] is False
+
+
+def test_outstanding_refuses_a_mesh_busy_while_nothing_is_outstanding() -> None:
+    golden = simulate(form=PipelineForm("serial", "decode_first"))
+    golden.bend(lambda line: line.update(B_ns=line["B_ns"] + line["wait_input_ns"]))
+    assert verdicts(golden)["outstanding"] is False
+
+
+def test_outstanding_sampled_at_emit_must_match_the_stamps() -> None:
+    golden = simulate(form=SPLIT)
+    golden.bend(lambda line: line.update(outstanding=line["outstanding"] - 1))
+    assert verdicts(golden)["outstanding"] is False
+    assert "sampled" in worst(golden, "outstanding")
+
+
+def early_commit(line: Fields) -> None:
+    line["tSend"] -= ms(1)
+    line["tA1"] -= ms(1)
+    line["tA0"] -= ms(1)
+    line["tRx"] -= ms(1)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        early_commit,
+        lambda line: line.update(tA0=line["tA0"] - line["w_credit_ns"]),
+        lambda line: line.update(tDecode=line["tRecv"] - ms(1)),
+        lambda line: line.update(tEmit=line["tEmit"] + ms(11)),
+    ],
+    ids=["commit before its credit", "A before its credit", "decode before receipt", "C over C"],
+)
+def test_credit_refuses_what_starts_before_its_permission(lie: Callable[[Fields], None]) -> None:
+    assert verdicts(simulate(form=JUST_IN_TIME).bend(lie))["credit"] is False
+
+
+def test_credit_refuses_a_prebuilt_envelope_committed_without_one() -> None:
+    form = PipelineForm("split", credit="after_window", d_in=1)
+    golden = simulate(form=form).bend(lambda line: line.update(tSend=line["tSend"] - ms(1)))
+    assert verdicts(golden)["credit"] is False
+
+
+def test_credit_refuses_a_receipt_without_a_decode_slot() -> None:
+    golden = simulate(stages(c=20), SPLIT)
+    golden.bend(lambda line: line.update(tRecv=line["tRecv"] - ms(2)))
+    assert verdicts(golden)["credit"] is False
+
+
+def test_prebuilt_window_may_start_before_its_credit() -> None:
+    form = PipelineForm("split", credit="after_window", d_in=1)
+    assert verdicts(simulate(form=form))["credit"] is True
+    golden = simulate(form=form)
+    golden.manifest["topology"]["credit"] = "before_window"
+    assert verdicts(golden)["credit"] is False
+
+
+def test_one_thread_cannot_run_a_and_c_at_once() -> None:
+    golden = simulate(form=SPLIT)
+    assert verdicts(golden)["credit"] is True
+    golden.manifest["topology"]["threads"] = "serial"
+    assert verdicts(golden)["credit"] is False
+
+
+def test_order_refuses_stamps_that_run_backwards() -> None:
+    golden = simulate()
+    golden.lines[100]["tA1"] = golden.lines[100]["tA0"] - 1
+    assert verdicts(golden)["order"] is False
+
+
+def test_order_refuses_an_a_that_begins_before_its_input_came() -> None:
+    golden = simulate(stages(t_in=40), SPLIT)
+    golden.bend(lambda line: line.update(tA0=line["tA0"] - line["w_input_ns"], w_input_ns=0))
+    assert verdicts(golden)["order"] is False
+    assert "newest sample" in worst(golden, "order")
+
+
+def test_order_forgives_a_sample_that_slips_in_while_the_window_is_cut() -> None:
+    golden = simulate()
+    for line in golden.lines[::10]:
+        line["tRx"] = line["tA0"] + ms(0.2)
+    assert verdicts(golden)["order"] is True
+
+
+def test_order_of_mapped_device_stamps_has_a_slack() -> None:
+    golden = simulate(form=SPLIT).bend(lambda line: line.update(tA1=line["tSend"] + 20_000))
+    assert verdicts(golden)["order"] is False
+    golden.manifest["topology"]["ranks"][0]["stamp_source"] = "device"
+    assert verdicts(golden)["order"] is True

@@ -1,0 +1,313 @@
+"""The report end to end: folders in, verdict, text, JSON and exit code out."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden_runs import GoldenRun, ms, period_17, simulate, stages
+from judging import sentence
+
+from ppstream.model import PipelineForm
+from ppstream.overlap import judge
+from ppstream.report import main, report_dict
+from ppstream.report_text import WIDTH, render
+from ppstream.run_report import RunReport
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+HEALTHY = 0
+FAIL = 1
+INCONCLUSIVE = 2
+BAD_INPUT = 3
+
+RUN_KEYS = {
+    "run_id",
+    "verdict",
+    "reasons",
+    "n",
+    "warmup_skipped",
+    "class",
+    "compat",
+    "primary",
+    "audits",
+    "latency_ms",
+    "age_ms",
+    "model",
+    "queues",
+    "critical_path",
+    "drops",
+    "service",
+    "statements",
+}
+
+
+def serialized() -> GoldenRun:
+    return simulate(form=PipelineForm("serial", "decode_first"))
+
+
+def report_of(golden: GoldenRun, **options: Any) -> RunReport:
+    return judge(golden.parse(), **options)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_tool_runs_from_a_checkout_with_nothing_installed(tmp_path: Path) -> None:
+    simulate().write(tmp_path / "logs" / "one")
+    tool = CHECKOUT / "tools" / "overlap_report.py"
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", str(tool), "logs"],  # -S: no site-packages at all
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == HEALTHY, done.stderr
+    assert "PASS" in done.stdout.splitlines()[1]
+    assert done.stderr == ""
+
+
+def test_text_stays_readable_on_a_terminal_without_unicode(tmp_path: Path) -> None:
+    simulate(n=150).write(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "ppstream.report", str(tmp_path)],
+        cwd=CHECKOUT,
+        env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == HEALTHY, done.stderr
+    assert "?" not in done.stdout.decode("ascii")
+    assert "####" in done.stdout.decode("ascii")
+
+
+def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
+    simulate().write(tmp_path / "run")
+    out = tmp_path / "report.json"
+    assert main([str(tmp_path / "run"), "--json", str(out)]) == HEALTHY
+    found = json.loads(out.read_text())
+    assert set(found) == {"schema", "runs"}
+    assert found["schema"] == "ppstream.report/1"
+    (run,) = found["runs"]
+    assert set(run) == RUN_KEYS
+    assert set(run["compat"]) == {
+        "period_ms",
+        "stage0_ms",
+        "stage1_ms",
+        "hidden_ms",
+        "overlap_score",
+        "gate",
+    }
+    assert set(run["primary"]) == {
+        *("P_ms", "S", "S_low", "S_high", "S_all", "E", "G", "G_star"),
+        *("strict", "overhead", "bubble"),
+    }
+    assert set(run["audits"]) == {
+        *("conservation", "little", "bounds", "residence", "outstanding", "order", "credit"),
+    }
+    assert set(run["latency_ms"]) == {"p50", "p95", "p99", "max"}
+    assert set(run["model"]) == {"P_ms", "gap", "W_star", "formula"}
+    assert run["queues"] == {"d_in": 2, "d_out": 2, "outstanding_max": 2, "q_decode_max": 1}
+    assert run["primary"]["P_ms"] == pytest.approx(10.0)
+    assert run["latency_ms"]["p50"] == pytest.approx(20.0)
+    assert run["latency_ms"]["p99"] is None  # of fewer than 1000 envelopes nothing is known
+    assert run["audits"]["credit"]["ok"] is True
+    assert run["age_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("golden", "options", "code"),
+    [
+        (simulate(), [], HEALTHY),
+        (serialized(), [], FAIL),
+        (simulate(stages(t_in=40)), [], INCONCLUSIVE),
+        (simulate(form=PipelineForm(d_in=1)), ["--gate", "bringup"], HEALTHY),
+        (simulate(form=PipelineForm(d_in=1)), ["--gate", "release"], FAIL),
+        (simulate(), ["--phase", "ready"], INCONCLUSIVE),
+    ],
+)
+def test_exit_code_is_the_verdict(
+    golden: GoldenRun, options: list[str], code: int, tmp_path: Path
+) -> None:
+    golden.write(tmp_path)
+    assert main([str(tmp_path), *options]) == code
+
+
+def test_several_runs_are_all_reported_newest_last_and_the_worst_decides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day, (name, golden) in enumerate(
+        [("b", simulate()), ("c", simulate(stages(t_in=40))), ("a", serialized())], start=1
+    ):
+        golden.manifest |= {"run_id": name, "created_utc": f"2025-01-0{day}T00:00:00Z"}
+        golden.write(tmp_path / name)
+    (tmp_path / "latest").symlink_to("a")  # the same run, not a fourth one
+    (tmp_path / "notes").mkdir()
+    assert main([str(tmp_path)]) == FAIL
+    shown = re.findall(r"^(\w) · bring-up", capsys.readouterr().out, flags=re.MULTILINE)
+    assert shown == ["b", "c", "a"]
+    assert main([str(tmp_path / "latest")]) == FAIL
+    assert main([str(tmp_path / "c")]) == INCONCLUSIVE
+
+
+def test_unknown_schema_is_bad_input_and_does_not_hide_other_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate().write(tmp_path / "good")
+    future = simulate()
+    future.manifest["schema"] = "ppstream.log/2"
+    future.write(tmp_path / "future")
+    assert main([str(tmp_path)]) == BAD_INPUT
+    printed = capsys.readouterr()
+    assert "ppstream.log/2" in printed.err
+    assert "PASS" in printed.out
+
+
+@pytest.mark.parametrize("schema", ["ppstream.log/1.7", "ppstream.log/1"])
+def test_later_minor_schema_is_read(schema: str, tmp_path: Path) -> None:
+    golden = simulate()
+    golden.manifest["schema"] = schema
+    golden.write(tmp_path)
+    assert main([str(tmp_path)]) == HEALTHY
+
+
+@pytest.mark.parametrize("schema", [None, 1, "other.log/1", "ppstream.log/", "ppstream.log/10"])
+def test_other_schema_is_refused(schema: object, tmp_path: Path) -> None:
+    golden = simulate(n=12)
+    golden.manifest["schema"] = schema
+    golden.write(tmp_path)
+    assert main([str(tmp_path)]) == BAD_INPUT
+
+
+def test_folder_without_runs_is_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == BAD_INPUT
+    assert main([str(tmp_path / "nowhere")]) == BAD_INPUT
+    assert "no run here" in capsys.readouterr().err
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def every_kind_of_run() -> list[GoldenRun]:
+    inline = serialized()
+    inline.manifest["topology"]["world_size"] = 1
+    lying = simulate(form=PipelineForm("split", d_in=1))
+    lying.bend(lambda line: line.update(tA0=line["tA0"] - line["w_credit_ns"]))
+    return [
+        simulate(),
+        simulate(stages(c=20), PipelineForm("split")),
+        simulate(stages(t_in=40)),
+        simulate(stages(a=0.05, c=0.05)),
+        simulate(n=20),
+        simulate(phase="ready"),
+        serialized(),
+        inline,
+        lying,
+    ]
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_text_fits_a_hundred_columns_and_begins_with_the_verdict(number: int) -> None:
+    report = report_of(every_kind_of_run()[number])
+    lines = render(report).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[1].startswith(report.verdict.name)
+    assert all(reason in lines[1] for reason in report.reasons)
+    assert lines[4].startswith("· ")
+    assert json.loads(json.dumps(report_dict([report])))["runs"][0]["verdict"]
+
+
+def test_headline_reads_as_the_contract_shows() -> None:
+    assert report_of(simulate()).statements[0] == (
+        "period 10.0 ms = 1.00 x max(stage), overlap 1.00 [1.00, 1.00] at D_in/D_out = 2/2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("golden", "begin", "advice"),
+    [
+        (simulate(stages(c=20), PipelineForm("split")), "rank 0 sets", "C is busy 100% of it"),
+        (simulate(), "the policy sets", "only a faster B helps"),
+        (simulate(form=PipelineForm(d_in=1)), "raise D_in from 1 to 2", "in flight"),
+        (simulate(form=PipelineForm(d_in=4)), "D_in 4 is 2 too deep", "fresher actions"),
+        (serialized(), "the stages run in turn", "decoded"),
+        (simulate(stages(t_in=40)), "INPUT_LIMITED", "78% of the time"),
+        (simulate(stages(t_in=40)), "the published score 0.80 would have passed", "audits"),
+        (simulate(stages(a=0.05, c=0.05)), "NOTHING_TO_HIDE", "1.01x (needs 1.10x)"),
+        (simulate(n=60), "TOO_FEW", "49 envelopes after warm-up, 100 needed"),
+    ],
+)
+def test_sentences_say_what_limits_and_what_to_do(
+    golden: GoldenRun, begin: str, advice: str
+) -> None:
+    assert advice in sentence(report_of(golden), begin)
+
+
+def test_refusal_by_the_published_gate_alone_is_explained() -> None:
+    report = report_of(period_17())
+    assert report.exit_code == HEALTHY
+    said = sentence(report, "the published gate would have refused")
+    assert "17.0 ms lies nearer the sum of both stages" in said
+
+
+def test_age_comes_from_the_robots_alone() -> None:
+    golden = simulate()
+    assert report_of(golden).age is None
+    golden.extra += [
+        {"kind": "robot", "session": 1, "seq": k, "age_ns": ms(30 + k % 3)} for k in range(1200)
+    ]
+    found = report_of(golden).as_dict()["age_ms"]
+    assert found == pytest.approx({"p50": 31, "p95": 32, "p99": 32, "max": 32})
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_ledger_gives_drops_and_balance(nested: bool) -> None:
+    golden = simulate()
+    camera = {"received": 100, "used": 70, "dropped": {"late": 9, "gap": 0}, "in_flight": 20}
+    joint = {"received": 10, "used": 10, "dropped": {}, "in_flight": 0}
+    first = {"received": 1, "used": 0, "dropped": {}, "in_flight": 1}
+    if nested:
+        golden.extra.append({"kind": "ledger", "streams": {"camera": first, "joint": first}})
+        golden.extra.append({"kind": "ledger", "streams": {"camera": camera, "joint": joint}})
+    else:
+        golden.extra.append({"kind": "ledger", "stream": "camera"} | camera)
+        golden.extra.append({"kind": "ledger", "stream": "joint"} | joint)
+    report = report_of(golden)
+    assert report.drops["samples"] == {"late": 9}
+    assert report.drops["imbalance"] == {"camera": 1}
+    assert "camera +1" in sentence(report, "the ledger does not balance")
+
+
+def test_service_is_described_from_ready_lines() -> None:
+    golden = simulate(stages(t_in=40), PipelineForm("split"), phase="ready", pacing="sample")
+    golden.bend(lambda line: line.update(window_end_ns=ms(1), expires_ns=ms(101)))
+    golden.lines[200] |= {"drop": "expired", "age_rank0_ns": ms(120)}
+    golden.lines[201] |= {"drop": "expired", "age_rank0_ns": ms(130)}
+    service = report_of(golden).as_dict()["service"]
+    assert isinstance(service, dict)
+    assert set(service) == {"class", "latency_ms", "age_ms", "deadline", "utilisation", "drops"}
+    assert service["class"] == "input-limited"
+    assert service["deadline"]["misses"] == 2
+    assert service["deadline"]["longest_run"] == 2
+    assert service["utilisation"]["mesh"] == pytest.approx(0.25, abs=0.01)
+    assert service["drops"]["envelopes"] == {"expired": 2}
+
+
+def test_critical_path_names_the_last_predecessor() -> None:
+    path = report_of(simulate(stages(c=20), PipelineForm("split"))).critical_path
+    assert path["A"]["credit"] > 0.95
+    assert path["B"]["envelope"] > 0.95
+    assert path["C"]["previous C"] > 0.95
+    one_thread = report_of(simulate(form=PipelineForm(d_in=1))).critical_path
+    assert one_thread["C"]["A on the same thread"] > 0.95
+    slow_input = report_of(simulate(stages(t_in=40))).critical_path
+    assert slow_input["A"]["sensor"] > 0.95

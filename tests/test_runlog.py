@@ -1,0 +1,161 @@
+"""What crashes, full disks, restarts and other writers leave behind can be read, or is refused."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from golden_runs import Fields, simulate, write_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from judging import sentence
+
+from ppstream.errors import LogError
+from ppstream.overlap import judge
+from ppstream.report_text import render
+from ppstream.runlog import find_runs, read_run
+
+HEALTHY = 0
+FAIL = 1
+INCONCLUSIVE = 2
+
+
+def test_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+    simulate().write(tmp_path)
+    log = tmp_path / "rank0.gen0.jsonl"
+    log.write_bytes(log.read_bytes()[:-40])
+    run = read_run(tmp_path)
+    assert run.torn_lines == 1
+    assert len(run.envelopes) == 329
+    assert sentence(judge(run), "1 torn log line")
+
+
+def test_line_torn_inside_a_character_or_by_a_full_disk_is_only_one_line(tmp_path: Path) -> None:
+    simulate().write(tmp_path)
+    log = tmp_path / "rank0.gen0.jsonl"
+    lines = log.read_bytes().split(b"\n")
+    lines[50] = lines[50][:70]
+    log.write_bytes(b"\n".join(lines) + '{"kind":"event","name":"é'.encode()[:-1])
+    run = read_run(tmp_path)
+    assert run.torn_lines == 2
+    assert len(judge(run).window.segments) == 2
+
+
+def test_text_that_is_no_log_is_refused_with_its_place(tmp_path: Path) -> None:
+    simulate(n=12).write(tmp_path)
+    with (tmp_path / "rank0.gen0.jsonl").open("a") as log:
+        log.write("Segmentation fault\n")
+    with pytest.raises(LogError, match=r"rank0.gen0.jsonl:13: not JSON"):
+        read_run(tmp_path)
+
+
+def test_value_of_a_wrong_type_is_refused_with_its_place(tmp_path: Path) -> None:
+    golden = simulate(n=12)
+    golden.lines[4]["tRecv"] = "soon"
+    golden.write(tmp_path)
+    with pytest.raises(LogError, match=r"rank0.gen0.jsonl:5: tRecv is 'soon'"):
+        read_run(tmp_path)
+
+
+def test_missing_policy_file_is_a_warning_while_durations_are_known(tmp_path: Path) -> None:
+    simulate().write(tmp_path, policy_file=False)
+    report = judge(read_run(tmp_path))
+    assert report.exit_code == HEALTHY
+    assert sentence(report, "no log file of rank 1")
+
+
+def test_missing_durations_and_policy_file_are_missing_logs(tmp_path: Path) -> None:
+    golden = simulate().bend(lambda line: line.pop("B_ns"))
+    golden.write(tmp_path, policy_file=False)
+    report = judge(read_run(tmp_path))
+    assert report.reasons[0] == "MISSING_LOGS"
+    assert "B_ns" in sentence(report, "MISSING_LOGS")
+    assert render(report)
+
+
+def test_missing_rank0_file_is_missing_logs(tmp_path: Path) -> None:
+    simulate().write(tmp_path)
+    (tmp_path / "rank0.gen0.jsonl").unlink()
+    report = judge(read_run(tmp_path))
+    assert report.reasons[0] == "MISSING_LOGS"
+    assert "rank 0's file" in sentence(report, "MISSING_LOGS")
+
+
+def test_foreign_log_with_keys_of_its_own_is_judged(tmp_path: Path) -> None:
+    golden = simulate()
+    golden.manifest |= {"writer": {"name": "another runtime"}, "config": None}
+    golden.manifest["topology"] |= {"colour": "blue"}
+
+    def foreign(line: Fields) -> None:
+        line |= {"gpu_temperature": [70, 71.5], "vendor": {"a": None}}
+        line["tC0"] = line.pop("tDecode")  # the older name
+        line["tA0"] = float(line["tA0"])
+        for name in ("run_id", "lane", "mode", "pacing", "epoch", "drop", "busy_link_ns"):
+            line.pop(name)
+
+    golden.bend(foreign)
+    golden.extra += [{"kind": "weather", "rain": True}, {"hello": 1}]
+    golden.write(tmp_path)
+    run = read_run(tmp_path)
+    assert run.ignored_lines == 2
+    assert judge(run).exit_code == HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        ({"d_in": None}, "topology.d_in is None"),
+        ({"d_out": 0}, "topology.d_out is 0"),
+        ({"threads": "many"}, "topology.threads is 'many'"),
+    ],
+)
+def test_unusable_topology_is_refused(table: Fields, complaint: str, tmp_path: Path) -> None:
+    golden = simulate(n=12)
+    golden.manifest["topology"] |= table
+    golden.write(tmp_path)
+    with pytest.raises(LogError, match=re.escape(complaint)):
+        read_run(tmp_path)
+
+
+def test_run_without_any_envelope_is_judged_not_crashed(tmp_path: Path) -> None:
+    golden = simulate()
+    golden.lines, golden.policy_lines = [], []
+    golden.write(tmp_path)
+    report = judge(read_run(tmp_path))
+    assert report.exit_code == INCONCLUSIVE
+    assert report.reasons == ["MISSING_LOGS", "TOO_FEW"]
+    assert render(report)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(st.sets(st.integers(1, 149), max_size=4))
+def test_report_does_not_depend_on_how_a_log_is_split_into_files(
+    tmp_path_factory: pytest.TempPathFactory, cuts: set[int]
+) -> None:
+    golden = simulate(n=150)
+    whole = golden.write(tmp_path_factory.mktemp("whole"))
+    parts = golden.write(tmp_path_factory.mktemp("parts"))
+    (parts / "rank0.gen0.jsonl").unlink()
+    ends = [0, *sorted(cuts), len(golden.lines)]
+    for i, (start, end) in enumerate(pairwise(ends)):
+        write_lines(parts / f"rank0.gen0.part{i}.jsonl", golden.lines[start:end])
+    assert judge(read_run(parts)).as_dict() == judge(read_run(whole)).as_dict()
+
+
+def test_files_of_two_generations_stay_apart(tmp_path: Path) -> None:
+    old, new = simulate(n=150), simulate(n=250, generation=1)
+    old.write(tmp_path)
+    new.generation = 1
+    new.write(tmp_path)
+    report = judge(read_run(tmp_path))
+    assert report.window.n == 239
+    assert sentence(report, "2 generations")
+
+
+def test_links_and_files_beside_the_runs_are_no_runs(tmp_path: Path) -> None:
+    simulate(n=12).write(tmp_path / "run")
+    (tmp_path / "run.txt").write_text("not a run")
+    (tmp_path / "latest").symlink_to("run")
+    assert find_runs(tmp_path) == [tmp_path / "run"]
