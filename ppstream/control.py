@@ -1,0 +1,256 @@
+"""Peer: the other rank at the end of a control socket: typed frames, doorbells, typed death.
+
+A frame (frames.py) holds one messages.Control; an empty one carries descriptors and nothing else.
+Tensors never travel here, and nothing here decides what a death means. How two ranks find each
+other is ``rendezvous.py``; what they say while busy is ``heartbeat.py``.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from ppstream import messages
+from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.errors import PeerLostError, ProtocolError
+from ppstream.frame_sender import FrameSender
+from ppstream.frames import FrameReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ppstream.clock import Clock
+
+UNREAD_FRAMES_MAX: Final = 4096  # a peer that floods its reader breaks the contract
+READS_PER_PUMP_MAX: Final = 64  # a flood cannot keep the caller inside pump()
+FDS_MAX: Final = 8  # descriptors of one carrier frame
+SEND_LIMIT_NS: Final = 2 * NS_PER_S
+
+
+class Peer:
+    """The other rank, at the end of a connected stream socket, which it owns.
+
+    ``send`` and ``ring`` are for any thread; everything else belongs to the one thread that pumps.
+
+    Attributes:
+        bells: indices of doorbells heard, oldest first; the link takes them out.
+        inbox: every other frame except heartbeats, oldest first; the owner takes them out.
+        last_heard_ns: when the last frame was read, in this rank's clock.
+        peer_progress: progress of the last heartbeat.
+        lost_ns: when the peer's end was first noticed; None while it lives.
+
+    Args:
+        sock: a connected UNIX or TCP stream socket.
+        name: how errors call the other side.
+        expects_fds: the peer will pass descriptors (UNIX only).
+        send_limit_ns: a peer that takes nothing for so long is lost.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        name: str = "the peer",
+        expects_fds: bool = False,
+        send_limit_ns: int = SEND_LIMIT_NS,
+        clock: Clock = now_ns,
+    ) -> None:
+        sock.settimeout(0)
+        self.name = name
+        self.bells: deque[int] = deque()
+        self.inbox: deque[messages.Control] = deque()
+        self.last_heard_ns = clock()
+        self.peer_progress = 0
+        self.lost_ns: int | None = None
+        self._socket = sock
+        self._clock = clock
+        self._sender = FrameSender(sock, name, send_limit_ns)
+        self._reader = FrameReader()
+        self._end: PeerLostError | ProtocolError | None = None
+        self._fds_due = expects_fds
+        self._fds: deque[int] = deque()
+        self._carriers = 0  # empty frames that came with descriptors, not yet passed over
+
+    def fileno(self) -> int:
+        """Readable: ``pump`` has something to do."""
+        return self._socket.fileno()
+
+    @property
+    def local_host(self) -> str | None:
+        """Address of this end of a TCP socket; None: the peer is on this host (UNIX socket)."""
+        if self._socket.family == socket.AF_UNIX:
+            return None
+        return str(self._socket.getsockname()[0])
+
+    def send(self, frame: messages.Control) -> None:
+        """Hand one frame to the kernel; waits only while the peer's buffer is full.
+
+        Raises:
+            PeerLostError: the peer is gone, or took nothing for ``send_limit_ns``.
+            ProtocolError: the frame is larger than ``frames.FRAME_BYTES_MAX``.
+        """
+        try:
+            self._sender.send(frame)
+        except PeerLostError:
+            self.mark_lost()
+            raise
+
+    def ring(self, index: int) -> None:
+        """Ring the doorbell: the slot data of ``index`` is complete. Raises as ``send``."""
+        self.send(messages.Bell(index))
+
+    def send_fds(self, fds: Sequence[int]) -> None:
+        """Pass descriptors (1 to ``FDS_MAX``, UNIX only, once); the caller may close its own then.
+
+        Raises:
+            PeerLostError: the peer is gone, or its buffer is full.
+        """
+        self._sender.send_fds(fds)
+
+    def pump(self) -> None:
+        """Read and sort all frames that are there, without waiting.
+
+        What the peer said before its end is delivered first: the pump that finds the end behind new
+        frames returns, the next one raises. Once raised, every later call raises the same.
+
+        Raises:
+            PeerLostError: the peer's end-of-file, or a connection error.
+            ProtocolError: a frame is oversized or cannot be decoded, or too many are unread.
+        """
+        if self._end is not None:
+            raise self._end
+        heard = False
+        try:
+            for _ in range(READS_PER_PUMP_MAX):
+                room = self._reader.room()
+                taken = self._read(room)
+                for data in self._reader.frames(taken):
+                    self._take(data)
+                    heard = True
+                if taken < len(room):
+                    break
+        except ProtocolError as error:
+            self._end = error
+            raise
+        if heard:
+            self.last_heard_ns = self._clock()
+        elif self._end is not None:
+            raise self._end
+
+    def receive(self, timeout_ns: int) -> messages.Control:
+        """The next frame of ``inbox``, waiting for it; for set-up, not for the loop.
+
+        Raises:
+            PeerLostError: the peer is gone, or said nothing within ``timeout_ns``.
+            ProtocolError: as ``pump``.
+        """
+        self._pump_until(lambda: bool(self.inbox), timeout_ns, "a frame")
+        return self.inbox.popleft()
+
+    def receive_fds(self, count: int, timeout_ns: int) -> list[int]:
+        """``count`` descriptors that the peer passed, close-on-exec, owned by the caller.
+
+        Raises:
+            PeerLostError: the peer is gone, or passed too few within ``timeout_ns``.
+            ProtocolError: as ``pump``.
+        """
+        self._pump_until(lambda: len(self._fds) >= count, timeout_ns, f"{count} descriptors")
+        return [self._fds.popleft() for _ in range(count)]
+
+    def check_alive(self, now_ns: int, frozen_ns: int) -> None:
+        """Raise when nothing was heard for ``frozen_ns``; to be asked only while waiting.
+
+        What lies unread in the socket counts as heard, so the owner may come from a long stage.
+
+        Raises:
+            PeerLostError: the peer was silent for longer, or as ``pump``.
+            ProtocolError: as ``pump``.
+        """
+        if now_ns - self.last_heard_ns <= frozen_ns:
+            return
+        self.pump()
+        silent_ns = now_ns - self.last_heard_ns
+        if silent_ns > frozen_ns:
+            raise self._lost(
+                f"{self.name} was silent for {silent_ns / NS_PER_S:.2f} s, "
+                f"limit {frozen_ns / NS_PER_S:.2f} s: it is stopped or wedged"
+            )
+
+    def mark_lost(self) -> None:
+        """Note that the peer is gone, now, unless it was noted before. Any thread."""
+        if self.lost_ns is None:
+            self.lost_ns = self._clock()
+
+    def close(self) -> None:
+        """Close the socket and descriptors nobody took. Stop its heartbeat first. Twice is fine."""
+        self._socket.close()
+        while self._fds:
+            os.close(self._fds.popleft())
+
+    def _pump_until(self, there: Callable[[], bool], timeout_ns: int, what: str) -> None:
+        deadline_ns = self._clock() + timeout_ns
+        readable = select.poll()
+        readable.register(self._socket, select.POLLIN)
+        while not there():
+            self.pump()
+            if there():
+                return
+            left_ns = deadline_ns - self._clock()
+            if left_ns <= 0:
+                raise PeerLostError(
+                    f"{self.name} did not send {what} within {timeout_ns / NS_PER_S:.1f} s"
+                )
+            readable.poll(left_ns / NS_PER_MS)
+
+    def _read(self, room: memoryview) -> int:
+        """Bytes read into ``room``; 0 when none are there or the end was reached."""
+        try:
+            taken = self._read_with_fds(room) if self._fds_due else self._socket.recv_into(room)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self._end = self._lost(f"{self.name} is gone: {error}")
+            return 0
+        if taken == 0:
+            self._end = self._lost(f"{self.name} closed its control socket or died")
+        return taken
+
+    def _read_with_fds(self, room: memoryview) -> int:
+        taken, ancillary, flags, _ = self._socket.recvmsg_into(
+            [room], socket.CMSG_SPACE(FDS_MAX * 4), socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds = array.array("i")
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                self._fds.extend(fds)
+                self._fds_due = False  # one carrier; from here the cheaper call
+                self._carriers += 1
+        if flags & socket.MSG_CTRUNC:
+            raise ProtocolError(f"{self.name} passed more than {FDS_MAX} descriptors")
+        return taken
+
+    def _take(self, data: memoryview) -> None:
+        if not data and self._carriers:
+            self._carriers -= 1
+            return
+        try:
+            frame = messages.control.decode(data)
+        except messages.DECODE_ERRORS as error:
+            raise ProtocolError(f"{self.name} sent a frame that cannot be read: {error}") from error
+        if type(frame) is messages.Bell:
+            self.bells.append(frame.index)
+        elif type(frame) is messages.Heartbeat:
+            self.peer_progress = frame.progress
+        else:
+            self.inbox.append(frame)
+        if len(self.bells) + len(self.inbox) > UNREAD_FRAMES_MAX:
+            raise ProtocolError(f"{self.name} has more than {UNREAD_FRAMES_MAX} frames unread here")
+
+    def _lost(self, why: str) -> PeerLostError:
+        self.mark_lost()
+        return PeerLostError(why)

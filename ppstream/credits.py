@@ -1,0 +1,196 @@
+"""CreditLedger: the two bounded queues of a link, counted and checked at every transition.
+
+``outstanding`` = committed and not yet received back, at most ``d_in``; ``q_decode`` = received and
+not yet decoding, at most ``d_out``. The ledger holds permissions, never data, and never waits: who
+may not go on is told so and waits elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ppstream.errors import ProtocolError
+
+DECODING_MAX: Final = 1  # stage C is serial
+
+
+class Maxima(NamedTuple):
+    """Highest counts since the last time they were taken."""
+
+    outstanding: int
+    q_decode: int
+
+
+@dataclass(frozen=True, slots=True)
+class CreditStatistics:
+    """Counts of one moment; the totals run since the start."""
+
+    outstanding: int
+    q_decode: int
+    in_system: int
+    committed: int
+    received: int
+    emitted: int
+
+
+class CreditLedger:
+    """Permissions of one link, for any thread.
+
+    Every method that moves an envelope takes this rank's ``now_ns`` and holds a lock for the move,
+    so the counts, their maxima and their integrals over time always agree.
+
+    Args:
+        d_in: bound of envelopes committed and not yet answered.
+        d_out: bound of results received and not yet decoding.
+    """
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        if d_in < 1 or d_out < 1:
+            raise ValueError(f"bounds start at 1, got d_in = {d_in}, d_out = {d_out}")
+        self.d_in = d_in
+        self.d_out = d_out
+        self._lock = threading.Lock()
+        self._outstanding = _Level("outstanding", d_in)
+        self._q_decode = _Level("q_decode", d_out)
+        self._decoding = _Level("decoding", DECODING_MAX)
+        self._committed = self._received = self._emitted = 0
+
+    def may_commit(self) -> bool:
+        """Whether a credit is free; it stays free until this side commits."""
+        return self._outstanding.count < self.d_in
+
+    def may_receive(self) -> bool:
+        """Whether a result may be received; it stays so until this side receives."""
+        return self._q_decode.count < self.d_out
+
+    def commit(self, now_ns: int) -> None:
+        """An envelope goes to the policy rank.
+
+        Raises:
+            ProtocolError: ``outstanding`` stands at ``d_in``.
+        """
+        with self._lock:
+            self._outstanding.rise(now_ns)
+            self._committed += 1
+
+    def receive(self, now_ns: int) -> None:
+        """Its result's receipt is observed: the credit returns.
+
+        Raises:
+            ProtocolError: nothing is outstanding, or ``q_decode`` stands at ``d_out``.
+        """
+        with self._lock:
+            self._outstanding.check_fall()
+            self._q_decode.rise(now_ns)
+            self._outstanding.fall(now_ns)
+            self._received += 1
+
+    def begin_decode(self, now_ns: int) -> None:
+        """Stage C takes the oldest received result.
+
+        Raises:
+            ProtocolError: none was received, or the one before is still being decoded.
+        """
+        with self._lock:
+            self._q_decode.check_fall()
+            self._decoding.rise(now_ns)
+            self._q_decode.fall(now_ns)
+
+    def emit(self, now_ns: int) -> None:
+        """The result being decoded left: emitted, or dropped with its reason.
+
+        Raises:
+            ProtocolError: nothing is being decoded.
+        """
+        with self._lock:
+            self._decoding.fall(now_ns)
+            self._emitted += 1
+
+    @property
+    def outstanding(self) -> int:
+        """Committed and not yet received back."""
+        return self._outstanding.count
+
+    @property
+    def q_decode(self) -> int:
+        """Received and not yet decoding."""
+        return self._q_decode.count
+
+    @property
+    def in_system(self) -> int:
+        """Committed and neither emitted nor dropped."""
+        with self._lock:
+            return self._committed - self._emitted
+
+    def outstanding_ns_total(self, now_ns: int) -> int:
+        """Integral of ``outstanding`` over time up to ``now_ns``."""
+        with self._lock:
+            return self._outstanding.integral_ns(now_ns)
+
+    def q_decode_ns_total(self, now_ns: int) -> int:
+        """Integral of ``q_decode`` over time up to ``now_ns``."""
+        with self._lock:
+            return self._q_decode.integral_ns(now_ns)
+
+    def take_maxima(self) -> Maxima:
+        """Highest counts since the last call; the next ones start from the present counts."""
+        with self._lock:
+            return Maxima(self._outstanding.take_highest(), self._q_decode.take_highest())
+
+    def statistics(self) -> CreditStatistics:
+        """All counts of one moment."""
+        with self._lock:
+            return CreditStatistics(
+                outstanding=self._outstanding.count,
+                q_decode=self._q_decode.count,
+                in_system=self._committed - self._emitted,
+                committed=self._committed,
+                received=self._received,
+                emitted=self._emitted,
+            )
+
+
+class _Level:
+    """One bounded count with its highest value and its integral. The ledger's lock guards it."""
+
+    __slots__ = ("_bound", "_highest", "_integral_ns", "_last_ns", "_name", "count")
+
+    def __init__(self, name: str, bound: int) -> None:
+        self._name = name
+        self._bound = bound
+        self.count = 0
+        self._highest = 0
+        self._integral_ns = 0
+        self._last_ns = 0  # harmless at any clock: the count is zero until the first rise
+
+    def rise(self, now_ns: int) -> None:
+        if self.count >= self._bound:
+            raise ProtocolError(
+                f"{self._name} would become {self.count + 1}, bound {self._bound}: "
+                "ask the ledger before moving an envelope"
+            )
+        self._step(now_ns, 1)
+        self._highest = max(self._highest, self.count)
+
+    def fall(self, now_ns: int) -> None:
+        self.check_fall()
+        self._step(now_ns, -1)
+
+    def check_fall(self) -> None:
+        if self.count < 1:
+            raise ProtocolError(f"{self._name} would become -1: a result without its envelope")
+
+    def integral_ns(self, now_ns: int) -> int:
+        return self._integral_ns + self.count * (now_ns - self._last_ns)
+
+    def take_highest(self) -> int:
+        highest, self._highest = self._highest, self.count
+        return highest
+
+    def _step(self, now_ns: int, change: int) -> None:
+        # Stamps of two threads may arrive swapped; the signed difference keeps the sum exact.
+        self._integral_ns += self.count * (now_ns - self._last_ns)
+        self._last_ns = now_ns
+        self.count += change

@@ -1,0 +1,274 @@
+"""The ``gloo`` link: CPU tensors over TCP, each direction in its own process group.
+
+A gloo receive has to be posted before its sender can finish and says nothing until somebody waits
+for it, so one thread per end keeps one posted and waits; what arrived is handed over with an
+eventfd. Liveness is the control socket's business: no time-out of a group is ever used for it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ppstream.errors import PeerLostError, ProtocolError
+from ppstream.slots import INDEX, LinkShape, Order, Slot, new_slots
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store, Work
+
+    from ppstream.control import Peer
+    from ppstream.specs import SlotLayout
+
+FRONT: Final = 0  # ranks inside each group
+BACK: Final = 1
+FOR_EVER: Final = timedelta(days=365)  # a wait that runs out would close the connection for good
+END: Final = -1  # index of the note that says no more will come
+NOTE_BYTES: Final = 64  # gloo accepts less than what was posted
+CLOSE_LIMIT_S: Final = 1.0
+#: One slot more than credits need: the END note overwrites no slot that is still being read.
+SPARE_SLOTS: Final = 1
+
+
+class GlooFront:
+    """Rank 0's end (links.FrontLink)."""
+
+    name = "gloo"
+
+    def __init__(self, peer: Peer, store: Store, shape: LinkShape, timeout_s: float) -> None:
+        out, back = _groups(peer, store, FRONT, timeout_s)
+        self._sender = _Sender(out, BACK, shape.envelope, shape.envelope_slots)
+        self._receiver = _Receiver(back, BACK, shape.result, shape.result_slots, self._sender)
+        self._d_in = shape.d_in
+        self._sent = Order("envelope", shape.generation)
+        self._received = Order("result", shape.generation)
+        self.fds: tuple[int, ...] = (self._receiver.fd,)
+
+    def envelope(self, index: int) -> Slot:
+        """The slot to write envelope ``index`` into."""
+        return self._sender.slot(index)
+
+    def commit(self, index: int) -> None:
+        """Send envelope ``index``."""
+        if self._sent.next - self._received.next >= self._d_in:
+            raise ProtocolError(f"envelope {index} would make more than {self._d_in} unanswered")
+        self._sent.send(index, self.envelope(index))
+        self._sender.send(index)
+
+    def receive_nowait(self) -> int | None:
+        """The next result that has arrived."""
+        index = self._receiver.take()
+        return None if index is None else self._received.receive(index, self.result(index))
+
+    def result(self, index: int) -> Slot:
+        """The slot of result ``index``."""
+        return self._receiver.slot(index)
+
+    def close(self) -> None:
+        """Tell the peer that nothing more will come, and wait a second for its answer.
+
+        Only a stopped peer does not answer: the receiving thread then stays behind, and the process
+        has to leave with ``os._exit``.
+        """
+        self.fds = ()
+        self._sender.end()
+        self._receiver.close()
+        self._sender.close()
+
+
+class GlooBack:
+    """The policy rank's end (links.BackLink)."""
+
+    name = "gloo"
+
+    def __init__(self, peer: Peer, store: Store, shape: LinkShape, timeout_s: float) -> None:
+        into, back = _groups(peer, store, BACK, timeout_s)
+        self._sender = _Sender(back, FRONT, shape.result, shape.result_slots)
+        self._receiver = _Receiver(into, FRONT, shape.envelope, shape.envelope_slots, self._sender)
+        self._received = Order("envelope", shape.generation)
+        self._sent = Order("result", shape.generation)
+        self.fds: tuple[int, ...] = (self._receiver.fd,)
+
+    def receive_nowait(self) -> int | None:
+        """The next envelope that has arrived."""
+        index = self._receiver.take()
+        return None if index is None else self._received.receive(index, self.envelope(index))
+
+    def envelope(self, index: int) -> Slot:
+        """The slot of envelope ``index``."""
+        return self._receiver.slot(index)
+
+    def result(self, index: int) -> Slot:
+        """The slot to write result ``index`` into."""
+        return self._sender.slot(index)
+
+    def reply(self, index: int) -> None:
+        """Send result ``index``."""
+        if index >= self._received.next:
+            raise ProtocolError(f"result {index} would answer an envelope that has not come")
+        self._sent.send(index, self.result(index))
+        self._sender.send(index)
+
+    def close(self) -> None:
+        """Tell the peer that nothing more will come, and wait a second for its answer.
+
+        Only a stopped peer does not answer: the receiving thread then stays behind, and the process
+        has to leave with ``os._exit``.
+        """
+        self.fds = ()
+        self._sender.end()
+        self._receiver.close()
+        self._sender.close()
+
+
+class _Group(Protocol):
+    """What is used of a process group."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
+
+
+def _groups(peer: Peer, store: Store, rank: int, timeout_s: float) -> tuple[_Group, _Group]:
+    """Groups of the two ranks, to the policy rank and back, on the control socket's interface."""
+    host = peer.local_host or "127.0.0.1"
+    gloo: Any = dist.ProcessGroupGloo  # its type stubs lack what is used here
+    groups: list[_Group] = []
+    for direction in ("envelopes", "results"):
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=host)]
+        options._threads = 1
+        options._timeout = timedelta(seconds=timeout_s)
+        try:
+            prefixed = dist.PrefixStore(f"link/{direction}", store)  # type: ignore[attr-defined]
+            groups.append(gloo(prefixed, rank, 2, options))
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"{peer.name} did not open its end of the link within {timeout_s:.1f} s: {error}"
+            ) from error
+    return groups[0], groups[1]
+
+
+class _Sender:
+    """Slots of one direction at the end that writes them."""
+
+    def __init__(self, group: _Group, to: int, layout: SlotLayout, count: int) -> None:
+        self._group: _Group | None = group
+        self._to = to
+        self._slots = new_slots(layout, count)
+        self._sends: list[tuple[int, Work] | None] = [None] * count
+        self._note: Tensor | None = None  # set: the END note was sent; gloo reads it until then
+        self._noted: Work | None = None
+        self._lock = threading.Lock()  # the receiving thread answers the peer's END
+
+    def slot(self, index: int) -> Slot:
+        """Free for ``index``; its earlier send has long arrived, waiting only tells gloo."""
+        at = index % len(self._slots)
+        pending = self._sends[at]
+        if pending is not None and pending[0] < index:
+            try:
+                pending[1].wait()
+            except RuntimeError as error:
+                raise _broke(error) from error
+            self._sends[at] = None
+        return self._slots[at]
+
+    def send(self, index: int) -> None:
+        at = index % len(self._slots)
+        with self._lock:
+            if self._note is not None or self._group is None:
+                raise PeerLostError("the link was closed: nothing can be sent")
+            try:
+                self._sends[at] = (index, self._group.send([self._slots[at].raw], self._to, 0))
+            except RuntimeError as error:
+                raise _broke(error) from error
+
+    def end(self) -> None:
+        """Send the END note, once."""
+        with self._lock:
+            if self._note is not None or self._group is None:
+                return
+            self._note = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
+            self._note.view(torch.int64)[INDEX] = END
+            with suppress(RuntimeError):  # then there is nobody to tell
+                self._noted = self._group.send([self._note], self._to, 0)
+
+    def close(self) -> None:
+        if self._noted is not None:
+            with suppress(RuntimeError):
+                self._noted.wait(timedelta(seconds=CLOSE_LIMIT_S))
+        self._noted = self._group = None
+        self._sends = [None] * len(self._slots)
+
+
+class _Receiver:
+    """Slots of one direction at the end that reads them, and the thread that fills them."""
+
+    def __init__(
+        self, group: _Group, source: int, layout: SlotLayout, count: int, answer: _Sender
+    ) -> None:
+        self._slots = new_slots(layout, count + SPARE_SLOTS)
+        self._arrived: deque[int] = deque()
+        self._broken: str | None = None
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._run, args=(group, source, answer), name="gloo-receive", daemon=True
+        )
+        self._thread.start()
+
+    def slot(self, index: int) -> Slot:
+        return self._slots[index % len(self._slots)]
+
+    def take(self) -> int | None:
+        """The next index that arrived; an empty look also takes back the eventfd's signal."""
+        if not self._arrived:
+            try:
+                os.eventfd_read(self.fd)
+            except BlockingIOError:
+                return None
+            if not self._arrived:
+                if self._broken is not None:
+                    raise PeerLostError(f"the link's connection broke: {self._broken}")
+                return None
+        return self._arrived.popleft()
+
+    def close(self) -> None:
+        self._thread.join(CLOSE_LIMIT_S)
+        with self._closing:
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+
+    def _run(self, group: _Group, source: int, answer: _Sender) -> None:
+        index = 0
+        while True:
+            slot = self.slot(index)
+            try:
+                group.recv([slot.raw], source, 0).wait(FOR_EVER)
+            except RuntimeError as error:
+                self._broken = str(error).splitlines()[0]
+                self._signal()
+                return
+            if slot.header[INDEX] == END:
+                answer.end()
+                return
+            self._arrived.append(index)
+            self._signal()
+            index += 1
+
+    def _signal(self) -> None:
+        with self._closing:
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
+
+
+def _broke(error: RuntimeError) -> PeerLostError:
+    return PeerLostError(f"the link's connection broke: {str(error).splitlines()[0]}")

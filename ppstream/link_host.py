@@ -1,0 +1,159 @@
+"""The ``host`` link: slots in shared memory, the doorbell a frame on the control socket.
+
+The memory has no name and is passed as a descriptor, so nothing is left behind by a kill; it is
+sized before it is used and sealed, so neither end can be hit by SIGBUS later. Nothing is copied.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from ppstream.clock import NS_PER_S
+from ppstream.errors import ConfigError, ProtocolError
+from ppstream.memory import available_bytes
+from ppstream.slots import LinkShape, Order, Slot, make_slots
+
+if TYPE_CHECKING:
+    from ppstream.control import Peer
+
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+MIB: Final = 1 << 20
+
+
+class HostFront:
+    """Rank 0's end (links.FrontLink): allocates the slots and passes them to the peer."""
+
+    name = "host"
+    fds: tuple[int, ...] = ()
+
+    def __init__(self, peer: Peer, shape: LinkShape) -> None:
+        fd = _allocate(_bytes(shape))
+        try:
+            self._envelopes, self._results = _map(fd, shape)
+            peer.send_fds([fd])
+        finally:
+            os.close(fd)
+        self._peer = peer
+        self._d_in = shape.d_in
+        self._sent = Order("envelope", shape.generation)
+        self._received = Order("result", shape.generation)
+
+    def envelope(self, index: int) -> Slot:
+        """The slot to write envelope ``index`` into."""
+        return self._envelopes[index % len(self._envelopes)]
+
+    def commit(self, index: int) -> None:
+        """Ring for envelope ``index``."""
+        if self._sent.next - self._received.next >= self._d_in:
+            raise ProtocolError(f"envelope {index} would make more than {self._d_in} unanswered")
+        self._sent.send(index, self.envelope(index))
+        self._peer.ring(index)
+
+    def receive_nowait(self) -> int | None:
+        """The next result whose doorbell the peer's pump has heard."""
+        if not self._peer.bells:
+            return None
+        index = self._peer.bells.popleft()
+        return self._received.receive(index, self.result(index))
+
+    def result(self, index: int) -> Slot:
+        """The slot of result ``index``."""
+        return self._results[index % len(self._results)]
+
+    def close(self) -> None:
+        """Forget the slots; the memory goes with the last tensor that refers to it."""
+        self._envelopes = self._results = ()
+
+
+class HostBack:
+    """The policy rank's end (links.BackLink): maps the slots that rank 0 passed."""
+
+    name = "host"
+    fds: tuple[int, ...] = ()
+
+    def __init__(self, peer: Peer, shape: LinkShape, timeout_s: float) -> None:
+        (fd,) = peer.receive_fds(1, round(timeout_s * NS_PER_S))
+        try:
+            size = os.fstat(fd).st_size
+            if size != _bytes(shape):
+                raise ProtocolError(
+                    f"rank 0's slots are {size} bytes, this rank's layout has {_bytes(shape)}: "
+                    "the ranks disagree on the policy's tensors or the queue bounds"
+                )
+            self._envelopes, self._results = _map(fd, shape)
+        finally:
+            os.close(fd)
+        self._peer = peer
+        self._received = Order("envelope", shape.generation)
+        self._sent = Order("result", shape.generation)
+
+    def receive_nowait(self) -> int | None:
+        """The next envelope whose doorbell the peer's pump has heard."""
+        if not self._peer.bells:
+            return None
+        index = self._peer.bells.popleft()
+        return self._received.receive(index, self.envelope(index))
+
+    def envelope(self, index: int) -> Slot:
+        """The slot of envelope ``index``."""
+        return self._envelopes[index % len(self._envelopes)]
+
+    def result(self, index: int) -> Slot:
+        """The slot to write result ``index`` into."""
+        return self._results[index % len(self._results)]
+
+    def reply(self, index: int) -> None:
+        """Ring for result ``index``."""
+        if index >= self._received.next:
+            raise ProtocolError(f"result {index} would answer an envelope that has not come")
+        self._sent.send(index, self.result(index))
+        self._peer.ring(index)
+
+    def close(self) -> None:
+        """Forget the slots; the memory goes with the last tensor that refers to it."""
+        self._envelopes = self._results = ()
+
+
+def _bytes(shape: LinkShape) -> int:
+    return (
+        shape.envelope_slots * shape.envelope.slot_bytes
+        + shape.result_slots * shape.result.slot_bytes
+    )
+
+
+def _allocate(size: int) -> int:
+    """A descriptor of ``size`` bytes of shared memory that exist, and can no longer be resized."""
+    # Asked first: the kernel itself answers a request for too much by killing processes.
+    available = available_bytes()
+    if size > available:
+        raise ConfigError([_too_large(size, f"{available / MIB:.0f} MiB are available")])
+    fd = os.memfd_create("ppstream-link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError([_too_large(size, str(error))]) from error
+    return fd
+
+
+def _too_large(size: int, why: str) -> str:
+    return (
+        f"link: the slots need {size / MIB:.1f} MiB of shared memory, {why}; "
+        "lower pipeline.d_in, pipeline.d_out, batch.rows or the window, or allow more memory"
+    )
+
+
+def _map(fd: int, shape: LinkShape) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    # numpy holds the mapping's buffer for as long as any view lives; torch.frombuffer would not.
+    shared = mmap.mmap(fd, _bytes(shape), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    memory = torch.from_numpy(np.frombuffer(shared, dtype=np.uint8))
+    envelopes = make_slots(memory, shape.envelope, shape.envelope_slots)
+    behind = shape.envelope_slots * shape.envelope.slot_bytes
+    return envelopes, make_slots(memory[behind:], shape.result, shape.result_slots)

@@ -1,0 +1,125 @@
+"""Slots: the memory an envelope or a result sits in while it travels, and the order they travel in.
+
+Which slot an index uses follows from the credits alone, so none is ever released by a message:
+committing envelope n needs fewer than ``d_in`` outstanding, so the results up to n - d_in were
+received, and the slot of envelope n - d_in - 1 is free. A result is received only while fewer than
+``d_out`` wait and C is serial, so whoever writes result n knows those up to n - d_in - d_out - 1
+were emitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ppstream.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    from torch import Tensor
+
+    from ppstream.specs import SlotLayout
+
+#: Both headers begin with these; a link writes them when it sends, checks them when it receives.
+INDEX = 0
+GENERATION = 1
+
+
+@dataclass(slots=True)
+class Slot:
+    """Views of one slot: valid while the link is open, and to be used while its index is due.
+
+    Attributes:
+        header: int64, the fields of the layout in order.
+        tensors: by name, ``[rows, *shape]``, sharing the slot's memory.
+        raw: the whole slot, uint8.
+    """
+
+    header: np.ndarray[Any, np.dtype[np.int64]]
+    tensors: Mapping[str, Tensor]
+    raw: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LinkShape:
+    """What both ends of a link must agree on.
+
+    Args:
+        envelope: layout from rank 0 to the policy rank.
+        result: layout of the way back.
+        d_in: bound of envelopes committed and not yet answered.
+        d_out: bound of results received and not yet decoding.
+        generation: of this start of the run; anything else on the link is a protocol error.
+    """
+
+    envelope: SlotLayout
+    result: SlotLayout
+    d_in: int
+    d_out: int
+    generation: int = 0
+
+    @property
+    def envelope_slots(self) -> int:
+        """Slots that keep any envelope from being overwritten before it is answered."""
+        return self.d_in + 1
+
+    @property
+    def result_slots(self) -> int:
+        """Slots that keep any result from being overwritten before it is emitted."""
+        return self.d_in + self.d_out + 1
+
+
+def make_slots(memory: Tensor, layout: SlotLayout, count: int) -> tuple[Slot, ...]:
+    """``count`` slots side by side in ``memory``, a uint8 tensor of at least that many bytes."""
+    slots = []
+    for start in range(0, count * layout.slot_bytes, layout.slot_bytes):
+        raw = memory[start : start + layout.slot_bytes]
+        slots.append(Slot(layout.header_view(raw).numpy(), layout.views(raw), raw))
+    return tuple(slots)
+
+
+def new_slots(layout: SlotLayout, count: int) -> tuple[Slot, ...]:
+    """``count`` zeroed slots in this process's own memory."""
+    return make_slots(torch.zeros(count * layout.slot_bytes, dtype=torch.uint8), layout, count)
+
+
+class Order:
+    """Indices that must come one after the other from 0, as one end of one direction sees them."""
+
+    def __init__(self, what: str, generation: int) -> None:
+        self.next = 0
+        self._what = what
+        self._generation = generation
+
+    def send(self, index: int, slot: Slot) -> None:
+        """Account for ``index`` being sent, and write it and the generation into its header.
+
+        Raises:
+            ProtocolError: another index is due.
+        """
+        if index != self.next:
+            raise ProtocolError(f"{self._what} {index} was to be sent, {self.next} is due")
+        slot.header[INDEX] = index
+        slot.header[GENERATION] = self._generation
+        self.next += 1
+
+    def receive(self, index: int, slot: Slot) -> int:
+        """Account for ``index`` having arrived in ``slot``; returns it.
+
+        Raises:
+            ProtocolError: another index is due, or the header names another index or generation.
+        """
+        if index != self.next:
+            raise ProtocolError(f"{self._what} {index} was announced, {self.next} is due")
+        if slot.header[INDEX] != index or slot.header[GENERATION] != self._generation:
+            found, generation = slot.header[: GENERATION + 1].tolist()
+            raise ProtocolError(
+                f"slot of {self._what} {index} (generation {self._generation}) "
+                f"holds {found} (generation {generation})"
+            )
+        self.next += 1
+        return index

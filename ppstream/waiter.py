@@ -1,0 +1,87 @@
+"""Waiter: a thread sleeps until a descriptor is readable, another thread calls, or time runs out.
+
+Not an event loop: it says only *that* something happened; the caller looks at its own sources, each
+of which is cheap to ask. Nothing here spins.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import threading
+from typing import Final
+
+from ppstream.clock import NS_PER_MS, NS_PER_S
+
+#: select(2) cannot name higher descriptors; poll(2) can, but ends a wait up to 1 ms late
+#: (measured medians: poll +0.2 to +1.0 ms, select +0.1 ms at any time-out).
+FD_SETSIZE: Final = 1024
+
+
+class Waiter:
+    """Waits for any of the registered descriptors. One thread waits; ``wake`` is for any thread."""
+
+    def __init__(self) -> None:
+        # Reentrant: a signal handler may call wake() inside the same thread's wake().
+        self._lock = threading.RLock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        self._fds: list[int] = []
+        self._poll = select.poll()
+        self.register(self._wake_fd)
+
+    def register(self, fd: int) -> None:
+        """Watch ``fd`` for readability, hang-up and errors; the caller keeps it open."""
+        if fd in self._fds:
+            raise ValueError(f"descriptor {fd} is registered already")
+        self._fds.append(fd)
+        self._poll.register(fd, select.POLLIN)
+
+    def unregister(self, fd: int) -> None:
+        """Stop watching ``fd``; to be called before it is closed."""
+        self._fds.remove(fd)
+        self._poll.unregister(fd)
+
+    def wait(self, timeout_ns: int | None) -> None:
+        """Return when a descriptor is readable, after ``wake``, or after ``timeout_ns``.
+
+        A wake that came before the wait ends it at once; several wakes count as one. It never
+        returns before the time-out without one of these; it may return a little later.
+
+        Args:
+            timeout_ns: None waits without limit; zero or less only looks.
+
+        Raises:
+            OSError: a registered descriptor was closed (EBADF).
+        """
+        if self._wake_fd in self._ready(timeout_ns):
+            os.eventfd_read(self._wake_fd)
+
+    def wake(self) -> None:
+        """End the present or next ``wait``; for any thread and signal handlers."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Release the waiter's own descriptor; registered ones stay the caller's. Twice is fine."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.unregister(self._wake_fd)
+                os.close(self._wake_fd)
+
+    def _ready(self, timeout_ns: int | None) -> list[int]:
+        if timeout_ns is not None and timeout_ns > 0:
+            if max(self._fds) < FD_SETSIZE:
+                return select.select(self._fds, (), (), timeout_ns / NS_PER_S)[0]
+            return self._polled(-(-timeout_ns // NS_PER_MS))
+        return self._polled(None if timeout_ns is None else 0)
+
+    def _polled(self, timeout_ms: int | None) -> list[int]:
+        events = self._poll.poll(timeout_ms)
+        for fd, event in events:
+            if event & select.POLLNVAL:
+                raise OSError(errno.EBADF, f"descriptor {fd} was closed while registered")
+        return [fd for fd, _ in events]

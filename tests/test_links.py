@@ -1,0 +1,562 @@
+"""One suite over both links; each test runs with both ends in real use, threads or processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ppstream.clock import NS_PER_S, now_ns
+from ppstream.control import Peer
+from ppstream.credits import CreditLedger
+from ppstream.errors import ConfigError, PeerLostError, ProtocolError, SpecError
+from ppstream.links import (
+    BackLink,
+    FrontLink,
+    LauncherStore,
+    LinkShape,
+    join_store,
+    open_back,
+    open_front,
+)
+from ppstream.memory import available_bytes
+from ppstream.rendezvous import Listener, connect
+from ppstream.specs import SlotLayout, TensorSpec
+from ppstream.waiter import Waiter
+
+HEADER = ("index", "generation", "epoch", "seq")
+KINDS = ("host", "gloo")
+WAIT_NS = 20 * NS_PER_S
+PAYLOADS = (1, 7, 64, 4096, 100_003, 1 << 20, 16 << 20)  # bytes
+
+torch.set_num_threads(1)
+sys.setswitchinterval(0.0005)
+
+#: A policy rank that answers each envelope with its bytes; "stop" makes it wait to be killed.
+ECHO_RANK = """
+import sys, time
+import torch
+from ppstream.links import LinkShape, join_store, open_back
+from ppstream.rendezvous import connect
+from ppstream.specs import SlotLayout, TensorSpec
+from ppstream.waiter import Waiter
+torch.set_num_threads(1)
+kind, size, envelopes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+store = join_store()
+peer = connect(store, 20.0)
+header = ("index", "generation", "epoch", "seq")
+layout = SlotLayout(header, (TensorSpec("x", (size,), "uint8"),), 1)
+link = open_back(kind, peer, store, LinkShape(layout, layout, 2, 2))
+waiter = Waiter()
+for fd in (peer.fileno(), *link.fds):
+    waiter.register(fd)
+done = 0
+while done < envelopes:
+    waiter.wait(None)
+    peer.pump()
+    while (index := link.receive_nowait()) is not None:
+        link.result(index).tensors["x"].copy_(link.envelope(index).tensors["x"])
+        link.reply(index)
+        done += 1
+link.close()
+"""
+
+
+def memory_store() -> Any:
+    return vars(dist)["HashStore"]()  # the type stubs do not name it
+
+
+def layout_of(*shape: int, dtype: str = "float32", rows: int = 1) -> SlotLayout:
+    return SlotLayout(HEADER, (TensorSpec("x", shape, dtype),), rows)
+
+
+def shape_of(d_in: int = 2, d_out: int = 2, generation: int = 0, size: int = 4) -> LinkShape:
+    return LinkShape(layout_of(size), layout_of(size + 1), d_in, d_out, generation)
+
+
+class Ends:
+    """Both ends of a link in this process."""
+
+    def __init__(self, kind: str, front: LinkShape, back: LinkShape | None = None) -> None:
+        near, far = socket.socketpair()
+        self.front_peer, self.back_peer = Peer(near), Peer(far, expects_fds=True)
+        store = LauncherStore(memory_store(), 0, 2, 0)
+        opened: list[BackLink] = []
+        failed: list[Exception] = []
+
+        def open_other() -> None:
+            try:
+                opened.append(open_back(kind, self.back_peer, store, back or front))
+            except ProtocolError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=open_other)
+        thread.start()
+        self.front: FrontLink = open_front(kind, self.front_peer, store, front)
+        thread.join()
+        if failed:
+            self.front_peer.close()
+            self.back_peer.close()
+            raise failed[0]
+        self.back = opened[0]
+        self.waiter = Waiter()
+        fds = (self.front_peer.fileno(), self.back_peer.fileno(), *self.front.fds, *self.back.fds)
+        for fd in fds:
+            self.waiter.register(fd)
+
+    def result_nowait(self) -> int | None:
+        self.front_peer.pump()
+        return self.front.receive_nowait()
+
+    def envelope_nowait(self) -> int | None:
+        self.back_peer.pump()
+        return self.back.receive_nowait()
+
+    def result(self) -> int:
+        deadline_ns = now_ns() + WAIT_NS
+        while (index := self.result_nowait()) is None:
+            assert now_ns() < deadline_ns
+            self.waiter.wait(WAIT_NS)
+        return index
+
+    def envelope(self) -> int:
+        deadline_ns = now_ns() + WAIT_NS
+        while (index := self.envelope_nowait()) is None:
+            assert now_ns() < deadline_ns
+            self.waiter.wait(WAIT_NS)
+        return index
+
+    def close(self) -> None:
+        self.front.close()
+        self.back.close()
+        self.front_peer.close()
+        self.back_peer.close()
+        self.waiter.close()
+
+
+@contextmanager
+def opened(kind: str, front: LinkShape, back: LinkShape | None = None) -> Iterator[Ends]:
+    ends = Ends(kind, front, back)
+    try:
+        yield ends
+    finally:
+        ends.close()
+
+
+@pytest.fixture(params=KINDS)
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    with opened(request.param, shape_of()) as ends:
+        yield ends
+
+
+class EchoRank:
+    """A front link in this process, and the echoing policy rank in a real second one."""
+
+    def __init__(self, kind: str, size: int, envelopes: int, stack: ExitStack) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        store = join_store(environment | {"RANK": "0"})
+        listener = Listener(store)
+        stack.callback(listener.close)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ECHO_RANK, kind, str(size), str(envelopes)],
+            env=os.environ | environment | {"RANK": "1"},
+        )
+        stack.callback(self.process.wait)
+        stack.callback(self.process.kill)
+        self.peer = listener.accept(30.0)
+        stack.callback(self.peer.close)
+        layout = layout_of(size, dtype="uint8")
+        self.link = open_front(kind, self.peer, store, LinkShape(layout, layout, 2, 2))
+        stack.callback(self.link.close)
+        self.waiter = Waiter()
+        stack.callback(self.waiter.close)
+        for fd in (self.peer.fileno(), *self.link.fds):
+            self.waiter.register(fd)
+
+    def go_on(self, index: int) -> None:
+        for more in range(index, index + 10**6):
+            self.result()
+            self.link.commit(more)
+
+    def result(self) -> int:
+        deadline_ns = now_ns() + WAIT_NS
+        while True:
+            self.peer.pump()
+            index = self.link.receive_nowait()
+            if index is not None:
+                return index
+            assert now_ns() < deadline_ns
+            self.waiter.wait(WAIT_NS)
+
+
+# ---- what travels ---------------------------------------------------------------------------
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_pipe_of_large_payloads_crosses_two_processes_bit_exact(kind: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    size, envelopes = PAYLOADS[-1], 7
+    payloads = [
+        torch.randint(0, 256, (1, size), dtype=torch.uint8, generator=generator) for _ in range(3)
+    ]
+    with ExitStack() as stack:
+        rank = EchoRank(kind, size, envelopes, stack)
+        committed = 0
+        for received in range(envelopes):
+            while committed < min(received + 2, envelopes):
+                rank.link.envelope(committed).tensors["x"].copy_(payloads[committed % 3])
+                rank.link.commit(committed)
+                committed += 1
+            assert rank.result() == received
+            assert torch.equal(rank.link.result(received).tensors["x"], payloads[received % 3])
+        assert rank.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", PAYLOADS)
+def test_payloads_of_any_size_are_bit_exact_both_ways(kind: str, size: int) -> None:
+    layout = layout_of(size, dtype="uint8")
+    there = torch.randint(0, 256, (1, size), dtype=torch.uint8)
+    with opened(kind, LinkShape(layout, layout, 1, 1)) as ends:
+        for index in range(3):
+            ends.front.envelope(index).tensors["x"].copy_(there)
+            ends.front.commit(index)
+            assert ends.envelope() == index
+            got = ends.back.envelope(index)
+            assert torch.equal(got.tensors["x"], there)
+            torch.bitwise_not(got.tensors["x"], out=ends.back.result(index).tensors["x"])
+            ends.back.reply(index)
+            assert ends.result() == index
+            assert torch.equal(ends.front.result(index).tensors["x"], torch.bitwise_not(there))
+            there = there.roll(1)
+
+
+def test_all_fields_and_tensors_keep_their_places(ends: Ends) -> None:
+    ends.front.envelope(0).header[2:] = (-5, 2**62)
+    ends.front.commit(0)
+    assert ends.envelope() == 0
+    assert ends.back.envelope(0).header.tolist() == [0, 0, -5, 2**62]
+    ends.back.result(0).header[2:] = (8, 9)
+    ends.back.reply(0)
+    assert ends.result() == 0
+    assert ends.front.result(0).header.tolist() == [0, 0, 8, 9]
+
+
+@pytest.mark.parametrize(("kind", "envelopes"), [("host", 1000), ("gloo", 60)])
+def test_no_slot_is_overwritten_before_its_envelope_is_emitted(kind: str, envelopes: int) -> None:
+    """Random interleavings at any bounds: every slot in use holds what was written into it."""
+
+    @settings(
+        max_examples=12 if kind == "host" else 4,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32))
+    def check(d_in: int, d_out: int, seed: int) -> None:
+        with opened(kind, shape_of(d_in, d_out)) as ends:
+            Model(ends, d_in, d_out, random.Random(seed)).run(envelopes)
+
+    check()
+
+
+class Model:
+    """Rank 0 and the policy rank as the credits allow them to act, in a drawn order."""
+
+    def __init__(self, ends: Ends, d_in: int, d_out: int, draw: random.Random) -> None:
+        self.ends = ends
+        self.ledger = CreditLedger(d_in, d_out)
+        self.draw = draw
+        self.committed = self.emitted = 0
+        self.arrived: deque[int] = deque()  # at the policy rank, not yet answered
+        self.decoding: deque[int] = deque()  # at rank 0, received
+
+    def run(self, envelopes: int) -> None:
+        actions = [self.commit, self.arrive, self.reply, self.receive, self.emit]
+        idle = 0
+        while self.emitted < envelopes:
+            self.may_commit = self.committed < envelopes and self.ledger.may_commit()
+            moved = self.draw.choice(actions)()
+            idle = 0 if moved else idle + 1
+            if idle > 50:  # nothing can be done here: the link is at work
+                self.ends.waiter.wait(NS_PER_S // 1000)
+            self.check()
+
+    def commit(self) -> bool:
+        if not self.may_commit:
+            return False
+        self.ends.front.envelope(self.committed).tensors["x"].fill_(self.committed)
+        self.ledger.commit(0)
+        self.ends.front.commit(self.committed)
+        self.committed += 1
+        return True
+
+    def arrive(self) -> bool:
+        index = self.ends.envelope_nowait()
+        if index is None:
+            return False
+        self.arrived.append(index)
+        return True
+
+    def reply(self) -> bool:
+        if not self.arrived:
+            return False
+        index = self.arrived.popleft()
+        self.ends.back.result(index).tensors["x"].fill_(-index)
+        self.ends.back.reply(index)
+        return True
+
+    def receive(self) -> bool:
+        if not self.ledger.may_receive():
+            return False
+        index = self.ends.result_nowait()
+        if index is None:
+            return False
+        self.ledger.receive(0)
+        if not self.decoding:
+            self.ledger.begin_decode(0)
+        self.decoding.append(index)
+        return True
+
+    def emit(self) -> bool:
+        if not self.decoding:
+            return False
+        assert self.decoding.popleft() == self.emitted
+        self.ledger.emit(0)
+        self.emitted += 1
+        if self.decoding:
+            self.ledger.begin_decode(0)
+        return True
+
+    def check(self) -> None:
+        for index in self.arrived:
+            assert bool((self.ends.back.envelope(index).tensors["x"] == index).all())
+        for index in self.decoding:
+            assert bool((self.ends.front.result(index).tensors["x"] == -index).all())
+
+
+# ---- broken order -----------------------------------------------------------------------------
+
+
+def test_more_than_d_in_unanswered_is_refused(ends: Ends) -> None:
+    ends.front.commit(0)
+    ends.front.commit(1)
+    with pytest.raises(ProtocolError, match="more than 2 unanswered"):
+        ends.front.commit(2)
+
+
+def test_an_index_out_of_turn_is_refused(ends: Ends) -> None:
+    with pytest.raises(ProtocolError, match="envelope 1 was to be sent, 0 is due"):
+        ends.front.commit(1)
+    with pytest.raises(ProtocolError, match="has not come"):
+        ends.back.reply(0)
+    ends.front.commit(0)
+    ends.envelope()
+    ends.back.reply(0)
+    with pytest.raises(ProtocolError, match="has not come"):
+        ends.back.reply(1)
+    with pytest.raises(ProtocolError, match="result 0 was to be sent, 1 is due"):
+        ends.back.reply(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_generation_is_refused(kind: str) -> None:
+    with opened(kind, shape_of(generation=3), shape_of(generation=4)) as ends:
+        ends.front.commit(0)
+        with pytest.raises(ProtocolError, match=r"\(generation 4\) holds 0 \(generation 3\)"):
+            ends.envelope()
+
+
+@pytest.mark.parametrize("index", [1, 5, -1, 2**63])
+def test_a_doorbell_of_another_index_is_refused(index: int) -> None:
+    with opened("host", shape_of()) as ends:
+        ends.front_peer.ring(index)
+        with pytest.raises(ProtocolError, match=f"envelope {index} was announced, 0 is due"):
+            ends.envelope()
+
+
+def test_a_doorbell_without_its_envelope_is_refused() -> None:
+    with opened("host", shape_of(d_in=1)) as ends:
+        ends.front.commit(0)
+        ends.envelope()
+        ends.front_peer.ring(1)
+        with pytest.raises(ProtocolError, match="slot of envelope 1"):
+            ends.envelope()
+
+
+def test_ranks_with_different_slots_do_not_open() -> None:
+    with pytest.raises(ProtocolError, match="disagree"):
+        Ends("host", shape_of(size=4), shape_of(size=400))
+
+
+def test_an_unknown_kind_is_a_configuration_error() -> None:
+    near, far = socket.socketpair()
+    store = LauncherStore(memory_store(), 0, 2, 0)
+    with near, far, pytest.raises(ConfigError, match=r"link\.kind: 'nccl'"):
+        open_front("nccl", Peer(near), store, shape_of())
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def open_host_front(layout: SlotLayout) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        store = LauncherStore(memory_store(), 0, 2, 0)
+        open_front("host", Peer(near), store, LinkShape(layout, layout, 1, 1))
+
+
+def test_slots_larger_than_the_memory_are_a_configuration_error() -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    floats = available_bytes() // 4
+    with pytest.raises(ConfigError, match=r"need .* MiB of shared memory, .* available; lower"):
+        open_host_front(layout_of(floats))
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_slots_that_the_kernel_refuses_are_a_configuration_error() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="File too large; lower"):
+            open_host_front(layout_of(1 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_slots_still_referred_to_stay_readable_after_close() -> None:
+    ends = Ends("host", shape_of())
+    tensor = ends.front.envelope(0).tensors["x"]
+    tensor.fill_(6.0)
+    other = ends.back.envelope(0).tensors["x"]
+    ends.close()
+    assert other.tolist() == [[6.0] * 4]
+
+
+def test_a_layout_of_no_known_type_cannot_be_made() -> None:
+    with pytest.raises(SpecError):
+        layout_of(3, dtype="complex64")
+
+
+# ---- the end ----------------------------------------------------------------------------------
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_policy_rank_is_noticed_and_the_link_still_closes(kind: str) -> None:
+    with ExitStack() as stack:
+        rank = EchoRank(kind, 1000, 10**9, stack)
+        rank.link.commit(0)
+        rank.result()
+        rank.link.commit(1)
+        rank.process.send_signal(signal.SIGKILL)
+        began = now_ns()
+        with pytest.raises(PeerLostError):
+            rank.go_on(2)
+        assert now_ns() - began < 0.5 * NS_PER_S
+        began = now_ns()
+        rank.link.close()
+        assert now_ns() - began < 3 * NS_PER_S
+        assert [t.name for t in threading.enumerate() if t.name == "gloo-receive"] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_leaks_after_close(kind: str) -> None:
+    def counts() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    with opened(kind, shape_of()):
+        pass  # what a first use loads stays
+    before = counts()
+    for _ in range(3):
+        with opened(kind, shape_of()) as ends:
+            ends.front.commit(0)
+            ends.envelope()
+            ends.back.reply(0)
+            ends.result()
+    until_ns = now_ns() + 5 * NS_PER_S  # the kernel counts a thread a moment after its end
+    while counts() != before and now_ns() < until_ns:
+        os.sched_yield()
+    assert counts() == before
+
+
+@pytest.mark.parametrize("closes", ["front", "back"])
+def test_one_end_closes_without_waiting_for_the_other_to_close(closes: str) -> None:
+    with opened("gloo", shape_of()) as ends:
+        ends.front.commit(0)
+        ends.envelope()
+        began = now_ns()
+        getattr(ends, closes).close()
+        getattr(ends, closes).close()
+        assert now_ns() - began < NS_PER_S // 2
+        with pytest.raises(PeerLostError, match="closed"):
+            ends.back.reply(0) if closes == "front" else ends.front.commit(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_absent_peer_ends_the_opening_within_its_limit(kind: str) -> None:
+    near, far = socket.socketpair()
+    store = LauncherStore(memory_store(), 0, 2, 0)
+    began = now_ns()
+    with near, far, pytest.raises(PeerLostError, match=r"within 0\.1 s"):
+        open_back(kind, Peer(near, expects_fds=True), store, shape_of(), timeout_s=0.1)
+    assert now_ns() - began < 5 * NS_PER_S
+
+
+# ---- the launcher's store ---------------------------------------------------------------------
+
+
+def test_ranks_of_one_generation_share_the_store() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    base = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    front = join_store(base | {"RANK": "0"})
+    back = join_store(base | {"RANK": "1"})
+    later = join_store(base | {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "1"})
+    front.set("word", "näher")
+    assert back.get("word", 5.0) == "näher"
+    assert (front.rank, back.rank, later.generation) == (0, 1, 1)
+    with pytest.raises(PeerLostError, match="no rank published 'word'"):
+        later.get("word", 0.05)
+
+
+def test_ranks_meet_through_the_store() -> None:
+    store = LauncherStore(memory_store(), 0, 2, 0)
+    listener = Listener(store)
+    near = connect(store, 5.0)
+    far = listener.accept(5.0)
+    near.ring(1)
+    far.close()
+    near.close()
+    listener.close()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_an_incomplete_environment_is_a_configuration_error(missing: str) -> None:
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    del environment[missing]
+    with pytest.raises(ConfigError, match=f"{missing} is ''.*torchrun"):
+        join_store(environment)
+
+
+def test_a_store_that_nobody_serves_is_a_lost_peer() -> None:
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    with pytest.raises(PeerLostError, match="no store at"):
+        join_store(environment, timeout_s=0.2)
