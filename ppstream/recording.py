@@ -1,0 +1,180 @@
+"""Recording: sensor streams read from a file, as they were recorded.
+
+Two forms: ``.npz`` with ``<stream>.stamps_ns`` (int64 ``[n]``) and ``<stream>.values`` (floats
+``[n, dim]``) for each stream, and the ``.npy`` table of a Franka arm. Nothing is repaired: gaps,
+repeats and disorder are what a replay is for. Who plays it is ``sources.py`` (rank 0) or
+``tools/replay.py`` (as a robot); no torch here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from ppstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ppstream.config import StreamConfig
+
+STAMPS_KEY: Final = ".stamps_ns"
+VALUES_KEY: Final = ".values"
+
+#: Columns of the Franka table: 0 is the stamp (float64 of nanoseconds, so 256 ns coarse).
+FRANKA_COLUMNS: Final = {
+    "q": slice(1, 8),  # rad
+    "dq": slice(8, 15),  # rad/s
+    "tau": slice(15, 22),  # Nm
+    "tau_ext": slice(22, 29),  # Nm
+    "ee_pose": slice(29, 36),  # m, quaternion
+}
+FRANKA_WIDTH: Final = 42
+
+
+class Track(NamedTuple):
+    """One stream of a recording, in the order it was recorded."""
+
+    stamps_ns: NDArray[np.int64]  # [n], n >= 1, robot clock
+    values: NDArray[Any]  # [n, dim] float32 or float64
+
+    @property
+    def due_ns(self) -> NDArray[np.int64]:
+        """When each sample is played: at its stamp, but never before an earlier one."""
+        return np.maximum.accumulate(self.stamps_ns)
+
+
+class Message(NamedTuple):
+    """Consecutive samples of one stream, to be sent together."""
+
+    due_ns: int  # of its last sample
+    stream: str
+    stamps_ns: NDArray[np.int64]
+    values: NDArray[Any]
+
+
+class Recording:
+    """Tracks by stream name."""
+
+    def __init__(self, tracks: Mapping[str, Track]) -> None:
+        self.tracks = dict(tracks)
+
+    @property
+    def first_ns(self) -> int:
+        """The earliest time at which a sample is due."""
+        return min(int(track.due_ns[0]) for track in self.tracks.values())
+
+    @property
+    def last_ns(self) -> int:
+        """The time at which the last sample is due."""
+        return max(int(track.due_ns[-1]) for track in self.tracks.values())
+
+    def select(self, streams: Sequence[StreamConfig]) -> Recording:
+        """The declared streams, in their order and dtype.
+
+        Raises:
+            ConfigError: a stream is not recorded, or has another width.
+        """
+        problems = []
+        chosen = {}
+        for stream in streams:
+            track = self.tracks.get(stream.name)
+            if track is None:
+                recorded = ", ".join(self.tracks)
+                problems.append(f"streams: {stream.name!r} is not recorded, want one of {recorded}")
+            elif track.values.shape[1] != stream.dim:
+                problems.append(
+                    f"streams: {stream.name!r} has dim {stream.dim}, recorded are "
+                    f"{track.values.shape[1]} values per sample"
+                )
+            else:
+                values = track.values.astype(stream.dtype, copy=False)
+                chosen[stream.name] = Track(track.stamps_ns, values)
+        if problems:
+            raise ConfigError(problems)
+        return Recording(chosen)
+
+    def messages(self, batch_ns: int) -> Iterator[Message]:
+        """All samples in order of time; those of one stream within ``batch_ns`` go together.
+
+        0 sends each alone. The arrays are views.
+        """
+        parts = [self._messages_of(name, batch_ns) for name in self.tracks]
+        return heapq.merge(*parts, key=lambda message: message.due_ns)
+
+    def _messages_of(self, stream: str, batch_ns: int) -> Iterator[Message]:
+        track = self.tracks[stream]
+        due_ns = track.due_ns
+        begin = 0
+        while begin < len(due_ns):
+            end = begin + 1
+            if batch_ns > 0:
+                end = int(due_ns.searchsorted(due_ns[begin] + batch_ns, "left"))
+            samples = slice(begin, end)
+            last_ns = int(due_ns[end - 1])
+            yield Message(last_ns, stream, track.stamps_ns[samples], track.values[samples])
+            begin = end
+
+
+def load_recording(path: str | Path) -> Recording:
+    """The recording in ``path``.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not of a known form; with every problem found.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            found = np.load(file, allow_pickle=False)
+            if not isinstance(found, np.ndarray):
+                found = dict(found)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError([f"{path}: cannot be read as .npz or .npy: {error}"]) from error
+    if isinstance(found, np.ndarray):
+        return Recording(_franka_tracks(path, found))
+    return Recording(_npz_tracks(path, found))
+
+
+def _franka_tracks(path: Path, table: NDArray[Any]) -> dict[str, Track]:
+    if (
+        table.ndim != 2
+        or table.shape[1] != FRANKA_WIDTH
+        or table.dtype != np.float64
+        or not len(table)
+    ):
+        raise ConfigError(
+            [
+                f"{path}: got {table.dtype} {list(table.shape)}, want a Franka table, "
+                f"float64 [n, {FRANKA_WIDTH}]; save other recordings as .npz"
+            ]
+        )
+    stamps_ns = table[:, 0].astype(np.int64)
+    return {name: Track(stamps_ns, table[:, columns]) for name, columns in FRANKA_COLUMNS.items()}
+
+
+def _npz_tracks(path: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Track]:
+    names = [key.removesuffix(STAMPS_KEY) for key in arrays if key.endswith(STAMPS_KEY)]
+    problems = []
+    tracks = {}
+    for name in names:
+        stamps_ns, values = arrays[name + STAMPS_KEY], arrays.get(name + VALUES_KEY)
+        if values is None:
+            problems.append(f"{path}: {name}{VALUES_KEY} is missing")
+        elif stamps_ns.dtype != np.int64 or stamps_ns.ndim != 1 or not len(stamps_ns):
+            problems.append(f"{path}: {name}{STAMPS_KEY} is not int64 [n] with a sample in it")
+        elif values.ndim != 2 or len(values) != len(stamps_ns) or values.dtype.kind != "f":
+            problems.append(f"{path}: {name}{VALUES_KEY} is not floats [{len(stamps_ns)}, dim]")
+        else:
+            tracks[name] = Track(stamps_ns, values)
+    if not names:
+        problems.append(
+            f"{path}: no stream found; want keys <stream>{STAMPS_KEY} and <stream>{VALUES_KEY}"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return tracks

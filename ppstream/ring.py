@@ -1,0 +1,289 @@
+"""SensorRing: the newest history of one stream of one robot; RowInput: all rings of one robot.
+
+A ring has one writer and one reader, the same thread: there are no locks. Which samples a ring
+takes is decided here; who may send them is ``sessions.py``'s, which slice is used ``window.py``'s.
+"""
+
+from __future__ import annotations
+
+from operator import lt
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ppstream.robot_clock import NEVER_NS, RobotClock
+from ppstream.sample_ledger import (
+    CLOCK_JUMP,
+    CLOSED,
+    DUPLICATE,
+    FUTURE,
+    LATE,
+    NEW_EPISODE,
+    NON_FINITE,
+    OVERWRITTEN,
+    SHAPE,
+    Balance,
+    SampleLedger,
+    total,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from numpy.typing import NDArray
+
+    from ppstream.ring_bank import RingBank
+
+FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
+_INT64: Final = np.dtype(np.int64)
+
+
+class SensorRing:
+    """One row of a bank. Its samples are finite, and their stamps strictly increase.
+
+    Samples are numbered from 0 in order of arrival: sample i lies in slot ``i % capacity``, and
+    ``count`` samples before number ``accepted`` are held.
+
+    ``newest_ns`` (robot clock) and ``newest_rx_ns`` (rank 0's) are ``NEVER_NS`` while it is empty.
+    """
+
+    def __init__(self, bank: RingBank, row: int, clock: RobotClock) -> None:
+        self.stream = bank.stream
+        self.ledger = SampleLedger()
+        self.accepted = 0  # samples ever taken in; never goes back
+        self.count = 0
+        self.newest_ns = NEVER_NS
+        self.newest_rx_ns = NEVER_NS
+        self._clock = clock
+        self._capacity = bank.capacity
+        self._dim = bank.stream.dim
+        self._dtype = np.dtype(bank.stream.dtype)
+        self._settled = 0  # samples below this number are accounted for
+        self._row = row
+        self._values: NDArray[np.float32] = bank.values[row].numpy()
+        self._stamps: NDArray[np.int64] = bank.stamps_ns[row].numpy()
+        self._counts: NDArray[np.int64] = bank.count.numpy()
+        self._heads: NDArray[np.int64] = bank.head.numpy()
+
+    def append(self, stamps: NDArray[np.int64], values: NDArray[Any], rx_ns: int) -> int:
+        """Take in the samples of one message; nothing bad is raised, all of it is counted.
+
+        Of a message longer than the ring only the newest samples are looked at: the others could
+        not stay, and one message must not keep the thread for long.
+
+        Args:
+            stamps: ``[n]`` int64 ns of the robot's clock, copied.
+            values: ``[n, dim]`` in the stream's dtype, copied.
+            rx_ns: when the message arrived, rank 0's clock.
+
+        Returns:
+            How many samples were accepted; the ledger says why others were not.
+        """
+        if not self._fits(stamps, values):
+            self.refuse(SHAPE, max(1, stamps.size))
+            return 0
+        n = len(stamps)
+        if n == 0:
+            return 0
+        if n > self._capacity:
+            self.refuse(OVERWRITTEN, n - self._capacity)
+            n = self._capacity
+            stamps, values = stamps[-n:], values[-n:]
+        self.ledger.received += n
+        newest_ns: int = stamps.item(n - 1)
+        flat = values.reshape(-1)
+        if (
+            stamps.item(0) > self.newest_ns
+            and np.count_nonzero(_representable(flat)) == flat.size
+            and (n == 1 or _increases(stamps.tolist()))
+            and self._clock.accepts(newest_ns, rx_ns)
+        ):
+            self._store(stamps, values, rx_ns)
+            return n
+        return self._append_some(stamps, values, rx_ns)
+
+    def refuse(self, reason: str, samples: int) -> None:
+        """Count ``samples`` that arrived for this stream and cannot be taken in."""
+        self.ledger.received += samples
+        self.ledger.refuse(reason, samples)
+
+    def settle(self, first_target_ns: int, end_ns: int) -> int | None:
+        """Account for a window with targets from ``first_target_ns`` to ``end_ns``.
+
+        Samples not newer than the end are used if they are at or after the one that brackets the
+        first target from below, and passed over if older. Newer ones stay in flight: a later window
+        will use them.
+
+        Returns:
+            The stamp of the newest sample used, None when there is none.
+        """
+        stop = self.accepted if self.newest_ns <= end_ns else self._number_after(end_ns)
+        if stop == self.accepted - self.count:
+            return None
+        if stop > self._settled:
+            used_from = self._settled
+            if self._stamp_of(used_from) < first_target_ns:
+                used_from = max(used_from, self._number_after(first_target_ns) - 1)
+            self.ledger.settle(stop - used_from, used_from - self._settled)
+            self._settled = stop
+        return self._stamp_of(stop - 1)
+
+    def clear(self, reason: str) -> None:
+        """Empty the ring; what no window has used yet is dropped for ``reason``."""
+        self._lose_before(self.accepted, reason)
+        self.count = 0
+        self._counts[self._row] = 0
+        self.newest_ns = NEVER_NS
+        self.newest_rx_ns = NEVER_NS
+
+    def check(self) -> None:
+        """Raises AssertionError unless the ledger balances and agrees with what the ring holds."""
+        self.ledger.check()
+        waiting = self.accepted - self._settled
+        assert self.ledger.in_flight == waiting, f"{waiting} samples wait, {self.ledger}"
+        assert 0 <= waiting <= self.count <= self._capacity, f"{waiting} wait, {self.count} held"
+
+    def _fits(self, stamps: NDArray[np.int64], values: NDArray[Any]) -> bool:
+        return (
+            stamps.ndim == 1
+            and values.shape == (len(stamps), self._dim)
+            and stamps.dtype == _INT64
+            and values.dtype == self._dtype
+        )
+
+    def _append_some(self, stamps: NDArray[np.int64], values: NDArray[Any], rx_ns: int) -> int:
+        """The careful way, for a message in which something is wrong: sample by sample."""
+        finite: list[bool] = np.all(_representable(values), axis=1).tolist()
+        taken = 0
+        begin = 0  # of the run of good samples not stored yet
+        newest_ns = self.newest_ns
+        for index, stamp_ns in enumerate(stamps.tolist()):
+            reason = self._fault(stamp_ns, newest_ns, rx_ns, is_finite=finite[index])
+            if reason is None:
+                newest_ns = stamp_ns
+                continue
+            taken += self._store(stamps[begin:index], values[begin:index], rx_ns)
+            begin = index + 1
+            self.ledger.refuse(reason, 1)
+            if reason in (LATE, FUTURE) and self._clock.rejects():
+                newest_ns = NEVER_NS
+        return taken + self._store(stamps[begin:], values[begin:], rx_ns)
+
+    def _fault(self, stamp_ns: int, newest_ns: int, rx_ns: int, *, is_finite: bool) -> str | None:
+        if not is_finite:
+            return NON_FINITE
+        if stamp_ns <= newest_ns:
+            return DUPLICATE if stamp_ns == newest_ns else LATE
+        return None if self._clock.accepts(stamp_ns, rx_ns) else FUTURE
+
+    def _store(self, stamps: NDArray[np.int64], values: NDArray[Any], rx_ns: int) -> int:
+        """Write good samples behind the newest, at most a ring full; returns how many."""
+        n = len(stamps)
+        if n == 0:
+            return 0
+        capacity = self._capacity
+        begin = self.accepted % capacity
+        end = begin + n
+        if end <= capacity:
+            self._stamps[begin:end] = stamps
+            self._values[begin:end] = values
+        else:
+            first = capacity - begin
+            self._stamps[begin:], self._stamps[: end - capacity] = stamps[:first], stamps[first:]
+            self._values[begin:], self._values[: end - capacity] = values[:first], values[first:]
+        self.accepted += n
+        self.ledger.in_flight += n
+        if self.count < capacity:
+            self._counts[self._row] = self.count = min(capacity, self.count + n)
+        oldest = self.accepted - self.count
+        self._heads[self._row] = oldest % capacity
+        if self._settled < oldest:
+            self._lose_before(oldest, OVERWRITTEN)
+        self.newest_ns = stamps.item(n - 1)
+        self.newest_rx_ns = rx_ns
+        return n
+
+    def _lose_before(self, number: int, reason: str) -> None:
+        if self._settled < number:
+            self.ledger.lose(reason, number - self._settled)
+            self._settled = number
+
+    def _stamp_of(self, number: int) -> int:
+        return int(self._stamps[number % self._capacity])
+
+    def _number_after(self, stamp_ns: int) -> int:
+        """The number of the first sample held that is newer than ``stamp_ns``."""
+        oldest = self.accepted - self.count
+        head = oldest % self._capacity
+        until_wrap = self._stamps[head : head + self.count]
+        if head + self.count > self._capacity and until_wrap[-1] <= stamp_ns:
+            wrapped = self._stamps[: head + self.count - self._capacity]
+            return oldest + len(until_wrap) + int(wrapped.searchsorted(stamp_ns, "right"))
+        return oldest + int(until_wrap.searchsorted(stamp_ns, "right"))
+
+
+def _representable(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where float32 can hold the value: finite, and not too large."""
+    is_float32 = values.itemsize == 4
+    fits: NDArray[np.bool_] = np.isfinite(values) if is_float32 else np.abs(values) <= FLOAT32_MAX
+    return fits
+
+
+def _increases(stamps: list[int]) -> bool:
+    return all(map(lt, stamps, stamps[1:]))
+
+
+class RowInput:
+    """The place of one robot: a ring per stream, and whose they are.
+
+    ``session`` is 0 while the place is free; ``session_epoch`` counts the session's episodes.
+
+    Args:
+        banks: one per stream, by its name.
+        row: this place's index in them.
+        reference: the stream whose newest stamp ends the window.
+    """
+
+    def __init__(self, banks: Mapping[str, RingBank], row: int, reference: str) -> None:
+        self.clock = RobotClock(lambda: self._clear(CLOCK_JUMP))
+        self.rings = {name: SensorRing(bank, row, self.clock) for name, bank in banks.items()}
+        self.reference = self.rings[reference]
+        self.session = 0
+        self.session_epoch = 0
+
+    @property
+    def present(self) -> bool:
+        """Whether a window can be cut: somebody is here and the reference stream has a sample."""
+        return self.session != 0 and self.reference.count > 0
+
+    def open(self, session: int, *, is_real_time: bool = True) -> None:
+        """Give the free place to ``session``; false for a recording fed at any other speed."""
+        assert session != 0, "session 0 means nobody"
+        assert self.session == 0, f"session {session} opens a row that is {self.session}'s"
+        self.session = session
+        self.session_epoch = 0
+        self.clock.restart(is_real_time=is_real_time)
+
+    def close(self) -> None:
+        """The session is over: the place is free and the rings are empty."""
+        self._clear(CLOSED)
+        self.session = 0
+        self.session_epoch = 0
+
+    def new_episode(self) -> None:
+        """The robot starts anew: nothing older may reach a window. Its clock goes on."""
+        self._clear(NEW_EPISODE)
+        self.session_epoch += 1
+
+    def _clear(self, reason: str) -> None:
+        for ring in self.rings.values():
+            ring.clear(reason)
+
+
+def balances(rows: Iterable[RowInput]) -> dict[str, Balance]:
+    """The ledger of each stream over all rows, in the log's form; for the rings' own thread."""
+    ledgers: dict[str, list[SampleLedger]] = {}
+    for row in rows:
+        for name, ring in row.rings.items():
+            ledgers.setdefault(name, []).append(ring.ledger)
+    return {name: total(parts).as_dict() for name, parts in ledgers.items()}

@@ -1,0 +1,176 @@
+"""Where samples come from: the Source protocol, and RecordedSource, which plays a recording.
+
+A source writes into the rings of the rows it was given, on the thread that asks it to. Robots are
+``sessions.py``'s, invented samples ``synthetic.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+from ppstream.clock import NS_PER_MS, NS_PER_S
+from ppstream.errors import ConfigError
+from ppstream.recording import load_recording
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ppstream.config import PipelineConfig
+    from ppstream.ring import RowInput
+
+#: The session of rows that no robot owns; robots' sessions are positive.
+OWN_SESSION: Final = -1
+
+
+class Source(Protocol):
+    """What the thread that runs stage A polls and drains."""
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Readable: there may be something to drain."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Nothing will ever come any more: no further window is wanted."""
+
+    def drain(self, now_ns: int) -> int:
+        """Write what has arrived by now into the rings; returns how many samples."""
+
+    def next_due_ns(self) -> int | None:
+        """When the next sample falls due; None: only ``fds`` tell."""
+
+
+class RecordedSource:
+    """Plays a recording into rows, each of them the same, in the recording's own time.
+
+    Live windows: samples appear at their stamps, ``speed`` times as fast. Scheduled windows: window
+    k ends at ``t0 + k * dt``, with t0 the first moment at which every stream has a sample, and
+    holds exactly what was recorded by then, so it does not depend on how fast anything ran.
+
+    Args:
+        path: ``.npz`` or ``.npy``, see ``recording.py``.
+        config: streams, window, and whether windows are scheduled.
+        rows: free places; opened here, given back by ``close``.
+        speed: times real time; None: as fast as asked, for scheduled windows alone.
+        repeat: live windows alone: begin again behind the end, with stamps that go on.
+
+    Raises:
+        ConfigError: the file is unusable, lacks a stream, or is shorter than one window.
+    """
+
+    fds: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        path: str | Path,
+        config: PipelineConfig,
+        rows: Sequence[RowInput],
+        speed: float | None,
+        *,
+        repeat: bool = False,
+    ) -> None:
+        self.scheduled = config.pipeline.windows == "scheduled"
+        if speed is None and not self.scheduled:
+            raise ValueError("live windows need a speed: without one nothing says when a sample is")
+        recording = load_recording(path).select(config.streams)
+        self._tracks = [(name, track, track.due_ns) for name, track in recording.tracks.items()]
+        self._fed = dict.fromkeys(recording.tracks, 0)
+        self._rows = rows
+        self._speed = speed
+        self._first_ns = recording.first_ns
+        self._last_ns = recording.last_ns
+        self._started_ns: int | None = None  # host time at which first_ns was played
+        self._drained_ns = 0
+        self._reached_ns = self._first_ns - 1  # recording time that may be used
+        self._dt_ns = round(config.window.dt_ms * NS_PER_MS)
+        self._t0_ns = max(int(due_ns[0]) for _, _, due_ns in self._tracks)
+        end_ns = int(recording.tracks[config.reference.name].due_ns[-1])
+        self.windows = 1 + (end_ns - self._t0_ns) // self._dt_ns
+        if self.windows < 1:
+            raise ConfigError(
+                [f"{path}: stream {config.reference.name!r} ends before another one begins"]
+            )
+        self._taken = 0
+        self._repeat = repeat
+        self._lap_ns = self._last_ns - self._first_ns + round(NS_PER_S / config.reference.rate_hz)
+        self._shift_ns = 0  # added to stamps, and to the times at which they are due
+        for row in rows:
+            row.open(OWN_SESSION, is_real_time=speed == 1.0 and not self.scheduled)
+
+    @property
+    def exhausted(self) -> bool:
+        """Live: every sample was played. Scheduled: every window was taken."""
+        if self.scheduled:
+            return self._taken >= self.windows
+        return not self._repeat and self._reached_ns >= self._last_ns
+
+    def drain(self, now_ns: int) -> int:
+        """Play up to now. Scheduled windows fetch their samples themselves: 0."""
+        self._drained_ns = now_ns
+        if self._started_ns is None:
+            self._started_ns = now_ns
+        if self._speed is not None:
+            played_ns = int((now_ns - self._started_ns) * self._speed)
+            self._reached_ns = self._first_ns + played_ns
+        if self.scheduled:
+            return 0
+        samples = self.feed(self._reached_ns, now_ns)
+        while self._repeat and self._reached_ns >= self._first_ns + self._shift_ns + self._lap_ns:
+            self._shift_ns += self._lap_ns
+            self._fed = dict.fromkeys(self._fed, 0)
+            samples += self.feed(self._reached_ns, now_ns)
+        return samples
+
+    def next_due_ns(self) -> int | None:
+        if self._speed is None or self._started_ns is None or self.exhausted:
+            return None
+        if self.scheduled:
+            due_ns = self._end_of(self._taken)
+        else:
+            left = [
+                int(due_ns[self._fed[name]])
+                for name, _, due_ns in self._tracks
+                if self._fed[name] < len(due_ns)
+            ]
+            due_ns = self._shift_ns + min(left, default=self._first_ns + self._lap_ns)
+        return self._started_ns + int((due_ns - self._first_ns) / self._speed) + 1
+
+    def feed(self, until_ns: int, now_ns: int) -> int:
+        """Append exactly what was recorded up to ``until_ns`` to every row; returns the samples."""
+        samples = 0
+        for name, track, due_ns in self._tracks:
+            begin = self._fed[name]
+            end = int(due_ns.searchsorted(until_ns - self._shift_ns, "right"))
+            if end > begin:
+                stamps_ns = track.stamps_ns[begin:end] + self._shift_ns
+                for row in self._rows:
+                    row.rings[name].append(stamps_ns, track.values[begin:end], now_ns)
+                samples += (end - begin) * len(self._rows)
+                self._fed[name] = end
+        return samples
+
+    def window_ready(self, index: int) -> bool:
+        """Whether the recording's time has passed window ``index``, and there is one."""
+        if index >= self.windows:
+            return False
+        return self._speed is None or self._end_of(index) <= self._reached_ns
+
+    def window_ends_ns(self, index: int) -> Sequence[int]:
+        """Bring the rings to where window ``index`` ends; returns that moment, for each row.
+
+        Windows are taken in turn: none twice, none skipped.
+        """
+        assert index == self._taken, f"window {index} asked for, {self._taken} is next"
+        self._taken += 1
+        end_ns = self._end_of(index)
+        self.feed(end_ns, self._drained_ns)
+        return [end_ns] * len(self._rows)
+
+    def close(self) -> None:
+        """Give the rows back, empty."""
+        for row in self._rows:
+            row.close()
+
+    def _end_of(self, index: int) -> int:
+        return self._t0_ns + index * self._dt_ns

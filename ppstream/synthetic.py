@@ -1,0 +1,114 @@
+"""SyntheticSource: samples of the declared streams, at their rates and jitter, for bring-up.
+
+Values are smooth and mean nothing; they are a function of seed, stream and time alone. The stamps
+are of another clock than rank 0's, as a robot's are. Not a robot: nothing reacts to actions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ppstream.clock import NS_PER_MS, NS_PER_S
+from ppstream.sources import OWN_SESSION
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ppstream.config import PipelineConfig, StreamConfig
+    from ppstream.ring import RowInput
+
+BLOCK: Final = 256  # samples invented at a time
+JITTER_MAX: Final = 0.45  # of a period, so that stamps keep their order
+WAVES_HZ: Final = (0.1, 2.0)
+CLOCK_OFFSET_NS: Final = 7_777_777 * NS_PER_S  # the robot's clock minus rank 0's
+
+
+class SyntheticSource:
+    """Fills one row. A sample is due at its stamp; none ever falls out of order.
+
+    Args:
+        config: the streams.
+        row: a free place; opened here, given back by ``close``.
+        seed: of values and jitter.
+        start_ns: when the first samples fall due, rank 0's clock.
+    """
+
+    fds: tuple[int, ...] = ()
+    exhausted = False
+
+    def __init__(self, config: PipelineConfig, row: RowInput, seed: int, start_ns: int) -> None:
+        self._row = row
+        self._signals = [
+            _Signal(stream, np.random.default_rng((seed, index)), start_ns)
+            for index, stream in enumerate(config.streams)
+        ]
+        row.open(OWN_SESSION)
+
+    def drain(self, now_ns: int) -> int:
+        """Append all samples due by now; returns how many."""
+        return sum(self._drain_signal(signal, now_ns) for signal in self._signals)
+
+    def next_due_ns(self) -> int | None:
+        return min(signal.next_due_ns for signal in self._signals)
+
+    def close(self) -> None:
+        """Give the row back, empty."""
+        self._row.close()
+
+    def _drain_signal(self, signal: _Signal, now_ns: int) -> int:
+        samples = 0
+        while signal.next_due_ns <= now_ns:
+            stamps_ns, values = signal.take(now_ns)
+            self._row.rings[signal.name].append(stamps_ns, values, now_ns)
+            samples += len(stamps_ns)
+        return samples
+
+
+class _Signal:
+    """One stream's samples, invented block by block."""
+
+    def __init__(self, stream: StreamConfig, rng: np.random.Generator, start_ns: int) -> None:
+        self.name = stream.name
+        self._stream = stream
+        self._rng = rng
+        self._start_ns = start_ns
+        self._period_ns = NS_PER_S / stream.rate_hz
+        self._jitter_ns = min(stream.jitter_ms * NS_PER_MS, JITTER_MAX * self._period_ns)
+        self._waves_hz = rng.uniform(*WAVES_HZ, stream.dim)
+        self._phases = rng.uniform(0, 2 * np.pi, stream.dim)
+        self._blocks = 0
+        self._taken = 0
+        self._invent()
+
+    def take(self, now_ns: int) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
+        """Stamps and values of this block's samples that are due by now and were not taken yet."""
+        begin, end = self._taken, int(self._due_ns.searchsorted(now_ns, "right"))
+        taken = self._due_ns[begin:end] + CLOCK_OFFSET_NS, self._values[begin:end]
+        self._taken = end
+        if end == BLOCK:
+            self._invent()
+        else:
+            self.next_due_ns = int(self._due_ns[end])
+        return taken
+
+    def _invent(self) -> None:
+        numbers = np.arange(self._blocks * BLOCK, (self._blocks + 1) * BLOCK)
+        jitter_ns = self._rng.uniform(-self._jitter_ns, self._jitter_ns, BLOCK)
+        offsets_ns = np.maximum(numbers * self._period_ns + jitter_ns, 0)
+        self._due_ns = offsets_ns.astype(np.int64) + self._start_ns
+        self._values = self._smooth(offsets_ns / NS_PER_S).astype(self._stream.dtype)
+        self._taken = 0
+        self._blocks += 1
+        self.next_due_ns = int(self._due_ns[0])
+
+    def _smooth(self, at_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        turns = 2 * np.pi * self._waves_hz * at_s[:, None] + self._phases
+        if self._stream.interpolation == "angle":
+            return np.pi - (turns % (2 * np.pi))
+        values = np.sin(turns)
+        if self._stream.interpolation == "slerp":
+            values += np.array([0, 0, 0, 2])  # never zero
+            values /= np.linalg.norm(values, axis=1, keepdims=True)
+        return values

@@ -1,0 +1,172 @@
+"""WindowCutter: the aligned slice of all rings that ends at one moment, resampled into a slot.
+
+A row's window ends at ``end``; target i of T lies at ``end - (T - 1 - i) * dt``. Streams of one
+group stand side by side in one tensor. A row without a robot, or whose reference stream has no
+sample yet, is all zeros and marked by ``present``. When to cut is ``pacing.py``'s, and how values
+between samples arise ``ppstream_kernels``'.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from ppstream.clock import NS_PER_MS
+from ppstream.robot_clock import NEVER_NS
+from ppstream.specs import TensorSpec
+from ppstream_kernels import StreamSource, resample_streams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from ppstream.config import PipelineConfig, StreamConfig
+    from ppstream.ring import RowInput
+    from ppstream.ring_bank import RingBank
+
+#: What the int64 tensor ``rows [B, 4]`` of an envelope holds.
+ROW_FIELDS: Final = ("session", "session_epoch", "window_end_ns", "expires_ns")
+
+Ages = dict[str, int | None] | dict[str, list[int | None]]
+
+
+class WindowInfo(NamedTuple):
+    """What a window was made of; all but ``newest_rx_ns`` in the robots' own clocks."""
+
+    window_end_ns: list[int]  # per row, 0 where absent
+    newest_rx_ns: int  # arrival of the newest reference sample used, rank 0's clock; 0: none
+    input_age_ns: Ages  # end - newest stamp used, by stream; a list of rows when B > 1
+
+
+class _Group(NamedTuple):
+    """One resampling call: its streams, and the names of the three tensors it writes."""
+
+    sources: list[StreamSource]
+    out: tuple[str, str, str]
+
+
+class WindowCutter:
+    """Cuts one window per call; for the thread that writes the rings.
+
+    ``inputs`` are the tensors of an envelope that ``cut`` fills, shapes per row: for each group g
+    ``g.values [T, sum of D]`` float32, ``g.valid [T, S]`` bool and ``g.age_s [T, S]`` float32, then
+    ``present []`` bool and ``rows [4]`` int64 (``ROW_FIELDS``).
+
+    Args:
+        config: streams, window and groups.
+        rows: B places of robots.
+        banks: the memory of the rows' rings, by stream.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        rows: Sequence[RowInput],
+        banks: Mapping[str, RingBank],
+    ) -> None:
+        steps = config.window.steps
+        dt_ns = round(config.window.dt_ms * NS_PER_MS)
+        self.inputs = _input_specs(config)
+        self._rows = rows
+        self._span_ns = (steps - 1) * dt_ns
+        self._offsets_ns: NDArray[np.int64] = np.arange(1 - steps, 1, dtype=np.int64) * dt_ns
+        self._targets_ns = torch.empty(len(rows), steps, dtype=torch.int64)
+        self._targets_view: NDArray[np.int64] = self._targets_ns.numpy()
+        self._fields = torch.zeros(len(rows), len(ROW_FIELDS), dtype=torch.int64)
+        self._fields_view: NDArray[np.int64] = self._fields.numpy()
+        self._present = torch.zeros(len(rows), dtype=torch.bool)
+        self._present_view: NDArray[np.bool_] = self._present.numpy()
+        self._groups = [
+            _Group([_source(stream, banks[stream.name]) for stream in streams], _group_names(group))
+            for group, streams in config.groups.items()
+        ]
+        self._streams = tuple(stream.name for stream in config.streams)
+
+    def cut(
+        self, out: Mapping[str, Tensor], ends_ns: Sequence[int | None], lease_ns: int
+    ) -> WindowInfo:
+        """Write every tensor of ``inputs``, in full, into ``out``; settle the rings' ledgers.
+
+        Args:
+            out: tensors ``[B, *shape]`` by name, views of a slot; others in it are left alone.
+            ends_ns: where each row's window ends, robot clock; None: at the newest sample of the
+                reference stream. Of no account for an absent row.
+            lease_ns: actions made from this window expire so long after its end.
+        """
+        ends = [self._begin_row(row, end_ns, lease_ns) for row, end_ns in enumerate(ends_ns)]
+        for group in self._groups:
+            values, valid, age_s = (out[name] for name in group.out)
+            resample_streams(group.sources, self._targets_ns, out=(values, valid, age_s))
+            for row, place in enumerate(self._rows):
+                if place.session != 0 and not place.present:  # its other streams hold samples
+                    values[row].zero_()
+        out["present"].copy_(self._present)
+        out["rows"].copy_(self._fields)
+        return WindowInfo(ends, self._newest_rx_ns(), self._settle(ends))
+
+    def _begin_row(self, row: int, end_ns: int | None, lease_ns: int) -> int:
+        """Fix the row's targets and identity; returns its window's end, 0 when it is absent."""
+        place = self._rows[row]
+        present = self._present_view[row] = place.present
+        if not present:
+            self._targets_view[row] = NEVER_NS  # before any sample: nothing is valid
+            self._fields_view[row] = (place.session, place.session_epoch, 0, 0)
+            return 0
+        end = place.reference.newest_ns if end_ns is None else end_ns
+        np.add(self._offsets_ns, end, out=self._targets_view[row])
+        self._fields_view[row] = (place.session, place.session_epoch, end, end + lease_ns)
+        return end
+
+    def _newest_rx_ns(self) -> int:
+        return max(
+            (place.reference.newest_rx_ns for place in self._rows if place.present), default=0
+        )
+
+    def _settle(self, ends: Sequence[int]) -> Ages:
+        """Book what the window used; returns the age of each input."""
+        if len(ends) == 1:
+            return {name: self._settle_ring(0, name, ends[0]) for name in self._streams}
+        return {
+            name: [self._settle_ring(row, name, end) for row, end in enumerate(ends)]
+            for name in self._streams
+        }
+
+    def _settle_ring(self, row: int, stream: str, end_ns: int) -> int | None:
+        place = self._rows[row]
+        if not place.present:
+            return None
+        newest_ns = place.rings[stream].settle(end_ns - self._span_ns, end_ns)
+        return None if newest_ns is None else end_ns - newest_ns
+
+
+def _group_names(group: str) -> tuple[str, str, str]:
+    return f"{group}.values", f"{group}.valid", f"{group}.age_s"
+
+
+def _input_specs(config: PipelineConfig) -> tuple[TensorSpec, ...]:
+    steps = config.window.steps
+    specs = []
+    for group, streams in config.groups.items():
+        values, valid, age_s = _group_names(group)
+        specs += [
+            TensorSpec(values, (steps, sum(stream.dim for stream in streams))),
+            TensorSpec(valid, (steps, len(streams)), "bool"),
+            TensorSpec(age_s, (steps, len(streams))),
+        ]
+    return (*specs, TensorSpec("present", (), "bool"), TensorSpec("rows", (4,), "int64"))
+
+
+def _source(stream: StreamConfig, bank: RingBank) -> StreamSource:
+    return StreamSource(
+        values=bank.values,
+        stamps_ns=bank.stamps_ns,
+        count=bank.count,
+        head=bank.head,
+        mode=stream.interpolation,
+        max_gap_ns=round(stream.max_gap_ms * NS_PER_MS),
+        max_age_ns=round(stream.max_age_ms * NS_PER_MS),
+    )

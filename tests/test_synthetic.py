@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from stream_cases import MS, Input, config, stream
+
+from ppstream.ring import SensorRing
+from ppstream.sources import OWN_SESSION, Source
+from ppstream.synthetic import CLOCK_OFFSET_NS, SyntheticSource
+
+S = 1000 * MS
+HOST = 5_000 * S
+
+
+def open_case(seed: int = 0) -> tuple[SyntheticSource, Input]:
+    case = Input(
+        config(
+            stream("fast", dim=3, rate_hz=1000, jitter_ms=0.2, reference=True),
+            stream("slow", dim=2, rate_hz=30, jitter_ms=500, dtype="float64"),
+            stream("turn", dim=4, rate_hz=100, interpolation="slerp"),
+            stream("wrap", dim=2, rate_hz=100, interpolation="angle"),
+        ),
+        capacity=4096,
+    )
+    return SyntheticSource(case.config, case.rows[0], seed, HOST), case
+
+
+def history(ring: SensorRing) -> tuple[list[int], list[list[float]]]:
+    return ring._stamps[: ring.count].tolist(), ring._values[: ring.count].tolist()
+
+
+def test_all_streams_come_at_their_rates_with_none_dropped() -> None:
+    source, case = open_case()
+    as_protocol: Source = source
+    assert as_protocol.drain(HOST + 2 * S) > 0
+    counts = {name: ring.accepted for name, ring in case.rows[0].rings.items()}
+    assert counts == {
+        "fast": pytest.approx(2000, abs=2),
+        "slow": pytest.approx(60, abs=2),
+        "turn": pytest.approx(200, abs=2),
+        "wrap": pytest.approx(200, abs=2),
+    }
+    assert all(ring.ledger.dropped == {} for ring in case.rows[0].rings.values())
+    case.check()
+
+
+def test_jitter_is_as_declared_and_never_breaks_the_order() -> None:
+    source, case = open_case()
+    source.drain(HOST + 2 * S)
+    rings = case.rows[0].rings
+    for name, period_ms, jitter_ms in (
+        ("fast", 1, 0.2),
+        ("slow", 1000 / 30, 15.1),
+        ("turn", 10, 0),
+    ):
+        stamps_ms = (np.array(history(rings[name])[0]) - HOST - CLOCK_OFFSET_NS) / MS
+        off = np.abs(stamps_ms - period_ms * np.arange(len(stamps_ms)))
+        assert off.max() <= jitter_ms + 1e-5
+        assert off.max() >= 0.7 * jitter_ms
+
+
+def test_a_sample_is_due_at_its_stamp_in_the_robot_s_own_clock() -> None:
+    source, case = open_case()
+    ring = case.rows[0].reference
+    now = HOST
+    for _ in range(700):  # across blocks
+        source.drain(now)
+        assert ring.newest_ns <= now + CLOCK_OFFSET_NS
+        due = source.next_due_ns()
+        assert due is not None
+        assert due > now
+        now = due
+    assert ring.accepted > 500
+
+
+def test_the_same_seed_gives_the_same_samples_however_often_one_looks() -> None:
+    (one, first), (other, second) = open_case(seed=3), open_case(seed=3)
+    one.drain(HOST + S)
+    for now in range(HOST, HOST + S + 1, 7 * MS):
+        other.drain(now)
+    other.drain(HOST + S)
+    for a, b in zip(first.rows[0].rings.values(), second.rows[0].rings.values(), strict=True):
+        assert history(a) == history(b)
+
+
+def test_another_seed_gives_other_samples() -> None:
+    (one, first), (other, second) = open_case(seed=3), open_case(seed=4)
+    one.drain(HOST + S)
+    other.drain(HOST + S)
+    assert history(first.rows[0].reference)[1] != history(second.rows[0].reference)[1]
+
+
+def test_values_are_smooth_and_of_their_kind() -> None:
+    source, case = open_case()
+    source.drain(HOST + 2 * S)
+    values = {name: np.array(history(ring)[1]) for name, ring in case.rows[0].rings.items()}
+    assert np.abs(np.diff(values["fast"], axis=0)).max() < 0.05
+    assert np.linalg.norm(values["turn"], axis=1) == pytest.approx(1, abs=1e-6)
+    assert np.abs(values["wrap"]).max() <= math.pi + 1e-6
+    turned = (np.diff(values["wrap"], axis=0) + math.pi) % (2 * math.pi) - math.pi
+    assert np.abs(turned).max() < 0.3
+
+
+def test_the_row_is_given_back_empty() -> None:
+    source, case = open_case()
+    source.drain(HOST + S)
+    assert case.rows[0].session == OWN_SESSION
+    source.close()
+    assert (case.rows[0].session, case.rows[0].reference.count) == (0, 0)
+    case.check()
