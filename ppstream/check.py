@@ -1,0 +1,167 @@
+"""``--check``: what a configuration would run, as text, with every problem found. Starts nothing.
+
+The policy and the decoder are built once, as each rank would, because only they know what they
+need; no process is started, no socket opened and no robot told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+from ppstream.config import PipelineConfig
+from ppstream.errors import ConfigError
+from ppstream.headers import link_shape
+from ppstream.intake import build_intake
+from ppstream.model import PipelineForm, StageTimes, latency, limiting_term, period
+from ppstream.placement import Placement, RankPlan, place
+from ppstream.preflight import build_policy, policy_problems
+from ppstream.specs import SlotLayout
+from ppstream.stage import load
+
+NAME_WIDTH: Final = 16
+VALUE_BYTES: Final = 4  # rings keep float32 whatever a stream sends
+STAMP_BYTES: Final = 8
+INTAKES: Final = 2  # bring-up's rings and service's
+
+
+def describe(config: PipelineConfig, world_size: int, local_world_size: int | None = None) -> str:
+    """The placement of ``world_size`` ranks and what they need, for people.
+
+    Args:
+        config: checked, as ``config_file.load`` returns it.
+        world_size: ranks in all.
+        local_world_size: ranks on this host; all of them when None.
+
+    Raises:
+        ConfigError: holds every problem found. What the policy's own ``build`` raises passes
+            through.
+    """
+    inputs = build_intake(config).cutter.inputs
+    found: list[str] = []
+    with _collecting(found):
+        placement = place(config, world_size, local_world_size or world_size)
+    with _collecting(found):
+        policy = build_policy(config, torch.device("cpu"))
+        found += policy_problems(config, inputs, policy.inputs, policy.outputs)
+    with _collecting(found):
+        load(config.decode.target)(config.decode.options, config.actions)
+    if found:
+        raise ConfigError(found)
+    shape = link_shape(config, inputs, policy.outputs, 0)
+    envelopes = 1 if placement.is_inline else shape.envelope_slots
+    results = 1 if placement.is_inline else shape.result_slots
+    slot_bytes = envelopes * shape.envelope.slot_bytes + results * shape.result.slot_bytes
+    lines = [
+        f"ppstream {config.name}: nothing started, no problem found",
+        *_placement_lines(config, placement),
+        *_stream_lines(config),
+        *_slot_lines("envelope", shape.envelope, envelopes),
+        *_slot_lines("result", shape.result, results),
+        *_memory_lines(config, placement, slot_bytes),
+        *_period_lines(config, placement),
+    ]
+    return "\n".join(lines)
+
+
+@contextmanager
+def _collecting(found: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        found += error.problems
+
+
+def _placement_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
+    yield ""
+    for plan in placement.ranks:
+        yield _row(f"rank {plan.rank}", f"{_stages_text(config, plan)} on {plan.device}")
+    shape = config.pipeline
+    yield _row("link", f"{placement.link or 'none'}: {placement.why}")
+    if not placement.is_inline:
+        yield _row("bounds", f"D_in {shape.d_in}, D_out {shape.d_out}")
+    yield _row("pacing", f"{shape.pacing}, {shape.windows} windows")
+    yield _row("robots", _service_text(config))
+
+
+def _stages_text(config: PipelineConfig, plan: RankPlan) -> str:
+    threads = f" ({config.pipeline.threads})" if plan.stages == ("A", "C") else ""
+    policy = f" ({config.policy.target})" if "B" in plan.stages else ""
+    return f"stage {' + '.join(plan.stages)}{threads}{policy}"
+
+
+def _service_text(config: PipelineConfig) -> str:
+    service, rows = config.service, config.batch.rows
+    if service.recording is not None:
+        return f"none: serves the recording {service.recording}"
+    if service.endpoint is None:
+        return "none: no endpoint"
+    return f"up to {rows} at {service.endpoint}, action lease {config.actions.lease_ms:g} ms"
+
+
+def _stream_lines(config: PipelineConfig) -> Iterator[str]:
+    steps, dt_ms = config.window.steps, config.window.dt_ms
+    yield f"\nwindow: {steps} steps of {dt_ms:g} ms, {config.window_span_ms:g} ms in all"
+    for stream in config.streams:
+        mark = ", ends the window" if stream == config.reference else ""
+        yield _row(
+            stream.name,
+            f"{stream.dim} values at {stream.rate_hz:g} Hz, {stream.interpolation}, "
+            f"group {stream.group}, ring of {config.ring_samples(stream)} samples{mark}",
+        )
+
+
+def _slot_lines(what: str, layout: SlotLayout, slots: int) -> Iterator[str]:
+    plural = "" if slots == 1 else "s"
+    yield f"\n{what}: {slots} slot{plural} of {_bytes(layout.slot_bytes)}"
+    yield _row("header", f"[{len(layout.header)}] int64, {_bytes(8 * len(layout.header))}")
+    for spec in layout.tensors:
+        size = _bytes(spec.bytes_for(layout.rows))
+        yield _row(spec.name, f"{[layout.rows, *spec.shape]} {spec.dtype}, {size}")
+
+
+def _memory_lines(config: PipelineConfig, placement: Placement, slot_bytes: int) -> Iterator[str]:
+    """What is allocated once at start; ``host`` slots are shared memory, ``gloo`` slots are not."""
+    rings = sum(
+        config.ring_samples(stream) * (VALUE_BYTES * stream.dim + STAMP_BYTES)
+        for stream in config.streams
+    )
+    rings *= config.batch.rows * INTAKES
+    owner = {"host": "shared by both ranks", "gloo": "on each rank"}.get(placement.link or "", "")
+    yield "\nmemory, besides what torch and the policy take"
+    yield _row("rings", f"{_bytes(rings)} on rank 0")
+    yield _row("slots", f"{_bytes(slot_bytes)} {owner}".rstrip())
+
+
+def _period_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
+    """The model's period and latency when all stages are simulated with stated means."""
+    b_ms = config.policy.options.get("b_ms")
+    if isinstance(b_ms, bool) or not isinstance(b_ms, int | float):
+        return
+    shape, simulate = config.pipeline, config.simulate
+    times = StageTimes(a=simulate.a_ms, b=float(b_ms), c=simulate.c_ms)
+    form = PipelineForm(
+        threads="serial" if placement.is_inline else shape.threads,
+        order="decode_first" if placement.is_inline else "send_first",
+        d_in=shape.d_in,
+        d_out=shape.d_out,
+    )
+    yield "\nmodel of the simulated stages, saturated, transfers and overhead not counted"
+    yield _row("period", f"{period(times, form):g} ms = {limiting_term(times, form)}")
+    if (through := latency(times, form)) is not None:
+        yield _row("latency", f"{through:g} ms from the start of A to the end of C")
+
+
+def _row(name: str, text: str) -> str:
+    return f"  {name:<{NAME_WIDTH}} {text}"
+
+
+def _bytes(count: int) -> str:
+    """``count`` bytes for people, in powers of 1024."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

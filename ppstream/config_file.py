@@ -1,0 +1,174 @@
+"""Where a configuration comes from: a TOML file, ``--set`` on the command line, the defaults.
+
+Precedence: command line > file > default; the environment changes nothing. A relative path in a
+file is relative to that file, one on the command line to the working directory. ``"none"`` stands
+for "no value" wherever a field may be without one. All problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ppstream.config import PipelineConfig
+from ppstream.config_problems import problems
+from ppstream.config_text import as_toml
+from ppstream.config_walk import find_problems, normalise
+from ppstream.errors import ConfigError
+
+__all__ = ["add_arguments", "as_toml", "load", "locate", "read"]
+
+DEFAULT: Final = "demo"
+SHIPPED_PACKAGE: Final = "ppstream_stages"  # where a bare name is looked for
+
+_STEP = re.compile(r"[^.\[\]]+")  # of an override's path: a.b, a[0].b and a.0.b all work
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add ``--config`` and ``--set``, which ``load`` reads."""
+    parser.add_argument(
+        "--config",
+        default=DEFAULT,
+        metavar="FILE",
+        help="a TOML file, package.module:name.toml from an installed package, or the name of one "
+        f"that {SHIPPED_PACKAGE} ships (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        dest="overrides",
+        help="change one value, e.g. pipeline.d_in=3 or streams.imu.rate_hz=400; VALUE is TOML, "
+        'or plain text; "none" takes a value away; may be repeated, the last one counts',
+    )
+
+
+def load(args: Namespace) -> PipelineConfig:
+    """The checked configuration that ``add_arguments``' arguments name.
+
+    Raises:
+        ConfigError: holds every problem found, each with its path.
+    """
+    return read(args.config, args.overrides)
+
+
+def read(name: str, overrides: Iterable[str] = ()) -> PipelineConfig:
+    """The checked configuration of ``name`` (a file, ``module:file`` or a shipped name).
+
+    Args:
+        name: as ``--config``.
+        overrides: ``path=value`` texts as ``--set``, applied in order.
+
+    Raises:
+        ConfigError: holds every problem found, each with its path.
+    """
+    file = locate(name)
+    table = normalise(_parse(file), PipelineConfig, file.parent)
+    broken = [text for item in overrides if (text := _override(table, item)) is not None]
+    table = normalise(table, PipelineConfig, Path.cwd())
+    if found := broken + list(find_problems(table, PipelineConfig)):
+        raise ConfigError(found)
+    config = msgspec.convert(table, PipelineConfig)
+    if found := problems(config):
+        raise ConfigError(found)
+    return config
+
+
+def locate(name: str) -> Path:
+    """The absolute path of the file that ``name`` means.
+
+    Raises:
+        ConfigError: there is no such file, module or shipped configuration.
+    """
+    if Path(name).is_file():
+        return Path(name).absolute()
+    module, colon, file_name = name.rpartition(":")
+    if not colon and not name.endswith(".toml") and "/" not in name:
+        module, file_name = SHIPPED_PACKAGE, f"{name}.toml"
+    if not module:
+        raise ConfigError([f"--config: there is no file {name!r} in {Path.cwd()}"])
+    folder = _module_folder(module)
+    if (folder / file_name).is_file():
+        return folder / file_name
+    shipped = ", ".join(sorted(path.name for path in folder.glob("*.toml"))) or "none"
+    raise ConfigError(
+        [f"--config: got {name!r}, but {module} has no {file_name} (it has: {shipped})"]
+    )
+
+
+def _module_folder(module: str) -> Path:
+    """Where the files beside ``module`` lie; the module itself is not run."""
+    try:
+        spec = find_spec(module)
+    except (ModuleNotFoundError, ValueError):
+        spec = None
+    if spec is None:
+        raise ConfigError([f"--config: there is no module {module!r} to look in; is it installed?"])
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(spec.origin or "").parent
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{file}: not TOML: {error}"]) from error
+    except OSError as error:
+        raise ConfigError([f"{file}: cannot be read: {error.strerror}"]) from error
+
+
+def _override(table: dict[str, Any], item: str) -> str | None:
+    """Apply one ``path=value`` to ``table`` in place; returns what is wrong with it, or None."""
+    path, equals, text = item.partition("=")
+    steps = _STEP.findall(path)
+    if not equals or not steps:
+        return f"--set {item}: want PATH=VALUE, e.g. pipeline.d_in=3"
+    place: Any = table
+    for step in steps[:-1]:
+        below = _entry(place, step)
+        if below is None and isinstance(place, dict):
+            below = place[step] = {}
+        if not isinstance(below, dict | list):
+            return f"--set {path}: there is no {step!r} to change{_entries(place)}"
+        place = below
+    if isinstance(place, dict):
+        place[steps[-1]] = _value(text)
+    elif _entry(place, steps[-1]) is not None and steps[-1].isdigit():
+        place[int(steps[-1])] = _value(text)
+    else:
+        return f"--set {path}: there is no {steps[-1]!r} to change{_entries(place)}"
+    return None
+
+
+def _entry(place: Any, step: str) -> Any:
+    """What ``step`` names: a table's key, a list's index, or the ``name`` of a list's table."""
+    if isinstance(place, dict):
+        return place.get(step)
+    if step.isdigit():
+        return place[int(step)] if int(step) < len(place) else None
+    return next((e for e in place if isinstance(e, dict) and e.get("name") == step), None)
+
+
+def _entries(place: Any) -> str:
+    if not isinstance(place, list):
+        return ""
+    names = [e.get("name", i) if isinstance(e, dict) else i for i, e in enumerate(place)]
+    return f" (there are: {', '.join(map(str, names))})"
+
+
+def _value(text: str) -> Any:
+    """``text`` as TOML, else as it stands: 3, 0.5, true, [1, 2] or plain text without quotes."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text

@@ -1,0 +1,67 @@
+"""The effective configuration as TOML that reads back to the same configuration.
+
+Not a general TOML writer: it knows the few kinds of value a configuration holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from ppstream.config import PipelineConfig
+from ppstream.config_walk import NONE
+
+
+def as_toml(config: PipelineConfig) -> str:
+    """Every value of ``config``, defaults included, as a TOML document."""
+    return "\n".join(_table(msgspec.to_builtins(config), "")) + "\n"
+
+
+def _table(table: Mapping[str, Any], path: str) -> Iterator[str]:
+    """A struct's values first, its tables and lists of tables behind them."""
+    for key, value in table.items():
+        if not _has_own_heading(value, path):
+            yield f"{_key(key)} = {_inline(value)}"
+    for key, value in table.items():
+        if not _has_own_heading(value, path):
+            continue
+        for entry in value if isinstance(value, list | tuple) else [value]:
+            heading = f"[[{key}]]" if isinstance(value, list | tuple) else f"[{key}]"
+            yield f"\n{heading}"
+            yield from _table(entry, key)
+
+
+def _has_own_heading(value: Any, path: str) -> bool:
+    """Tables of the first level and lists of tables there; deeper ones are written inline."""
+    if path:
+        return False
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(entry, Mapping) for entry in value)
+    return isinstance(value, Mapping)
+
+
+def _inline(value: Any) -> str:
+    if value is None:
+        return f'"{NONE}"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(k)} = {_inline(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _text(value)
+    return str(value)  # whole numbers and numbers, inf and nan included, are written as in Python
+
+
+def _key(key: str) -> str:
+    plain = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
+    return key if plain else _text(key)
+
+
+def _text(text: str) -> str:
+    # JSON's escapes are TOML's; DEL is the one character that only TOML refuses unescaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

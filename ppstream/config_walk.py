@@ -1,0 +1,158 @@
+"""Check plain TOML values against the configuration's structs: every problem, each at its path.
+
+msgspec stops at the first error; this walks on. It only judges values one by one: what they must
+agree on stands in ``config_problems.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import FieldInfo, fields
+
+NONE: Final = "none"  # TOML has no null: this text stands for it where a field may be without value
+
+_KINDS: Final = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
+
+
+class Kind(NamedTuple):
+    """A field's type, taken apart."""
+
+    base: Any  # without Annotated and None: a struct, a scalar, Literal[...], tuple[...] or dict
+    optional: bool  # None is allowed
+    bounds: tuple[Meta, ...]
+
+
+def kind_of(annotation: Any) -> Kind:
+    """``annotation`` without its ``Annotated`` and ``None`` parts, which are told apart."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner = kind_of(annotation.__origin__)
+        metas = tuple(m for m in annotation.__metadata__ if isinstance(m, Meta))
+        return inner._replace(bounds=inner.bounds + metas)
+    if origin in (Union, types.UnionType):
+        (some,) = (part for part in get_args(annotation) if part is not type(None))
+        return kind_of(some)._replace(optional=True)
+    return Kind(annotation, optional=False, bounds=())
+
+
+def normalise(value: Any, annotation: Any, folder: Path) -> Any:
+    """A copy of ``value``: ``"none"`` becomes None where allowed, paths absolute under ``folder``.
+
+    Values of the wrong kind are returned as they are, for ``find_problems`` to report.
+    """
+    kind = kind_of(annotation)
+    if kind.optional and value == NONE:
+        return None
+    if _is_struct(kind.base) and isinstance(value, Mapping):
+        known = {field.encode_name: field.type for field in fields(kind.base)}
+        return {k: normalise(v, known.get(k, Any), folder) for k, v in value.items()}
+    if get_origin(kind.base) is tuple and isinstance(value, list):
+        return [normalise(item, get_args(kind.base)[0], folder) for item in value]
+    if value and isinstance(value, str) and any((m.extra or {}).get("path") for m in kind.bounds):
+        return str(folder / Path(value).expanduser())
+    return value
+
+
+def find_problems(value: Any, annotation: Any, path: str = "") -> Iterator[str]:
+    """Every problem of ``value`` as ``path: got ..., want ...``, in the order of the struct."""
+    kind = kind_of(annotation)
+    if value is None and kind.optional:
+        return
+    if _is_struct(kind.base):
+        yield from _table_problems(value, kind.base, path)
+    elif get_origin(kind.base) is tuple:
+        yield from _list_problems(value, get_args(kind.base)[0], path)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield _line(path, value, f"{_wanted(kind)}, finite")
+    else:
+        try:
+            msgspec.convert(value, annotation)
+        except msgspec.ValidationError:
+            yield _line(path, value, _wanted(kind)) + _suggestion(value, _choices(kind))
+
+
+def _table_problems(value: Any, struct: type[msgspec.Struct], path: str) -> Iterator[str]:
+    if not isinstance(value, Mapping):
+        yield _line(path, value, "a table")
+        return
+    known = {field.encode_name: field for field in fields(struct)}
+    for name, field in known.items():
+        if name in value:
+            yield from find_problems(value[name], field.type, _join(path, name))
+        elif field.required:
+            yield f"{_join(path, name)}: missing, want {_wanted(kind_of(field.type))}"
+    for name in value:
+        if name not in known:
+            yield f"{_join(path, name)}: unknown key{_key_suggestion(name, struct, known)}"
+
+
+def _list_problems(value: Any, annotation: Any, path: str) -> Iterator[str]:
+    if not isinstance(value, list):
+        yield _line(path, value, f"a list, each {_wanted(kind_of(annotation))}")
+        return
+    for index, item in enumerate(value):
+        yield from find_problems(item, annotation, f"{path}[{index}]")
+
+
+def _line(path: str, got: Any, wanted: str) -> str:
+    return f"{path or 'configuration'}: got {got!r}, want {wanted}"
+
+
+def _wanted(kind: Kind) -> str:
+    """What would be right, in words: ``a whole number, at least 1, at most 64, or "none"``."""
+    if told := [meta.extra["want"] for meta in kind.bounds if meta.extra and "want" in meta.extra]:
+        text = str(told[0])
+    elif choices := _choices(kind):
+        text = "one of " + ", ".join(choices) if len(choices) > 1 else repr(choices[0])
+    elif _is_struct(kind.base) or get_origin(kind.base) is dict:
+        text = "a table"
+    elif get_origin(kind.base) is tuple:
+        text = f"a list, each {_wanted(kind_of(get_args(kind.base)[0]))}"
+    else:
+        text = _KINDS.get(kind.base, "a value")
+    for meta in kind.bounds:
+        text += "".join(f", {words}" for words in _bound_words(meta))
+    return f'{text}, or "{NONE}"' if kind.optional else text
+
+
+def _bound_words(meta: Meta) -> Iterator[str]:
+    for words, limit in (
+        ("above", meta.gt),
+        ("at least", meta.ge),
+        ("below", meta.lt),
+        ("at most", meta.le),
+    ):
+        if limit is not None:
+            yield f"{words} {limit:g}"
+    if meta.min_length:
+        yield "not empty"
+
+
+def _choices(kind: Kind) -> tuple[str, ...]:
+    return get_args(kind.base) if get_origin(kind.base) is Literal else ()
+
+
+def _suggestion(value: Any, choices: tuple[str, ...]) -> str:
+    close = get_close_matches(str(value), choices, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _key_suggestion(name: str, struct: type, known: Mapping[str, FieldInfo]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(known)})"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _is_struct(base: Any) -> bool:
+    return isinstance(base, type) and issubclass(base, msgspec.Struct)

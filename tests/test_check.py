@@ -1,0 +1,158 @@
+"""``--check`` says what would run, finds every problem at once, and starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from ppstream.check import describe
+from ppstream.config import PipelineConfig
+from ppstream.errors import ConfigError
+from ppstream.specs import TensorSpec
+
+TABLE: dict[str, Any] = {
+    "name": "arm",
+    "streams": [
+        {"name": "joints", "dim": 7, "rate_hz": 1000.0},
+        {"name": "imu", "dim": 6, "rate_hz": 200.0, "interpolation": "previous"},
+    ],
+    "window": {"steps": 32, "dt_ms": 4.0},
+    "actions": {
+        "names": ["x", "y"],
+        "horizon": 16,
+        "dt_ms": 10.0,
+        "low": [-1.0, -1.0],
+        "high": [1.0, 1.0],
+        "lease_ms": 200.0,
+    },
+    "policy": {"target": "given_policy:build", "options": {"b_ms": 10}},
+    "decode": {"target": "given_policy:build_decoder"},
+    "simulate": {"a_ms": 3.0, "c_ms": 2.0},
+}
+
+ACTIONS = TensorSpec("actions", (16, 2))
+VALUES = TensorSpec("state.values", (32, 13))
+
+
+class GivenPolicy:
+    """A policy that is all specification."""
+
+    def __init__(self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that the configuration names; a test sets the specs its policy has."""
+    module = ModuleType("given_policy")
+    module.inputs = (VALUES, TensorSpec("present", (), "bool"))
+    module.outputs = (ACTIONS, TensorSpec("proposals", (8, 16, 2)))
+    module.received = []
+
+    def build(options: Mapping[str, Any], device: object) -> GivenPolicy:
+        module.received.append((dict(options), str(device)))
+        return GivenPolicy(module.inputs, module.outputs)
+
+    module.build = build
+    module.build_decoder = lambda options, actions: None
+    monkeypatch.setitem(__import__("sys").modules, "given_policy", module)
+    return module
+
+
+def config(**changes: Any) -> PipelineConfig:
+    return msgspec.convert(TABLE | changes, PipelineConfig)
+
+
+def row(text: str, name: str) -> str:
+    (line,) = (line for line in text.splitlines() if line.split()[:1] == [name])
+    return " ".join(line.split())
+
+
+def test_text_names_ranks_link_tensors_and_memory(given: ModuleType) -> None:
+    text = describe(config(), 2)
+    assert "rank 0 stage A + C (serial) on cpu" in " ".join(text.split())
+    assert "rank 1 stage B (given_policy:build) on cpu" in " ".join(text.split())
+    assert row(text, "link").startswith("link host: both ranks share one host")
+    assert "envelope: 3 slots of" in text
+    assert "result: 5 slots of" in text
+    assert row(text, "state.values") == "state.values [1, 32, 13] float32, 1.6 KiB"
+    assert row(text, "proposals") == "proposals [1, 8, 16, 2] float32, 1.0 KiB"
+    # 32 steps of 4 ms reach 124 ms, and 400 ms more, at twice 1000 Hz: 1048 samples and 16.
+    assert "ring of 1064 samples, ends the window" in row(text, "joints")
+    rings = 2 * (1064 * (7 * 4 + 8) + 226 * (6 * 4 + 8))
+    assert row(text, "rings") == f"rings {rings / 1024:.1f} KiB on rank 0"
+    assert row(text, "slots").endswith("shared by both ranks")
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_policy_gets_its_options_and_weights_on_the_planned_device(given: ModuleType) -> None:
+    describe(config(), 2)
+    assert given.received == [({"b_ms": 10, "weights": None}, "cpu")]
+
+
+def test_model_period_of_simulated_stages_depends_on_the_ranks(given: ModuleType) -> None:
+    assert row(describe(config(), 2), "period") == "period 10 ms = B"
+    assert row(describe(config(), 1), "period") == "period 15 ms = A + x_in + B + x_out + C"
+    narrow = config(pipeline={"d_in": 1})
+    assert row(describe(narrow, 2), "period") == "period 13 ms = (A + x_in + B + x_out) / D_in"
+
+
+def test_no_period_is_claimed_for_a_real_policy(given: ModuleType) -> None:
+    text = describe(config(policy={"target": "given_policy:build"}), 2)
+    assert "period" not in text
+
+
+def test_one_rank_has_one_slot_each_way_and_no_link(given: ModuleType) -> None:
+    text = describe(config(), 1)
+    assert "stage A + B + C (given_policy:build) on cpu" in text
+    assert row(text, "link") == "link none: one rank runs every stage in turn"
+    assert "envelope: 1 slot of" in text
+    assert "result: 1 slot of" in text
+    assert "D_in" not in row(text, "pacing")
+
+
+def test_every_problem_is_found_at_once(given: ModuleType) -> None:
+    given.inputs = (TensorSpec("state.value", (32, 13)), TensorSpec("present", (), "bool"))
+    given.outputs = (TensorSpec("actions", (8, 2)), TensorSpec("x", ()), TensorSpec("x", ()))
+    with pytest.raises(ConfigError) as caught:
+        describe(config(decode={"target": "given_policy:decode"}), 3)
+    assert caught.value.problems == [
+        "world size: got 3 ranks, want 2 (pipelined) or 1 (inline); "
+        "start with torchrun --nproc-per-node=2",
+        "policy.target: given_policy:build reads 'state.value', which no window has "
+        "(did you mean state.values?)",
+        "policy.target: given_policy:build names an output twice: actions, x, x",
+        "policy.target: given_policy:build writes actions [8, 2] float32, but actions.horizon "
+        "and actions.names want actions [16, 2] float32",
+        "'given_policy:decode': module 'given_policy' has no 'decode'",
+    ]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TensorSpec("state.values", (31, 13)),
+        TensorSpec("state.values", (32, 12)),
+        TensorSpec("state.values", (32, 13), "float64"),
+    ],
+)
+def test_input_of_another_shape_or_dtype_is_a_problem(given: ModuleType, spec: TensorSpec) -> None:
+    given.inputs = (spec,)
+    with pytest.raises(ConfigError, match=r"but streams and window make it state\.values \[32, 13"):
+        describe(config(), 2)
+
+
+def test_policy_without_actions_is_a_problem(given: ModuleType) -> None:
+    given.outputs = (TensorSpec("logits", (16, 2)),)
+    with pytest.raises(ConfigError, match=r"writes no actions, but actions\.horizon"):
+        describe(config(), 2)
+
+
+def test_module_that_is_not_installed_is_a_problem() -> None:
+    with pytest.raises(ConfigError, match="there is no module 'acme_absent' to import"):
+        describe(config(policy={"target": "acme_absent.policy:build"}), 2)

@@ -1,0 +1,153 @@
+"""What a configuration's values must agree on, and what is derived from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ppstream.config import PipelineConfig
+from ppstream.config_problems import problems
+
+PLAIN: dict[str, Any] = {
+    "name": "arm",
+    "streams": [
+        {"name": "joints", "dim": 7, "rate_hz": 1000.0},
+        {"name": "pose", "dim": 4, "rate_hz": 100.0, "interpolation": "slerp", "group": "pose"},
+        {"name": "imu", "dim": 6, "rate_hz": 200.0},
+    ],
+    "window": {"steps": 11, "dt_ms": 10.0},
+    "actions": {
+        "names": ["x", "y"],
+        "horizon": 16,
+        "dt_ms": 10.0,
+        "low": [-1.0, -2.0],
+        "high": [1.0, 2.0],
+        "lease_ms": 200.0,
+    },
+    "policy": {"target": "acme.stages:build"},
+}
+
+
+def config(**changes: Any) -> PipelineConfig:
+    """``PLAIN`` with tables merged and other values replaced; ``a__b=v`` changes one value."""
+    table = msgspec.json.decode(msgspec.json.encode(PLAIN))
+    for path, value in changes.items():
+        *steps, last = path.split("__")
+        place = table
+        for step in steps:
+            place = place[int(step)] if step.isdigit() else place.setdefault(step, {})
+        place[last] = value
+    return msgspec.convert(table, PipelineConfig)
+
+
+def test_plain_configuration_has_no_problem() -> None:
+    assert problems(config()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"streams": []}, "streams: got 0 of them, want 1 to 256"),
+        ({"streams__2__name": "joints"}, "streams: got 'joints' 2 times, want each name once"),
+        (
+            {"streams__0__reference": True, "streams__2__reference": True},
+            "streams: got reference = true on joints, imu, want it on one at most",
+        ),
+        ({"streams__1__dim": 3}, "streams[1].dim: got 3, want 4: slerp interpolates quaternions"),
+        ({"streams__1__max_gap_ms": 9.0}, "streams[1].max_gap_ms: got 9, want at least the 10 ms"),
+        ({"window__dt_ms": 1e6}, "streams[0].rate_hz: got 1000, which needs a ring of"),
+        ({"actions__names": [], "actions__low": [], "actions__high": []}, "actions.names: got 0"),
+        ({"actions__names": ["x", "x"]}, "actions.names: got 'x' 2 times"),
+        ({"actions__low": [-1.0]}, "actions.low: got 1 limits, want 2: one for each name"),
+        ({"actions__high": [1.0, 2.0, 3.0]}, "actions.high: got 3 limits, want 2"),
+        ({"actions__low": [-1.0, 2.0]}, "actions.low: got 2 for 'y', want it below its high, 2"),
+        ({"actions__lease_ms": 10.0}, "actions.lease_ms: got 10, want more than actions.dt_ms"),
+        (
+            {"pipeline__pacing": "sample:gps"},
+            "pipeline.pacing: got stream 'gps', want one of joints, pose, imu",
+        ),
+        ({"pipeline__pacing": "tick"}, "pipeline.tick_hz: missing, want a number above 0"),
+        ({"pipeline__windows": "scheduled"}, "pipeline.windows: got 'scheduled' without service"),
+        ({"bringup__source": "recording"}, "bringup.recording: missing, want a file"),
+        ({"bringup__recording": "/no/such.npz"}, "bringup.recording: got '/no/such.npz', which is"),
+        ({"bringup__recording": __file__}, "want a .npz or .npy file"),
+        ({"service__recording": "/no/such.npy"}, "service.recording: got '/no/such.npy', which is"),
+        ({"service__actions_file": "/tmp/a.npz"}, "service.actions_file: got a file without serv"),
+        ({"policy__weights": __file__}, "want a .safetensors file: it holds no code"),
+        ({"policy__weights": "/no/w.safetensors"}, "policy.weights: got '/no/w.safetensors', whi"),
+        ({"demo": {"robot": "a.b"}, "service__endpoint": None}, "service.endpoint: got none, want"),
+        ({"service__endpoint": "127.0.0.1:5870"}, "service.endpoint: got '127.0.0.1:5870', want"),
+        ({"service__endpoint": "tcp://127.0.0.1"}, "want 'tcp://ADDRESS:PORT' or 'ipc://PATH'"),
+        ({"service__endpoint": "tcp://127.0.0.1:65536"}, "want 'tcp://ADDRESS:PORT'"),
+        ({"service__endpoint": "ipc://"}, "service.endpoint: got 0 bytes of path, want 1 to 107"),
+        ({"service__endpoint": "ipc:///" + "x" * 107}, "got 108 bytes of path"),
+        ({"liveness__heartbeat_ms": 700.0}, "liveness.heartbeat_ms: got 700, want less than a th"),
+        ({"log__root": __file__}, "which is a file; want a folder"),
+    ],
+)
+def test_disagreement_is_named_with_its_path_and_remedy(changes: dict[str, Any], said: str) -> None:
+    (found,) = problems(config(**changes))
+    assert said in found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline__pacing": "sample:imu"},
+        {"pipeline__pacing": "tick", "pipeline__tick_hz": 50.0},
+        {"pipeline__pacing": "saturated"},
+        {"service__endpoint": "tcp://[::1]:0"},
+        {"service__endpoint": "tcp://127.0.0.1:*"},
+        {"service__endpoint": "ipc:///" + "x" * 106},
+        {"service__endpoint": None},
+        {"streams__1__max_gap_ms": 10.0},
+    ],
+)
+def test_values_at_their_limits_are_accepted(changes: dict[str, Any]) -> None:
+    assert problems(config(**changes)) == []
+
+
+def test_recording_and_weights_that_exist_are_accepted(tmp_path: Path) -> None:
+    recording, weights = tmp_path / "r.npy", tmp_path / "w.safetensors"
+    recording.touch()
+    weights.touch()
+    changes = {
+        "bringup": {"source": "recording", "recording": str(recording)},
+        "service": {"recording": str(recording), "actions_file": str(tmp_path / "new.npz")},
+        "policy__weights": str(weights),
+        "pipeline__windows": "scheduled",
+    }
+    assert problems(config(**changes)) == []
+
+
+def test_recording_is_served_instead_of_the_demo_robot(tmp_path: Path) -> None:
+    recording = tmp_path / "r.npy"
+    recording.touch()
+    (found,) = problems(config(service__recording=str(recording), demo={"robot": "a.b"}))
+    assert found.startswith("service.recording: got one beside a demo robot")
+
+
+def test_all_disagreements_are_found_in_one_go() -> None:
+    assert (
+        len(problems(config(actions__low=[0.0], pipeline__pacing="tick", log__root=__file__))) == 3
+    )
+
+
+def test_reference_is_the_marked_stream_else_the_fastest() -> None:
+    assert config().reference.name == "joints"
+    assert config(streams__2__reference=True).reference.name == "imu"
+
+
+def test_groups_keep_the_order_of_the_streams() -> None:
+    groups = {name: [s.name for s in streams] for name, streams in config().groups.items()}
+    assert groups == {"state": ["joints", "imu"], "pose": ["pose"]}
+
+
+def test_ring_holds_window_gap_and_lead_at_twice_the_nominal_rate() -> None:
+    plain = config()
+    # 10 steps of 10 ms, a gap of 200 ms and a lead of 200 ms: 500 ms at 100 Hz, twice, and 16.
+    assert plain.window_span_ms == 100.0
+    assert plain.ring_samples(plain.streams[1]) == 116

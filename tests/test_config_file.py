@@ -1,0 +1,262 @@
+"""Files and overrides become one checked configuration; everything wrong is named at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppstream.config import PipelineConfig
+from ppstream.config_file import add_arguments, load, locate, read
+from ppstream.config_text import as_toml
+from ppstream.errors import ConfigError
+
+PLAIN = """
+name = "arm"
+
+[[streams]]
+name = "joints"
+dim = 7
+rate_hz = 1000
+
+[[streams]]
+name = "imu"
+dim = 6
+rate_hz = 200.0
+interpolation = "previous"
+
+[window]
+steps = 32
+dt_ms = 4.0
+
+[actions]
+names = ["x", "y"]
+horizon = 16
+dt_ms = 10.0
+low = [-1.0, -2.0]
+high = [1.0, 2.0]
+lease_ms = 200.0
+
+[policy]
+target = "ppstream_stages.simulated:build"
+
+[policy.options]
+b_ms = 8.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "arm.toml"
+    path.write_text(PLAIN)
+    return path
+
+
+def problems_of(file: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(str(file), overrides)
+    return caught.value.problems
+
+
+def test_file_becomes_a_frozen_configuration_with_defaults(file: Path) -> None:
+    config = read(str(file))
+    assert [stream.name for stream in config.streams] == ["joints", "imu"]
+    assert config.streams[0].rate_hz == 1000.0
+    assert config.pipeline.d_in == 2
+    assert config.policy.options == {"b_ms": 8.0}
+    with pytest.raises(AttributeError):
+        config.name = "other"  # type: ignore[misc]
+
+
+def test_command_line_beats_file_beats_default(file: Path) -> None:
+    file.write_text(PLAIN + "\n[pipeline]\nd_in = 3\n")
+    assert read(str(file)).pipeline.d_in == 3
+    assert read(str(file), ["pipeline.d_in=4"]).pipeline.d_in == 4
+    assert read(str(file), ["pipeline.d_in=4", "pipeline.d_in=1"]).pipeline.d_in == 1
+    assert read(str(file), ["pipeline.d_in=4"]).pipeline.d_out == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "value_of", "expected"),
+    [
+        ("pipeline.pacing=saturated", lambda c: c.pipeline.pacing, "saturated"),
+        ('pipeline.pacing="free"', lambda c: c.pipeline.pacing, "free"),
+        ("service.endpoint=none", lambda c: c.service.endpoint, None),
+        ("service.duration_s=2", lambda c: c.service.duration_s, 2.0),
+        ("link.trusted_network=true", lambda c: c.link.trusted_network, True),
+        ("policy.options.deep.er=[1, 2]", lambda c: c.policy.options["deep"]["er"], [1, 2]),
+        ("streams.imu.rate_hz=400", lambda c: c.streams[1].rate_hz, 400.0),
+        ("streams[1].dim=3", lambda c: c.streams[1].dim, 3),
+        ("streams.0.jitter_ms=0.5", lambda c: c.streams[0].jitter_ms, 0.5),
+        ("actions.high[1]=5.5", lambda c: c.actions.high, (1.0, 5.5)),
+        ("policy.options.text=a = b\nc", lambda c: c.policy.options["text"], "a = b\nc"),
+        ("policy.options.two=1\nd_in = 2", lambda c: c.policy.options["two"], "1\nd_in = 2"),
+    ],
+)
+def test_override_reaches_every_kind_of_value(
+    file: Path, override: str, value_of: object, expected: object
+) -> None:
+    assert callable(value_of)
+    assert value_of(read(str(file), [override])) == expected
+
+
+def test_every_problem_is_reported_at_once_with_its_remedy(file: Path) -> None:
+    text = PLAIN.replace("dim = 7", "dim = 0").replace('"previous"', '"previus"')
+    text = text.replace("rate_hz = 1000", 'rate_hz = "fast"').replace("horizon = 16\n", "")
+    file.write_text(text + "\n[pipeline]\ndin = 3\nd_out = 65\n[log]\nkeep = true\n")
+    assert problems_of(file) == [
+        "streams[0].dim: got 0, want a whole number, at least 1, at most 65536",
+        "streams[0].rate_hz: got 'fast', want a number, above 0",
+        "streams[1].interpolation: got 'previus', want one of linear, previous, nearest, slerp, "
+        "angle (did you mean 'previous'?)",
+        "actions.horizon: missing, want a whole number, at least 1",
+        "pipeline.d_out: got 65, want a whole number, at least 1, at most 64",
+        "pipeline.din: unknown key (did you mean 'd_in'?)",
+        "log.keep: got True, want a whole number, at least 1",
+    ]
+
+
+def test_tables_and_lists_of_the_wrong_kind_are_named(file: Path) -> None:
+    file.write_text('name = "x y"\nstreams = 3\nwindow = [1]\nactions = "none"\nextra = 1\n')
+    found = problems_of(file)
+    assert found[0] == "name: got 'x y', want 1 to 64 letters, digits, '_', '-' or '/'"
+    assert found[1] == "streams: got 3, want a list, each a table"
+    assert found[2] == "window: got [1], want a table"
+    assert found[3] == "actions: got 'none', want a table"
+    assert found[4] == "policy: missing, want a table"
+    assert found[5].startswith("extra: unknown key (known: name, streams, window")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("policy.target=acme.stages", "got 'acme.stages', want 'package.module:attr'"),
+        ("decode.target=acme/x:build", "got 'acme/x:build', want 'package.module:attr'"),
+        ("demo.robot=a b", "got 'a b', want 'package.module'"),
+        ("pipeline.pacing=often", "got 'often', want one of sample, sample:<stream>, tick, free"),
+        ("pipeline.pacing=free:imu", "got 'free:imu', want one of sample"),
+        ("streams.imu.name=", "got '', want 1 to 64 letters"),
+        ('streams.imu.name="a\\n"', "want 1 to 64 letters"),
+        ("log.root=", "got '', want text, not empty"),
+    ],
+)
+def test_text_of_the_wrong_form_is_told_the_right_one(file: Path, override: str, said: str) -> None:
+    (found,) = problems_of(file, override)
+    assert said in found
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "-inf"])
+def test_no_number_is_infinite_or_undefined(file: Path, number: str) -> None:
+    (found,) = problems_of(file, f"window.dt_ms={number}")
+    assert found == f"window.dt_ms: got {float(number)!r}, want a number, above 0, finite"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("pipeline.d_in", "--set pipeline.d_in: want PATH=VALUE"),
+        ("=3", "--set =3: want PATH=VALUE"),
+        ("name.deeper=3", "--set name.deeper: there is no 'name' to change"),
+        ("streams.gyro.dim=3", "there is no 'gyro' to change (there are: joints, imu)"),
+        ("streams[7].dim=3", "there is no '7' to change"),
+        ("actions.low[2]=1.0", "there is no '2' to change"),
+        ("actions.low.first=1.0", "there is no 'first' to change"),
+        ("pipline.d_in=3", "pipline: unknown key (did you mean 'pipeline'?)"),
+    ],
+)
+def test_override_of_something_that_is_not_there_is_refused(
+    file: Path, override: str, said: str
+) -> None:
+    (found,) = problems_of(file, override)
+    assert said in found
+
+
+def test_broken_overrides_and_file_problems_come_together(file: Path) -> None:
+    file.write_text(PLAIN.replace("steps = 32", "steps = 0"))
+    assert len(problems_of(file, "nonsense", "pipeline.d_in=0")) == 3
+
+
+def test_relative_paths_follow_the_place_that_names_them(
+    file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for folder in (file.parent, elsewhere):
+        (folder / "w.safetensors").write_bytes(b"")
+    file.write_text(PLAIN.replace("[policy]", '[policy]\nweights = "w.safetensors"'))
+    monkeypatch.chdir(elsewhere)
+    assert read(str(file)).policy.weights == str(file.parent / "w.safetensors")
+    given = read(str(file), ["policy.weights=w.safetensors"]).policy.weights
+    assert given == str(elsewhere / "w.safetensors")
+    assert read(str(file)).log.root == "logs"
+
+
+def test_file_that_is_not_toml_is_refused_with_its_line(file: Path) -> None:
+    file.write_text('name = "arm"\nstreams = [\n')
+    (found,) = problems_of(file)
+    assert found.startswith(f"{file}: not TOML: ")
+    file.write_bytes(b"name = '\xff'\n")
+    (found,) = problems_of(file)
+    assert "not TOML" in found
+
+
+def test_configuration_inside_a_package_is_found_without_running_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "acme_stages"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "arm.toml").write_text(PLAIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert locate("acme_stages:arm.toml") == package / "arm.toml"
+    assert "acme_stages" not in sys.modules
+    (tmp_path / "acme_single.py").write_text("raise RuntimeError('imported')\n")
+    assert locate("acme_single:arm.toml") == file
+    with pytest.raises(ConfigError, match=r"has no leg\.toml \(it has: arm\.toml\)"):
+        locate("acme_stages:leg.toml")
+    with pytest.raises(ConfigError, match="there is no module 'acme_legs'"):
+        locate("acme_legs:leg.toml")
+
+
+def test_name_without_a_file_says_where_it_was_looked_for() -> None:
+    with pytest.raises(ConfigError, match=r"there is no file 'nowhere/arm\.toml'"):
+        locate("nowhere/arm.toml")
+    with pytest.raises(ConfigError, match=r"ppstream_stages has no nowhere\.toml"):
+        locate("nowhere")
+
+
+def test_arguments_default_to_the_embedded_demo(file: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args([]).config == "demo"
+    args = parser.parse_args(["--config", str(file), "--set", "name=a", "--set", "pipeline.d_in=1"])
+    config = load(args)
+    assert (config.name, config.pipeline.d_in) == ("a", 1)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["service.endpoint=none", "link.trusted_network=true", "actions.low[0]=-1e-7"],
+        ['policy.options.a={b = [1, {c = "\\"\\u007f\\\\ é"}], "d e" = 2}'],
+        ["bringup.accept=['NOTHING_TO_HIDE']", "demo.robot=some.module", "demo.seed=5"],
+    ],
+)
+def test_effective_configuration_as_toml_reads_back_equal(
+    file: Path, tmp_path: Path, overrides: list[str]
+) -> None:
+    config = read(str(file), overrides)
+    again = tmp_path / "effective.toml"
+    again.write_text(as_toml(config), encoding="utf-8")
+    back = read(str(again))
+    # The default of log.root is relative to the working directory; in a file, to that file.
+    assert back.log.root == str(tmp_path / "logs")
+    assert strip_log(back) == strip_log(config)
+
+
+def strip_log(config: PipelineConfig) -> str:
+    text = as_toml(config)
+    return "\n".join(line for line in text.splitlines() if not line.startswith("root = "))

@@ -1,0 +1,72 @@
+"""The placement follows from the configuration and the number of ranks, here and in all."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppstream.config import (
+    ActionConfig,
+    LinkConfig,
+    PipelineConfig,
+    PolicyConfig,
+    StreamConfig,
+    WindowConfig,
+)
+from ppstream.errors import ConfigError
+from ppstream.placement import Placement, RankPlan, place
+
+
+def placed(
+    world_size: int, local_world_size: int, kind: str = "auto", *, trusted: bool = False
+) -> Placement:
+    config = PipelineConfig(
+        name="arm",
+        streams=(StreamConfig(name="joints", dim=7, rate_hz=1000.0),),
+        window=WindowConfig(steps=8, dt_ms=4.0),
+        actions=ActionConfig(
+            names=("x",), horizon=4, dt_ms=10.0, low=(-1.0,), high=(1.0,), lease_ms=100.0
+        ),
+        policy=PolicyConfig(target="acme:build"),
+        link=LinkConfig(kind=kind, trusted_network=trusted),  # type: ignore[arg-type]
+    )
+    return place(config, world_size, local_world_size)
+
+
+def test_two_ranks_of_one_host_share_memory() -> None:
+    placement = placed(2, 2)
+    assert placement.ranks == (RankPlan(0, ("A", "C"), "cpu"), RankPlan(1, ("B",), "cpu"))
+    assert placement.link == "host"
+    assert not placement.is_inline
+
+
+def test_one_rank_runs_every_stage_without_a_link() -> None:
+    placement = placed(1, 1)
+    assert placement.ranks == (RankPlan(0, ("A", "B", "C"), "cpu"),)
+    assert placement.link is None
+    assert placement.is_inline
+
+
+@pytest.mark.parametrize("world_size", [0, 3, 8])
+def test_number_of_ranks_that_cannot_be_used_is_one_clear_error(world_size: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        placed(world_size, world_size)
+    (said,) = caught.value.problems
+    assert f"got {world_size} ranks, want 2 (pipelined) or 1 (inline)" in said
+
+
+def test_gloo_can_be_asked_for_on_one_host() -> None:
+    placement = placed(2, 2, "gloo")
+    assert placement.link == "gloo"
+    assert "asked for" in placement.why
+
+
+@pytest.mark.parametrize("kind", ["auto", "gloo"])
+def test_two_hosts_need_a_network_declared_as_trusted(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"link\.trusted_network: got false .* want true"):
+        placed(2, 1, kind)
+    assert placed(2, 1, kind, trusted=True).link == "gloo"
+
+
+def test_shared_memory_between_two_hosts_is_refused_even_if_trusted() -> None:
+    with pytest.raises(ConfigError, match=r"link\.kind: got 'host' for ranks on two hosts"):
+        placed(2, 1, "host", trusted=True)
