@@ -71,7 +71,8 @@ def critical_path(window: Window) -> dict[str, dict[str, float]]:
 
 def _last_before_a(e: Envelope, by_seq: dict[int, Envelope], window: Window) -> str:
     topology = window.topology
-    if (e.w_input_ns or 0) > max(LAST_EVENT_NS, e.w_credit_ns or 0, e.w_slot_ns or 0):
+    waited = (e.w_input_ns or 0) > max(LAST_EVENT_NS, e.w_credit_ns or 0, e.w_slot_ns or 0)
+    if waited and e.pacing != "saturated":  # saturated: samples are taken in, never waited for
         return "sensor"
     giver, before = by_seq.get(e.seq - topology.d_in), by_seq.get(e.seq - 1)
     on_thread = by_seq.get(e.seq - (1 if topology.order == "decode_first" else 2))

@@ -112,7 +112,8 @@ def simulate(
     slowed = [StageTimes(t.a, t.b, t.c + block, t.x_in, t.x_out, t.t_in) for t in each]
     z = recurrence(slowed, form)
     ids = {"generation": 0, "epoch": 0, "lane": 0, "mode": "throughput"} | ids
-    ids = {"run_id": "golden", "phase": "bring-up", "pacing": "saturated"} | ids
+    pacing = "free" if any(t.t_in for t in each) else "saturated"
+    ids = {"run_id": "golden", "phase": "bring-up", "pacing": pacing} | ids
     counters = _Counters(z)
     lines, policy_lines = [], []
     for k in range(len(each) - TAIL):  # the run goes on behind the log's last line

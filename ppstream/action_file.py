@@ -1,0 +1,41 @@
+"""ActionFile: collects every emitted action chunk and writes them as one ``.npz`` at the end.
+
+For runs on a recording: two runs are compared bit for bit through these files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppstream.messages import ActionChunk
+
+
+class ActionFile:
+    """An emitter; ``close`` writes ``window_end_ns [n]``, ``row [n]``, ``actions [n, H, dim]``."""
+
+    def __init__(self, path: Path, action_dim: int) -> None:
+        self._path = path
+        self._action_dim = action_dim
+        self._ends_ns: list[int] = []
+        self._rows: list[int] = []
+        self._actions: list[np.ndarray[Any, Any]] = []
+
+    def emit(self, row: int, chunk: ActionChunk) -> None:
+        values = np.frombuffer(chunk.actions, dtype=np.float32).copy()
+        self._ends_ns.append(chunk.window_end_ns)
+        self._rows.append(row)
+        self._actions.append(values.reshape(chunk.horizon, self._action_dim))
+
+    def close(self) -> None:
+        """Write what was emitted; an empty run writes empty arrays."""
+        horizon = self._actions[0].shape[0] if self._actions else 0
+        empty = np.zeros((0, horizon, self._action_dim), np.float32)
+        np.savez(
+            self._path,
+            window_end_ns=np.asarray(self._ends_ns, dtype=np.int64),
+            row=np.asarray(self._rows, dtype=np.int64),
+            actions=np.stack(self._actions) if self._actions else empty,
+        )

@@ -1,0 +1,173 @@
+"""Bring-up: warm up, time the stages alone, run saturated, and let the gate decide.
+
+Everything runs through the real rings, stage A, link, policy and stage C up to, not including,
+emit. *Ready* is reached only past this file.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from ppstream.clock import now_ns
+from ppstream.errors import GateFailedError, GateInconclusiveError
+from ppstream.flight import Flight
+from ppstream.inline import Inline
+from ppstream.overlap import judge
+from ppstream.pacing import Saturated
+from ppstream.runlog import read_run
+from ppstream.sources import RecordedSource
+from ppstream.synthetic import SyntheticSource
+from ppstream.timestamps import EnvelopeRecord
+from ppstream.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ppstream.config import PipelineConfig
+    from ppstream.intake import Intake
+    from ppstream.rank0 import Rank0
+    from ppstream.runs import Run
+    from ppstream.sources import Source
+
+logger = logging.getLogger("ppstream")
+
+WARM_BLOCK: Final = 20  # envelopes timed together while warming
+WARM_SPREAD: Final = 0.10  # of the period, between the last WARM_BLOCKS blocks
+WARM_BLOCKS: Final = 3
+WARMUP_SKIP_MIN: Final = 10  # the gate skips this many, or what may be in the system plus two
+IN_STAGES: Final = 3  # in the system besides the queues: one each in A, the send queue, and C
+
+
+def bring_up(rank0: Rank0, intake: Intake, robots: Source | None, run: Run) -> None:
+    """Earn *ready*. Inline there is no overlap to prove: it only warms up.
+
+    Args:
+        rank0: enters ``warming`` and ``bring-up``, and has nothing in flight afterwards.
+        intake: rings that only bring-up fills.
+        robots: admitted meanwhile, and told the phase.
+        run: gets the standalone stage times, and is read back for the verdict.
+
+    Raises:
+        GateFailedError, GateInconclusiveError: not ready, and why.
+    """
+    made_up = _source(rank0.config, intake)
+    source = Beside(made_up, robots)
+    warm_up(rank0, intake, source)
+    if rank0.stop_reason is None:
+        run.describe(standalone=time_standalone(rank0, rank0.config.bringup.standalone))
+    if isinstance(rank0, Inline) or rank0.stop_reason is not None:
+        made_up.close()
+        return
+    run_saturated(rank0, intake, source)
+    made_up.close()
+    if rank0.stop_reason is None:
+        gate(rank0, run)
+
+
+def gate(rank0: Rank0, run: Run) -> None:
+    """Judge what was logged so far, with the function that the report uses."""
+    rank0.log.flush()
+    report = judge(read_run(run.directory), profile="bringup")
+    rank0.log.event("verdict", verdict=report.verdict.name, reasons=list(report.reasons))
+    logger.info("bring-up %s: %s", report.verdict.name, report.statements[0])
+    pass_or_raise(report.verdict, report.reasons, rank0.config.bringup.accept)
+
+
+def _source(config: PipelineConfig, intake: Intake) -> SyntheticSource | RecordedSource:
+    bringup = config.bringup
+    if bringup.source == "recording":
+        assert bringup.recording is not None, "checked with the configuration"
+        live = msgspec.structs.replace(
+            config, pipeline=msgspec.structs.replace(config.pipeline, windows="live")
+        )
+        return RecordedSource(bringup.recording, live, intake.rows, 1.0, repeat=True)
+    return SyntheticSource(config, intake.rows[0], seed=0, start_ns=now_ns())
+
+
+def warm_up(rank0: Rank0, intake: Intake, source: Source) -> None:
+    """Run production shapes through the real path until the period is steady."""
+    rank0.enter("warming", intake=intake, source=source, pacing=Saturated(intake.rows))
+    periods_ns: list[float] = []
+    while rank0.finished < rank0.config.bringup.warmup_max and rank0.stop_reason is None:
+        began = now_ns()
+        rank0.run(WARM_BLOCK)
+        periods_ns.append((now_ns() - began) / WARM_BLOCK)
+        newest = periods_ns[-WARM_BLOCKS:]
+        if len(newest) == WARM_BLOCKS and max(newest) - min(newest) < WARM_SPREAD * newest[-1]:
+            break
+    rank0.log.event("warm", envelopes=rank0.finished, period_ns=round(periods_ns[-1]))
+    gc.collect()
+    gc.freeze()  # what exists now lives to the end: later collections need not look at it
+
+
+def time_standalone(rank0: Rank0, repeats: int) -> dict[str, int]:
+    """Median duration of each stage while nothing else runs: ``A_ns``, ``B_ns``, ``C_ns``."""
+    envelope, result = rank0.idle_slots()
+    durations_a, durations_c = [], []
+    newest = (None,) * len(rank0.intake.rows)
+    for _ in range(repeats):
+        rank0.take_in()
+        flight = Flight(0, rank0.epoch, 0, EnvelopeRecord())
+        began = now_ns()
+        rank0.stage_a.build(flight, envelope, newest)
+        built = now_ns()
+        rank0.decode_and_emit(flight, result)
+        durations_a.append(built - began)
+        durations_c.append(now_ns() - built)
+    durations_b = rank0.measure_b(repeats)
+    return {
+        "A_ns": round(statistics.median(durations_a)),
+        "B_ns": round(statistics.median(durations_b)),
+        "C_ns": round(statistics.median(durations_c)),
+    }
+
+
+def run_saturated(rank0: Rank0, intake: Intake, source: Source) -> None:
+    """The envelopes that the gate will judge, behind the ones it will skip."""
+    shape = rank0.config.pipeline
+    skipped = max(WARMUP_SKIP_MIN, shape.d_in + shape.d_out + IN_STAGES + 2)
+    rank0.enter("bring-up", intake=intake, source=source, pacing=Saturated(intake.rows))
+    rank0.run(skipped + rank0.config.bringup.envelopes + 1)  # n periods lie between n + 1 emits
+    rank0.write_ledger()
+
+
+def pass_or_raise(verdict: Verdict, reasons: Sequence[str], accept: Sequence[str]) -> None:
+    """Return when the run may become ready.
+
+    Raises:
+        GateFailedError: overlap or a safety count says no.
+        GateInconclusiveError: overlap is not proven, for a reason that ``accept`` does not name.
+    """
+    accepted = verdict is Verdict.INCONCLUSIVE and set(reasons) <= set(accept)
+    if verdict is Verdict.PASS or accepted:
+        return
+    text = f"bring-up verdict {verdict.name}: {', '.join(reasons)}"
+    if verdict is Verdict.FAIL:
+        raise GateFailedError(text)
+    raise GateInconclusiveError(text)
+
+
+class Beside:
+    """A source to use, and another whose robots are only admitted meanwhile."""
+
+    def __init__(self, used: Source, admitted: Source | None) -> None:
+        self._used = used
+        self._admitted = admitted
+        self.fds = used.fds if admitted is None else (*used.fds, *admitted.fds)
+
+    @property
+    def exhausted(self) -> bool:
+        return self._used.exhausted
+
+    def drain(self, now_ns: int) -> int:
+        if self._admitted is not None:
+            self._admitted.drain(now_ns)
+        return self._used.drain(now_ns)
+
+    def next_due_ns(self) -> int | None:
+        return self._used.next_due_ns()

@@ -1,0 +1,230 @@
+"""Rank 0 of a run: builds its parts, meets the policy rank, proves overlap, serves, drains.
+
+The order of a run stands in ``run_front``; what happens to an envelope in ``stage0.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import sys
+from contextlib import ExitStack
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+import ppstream
+from ppstream import ends, meeting
+from ppstream.bringup import bring_up
+from ppstream.clock import NS_PER_S
+from ppstream.config import PipelineConfig
+from ppstream.credits import CreditLedger
+from ppstream.errors import ConfigError, PeerLostError, PpstreamError
+from ppstream.headers import link_shape
+from ppstream.inline import Inline
+from ppstream.intake import Intake, build_intake
+from ppstream.links import join_store, open_front
+from ppstream.messages import Drain, Goodbye, PhaseChange
+from ppstream.placement import Placement, place
+from ppstream.preflight import build_policy, policy_problems
+from ppstream.rank0 import Rank0
+from ppstream.runs import Run, boot_id
+from ppstream.service import Service
+from ppstream.simulate import Delay
+from ppstream.slots import new_slots
+from ppstream.specs import TensorSpec
+from ppstream.stage import load
+from ppstream.stage0 import Stage0
+from ppstream.stage1 import StageB
+from ppstream.stage_a import StageA
+from ppstream.stage_c import StageC
+from ppstream.timestamps import EnvelopeRecord, TimestampLog
+from ppstream.waiter import Waiter
+
+logger = logging.getLogger("ppstream")
+
+SWITCH_INTERVAL_S: Final = 0.0005  # a busy Python thread delays another by this, not by 5 ms
+GOODBYE_LIMIT_NS: Final = 3 * NS_PER_S
+
+
+def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run, generation: int) -> str:
+    """A whole run on rank 0; returns why it drained.
+
+    Raises:
+        PpstreamError: what ended the run otherwise; the policy rank was told, if it is there.
+    """
+    ends.on_signals(ends.stop_early)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(1)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    placement = place(config, world_size, local_world_size)
+    end.run = run
+    _begin_run(run, config, placement)
+    with ExitStack() as stack:
+        intake = build_intake(config)  # bring-up's; service has its own
+        parts = _parts(config, run, generation, stack)
+        rank0: Rank0
+        if placement.is_inline:
+            rank0 = _inline(config, parts, intake.cutter.inputs, generation)
+        else:
+            rank0 = _pipelined(config, parts, placement, intake, end, run, stack)
+        ends.on_signals(rank0.request_stop)
+        rank0.on_phase.append(lambda phase: logger.info("%s", phase))
+        try:
+            with Service(config, run, rank0) as service:
+                bring_up(rank0, intake, service.sessions, run)
+                service.run()
+            _check_ledgers(intake, service.intake)
+            rank0.log.flush()
+        except PpstreamError as error:
+            _tell_policy_rank(rank0, error)
+            raise
+        end.is_drained = True
+        _release_policy_rank(rank0)
+        return rank0.stop_reason or "the recording has ended"
+
+
+def _parts(config: PipelineConfig, run: Run, generation: int, stack: ExitStack) -> tuple[Any, ...]:
+    """What the pipelined loops and the inline twin are both made of, in Rank0's order."""
+    log = TimestampLog(
+        run.log_path(0, generation),
+        EnvelopeRecord,
+        config.log.ring,
+        run_id=run.run_id,
+        generation=generation,
+    )
+    stack.callback(log.close)
+    waiter = Waiter()
+    stack.callback(waiter.close)
+    simulate = config.simulate
+    delay_a = Delay(simulate.a_ms, simulate.kind, simulate.law, simulate.seed)
+    delay_c = Delay(simulate.c_ms, simulate.kind, simulate.law, simulate.seed + 1)
+    decoder = load(config.decode.target)(config.decode.options, config.actions)
+    credit_ledger = CreditLedger(config.pipeline.d_in, config.pipeline.d_out)
+    stage_c = StageC(config, decoder, delay_c)
+    return config, StageA(config, delay_a), stage_c, credit_ledger, log, waiter
+
+
+def _pipelined(
+    config: PipelineConfig,
+    parts: tuple[Any, ...],
+    placement: Placement,
+    intake: Intake,
+    end: ends.RankEnd,
+    run: Run,
+    stack: ExitStack,
+) -> Stage0:
+    assert placement.link is not None
+    store = join_store(timeout_s=config.liveness.handshake_s)
+    listener = meeting.listen(store, _own_address(store.world_size))
+    stack.callback(listener.close)
+    logger.info("handshake")
+    peer = meeting.admit(config, store, listener, run)
+    stack.callback(peer.close)
+    loop: list[Stage0] = []  # one, once it exists
+    beat = meeting.start_heartbeat(
+        config, peer, lambda: loop[0].finished if loop else 0, end.leave_when_lost
+    )
+    stack.callback(beat.stop)
+    inputs = intake.cutter.inputs
+    try:
+        outputs = meeting.agree_on_tensors(config, peer, inputs)
+    except ConfigError as error:
+        peer.send(Goodbye(int(error.exit_code), str(error)))
+        raise
+    peer.send(meeting.accepted(inputs))
+    shape = link_shape(config, inputs, outputs, store.generation)
+    link = open_front(placement.link, peer, store, shape)
+    stack.callback(link.close)
+    logger.info("link %s: %s", link.name, placement.why)
+    rank0 = Stage0(*parts, link=link, peer=peer)
+    loop.append(rank0)
+    rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
+    return rank0
+
+
+def _own_address(world_size: int) -> str | None:
+    """This host's address for policy ranks elsewhere; None: all ranks are on this host."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))) >= world_size:
+        return None
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def _inline(
+    config: PipelineConfig, parts: tuple[Any, ...], inputs: tuple[TensorSpec, ...], generation: int
+) -> Inline:
+    policy = build_policy(config, torch.device("cpu"))
+    if problems := policy_problems(config, inputs, policy.inputs, policy.outputs):
+        raise ConfigError(problems)
+    shape = link_shape(config, inputs, policy.outputs, generation)
+    return Inline(
+        *parts,
+        stage_b=StageB(policy, config.batch.rows),
+        envelope=new_slots(shape.envelope, 1)[0].tensors,
+        result=new_slots(shape.result, 1)[0].tensors,
+    )
+
+
+def _check_ledgers(*intakes: Intake) -> None:
+    """Every sample is accounted for, in every run: raises AssertionError with the numbers."""
+    for intake in intakes:
+        for row in intake.rows:
+            for ring in row.rings.values():
+                ring.check()
+
+
+def _tell_policy_rank(rank0: Rank0, error: PpstreamError) -> None:
+    if isinstance(rank0, Stage0) and not isinstance(error, PeerLostError):
+        rank0.peer.send(Goodbye(int(error.exit_code), str(error)))
+
+
+def _release_policy_rank(rank0: Rank0) -> None:
+    """Nothing is in flight: let the policy rank go, and wait until it says goodbye."""
+    if isinstance(rank0, Stage0):
+        rank0.peer.send(Drain(rank0.stop_reason or "the recording has ended"))
+        rank0.peer.receive(GOODBYE_LIMIT_NS)
+
+
+def _begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
+    effective = msgspec.json.encode(config, order="sorted")
+    run.begin(
+        config=msgspec.to_builtins(config),
+        config_sha256=hashlib.sha256(effective).hexdigest(),
+        versions={
+            "ppstream": ppstream.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    )
+    host, boot = platform.node(), boot_id()
+    shape = config.pipeline
+    run.describe(
+        topology={
+            "threads": shape.threads,
+            "order": "send_first",
+            "credit": "before_window",
+            "pacing": shape.pacing,
+            "replicas": 1,
+            "world_size": len(placement.ranks),
+            "d_in": shape.d_in,
+            "d_out": shape.d_out,
+            "ranks": [
+                {
+                    "rank": plan.rank,
+                    "host": host,
+                    "boot_id": boot,
+                    "pid": os.getpid() if plan.rank == 0 else None,
+                    "device": plan.device,
+                    "link": placement.link,
+                    "stamp_source": "host",
+                }
+                for plan in placement.ranks
+            ],
+        }
+    )

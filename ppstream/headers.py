@@ -1,0 +1,47 @@
+"""The int64 header rows of envelopes and results, and the slots both ranks lay out from them.
+
+The link writes and checks index and generation; the stages write the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ppstream.config import PipelineConfig
+from ppstream.slots import LinkShape
+from ppstream.specs import SlotLayout, TensorSpec
+
+ENVELOPE_HEADER: Final = ("index", "generation", "epoch", "seq")
+EPOCH: Final = slice(2, 4)  # epoch and seq, in both headers
+RESULT_HEADER: Final = (
+    *ENVELOPE_HEADER,
+    "failed",  # 1: the policy raised, the tensors mean nothing
+    "tB0",
+    "tB1",
+    "B_ns",
+    "eB_ns",  # 0: no device time
+    "wait_input_ns",
+    "wait_output_ns",
+    "idle_ns",
+    "residence_ns",
+    "busy_link_ns",
+)
+FAILED: Final = 4
+DURATIONS: Final = slice(5, None)
+
+
+def link_shape(
+    config: PipelineConfig,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    generation: int,
+) -> LinkShape:
+    """What both ends of the link agree on: ``inputs`` of the cutter, ``outputs`` of the policy."""
+    return LinkShape(
+        SlotLayout(ENVELOPE_HEADER, tuple(inputs), config.batch.rows),
+        SlotLayout(RESULT_HEADER, tuple(outputs), config.batch.rows),
+        config.pipeline.d_in,
+        config.pipeline.d_out,
+        generation,
+    )

@@ -1,0 +1,286 @@
+"""What the pipelined loops and their inline twin share: the state of a run on rank 0.
+
+Phases, epochs, flights, waits and counts live here; the order of work does not: read
+``stage0.py`` (pipelined) and ``inline.py`` (its twin) for that.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from ppstream.clock import NS_PER_S, now_ns
+from ppstream.flight import Flight
+from ppstream.ring import balances
+from ppstream.stage_c import Nobody
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ppstream.config import PipelineConfig
+    from ppstream.credits import CreditLedger
+    from ppstream.intake import Intake
+    from ppstream.messages import Report
+    from ppstream.pacing import Pacing
+    from ppstream.sources import Source
+    from ppstream.stage_a import StageA
+    from ppstream.stage_c import Emitter, StageC
+    from ppstream.timestamps import EnvelopeRecord, TimestampLog
+    from ppstream.waiter import Waiter
+
+LEDGER_INTERVAL_NS: Final = NS_PER_S
+WAIT_MAX_NS: Final = NS_PER_S // 10  # no wait is longer: limits are looked at this often
+
+
+class Rank0(ABC):
+    """State of one run on rank 0, owned by the thread that runs stage A.
+
+    Only ``request_stop`` and ``request_cut`` may be called from other threads.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        stage_a: StageA,
+        stage_c: StageC,
+        credit_ledger: CreditLedger,
+        log: TimestampLog,
+        waiter: Waiter,
+    ) -> None:
+        self.config = config
+        self.stage_a = stage_a
+        self.stage_c = stage_c
+        self.credits = credit_ledger
+        self.log = log
+        self.waiter = waiter
+        self.phase = "starting"
+        self.on_phase: list[Callable[[str], None]] = []
+        self.epoch = 0
+        self.started = 0  # envelopes of the whole run: the next index
+        self.finished = 0
+        self.intake: Intake
+        self.source: Source
+        self.pacing: Pacing
+        self.emitter: Emitter = Nobody()
+        self.stop_reason: str | None = None
+        self.reports: deque[Report] = deque()  # from robots, filled while the source is drained
+        self._source_fds: tuple[int, ...] = ()
+        self._seq = 0
+        self._cuts: list[str] = []
+        self._cut_lock = threading.Lock()
+        self._start_limit: int | None = None
+        self._drain_limit_ns = round(config.liveness.drain_s * NS_PER_S)
+        self._drain_until_ns: int | None = None
+        self._next_ledger_ns = 0
+        self._taking_in_ns = 0  # since the last wait or start: whichever follows owns it
+        self._w_input_ns = 0
+        self._w_credit_ns = 0
+        self._w_slot_ns = 0
+        self._w_result_ns = 0
+        self._w_emit_ns = 0
+        self._busy_link_ns = 0
+
+    # ---- the order of work -----------------------------------------------------------------
+
+    @abstractmethod
+    def run(self, envelopes: int | None = None) -> None:
+        """Run until ``envelopes`` more have begun, a stop is asked for, or the source has ended.
+
+        Returns when nothing is in flight. Raises what ends a run (``PeerLostError`` ...).
+        """
+
+    @abstractmethod
+    def idle_slots(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """An envelope's and a result's tensors, with real contents, that nothing uses now."""
+
+    @abstractmethod
+    def measure_b(self, repeats: int) -> Sequence[int]:
+        """Durations of stage B alone on the newest envelope, in ns; nothing is in flight."""
+
+    # ---- asked for from outside ------------------------------------------------------------
+
+    def request_stop(self, reason: str) -> None:
+        """Start no further envelope; what is in flight is finished. Callable from a signal."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+        self.waiter.wake()
+
+    def request_cut(self, reason: str) -> None:
+        """Begin a new epoch at the next safe point: no result of an older one is emitted."""
+        with self._cut_lock:
+            self._cuts.append(reason)
+        self.waiter.wake()
+
+    # ---- phases ----------------------------------------------------------------------------
+
+    def enter(
+        self,
+        phase: str,
+        *,
+        intake: Intake,
+        source: Source,
+        pacing: Pacing,
+        emitter: Emitter | None = None,
+    ) -> None:
+        """Change the phase between two runs of the loop: nothing is in flight now.
+
+        ``source`` fills ``intake``; without an emitter nothing reaches anybody.
+        """
+        assert self.credits.in_system == 0, f"{self.credits.in_system} envelopes in flight"
+        self.follow(source.fds)
+        self.intake = self.stage_a.intake = self.stage_c.intake = intake
+        self.source = source
+        self.pacing = pacing
+        self.emitter = emitter or Nobody()
+        self.change_phase(phase)
+
+    def change_phase(self, phase: str) -> None:
+        """Log it, and tell whoever wants to know."""
+        self.phase = phase
+        self.log.event("phase", phase=phase)
+        for tell in self.on_phase:
+            tell(phase)
+
+    def follow(self, fds: tuple[int, ...]) -> None:
+        """Poll a new source's descriptors instead of the old one's."""
+        for fd in self._source_fds:
+            self.waiter.unregister(fd)
+        for fd in fds:
+            self.waiter.register(fd)
+        self._source_fds = fds
+
+    def cut(self, reason: str) -> None:
+        """A new epoch begins: ``seq`` restarts, older results will be dropped as ``stale``."""
+        self.epoch += 1
+        self._seq = 0
+        self.log.event(
+            "epoch_cut", epoch=self.epoch, reason=reason, in_flight=self.credits.in_system
+        )
+
+    # ---- one envelope ----------------------------------------------------------------------
+
+    def next_flight(self) -> Flight:
+        """Take a record for the next envelope and name it."""
+        record = self.log.take()
+        record.epoch, record.seq = self.epoch, self._seq
+        record.phase, record.pacing = self.phase, self.pacing.name
+        flight = Flight(self.started, self.epoch, self._seq, record)
+        self.started += 1
+        self._seq += 1
+        return flight
+
+    def close_flight(self, flight: Flight, drop: str | None) -> None:
+        """The envelope was emitted or dropped: complete its line and count it."""
+        record = flight.record
+        now = now_ns()
+        if drop is None:
+            record.tEmit = now
+            record.age_rank0_ns = now - flight.received_ns
+        record.drop = drop
+        self.credits.emit(now)
+        record.outstanding = self.credits.outstanding
+        record.q_decode = self.credits.q_decode
+        record.outstanding_max, record.q_decode_max = self.credits.take_maxima()
+        record.outstanding_ns_total = self.credits.outstanding_ns_total(now)
+        record.q_decode_ns_total = self.credits.q_decode_ns_total(now)
+        record.w_result_ns, self._w_result_ns = self._w_result_ns, 0
+        record.w_emit_ns, self._w_emit_ns = self._w_emit_ns, 0
+        self.log.commit(record)
+        self.finished += 1
+        self.stage_c.count(drop)
+
+    def decode_and_emit(self, flight: Flight, result: Mapping[str, Tensor]) -> str | None:
+        """Stage C; returns why nothing was emitted, or None."""
+        arrays = {name: tensor.numpy() for name, tensor in result.items()}
+        rows = self.stage_c.decode(flight, arrays)
+        if flight.epoch != self.epoch:  # a cut came while decoding
+            return "stale"
+        return self.stage_c.emit(flight, rows, self.emitter)
+
+    def book_stage_b(self, record: EnvelopeRecord, durations: list[int]) -> None:
+        """Fields of the result's header behind its status, into the record."""
+        _, _, record.B_ns, e_b_ns, record.wait_input_ns, record.wait_output_ns, *rest = durations
+        record.eB_ns = e_b_ns or None
+        record.idle_ns, record.residence_ns, _ = rest
+
+    def book_input_waits(self, flight: Flight) -> None:
+        """Book the waits before stage A, and the link's time since, on this envelope."""
+        record = flight.record
+        record.w_input_ns = self._w_input_ns + self._taking_in_ns
+        self._w_input_ns = self._taking_in_ns = 0
+        record.w_credit_ns, self._w_credit_ns = self._w_credit_ns, 0
+        record.w_slot_ns, self._w_slot_ns = self._w_slot_ns, 0
+        record.busy_link_ns, self._busy_link_ns = self._busy_link_ns, 0
+
+    # ---- the loop's bookkeeping --------------------------------------------------------------
+
+    def may_begin(self) -> bool:
+        """Whether further envelopes are wanted at all."""
+        return (
+            self.stop_reason is None
+            and (self._start_limit is None or self.started < self._start_limit)
+            and not self.source.exhausted
+        )
+
+    def take_in(self) -> None:
+        """Take in what has arrived, cut the epoch when asked, and write the ledger each second."""
+        began = now_ns()
+        self.source.drain(began)
+        if self._cuts:
+            with self._cut_lock:
+                reasons, self._cuts = self._cuts, []
+            self.cut(", ".join(reasons))
+        if self.stop_reason is not None and self.phase == "ready":
+            self.change_phase("draining")
+            self._drain_until_ns = began + self._drain_limit_ns
+        if self.reports:
+            self.write_reports()
+        if began >= self._next_ledger_ns:
+            self._next_ledger_ns = began + LEDGER_INTERVAL_NS
+            self.write_ledger()
+        self._taking_in_ns += now_ns() - began
+
+    def write_reports(self) -> None:
+        """What robots measured of the chunks they executed, in their own clocks."""
+        while self.reports:
+            said = self.reports.popleft()
+            self.log.line(
+                "robot",
+                session=said.session,
+                epoch=said.epoch,
+                seq=said.seq,
+                age_ns=said.age_ns,
+                executed=said.executed,
+            )
+
+    def write_ledger(self) -> None:
+        """One ledger line: samples by stream, and envelopes."""
+        dropped = dict(self.stage_c.dropped)
+        self.log.line(
+            "ledger",
+            streams=balances(self.intake.rows),
+            envelopes={
+                "received": self.started,
+                "used": self.stage_c.emitted,
+                "dropped": dropped,
+                "in_flight": self.started - self.finished,
+            },
+        )
+
+    def wait_for(self, limit_ns: int) -> int:
+        """Sleep until something happens; returns how long, with what was taken in just before.
+
+        Samples that arrive during a wait are part of it: they keep nothing from being done.
+        """
+        began = now_ns()
+        self.waiter.wait(limit_ns)
+        taking_in_ns, self._taking_in_ns = self._taking_in_ns, 0
+        return taking_in_ns + now_ns() - began
+
+    def until_due_ns(self, now: int) -> int:
+        """How long a wait for input may last: until the clock alone makes input or A due."""
+        dues = (self.source.next_due_ns(), self.pacing.due_ns())
+        return min([WAIT_MAX_NS, *(max(0, due - now) for due in dues if due is not None)])

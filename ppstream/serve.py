@@ -1,0 +1,124 @@
+"""``python -m ppstream.serve``: one rank of a run, from configuration to exit code.
+
+Under torchrun, rank 0 runs stages A and C and the last rank runs stage B; alone, one process runs
+the unpipelined twin. ``--check`` and ``--print-config`` start nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ppstream import config_file, report
+from ppstream.config_text import as_toml
+from ppstream.ends import RankEnd
+from ppstream.errors import ConfigError, ExitCode, PpstreamError
+from ppstream.runs import ROBOT_STORY, Run
+
+if TYPE_CHECKING:
+    from ppstream.config import PipelineConfig
+
+#: Ends behind a bring-up: there is something to report.
+REPORTED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE)
+
+logger = logging.getLogger("ppstream")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run this rank; under torchrun this does not return."""
+    args = _parser().parse_args(argv)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    logging.basicConfig(level=logging.INFO, format="ppstream: %(message)s", stream=sys.stderr)
+    try:
+        config = config_file.load(args)
+        if args.print_config:
+            print(as_toml(config), end="")
+            return 0
+        if args.check:
+            from ppstream.check import describe
+
+            print(describe(config, max(world_size, args.ranks)))
+            return 0
+    except ConfigError as error:
+        if rank == 0:  # every rank reads the same file: say it once
+            print(error, file=sys.stderr)
+            count = len(error.problems)
+            RankEnd(rank).say(ExitCode.CONFIG, f"{count} problem(s), listed above")
+        return int(ExitCode.CONFIG)
+    return run_rank(config, rank)
+
+
+def run_rank(config: PipelineConfig, rank: int) -> int:
+    """Run one rank to its end, record the end in exit.json, and leave the process.
+
+    Returns only what an earlier generation already decided; every other end leaves the process
+    from inside, because threads and sockets of a broken run must not be able to hold it up.
+    """
+    generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    root = Path(config.log.root)
+    end = RankEnd(rank)
+    run = Run.of_launcher(root) if generation else None
+    if run is not None and (code := run.final_code()) is not None:
+        end.say(code, "an earlier generation ended so; restarting cannot improve it")
+        return int(code)
+    code, reason = ExitCode.INTERNAL, ""
+    try:
+        if rank == 0:
+            from ppstream.front import run_front
+
+            reason = run_front(config, end, run or Run.create(root, config.log.keep), generation)
+        else:
+            from ppstream.back import run_back
+
+            reason = run_back(config, end)
+        code = ExitCode.DRAINED
+    except PpstreamError as error:
+        code, reason = error.exit_code, str(error)
+    except MemoryError as error:
+        code, reason = ExitCode.OUT_OF_MEMORY, str(error)
+    except Exception as error:  # noqa: BLE001 - the top of the process: say it, and leave
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}"
+    if rank == 0 and end.run is not None and code in REPORTED:
+        print_report(end.run)
+    end.leave(code, reason)
+    return int(code)
+
+
+def print_report(run: Run) -> None:
+    """What the report tool says of this run, and below it what the embedded robot says."""
+    report.main([str(run.directory)])
+    story = run.directory / ROBOT_STORY
+    if story.exists():
+        print(story.read_text(), end="")
+
+
+def _parser() -> argparse.ArgumentParser:
+    codes = ", ".join(f"{int(code)} {code.name}" for code in ExitCode)
+    parser = argparse.ArgumentParser(
+        prog="ppstream-serve",
+        description="Live sensors to actions over two ranks: "
+        "torchrun --nproc-per-node=2 -m ppstream.serve [--config FILE]",
+        epilog=f"Exit codes of a rank: {codes}. torchrun itself returns 0 or 1.",
+    )
+    config_file.add_arguments(parser)
+    parser.add_argument(
+        "--check", action="store_true", help="print the placement and what it needs; start nothing"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="ranks that --check plans for (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the effective configuration and leave"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Service: what a run serves once it is ready: robots that connect, or a recording instead.
+
+Robots are admitted from the start and told the phase; they hold until *ready*. With the embedded
+default a simulated robot is started as a process of its own, and connects like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from ppstream.action_file import ActionFile
+from ppstream.clock import now_ns
+from ppstream.config import DemoConfig, PipelineConfig
+from ppstream.intake import build_intake
+from ppstream.pacing import Pacing, Scheduled, service_pacing
+from ppstream.rank0 import Rank0
+from ppstream.runs import ROBOT_STORY, Run
+from ppstream.sessions import Sessions
+from ppstream.sources import RecordedSource, Source
+
+logger = logging.getLogger("ppstream")
+
+ROBOT_END_LIMIT_S: Final = 5.0
+
+
+class Service:
+    """A context manager: robots may connect inside it; ``run`` is the phase *ready*."""
+
+    def __init__(self, config: PipelineConfig, run: Run, rank0: Rank0) -> None:
+        self.config = config
+        self.intake = build_intake(config)
+        self.sessions: Sessions | None = None
+        self._actions: ActionFile | None = None
+        self._run = run
+        self._rank0 = rank0
+        self._robot: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Service:
+        service = self.config.service
+        if service.recording is None and service.endpoint is not None:
+            self.sessions = Sessions(self.config, self.intake.rows)
+            self.sessions.set_wake(self._rank0.waiter.wake)
+            self._rank0.reports = self.sessions.reports
+            self._rank0.on_phase.append(self.sessions.set_phase)
+            logger.info("robots connect to %s", self.sessions.endpoint)
+            if self.config.demo is not None:
+                self._robot = self._start_robot(self.config.demo, self.sessions.endpoint)
+        if service.actions_file is not None:
+            self._actions = ActionFile(Path(service.actions_file), len(self.config.actions.names))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.sessions is not None:
+            self.sessions.set_phase("stopped")
+            self.sessions.close()
+        self._end_robot()
+        if self._actions is not None:
+            self._actions.close()
+
+    def run(self) -> None:
+        """Serve until a stop is asked for, the recording ends, or ``duration_s`` is over."""
+        rank0, duration_s = self._rank0, self.config.service.duration_s
+        source = self._source()
+        rank0.cut("ready")
+        rank0.enter(
+            "ready",
+            intake=self.intake,
+            source=source,
+            pacing=self._pacing(source),
+            emitter=self._actions or self.sessions,
+        )
+        over = threading.Timer(
+            duration_s or threading.TIMEOUT_MAX, rank0.request_stop, ("service.duration_s is over",)
+        )
+        over.daemon = True
+        if duration_s is not None:
+            over.start()
+        try:
+            rank0.run()
+        finally:
+            over.cancel()
+        if rank0.phase == "ready":  # else the loop said so while results were still owed
+            rank0.change_phase("draining")
+        rank0.write_ledger()
+
+    def _source(self) -> Source:
+        recording = self.config.service.recording
+        if recording is not None:
+            speed = None if self.config.pipeline.windows == "scheduled" else 1.0
+            return RecordedSource(recording, self.config, self.intake.rows, speed)
+        return self.sessions or Silence()
+
+    def _pacing(self, source: Source) -> Pacing:
+        if isinstance(source, RecordedSource) and source.scheduled:
+            return Scheduled(source)
+        return service_pacing(self.config, self.intake.rows, now_ns())
+
+    def _start_robot(self, demo: DemoConfig, endpoint: str) -> subprocess.Popen[bytes]:
+        settings: dict[str, object] = {"endpoint": endpoint}
+        settings["report"] = self._run.directory / "robot.json"
+        settings |= {"extra-delay-ms": demo.extra_delay_ms, "seed": demo.seed}
+        options = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+        with (self._run.directory / ROBOT_STORY).open("w") as story:
+            return subprocess.Popen([sys.executable, "-m", demo.robot, *options], stdout=story)
+
+    def _end_robot(self) -> None:
+        """The robot leaves by itself when the run drains; it is made to after a moment."""
+        if self._robot is None:
+            return
+        try:
+            self._robot.wait(ROBOT_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._robot.terminate()
+            try:
+                self._robot.wait(ROBOT_END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._robot.kill()
+
+
+class Silence:
+    """A source without robots: nothing will come, and it never ends."""
+
+    fds: tuple[int, ...] = ()
+    exhausted = False
+
+    def drain(self, now_ns: int) -> int:
+        return 0
+
+    def next_due_ns(self) -> int | None:
+        return None

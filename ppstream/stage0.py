@@ -1,0 +1,262 @@
+"""THE loops of rank 0, pipelined: stage A and C here, stage B on the policy rank meanwhile.
+
+``run_serial`` has one thread: *send first, then decode*, with one envelope of lead. ``run_split``
+gives stage A, the receipt of results, and stage C a thread each. Both take the credit first and
+the newest window second. The unpipelined twin is in ``inline.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Final
+
+from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.ends import PeerLeftError
+from ppstream.errors import ProtocolError, WatchdogError
+from ppstream.flight import Flight
+from ppstream.headers import DURATIONS, EPOCH, FAILED
+from ppstream.meeting import receive
+from ppstream.messages import Goodbye, Measure, Measured, PolicyFault
+from ppstream.rank0 import WAIT_MAX_NS, Rank0
+from ppstream.waiter import Waiter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ppstream.control import Peer
+    from ppstream.links import FrontLink
+
+SERIAL_LEAD: Final = 2  # envelopes in the system: one thread can use no more (model.py)
+RESULT_LIMIT_NS: Final = 5 * NS_PER_S  # stage B may take at least this long,
+RESULT_LIMIT_FACTOR: Final = 5  # or this many times its usual time,
+RESULT_LIMIT_WARMING_NS: Final = 120 * NS_PER_S  # or this, while first calls load and compile
+MEASURE_LIMIT_NS: Final = 120 * NS_PER_S
+IDLE_S: Final = 0.1
+
+
+class Stage0(Rank0):
+    """Rank 0 with a policy rank behind ``link``; ``run`` is one phase's worth of envelopes."""
+
+    def __init__(self, *parts: Any, link: FrontLink, peer: Peer) -> None:
+        super().__init__(*parts)
+        self.link = link
+        self.peer = peer
+        self._committed: deque[Flight] = deque()
+        self._received: SimpleQueue[Flight] = SimpleQueue()
+        self._room = threading.Event()
+        self._usual_b_ns = 0
+        self._frozen_ns = round(self.config.liveness.frozen_ms * NS_PER_MS)
+        self._results = self.waiter  # who waits for results; a waiter of its own when split
+        if self.config.pipeline.threads == "split":
+            self._results = Waiter()
+        for fd in (peer.fileno(), *link.fds):
+            self._results.register(fd)
+
+    def run(self, envelopes: int | None = None) -> None:
+        self._start_limit = None if envelopes is None else self.started + envelopes
+        if self.config.pipeline.threads == "serial":
+            self.run_serial()
+        else:
+            self.run_split()
+
+    # ---- one thread: A and C in turn -------------------------------------------------------
+
+    def run_serial(self) -> None:
+        while self.may_begin() or self.credits.in_system:
+            self.take_in()
+            self.receive()
+            began = self.credits.in_system < SERIAL_LEAD and self.start()
+            if not self._received.empty():
+                self.finish(self._received.get())
+            elif not began:
+                self.wait()
+
+    def receive(self) -> None:
+        """Observe results; the time is the link's."""
+        began = now_ns()
+        self.observe()
+        self._busy_link_ns += now_ns() - began
+
+    def wait(self) -> None:
+        """Sleep until something can change; the wait is booked under its cause."""
+        began = now_ns()
+        self.check_peer(began)
+        if self.credits.in_system >= SERIAL_LEAD or not self.may_begin():
+            self._w_result_ns += self.wait_for(WAIT_MAX_NS)
+        elif not self.credits.may_commit():
+            self._w_credit_ns += self.wait_for(WAIT_MAX_NS)
+        else:
+            self._w_input_ns += self.wait_for(self.until_due_ns(began))
+
+    # ---- three threads: A | receipt | C ------------------------------------------------------
+
+    def run_split(self) -> None:
+        ended = threading.Event()
+        failures: list[BaseException] = []
+        threads = [
+            threading.Thread(target=self._guarded, args=(work, ended, failures), name=name)
+            for name, work in (("receive", self.receive_results), ("decode", self.decode_results))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            while (self.may_begin() or self.credits.in_system) and not failures:
+                self.take_in()
+                if not self.start():
+                    self.wait_to_start()
+        finally:
+            ended.set()
+            self._results.wake()
+            for thread in threads:
+                thread.join()
+        if failures:
+            raise failures[0]
+
+    def receive_results(self, ended: threading.Event) -> None:
+        while not ended.is_set():
+            self.observe()
+            self.check_peer(now_ns())
+            if self.credits.may_receive():
+                self._results.wait(WAIT_MAX_NS)
+            else:  # what is readable may not be read yet: waiting for it would spin
+                self._room.wait(IDLE_S)
+                self._room.clear()
+
+    def decode_results(self, ended: threading.Event) -> None:
+        while not ended.is_set():
+            began = now_ns()
+            try:
+                flight = self._received.get(timeout=IDLE_S)
+            except Empty:
+                continue
+            finally:
+                self._w_result_ns += now_ns() - began
+            self.finish(flight)
+            self.waiter.wake()
+
+    def wait_to_start(self) -> None:
+        if self.credits.may_commit():
+            self._w_input_ns += self.wait_for(self.until_due_ns(now_ns()))
+        else:
+            self._w_credit_ns += self.wait_for(WAIT_MAX_NS)
+
+    def _guarded(
+        self,
+        work: Callable[[threading.Event], None],
+        ended: threading.Event,
+        failures: list[BaseException],
+    ) -> None:
+        """Top of a thread: what goes wrong in it ends the run on the thread that started it."""
+        try:
+            work(ended)
+        except BaseException as error:  # noqa: BLE001 - re-raised by run_split
+            failures.append(error)
+            ended.set()
+            self.waiter.wake()
+            self._results.wake()
+
+    # ---- the verbs of both --------------------------------------------------------------------
+
+    def start(self) -> bool:
+        """Credit first, newest window second: stage A into the next slot, and off it goes."""
+        if not (self.may_begin() and self.credits.may_commit() and self.pacing.due(now_ns())):
+            return False
+        flight = self.next_flight()
+        slot = self.link.envelope(flight.index)
+        ends_ns = self.pacing.started()
+        self.stage_a.build(flight, slot.tensors, ends_ns)
+        slot.header[EPOCH] = flight.epoch, flight.seq
+        flight.sent_ns = flight.record.tSend = now_ns()
+        self.credits.commit(flight.sent_ns)
+        self._committed.append(flight)
+        self.link.commit(flight.index)
+        self._busy_link_ns += now_ns() - flight.sent_ns
+        self.book_input_waits(flight)
+        return True
+
+    def observe(self) -> None:
+        """Read the control socket; each result that D_out has room for returns its credit."""
+        self.peer.pump()
+        while self.peer.inbox:
+            self.take_frame(self.peer.inbox.popleft())
+        while self.credits.may_receive():
+            index = self.link.receive_nowait()
+            if index is None:
+                return
+            flight = self._committed.popleft()
+            if flight.index != index:
+                raise ProtocolError(f"result {index} came, {flight.index} is owed next")
+            flight.record.tRecv = now_ns()
+            self.credits.receive(flight.record.tRecv)
+            self._received.put(flight)
+            if self._results is not self.waiter:
+                self.waiter.wake()  # the credit is another thread's
+
+    def finish(self, flight: Flight) -> None:
+        """Stage C and emit, unless the result is stale or carries no actions."""
+        slot = self.link.result(flight.index)
+        flight.record.tDecode = now_ns()
+        self.credits.begin_decode(flight.record.tDecode)
+        self._room.set()  # a place in D_out is free
+        failed = self.read_header(flight, slot.header.tolist())
+        if flight.epoch != self.epoch:
+            drop: str | None = "stale"
+        elif failed:
+            drop = "policy_error"
+        else:
+            drop = self.decode_and_emit(flight, slot.tensors)
+        self.close_flight(flight, drop)
+
+    def read_header(self, flight: Flight, header: list[int]) -> bool:
+        """Book stage B's durations; returns whether the policy failed on this envelope."""
+        if header[EPOCH] != [flight.epoch, flight.seq]:
+            raise ProtocolError(
+                f"result {flight.index} answers epoch and seq {header[EPOCH]}, "
+                f"owed are {[flight.epoch, flight.seq]}"
+            )
+        self.book_stage_b(flight.record, header[DURATIONS])
+        self._usual_b_ns += ((flight.record.B_ns or 0) - self._usual_b_ns) // 8
+        return bool(header[FAILED])
+
+    def idle_slots(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        newest = self.started - 1
+        return self.link.envelope(newest).tensors, self.link.result(newest).tensors
+
+    def measure_b(self, repeats: int) -> Sequence[int]:
+        self.peer.send(Measure(repeats))
+        frame = receive(self.peer, MEASURE_LIMIT_NS)
+        if not isinstance(frame, Measured):
+            raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
+        return frame.durations_ns
+
+    def take_frame(self, frame: object) -> None:
+        """One control frame that is neither doorbell nor heartbeat."""
+        match frame:
+            case PolicyFault():
+                self.log.event("fault", stage="B", fault=frame.kind, text=frame.text)
+            case Goodbye():
+                raise PeerLeftError(frame)
+
+    def check_peer(self, now: int) -> None:
+        """Raise when the policy rank is silent, or stage B overdue, for longer than allowed."""
+        warming = self.phase == "warming"
+        if not warming:
+            self.peer.check_alive(now, self._frozen_ns)
+        if not self._committed:
+            return
+        if self._drain_until_ns is not None and now > self._drain_until_ns:
+            raise WatchdogError(
+                f"{self.credits.outstanding} results are owed {self.config.liveness.drain_s:g} s "
+                "after the run was asked to stop; raise liveness.drain_s if stage B takes so long"
+            )
+        limit_ns = max(RESULT_LIMIT_NS, RESULT_LIMIT_FACTOR * self._usual_b_ns)
+        if warming:
+            limit_ns = max(limit_ns, RESULT_LIMIT_WARMING_NS)
+        if now - self._committed[0].sent_ns > limit_ns:
+            raise WatchdogError(
+                f"no result of envelope {self._committed[0].index} for {limit_ns / NS_PER_S:.0f} s "
+                "though the policy rank's heart beats: stage B is stuck"
+            )

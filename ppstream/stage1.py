@@ -1,0 +1,204 @@
+"""THE loop of the policy rank: stage B, one envelope after the other, exactly one result each.
+
+``StageB`` runs the policy on a slot; ``Stage1`` receives, runs, replies. The inline twin uses the
+same ``StageB`` without a link.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from ppstream.arrivals import Arrivals
+from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.ends import PeerLeftError
+from ppstream.errors import PeerLostError, ProtocolError
+from ppstream.headers import DURATIONS, EPOCH, FAILED
+from ppstream.messages import MAX_TEXT, Drain, Goodbye, Measure, Measured, PhaseChange, PolicyFault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from ppstream.config import PipelineConfig
+    from ppstream.control import Peer
+    from ppstream.links import BackLink, Slot
+    from ppstream.stage import Policy
+    from ppstream.timestamps import TimestampLog
+    from ppstream.waiter import Waiter
+
+WAIT_NS: Final = NS_PER_S // 10
+EPISODE: Final = slice(0, 2)  # session, session_epoch: the columns of ``rows`` that name an episode
+
+
+class StageB:
+    """The policy behind one call; resets rows whose episode, or the run's epoch, changed."""
+
+    def __init__(self, policy: Policy, rows: int) -> None:
+        self._policy = policy
+        self._inputs = [spec.name for spec in policy.inputs]
+        self._episodes: Tensor | None = None
+        self._epoch = -1
+        self._rows = rows
+
+    def __call__(
+        self, epoch: int, envelope: Mapping[str, Tensor], out: Mapping[str, Tensor]
+    ) -> None:
+        """Write every output of the policy into ``out``. Raises whatever the policy raises."""
+        episodes = envelope["rows"][:, EPISODE]
+        if self._episodes is None or epoch != self._epoch:
+            self._policy.reset(torch.ones(self._rows, dtype=torch.bool))
+            self._episodes, self._epoch = episodes.clone(), epoch
+        elif not torch.equal(episodes, self._episodes):
+            self._policy.reset((episodes != self._episodes).any(dim=1))
+            self._episodes = episodes.clone()
+        self._policy({name: envelope[name] for name in self._inputs}, out)
+
+
+class Stage1:
+    """The policy rank's loop over ``link``; ends when rank 0 says drain."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        stage_b: StageB,
+        link: BackLink,
+        peer: Peer,
+        log: TimestampLog,
+        waiter: Waiter,
+    ) -> None:
+        self.stage_b = stage_b
+        self.link = link
+        self.peer = peer
+        self.log = log
+        self.waiter = waiter
+        self.phase = "starting"
+        self.progress = 0  # envelopes answered, read by the heartbeat
+        self.drain_reason: str | None = None
+        self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)
+        self._wait_input_ns = 0
+        self._busy_link_ns = 0  # since the previous envelope began
+        self._previous_tb1 = 0
+        self._last: int | None = None  # index of the newest envelope, for standalone timing
+        self._waiting: deque[tuple[int, int]] = deque()  # envelopes that came, and when
+        self.arrivals = Arrivals(link.fds or (peer.fileno(),))
+        for fd in (peer.fileno(), *link.fds):
+            waiter.register(fd)
+
+    def run(self, give_up: Callable[[], bool]) -> str:
+        """Serve until rank 0 says drain; returns its reason.
+
+        Raises:
+            PeerLostError: rank 0 is gone, or ``give_up()`` while nothing was to be done.
+        """
+        try:
+            return self._run(give_up)
+        finally:
+            self.arrivals.close()
+
+    def _run(self, give_up: Callable[[], bool]) -> str:
+        while self.drain_reason is None:
+            self.receive()
+            if self._waiting:
+                self.serve(*self._waiting.popleft())
+            elif self.peer.inbox:
+                self.take_frame(self.peer.inbox.popleft())
+            elif give_up():
+                raise PeerLostError("asked to stop, and rank 0 did not drain within its limit")
+            else:
+                self.wait()
+        return self.drain_reason
+
+    def receive(self) -> None:
+        """Take every complete envelope, with the time it came; this time is the link's."""
+        began = now_ns()
+        self.peer.pump()
+        indices = []
+        while (index := self.link.receive_nowait()) is not None:
+            indices.append(index)
+        now = now_ns()
+        if indices:
+            self._waiting.extend(zip(indices, self.arrivals.take(len(indices), now), strict=True))
+        self._busy_link_ns += now - began
+
+    def serve(self, index: int, complete_ns: int) -> None:
+        """Stage B on one envelope that was complete at ``complete_ns``, to committed result."""
+        envelope, result = self.link.envelope(index), self.link.result(index)
+        epoch, seq = envelope.header[EPOCH].tolist()
+        tb0 = now_ns()
+        failed = self.run_policy(index, epoch, envelope, result)
+        tb1 = now_ns()
+        idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
+        wait_ns, self._wait_input_ns = self._wait_input_ns, 0
+        busy_ns, self._busy_link_ns = self._busy_link_ns, 0
+        self._previous_tb1 = tb1
+        # residence ends where the result is committed; the doorbell itself is the link's time
+        residence_ns = now_ns() - complete_ns
+        stamps = (tb0, tb1, tb1 - tb0, 0, wait_ns, 0, idle_ns, residence_ns, busy_ns)
+        result.header[EPOCH] = epoch, seq
+        result.header[FAILED] = failed
+        result.header[DURATIONS] = stamps
+        replying_ns = now_ns()
+        self.link.reply(index)
+        self._busy_link_ns += now_ns() - replying_ns
+        self._last = index
+        self.progress += 1
+        self.write_line(epoch, seq, stamps, failed=failed)
+
+    def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> bool:
+        """Returns whether the policy failed; rank 0 is then told why before the result."""
+        self.arrivals.watch()
+        try:
+            self.stage_b(epoch, envelope.tensors, result.tensors)
+        except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
+            kind = "memory" if isinstance(error, torch.OutOfMemoryError) else "exception"
+            text = "".join(traceback.format_exception(error))[-MAX_TEXT:]
+            self.peer.send(PolicyFault(index, kind, text))
+            return True
+        finally:
+            self.arrivals.rest()
+        return False
+
+    def wait(self) -> None:
+        began = now_ns()
+        if self.phase != "warming":
+            self.peer.check_alive(began, self._frozen_ns)
+        self.waiter.wait(WAIT_NS)
+        self._wait_input_ns += now_ns() - began
+
+    def take_frame(self, frame: object) -> None:
+        match frame:
+            case Drain():
+                self.drain_reason = frame.reason
+            case Goodbye():
+                raise PeerLeftError(frame)
+            case PhaseChange():
+                self.phase = frame.phase
+                self.log.event("phase", phase=frame.phase)
+            case Measure():
+                self.peer.send(Measured(self.measure(frame.repeats)))
+
+    def measure(self, repeats: int) -> tuple[int, ...]:
+        """Stage B alone, on the newest envelope, while rank 0 does nothing."""
+        if self._last is None:
+            raise ProtocolError("asked to time stage B before any envelope came")
+        envelope, result = self.link.envelope(self._last), self.link.result(self._last)
+        durations = []
+        for _ in range(repeats):
+            began = now_ns()
+            self.stage_b(int(envelope.header[EPOCH][0]), envelope.tensors, result.tensors)
+            durations.append(now_ns() - began)
+        self._wait_input_ns, self._previous_tb1 = 0, 0
+        return tuple(durations)
+
+    def write_line(self, epoch: int, seq: int, stamps: tuple[int, ...], *, failed: bool) -> None:
+        record = self.log.take()
+        record.epoch, record.seq, record.phase = epoch, seq, self.phase
+        record.tB0, record.tB1, _, _, record.wait_input_ns, record.wait_output_ns, *rest = stamps
+        record.idle_ns, record.residence_ns, record.busy_link_ns = rest
+        record.drop = "policy_error" if failed else None
+        self.log.commit(record)

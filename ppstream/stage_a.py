@@ -1,0 +1,54 @@
+"""Stage A: the newest window of every row, resampled straight into an envelope's slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ppstream.clock import NS_PER_MS, now_ns
+from ppstream.flight import Flight, Owner
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ppstream.config import PipelineConfig
+    from ppstream.intake import Intake
+    from ppstream.simulate import Delay
+
+
+class StageA:
+    """Cuts windows of its ``intake``; owned by the thread that owns the input."""
+
+    def __init__(self, config: PipelineConfig, simulated: Delay) -> None:
+        self.intake: Intake
+        self._simulated = simulated
+        self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
+        self._single = config.batch.rows == 1
+
+    def build(
+        self, flight: Flight, tensors: Mapping[str, Tensor], ends_ns: Sequence[int | None]
+    ) -> None:
+        """Fill the slot's tensors and the flight's record, from ``tA0`` to ``tA1``.
+
+        ``ends_ns`` fixes the window end of each row; None means the newest reference stamp.
+        """
+        record = flight.record
+        record.tA0 = now_ns()
+        info = self.intake.cutter.cut(tensors, ends_ns, self._lease_ns)
+        self._simulated.spend()
+        flight.received_ns = record.tRx = info.newest_rx_ns
+        flight.owners = [
+            Owner(row.present, (row.session, row.session_epoch), end, end + self._lease_ns)
+            for row, end in zip(self.intake.rows, info.window_end_ns, strict=True)
+        ]
+        record.input_age_ns = info.input_age_ns
+        if self._single:
+            owner = flight.owners[0]
+            record.session, record.session_epoch = owner.episode
+            record.window_end_ns, record.expires_ns = owner.window_end_ns, owner.expires_ns
+        else:
+            record.session = [owner.episode[0] for owner in flight.owners]
+            record.session_epoch = [owner.episode[1] for owner in flight.owners]
+            record.window_end_ns = [owner.window_end_ns for owner in flight.owners]
+            record.expires_ns = [owner.expires_ns for owner in flight.owners]
+        record.tA1 = now_ns()

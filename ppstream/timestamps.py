@@ -1,0 +1,230 @@
+"""The time-stamp logger: the loops fill preallocated records, a thread writes them as JSON lines.
+
+The loops never format, never touch a file and never wait here. When the disk is slower than the
+loop the ring runs full: records are then counted as lost, and the run goes on. What is written is
+flushed with every batch, so a killed process loses at most the last ``DRAIN_INTERVAL_S``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ppstream.clock import now_ns
+
+DRAIN_INTERVAL_S: Final = 0.02
+FLUSH_TIMEOUT_S: Final = 2.0
+LINES_MAX: Final = 65536  # events waiting for the disk
+FILE_MODE: Final = 0o640
+
+
+class EnvelopeRecord(msgspec.Struct, gc=False, omit_defaults=True):
+    """One envelope as rank 0 saw it; every field as defined in the log's contract.
+
+    Instants are this rank's CLOCK_MONOTONIC in nanoseconds. Owned by the loop between
+    ``TimestampLog.take`` and ``commit``, by the log otherwise.
+    """
+
+    kind: str = ""
+    run_id: str = ""
+    generation: int = -1
+    epoch: int = -1
+    lane: int = -1
+    seq: int = -1
+    mode: str = ""
+    phase: str = ""
+    pacing: str = ""
+    tA0: int | None = None
+    tA1: int | None = None
+    tSend: int | None = None
+    tRecv: int | None = None
+    tDecode: int | None = None
+    tEmit: int | None = None
+    tRx: int | None = None
+    eA_ns: int | None = None
+    eC_ns: int | None = None
+    B_ns: int | None = None
+    eB_ns: int | None = None
+    idle_ns: int | None = None
+    wait_input_ns: int | None = None
+    wait_output_ns: int | None = None
+    residence_ns: int | None = None
+    w_input_ns: int | None = None
+    w_credit_ns: int | None = None
+    w_slot_ns: int | None = None
+    w_result_ns: int | None = None
+    w_emit_ns: int | None = None
+    busy_link_ns: int | None = None
+    outstanding: int | None = None
+    q_decode: int | None = None
+    outstanding_max: int | None = None
+    q_decode_max: int | None = None
+    outstanding_ns_total: int | None = None
+    q_decode_ns_total: int | None = None
+    age_rank0_ns: int | None = None
+    window_end_ns: int | list[int] | None = None
+    expires_ns: int | list[int] | None = None
+    session: int | list[int] | None = None
+    session_epoch: int | list[int] | None = None
+    input_age_ns: dict[str, Any] | None = None
+    drop: str | None = None
+    done: bool = False  # the log's own mark, never written
+
+
+class Stage1Record(msgspec.Struct, gc=False, omit_defaults=True):
+    """One envelope as the policy rank saw it."""
+
+    kind: str = ""
+    run_id: str = ""
+    generation: int = -1
+    epoch: int = -1
+    lane: int = -1
+    seq: int = -1
+    mode: str = ""
+    phase: str = ""
+    tB0: int | None = None
+    tB1: int | None = None
+    eB_ns: int | None = None
+    wait_input_ns: int | None = None
+    wait_output_ns: int | None = None
+    idle_ns: int | None = None
+    residence_ns: int | None = None
+    busy_link_ns: int | None = None
+    allocs: int | None = None
+    recompiles: int | None = None
+    drop: str | None = None
+    done: bool = False  # the log's own mark, never written
+
+
+class LogStatistics(msgspec.Struct, frozen=True):
+    """What became of the records so far."""
+
+    written: int
+    lost: int  # the ring was full, or the disk refused
+    write_errors: int
+
+
+class TimestampLog:
+    """A ring of ``size`` records between one loop and one file.
+
+    ``take`` belongs to the thread that begins envelopes, ``commit`` to the one that ends them;
+    ``event`` and ``line`` may be called from any thread. The file is private to user and group.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        record: type[EnvelopeRecord] | type[Stage1Record],
+        size: int,
+        *,
+        run_id: str,
+        generation: int,
+    ) -> None:
+        kind = "envelope" if record is EnvelopeRecord else "stage1"
+        self.path = path
+        self._constant = {"run_id": run_id, "generation": generation}
+        self._blank = {field: getattr(record(), field) for field in record.__struct_fields__}
+        self._blank |= {"kind": kind, **self._constant, "lane": 0, "mode": "throughput"}
+        self._ring = [record(**self._blank) for _ in range(size)]
+        self._spare = record(**self._blank)
+        self._taken = 0
+        self._drained = 0
+        self._lines: deque[dict[str, Any]] = deque()
+        self._encoder = msgspec.json.Encoder()
+        self._written = 0
+        self._lost = 0
+        self._write_errors = 0
+        self._torn = False  # the last write stopped in the middle of a line
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, FILE_MODE)
+        self._wake = threading.Event()
+        self._drained_once = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._drain, name="timestamps", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Any:
+        """A blank record to fill; a spare that goes nowhere when the ring is full."""
+        if self._taken - self._drained >= len(self._ring):
+            self._lost += 1
+            return self._spare
+        record = self._ring[self._taken % len(self._ring)]
+        self._taken += 1
+        return record
+
+    def commit(self, record: Any) -> None:
+        """The record is complete: the drain thread may write it."""
+        record.done = True
+
+    def event(self, name: str, **fields: Any) -> None:
+        """One rare thing that happened (a phase, a cut, a fault), stamped now."""
+        self.line("event", name=name, **fields)
+
+    def line(self, kind: str, **fields: Any) -> None:
+        """A line of another kind (``ledger``, ``robot``), stamped now."""
+        if len(self._lines) >= LINES_MAX:
+            self._lost += 1
+            return
+        self._lines.append({"kind": kind, **self._constant, "t": now_ns(), **fields})
+
+    def flush(self) -> bool:
+        """Wait until everything committed before this call is in the file; False after 2 s."""
+        for _ in range(2):  # a pass that had begun before this call may have missed the newest
+            self._drained_once.clear()
+            self._wake.set()
+            if not self._drained_once.wait(FLUSH_TIMEOUT_S):
+                return False
+        return True
+
+    def close(self) -> None:
+        """Write what is left and close the file; bounded."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(FLUSH_TIMEOUT_S)
+        if not self._thread.is_alive():
+            os.close(self._file)
+
+    def statistics(self) -> LogStatistics:
+        return LogStatistics(self._written, self._lost, self._write_errors)
+
+    def _drain(self) -> None:
+        while not self._closing:
+            self._wake.wait(DRAIN_INTERVAL_S)
+            self._wake.clear()
+            self._write_batch()
+            self._drained_once.set()
+        self._write_batch()
+
+    def _write_batch(self) -> None:
+        batch: list[bytes] = []
+        while self._lines:
+            batch.append(self._encoder.encode(self._lines.popleft()))
+        while self._drained < self._taken:
+            record = self._ring[self._drained % len(self._ring)]
+            if not record.done:
+                break
+            record.done = False
+            batch.append(self._encoder.encode(record))
+            for field, value in self._blank.items():
+                setattr(record, field, value)
+            self._drained += 1
+        if batch:
+            self._write(b"\n".join(batch) + b"\n", len(batch))
+
+    def _write(self, data: bytes, lines: int) -> None:
+        if self._torn:
+            data = b"\n" + data
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError:  # disk full or gone: the run matters more than its log
+            self._write_errors += 1
+            self._lost += lines
+            self._torn = True
+        else:
+            self._written += lines
+            self._torn = False

@@ -1,0 +1,120 @@
+"""Starts the ranks of a run directly, with the environment that torchrun would set (it is slow)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CONFIG = Path(__file__).parent / "small.toml"
+END_LIMIT_S = 40
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Ranks:
+    """``world_size`` ranks of one run; use as a context manager: none outlives it.
+
+    ``overrides`` is ``--set`` for every rank; ``only`` maps a rank to overrides of its own.
+    """
+
+    def __init__(
+        self,
+        log_root: Path,
+        *overrides: str,
+        world_size: int = 2,
+        only: dict[int, tuple[str, ...]] | None = None,
+        env: dict[str, str] | None = None,
+        config: Path = CONFIG,
+    ) -> None:
+        log_root.mkdir(parents=True, exist_ok=True)
+        self.log_root = log_root
+        self.errors = [log_root / f"stderr{rank}" for rank in range(world_size)]
+        port = str(free_port())
+        self.processes = []
+        for rank in range(world_size):
+            mine = (*overrides, *(only or {}).get(rank, ()))
+            settings = [f"log.root={log_root}", *mine]
+            command = [sys.executable, "-m", "ppstream.serve", "--config", str(config)]
+            command += [part for setting in settings for part in ("--set", setting)]
+            environment = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+                **(env or {}),
+            }
+            with self.errors[rank].open("w") as stderr:
+                self.processes.append(
+                    subprocess.Popen(command, env=environment, stderr=stderr, stdout=stderr)
+                )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+    def wait(self, limit_s: float = END_LIMIT_S) -> list[int]:
+        """Exit codes of all ranks; fails the test with their output when one does not end."""
+        deadline = time.monotonic() + limit_s
+        try:
+            return [
+                process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes
+            ]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"a rank did not end within {limit_s} s:\n{self.output()}"
+            ) from None
+
+    def wait_for_event(self, name: str, limit_s: float = END_LIMIT_S, **fields: object) -> dict:
+        """The first event of that name (and fields) in rank 0's log, as soon as it is there."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            for line in self.lines(0):
+                if line.get("name") == name and fields.items() <= line.items():
+                    return line
+            if any(process.poll() is not None for process in self.processes):
+                time.sleep(0.1)
+                if not any(line.get("name") == name for line in self.lines(0)):
+                    break
+            time.sleep(0.05)
+        raise AssertionError(f"no event {name} {fields} came:\n{self.output()}")
+
+    @property
+    def directory(self) -> Path:
+        return (self.log_root / "latest").resolve()
+
+    def lines(self, rank: int, generation: int = 0) -> list[dict]:
+        """Complete lines of one rank's log so far."""
+        path = self.directory / f"rank{rank}.gen{generation}.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line]
+
+    def envelopes(self, phase: str) -> list[dict]:
+        return [
+            line for line in self.lines(0) if line["kind"] == "envelope" and line["phase"] == phase
+        ]
+
+    def exits(self) -> dict[str, dict]:
+        return json.loads((self.directory / "exit.json").read_text())
+
+    def output(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in self.errors)

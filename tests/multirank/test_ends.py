@@ -1,0 +1,156 @@
+"""How runs end, with real processes and real signals."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from multirank.ranks import Ranks
+
+pytestmark = pytest.mark.multirank
+
+SERVE_ON = ("service.duration_s=none",)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One run from start to drain, looked at by several tests."""
+    with Ranks(tmp_path_factory.mktemp("logs")) as ranks:
+        codes = ranks.wait()
+        yield ranks, codes
+
+
+def test_run_passes_the_gate_serves_and_drains(finished):
+    ranks, codes = finished
+    assert codes == [0, 0], ranks.output()
+    assert {rank: end["name"] for rank, end in ranks.exits().items()} == {
+        "0": "DRAINED",
+        "1": "DRAINED",
+    }
+    phases = [line["phase"] for line in ranks.lines(0) if line.get("name") == "phase"]
+    assert phases == ["warming", "bring-up", "ready", "draining"]
+    verdict = next(line for line in ranks.lines(0) if line.get("name") == "verdict")
+    assert verdict["verdict"] == "PASS"
+
+
+def test_every_envelope_stands_in_both_logs_exactly_once(finished):
+    ranks, _ = finished
+    front = [(e["epoch"], e["seq"]) for e in ranks.lines(0) if e["kind"] == "envelope"]
+    back = [(e["epoch"], e["seq"]) for e in ranks.lines(1) if e["kind"] == "stage1"]
+    assert front == back == [(0, seq) for seq in range(len(front))]
+
+
+def test_ledger_balances_at_the_end(finished):
+    ranks, _ = finished
+    for line in ranks.lines(0):
+        if line["kind"] == "ledger":
+            for entry in (*line["streams"].values(), line["envelopes"]):
+                dropped = sum(entry["dropped"].values())
+                assert entry["received"] == entry["used"] + dropped + entry["in_flight"], line
+    assert line["envelopes"]["in_flight"] == 0
+
+
+def test_standalone_stage_times_are_measured_not_copied(finished):
+    import json
+
+    ranks, _ = finished
+    standalone = json.loads((ranks.directory / "run.json").read_text())["standalone"]
+    assert 2e6 < standalone["A_ns"] < 8e6
+    assert 2e6 < standalone["C_ns"] < 8e6
+    assert 5e6 < standalone["B_ns"] < 15e6
+
+
+def test_ranks_that_disagree_end_with_the_difference(tmp_path):
+    began = time.monotonic()
+    with Ranks(tmp_path, only={1: ("pipeline.d_in=3",)}) as ranks:
+        assert ranks.wait() == [10, 10], ranks.output()
+        assert time.monotonic() - began < 15
+        assert "config.pipeline.d_in: rank 0 has 2, rank 1 has 3" in ranks.output()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_both_ranks_drains_with_zero(tmp_path, number):
+    with Ranks(tmp_path, *SERVE_ON) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        began = time.monotonic()
+        for process in ranks.processes:
+            process.send_signal(number)
+        assert ranks.wait(12) == [0, 0], ranks.output()
+        assert time.monotonic() - began < 10
+        assert [end["code"] for end in ranks.exits().values()] == [0, 0]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_killed_rank_ends_the_other_with_20_within_2_s(tmp_path, killed):
+    with Ranks(tmp_path, *SERVE_ON, "bringup.envelopes=2000") as ranks:
+        ranks.wait_for_event("phase", phase="bring-up")
+        time.sleep(0.3)  # envelopes are in flight now
+        ranks.processes[killed].kill()
+        began = time.monotonic()
+        assert ranks.processes[1 - killed].wait(10) == 20, ranks.output()
+        assert time.monotonic() - began < 2
+        assert ranks.exits()[str(1 - killed)]["name"] == "PEER_LOST"
+
+
+def test_killed_policy_rank_is_20_also_when_the_stop_signal_came_first(tmp_path):
+    with Ranks(tmp_path, *SERVE_ON, "policy.options.b_ms=800", "bringup.envelopes=2000") as ranks:
+        ranks.wait_for_event("phase", phase="warming")
+        time.sleep(1.0)  # stage B is in the middle of an envelope that is owed
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        ranks.processes[1].kill()
+        began = time.monotonic()
+        assert ranks.processes[0].wait(10) == 20, ranks.output()
+        assert time.monotonic() - began < 2
+
+
+def test_idle_run_notices_a_killed_policy_rank(tmp_path):
+    with Ranks(tmp_path, *SERVE_ON) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        ranks.processes[1].kill()
+        began = time.monotonic()
+        assert ranks.processes[0].wait(10) == 20, ranks.output()
+        assert time.monotonic() - began < 2
+
+
+def test_nothing_to_hide_is_refused_with_31_unless_accepted(tmp_path):
+    idle = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=20")
+    with Ranks(tmp_path / "refused", *idle) as ranks:
+        assert ranks.wait() == [31, 31], ranks.output()
+        assert re.search(r"exit 31 GATE_INCONCLUSIVE .*NOTHING_TO_HIDE", ranks.output())
+    with Ranks(tmp_path / "taken", *idle, "bringup.accept=['NOTHING_TO_HIDE']") as ranks:
+        assert ranks.wait() == [0, 0], ranks.output()
+
+
+def test_later_generation_of_a_refused_run_ends_at_once_with_the_same_code(tmp_path):
+    with Ranks(tmp_path, "simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=20") as ranks:
+        assert ranks.wait() == [31, 31]
+    began = time.monotonic()
+    with Ranks(tmp_path, env={"TORCHELASTIC_RESTART_COUNT": "1"}) as ranks:
+        assert ranks.wait() == [31, 31], ranks.output()
+    assert time.monotonic() - began < 5  # two interpreters start; the ranks themselves take none
+
+
+def test_inline_twin_serves_without_a_gate(tmp_path):
+    with Ranks(tmp_path, world_size=1) as ranks:
+        assert ranks.wait() == [0], ranks.output()
+        phases = [line["phase"] for line in ranks.lines(0) if line.get("name") == "phase"]
+        assert phases == ["warming", "ready", "draining"]
+
+
+def test_configuration_error_is_told_once_before_anything_starts(tmp_path):
+    with Ranks(tmp_path / "logs", "pipeline.d_in=0", "window.steps='x'") as ranks:
+        assert ranks.wait() == [11, 11]
+        text = ranks.output()
+    assert text.count("pipeline.d_in") == 1
+    assert "window.steps" in text
+    assert not (tmp_path / "logs" / "latest").exists()
+
+
+def test_no_process_or_socket_is_left_behind(tmp_path):
+    before = set(os.listdir("/tmp"))
+    with Ranks(tmp_path) as ranks:
+        assert ranks.wait() == [0, 0], ranks.output()
+    left = {name for name in set(os.listdir("/tmp")) - before if name.startswith("ppstream-")}
+    assert not left

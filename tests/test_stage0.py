@@ -1,0 +1,257 @@
+import threading
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+
+from ppstream.errors import PeerLostError, PolicyError, ProtocolError
+from ppstream.pacing import OnSample, Scheduled
+from ppstream.sources import RecordedSource
+from ppstream.synthetic import SyntheticSource
+
+THREADS = ["serial", "split"]
+FORMS = [*THREADS, "inline"]
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """Two streams with jitter and a gap, 0.6 s long."""
+    rng = np.random.default_rng(5)
+    path = tmp_path / "recording.npz"
+    arrays = {}
+    for name, rate_hz, dim in (("joints", 1000, 3), ("imu", 200, 2)):
+        n = int(rate_hz * 0.6)
+        stamps = np.cumsum(rng.uniform(0.5, 1.5, n) / rate_hz * 1e9).astype(np.int64) + 10**18
+        stamps[n // 2 :] += 30_000_000
+        arrays[f"{name}.stamps_ns"] = stamps
+        arrays[f"{name}.values"] = rng.normal(size=(n, dim)).astype(np.float32)
+    np.savez(path, **arrays)
+    return path
+
+
+def build(form, policy, tmp_path, *overrides):
+    inline = form == "inline"
+    threads = "serial" if inline else form
+    config = small_config(f"pipeline.threads={threads}", *overrides)
+    directory = tmp_path / form
+    directory.mkdir(exist_ok=True)
+    return PipelineInProcess(config, policy, directory, inline=inline)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_envelopes_are_emitted_once_and_in_order(form, tmp_path):
+    with build(form, NewestValues(), tmp_path) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(200)
+        assert [(epoch, seq) for epoch, seq, _, _ in pipeline.collector.chunks] == [
+            (0, seq) for seq in range(200)
+        ]
+        assert [line["seq"] for line in pipeline.envelopes()] == list(range(200))
+
+
+def scheduled_run(form, recording, tmp_path):
+    overrides = ("pipeline.windows=scheduled", f"service.recording={recording}")
+    with build(form, NewestValues(), tmp_path, *overrides) as pipeline:
+        source = RecordedSource(recording, pipeline.config, pipeline.intake.rows, None)
+        pipeline.enter(source, Scheduled(source))
+        pipeline.rank0.run()
+        return pipeline.collector.chunks, source.windows
+
+
+@pytest.mark.parametrize("form", THREADS)
+def test_pipelined_output_equals_its_unpipelined_twin_bit_for_bit(form, recording, tmp_path):
+    expected, windows = scheduled_run("inline", recording, tmp_path)
+    found, _ = scheduled_run(form, recording, tmp_path)
+    assert len(expected) == windows > 200
+    for one, other in zip(expected, found, strict=True):
+        assert one[:3] == other[:3]
+        assert one[3].tobytes() == other[3].tobytes()
+    assert any(chunk[3].any() for chunk in expected)
+
+
+@pytest.mark.parametrize("form", THREADS)
+@pytest.mark.parametrize(("d_in", "d_out"), [(1, 1), (2, 2), (4, 1)])
+def test_queue_bounds_hold_at_every_transition(form, d_in, d_out, tmp_path):
+    overrides = (f"pipeline.d_in={d_in}", f"pipeline.d_out={d_out}", "simulate.c_ms=0.5")
+    with build(form, NewestValues(), tmp_path, *overrides) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(150)
+        lines = pipeline.envelopes()
+    assert max(line["outstanding_max"] for line in lines) <= d_in
+    assert max(line["q_decode_max"] for line in lines) <= d_out
+    if form == "split":  # one thread holds two envelopes at most, however deep the queue
+        assert max(line["outstanding_max"] for line in lines) == d_in
+
+
+@pytest.mark.parametrize("form", THREADS)
+def test_credit_is_taken_before_the_window(form, tmp_path):
+    with build(form, NewestValues(), tmp_path, "pipeline.d_in=2") as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(100)
+        lines = pipeline.envelopes()
+    for earlier, later in zip(lines, lines[2:], strict=False):
+        assert later["tA0"] >= earlier["tRecv"]
+
+
+def test_one_thread_sends_the_next_envelope_before_it_decodes(tmp_path):
+    overrides = ("simulate.a_ms=1", "simulate.c_ms=2", "pipeline.d_in=1")
+    policy = NewestValues(lambda _: time.sleep(0.001))
+    with build("serial", policy, tmp_path, *overrides) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(30)
+        lines = pipeline.envelopes()
+    for this, following in pairwise(lines):
+        assert following["tSend"] <= this["tDecode"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cut_at_any_moment_emits_nothing_of_the_older_epoch(form, tmp_path):
+    policy = NewestValues(lambda _: time.sleep(0.002))
+    with build(form, policy, tmp_path, "pipeline.d_in=3", "simulate.c_ms=1") as pipeline:
+        pipeline.saturate()
+        rank0 = pipeline.rank0
+        done = threading.Event()
+
+        def cut_often():
+            while not done.wait(0.013):
+                rank0.request_cut("test")
+
+        cutter = threading.Thread(target=cut_often)
+        cutter.start()
+        rank0.run(200)
+        done.set()
+        cutter.join()
+        lines = pipeline.lines()
+        chunks = pipeline.collector.chunks
+    cuts = [line for line in lines if line.get("name") == "epoch_cut"]
+    assert len(cuts) > 5
+    envelopes = [line for line in lines if line["kind"] == "envelope"]
+    assert len(envelopes) == 200
+    for line in envelopes:
+        newer = [cut["t"] for cut in cuts if cut["epoch"] == line["epoch"] + 1]
+        if line.get("drop") is None and newer:
+            assert line["tEmit"] <= newer[0]
+    stale = sum(line.get("drop") == "stale" for line in envelopes)
+    assert stale + len(chunks) == 200
+    if form != "inline":
+        assert stale > 0
+    assert policy.resets == [[True]] * len({line["epoch"] for line in envelopes})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_policy_that_raises_still_gives_one_result_per_envelope(form, tmp_path):
+    def fail_sometimes(call):
+        if call % 3 == 1:
+            raise ValueError("no idea")
+
+    with build(form, NewestValues(fail_sometimes), tmp_path) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(60)
+        lines = pipeline.lines()
+    envelopes = [line for line in lines if line["kind"] == "envelope"]
+    assert [line.get("drop") for line in envelopes] == [None, "policy_error", None] * 20
+    faults = [line for line in lines if line.get("name") == "fault"]
+    assert len(faults) == 20
+    assert "ValueError: no idea" in faults[0]["text"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_policy_that_keeps_raising_ends_the_run(form, tmp_path):
+    def fail(call):
+        if call >= 10:
+            raise ValueError("broken")
+
+    with build(form, NewestValues(fail), tmp_path) as pipeline:
+        pipeline.saturate()
+        with pytest.raises(PolicyError, match="5 results in a row could not be used"):
+            pipeline.rank0.run(60)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_actions_that_are_not_finite_are_dropped_and_counted(form, tmp_path):
+    policy = NewestValues()
+    original = NewestValues.__call__
+
+    class Broken(NewestValues):
+        def __call__(self, window, out):
+            original(self, window, out)
+            if self.calls % 4 == 0:
+                out["actions"][0, 1, 1] = float("nan")
+
+    policy = Broken()
+    with build(form, policy, tmp_path) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(40)
+        assert pipeline.rank0.stage_c.dropped == {"non_finite": 10}
+        assert all(np.isfinite(chunk[3]).all() for chunk in pipeline.collector.chunks)
+
+
+def test_wrong_identity_in_a_result_is_a_protocol_error(tmp_path):
+    with build("serial", NewestValues(), tmp_path) as pipeline:
+        pipeline.saturate()
+        original = pipeline.rank0.link.result
+
+        def confused(index):
+            slot = original(index)
+            slot.header[3] += 1
+            return slot
+
+        pipeline.rank0.link.result = confused
+        with pytest.raises(ProtocolError, match="answers epoch and seq"):
+            pipeline.rank0.run(10)
+
+
+@pytest.mark.parametrize("form", THREADS)
+def test_policy_rank_that_vanishes_ends_the_run_though_a_stop_was_asked_for(form, tmp_path):
+    release = threading.Event()
+
+    def vanish(call):
+        if call == 20:
+            pipeline.rank0.request_stop("SIGTERM")
+            pipeline.back_peer.close()
+            release.set()
+            raise SystemExit
+
+    with build(form, NewestValues(vanish), tmp_path) as pipeline:
+        pipeline.saturate()
+        with pytest.raises(PeerLostError):
+            pipeline.rank0.run()
+        assert release.is_set()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_stop_finishes_what_is_in_flight_and_starts_nothing(form, tmp_path):
+    with build(form, NewestValues(), tmp_path) as pipeline:
+        pipeline.saturate()
+        threading.Timer(0.2, pipeline.rank0.request_stop, ("enough",)).start()
+        pipeline.rank0.run()
+        assert pipeline.rank0.credits.in_system == 0
+        assert pipeline.rank0.started == pipeline.rank0.finished == len(pipeline.collector.chunks)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_paced_run_starts_one_envelope_per_new_reference_sample_at_most(form, tmp_path):
+    with build(form, NewestValues(), tmp_path) as pipeline:
+        rows = pipeline.intake.rows
+        source = SyntheticSource(pipeline.config, rows[0], seed=1, start_ns=time.monotonic_ns())
+        pipeline.enter(source, OnSample(rows, "imu"))
+        threading.Timer(0.5, pipeline.rank0.request_stop, ("enough",)).start()
+        pipeline.rank0.run()
+        ends = [chunk[2] for chunk in pipeline.collector.chunks]
+        assert 20 < len(ends) <= rows[0].rings["imu"].accepted
+        assert ends == sorted(set(ends))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_new_episode_resets_the_policy_and_drops_what_belongs_to_the_old_one(form, tmp_path):
+    policy = NewestValues()
+    with build(form, policy, tmp_path, "pipeline.d_in=2") as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(20)
+        pipeline.intake.rows[0].new_episode()
+        pipeline.rank0.run(20)
+        dropped = pipeline.rank0.stage_c.dropped
+    assert policy.resets == [[True], [True]]
+    assert sum(dropped.values()) == 0
