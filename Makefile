@@ -1,0 +1,45 @@
+# make demo | test | lint | clean        another interpreter: make PYTHON=python3.12 test
+# Both set-ups are the plain commands below; a stamp in .venv saves repeating them.
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo    balance the embedded cart-pole through two ranks, then print the report'
+	@echo 'make test    everything that must hold: lint, types, floors, tests'
+	@echo 'make lint    ruff, mypy and import floors alone'
+	@echo 'make format  let ruff format the source'
+	@echo 'make clean   remove .venv, caches and builds; run logs stay'
+
+demo: $(VENV)/.demo
+	$(BIN)/torchrun --nproc-per-node=2 -m ppstream.serve
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.%: pyproject.toml constraints.txt
+	@$(or $(PYTHON),false) -c '$(NEW_ENOUGH)' || \
+		{ echo 'ppstream needs Python 3.11 or newer here: make PYTHON=python3.12 ...' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[$*]'
+	@touch $@
