@@ -1,60 +1,112 @@
-"""Arrivals: when envelopes became complete on a rank that was busy in stage B and could not look.
+"""When an envelope became complete on a policy rank that was busy in stage B and could not look.
 
-Without it an envelope that waits behind stage B would seem to be in transport. A thread sleeps on
-the link's descriptors, edge-triggered, and stamps each edge; it reads nothing, so the frames stay
-the loop's. It runs only while the loop says it is busy, so an idle rank pays nothing for it.
+Without it an envelope that waits behind stage B would seem to be in transport. Every time given is
+the true one or a little later, never earlier: that would claim a residence which was not.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
+import struct
+import termios
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable
+from typing import Final, NamedTuple, Protocol
 
 from ppstream.clock import now_ns
 
-STAMPS_MAX: Final = 64  # more than can be in flight
+SIGHTINGS_MAX: Final = 64  # more than envelopes that can be in flight
+BELL_BYTES_MIN: Final = 7  # of a doorbell on the control socket: length, tag, index
 EDGE: Final = select.EPOLLIN | select.EPOLLET
 NOTHING: Final = 0
 STOP_LIMIT_S: Final = 1.0
 
+_int: Final = struct.Struct("i")
 
-class Arrivals:
-    """Stamps what arrives on ``fds`` between ``watch`` and ``rest``; for one loop."""
 
-    def __init__(self, fds: Sequence[int]) -> None:
-        self._fds = tuple(fds)
-        self._stamps: deque[int] = deque(maxlen=STAMPS_MAX)
+class Arrivals(Protocol):
+    """For the loop of a policy rank."""
+
+    def watch(self) -> None:
+        """The loop becomes busy and will not look for a while."""
+
+    def rest(self) -> None:
+        """The loop looks itself again."""
+
+    def take(self, pending: int, now_ns: int) -> list[int]:
+        """When each of the ``pending`` envelopes found by ``now_ns`` had arrived, oldest first."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+
+
+class StampedArrivals:
+    """Arrivals of a link whose own thread receives: that thread stamps each envelope."""
+
+    def __init__(self, stamps_ns: deque[int]) -> None:
+        self._stamps_ns = stamps_ns
+
+    def watch(self) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
+
+    def take(self, pending: int, now_ns: int) -> list[int]:
+        return [self._stamps_ns.popleft() for _ in range(pending)]
+
+    def close(self) -> None:
+        pass
+
+
+class _Sighting(NamedTuple):
+    """By ``now_ns`` so many bytes had come in all."""
+
+    now_ns: int
+    bytes: int
+
+
+class SocketArrivals:
+    """Arrivals of doorbells on a socket that nobody reads while the loop is busy.
+
+    A thread sleeps on the socket, edge-triggered, and notes how many bytes had come by when; it
+    reads none of them. An idle rank pays nothing: the thread is woken only while ``watch`` holds.
+
+    Args:
+        fd: the socket.
+        bytes_read: bytes taken from it so far.
+    """
+
+    def __init__(self, fd: int, bytes_read: Callable[[], int]) -> None:
+        self._fd = fd
+        self._bytes_read = bytes_read
+        self._sightings: deque[_Sighting] = deque(maxlen=SIGHTINGS_MAX)
         self._epoll = select.epoll()
-        for fd in self._fds:
-            self._epoll.register(fd, NOTHING)
+        self._epoll.register(fd, NOTHING)
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._epoll.register(self._stop_fd, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="arrivals", daemon=True)
         self._thread.start()
 
     def watch(self) -> None:
-        """The loop becomes busy and will not look for a while."""
-        for fd in self._fds:
-            self._epoll.modify(fd, EDGE)
+        self._epoll.modify(self._fd, EDGE)
 
     def rest(self) -> None:
-        """The loop looks itself again."""
-        for fd in self._fds:
-            self._epoll.modify(fd, NOTHING)
+        self._epoll.modify(self._fd, NOTHING)
 
-    def take(self, pending: int, now: int) -> list[int]:
-        """When each of the ``pending`` envelopes found just now had arrived, oldest first.
-
-        Never earlier than true: edges may belong to other frames or be shared, so the newest stamps
-        count, and ``now`` where there are too few.
-        """
-        stamps = [*self._stamps, *[now] * (pending - len(self._stamps))]
-        self._stamps.clear()
-        return stamps[-pending:]
+    def take(self, pending: int, now_ns: int) -> list[int]:
+        total = self._bytes_read()
+        stamps = []
+        for behind in range(pending - 1, -1, -1):
+            # at least the bells behind this one were not needed for it to be there
+            needed = total - behind * BELL_BYTES_MIN
+            seen = (one.now_ns for one in self._sightings if one.bytes >= needed)
+            stamps.append(min(seen, default=now_ns))
+        self._sightings.clear()
+        return stamps
 
     def close(self) -> None:
         os.eventfd_write(self._stop_fd, 1)
@@ -64,11 +116,14 @@ class Arrivals:
             os.close(self._stop_fd)
 
     def _run(self) -> None:
+        buffer = bytearray(_int.size)
         while True:
             ready = self._epoll.poll()
-            now = now_ns()
             if any(fd == self._stop_fd for fd, _ in ready):
                 return
-            self._stamps.append(now)
-            if any(event & select.EPOLLHUP for _, event in ready):
+            if any(event & (select.EPOLLHUP | select.EPOLLERR) for _, event in ready):
                 return  # a dead peer is the loop's and the heartbeat's to notice
+            # this order: what the loop reads in between makes the sum too small, never too large
+            total = self._bytes_read()
+            fcntl.ioctl(self._fd, termios.FIONREAD, buffer)
+            self._sightings.append(_Sighting(now_ns(), total + _int.unpack(buffer)[0]))

@@ -41,6 +41,7 @@ class Peer:
         inbox: every other frame except heartbeats, oldest first; the owner takes them out.
         last_heard_ns: when the last frame was read, in this rank's clock.
         peer_progress: progress of the last heartbeat.
+        bytes_read: bytes taken from the socket so far.
         lost_ns: when the peer's end was first noticed; None while it lives.
 
     Args:
@@ -65,6 +66,7 @@ class Peer:
         self.inbox: deque[messages.Control] = deque()
         self.last_heard_ns = clock()
         self.peer_progress = 0
+        self.bytes_read = 0
         self.lost_ns: int | None = None
         self._socket = sock
         self._clock = clock
@@ -217,6 +219,7 @@ class Peer:
             return 0
         if taken == 0:
             self._end = self._lost(f"{self.name} closed its control socket or died")
+        self.bytes_read += taken
         return taken
 
     def _read_with_fds(self, room: memoryview) -> int:

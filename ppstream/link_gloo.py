@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 import torch.distributed as dist
 
+from ppstream.arrivals import StampedArrivals
+from ppstream.clock import now_ns
 from ppstream.errors import PeerLostError, ProtocolError
 from ppstream.slots import INDEX, LinkShape, Order, Slot, new_slots
 
@@ -35,6 +37,7 @@ NOTE_BYTES: Final = 64  # gloo accepts less than what was posted
 CLOSE_LIMIT_S: Final = 1.0
 #: One slot more than credits need: the END note overwrites no slot that is still being read.
 SPARE_SLOTS: Final = 1
+STAMPS_MAX: Final = 256  # more than can be in flight; rank 0 takes none of its own
 
 
 class GlooFront:
@@ -95,6 +98,7 @@ class GlooBack:
         self._received = Order("envelope", shape.generation)
         self._sent = Order("result", shape.generation)
         self.fds: tuple[int, ...] = (self._receiver.fd,)
+        self.arrivals = StampedArrivals(self._receiver.stamps_ns)
 
     def receive_nowait(self) -> int | None:
         """The next envelope that has arrived."""
@@ -216,6 +220,7 @@ class _Receiver:
     ) -> None:
         self._slots = new_slots(layout, count + SPARE_SLOTS)
         self._arrived: deque[int] = deque()
+        self.stamps_ns: deque[int] = deque(maxlen=STAMPS_MAX)  # of what arrived, oldest first
         self._broken: str | None = None
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Lock()
@@ -260,6 +265,7 @@ class _Receiver:
             if slot.header[INDEX] == END:
                 answer.end()
                 return
+            self.stamps_ns.append(now_ns())
             self._arrived.append(index)
             self._signal()
             index += 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from ppstream.arrivals import SocketArrivals
 from ppstream.clock import NS_PER_S
 from ppstream.errors import ConfigError, ProtocolError
 from ppstream.memory import available_bytes
@@ -90,6 +91,7 @@ class HostBack:
         finally:
             os.close(fd)
         self._peer = peer
+        self.arrivals = SocketArrivals(peer.fileno(), lambda: peer.bytes_read)
         self._received = Order("envelope", shape.generation)
         self._sent = Order("result", shape.generation)
 
@@ -117,6 +119,7 @@ class HostBack:
 
     def close(self) -> None:
         """Forget the slots; the memory goes with the last tensor that refers to it."""
+        self.arrivals.close()
         self._envelopes = self._results = ()
 
 

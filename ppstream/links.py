@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch.distributed as dist
 
+from ppstream.arrivals import Arrivals
 from ppstream.control import Peer
 from ppstream.errors import ConfigError, PeerLostError
 from ppstream.link_gloo import GlooBack, GlooFront
@@ -73,6 +74,10 @@ class BackLink(Protocol):
 
     name: str
     fds: tuple[int, ...]
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """When envelopes came while the thread was busy."""
 
     def receive_nowait(self) -> int | None:
         """Index of the next complete envelope, in order; the peer must have been pumped."""

@@ -20,6 +20,7 @@ from ppstream.records import (
     Ledger,
     RunLog,
     Stage1,
+    Standalone,
     Topology,
 )
 
@@ -65,7 +66,8 @@ def parse_run(
             events.append(_event(line))
         elif kind == "robot":
             age_ns = _int(line.fields, "age_ns", line.where)
-            ages.extend([] if age_ns is None else [age_ns])
+            executed = line.fields.get("executed") != 0  # a chunk that was not has no such age
+            ages.extend([age_ns] if age_ns is not None and executed else [])
         elif kind == "ledger":
             ledgers.update(((line.generation, part.stream), part) for part in _ledgers(line))
         else:
@@ -80,6 +82,7 @@ def parse_run(
         envelopes=tuple(sorted(joined, key=_order)),
         events=tuple(events),
         ages_ns=tuple(ages),
+        standalone=_standalone(manifest),
         ledgers=tuple(part for (generation, _), part in ledgers.items() if generation == newest),
         torn_lines=torn_lines,
         missing_ranks=missing_ranks,
@@ -96,6 +99,14 @@ def check_schema(record: Json, where: str) -> None:
             f"{where}: schema is {schema!r}, this reader knows {SCHEMA}{SCHEMA_MAJOR}; "
             "use the version of the report that came with the writer"
         )
+
+
+def _standalone(manifest: Json) -> Standalone | None:
+    table = _mapping(manifest.get("standalone"))
+    a_ns, b_ns, c_ns = (_int(table, f"{stage}_ns", "run.json: standalone") for stage in "ABC")
+    if a_ns is None or b_ns is None or c_ns is None:
+        return None
+    return Standalone(a_ns, b_ns, c_ns)
 
 
 def _topology(manifest: Json) -> Topology:

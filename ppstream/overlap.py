@@ -66,6 +66,7 @@ def judge(
         window=window,
         compat=published,
         primary=score,
+        strict=_strict(run, score),
         audits=audits,
         latency=latency,
         age=quantiles(run.ages_ns),
@@ -113,3 +114,10 @@ def _service(run: RunLog) -> Service | None:
         utilisation=score.utilisation if score else None,
         drops=drops(run, ready),
     )
+
+
+def _strict(run: RunLog, score: Primary | None) -> float | None:
+    """Period over the slowest stage timed alone: brackets cannot absorb overhead into it."""
+    if score is None or score.s is None or run.standalone is None:
+        return None
+    return score.period_ns / run.standalone.slowest_ns(run.topology.threads)

@@ -34,6 +34,19 @@ class Topology:
         return self.d_in + self.d_out + 3
 
 
+class Standalone(NamedTuple):
+    """Stage times measured alone, the other rank idle, in the process that then ran."""
+
+    a_ns: int
+    b_ns: int
+    c_ns: int
+
+    def slowest_ns(self, threads: str) -> int:
+        """What the period cannot undercut."""
+        rank0 = self.a_ns + self.c_ns if threads == "serial" else max(self.a_ns, self.c_ns)
+        return max(rank0, self.b_ns)
+
+
 @dataclass(frozen=True, slots=True)
 class Stage1:
     """The policy rank's own line of one envelope; instants are of that rank's clock."""
@@ -129,7 +142,8 @@ class RunLog:
     finished: bool
     envelopes: tuple[Envelope, ...]
     events: tuple[Event, ...] = ()
-    ages_ns: tuple[int, ...] = ()  # observation to action, measured by the robots themselves
+    ages_ns: tuple[int, ...] = ()  # of executed chunks, measured by the robots themselves
+    standalone: Standalone | None = None
     ledgers: tuple[Ledger, ...] = ()  # of the newest generation
     torn_lines: int = 0
     missing_ranks: tuple[int, ...] = ()

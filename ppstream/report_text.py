@@ -60,6 +60,8 @@ def _score_lines(report: RunReport) -> Iterator[str]:
             f"G {score.gain:.2f} of {score.ceiling:.2f}",
             f"overhead {score.overhead:.1%}",
         ]
+        if report.strict is not None:
+            parts.insert(4, f"strict {report.strict:.2f}")
         yield from _row("primary", parts)
     yield from _published_lines(report.compat)
     model = report.model

@@ -7,7 +7,7 @@ from typing import Final
 
 from ppstream.audits import Audit
 from ppstream.safety import QueueMaxima
-from ppstream.scores import STRICT_MIN, Compat, Primary
+from ppstream.scores import Compat, Primary
 from ppstream.segments import Window
 from ppstream.standing import Quantiles
 from ppstream.statements import Model
@@ -38,6 +38,7 @@ class RunReport:
     window: Window
     compat: Compat | None
     primary: Primary | None
+    strict: float | None  # period over the slowest stage timed alone
     audits: dict[str, Audit]
     latency: Quantiles | None
     age: Quantiles | None  # measured by the robots; None without them
@@ -63,7 +64,7 @@ class RunReport:
             "warmup_skipped": self.window.skipped,
             "class": self.limited_by,
             "compat": _compat_dict(self.compat),
-            "primary": _primary_dict(self.primary),
+            "primary": _primary_dict(self.primary, self.strict),
             "audits": {name: asdict(audit) for name, audit in self.audits.items()},
             "latency_ms": _ms_dict(self.latency),
             "age_ms": _ms_dict(self.age),
@@ -94,7 +95,7 @@ def _compat_dict(score: Compat | None) -> dict[str, object] | None:
     }
 
 
-def _primary_dict(score: Primary | None) -> dict[str, object] | None:
+def _primary_dict(score: Primary | None, strict: float | None) -> dict[str, object] | None:
     if score is None:
         return None
     return {
@@ -106,7 +107,7 @@ def _primary_dict(score: Primary | None) -> dict[str, object] | None:
         "E": score.efficiency,
         "G": score.gain,
         "G_star": score.ceiling,
-        "strict": None if score.s is None else score.s >= STRICT_MIN,
+        "strict": strict,
         "overhead": score.overhead,
         "bubble": {name: 1 - share for name, share in score.utilisation.items()},
     }

@@ -18,7 +18,6 @@ from ppstream.records import Envelope, Topology
 from ppstream.segments import Segment, Window
 
 COMPAT_SCORE_MIN: Final = 0.30
-STRICT_MIN: Final = 0.5  # "the period lies nearer the largest stage than the sum"
 RATIO_FLOOR_NS: Final = 1_000  # of the published ratio's denominator
 STAGE_MIN_NS: Final = 50_000  # below this the published ratio is undefined
 

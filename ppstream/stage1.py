@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ppstream.arrivals import Arrivals
 from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.ends import PeerLeftError
 from ppstream.errors import PeerLostError, ProtocolError
@@ -85,7 +84,6 @@ class Stage1:
         self._previous_tb1 = 0
         self._last: int | None = None  # index of the newest envelope, for standalone timing
         self._waiting: deque[tuple[int, int]] = deque()  # envelopes that came, and when
-        self.arrivals = Arrivals(link.fds or (peer.fileno(),))
         for fd in (peer.fileno(), *link.fds):
             waiter.register(fd)
 
@@ -95,12 +93,6 @@ class Stage1:
         Raises:
             PeerLostError: rank 0 is gone, or ``give_up()`` while nothing was to be done.
         """
-        try:
-            return self._run(give_up)
-        finally:
-            self.arrivals.close()
-
-    def _run(self, give_up: Callable[[], bool]) -> str:
         while self.drain_reason is None:
             self.receive()
             if self._waiting:
@@ -122,7 +114,9 @@ class Stage1:
             indices.append(index)
         now = now_ns()
         if indices:
-            self._waiting.extend(zip(indices, self.arrivals.take(len(indices), now), strict=True))
+            self._waiting.extend(
+                zip(indices, self.link.arrivals.take(len(indices), now), strict=True)
+            )
         self._busy_link_ns += now - began
 
     def serve(self, index: int, complete_ns: int) -> None:
@@ -151,7 +145,7 @@ class Stage1:
 
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> bool:
         """Returns whether the policy failed; rank 0 is then told why before the result."""
-        self.arrivals.watch()
+        self.link.arrivals.watch()
         try:
             self.stage_b(epoch, envelope.tensors, result.tensors)
         except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
@@ -160,7 +154,7 @@ class Stage1:
             self.peer.send(PolicyFault(index, kind, text))
             return True
         finally:
-            self.arrivals.rest()
+            self.link.arrivals.rest()
         return False
 
     def wait(self) -> None:

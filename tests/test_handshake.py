@@ -17,9 +17,7 @@ CONFIG = PipelineConfig(
     name="x",
     streams=(StreamConfig(name="q", dim=2, rate_hz=100),),
     window=WindowConfig(steps=4, dt_ms=10),
-    actions=ActionConfig(
-        names=("a",), horizon=4, dt_ms=10, low=(-1.0,), high=(1.0,), lease_ms=100
-    ),
+    actions=ActionConfig(names=("a",), horizon=4, dt_ms=10, low=(-1.0,), high=(1.0,), lease_ms=100),
     policy=PolicyConfig(target="p:build"),
 )
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,25 @@ def test_service_is_described_from_ready_lines() -> None:
     assert service["deadline"]["longest_run"] == 2
     assert service["utilisation"]["mesh"] == pytest.approx(0.25, abs=0.01)
     assert service["drops"]["envelopes"] == {"expired": 2}
+
+
+def test_strict_is_the_period_over_the_slowest_stage_timed_alone() -> None:
+    golden = simulate()  # A 4, B 10, C 5: period 10 ms
+    alone = {"A_ns": 4_000_000, "B_ns": 8_000_000, "C_ns": 4_500_000}
+    with_alone = replace(golden, manifest=golden.manifest | {"standalone": alone})
+    strict = report_of(with_alone).as_dict()["primary"]["strict"]
+    assert strict == pytest.approx(10 / 8.5, rel=1e-3)
+    assert report_of(golden).as_dict()["primary"]["strict"] is None
+
+
+def test_age_is_of_executed_chunks_alone() -> None:
+    golden = simulate()
+    said = [
+        {"kind": "robot", "generation": 0, "seq": seq, "age_ns": age, "executed": executed}
+        for seq, (age, executed) in enumerate([(20_000_000, 3), (90_000_000, 0)])
+    ]
+    report = report_of(replace(golden, extra=[*golden.extra, *said]))
+    assert report.as_dict()["age_ms"]["max"] == pytest.approx(20)
 
 
 def test_critical_path_names_the_last_predecessor() -> None:

@@ -13,12 +13,18 @@ from pathlib import Path
 
 CONFIG = Path(__file__).parent / "small.toml"
 END_LIMIT_S = 40
+RANK_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def environment_without_ranks() -> dict[str, str]:
+    """This process's environment, for a launcher that sets the ranks' part itself."""
+    return {key: value for key, value in os.environ.items() if key not in RANK_KEYS}
 
 
 class Ranks:
@@ -60,6 +66,13 @@ class Ranks:
                 self.processes.append(
                     subprocess.Popen(command, env=environment, stderr=stderr, stdout=stderr)
                 )
+
+    @classmethod
+    def of_log(cls, log_root: Path, errors: list[Path]) -> Ranks:
+        """Reads the run of ranks that somebody else started."""
+        ranks = cls.__new__(cls)
+        ranks.log_root, ranks.errors, ranks.processes = log_root, errors, []
+        return ranks
 
     def __enter__(self) -> Ranks:
         return self

@@ -1,0 +1,97 @@
+"""Pipelined output equals its unpipelined twin's, across real processes and every link."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from multirank.ranks import CONFIG, Ranks
+
+from ppstream.recording import load_recording
+
+pytestmark = pytest.mark.multirank
+
+ECHO = (
+    "policy.target=ppstream_stages.echo:build",
+    "policy.options={steps=8, dim=5, horizon=4, action_dim=2}",
+    "bringup.accept=['NOTHING_TO_HIDE']",
+    "pipeline.windows=scheduled",
+    "service.duration_s=none",
+)
+
+
+def made_recording(path: Path) -> Path:
+    rng = np.random.default_rng(3)
+    arrays = {}
+    for name, rate_hz, dim in (("joints", 1000, 3), ("imu", 200, 2)):
+        stamps = np.cumsum(rng.uniform(0.6, 1.4, rate_hz // 2) / rate_hz * 1e9).astype(np.int64)
+        arrays[f"{name}.stamps_ns"] = stamps + 10**15
+        arrays[f"{name}.values"] = rng.normal(size=(len(stamps), dim)).astype(np.float32)
+    np.savez(path, **arrays)
+    return path
+
+
+def actions_of(root: Path, recording: Path, *overrides: str, world_size: int = 2) -> dict:
+    root.mkdir()
+    out = root / "actions.npz"
+    settings = (f"service.recording={recording}", f"service.actions_file={out}", *overrides)
+    with Ranks(root, *ECHO, *settings, world_size=world_size) as ranks:
+        assert ranks.wait() == [0] * world_size, ranks.output()
+    with np.load(out) as arrays:
+        return dict(arrays)
+
+
+def assert_identical(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].tobytes() == other[name].tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("link", "threads"), [("host", "serial"), ("host", "split"), ("gloo", "serial")]
+)
+def test_two_ranks_give_the_twin_s_actions_bit_for_bit(link, threads, tmp_path):
+    recording = made_recording(tmp_path / "recording.npz")
+    expected = actions_of(tmp_path / "inline", recording, world_size=1)
+    assert len(expected["actions"]) > 200
+    assert np.unique(expected["actions"]).size > 500
+    found = actions_of(
+        tmp_path / "ranks", recording, f"link.kind={link}", f"pipeline.threads={threads}"
+    )
+    assert_identical(expected, found)
+
+
+@pytest.mark.skipif(
+    "PPSTREAM_TEST_DATA" not in os.environ, reason="PPSTREAM_TEST_DATA names no recordings"
+)
+def test_recorded_1_khz_arm_gives_the_twin_s_actions_bit_for_bit(tmp_path):
+    whole = load_recording(Path(os.environ["PPSTREAM_TEST_DATA"]) / "franka_fr3_1khz.npy")
+    recording = tmp_path / "part.npz"  # 1.5 s of it, with its gaps and repeats
+    tracks = {name: whole.tracks[name] for name in ("q", "tau")}
+    stamps = {f"{name}.stamps_ns": track.stamps_ns[:1500] for name, track in tracks.items()}
+    values = {f"{name}.values": track.values[:1500] for name, track in tracks.items()}
+    np.savez(recording, **stamps, **values)
+    config = tmp_path / "franka.toml"
+    head, _, rest = CONFIG.read_text().partition("[[streams]]")
+    streams = "".join(
+        f'[[streams]]\nname = "{name}"\ndim = {dim}\nrate_hz = 1000\ninterpolation = "{mode}"\n\n'
+        for name, dim, mode in (("q", 7, "linear"), ("tau", 7, "previous"))
+    )
+    config.write_text(head + streams + "[window]" + rest.partition("[window]")[2])
+    wide = "policy.options={steps=8, dim=14, horizon=4, action_dim=2}"
+    inline = actions_of_file(tmp_path / "inline", config, recording, wide, world_size=1)
+    pipelined = actions_of_file(tmp_path / "ranks", config, recording, wide, world_size=2)
+    assert len(inline["actions"]) > 700
+    assert_identical(inline, pipelined)
+
+
+def actions_of_file(
+    root: Path, config: Path, recording: Path, options: str, *, world_size: int
+) -> dict:
+    root.mkdir()
+    out = root / "actions.npz"
+    settings = (f"service.recording={recording}", f"service.actions_file={out}", options)
+    with Ranks(root, *ECHO, *settings, world_size=world_size, config=config) as ranks:
+        assert ranks.wait(80) == [0] * world_size, ranks.output()
+    with np.load(out) as arrays:
+        return dict(arrays)

@@ -1,0 +1,60 @@
+"""What only a real torchrun shows: its signals, its restarts, its store."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from multirank.ranks import CONFIG, Ranks, environment_without_ranks, free_port
+
+pytestmark = pytest.mark.multirank
+
+
+def torchrun(log_root: Path, *settings: str, options: tuple[str, ...] = ()) -> list[str]:
+    """The command line; ``timeout -k`` around it, since an agent may ignore SIGTERM."""
+    launcher = ["timeout", "-k", "5", "60", sys.executable, "-m", "torch.distributed.run"]
+    launcher += ["--nproc-per-node=2", f"--master-port={free_port()}", *options]
+    module = ["-m", "ppstream.serve", "--config", str(CONFIG)]
+    pairs = (f"log.root={log_root}", *settings)
+    return [*launcher, *module, *(part for pair in pairs for part in ("--set", pair))]
+
+
+def test_stop_signal_to_torchrun_drains_both_ranks_with_zero(tmp_path):
+    command = torchrun(tmp_path, "service.duration_s=none")
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            command, stdout=stderr, stderr=stderr, env=environment_without_ranks()
+        )
+    reader = Ranks.of_log(tmp_path, [tmp_path / "stderr"])
+    try:
+        reader.wait_for_event("phase", phase="ready")
+        began = time.monotonic()
+        agent = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+        os.kill(agent, signal.SIGTERM)
+        process.wait(15)
+        assert time.monotonic() - began < 10
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    ends = reader.exits()
+    assert {rank: end["code"] for rank, end in ends.items()} == {"0": 0, "1": 0}, reader.output()
+
+
+def test_refused_run_does_not_loop_under_max_restarts(tmp_path):
+    idle = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=20")
+    command = torchrun(tmp_path, *idle, options=("--max-restarts=3",))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=70, env=environment_without_ranks()
+    )
+    assert done.returncode == 1  # torchrun's own: the ranks' codes stand in exit.json
+    runs = [path for path in tmp_path.iterdir() if (path / "run.json").exists()]
+    assert len({path.resolve() for path in runs}) == 1, done.stderr
+    told = re.findall(r"exit 31 GATE_INCONCLUSIVE (.*)", done.stderr)
+    assert sum("NOTHING_TO_HIDE" in text for text in told) >= 1
+    assert sum("earlier generation" in text for text in told) >= 3
+    assert Ranks.of_log(tmp_path, []).exits()["0"]["code"] == 31
