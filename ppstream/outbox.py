@@ -1,0 +1,179 @@
+"""Outbox: checks what a robot pushes and, when asked to, gathers samples before they are sent.
+
+Plain logic under one lock: it sends nothing and reads no clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ppstream.errors import SpecError
+from ppstream.messages import StreamDeclaration
+
+Values: TypeAlias = np.ndarray[Any, Any]
+#: name and values per sample; the dtype is float32 unless given: ("wrist", 6, "float64")
+Stream: TypeAlias = tuple[str, int] | tuple[str, int, str]
+
+DTYPES: Final = ("float32", "float64")
+BATCH_SAMPLES: Final = 256  # a full batch leaves before its time
+MAX_PUSH_BYTES: Final = 1024 * 1024  # of values at once, a quarter of the largest frame
+
+
+class Batch(NamedTuple):
+    """Samples to send: the stream's index, int64 stamps and values, as bytes, and how many."""
+
+    stream: int
+    stamps: memoryview
+    values: memoryview
+    samples: int
+
+
+class Outbox:
+    """The declared streams of one robot; ``batch_ns`` 0 gives every push back at once.
+
+    Raises:
+        SpecError: a stream is declared twice, without a value, or with an unknown dtype.
+    """
+
+    def __init__(self, streams: Sequence[Stream], batch_ns: int) -> None:
+        self.declarations = tuple(_declaration(stream) for stream in streams)
+        self._gathering = {
+            declared.name: _Gathering(index, declared)
+            for index, declared in enumerate(self.declarations)
+        }
+        if len(self._gathering) != len(self.declarations):
+            raise SpecError(f"stream names must be unique, got {[s[0] for s in streams]}")
+        self._batch_ns = batch_ns
+        self._lock = threading.Lock()
+        self.due_ns: int | None = None  # when the oldest gathered sample must leave
+
+    def add(self, stream: str, stamp_ns: int | Values, values: Any, now_ns: int) -> list[Batch]:
+        """Take one sample ``[dim]`` or several ``[n, dim]`` with stamps ``[n]``.
+
+        Returns what must be sent now, oldest first.
+
+        Raises:
+            SpecError: unknown stream, wrong shape, stamps that are no integers, too much at once.
+        """
+        gathering = self._gathering.get(stream)
+        if gathering is None:
+            raise SpecError(f"stream {stream!r} is not declared; declared: {[*self._gathering]}")
+        if not self._batch_ns and type(stamp_ns) is int and gathering.is_plain(stamp_ns, values):
+            stamp = stamp_ns.to_bytes(8, "little", signed=True)
+            return [Batch(gathering.index, memoryview(stamp), values.data, 1)]
+        stamps, array = gathering.checked(stamp_ns, values)
+        if not self._batch_ns:
+            return [Batch(gathering.index, stamps.data, array.data, len(stamps))]
+        with self._lock:
+            if len(stamps) <= gathering.room:
+                gathering.put(stamps, array)
+                return self._begin_or_take(now_ns)
+            sent = [*gathering.take()]
+            return [*sent, Batch(gathering.index, stamps.data, array.data, len(stamps))]
+
+    def take_due(self, now_ns: int, *, everything: bool = False) -> list[Batch]:
+        """All gathered samples once the oldest is due, or ``everything`` now."""
+        with self._lock:
+            return self._take() if everything else self._take_due(now_ns)
+
+    def _begin_or_take(self, now_ns: int) -> list[Batch]:
+        if self.due_ns is None:
+            self.due_ns = now_ns + self._batch_ns
+        return self._take_due(now_ns)
+
+    def _take_due(self, now_ns: int) -> list[Batch]:
+        return [] if self.due_ns is None or now_ns < self.due_ns else self._take()
+
+    def _take(self) -> list[Batch]:
+        self.due_ns = None
+        return [batch for gathering in self._gathering.values() for batch in gathering.take()]
+
+
+class _Gathering:
+    """One stream's declaration and the samples gathered for it."""
+
+    def __init__(self, index: int, declared: StreamDeclaration) -> None:
+        self.index = index
+        self._declared = declared
+        self._dtype = np.dtype(declared.dtype)
+        self._shape = (declared.dim,)
+        self._stamps = np.empty(BATCH_SAMPLES, dtype=np.int64)
+        self._values = np.empty((BATCH_SAMPLES, declared.dim), dtype=declared.dtype)
+        self._count = 0
+
+    @property
+    def room(self) -> int:
+        return BATCH_SAMPLES - self._count
+
+    def is_plain(self, stamp_ns: int, values: Any) -> bool:
+        """Whether one sample can be sent as it is: the quick way for the common case."""
+        return (
+            type(values) is np.ndarray
+            and values.dtype == self._dtype
+            and values.shape == self._shape
+            and values.flags.c_contiguous
+            and -(2**63) <= stamp_ns < 2**63
+        )
+
+    def checked(self, stamp_ns: int | Values, values: Any) -> tuple[Values, Values]:
+        """Stamps ``[n]`` int64 and values ``[n, dim]``, contiguous, in the declared dtype."""
+        declared = self._declared
+        try:
+            array = np.ascontiguousarray(values, dtype=declared.dtype)
+            stamps = _stamps(stamp_ns)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise SpecError(
+                f"stream {declared.name!r}: not numbers of one shape: {error}"
+            ) from error
+        if array.ndim == 1:
+            array = array[None]
+        if array.shape != (len(stamps), declared.dim):
+            raise SpecError(
+                f"stream {declared.name!r}: got values {np.shape(values)} with {len(stamps)} "
+                f"stamps, expected ({declared.dim},) with one or (n, {declared.dim}) with n"
+            )
+        if array.nbytes > MAX_PUSH_BYTES:
+            raise SpecError(
+                f"stream {declared.name!r}: {array.nbytes} bytes in one push, limit "
+                f"{MAX_PUSH_BYTES}; push fewer samples at once"
+            )
+        return stamps, array
+
+    def put(self, stamps: Values, values: Values) -> None:
+        end = self._count + len(stamps)
+        self._stamps[self._count : end] = stamps
+        self._values[self._count : end] = values
+        self._count = end
+
+    def take(self) -> list[Batch]:
+        """The gathered samples, copied; empty when there are none."""
+        count, self._count = self._count, 0
+        if not count:
+            return []
+        stamps, values = self._stamps[:count].tobytes(), self._values[:count].tobytes()
+        return [Batch(self.index, memoryview(stamps), memoryview(values), count)]
+
+
+def _stamps(stamp_ns: int | Values) -> Values:
+    if isinstance(stamp_ns, int):
+        return np.array((stamp_ns,), dtype=np.int64)
+    stamps = np.atleast_1d(np.asarray(stamp_ns))
+    if stamps.dtype.kind not in "iu" or stamps.ndim != 1:
+        raise SpecError(
+            f"stamps must be integer nanoseconds, got {stamps.dtype} {stamps.shape}; "
+            "convert seconds with round(t * 1e9)"
+        )
+    return np.ascontiguousarray(stamps, dtype=np.int64)
+
+
+def _declaration(stream: Stream) -> StreamDeclaration:
+    declared = (
+        StreamDeclaration(*stream) if len(stream) == 3 else StreamDeclaration(*stream, DTYPES[0])
+    )
+    if declared.dim < 1 or declared.dtype not in DTYPES:
+        raise SpecError(f"{declared}: dim must be 1 or more, dtype one of {', '.join(DTYPES)}")
+    return declared

@@ -1,0 +1,157 @@
+"""RobotLink: the robot's socket, the session on it, and the thread that keeps both alive.
+
+It speaks the session part of the wire by itself and hands on only action chunks. It holds no
+samples, no actions and no opinion about motion.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from ppstream.clock import now_ns
+from ppstream.errors import HandshakeError, PeerLostError, PpstreamError
+from ppstream.messages import (
+    DECODE_ERRORS,
+    ActionChunk,
+    Bye,
+    FromRobot,
+    encoder,
+    to_robot,
+)
+from ppstream.robot_session import HOPELESS, RobotSession
+from ppstream.sockets import connect_client
+from ppstream.waiter import Waiter
+
+JOIN_S: Final = 2.0  # the thread waits for nothing that wake() does not end
+
+
+class RobotLink:
+    """Connects at once and goes on trying until it is closed.
+
+    Args:
+        endpoint: where rank 0 listens.
+        session: this robot's session; ``changed`` guards it from now on.
+        on_chunk: called by the link's thread with every chunk, whosoever it is.
+        on_turn: called by the link's thread once per turn with the time; sends what is due and
+            returns when it wants the next turn, or None.
+
+    Raises:
+        ConfigError: the endpoint is malformed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        session: RobotSession,
+        on_chunk: Callable[[ActionChunk], None],
+        on_turn: Callable[[int], int | None],
+    ) -> None:
+        self.session = session
+        self.changed = threading.Condition()
+        self.undecodable = 0
+        self._endpoint = endpoint
+        self._on_chunk = on_chunk
+        self._on_turn = on_turn
+        self._failure: Exception | None = None
+        self._closing = False
+        self._socket = connect_client(endpoint)
+        self._waiter = Waiter()
+        self._waiter.register(self._socket.fd)
+        self._socket.wake = self.wake = self._waiter.wake
+        self._thread = threading.Thread(target=self._run, name="ppstream-robot", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; apart from the constructor, so that callbacks may use the link."""
+        self._thread.start()
+
+    def send(self, message: FromRobot) -> bool:
+        """Send from any thread without waiting; False: nobody can take it now."""
+        return self._socket.send(encoder.encode(message))
+
+    def wait_open(self, timeout_s: float) -> None:
+        """Wait for a session.
+
+        Raises:
+            HandshakeError: the server refuses this robot for good; the message is the difference.
+            PeerLostError: no session in time; the message has the last refusal.
+        """
+        session = self.session
+        with self.changed:
+            session.refused = None
+            self.changed.wait_for(
+                lambda: session.session or session.is_hopeless or self._failure, timeout_s
+            )
+            is_open, refused = session.session != 0, session.refused
+        self.raise_failure()
+        if is_open:
+            return
+        why = f"nobody answered within {timeout_s:g} s" if refused is None else refused.reason
+        lines = [f"{self._endpoint}: no session: {why}", *(refused.details if refused else ())]
+        raise (HandshakeError if why in HOPELESS else PeerLostError)("\n  ".join(lines))
+
+    def wait_executable(self, timeout_s: float | None) -> bool:
+        """Wait for a phase in which actions may be executed; False when it did not come in time."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.session.executable or self._failure, timeout_s)
+        self.raise_failure()
+        return self.session.executable
+
+    def raise_failure(self) -> None:
+        """Raises PpstreamError when the link's thread has ended by an exception."""
+        if self._failure is not None:
+            raise PpstreamError(
+                f"the receiving thread ended: {self._failure!r}; close this client and make another"
+            ) from self._failure
+
+    def close(self) -> None:
+        """Say goodbye, end the thread and release the socket. Twice is fine."""
+        if self._closing:
+            return
+        self._closing = True
+        self.wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
+        with self.changed:
+            if self.session.session:
+                self.send(Bye(self.session.session))
+                self.session.session = 0
+        self._socket.close()
+        self._waiter.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._waiter.wait(self._turn(now_ns()))
+                for frame in self._socket.drain():
+                    self._receive(frame.body)
+        except Exception as error:  # noqa: BLE001 (top of a thread: its users raise it)
+            with self.changed:
+                self._failure = error
+                self.changed.notify_all()
+
+    def _turn(self, now: int) -> int:
+        """Send what is due; returns for how long there is nothing to do."""
+        with self.changed:
+            message = self.session.due(now)
+            if message is not None:
+                self.session.was_sent(now, sent=self.send(message))
+            due_ns = self.session.due_ns
+        other_ns = self._on_turn(now)
+        if other_ns is not None:
+            due_ns = min(due_ns, other_ns)
+        return max(0, due_ns - now_ns())
+
+    def _receive(self, body: bytes) -> None:
+        try:
+            message = to_robot.decode(body)
+        except DECODE_ERRORS:
+            self.undecodable += 1
+            return
+        if isinstance(message, ActionChunk):
+            self._on_chunk(message)
+            return
+        with self.changed:
+            self.session.take(message, now_ns())
+            self.changed.notify_all()

@@ -1,0 +1,167 @@
+"""RobotSession: what a robot must say to hold a session, and what the server said about it.
+
+A state machine without a socket or a clock: ``due`` gives the next message, ``take`` an answer.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from ppstream.clock import NS_PER_MS, NS_PER_S
+from ppstream.errors import SpecError
+from ppstream.messages import (
+    MAX_NAME,
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    ActionChunk,
+    Hello,
+    Lost,
+    Phase,
+    Ping,
+    Refused,
+    StreamDeclaration,
+    Welcome,
+    encoder,
+    from_robot,
+)
+
+RETRY_NS: Final = (50 * NS_PER_MS, 2 * NS_PER_S)  # between Hellos: at first, and at most
+STUCK_NS: Final = NS_PER_S  # unable to send for this long: the connection is gone
+PINGS_PER_SILENCE: Final = 4  # keep well inside the server's limit
+CONNECTING: Final = "connecting"
+EXECUTABLE: Final = frozenset({"ready", "degraded"})  # in any other phase a robot holds
+HOPELESS: Final = frozenset({"version", "contract"})  # asking again does not help
+
+
+class RobotSession:
+    """Who this robot is, and the session it holds (``session`` 0: none).
+
+    The phase survives the loss of a session: what a robot may still execute is for the lease of its
+    actions to say.
+
+    Raises:
+        SpecError: a name is empty or too long for the wire.
+    """
+
+    def __init__(
+        self,
+        robot: str,
+        streams: tuple[StreamDeclaration, ...],
+        actions: tuple[str, ...],
+        *,
+        real_time: bool = True,
+    ) -> None:
+        self._hello = Hello(WIRE_MAJOR, WIRE_MINOR, robot, streams, actions, real_time=real_time)
+        try:
+            from_robot.decode(encoder.encode(self._hello))
+        except msgspec.ValidationError as error:
+            raise SpecError(
+                f"{self._hello} cannot be sent: {error}; names have 1 to {MAX_NAME} characters"
+            ) from error
+        self.session = 0
+        self.session_epoch = 0
+        self.phase = CONNECTING
+        self.welcome: Welcome | None = None
+        self.refused: Refused | None = None
+        self.opened = 0
+        self._resumes = 0
+        self._retry_ns = RETRY_NS[0]
+        self._hello_ns = 0  # when the next Hello is due
+        self._spoke_ns = 0  # when something was last sent in this session
+        self._stuck_ns = 0  # since when nothing could be sent; 0: it could
+        self._ping_ns = NS_PER_S
+
+    @property
+    def executable(self) -> bool:
+        return self.phase in EXECUTABLE
+
+    @property
+    def is_hopeless(self) -> bool:
+        """The last answer was a refusal that no waiting will change."""
+        return self.refused is not None and self.refused.reason in HOPELESS
+
+    @property
+    def due_ns(self) -> int:
+        """When the next message falls due, unless samples are sent before."""
+        return self._spoke_ns + self._ping_ns if self.session else self._hello_ns
+
+    def due(self, now_ns: int) -> Hello | Ping | None:
+        """The message to send now, if any."""
+        if now_ns < self.due_ns:
+            return None
+        if self.session:
+            return Ping(self.session)
+        return msgspec.structs.replace(self._hello, resumes=self._resumes)
+
+    def was_sent(self, now_ns: int, *, sent: bool) -> None:
+        """What ``due`` gave was handed over, or there is no connection to take it.
+
+        A connection that broke took its session along, since the server knows the next one by
+        another address; but a full one looks the same, so it is given some time.
+        """
+        if self.session and sent:
+            self.spoke(now_ns)
+            return
+        if self.session:
+            self._stuck_ns = self._stuck_ns or now_ns
+            self._spoke_ns = now_ns + RETRY_NS[0] - self._ping_ns
+            if now_ns - self._stuck_ns >= STUCK_NS:
+                self.lose(now_ns)
+            return
+        self._hello_ns = now_ns + self._retry_ns
+        self._retry_ns = min(2 * self._retry_ns, RETRY_NS[1]) if sent else RETRY_NS[0]
+
+    def spoke(self, now_ns: int) -> None:
+        """Something was sent, from any thread: it says as much as a ping."""
+        self._spoke_ns = now_ns
+        self._stuck_ns = 0
+
+    def doubt(self) -> None:
+        """Something could not be sent, from any thread: ask at once whether anybody is there."""
+        if not self._stuck_ns:
+            self._spoke_ns = -self._ping_ns
+
+    def take(self, answer: Welcome | Refused | Phase | Lost, now_ns: int) -> bool:
+        """Take what the server says; True: a new session is open."""
+        if isinstance(answer, Welcome):
+            return self._open(answer, now_ns)
+        if isinstance(answer, Phase):
+            self.phase = answer.phase
+        elif isinstance(answer, Refused):
+            self.refused = answer
+        elif answer.session == self.session:
+            self.lose(now_ns)
+        return False
+
+    def lose(self, now_ns: int) -> None:
+        """The session is gone: ask for a new one at once."""
+        if self.session:
+            self._resumes, self.session = self.session, 0
+            self._retry_ns = RETRY_NS[0]
+            self._hello_ns = now_ns
+
+    def reject(self, chunk: ActionChunk) -> str | None:
+        """Why a chunk is not for this robot as it is now, or None.
+
+        ``session``: of another one; ``episode``: from before a reset; ``lease``: it claims more
+        time than the server granted when the session opened.
+        """
+        if self.welcome is None or chunk.session != self.session:
+            return "session"
+        if chunk.session_epoch != self.session_epoch:
+            return "episode"
+        return "lease" if chunk.expires_ns - chunk.window_end_ns > self.welcome.lease_ns else None
+
+    def _open(self, welcome: Welcome, now_ns: int) -> bool:
+        self.phase = welcome.phase
+        if welcome.session == self.session:  # the answer to a Hello that was sent twice
+            return False
+        self.session, self.session_epoch = welcome.session, 0
+        self.welcome, self.refused = welcome, None
+        self.opened += 1
+        self._retry_ns = RETRY_NS[0]
+        self._ping_ns = welcome.silence_ns // PINGS_PER_SILENCE
+        self.spoke(now_ns)
+        return True

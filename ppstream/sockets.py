@@ -1,0 +1,178 @@
+"""SharedSocket: one ZeroMQ socket that any thread may send on while its owner receives.
+
+ZeroMQ sockets belong to one thread at a time, so every call is made under a lock, and nobody waits
+inside it: the owner polls ``fd`` and then drains. That descriptor is edge-triggered and a send may
+swallow its edge, so a send that leaves messages to be read calls ``wake``. One frame is one message
+in both directions; a robot's address is put in front of it by ROUTER alone. No message is decoded
+here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+import zmq
+
+from ppstream.errors import ConfigError
+
+MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the connection
+MAX_DRAIN: Final = 256  # frames taken while holding the lock; about 1 ms
+SERVER_SEND_FRAMES: Final = 64  # per robot, in ZeroMQ; kernel buffers come on top
+CLIENT_SEND_FRAMES: Final = 256
+SERVER_LINGER_MS: Final = 200  # the last phase still leaves; then the context ends
+CLIENT_LINGER_MS: Final = 100  # the goodbye still leaves
+RECONNECT_MS: Final = (20, 500)  # first and longest pause between TCP attempts
+HEARTBEAT_MS: Final = (500, 2000)  # a connection silent for the second is taken as broken
+
+
+class Frame(NamedTuple):
+    """One message: who sent it (empty on a robot's side) and its bytes."""
+
+    peer: bytes
+    body: bytes
+
+
+def _nothing() -> None:
+    pass
+
+
+class SharedSocket:
+    """Made by ``bind_server`` or ``connect_client``.
+
+    ``fd``: poll it for reading, then drain. ``endpoint``: where the server listens, with the port
+    that the system chose for ``:0``.
+    ``wake`` is called, from any thread and outside the lock, when there is something to drain that
+    ``fd`` will not announce. ``malformed`` counts messages that were not exactly one frame.
+    """
+
+    def __init__(self, kind: int, endpoint: str, options: Mapping[int, int]) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._routed = kind == zmq.ROUTER
+        self._lock = threading.Lock()
+        self._closed = False
+        self.wake: Callable[[], None] = _nothing
+        self.malformed = 0
+        self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        for option, value in options.items():
+            self._socket.set(option, value)
+        self._start(endpoint)
+        self.fd = _integer(self._socket.get(zmq.FD))
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    def send(self, body: bytes, peer: bytes = b"") -> bool:
+        """Hand one message to ZeroMQ without waiting; False: nobody is there, or it is full."""
+        with self._lock:
+            if self._closed:
+                return False
+            try:
+                if self._routed:
+                    self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+                self._socket.send(body, zmq.NOBLOCK)
+                sent = True
+            except zmq.ZMQError as error:
+                if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                    raise
+                sent = False
+            is_readable = self._is_readable()
+        if is_readable:
+            self.wake()
+        return sent
+
+    def drain(self, limit: int = MAX_DRAIN) -> list[Frame]:
+        """All messages that are there, at most ``limit``; for the owner alone, never waits."""
+        frames: list[Frame] = []
+        with self._lock:
+            if self._closed:
+                return frames
+            try:
+                self._take(frames)
+                if not self._is_readable():
+                    return frames  # the common case; an exception would cost twice the question
+                while len(frames) < limit:
+                    self._take(frames)
+            except zmq.Again:
+                return frames
+        self.wake()  # the limit ended it, and the edge is spent
+        return frames
+
+    def close(self) -> None:
+        """Close the socket and end its context, after at most the linger time. Twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._socket.close()
+        self._context.term()
+
+    def _start(self, endpoint: str) -> None:
+        """Bind (server) or begin to connect (client)."""
+        try:
+            (self._socket.bind if self._routed else self._socket.connect)(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            verb = "listen on" if self._routed else "connect to"
+            raise ConfigError(
+                [
+                    f"cannot {verb} {endpoint!r}: {error}; give a free tcp://address:port or ipc://path"
+                ]
+            ) from error
+
+    def _is_readable(self) -> bool:
+        return bool(_integer(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _take(self, frames: list[Frame]) -> None:
+        peer = self._socket.recv(zmq.NOBLOCK) if self._routed else b""
+        body = self._socket.recv(zmq.NOBLOCK)  # parts of one message arrive together
+        if not self._socket.get(zmq.RCVMORE):
+            frames.append(Frame(peer, body))
+            return
+        self.malformed += 1
+        while self._socket.get(zmq.RCVMORE):
+            self._socket.recv(zmq.NOBLOCK)
+
+
+def bind_server(endpoint: str) -> SharedSocket:
+    """A ROUTER on ``endpoint``.
+
+    Raises:
+        ConfigError: the endpoint is malformed, taken, or not on this host.
+    """
+    return SharedSocket(
+        zmq.ROUTER,
+        endpoint,
+        {
+            zmq.ROUTER_MANDATORY: 1,  # a robot that left is a False, not a silence
+            zmq.SNDHWM: SERVER_SEND_FRAMES,
+            zmq.LINGER: SERVER_LINGER_MS,
+        },
+    )
+
+
+def connect_client(endpoint: str) -> SharedSocket:
+    """A DEALER that keeps trying to reach ``endpoint`` and queues nothing while nobody is there.
+
+    Raises:
+        ConfigError: the endpoint is malformed.
+    """
+    return SharedSocket(
+        zmq.DEALER,
+        endpoint,
+        {
+            zmq.IMMEDIATE: 1,  # without a connection a send is refused: data never waits and ages
+            zmq.SNDHWM: CLIENT_SEND_FRAMES,
+            zmq.LINGER: CLIENT_LINGER_MS,
+            zmq.RECONNECT_IVL: RECONNECT_MS[0],
+            zmq.RECONNECT_IVL_MAX: RECONNECT_MS[1],
+            zmq.HEARTBEAT_IVL: HEARTBEAT_MS[0],
+            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_MS[1],
+        },
+    )
+
+
+def _integer(option: int | bytes) -> int:
+    if isinstance(option, bytes):
+        raise TypeError(f"expected an integer socket option, got {option!r}")
+    return option

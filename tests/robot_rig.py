@@ -1,0 +1,172 @@
+"""What the robot-side tests share: a small configuration, rows, and rank 0's loop on a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ppstream.clock import now_ns
+from ppstream.config import (
+    ActionConfig,
+    BatchConfig,
+    PipelineConfig,
+    PolicyConfig,
+    ServiceConfig,
+    StreamConfig,
+    WindowConfig,
+)
+from ppstream.messages import ActionChunk
+from ppstream.ring import RowInput
+from ppstream.ring_bank import RingBank
+from ppstream.robot import RobotClient
+from ppstream.sessions import Sessions
+from ppstream.waiter import Waiter
+
+MS = 1_000_000
+STREAMS = (("joints", 3), ("imu", 2, "float64"))
+ACTIONS = ("dx", "dy")
+HORIZON, DT_NS, LEASE_NS = 4, 10 * MS, 200 * MS
+ANY_PORT = "tcp://127.0.0.1:0"
+
+
+def make_config(endpoint: str = ANY_PORT, *, rows: int = 1) -> PipelineConfig:
+    return PipelineConfig(
+        name="rig",
+        streams=(
+            StreamConfig(name="joints", dim=3, rate_hz=100.0),
+            StreamConfig(name="imu", dim=2, rate_hz=50.0, dtype="float64"),
+        ),
+        window=WindowConfig(steps=4, dt_ms=10.0),
+        actions=ActionConfig(
+            names=ACTIONS,
+            horizon=HORIZON,
+            dt_ms=DT_NS / MS,
+            low=(-1.0, -1.0),
+            high=(1.0, 1.0),
+            lease_ms=LEASE_NS / MS,
+        ),
+        policy=PolicyConfig(target="nobody:asks"),
+        batch=BatchConfig(rows=rows),
+        service=ServiceConfig(endpoint=endpoint),
+    )
+
+
+def make_rows(config: PipelineConfig) -> list[RowInput]:
+    banks = {s.name: RingBank(s, config.batch.rows, 1024) for s in config.streams}
+    return [RowInput(banks, row, "joints") for row in range(config.batch.rows)]
+
+
+def make_chunk(
+    seq: int = 0, *, session: int = 1, episode: int = 0, end_ns: int = 0, **changes: Any
+) -> ActionChunk:
+    """A chunk whose step i is ``[i, -i] + seq / 1000``, its first step one dt behind the window."""
+    horizon = changes.get("horizon", HORIZON)
+    steps = np.arange(horizon, dtype=np.float32)
+    actions = np.stack([steps, -steps], axis=1) + np.float32(seq / 1000)
+    fields: dict[str, Any] = {
+        "session": session,
+        "session_epoch": episode,
+        "epoch": 0,
+        "seq": seq,
+        "window_end_ns": end_ns,
+        "start_ns": end_ns + DT_NS,
+        "dt_ns": DT_NS,
+        "expires_ns": end_ns + LEASE_NS,
+        "horizon": horizon,
+        "actions": memoryview(actions.tobytes()),
+    }
+    return ActionChunk(**{**fields, **changes})
+
+
+class Server:
+    """Rank 0's ingest on a thread; answers each newest ``joints`` sample when ``answers``."""
+
+    def __init__(self, config: PipelineConfig, *, phase: str = "ready", answers: bool = False):
+        self.rows = make_rows(config)
+        self.sessions = Sessions(config, self.rows)
+        self.waiter = Waiter()
+        self.waiter.register(self.sessions.fds[0])
+        self.sessions.set_wake(self.waiter.wake)
+        self.emitted = 0
+        self._orders: list[Callable[[], None]] = [lambda: self.sessions.set_phase(phase)]
+        self._answers = answers
+        self._answered_ns = 0
+        self._end = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def order(self, action: Callable[[], None]) -> None:
+        """Have the owner's thread do something, and wait until it has."""
+        done = threading.Event()
+
+        def act() -> None:
+            action()
+            done.set()
+
+        self._orders.append(act)
+        self.waiter.wake()
+        assert done.wait(10), self._failure
+
+    def close(self) -> None:
+        self._end = True
+        self.waiter.wake()
+        self._thread.join(10)
+        self.sessions.close()
+        self.waiter.close()
+        if self._failure is not None:
+            raise self._failure
+        for row in self.rows:
+            for ring in row.rings.values():
+                ring.check()
+
+    def _run(self) -> None:
+        try:
+            while not self._end:
+                while self._orders:
+                    self._orders.pop(0)()
+                self.waiter.wait(50 * MS)
+                self.sessions.drain(now_ns())
+                if self._answers:
+                    self._answer()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _answer(self) -> None:
+        for index, row in enumerate(self.rows):
+            end_ns = row.rings["joints"].newest_ns
+            if row.present and end_ns > self._answered_ns:
+                self._answered_ns = end_ns
+                chunk = make_chunk(
+                    self.emitted, session=row.session, episode=row.session_epoch, end_ns=end_ns
+                )
+                self.sessions.emit(index, chunk)
+                self.emitted += 1
+
+
+@contextmanager
+def serving(config: PipelineConfig | None = None, **options: Any) -> Iterator[Server]:
+    server = Server(config or make_config(), **options)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def make_client(endpoint: str, **options: Any) -> RobotClient:
+    defaults: dict[str, Any] = {"robot": "arm", "streams": STREAMS, "actions": ACTIONS}
+    return RobotClient(endpoint, **{**defaults, **options})
+
+
+def wait_until(condition: Callable[[], object], *, seconds: float = 10.0) -> None:
+    """Wait for what another thread or process does; fails after ``seconds``."""
+    deadline_ns = now_ns() + round(seconds * 1e9)
+    while not condition():
+        assert now_ns() < deadline_ns, "it did not happen in time"
+        time.sleep(0.002)

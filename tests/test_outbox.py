@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppstream.errors import SpecError
+from ppstream.outbox import BATCH_SAMPLES, Batch, Outbox
+
+STREAMS = [("joints", 2), ("imu", 1, "float64")]
+
+
+def content(batch: Batch, dtype: str = "float32") -> tuple[list[int], list[float]]:
+    stamps = np.frombuffer(batch.stamps, np.int64).tolist()
+    return stamps, np.frombuffer(batch.values, dtype).tolist()
+
+
+def test_without_batching_a_push_comes_back_at_once() -> None:
+    (batch,) = Outbox(STREAMS, 0).add("imu", 5, [0.25], now_ns=0)
+    assert (batch.stream, batch.samples) == (1, 1)
+    assert content(batch, "float64") == ([5], [0.25])
+
+
+def test_the_quick_way_and_the_careful_way_give_the_same_bytes() -> None:
+    values = np.array([1.5, -2], np.float32)
+    for stamp in (-(2**63), -1, 2**63 - 1):
+        (quick,) = Outbox(STREAMS, 0).add("joints", stamp, values, now_ns=0)
+        (careful,) = Outbox(STREAMS, 0).add("joints", np.array([stamp]), values[None], now_ns=0)
+        assert (quick.stream, quick.samples) == (careful.stream, careful.samples)
+        assert bytes(quick.stamps) == bytes(careful.stamps)
+        assert bytes(quick.values) == bytes(careful.values)
+
+
+def test_gathered_samples_leave_together_when_the_oldest_is_due() -> None:
+    outbox = Outbox(STREAMS, 10)
+    assert outbox.add("joints", 1, [1, 2], now_ns=100) == []
+    assert outbox.add("imu", 2, 7.0, now_ns=105) == []
+    assert outbox.due_ns == 110
+    assert outbox.take_due(109) == []
+    joints, imu = outbox.take_due(110)
+    assert content(joints) == ([1], [1.0, 2.0])
+    assert content(imu, "float64") == ([2], [7.0])
+    assert outbox.due_ns is None
+    assert outbox.take_due(1000) == []
+
+
+def test_the_push_that_finds_samples_due_sends_them_in_order() -> None:
+    outbox = Outbox(STREAMS, 10)
+    outbox.add("joints", 1, [1, 2], now_ns=0)
+    (batch,) = outbox.add("joints", np.array([2, 3]), np.ones((2, 2)), now_ns=10)
+    assert content(batch) == ([1, 2, 3], [1.0, 2.0, 1.0, 1.0, 1.0, 1.0])
+
+
+def test_a_full_batch_leaves_before_its_time_and_before_the_newer_samples() -> None:
+    outbox = Outbox(STREAMS, 10**9)
+    for stamp in range(BATCH_SAMPLES):
+        assert outbox.add("joints", stamp, [0, 0], now_ns=0) == []
+    older, newer = outbox.add("joints", BATCH_SAMPLES, [0, 0], now_ns=0)
+    assert content(older)[0] + content(newer)[0] == list(range(BATCH_SAMPLES + 1))
+
+
+def test_a_gathered_sample_is_a_copy() -> None:
+    outbox = Outbox(STREAMS, 10)
+    values = np.zeros(2, np.float32)
+    outbox.add("joints", 1, values, now_ns=0)
+    values[:] = 9
+    (batch,) = outbox.take_due(0, everything=True)
+    assert content(batch)[1] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("stream", "stamp", "values", "says"),
+    [
+        ("wrist", 1, [0, 0], "not declared; declared: .'joints', 'imu'"),
+        ("joints", 1, [0, 0, 0], r"got values \(3,\)"),
+        ("joints", [1, 2], [[0, 0]], "with 2 stamps"),
+        ("joints", 1.5, [0, 0], "integer nanoseconds"),
+        ("joints", 2**63, [0, 0], "not numbers"),
+        ("joints", 2**63, np.zeros(2, np.float32), "not numbers"),
+        ("joints", 1, ["a", "b"], "not numbers"),
+        ("joints", 1, [[0], [0, 1]], "not numbers"),
+        ("joints", np.arange(2**18), np.zeros((2**18, 2)), "limit 1048576; push fewer"),
+    ],
+)
+def test_wrong_samples_are_refused_with_what_was_expected(
+    stream: str, stamp: Any, values: Any, says: str
+) -> None:
+    with pytest.raises(SpecError, match=says):
+        Outbox(STREAMS, 0).add(stream, stamp, values, now_ns=0)
+
+
+@pytest.mark.parametrize("streams", [[("a", 0)], [("a", 1, "int8")], [("a", 1), ("a", 2)]])
+def test_streams_that_cannot_be_declared_are_refused(streams: Any) -> None:
+    with pytest.raises(SpecError):
+        Outbox(streams, 0)

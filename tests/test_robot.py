@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from robot_rig import (
+    ANY_PORT,
+    LEASE_NS,
+    MS,
+    make_chunk,
+    make_client,
+    make_config,
+    serving,
+    wait_until,
+)
+
+from ppstream.clock import NS_PER_S, now_ns
+from ppstream.control_loop import ControlLoop
+from ppstream.errors import HandshakeError, PeerLostError, PpstreamError, SpecError
+from ppstream.messages import ActionChunk
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return ANY_PORT if request.param == "tcp" else f"ipc://{tmp_path}/robot"
+
+
+def test_samples_go_out_and_chunks_come_back(endpoint: str) -> None:
+    chunks: list[ActionChunk] = []
+    with (
+        serving(make_config(endpoint), answers=True) as server,
+        make_client(server.sessions.endpoint, on_chunk=chunks.append) as client,
+    ):
+        client.connect()
+        assert client.wait_ready(10)
+        for number in range(20):
+            assert client.push("joints", now_ns(), [1, 2, 3])
+            wait_until(lambda number=number: len(chunks) > number)
+        assert client.push("imu", now_ns(), [0.5, 0.25])
+        wait_until(lambda: server.rows[0].rings["imu"].count == 1)
+        assert client.timeline.statistics().received == 20
+        assert client.statistics().sent == 21
+        assert [chunk.seq for chunk in chunks] == list(range(20))
+
+
+def test_two_threads_push_and_nothing_is_lost_or_mixed(endpoint: str) -> None:
+    count = 1000
+    with (
+        serving(make_config(endpoint), answers=True) as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
+        client.connect()
+
+        def push(stream: str, dim: int) -> None:
+            for stamp_ns in range(1, count + 1):
+                while not client.push(stream, stamp_ns, np.full(dim, stamp_ns)):
+                    time.sleep(0.001)  # faster than it can be sent: refused, and counted
+
+        threads = [threading.Thread(target=push, args=s) for s in (("joints", 3), ("imu", 2))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rings = server.rows[0].rings
+        wait_until(lambda: [ring.accepted for ring in rings.values()] == [count, count])
+        statistics = client.statistics()
+        assert (statistics.sent, statistics.sessions_opened) == (2 * count, 1)
+
+
+def test_gathered_samples_leave_also_when_no_push_follows() -> None:
+    with serving() as server, make_client(server.sessions.endpoint, batch_ms=5.0) as client:
+        client.connect()
+        for stamp_ns in (1, 2, 3):
+            client.push("joints", stamp_ns, [0, 0, 0])
+        client.push("imu", 4, [0, 0])
+        rings = server.rows[0].rings
+        # the thread's next turn of its own, a ping, is later than this
+        wait_until(lambda: [ring.accepted for ring in rings.values()] == [3, 1], seconds=1.0)
+
+
+def test_ages_are_of_the_robots_clock_alone() -> None:
+    offset_ns = 10**18
+
+    def robot_clock() -> int:
+        return now_ns() + offset_ns
+
+    with (
+        serving(answers=True) as server,
+        make_client(server.sessions.endpoint, clock=robot_clock) as client,
+    ):
+        client.connect()
+
+        def is_newest_executed() -> bool:
+            timeline = client.timeline
+            return timeline.action_at(robot_clock()) is not None and (
+                timeline.statistics().pending == 1
+            )
+
+        for number in range(5):
+            client.push("joints", robot_clock(), [0, 0, 0])
+            wait_until(lambda number=number: client.timeline.statistics().received > number)
+            wait_until(is_newest_executed)
+        client.push("joints", robot_clock(), [0, 0, 0])
+        wait_until(lambda: client.statistics().age.count >= 5)
+        wait_until(lambda: client.push("imu", robot_clock(), [0, 0]) and server.sessions.reports)
+        age, report = client.statistics().age, server.sessions.reports[0]
+    assert 10 * MS <= age.p50_ns <= age.max_ns < LEASE_NS  # the first step is due 10 ms on
+    assert report.seq == 0
+    assert report.executed >= 1
+    assert 10 * MS <= report.age_ns < LEASE_NS
+
+
+def test_one_who_plays_chunks_himself_says_so() -> None:
+    played: list[bool] = []
+    with serving(answers=True) as server:
+        client = make_client(
+            server.sessions.endpoint,
+            on_chunk=lambda chunk: played.append(client.executed(chunk, chunk.window_end_ns + 7)),
+        )
+        client.connect()
+        client.push("joints", now_ns(), [0, 0, 0])
+        wait_until(lambda: played)
+        client.push("joints", now_ns(), [0, 0, 0])
+        wait_until(lambda: client.statistics().age.count)
+        assert client.statistics().age.max_ns == 7
+        client.close()
+
+
+def test_another_contract_is_refused_with_a_difference() -> None:
+    with (
+        serving() as server,
+        make_client(server.sessions.endpoint, actions=("dy", "dx")) as client,
+    ):
+        with pytest.raises(HandshakeError, match="action 0: expected 'dx', got 'dy'"):
+            client.connect()
+        assert not client.push("joints", now_ns(), [0, 0, 0])
+        assert client.statistics().unsent == 1
+
+
+def test_without_a_server_connect_gives_up_in_time_and_can_be_asked_again(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/robot"
+    with make_client(endpoint) as client:
+        with pytest.raises(PeerLostError, match=r"nobody answered within 0\.1 s"):
+            client.connect(0.1)
+        with serving(make_config(endpoint)):
+            client.connect()
+            assert client.connected
+
+
+def test_a_full_server_says_so_and_admits_when_there_is_room() -> None:
+    with serving() as server:
+        first, second = (make_client(server.sessions.endpoint, robot=name) for name in "ab")
+        first.connect()
+        with pytest.raises(PeerLostError, match="full"):
+            second.connect(0.3)
+        first.close()
+        second.connect()
+        second.close()
+
+
+def test_after_a_restart_of_the_server_there_is_a_new_session(endpoint: str) -> None:
+    with serving(make_config(endpoint)) as server:
+        config = make_config(server.sessions.endpoint)
+        client = make_client(server.sessions.endpoint)
+        client.connect()
+        before = client.statistics().session
+
+    def push() -> bool:
+        return client.push("joints", now_ns(), [0, 0, 0])
+
+    wait_until(lambda: not push())
+    wait_until(lambda: not client.connected)
+    assert client.phase in ("ready", "draining", "stopped")
+    with serving(config, answers=True) as server:
+        wait_until(push)
+        wait_until(lambda: push() and client.timeline.statistics().received)
+        statistics = client.statistics()
+        assert statistics.sessions_opened == 2
+        assert statistics.session not in (0, before)
+        assert server.rows[0].session == statistics.session
+        client.close()
+
+
+def test_a_reset_drops_what_is_owed_to_the_old_episode() -> None:
+    with serving() as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        client.push("joints", now_ns(), [0, 0, 0])
+        row = server.rows[0]
+        wait_until(lambda: row.present)
+        old = make_chunk(0, session=row.session, episode=0, end_ns=now_ns())
+        server.order(lambda: server.sessions.emit(0, old))
+        wait_until(lambda: client.timeline.statistics().received == 1)
+        client.reset()
+        assert client.timeline.action_at(now_ns() + 15 * MS) is None
+        wait_until(lambda: row.session_epoch == 1)
+        assert not row.present
+        server.order(lambda: server.sessions.emit(0, old))
+        assert server.sessions.statistics().chunks_dropped == {"episode": 1}
+        new = make_chunk(1, session=row.session, episode=1, end_ns=now_ns())
+        server.order(lambda: server.sessions.emit(0, new))
+        wait_until(lambda: client.timeline.statistics().received == 2)
+
+
+def test_a_chunk_of_an_old_episode_is_dropped_also_on_the_robot() -> None:
+    with serving() as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        session = server.rows[0].session
+        server.rows[0].session_epoch = 5  # the server lost count
+        chunk = make_chunk(session=session, episode=5, end_ns=now_ns())
+        server.order(lambda: server.sessions.emit(0, chunk))
+        wait_until(lambda: client.statistics().dropped == {"episode": 1})
+        assert client.timeline.statistics().received == 0
+
+
+def test_nothing_is_executed_before_ready_and_a_silent_server_ends_in_a_hold() -> None:
+    did: list[str] = []
+    with (
+        serving(answers=True, phase="bring-up") as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
+        client.connect()
+        assert client.phase == "bring-up"
+        loop = ControlLoop(
+            200.0,
+            lambda at_ns: {"joints": [0, 0, 0]},
+            lambda action: did.append("write"),
+            client,
+            hold=lambda: did.append("hold"),
+        )
+        loop.run(0.1)
+        assert set(did) == {"hold"}
+        assert loop.fault is None
+        server.order(lambda: server.sessions.set_phase("ready"))
+        assert client.wait_ready(10)
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        wait_until(lambda: "write" in did)
+        server.order(lambda: setattr(server, "_answers", False))  # rank 0 no longer answers
+        quiet_ns = now_ns()
+        wait_until(lambda: loop.fault is not None)
+        fault = loop.fault
+        assert fault is not None
+        assert fault.reason == "lease"
+        assert fault.at_ns - quiet_ns <= LEASE_NS + 1 * NS_PER_S
+        server.order(lambda: setattr(server, "_answers", True))
+        executed = loop.statistics().executed
+        received = client.timeline.statistics().received
+        wait_until(lambda: client.timeline.statistics().received > received + 2)
+        assert loop.statistics().executed == executed, "it resumed by itself"
+        loop.end()
+        thread.join(10)
+
+
+def test_samples_that_nobody_can_take_are_counted_and_not_kept() -> None:
+    client = make_client("tcp://127.0.0.1:9")
+    with pytest.raises(PpstreamError, match="call connect"):
+        client.push("joints", 1, [0, 0, 0])
+    with pytest.raises(PeerLostError):
+        client.connect(0.05)
+    assert not client.push("joints", np.arange(4), np.zeros((4, 3)))
+    assert (client.statistics().sent, client.statistics().unsent) == (0, 4)
+    with pytest.raises(SpecError, match="not declared"):
+        client.push("wrist", 1, [0])
+    client.close()
+    client.close()
+
+
+def test_an_error_in_the_callback_is_raised_to_who_waits_and_never_to_who_pushes() -> None:
+    def fail(chunk: Any) -> None:
+        raise KeyError("user code")
+
+    with (
+        serving(answers=True) as server,
+        make_client(server.sessions.endpoint, on_chunk=fail) as client,
+    ):
+        client.connect()
+        client.push("joints", now_ns(), [0, 0, 0])
+
+        def is_told() -> bool:
+            try:
+                client.wait_ready(0)
+            except PpstreamError as error:
+                return "user code" in str(error)
+            return False
+
+        wait_until(is_told)
+        client.push("joints", now_ns(), [0, 0, 0])
+
+
+def test_the_import_is_light() -> None:
+    code = (
+        "import sys, time; began = time.perf_counter(); import ppstream.robot;"
+        "print(time.perf_counter() - began); assert 'torch' not in sys.modules"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert float(ended.stdout) < 3.0  # 0.2 s on an idle machine; torch alone would take longer

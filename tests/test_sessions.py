@@ -1,0 +1,413 @@
+from __future__ import annotations
+
+import random
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from robot_rig import ACTIONS, MS, make_chunk, make_config, make_rows, wait_until
+
+from ppstream import messages as m
+from ppstream.clock import NS_PER_S
+from ppstream.errors import ConfigError
+from ppstream.session_table import SILENCE_NS
+from ppstream.sessions import Sessions
+from ppstream.sockets import SharedSocket, connect_client
+
+STREAMS = (m.StreamDeclaration("joints", 3, "float32"), m.StreamDeclaration("imu", 2, "float64"))
+
+
+class Desk:
+    """Sessions driven by hand: time is passed in, robots are bare sockets."""
+
+    def __init__(self, *, rows: int = 1, phase: str | None = "ready") -> None:
+        self.config = make_config(rows=rows)
+        self.rows = make_rows(self.config)
+        self.sessions = Sessions(self.config, self.rows)
+        self.now_ns = 10 * NS_PER_S
+        self._robots: list[SharedSocket] = []
+        if phase is not None:
+            self.sessions.set_phase(phase)
+
+    def robot(self) -> SharedSocket:
+        self._robots.append(connect_client(self.sessions.endpoint))
+        return self._robots[-1]
+
+    def say(self, robot: SharedSocket, *messages: Any) -> int:
+        """Send and have it handled; returns how many samples were accepted."""
+        before = self.sessions.statistics().frames_received
+        for message in messages:
+            body = message if isinstance(message, bytes) else m.encoder.encode(message)
+            wait_until(lambda body=body: robot.send(body))
+        taken: list[int] = []
+        wanted = before + len(messages)
+
+        def is_handled() -> bool:
+            taken.append(self.sessions.drain(self.now_ns))
+            return self.sessions.statistics().frames_received >= wanted
+
+        wait_until(is_handled)
+        return sum(taken)
+
+    def hear(self, robot: SharedSocket) -> Any:
+        """The next message to a robot."""
+        frames: list[Any] = []
+        wait_until(lambda: frames.extend(robot.drain(limit=1)) or frames)
+        return m.to_robot.decode(frames[0].body)
+
+    def admit(self, socket: SharedSocket, /, **changes: Any) -> m.Welcome:
+        self.say(socket, hello(**changes))
+        answer = self.hear(socket)
+        assert isinstance(answer, m.Welcome), answer
+        return answer
+
+    def close(self) -> None:
+        for robot in self._robots:
+            robot.close()
+        self.sessions.close()
+        for row in self.rows:
+            assert row.session == 0
+            for ring in row.rings.values():
+                ring.check()
+        statistics = self.sessions.statistics()
+        dropped = sum(statistics.frames_dropped.values())
+        assert statistics.frames_received == statistics.frames_handled + dropped
+        assert statistics.opened == sum(statistics.closed.values())
+
+
+def hello(**changes: Any) -> m.Hello:
+    fields: dict[str, Any] = {"robot": "arm", "streams": STREAMS, "actions": ACTIONS}
+    return m.Hello(**{"major": 1, "minor": 0, **fields, **changes})
+
+
+def samples(session: int, *stamps_ns: int, stream: int = 0) -> m.Samples:
+    dim, dtype = ((3, "f4"), (2, "f8"))[stream]
+    values = np.ones((len(stamps_ns), dim), dtype)
+    stamps = np.array(stamps_ns, np.int64)
+    return m.Samples(session, stream, memoryview(stamps.tobytes()), memoryview(values.tobytes()))
+
+
+@contextmanager
+def open_desk(**options: Any) -> Iterator[Desk]:
+    desk = Desk(**options)
+    try:
+        yield desk
+    finally:
+        desk.close()
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    with open_desk() as desk:
+        yield desk
+
+
+@pytest.fixture
+def desk_of_two() -> Iterator[Desk]:
+    with open_desk(rows=2) as desk:
+        yield desk
+
+
+@pytest.fixture
+def desk_before_ready() -> Iterator[Desk]:
+    with open_desk(phase="bring-up") as desk:
+        yield desk
+
+
+def test_a_robot_is_welcomed_with_phase_lease_and_limits(desk: Desk) -> None:
+    welcome = desk.admit(desk.robot())
+    assert welcome.phase == "ready"
+    assert (welcome.lease_ns, welcome.horizon, welcome.dt_ns) == (200 * MS, 4, 10 * MS)
+    assert (welcome.low, welcome.high) == ((-1.0, -1.0), (1.0, 1.0))
+    assert desk.rows[0].session == welcome.session != 0
+
+
+def test_samples_reach_the_ring_of_their_stream(desk: Desk) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    assert desk.say(robot, samples(session, 1, 2, 3), samples(session, 7, stream=1)) == 4
+    rings = desk.rows[0].rings
+    assert (rings["joints"].count, rings["joints"].newest_ns) == (3, 3)
+    assert (rings["imu"].count, rings["imu"].newest_ns) == (1, 7)
+    assert rings["imu"].newest_rx_ns == desk.now_ns
+
+
+@pytest.mark.parametrize(
+    ("stamps", "values"),
+    [(b"\0" * 8, b"\0" * 8), (b"\0" * 9, b"\0" * 12), (b"\0" * 16, b"\0" * 12), (b"", b"\0")],
+)
+def test_samples_of_a_wrong_size_are_counted_as_shape(
+    desk: Desk, stamps: bytes, values: bytes
+) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.say(robot, m.Samples(session, 0, memoryview(stamps), memoryview(values)))
+    assert [*desk.rows[0].rings["joints"].ledger.dropped] == ["shape"]
+
+
+def test_a_stream_that_was_not_declared_is_counted(desk: Desk) -> None:
+    robot = desk.robot()
+    message = samples(desk.admit(robot).session, 1)
+    desk.say(robot, msgspec.structs.replace(message, stream=2))
+    assert desk.sessions.statistics().frames_dropped == {"stream": 1}
+
+
+def test_a_stranger_is_told_that_the_session_is_lost(desk: Desk) -> None:
+    robot = desk.robot()
+    desk.say(robot, m.Ping(99))
+    assert desk.hear(robot) == m.Lost(99)
+    assert desk.sessions.statistics().frames_dropped == {"stranger": 1}
+
+
+def test_nobody_can_speak_for_another_ones_session(desk: Desk) -> None:
+    victim, thief = desk.robot(), desk.robot()
+    session = desk.admit(victim).session
+    assert desk.say(thief, samples(session, 1), m.Bye(session)) == 0
+    assert desk.rows[0].session == session
+
+
+def test_an_older_session_of_the_same_connection_is_a_strangers(desk: Desk) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    assert desk.say(robot, samples(session + 1, 1)) == 0
+    assert desk.hear(robot) == m.Lost(session + 1)
+
+
+def test_strangers_are_answered_seldom(desk: Desk) -> None:
+    robot = desk.robot()
+    desk.say(robot, *[m.Ping(number) for number in range(50)])
+    assert desk.hear(robot) == m.Lost(0)
+    assert robot.drain() == []
+
+
+def test_another_contract_is_refused_with_the_difference(desk: Desk) -> None:
+    robot = desk.robot()
+    desk.say(robot, hello(streams=STREAMS[:1], actions=("dy", "dx")))
+    assert desk.hear(robot) == m.Refused(
+        "contract",
+        (
+            "stream 'imu': expected [2] float64, got none",
+            "action 0: expected 'dx', got 'dy'",
+            "action 1: expected 'dy', got 'dx'",
+        ),
+    )
+    assert desk.sessions.statistics().refused == {"contract": 1}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [m.encoder.encode(hello(major=2)), msgspec.msgpack.encode([1, 2, 0, {"unlike": 1}])],
+)
+def test_another_major_version_is_refused_also_when_it_cannot_be_read(
+    desk: Desk, frame: bytes
+) -> None:
+    robot = desk.robot()
+    desk.say(robot, frame)
+    answer = desk.hear(robot)
+    assert answer.reason == "version"
+    assert "expected 1.0, got 2.0" in answer.details[0]
+
+
+def test_a_refusal_always_fits_the_wire(desk: Desk) -> None:
+    robot = desk.robot()
+    streams = tuple(m.StreamDeclaration(f"s{n}", 1, "float32") for n in range(256))
+    desk.say(robot, hello(streams=streams, actions=("x" * 64,) * 1024))
+    assert len(desk.hear(robot).details) == m.MAX_DETAILS
+
+
+def test_when_all_rows_are_taken_a_further_robot_is_refused(desk: Desk) -> None:
+    desk.admit(desk.robot())
+    other = desk.robot()
+    desk.say(other, hello(robot="other"))
+    assert desk.hear(other).reason == "full"
+
+
+def test_each_robot_has_a_row_of_its_own(desk_of_two: Desk) -> None:
+    desk = desk_of_two
+    one, two = desk.robot(), desk.robot()
+    first, second = desk.admit(one).session, desk.admit(two, robot="two").session
+    desk.say(two, samples(second, 5))
+    assert [row.session for row in desk.rows] == [first, second]
+    assert [row.rings["joints"].count for row in desk.rows] == [0, 1]
+    desk.say(one, m.Reset(first))
+    assert [row.session_epoch for row in desk.rows] == [1, 0]
+    assert desk.rows[1].rings["joints"].count == 1
+
+
+def test_a_name_is_free_again_when_its_holder_has_been_silent(desk: Desk) -> None:
+    desk.admit(desk.robot())
+    newcomer = desk.robot()
+    desk.say(newcomer, hello())
+    assert desk.hear(newcomer).reason == "name_in_use"
+    desk.now_ns += SILENCE_NS
+    desk.sessions.drain(desk.now_ns)
+    desk.admit(newcomer)
+    assert desk.sessions.statistics().closed == {"silent": 1}
+
+
+def test_the_same_robot_takes_its_place_back_at_once(desk: Desk) -> None:
+    before = desk.admit(desk.robot()).session
+    after = desk.admit(desk.robot(), resumes=before).session
+    assert after != before
+    assert desk.rows[0].session == after
+    assert desk.sessions.statistics().closed == {"resumed": 1}
+
+
+def test_a_hello_sent_twice_opens_one_session(desk: Desk) -> None:
+    robot = desk.robot()
+    assert desk.admit(robot).session == desk.admit(robot).session
+    assert desk.sessions.statistics().opened == 1
+
+
+def test_a_robot_that_says_anything_is_not_silent(desk: Desk) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    assert desk.sessions.next_due_ns() == desk.now_ns + SILENCE_NS
+    desk.now_ns += SILENCE_NS - 1
+    desk.say(robot, m.Ping(session))
+    desk.now_ns += SILENCE_NS - 1
+    desk.sessions.drain(desk.now_ns)
+    assert desk.rows[0].session == session
+    assert desk.sessions.next_due_ns() == desk.now_ns + 1
+
+
+def test_frames_that_wait_in_the_socket_count_before_silence_does(desk: Desk) -> None:
+    # rank 0 itself was stopped for longer than the limit; the robot was not
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.now_ns += 10 * SILENCE_NS
+    assert robot.send(m.encoder.encode(m.Ping(session)))
+    wait_until(lambda: _is_readable(desk.sessions.fds[0]))
+    desk.sessions.drain(desk.now_ns)
+    assert desk.rows[0].session == session
+
+
+def _is_readable(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+def test_a_reset_empties_the_rings_and_begins_an_episode(desk: Desk) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.say(robot, samples(session, 1, 2), m.Reset(session))
+    assert desk.rows[0].session_epoch == 1
+    assert not desk.rows[0].present
+
+
+def test_a_robot_that_leaves_frees_its_row(desk: Desk) -> None:
+    robot = desk.robot()
+    desk.say(robot, m.Bye(desk.admit(robot).session))
+    assert desk.rows[0].session == 0
+    assert desk.sessions.next_due_ns() is None
+
+
+def test_reports_are_kept_for_the_log(desk: Desk) -> None:
+    robot = desk.robot()
+    report = m.Report(desk.admit(robot).session, 0, 5, 30 * MS, 2)
+    desk.say(robot, report)
+    assert [*desk.sessions.reports] == [report]
+
+
+def test_a_chunk_reaches_its_robot(desk: Desk) -> None:
+    robot = desk.robot()
+    chunk = make_chunk(5, session=desk.admit(robot).session, end_ns=-3)
+    desk.sessions.emit(0, chunk)
+    assert desk.hear(robot) == chunk
+    assert desk.sessions.statistics().chunks_sent == 1
+
+
+def test_a_chunk_that_is_nobodys_is_dropped_with_its_reason(desk: Desk) -> None:
+    robot = desk.robot()
+    desk.sessions.emit(0, make_chunk(session=1))
+    session = desk.admit(robot).session
+    desk.sessions.emit(0, make_chunk(session=1))
+    desk.sessions.emit(0, make_chunk(session=session, episode=1))
+    desk.sessions.set_phase("draining")
+    desk.sessions.emit(0, make_chunk(session=session))
+    desk.sessions.set_phase("ready")
+    for phase in ("draining", "ready"):
+        assert desk.hear(robot) == m.Phase(phase)
+    robot.close()
+
+    def is_unreachable() -> bool:
+        desk.sessions.emit(0, make_chunk(session=session))
+        return "undeliverable" in desk.sessions.statistics().chunks_dropped
+
+    wait_until(is_unreachable)
+    dropped = desk.sessions.statistics().chunks_dropped
+    assert dropped.pop("undeliverable") == 1
+    assert dropped == {"no_session": 2, "episode": 1, "not_ready": 1}
+
+
+def test_before_ready_a_robot_is_admitted_and_touches_no_row(desk_before_ready: Desk) -> None:
+    desk = desk_before_ready
+    robot = desk.robot()
+    welcome = desk.admit(robot)
+    assert welcome.phase == "bring-up"
+    desk.rows[0].open(1)  # bring-up's own samples
+    assert desk.say(robot, samples(welcome.session, 1, 2), m.Reset(welcome.session)) == 0
+    desk.sessions.emit(0, make_chunk(session=welcome.session))
+    assert desk.sessions.statistics().chunks_dropped == {"not_ready": 1}
+    assert desk.sessions.statistics().samples_early == 2
+    desk.rows[0].close()
+
+    desk.sessions.set_phase("ready")
+    assert desk.hear(robot) == m.Phase("ready")
+    assert (desk.rows[0].session, desk.rows[0].session_epoch) == (welcome.session, 1)
+    assert desk.say(robot, samples(welcome.session, 3)) == 1
+
+
+def test_nobody_is_admitted_while_the_run_ends(desk: Desk) -> None:
+    desk.sessions.set_phase("draining")
+    robot = desk.robot()
+    desk.say(robot, hello())
+    assert desk.hear(robot).reason == "draining"
+
+
+def test_without_an_endpoint_there_are_no_sessions() -> None:
+    config = make_config()
+    service = msgspec.structs.replace(config.service, endpoint=None)
+    with pytest.raises(ConfigError, match=r"service\.endpoint"):
+        Sessions(msgspec.structs.replace(config, service=service), [])
+
+
+def test_ten_thousand_fuzzed_frames_never_raise(desk: Desk) -> None:
+    rng = random.Random(0)
+    robot = desk.robot()
+    desk.admit(robot)
+    for _ in range(100):
+        session = desk.rows[0].session  # a mutated Hello or Bye may end one
+        seeds = [
+            m.encoder.encode(message)
+            for message in (
+                hello(),
+                samples(session, 1, 2),
+                m.Report(session, 1, 2, 3, 4),
+                m.Reset(session),
+                m.Ping(session),
+                m.Phase("ready"),
+            )
+        ]
+        desk.say(robot, *[_mutated(rng, rng.choice(seeds)) for _ in range(100)])
+    statistics = desk.sessions.statistics()
+    assert statistics.frames_received == 10_001
+    assert statistics.frames_dropped["undecodable"] > 1000
+    assert statistics.frames_handled > 1000
+
+
+def _mutated(rng: random.Random, frame: bytes) -> bytes:
+    body = bytearray(frame)
+    for _ in range(rng.randint(0, 3)):
+        at = rng.randrange(len(body) + 1)
+        kind = rng.randrange(3)
+        if kind == 0:
+            body[at:at] = rng.randbytes(rng.randint(1, 8))
+        elif kind == 1:
+            del body[at : at + rng.randint(1, 8)]
+        elif at < len(body):
+            body[at] = rng.randrange(256)
+    return bytes(body)

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from robot_rig import DT_NS, HORIZON, LEASE_NS, MS, make_chunk
+
+from ppstream.timeline import ActionTimeline
+
+
+def timeline_of(*chunks: Any, now_ns: int = 0) -> ActionTimeline:
+    timeline = ActionTimeline(2)
+    for chunk in chunks:
+        assert timeline.merge(chunk, now_ns) is None
+    return timeline
+
+
+def actions_of(chunk: Any) -> np.ndarray[Any, Any]:
+    return np.frombuffer(chunk.actions, np.float32).reshape(chunk.horizon, -1)
+
+
+def test_nothing_is_due_before_the_first_step_and_after_the_lease() -> None:
+    timeline = timeline_of(make_chunk())
+    assert timeline.action_at(DT_NS - 1) is None
+    assert timeline.action_at(DT_NS) is not None
+    assert timeline.action_at(LEASE_NS) is not None
+    assert timeline.action_at(LEASE_NS + 1) is None
+    assert timeline.expires_ns == LEASE_NS
+
+
+def test_without_a_chunk_nothing_is_due() -> None:
+    timeline = ActionTimeline(2)
+    assert timeline.action_at(0) is None
+    assert timeline.expires_ns is None
+
+
+finite = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+@given(points=st.lists(st.tuples(finite, finite), min_size=1, max_size=8), start=st.integers())
+def test_policy_points_are_exact(points: list[tuple[float, float]], start: int) -> None:
+    actions = np.array(points, np.float32)
+    chunk = make_chunk(end_ns=start, horizon=len(points), actions=memoryview(actions.tobytes()))
+    timeline = timeline_of(chunk, now_ns=start)
+    for step, point in enumerate(actions):
+        due = timeline.action_at(start + DT_NS + step * DT_NS)
+        assert due is not None
+        assert due.tobytes() == point.tobytes()
+
+
+@given(ends=st.tuples(finite, finite), within=st.integers(0, DT_NS - 1))
+def test_between_points_an_action_is_linear_and_never_outside(
+    ends: tuple[float, float], within: int
+) -> None:
+    actions = np.array([[ends[0]] * 2, [ends[1]] * 2], np.float32)
+    chunk = make_chunk(horizon=2, actions=memoryview(actions.tobytes()))
+    due = timeline_of(chunk).action_at(DT_NS + within)
+    assert due is not None
+    assert actions.min() <= due[0] <= actions.max()
+    expected = np.interp(within, [0, DT_NS], actions[:, 0].astype(np.float64))
+    np.testing.assert_allclose(due[0], expected, rtol=1e-6, atol=1e-30)
+
+
+def test_behind_the_last_step_it_is_held_until_the_lease_ends() -> None:
+    chunk = make_chunk()
+    timeline = timeline_of(chunk)
+    late = timeline.action_at(LEASE_NS)
+    assert late is not None
+    np.testing.assert_array_equal(late, actions_of(chunk)[-1])
+
+
+def test_a_newer_chunk_replaces_everything_from_now_on() -> None:
+    older, newer = make_chunk(0), make_chunk(1, end_ns=5 * MS)
+    timeline = timeline_of(older, now_ns=0)
+    now = 25 * MS  # step 1.5 of the older one
+    assert timeline.merge(newer, now) is None
+    due = timeline.action_at(now)
+    assert due is not None
+    np.testing.assert_array_equal(due, actions_of(newer)[1])
+
+
+def test_until_a_newer_chunk_begins_the_older_one_plays_on() -> None:
+    # chunks come faster than their first step falls due: none of them may be starved
+    timeline = ActionTimeline(2)
+    arrivals = [(seq * 4 * MS + MS, seq, False) for seq in range(6)]
+    starts = [(seq * 4 * MS + DT_NS, seq, True) for seq in range(6)]
+    for now, seq, starts_now in sorted(arrivals + starts):
+        if not starts_now:
+            timeline.merge(make_chunk(seq, end_ns=seq * 4 * MS), now)
+            continue
+        due = timeline.action_at(now)
+        assert due is not None
+        assert due[0] == np.float32(seq / 1000)
+    assert timeline.statistics().superseded == 0
+
+
+def test_a_replaced_chunk_that_was_never_executed_is_superseded() -> None:
+    timeline = timeline_of(make_chunk(0), make_chunk(1, start_ns=DT_NS))
+    timeline.action_at(DT_NS)
+    statistics = timeline.statistics()
+    assert (statistics.received, statistics.superseded, statistics.pending) == (2, 1, 1)
+    (outcome,) = timeline.take_outcomes(0)
+    assert (outcome.seq, outcome.executed) == (0, 0)
+
+
+def test_steps_already_past_are_skipped_and_counted() -> None:
+    timeline = ActionTimeline(2)
+    now = DT_NS + 2 * DT_NS  # steps 0 and 1 are over
+    assert timeline.merge(make_chunk(), now) is None
+    due = timeline.action_at(now)
+    assert due is not None
+    assert due[0] == 2
+    timeline.clear()
+    statistics = timeline.statistics()
+    assert (statistics.steps_executed, statistics.steps_skipped) == (1, 2)
+
+
+def test_a_chunk_whose_steps_are_all_past_is_superseded() -> None:
+    timeline = ActionTimeline(2)
+    over = DT_NS + HORIZON * DT_NS
+    assert timeline.merge(make_chunk(), over) == "superseded"
+    assert timeline.action_at(over) is None
+    assert timeline.merge(make_chunk(), over - 1) is None
+
+
+def test_age_runs_from_the_windows_end_to_the_first_execution() -> None:
+    timeline = timeline_of(make_chunk(end_ns=10**18), now_ns=10**18)
+    for late in (12 * MS, 14 * MS, 30 * MS):
+        assert timeline.action_at(10**18 + late) is not None
+    timeline.clear()
+    (outcome,) = timeline.take_outcomes(0)
+    assert (outcome.age_ns, outcome.executed, outcome.skipped) == (12 * MS, 2, 1)
+
+
+def test_age_of_a_chunk_not_executed_runs_to_its_receipt() -> None:
+    timeline = timeline_of(make_chunk(), now_ns=7 * MS)
+    timeline.clear()
+    (outcome,) = timeline.take_outcomes(0)
+    assert (outcome.age_ns, outcome.executed) == (7 * MS, 0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "chunk", "now_ns"),
+    [
+        ("malformed", make_chunk(5, horizon=4, actions=memoryview(b"\0" * 31)), 0),
+        ("non_finite", make_chunk(5, horizon=1, actions=memoryview(b"\xff" * 8)), 0),
+        ("out_of_order", make_chunk(3), 0),
+        ("out_of_order", make_chunk(2), 0),
+        ("expired", make_chunk(5), LEASE_NS + 1),
+        ("future", make_chunk(5, end_ns=LEASE_NS + 1), 0),
+    ],
+)
+def test_a_chunk_that_may_not_be_used_is_refused(reason: str, chunk: Any, now_ns: int) -> None:
+    timeline = timeline_of(make_chunk(3), now_ns=0)
+    assert timeline.merge(chunk, now_ns) == reason
+    assert timeline.statistics().refused == {reason: 1}
+
+
+def test_a_chunk_of_a_new_session_counts_from_zero_again() -> None:
+    timeline = timeline_of(make_chunk(300, session=9))
+    assert timeline.merge(make_chunk(0, session=4, end_ns=MS), 2 * MS) is None
+
+
+def test_a_clock_set_back_executes_nothing() -> None:
+    timeline = timeline_of(make_chunk(end_ns=10**15), now_ns=10**15)
+    assert timeline.action_at(10**15 + DT_NS) is not None
+    assert timeline.action_at(10**15 - 3600 * 10**9) is None
+
+
+def test_a_chunk_played_by_someone_else_is_marked() -> None:
+    chunk = make_chunk()
+    timeline = timeline_of(chunk)
+    assert timeline.mark_executed(chunk, 11 * MS)
+    timeline.clear()
+    assert not timeline.mark_executed(chunk, 12 * MS)
+    (outcome,) = timeline.take_outcomes(0)
+    assert (outcome.age_ns, outcome.executed) == (11 * MS, 1)
+
+
+events = st.lists(
+    st.tuples(
+        st.integers(0, 40 * MS),  # time passes
+        st.booleans(),  # a chunk arrives
+        st.integers(0, 250 * MS),  # its window's age on arrival
+        st.integers(0, 12),  # its seq
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200)
+@given(events=events)
+def test_nothing_is_executed_outside_its_lease_and_every_chunk_is_accounted_for(
+    events: list[tuple[int, bool, int, int]],
+) -> None:
+    timeline = ActionTimeline(2)
+    now = 0
+    merged: dict[float, Any] = {}
+    for passed, arrives, age, seq in events:
+        now += passed
+        if arrives:
+            chunk = make_chunk(seq, end_ns=now - age)
+            if timeline.merge(chunk, now) is None:
+                merged[seq] = chunk
+        due = timeline.action_at(now)
+        if due is not None:
+            # an action says which chunk it is of: x + y = 2 * seq / 1000
+            chunk = merged[round(float(due[0] + due[1]) * 500)]
+            assert chunk.start_ns <= now <= chunk.expires_ns
+    timeline.clear()
+    counts = timeline.statistics()
+    outcomes = timeline.take_outcomes(now)
+    assert counts.received == sum(counts.refused.values()) + counts.executed + counts.superseded
+    assert counts.steps_executed == sum(outcome.executed for outcome in outcomes)
+    assert all(outcome.executed + outcome.skipped <= HORIZON for outcome in outcomes)
