@@ -1,0 +1,68 @@
+"""A policy that only takes time: for sweeps, benchmarks and runs checked against the period model.
+
+Its actions are zeros; never let a robot execute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ppstream.config import Count, NonNegative
+from ppstream.errors import ConfigError
+from ppstream.simulate import Delay
+from ppstream.specs import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[policy.options]``; the same seed draws the same durations."""
+
+    b_ms: NonNegative  # mean duration
+    horizon: Count
+    action_dim: Count
+    kind: Literal["sleep", "spin"] = "sleep"
+    law: Literal["constant", "uniform", "tail"] = "constant"
+    seed: int = 0
+    weights: None = None  # it has nothing to load
+    payload: Annotated[int, Meta(ge=0)] = (
+        0  # bytes of a second output that makes results heavier; 0: none
+    )
+
+
+class SimulatedPolicy:
+    """Spends one drawn duration per envelope, whatever the envelope holds."""
+
+    inputs: tuple[TensorSpec, ...] = ()
+
+    def __init__(self, options: Options) -> None:
+        self._delay = Delay(options.b_ms, options.kind, options.law, options.seed)
+        actions = TensorSpec("actions", (options.horizon, options.action_dim))
+        payload = TensorSpec("payload", (options.payload,), "uint8") if options.payload else None
+        self.outputs = (actions,) if payload is None else (actions, payload)
+
+    def reset(self, rows: Tensor) -> None:
+        """Nothing to forget."""
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        self._delay.spend()
+        out["actions"].zero_()
+
+
+def build(config: Mapping[str, Any], device: torch.device) -> SimulatedPolicy:
+    """A simulated stage B on no device at all, with the given ``Options``.
+
+    Raises:
+        ConfigError: an option is missing, unknown or not allowed.
+    """
+    try:
+        options = msgspec.convert(config, Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError([f"policy.options: {error}"]) from error
+    return SimulatedPolicy(options)

@@ -1,0 +1,59 @@
+import time
+
+import pytest
+import torch
+
+from ppstream.errors import ConfigError
+from ppstream_stages.simulated import build
+
+CPU = torch.device("cpu")
+SHAPE = {"horizon": 4, "action_dim": 2}
+
+
+def run_ms(options: dict[str, object], calls: int) -> list[float]:
+    policy = build({**SHAPE, **options}, CPU)
+    out = {spec.name: torch.ones(1, *spec.shape) for spec in policy.outputs}
+    durations = []
+    for _ in range(calls):
+        began = time.monotonic_ns()
+        policy({}, out)
+        durations.append((time.monotonic_ns() - began) / 1e6)
+    return durations
+
+
+@pytest.mark.parametrize("kind", ["sleep", "spin"])
+def test_a_call_takes_at_least_its_duration(kind: str) -> None:
+    durations = sorted(run_ms({"b_ms": 3.0, "kind": kind}, 15))
+    assert durations[0] >= 3.0
+    assert durations[7] < 6.0  # the median of a machine that others use, too
+
+
+def test_durations_of_every_law_have_the_asked_mean() -> None:
+    # half the asked mean or double it would be far outside; what is drawn is tested at its source
+    for law in ("uniform", "tail"):
+        durations = run_ms({"b_ms": 1.0, "kind": "spin", "law": law}, 150)
+        assert 0.8 < sum(durations) / len(durations) < 1.8, law
+
+
+def test_actions_are_zero_and_the_payload_has_the_asked_size() -> None:
+    policy = build({**SHAPE, "b_ms": 0, "payload": 1000, "weights": None}, CPU)
+    actions, payload = policy.outputs
+    assert (actions.shape, payload.shape, payload.dtype) == ((4, 2), (1000,), "uint8")
+    out = {"actions": torch.ones(1, 4, 2), "payload": torch.ones(1, 1000, dtype=torch.uint8)}
+    policy({}, out)
+    assert not out["actions"].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kind": "gpu"}, "kind"),
+        ({"law": "normal"}, "law"),
+        ({"b_ms": -1}, "b_ms"),
+        ({"speed": 2}, "speed"),
+        ({"weights": "w.safetensors"}, "weights"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_name(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"policy\.options.*{text}"):
+        build({**SHAPE, "b_ms": 1, **options}, CPU)
