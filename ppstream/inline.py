@@ -40,13 +40,11 @@ class Inline(Rank0):
     def run(self, envelopes: int | None = None) -> None:
         self._start_limit = None if envelopes is None else self.started + envelopes
         while self.may_begin():
-            self.take_in()
+            self.wait_for_work()
             if self.pacing.due(now_ns()):
                 flight = self.start()
                 failed = self.infer(flight)
                 self.finish(flight, failed=failed)
-            else:
-                self.wait()
 
     def start(self) -> Flight:
         flight = self.next_flight()
@@ -79,8 +77,14 @@ class Inline(Rank0):
         drop = "policy_error" if failed else self.decode_and_emit(flight, self.result)
         self.close_flight(flight, drop)
 
-    def wait(self) -> None:
-        self._w_input_ns += self.wait_for(self.until_due_ns(now_ns()))
+    def look(self) -> None:
+        self.take_in()
+
+    def is_idle(self) -> bool:
+        return self.may_begin() and not self.pacing.due(now_ns())
+
+    def wait_cause(self) -> str:
+        return "input"
 
     def idle_slots(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         return self.envelope, self.result

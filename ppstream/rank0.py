@@ -75,13 +75,7 @@ class Rank0(ABC):
         self._drain_limit_ns = round(config.liveness.drain_s * NS_PER_S)
         self._drain_until_ns: int | None = None
         self._next_ledger_ns = 0
-        self._taking_in_ns = 0  # since the last wait or start: whichever follows owns it
-        self._w_input_ns = 0
-        self._w_credit_ns = 0
-        self._w_slot_ns = 0
-        self._w_result_ns = 0
-        self._w_emit_ns = 0
-        self._busy_link_ns = 0
+        self._waits_ns = dict.fromkeys(("input", "credit", "result", "link"), 0)
 
     # ---- the order of work -----------------------------------------------------------------
 
@@ -99,6 +93,18 @@ class Rank0(ABC):
     @abstractmethod
     def measure_b(self, repeats: int) -> Sequence[int]:
         """Durations of stage B alone on the newest envelope, in ns; nothing is in flight."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """Look at everything that can give work, without waiting."""
+
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do now, and something to wait for."""
+
+    @abstractmethod
+    def wait_cause(self) -> str:
+        """What a wait that begins now is for: ``input``, ``credit`` or ``result``."""
 
     # ---- asked for from outside ------------------------------------------------------------
 
@@ -186,8 +192,8 @@ class Rank0(ABC):
         record.outstanding_max, record.q_decode_max = self.credits.take_maxima()
         record.outstanding_ns_total = self.credits.outstanding_ns_total(now)
         record.q_decode_ns_total = self.credits.q_decode_ns_total(now)
-        record.w_result_ns, self._w_result_ns = self._w_result_ns, 0
-        record.w_emit_ns, self._w_emit_ns = self._w_emit_ns, 0
+        record.w_result_ns, self._waits_ns["result"] = self._waits_ns["result"], 0
+        record.w_emit_ns = 0  # an emitter never blocks
         self.log.commit(record)
         self.finished += 1
         self.stage_c.count(drop)
@@ -208,12 +214,11 @@ class Rank0(ABC):
 
     def book_input_waits(self, flight: Flight) -> None:
         """Book the waits before stage A, and the link's time since, on this envelope."""
-        record = flight.record
-        record.w_input_ns = self._w_input_ns + self._taking_in_ns
-        self._w_input_ns = self._taking_in_ns = 0
-        record.w_credit_ns, self._w_credit_ns = self._w_credit_ns, 0
-        record.w_slot_ns, self._w_slot_ns = self._w_slot_ns, 0
-        record.busy_link_ns, self._busy_link_ns = self._busy_link_ns, 0
+        record, waits_ns = flight.record, self._waits_ns
+        record.w_input_ns, waits_ns["input"] = waits_ns["input"], 0
+        record.w_credit_ns, waits_ns["credit"] = waits_ns["credit"], 0
+        record.busy_link_ns, waits_ns["link"] = waits_ns["link"], 0
+        record.w_slot_ns = 0  # slots follow from credits: nobody ever waits for one
 
     # ---- the loop's bookkeeping --------------------------------------------------------------
 
@@ -227,21 +232,41 @@ class Rank0(ABC):
 
     def take_in(self) -> None:
         """Take in what has arrived, cut the epoch when asked, and write the ledger each second."""
-        began = now_ns()
-        self.source.drain(began)
+        now = now_ns()
+        self.source.drain(now)
         if self._cuts:
             with self._cut_lock:
                 reasons, self._cuts = self._cuts, []
             self.cut(", ".join(reasons))
         if self.stop_reason is not None and self.phase == "ready":
             self.change_phase("draining")
-            self._drain_until_ns = began + self._drain_limit_ns
+            self._drain_until_ns = now + self._drain_limit_ns
         if self.reports:
             self.write_reports()
-        if began >= self._next_ledger_ns:
-            self._next_ledger_ns = began + LEDGER_INTERVAL_NS
+        if now >= self._next_ledger_ns:
+            self._next_ledger_ns = now + LEDGER_INTERVAL_NS
             self.write_ledger()
-        self._taking_in_ns += now_ns() - began
+
+    def wait_for_work(self) -> None:
+        """Look at every input until there is something to do; sleep in between.
+
+        One blocking call, timed as one: what arrives while it lasts, and looking at it, is part of
+        the wait and booked under its cause. Finding work at once is no wait but the link's time.
+        """
+        began = now_ns()
+        cause = self.wait_cause()
+        self.look()
+        slept = False
+        while self.is_idle():
+            slept = True
+            limit_ns = WAIT_MAX_NS
+            if cause == "input":  # only then can the clock alone give work
+                dues = (self.source.next_due_ns(), self.pacing.due_ns())
+                now = now_ns()
+                limit_ns = min([limit_ns, *(max(0, due - now) for due in dues if due is not None)])
+            self.waiter.wait(limit_ns)
+            self.look()
+        self._waits_ns[cause if slept else "link"] += now_ns() - began
 
     def write_reports(self) -> None:
         """What robots measured of the chunks they executed, in their own clocks."""
@@ -269,18 +294,3 @@ class Rank0(ABC):
                 "in_flight": self.started - self.finished,
             },
         )
-
-    def wait_for(self, limit_ns: int) -> int:
-        """Sleep until something happens; returns how long, with what was taken in just before.
-
-        Samples that arrive during a wait are part of it: they keep nothing from being done.
-        """
-        began = now_ns()
-        self.waiter.wait(limit_ns)
-        taking_in_ns, self._taking_in_ns = self._taking_in_ns, 0
-        return taking_in_ns + now_ns() - began
-
-    def until_due_ns(self, now: int) -> int:
-        """How long a wait for input may last: until the clock alone makes input or A due."""
-        dues = (self.source.next_due_ns(), self.pacing.due_ns())
-        return min([WAIT_MAX_NS, *(max(0, due - now) for due in dues if due is not None)])

@@ -13,6 +13,7 @@ from ppstream.records import Envelope, RunLog
 
 #: An emit that was under way when the cut came may be stamped this much behind it.
 CUT_SLACK_NS: Final = 1_000_000
+EMIT_SLACK_NS: Final = 1_000_000  # between the check of a lease and the emit it allowed
 #: Nothing reaches a robot in these phases, so nothing can reach it expired.
 SILENT_PHASES: Final = frozenset({"warming", "bring-up"})
 
@@ -103,4 +104,4 @@ def _is_expired_emit(envelope: Envelope) -> bool:
     age_ns, lease_ns = envelope.age_rank0_ns, envelope.lease_ns
     if not envelope.is_emitted or age_ns is None or lease_ns is None:
         return False
-    return envelope.phase not in SILENT_PHASES and age_ns > lease_ns
+    return envelope.phase not in SILENT_PHASES and age_ns > lease_ns + EMIT_SLACK_NS

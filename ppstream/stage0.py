@@ -7,6 +7,7 @@ the newest window second. The unpipelined twin is in ``inline.py``.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -47,73 +48,54 @@ class Stage0(Rank0):
         self._committed: deque[Flight] = deque()
         self._received: SimpleQueue[Flight] = SimpleQueue()
         self._room = threading.Event()
+        self._failure: BaseException | None = None  # of a thread of run_split
         self._usual_b_ns = 0
         self._frozen_ns = round(self.config.liveness.frozen_ms * NS_PER_MS)
-        self._results = self.waiter  # who waits for results; a waiter of its own when split
-        if self.config.pipeline.threads == "split":
-            self._results = Waiter()
+        self._is_split = self.config.pipeline.threads == "split"
+        self._lead = sys.maxsize if self._is_split else SERIAL_LEAD
+        self._results = Waiter() if self._is_split else self.waiter  # who waits for results
         for fd in (peer.fileno(), *link.fds):
             self._results.register(fd)
 
     def run(self, envelopes: int | None = None) -> None:
         self._start_limit = None if envelopes is None else self.started + envelopes
-        if self.config.pipeline.threads == "serial":
-            self.run_serial()
-        else:
+        if self._is_split:
             self.run_split()
+        else:
+            self.run_serial()
 
     # ---- one thread: A and C in turn -------------------------------------------------------
 
     def run_serial(self) -> None:
         while self.may_begin() or self.credits.in_system:
-            self.take_in()
-            self.receive()
-            began = self.credits.in_system < SERIAL_LEAD and self.start()
+            self.wait_for_work()
+            if self.may_start():
+                self.start()  # send first,
             if not self._received.empty():
-                self.finish(self._received.get())
-            elif not began:
-                self.wait()
-
-    def receive(self) -> None:
-        """Observe results; the time is the link's."""
-        began = now_ns()
-        self.observe()
-        self._busy_link_ns += now_ns() - began
-
-    def wait(self) -> None:
-        """Sleep until something can change; the wait is booked under its cause."""
-        began = now_ns()
-        self.check_peer(began)
-        if self.credits.in_system >= SERIAL_LEAD or not self.may_begin():
-            self._w_result_ns += self.wait_for(WAIT_MAX_NS)
-        elif not self.credits.may_commit():
-            self._w_credit_ns += self.wait_for(WAIT_MAX_NS)
-        else:
-            self._w_input_ns += self.wait_for(self.until_due_ns(began))
+                self.finish(self._received.get())  # then decode
 
     # ---- three threads: A | receipt | C ------------------------------------------------------
 
     def run_split(self) -> None:
         ended = threading.Event()
-        failures: list[BaseException] = []
         threads = [
-            threading.Thread(target=self._guarded, args=(work, ended, failures), name=name)
+            threading.Thread(target=self._guarded, args=(work, ended), name=name)
             for name, work in (("receive", self.receive_results), ("decode", self.decode_results))
         ]
         for thread in threads:
             thread.start()
         try:
-            while (self.may_begin() or self.credits.in_system) and not failures:
-                self.take_in()
-                if not self.start():
-                    self.wait_to_start()
+            while (self.may_begin() or self.credits.in_system) and self._failure is None:
+                self.wait_for_work()
+                if self.may_start():
+                    self.start()
         finally:
             ended.set()
             self._results.wake()
             for thread in threads:
                 thread.join()
-        if failures:
-            raise failures[0]
+        if self._failure is not None:
+            raise self._failure
 
     def receive_results(self, ended: threading.Event) -> None:
         while not ended.is_set():
@@ -133,49 +115,60 @@ class Stage0(Rank0):
             except Empty:
                 continue
             finally:
-                self._w_result_ns += now_ns() - began
+                self._waits_ns["result"] += now_ns() - began
             self.finish(flight)
             self.waiter.wake()
 
-    def wait_to_start(self) -> None:
-        if self.credits.may_commit():
-            self._w_input_ns += self.wait_for(self.until_due_ns(now_ns()))
-        else:
-            self._w_credit_ns += self.wait_for(WAIT_MAX_NS)
-
-    def _guarded(
-        self,
-        work: Callable[[threading.Event], None],
-        ended: threading.Event,
-        failures: list[BaseException],
-    ) -> None:
+    def _guarded(self, work: Callable[[threading.Event], None], ended: threading.Event) -> None:
         """Top of a thread: what goes wrong in it ends the run on the thread that started it."""
         try:
             work(ended)
         except BaseException as error:  # noqa: BLE001 - re-raised by run_split
-            failures.append(error)
+            self._failure = self._failure or error
             ended.set()
             self.waiter.wake()
             self._results.wake()
 
     # ---- the verbs of both --------------------------------------------------------------------
 
-    def start(self) -> bool:
+    def may_start(self) -> bool:
+        """Whether stage A may begin: wanted, with a credit, and due."""
+        return (
+            self.may_begin()
+            and self.credits.may_commit()
+            and self.credits.in_system < self._lead
+            and self.pacing.due(now_ns())
+        )
+
+    def start(self) -> None:
         """Credit first, newest window second: stage A into the next slot, and off it goes."""
-        if not (self.may_begin() and self.credits.may_commit() and self.pacing.due(now_ns())):
-            return False
         flight = self.next_flight()
         slot = self.link.envelope(flight.index)
-        ends_ns = self.pacing.started()
-        self.stage_a.build(flight, slot.tensors, ends_ns)
+        self.stage_a.build(flight, slot.tensors, self.pacing.started())
         slot.header[EPOCH] = flight.epoch, flight.seq
+        self.book_input_waits(flight)
+        self._committed.append(flight)
         flight.sent_ns = flight.record.tSend = now_ns()
         self.credits.commit(flight.sent_ns)
-        self._committed.append(flight)
         self.link.commit(flight.index)
-        self._busy_link_ns += now_ns() - flight.sent_ns
-        self.book_input_waits(flight)
-        return True
+        self._waits_ns["link"] += now_ns() - flight.sent_ns
+
+    def look(self) -> None:
+        self.take_in()
+        if not self._is_split:
+            self.observe()
+            self.check_peer(now_ns())
+
+    def is_idle(self) -> bool:
+        has_result = not self._is_split and not self._received.empty()
+        if has_result or self.may_start() or self._failure is not None:
+            return False
+        return bool(self.may_begin() or self.credits.in_system)
+
+    def wait_cause(self) -> str:
+        if not self._is_split and (self.credits.in_system >= self._lead or not self.may_begin()):
+            return "result"
+        return "input" if self.credits.may_commit() else "credit"
 
     def observe(self) -> None:
         """Read the control socket; each result that D_out has room for returns its credit."""
@@ -192,7 +185,7 @@ class Stage0(Rank0):
             flight.record.tRecv = now_ns()
             self.credits.receive(flight.record.tRecv)
             self._received.put(flight)
-            if self._results is not self.waiter:
+            if self._is_split:
                 self.waiter.wake()  # the credit is another thread's
 
     def finish(self, flight: Flight) -> None:

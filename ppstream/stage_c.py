@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from ppstream.clock import NS_PER_MS, now_ns
 from ppstream.decode import enforce
 from ppstream.errors import PolicyError
 from ppstream.messages import ActionChunk
+
+EMIT_MARGIN_NS: Final = NS_PER_MS  # an action is refused this long before its lease ends
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
@@ -132,7 +134,7 @@ class StageC:
         self._clipped += clipped
         if not finite:
             return "non_finite"
-        if now_ns() - flight.received_ns > self._lease_ns:
+        if now_ns() - flight.received_ns > self._lease_ns - EMIT_MARGIN_NS:
             return "expired"
         return None
 

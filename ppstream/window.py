@@ -16,7 +16,7 @@ import torch
 from ppstream.clock import NS_PER_MS
 from ppstream.robot_clock import NEVER_NS
 from ppstream.specs import TensorSpec
-from ppstream_kernels import StreamSource, resample_streams
+from ppstream_kernels import ResamplePlan, StreamSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,9 +43,9 @@ class WindowInfo(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """One resampling call: its streams, and the names of the three tensors it writes."""
+    """One resampling call, prepared, and the names of the three tensors it writes."""
 
-    sources: list[StreamSource]
+    resample: ResamplePlan
     out: tuple[str, str, str]
 
 
@@ -81,7 +81,10 @@ class WindowCutter:
         self._present = torch.zeros(len(rows), dtype=torch.bool)
         self._present_view: NDArray[np.bool_] = self._present.numpy()
         self._groups = [
-            _Group([_source(stream, banks[stream.name]) for stream in streams], _group_names(group))
+            _Group(
+                ResamplePlan([_source(stream, banks[stream.name]) for stream in streams], steps),
+                _group_names(group),
+            )
             for group, streams in config.groups.items()
         ]
         self._streams = tuple(stream.name for stream in config.streams)
@@ -100,7 +103,7 @@ class WindowCutter:
         ends = [self._begin_row(row, end_ns, lease_ns) for row, end_ns in enumerate(ends_ns)]
         for group in self._groups:
             values, valid, age_s = (out[name] for name in group.out)
-            resample_streams(group.sources, self._targets_ns, out=(values, valid, age_s))
+            group.resample(self._targets_ns, (values, valid, age_s))
             for row, place in enumerate(self._rows):
                 if place.session != 0 and not place.present:  # its other streams hold samples
                     values[row].zero_()

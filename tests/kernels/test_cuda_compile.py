@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppstream_kernels import cuda_compile
+from ppstream_kernels.cuda_compile import Variant, cached_cubin, compile_cubin, import_cuda
+
+ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
+VARIANTS = (
+    Variant(streams=1, out=1, sources=0b0010, modes=0b00111),  # bfloat16, straight lines
+    Variant(streams=24, out=0, sources=0b1111, modes=0b11111),  # everything there is
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nvrtc() -> None:
+    try:
+        import_cuda("cuda.core")
+        import_cuda("cuda.bindings.nvrtc").nvrtcVersion()
+    except RuntimeError as reason:  # NVRTC itself is looked up by its first call
+        pytest.skip(f"nothing to compile with: {reason}")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=["lean", "full"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_source_compiles_without_a_warning(arch: str, variant: Variant) -> None:
+    compiled = compile_cubin(variant, arch)
+    assert compiled.log == ""
+    assert compiled.cubin.startswith(b"\x7fELF")
+
+
+def test_a_warning_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "unused.cu"
+    source.write_text('constexpr int unused = 1;\nextern "C" __global__ void resample() {}\n')
+    monkeypatch.setattr(cuda_compile, "_SOURCE", source)
+    assert "never referenced" in compile_cubin(VARIANTS[0], "sm_90").log
+
+
+def test_a_source_that_does_not_compile_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "broken.cu"
+    source.write_text("oops\n")
+    monkeypatch.setattr(cuda_compile, "_SOURCE", source)
+    with pytest.raises(Exception, match="oops"):
+        compile_cubin(VARIANTS[0], "sm_90")
+
+
+def test_a_kept_cubin_is_not_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = cached_cubin(VARIANTS[0], "sm_90", tmp_path)
+    monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: pytest.fail("compiled again"))
+    assert cached_cubin(VARIANTS[0], "sm_90", tmp_path) == first
+
+
+def test_a_damaged_cubin_is_replaced(tmp_path: Path) -> None:
+    first = cached_cubin(VARIANTS[0], "sm_90", tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    assert cached_cubin(VARIANTS[0], "sm_90", tmp_path) == first
+    assert len(file.read_bytes()) > len(first)
+
+
+def test_a_folder_that_cannot_be_written_only_costs_the_compilation(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    assert cached_cubin(VARIANTS[0], "sm_90", occupied).startswith(b"\x7fELF")
+
+
+def test_variants_and_architectures_are_kept_apart(tmp_path: Path) -> None:
+    for arch in ARCHS[:2]:
+        for streams in (1, 4):
+            cached_cubin(VARIANTS[0]._replace(streams=streams), arch, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
