@@ -41,15 +41,22 @@ class RankEnd:
         self.run: Run | None = None
         self.is_drained = False  # both sides said goodbye: the other one may go first
         self._told = threading.Lock()
+        self._is_recorded = False
+
+    def record(self, code: ExitCode, reason: str) -> None:
+        """Write the end into exit.json and, on rank 0, run.json; only the first time counts."""
+        if self.run is None or self._is_recorded:
+            return
+        self._is_recorded = True
+        self.run.record_exit(self.rank, code, reason)
+        if self.rank == 0:
+            self.run.finish(code)
 
     def leave(self, code: ExitCode, reason: str) -> None:
         """Tell, flush, and end the process at once: no thread or socket can hold it up."""
         if not self._told.acquire(blocking=False):
             threading.Event().wait()  # the other thread that is leaving ends this process
-        if self.run is not None:
-            self.run.record_exit(self.rank, code, reason)
-            if self.rank == 0:
-                self.run.finish(code)
+        self.record(code, reason)
         if self.rank == 0 or code is not ExitCode.DRAINED:
             self.say(code, reason)
         sys.stdout.flush()

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 #: Ends behind a bring-up: there is something to report.
 REPORTED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE)
 
-logger = logging.getLogger("ppstream")
+#: What the extra ``serve`` brings.
+SERVE_PACKAGES: Final = ("torch", "safetensors", "nvtx", "prometheus_client")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +68,6 @@ def run_rank(config: PipelineConfig, rank: int) -> int:
     if run is not None and (code := run.final_code()) is not None:
         end.say(code, "an earlier generation ended so; restarting cannot improve it")
         return int(code)
-    code, reason = ExitCode.INTERNAL, ""
     try:
         if rank == 0:
             from ppstream.front import run_front
@@ -78,17 +78,25 @@ def run_rank(config: PipelineConfig, rank: int) -> int:
 
             reason = run_back(config, end)
         code = ExitCode.DRAINED
-    except PpstreamError as error:
-        code, reason = error.exit_code, str(error)
-    except MemoryError as error:
-        code, reason = ExitCode.OUT_OF_MEMORY, str(error)
     except Exception as error:  # noqa: BLE001 - the top of the process: say it, and leave
-        traceback.print_exc()
-        reason = f"{type(error).__name__}: {error}"
+        code, reason = end_of(error)
+    end.record(code, reason)
     if rank == 0 and end.run is not None and code in REPORTED:
         print_report(end.run)
     end.leave(code, reason)
     return int(code)
+
+
+def end_of(error: Exception) -> tuple[ExitCode, str]:
+    """How a rank ends because of ``error``; one that nobody expected is printed in full."""
+    if isinstance(error, PpstreamError):
+        return error.exit_code, str(error)
+    if isinstance(error, MemoryError):
+        return ExitCode.OUT_OF_MEMORY, str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name in SERVE_PACKAGES:
+        return ExitCode.CONFIG, f"{error.name} is not installed: pip install 'ppstream[serve]'"
+    traceback.print_exception(error)
+    return ExitCode.INTERNAL, f"{type(error).__name__}: {error}"
 
 
 def print_report(run: Run) -> None:

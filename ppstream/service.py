@@ -17,6 +17,7 @@ from typing import Final
 from ppstream.action_file import ActionFile
 from ppstream.clock import now_ns
 from ppstream.config import DemoConfig, PipelineConfig
+from ppstream.errors import ConfigError
 from ppstream.intake import build_intake
 from ppstream.pacing import Pacing, Scheduled, service_pacing
 from ppstream.rank0 import Rank0
@@ -70,6 +71,13 @@ class Service:
 
     def run(self) -> None:
         """Serve until a stop is asked for, the recording ends, or ``duration_s`` is over."""
+        if self._robot is not None and self._robot.poll() is not None:
+            raise ConfigError(
+                [
+                    f"demo.robot: it ended with code {self._robot.returncode} before the run was "
+                    "ready; its message stands above (mujoco comes with 'ppstream[demo]')"
+                ]
+            )
         rank0, duration_s = self._rank0, self.config.service.duration_s
         source = self._source()
         rank0.cut("ready")

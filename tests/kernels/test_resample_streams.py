@@ -2,38 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from resample_cases import make_sources, make_targets
 
-from ppstream_kernels import MODES, Resampled, StreamSource, resample, resample_streams
-
-LIMIT_NS = 40
-
-
-def make_sources(rows: int, device: str, dtype: torch.dtype = torch.float32) -> list[StreamSource]:
-    """Rings of every mode, different in size, fill, rotation and limits."""
-    torch.manual_seed(0)
-    sources = []
-    for position, mode in enumerate(MODES):
-        slots, dim = 5 + position, 4 if mode == "slerp" else 3 + position
-        stamps_ns = torch.randint(1, 60, (rows, slots)).cumsum(1)
-        count = torch.randint(0, slots + 1, (rows,))
-        head = torch.randint(0, slots, (rows,))
-        order = (torch.arange(slots) - head[:, None]) % slots  # of each slot, its place in time
-        source = StreamSource(
-            torch.randn(rows, slots, dim).to(device, dtype),
-            stamps_ns.gather(1, order).to(device),
-            None if position == 0 else count.to(device),
-            None if position == 0 else head.to(device),
-            mode,
-            max_gap_ns=None if position == 1 else LIMIT_NS,
-            max_age_ns=None if position == 2 else LIMIT_NS,
-        )
-        sources.append(source)
-    sources[0] = StreamSource(sources[0].values, torch.arange(5, device=device).repeat(rows, 1))
-    return sources
-
-
-def make_targets(rows: int, device: str, targets: int = 9) -> torch.Tensor:
-    return torch.arange(-10, 400, 410 // targets, device=device)[:targets].repeat(rows, 1)
+from ppstream_kernels import Resampled, StreamSource, resample, resample_streams
 
 
 def one_by_one(sources: list[StreamSource], tgt_ns: torch.Tensor) -> list[Resampled]:

@@ -123,6 +123,14 @@ def test_nothing_to_hide_is_refused_with_31_unless_accepted(tmp_path):
         assert ranks.wait() == [0, 0], ranks.output()
 
 
+def test_serial_depth_fails_the_gate_with_30(tmp_path):
+    """With one credit only C stays hidden behind B, as the model says."""
+    shallow = ("pipeline.d_in=1", "simulate.a_ms=4", "simulate.c_ms=0.1", "bringup.envelopes=120")
+    with Ranks(tmp_path, *shallow) as ranks:
+        assert ranks.wait() == [30, 30], ranks.output()
+        assert re.search(r"exit 30 GATE_FAIL .*LOW_OVERLAP", ranks.output())
+
+
 def test_later_generation_of_a_refused_run_ends_at_once_with_the_same_code(tmp_path):
     with Ranks(tmp_path, "simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=20") as ranks:
         assert ranks.wait() == [31, 31]
