@@ -23,11 +23,12 @@ class ActionFile:
         self._rows: list[int] = []
         self._actions: list[np.ndarray[Any, Any]] = []
 
-    def emit(self, row: int, chunk: ActionChunk) -> None:
+    def emit(self, row: int, chunk: ActionChunk) -> str | None:
         values = np.frombuffer(chunk.actions, dtype=np.float32).copy()
         self._ends_ns.append(chunk.window_end_ns)
         self._rows.append(row)
         self._actions.append(values.reshape(chunk.horizon, self._action_dim))
+        return None
 
     def close(self) -> None:
         """Write what was emitted; an empty run writes empty arrays."""

@@ -115,7 +115,7 @@ def time_standalone(rank0: Rank0, repeats: int) -> dict[str, int]:
         rank0.take_in()
         flight = Flight(0, rank0.epoch, 0, EnvelopeRecord())
         began = now_ns()
-        rank0.stage_a.build(flight, envelope, newest)
+        rank0.stage_a.build(flight, envelope.tensors, newest)
         built = now_ns()
         rank0.decode_and_emit(flight, result)
         durations_a.append(built - began)

@@ -165,8 +165,8 @@ def _inline(
     return Inline(
         *parts,
         stage_b=StageB(policy, config.batch.rows),
-        envelope=new_slots(shape.envelope, 1)[0].tensors,
-        result=new_slots(shape.result, 1)[0].tensors,
+        envelope=new_slots(shape.envelope, 1)[0],
+        result=new_slots(shape.result, 1)[0],
     )
 
 

@@ -14,10 +14,9 @@ from ppstream.flight import Flight
 from ppstream.rank0 import Rank0
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from torch import Tensor
-
+    from ppstream.slots import Slot
     from ppstream.stage1 import StageB
 
 
@@ -28,8 +27,8 @@ class Inline(Rank0):
         self,
         *parts: Any,
         stage_b: StageB,
-        envelope: Mapping[str, Tensor],
-        result: Mapping[str, Tensor],
+        envelope: Slot,
+        result: Slot,
     ) -> None:
         super().__init__(*parts)
         self.stage_b = stage_b
@@ -48,7 +47,7 @@ class Inline(Rank0):
 
     def start(self) -> Flight:
         flight = self.next_flight()
-        self.stage_a.build(flight, self.envelope, self.pacing.started())
+        self.stage_a.build(flight, self.envelope.tensors, self.pacing.started())
         self.book_input_waits(flight)
         return flight
 
@@ -59,7 +58,7 @@ class Inline(Rank0):
         self.credits.commit(tb0)
         failed = False
         try:
-            self.stage_b(flight.epoch, self.envelope, self.result)
+            self.stage_b(flight.epoch, self.envelope.tensors, self.result.tensors)
         except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             failed = True
             text = "".join(traceback.format_exception(error))
@@ -86,13 +85,13 @@ class Inline(Rank0):
     def wait_cause(self) -> str:
         return "input"
 
-    def idle_slots(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    def idle_slots(self) -> tuple[Slot, Slot]:
         return self.envelope, self.result
 
     def measure_b(self, repeats: int) -> Sequence[int]:
         durations = []
         for _ in range(repeats):
             began = now_ns()
-            self.stage_b(self.epoch, self.envelope, self.result)
+            self.stage_b(self.epoch, self.envelope.tensors, self.result.tensors)
             durations.append(now_ns() - began)
         return durations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ppstream.clock import NS_PER_S, now_ns
@@ -18,13 +18,12 @@ from ppstream.ring import balances
 from ppstream.stage_c import Nobody
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ppstream.config import PipelineConfig
     from ppstream.credits import CreditLedger
     from ppstream.intake import Intake
     from ppstream.messages import Report
     from ppstream.pacing import Pacing
+    from ppstream.slots import Slot
     from ppstream.sources import Source
     from ppstream.stage_a import StageA
     from ppstream.stage_c import Emitter, StageC
@@ -87,8 +86,8 @@ class Rank0(ABC):
         """
 
     @abstractmethod
-    def idle_slots(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """An envelope's and a result's tensors, with real contents, that nothing uses now."""
+    def idle_slots(self) -> tuple[Slot, Slot]:
+        """An envelope's and a result's slot, with real contents, that nothing uses now."""
 
     @abstractmethod
     def measure_b(self, repeats: int) -> Sequence[int]:
@@ -198,10 +197,9 @@ class Rank0(ABC):
         self.finished += 1
         self.stage_c.count(drop)
 
-    def decode_and_emit(self, flight: Flight, result: Mapping[str, Tensor]) -> str | None:
+    def decode_and_emit(self, flight: Flight, result: Slot) -> str | None:
         """Stage C; returns why nothing was emitted, or None."""
-        arrays = {name: tensor.numpy() for name, tensor in result.items()}
-        rows = self.stage_c.decode(flight, arrays)
+        rows = self.stage_c.decode(flight, result.arrays)
         if flight.epoch != self.epoch:  # a cut came while decoding
             return "stale"
         return self.stage_c.emit(flight, rows, self.emitter)

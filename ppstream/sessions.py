@@ -111,11 +111,13 @@ class Sessions:
                 self._close(session, "silent")
         return taken
 
-    def emit(self, row: int, chunk: ActionChunk) -> None:
+    def emit(self, row: int, chunk: ActionChunk) -> str | None:
         """Send a chunk to the robot of ``row``; it is encoded before this returns.
 
-        Dropped and counted: ``not_ready`` (outside a serving phase), ``no_session`` (the robot it
-        answers has left), ``episode`` (it began a new one), ``undeliverable``.
+        Returns:
+            None, or why it was dropped, counted here, too: ``not_ready`` (outside a serving phase),
+            ``no_session`` (the robot it answers has left), ``episode`` (it began a new one),
+            ``undeliverable``.
         """
         session = self._table.at(row)
         reason = "undeliverable"
@@ -127,8 +129,9 @@ class Sessions:
             reason = "episode"
         elif self._socket.send(encoder.encode(chunk), session.peer):
             self._counts.chunks_sent += 1
-            return
+            return None
         self._counts.chunks_dropped[reason] += 1
+        return reason
 
     def set_phase(self, phase: str) -> None:
         """Tell all robots; the first serving phase opens the rows of those that are here."""

@@ -36,11 +36,13 @@ class Slot:
     Attributes:
         header: int64, the fields of the layout in order.
         tensors: by name, ``[rows, *shape]``, sharing the slot's memory.
+        arrays: the same as numpy arrays, those whose dtype numpy has.
         raw: the whole slot, uint8.
     """
 
     header: np.ndarray[Any, np.dtype[np.int64]]
     tensors: Mapping[str, Tensor]
+    arrays: Mapping[str, np.ndarray[Any, Any]]
     raw: Tensor
 
 
@@ -78,7 +80,13 @@ def make_slots(memory: Tensor, layout: SlotLayout, count: int) -> tuple[Slot, ..
     slots = []
     for start in range(0, count * layout.slot_bytes, layout.slot_bytes):
         raw = memory[start : start + layout.slot_bytes]
-        slots.append(Slot(layout.header_view(raw).numpy(), layout.views(raw), raw))
+        tensors = layout.views(raw)
+        arrays = {
+            name: tensor.numpy()
+            for name, tensor in tensors.items()
+            if tensor.dtype is not torch.bfloat16
+        }
+        slots.append(Slot(layout.header_view(raw).numpy(), tensors, arrays, raw))
     return tuple(slots)
 
 

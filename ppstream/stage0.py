@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,10 +25,8 @@ from ppstream.rank0 import WAIT_MAX_NS, Rank0
 from ppstream.waiter import Waiter
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ppstream.control import Peer
-    from ppstream.links import FrontLink
+    from ppstream.links import FrontLink, Slot
 
 SERIAL_LEAD: Final = 2  # envelopes in the system: one thread can use no more (model.py)
 RESULT_LIMIT_NS: Final = 5 * NS_PER_S  # stage B may take at least this long,
@@ -200,7 +198,7 @@ class Stage0(Rank0):
         elif failed:
             drop = "policy_error"
         else:
-            drop = self.decode_and_emit(flight, slot.tensors)
+            drop = self.decode_and_emit(flight, slot)
         self.close_flight(flight, drop)
 
     def read_header(self, flight: Flight, header: list[int]) -> bool:
@@ -214,9 +212,9 @@ class Stage0(Rank0):
         self._usual_b_ns += ((flight.record.B_ns or 0) - self._usual_b_ns) // 8
         return bool(header[FAILED])
 
-    def idle_slots(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    def idle_slots(self) -> tuple[Slot, Slot]:
         newest = self.started - 1
-        return self.link.envelope(newest).tensors, self.link.result(newest).tensors
+        return self.link.envelope(newest), self.link.result(newest)
 
     def measure_b(self, repeats: int) -> Sequence[int]:
         self.peer.send(Measure(repeats))

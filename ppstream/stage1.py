@@ -94,7 +94,8 @@ class Stage1:
             PeerLostError: rank 0 is gone, or ``give_up()`` while nothing was to be done.
         """
         while self.drain_reason is None:
-            self.receive()
+            if not self._waiting:
+                self.receive()
             if self._waiting:
                 self.serve(*self._waiting.popleft())
             elif self.peer.inbox:

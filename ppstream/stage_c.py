@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 class Emitter(Protocol):
     """Takes finished action chunks. Called from the thread that decodes; must not block."""
 
-    def emit(self, row: int, chunk: ActionChunk) -> None: ...
+    def emit(self, row: int, chunk: ActionChunk) -> str | None:
+        """Hand over; returns why it could not be, or None."""
 
 
 class Nobody:
     """Emits to nobody: bring-up, where nothing may reach a robot."""
 
-    def emit(self, row: int, chunk: ActionChunk) -> None:
-        pass
+    def emit(self, row: int, chunk: ActionChunk) -> str | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,8 @@ class StageC:
         reason: str | None = "absent"
         emitted = False
         for row in rows:
-            reason = self._refuse(flight, row)
-            if reason is None:
-                emitter.emit(row, self._chunk(flight, row))
-                emitted = True
+            reason = self._refuse(flight, row) or emitter.emit(row, self._chunk(flight, row))
+            emitted = emitted or reason is None
         return None if emitted else reason
 
     def count(self, drop: str | None) -> None:

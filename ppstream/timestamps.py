@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from copy import copy
 from pathlib import Path
 from typing import Any, Final
 
@@ -128,10 +129,11 @@ class TimestampLog:
         kind = "envelope" if record is EnvelopeRecord else "stage1"
         self.path = path
         self._constant = {"run_id": run_id, "generation": generation}
-        self._blank = {field: getattr(record(), field) for field in record.__struct_fields__}
-        self._blank |= {"kind": kind, **self._constant, "lane": 0, "mode": "throughput"}
-        self._ring = [record(**self._blank) for _ in range(size)]
-        self._spare = record(**self._blank)
+        self._blank = record(
+            kind=kind, run_id=run_id, generation=generation, lane=0, mode="throughput"
+        )
+        self._ring = [copy(self._blank) for _ in range(size)]
+        self._spare = copy(self._blank)
         self._taken = 0
         self._drained = 0
         self._lines: deque[dict[str, Any]] = deque()
@@ -209,8 +211,7 @@ class TimestampLog:
                 break
             record.done = False
             batch.append(self._encoder.encode(record))
-            for field, value in self._blank.items():
-                setattr(record, field, value)
+            self._ring[self._drained % len(self._ring)] = copy(self._blank)
             self._drained += 1
         if batch:
             self._write(b"\n".join(batch) + b"\n", len(batch))

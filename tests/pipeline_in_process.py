@@ -103,9 +103,7 @@ class PipelineInProcess:
         self._thread: threading.Thread | None = None
         if inline:
             envelope, result = new_slots(shape.envelope, 1)[0], new_slots(shape.result, 1)[0]
-            self.rank0: Any = Inline(
-                *parts, stage_b=stage_b, envelope=envelope.tensors, result=result.tensors
-            )
+            self.rank0: Any = Inline(*parts, stage_b=stage_b, envelope=envelope, result=result)
             return
         ours, theirs = socket.socketpair()
         front, back = Peer(ours), Peer(theirs, expects_fds=True)

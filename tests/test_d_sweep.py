@@ -13,10 +13,9 @@ from judging import judged
 from ppstream.model import StageTimes
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
-sys.path.append(str(TOOLS))
 
-import d_sweep  # noqa: E402
-from d_sweep_cells import (  # noqa: E402
+import d_sweep
+from d_sweep_cells import (
     Cell,
     Pass,
     Row,
@@ -77,9 +76,10 @@ def test_smallest_depth_within_two_percent_of_the_best_is_recommended() -> None:
 
 
 def test_price_is_over_the_next_smaller_depth() -> None:
-    [item] = recommend([row(1, 15.0, age_ms=23.0), row(3, 10.0, age_ms=28.0)])
+    measured = [row(1, 25.0), row(2, 15.0, age_ms=23.0), row(4, 10.0, age_ms=28.0)]
+    [item] = recommend(measured)
     assert item.price is not None
-    assert item.price.over_depth == 1
+    assert item.price.over_depth == 2
     assert item.price.saved_ms == pytest.approx(5.0)
     assert item.price.age_ms == pytest.approx(5.0)
     assert item.price.slot_bytes == 2000

@@ -210,8 +210,8 @@ def test_policy_rank_that_vanishes_ends_the_run_though_a_stop_was_asked_for(form
     def vanish(call):
         if call == 20:
             pipeline.rank0.request_stop("SIGTERM")
-            pipeline.back_peer.close()
             release.set()
+            pipeline.back_peer.close()
             raise SystemExit
 
     with build(form, NewestValues(vanish), tmp_path) as pipeline:

@@ -156,6 +156,7 @@ def test_a_captured_call_sees_what_the_rings_hold_at_replay() -> None:
         assert torch.equal(replayed, eager)
 
 
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about itself
 def test_a_compiled_function_launches_the_same_kernel() -> None:
     source, tgt_ns = on_gpu(rings(2, 12, 4)), targets(2, 10, 120).cuda()
 

@@ -9,8 +9,8 @@ from ppstream_kernels.cuda_compile import Variant, cached_cubin, compile_cubin, 
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
 VARIANTS = (
-    Variant(streams=1, out=1, sources=0b0010, modes=0b00111),  # bfloat16, straight lines
-    Variant(streams=24, out=0, sources=0b1111, modes=0b11111),  # everything there is
+    Variant(streams=1, out=1, sources=0b0010, modes=0b00111, rings=0),  # bfloat16, straight lines
+    Variant(streams=24, out=0, sources=0b1111, modes=0b11111, rings=0b11),  # everything there is
 )
 
 

@@ -71,6 +71,21 @@ def test_a_plan_rounds_into_any_dtype_like_the_op(
         assert all(torch.equal(*pair) for pair in zip(result, wanted, strict=True))
 
 
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_values_of_one_stream_are_rounded_once_into_any_dtype(
+    device: str, dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    src, wide = torch.randn(2, 50, 3).to(device, dtype), torch.promote_types(dtype, torch.float32)
+    src_ns = (torch.arange(50, device=device) * 1000).repeat(2, 1)
+    tgt_ns = torch.randint(0, 49000, (2, 3000), device=device)
+    exact = resample_streams([StreamSource(src.to(wide), src_ns)], tgt_ns)
+    result = rubbish_like(exact, out_dtype)
+    ResamplePlan([StreamSource(src, src_ns)], 3000)(tgt_ns, result)
+    assert torch.equal(result.values, exact.values.to(out_dtype))
+
+
 def test_linear_streams_alone_equal_the_op_bit_for_bit(device: str) -> None:
     ring, other = make_sources(1, device)[:2]
     sources = [

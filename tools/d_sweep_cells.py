@@ -1,0 +1,159 @@
+"""A D sweep's cells and what follows from them: order, means, the model's gap, the recommended D.
+
+Pure: nothing here starts a process, draws or prints. ``d_sweep.py`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Final, NamedTuple
+
+from bench_runs import Spread, Target, spread
+
+GOOD_ENOUGH: Final = 1.02  # of the best period: deeper queues only cost latency
+GAP_MAX: Final = 0.03  # of the model's period,
+GAP_MAX_MS: Final = 0.3  # or this, whichever is more
+GAP_STAGE_MIN_MS: Final = 5.0  # asked of cells whose longest stage takes this long
+
+
+class Stages(NamedTuple):
+    """Simulated times of one envelope."""
+
+    a_ms: float
+    b_ms: float
+    c_ms: float
+
+    def __str__(self) -> str:
+        return f"A {self.a_ms:g}  B {self.b_ms:g}  C {self.c_ms:g} ms"
+
+
+class Cell(NamedTuple):
+    """One point of the sweep: D_in = D_out = ``depth``."""
+
+    stages: Stages
+    threads: str
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One run of a cell. ``overlap`` is None where nothing can overlap."""
+
+    period_ms: float
+    model_ms: float  # from the stage times that this run measured
+    formula: str  # what sets the period, says the model
+    overlap: float | None
+    efficiency: float
+    latencies_ms: tuple[float, ...]  # tA0 to tEmit
+    ages_ms: tuple[float, ...]  # newest sample used: its arrival on rank 0 to emit
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A cell's passes together. ``slot_bytes``: both directions' slots, shared by the ranks."""
+
+    cell: Cell
+    period_ms: float
+    model_ms: float
+    formula: str
+    overlap: float | None
+    efficiency: float
+    latency_ms: Spread
+    age_ms: Spread
+    slot_bytes: int
+    verdicts: tuple[str, ...]
+
+    @property
+    def gap(self) -> float:
+        """How much longer the period is than the model's, as a share of it."""
+        return self.period_ms / self.model_ms - 1
+
+
+class Price(NamedTuple):
+    """What one cell has over another of the same stages and threads, with smaller D."""
+
+    over_depth: int
+    saved_ms: float  # of the period
+    age_ms: float  # p50
+    slot_bytes: int
+
+
+class Advice(NamedTuple):
+    """The smallest D whose period is good enough; ``price``: over the next smaller D, if any."""
+
+    row: Row
+    price: Price | None
+
+
+def parse_stages(text: str) -> Stages:
+    """``A:B:C`` in ms. Raises ValueError for anything else."""
+    times = tuple(float(part) for part in text.split(":"))
+    if len(times) != 3 or min(times) < 0:
+        raise ValueError(f"{text!r} is not A:B:C in ms")
+    return Stages(*times)
+
+
+def cells(stages: Iterable[Stages], threads: Sequence[str], depths: Sequence[int]) -> list[Cell]:
+    return [Cell(s, t, depth) for s in stages for t in threads for depth in sorted(set(depths))]
+
+
+def abba(forwards: Sequence[Cell]) -> list[Cell]:
+    """Every cell twice, the second time in reverse: a steady drift adds the same to each."""
+    return [*forwards, *reversed(forwards)]
+
+
+def combine(cell: Cell, passes: Sequence[Pass], slot_bytes: int) -> Row:
+    """Means of the passes' means; latencies and ages of all of them pooled."""
+    overlaps = [found.overlap for found in passes if found.overlap is not None]
+    return Row(
+        cell=cell,
+        period_ms=fmean(found.period_ms for found in passes),
+        model_ms=fmean(found.model_ms for found in passes),
+        formula=passes[0].formula,
+        overlap=fmean(overlaps) if overlaps else None,
+        efficiency=fmean(found.efficiency for found in passes),
+        latency_ms=spread([value for found in passes for value in found.latencies_ms]),
+        age_ms=spread([value for found in passes for value in found.ages_ms]),
+        slot_bytes=slot_bytes,
+        verdicts=tuple(found.verdict for found in passes),
+    )
+
+
+def recommend(rows: Sequence[Row]) -> list[Advice]:
+    """One advice for each stage times and thread mode, in the order of the rows."""
+    groups: dict[tuple[Stages, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.cell.stages, row.cell.threads), []).append(row)
+    return [_advice(sorted(group, key=lambda row: row.cell.depth)) for group in groups.values()]
+
+
+def gap_targets(rows: Iterable[Row]) -> list[Target]:
+    """What the model must explain, as gap in ms over the limit in ms (at most 1)."""
+    targets = []
+    for row in rows:
+        if max(row.cell.stages) < GAP_STAGE_MIN_MS:
+            continue
+        limit_ms = max(GAP_MAX * row.model_ms, GAP_MAX_MS)
+        gap_ms = abs(row.period_ms - row.model_ms)
+        what = f"{row.cell.stages} {row.cell.threads} D={row.cell.depth}: |period - model|, ms"
+        targets.append(Target(what, round(limit_ms, 3), gap_ms))
+    return targets
+
+
+def _advice(group: list[Row]) -> Advice:
+    best_ms = min(row.period_ms for row in group)
+    index = next(i for i, row in enumerate(group) if row.period_ms <= GOOD_ENOUGH * best_ms)
+    row = group[index]
+    if index == 0:
+        return Advice(row, None)
+    before = group[index - 1]
+    price = Price(
+        before.cell.depth,
+        before.period_ms - row.period_ms,
+        row.age_ms.p50 - before.age_ms.p50,
+        row.slot_bytes - before.slot_bytes,
+    )
+    return Advice(row, price)
