@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Final
 
 from ppstream.bootstrap import Row, interval
@@ -20,6 +20,9 @@ from ppstream.segments import Segment, Window
 COMPAT_SCORE_MIN: Final = 0.30
 RATIO_FLOOR_NS: Final = 1_000  # of the published ratio's denominator
 STAGE_MIN_NS: Final = 50_000  # below this the published ratio is undefined
+#: A receipt this soon behind the decode that made room for it was held back by D_out.
+HELD_MAX_NS: Final = 1_000_000
+HELD_SHARE: Final = 0.1  # of the mean period
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,7 @@ def primary(window: Window, *, resampled: bool = True) -> Primary | None:
         s_low=ends[0] if ends else None,
         s_high=ends[1] if ends else None,
         s_all=s_all,
-        times=_mean_times(window, transport or 0),
+        times=_mean_times(window, 0 if transport is None else _free_transport_ns(window)),
     )
 
 
@@ -268,10 +271,27 @@ def _transport_ns(window: Window) -> int | None:
     return sum(transport_ns(e) or 0 for e in window.measured)
 
 
-def _mean_times(window: Window, transport: int) -> StageTimes:
+def _free_transport_ns(window: Window) -> float:
+    """Both transfers of one envelope, on average, where D_out did not hold its receipt back.
+
+    A result that waits for a place in D_out is on no link, though it is not received yet. Where
+    every receipt was held back nothing is known of the link, but it limits nothing either: 0.
+    """
+    held_ns = min(HELD_MAX_NS, HELD_SHARE * window.span_ns / window.n)
+    free = []
+    for segment in window.segments:
+        by_seq = {e.seq: e for e in segment.envelopes}
+        for e in segment.measured:
+            giver = by_seq.get(e.seq - window.topology.d_out)
+            if giver is not None and between(giver.tDecode, e.tRecv) > held_ns:
+                free.append(transport_ns(e) or 0)
+    return fmean(free) if free else 0.0
+
+
+def _mean_times(window: Window, transport_ns: float) -> StageTimes:
     """Means over the window; one number for both transfers is all that the stamps give."""
     envelopes, n = window.measured, window.n
-    half = transport / n / 2
+    half = transport_ns / 2
     return StageTimes(
         a=sum(map(stage_a_ns, envelopes)) / n,
         b=sum(map(stage_b_ns, envelopes)) / n / window.topology.replicas,

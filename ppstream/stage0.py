@@ -182,9 +182,9 @@ class Stage0(Rank0):
                 raise ProtocolError(f"result {index} came, {flight.index} is owed next")
             flight.record.tRecv = now_ns()
             self.credits.receive(flight.record.tRecv)
-            self._received.put(flight)
             if self._is_split:
-                self.waiter.wake()  # the credit is another thread's
+                self.waiter.wake()  # the credit is another thread's; the next envelope goes first
+            self._received.put(flight)
 
     def finish(self, flight: Flight) -> None:
         """Stage C and emit, unless the result is stale or carries no actions."""

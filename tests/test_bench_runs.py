@@ -6,13 +6,12 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
-
-TOOLS = Path(__file__).resolve().parent.parent / "tools"
-
 import bare_pipeline
+import pytest
 from bench_latency import PARTS, Answer, parts_of
 from bench_runs import RankPair, Target, ending_cleanly, spread, write_json
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
 
 def test_quantiles_are_values_that_were_seen() -> None:

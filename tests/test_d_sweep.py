@@ -6,15 +6,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-from golden_runs import MS, simulate
-from judging import judged
-
-from ppstream.model import StageTimes
-
-TOOLS = Path(__file__).resolve().parent.parent / "tools"
-
 import d_sweep
+import pytest
 from d_sweep_cells import (
     Cell,
     Pass,
@@ -27,6 +20,12 @@ from d_sweep_cells import (
     parse_stages,
     recommend,
 )
+from golden_runs import MS, simulate
+from judging import judged
+
+from ppstream.model import StageTimes
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
 STAGES = Stages(3, 10, 4)
 

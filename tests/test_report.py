@@ -303,6 +303,15 @@ def test_service_is_described_from_ready_lines() -> None:
     assert service["drops"]["envelopes"] == {"expired": 2}
 
 
+def test_waiting_for_a_place_in_d_out_is_not_taken_for_transport() -> None:
+    golden = simulate(stages(c=20), PipelineForm("split", d_in=4, d_out=4))
+    # the policy rank commits each result at once; it is received when D_out has a place for it
+    golden.bend(lambda line: line.update(residence_ns=line["B_ns"]))
+    model = report_of(golden).as_dict()["model"]
+    assert model["formula"] == "C"
+    assert abs(model["gap"]) < 0.01
+
+
 def test_strict_is_the_period_over_the_slowest_stage_timed_alone() -> None:
     golden = simulate()  # A 4, B 10, C 5: period 10 ms
     alone = {"A_ns": 4_000_000, "B_ns": 8_000_000, "C_ns": 4_500_000}

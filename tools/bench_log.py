@@ -196,8 +196,8 @@ def _loop(config: PipelineConfig, log: TimestampLog, waiter: Waiter) -> Inline:
         log,
         waiter,
         stage_b=StageB(policy, config.batch.rows),
-        envelope=new_slots(shape.envelope, 1)[0].tensors,
-        result=new_slots(shape.result, 1)[0].tensors,
+        envelope=new_slots(shape.envelope, 1)[0],
+        result=new_slots(shape.result, 1)[0],
     )
     source = SyntheticSource(config, intake.rows[0], seed=0, start_ns=now_ns())
     loop.enter("ready", intake=intake, source=source, pacing=Saturated(intake.rows))
