@@ -1,0 +1,247 @@
+"""Values at the targets from the two samples around each, for CPU tensors: which way pays when.
+
+Nothing here knows about time: a weight says how far past the first sample a target lies. What lies
+between two samples is ``mixing.py``'s.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ppstream_kernels.bracket import PICKING_MODES, Brackets
+from ppstream_kernels.mixing import MIXES, Doubles, linear
+from ppstream_kernels.rings import Int64s
+from ppstream_kernels.source import Columns
+
+# S=streams B=rows T=targets D=dims M=B*T R=rows of all samples (B*N) W=width of the output
+# L=width of the small linear streams, side by side
+
+Array: TypeAlias = NDArray[Any]
+
+_FEW_ELEMENTS: Final = 4096  # up to here float64 in numpy beats torch.lerp (fewer, cheaper calls)
+_PART_BYTES: Final = 512 << 10  # of one sample each; two parts and the output stay in L2
+_HALVES: Final = (torch.bfloat16, torch.float16)
+
+
+class _Stream(NamedTuple):
+    s: int
+    samples_RD: Array  # the stream's own memory
+    rows_2BT: Int64s  # of the brackets
+    weight_M1: Doubles
+    dtype: torch.dtype
+    mode: str
+    columns: slice  # of the output
+
+
+class _Output(NamedTuple):
+    """The values being written: one memory, two views."""
+
+    tensor_BTW: Tensor
+    array_MW: Array
+
+
+class Blend:
+    """Writes the values of one set of streams from their brackets, whose memory it reads."""
+
+    def __init__(self, columns: Columns, found: Brackets) -> None:
+        self._found = found
+        self._weight_SBT: Doubles = np.empty(found.past_ns_SBT.shape)
+        self._streams = _streams(columns, found, self._weight_SBT)
+        small = [stream for stream in self._streams if _is_small_linear(stream)]
+        self._others = [stream for stream in self._streams if not _is_small_linear(stream)]
+        self._small = _SmallLinear(small, self._weight_SBT) if small else None
+
+    def write(self, values_BTW: Tensor) -> None:
+        """Every element of these contiguous values, rounded once; 0 for rows without samples."""
+        found = self._found
+        np.divide(found.past_ns_SBT, np.maximum(found.gap_ns_SBT, 1), self._weight_SBT)
+        out = _Output(values_BTW, _rows(_array(values_BTW)))
+        if self._small is not None:
+            self._small.write(out)
+        for stream in self._others:
+            _write_alone(stream, out)
+        if found.empty_SB is not None:
+            for empty_B, stream in zip(found.empty_SB, self._streams, strict=True):
+                values_BTW[torch.from_numpy(empty_B), :, stream.columns] = 0
+
+
+def _streams(columns: Columns, found: Brackets, weight_SBT: Doubles) -> list[_Stream]:
+    streams: list[_Stream] = []
+    left = 0
+    for s, (samples, mode) in enumerate(zip(columns.values, columns.modes, strict=True)):
+        stop = left + samples.shape[2]
+        streams.append(
+            _Stream(
+                s,
+                _rows(_array(samples)),
+                found.rows_2SBT[:, s],
+                weight_SBT[s].reshape(-1, 1),
+                samples.dtype,
+                mode,
+                slice(left, stop),
+            )
+        )
+        left = stop
+    return streams
+
+
+def _is_small_linear(stream: _Stream) -> bool:
+    is_small = stream.weight_M1.size * stream.samples_RD.shape[1] <= _FEW_ELEMENTS
+    return stream.mode == "linear" and is_small and stream.dtype is not torch.float64
+
+
+class _Gather(NamedTuple):
+    samples_RD: Array
+    rows_2BT: Int64s
+    gathered_2BTD: Array
+    pair_2BTD: Doubles  # where they go, as float64
+    bfloat16s: tuple[Tensor, Tensor] | None  # the last two, where numpy cannot convert
+
+
+class _SmallLinear:
+    """Linear streams of few elements, mixed together in float64.
+
+    Fewer, cheaper calls; and what is mixed wider than the samples stays within them, rounded.
+    """
+
+    def __init__(self, streams: list[_Stream], weight_SBT: Doubles) -> None:
+        dims = [stream.samples_RD.shape[1] for stream in streams]
+        pair_2BTL = np.empty((2, *weight_SBT.shape[1:], sum(dims)))
+        targets = streams[0].weight_M1.size
+        self._first_ML, self._second_ML = pair_2BTL.reshape(2, targets, sum(dims))
+        self._mixed_ML: Doubles = np.empty_like(self._first_ML)
+        self._weight_ML: Doubles = np.empty_like(self._first_ML)
+        self._weight_MS = weight_SBT.reshape(len(weight_SBT), targets).T
+        self._stream_of_column = np.repeat([stream.s for stream in streams], dims)
+        self._gathers = [
+            _gather(stream, pair_2BTD)
+            for stream, pair_2BTD in zip(
+                streams, np.split(pair_2BTL, np.cumsum(dims)[:-1], 3), strict=True
+            )
+        ]
+        mixed = np.split(self._mixed_ML, np.cumsum(dims)[:-1], 1)
+        self._shares = [
+            (stream.columns, mixed_MD) for stream, mixed_MD in zip(streams, mixed, strict=True)
+        ]
+
+    def write(self, out: _Output) -> None:
+        """The columns of these streams."""
+        for samples_RD, rows_2BT, gathered_2BTD, pair_2BTD, bfloat16s in self._gathers:
+            samples_RD.take(rows_2BT, 0, gathered_2BTD, "wrap")  # "raise" would buffer
+            if bfloat16s is None:
+                pair_2BTD[:] = gathered_2BTD
+            else:
+                bfloat16s[1].copy_(bfloat16s[0])
+        self._weight_MS.take(self._stream_of_column, 1, self._weight_ML, "wrap")
+        linear(self._first_ML, self._second_ML, self._weight_ML, self._mixed_ML)
+        for columns, mixed_MD in self._shares:
+            _round_into(out, columns, mixed_MD)
+
+
+def _gather(stream: _Stream, pair_2BTD: Doubles) -> _Gather:
+    gathered_2BTD = np.empty(pair_2BTD.shape, stream.samples_RD.dtype)
+    bfloat16s = None
+    if stream.dtype is torch.bfloat16:
+        bfloat16s = (_tensor(gathered_2BTD, stream.dtype), torch.from_numpy(pair_2BTD))
+    return _Gather(stream.samples_RD, stream.rows_2BT, gathered_2BTD, pair_2BTD, bfloat16s)
+
+
+def _write_alone(stream: _Stream, out: _Output) -> None:
+    rows_2M = stream.rows_2BT.reshape(2, stream.weight_M1.size)
+    if stream.mode in PICKING_MODES:
+        _copy_first(stream, rows_2M[0], out)
+    elif stream.mode == "linear":
+        _lerp_in_parts(stream, rows_2M, out)
+    else:
+        pair_2MD = stream.samples_RD.take(rows_2M, 0, mode="wrap")
+        if stream.dtype in _HALVES:
+            pair_2MD = _tensor(pair_2MD, stream.dtype).double().numpy()
+        first_MD, second_MD = pair_2MD.astype(np.float64)
+        mixed_MD = MIXES[stream.mode](first_MD, second_MD, stream.weight_M1)
+        _round_into(out, stream.columns, mixed_MD)
+
+
+def _copy_first(stream: _Stream, first_M: Int64s, out: _Output) -> None:
+    picked_MD = stream.samples_RD.take(first_M, 0, mode="wrap")
+    if out.tensor_BTW.dtype is stream.dtype:
+        out.array_MW[:, stream.columns] = picked_MD
+    else:
+        out.tensor_BTW.flatten(0, 1)[:, stream.columns] = _tensor(picked_MD, stream.dtype)
+
+
+def _lerp_in_parts(stream: _Stream, rows_2M: Int64s, out: _Output) -> None:
+    """torch.lerp starts from the closer sample: exact at both, monotone, never beyond either.
+
+    Where the output is one piece of memory of the same dtype, the first samples are gathered right
+    there: one pass over fresh memory less.
+    """
+    samples_RD, dtype, is_half = stream.samples_RD, stream.dtype, stream.dtype in _HALVES
+    dim, targets = samples_RD.shape[1], rows_2M.shape[1]
+    weight_M1 = stream.weight_M1
+    if dtype is not torch.float64:
+        weight_M1 = weight_M1.astype(np.float32)
+    is_direct = not is_half and out.tensor_BTW.dtype is dtype and dim == out.array_MW.shape[1]
+    step = max(1, _PART_BYTES // max(1, dim * samples_RD.itemsize))
+    scratch_2PD = _scratch.like(samples_RD, min(step, targets))
+    for start in range(0, targets, step):
+        stop = min(start + step, targets)
+        second_PD = scratch_2PD[1, : stop - start]
+        first_PD = out.array_MW[start:stop] if is_direct else scratch_2PD[0, : stop - start]
+        samples_RD.take(rows_2M[0, start:stop], 0, first_PD, "wrap")  # "raise" would buffer
+        samples_RD.take(rows_2M[1, start:stop], 0, second_PD, "wrap")
+        first, second = _tensor(first_PD, dtype), _tensor(second_PD, dtype)
+        if is_half:
+            first, second = first.float(), second.float()
+        first.lerp_(second, torch.from_numpy(weight_M1[start:stop]))
+        if not is_direct:
+            out.tensor_BTW.flatten(0, 1)[start:stop, stream.columns] = first
+
+
+class _Scratch(threading.local):
+    """Where samples are gathered: fresh memory of this size would cost a page fault per 4 KiB."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(2 * _PART_BYTES, np.uint8)
+
+    def like(self, samples_RD: Array, rows: int) -> Array:
+        """``[2, rows, D]``, valid until the next call of this thread."""
+        shape = (2, rows, samples_RD.shape[1])
+        needed_bytes = 2 * rows * samples_RD.shape[1] * samples_RD.itemsize
+        memory = self._memory
+        if needed_bytes > memory.size:  # one row alone is larger
+            memory = np.empty(needed_bytes, np.uint8)
+        scratch: Array = memory[:needed_bytes].view(samples_RD.dtype).reshape(shape)
+        return scratch
+
+
+_scratch: Final = _Scratch()
+
+
+def _round_into(out: _Output, columns: slice, mixed_MD: Doubles) -> None:
+    if out.tensor_BTW.dtype in _HALVES:
+        out.tensor_BTW.flatten(0, 1)[:, columns] = torch.from_numpy(mixed_MD)
+    else:
+        out.array_MW[:, columns] = mixed_MD
+
+
+def _array(tensor: Tensor) -> Array:
+    """The tensor's memory for numpy, which has no bfloat16: that appears as its bits."""
+    array: Array = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def _rows(array: Array) -> Array:
+    """``[B, N, D]`` as ``[B * N, D]``."""
+    return array.reshape(array.shape[0] * array.shape[1], array.shape[2])
+
+
+def _tensor(array: Array, dtype: torch.dtype) -> Tensor:
+    """The reverse of ``_array``."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(dtype) if dtype is torch.bfloat16 else tensor

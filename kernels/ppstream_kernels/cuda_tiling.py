@@ -1,0 +1,70 @@
+"""How a launch is cut into tiles, one per block: a rule of sizes, not a table of shapes.
+
+An item is what a thread reads and writes at once. Where few items meet many multiprocessors, the
+chain stamps -> search -> samples -> store is the cost: one item per thread, spread evenly. Where
+bandwidth is the cost, several items per thread share a search. Many small blocks beat few large
+ones throughout: while one waits for stamps, another moves samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+STAGED_STAMPS: Final = 2048  # of a ring in shared memory at most
+PREFETCH_MOST_BYTES: Final = 40 << 20  # beyond, samples would leave L2 before they are read
+
+_WARP: Final = 32
+_MOST_THREADS: Final = 256
+_FEWEST_THREADS: Final = 128  # fewer take long to bring the stamps
+_MOST_ITEMS: Final = 1024  # per block
+_BLOCKS_EACH: Final = 16  # that a multiprocessor works off before blocks grow
+_BLOCKS_EACH_MIXED: Final = 4  # of several streams: blocks that differ do not end together anyway
+
+
+class Load(NamedTuple):
+    """One stream of a launch."""
+
+    items: int  # per target
+    slots: int
+
+
+class Tiling(NamedTuple):
+    """Block size, and targets per tile of each stream: at most one per thread."""
+
+    threads: int
+    tile_targets: list[int]
+    shared_bytes: int
+
+
+def choose_tiles(rows: int, targets: int, loads: Sequence[Load], multiprocessors: int) -> Tiling:
+    """The tiles of ``rows`` x ``targets`` (both at least 1) of these streams."""
+    all_items = rows * targets * sum(load.items for load in loads)
+    per_multiprocessor = -(-all_items // multiprocessors)
+    items = min(per_multiprocessor, _MOST_THREADS)
+    blocks_each = _BLOCKS_EACH if len(loads) == 1 else _BLOCKS_EACH_MIXED
+    items = min(max(items, per_multiprocessor // blocks_each, _FEWEST_THREADS), _MOST_ITEMS)
+    tile_targets = [_tile_targets(targets, items, load) for load in loads]
+    tile_items = max(n * max(1, load.items) for n, load in zip(tile_targets, loads, strict=True))
+    threads = min(_MOST_THREADS, max(_rounded_up(tile_items, _WARP), _FEWEST_THREADS))
+    return Tiling(threads, tile_targets, max(map(_shared_bytes, tile_targets, loads)))
+
+
+def _tile_targets(targets: int, items: int, load: Load) -> int:
+    """Equal tiles rather than full ones and a rest."""
+    fitting = max(1, min(targets, _MOST_THREADS, items // max(1, load.items)))
+    tiles = -(-targets // fitting)
+    return -(-targets // tiles)
+
+
+def _shared_bytes(tile_targets: int, load: Load) -> int:
+    return 16 * tile_targets + 8 * (((load.slots - 1) >> stage_shift(load.slots)) + 1)
+
+
+def stage_shift(slots: int) -> int:
+    """Of every 2^n samples one stamp is staged, so that they fit."""
+    return max(0, (slots - 1) // STAGED_STAMPS).bit_length()
+
+
+def _rounded_up(number: int, step: int) -> int:
+    return -(-number // step) * step

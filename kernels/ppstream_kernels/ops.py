@@ -1,0 +1,157 @@
+"""The torch ops: schemas, and their implementations for the CPU and for shapes alone (Meta, fake).
+
+``resample`` and ``resample_streams`` allocate; the ``_out`` twins write three given tensors and
+return nothing, so that torch.compile can functionalise them. Another device adds its own
+implementations to ``LIBRARY`` from a file of its own. Arguments are checked before an op is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, Final, ParamSpec, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ppstream_kernels import cpu
+from ppstream_kernels.source import Columns
+
+NAMESPACE: Final = "ppstream_kernels"
+
+# An argument called "mode" would collide with one of torch.compile's own when outputs are given.
+_ONE: Final = (
+    "Tensor src, Tensor src_ns, Tensor tgt_ns, Tensor? count, Tensor? head, "
+    "str interpolation, int max_gap_ns, int max_age_ns"
+)
+_MANY: Final = (
+    "Tensor[] values, Tensor[] stamps_ns, Tensor?[] counts, Tensor?[] heads, "
+    "str[] modes, int[] max_gap_ns, int[] max_age_ns, Tensor tgt_ns"
+)
+_OUT: Final = "Tensor(a!) out_values, Tensor(b!) out_valid, Tensor(c!) out_age_s"
+
+_untyped_library: Final[Any] = torch.library.Library  # torch does not annotate its methods
+LIBRARY: Final = _untyped_library(NAMESPACE, "DEF")
+LIBRARY.define(f"resample({_ONE}) -> (Tensor, Tensor, Tensor)")
+LIBRARY.define(f"resample_out({_ONE}, {_OUT}) -> ()")
+LIBRARY.define(f"resample_streams({_MANY}) -> (Tensor, Tensor, Tensor)")
+LIBRARY.define(f"resample_streams_out({_MANY}, {_OUT}) -> ()")
+
+P = ParamSpec("P")
+Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]  # values, valid, age_s
+
+
+def resample_fake(
+    src: Tensor,
+    src_ns: Tensor,
+    tgt_ns: Tensor,
+    count: Tensor | None,
+    head: Tensor | None,
+    interpolation: str,
+    max_gap_ns: int,
+    max_age_ns: int,
+) -> Triple:
+    """Results of the right shape, dtype and device, not yet written."""
+    return _allocate(tgt_ns, src.dtype, src.shape[2])
+
+
+def resample_streams_fake(
+    values: list[Tensor],
+    stamps_ns: list[Tensor],
+    counts: list[Tensor | None],
+    heads: list[Tensor | None],
+    modes: list[str],
+    max_gap_ns: list[int],
+    max_age_ns: list[int],
+    tgt_ns: Tensor,
+) -> Triple:
+    """Results of the right shape, dtype and device, not yet written."""
+    dtype = reduce(torch.promote_types, [samples.dtype for samples in values])
+    width = sum(samples.shape[2] for samples in values)
+    return _allocate(tgt_ns, dtype, width, len(values))
+
+
+def _allocate(tgt_ns: Tensor, dtype: torch.dtype, width: int, *streams: int) -> Triple:
+    rows, targets = tgt_ns.shape
+    return (
+        tgt_ns.new_empty((rows, targets, width), dtype=dtype),
+        tgt_ns.new_empty((rows, targets, *streams), dtype=torch.bool),
+        tgt_ns.new_empty((rows, targets, *streams), dtype=torch.float32),
+    )
+
+
+def _resample_out_cpu(
+    src: Tensor,
+    src_ns: Tensor,
+    tgt_ns: Tensor,
+    count: Tensor | None,
+    head: Tensor | None,
+    interpolation: str,
+    max_gap_ns: int,
+    max_age_ns: int,
+    out_values: Tensor,
+    out_valid: Tensor,
+    out_age_s: Tensor,
+) -> None:
+    one = Columns([src], [src_ns], [count], [head], [interpolation], [max_gap_ns], [max_age_ns])
+    trust = (out_valid.unsqueeze(2), out_age_s.unsqueeze(2))
+    cpu.resample_streams_out(one, tgt_ns, out_values, *trust)
+
+
+def _resample_streams_out_cpu(
+    values: list[Tensor],
+    stamps_ns: list[Tensor],
+    counts: list[Tensor | None],
+    heads: list[Tensor | None],
+    modes: list[str],
+    max_gap_ns: list[int],
+    max_age_ns: list[int],
+    tgt_ns: Tensor,
+    out_values: Tensor,
+    out_valid: Tensor,
+    out_age_s: Tensor,
+) -> None:
+    many = Columns(values, stamps_ns, counts, heads, modes, max_gap_ns, max_age_ns)
+    cpu.resample_streams_out(many, tgt_ns, out_values, out_valid, out_age_s)
+
+
+def _allocating(fake: Callable[P, Triple], write: Callable[..., None]) -> Callable[P, Triple]:
+    def allocate_and_write(*arguments: P.args, **keywords: P.kwargs) -> Triple:
+        out = fake(*arguments, **keywords)
+        write(*arguments, *out, **keywords)
+        return out
+
+    return allocate_and_write
+
+
+def _nothing(*arguments: object) -> None:
+    """The fake of an op that only writes what it was given."""
+
+
+_CPU: Final[dict[str, Callable[..., object]]] = {
+    "resample": _allocating(resample_fake, _resample_out_cpu),
+    "resample_out": _resample_out_cpu,
+    "resample_streams": _allocating(resample_streams_fake, _resample_streams_out_cpu),
+    "resample_streams_out": _resample_streams_out_cpu,
+}
+_FAKE: Final[dict[str, Callable[..., object]]] = {
+    "resample": resample_fake,
+    "resample_out": _nothing,
+    "resample_streams": resample_streams_fake,
+    "resample_streams_out": _nothing,
+}
+for _name, _implementation in _CPU.items():
+    LIBRARY.impl(_name, _implementation, "CPU")
+for _name, _shapes in _FAKE.items():
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes, lib=LIBRARY)
+
+resample = torch.ops.ppstream_kernels.resample.default
+resample_out = torch.ops.ppstream_kernels.resample_out.default
+resample_streams = torch.ops.ppstream_kernels.resample_streams.default
+resample_streams_out = torch.ops.ppstream_kernels.resample_streams_out.default
+
+
+def is_implemented(dispatch_key: str) -> bool:
+    """Whether every op has an implementation for ``dispatch_key``, such as ``CUDA``."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return all(has_kernel(f"{NAMESPACE}::{name}", dispatch_key) for name in _CPU)

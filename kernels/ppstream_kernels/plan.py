@@ -1,0 +1,65 @@
+"""ResamplePlan: ``resample_streams`` for sources that stay, prepared once, called per window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from ppstream_kernels.arguments import check_plan
+from ppstream_kernels.cpu import CpuPlan
+from ppstream_kernels.cuda_plan import CudaPlan
+from ppstream_kernels.source import Columns, StreamSource, to_columns
+
+
+class DevicePlan(Protocol):
+    """What a device contributes: everything prepared, and the call."""
+
+    def run(self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor) -> None:
+        """Writes values ``[B, T, sum of D]``, valid and age_s ``[B, T, S]``; checks no argument."""
+
+
+#: How each type of device prepares: from its streams and the number of targets.
+DEVICE_PLANS: Final[Mapping[str, Callable[[Columns, int], DevicePlan]]] = {
+    "cpu": CpuPlan,
+    "cuda": CudaPlan,
+}
+
+
+class ResamplePlan:
+    """Several streams at a fixed number of targets, into memory of the caller's.
+
+    The result is that of ``resample_streams`` bit for bit, without its checks, views, allocations
+    and dispatch per call. The sources are read in place, as they are at each call. A plan computes
+    in memory of its own: one thread at a time. torch.compile does not look inside; ops it can trace
+    are ``resample_streams``'.
+
+    Args:
+        sources: one or more on one device with the same B; values and stamps contiguous.
+        steps: T, targets per row and call.
+
+    Raises:
+        ValueError: ``sources`` or ``steps`` is not as above, or no implementation of the device.
+    """
+
+    def __init__(self, sources: Sequence[StreamSource], steps: int) -> None:
+        check_plan(sources, steps, tuple(DEVICE_PLANS))
+        device = sources[0].values.device
+        self._run = DEVICE_PLANS[device.type](to_columns(sources), steps).run
+
+    def __call__(self, tgt_ns: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Write every element of ``out``.
+
+        Nothing is checked but the rings: other tensors than these give errors of numpy's or torch's
+        own, or wrong results.
+
+        Args:
+            tgt_ns: ``[B, T]`` int64, contiguous, on the sources' device.
+            out: contiguous ``[B, T, sum of D]`` of any of the four dtypes, ``[B, T, S]`` bool and
+                ``[B, T, S]`` float32, on the sources' device.
+
+        Raises:
+            ValueError: on the CPU, a count or head lies outside its ring.
+        """
+        self._run(tgt_ns, *out)

@@ -1,0 +1,576 @@
+// Resamples the streams of a batch in one launch, rings read in place. What the numbers mean stands
+// in resampling.py; this file is only how. It includes nothing, so that NVRTC needs no headers.
+//
+// A block writes one tile: some targets of one stream of one row of the batch, all its dimensions.
+//   1. All threads bring the ring's stamps to shared memory; one thread per target brings the target.
+//   2. The thread of a target searches, judges (valid, age) and notes the two samples and a weight.
+//   3. All threads read those samples, blend and write: several values each, side by side.
+//
+// Compiled with: STREAMS (most per launch), OUT (DTYPE_* of the values written), SOURCES (bits: the
+// DTYPE_* that are read), MODES (bits: the MODE_* that occur), RINGS (bits: RING_*). What a launch
+// does not need is left out: where everything fits on the GPU at once, instructions are the time.
+// The layouts of Call and Stream are repeated in cuda_call.py.
+
+#define DTYPE_FLOAT32 0
+#define DTYPE_BFLOAT16 1
+#define DTYPE_FLOAT16 2
+#define DTYPE_FLOAT64 3
+
+#define MODE_LINEAR 0
+#define MODE_PREVIOUS 1
+#define MODE_NEAREST 2
+#define MODE_SLERP 3
+#define MODE_ANGLE 4
+
+#define RING_TURNED 0  // some stream has counts or heads
+#define RING_LONG 1    // some ring has more stamps than are staged
+
+#define HAS(bits, bit) (((bits) >> (bit)) & 1)
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int MOST_THREADS = 256;  // cuda_tiling.py asks for no more
+
+struct Stream {
+    const void* values;    // [B, N, D]
+    const i64* stamps_ns;  // [B, N]
+    const i64* counts;     // [B] or null: N
+    const i64* heads;      // [B] or null: 0
+    i64 row_stride, slot_stride, dim_stride;  // of values, in elements
+    i64 stamp_row_stride, stamp_slot_stride, count_stride, head_stride;
+    i64 max_gap_ns, max_age_ns;
+    int slots, dim, mode, dtype;
+    int stage_shift;   // of every 2^n samples the first one's stamp is staged
+    int column;        // of the output where this stream begins
+    int first_tile;    // of this stream among those of a row of the batch
+    int tile_targets;  // at most the threads of a block
+    int pack;          // values that a thread reads and writes at once
+    int across;        // packs of a sample
+    int store_bytes;   // widest store that the output's alignment allows
+    int ahead_bytes;   // of the ring that a tile asks for before it is known what is needed
+    int ahead_end;     // bytes of a ring that may be asked for
+    int padding;
+};
+
+struct Call {
+    void* values;         // [B, T, width]
+    bool* valid;          // [B, T, trust_width]
+    float* age_s;         // [B, T, trust_width]
+    const i64* tgt_ns;    // [B, T]
+    i64 tgt_row_stride, tgt_stride;
+    int rows, targets, width, trust_width;
+    int trust_column;     // of this launch's first stream
+    int streams;          // of this launch
+    Stream stream[STREAMS];
+};
+static_assert(sizeof(Stream) == 160 && sizeof(Call) == 72 + 160 * STREAMS, "as in cuda_call.py");
+
+// ---- Number formats: float32 and float64 as they are, halves by their bits.
+
+struct bf16 { u16 bits; };
+struct fp16 { u16 bits; };
+
+template <class T> struct Wide { typedef float type; };  // what arithmetic is done in
+template <> struct Wide<double> { typedef double type; };
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ float widen(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+__device__ __forceinline__ float widen(fp16 x) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+    return wide;
+}
+
+// A float64 keeps in the last bit that it was cut: the next rounding is then the only one.
+__device__ __forceinline__ float cut_to_odd(double x) {
+    const float cut = __double2float_rz(x);
+    return (double)cut == x ? cut : __uint_as_float(__float_as_uint(cut) | 1u);
+}
+
+template <class To> struct Narrow;
+template <> struct Narrow<float> {
+    static __device__ __forceinline__ float of(float x) { return x; }
+    static __device__ __forceinline__ float of(double x) { return (float)x; }
+};
+template <> struct Narrow<double> {
+    static __device__ __forceinline__ double of(double x) { return x; }
+};
+template <> struct Narrow<bf16> {
+    static __device__ __forceinline__ bf16 of(float x) {
+#if __CUDA_ARCH__ >= 800
+        bf16 narrow;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(x));
+        return narrow;
+#else
+        const u32 bits = __float_as_uint(x);  // finite: to nearest, ties to even
+        return bf16{(u16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+#endif
+    }
+    static __device__ __forceinline__ bf16 of(double x) { return of(cut_to_odd(x)); }
+};
+template <> struct Narrow<fp16> {
+    static __device__ __forceinline__ fp16 of(float x) {
+        fp16 narrow;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(x));
+        return narrow;
+    }
+    static __device__ __forceinline__ fp16 of(double x) { return of(cut_to_odd(x)); }
+};
+
+#if OUT == DTYPE_FLOAT32
+typedef float Out;
+#elif OUT == DTYPE_BFLOAT16
+typedef bf16 Out;
+#elif OUT == DTYPE_FLOAT16
+typedef fp16 Out;
+#else
+typedef double Out;
+#endif
+
+// ---- Several values side by side, read and written in words as wide as they are aligned.
+
+template <int BYTES> struct Word;
+template <> struct Word<2> { typedef u16 type; };
+template <> struct Word<4> { typedef u32 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<16> { typedef uint4 type; };
+
+template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
+    T at[N];
+};
+
+template <class T, int N> __device__ __forceinline__ Pack<T, N> read(const T* from) {
+    static_assert(sizeof(T) * N <= 16, "one word");
+    typedef typename Word<sizeof(T) * N>::type W;
+    union { W word; Pack<T, N> pack; } both = {__ldg((const W*)from)};
+    return both.pack;
+}
+
+template <int BYTES, class T, int N>
+__device__ __forceinline__ void write_words(T* to, const Pack<T, N>& pack) {
+    typedef typename Word<BYTES>::type W;
+#pragma unroll
+    for (int k = 0; k < (int)sizeof(T) * N / BYTES; k++) ((W*)to)[k] = ((const W*)pack.at)[k];
+}
+
+template <class T, int N>
+__device__ __forceinline__ void write(T* to, const Pack<T, N>& pack, int store_bytes) {
+    constexpr int all = sizeof(T) * N;
+    if constexpr (all >= 16) if (store_bytes == 16) return write_words<16>(to, pack);
+    if constexpr (all >= 8) if (store_bytes >= 8) return write_words<8>(to, pack);
+    if constexpr (all >= 4) if (store_bytes >= 4) return write_words<4>(to, pack);
+    if constexpr (sizeof(T) == 2) write_words<2>(to, pack);
+}
+
+// ---- Step 1: the ring.
+
+struct Ring {
+    const i64* stamps_ns;  // of this row of the batch
+    i64 stride;
+    int slots, count, head;
+
+    __device__ __forceinline__ int slot(int k) const {  // of the k-th sample, counted from the oldest
+        if (!HAS(RINGS, RING_TURNED)) return k;
+        const int at = head + k;
+        return at < slots ? at : at - slots;
+    }
+    __device__ __forceinline__ i64 stamp_ns(int k) const { return __ldg(stamps_ns + slot(k) * stride); }
+};
+
+__device__ __forceinline__ int held_within(i64 number, int most) {
+    return number < 0 ? 0 : number > most ? most : (int)number;  // bad numbers stay inside the ring
+}
+
+__device__ __forceinline__ Ring open_ring(const Stream& s, u32 row) {
+    Ring ring = {s.stamps_ns + row * s.stamp_row_stride, s.stamp_slot_stride, s.slots, s.slots, 0};
+    if (!HAS(RINGS, RING_TURNED)) return ring;
+    if (s.counts) ring.count = held_within(__ldg(s.counts + row * s.count_stride), s.slots);
+    if (s.heads) ring.head = held_within(__ldg(s.heads + row * s.head_stride), s.slots - 1);
+    return ring;
+}
+
+// Starts to bring 8 bytes from global to shared memory; all_here waits for them.
+__device__ __forceinline__ void bring(i64* to, const i64* from) {
+#if __CUDA_ARCH__ >= 800
+    const u32 shared_to = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_to), "l"(from) : "memory");
+#else
+    *to = __ldg(from);
+#endif
+}
+
+__device__ __forceinline__ void all_here() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+    __syncthreads();
+}
+
+// A short ring arrives slot by slot, which waits for no head; of a long one every n-th sample does.
+__device__ __forceinline__ void stage(const Stream& s, u32 row, i64* staged_ns) {
+    if (!HAS(RINGS, RING_LONG) || s.stage_shift == 0) {
+        const i64* const from = s.stamps_ns + row * s.stamp_row_stride;
+        const int stride = (int)s.stamp_slot_stride;  // a ring has less than 2^31 elements
+        for (int slot = threadIdx.x; slot < s.slots; slot += blockDim.x)
+            bring(staged_ns + slot, from + slot * stride);
+        return;
+    }
+    const Ring ring = open_ring(s, row);
+    for (int j = threadIdx.x; j << s.stage_shift < ring.count; j += blockDim.x)
+        bring(staged_ns + j, ring.stamps_ns + ring.slot(j << s.stage_shift) * ring.stride);
+}
+
+// The tiles of a row of the batch ask for the whole ring together, into L2. A hint only.
+__device__ __forceinline__ void ask_ahead(const Stream& s, u32 row, int tile) {
+#if __CUDA_ARCH__ >= 900
+    constexpr int most = 4096;  // bytes per request
+    const int from = tile * s.ahead_bytes + threadIdx.x * most;
+    const int end = min((tile + 1) * s.ahead_bytes, s.ahead_end);
+    if (threadIdx.x * most < s.ahead_bytes && from < end) {
+        const int element_bytes = s.dtype == DTYPE_FLOAT32 ? 4 : s.dtype == DTYPE_FLOAT64 ? 8 : 2;
+        const u64 ring = ((u64)s.values + row * s.row_stride * element_bytes + 15) & ~15ull;
+        const int size = min(end - from, most);
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(ring + from), "r"(size));
+    }
+#endif
+}
+
+// ---- Step 2: where a target lies.
+
+template <class W> struct alignas(16) Place {
+    int first, second;  // where these samples begin, in elements
+    W weight;           // how far from the first to the second
+};
+
+struct Bracket {
+    int first, second;    // samples counted from the oldest; the same where one is held or picked
+    i64 past_ns, gap_ns;  // target minus first, second minus first
+    i64 bridge_ns, age_ns;
+    bool begun;
+};
+
+// How many samples of low..high-1 are at or before the target; all before low are. Three at a time:
+// so many reads of shared memory take hardly longer than one.
+template <class StampOf>
+__device__ __forceinline__ int count_passed(int low, int high, i64 target_ns, StampOf stamp_ns) {
+    while (low < high) {
+        const int step = (high - low + 3) >> 2, last = high - 1;
+        const i64 near_ns = stamp_ns(low + step - 1);
+        const i64 middle_ns = stamp_ns(min(low + 2 * step - 1, last));
+        const i64 far_ns = stamp_ns(min(low + 3 * step - 1, last));
+        const int passed =
+            far_ns <= target_ns ? 3 : middle_ns <= target_ns ? 2 : near_ns <= target_ns ? 1 : 0;
+        const int base = low + passed * step;
+        low = min(base, high);
+        if (passed < 3) high = min(base + step - 1, high);
+    }
+    return low;
+}
+
+template <class StampOf>
+__device__ __forceinline__ void enclose(
+    Bracket& found, int passed, int count, i64 target_ns, StampOf stamp_ns) {
+    found.begun = passed > 0;
+    found.first = max(passed - 1, 0);
+    found.second = min(passed, count - 1);
+    const i64 first_ns = stamp_ns(found.first);
+    found.past_ns = target_ns - first_ns;
+    found.gap_ns = stamp_ns(found.second) - first_ns;
+}
+
+__device__ __forceinline__ Bracket find(
+    const Stream& s, const Ring& ring, const i64* staged_ns, i64 target_ns) {
+    Bracket found;
+    if (!HAS(RINGS, RING_LONG) || s.stage_shift == 0) {
+        const auto stamp_ns = [&](int k) { return staged_ns[ring.slot(k)]; };
+        const int passed = count_passed(0, ring.count, target_ns, stamp_ns);
+        enclose(found, passed, ring.count, target_ns, stamp_ns);
+    } else {
+        const auto stamp_ns = [&](int k) { return ring.stamp_ns(k); };
+        const int staged = ((ring.count - 1) >> s.stage_shift) + 1;
+        const int above = count_passed(0, staged, target_ns, [&](int j) { return staged_ns[j]; });
+        const int low = above ? ((above - 1) << s.stage_shift) + 1 : 0;
+        const int high = min(above << s.stage_shift, ring.count);
+        const int passed = count_passed(low, high, target_ns, stamp_ns);
+        enclose(found, passed, ring.count, target_ns, stamp_ns);
+    }
+    const bool picks = s.mode == MODE_PREVIOUS || s.mode == MODE_NEAREST;
+    if (s.mode == MODE_NEAREST && found.past_ns > found.gap_ns - found.past_ns) {
+        found.first = found.second;  // the newer one is closer; held twice, the gap is 0
+        found.past_ns -= found.gap_ns;
+    }
+    if (picks) found.gap_ns = 0;
+    found.age_ns = found.gap_ns == 0 && found.past_ns > 0 ? found.past_ns : 0;
+    found.bridge_ns = picks ? (found.past_ns < 0 ? -found.past_ns : found.past_ns)
+                            : (found.past_ns != 0 ? found.gap_ns : 0);
+    if (found.gap_ns == 0 || found.past_ns == 0) found.second = found.first;
+    return found;
+}
+
+// Where an order means nothing, from the closer sample: exact at both ends and never beyond them.
+template <class W>
+__device__ __forceinline__ Place<W> place_of(const Bracket& found, const Ring& ring, const Stream& s) {
+    const int stride = (int)s.slot_stride;  // a ring has less than 2^31 elements
+    Place<W> place = {ring.slot(found.first) * stride, ring.slot(found.second) * stride, (W)0};
+    if (found.first == found.second) return place;
+    const i64 rest_ns = found.gap_ns - found.past_ns;
+    const bool is_swapped = s.mode < MODE_SLERP && rest_ns < found.past_ns;
+    if (is_swapped) {
+        const int closer = place.second;
+        place.second = place.first, place.first = closer;
+    }
+    place.weight = (W)(is_swapped ? rest_ns : found.past_ns) / (W)found.gap_ns;
+    return place;
+}
+
+struct Target {
+    i64 ns;
+    i64 trust;     // where its validity and age go
+    bool is_mine;  // one thread per target
+};
+
+__device__ __forceinline__ void judge(
+    const Call& call, const Stream& s, const Target& target, const Bracket& found) {
+    const bool is_trusted = found.bridge_ns <= s.max_gap_ns && found.age_ns <= s.max_age_ns;
+    call.valid[target.trust] = found.begun && is_trusted;
+    call.age_s[target.trust] = (float)((double)found.age_ns * 1e-9);
+}
+
+// The places of all targets of the tile. Trust is written when nobody waits for it.
+template <class W>
+__device__ __forceinline__ const Place<W>* locate(
+    const Call& call, const Stream& s, const Ring& ring, const Target& target, uint4* shared) {
+    const i64* const staged_ns = (const i64*)(shared + s.tile_targets);  // behind the places
+    Place<W>* const places = (Place<W>*)shared;
+    Bracket found;
+    if (target.is_mine) {
+        found = find(s, ring, staged_ns, target.ns);
+        places[threadIdx.x] = place_of<W>(found, ring, s);
+    }
+    __syncthreads();
+    if (target.is_mine) judge(call, s, target, found);
+    return places;
+}
+
+// ---- Step 3: values.
+
+struct Tile {
+    u32 row;           // of the batch
+    int from, targets; // the first target, and how many
+};
+
+__device__ __forceinline__ Out* first_output(const Call& call, const Stream& s, const Tile& tile) {
+    return (Out*)call.values + ((i64)tile.row * call.targets + tile.from) * call.width + s.column;
+}
+
+template <class W> __device__ __forceinline__ W between(W first, W second, W weight) {
+    return weight * (second - first) + first;
+}
+
+// Which pack of which target a thread is at. Its divisions are done while the stamps arrive.
+struct Cursor {
+    int target, part;
+    int down, aside;  // a step of the whole block further
+
+    __device__ __forceinline__ explicit Cursor(int across) {
+        const u32 width = across > 0 ? across : 1;
+        target = threadIdx.x / width, part = threadIdx.x - target * width;
+        if (across == 0) target = MOST_THREADS;  // behind every tile: there is nothing to do
+        down = blockDim.x / width, aside = blockDim.x - down * width;
+    }
+    __device__ __forceinline__ void step(int across) {
+        target += down, part += aside;
+        if (part >= across) part -= across, target++;
+    }
+};
+
+template <class Src, int N>
+__device__ __forceinline__ void blend_lines(
+    const Call& call, const Stream& s, const Tile& tile, Cursor at,
+    const Place<typename Wide<Src>::type>* places) {
+    const Src* const src = (const Src*)s.values + tile.row * s.row_stride;
+    Out* const out = first_output(call, s, tile);
+    const int stride = N > 1 ? N : (int)s.dim_stride;
+    for (; at.target < tile.targets; at.step(s.across)) {
+        const auto place = places[at.target];
+        const auto first = read<Src, N>(src + (place.first + at.part * stride));
+        const auto second = read<Src, N>(src + (place.second + at.part * stride));
+        Pack<Out, N> result;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            result.at[k] =
+                Narrow<Out>::of(between(widen(first.at[k]), widen(second.at[k]), place.weight));
+        write(out + (at.target * call.width + at.part * N), result, s.store_bytes);
+    }
+}
+
+// In (-pi, pi], by whole turns; what lies in there already is returned exactly.
+__device__ __forceinline__ double wrapped(double radians) {
+    constexpr double pi = 3.141592653589793, turn = 6.283185307179586;
+    return radians - turn * ceil((radians - pi) / turn);
+}
+
+// Turns are rare and small: the format is looked up per value, so that their code exists once.
+__device__ __forceinline__ double one(const Stream& s, i64 element) {
+    if (HAS(SOURCES, DTYPE_BFLOAT16) && s.dtype == DTYPE_BFLOAT16)
+        return widen(((const bf16*)s.values)[element]);
+    if (HAS(SOURCES, DTYPE_FLOAT16) && s.dtype == DTYPE_FLOAT16)
+        return widen(((const fp16*)s.values)[element]);
+    if (HAS(SOURCES, DTYPE_FLOAT64) && s.dtype == DTYPE_FLOAT64)
+        return ((const double*)s.values)[element];
+    return ((const float*)s.values)[element];
+}
+
+__device__ __forceinline__ void blend_angles(
+    const Call& call, const Stream& s, const Tile& tile, const Place<double>* places) {
+    Out* const out = first_output(call, s, tile);
+    for (int item = threadIdx.x; item < tile.targets * s.dim; item += blockDim.x) {
+        const int target = item / s.dim, part = item - target * s.dim;
+        const Place<double> place = places[target];
+        const i64 column = tile.row * s.row_stride + part * s.dim_stride;
+        const double first = one(s, column + place.first);
+        const double second = one(s, column + place.second);
+        const double angle = wrapped(first + place.weight * wrapped(second - first));
+        out[(i64)target * call.width + part] = Narrow<Out>::of(angle);
+    }
+}
+
+struct Quaternion {
+    double at[4];
+
+    __device__ __forceinline__ double dot(const Quaternion& q) const {
+        return at[0] * q.at[0] + at[1] * q.at[1] + at[2] * q.at[2] + at[3] * q.at[3];
+    }
+    __device__ __forceinline__ Quaternion plus(const Quaternion& q, double scale) const {
+        return {at[0] + scale * q.at[0], at[1] + scale * q.at[1],
+                at[2] + scale * q.at[2], at[3] + scale * q.at[3]};
+    }
+    __device__ __forceinline__ Quaternion times(double scale) const {
+        return {at[0] * scale, at[1] * scale, at[2] * scale, at[3] * scale};
+    }
+    __device__ __forceinline__ double length() const { return sqrt(dot(*this)); }
+    __device__ __forceinline__ Quaternion unit() const {  // zero, which names no rotation, stays zero
+        const double size = length();
+        return size > 0 ? times(1 / size) : *this;
+    }
+};
+
+__device__ __forceinline__ double sinc(double x) { return x > 1e-8 ? sin(x) / x : 1; }
+
+// Shoemake's slerp as sin(w a) / sin(a) = w sinc(w a) / sinc(a): nothing to divide at a = 0. The
+// common 1 / sinc(a) falls to the final normalisation; a = 2 atan2(|q - p|, |q + p|) keeps its digits.
+__device__ __forceinline__ Quaternion slerp(Quaternion first, Quaternion second, double weight) {
+    first = first.unit(), second = second.unit();
+    if (first.dot(second) < 0) second = second.times(-1);
+    const double angle = 2 * atan2(second.plus(first, -1).length(), second.plus(first, 1).length());
+    const double rest = 1 - weight;
+    const Quaternion part = first.times(rest * sinc(rest * angle));
+    return part.plus(second, weight * sinc(weight * angle)).unit();
+}
+
+__device__ __forceinline__ void blend_quaternions(
+    const Call& call, const Stream& s, const Tile& tile, const Place<double>* places) {
+    Out* const out = first_output(call, s, tile);
+    for (int target = threadIdx.x; target < tile.targets; target += blockDim.x) {
+        const Place<double> place = places[target];
+        Quaternion first, second;
+        for (int k = 0; k < 4; k++) {
+            const i64 column = tile.row * s.row_stride + k * s.dim_stride;
+            first.at[k] = one(s, column + place.first);
+            second.at[k] = one(s, column + place.second);
+        }
+        const Quaternion turned = slerp(first, second, place.weight);
+        for (int k = 0; k < 4; k++) out[(i64)target * call.width + k] = Narrow<Out>::of(turned.at[k]);
+    }
+}
+
+// Of a ring that holds nothing: zeros, not trusted.
+__device__ __forceinline__ void write_nothing(
+    const Call& call, const Stream& s, const Tile& tile, const Target& target) {
+    Out* const out = first_output(call, s, tile);
+    for (int item = threadIdx.x; item < tile.targets * s.dim; item += blockDim.x) {
+        const int down = item / s.dim;
+        out[(i64)down * call.width + item - down * s.dim] = Narrow<Out>::of(0.0f);
+    }
+    if (target.is_mine) call.valid[target.trust] = false, call.age_s[target.trust] = 0.0f;
+}
+
+// ---- The kernel.
+
+template <class Src>
+__device__ __forceinline__ void lines(
+    const Call& call, const Stream& s, const Tile& tile, const Ring& ring, const Target& target,
+    const Cursor& at, uint4* shared) {
+    const auto places = locate<typename Wide<Src>::type>(call, s, ring, target, shared);
+    if constexpr (sizeof(Src) == 2)
+        if (s.pack == 8) return blend_lines<Src, 8>(call, s, tile, at, places);
+    if constexpr (sizeof(Src) <= 4)
+        if (s.pack == 4) return blend_lines<Src, 4>(call, s, tile, at, places);
+    if (s.pack == 2) return blend_lines<Src, 2>(call, s, tile, at, places);
+    blend_lines<Src, 1>(call, s, tile, at, places);
+}
+
+__device__ __forceinline__ void turns(
+    const Call& call, const Stream& s, const Tile& tile, const Ring& ring, const Target& target,
+    uint4* shared) {
+    const auto places = locate<double>(call, s, ring, target, shared);
+    if (HAS(MODES, MODE_SLERP) && s.mode == MODE_SLERP) blend_quaternions(call, s, tile, places);
+    if (HAS(MODES, MODE_ANGLE) && s.mode == MODE_ANGLE) blend_angles(call, s, tile, places);
+}
+
+// Where a multiprocessor holds 2048 threads, having them all gains more than it costs in registers;
+// float64 needs those.
+#define HOLDS_2048 \
+    (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030)
+#if HOLDS_2048 && !(MODES >> MODE_SLERP) && !HAS(SOURCES, DTYPE_FLOAT64)
+#define BLOCKS_RESIDENT 8
+#else
+#define BLOCKS_RESIDENT 4
+#endif
+
+// Grid: x is the tile among those of a row of the batch; y and z together are the row.
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, BLOCKS_RESIDENT)
+resample(const __grid_constant__ Call call) {
+    extern __shared__ uint4 shared[];
+    const u32 row = blockIdx.z * gridDim.y + blockIdx.y;
+    if (row >= call.rows) return;
+    int tile_at = blockIdx.x, stream_at = 0;
+    if (STREAMS > 1)
+        while (stream_at + 1 < call.streams && tile_at >= call.stream[stream_at + 1].first_tile)
+            stream_at++;
+    const Stream& s = call.stream[stream_at];
+    tile_at -= s.first_tile;
+    const int from = tile_at * s.tile_targets;
+    const Tile tile = {row, from, min(call.targets - from, s.tile_targets)};
+
+    stage(s, row, (i64*)(shared + s.tile_targets));
+    const int at = from + threadIdx.x;
+    Target target = {0, call.trust_column + stream_at, (int)threadIdx.x < tile.targets};
+    if (target.is_mine)
+        target.ns = __ldg(call.tgt_ns + row * call.tgt_row_stride + at * call.tgt_stride);
+    const Ring ring = open_ring(s, row);
+    if (s.ahead_bytes) ask_ahead(s, row, tile_at);
+    target.trust += ((i64)row * call.targets + at) * call.trust_width;
+    const Cursor cursor(s.across);
+    all_here();
+
+    if (HAS(RINGS, RING_TURNED) && ring.count == 0) return write_nothing(call, s, tile, target);
+    if (MODES >> MODE_SLERP && s.mode >= MODE_SLERP)
+        return turns(call, s, tile, ring, target, shared);
+    if constexpr (HAS(SOURCES, DTYPE_FLOAT32))
+        if (s.dtype == DTYPE_FLOAT32)
+            return lines<float>(call, s, tile, ring, target, cursor, shared);
+    if constexpr (HAS(SOURCES, DTYPE_BFLOAT16))
+        if (s.dtype == DTYPE_BFLOAT16)
+            return lines<bf16>(call, s, tile, ring, target, cursor, shared);
+    if constexpr (HAS(SOURCES, DTYPE_FLOAT16))
+        if (s.dtype == DTYPE_FLOAT16)
+            return lines<fp16>(call, s, tile, ring, target, cursor, shared);
+    if constexpr (HAS(SOURCES, DTYPE_FLOAT64))
+        if (s.dtype == DTYPE_FLOAT64)
+            return lines<double>(call, s, tile, ring, target, cursor, shared);
+}

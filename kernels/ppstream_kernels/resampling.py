@@ -1,0 +1,118 @@
+"""The public functions: irregular samples in, values at given times out, with validity and age.
+
+What holds for every mode, stream and device:
+
+* A target between two samples is interpolated; before the oldest and after the newest sample it
+  holds that sample, like ``numpy.interp``. Values are exact at samples and never overshoot.
+* Of samples with equal stamps the last one counts at that stamp and after it; on the way there the
+  first one is approached (a step, like ``numpy.interp``). Nothing divides by zero.
+* ``age_s`` is the target's time minus the stamp of the newest sample used, at least 0: 0 where the
+  target is interpolated, positive where a sample is held.
+* ``valid`` is false without samples (value and age are then 0), before the oldest sample, where
+  the age exceeds ``max_age_ns``, and where the bridge exceeds ``max_gap_ns``. The bridge is the
+  distance between the two samples interpolated (0 exactly at a sample and beyond the newest); for
+  ``previous`` and ``nearest`` it is the distance to the sample picked.
+* Differences of stamps are taken in int64, so their origin does not matter. Arithmetic is float32
+  or better (float64 for float64 samples, quaternions and angles), rounded once to the output's
+  dtype. Samples must be finite, and neighbours may not differ by more than their dtype's largest
+  number. Calls of other shapes or batches may differ in the last bit; the same call never does.
+
+Stamps out of order are not detected; they give finite nonsense within the samples read. Nothing
+here is differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ppstream_kernels import ops
+from ppstream_kernels.arguments import check_call, check_out
+from ppstream_kernels.source import Mode, StreamSource, ops_limit_ns, to_columns
+
+
+class Resampled(NamedTuple):
+    """Values at the targets and how far to trust them; S streams, or no such dimension for one."""
+
+    values: Tensor  # [B, T, D] or [B, T, sum of D]
+    valid: Tensor  # [B, T] or [B, T, S] bool
+    age_s: Tensor  # [B, T] or [B, T, S] float32, seconds
+
+
+def resample(
+    src: Tensor,
+    src_ns: Tensor,
+    tgt_ns: Tensor,
+    *,
+    count: Tensor | None = None,
+    head: Tensor | None = None,
+    mode: Mode = "linear",
+    max_gap_ns: int | None = None,
+    max_age_ns: int | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Resampled:
+    """One stream at the target times, by the rules of this module.
+
+    Args:
+        src: ``[B, N, D]`` samples, float32, float64, bfloat16 or float16; read only.
+        src_ns: ``[B, N]`` int64 stamps, never decreasing from the oldest to the newest.
+        tgt_ns: ``[B, T]`` int64 targets, in any order (rising is fastest).
+        count: ``[B]`` int64 samples per row, default N.
+        head: ``[B]`` int64 slot of the oldest sample, default 0; the row wraps at N.
+        mode: one of ``MODES``; ``slerp`` returns normalised quaternions.
+        max_gap_ns: longest bridge that is valid, default no limit.
+        max_age_ns: longest hold that is valid, default no limit.
+        out: contiguous ``[B, T, D]``, ``[B, T]`` bool and ``[B, T]`` float32, written in place and
+            returned; every element is written. The values may have another of the four dtypes.
+
+    Returns:
+        Values in the dtype of ``src``, validity and age; freshly allocated unless ``out`` is given.
+
+    Raises:
+        ValueError: a shape, dtype, device, mode or limit is not as above; or, on the CPU, a count
+            or head lies outside the ring.
+    """
+    source = StreamSource(src, src_ns, count, head, mode, max_gap_ns, max_age_ns)
+    check_call([source], tgt_ns)
+    limits_ns = (ops_limit_ns(max_gap_ns), ops_limit_ns(max_age_ns))
+    arguments = (src, src_ns, tgt_ns, count, head, mode, *limits_ns)
+    if out is None:
+        return Resampled(*ops.resample(*arguments))
+    check_out(out, tuple(tgt_ns.shape), src.shape[2], tgt_ns.device)
+    ops.resample_out(*arguments, *out)
+    return Resampled(*out)
+
+
+def resample_streams(
+    sources: Sequence[StreamSource],
+    tgt_ns: Tensor,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Resampled:
+    """Several streams at the same target times, side by side in one tensor, as one op.
+
+    For sources that stay, ``ResamplePlan`` gives the same; a small window costs less than half.
+
+    Args:
+        sources: one or more; N, D, mode, dtype and limits may differ, B may not.
+        tgt_ns: ``[B, T]`` int64 targets.
+        out: contiguous ``[B, T, sum of D]``, ``[B, T, S]`` bool and ``[B, T, S]`` float32 (views
+            into a slot, for example), written in place and returned; every element is written.
+
+    Returns:
+        Values in the order of ``sources``, in their promoted dtype (that of ``out`` if given),
+        validity and age per stream; freshly allocated unless ``out`` is given.
+
+    Raises:
+        ValueError: as ``resample``; or ``sources`` is empty or disagrees with ``tgt_ns``.
+    """
+    check_call(sources, tgt_ns)
+    arguments = (*to_columns(sources), tgt_ns)
+    if out is None:
+        return Resampled(*ops.resample_streams(*arguments))
+    width = sum(source.values.shape[2] for source in sources)
+    check_out(out, (*tgt_ns.shape, len(sources)), width, tgt_ns.device)
+    ops.resample_streams_out(*arguments, *out)
+    return Resampled(*out)

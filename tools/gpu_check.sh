@@ -1,0 +1,31 @@
+#!/bin/sh
+# Builds, checks and measures everything that needs a GPU; stops at the first thing that fails.
+#
+#     tools/gpu_check.sh [RESULTS_FOLDER] [--quick]
+#
+# Needs python3 with torch, cuda-core, pytest, hypothesis and Triton, and compute-sanitizer.
+set -eu
+cd "$(dirname "$0")/.."
+results=${1:-.}
+quick=${2:-}
+PYTHONPATH=kernels:stages:.${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH PYTHONUNBUFFERED=1
+
+echo '== machine'
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
+python3 -c 'import torch, cuda.core as c; print("torch", torch.__version__, "cuda-core", c.__version__)'
+
+echo '== tests'
+python3 -m pytest -q -m gpu -p no:cacheprovider tests/kernels tests/gpu
+python3 -m pytest -q -p no:cacheprovider tests/kernels/test_cuda_compile.py
+
+echo '== sanitizer'
+for tool in memcheck racecheck; do
+    # cuda-bindings probes the driver for functions that it may lack: no errors of ours
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no \
+        python3 tools/resample_once.py
+done
+
+echo '== measured'
+# shellcheck disable=SC2086
+python3 tools/bench_resample.py --device cuda $quick --json "$results/resample.json"
