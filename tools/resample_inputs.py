@@ -1,4 +1,4 @@
-"""What a resampling benchmark on a GPU is fed: tensors of a shape, and the bytes a call must move."""
+"""What a resampling benchmark on a GPU is fed, and the bytes that such a call must move."""
 
 from __future__ import annotations
 
