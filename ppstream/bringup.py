@@ -40,7 +40,7 @@ WARM_BLOCK: Final = 20  # envelopes timed together while warming
 WARM_SPREAD: Final = 0.10  # of the period, between the last WARM_BLOCKS blocks
 WARM_BLOCKS: Final = 3
 WARMUP_SKIP_MIN: Final = 10  # the gate skips this many, or what may be in the system plus two
-SPARE: Final = 10  # envelopes at the edges of the judged window that belong to it only in part
+SPARE: Final = 50  # further ones, for a period that settles late
 IN_STAGES: Final = 3  # in the system besides the queues: one each in A, the send queue, and C
 
 

@@ -20,8 +20,7 @@ from ppstream.segments import Segment, Window
 COMPAT_SCORE_MIN: Final = 0.30
 RATIO_FLOOR_NS: Final = 1_000  # of the published ratio's denominator
 STAGE_MIN_NS: Final = 50_000  # below this the published ratio is undefined
-#: A receipt this soon behind the decode that made room for it was held back by D_out.
-HELD_MAX_NS: Final = 1_000_000
+HELD_MAX_NS: Final = 1_000_000  # a receipt so soon behind the decode that made room was held
 HELD_SHARE: Final = 0.1  # of the mean period
 
 
@@ -290,8 +289,7 @@ def _free_transport_ns(window: Window) -> float:
 
 def _mean_times(window: Window, transport_ns: float) -> StageTimes:
     """Means over the window; one number for both transfers is all that the stamps give."""
-    envelopes, n = window.measured, window.n
-    half = transport_ns / 2
+    envelopes, n, half = window.measured, window.n, transport_ns / 2
     return StageTimes(
         a=sum(map(stage_a_ns, envelopes)) / n,
         b=sum(map(stage_b_ns, envelopes)) / n / window.topology.replicas,

@@ -108,7 +108,7 @@ class PipelineInProcess:
         ours, theirs = socket.socketpair()
         front, back = Peer(ours), Peer(theirs, expects_fds=True)
         self.rank0 = Stage0(*parts, link=HostFront(front, shape), peer=front)
-        self.back_peer = back
+        self.back_socket = theirs
         log = TimestampLog(
             directory / "rank1.gen0.jsonl", Stage1Record, 1024, run_id="r", generation=0
         )

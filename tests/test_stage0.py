@@ -1,3 +1,4 @@
+import socket
 import threading
 import time
 from itertools import pairwise
@@ -211,7 +212,7 @@ def test_policy_rank_that_vanishes_ends_the_run_though_a_stop_was_asked_for(form
         if call == 20:
             pipeline.rank0.request_stop("SIGTERM")
             release.set()
-            pipeline.back_peer.close()
+            pipeline.back_socket.shutdown(socket.SHUT_RDWR)
             raise SystemExit
 
     with build(form, NewestValues(vanish), tmp_path) as pipeline:

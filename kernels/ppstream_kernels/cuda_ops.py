@@ -47,9 +47,9 @@ def _resample_streams_out(
     cuda_plan.resample_streams_out(many, tgt_ns, out_values, out_valid, out_age_s)
 
 
-ops.LIBRARY.impl("resample", ops._allocating(ops.resample_fake, _resample_out), _KEY)
+ops.LIBRARY.impl("resample", ops.allocating(ops.resample_fake, _resample_out), _KEY)
 ops.LIBRARY.impl("resample_out", _resample_out, _KEY)
 ops.LIBRARY.impl(
-    "resample_streams", ops._allocating(ops.resample_streams_fake, _resample_streams_out), _KEY
+    "resample_streams", ops.allocating(ops.resample_streams_fake, _resample_streams_out), _KEY
 )
 ops.LIBRARY.impl("resample_streams_out", _resample_streams_out, _KEY)

@@ -115,7 +115,7 @@ def _resample_streams_out_cpu(
     cpu.resample_streams_out(many, tgt_ns, out_values, out_valid, out_age_s)
 
 
-def _allocating(fake: Callable[P, Triple], write: Callable[..., None]) -> Callable[P, Triple]:
+def allocating(fake: Callable[P, Triple], write: Callable[..., None]) -> Callable[P, Triple]:
     def allocate_and_write(*arguments: P.args, **keywords: P.kwargs) -> Triple:
         out = fake(*arguments, **keywords)
         write(*arguments, *out, **keywords)
@@ -129,9 +129,9 @@ def _nothing(*arguments: object) -> None:
 
 
 _CPU: Final[dict[str, Callable[..., object]]] = {
-    "resample": _allocating(resample_fake, _resample_out_cpu),
+    "resample": allocating(resample_fake, _resample_out_cpu),
     "resample_out": _resample_out_cpu,
-    "resample_streams": _allocating(resample_streams_fake, _resample_streams_out_cpu),
+    "resample_streams": allocating(resample_streams_fake, _resample_streams_out_cpu),
     "resample_streams_out": _resample_streams_out_cpu,
 }
 _FAKE: Final[dict[str, Callable[..., object]]] = {

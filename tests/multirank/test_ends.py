@@ -16,13 +16,14 @@ SERVE_ON = ("service.duration_s=none",)
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """One run from start to drain, looked at by several tests."""
+    before = set(os.listdir("/tmp"))
     with Ranks(tmp_path_factory.mktemp("logs")) as ranks:
         codes = ranks.wait()
-        yield ranks, codes
+        yield ranks, codes, set(os.listdir("/tmp")) - before
 
 
 def test_run_passes_the_gate_serves_and_drains(finished):
-    ranks, codes = finished
+    ranks, codes, _ = finished
     assert codes == [0, 0], ranks.output()
     assert {rank: end["name"] for rank, end in ranks.exits().items()} == {
         "0": "DRAINED",
@@ -34,15 +35,20 @@ def test_run_passes_the_gate_serves_and_drains(finished):
     assert verdict["verdict"] == "PASS"
 
 
+def test_no_socket_is_left_behind(finished):
+    left = {name for name in finished[2] if name.startswith("ppstream-")}
+    assert not left
+
+
 def test_every_envelope_stands_in_both_logs_exactly_once(finished):
-    ranks, _ = finished
+    ranks, _, _ = finished
     front = [(e["epoch"], e["seq"]) for e in ranks.lines(0) if e["kind"] == "envelope"]
     back = [(e["epoch"], e["seq"]) for e in ranks.lines(1) if e["kind"] == "stage1"]
     assert front == back == [(0, seq) for seq in range(len(front))]
 
 
 def test_ledger_balances_at_the_end(finished):
-    ranks, _ = finished
+    ranks, _, _ = finished
     for line in ranks.lines(0):
         if line["kind"] == "ledger":
             for entry in (*line["streams"].values(), line["envelopes"]):
@@ -54,7 +60,7 @@ def test_ledger_balances_at_the_end(finished):
 def test_standalone_stage_times_are_measured_not_copied(finished):
     import json
 
-    ranks, _ = finished
+    ranks, _, _ = finished
     standalone = json.loads((ranks.directory / "run.json").read_text())["standalone"]
     assert 2e6 < standalone["A_ns"] < 8e6
     assert 2e6 < standalone["C_ns"] < 8e6
@@ -115,7 +121,7 @@ def test_idle_run_notices_a_killed_policy_rank(tmp_path):
 
 
 def test_nothing_to_hide_is_refused_with_31_unless_accepted(tmp_path):
-    idle = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=20")
+    idle = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8")
     with Ranks(tmp_path / "refused", *idle) as ranks:
         assert ranks.wait() == [31, 31], ranks.output()
         assert re.search(r"exit 31 GATE_INCONCLUSIVE .*NOTHING_TO_HIDE", ranks.output())
@@ -132,7 +138,7 @@ def test_serial_depth_fails_the_gate_with_30(tmp_path):
 
 
 def test_later_generation_of_a_refused_run_ends_at_once_with_the_same_code(tmp_path):
-    with Ranks(tmp_path, "simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=20") as ranks:
+    with Ranks(tmp_path, "simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8") as ranks:
         assert ranks.wait() == [31, 31]
     began = time.monotonic()
     with Ranks(tmp_path, env={"TORCHELASTIC_RESTART_COUNT": "1"}) as ranks:
@@ -154,11 +160,3 @@ def test_configuration_error_is_told_once_before_anything_starts(tmp_path):
     assert text.count("pipeline.d_in") == 1
     assert "window.steps" in text
     assert not (tmp_path / "logs" / "latest").exists()
-
-
-def test_no_process_or_socket_is_left_behind(tmp_path):
-    before = set(os.listdir("/tmp"))
-    with Ranks(tmp_path) as ranks:
-        assert ranks.wait() == [0, 0], ranks.output()
-    left = {name for name in set(os.listdir("/tmp")) - before if name.startswith("ppstream-")}
-    assert not left

@@ -47,12 +47,19 @@ def assert_identical(one: dict, other: dict) -> None:
         assert one[name].tobytes() == other[name].tobytes(), name
 
 
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    """A recording, and what the unpipelined twin makes of it."""
+    folder = tmp_path_factory.mktemp("twin")
+    recording = made_recording(folder / "recording.npz")
+    return recording, actions_of(folder / "inline", recording, world_size=1)
+
+
 @pytest.mark.parametrize(
     ("link", "threads"), [("host", "serial"), ("host", "split"), ("gloo", "serial")]
 )
-def test_two_ranks_give_the_twin_s_actions_bit_for_bit(link, threads, tmp_path):
-    recording = made_recording(tmp_path / "recording.npz")
-    expected = actions_of(tmp_path / "inline", recording, world_size=1)
+def test_two_ranks_give_the_twin_s_actions_bit_for_bit(link, threads, twin, tmp_path):
+    recording, expected = twin
     assert len(expected["actions"]) > 200
     assert np.unique(expected["actions"]).size > 500
     found = actions_of(
@@ -66,10 +73,10 @@ def test_two_ranks_give_the_twin_s_actions_bit_for_bit(link, threads, tmp_path):
 )
 def test_recorded_1_khz_arm_gives_the_twin_s_actions_bit_for_bit(tmp_path):
     whole = load_recording(Path(os.environ["PPSTREAM_TEST_DATA"]) / "franka_fr3_1khz.npy")
-    recording = tmp_path / "part.npz"  # 1.5 s of it, with its gaps and repeats
+    recording = tmp_path / "part.npz"  # 0.7 s of it, with its gaps and repeats
     tracks = {name: whole.tracks[name] for name in ("q", "tau")}
-    stamps = {f"{name}.stamps_ns": track.stamps_ns[:1500] for name, track in tracks.items()}
-    values = {f"{name}.values": track.values[:1500] for name, track in tracks.items()}
+    stamps = {f"{name}.stamps_ns": track.stamps_ns[:700] for name, track in tracks.items()}
+    values = {f"{name}.values": track.values[:700] for name, track in tracks.items()}
     np.savez(recording, **stamps, **values)
     config = tmp_path / "franka.toml"
     head, _, rest = CONFIG.read_text().partition("[[streams]]")
@@ -81,7 +88,7 @@ def test_recorded_1_khz_arm_gives_the_twin_s_actions_bit_for_bit(tmp_path):
     wide = "policy.options={steps=8, dim=14, horizon=4, action_dim=2}"
     inline = actions_of_file(tmp_path / "inline", config, recording, wide, world_size=1)
     pipelined = actions_of_file(tmp_path / "ranks", config, recording, wide, world_size=2)
-    assert len(inline["actions"]) > 700
+    assert len(inline["actions"]) > 300
     assert_identical(inline, pipelined)
 
 

@@ -46,7 +46,7 @@ def test_stop_signal_to_torchrun_drains_both_ranks_with_zero(tmp_path):
 
 
 def test_refused_run_does_not_loop_under_max_restarts(tmp_path):
-    idle = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=20")
+    idle = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8")
     command = torchrun(tmp_path, *idle, options=("--max-restarts=3",))
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=70, env=environment_without_ranks()
