@@ -131,7 +131,7 @@ def test_nothing_to_hide_is_refused_with_31_unless_accepted(tmp_path):
 
 def test_serial_depth_fails_the_gate_with_30(tmp_path):
     """With one credit only C stays hidden behind B, as the model says."""
-    shallow = ("pipeline.d_in=1", "simulate.a_ms=4", "simulate.c_ms=0.1", "bringup.envelopes=120")
+    shallow = ("pipeline.d_in=1", "simulate.a_ms=4", "simulate.c_ms=0.1", "bringup.envelopes=200")
     with Ranks(tmp_path, *shallow) as ranks:
         assert ranks.wait() == [30, 30], ranks.output()
         assert re.search(r"exit 30 GATE_FAIL .*LOW_OVERLAP", ranks.output())
