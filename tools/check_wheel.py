@@ -30,7 +30,8 @@ TORCHRUN_GRACE_S: Final = 40  # it gives its ranks 30
 TWO_RANKS: Final = (
     *("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "ppstream.serve"),
     *("--config", "ppstream_stages:bench.toml"),
-    *("--set", "service.duration_s=2", "--set", "service.endpoint=none"),
+    *("--set", "service.duration_s=0.2", "--set", "service.endpoint=none"),
+    *("--set", "bringup.envelopes=150"),
 )
 ROBOT_SIDE: Final = """
 import sys
