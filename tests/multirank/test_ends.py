@@ -120,12 +120,21 @@ def test_idle_run_notices_a_killed_policy_rank(tmp_path):
         assert time.monotonic() - began < 2
 
 
-def test_nothing_to_hide_is_refused_with_31_unless_accepted(tmp_path):
-    idle = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8")
-    with Ranks(tmp_path / "refused", *idle) as ranks:
+NOTHING_TO_HIDE = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8")
+
+
+def test_nothing_to_hide_is_refused_with_31_and_a_later_generation_ends_at_once(tmp_path):
+    with Ranks(tmp_path, *NOTHING_TO_HIDE) as ranks:
         assert ranks.wait() == [31, 31], ranks.output()
         assert re.search(r"exit 31 GATE_INCONCLUSIVE .*NOTHING_TO_HIDE", ranks.output())
-    with Ranks(tmp_path / "taken", *idle, "bringup.accept=['NOTHING_TO_HIDE']") as ranks:
+    began = time.monotonic()
+    with Ranks(tmp_path, env={"TORCHELASTIC_RESTART_COUNT": "1"}) as ranks:
+        assert ranks.wait() == [31, 31], ranks.output()
+    assert time.monotonic() - began < 5  # two interpreters start; the ranks themselves take none
+
+
+def test_nothing_to_hide_may_be_accepted(tmp_path):
+    with Ranks(tmp_path, *NOTHING_TO_HIDE, "bringup.accept=['NOTHING_TO_HIDE']") as ranks:
         assert ranks.wait() == [0, 0], ranks.output()
 
 
@@ -135,15 +144,6 @@ def test_serial_depth_fails_the_gate_with_30(tmp_path):
     with Ranks(tmp_path, *shallow) as ranks:
         assert ranks.wait() == [30, 30], ranks.output()
         assert re.search(r"exit 30 GATE_FAIL .*LOW_OVERLAP", ranks.output())
-
-
-def test_later_generation_of_a_refused_run_ends_at_once_with_the_same_code(tmp_path):
-    with Ranks(tmp_path, "simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8") as ranks:
-        assert ranks.wait() == [31, 31]
-    began = time.monotonic()
-    with Ranks(tmp_path, env={"TORCHELASTIC_RESTART_COUNT": "1"}) as ranks:
-        assert ranks.wait() == [31, 31], ranks.output()
-    assert time.monotonic() - began < 5  # two interpreters start; the ranks themselves take none
 
 
 def test_inline_twin_serves_without_a_gate(tmp_path):
