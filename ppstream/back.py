@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import ExitStack
 from typing import Final
@@ -51,8 +50,7 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with ExitStack() as stack:
         store = join_store(timeout_s=config.liveness.handshake_s)
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(store.world_size)))
-        placement = place(config, store.world_size, local_world_size)
+        placement = place(config, store.world_size, meeting.ranks_on_this_host(store.world_size))
         peer, end.run = meeting.introduce(config, store)
         stack.callback(peer.close)
         patience = Patience(config.liveness.drain_s + OUTLIVE_DRAIN_S)

@@ -61,8 +61,7 @@ def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run, generation: i
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    placement = place(config, world_size, local_world_size)
+    placement = place(config, world_size, meeting.ranks_on_this_host(world_size))
     end.run = run
     _begin_run(run, config, placement)
     with ExitStack() as stack:
@@ -150,7 +149,7 @@ def _pipelined(
 
 def _own_address(world_size: int) -> str | None:
     """This host's address for policy ranks elsewhere; None: all ranks are on this host."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))) >= world_size:
+    if meeting.ranks_on_this_host(world_size) >= world_size:
         return None
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 

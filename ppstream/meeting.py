@@ -40,6 +40,11 @@ TOKEN_KEY: Final = "run/token"  # known to the launcher's ranks alone
 BUILD_LIMIT_NS: Final = 600 * NS_PER_S  # to load weights; the heart beats meanwhile
 
 
+def ranks_on_this_host(world_size: int) -> int:
+    """How many ranks of the run the launcher started here; all, unless it says otherwise."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+
+
 def receive(peer: Peer, timeout_ns: int) -> Control:
     """The next frame; raises PeerLeftError when the other rank says that it leaves."""
     frame = peer.receive(timeout_ns)
