@@ -55,6 +55,9 @@ class FrameReader:
 
     def _keep(self, start: int, needed: int) -> None:
         """Move what is left to the front, into a buffer that holds the frame it begins."""
+        if start == self._filled and len(self._buffer) == BUFFER_BYTES:
+            self._filled = 0  # nothing is left: the usual case
+            return
         rest = bytes(self._buffer[start : self._filled])
         self._filled = len(rest)
         wanted = max(BUFFER_BYTES, needed) if rest else BUFFER_BYTES

@@ -29,6 +29,7 @@ RESULT_HEADER: Final = (
 )
 FAILED: Final = 4
 DURATIONS: Final = slice(5, None)
+BEHIND_LINK: Final = slice(2, None)  # all that the policy rank writes, in one assignment
 
 
 def link_shape(

@@ -58,7 +58,7 @@ class Inline(Rank0):
         self.credits.commit(tb0)
         failed = False
         try:
-            self.stage_b(flight.epoch, self.envelope.tensors, self.result.tensors)
+            self.stage_b(flight.epoch, self.envelope, self.result.tensors)
         except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             failed = True
             text = "".join(traceback.format_exception(error))
@@ -92,6 +92,6 @@ class Inline(Rank0):
         durations = []
         for _ in range(repeats):
             began = now_ns()
-            self.stage_b(self.epoch, self.envelope.tensors, self.result.tensors)
+            self.stage_b(self.epoch, self.envelope, self.result.tensors)
             durations.append(now_ns() - began)
         return durations

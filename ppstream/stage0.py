@@ -153,7 +153,8 @@ class Stage0(Rank0):
 
     def look(self) -> None:
         self.take_in()
-        if not self._is_split:
+        # With work in hand the socket can wait: reading it costs as much as a small stage C.
+        if not self._is_split and self._received.empty() and not self.may_start():
             self.observe()
             self.check_peer(now_ns())
 

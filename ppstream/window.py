@@ -19,7 +19,7 @@ from ppstream.specs import TensorSpec
 from ppstream_kernels import ResamplePlan, StreamSource
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ppstream.config import PipelineConfig, StreamConfig
     from ppstream.ring import RowInput
     from ppstream.ring_bank import RingBank
+
+VIEWS_MAX: Final = 64  # more than a link has slots
 
 #: What the int64 tensor ``rows [B, 4]`` of an envelope holds.
 ROW_FIELDS: Final = ("session", "session_epoch", "window_end_ns", "expires_ns")
@@ -43,10 +45,20 @@ class WindowInfo(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """One resampling call, prepared, and the names of the three tensors it writes."""
+    """One resampling plan, and the names of the three tensors it writes."""
 
-    resample: ResamplePlan
+    plan: ResamplePlan
     out: tuple[str, str, str]
+
+
+class _Views(NamedTuple):
+    """One envelope's tensors, made ready to be written again and again."""
+
+    out: Mapping[str, Tensor]
+    resample: tuple[Callable[[], None], ...]  # by group
+    values: tuple[Tensor, ...]
+    present: NDArray[np.bool_]
+    fields: NDArray[np.int64]
 
 
 class WindowCutter:
@@ -72,14 +84,12 @@ class WindowCutter:
         dt_ns = round(config.window.dt_ms * NS_PER_MS)
         self.inputs = _input_specs(config)
         self._rows = rows
+        self._row_numbers = range(len(rows))
         self._span_ns = (steps - 1) * dt_ns
         self._offsets_ns: NDArray[np.int64] = np.arange(1 - steps, 1, dtype=np.int64) * dt_ns
         self._targets_ns = torch.empty(len(rows), steps, dtype=torch.int64)
         self._targets_view: NDArray[np.int64] = self._targets_ns.numpy()
-        self._fields = torch.zeros(len(rows), len(ROW_FIELDS), dtype=torch.int64)
-        self._fields_view: NDArray[np.int64] = self._fields.numpy()
-        self._present = torch.zeros(len(rows), dtype=torch.bool)
-        self._present_view: NDArray[np.bool_] = self._present.numpy()
+        self._views: dict[int, _Views] = {}  # by identity of the mapping, which it keeps alive
         self._groups = [
             _Group(
                 ResamplePlan([_source(stream, banks[stream.name]) for stream in streams], steps),
@@ -95,33 +105,46 @@ class WindowCutter:
         """Write every tensor of ``inputs``, in full, into ``out``; settle the rings' ledgers.
 
         Args:
-            out: tensors ``[B, *shape]`` by name, views of a slot; others in it are left alone.
+            out: tensors ``[B, *shape]`` by name, views of a slot, which are kept, since slots come
+                again; others in it are left alone.
             ends_ns: where each row's window ends, robot clock; None: at the newest sample of the
                 reference stream. Of no account for an absent row.
             lease_ns: actions made from this window expire so long after its end.
         """
-        ends = [self._begin_row(row, end_ns, lease_ns) for row, end_ns in enumerate(ends_ns)]
-        for group in self._groups:
-            values, valid, age_s = (out[name] for name in group.out)
-            group.resample(self._targets_ns, (values, valid, age_s))
-            for row, place in enumerate(self._rows):
-                if place.session != 0 and not place.present:  # its other streams hold samples
+        views = self._views.get(id(out)) or self._view(out)
+        ends = [self._begin_row(row, ends_ns[row], lease_ns, views) for row in self._row_numbers]
+        for resample in views.resample:
+            resample()
+        for row, place in enumerate(self._rows):
+            if place.session != 0 and not place.present:  # its other streams hold samples
+                for values in views.values:
                     values[row].zero_()
-        out["present"].copy_(self._present)
-        out["rows"].copy_(self._fields)
         return WindowInfo(ends, self._newest_rx_ns(), self._settle(ends))
 
-    def _begin_row(self, row: int, end_ns: int | None, lease_ns: int) -> int:
+    def _view(self, out: Mapping[str, Tensor]) -> _Views:
+        if len(self._views) >= VIEWS_MAX:
+            self._views.clear()
+        resample, written = [], []
+        for group in self._groups:
+            values, valid, age_s = (out[name] for name in group.out)
+            resample.append(group.plan.bind(self._targets_ns, (values, valid, age_s)))
+            written.append(values)
+        present, fields = out["present"].numpy(), out["rows"].numpy()
+        views = _Views(out, tuple(resample), tuple(written), present, fields)
+        self._views[id(out)] = views
+        return views
+
+    def _begin_row(self, row: int, end_ns: int | None, lease_ns: int, views: _Views) -> int:
         """Fix the row's targets and identity; returns its window's end, 0 when it is absent."""
         place = self._rows[row]
-        present = self._present_view[row] = place.present
+        present = views.present[row] = place.present
         if not present:
             self._targets_view[row] = NEVER_NS  # before any sample: nothing is valid
-            self._fields_view[row] = (place.session, place.session_epoch, 0, 0)
+            views.fields[row] = (place.session, place.session_epoch, 0, 0)
             return 0
         end = place.reference.newest_ns if end_ns is None else end_ns
         np.add(self._offsets_ns, end, out=self._targets_view[row])
-        self._fields_view[row] = (place.session, place.session_epoch, end, end + lease_ns)
+        views.fields[row] = (place.session, place.session_epoch, end, end + lease_ns)
         return end
 
     def _newest_rx_ns(self) -> int:

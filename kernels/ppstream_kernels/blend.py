@@ -39,7 +39,7 @@ class _Stream(NamedTuple):
     columns: slice  # of the output
 
 
-class _Output(NamedTuple):
+class Output(NamedTuple):
     """The values being written: one memory, two views."""
 
     tensor_BTW: Tensor
@@ -57,18 +57,22 @@ class Blend:
         self._others = [stream for stream in self._streams if not _is_small_linear(stream)]
         self._small = _SmallLinear(small, self._weight_SBT) if small else None
 
-    def write(self, values_BTW: Tensor) -> None:
-        """Every element of these contiguous values, rounded once; 0 for rows without samples."""
+    def write(self, out: Output) -> None:
+        """Every element of the output, rounded once; 0 for rows without samples."""
         found = self._found
         np.divide(found.past_ns_SBT, np.maximum(found.gap_ns_SBT, 1), self._weight_SBT)
-        out = _Output(values_BTW, _rows(_array(values_BTW)))
         if self._small is not None:
             self._small.write(out)
         for stream in self._others:
             _write_alone(stream, out)
         if found.empty_SB is not None:
             for empty_B, stream in zip(found.empty_SB, self._streams, strict=True):
-                values_BTW[torch.from_numpy(empty_B), :, stream.columns] = 0
+                out.tensor_BTW[torch.from_numpy(empty_B), :, stream.columns] = 0
+
+
+def output_of(values_BTW: Tensor) -> Output:
+    """Where a blend writes: contiguous values of any of the four dtypes."""
+    return Output(values_BTW, _rows(_array(values_BTW)))
 
 
 def _streams(columns: Columns, found: Brackets, weight_SBT: Doubles) -> list[_Stream]:
@@ -116,6 +120,7 @@ class _SmallLinear:
         targets = streams[0].weight_M1.size
         self._first_ML, self._second_ML = pair_2BTL.reshape(2, targets, sum(dims))
         self._mixed_ML: Doubles = np.empty_like(self._first_ML)
+        self._only = streams[0].weight_M1 if len(streams) == 1 else None
         self._weight_ML: Doubles = np.empty_like(self._first_ML)
         self._weight_MS = weight_SBT.reshape(len(weight_SBT), targets).T
         self._stream_of_column = np.repeat([stream.s for stream in streams], dims)
@@ -130,7 +135,7 @@ class _SmallLinear:
             (stream.columns, mixed_MD) for stream, mixed_MD in zip(streams, mixed, strict=True)
         ]
 
-    def write(self, out: _Output) -> None:
+    def write(self, out: Output) -> None:
         """The columns of these streams."""
         for samples_RD, rows_2BT, gathered_2BTD, pair_2BTD, bfloat16s in self._gathers:
             samples_RD.take(rows_2BT, 0, gathered_2BTD, "wrap")  # "raise" would buffer
@@ -138,8 +143,11 @@ class _SmallLinear:
                 pair_2BTD[:] = gathered_2BTD
             else:
                 bfloat16s[1].copy_(bfloat16s[0])
-        self._weight_MS.take(self._stream_of_column, 1, self._weight_ML, "wrap")
-        linear(self._first_ML, self._second_ML, self._weight_ML, self._mixed_ML)
+        weight_ML = self._only
+        if weight_ML is None:
+            weight_ML = self._weight_ML
+            self._weight_MS.take(self._stream_of_column, 1, weight_ML, "wrap")
+        linear(self._first_ML, self._second_ML, weight_ML, self._mixed_ML)
         for columns, mixed_MD in self._shares:
             _round_into(out, columns, mixed_MD)
 
@@ -152,7 +160,7 @@ def _gather(stream: _Stream, pair_2BTD: Doubles) -> _Gather:
     return _Gather(stream.samples_RD, stream.rows_2BT, gathered_2BTD, pair_2BTD, bfloat16s)
 
 
-def _write_alone(stream: _Stream, out: _Output) -> None:
+def _write_alone(stream: _Stream, out: Output) -> None:
     rows_2M = stream.rows_2BT.reshape(2, stream.weight_M1.size)
     if stream.mode in PICKING_MODES:
         _copy_first(stream, rows_2M[0], out)
@@ -167,7 +175,7 @@ def _write_alone(stream: _Stream, out: _Output) -> None:
         _round_into(out, stream.columns, mixed_MD)
 
 
-def _copy_first(stream: _Stream, first_M: Int64s, out: _Output) -> None:
+def _copy_first(stream: _Stream, first_M: Int64s, out: Output) -> None:
     picked_MD = stream.samples_RD.take(first_M, 0, mode="wrap")
     if out.tensor_BTW.dtype is stream.dtype:
         out.array_MW[:, stream.columns] = picked_MD
@@ -175,7 +183,7 @@ def _copy_first(stream: _Stream, first_M: Int64s, out: _Output) -> None:
         out.tensor_BTW.flatten(0, 1)[:, stream.columns] = _tensor(picked_MD, stream.dtype)
 
 
-def _lerp_in_parts(stream: _Stream, rows_2M: Int64s, out: _Output) -> None:
+def _lerp_in_parts(stream: _Stream, rows_2M: Int64s, out: Output) -> None:
     """torch.lerp starts from the closer sample: exact at both, monotone, never beyond either.
 
     Where the output is one piece of memory of the same dtype, the first samples are gathered right
@@ -223,7 +231,7 @@ class _Scratch(threading.local):
 _scratch: Final = _Scratch()
 
 
-def _round_into(out: _Output, columns: slice, mixed_MD: Doubles) -> None:
+def _round_into(out: Output, columns: slice, mixed_MD: Doubles) -> None:
     if out.tensor_BTW.dtype in _HALVES:
         out.tensor_BTW.flatten(0, 1)[:, columns] = torch.from_numpy(mixed_MD)
     else:

@@ -7,12 +7,18 @@ the arrays it computes in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
 
-from ppstream_kernels.blend import Blend
+from ppstream_kernels.blend import Blend, Output, output_of
 from ppstream_kernels.bracket import Brackets
+from ppstream_kernels.rings import Bools, Int64s
 from ppstream_kernels.source import Columns
-from ppstream_kernels.trust import Trust
+from ppstream_kernels.trust import Float32s, Trust
+
+# S=streams B=rows T=targets
 
 
 class CpuPlan:
@@ -29,17 +35,32 @@ class CpuPlan:
         self._blend = Blend(columns, self._brackets)
         self._trust = Trust(columns, self._brackets)
 
-    def run(self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor) -> None:
-        """Writes every element of values ``[B, T, sum of D]``, valid and age_s ``[B, T, S]``.
+    def bind(
+        self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
+    ) -> Callable[[], None]:
+        """A call that writes every element of the last three, as the targets are at that time.
 
-        All four are contiguous and fit the plan.
+        values ``[B, T, sum of D]``, valid and age_s ``[B, T, S]``; all four are contiguous, fit the
+        plan and are kept.
 
         Raises:
-            ValueError: a count or head lies outside its ring.
+            ValueError: by the call: a count or head lies outside its ring.
         """
-        self._brackets.find(tgt_ns.numpy())
+        by_stream = (2, 0, 1)
+        valid_SBT = valid.numpy().transpose(by_stream)
+        age_s_SBT = age_s.numpy().transpose(by_stream)
+        return partial(self._run, tgt_ns.numpy(), output_of(values), valid_SBT, age_s_SBT)
+
+    def run(self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor) -> None:
+        """What ``bind`` prepares, once."""
+        self.bind(tgt_ns, values, valid, age_s)()
+
+    def _run(
+        self, tgt_ns_BT: Int64s, values: Output, valid_SBT: Bools, age_s_SBT: Float32s
+    ) -> None:
+        self._brackets.find(tgt_ns_BT)
         self._blend.write(values)
-        self._trust.write(valid.numpy(), age_s.numpy())  # consumes the times
+        self._trust.write(valid_SBT, age_s_SBT)  # consumes the times
 
 
 def resample_streams_out(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from torch import Tensor
@@ -42,6 +43,12 @@ class CudaPlan:
             for launch in launches:
                 launch.read_from(self._columns)
         _queue(launches, tgt_ns, values, valid, age_s)
+
+    def bind(
+        self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
+    ) -> Callable[[], None]:
+        """``run`` of these tensors."""
+        return partial(self.run, tgt_ns, values, valid, age_s)
 
 
 class _Launches(threading.local):

@@ -19,6 +19,11 @@ class DevicePlan(Protocol):
     def run(self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor) -> None:
         """Writes values ``[B, T, sum of D]``, valid and age_s ``[B, T, S]``; checks no argument."""
 
+    def bind(
+        self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
+    ) -> Callable[[], None]:
+        """``run`` of tensors that come again and again."""
+
 
 #: How each type of device prepares: from its streams and the number of targets.
 DEVICE_PLANS: Final[Mapping[str, Callable[[Columns, int], DevicePlan]]] = {
@@ -46,7 +51,7 @@ class ResamplePlan:
     def __init__(self, sources: Sequence[StreamSource], steps: int) -> None:
         check_plan(sources, steps, tuple(DEVICE_PLANS))
         device = sources[0].values.device
-        self._run = DEVICE_PLANS[device.type](to_columns(sources), steps).run
+        self._plan = DEVICE_PLANS[device.type](to_columns(sources), steps)
 
     def __call__(self, tgt_ns: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> None:
         """Write every element of ``out``.
@@ -62,4 +67,11 @@ class ResamplePlan:
         Raises:
             ValueError: on the CPU, a count or head lies outside its ring.
         """
-        self._run(tgt_ns, *out)
+        self._plan.run(tgt_ns, *out)
+
+    def bind(self, tgt_ns: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> Callable[[], None]:
+        """A call like the plan's with these tensors, for those that come again, as slots do.
+
+        They are kept as long as the call is. Arguments and errors are the plan's.
+        """
+        return self._plan.bind(tgt_ns, *out)

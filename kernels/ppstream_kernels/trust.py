@@ -5,7 +5,7 @@ For CPU tensors; the rules stand in ``resampling.py``.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from ppstream_kernels.rings import Bools
 from ppstream_kernels.source import NO_LIMIT, Columns
 
 # S=streams B=rows T=targets
+
+Float32s: TypeAlias = NDArray[np.float32]
 
 _S_PER_NS: Final = 1e-9
 
@@ -33,7 +35,7 @@ class Trust:
         self._fits_2SBT: Bools = np.empty(found.times_2SBT.shape, np.bool_)
         self._is_young_SBT, self._is_short_SBT = self._fits_2SBT
 
-    def write(self, valid_BTS: Bools, age_s_BTS: NDArray[np.float32]) -> None:
+    def write(self, valid_SBT: Bools, age_s_SBT: Float32s) -> None:
         """Every element of both; turns the times into ages and bridges on the way.
 
         A negative age means before the oldest sample. Read as unsigned it exceeds every limit, so
@@ -52,9 +54,8 @@ class Trust:
         if found.empty_SB is not None:
             age_ns_SBT[found.empty_SB] = -1
         np.less_equal(self._unsigned_ns_2SBT, self._limits_ns_2S11, self._fits_2SBT)
-        np.logical_and(self._is_young_SBT, self._is_short_SBT, valid_BTS.transpose(2, 0, 1))
+        np.logical_and(self._is_young_SBT, self._is_short_SBT, valid_SBT)
         np.maximum(age_ns_SBT, 0, out=age_ns_SBT)
-        age_s_SBT = age_s_BTS.transpose(2, 0, 1)
         np.multiply(age_ns_SBT, _S_PER_NS, age_s_SBT, casting="same_kind")
 
 

@@ -99,6 +99,20 @@ def test_linear_streams_alone_equal_the_op_bit_for_bit(device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(result, wanted, strict=True))
 
 
+def test_a_bound_call_sees_targets_and_rings_as_they_are_at_each_call(device: str) -> None:
+    sources, tgt_ns = make_sources(2, device), make_targets(2, device)
+    wanted = resample_streams(sources, tgt_ns)
+    result = rubbish_like(wanted)
+    resample = ResamplePlan(sources, 9).bind(tgt_ns, result)
+    resample()
+    assert all(torch.equal(*pair) for pair in zip(result, wanted, strict=True))
+    tgt_ns += 60
+    sources[0].values.mul_(2)
+    resample()
+    wanted = resample_streams(sources, tgt_ns)
+    assert all(torch.equal(*pair) for pair in zip(result, wanted, strict=True))
+
+
 def test_two_plans_over_the_same_sources_do_not_disturb_each_other(device: str) -> None:
     sources = make_sources(1, device)
     early, late = make_targets(1, device), make_targets(1, device) + 60
