@@ -97,6 +97,10 @@ class Rank0(ABC):
     def look(self) -> None:
         """Look at everything that can give work, without waiting."""
 
+    def look_at(self, ready: Sequence[int]) -> None:
+        """Look again after a wait, at least at these descriptors; at everything when none is."""
+        self.look()
+
     @abstractmethod
     def is_idle(self) -> bool:
         """Whether there is nothing to do now, and something to wait for."""
@@ -262,8 +266,7 @@ class Rank0(ABC):
                 dues = (self.source.next_due_ns(), self.pacing.due_ns())
                 now = now_ns()
                 limit_ns = min([limit_ns, *(max(0, due - now) for due in dues if due is not None)])
-            self.waiter.wait(limit_ns)
-            self.look()
+            self.look_at(self.waiter.wait(limit_ns))
         self._waits_ns[cause if slept else "link"] += now_ns() - began
 
     def write_reports(self) -> None:

@@ -10,6 +10,7 @@ import errno
 import os
 import select
 import threading
+from collections.abc import Sequence
 from typing import Final
 
 from ppstream.clock import NS_PER_MS, NS_PER_S
@@ -43,7 +44,7 @@ class Waiter:
         self._fds.remove(fd)
         self._poll.unregister(fd)
 
-    def wait(self, timeout_ns: int | None) -> None:
+    def wait(self, timeout_ns: int | None) -> Sequence[int]:
         """Return when a descriptor is readable, after ``wake``, or after ``timeout_ns``.
 
         A wake that came before the wait ends it at once; several wakes count as one. It never
@@ -52,11 +53,18 @@ class Waiter:
         Args:
             timeout_ns: None waits without limit; zero or less only looks.
 
+        Returns:
+            The descriptors that are readable; none when anything may have happened: after a wake,
+            or when time ran out.
+
         Raises:
             OSError: a registered descriptor was closed (EBADF).
         """
-        if self._wake_fd in self._ready(timeout_ns):
-            os.eventfd_read(self._wake_fd)
+        ready = self._ready(timeout_ns)
+        if self._wake_fd not in ready:
+            return ready
+        os.eventfd_read(self._wake_fd)
+        return ()
 
     def wake(self) -> None:
         """End the present or next ``wait``; for any thread and signal handlers."""
