@@ -7,9 +7,10 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
+
+from multirank.rank_process import RankProcess
 
 CONFIG = Path(__file__).parent / "small.toml"
 END_LIMIT_S = 40
@@ -50,8 +51,8 @@ class Ranks:
         for rank in range(world_size):
             mine = (*overrides, *(only or {}).get(rank, ()))
             settings = [f"log.root={log_root}", *mine]
-            command = [sys.executable, "-m", "ppstream.serve", "--config", str(config)]
-            command += [part for setting in settings for part in ("--set", setting)]
+            arguments = ["--config", str(config)]
+            arguments += [part for setting in settings for part in ("--set", setting)]
             environment = os.environ | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -62,10 +63,8 @@ class Ranks:
                 "OMP_NUM_THREADS": "1",
                 **(env or {}),
             }
-            with self.errors[rank].open("w") as stderr:
-                self.processes.append(
-                    subprocess.Popen(command, env=environment, stderr=stderr, stdout=stderr)
-                )
+            self.errors[rank].touch()
+            self.processes.append(RankProcess(arguments, environment, self.errors[rank]))
 
     @classmethod
     def of_log(cls, log_root: Path, errors: list[Path]) -> Ranks:
