@@ -9,6 +9,7 @@ from typing import Final
 
 BLOCK: Final = 10  # envelopes: neighbours depend on each other, blocks of this length hardly do
 RESAMPLES: Final = 1000
+DRAWS_MAX: Final = 1000  # of blocks for one resample; beyond it the blocks grow instead
 SEED: Final = 0
 TAIL: Final = 0.025
 
@@ -27,10 +28,12 @@ def interval(
     Returns:
         The 2.5 % and 97.5 % quantiles over the resamples, or None where nothing is defined.
     """
-    blocks = [block for rows in runs for block in _block_sums(rows)]
+    n = sum(len(rows) for rows in runs)
+    block = block_length(n)
+    blocks = [sums for rows in runs for sums in block_sums(rows, block)]
     if not blocks:
         return None
-    draws = -(-sum(len(rows) for rows in runs) // BLOCK)
+    draws = -(-n // block)
     source = random.Random(SEED)
     found: list[float] = []
     for _ in range(RESAMPLES):
@@ -45,11 +48,16 @@ def interval(
     return found[round(TAIL * last)], found[round((1 - TAIL) * last)]
 
 
-def _block_sums(rows: Sequence[Row]) -> list[Row]:
-    """Sums of every run of ``BLOCK`` neighbours, from running totals."""
+def block_length(n: int) -> int:
+    """Rows of one block when there are ``n``: longer where that spares draws, never shorter."""
+    return max(BLOCK, -(-n // DRAWS_MAX))
+
+
+def block_sums(rows: Sequence[Row], length: int) -> list[Row]:
+    """Sums of every run of ``length`` neighbours, from running totals."""
     if not rows:
         return []
-    block = min(BLOCK, len(rows))
+    block = min(length, len(rows))
     columns = [list(accumulate(column, initial=0)) for column in zip(*rows, strict=True)]
     starts = range(len(rows) - block + 1)
     return [tuple(total[i + block] - total[i] for total in columns) for i in starts]

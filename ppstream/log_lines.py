@@ -6,6 +6,7 @@ be read; a known key with a value of the wrong type is refused, with the place w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Final, NamedTuple
@@ -54,6 +55,7 @@ def parse_run(
     stage1: dict[tuple[int, int, int, int], Stage1] = {}
     events: list[Event] = []
     ages: list[int] = []
+    oldest_ns = 0
     ledgers: dict[tuple[int, str], Ledger] = {}
     ignored = 0
     for line in lines:
@@ -68,6 +70,7 @@ def parse_run(
             age_ns = _int(line.fields, "age_ns", line.where)
             executed = line.fields.get("executed") != 0  # a chunk that was not has no such age
             ages.extend([age_ns] if age_ns is not None and executed else [])
+            oldest_ns = max(oldest_ns, _int(line.fields, "oldest_ns", line.where) or 0)
         elif kind == "ledger":
             ledgers.update(((line.generation, part.stream), part) for part in _ledgers(line))
         else:
@@ -82,11 +85,13 @@ def parse_run(
         envelopes=tuple(sorted(joined, key=_order)),
         events=tuple(events),
         ages_ns=tuple(ages),
+        oldest_ns=oldest_ns or None,
         standalone=_standalone(manifest),
         ledgers=tuple(part for (generation, _), part in ledgers.items() if generation == newest),
         torn_lines=torn_lines,
         missing_ranks=missing_ranks,
         ignored_lines=ignored,
+        manifest=manifest,
     )
 
 
@@ -143,8 +148,8 @@ def _bound(table: Json, key: str) -> int:
     return value
 
 
-#: In the order of the record's fields, whose first ten are read one by one.
-_NUMBERS: Final = [field.name for field in fields(Envelope)][10:]
+#: In the order of the record's fields, whose first eleven are read one by one.
+_NUMBERS: Final = [field.name for field in fields(Envelope)][11:]
 _STAGE1_FIELDS: Final = {field.name for field in fields(Stage1)}
 #: Both sides write these; rank 0's line wins, the policy rank's fills what it lacks.
 _SHARED_FIELDS: Final = _STAGE1_FIELDS & set(_NUMBERS) - {"busy_link_ns"}
@@ -168,6 +173,7 @@ def _envelope(line: Line) -> Envelope:
         _text(found.get("drop")),
         _lease_ns(found.get("window_end_ns"), found.get("expires_ns")),
         stage1,
+        _input_ages_ns(found.get("input_age_ns")),
         *numbers.values(),
     )
 
@@ -218,6 +224,7 @@ def _event(line: Line) -> Event:
         name=str(found.get("name")),
         t=_int(found, "t", where),
         epoch=_int(found, "epoch", where) if to is None else to,
+        phase=_text(found.get("phase")),
     )
 
 
@@ -251,6 +258,19 @@ def _lease_ns(ends: object, expiries: object) -> int | None:
     )
     leases = [b - a for a, b in pairs if isinstance(a, int) and isinstance(b, int) and b > a]
     return min(leases, default=None)
+
+
+def _input_ages_ns(value: object) -> Mapping[str, int] | None:
+    """By stream; of several rows the oldest, rows without a robot left out."""
+    if not isinstance(value, Mapping):
+        return None
+    ages = {
+        sys.intern(str(stream)): max(
+            (a for a in (age if isinstance(age, list) else [age]) if type(a) is int), default=None
+        )
+        for stream, age in value.items()
+    }
+    return {stream: age for stream, age in ages.items() if age is not None}
 
 
 def _int(table: Json, key: str, where: str) -> int | None:

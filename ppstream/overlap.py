@@ -10,7 +10,7 @@ from __future__ import annotations
 from ppstream.audits import audit_all
 from ppstream.model import limiting_term, period, window_star
 from ppstream.records import RunLog
-from ppstream.run_report import RunReport, Service
+from ppstream.run_report import OldestAction, RunReport, Service
 from ppstream.safety import queue_maxima, safety_counts
 from ppstream.scores import Primary, compat, form_of, primary
 from ppstream.segments import Window, select_window
@@ -70,6 +70,7 @@ def judge(
         audits=audits,
         latency=latency,
         age=quantiles(run.ages_ns),
+        oldest=_oldest(run),
         model=model,
         queues=queues,
         critical_path=path,
@@ -77,6 +78,16 @@ def judge(
         service=_service(run),
         statements=statements(findings),
     )
+
+
+def _oldest(run: RunLog) -> OldestAction | None:
+    if run.oldest_ns is None:
+        return None
+    actions = run.config.get("actions")
+    table = actions if isinstance(actions, dict) else {}
+    limit_ms = table.get("max_age_ms") or table.get("lease_ms")
+    limit_ns = round(limit_ms * 1e6) if isinstance(limit_ms, int | float) else None
+    return OldestAction(run.oldest_ns, limit_ns)
 
 
 def _overlap_min(run: RunLog) -> float:

@@ -6,7 +6,7 @@ Data only: ``log_lines.py`` makes them from decoded lines, ``runlog.py`` reads t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 Json = Mapping[str, object]
@@ -76,6 +76,7 @@ class Envelope:
     drop: str | None
     lease_ns: int | None  # shortest ``expires_ns - window_end_ns`` of its rows
     stage1: Stage1 | None = None
+    input_age_ns: Mapping[str, int] | None = None  # by stream, of the oldest row
     tRx: int | None = None
     tA0: int | None = None
     tA1: int | None = None
@@ -115,6 +116,7 @@ class Event(NamedTuple):
     name: str
     t: int | None
     epoch: int | None  # of an epoch_cut: the new epoch (``to`` when given, else ``epoch``)
+    phase: str | None = None  # of a phase event: the one that begins
 
 
 class Ledger(NamedTuple):
@@ -143,8 +145,10 @@ class RunLog:
     envelopes: tuple[Envelope, ...]
     events: tuple[Event, ...] = ()
     ages_ns: tuple[int, ...] = ()  # of executed chunks, measured by the robots themselves
+    oldest_ns: int | None = None  # of any single action executed; None: no robot said it
     standalone: Standalone | None = None
     ledgers: tuple[Ledger, ...] = ()  # of the newest generation
     torn_lines: int = 0
     missing_ranks: tuple[int, ...] = ()
     ignored_lines: int = 0
+    manifest: Json = field(default_factory=dict)  # run.json as it stands

@@ -1,6 +1,8 @@
 """The report: reads run logs, judges them, prints what they mean. Also ``tools/overlap_report.py``.
 
-Exit codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 bad input; of several runs the worst one's.
+``--html`` and ``--perfetto`` draw the same runs, ``--compare`` sets two beside each other. Exit
+codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 bad input; of several runs the worst one's. A comparison
+ends with 0 when it could be made.
 """
 
 from __future__ import annotations
@@ -8,12 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from ppstream.errors import LogError
+from ppstream.claims import Finding, claims_of
+from ppstream.errors import ClaimError, CompareError, LogError
 from ppstream.overlap import judge
+from ppstream.perfetto import write_trace
+from ppstream.records import RunLog
+from ppstream.report_claims import CLAIMS_FILE, audit_report
+from ppstream.report_compare import compare_folders, comparison_dict, comparison_text
+from ppstream.report_html import Judged, render_page
 from ppstream.report_text import ASCII, render
 from ppstream.run_report import RunReport
 from ppstream.runlog import find_runs, read_run
@@ -26,32 +34,80 @@ SEVERITY: Final = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Report on the runs under a folder; returns the exit code."""
-    options = _parser().parse_args(argv)
+    """Report on the runs under a folder, or compare two; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if (options.logs is None) == (options.compare is None):
+        parser.error("give a run's folder (or a folder of runs), or --compare A B")
     try:
-        folders = find_runs(options.logs)
-    except LogError as error:
+        return _compare(options) if options.compare is not None else _report(options)
+    except (LogError, ClaimError, CompareError) as error:
         print(f"bad input: {error}", file=sys.stderr)
-        return BAD_INPUT
-    reports: list[RunReport] = []
+    except OSError as error:
+        print(f"cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _report(options: argparse.Namespace) -> int:
+    judged: list[Judged] = []
     refused = False
-    for folder in folders:
+    for folder in find_runs(options.logs):
         try:
             run = read_run(folder)
-        except LogError as error:
+            report = judge(run, profile=options.gate, phase=options.phase)
+            claims = audit_report(report, run.envelopes, _claims_beside(folder))
+        except (LogError, ClaimError) as error:
             print(f"bad input: {error}", file=sys.stderr)
             refused = True
             continue
-        reports.append(judge(run, profile=options.gate, phase=options.phase))
-        _show(render(reports[-1]))
-    if options.json is not None and not _write(options.json, reports):
-        return BAD_INPUT
-    return BAD_INPUT if refused else max(reports, key=_severity).exit_code
+        _show(render(report, claims))
+        keep = options.html is not None or options.perfetto is not None
+        judged.append((run if keep else _without_lines(run), report, claims))
+    _write_files(options, judged)
+    return BAD_INPUT if refused else max((r for _, r, _ in judged), key=_severity).exit_code
 
 
-def report_dict(reports: Sequence[RunReport]) -> dict[str, object]:
+def _write_files(options: argparse.Namespace, judged: Sequence[Judged]) -> None:
+    """Every file that was asked for; the trace is the newest run's."""
+    if options.json is not None:
+        _write_json(options.json, report_dict(judged))
+    if options.html is not None:
+        options.html.write_text(render_page(judged), encoding="utf-8")
+    if options.perfetto is not None and judged:
+        run = judged[-1][0]
+        left_out = write_trace(options.perfetto, run)
+        if left_out:
+            newest = len(run.envelopes) - left_out
+            print(f"{options.perfetto}: the newest {newest} envelopes, {left_out} left out")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    found = compare_folders(*options.compare, phase=options.phase)
+    _show(comparison_text(found))
+    if options.json is not None:
+        _write_json(options.json, {"schema": SCHEMA, "comparison": comparison_dict(found)})
+    return 0
+
+
+def report_dict(judged: Iterable[Judged]) -> dict[str, object]:
     """The whole JSON form."""
-    return {"schema": SCHEMA, "runs": [report.as_dict() for report in reports]}
+    runs = [report.as_dict() | {"claims": _claims_dict(claims)} for _, report, claims in judged]
+    return {"schema": SCHEMA, "runs": runs}
+
+
+def _claims_dict(claims: Sequence[Finding]) -> dict[str, object]:
+    return {"n": len(claims), "broken": [finding.text for finding in claims if not finding.holds]}
+
+
+def _claims_beside(folder: Path) -> list[object]:
+    """What a benchmark or a profile claims about this very run; none without its file."""
+    path = folder / CLAIMS_FILE
+    if not path.is_file():
+        return []
+    try:
+        return claims_of(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, ClaimError) as error:
+        raise ClaimError(f"{path}: {error}") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,8 +116,18 @@ def _parser() -> argparse.ArgumentParser:
         description="Judge run logs: does the pipeline overlap, and can the log be believed?",
         epilog="exit: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 bad input; of several runs the worst one's",
     )
-    parser.add_argument("logs", type=Path, help="a run's folder, or a folder of runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
+    parser.add_argument("logs", type=Path, nargs="?", help="a run's folder, or a folder of runs")
+    files = {"json": "write the report there as well", "html": "one page for a browser"}
+    files |= {"perfetto": "trace of the newest run, for ui.perfetto.dev and chrome://tracing"}
+    for name, text in files.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar=("A", "B"),
+        help="how much faster is B than A? runs, or folders of runs",
+    )
     parser.add_argument(
         "--gate",
         choices=("bringup", "release"),
@@ -84,17 +150,17 @@ def _show(text: str) -> None:
     print(text)
 
 
+def _without_lines(run: RunLog) -> RunLog:
+    """A report that is only printed keeps no run's lines while it reads the next."""
+    return RunLog(run.run_id, run.topology, run.config, run.finished, ())
+
+
 def _severity(report: RunReport) -> int:
     return SEVERITY.index(report.verdict)
 
 
-def _write(path: Path, reports: Sequence[RunReport]) -> bool:
-    try:
-        path.write_text(json.dumps(report_dict(reports), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        print(f"cannot write {path}: {error.strerror}", file=sys.stderr)
-        return False
-    return True
+def _write_json(path: Path, document: Any) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

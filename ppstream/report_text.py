@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ppstream.audits import Audit
+from ppstream.claims import Finding
+from ppstream.report_series import input_ages_ns, latency_parts, periods_ns
+from ppstream.report_words import ms, why_scores_differ
 from ppstream.run_report import RunReport, Service
 from ppstream.scores import Compat, Primary
-from ppstream.standing import Quantiles
+from ppstream.standing import Quantiles, quantiles
 
 WIDTH: Final = 100
 LABEL: Final = 13  # columns of a row's name
 BAR: Final = 30  # columns of a full bar
 GAP: Final = "   "
-ASCII: Final = str.maketrans("─█·", "-#.")  # for terminals that know no more
+#: For terminals that know no more.
+ASCII: Final = str.maketrans({"─": "-", "█": "#", "·": ".", "±": "+-", "→": "->"})
+SHOWN_NS: Final = 10_000  # a shorter part of the latency is left out
 RARE: Final = 0.005  # a share that rounds to nothing is not shown
 
 
-def render(report: RunReport) -> str:
-    """The whole report of one run."""
+def render(report: RunReport, claims: Sequence[Finding] = ()) -> str:
+    """The whole report of one run; ``claims`` are its own figures after their audit."""
     window = report.window
     phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
     head = f"{report.verdict.name}   {', '.join(report.reasons)}".rstrip()
@@ -37,6 +42,7 @@ def render(report: RunReport) -> str:
         *_score_lines(report),
         *_resource_lines(report.primary),
         *_audit_lines(report.audits),
+        *_claim_lines(claims),
         *_queue_lines(report),
         *_time_lines(report),
         *_path_lines(report.critical_path),
@@ -53,7 +59,7 @@ def _score_lines(report: RunReport) -> Iterator[str]:
         if score.s_low is not None and score.s_high is not None:
             interval = f" [{score.s_low:.2f}, {score.s_high:.2f}]"
         parts = [
-            f"P {_ms(score.period_ns)}",
+            f"P {ms(score.period_ns)}",
             f"S {_ratio(score.s)}{interval}",
             f"S_all {_ratio(score.s_all)}",
             f"E {score.efficiency:.2f}",
@@ -64,9 +70,12 @@ def _score_lines(report: RunReport) -> Iterator[str]:
             parts.insert(4, f"strict {report.strict:.2f}")
         yield from _row("primary", parts)
     yield from _published_lines(report.compat)
+    why = why_scores_differ(report)
+    if why:
+        yield from _wrapped_row("", why)
     model = report.model
     if model is not None:
-        parts = [f"P {_ms(model.period_ns)}", f"gap {model.gap:+.1%}", f"W* {model.w_star}"]
+        parts = [f"P {ms(model.period_ns)}", f"gap {model.gap:+.1%}", f"W* {model.w_star}"]
         yield from _row("model", [*parts, f"limit {model.formula}"])
 
 
@@ -76,10 +85,10 @@ def _published_lines(score: Compat | None) -> Iterator[str]:
             "published",
             [
                 f"score {_ratio(score.score)} {'pass' if score.gate else 'fail'}",
-                f"period {_ms(score.period_ns)}",
-                f"stage0 {_ms(score.stage0_ns)}",
-                f"stage1 {_ms(score.stage1_ns)}",
-                f"hidden {_ms(score.hidden_ns)}",
+                f"period {ms(score.period_ns)}",
+                f"stage0 {ms(score.stage0_ns)}",
+                f"stage1 {ms(score.stage1_ns)}",
+                f"hidden {ms(score.hidden_ns)}",
             ],
         )
 
@@ -97,7 +106,7 @@ def _resource_lines(score: Primary | None) -> Iterator[str]:
     }
     for name, share in score.utilisation.items():
         bar = "█" * round(BAR * min(1.0, share))
-        busy = _ms(score.busy_ns[name] / score.n)
+        busy = ms(score.busy_ns[name] / score.n)
         yield f"{names.get(name, name):<{LABEL}}{bar:·<{BAR}} {share:4.0%}  {busy} an envelope"
 
 
@@ -128,9 +137,27 @@ def _queue_lines(report: RunReport) -> Iterator[str]:
 
 
 def _time_lines(report: RunReport) -> Iterator[str]:
+    yield from _row("period", _quantile_parts(quantiles(periods_ns(report.window))))
     yield from _row("latency", _quantile_parts(report.latency))
+    parts = latency_parts(report.window)
+    if parts:
+        shown = [f"{name} {ms(ns)}" for name, ns in parts.items() if ns >= SHOWN_NS]
+        yield from _row("  mean of it", shown)
     if report.age is not None:
         yield from _row("age", [*_quantile_parts(report.age), "measured by the robots"])
+    if report.oldest is not None:
+        yield from _row("", [str(report.oldest)])
+    for stream, ages in input_ages_ns(report.window.emitted).items():
+        yield from _row(f"  {stream}"[: LABEL - 1], [*_quantile_parts(quantiles(ages)), "input"])
+
+
+def _claim_lines(claims: Sequence[Finding]) -> Iterator[str]:
+    if not claims:
+        return
+    broken = [finding.text for finding in claims if not finding.holds]
+    yield from _row("claims", [f"{len(claims) - len(broken)} of {len(claims)} figures follow"])
+    for text in broken:
+        yield from _wrapped_row("", f"BROKEN {text}")
 
 
 def _path_lines(path: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
@@ -173,8 +200,8 @@ def _service_lines(service: Service | None) -> Iterator[str]:
 def _quantile_parts(found: Quantiles | None) -> list[str]:
     if found is None:
         return ["NA"]
-    p99 = "NA" if found.p99 is None else _ms(found.p99)
-    return [f"p50 {_ms(found.p50)}", f"p95 {_ms(found.p95)}", f"p99 {p99}", f"max {_ms(found.max)}"]
+    p99 = "NA" if found.p99 is None else ms(found.p99)
+    return [f"p50 {ms(found.p50)}", f"p95 {ms(found.p95)}", f"p99 {p99}", f"max {ms(found.max)}"]
 
 
 def _row(label: str, parts: Iterable[str]) -> list[str]:
@@ -189,15 +216,15 @@ def _row(label: str, parts: Iterable[str]) -> list[str]:
     return lines
 
 
+def _wrapped_row(label: str, text: str) -> list[str]:
+    """A labelled row of running text."""
+    lines = textwrap.wrap(text, WIDTH - LABEL)
+    return [f"{label if not place else '':<{LABEL}}{line}" for place, line in enumerate(lines)]
+
+
 def _wrap(text: str, indent: int) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent)
 
 
 def _ratio(value: float | None) -> str:
     return "NA" if value is None else f"{value:.2f}"
-
-
-def _ms(value_ns: float) -> str:
-    ms = value_ns / 1e6
-    digits = 0 if ms >= 100 else 1 if ms >= 10 else 2
-    return f"{ms:.{digits}f} ms"

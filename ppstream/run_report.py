@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ppstream.audits import Audit
 from ppstream.safety import QueueMaxima
@@ -27,6 +27,17 @@ class Service:
     drops: dict[str, object]
 
 
+class OldestAction(NamedTuple):
+    """The oldest action that any robot executed, and how old one might be."""
+
+    age_ns: int
+    limit_ns: int | None
+
+    def __str__(self) -> str:
+        limit = "" if self.limit_ns is None else f" of {self.limit_ns * MS:g}"
+        return f"oldest action executed: {self.age_ns * MS:.1f} ms{limit}"
+
+
 @dataclass(frozen=True, slots=True)
 class RunReport:
     """One run's verdict with everything it rests on; ``as_dict`` is its form in JSON."""
@@ -42,6 +53,7 @@ class RunReport:
     audits: dict[str, Audit]
     latency: Quantiles | None
     age: Quantiles | None  # measured by the robots; None without them
+    oldest: OldestAction | None
     model: Model | None
     queues: QueueMaxima
     critical_path: dict[str, dict[str, float]]
@@ -68,6 +80,7 @@ class RunReport:
             "audits": {name: asdict(audit) for name, audit in self.audits.items()},
             "latency_ms": _ms_dict(self.latency),
             "age_ms": _ms_dict(self.age),
+            "oldest_action_ms": _oldest_dict(self.oldest),
             "model": _model_dict(self.model),
             "queues": {
                 "d_in": topology.d_in,
@@ -135,6 +148,13 @@ def _service_dict(service: Service | None, age: Quantiles | None) -> dict[str, o
         "utilisation": service.utilisation,
         "drops": service.drops,
     }
+
+
+def _oldest_dict(found: OldestAction | None) -> dict[str, object] | None:
+    if found is None:
+        return None
+    limit = None if found.limit_ns is None else found.limit_ns * MS
+    return {"age": found.age_ns * MS, "limit": limit}
 
 
 def _ms_dict(found: Quantiles | None) -> dict[str, object] | None:

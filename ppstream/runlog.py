@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -42,46 +44,50 @@ def read_run(folder: Path) -> RunLog:
         LogError: a file is not readable, not in this format, or broken before its last line.
     """
     manifest = _object(_text(folder / MANIFEST), f"{folder / MANIFEST}")
-    lines: list[Line] = []
-    torn = 0
-    ranks = set()
-    for path in sorted(folder.iterdir()):
-        match = _LOG_NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        rank, generation = int(match[1]), int(match[2])
-        ranks.add(rank)
-        found, torn_here = _lines(path, rank, generation)
-        lines += found
-        torn += torn_here
+    files = {
+        path: (int(match[1]), int(match[2]))
+        for path in sorted(folder.iterdir())
+        if (match := _LOG_NAME.fullmatch(path.name))
+    }
+    ranks = {rank for rank, _ in files.values()}
     missing = tuple(rank for rank in _expected_ranks(manifest) if rank not in ranks)
-    return parse_run(manifest, lines, torn_lines=torn, missing_ranks=missing)
+    torn: list[str] = []
+    lines = (line for path, place in files.items() for line in _lines(path, *place, torn))
+    run = parse_run(manifest, lines, missing_ranks=missing)
+    return replace(run, torn_lines=len(torn))
 
 
-def _lines(path: Path, rank: int, generation: int) -> tuple[list[Line], int]:
-    """The file's lines, and how many were torn: begun as an object and never ended."""
-    lines: list[Line] = []
-    torn = 0
-    for number, row in enumerate(_text(path).split("\n"), start=1):
-        where = f"{path}:{number}"
-        if not row.strip():
-            continue
-        try:
-            fields = _object(row, where)
-        except LogError:
-            if row.startswith("{"):
-                torn += 1
-                continue
-            raise
-        if "schema" in fields:
-            check_schema(fields, where)
-        lines.append(Line(rank, generation, where, fields))
-    return lines, torn
+def _lines(path: Path, rank: int, generation: int, torn: list[str]) -> Iterator[Line]:
+    """The file's lines, one at a time; ``torn`` collects those begun as an object, never ended."""
+    try:
+        with path.open("rb") as file:
+            for number, data in enumerate(file, start=1):
+                row = data.decode("utf-8", errors="replace")  # a tear may split a character
+                line = _line(row, rank, generation, f"{path}:{number}", torn)
+                if line is not None:
+                    yield line
+    except OSError as error:
+        raise LogError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _line(row: str, rank: int, generation: int, where: str, torn: list[str]) -> Line | None:
+    if not row.strip():
+        return None
+    try:
+        fields = _object(row, where)
+    except LogError:
+        if row.startswith("{"):
+            torn.append(where)
+            return None
+        raise
+    if "schema" in fields:
+        check_schema(fields, where)
+    return Line(rank, generation, where, fields)
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8", errors="replace")  # a tear may split a character
+        return path.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -16,7 +16,7 @@ from judging import sentence
 
 from ppstream.model import PipelineForm
 from ppstream.overlap import judge
-from ppstream.report import main, report_dict
+from ppstream.report import main
 from ppstream.report_text import WIDTH, render
 from ppstream.run_report import RunReport
 
@@ -38,12 +38,14 @@ RUN_KEYS = {
     "audits",
     "latency_ms",
     "age_ms",
+    "oldest_action_ms",
     "model",
     "queues",
     "critical_path",
     "drops",
     "service",
     "statements",
+    "claims",
 }
 
 
@@ -224,7 +226,7 @@ def test_text_fits_a_hundred_columns_and_begins_with_the_verdict(number: int) ->
     assert lines[1].startswith(report.verdict.name)
     assert all(reason in lines[1] for reason in report.reasons)
     assert lines[4].startswith("· ")
-    assert json.loads(json.dumps(report_dict([report])))["runs"][0]["verdict"]
+    assert json.loads(json.dumps(report.as_dict()))["verdict"]
 
 
 def test_headline_reads_as_the_contract_shows() -> None:
@@ -331,6 +333,20 @@ def test_age_is_of_executed_chunks_alone() -> None:
     assert report.as_dict()["age_ms"]["max"] == pytest.approx(20)
 
 
+def test_the_oldest_action_that_a_robot_executed_is_told_beside_what_was_allowed() -> None:
+    golden = simulate()
+    assert report_of(golden).as_dict()["oldest_action_ms"] is None
+    said = [
+        {"kind": "robot", "seq": seq, "age_ns": ms(20), "executed": 3, "oldest_ns": oldest}
+        for seq, oldest in enumerate([31_000_000, 41_260_000, 0])
+    ]
+    golden.extra += said
+    golden.manifest["config"] = {"actions": {"lease_ms": 90.0, "max_age_ms": 60.0}}
+    report = report_of(golden)
+    assert report.as_dict()["oldest_action_ms"] == pytest.approx({"age": 41.26, "limit": 60.0})
+    assert "oldest action executed: 41.3 ms of 60" in render(report)
+
+
 def test_critical_path_names_the_last_predecessor() -> None:
     path = report_of(simulate(stages(c=20), PipelineForm("split"))).critical_path
     assert path["A"]["credit"] > 0.95
@@ -340,3 +356,42 @@ def test_critical_path_names_the_last_predecessor() -> None:
     assert one_thread["C"]["A on the same thread"] > 0.95
     slow_input = report_of(simulate(stages(t_in=40))).critical_path
     assert slow_input["A"]["sensor"] > 0.95
+
+
+# ---- claims and files ----------------------------------------------------------------------------
+
+
+def test_report_audits_its_own_figures_and_the_claims_beside_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate().write(tmp_path)
+    beside = tmp_path / "claims.json"
+    wrong = {"kind": "ratio", "numbers": {"of": 10, "over": 5}, "claimed": 3, "what": "speed-up"}
+    beside.write_text(json.dumps([wrong]))
+    out = tmp_path / "report.json"
+    assert main([str(tmp_path), "--json", str(out)]) == HEALTHY  # no verdict: others' claims
+    assert "7 of 8 figures follow" in capsys.readouterr().out
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["claims"]["n"] == 8
+    assert "speed-up: ratio is claimed to be 3" in run["claims"]["broken"][0]
+    beside.write_text("{")
+    assert main([str(tmp_path)]) == BAD_INPUT
+    assert "claims.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--perfetto"])
+def test_a_file_that_cannot_be_written_is_bad_input(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(n=120).write(tmp_path)
+    assert main([str(tmp_path), option, str(tmp_path / "nowhere" / "x")]) == BAD_INPUT
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_terminal_says_what_the_page_draws() -> None:
+    golden = simulate(stages(c=20), PipelineForm("split"))
+    text = render(report_of(golden.bend(lambda line: line.update(input_age_ns={"joints": ms(3)}))))
+    assert re.search(r"period +p50 20\.0 ms", text)
+    assert re.search(r"mean of it +A 4\.00 ms .* B 10\.0 ms .* C 20\.0 ms", text, re.DOTALL)
+    assert re.search(r"joints +p50 3\.00 ms .* input", text)
+    assert "the published score 5.35 is not the primary 1.00" in text

@@ -1,0 +1,264 @@
+"""Is B faster than A? Two runs, or two sets of runs, with an interval; refused where unfair. Pure.
+
+The interval is a moving-block bootstrap within the runs. With several runs a side it also resamples
+the runs, because two runs of the same thing differ by more than their envelopes do; with one run a
+side it cannot know that, and says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ppstream.bootstrap import BLOCK, RESAMPLES, SEED, TAIL, Row, block_length, block_sums
+from ppstream.errors import CompareError
+from ppstream.records import Json, RunLog
+from ppstream.run_report import RunReport
+from ppstream.scores import between
+from ppstream.segments import Window
+
+#: Parts of the configuration that make it another workload: nothing fair can be said across them.
+WORKLOAD: Final = (
+    *("streams", "window", "actions", "batch", "decode", "simulate"),
+    *("policy.target", "policy.weights", "policy.options"),
+    *("bringup.source", "bringup.recording"),  # how the judged stretch was fed
+)
+#: Parts that never matter: names, places and limits.
+ASIDE: Final = ("name", "log", "liveness", "service", "demo", "bringup")
+#: Two machines of one kind, or one after an update, may be compared; it is said, though.
+SOFT_HARDWARE: Final = ("host", "kernel")
+FILES: Final = ("policy.weights", "bringup.recording")  # where a file lies is no difference
+
+SEVERAL: Final = 3  # runs a side from which an interval can cover more than one start
+REFUSALS_MAX: Final = 12  # lines of a refusal; more of them say no more
+#: Means per envelope: the place of each in a row of ``_rows``.
+QUANTITIES: Final = {"period": 1, "latency": 2, "age on rank 0": 3}
+
+Run = Sequence[Sequence[Row]]  # one list of rows per segment
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side: judged runs, each with its log."""
+
+    name: str
+    runs: tuple[tuple[RunLog, RunReport], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """``B / A - 1`` of one quantity, with its 95 % interval; the values are in ms."""
+
+    name: str
+    a: float
+    b: float
+    change: float
+    low: float
+    high: float
+
+    @property
+    def is_shown(self) -> bool:
+        """The interval leaves zero out."""
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Both sides beside each other; ``knobs`` is what was set differently, as it should be."""
+
+    a: Side
+    b: Side
+    differences: tuple[Difference, ...]
+    knobs: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence on the period."""
+        d = self.differences[0]
+        half = (d.high - d.low) / 2
+        if not d.is_shown:
+            return (
+                f"no difference in the period that these runs could show: "
+                f"{-d.change:+.1%} ± {half:.1%} faster"
+            )
+        word = "faster" if d.change < 0 else "slower"
+        return f"{self.b.name} is {abs(d.change):.1%} ± {half:.1%} {word} than {self.a.name}"
+
+
+def compare(a: Side, b: Side) -> Comparison:
+    """Both sides' period, latency and age.
+
+    Raises:
+        CompareError: the workload, the hardware or the judged phase differ, or a log cannot be
+            believed; names every difference.
+    """
+    refusals = [*_unusable(a), *_unusable(b)] or list(_unfair(a, b))
+    if refusals:
+        raise CompareError(_refusal(refusals))
+    rows = [[_rows(report.window) for _, report in side.runs] for side in (a, b)]
+    every = [row for side in rows for run in side for part in run for row in part]
+    known = {n: at for n, at in QUANTITIES.items() if at == 1 or all(row[at] > 0 for row in every)}
+    found = tuple(_difference(name, rows[0], rows[1], at) for name, at in known.items())
+    return Comparison(a, b, found, tuple(_knobs(a, b)))
+
+
+def _refusal(differences: Sequence[str]) -> str:
+    lines = [f"  {text}" for text in differences[:REFUSALS_MAX]]
+    if len(differences) > REFUSALS_MAX:
+        lines.append(f"  and {len(differences) - REFUSALS_MAX} more")
+    return "\n".join(["these runs cannot be compared:", *lines])
+
+
+def _unusable(side: Side) -> Iterator[str]:
+    for _, report in side.runs:
+        broken = [reason for reason in report.reasons if reason in ("BAD_INSTRUMENT", "PERTURBED")]
+        if broken:
+            yield f"{side.name}: run {report.run_id} is {', '.join(broken)}: its times are not true"
+        elif report.window.n < BLOCK:
+            yield f"{side.name}: run {report.run_id} has {report.window.n} periods, needs {BLOCK}"
+
+
+def _unfair(a: Side, b: Side) -> Iterator[str]:
+    """What differs and must not, within a side and across both."""
+    first = _matters(*a.runs[0])
+    for side in (a, b):
+        for run, report in side.runs:
+            for key, mine, theirs in _changed(_settings(side.runs[0][0]), _settings(run)):
+                yield f"{key}: {mine!r} and {theirs!r} within {side.name}"
+            for key, mine, theirs in _changed(first, _matters(run, report)):
+                yield f"{key}: {mine!r} in {a.name}, {theirs!r} in {side.name} ({report.run_id})"
+
+
+def _matters(run: RunLog, report: RunReport) -> dict[str, object]:
+    """Hardware, workload, and how the judged envelopes were fed."""
+    kept = {k: v for k, v in _flat(run.config).items() if _is_within(k, WORKLOAD)}
+    kept |= {k: str(kept[k]).rpartition("/")[2] for k in FILES if k in kept}
+    kept |= {k: v for k, v in _hardware(run).items() if k.rpartition(".")[2] not in SOFT_HARDWARE}
+    kept["world size"] = run.topology.world_size
+    kept["judged phase"] = ", ".join(sorted(str(phase) for phase in report.window.phases))
+    kept["pacing"] = ", ".join(sorted({str(e.pacing) for e in report.window.emitted}))
+    return kept
+
+
+def _is_within(key: str, parts: Sequence[str]) -> bool:
+    return any(f"{key}.".startswith(f"{part}.") for part in parts)
+
+
+def _hardware(run: RunLog) -> dict[str, object]:
+    """Machines, and the device of each rank."""
+    hardware, topology = run.manifest.get("hardware"), run.manifest.get("topology")
+    found = _flat(hardware, "hardware.") if isinstance(hardware, Mapping) else {}
+    ranks = topology.get("ranks") if isinstance(topology, Mapping) else None
+    for place, rank in enumerate(ranks if isinstance(ranks, list) else []):
+        if isinstance(rank, Mapping):
+            found[f"device of rank {place}"] = rank.get("device")
+    return found
+
+
+def _knobs(a: Side, b: Side) -> Iterator[str]:
+    """What was set differently on purpose: shape, links, versions."""
+    (first, one), (second, two) = a.runs[0], b.runs[0]
+    both = _matters(first, one), _matters(second, two)
+    newer = [found for found in _differences(*both) if _is_newer(found[0], *both)]
+    for key, mine, theirs in [*_differences(_settings(first), _settings(second)), *newer]:
+        yield f"{key} {mine} → {theirs}"
+
+
+def _settings(run: RunLog) -> dict[str, object]:
+    aside = (*WORKLOAD, *ASIDE)
+    kept = {k: v for k, v in _flat(run.config).items() if not _is_within(k, aside)}
+    kept |= {k: v for k, v in _hardware(run).items() if k.rpartition(".")[2] in SOFT_HARDWARE}
+    versions = run.manifest.get("versions")
+    if isinstance(versions, Mapping):
+        kept |= {f"version of {name}": value for name, value in versions.items()}
+    return kept
+
+
+def _differences(a: Json, b: Json) -> Iterator[tuple[str, object, object]]:
+    for key in [*a, *(k for k in b if k not in a)]:
+        if a.get(key) != b.get(key):
+            yield key, a.get(key), b.get(key)
+
+
+def _changed(a: Json, b: Json) -> Iterator[tuple[str, object, object]]:
+    return (found for found in _differences(a, b) if not _is_newer(found[0], a, b))
+
+
+def _is_newer(key: str, a: Json, b: Json) -> bool:
+    """A setting that one side's version did not know yet. Options are the user's: they count."""
+    if key.startswith("hardware."):
+        return False
+    table = key.rpartition(".")[0]
+    known = table and all(any(k.startswith(f"{table}.") for k in side) for side in (a, b))
+    return bool(known) and (key in a) != (key in b) and ".options" not in key
+
+
+def _flat(table: Json, prefix: str = "") -> dict[str, object]:
+    """Nested tables and lists as dotted names."""
+    found: dict[str, object] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{name}.")
+        elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            found |= _flat({str(i): item for i, item in enumerate(value)}, f"{name}.")
+        else:
+            found[name] = value
+    return found
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+def _rows(window: Window) -> list[list[Row]]:
+    """By segment and emit: 1, period, latency, age since arrival; in ns."""
+    return [
+        [
+            (1, period_ns, between(e.tA0, e.tEmit), e.age_rank0_ns or 0)
+            for e, period_ns in zip(segment.emitted[1:], segment.periods_ns, strict=True)
+        ]
+        for segment in window.segments
+    ]
+
+
+def _difference(name: str, a: Sequence[Run], b: Sequence[Run], at: int) -> Difference:
+    def mean(row: Row) -> float:
+        return row[at] / row[0]
+
+    values = [
+        mean(_total([row for run in side for part in run for row in part])) for side in (a, b)
+    ]
+    source = random.Random(SEED)
+    blocks = [[_blocks(run) for run in side] for side in (a, b)]
+    changes = sorted(
+        mean(_resampled(blocks[1], source)) / mean(_resampled(blocks[0], source)) - 1
+        for _ in range(RESAMPLES)
+    )
+    last = len(changes) - 1
+    low, high = changes[round(TAIL * last)], changes[round((1 - TAIL) * last)]
+    return Difference(name, values[0] / 1e6, values[1] / 1e6, values[1] / values[0] - 1, low, high)
+
+
+class _Blocks(NamedTuple):
+    """Sums of all blocks of one run, and how many of them make up a run of its length."""
+
+    sums: list[Row]
+    draws: int
+
+
+def _blocks(run: Run) -> _Blocks:
+    n = sum(map(len, run))
+    length = block_length(n)
+    return _Blocks([sums for part in run for sums in block_sums(part, length)], -(-n // length))
+
+
+def _resampled(runs: Sequence[_Blocks], source: random.Random) -> Row:
+    """Sums of one resample: runs first, then as many blocks of each as it is long."""
+    picked = source.choices(runs, k=len(runs)) if len(runs) >= SEVERAL else runs
+    return _total([row for run in picked for row in source.choices(run.sums, k=run.draws)])
+
+
+def _total(rows: Sequence[Row]) -> Row:
+    return tuple(map(sum, zip(*rows, strict=True)))

@@ -1,0 +1,182 @@
+"""The report page's tables, and its key of colours. Pure; all text is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Final
+
+from ppstream.audits import Audit
+from ppstream.claims import Finding
+from ppstream.records import RunLog, Topology
+from ppstream.report_series import input_ages_ns
+from ppstream.report_words import ms
+from ppstream.run_report import RunReport, Service
+from ppstream.standing import quantiles
+
+Cell = tuple[str, str]  # text and class
+_ASKS: Final = {
+    "conservation": "busy + waits = time of each thread",
+    "order": "stamps never run backwards",
+    "little": "queue counters = sojourns from stamps",
+    "bounds": "nothing is busy longer than its window",
+    "residence": "B lies within its stay on the policy rank",
+    "outstanding": "B is busy only while something is outstanding",
+    "credit": "nothing starts before its permission",
+}
+
+
+def key(topology: Topology) -> str:
+    """What the colours of the timeline mean."""
+    names = {"a": "A: window, resample", "c": "C: decode, emit", "b": "B: policy", "link": "link"}
+    names |= {"wait": "waiting"}
+    marks = [
+        f'<span><svg viewBox="0 0 26 13"><rect class="{kind}" width="26" height="13"/></svg>'
+        f"{name}</span>"
+        for kind, name in names.items()
+        if topology.world_size > 1 or kind != "link"
+    ]
+    if topology.world_size > 1:
+        for kind, name in (("step", "outstanding"), ("step2", "waiting for C")):
+            path = f'<path class="{kind}" d="M0 7 L26 7"/>'
+            marks.append(f'<span><svg viewBox="0 0 26 13">{path}</svg>{name}</span>')
+    return f'<div class="key">{"".join(marks)}</div>'
+
+
+def score_table(report: RunReport) -> str:
+    rows: list[Sequence[str | Cell]] = []
+    score, published = report.primary, report.compat
+    if score is not None:
+        low = "" if score.s_low is None else f" [{score.s_low:.2f}, {score.s_high:.2f}]"
+        rows.append(("primary S", f"{_ratio(score.s)}{low}", "of the possible overlap"))
+        rows.append(("S with links", _ratio(score.s_all), "0: a serial loop"))
+    if published is not None:
+        gate = ("passes", "good") if published.gate else ("refuses", "bad")
+        rows.append(("published score", _ratio(published.score), gate))
+        rows.append(("published period", ms(published.period_ns), "median"))
+        stages = f"{ms(published.stage0_ns)} and {ms(published.stage1_ns)}"
+        rows.append(("published stages", stages, "medians, waits within counted"))
+    if report.model is not None:
+        model = report.model
+        rows.append(("model's period", ms(model.period_ns), f"limit {model.formula}"))
+        rows.append(("measured against it", f"{model.gap:+.1%}", f"W* {model.w_star}"))
+    if report.strict is not None:
+        rows.append(
+            ("period / slowest alone", f"{report.strict:.2f}", "stages timed by themselves")
+        )
+    return _table((), rows)
+
+
+def audit_table(audits: Mapping[str, Audit]) -> str:
+    rows: list[Sequence[str | Cell]] = []
+    for name, audit in audits.items():
+        word = {True: ("ok", "good"), False: ("BROKEN", "bad"), None: ("not run", "")}[audit.ok]
+        counts = name == "order"
+        off, limit = (
+            "" if value is None else f"{value:g}" if counts else f"{value:.1%}"
+            for value in (audit.value, audit.limit)
+        )
+        cells = (off, "n"), (limit, "n"), f"{_ASKS.get(name, '')} {_bracket(audit.note)}"
+        rows.append((name, word, *cells))
+    return _table(("audit", "", "off by", "limit", ""), rows)
+
+
+def stream_table(run: RunLog, report: RunReport) -> str:
+    """Ages by stream, beside what the stream declares as fresh."""
+    ages = input_ages_ns(report.window.emitted)
+    limits = _limits_ms(run)
+    rows: list[Sequence[str | Cell]] = []
+    for stream, values in ages.items():
+        found = quantiles(values)
+        if found is None:
+            continue
+        limit = limits.get(stream)
+        late = limit is not None and found.max / 1e6 > limit
+        p99 = "NA" if found.p99 is None else ms(found.p99)
+        cells: list[str | Cell] = [stream, *((t, "n") for t in (ms(found.p50), ms(found.p95), p99))]
+        cells.append((ms(found.max), "n bad" if late else "n"))
+        cells.append(("" if limit is None else f"{limit:g} ms", "n"))
+        rows.append(cells)
+    return _table(("stream", "p50", "p95", "p99", "max", "fresh up to"), rows, numbers=True)
+
+
+def drop_table(found: Mapping[str, object]) -> str:
+    rows: list[Sequence[str | Cell]] = [("envelopes emitted", (f"{found['emitted']}", "n"))]
+    for what in ("envelopes", "samples"):
+        reasons = found[what]
+        if isinstance(reasons, Mapping):
+            rows += [(f"{what} dropped: {why}", (f"{n}", "n")) for why, n in reasons.items()]
+            if not reasons:
+                rows.append((f"{what} dropped", ("none", "n")))
+    wasted = found["wasted_b_share"]
+    if isinstance(wasted, float) and wasted > 0:
+        rows.append(("time of B spent on what was dropped", (f"{wasted:.1%}", "n")))
+    if found["imbalance"] is not None:
+        word = ("ledger off", "n bad") if found["imbalance"] else ("balances", "n good")
+        rows.append(("received = used + dropped + in flight", word))
+    return _table((), rows)
+
+
+def service_table(service: Service) -> str:
+    rows: list[Sequence[str | Cell]] = [("limited by", service.limited_by or "no class")]
+    for name, share in (service.utilisation or {}).items():
+        rows.append((f"{name} busy", f"{share:.0%}"))
+    if service.latency is not None:
+        latency = service.latency
+        p99 = "NA" if latency.p99 is None else ms(latency.p99)
+        said = f"p50 {ms(latency.p50)}, p95 {ms(latency.p95)}, p99 {p99}, max {ms(latency.max)}"
+        rows.append(("latency", said))
+    if service.deadline is not None:
+        n = service.deadline["n"]
+        rows.append(("past their lease", f"{service.deadline['misses']} of {n}"))
+    return _table((), rows)
+
+
+def claims_table(claims: Iterable[Finding]) -> str:
+    rows = [
+        (finding.what or finding.kind, ("follows", "good") if finding.holds else ("BROKEN", "bad"))
+        if finding.holds
+        else (finding.text, ("BROKEN", "bad"))
+        for finding in claims
+    ]
+    return _table((), rows)
+
+
+def depth_note(report: RunReport) -> str:
+    """The statement on depth, where one was made."""
+    said = (s for s in report.statements if s.startswith(("raise D_in", "D_in ", "depth does")))
+    return next(said, "")
+
+
+def _limits_ms(run: RunLog) -> dict[str, float]:
+    streams = run.config.get("streams")
+    return {
+        str(stream.get("name")): float(stream["max_age_ms"])
+        for stream in (streams if isinstance(streams, list) else [])
+        if isinstance(stream, Mapping) and isinstance(stream.get("max_age_ms"), int | float)
+    }
+
+
+def _table(
+    head: Sequence[str], rows: Iterable[Sequence[str | Cell]], *, numbers: bool = False
+) -> str:
+    """Cells are text, or text with a class; a row of no cells is no row."""
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows if row)
+    if not body:
+        return ""
+    kinds = ["" if i == 0 or not numbers else ' class="n"' for i in range(len(head))]
+    top = "".join(f"<th{k}>{escape(name)}</th>" for k, name in zip(kinds, head, strict=True))
+    return f"<table>{f'<tr>{top}</tr>' if head else ''}{body}</table>"
+
+
+def _cell(cell: str | Cell) -> str:
+    text, kind = cell if isinstance(cell, tuple) else (cell, "")
+    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
+
+
+def _ratio(value: float | None) -> str:
+    return "NA" if value is None else f"{value:.2f}"
+
+
+def _bracket(note: str) -> str:
+    return f"({note})" if note else ""

@@ -1,0 +1,210 @@
+"""A run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: trace-event JSON.
+
+One process per rank, one track per thread, link and credit, an arrow per envelope from A over B to
+C, counters for queues and ages. Times are microseconds of rank 0's clock from the first event on;
+the policy rank's are moved there, and its process says how exact that is. For eyes: the verdict
+never reads it. Format: "Trace Event Format", Google, the JSON object form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, groupby
+from pathlib import Path
+from typing import Any, Final
+
+from ppstream.rank_clock import ClockOffset, policy_clock
+from ppstream.records import Envelope, Event, RunLog
+from ppstream.spans import LINK_IN, LINK_OUT, POLICY, WAIT, Span, spans_of
+
+#: The newest envelopes of a longer run: some 20 events each, and viewers take a few hundred MB.
+ENVELOPES_MAX: Final = 20_000
+RANKS: Final = 2  # processes of one generation; ids begin at 1, since viewers hide process 0
+PHASES: Final = "phase"
+_LAST: Final = 1  # ns before its end that an arrow leaves a span
+_ORDER: Final = {"X": 0, "i": 1, "C": 2, "s": 3, "t": 4, "f": 5}  # events of one instant
+
+TraceEvent = dict[str, Any]
+
+
+def write_trace(path: Path, run: RunLog) -> int:
+    """Write ``run`` to ``path``; returns how many envelopes were left out, oldest first.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    left_out = max(0, len(run.envelopes) - ENVELOPES_MAX)
+    events = trace_events(run)
+    about = {"run_id": run.run_id, "envelopes_left_out": left_out, "tool": "ppstream-report"}
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"traceEvents":[\n')
+        for place, event in enumerate(events):
+            file.write(",\n" if place else "")
+            file.write(json.dumps(event, separators=(",", ":")))
+        tail = {"displayTimeUnit": "ms", "otherData": about}
+        file.write("\n]," + json.dumps(tail)[1:] + "\n")
+    return left_out
+
+
+def trace_events(run: RunLog) -> list[TraceEvent]:
+    """Names first, then every event in order of time."""
+    kept = run.envelopes[-ENVELOPES_MAX:]
+    names: list[TraceEvent] = []
+    events: list[TraceEvent] = []
+    numbers = count(1)
+    for generation, same in groupby(kept, key=lambda e: e.generation):
+        envelopes = list(same)
+        clock = policy_clock(run, envelopes)
+        process = _Processes(run, generation, clock)
+        laid = spans_of(envelopes, run.topology, clock, in_flight=True)
+        names += process.names(list(laid.tracks))
+        for spans in laid.tracks.values():
+            events += [_slice(span, process) for span in spans]
+        events += _arrows(laid.tracks, process, numbers)
+        events += _counters(envelopes, process)
+        events += _marks(run, envelopes, process, clock)
+    events.sort(key=lambda e: (e["ts"], _ORDER[e["ph"]], -e.get("dur", 0)))
+    first_ns = events[0]["ts"] if events else 0
+    for event in events:
+        event["ts"] = _us(event["ts"] - first_ns)
+        if "dur" in event:
+            event["dur"] = _us(event["dur"])
+    return names + events
+
+
+class _Processes:
+    """Which process and thread a track is in one generation."""
+
+    def __init__(self, run: RunLog, generation: int, clock: ClockOffset | None) -> None:
+        self._run, self._generation, self._clock = run, generation, clock
+        self._threads: dict[str, int] = {}
+
+    def pid(self, rank: int) -> int:
+        return 1 + rank + self._generation * RANKS
+
+    def place(self, track: str) -> dict[str, int]:
+        alone = self._run.topology.world_size == 1
+        rank = 1 if track == POLICY and not alone else 0
+        thread = self._threads.setdefault(track, len(self._threads) + 1)
+        return {"pid": self.pid(rank), "tid": thread}
+
+    def names(self, tracks: Sequence[str]) -> list[TraceEvent]:
+        again = f", generation {self._generation}" if self._generation else ""
+        labels = {0: f"rank 0{again}", 1: f"policy rank{again}"}
+        if self._run.topology.world_size == 1:
+            labels.pop(1)
+        named = []
+        for rank, name in labels.items():
+            where = {"pid": self.pid(rank), "tid": 0}
+            named.append(_meta("process_name", where, name=name))
+            named.append(_meta("process_sort_index", where, sort_index=self.pid(rank)))
+        if 1 in labels:
+            exact = self._clock.text if self._clock else "no stamps of this rank: B is a guess"
+            named.append(_meta("process_labels", {"pid": self.pid(1), "tid": 0}, labels=exact))
+        for place, track in enumerate([PHASES, *tracks]):
+            where = self.place(track)
+            title = f"policy {track}" if track == POLICY else track
+            named.append(_meta("thread_name", where, name=title))
+            named.append(_meta("thread_sort_index", where, sort_index=place))
+        return named
+
+
+def _slice(span: Span, process: _Processes) -> TraceEvent:
+    name = f"wait for {span.note}" if span.kind == WAIT else f"{span.kind} {span.seq}"
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": span.kind,
+        "ts": span.start_ns,
+        "dur": span.end_ns - span.start_ns,
+        **process.place(span.track),
+        "args": {"seq": span.seq, "epoch": span.epoch, "lane": span.lane},
+    }
+
+
+def _arrows(
+    tracks: dict[str, list[Span]], process: _Processes, numbers: Iterator[int]
+) -> Iterator[TraceEvent]:
+    """From A over B to C of each envelope that has all three."""
+    stages: dict[tuple[int, int, int], dict[str, Span]] = {}
+    for name, spans in tracks.items():
+        if name in (LINK_IN, LINK_OUT):
+            continue
+        for span in spans:
+            if span.kind in ("A", "B", "C"):
+                stages.setdefault((span.lane, span.epoch, span.seq), {})[span.kind] = span
+    for found in stages.values():
+        if len(found) < 3 or not _in_order(found):
+            continue
+        number = next(numbers)  # viewers take whole numbers only
+        for ph, stage in (("s", "A"), ("t", "B"), ("f", "C")):
+            span = found[stage]
+            at = max(span.start_ns, span.end_ns - _LAST) if ph == "s" else span.start_ns
+            arrow = {"ph": ph, "name": "envelope", "cat": "flow", "ts": at}
+            arrow["id"] = number
+            yield arrow | ({"bp": "e"} if ph == "f" else {}) | process.place(span.track)
+
+
+def _in_order(stages: dict[str, Span]) -> bool:
+    """Arrows run forwards, also where the policy rank's clock is known only roughly."""
+    return stages["A"].end_ns <= stages["B"].start_ns <= stages["C"].start_ns
+
+
+def _counters(envelopes: Iterable[Envelope], process: _Processes) -> Iterator[TraceEvent]:
+    steps: dict[str, list[tuple[int, int]]] = {"outstanding": [], "q_decode": []}
+    where = {"pid": process.pid(0), "tid": 0}
+    for e in envelopes:
+        for queue, start, end in (
+            ("outstanding", e.tSend, e.tRecv),
+            ("q_decode", e.tRecv, e.tDecode),
+        ):
+            if start is not None and end is not None:
+                steps[queue] += [(start, 1), (end, -1)]
+        if e.tEmit is not None and e.age_rank0_ns is not None:
+            yield _counter("age since arrival, ms", where, e.tEmit, {"value": e.age_rank0_ns / 1e6})
+        if e.tA0 is not None and e.input_age_ns:
+            ages = {stream: age_ns / 1e6 for stream, age_ns in e.input_age_ns.items()}
+            yield _counter("age of input, ms", where, e.tA0, ages)
+    for queue, changes in steps.items():
+        level = 0
+        for at, same in groupby(sorted(changes), key=lambda change: change[0]):
+            level += sum(step for _, step in same)
+            yield _counter(queue, where, at, {"value": level})
+
+
+def _counter(name: str, where: dict[str, int], at_ns: int, values: dict[str, Any]) -> TraceEvent:
+    return {"ph": "C", "name": name, "ts": at_ns, **where, "args": values}
+
+
+def _marks(
+    run: RunLog, envelopes: Sequence[Envelope], process: _Processes, clock: ClockOffset | None
+) -> Iterator[TraceEvent]:
+    """Events of either rank as marks, rank 0's phases as a track of their own."""
+    generation = envelopes[0].generation
+    events = [e for e in run.events if e.generation == generation and e.t is not None]
+    for event in events:
+        if event.rank == 0 or clock is not None:
+            at = (event.t or 0) - (clock.offset_ns if event.rank and clock else 0)
+            mark = {"ph": "i", "name": event.name, "cat": "event", "s": "p", "ts": at}
+            yield mark | {"pid": process.pid(min(event.rank, 1)), "tid": 0}
+    phases = [e for e in events if e.rank == 0 and e.name == "phase"]
+    newest_ns = max(e.tEmit or 0 for e in envelopes)
+    yield from _phases(phases, newest_ns, process)
+
+
+def _phases(phases: Sequence[Event], newest_ns: int, process: _Processes) -> Iterator[TraceEvent]:
+    ends = [e.t or 0 for e in phases[1:]]
+    for phase, end in zip(phases, [*ends, newest_ns], strict=False):
+        start = phase.t or 0
+        if end > start:
+            span = {"ph": "X", "name": phase.phase or "?", "cat": PHASES, "ts": start}
+            yield span | {"dur": end - start, **process.place(PHASES)}
+
+
+def _meta(what: str, where: dict[str, int], **args: object) -> TraceEvent:
+    return {"ph": "M", "name": what, **where, "args": args}
+
+
+def _us(value_ns: int) -> float:
+    return round(value_ns / 1e3, 3)

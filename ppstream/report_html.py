@@ -1,0 +1,237 @@
+"""Judged runs as one page for a browser: verdict and statements first, then pictures. Pure.
+
+The page is one file: no script, no font, no picture from elsewhere, and its own rules forbid the
+browser to load any. All text of a log is escaped. It grows with the number of runs, never with
+their length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Final
+
+from ppstream import html_charts as charts
+from ppstream.claims import Finding
+from ppstream.html_sections import (
+    audit_table,
+    claims_table,
+    depth_note,
+    drop_table,
+    key,
+    score_table,
+    service_table,
+    stream_table,
+)
+from ppstream.html_stretch import stretch_note, timeline
+from ppstream.html_style import STYLE
+from ppstream.records import RunLog
+from ppstream.report_series import stretch_of
+from ppstream.report_words import ms, why_scores_differ
+from ppstream.run_report import RunReport
+
+WORDS: Final = {"PASS": "✓ PASS", "FAIL": "✗ FAIL", "INCONCLUSIVE": "? INCONCLUSIVE"}
+HATCH: Final = (
+    '<svg width="0" height="0" style="position:absolute" aria-hidden="true"><defs>'
+    '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><line class="hatching" x1="0" y1="0" x2="0" y2="6"/>'
+    "</pattern></defs></svg>"
+)
+
+Judged = tuple[RunLog, RunReport, Sequence[Finding]]
+
+
+def render_page(judged: Sequence[Judged]) -> str:
+    """The whole page of all runs, in their order."""
+    title = "ppstream report" if len(judged) > 1 else f"ppstream: {judged[0][1].run_id}"
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    body = [_index(judged)] if len(judged) > 1 else []
+    body += [_article(place, *one) for place, one in enumerate(judged)]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
+        f"<body>{HATCH}<main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def _index(judged: Sequence[Judged]) -> str:
+    rows = "".join(
+        f'<tr><td><a href="#run{place}">{escape(report.run_id)}</a></td>'
+        f"<td>{WORDS[report.verdict.name]}</td><td>{escape(', '.join(report.reasons))}</td>"
+        f"<td class=n>{ms(report.primary.period_ns) if report.primary else 'NA'}</td></tr>"
+        for place, (_, report, _) in enumerate(judged)
+    )
+    head = "<tr><th>run<th>verdict<th>reasons<th class=n>period</tr>"
+    return f"<nav><table>{head}{rows}</table></nav>"
+
+
+def _article(place: int, run: RunLog, report: RunReport, claims: Sequence[Finding]) -> str:
+    sections = "".join(_sections(run, report, claims))
+    return (
+        f'<article id="run{place}">{_head(report)}{_figures(report)}'
+        f'<div class="cards">{sections}</div>{_foot(run)}</article>'
+    )
+
+
+def _head(report: RunReport) -> str:
+    window = report.window
+    phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
+    origin = f"{report.run_id} · {phases} · {window.n} envelopes, {window.skipped} skipped"
+    if report.limited_by:
+        origin += f" · {report.limited_by}"
+    name = report.verdict.name
+    reasons = f"<small>{escape(', '.join(report.reasons))}</small>" if report.reasons else ""
+    said = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.statements)
+    return (
+        f'<header class="{name}"><h1>{WORDS[name]}{reasons}</h1>'
+        f"<p>{escape(origin)}</p><ul>{said}</ul></header>"
+    )
+
+
+def _figures(report: RunReport) -> str:
+    shown = "".join(
+        f'<div class="figure"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+        for value, name in _figure_values(report)
+    )
+    return f'<div class="figures">{shown}</div>' if shown else ""
+
+
+def _figure_values(report: RunReport) -> Iterator[tuple[str, str]]:
+    score, latency, age = report.primary, report.latency, report.age
+    if score is not None:
+        yield ms(score.period_ns), f"period, {1e9 / score.period_ns:.1f} a second"
+        if score.s is not None and score.s_low is not None and score.s_high is not None:
+            yield f"{score.s:.2f}", f"overlap S [{score.s_low:.2f}, {score.s_high:.2f}]"
+        yield f"{score.efficiency:.2f}", "efficiency E"
+        yield f"{score.gain:.2f} ×", f"gain, of {score.ceiling:.2f} × possible"
+    if latency is not None:
+        yield ms(latency.p50), f"latency p50, p95 {ms(latency.p95)}, max {ms(latency.max)}"
+    if age is not None:
+        yield ms(age.p50), f"age at the robot p50, p95 {ms(age.p95)}, max {ms(age.max)}"
+
+
+def _sections(run: RunLog, report: RunReport, claims: Sequence[Finding]) -> Iterator[str]:
+    stretch = stretch_of(report.window)
+    if stretch is not None and report.primary is not None:
+        yield _section(
+            "A typical stretch",
+            "Some periods that are most like all the others. Bold: the way of one envelope. "
+            "Hatched: waiting, which is no work.",
+            f'<div class="scroll">{timeline(run, stretch)}</div>{key(run.topology)}',
+            wide=True,
+            after=stretch_note(run, stretch),
+        )
+    yield from _time_sections(report)
+    yield from _age_sections(run, report)
+    yield from _cause_sections(report)
+    yield _section(
+        "Two scores",
+        "The primary one decides. The published one is what others use.",
+        score_table(report),
+        after=why_scores_differ(report),
+    )
+    yield _section(
+        "Can the log be believed?",
+        "Audits by independent witnesses: one that fails makes the verdict INCONCLUSIVE.",
+        audit_table(report.audits),
+    )
+    yield _section("What went nowhere", "Every drop has a reason.", drop_table(report.drops))
+    if report.service is not None:
+        yield _section(
+            "Service",
+            "Here the input sets the period: described, not judged.",
+            service_table(report.service),
+        )
+    if claims:
+        yield _section(
+            "Do the figures follow from each other?",
+            "This page's own numbers, redone by the claims audit.",
+            claims_table(claims),
+        )
+
+
+def _time_sections(report: RunReport) -> Iterator[str]:
+    yield _section(
+        "Who is busy",
+        "Work only, never waiting. The busiest sets the shortest period there can be.",
+        charts.resources(report),
+    )
+    yield _section(
+        "Where the latency goes",
+        "Mean of each part from the start of A to emit; hatched parts are waiting.",
+        charts.waterfall(report),
+    )
+    yield _section(
+        "Period",
+        "Between two emits; an even pipeline has one narrow peak at the model's line.",
+        charts.period_histogram(report),
+    )
+    yield _section(
+        "Period over time",
+        "Middle and 10 to 90 % of each stretch; circles: single long ones.",
+        charts.period_drift(report),
+    )
+
+
+def _age_sections(run: RunLog, report: RunReport) -> Iterator[str]:
+    yield _section(
+        "Age of the input",
+        "How old the newest sample of each stream is at the end of the window it went into.",
+        stream_table(run, report),
+    )
+    yield _section(
+        "Age of executed actions",
+        "From the observation to the action, measured by the robots in their own clocks.",
+        charts.age_histogram([age_ns / 1e6 for age_ns in run.ages_ns]),
+        after="" if report.oldest is None else str(report.oldest),
+    )
+
+
+def _cause_sections(report: RunReport) -> Iterator[str]:
+    yield _section(
+        "What the starts waited for",
+        "The last thing that each start of a stage had to wait for names the bottleneck.",
+        charts.critical_path(report.critical_path),
+    )
+    yield _section(
+        "Queues",
+        "Mean of each stretch, weighted by time. Solid: outstanding; dashed: waiting for C; "
+        "dotted: the most.",
+        charts.queues_over_time(report),
+    )
+    yield _section(
+        "How deep should it be?",
+        "What the model expects of this run's stage times. Solid: period; dashed: latency.",
+        charts.depths(report),
+        after=depth_note(report),
+    )
+
+
+def _section(title: str, lead: str, body: str, *, wide: bool = False, after: str = "") -> str:
+    if not body:
+        return ""
+    tail = f'<p class="after">{escape(after)}</p>' if after else ""
+    kind = ' class="wide"' if wide else ""
+    return f"<section{kind}><h2>{escape(title)}</h2><p>{escape(lead)}</p>{body}{tail}</section>"
+
+
+def _foot(run: RunLog) -> str:
+    """What the numbers belong to."""
+    topology = run.topology
+    parts = [
+        f"threads {topology.threads}, {topology.order.replace('_', ' ')}, credit "
+        f"{topology.credit.replace('_', ' ')}, D_in {topology.d_in}, D_out {topology.d_out}"
+    ]
+    for name in ("hardware", "versions"):
+        table = run.manifest.get(name)
+        if isinstance(table, Mapping):
+            parts.append(", ".join(f"{k} {v}" for k, v in table.items()))
+    digest = run.manifest.get("config_sha256")
+    if digest:
+        parts.append(f"configuration {str(digest)[:12]}")
+    created = run.manifest.get("created_utc")
+    if created:
+        parts.append(f"begun {created}")
+    return f"<footer>{escape(' · '.join(parts))}</footer>"

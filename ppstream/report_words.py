@@ -1,0 +1,51 @@
+"""Numbers and differences in words, the same in the terminal and on the page. Pure."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Final
+
+from ppstream.run_report import RunReport
+from ppstream.scores import between
+
+APART: Final = 0.05  # scores nearer than this say the same
+LONG_WAIT: Final = 0.10  # of the published stage 0
+
+
+def ms(value_ns: float) -> str:
+    """Three significant digits, never fewer than the milliseconds themselves."""
+    value = value_ns / 1e6
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{digits}f} ms"
+
+
+def why_scores_differ(report: RunReport) -> str:
+    """One sentence where the published and the primary score are apart, else nothing."""
+    found, score = report.compat, report.primary
+    if found is None or score is None or found.score is None or score.s is None:
+        return ""
+    if abs(found.score - score.s) <= APART:
+        return ""
+    begin = f"the published score {found.score:.2f} is not the primary {score.s:.2f}: "
+    emitted = report.window.emitted
+    waited_ns = fmean(between(e.tRecv, e.tDecode) for e in emitted)
+    if found.score > score.s and _waits_for_input(report):
+        return (
+            begin + "the mesh waits for input inside the published stages, and that hides nothing"
+        )
+    if waited_ns > LONG_WAIT * found.stage0_ns:
+        return begin + (
+            f"results waited {ms(waited_ns)} for their decode, which it counts as work of stage 0"
+        )
+    if report.window.topology.threads == "split":
+        return begin + "it adds A and C, which here run beside each other on two threads"
+    if found.period_ns < score.period_ns:
+        return begin + (
+            f"it takes the median period {ms(found.period_ns)}, and the mean {ms(score.period_ns)} "
+            "holds the rare long ones, too"
+        )
+    return begin + "it takes medians of single envelopes, the primary sums over the window"
+
+
+def _waits_for_input(report: RunReport) -> bool:
+    return "INPUT_LIMITED" in report.reasons

@@ -1,0 +1,163 @@
+"""What every thread, link and queue did when: envelopes as spans on named tracks. Pure.
+
+For pictures and traces. All instants are rank 0's clock; the policy rank's are moved there by the
+offset of ``rank_clock``. Waits are logged as durations: each is drawn where it ended, at the start
+of what it waited for, and never over other work of its track. A log that contradicts itself is
+drawn as far as it goes: a span ends where the next of its track begins, and that is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final
+
+from ppstream.rank_clock import ClockOffset
+from ppstream.records import Envelope, Topology
+
+POLICY: Final = "B"
+LINK_IN: Final = "link in"
+LINK_OUT: Final = "link out"
+WAIT: Final = "wait"
+SHORTEST_NS: Final = 1_000  # a wait below this is drawn nowhere
+#: Fields of rank 0's waits in front of A, in the order in which a loop goes through them.
+WAITS_A: Final = {"w_input_ns": "input", "w_credit_ns": "a credit", "w_slot_ns": "a slot"}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One thing that happened on one track; ``kind`` is a stage, a link, or ``wait``."""
+
+    track: str
+    kind: str  # A | B | C | link in | link out | flight | wait
+    start_ns: int
+    end_ns: int
+    seq: int
+    lane: int = 0
+    epoch: int = 0
+    note: str = ""  # of a wait: for what
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Spans by track, in order of time, disjoint within a track."""
+
+    tracks: dict[str, list[Span]]
+    cut_short: int  # spans that ran into the next of their track: the log contradicts itself
+
+
+def track_names(topology: Topology) -> list[str]:
+    """From rank 0 outwards; the in-flight tracks, one per credit, come last."""
+    if topology.world_size == 1:
+        return ["A + B + C"]
+    rank0 = ["A", "C"] if topology.threads == "split" else ["A + C"]
+    return [*rank0, LINK_IN, POLICY, LINK_OUT]
+
+
+def spans_of(
+    envelopes: Sequence[Envelope],
+    topology: Topology,
+    clock: ClockOffset | None,
+    *,
+    in_flight: bool = False,
+) -> Spans:
+    """Spans of ``envelopes``, which are of one generation.
+
+    Args:
+        envelopes: in any order; dropped ones show as far as they got.
+        topology: which tracks there are.
+        clock: the policy rank's; without one B is placed in the middle of its round trip.
+        in_flight: add a track per credit, with an envelope from tSend to tRecv.
+    """
+    tracks: dict[str, list[Span]] = {name: [] for name in track_names(topology)}
+    for e in envelopes:
+        for span in _work(e, topology, clock):
+            tracks[span.track].append(span)
+        if in_flight and e.tSend is not None and e.tRecv is not None:
+            name = f"credit {e.seq % topology.d_in}"
+            span = Span(name, "flight", e.tSend, e.tRecv, e.seq, e.lane, e.epoch)
+            tracks.setdefault(name, []).append(span)
+    for waiting in _waits(envelopes, topology, clock):
+        tracks[waiting.track].append(waiting)
+    laid = {name: _disjoint(spans) for name, spans in tracks.items()}
+    return Spans({n: spans for n, (spans, _) in laid.items()}, sum(c for _, c in laid.values()))
+
+
+def _work(e: Envelope, topology: Topology, clock: ClockOffset | None) -> Iterator[Span]:
+    names = track_names(topology)
+    ids = (e.seq, e.lane, e.epoch)
+    if e.tA0 is not None and e.tA1 is not None:
+        yield Span(names[0], "A", e.tA0, e.tA1, *ids)
+    if e.tDecode is not None and e.tEmit is not None:
+        on = "C" if "C" in names else names[0]
+        yield Span(on, "C", e.tDecode, e.tEmit - (e.w_emit_ns or 0), *ids)
+    b = policy_span_ns(e, clock)
+    if b is None:
+        return
+    yield Span(POLICY if POLICY in names else names[0], "B", *b, *ids)
+    complete = e.residence_ns is not None and e.tSend is not None and e.tRecv is not None
+    if LINK_IN in names and complete:
+        sent, received = e.tSend or 0, e.tRecv or 0
+        half = max(0, received - sent - (e.residence_ns or 0)) // 2  # only both are measured
+        yield Span(LINK_IN, LINK_IN, sent, max(sent, min(sent + half, b[0])), *ids)
+        yield Span(LINK_OUT, LINK_OUT, min(received, max(received - half, b[1])), received, *ids)
+
+
+def policy_span_ns(e: Envelope, clock: ClockOffset | None) -> tuple[int, int] | None:
+    """When B ran, on rank 0's clock; in the middle of the round trip without the rank's stamps."""
+    own = e.stage1
+    if own is not None and own.tB0 is not None and own.tB1 is not None and clock is not None:
+        return own.tB0 - clock.offset_ns, own.tB1 - clock.offset_ns
+    if e.B_ns is None or e.tSend is None or e.tRecv is None:
+        return None
+    middle = (e.tSend + e.tRecv) // 2
+    return middle - e.B_ns // 2, middle + e.B_ns - e.B_ns // 2
+
+
+def _waits(
+    envelopes: Sequence[Envelope], topology: Topology, clock: ClockOffset | None
+) -> Iterator[Span]:
+    names = track_names(topology)
+    on_c = "C" if "C" in names else names[0]
+    for e in envelopes:
+        if e.tA0 is not None:
+            ahead = [(getattr(e, field) or 0, why) for field, why in WAITS_A.items()]
+            yield from _before(names[0], e, e.tA0, ahead)
+        if e.tDecode is not None:
+            yield from _before(on_c, e, e.tDecode, [(e.w_result_ns or 0, "the result")])
+        b = policy_span_ns(e, clock)
+        if b is not None and POLICY in names:
+            yield from _before(POLICY, e, b[0], [(e.wait_input_ns or 0, "an envelope")])
+
+
+def _before(
+    track: str, e: Envelope, at_ns: int, waits: Sequence[tuple[int, str]]
+) -> Iterator[Span]:
+    """Waits one behind the other, the last of them ending at ``at_ns``."""
+    for length_ns, why in reversed(waits):
+        if length_ns >= SHORTEST_NS:
+            yield Span(track, WAIT, at_ns - length_ns, at_ns, e.seq, e.lane, e.epoch, why)
+            at_ns -= length_ns
+
+
+def _disjoint(spans: Sequence[Span]) -> tuple[list[Span], int]:
+    """In order of time; work is cut at the next work, waits give way to work on either side."""
+    work = sorted((s for s in spans if s.kind != WAIT), key=lambda s: (s.start_ns, s.end_ns))
+    cut = sum(a.end_ns > b.start_ns for a, b in pairwise(work))
+    laid = [replace(a, end_ns=min(a.end_ns, b.start_ns)) for a, b in pairwise(work)] + work[-1:]
+    waits = sorted((s for s in spans if s.kind == WAIT), key=lambda s: s.end_ns)
+    return sorted([*laid, *_between(laid, waits)], key=lambda s: (s.start_ns, s.end_ns)), cut
+
+
+def _between(work: Sequence[Span], waits: Sequence[Span]) -> Iterator[Span]:
+    """What of each wait lies in the gap that ends where it ends."""
+    at, free_ns = 0, 0  # free_ns: end of everything that was laid so far
+    for wait in waits:
+        while at < len(work) and work[at].start_ns < wait.end_ns:
+            free_ns = max(free_ns, work[at].end_ns)
+            at += 1
+        start = max(wait.start_ns, free_ns)
+        if start < wait.end_ns:
+            yield replace(wait, start_ns=start)
+            free_ns = wait.end_ns

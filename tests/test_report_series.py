@@ -1,0 +1,137 @@
+"""Series for pictures: bounded, complete, and equal to what the log says."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+from golden_runs import jittered, ms, simulate, stages
+
+from ppstream.model import PipelineForm, StageTimes
+from ppstream.overlap import judge
+from ppstream.report_claims import audit_report
+from ppstream.report_series import (
+    POINTS,
+    bins_of,
+    depth_curve,
+    emit_times_s,
+    latency_parts,
+    over_time,
+    periods_ns,
+    queue_levels,
+    stretch_of,
+)
+from ppstream.report_words import why_scores_differ
+from ppstream.segments import Window, select_window
+
+SPLIT = PipelineForm("split")
+
+
+def window(n: int = 330) -> Window:
+    return select_window(simulate(jittered(stages(), n, 3), SPLIT).parse())
+
+
+@pytest.mark.parametrize("times", [stages(), stages(c=20), stages(a=20)])
+def test_parts_of_the_latency_make_up_the_latency(times: StageTimes) -> None:
+    found = select_window(simulate(jittered(times, 330, 3), SPLIT).parse())
+    whole = fmean((e.tEmit or 0) - (e.tA0 or 0) for e in found.emitted)
+    assert sum(latency_parts(found).values()) == pytest.approx(whole)
+    assert latency_parts(found)["both links"] == pytest.approx(ms(1))
+
+
+def test_stretch_is_the_one_whose_periods_are_most_usual() -> None:
+    golden = simulate()
+    for line in golden.lines[:200]:  # the first ones are late by turns
+        line["tEmit"] += ms(1) * (line["seq"] % 3)
+    found = stretch_of(select_window(golden.parse()))
+    assert found is not None
+    assert found.start_ns >= golden.lines[195]["tEmit"]
+    assert found.end_ns - found.start_ns == ms(80)
+    assert stretch_of(select_window(simulate(n=3).parse())) is None
+
+
+def test_bins_hold_every_value_once() -> None:
+    values = [10 + (k * 7919 % 1000) / 100 for k in range(1000)] + [500.0]
+    found = bins_of(values)
+    assert found is not None
+    assert sum(found.counts) + found.beyond == found.n == 1001
+    assert found.beyond >= 1
+    assert found.high < 30
+    assert bins_of([]) is None
+    same = bins_of([7.0] * 20)
+    assert same is not None
+    assert sum(same.counts) == 20
+
+
+@pytest.mark.parametrize("n", [1, 159, 160, 161, 5000])
+def test_a_series_over_time_is_bounded_and_keeps_its_largest(n: int) -> None:
+    values = [float(k * 31 % 97) for k in range(n)]
+    points = over_time(list(range(n)), values)
+    assert len(points) <= POINTS
+    assert max(point.top for point in points) == max(values)
+    assert all(p.low <= p.middle <= p.high <= p.top for p in points)
+
+
+def test_times_and_periods_belong_together() -> None:
+    found = window()
+    assert len(emit_times_s(found)) == len(periods_ns(found)) == found.n
+    assert emit_times_s(found)[-1] == pytest.approx(found.span_ns / 1e9)
+
+
+def test_queue_means_are_those_of_the_counters() -> None:
+    found = window()
+    at, means, maxima = queue_levels(found, "outstanding")
+    assert len(at) <= POINTS + 1
+    assert max(maxima) == 2
+    sojourn = sum((e.tRecv or 0) - (e.tSend or 0) for e in found.measured) / found.span_ns
+    assert fmean(means) == pytest.approx(sojourn, rel=0.05)
+
+
+@pytest.mark.parametrize("form", [PipelineForm(), SPLIT])
+def test_depth_curve_holds_what_was_measured_at_its_own_depth(form: PipelineForm) -> None:
+    run = simulate(form=form).parse()
+    report = judge(run)
+    curve = depth_curve(report.primary, report.window)
+    here = next(depth for depth in curve if depth.d_in == 2)
+    assert here.period_ns == pytest.approx(ms(10), rel=1e-3)
+    assert report.latency is not None
+    assert here.latency_ns == pytest.approx(report.latency.p50, rel=1e-3)
+    assert curve[-1].latency_ns >= here.latency_ns
+
+
+def test_report_redoes_its_own_figures_and_catches_one_that_is_wrong() -> None:
+    run = simulate().parse()
+    report = judge(run)
+    findings = audit_report(report, run.envelopes)
+    assert len(findings) == 7
+    assert all(finding.holds for finding in findings)
+    report.critical_path["B"]["lost"] = 0.5
+    broken = [f.what for f in audit_report(report, run.envelopes) if not f.holds]
+    assert broken == ["starts of B"]
+
+
+def test_a_profiled_stretch_that_is_another_run_is_flagged() -> None:
+    golden = simulate(n=200)
+    slow = simulate(stages(a=6, b=15, c=8), n=60, mode="attribution", epoch=1)
+    golden.lines += slow.lines
+    golden.policy_lines += slow.policy_lines
+    run = golden.parse()
+    findings = audit_report(judge(run), run.envelopes)
+    (flagged,) = [finding for finding in findings if finding.kind == "agreement"]
+    assert not flagged.holds
+    assert flagged.recomputed == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("golden", "said"),
+    [
+        (simulate(), ""),
+        (simulate(stages(c=20), SPLIT), "results waited 39.5 ms for their decode"),
+        (simulate(stages(t_in=40)), "waits for input"),
+        (simulate(form=PipelineForm(d_in=1)), "is not the primary 0.44"),
+    ],
+)
+def test_scores_apart_have_a_reason(golden: object, said: str) -> None:
+    why = why_scores_differ(judge(golden.parse()))  # type: ignore[attr-defined]
+    assert said in why
+    assert bool(why) == bool(said)
