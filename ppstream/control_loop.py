@@ -2,7 +2,7 @@
 
 It needs nobody to be safe: when no action may be executed it holds, and once the lease of the last
 one has run out, that is a fault, which stays until somebody clears it. Ticks are absolute
-deadlines. It gives the process no real-time priority and plans no trajectory.
+deadlines, and Python's garbage is collected between them. It plans no trajectory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
 from ppstream.clock import NS_PER_MS, NS_PER_S, Clock, Ticker, now_ns
-from ppstream.durations import Durations, Quantiles
-from ppstream.timeline import Actions, ActionTimeline
+from ppstream.durations import Bin, Durations, Quantiles
+from ppstream.garbage import Garbage
+from ppstream.playing import Actions
+from ppstream.realtime import RealTime, RealTimeScope
+from ppstream.timeline import ActionTimeline
 
 OnExpiry = Literal["hold", "stop", "home"]
 
@@ -50,7 +53,12 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class LoopStatistics:
-    """Counts since the start; ``lateness`` is how long after its deadline a tick began."""
+    """Counts since the start; ``lateness`` is how long after its deadline a tick began.
+
+    ``oldest`` tells the age of the oldest action executed, and of how much was allowed.
+    ``collections`` and ``longest_collection_ns``: of garbage, between ticks. ``refused``: what the
+    operating system did not permit.
+    """
 
     ticks: int
     missed_ticks: int
@@ -58,6 +66,11 @@ class LoopStatistics:
     held: int
     faults: int
     lateness: Quantiles
+    histogram: tuple[Bin, ...]
+    oldest: str
+    collections: int
+    longest_collection_ns: int
+    refused: tuple[str, ...]
 
 
 class ControlLoop:
@@ -72,10 +85,13 @@ class ControlLoop:
         hold: keeps the robot where it is; called each tick when no action may be executed.
         on_expiry: what follows a fault: ``hold`` only, or ``stop`` or ``home`` instead, ``hold_ms``
             later, each tick until the fault is cleared.
-        stop: brings the robot to rest and keeps it there, one tick at a time.
+        stop: called with what shall be left of the motion: from 1.0 linearly to 0.0 within
+            ``ramp_ms``, then 0.0 at every tick. Velocities and forces are scaled by it.
         home: moves it to its rest position, one tick at a time.
         hold_ms: from the fault to ``stop`` or ``home``.
+        ramp_ms: how long ``stop`` takes.
         resume: a fault ends by itself as soon as an action may be executed again.
+        realtime: what to ask the operating system for while ``run`` runs.
 
     Raises:
         ValueError: ``on_expiry`` names a reaction that was not given, or the rate is not positive.
@@ -90,15 +106,16 @@ class ControlLoop:
         *,
         hold: Callable[[], None],
         on_expiry: OnExpiry = "hold",
-        stop: Callable[[], None] | None = None,
+        stop: Callable[[float], None] | None = None,
         home: Callable[[], None] | None = None,
         hold_ms: float = 0.0,
+        ramp_ms: float = 0.0,
         resume: bool = False,
+        realtime: RealTime | None = None,
     ) -> None:
         if rate_hz <= 0:
             raise ValueError(f"rate_hz must be above 0, got {rate_hz}")
-        reaction = {"hold": hold, "stop": stop, "home": home}[on_expiry]
-        if reaction is None:
+        if {"hold": hold, "stop": stop, "home": home}[on_expiry] is None:
             raise ValueError(f"on_expiry={on_expiry!r} needs {on_expiry}=: say how this robot does")
         self.period_ns = round(NS_PER_S / rate_hz)
         self.fault: Fault | None = None
@@ -106,8 +123,12 @@ class ControlLoop:
         self._write = write
         self._client = client
         self._hold = hold
-        self._reaction = reaction
+        self._stop = stop if on_expiry == "stop" else None
+        self._home = home if on_expiry == "home" else None
         self._hold_ns = round(hold_ms * NS_PER_MS)
+        self._ramp_ns = round(ramp_ms * NS_PER_MS)
+        self._realtime = RealTimeScope(realtime or RealTime())
+        self._garbage = Garbage()
         self._resume = resume
         self._is_engaged = False  # an action was executed, and losing the next is a fault
         self._end = threading.Event()
@@ -115,18 +136,16 @@ class ControlLoop:
         self._ticks = self._missed = self._executed = self._held = self._faults = 0
 
     def run(self, duration_s: float | None = None) -> LoopStatistics:
-        """Tick until ``end`` is called or ``duration_s`` is over; holds before it returns."""
-        ticker = Ticker(self.period_ns, now_ns())
-        last_ns = None if duration_s is None else now_ns() + round(duration_s * NS_PER_S)
+        """Tick until ``end`` is called or ``duration_s`` is over; holds before it returns.
+
+        Raises:
+            NotPermittedError: the operating system refuses what ``realtime`` requires.
+        """
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(interval_s, SWITCH_INTERVAL_S))
         try:
-            while not self._end.is_set() and (last_ns is None or ticker.due_ns <= last_ns):
-                time.sleep(max(0, ticker.due_ns - now_ns()) / NS_PER_S)
-                began_ns = now_ns()
-                self._lateness.add(began_ns - ticker.due_ns)
-                self._missed += max(0, ticker.take(began_ns) - 1)
-                self.tick()
+            with self._realtime, self._garbage:
+                self._run(None if duration_s is None else round(duration_s * NS_PER_S))
         finally:
             sys.setswitchinterval(interval_s)
             self._hold()
@@ -151,9 +170,7 @@ class ControlLoop:
             self._write(action)
             return
         self._held += 1
-        fault = self.fault
-        is_over = fault is not None and at_ns - fault.at_ns >= self._hold_ns
-        (self._reaction if is_over else self._hold)()
+        self._react(at_ns)
 
     def clear_fault(self) -> None:
         """Permit actions again; what may be executed then, the timeline says."""
@@ -168,7 +185,39 @@ class ControlLoop:
             held=self._held,
             faults=self._faults,
             lateness=self._lateness.quantiles(),
+            histogram=self._lateness.histogram(),
+            oldest=self._client.timeline.statistics().oldest_text(),
+            collections=self._garbage.collections,
+            longest_collection_ns=self._garbage.longest_ns,
+            refused=self._realtime.refused,
         )
+
+    def _run(self, duration_ns: int | None) -> None:
+        began_ns = now_ns()
+        ticker = Ticker(self.period_ns, began_ns)
+        while not self._end.is_set():
+            if duration_ns is not None and ticker.due_ns > began_ns + duration_ns:
+                return
+            time.sleep(max(0, ticker.due_ns - now_ns()) / NS_PER_S)
+            tick_ns = now_ns()
+            self._lateness.add(tick_ns - ticker.due_ns)
+            self._missed += max(0, ticker.take(tick_ns) - 1)
+            self.tick()
+            done_ns = now_ns()
+            self._garbage.offer(done_ns, ticker.due_ns - done_ns)
+
+    def _react(self, at_ns: int) -> None:
+        """Hold, or what follows it once a fault is old enough."""
+        since_ns = -1 if self.fault is None else at_ns - self.fault.at_ns - self._hold_ns
+        if since_ns < 0:
+            self._hold()
+        elif self._stop is not None:
+            is_ramp = since_ns < self._ramp_ns
+            self._stop(1 - since_ns / self._ramp_ns if is_ramp else 0.0)
+        elif self._home is not None:
+            self._home()
+        else:
+            self._hold()
 
     def _permitted(self, at_ns: int) -> Actions | None:
         """The action to execute now; latches a fault when the permission ended while moving."""

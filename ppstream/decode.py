@@ -1,32 +1,40 @@
-"""The default decoder, which copies the policy's actions, and the limits every decoder is held to.
+"""The default decoder, and the rules that every decoder's actions are held to.
 
-Stage C calls ``enforce`` behind any decoder: no user code can pass a limit or emit a NaN.
+Stage C applies ``ActionRules`` behind any decoder: no user code can pass a limit or emit a NaN. The
+rules look at one chunk; how one chunk joins the next is the robot's (``timeline.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
 
+from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ppstream.config import ActionConfig
+    from ppstream.config import ActionConfig, RobotLimits
 
 Array = np.ndarray[Any, Any]
+Violation = Literal["non_finite", "limit", "velocity", "acceleration"]
 
-
-class Enforced(NamedTuple):
-    """What ``enforce`` found: how many values it clipped, and whether all were finite."""
-
-    clipped: int
-    finite: bool
+OPTIONS: Final = ("offset", "scale")
+ROUNDING: Final = 1e-5  # of a rate limit: float32 actions that just keep it must pass
 
 
 class CopyDecoder:
-    """Copies the result's ``actions`` of a row (``ppstream.Decoder``); keeps no state."""
+    """``offset + scale * actions`` of the result's row (``ppstream.Decoder``); keeps no state.
+
+    Turns a policy's normalised output into the units of ``[actions]``: for mean and standard
+    deviation ``offset = mean, scale = std``; for a range ``min..max`` that the policy sees as
+    ``-1..1``, ``offset = (min + max) / 2, scale = (max - min) / 2``.
+    """
+
+    def __init__(self, offset: Array | None = None, scale: Array | None = None) -> None:
+        self._offset = offset
+        self._scale = scale
 
     def reset(self, row: int) -> None:
         """Nothing to forget."""
@@ -34,28 +42,133 @@ class CopyDecoder:
     def __call__(self, row: int, result: Mapping[str, Array], actions: Array) -> None:
         """Write the policy's ``actions [horizon, action_dim]`` into ``actions``."""
         actions[...] = result["actions"]
+        if self._scale is not None:
+            actions *= self._scale
+        if self._offset is not None:
+            actions += self._offset
 
 
 def build(options: Mapping[str, Any], actions: ActionConfig) -> CopyDecoder:
-    """The default decoder.
+    """The default decoder; options ``offset`` and ``scale``, one number per action each.
 
     Raises:
-        ConfigError: there are options; it has none.
+        ConfigError: an option is unknown, or not finite numbers for each action.
     """
-    if options:
-        raise ConfigError([f"decode.options: the default decoder has none, got {sorted(options)}"])
-    return CopyDecoder()
+    problems = [
+        f"decode.options.{name}: the default decoder knows {' and '.join(OPTIONS)} only"
+        for name in sorted(set(options) - set(OPTIONS))
+    ]
+    arrays: dict[str, Array] = {}
+    for name in OPTIONS:
+        if name in options:
+            values = _numbers(options[name], len(actions.names))
+            if values is None:
+                problems.append(
+                    f"decode.options.{name}: got {options[name]!r}, want {len(actions.names)} "
+                    "finite numbers: one for each name of actions.names"
+                )
+            else:
+                arrays[name] = values
+    if problems:
+        raise ConfigError(problems)
+    return CopyDecoder(arrays.get("offset"), arrays.get("scale"))
 
 
-def enforce(actions: Array, low: Array, high: Array) -> Enforced:
-    """Clip ``actions [horizon, action_dim]`` in place into ``[low, high]`` (``[action_dim]`` each).
+class Enforced(NamedTuple):
+    """What was found: how many values were clipped, and why the chunk may not be used, or None."""
 
-    Not finite: nothing is clipped, ``actions`` stay as they are and must not be executed.
+    clipped: int
+    violation: Violation | None
+
+
+class ActionRules:
+    """What ``[actions]`` promises of every chunk, for one robot.
+
+    Args:
+        actions: limits and rules in the units the robot executes.
+        robot: tighter limits of this robot, if it has any.
     """
-    if not np.isfinite(actions).all():
-        return Enforced(0, finite=False)
-    outside = (actions < low) | (actions > high)
-    clipped = int(np.count_nonzero(outside))
-    if clipped:
-        np.clip(actions, low, high, out=actions)
-    return Enforced(clipped, finite=True)
+
+    def __init__(self, actions: ActionConfig, robot: RobotLimits | None = None) -> None:
+        low, high, velocity, acceleration = (
+            (robot and getattr(robot, name)) or getattr(actions, name)
+            for name in ("low", "high", "velocity", "acceleration")
+        )
+        self._low = np.asarray(low, dtype=np.float32)
+        self._high = np.asarray(high, dtype=np.float32)
+        self._clips = actions.on_limit == "clip"
+        self._switches = [
+            (index, np.sort(np.asarray(actions.discrete[name], dtype=np.float32)))
+            for index, name in enumerate(actions.names)
+            if name in actions.discrete
+        ]
+        dt_s = round(actions.dt_ms * NS_PER_MS) / NS_PER_S
+        self._step_max = self._most(velocity, dt_s)
+        self._bend_max = self._most(acceleration, dt_s * dt_s)
+
+    def enforce(self, actions: Array) -> Enforced:
+        """Hold ``actions [horizon, action_dim]`` to the rules, in place.
+
+        Discrete actions become the nearest of their values. Values outside their limits are
+        clipped, or are a violation, as configured; a rate that is too high always is one. With a
+        violation ``actions`` must not be executed.
+        """
+        if self._switches or not _is_inside(actions, self._low, self._high):
+            clipped, violation = self._correct(actions)
+            if violation is not None:
+                return Enforced(clipped, violation)
+        else:
+            clipped = 0
+        return Enforced(clipped, self._rate_violation(actions))
+
+    def _correct(self, actions: Array) -> Enforced:
+        """The careful way, for a chunk in which something is to be switched or clipped."""
+        if not np.isfinite(actions).all():
+            return Enforced(0, "non_finite")
+        for index, values in self._switches:
+            actions[:, index] = _nearest(values, actions[:, index])
+        outside = (actions < self._low) | (actions > self._high)
+        clipped = int(np.count_nonzero(outside))
+        if clipped:
+            if not self._clips:
+                return Enforced(0, "limit")
+            np.clip(actions, self._low, self._high, out=actions)
+        return Enforced(clipped, None)
+
+    def _rate_violation(self, actions: Array) -> Violation | None:
+        if self._step_max is not None and _is_above(np.diff(actions, axis=0), self._step_max):
+            return "velocity"
+        if self._bend_max is not None and _is_above(np.diff(actions, 2, axis=0), self._bend_max):
+            return "acceleration"
+        return None
+
+    def _most(self, limits: Sequence[float], unit_s: float) -> Array | None:
+        """Most difference between steps, ``[action_dim]``; a switch may jump."""
+        if not limits:
+            return None
+        most = np.asarray(limits, dtype=np.float64) * unit_s * (1 + ROUNDING)
+        most[[index for index, _ in self._switches]] = np.inf
+        return most
+
+
+def _is_inside(actions: Array, low: Array, high: Array) -> bool:
+    """Finite and within the limits: a NaN compares as outside."""
+    return bool(((low <= actions) & (actions <= high)).all())
+
+
+def _is_above(differences: Array, most: Array) -> bool:
+    return bool((np.abs(differences) > most).any())
+
+
+def _nearest(values: Array, wanted: Array) -> Array:
+    """For each of ``wanted [n]`` the nearest of the sorted ``values``; the upper one of two."""
+    middles = (values[1:] + values[:-1]) / 2
+    return cast("Array", values[np.searchsorted(middles, wanted, "right")])
+
+
+def _numbers(given: Any, n: int) -> Array | None:
+    try:
+        values = np.asarray(given, dtype=np.float32)
+    except (TypeError, ValueError):
+        return None
+    return values if values.shape == (n,) and np.isfinite(values).all() else None

@@ -16,9 +16,11 @@ from ppstream.messages import StreamDeclaration
 
 Values: TypeAlias = np.ndarray[Any, Any]
 #: name and values per sample; the dtype is float32 unless given: ("wrist", 6, "float64")
-Stream: TypeAlias = tuple[str, int] | tuple[str, int, str]
+#: and its encoding is raw unless given: ("front", 224 * 224 * 3, "uint8", "jpeg")
+Stream: TypeAlias = tuple[str, int] | tuple[str, int, str] | tuple[str, int, str, str]
 
-DTYPES: Final = ("float32", "float64")
+DTYPES: Final = ("float32", "float64", "uint8")
+ENCODINGS: Final = ("raw", "jpeg")
 BATCH_SAMPLES: Final = 256  # a full batch leaves before its time
 MAX_PUSH_BYTES: Final = 1024 * 1024  # of values at once, a quarter of the largest frame
 
@@ -75,6 +77,23 @@ class Outbox:
             sent = [*gathering.take()]
             return [*sent, Batch(gathering.index, stamps.data, array.data, len(stamps))]
 
+    def encoded(self, stream: str, stamp_ns: int, data: bytes) -> Batch:
+        """One encoded frame to send, never gathered.
+
+        Raises:
+            SpecError: the stream is not declared so, or there is nothing or too much in ``data``.
+        """
+        gathering = self._gathering.get(stream)
+        if gathering is None or not gathering.is_encoded:
+            names = [name for name, one in self._gathering.items() if one.is_encoded]
+            raise SpecError(f"stream {stream!r} is not declared as encoded; such are: {names}")
+        if not 1 <= len(data) <= MAX_PUSH_BYTES:
+            raise SpecError(
+                f"stream {stream!r}: a frame of {len(data)} bytes, want 1 to {MAX_PUSH_BYTES}"
+            )
+        stamp = stamp_ns.to_bytes(8, "little", signed=True)
+        return Batch(gathering.index, memoryview(stamp), memoryview(data), 1)
+
     def take_due(self, now_ns: int, *, everything: bool = False) -> list[Batch]:
         """All gathered samples once the oldest is due, or ``everything`` now."""
         with self._lock:
@@ -99,15 +118,17 @@ class _Gathering:
     def __init__(self, index: int, declared: StreamDeclaration) -> None:
         self.index = index
         self._declared = declared
+        self.is_encoded = declared.encoding != ENCODINGS[0]
         self._dtype = np.dtype(declared.dtype)
-        self._shape = (declared.dim,)
-        self._stamps = np.empty(BATCH_SAMPLES, dtype=np.int64)
-        self._values = np.empty((BATCH_SAMPLES, declared.dim), dtype=declared.dtype)
+        self._shape = () if self.is_encoded else (declared.dim,)  # no raw sample is plain then
+        self._capacity = min(BATCH_SAMPLES, MAX_PUSH_BYTES // (declared.dim * self._dtype.itemsize))
+        self._stamps = np.empty(self._capacity, dtype=np.int64)
+        self._values = np.empty((self._capacity, declared.dim), dtype=declared.dtype)
         self._count = 0
 
     @property
     def room(self) -> int:
-        return BATCH_SAMPLES - self._count
+        return self._capacity - self._count
 
     def is_plain(self, stamp_ns: int, values: Any) -> bool:
         """Whether one sample can be sent as it is: the quick way for the common case."""
@@ -122,6 +143,8 @@ class _Gathering:
     def checked(self, stamp_ns: int | Values, values: Any) -> tuple[Values, Values]:
         """Stamps ``[n]`` int64 and values ``[n, dim]``, contiguous, in the declared dtype."""
         declared = self._declared
+        if self.is_encoded:
+            raise SpecError(f"stream {declared.name!r} is declared as {declared.encoding}")
         try:
             array = np.ascontiguousarray(values, dtype=declared.dtype)
             stamps = _stamps(stamp_ns)
@@ -172,8 +195,11 @@ def _stamps(stamp_ns: int | Values) -> Values:
 
 def _declaration(stream: Stream) -> StreamDeclaration:
     declared = (
-        StreamDeclaration(*stream) if len(stream) == 3 else StreamDeclaration(*stream, DTYPES[0])
+        StreamDeclaration(*stream, DTYPES[0]) if len(stream) == 2 else StreamDeclaration(*stream)
     )
-    if declared.dim < 1 or declared.dtype not in DTYPES:
-        raise SpecError(f"{declared}: dim must be 1 or more, dtype one of {', '.join(DTYPES)}")
+    if declared.dim < 1 or declared.dtype not in DTYPES or declared.encoding not in ENCODINGS:
+        raise SpecError(
+            f"{declared}: dim must be 1 or more, dtype one of {', '.join(DTYPES)}, encoding one of "
+            f"{', '.join(ENCODINGS)}"
+        )
     return declared

@@ -7,42 +7,21 @@ Sending never waits; samples that nobody can take now are counted and forgotten,
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 from ppstream.clock import NS_PER_MS, Clock, now_ns
-from ppstream.durations import Durations, Quantiles
 from ppstream.errors import PpstreamError
-from ppstream.messages import ActionChunk, Report, Reset, Samples
+from ppstream.feedback import Feedback
+from ppstream.keys import ClientKeys
+from ppstream.messages import ActionChunk, Conditioned, Reset, Samples
 from ppstream.outbox import Batch, Outbox, Stream, Values
 from ppstream.robot_link import RobotLink
 from ppstream.robot_session import RobotSession
-from ppstream.timeline import ActionTimeline, TimelineStatistics
-
-MAX_REPORTS: Final = 256  # waiting to be sent
-
-
-@dataclass(frozen=True, slots=True)
-class ClientStatistics:
-    """Counts since the start; ``age`` is observation to action, in the robot's clock.
-
-    ``unsent``: samples pushed while nobody could take them. ``dropped``: chunks that were not for
-    this robot as it was; the timeline counts the rest. ``undecodable``: frames.
-    """
-
-    session: int
-    phase: str
-    sessions_opened: int
-    sent: int
-    unsent: int
-    undecodable: int
-    dropped: dict[str, int]
-    timeline: TimelineStatistics
-    age: Quantiles
+from ppstream.robot_statistics import ClientStatistics
+from ppstream.timeline import ActionTimeline
 
 
 class RobotClient:
@@ -57,9 +36,14 @@ class RobotClient:
         actions: action names in the order of a chunk's columns.
         batch_ms: gather samples this long before they are sent; 0 sends each push at once, from
             the caller's thread.
+        blend_ms: how long a newer chunk takes to replace the one before; 0: at once.
+        max_age_ms: execute no action later than this after its window's end, though its lease may
+            run longer; the server may ask for less. None: what the server says.
         on_chunk: called by the receiving thread with each chunk it merged; must return quickly.
         clock: the clock that stamps the samples; leases and ages are judged by it alone.
         real_time: False when a recording is replayed at another speed than its own.
+        keys: ``keys.client_keys(secret_file, server_file)``; needed where the server is on another
+            host, which serves nobody without.
 
     Raises:
         SpecError: streams or names cannot be declared like this.
@@ -73,25 +57,32 @@ class RobotClient:
         streams: Sequence[Stream],
         actions: Sequence[str],
         batch_ms: float = 0.0,
+        blend_ms: float = 0.0,
+        max_age_ms: float | None = None,
         on_chunk: Callable[[ActionChunk], None] | None = None,
         clock: Clock = now_ns,
         real_time: bool = True,
+        keys: ClientKeys | None = None,
     ) -> None:
-        self.timeline = ActionTimeline(len(actions))
+        self.timeline = ActionTimeline(len(actions), blend_ms=blend_ms, max_age_ms=max_age_ms)
         self.clock = clock
+        self._feedback = Feedback(self.timeline, clock)
         self._endpoint = endpoint
+        self._keys = keys
         self._outbox = Outbox(streams, round(batch_ms * NS_PER_MS))
         self._session = RobotSession(
-            robot, self._outbox.declarations, tuple(actions), real_time=real_time
+            robot,
+            self._outbox.declarations,
+            tuple(actions),
+            real_time=real_time,
+            on_open=self._feedback.adopt,
         )
-        self._on_chunk = on_chunk
+        self.on_chunk = on_chunk
         self._link: RobotLink | None = None
         self._counting = threading.Lock()
         self._sent = 0
         self._unsent = 0
         self._dropped: Counter[str] = Counter()
-        self._ages = Durations()
-        self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
 
     def connect(self, timeout_s: float = 10.0) -> None:
         """Open a session. From then on the client reconnects by itself, as a new session.
@@ -105,7 +96,10 @@ class RobotClient:
             ConfigError: the endpoint is malformed.
         """
         if self._link is None:
-            self._link = RobotLink(self._endpoint, self._session, self._merge, self._turn)
+            callbacks = (self._merge, self._turn)
+            self._link = RobotLink(
+                self._endpoint, self._session, *callbacks, keys=self._keys, clock=self.clock
+            )
             self._link.start()
         self._link.wait_open(timeout_s)
 
@@ -151,6 +145,37 @@ class RobotClient:
             link.wake()  # its thread sends this batch if no push follows in time
         return self.connected
 
+    def push_jpeg(self, stream: str, stamp_ns: int, jpeg: bytes) -> bool:
+        """Send one frame of a camera that was declared ``(name, dim, "uint8", "jpeg")``.
+
+        Never waits; False and errors as ``push``.
+        """
+        link = self._connected_link()
+        return self._send_batches(link, [self._outbox.encoded(stream, stamp_ns, jpeg)], now_ns())
+
+    def instruct(self, text: str) -> int:
+        """Ask the policy to follow ``text`` from now on, through reconnects; empty: nothing.
+
+        Returns:
+            The conditioning epoch; ``conditioned`` names it once the policy follows, or why not.
+
+        Raises:
+            SpecError: the text is too long for the wire.
+            PpstreamError: ``connect`` was not called.
+        """
+        link = self._connected_link()
+        with link.changed:
+            message = self._session.instruct(text)
+            if self.connected and not link.send(message):
+                self._session.lose(now_ns())  # the next session's Hello will say it
+        link.wake()
+        return message.conditioning_epoch
+
+    @property
+    def conditioned(self) -> Conditioned | None:
+        """What the server last said of an instruction."""
+        return self._session.conditioned
+
     def executed(self, chunk: ActionChunk, at_ns: int) -> bool:
         """Tell that the first action of ``chunk`` was executed at ``at_ns``, the robot's clock.
 
@@ -171,19 +196,22 @@ class RobotClient:
         link.wake()
 
     def statistics(self) -> ClientStatistics:
-        self._collect_outcomes()
+        self._feedback.collect()
+        age, dispatch = self._feedback.quantiles()
         session = self._session
         with self._counting:
             return ClientStatistics(
                 session=session.session,
                 phase=session.phase,
                 sessions_opened=session.opened,
+                reconnecting=session.reconnecting(),
                 sent=self._sent,
                 unsent=self._unsent,
                 undecodable=self._link.undecodable if self._link else 0,
                 dropped=dict(self._dropped),
                 timeline=self.timeline.statistics(),
-                age=self._ages.quantiles(),
+                age=age,
+                dispatch=dispatch,
             )
 
     def close(self) -> None:
@@ -191,8 +219,8 @@ class RobotClient:
         if self._link is not None:
             self._flush(self._link)
             self.timeline.clear()  # so that the last chunks are reported, too
-            self._collect_outcomes()
-            self._send_reports(self._link)
+            self._feedback.collect()
+            self._feedback.send_reports(self._link.send)
             self._link.close()
 
     def __enter__(self) -> RobotClient:
@@ -220,8 +248,10 @@ class RobotClient:
         if reason is not None:
             with self._counting:
                 self._dropped[reason] += 1
-        elif refusal is None and self._on_chunk is not None:
-            self._on_chunk(chunk)
+        elif refusal is None:
+            if self.on_chunk is not None:
+                self.on_chunk(chunk)
+            self._feedback.send_prefix(link.send, chunk.session, chunk.session_epoch)
 
     def _turn(self, now: int) -> int | None:
         """The link's thread: send what is due, and say when the next batch is.
@@ -229,8 +259,8 @@ class RobotClient:
         Reports leave here, just after a chunk came, when they delay nobody's samples.
         """
         link = self._connected_link()
-        self._collect_outcomes()
-        self._send_reports(link)
+        self._feedback.collect()
+        self._feedback.send_reports(link.send)
         self._send_batches(link, self._outbox.take_due(now), now)
         return self._outbox.due_ns
 
@@ -255,17 +285,3 @@ class RobotClient:
             self._session.doubt()
             link.wake()
         return not unsent
-
-    def _send_reports(self, link: RobotLink) -> None:
-        """What became of earlier chunks; lost ones are not repeated."""
-        with suppress(IndexError):  # empty, perhaps because close() was faster
-            while True:
-                link.send(self._reports.popleft())
-
-    def _collect_outcomes(self) -> None:
-        with self._counting:
-            for outcome in self.timeline.take_outcomes(self.clock()):
-                if outcome.executed:
-                    self._ages.add(outcome.age_ns)
-                identity = (outcome.session, outcome.epoch, outcome.seq)
-                self._reports.append(Report(*identity, outcome.age_ns, outcome.executed))

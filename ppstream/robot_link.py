@@ -10,12 +10,15 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from ppstream.clock import now_ns
+from ppstream.clock import Clock, now_ns
 from ppstream.errors import HandshakeError, PeerLostError, PpstreamError
+from ppstream.keys import ClientKeys
 from ppstream.messages import (
     DECODE_ERRORS,
     ActionChunk,
     Bye,
+    ClockQuestion,
+    ClockReading,
     FromRobot,
     encoder,
     to_robot,
@@ -36,9 +39,11 @@ class RobotLink:
         on_chunk: called by the link's thread with every chunk, whosoever it is.
         on_turn: called by the link's thread once per turn with the time; sends what is due and
             returns when it wants the next turn, or None.
+        keys: of this robot; needed where the endpoint is not on this host.
+        clock: that stamps samples; shown to the server when it asks, for traces.
 
     Raises:
-        ConfigError: the endpoint is malformed.
+        ConfigError: the endpoint is malformed, or on another host and there are no keys.
     """
 
     def __init__(
@@ -47,6 +52,9 @@ class RobotLink:
         session: RobotSession,
         on_chunk: Callable[[ActionChunk], None],
         on_turn: Callable[[int], int | None],
+        *,
+        keys: ClientKeys | None = None,
+        clock: Clock = now_ns,
     ) -> None:
         self.session = session
         self.changed = threading.Condition()
@@ -56,7 +64,8 @@ class RobotLink:
         self._on_turn = on_turn
         self._failure: Exception | None = None
         self._closing = False
-        self._socket = connect_client(endpoint)
+        self._clock = clock
+        self._socket = connect_client(endpoint, keys)
         self._waiter = Waiter()
         self._waiter.register(self._socket.fd)
         self._socket.wake = self.wake = self._waiter.wake
@@ -151,6 +160,9 @@ class RobotLink:
             return
         if isinstance(message, ActionChunk):
             self._on_chunk(message)
+            return
+        if isinstance(message, ClockQuestion):
+            self.send(ClockReading(message.session, message.asked_ns, self._clock()))
             return
         with self.changed:
             self.session.take(message, now_ns())

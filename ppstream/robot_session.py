@@ -5,18 +5,23 @@ A state machine without a socket or a clock: ``due`` gives the next message, ``t
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
 from ppstream.clock import NS_PER_MS, NS_PER_S
+from ppstream.durations import Durations
 from ppstream.errors import SpecError
 from ppstream.messages import (
     MAX_NAME,
     WIRE_MAJOR,
     WIRE_MINOR,
     ActionChunk,
+    Conditioned,
     Hello,
+    Instruct,
     Lost,
     Phase,
     Ping,
@@ -26,6 +31,9 @@ from ppstream.messages import (
     encoder,
     from_robot,
 )
+from ppstream.robot_statistics import Reconnecting
+
+logger = logging.getLogger("ppstream")
 
 RETRY_NS: Final = (50 * NS_PER_MS, 2 * NS_PER_S)  # between Hellos: at first, and at most
 STUCK_NS: Final = NS_PER_S  # unable to send for this long: the connection is gone
@@ -52,7 +60,9 @@ class RobotSession:
         actions: tuple[str, ...],
         *,
         real_time: bool = True,
+        on_open: Callable[[Welcome], None] | None = None,
     ) -> None:
+        self.conditioned: Conditioned | None = None  # what the server last said of an instruction
         self._hello = Hello(WIRE_MAJOR, WIRE_MINOR, robot, streams, actions, real_time=real_time)
         try:
             from_robot.decode(encoder.encode(self._hello))
@@ -66,6 +76,10 @@ class RobotSession:
         self.welcome: Welcome | None = None
         self.refused: Refused | None = None
         self.opened = 0
+        self._on_open = on_open
+        self._attempts = 0  # since it holds no session
+        self._lost_ns: int | None = None
+        self._outages = Durations()
         self._resumes = 0
         self._retry_ns = RETRY_NS[0]
         self._hello_ns = 0  # when the next Hello is due
@@ -81,6 +95,11 @@ class RobotSession:
     def is_hopeless(self) -> bool:
         """The last answer was a refusal that no waiting will change."""
         return self.refused is not None and self.refused.reason in HOPELESS
+
+    def reconnecting(self) -> Reconnecting:
+        """How a lost session is got back, and how long it took."""
+        refusal = None if self.session or self.refused is None else self.refused.reason
+        return Reconnecting(self._attempts, self._retry_ns, refusal, self._outages.quantiles())
 
     @property
     def due_ns(self) -> int:
@@ -110,6 +129,7 @@ class RobotSession:
             if now_ns - self._stuck_ns >= STUCK_NS:
                 self.lose(now_ns)
             return
+        self._attempts += 1
         self._hello_ns = now_ns + self._retry_ns
         self._retry_ns = min(2 * self._retry_ns, RETRY_NS[1]) if sent else RETRY_NS[0]
 
@@ -123,7 +143,20 @@ class RobotSession:
         if not self._stuck_ns:
             self._spoke_ns = -self._ping_ns
 
-    def take(self, answer: Welcome | Refused | Phase | Lost, now_ns: int) -> bool:
+    def instruct(self, text: str) -> Instruct:
+        """From now on ``text`` is the instruction, in this and later sessions; to be sent."""
+        epoch = self._hello.conditioning_epoch + 1
+        message = Instruct(self.session, epoch, text)
+        try:
+            from_robot.decode(encoder.encode(message))
+        except msgspec.ValidationError as error:
+            raise SpecError(f"an instruction of {len(text)} characters: {error}") from error
+        self._hello = msgspec.structs.replace(
+            self._hello, instruction=text, conditioning_epoch=epoch
+        )
+        return message
+
+    def take(self, answer: Welcome | Refused | Phase | Lost | Conditioned, now_ns: int) -> bool:
         """Take what the server says; True: a new session is open."""
         if isinstance(answer, Welcome):
             return self._open(answer, now_ns)
@@ -131,6 +164,8 @@ class RobotSession:
             self.phase = answer.phase
         elif isinstance(answer, Refused):
             self.refused = answer
+        elif isinstance(answer, Conditioned):
+            self.conditioned = answer
         elif answer.session == self.session:
             self.lose(now_ns)
         return False
@@ -138,7 +173,9 @@ class RobotSession:
     def lose(self, now_ns: int) -> None:
         """The session is gone: ask for a new one at once."""
         if self.session:
+            logger.info("session %x is lost: asking for a new one", self.session)
             self._resumes, self.session = self.session, 0
+            self._lost_ns = now_ns
             self._retry_ns = RETRY_NS[0]
             self._hello_ns = now_ns
 
@@ -161,7 +198,14 @@ class RobotSession:
         self.session, self.session_epoch = welcome.session, 0
         self.welcome, self.refused = welcome, None
         self.opened += 1
+        logger.info("session %x is open, the run is %s", self.session, self.phase)
         self._retry_ns = RETRY_NS[0]
         self._ping_ns = welcome.silence_ns // PINGS_PER_SILENCE
+        self._attempts = 0
+        if self._lost_ns is not None:
+            self._outages.add(now_ns - self._lost_ns)
+            self._lost_ns = None
         self.spoke(now_ns)
+        if self._on_open is not None:
+            self._on_open(welcome)
         return True

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from ppstream.clock import NS_PER_MS, now_ns
-from ppstream.decode import enforce
-from ppstream.errors import PolicyError
+from ppstream.decode import ActionRules
+from ppstream.errors import PolicyError, PolicyMemoryError
 from ppstream.messages import ActionChunk
+from ppstream.provenance import Provenance
 
 EMIT_MARGIN_NS: Final = NS_PER_MS  # an action is refused this long before its lease ends
+#: Why a result cannot be used, whoever would get it; so many in a row end the run.
+UNUSABLE: Final = frozenset({"policy_error", "non_finite", "limit", "velocity", "acceleration"})
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
@@ -43,10 +46,11 @@ class Nobody:
 
 @dataclass(frozen=True, slots=True)
 class StageCStatistics:
-    """Counts since the start."""
+    """Counts since the start; ``violations`` of the action rules by reason, one for each row."""
 
     emitted: int
     clipped_values: int
+    violations: dict[str, int]
     dropped: dict[str, int]
 
 
@@ -68,24 +72,41 @@ class StageC:
         self._simulated = simulated
         self._errors_max = config.liveness.policy_errors_max
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
+        self._is_live = config.pipeline.windows == "live"  # else no robot waits, and time is made
         self._dt_ns = round(config.actions.dt_ms * NS_PER_MS)
-        self._low = np.asarray(config.actions.low, dtype=np.float32)
-        self._high = np.asarray(config.actions.high, dtype=np.float32)
+        self._tells_provenance = config.actions.provenance
+        self._rules = ActionRules(config.actions)
+        self._rules_of = {
+            robot: ActionRules(config.actions, limits)
+            for robot, limits in config.actions.robots.items()
+        }
+        self._violations: Counter[str] = Counter()
         shape = (config.actions.horizon, len(config.actions.names))
         self._actions = np.zeros((config.batch.rows, *shape), dtype=np.float32)
         self._episodes: list[tuple[int, int]] = [(0, 0)] * config.batch.rows
+        self._skips_answered = config.batch.rows > 1
+        self._answered: list[object] = [None] * config.batch.rows  # newest episode and window end
         self._unusable_in_a_row = 0
+        self.last_fault = ""  # kind of the policy's newest one, told before its result
         self._clipped = 0
         self.emitted = 0
         self.dropped: Counter[str] = Counter()
+        self.rows_dropped: Counter[str] = Counter()  # of envelopes that other rows may have used
 
     def decode(self, flight: Flight, result: Mapping[str, np.ndarray[Any, Any]]) -> list[int]:
         """Decode every row that is present; returns the rows whose actions may be emitted.
 
+        Of several rows, one whose robot has the answer to this very window already is left out:
+        another robot's sample began this envelope.
+
         ``result`` maps the policy's output names to arrays ``[B, *shape]``.
         """
         self._simulated.spend()
-        usable = [row for row, owner in enumerate(flight.owners) if owner.present]
+        usable = [
+            row
+            for row, owner in enumerate(flight.owners)
+            if owner.present and self._answered[row] != (owner.episode, owner.window_end_ns)
+        ]
         for row in usable:
             owner = flight.owners[row]
             if self._episodes[row] != owner.episode:
@@ -97,11 +118,16 @@ class StageC:
 
     def emit(self, flight: Flight, rows: list[int], emitter: Emitter) -> str | None:
         """Hand the decoded rows over; returns why nothing was emitted, or None."""
-        reason: str | None = "absent"
+        reason: str | None = "answered" if any(o.present for o in flight.owners) else "absent"
         emitted = False
         for row in rows:
             reason = self._refuse(flight, row) or emitter.emit(row, self._chunk(flight, row))
-            emitted = emitted or reason is None
+            if reason is not None:
+                self.rows_dropped[reason] += 1
+                continue
+            emitted = True
+            if self._skips_answered and not isinstance(emitter, Nobody):
+                self._answered[row] = flight.owners[row].episode, flight.owners[row].window_end_ns
         return None if emitted else reason
 
     def count(self, drop: str | None) -> None:
@@ -111,17 +137,20 @@ class StageC:
             self._unusable_in_a_row = 0
             return
         self.dropped[drop] += 1
-        if drop in ("policy_error", "non_finite"):
+        if drop in UNUSABLE:
             self._unusable_in_a_row += 1
             if self._unusable_in_a_row >= self._errors_max:
-                raise PolicyError(
+                is_memory = drop == "policy_error" and self.last_fault == "memory"
+                raise (PolicyMemoryError if is_memory else PolicyError)(
                     f"{self._unusable_in_a_row} results in a row could not be used (the last: "
                     f"{drop}), limit {self._errors_max}; see the policy rank's log, or raise "
                     "liveness.policy_errors_max"
                 )
 
     def statistics(self) -> StageCStatistics:
-        return StageCStatistics(self.emitted, self._clipped, dict(self.dropped))
+        return StageCStatistics(
+            self.emitted, self._clipped, dict(self._violations), dict(self.dropped)
+        )
 
     def _refuse(self, flight: Flight, row: int) -> str | None:
         """Why this row's actions must not reach the robot, or None."""
@@ -129,11 +158,14 @@ class StageC:
         place = self.intake.rows[row]
         if owner.episode != (place.session, place.session_epoch):
             return "session_reset"
-        clipped, finite = enforce(self._actions[row], self._low, self._high)
+        rules = self._rules_of.get(place.robot, self._rules)
+        clipped, violation = rules.enforce(self._actions[row])
         self._clipped += clipped
-        if not finite:
-            return "non_finite"
-        if now_ns() - flight.received_ns > self._lease_ns - EMIT_MARGIN_NS:
+        if violation is not None:
+            self._violations[violation] += 1
+            return violation
+        received_ns = owner.received_ns or flight.received_ns
+        if self._is_live and now_ns() - received_ns > self._lease_ns - EMIT_MARGIN_NS:
             return "expired"
         return None
 
@@ -150,4 +182,29 @@ class StageC:
             expires_ns=owner.expires_ns,
             horizon=self._actions.shape[1],
             actions=memoryview(self._actions[row]).cast("B"),
+            provenance=provenance_of(flight, row) if self._tells_provenance else None,
         )
+
+
+def provenance_of(flight: Flight, row: int) -> Provenance:
+    """Where the age of a row's actions comes from, as they are emitted."""
+    record, owner = flight.record, flight.owners[row]
+    ages: dict[str, int] = {}
+    for stream, found in (record.input_age_ns or {}).items():
+        age_ns = found[row] if isinstance(found, list) else found
+        if age_ns is not None:
+            ages[stream] = age_ns
+    begin, sent, received, decoding = (
+        stamp or 0 for stamp in (record.tA0, record.tSend, record.tRecv, record.tDecode)
+    )
+    b_ns, residence_ns = record.B_ns or 0, record.residence_ns or 0
+    return Provenance(
+        input_age_ns=ages,
+        wait_a_ns=begin - owner.received_ns,
+        a_ns=sent - begin,
+        links_ns=received - sent - residence_ns,
+        wait_b_ns=residence_ns - b_ns,
+        b_ns=b_ns,
+        wait_c_ns=decoding - received,
+        c_ns=now_ns() - decoding,
+    )

@@ -1,119 +1,95 @@
 """ActionTimeline: which action is due now, out of the action chunks that arrived so far.
 
 All instants are the robot's clock and are passed in; nothing here reads a clock or opens a socket.
-A newer chunk replaces everything from now on, or from its first step when that is still to come.
-Between policy points actions are linear, on a point they are the policy's own bits, and behind the
-last point that one is held until the chunk expires.
+A newer chunk replaces everything from now on, or from its first step when that is still to come:
+at once, or blended over a stated time. The arithmetic of a single chunk is ``playing.py``'s.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
+from ppstream.clock import NS_PER_MS
+from ppstream.fading import Fading, blended
 from ppstream.messages import ActionChunk
+from ppstream.playing import Actions, Mask, Outcome, Playing
+from ppstream.timeline_counts import TimelineCounts, TimelineStatistics
 
-Actions: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
-Refusal = Literal["malformed", "non_finite", "out_of_order", "expired", "superseded", "future"]
+Refusal = Literal[
+    "malformed", "non_finite", "out_of_order", "expired", "too_old", "superseded", "future"
+]
 
 ACTION_BYTES: Final = 4  # float32
 MAX_PENDING: Final = 64  # chunks whose first step is still to come
 MAX_OUTCOMES: Final = 1024  # what became of chunks, until somebody takes it
+DELAYS: Final = 10  # chunks over which the longest delay is told to the policy
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one merged chunk.
-
-    ``age_ns``: from its window's end to the execution of its first action, or to its receipt when
-    none was executed. ``executed`` and ``skipped`` count its steps.
-    """
-
-    session: int
-    epoch: int
-    seq: int
-    age_ns: int
-    executed: int
-    skipped: int
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineStatistics:
-    """Counts since the start: received = refused + executed + superseded + pending.
-
-    ``executed``: at least one step was; ``superseded``: none, a newer chunk came first.
-    """
-
-    received: int
-    refused: dict[str, int]
-    executed: int
-    superseded: int
-    pending: int
-    steps_executed: int
-    steps_skipped: int
-
-
-@dataclass(slots=True)
-class _Playing:
-    """A merged chunk and how far it was executed."""
+class Executing(NamedTuple):
+    """One action as it was given out: of which chunk, and how old."""
 
     chunk: ActionChunk
+    step: int
+    at_ns: int
+    age_ns: int  # from the end of the oldest window that has a share in it
+    received_ns: int  # when the chunk was merged
+
+
+class Plan(NamedTuple):
+    """What is executed from ``start_ns`` on unless a newer chunk comes: ``actions [n, dim]``."""
+
+    start_ns: int
+    dt_ns: int
+    expires_ns: int
     actions: Actions
-    received_ns: int
-    first_ns: int = 0
-    last_step: int = -1
-    executed: int = 0
-    skipped: int = 0
-
-    def play(self, step: int, now_ns: int) -> None:
-        if not self.executed:
-            self.first_ns = now_ns
-        if step > self.last_step:
-            self.skipped += step - self.last_step - 1
-            self.executed += 1
-            self.last_step = step
-
-    def outcome(self) -> Outcome:
-        chunk = self.chunk
-        until_ns = self.first_ns if self.executed else self.received_ns
-        return Outcome(
-            chunk.session,
-            chunk.epoch,
-            chunk.seq,
-            until_ns - chunk.window_end_ns,
-            self.executed,
-            self.skipped,
-        )
-
-
-@dataclass(slots=True)
-class _Counts:
-    received: int = 0
-    executed: int = 0
-    superseded: int = 0
-    steps_executed: int = 0
-    steps_skipped: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
 
 
 class ActionTimeline:
     """Merges chunks on one thread, gives actions on another: both under one short lock.
 
+    While two chunks are blended an action is a mixture of both: it stays between them, begins at
+    what was executed last and ends at the newer chunk, ``blend_ms`` after that took over and before
+    the older one may no longer be executed. Discrete actions are never mixed.
+
     Args:
         dim: actions per step, in the order declared to the server.
+        blend_ms: how long a newer chunk takes to replace the one before; 0: at once.
+        max_age_ms: no action is executed later than this after its window's end; None: as long as
+            its lease runs.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, *, blend_ms: float = 0.0, max_age_ms: float | None = None) -> None:
         self.dim = dim
+        self.executing: Executing | None = None  # the newest action given out
+        self._own_max_age_ns = 0 if max_age_ms is None else round(max_age_ms * NS_PER_MS)
+        self._max_age_ns = self._own_max_age_ns
+        self._discrete: Mask | None = None
         self._lock = threading.Lock()
-        self._playing: deque[_Playing] = deque()  # by start, at most one of them begun
+        self._fading = Fading(round(blend_ms * NS_PER_MS))
+        self._playing: deque[Playing] = deque()  # by start, at most one of them begun
         self._newest: ActionChunk | None = None
+        self._delays_ns: deque[int] = deque(maxlen=DELAYS)
         self._outcomes: deque[Outcome] = deque(maxlen=MAX_OUTCOMES)
-        self._counts = _Counts()
+        self._counts = TimelineCounts()
+
+    def adopt(self, *, discrete: Sequence[int], max_age_ns: int) -> None:
+        """What the server says of chunks merged from now on; the smaller maximum age counts.
+
+        Args:
+            discrete: indices of actions that are switched.
+            max_age_ns: 0: as long as the lease runs.
+        """
+        mask = np.zeros(self.dim, dtype=np.bool_)
+        mask[[index for index in discrete if index < self.dim]] = True
+        limits = [limit for limit in (self._own_max_age_ns, max_age_ns) if limit > 0]
+        with self._lock:
+            self._discrete = mask if mask.any() else None
+            self._max_age_ns = min(limits, default=0)
 
     @property
     def expires_ns(self) -> int | None:
@@ -121,46 +97,78 @@ class ActionTimeline:
         newest = self._newest
         return None if newest is None else newest.expires_ns
 
+    @property
+    def delay_ns(self) -> int:
+        """Window end to receipt: the longest of the last ``DELAYS`` chunks; 0 before the first."""
+        with self._lock:
+            return max(self._delays_ns, default=0)
+
     def merge(self, chunk: ActionChunk, now_ns: int) -> Refusal | None:
         """Take a chunk over from ``now_ns`` on; returns why it was refused, or None.
 
         ``malformed``: not horizon × dim float32; ``out_of_order``: not newer than the newest;
-        ``expired``: its lease is over; ``superseded``: all its steps are past; ``future``: its
-        window ends more than one lease ahead of ``now_ns``, so this is not the clock that stamps
-        the samples, or it was set back.
+        ``expired``: its lease is over; ``too_old``: no action of it may be executed any more, by
+        the maximum age; ``superseded``: all its steps are past; ``future``: its window ends more
+        than one lease ahead of ``now_ns``, so this is not the clock that stamps the samples, or it
+        was set back.
         """
         actions = self._view(chunk)
         with self._lock:
+            playing = Playing(chunk, actions, self._discrete, now_ns, self._deadline_ns(chunk))
             self._counts.received += 1
-            refusal = self._refuse(chunk, actions, now_ns)
+            refusal = self._refuse(playing, now_ns)
             if refusal is None:
-                self._take_over(_Playing(chunk, actions, now_ns))
+                self._take_over(playing)
+                self._delays_ns.append(now_ns - chunk.window_end_ns)
                 self._forget_past(now_ns)
                 return None
             self._counts.refused[refusal] += 1
-            if refusal in ("expired", "superseded"):
-                self._outcomes.append(_Playing(chunk, actions, now_ns).outcome())
+            if refusal in ("expired", "too_old", "superseded"):
+                self._outcomes.append(playing.outcome())
         return refusal
 
     def action_at(self, now_ns: int) -> Actions | None:
         """The action to execute at ``now_ns``, ``[dim]`` float32, and count it as executed.
 
-        None when nothing may be executed: no chunk yet, none begun, or the begun one expired.
+        None when nothing may be executed: no chunk yet, none begun, or the begun one expired or
+        became too old.
         """
         with self._lock:
             self._forget_past(now_ns)
             playing = self._playing[0] if self._playing else None
             if playing is None or now_ns < playing.chunk.start_ns:
+                newest = self._newest
+                is_leased = newest is not None and newest.start_ns <= now_ns <= newest.expires_ns
+                self._counts.too_old += playing is None and is_leased
                 return None  # also when the clock was set back: nothing outlives its lease by that
-            step, within_ns = divmod(now_ns - playing.chunk.start_ns, playing.chunk.dt_ns)
-            last = playing.chunk.horizon - 1
-            playing.play(min(step, last), now_ns)
-        if step >= last or within_ns == 0:
-            point: Actions = playing.actions[min(step, last)].copy()
-            return point
-        return _between(
-            playing.actions[step], playing.actions[step + 1], within_ns / playing.chunk.dt_ns
-        )
+            self._fading.forget(playing, now_ns)
+            parts = self._fading.parts((playing,), now_ns)
+            age_ns = now_ns - min(part.playing.chunk.window_end_ns for part in parts)
+            step = playing.step_at(now_ns)
+            playing.play(step, now_ns, age_ns)
+            self._counts.oldest_ns = max(self._counts.oldest_ns, age_ns)
+            self.executing = Executing(playing.chunk, step, now_ns, age_ns, playing.received_ns)
+        return blended(parts, now_ns)
+
+    def plan(self, now_ns: int) -> Plan | None:
+        """The newest chunk's steps from the one due at ``now_ns`` on, as they would be executed.
+
+        Nothing is counted. None when there is no chunk.
+        """
+        with self._lock:
+            self._forget_past(now_ns)
+            if not self._playing:
+                return None
+            newest = self._playing[-1]
+            chunk, first = newest.chunk, max(0, newest.step_at(now_ns))
+            points = newest.actions[first:].copy()
+            for row in range(len(points)):
+                at_ns = chunk.start_ns + (first + row) * chunk.dt_ns
+                parts = self._fading.parts(self._playing, at_ns)
+                if len(parts) == 1:
+                    break  # from here on they are the policy's own points
+                points[row] = blended(parts, at_ns)
+        return Plan(chunk.start_ns + first * chunk.dt_ns, chunk.dt_ns, newest.deadline_ns, points)
 
     def mark_executed(self, chunk: ActionChunk, now_ns: int) -> bool:
         """Count a chunk's first action as executed at ``now_ns`` by someone who plays it himself.
@@ -170,13 +178,16 @@ class ActionTimeline:
         with self._lock:
             for playing in self._playing:
                 if _order(playing.chunk) == _order(chunk):
-                    playing.play(max(playing.last_step, 0), now_ns)
+                    age_ns = now_ns - chunk.window_end_ns
+                    playing.play(max(playing.last_step, 0), now_ns, age_ns)
+                    self._counts.oldest_ns = max(self._counts.oldest_ns, age_ns)
                     return True
         return False
 
     def clear(self) -> None:
         """Forget all chunks (a new episode): until the next one there is no action to execute."""
         with self._lock:
+            self._fading.clear()
             while self._playing:
                 self._end(self._playing.popleft())
             self._newest = None
@@ -191,16 +202,9 @@ class ActionTimeline:
 
     def statistics(self) -> TimelineStatistics:
         with self._lock:
-            counts = self._counts
-            return TimelineStatistics(
-                received=counts.received,
-                refused=dict(counts.refused),
-                executed=counts.executed,
-                superseded=counts.superseded,
-                pending=len(self._playing),
-                steps_executed=counts.steps_executed,
-                steps_skipped=counts.steps_skipped,
-            )
+            return self._counts.statistics(len(self._playing), self._max_age_ns)
+
+    # ---- under the lock ------------------------------------------------------------------------
 
     def _view(self, chunk: ActionChunk) -> Actions:
         """The chunk's actions ``[horizon, dim]`` without a copy; empty when they are malformed."""
@@ -209,26 +213,31 @@ class ActionTimeline:
         flat: Actions = np.frombuffer(chunk.actions, dtype=np.float32)
         return flat.reshape(chunk.horizon, self.dim)
 
-    def _refuse(self, chunk: ActionChunk, actions: Actions, now_ns: int) -> Refusal | None:
-        if not len(actions):
+    def _deadline_ns(self, chunk: ActionChunk) -> int:
+        if not self._max_age_ns:
+            return chunk.expires_ns
+        return min(chunk.expires_ns, chunk.window_end_ns + self._max_age_ns)
+
+    def _refuse(self, playing: Playing, now_ns: int) -> Refusal | None:
+        chunk, newest = playing.chunk, self._newest
+        if not len(playing.actions):
             return "malformed"
-        if not np.isfinite(actions).all():
+        if not np.isfinite(playing.actions).all():
             return "non_finite"
-        newest = self._newest
         same_session = newest is not None and newest.session == chunk.session
         if newest is not None and same_session and _order(chunk) <= _order(newest):
             return "out_of_order"
-        if now_ns > chunk.expires_ns:
-            return "expired"
+        if now_ns > playing.deadline_ns:
+            return "expired" if now_ns > chunk.expires_ns else "too_old"
         if now_ns >= chunk.start_ns + chunk.horizon * chunk.dt_ns:
             return "superseded"
         lease_ns = chunk.expires_ns - chunk.window_end_ns  # stamps may lead a little, by jitter
         return "future" if chunk.window_end_ns - now_ns > lease_ns else None
 
-    def _take_over(self, playing: _Playing) -> None:
+    def _take_over(self, playing: Playing) -> None:
         self._newest = playing.chunk
         while self._playing and self._playing[-1].chunk.start_ns >= playing.chunk.start_ns:
-            self._end(self._playing.pop())
+            self._replace(self._playing.pop(), playing)
         self._playing.append(playing)
         if len(self._playing) > MAX_PENDING:
             self._end(self._playing.popleft())
@@ -237,30 +246,21 @@ class ActionTimeline:
         """Drop chunks that a newer, begun one has replaced, and the begun one once it expired."""
         playing = self._playing
         while len(playing) > 1 and playing[1].chunk.start_ns <= now_ns:
+            self._replace(playing.popleft(), playing[0])
+        while playing and now_ns > playing[0].deadline_ns:
             self._end(playing.popleft())
-        while playing and now_ns > playing[0].chunk.expires_ns:
-            self._end(playing.popleft())
+            self._fading.clear()
 
-    def _end(self, playing: _Playing) -> None:
+    def _replace(self, playing: Playing, by: Playing) -> None:
+        """A chunk ends because a newer one takes over."""
+        self._end(playing)
+        self._fading.replace(playing, by)
+
+    def _end(self, playing: Playing) -> None:
         outcome = playing.outcome()
         self._outcomes.append(outcome)
-        self._counts.steps_executed += outcome.executed
-        self._counts.steps_skipped += outcome.skipped
-        if outcome.executed:
-            self._counts.executed += 1
-        else:
-            self._counts.superseded += 1
+        self._counts.end(outcome)
 
 
 def _order(chunk: ActionChunk) -> tuple[int, int, int, int]:
     return (chunk.session, chunk.session_epoch, chunk.epoch, chunk.seq)
-
-
-def _between(left: Actions, right: Actions, fraction: float) -> Actions:
-    """``left + fraction * (right - left)`` for a fraction in [0, 1), never outside the two.
-
-    In float64, whose rounding to float32 cannot pass either end.
-    """
-    start = left.astype(np.float64)
-    action: Actions = (start + fraction * (right - start)).astype(np.float32)
-    return action

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from typing import Any
@@ -10,6 +11,7 @@ from robot_rig import DT_NS, LEASE_NS, MS, make_chunk
 
 from ppstream.clock import ManualClock
 from ppstream.control_loop import ControlLoop, Fault
+from ppstream.realtime import NotPermittedError, RealTime
 from ppstream.timeline import ActionTimeline
 
 
@@ -22,9 +24,11 @@ class Robot:
         self.ready = ready
         self.pushed: list[tuple[str, int, Any]] = []
         self.did: list[str] = []
-        reactions = {
-            name: (lambda name=name: self.did.append(name)) for name in ("hold", "stop", "home")
+        self.left: list[float] = []  # what stop was told
+        reactions: dict[str, Any] = {
+            name: (lambda name=name: self.did.append(name)) for name in ("hold", "home")
         }
+        reactions["stop"] = lambda left: (self.did.append("stop"), self.left.append(left))
         self.loop = ControlLoop(
             500.0,
             options.pop("read", None),
@@ -119,6 +123,32 @@ def test_after_holding_comes_the_stated_reaction(reaction: str) -> None:
     assert robot.tick(LEASE_NS) == reaction
 
 
+def test_a_stop_follows_the_stated_ramp() -> None:
+    robot = Robot(on_expiry="stop", hold_ms=10.0, ramp_ms=40.0)
+    robot.receive(0)
+    robot.tick()
+    assert robot.tick(LEASE_NS) == "hold"
+    for _ in range(6):
+        assert robot.tick(10 * MS) == "stop"
+    np.testing.assert_allclose(robot.left, [1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
+    robot.receive(1)
+    assert robot.tick() == "stop", "a ramp is not left by itself"
+
+
+def test_an_action_beyond_the_maximum_age_is_held_and_a_fault_only_when_the_lease_ends() -> None:
+    robot = Robot()
+    robot.timeline.adopt(discrete=(), max_age_ns=50 * MS)
+    robot.receive(0)
+    assert robot.tick(50 * MS - DT_NS) == "write"
+    assert robot.tick(1) == "hold"
+    assert robot.loop.fault is None
+    robot.receive(1)
+    assert robot.tick() == "write"
+    assert robot.tick(LEASE_NS) == "hold"
+    assert robot.loop.fault is not None
+    assert robot.loop.statistics().oldest == "oldest action executed: 50.0 ms of 50"
+
+
 def test_a_read_that_takes_longer_than_the_lease_executes_nothing() -> None:
     def read(stamp_ns: int) -> dict[str, Any]:
         robot.clock.advance(slow_ns)
@@ -145,6 +175,7 @@ def test_deadlines_are_absolute_and_missed_ticks_are_counted() -> None:
     statistics = robot.loop.run(0.2)
     assert statistics.ticks + statistics.missed_ticks in (99, 100, 101)
     assert statistics.lateness.count == statistics.ticks
+    assert sum(found.n for found in statistics.histogram) == statistics.ticks
     assert robot.did[-1] == "hold"
 
 
@@ -155,6 +186,26 @@ def test_it_holds_when_it_is_ended_by_an_exception() -> None:
         robot.loop.run(1.0)
     assert robot.did == ["hold"]
     assert sys.getswitchinterval() == interval_s
+
+
+def test_it_does_not_run_without_what_it_requires_and_tells_what_it_was_refused() -> None:
+    nowhere = frozenset({999})
+    strict = Robot(realtime=RealTime(cpus=nowhere, required=True))
+    with pytest.raises(NotPermittedError, match="999"):
+        strict.loop.run(1.0)
+    assert strict.did == ["hold"]
+    lenient = Robot(realtime=RealTime(cpus=nowhere))
+    (line,) = lenient.loop.run(0.02).refused
+    assert "[999] were refused" in line
+
+
+def test_garbage_is_collected_by_nobody_else_while_it_runs() -> None:
+    seen: list[bool] = []
+    robot = Robot(read=lambda stamp_ns: (seen.append(gc.isenabled()), {})[1])
+    robot.loop.run(0.02)
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
 
 
 def test_an_action_is_what_the_policy_said() -> None:
@@ -170,7 +221,7 @@ def test_an_action_is_what_the_policy_said() -> None:
 
 def test_the_robots_side_never_imports_torch() -> None:
     code = (
-        "import sys, ppstream.robot, ppstream.control_loop;"
+        "import sys, ppstream.robot_async, ppstream.control_loop;"
         "bad = {'torch', 'ppstream.config', 'ppstream.sessions'} & set(sys.modules);"
         "assert not bad, bad"
     )

@@ -23,3 +23,14 @@ def test_a_negative_maximum_is_kept() -> None:
     durations = Durations()
     durations.add(-5)
     assert durations.quantiles().max_ns == -5
+
+
+def test_the_histogram_counts_all_durations_also_those_no_longer_kept() -> None:
+    durations = Durations(keep=2)
+    assert durations.histogram() == ()
+    for duration_ns in (1000, 1001, 2000, 9_000, 2 * 10**9):
+        durations.add(duration_ns)
+    histogram = {found.upto_ns: found.n for found in durations.histogram() if found.n}
+    assert histogram == {1000: 1, 2000: 2, 10_000: 1, None: 1}
+    ends = [found.upto_ns for found in durations.histogram()]
+    assert ends[:3] == [1000, 2000, 5000]

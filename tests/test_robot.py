@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from robot_rig import (
@@ -21,6 +22,7 @@ from robot_rig import (
 )
 
 from ppstream.clock import NS_PER_S, now_ns
+from ppstream.config import RobotLimits
 from ppstream.control_loop import ControlLoop
 from ppstream.errors import HandshakeError, PeerLostError, PpstreamError, SpecError
 from ppstream.messages import ActionChunk
@@ -302,3 +304,75 @@ def test_the_import_is_light() -> None:
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     )
     assert float(ended.stdout) < 3.0  # 0.2 s on an idle machine; torch alone would take longer
+
+
+def test_a_policy_that_asks_is_told_what_is_executed_and_how_long_chunks_take() -> None:
+    config = make_config()
+    actions = msgspec.structs.replace(config.actions, prefix_steps=4, max_age_ms=150.0)
+    config = msgspec.structs.replace(config, actions=actions)
+    with serving(config, answers=True) as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        stamp_ns = now_ns()
+        client.push("joints", stamp_ns, [0, 0, 0])
+        row = server.rows[0]
+        wait_until(lambda: row.commitment is not None)
+        said = row.commitment
+        assert said is not None
+        assert said.start_ns == stamp_ns + 10 * MS
+        assert said.expires_ns == stamp_ns + 150 * MS
+        assert 0 < said.delay_ns < LEASE_NS
+        np.testing.assert_array_equal(said.actions[:, 0], [0, 1, 2, 3])
+        client.reset()
+        wait_until(lambda: row.commitment is None)
+
+
+def test_one_that_does_not_ask_is_not_told() -> None:
+    with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        for number in range(3):
+            client.push("joints", now_ns(), [0, 0, 0])
+            wait_until(lambda number=number: client.timeline.statistics().received > number)
+        client.push("imu", now_ns(), [0, 0])
+        wait_until(lambda: server.rows[0].rings["imu"].count)
+        assert server.rows[0].commitment is None
+
+
+def test_asking_again_and_how_long_it_took_are_shown(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/robot"
+    with serving(make_config(endpoint)):
+        client = make_client(endpoint)
+        client.connect()
+        assert client.statistics().reconnecting.attempts == 0
+        assert client.statistics().line().startswith("session ")
+    wait_until(lambda: not client.push("joints", now_ns(), [0, 0, 0]))
+    wait_until(lambda: not client.connected)
+    wait_until(lambda: client.statistics().reconnecting.attempts >= 1)
+    assert client.statistics().line().startswith("no session: asked ")
+    with serving(make_config(endpoint)):
+        wait_until(lambda: client.connected)
+        found = client.statistics().reconnecting
+        assert found.attempts == 0
+        assert (found.outage.count, found.outage.max_ns > 0) == (1, True)
+        client.close()
+
+
+def test_what_the_run_says_of_actions_and_of_this_robot_is_adopted() -> None:
+    config = make_config()
+    actions = msgspec.structs.replace(
+        config.actions,
+        discrete={"dy": (-1.0, 1.0)},
+        robots={"arm": RobotLimits(high=(0.5, 0.5)), "other": RobotLimits(low=(0.0, 0.0))},
+    )
+    config = msgspec.structs.replace(config, actions=actions)
+    with serving(config, answers=True) as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        welcome = client._session.welcome
+        assert welcome is not None
+        assert (welcome.low, welcome.high) == ((-1.0, -1.0), (0.5, 0.5))
+        assert server.rows[0].robot == "arm"
+        stamp_ns = now_ns()
+        client.push("joints", stamp_ns, [0, 0, 0])
+        wait_until(lambda: client.timeline.statistics().received)
+        action = client.timeline.action_at(stamp_ns + 25 * MS)  # half-way from step 1 to step 2
+        assert action is not None
+        np.testing.assert_allclose(action, [1.5, -1.0])

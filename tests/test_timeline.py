@@ -216,3 +216,42 @@ def test_nothing_is_executed_outside_its_lease_and_every_chunk_is_accounted_for(
     assert counts.received == sum(counts.refused.values()) + counts.executed + counts.superseded
     assert counts.steps_executed == sum(outcome.executed for outcome in outcomes)
     assert all(outcome.executed + outcome.skipped <= HORIZON for outcome in outcomes)
+
+
+def test_no_action_is_executed_beyond_the_maximum_age_and_the_oldest_one_is_told() -> None:
+    timeline = ActionTimeline(2, max_age_ms=60.0)
+    assert timeline.statistics().oldest_text() == "no action executed"
+    timeline.merge(make_chunk(), 0)
+    assert timeline.action_at(60 * MS) is not None
+    assert timeline.action_at(60 * MS + 1) is None
+    statistics = timeline.statistics()
+    assert (statistics.oldest_ns, statistics.too_old) == (60 * MS, 1)
+    assert statistics.oldest_text() == "oldest action executed: 60.0 ms of 60"
+    assert timeline.merge(make_chunk(1, end_ns=10 * MS), 71 * MS) == "too_old"
+    assert timeline.merge(make_chunk(2), LEASE_NS + 1) == "expired"
+
+
+def test_the_smaller_maximum_age_counts() -> None:
+    for own, servers, expected in ((60.0, 40 * MS, 40), (60.0, 80 * MS, 60), (None, 0, 0)):
+        timeline = ActionTimeline(2, max_age_ms=own)
+        timeline.adopt(discrete=(), max_age_ns=servers)
+        assert timeline.statistics().max_age_ns == expected * MS
+
+
+def test_the_delay_told_to_the_policy_is_the_longest_of_the_last_few() -> None:
+    timeline = ActionTimeline(2)
+    assert timeline.delay_ns == 0
+    for seq, late in enumerate([30 * MS, 12 * MS, *[7 * MS] * 8]):
+        timeline.merge(make_chunk(seq, end_ns=seq * 100 * MS), seq * 100 * MS + late)
+    assert timeline.delay_ns == 30 * MS
+    timeline.merge(make_chunk(99, end_ns=10**10), 10**10 + MS)
+    assert timeline.delay_ns == 12 * MS
+
+
+def test_an_outcome_says_how_old_the_oldest_action_was_and_how_long_it_waited() -> None:
+    timeline = timeline_of(make_chunk(), now_ns=4 * MS)
+    for late in (12 * MS, 30 * MS):
+        timeline.action_at(late)
+    timeline.clear()
+    (outcome,) = timeline.take_outcomes(0)
+    assert (outcome.age_ns, outcome.oldest_ns, outcome.dispatch_ns) == (12 * MS, 30 * MS, 8 * MS)

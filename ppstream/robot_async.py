@@ -1,0 +1,118 @@
+"""AsyncRobotClient: a RobotClient for asyncio users. What waits is awaited, chunks are iterated.
+
+The same client with the same thread underneath. It is no control loop: an event loop gives no
+deadlines, so a robot that moves should execute its timeline from a ``ControlLoop`` thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Final
+
+from ppstream.messages import ActionChunk
+from ppstream.outbox import Values
+from ppstream.robot import RobotClient
+
+SLICE_S: Final = 0.25  # of a wait in a thread: a cancelled one is over this soon
+
+
+class AsyncRobotClient:
+    """Wraps a client that is not connected yet; entering connects it, leaving closes it.
+
+    One task iterates ``chunks``; everything else may be called from any task of that event loop,
+    and ``push`` from any thread. The client's own ``on_chunk`` is called as before.
+    """
+
+    def __init__(self, client: RobotClient) -> None:
+        self.client = client
+        self.overtaken = 0  # chunks that a newer one replaced before they were iterated
+        self._newest: ActionChunk | None = None
+        self._arrival = asyncio.Event()
+        self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._then = client.on_chunk
+        client.on_chunk = self._arrived
+
+    async def connect(self, timeout_s: float = 10.0) -> None:
+        """Open a session; cancelled, it goes on in the background until its time is over.
+
+        Raises:
+            HandshakeError: the server refuses this robot for good; the message is the difference.
+            PeerLostError: no session in time; the message has the last refusal.
+        """
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self.client.connect, timeout_s)
+
+    async def wait_ready(self) -> None:
+        """Wait for a phase in which actions may be executed.
+
+        Raises:
+            PpstreamError: ``connect`` was not called, or the receiving thread ended by an error.
+        """
+        while not await asyncio.to_thread(self.client.wait_ready, SLICE_S):
+            pass
+
+    def push(self, stream: str, stamp_ns: int | Values, values: Any) -> bool:
+        """``RobotClient.push``: it never waits."""
+        return self.client.push(stream, stamp_ns, values)
+
+    async def chunks(self) -> AsyncIterator[ActionChunk]:
+        """Every chunk as it is merged; of those that came meanwhile only the newest.
+
+        Ends when the client is closed.
+
+        Raises:
+            PpstreamError: the receiving thread ended by an error.
+        """
+        while True:
+            try:
+                await asyncio.wait_for(self._arrival.wait(), SLICE_S)
+            except asyncio.TimeoutError:
+                self.client.wait_ready(0)  # raises what ended the receiving thread
+            self._arrival.clear()
+            chunk, self._newest = self._newest, None
+            if chunk is not None:
+                yield chunk
+            elif self._is_closed:
+                return
+
+    async def close(self) -> None:
+        """Say goodbye and release the socket. Twice is fine."""
+        try:
+            await asyncio.to_thread(self.client.close)
+        except asyncio.CancelledError:
+            self.client.close()  # the thread may not have begun: nobody else would do it
+            raise
+        finally:
+            self._is_closed = True
+            self._arrival.set()
+
+    async def __aenter__(self) -> AsyncRobotClient:
+        try:
+            await self.connect()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _arrived(self, chunk: ActionChunk) -> None:
+        """The receiving thread: hand over to the event loop, unless that has ended."""
+        if self._then is not None:
+            self._then(chunk)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._offer, chunk)
+
+    def _offer(self, chunk: ActionChunk) -> None:
+        self.overtaken += self._newest is not None
+        self._newest = chunk
+        self._arrival.set()

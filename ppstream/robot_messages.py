@@ -1,0 +1,226 @@
+"""The robot's wire: what a robot and rank 0 say to each other, one message per ZeroMQ frame.
+
+New fields are appended with defaults and skipped by whoever does not know them; golden bytes of
+every minor version stand under ``tests/golden``. ``messages.py`` hands them on with their decoders.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from ppstream.provenance import Provenance
+from ppstream.wire import (
+    MAX_DETAILS,
+    MAX_DIM,
+    Id,
+    InstructionText,
+    Message,
+    Name,
+    Ns,
+    Span,
+    Text,
+)
+
+# ---- robot -> rank 0 ------------------------------------------------------------------------
+
+
+class StreamDeclaration(Message, frozen=True):
+    """What the robot says it will send under a name.
+
+    ``encoding`` (since 1.1) is ``raw``, or ``jpeg`` for a camera: then each message holds one
+    frame, and ``values`` its JPEG file. ``dim`` and ``dtype`` are always those of a raw sample.
+    """
+
+    name: Name
+    dim: Annotated[int, Meta(ge=1, le=MAX_DIM)]
+    dtype: Name
+    encoding: Name = "raw"
+
+
+class Hello(Message, frozen=True, tag=1):
+    """A robot asks for a session.
+
+    ``resumes`` is the session the same robot held before its connection broke (0: none): the new
+    one takes its place at once. Without ``real_time`` stamps may run faster than the clock: a
+    recording. ``instruction`` (since 1.1) is the text in force, as ``Instruct`` would say it.
+    """
+
+    major: int
+    minor: int
+    robot: Name
+    streams: Annotated[tuple[StreamDeclaration, ...], Meta(max_length=256)]
+    actions: Annotated[tuple[Name, ...], Meta(max_length=1024)]
+    resumes: Id = 0
+    real_time: bool = True
+    instruction: InstructionText = ""
+    conditioning_epoch: Id = 0
+
+
+class HelloVersion(Message, frozen=True, tag=1):
+    """The part of Hello that every version has: read when the rest cannot be."""
+
+    major: int
+    minor: int
+
+
+class Samples(Message, frozen=True, tag=2):
+    """Consecutive samples of one stream: ``stamps`` int64[n], ``values`` dtype[n, dim], raw."""
+
+    session: Id
+    stream: Annotated[int, Meta(ge=0, le=255)]  # index into Hello.streams
+    stamps: memoryview
+    values: memoryview
+
+
+class Report(Message, frozen=True, tag=3):
+    """What became of an action chunk on the robot, in durations of the robot's clock."""
+
+    session: Id
+    epoch: Id
+    seq: Id
+    age_ns: Ns  # window end to execution of its first action (or to receipt when not executed)
+    executed: Id  # actions of the chunk executed; 0: superseded, late or expired
+    oldest_ns: Ns = 0  # window end to execution of its last action: the oldest one executed
+    dispatch_ns: Ns = 0  # receipt to execution of its first action
+
+
+class Reset(Message, frozen=True, tag=4):
+    """The robot starts a new episode: results owed to the old one are dropped."""
+
+    session: Id
+
+
+class Bye(Message, frozen=True, tag=5):
+    """The robot leaves."""
+
+    session: Id
+
+
+class Ping(Message, frozen=True, tag=6):
+    """The robot is alive though it has no samples to send."""
+
+    session: Id
+
+
+class Instruct(Message, frozen=True, tag=7):
+    """From now on the policy shall follow ``text`` (since 1.1; empty: none).
+
+    ``conditioning_epoch`` counts the robot's instructions; one that does not grow is ignored.
+    """
+
+    session: Id
+    conditioning_epoch: Id
+    text: InstructionText
+
+
+class ClockReading(Message, frozen=True, tag=8):
+    """What the robot's clock showed when a ClockQuestion arrived (since 1.1)."""
+
+    session: Id
+    asked_ns: Ns  # of the question
+    robot_ns: Ns  # by the clock that stamps samples
+
+
+class Prefix(Message, frozen=True, tag=9):
+    """What the robot executes from ``start_ns`` on unless a newer chunk comes (since 1.1).
+
+    Sent after each chunk when ``Welcome.prefix_steps`` asks for it: the executed prefix and the
+    measured delay of real-time chunking. Instants are the robot's clock.
+    """
+
+    session: Id
+    session_epoch: Id
+    start_ns: Ns
+    dt_ns: Span
+    expires_ns: Ns
+    delay_ns: Ns  # window end to receipt: the longest of the last few chunks
+    actions: memoryview  # float32[n, len(actions of Hello)], little-endian; n of at least 1
+
+
+FromRobot = Hello | Samples | Report | Reset | Bye | Ping | Instruct | ClockReading | Prefix
+
+
+# ---- rank 0 -> robot ------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, tag=17):
+    """The session is open. The robot holds until the phase is ``ready``.
+
+    Its ``session_epoch`` is 0, and one more after each Reset. A robot that says nothing for
+    ``silence_ns`` loses it.
+    """
+
+    major: int
+    minor: int
+    session: Id
+    phase: Name
+    silence_ns: Span
+    lease_ns: Span
+    horizon: Annotated[int, Meta(ge=1)]
+    dt_ns: Span
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    discrete: tuple[Id, ...] = ()  # actions that are switched: neither interpolated nor blended
+    max_age_ns: Annotated[int, Meta(ge=0)] = 0  # no older action is executed; 0: the lease alone
+    prefix_steps: Annotated[int, Meta(ge=0)] = 0  # above 0: send Prefix after each chunk
+
+
+class Refused(Message, frozen=True, tag=18):
+    """No session, and why; ``details`` lists expected and got."""
+
+    reason: Name  # version | contract | name_in_use | full | draining
+    details: Annotated[tuple[Text, ...], Meta(max_length=MAX_DETAILS)]
+
+
+class Phase(Message, frozen=True, tag=19):
+    """The run changed its phase; the robot holds unless it is ``ready`` or ``degraded``."""
+
+    phase: Name
+
+
+class ActionChunk(Message, frozen=True, tag=20):
+    """Future actions of one robot, in that robot's clock.
+
+    Step i is due at ``start_ns + i * dt_ns``; after ``expires_ns`` none may be executed.
+    """
+
+    session: Id
+    session_epoch: Id
+    epoch: Id
+    seq: Id
+    window_end_ns: Ns
+    start_ns: Ns
+    dt_ns: Span
+    expires_ns: Ns
+    horizon: Annotated[int, Meta(ge=1, le=65536)]
+    actions: memoryview  # float32[horizon, len(actions of Hello)], little-endian
+    provenance: Provenance | None = None  # only when the run is configured to send it
+
+
+class Lost(Message, frozen=True, tag=21):
+    """The session named does not exist (any more): say Hello again."""
+
+    session: Id
+
+
+class ClockQuestion(Message, frozen=True, tag=22):
+    """What does your clock show? For traces only; asked of robots that speak 1.1 or later."""
+
+    session: Id
+    asked_ns: Ns  # rank 0's clock, for it alone
+
+
+class Conditioned(Message, frozen=True, tag=23):
+    """The policy follows this instruction from the next window on (since 1.1).
+
+    With ``fault`` it could not take the text in, and follows the one before.
+    """
+
+    session: Id
+    conditioning_epoch: Id
+    fault: Text = ""
+
+
+ToRobot = Welcome | Refused | Phase | ActionChunk | Lost | ClockQuestion | Conditioned

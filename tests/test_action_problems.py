@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from ppstream.action_problems import action_rule_problems
+from ppstream.config import ActionConfig
+
+PLAIN: dict[str, Any] = {
+    "names": ("x", "gripper"),
+    "horizon": 4,
+    "dt_ms": 10.0,
+    "low": (-1.0, 0.0),
+    "high": (1.0, 1.0),
+    "lease_ms": 200.0,
+}
+
+
+def problems(**changes: Any) -> list[str]:
+    return list(action_rule_problems(msgspec.convert(PLAIN | changes, ActionConfig)))
+
+
+def test_rules_that_agree_are_no_problem() -> None:
+    agreeing = {
+        "velocity": (2.0, float("inf")),
+        "acceleration": (50.0, 50.0),
+        "discrete": {"gripper": (0.0, 1.0)},
+        "robots": {"arm-2": {"low": (-0.5, 0.0), "velocity": (1.0, 1.0)}},
+        "max_age_ms": 200.0,
+    }
+    assert problems() == []
+    assert problems(**agreeing) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"velocity": (1.0,)}, "actions.velocity: got 1 limits, want 2"),
+        ({"acceleration": (1.0, 1.0, 1.0)}, "actions.acceleration: got 3 limits, want 2"),
+        ({"discrete": {"grip": (0.0, 1.0)}}, "actions.discrete.grip: got 'grip', want one of x,"),
+        ({"discrete": {"gripper": (1.0, 1.0)}}, "want two different values at least"),
+        ({"discrete": {"gripper": (0.0, 2.0)}}, "got [0.0, 2.0], want all of them from 0 to 1"),
+        ({"max_age_ms": 10.0}, "actions.max_age_ms: got 10, want more than actions.dt_ms = 10"),
+        ({"max_age_ms": 201.0}, "and at most actions.lease_ms = 200"),
+        ({"robots": {"a": {"low": (-2.0, 0.0)}}}, "actions.robots.a.low: got [-2.0, 0.0], want no"),
+        ({"robots": {"a": {"high": (1.0, 2.0)}}}, "actions.robots.a.high: got [1.0, 2.0], want no"),
+        ({"robots": {"a": {"high": (1.0,)}}}, "actions.robots.a.high: got 1 limits, want 2"),
+        ({"robots": {"a": {"low": (1.0, 0.0)}}}, "actions.robots.a.low: got [1.0, 0.0], want each"),
+        (
+            {"velocity": (1.0, 1.0), "robots": {"a": {"velocity": (2.0, 1.0)}}},
+            "actions.robots.a.velocity: got [2.0, 1.0], want none wider than [1.0, 1.0]",
+        ),
+    ],
+)
+def test_each_disagreement_is_said_once_with_its_place(changes: dict[str, Any], said: str) -> None:
+    (line,) = problems(**changes)
+    assert said in line

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from robot_rig import make_client, serving
+
+from ppstream.clock import now_ns
+from ppstream.errors import PeerLostError, PpstreamError
+from ppstream.robot_async import AsyncRobotClient
+
+
+def test_what_waits_is_awaited_and_chunks_are_iterated() -> None:
+    async def live(endpoint: str) -> list[int]:
+        async with AsyncRobotClient(make_client(endpoint)) as robot:
+            await robot.wait_ready()
+            seen = []
+            robot.push("joints", now_ns(), [0, 0, 0])
+            async for chunk in robot.chunks():
+                seen.append(chunk.seq)
+                if len(seen) == 5:
+                    return seen
+                robot.push("joints", now_ns(), [0, 0, 0])
+        raise AssertionError("the chunks ended")
+
+    with serving(answers=True) as server:
+        assert asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 30)) == [0, 1, 2, 3, 4]
+
+
+def test_waiting_for_ready_can_be_cancelled_and_others_run_meanwhile() -> None:
+    async def live(endpoint: str) -> int:
+        turns = 0
+        async with AsyncRobotClient(make_client(endpoint)) as robot:
+            waiting = asyncio.create_task(robot.wait_ready())
+            for _ in range(10):
+                await asyncio.sleep(0.01)
+                turns += 1
+            assert not waiting.done()
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        return turns
+
+    with serving(phase="bring-up") as server:
+        assert asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 30)) == 10
+
+
+def test_chunks_that_nobody_fetched_are_counted_and_the_newest_is_given() -> None:
+    seen: list[Any] = []
+
+    async def live(endpoint: str) -> tuple[int, int]:
+        client = make_client(endpoint, on_chunk=seen.append)
+        async with AsyncRobotClient(client) as robot:
+            for number in range(3):
+                robot.push("joints", now_ns(), [0, 0, 0])
+                while len(seen) <= number:
+                    await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
+            async for chunk in robot.chunks():
+                return chunk.seq, robot.overtaken
+        raise AssertionError
+
+    with serving(answers=True) as server:
+        assert asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 30)) == (2, 2)
+
+
+def test_iterating_ends_with_the_client_and_raises_what_ended_its_thread() -> None:
+    def fail(chunk: Any) -> None:
+        raise KeyError("user code")
+
+    async def end(endpoint: str) -> list[Any]:
+        robot = AsyncRobotClient(make_client(endpoint))
+        await robot.connect()
+        asyncio.get_running_loop().call_later(0.05, lambda: asyncio.ensure_future(robot.close()))
+        return [chunk async for chunk in robot.chunks()]
+
+    async def fall(endpoint: str) -> None:
+        async with AsyncRobotClient(make_client(endpoint, on_chunk=fail)) as robot:
+            robot.push("joints", now_ns(), [0, 0, 0])
+            async for _ in robot.chunks():
+                pass
+
+    with serving(answers=True) as server:
+        endpoint = server.sessions.endpoint
+        assert asyncio.run(asyncio.wait_for(end(endpoint), 30)) == []
+        with pytest.raises(PpstreamError, match="user code"):
+            asyncio.run(asyncio.wait_for(fall(endpoint), 30))
+
+
+def test_without_a_server_connecting_fails_and_nothing_is_left(tmp_path: Path) -> None:
+    async def live() -> None:
+        robot = AsyncRobotClient(make_client(f"ipc://{tmp_path}/nobody"))
+        with pytest.raises(PeerLostError):
+            await robot.connect(0.05)
+        await robot.close()
+        await robot.close()
+
+    asyncio.run(live())

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+
+from ppstream.errors import PolicyError
+from ppstream.messages import ActionChunk
+
+
+class Chunks:
+    """An emitter that keeps whole chunks."""
+
+    def __init__(self) -> None:
+        self.chunks: list[ActionChunk] = []
+
+    def emit(self, row: int, chunk: ActionChunk) -> None:
+        kept = memoryview(bytes(chunk.actions))
+        self.chunks.append(msgspec.structs.replace(chunk, actions=kept))
+
+
+class Steps(NewestValues):
+    """Steps of 0.5 each, beginning at 0: with dt 10 ms they move at 50 a second."""
+
+    def __call__(self, window: Any, out: Any) -> None:
+        self.calls += 1
+        self.act(self.calls - 1)
+        out["actions"][:] = 0.5 * out["actions"].new_tensor([[[0, 0], [1, 1], [2, 2], [3, 3]]])
+
+
+@contextmanager
+def pipeline(
+    folder: Path, *settings: str, policy: NewestValues | None = None, inline: bool = True
+) -> Iterator[tuple[PipelineInProcess, Chunks]]:
+    config = small_config(*settings)
+    with PipelineInProcess(config, policy or Steps(), folder, inline=inline) as running:
+        emitter = Chunks()
+        running.saturate()
+        running.rank0.emitter = emitter
+        yield running, emitter
+
+
+def test_limits_are_clipped_and_the_chunk_is_emitted(tmp_path: Path) -> None:
+    with pipeline(tmp_path) as (running, emitter):
+        running.rank0.run(3)
+        statistics = running.rank0.stage_c.statistics()
+    assert (statistics.emitted, statistics.clipped_values) == (3, 6)
+    actions = np.frombuffer(emitter.chunks[0].actions, np.float32).reshape(4, 2)
+    assert actions[:, 0].tolist() == [0.0, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("actions.on_limit=drop", "limit"),
+        ("actions.velocity=[49, 60]", "velocity"),
+        ("actions.acceleration=[4000, 4000]", "acceleration"),  # by the clip of the last step
+    ],
+)
+def test_a_chunk_that_breaks_a_rule_is_not_emitted_and_counted(
+    tmp_path: Path, setting: str, reason: str
+) -> None:
+    with pipeline(tmp_path, setting) as (running, emitter):
+        running.rank0.run(3)
+        statistics = running.rank0.stage_c.statistics()
+        lines = running.envelopes()
+    assert emitter.chunks == []
+    assert statistics.dropped == statistics.violations == {reason: 3}
+    assert [line["drop"] for line in lines] == [reason] * 3
+
+
+def test_a_policy_that_keeps_breaking_a_rule_ends_the_run(tmp_path: Path) -> None:
+    with (
+        pipeline(tmp_path, "actions.velocity=[1, 1]") as (running, _),
+        pytest.raises(PolicyError, match="velocity"),
+    ):
+        running.rank0.run(10)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_chunk_tells_where_its_age_comes_from(tmp_path: Path, *, inline: bool) -> None:
+    with pipeline(tmp_path, "actions.provenance=true", inline=inline) as (running, emitter):
+        running.rank0.run(20)
+        lines = running.envelopes()
+    assert len(emitter.chunks) == len(lines) == 20
+    for chunk, line in zip(emitter.chunks, lines, strict=True):
+        found = chunk.provenance
+        assert found is not None
+        ages = {name: age for name, age in line["input_age_ns"].items() if age is not None}
+        assert found.input_age_ns == ages
+        assert found.a_ns == line["tSend"] - line["tA0"]
+        assert found.b_ns == line["B_ns"]
+        assert min(found.wait_b_ns, found.links_ns, found.wait_c_ns, found.c_ns) >= 0
+        assert line["tDecode"] <= line["tRx"] + found.server_ns <= line["tEmit"]
+
+
+def test_unless_asked_for_it_is_not_sent(tmp_path: Path) -> None:
+    with pipeline(tmp_path) as (running, emitter):
+        running.rank0.run(1)
+    assert emitter.chunks[0].provenance is None
+
+
+def test_a_robot_with_limits_of_its_own_is_held_to_those(tmp_path: Path) -> None:
+    setting = "actions.robots={arm={high=[0.25, 0.75]}}"
+    with pipeline(tmp_path, setting) as (running, emitter):
+        running.intake.rows[0].robot = "arm"
+        running.rank0.run(1)
+        running.intake.rows[0].robot = "another"
+        running.rank0.run(1)
+    own, common = (np.frombuffer(c.actions, np.float32).reshape(4, 2) for c in emitter.chunks)
+    assert own.max(axis=0).tolist() == [0.25, 0.75]
+    assert common.max(axis=0).tolist() == [1.0, 1.0]
