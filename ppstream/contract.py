@@ -1,15 +1,29 @@
 """The contract between a robot and the pipeline, compared before anything moves.
 
 Pure: a Hello and the configuration in, the difference out. Names, sizes, dtypes and the order of
-actions must be equal; the order in which streams are declared is the robot's own.
+actions must be equal; the order in which streams are declared is the robot's own. Rank 0 serves
+robots of its own minor version of the wire and of the one before; so it is upgraded first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-from ppstream.config import PipelineConfig, StreamConfig
-from ppstream.messages import WIRE_MAJOR, WIRE_MINOR, Hello, StreamDeclaration
+from ppstream.clock import NS_PER_MS
+from ppstream.config import PipelineConfig, RobotLimits, StreamConfig
+from ppstream.messages import (
+    DECODE_ERRORS,
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    Hello,
+    StreamDeclaration,
+    Welcome,
+    hello_version,
+)
+
+MINORS_SERVED: Final = (WIRE_MINOR - 1, WIRE_MINOR)
+ENCODINGS: Final = ("raw", "jpeg")
 
 
 def objection(config: PipelineConfig, hello: Hello) -> tuple[str | None, list[str]]:
@@ -17,8 +31,8 @@ def objection(config: PipelineConfig, hello: Hello) -> tuple[str | None, list[st
 
     One line for each difference, with expected and got; None and no line when all agrees.
     """
-    if hello.major != WIRE_MAJOR:
-        return "version", [other_version(hello.major, hello.minor)]
+    if line := _version_line(hello.major, hello.minor):
+        return "version", [line]
     lines = [
         *_streams(config.streams, hello.streams),
         *_actions(config.actions.names, hello.actions),
@@ -26,11 +40,44 @@ def objection(config: PipelineConfig, hello: Hello) -> tuple[str | None, list[st
     return ("contract" if lines else None), lines
 
 
-def other_version(major: int, minor: int) -> str:
-    """The line that tells a robot of another major version what to do."""
-    return (
-        f"wire version: expected {WIRE_MAJOR}.{WIRE_MINOR}, got {major}.{minor}; install the same"
-        " major version of ppstream on both sides"
+def foreign_version(body: bytes) -> str | None:
+    """What to tell a Hello that cannot be read when its version is why; None: it is not."""
+    try:
+        version = hello_version.decode(body)
+    except DECODE_ERRORS:
+        return None
+    return _version_line(version.major, version.minor)
+
+
+def _version_line(major: int, minor: int) -> str | None:
+    if major == WIRE_MAJOR and minor in MINORS_SERVED:
+        return None
+    served = " or ".join(f"{WIRE_MAJOR}.{one}" for one in MINORS_SERVED if one >= 0)
+    is_robot_newer = (major, minor) > (WIRE_MAJOR, WIRE_MINOR)
+    older = "rank 0" if is_robot_newer else "the robot"
+    return f"wire version: expected {served}, got {major}.{minor}; upgrade ppstream on {older}"
+
+
+def welcome(
+    config: PipelineConfig, robot: str, session: int, phase: str, silence_ns: int
+) -> Welcome:
+    """What an admitted robot is told of the run."""
+    actions = config.actions
+    own = actions.robots.get(robot, RobotLimits())
+    return Welcome(
+        major=WIRE_MAJOR,
+        minor=WIRE_MINOR,
+        session=session,
+        phase=phase,
+        silence_ns=silence_ns,
+        lease_ns=round(actions.lease_ms * NS_PER_MS),
+        horizon=actions.horizon,
+        dt_ns=round(actions.dt_ms * NS_PER_MS),
+        low=own.low or actions.low,
+        high=own.high or actions.high,
+        discrete=tuple(i for i, name in enumerate(actions.names) if name in actions.discrete),
+        max_age_ns=round((actions.max_age_ms or 0) * NS_PER_MS),
+        prefix_steps=actions.prefix_steps,
     )
 
 
@@ -47,6 +94,11 @@ def _streams(expected: Sequence[StreamConfig], got: Sequence[StreamDeclaration])
         elif (robot.dim, robot.dtype) != (stream.dim, stream.dtype):
             lines.append(
                 f"stream {stream.name!r}: expected {wanted}, got [{robot.dim}] {robot.dtype}"
+            )
+        elif robot.encoding not in ENCODINGS[: 2 if stream.image is not None else 1]:
+            lines.append(
+                f"stream {stream.name!r}: expected raw{' or jpeg' * (stream.image is not None)}, "
+                f"got {robot.encoding}"
             )
     lines += [f"stream {name!r}: the pipeline has none of this name" for name in declared]
     return lines

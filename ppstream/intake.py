@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ppstream.clock import NS_PER_MS
 from ppstream.ring import RowInput
 from ppstream.ring_bank import RingBank
+from ppstream.sample_ledger import Balance, SampleLedger, total
 from ppstream.window import WindowCutter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from ppstream.config import PipelineConfig
 
 
@@ -21,6 +25,7 @@ class Intake(NamedTuple):
 
     rows: tuple[RowInput, ...]
     cutter: WindowCutter
+    banks: Mapping[str, RingBank]  # the rings' memory, by stream
 
 
 def build_intake(config: PipelineConfig) -> Intake:
@@ -29,5 +34,17 @@ def build_intake(config: PipelineConfig) -> Intake:
         stream.name: RingBank(stream, config.batch.rows, config.ring_samples(stream))
         for stream in config.streams
     }
-    rows = tuple(RowInput(banks, row, config.reference.name) for row in range(config.batch.rows))
-    return Intake(rows, WindowCutter(config, rows, banks))
+    stale_ns = round(config.reach_ms * NS_PER_MS)
+    rows = tuple(
+        RowInput(banks, row, config.reference.name, stale_ns) for row in range(config.batch.rows)
+    )
+    return Intake(rows, WindowCutter(config, rows, banks), banks)
+
+
+def balances(rows: Iterable[RowInput]) -> dict[str, Balance]:
+    """The ledger of each stream over all rows, in the log's form; for the rings' own thread."""
+    ledgers: dict[str, list[SampleLedger]] = {}
+    for row in rows:
+        for name, ring in row.rings.items():
+            ledgers.setdefault(name, []).append(ring.ledger)
+    return {name: total(parts).as_dict() for name, parts in ledgers.items()}

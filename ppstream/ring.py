@@ -22,16 +22,17 @@ from ppstream.sample_ledger import (
     NON_FINITE,
     OVERWRITTEN,
     SHAPE,
-    Balance,
+    STALE,
     SampleLedger,
-    total,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
+    from ppstream.executed_prefix import Commitment
+    from ppstream.record_items import RowTap
     from ppstream.ring_bank import RingBank
 
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
@@ -42,8 +43,7 @@ class SensorRing:
     """One row of a bank. Its samples are finite, and their stamps strictly increase.
 
     Samples are numbered from 0 in order of arrival: sample i lies in slot ``i % capacity``, and
-    ``count`` samples before number ``accepted`` are held.
-
+    ``count`` samples before number ``accepted`` are held. A ``tap`` is told what arrives.
     ``newest_ns`` (robot clock) and ``newest_rx_ns`` (rank 0's) are ``NEVER_NS`` while it is empty.
     """
 
@@ -54,10 +54,12 @@ class SensorRing:
         self.count = 0
         self.newest_ns = NEVER_NS
         self.newest_rx_ns = NEVER_NS
+        self.tap: RowTap | None = None
         self._clock = clock
         self._capacity = bank.capacity
         self._dim = bank.stream.dim
         self._dtype = np.dtype(bank.stream.dtype)
+        self._is_image = bank.is_image
         self._settled = 0  # samples below this number are accounted for
         self._row = row
         self._values: NDArray[np.float32] = bank.values[row].numpy()
@@ -68,8 +70,7 @@ class SensorRing:
     def append(self, stamps: NDArray[np.int64], values: NDArray[Any], rx_ns: int) -> int:
         """Take in the samples of one message; nothing bad is raised, all of it is counted.
 
-        Of a message longer than the ring only the newest samples are looked at: the others could
-        not stay, and one message must not keep the thread for long.
+        Of a message longer than the ring only the newest samples are looked at.
 
         Args:
             stamps: ``[n]`` int64 ns of the robot's clock, copied.
@@ -85,6 +86,8 @@ class SensorRing:
         n = len(stamps)
         if n == 0:
             return 0
+        if self.tap is not None:
+            self.tap.samples(self.stream.name, stamps, values, rx_ns)
         if n > self._capacity:
             self.refuse(OVERWRITTEN, n - self._capacity)
             n = self._capacity
@@ -94,7 +97,7 @@ class SensorRing:
         flat = values.reshape(-1)
         if (
             stamps.item(0) > self.newest_ns
-            and np.count_nonzero(_representable(flat)) == flat.size
+            and (self._is_image or np.count_nonzero(_representable(flat)) == flat.size)
             and (n == 1 or _increases(stamps.tolist()))
             and self._clock.accepts(newest_ns, rx_ns)
         ):
@@ -130,11 +133,11 @@ class SensorRing:
 
     def clear(self, reason: str) -> None:
         """Empty the ring; what no window has used yet is dropped for ``reason``."""
+        if self.tap is not None:
+            self.tap.cleared(self.stream.name, reason)
         self._lose_before(self.accepted, reason)
-        self.count = 0
-        self._counts[self._row] = 0
-        self.newest_ns = NEVER_NS
-        self.newest_rx_ns = NEVER_NS
+        self._counts[self._row] = self.count = 0
+        self.newest_ns = self.newest_rx_ns = NEVER_NS
 
     def check(self) -> None:
         """Raises AssertionError unless the ledger balances and agrees with what the ring holds."""
@@ -144,15 +147,14 @@ class SensorRing:
         assert 0 <= waiting <= self.count <= self._capacity, f"{waiting} wait, {self.count} held"
 
     def _fits(self, stamps: NDArray[np.int64], values: NDArray[Any]) -> bool:
-        return (
-            stamps.ndim == 1
-            and values.shape == (len(stamps), self._dim)
-            and stamps.dtype == _INT64
-            and values.dtype == self._dtype
-        )
+        is_typed = stamps.dtype == _INT64 and values.dtype == self._dtype
+        return is_typed and stamps.ndim == 1 and values.shape == (len(stamps), self._dim)
 
     def _append_some(self, stamps: NDArray[np.int64], values: NDArray[Any], rx_ns: int) -> int:
         """The careful way, for a message in which something is wrong: sample by sample."""
+        if stamps.item(-1) > self.newest_ns and self._clock.is_stale(stamps.item(-1), rx_ns):
+            self.ledger.refuse(STALE, len(stamps))
+            return 0
         finite: list[bool] = np.all(_representable(values), axis=1).tolist()
         taken = 0
         begin = 0  # of the run of good samples not stored yet
@@ -174,7 +176,9 @@ class SensorRing:
             return NON_FINITE
         if stamp_ns <= newest_ns:
             return DUPLICATE if stamp_ns == newest_ns else LATE
-        return None if self._clock.accepts(stamp_ns, rx_ns) else FUTURE
+        if self._clock.accepts(stamp_ns, rx_ns):
+            return None
+        return STALE if self._clock.is_stale(stamp_ns, rx_ns) else FUTURE
 
     def _store(self, stamps: NDArray[np.int64], values: NDArray[Any], rx_ns: int) -> int:
         """Write good samples behind the newest, at most a ring full; returns how many."""
@@ -237,19 +241,32 @@ class RowInput:
     """The place of one robot: a ring per stream, and whose they are.
 
     ``session`` is 0 while the place is free; ``session_epoch`` counts the session's episodes.
+    ``instruction_id`` names the text that the policy follows for it (``instructions.py``), and
+    ``conditioning_epoch`` counts the robot's instructions.
 
     Args:
         banks: one per stream, by its name.
         row: this place's index in them.
         reference: the stream whose newest stamp ends the window.
+        stale_ns: samples that were so much longer on their way than others are refused.
     """
 
-    def __init__(self, banks: Mapping[str, RingBank], row: int, reference: str) -> None:
-        self.clock = RobotClock(lambda: self._clear(CLOCK_JUMP))
+    def __init__(
+        self,
+        banks: Mapping[str, RingBank],
+        row: int,
+        reference: str,
+        stale_ns: int | None = None,
+    ) -> None:
+        self.clock = RobotClock(lambda: self._clear(CLOCK_JUMP), stale_ns)
         self.rings = {name: SensorRing(bank, row, self.clock) for name, bank in banks.items()}
         self.reference = self.rings[reference]
         self.session = 0
         self.session_epoch = 0
+        self.instruction_id = 0  # 0: none
+        self.conditioning_epoch = 0
+        self.robot = ""  # the name that its session said
+        self.commitment: Commitment | None = None  # what it executes meanwhile, as it last said
 
     @property
     def present(self) -> bool:
@@ -269,6 +286,7 @@ class RowInput:
         self._clear(CLOSED)
         self.session = 0
         self.session_epoch = 0
+        self.instruction_id = self.conditioning_epoch = 0
 
     def new_episode(self) -> None:
         """The robot starts anew: nothing older may reach a window. Its clock goes on."""
@@ -276,14 +294,6 @@ class RowInput:
         self.session_epoch += 1
 
     def _clear(self, reason: str) -> None:
+        self.commitment = None
         for ring in self.rings.values():
             ring.clear(reason)
-
-
-def balances(rows: Iterable[RowInput]) -> dict[str, Balance]:
-    """The ledger of each stream over all rows, in the log's form; for the rings' own thread."""
-    ledgers: dict[str, list[SampleLedger]] = {}
-    for row in rows:
-        for name, ring in row.rings.items():
-            ledgers.setdefault(name, []).append(ring.ledger)
-    return {name: total(parts).as_dict() for name, parts in ledgers.items()}

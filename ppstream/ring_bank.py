@@ -18,7 +18,7 @@ class RingBank:
     """Memory of one stream for all rows; the tensors go to the resampling call as they are.
 
     Values are float32 whatever the stream's dtype, since windows are: a float64 sample is rounded
-    once, on arrival.
+    once, on arrival. A camera's frames stay uint8.
 
     Args:
         stream: gives the width D.
@@ -31,7 +31,9 @@ class RingBank:
             raise ValueError(f"a bank needs rows and capacity above 0, got {rows} and {capacity}")
         self.stream = stream
         self.capacity = capacity
-        self.values = torch.zeros(rows, capacity, stream.dim)
+        self.is_image = stream.image is not None
+        dtype = torch.uint8 if self.is_image else torch.float32
+        self.values = torch.zeros(rows, capacity, stream.dim, dtype=dtype)
         self.stamps_ns = torch.zeros(rows, capacity, dtype=torch.int64)
         self.count = torch.zeros(rows, dtype=torch.int64)  # samples held
         self.head = torch.zeros(rows, dtype=torch.int64)  # slot of the oldest

@@ -16,6 +16,7 @@ NON_FINITE: Final = "non_finite"  # NaN, infinite, or too large for float32
 DUPLICATE: Final = "duplicate"  # the newest sample's stamp again
 LATE: Final = "late"  # older than the newest sample
 FUTURE: Final = "future"  # further ahead than time can have passed
+STALE: Final = "stale"  # it waited on the way for longer than any window reaches back
 # Accepted, but in no window:
 PASSED_OVER: Final = "passed_over"  # older than all that the first window since then needed
 OVERWRITTEN: Final = "overwritten"  # the ring was full before a window was cut

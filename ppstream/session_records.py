@@ -7,30 +7,41 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ppstream.executed_prefix import commitment
+from ppstream.session_clock import OffsetEstimate
+
 if TYPE_CHECKING:
-    from ppstream.messages import Hello
+    from ppstream.messages import Hello, Prefix
     from ppstream.ring import RowInput, SensorRing
+
+RAW: Final = "raw"
+NO_BYTES: Final = -1  # no raw sample has this size: an encoded stream's frames are looked at apart
 
 
 class SessionStream:
-    """Where the samples of one declared stream go, and how many bytes one has."""
+    """Where the samples of one declared stream go, and how many bytes one has, unless encoded."""
 
-    __slots__ = ("dim", "dtype", "ring", "sample_bytes")
+    __slots__ = ("dim", "dtype", "is_encoded", "ring", "sample_bytes")
 
-    def __init__(self, ring: SensorRing) -> None:
+    def __init__(self, ring: SensorRing, encoding: str = RAW) -> None:
         self.ring = ring
         self.dim = ring.stream.dim
         self.dtype: np.dtype[Any] = np.dtype(ring.stream.dtype)
-        self.sample_bytes = self.dim * self.dtype.itemsize
+        self.is_encoded = encoding != RAW
+        self.sample_bytes = NO_BYTES if self.is_encoded else self.dim * self.dtype.itemsize
 
 
 @dataclass(slots=True)
 class Session:
-    """One robot's session. It is serving once its row is open: samples and actions may flow."""
+    """One robot's session. It is serving once its row is open: samples and actions may flow.
+
+    ``frames_left`` may still come before the next second begins; ``wish`` is the newest
+    instruction, kept until the row is open.
+    """
 
     id: int
     peer: bytes  # ZeroMQ's address of the connection
@@ -39,6 +50,9 @@ class Session:
     hello: Hello
     streams: list[SessionStream]  # as Hello declared them
     heard_ns: int
+    frames_left: int
+    wish: tuple[int, str] = (0, "")  # conditioning_epoch, text
+    offset: OffsetEstimate = field(default_factory=OffsetEstimate)
     episode: int = 0
     is_serving: bool = False
 
@@ -46,12 +60,18 @@ class Session:
         """Take the row over."""
         self.is_serving = True
         self.row.open(self.id, is_real_time=self.hello.real_time)
+        self.row.robot = self.hello.robot
         self.row.session_epoch = self.episode  # a robot may reset while it waits for *ready*
 
     def begin_episode(self) -> None:
         self.episode += 1
         if self.is_serving:
             self.row.new_episode()
+
+    def commit(self, said: Prefix) -> None:
+        """What the robot goes on to execute, for the next window; not of an earlier episode."""
+        if self.is_serving and said.session_epoch == self.row.session_epoch:
+            self.row.commitment = commitment(said, len(self.hello.actions))
 
     def end(self) -> None:
         """Free the row."""
@@ -66,6 +86,7 @@ class SessionStatistics:
 
     Frames: ``frames_received = frames_handled + frames_dropped`` by reason. Samples that reached a
     ring are in that ring's ledger; ``samples_early`` came before the run was ready.
+    ``connections_refused``: what never came to speak, by reason, and connections that ended.
     Chunks: given to ``emit`` = ``chunks_sent + chunks_dropped`` by reason.
     """
 
@@ -76,8 +97,12 @@ class SessionStatistics:
     frames_received: int
     frames_handled: int
     frames_dropped: dict[str, int]
+    connections_refused: dict[str, int]
     samples_early: int
     resets: int
+    instructions: int
+    images_decoded: int
+    image_decode_ns: int
     reports_lost: int
     chunks_sent: int
     chunks_dropped: dict[str, int]
@@ -91,12 +116,16 @@ class SessionCounts:
     frames_handled: int = 0
     samples_early: int = 0
     resets: int = 0
+    instructions: int = 0
+    images_decoded: int = 0
+    image_decode_ns: int = 0
     reports_lost: int = 0
     chunks_sent: int = 0
     closed: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     frames_dropped: Counter[str] = field(default_factory=Counter)
     chunks_dropped: Counter[str] = field(default_factory=Counter)
+    connections_refused: dict[str, int] = field(default_factory=dict)
 
     def statistics(self, sessions_open: int) -> SessionStatistics:
         """A copy; from any thread."""
@@ -109,8 +138,12 @@ class SessionCounts:
             frames_received=self.frames_handled + sum(dropped.values()),
             frames_handled=self.frames_handled,
             frames_dropped=dropped,
+            connections_refused=self.connections_refused,
             samples_early=self.samples_early,
             resets=self.resets,
+            instructions=self.instructions,
+            images_decoded=self.images_decoded,
+            image_decode_ns=self.image_decode_ns,
             reports_lost=self.reports_lost,
             chunks_sent=self.chunks_sent,
             chunks_dropped=dict(self.chunks_dropped),

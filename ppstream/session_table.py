@@ -20,10 +20,16 @@ SILENCE_NS: Final = 5 * NS_PER_S  # a robot that says nothing for longer has lef
 
 
 class SessionTable:
-    """Open sessions by connection and by row. One thread changes it; ``at`` is for any thread."""
+    """Open sessions by connection and by row. One thread changes it; ``at`` is for any thread.
 
-    def __init__(self, rows: Sequence[RowInput]) -> None:
+    Args:
+        rows: places of robots.
+        frames_per_s: what a robot may send in a second; ``refill`` begins the next one.
+    """
+
+    def __init__(self, rows: Sequence[RowInput], frames_per_s: int) -> None:
         self._rows = rows
+        self._frames_per_s = frames_per_s
         self._at: list[Session | None] = [None] * len(rows)
         self._of: dict[bytes, Session] = {}
 
@@ -33,6 +39,10 @@ class SessionTable:
     def at(self, row: int) -> Session | None:
         """Who holds a row."""
         return self._at[row]
+
+    def at_session(self, session: int) -> Session | None:
+        """Who has this number."""
+        return next((one for one in self._of.values() if one.id == session), None)
 
     def of(self, peer: bytes) -> Session | None:
         """Who speaks on a connection."""
@@ -68,11 +78,20 @@ class SessionTable:
             place=place,
             row=row,
             hello=hello,
-            streams=[SessionStream(row.rings[stream.name]) for stream in hello.streams],
+            streams=[
+                SessionStream(row.rings[stream.name], stream.encoding) for stream in hello.streams
+            ],
             heard_ns=now_ns,
+            frames_left=self._frames_per_s,
+            wish=(hello.conditioning_epoch, hello.instruction),
         )
         self._of[peer] = self._at[place] = session
         return session
+
+    def refill(self) -> None:
+        """A second is over: everybody may speak again."""
+        for session in self._of.values():
+            session.frames_left = self._frames_per_s
 
     def close(self, session: Session) -> None:
         """Free its row."""

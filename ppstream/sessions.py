@@ -1,44 +1,39 @@
 """Sessions: robots on rank 0. One endpoint, one session per robot, one row per session.
 
 It decodes what robots say, puts samples into their row's rings and sends action chunks back. A ring
-judges the samples and the policy the actions; here only who may speak, and for which row. No frame
-that a stranger can send raises: each is counted with its reason.
+judges the samples and the policy the actions; here only who may speak, how much, and for which row.
+No frame that a stranger can send raises: each is counted with its reason.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ppstream.clock import NS_PER_MS
-from ppstream.contract import objection, other_version
+from ppstream.clock import NS_PER_MS, NS_PER_S
+from ppstream.contract import foreign_version, objection, welcome
 from ppstream.errors import ConfigError
+from ppstream.keys import server_keys
 from ppstream.messages import (
     DECODE_ERRORS,
     MAX_DETAILS,
     MAX_TEXT,
-    WIRE_MAJOR,
-    WIRE_MINOR,
     ActionChunk,
     Bye,
     Hello,
     Lost,
     Phase,
-    Ping,
     Refused,
-    Report,
-    Reset,
     Samples,
     ToRobot,
-    Welcome,
     encoder,
     from_robot,
-    hello_version,
 )
+from ppstream.session_limits import STRANGER_FRAMES_PER_S, frame_bytes_max, frames_per_second
 from ppstream.session_records import Session, SessionCounts, SessionStatistics
+from ppstream.session_requests import SessionRequests
 from ppstream.session_table import SILENCE_NS, SessionTable
 from ppstream.sockets import MAX_DRAIN, Frame, bind_server
 
@@ -47,7 +42,7 @@ if TYPE_CHECKING:
     from ppstream.ring import RowInput
 
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
-MAX_REPORTS: Final = 4096  # waiting for the log
+CALM_FRAMES: Final = 4  # of each robot, taken at once while somebody floods
 SERVING: Final = frozenset({"ready", "degraded"})  # phases in which samples and actions flow
 ENDING: Final = frozenset({"draining", "stopped"})  # phases in which nobody is admitted
 
@@ -64,7 +59,7 @@ class Sessions:
         rows: one place per robot.
 
     Raises:
-        ConfigError: the endpoint cannot be bound.
+        ConfigError: the endpoint cannot be bound, or a key file cannot be used.
     """
 
     exhausted: Final = False
@@ -73,12 +68,21 @@ class Sessions:
         if config.service.endpoint is None:
             raise ConfigError(["service.endpoint: none is configured, so no robot can connect"])
         self._config = config
-        self._table = SessionTable(rows)
-        self._socket = bind_server(config.service.endpoint)
+        self._table = SessionTable(rows, frames_per_second(config))
+        keys = server_keys(config.service.secret_key, config.service.allowed_keys)
+        self._socket = bind_server(config.service.endpoint, keys, frame_bytes_max(config))
         self._phase = "starting"
         self._lost_due_ns = 0
+        self._second_ns = 0  # when the next one begins
+        self._strangers_left = STRANGER_FRAMES_PER_S
+        self._over = 0  # frames of one drain that were over somebody's limit
+        # In a flood few frames are taken at once: ZeroMQ takes from all robots in turn, so that
+        # each is heard, and the flood waits at its sender.
+        self._calm_frames = CALM_FRAMES * (1 + len(rows))
+        self._drain_frames = MAX_DRAIN
         self._counts = SessionCounts()
-        self.reports: deque[Report] = deque(maxlen=MAX_REPORTS)
+        self.requests = SessionRequests(config, self._table, self._counts, self._send, self._wake)
+        self.reports = self.requests.reports  # for the log
         self.fds: tuple[int, ...] = (self._socket.fd,)
 
     @property
@@ -100,13 +104,18 @@ class Sessions:
         Returns:
             How many samples the rings accepted.
         """
-        frames = self._socket.drain()
+        if now_ns >= self._second_ns:
+            self._begin_second(now_ns)
+        limit = self._drain_frames
+        frames = self._socket.drain(limit)
         if self._socket.malformed:
             self._counts.frames_dropped["malformed"] = self._socket.malformed
-        taken = 0
+        taken = self.requests.take()
+        self._over = 0
         for frame in frames:
             taken += self._take(frame, now_ns)
-        if len(frames) < MAX_DRAIN:  # else more is waiting: nobody can be called silent yet
+        self._drain_frames = self._calm_frames if 2 * self._over > limit else MAX_DRAIN
+        if len(frames) < limit:  # else more is waiting: nobody can be called silent yet
             for session in self._table.silent(now_ns):
                 self._close(session, "silent")
         return taken
@@ -138,7 +147,7 @@ class Sessions:
         self._phase = phase
         for session in self._table.all():
             if phase in SERVING and not session.is_serving:
-                session.serve()
+                self._serve(session)
             self._send(session.peer, Phase(phase))
 
     def statistics(self) -> SessionStatistics:
@@ -148,23 +157,33 @@ class Sessions:
         """Free the rows and release the endpoint; what was sent has 0.2 s to leave."""
         for session in self._table.all():
             self._close(session, "ended")
+        self.requests.close()
         self._socket.close()
 
     # ---- frames ------------------------------------------------------------------------------
 
     def _take(self, frame: Frame, now_ns: int) -> int:
         """Handle one frame; returns how many samples the rings accepted."""
+        session = self._table.of(frame.peer)
+        if session is None:
+            self._strangers_left = left = self._strangers_left - 1
+        else:
+            session.frames_left = left = session.frames_left - 1
+        if left < 0:  # before it is read: a flood costs others no more than this
+            self._over += 1
+            self._drop("rate")
+            return 0
         try:
             message = from_robot.decode(frame.body)
         except DECODE_ERRORS:
             self._drop("undecodable")
-            self._answer_other_version(frame)
+            if line := foreign_version(frame.body):
+                self._refuse(frame.peer, "version", [line])
             return 0
         if isinstance(message, Hello):
             self._counts.frames_handled += 1
             self._hello(frame.peer, message, now_ns)
             return 0
-        session = self._table.of(frame.peer)
         if session is None or session.id != message.session:
             self._drop("stranger")
             self._tell_lost(frame.peer, message.session, now_ns)
@@ -173,18 +192,11 @@ class Sessions:
         if isinstance(message, Samples):
             return self._samples(session, message, now_ns)
         self._counts.frames_handled += 1
-        self._note(session, message)
-        return 0
-
-    def _note(self, session: Session, message: Report | Reset | Bye | Ping) -> None:
-        if isinstance(message, Report):
-            self._counts.reports_lost += len(self.reports) == MAX_REPORTS
-            self.reports.append(message)
-        elif isinstance(message, Reset):
-            self._counts.resets += 1
-            session.begin_episode()
-        elif isinstance(message, Bye):
+        if isinstance(message, Bye):
             self._close(session, "bye")
+        else:
+            self.requests.note(session, message)
+        return 0
 
     def _samples(self, session: Session, message: Samples, now_ns: int) -> int:
         if message.stream >= len(session.streams):
@@ -197,21 +209,14 @@ class Sessions:
             self._counts.samples_early += n
             return 0
         if rest or len(message.values) != n * stream.sample_bytes:
-            stream.ring.refuse("shape", max(n, 1))
+            if stream.is_encoded:
+                self.requests.frame(session, stream, message, now_ns)
+            else:
+                stream.ring.refuse("shape", max(n, 1))
             return 0
         stamps = np.frombuffer(message.stamps, np.int64)
         values = np.frombuffer(message.values, stream.dtype).reshape(n, stream.dim)
         return stream.ring.append(stamps, values, now_ns)
-
-    def _answer_other_version(self, frame: Frame) -> None:
-        """A Hello of another major version is told so, whatever else is in it."""
-        try:
-            version = hello_version.decode(frame.body)
-        except DECODE_ERRORS:
-            return
-        if version.major != WIRE_MAJOR:
-            line = other_version(version.major, version.minor)
-            self._refuse(frame.peer, "version", [line])
 
     # ---- sessions ----------------------------------------------------------------------------
 
@@ -222,6 +227,8 @@ class Sessions:
             self._welcome(known)  # it asked again before it heard the answer
             return
         reason, details = objection(self._config, hello)
+        if reason is None and (problem := self.requests.problem(hello)):
+            reason, details = "contract", [problem]
         if self._phase in ENDING:
             reason, details = "draining", [f"the run is {self._phase}"]
         if reason is None:
@@ -233,9 +240,21 @@ class Sessions:
             return
         session = self._table.open(peer, hello, now_ns)
         self._counts.opened += 1
-        if self._phase in SERVING:
-            session.serve()
         self._welcome(session)
+        if self._phase in SERVING:
+            self._serve(session)
+
+    def _serve(self, session: Session) -> None:
+        session.serve()
+        self.requests.begin(session)
+
+    def _begin_second(self, now_ns: int) -> None:
+        """What is done about once a second, not for each frame."""
+        self._second_ns = now_ns + NS_PER_S
+        self._strangers_left = STRANGER_FRAMES_PER_S
+        self._table.refill()
+        self._counts.connections_refused = self._socket.refused()
+        self.requests.each_second(now_ns)
 
     def _close(self, session: Session, reason: str) -> None:
         self._counts.closed[reason] += 1
@@ -244,22 +263,8 @@ class Sessions:
     # ---- answers -----------------------------------------------------------------------------
 
     def _welcome(self, session: Session) -> None:
-        actions = self._config.actions
-        self._send(
-            session.peer,
-            Welcome(
-                major=WIRE_MAJOR,
-                minor=WIRE_MINOR,
-                session=session.id,
-                phase=self._phase,
-                silence_ns=SILENCE_NS,
-                lease_ns=round(actions.lease_ms * NS_PER_MS),
-                horizon=actions.horizon,
-                dt_ns=round(actions.dt_ms * NS_PER_MS),
-                low=actions.low,
-                high=actions.high,
-            ),
-        )
+        who = session.hello.robot, session.id
+        self._send(session.peer, welcome(self._config, *who, self._phase, SILENCE_NS))
 
     def _refuse(self, peer: bytes, reason: str, details: list[str]) -> None:
         self._counts.refused[reason] += 1
@@ -273,6 +278,9 @@ class Sessions:
 
     def _send(self, peer: bytes, message: ToRobot) -> None:
         self._socket.send(encoder.encode(message), peer)
+
+    def _wake(self) -> None:
+        self._socket.wake()
 
     def _drop(self, reason: str) -> None:
         self._counts.frames_dropped[reason] += 1

@@ -15,16 +15,22 @@ from typing import Final, NamedTuple
 
 import zmq
 
+from ppstream.endpoints import is_local
 from ppstream.errors import ConfigError
+from ppstream.keys import ClientKeys, ServerKeys, public_half
+from ppstream.socket_guard import SocketGuard
 
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the connection
 MAX_DRAIN: Final = 256  # frames taken while holding the lock; about 1 ms
 SERVER_SEND_FRAMES: Final = 64  # per robot, in ZeroMQ; kernel buffers come on top
+SERVER_RECEIVE_FRAMES: Final = 256  # per robot, not yet drained
 CLIENT_SEND_FRAMES: Final = 256
 SERVER_LINGER_MS: Final = 200  # the last phase still leaves; then the context ends
 CLIENT_LINGER_MS: Final = 100  # the goodbye still leaves
 RECONNECT_MS: Final = (20, 500)  # first and longest pause between TCP attempts
 HEARTBEAT_MS: Final = (500, 2000)  # a connection silent for the second is taken as broken
+SERVER_HEARTBEAT_MS: Final = (1000, 5000)  # same; also of one that never was a robot's
+HANDSHAKE_MS: Final = 2000  # a connection that does not say who it is ends
 
 
 class Frame(NamedTuple):
@@ -47,10 +53,17 @@ class SharedSocket:
     ``fd`` will not announce. ``malformed`` counts messages that were not exactly one frame.
     """
 
-    def __init__(self, kind: int, endpoint: str, options: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        kind: int,
+        endpoint: str,
+        options: Mapping[int, int | bytes],
+        keys: ServerKeys | None = None,
+    ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
         self._routed = kind == zmq.ROUTER
+        self._guard = SocketGuard(self._socket, keys) if self._routed else None
         self._lock = threading.Lock()
         self._closed = False
         self.wake: Callable[[], None] = _nothing
@@ -98,12 +111,21 @@ class SharedSocket:
         self.wake()  # the limit ended it, and the edge is spent
         return frames
 
+    def refused(self) -> dict[str, int]:
+        """Connections turned away or ended, by reason; for the owner, about once a second."""
+        if self._guard is None or self._closed:
+            return {}
+        self._guard.look()
+        return dict(self._guard.refused)
+
     def close(self) -> None:
         """Close the socket and end its context, after at most the linger time. Twice is fine."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+            if self._guard is not None:
+                self._guard.stop(self._socket)
             self._socket.close()
         self._context.term()
 
@@ -134,33 +156,55 @@ class SharedSocket:
             self._socket.recv(zmq.NOBLOCK)
 
 
-def bind_server(endpoint: str) -> SharedSocket:
-    """A ROUTER on ``endpoint``.
+def bind_server(
+    endpoint: str, keys: ServerKeys | None = None, frame_bytes_max: int = MAX_FRAME_BYTES
+) -> SharedSocket:
+    """A ROUTER on ``endpoint``; with ``keys``, encrypted and for allowed robots alone.
+
+    A frame of more than ``frame_bytes_max`` loses its sender the connection before memory is
+    taken for it.
 
     Raises:
-        ConfigError: the endpoint is malformed, taken, or not on this host.
+        ConfigError: the endpoint is malformed, taken, or not on this host; or other hosts could
+            reach it and there are no keys.
     """
+    _demand_keys("listen on", endpoint, has_keys=keys is not None)
     return SharedSocket(
         zmq.ROUTER,
         endpoint,
         {
             zmq.ROUTER_MANDATORY: 1,  # a robot that left is a False, not a silence
             zmq.SNDHWM: SERVER_SEND_FRAMES,
+            zmq.RCVHWM: SERVER_RECEIVE_FRAMES,
+            zmq.MAXMSGSIZE: frame_bytes_max,
             zmq.LINGER: SERVER_LINGER_MS,
+            zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+            zmq.HEARTBEAT_IVL: SERVER_HEARTBEAT_MS[0],
+            zmq.HEARTBEAT_TIMEOUT: SERVER_HEARTBEAT_MS[1],
         },
+        keys,
     )
 
 
-def connect_client(endpoint: str) -> SharedSocket:
+def connect_client(endpoint: str, keys: ClientKeys | None = None) -> SharedSocket:
     """A DEALER that keeps trying to reach ``endpoint`` and queues nothing while nobody is there.
 
     Raises:
-        ConfigError: the endpoint is malformed.
+        ConfigError: the endpoint is malformed; or on another host, and there are no keys.
     """
+    _demand_keys("connect to", endpoint, has_keys=keys is not None)
+    curve: dict[int, int | bytes] = {}
+    if keys is not None:
+        curve = {
+            zmq.CURVE_SERVERKEY: keys.server,
+            zmq.CURVE_SECRETKEY: keys.secret,
+            zmq.CURVE_PUBLICKEY: public_half(keys.secret),
+        }
     return SharedSocket(
         zmq.DEALER,
         endpoint,
         {
+            **curve,
             zmq.IMMEDIATE: 1,  # without a connection a send is refused: data never waits and ages
             zmq.SNDHWM: CLIENT_SEND_FRAMES,
             zmq.LINGER: CLIENT_LINGER_MS,
@@ -170,6 +214,16 @@ def connect_client(endpoint: str) -> SharedSocket:
             zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_MS[1],
         },
     )
+
+
+def _demand_keys(verb: str, endpoint: str, *, has_keys: bool) -> None:
+    if not has_keys and endpoint.startswith("tcp://") and not is_local(endpoint):
+        raise ConfigError(
+            [
+                f"cannot {verb} {endpoint!r} without keys, since other hosts can reach it; make "
+                "them with ppstream-keys, or use tcp://127.0.0.1:PORT through a tunnel"
+            ]
+        )
 
 
 def _integer(option: int | bytes) -> int:

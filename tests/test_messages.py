@@ -2,71 +2,54 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from golden_messages import NEWEST, VERSIONS, path_of
 
 from ppstream import messages as m
 
-GOLDEN = Path(__file__).parent / "golden"
-STAMPS = memoryview(bytes(range(8)))
-VALUES = memoryview(bytes(range(12)))
-
-#: Every message of version 1.0 with a value in every field. Rows are never changed: a later minor
-#: version adds rows of its own.
-FROM_ROBOT: dict[str, Any] = {
-    "hello": m.Hello(
-        1, 0, "arm", (m.StreamDeclaration("joints", 7, "float32"),), ("dx", "dy"), 11, False
-    ),
-    "samples": m.Samples(281474976710655, 1, STAMPS, VALUES),
-    "report": m.Report(7, 2, 300, 25_000_000, 4),
-    "reset": m.Reset(7),
-    "bye": m.Bye(7),
-    "ping": m.Ping(7),
-}
-TO_ROBOT: dict[str, Any] = {
-    "welcome": m.Welcome(1, 0, 7, "ready", 5 * 10**9, 10**8, 16, 10**7, (-1.0, -2.5), (1.0, 2.5)),
-    "refused": m.Refused("contract", ("expected 7", "got 6")),
-    "phase": m.Phase("draining"),
-    "action_chunk": m.ActionChunk(7, 1, 2, 300, -5, 10, 20, 10**18, 3, VALUES),
-    "lost": m.Lost(7),
-}
-CONTROL: dict[str, Any] = {
-    "rank_hello": m.RankHello(1, "token", 0, 1, "host", "boot", 42, {"config": {"a.b": 1}}),
-    "rank_welcome": m.RankWelcome("run", "logs/run"),
-    "rank_refused": m.RankRefused(("a.b: 1 here, 2 there",)),
-    "ready": m.Ready({"link": "host"}),
-    "heartbeat": m.Heartbeat(12),
-    "bell": m.Bell(300),
-    "policy_fault": m.PolicyFault(5, "exception", "text"),
-    "measure": m.Measure(30),
-    "measured": m.Measured((1, 2, 3)),
-    "drain": m.Drain("duration"),
-    "goodbye": m.Goodbye(0, "drained"),
-    "phase_change": m.PhaseChange("ready"),
-}
-FAMILIES = {
-    "from_robot": (m.from_robot, FROM_ROBOT),
-    "to_robot": (m.to_robot, TO_ROBOT),
-    "control": (m.control, CONTROL),
-}
-CASES = [(family, name) for family, (_, cases) in FAMILIES.items() for name in cases]
+CASES = [
+    pytest.param(family, version, decoder, name, message, id=f"{family}-{version}-{name}")
+    for family, version, decoder, rows in VERSIONS
+    for name, message in rows.items()
+]
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_message_keeps_the_bytes_of_version_1_0(family: str, name: str) -> None:
-    decoder, cases = FAMILIES[family]
-    golden = (GOLDEN / f"{family}-1.0-{name}.bin").read_bytes()
-    assert m.encoder.encode(cases[name]) == golden
-    assert decoder.decode(golden) == cases[name]
+@pytest.mark.parametrize(("family", "version", "decoder", "name", "message"), CASES)
+def test_bytes_of_every_minor_version_still_decode(
+    family: str, version: str, decoder: Any, name: str, message: Any
+) -> None:
+    golden = path_of(family, version, name).read_bytes()
+    assert decoder.decode(golden) == message
+    if version == NEWEST:
+        assert m.encoder.encode(message) == golden
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_message_of_a_union_has_golden_bytes(family: str) -> None:
-    decoder, cases = FAMILIES[family]
-    assert {type(case) for case in cases.values()} == set(decoder.type.__args__)
+@pytest.mark.parametrize(
+    ("decoder", "rows"), [(d, rows) for _, version, d, rows in VERSIONS if version == NEWEST]
+)
+def test_every_message_of_a_union_has_golden_bytes(decoder: Any, rows: dict[str, Any]) -> None:
+    assert {type(row) for row in rows.values()} == set(decoder.type.__args__)
+
+
+class HelloOf10(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Hello as a program of wire version 1.0 declares it."""
+
+    major: int
+    minor: int
+    robot: str
+    streams: tuple[tuple[Any, ...], ...]
+    actions: tuple[str, ...]
+    resumes: int = 0
+    real_time: bool = True
+
+
+def test_a_hello_of_1_1_is_read_by_a_program_of_1_0() -> None:
+    golden = path_of("from_robot", "1.1", "hello").read_bytes()
+    hello = msgspec.msgpack.decode(golden, type=HelloOf10)
+    assert (hello.minor, hello.robot, hello.resumes, hello.real_time) == (1, "arm", 11, False)
 
 
 def test_a_hello_without_the_newer_fields_still_opens_a_session() -> None:

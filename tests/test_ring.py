@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream.ring import RowInput, SensorRing, balances
+from ppstream.intake import balances
+from ppstream.ring import RowInput, SensorRing
 from ppstream.robot_clock import JUMP_SAMPLES, NEVER_NS
 
 RX = 123 * MS

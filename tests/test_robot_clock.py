@@ -73,3 +73,53 @@ def test_one_plausible_sample_between_them_means_none(clock: RobotClock, jumps: 
     clock.accepts(1, 0)
     assert not clock.rejects()
     assert jumps == []
+
+
+STALE_NS = S // 2
+
+
+@pytest.fixture
+def ageing(jumps: list[int]) -> RobotClock:
+    return RobotClock(lambda: jumps.append(1), STALE_NS)
+
+
+def test_what_waited_too_long_on_its_way_is_stale_and_the_newest_of_a_backlog_is_not(
+    ageing: RobotClock,
+) -> None:
+    assert ageing.accepts(0, 0)
+    now_ns = 3 * S  # everything since then arrives at once
+    verdicts = {stamp: ageing.accepts(stamp, now_ns) for stamp in range(S, 3 * S, S // 4)}
+    limit_ns = now_ns - STALE_NS
+    assert verdicts == {stamp: stamp >= limit_ns for stamp in verdicts}
+    assert [stamp for stamp in verdicts if ageing.is_stale(stamp, now_ns)] == [
+        stamp for stamp in verdicts if stamp < limit_ns
+    ]
+
+
+@pytest.mark.parametrize(("late_ns", "taken"), [(-1, True), (0, True), (1, False)])
+def test_the_limit_of_staleness_is_exact(ageing: RobotClock, late_ns: int, taken: bool) -> None:
+    ageing.accepts(0, 0)
+    assert ageing.accepts(S, S + STALE_NS + late_ns) is taken
+
+
+def test_samples_that_stay_late_are_the_new_normal(ageing: RobotClock, jumps: list[int]) -> None:
+    ageing.accepts(0, 0)
+    delay_ns = 2 * STALE_NS  # a suspended robot's clock stood still, or the way became longer
+    verdicts = [
+        ageing.accepts(stamp, stamp + delay_ns) or not ageing.is_stale(stamp, stamp + delay_ns)
+        for stamp in range(S, 3 * S, S // 100)
+    ]
+    assert verdicts == sorted(verdicts)  # refused at first, then taken for good
+    assert 90 <= verdicts.count(False) <= 110  # a second's worth
+    assert jumps == []
+
+
+def test_a_clock_that_drifts_for_a_day_makes_nothing_stale(ageing: RobotClock) -> None:
+    for seconds in range(0, 86_400, 5):
+        rx_ns = seconds * S
+        assert ageing.accepts(rx_ns - rx_ns // 10_000, rx_ns)  # 100 ppm slow
+
+
+def test_a_recording_at_any_speed_is_never_stale(ageing: RobotClock) -> None:
+    ageing.restart(is_real_time=False)
+    assert all(ageing.accepts(stamp, 100 * stamp) for stamp in range(0, 10 * S, S // 10))

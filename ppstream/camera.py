@@ -1,0 +1,123 @@
+"""A camera's tensors in an envelope, and their CPU implementation: the newest frames, normalised.
+
+Frames arrive as ``[height, width, 3]`` uint8. A policy reads the newest ``n`` that are not newer
+than the window's end, oldest first: ``<camera>.frames [n, 3, H, W]``, pixels scaled to 0..1, then
+``(pixel - mean) / std``; ``.valid [n]`` and ``.age_s [n]``, the window's end minus the frame's
+stamp. A frame that is missing is zeros and invalid. Resizing is bilinear between pixel centres,
+without smoothing: shrink by more than two on the robot, where it also saves the wire.
+On a GPU ``ppstream_kernels/rings.cu`` does the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from ppstream.clock import NS_PER_MS, NS_PER_S
+from ppstream.config import CHANNELS
+from ppstream.specs import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from ppstream.config import ImageConfig, StreamConfig
+    from ppstream.ring import SensorRing
+    from ppstream.ring_bank import RingBank
+
+WHITE: Final = 255.0
+
+# n=frames C=channels H W
+
+
+class CameraNames(NamedTuple):
+    """Of the tensors of one camera."""
+
+    frames: str
+    valid: str
+    age_s: str
+
+
+def camera_names(stream: StreamConfig) -> CameraNames:
+    return CameraNames(f"{stream.name}.frames", f"{stream.name}.valid", f"{stream.name}.age_s")
+
+
+def camera_specs(stream: StreamConfig) -> tuple[TensorSpec, ...]:
+    """What an envelope holds of a camera."""
+    image, names = _image(stream), camera_names(stream)
+    return (
+        TensorSpec(names.frames, (image.frames, CHANNELS, *image.size), image.dtype),
+        TensorSpec(names.valid, (image.frames,), "bool"),
+        TensorSpec(names.age_s, (image.frames,)),
+    )
+
+
+class Affine(NamedTuple):
+    """Takes a pixel of 0..255 to what a policy reads, by channel: times scale, plus shift."""
+
+    scale: tuple[float, ...]
+    shift: tuple[float, ...]
+
+
+def affine(image: ImageConfig) -> Affine:
+    return Affine(
+        tuple(1 / (WHITE * std) for std in image.std),
+        tuple(-mean / std for mean, std in zip(image.mean, image.std, strict=True)),
+    )
+
+
+class CameraCutter:
+    """Writes one camera's tensors for one row at a time, on the CPU."""
+
+    def __init__(self, stream: StreamConfig, bank: RingBank) -> None:
+        self._image = image = _image(stream)
+        self._names = camera_names(stream)
+        self._max_age_ns = round(stream.max_age_ms * NS_PER_MS)
+        self._bank = bank
+        scale, shift = affine(image)
+        self._scale = torch.tensor(scale).view(CHANNELS, 1, 1)
+        self._shift = torch.tensor(shift).view(CHANNELS, 1, 1)
+
+    def cut(
+        self, out: Mapping[str, Tensor], row: int, ring: SensorRing, end_ns: int | None
+    ) -> None:
+        """Write the row's frames as of ``end_ns``, robot clock; None: there are none."""
+        frames, valid, age_s = (out[name][row] for name in self._names)
+        newest = -1 if end_ns is None else self._newest(row, ring, end_ns)
+        wanted = self._image.frames
+        for position in range(wanted):
+            number = newest - (wanted - 1 - position)
+            if end_ns is None or number < ring.accepted - ring.count:
+                frames[position].zero_()
+                valid[position], age_s[position] = False, 0.0
+                continue
+            slot = number % self._bank.capacity
+            self._write(self._bank.values[row, slot], frames[position])
+            age_ns = end_ns - int(self._bank.stamps_ns[row, slot])
+            valid[position] = age_ns <= self._max_age_ns
+            age_s[position] = age_ns / NS_PER_S
+
+    def _newest(self, row: int, ring: SensorRing, end_ns: int) -> int:
+        """The number of the newest frame that is not newer than the end; -1 below all held."""
+        stamps_ns = self._bank.stamps_ns[row]
+        number = ring.accepted - 1
+        oldest = ring.accepted - ring.count
+        while number >= oldest and int(stamps_ns[number % self._bank.capacity]) > end_ns:
+            number -= 1
+        return number
+
+    def _write(self, pixels: Tensor, out_CHW: Tensor) -> None:
+        image = self._image
+        frame_CHW = pixels.view(image.height, image.width, CHANNELS).permute(2, 0, 1).float()
+        if image.size != (image.height, image.width):
+            frame_CHW = torch.nn.functional.interpolate(
+                frame_CHW[None], image.size, mode="bilinear", align_corners=False
+            )[0]
+        out_CHW.copy_(frame_CHW.mul(self._scale).add_(self._shift))
+
+
+def _image(stream: StreamConfig) -> ImageConfig:
+    assert stream.image is not None, f"stream {stream.name!r} is no camera"
+    return stream.image

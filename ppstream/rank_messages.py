@@ -1,0 +1,128 @@
+"""Control frames between ranks: length-prefixed, on a socket of their own; see ``control.py``.
+
+Ranks of one run have one version, so an unknown field is an error. ``messages.py`` hands them on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ppstream.wire import ControlFrame, Id, InstructionText, Name, Text
+
+
+class RankHello(ControlFrame, frozen=True, tag=1):
+    """A policy rank introduces itself; rank 0 compares before any tensor moves."""
+
+    major: int
+    token: Name  # of this run, handed out by the launcher's store: strangers do not know it
+    generation: int
+    rank: int
+    host: Name
+    boot_id: Name
+    pid: int
+    facts: dict[str, dict[str, Any]]  # key class -> resolved key -> value
+
+
+class RankWelcome(ControlFrame, frozen=True, tag=2):
+    """Rank 0 accepts: where the run's logs go."""
+
+    run_id: Name
+    run_dir: Text
+
+
+class RankRefused(ControlFrame, frozen=True, tag=3):
+    """Rank 0 refuses: the difference, line by line."""
+
+    difference: tuple[Text, ...]
+
+
+class Ready(ControlFrame, frozen=True, tag=4):
+    """The sender has built everything it needs and holds its end of the link open."""
+
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Heartbeat(ControlFrame, frozen=True, tag=5):
+    """The sender's process is alive; ``progress`` counts what its loop has finished."""
+
+    progress: int
+
+
+class Bell(ControlFrame, frozen=True, tag=6):
+    """Doorbell: slot data of this index is complete (an envelope or a result, by direction)."""
+
+    index: int
+
+
+class PolicyFault(ControlFrame, frozen=True, tag=7):
+    """Why the result of ``index`` carries no actions; sent before its doorbell."""
+
+    index: int
+    kind: Name  # exception | shape | memory
+    text: Text
+
+
+class Measure(ControlFrame, frozen=True, tag=8):
+    """Time stage B alone, ``repeats`` times, on the last envelope received."""
+
+    repeats: int
+
+
+class Measured(ControlFrame, frozen=True, tag=9):
+    """Standalone durations of stage B."""
+
+    durations_ns: tuple[int, ...]
+
+
+class Drain(ControlFrame, frozen=True, tag=10):
+    """No envelope will follow: finish, answer Goodbye, leave."""
+
+    reason: Text
+
+
+class Goodbye(ControlFrame, frozen=True, tag=11):
+    """The sender leaves with this exit code."""
+
+    code: int
+    reason: Text
+
+
+class PhaseChange(ControlFrame, frozen=True, tag=12):
+    """Rank 0 entered a phase."""
+
+    phase: Name
+
+
+class Instruction(ControlFrame, frozen=True, tag=13):
+    """A text that rows of envelopes will name by ``id``; answered by Instructed."""
+
+    id: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    text: InstructionText
+
+
+class Instructed(ControlFrame, frozen=True, tag=14):
+    """The policy has taken the text in: envelopes may name it from now on; or why it has not."""
+
+    id: Id
+    fault: Text = ""
+
+
+Control = (
+    RankHello
+    | RankWelcome
+    | RankRefused
+    | Ready
+    | Heartbeat
+    | Bell
+    | PolicyFault
+    | Measure
+    | Measured
+    | Drain
+    | Goodbye
+    | PhaseChange
+    | Instruction
+    | Instructed
+)

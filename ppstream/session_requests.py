@@ -1,0 +1,197 @@
+"""SessionRequests: what robots say beside samples: reports, resets, instructions, clocks, JPEG.
+
+Each has its own file; here they meet the sessions they belong to, and the run's log.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+
+from ppstream.clock import NS_PER_S, Clock, now_ns
+from ppstream.instructions import Instructions
+from ppstream.messages import (
+    ClockQuestion,
+    ClockReading,
+    Conditioned,
+    Hello,
+    Instruct,
+    Ping,
+    Prefix,
+    Report,
+    Reset,
+    Samples,
+    ToRobot,
+)
+from ppstream.sample_ledger import CLOSED, SHAPE
+from ppstream.session_cameras import EncodedFrame, FrameDecoder, decoder_problem
+
+if TYPE_CHECKING:
+    from ppstream.config import PipelineConfig
+    from ppstream.session_records import Session, SessionCounts, SessionStream
+    from ppstream.session_table import SessionTable
+
+MAX_REPORTS: Final = 4096  # waiting for the log
+STAMP_BYTES: Final = 8
+NO_INSTRUCTIONS: Final = "this run takes none: policy.instructions is false"
+ASKS_SINCE_MINOR: Final = 1  # an older robot does not know the questions
+
+
+Note: TypeAlias = Report | Reset | Ping | Instruct | ClockReading | Prefix
+#: Takes a numbered text to the policy, and says what came of it.
+Teach: TypeAlias = Callable[[int, str, Callable[[int, str], None]], None]
+
+
+#: Writes an event of that name, with fields, to the run's log.
+LogEvent: TypeAlias = Callable[..., None]
+
+
+class SessionRequests:
+    """For the thread that owns the rows.
+
+    Args:
+        config: says whether instructions are wanted, and how often clocks are asked.
+        table: the open sessions.
+        counts: of all sessions.
+        send: takes an answer to a robot.
+        wake: asks for ``take`` soon; from any thread.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        table: SessionTable,
+        counts: SessionCounts,
+        send: Callable[[bytes, ToRobot], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self.reports: deque[Report] = deque(maxlen=MAX_REPORTS)
+        self.clock: Clock = now_ns
+        self._teach: Teach = _nobody
+        self._log_event: LogEvent = _nowhere
+        self.instructions = Instructions(self._tell) if config.policy.instructions else None
+        probe_s = config.service.clock_probe_s
+        self._probe_ns = None if probe_s is None else round(probe_s * NS_PER_S)
+        self._probe_due_ns = 0
+        self._table = table
+        self._counts = counts
+        self._send = send
+        self._cameras = FrameDecoder(wake)
+
+    def attach(self, instruct: Teach, log_event: LogEvent) -> None:
+        """Where texts go, whose fate the given function hears; and where the log is."""
+        self._teach, self._log_event = instruct, log_event
+
+    def problem(self, hello: Hello) -> str | None:
+        """Why what the robot declares cannot be served here."""
+        is_jpeg = any(stream.encoding == "jpeg" for stream in hello.streams)
+        return decoder_problem() if is_jpeg else None
+
+    def begin(self, session: Session) -> None:
+        """The session's row is open: its instruction may take effect."""
+        self._want(session)
+
+    def note(self, session: Session, message: Note) -> None:
+        """Whatever a robot says that is neither hello nor samples nor goodbye."""
+        if isinstance(message, Report):
+            self._counts.reports_lost += len(self.reports) == MAX_REPORTS
+            self.reports.append(message)
+        elif isinstance(message, Prefix):
+            session.commit(message)
+        elif isinstance(message, Reset):
+            self._counts.resets += 1
+            session.begin_episode()
+        elif isinstance(message, Instruct):
+            self.instruct(session, message)
+        elif isinstance(message, ClockReading):
+            self.reading(session, message)
+
+    def instruct(self, session: Session, message: Instruct) -> None:
+        """A new instruction; one that is not newer than the last is ignored."""
+        epoch = message.conditioning_epoch
+        if self.instructions is None:
+            self._send(session.peer, Conditioned(session.id, epoch, NO_INSTRUCTIONS))
+        elif epoch > session.wish[0]:
+            session.wish = epoch, message.text
+            if session.is_serving:
+                self._want(session)
+
+    def reading(self, session: Session, message: ClockReading) -> None:
+        """What a robot's clock showed; the time of day is asked now, not of before it arrived."""
+        estimate = session.offset.add(message.asked_ns, message.robot_ns, self.clock())
+        if estimate is not None:
+            self._log_event("robot_clock", session=session.id, **estimate._asdict())
+
+    def frame(self, session: Session, stream: SessionStream, message: Samples, now_ns: int) -> None:
+        """One camera frame to decode; an older one that still waits is dropped for it."""
+        if len(message.stamps) != STAMP_BYTES or not len(message.values):
+            stream.ring.refuse(SHAPE, 1)
+            return
+        stamp_ns = int.from_bytes(message.stamps, "little", signed=True)
+        jpeg = bytes(message.values)
+        frame = EncodedFrame(session, session.episode, stream, stamp_ns, jpeg, now_ns)
+        if not self._cameras.submit(frame):
+            stream.ring.refuse("superseded", 1)
+
+    def take(self) -> int:
+        """Put decoded frames into their rings, and tell what became of instructions.
+
+        Returns:
+            How many samples the rings accepted.
+        """
+        taken = 0
+        for frame, values, decode_ns in self._cameras.take():
+            ring, session = frame.stream.ring, frame.session
+            self._counts.images_decoded += values is not None
+            self._counts.image_decode_ns += decode_ns
+            if not session.is_serving or session.episode != frame.episode:
+                ring.refuse(CLOSED, 1)  # its robot left or began anew meanwhile
+            elif values is None:
+                ring.refuse("jpeg", 1)
+            else:
+                taken += ring.append(np.array((frame.stamp_ns,)), values, frame.rx_ns)
+        if self.instructions is not None:
+            self._take_news(self.instructions)
+        return taken
+
+    def each_second(self, now_ns: int) -> None:
+        """Ask robots what their clocks show, when it is time to."""
+        if self._probe_ns is None or now_ns < self._probe_due_ns:
+            return
+        self._probe_due_ns = now_ns + self._probe_ns
+        for session in self._table.all():
+            if session.hello.minor >= ASKS_SINCE_MINOR:
+                self._send(session.peer, ClockQuestion(session.id, self.clock()))
+
+    def close(self) -> None:
+        self._cameras.close()
+
+    def _want(self, session: Session) -> None:
+        epoch, text = session.wish
+        if self.instructions is not None and epoch:
+            self.instructions.want(session.row, epoch, text)
+            self._take_news(self.instructions)
+
+    def _take_news(self, instructions: Instructions) -> None:
+        for change in instructions.take_news():
+            self._counts.instructions += not change.fault
+            self._log_event("instruction", **change._asdict())
+            session = self._table.at_session(change.session)
+            if session is not None:
+                answer = Conditioned(change.session, change.conditioning_epoch, change.fault)
+                self._send(session.peer, answer)
+
+    def _tell(self, number: int, text: str) -> None:
+        assert self.instructions is not None
+        self._teach(number, text, self.instructions.confirm)
+
+
+def _nobody(number: int, text: str, done: Callable[[int, str], None]) -> None:
+    done(number, "there is no policy")
+
+
+def _nowhere(name: str, **fields: object) -> None:
+    pass

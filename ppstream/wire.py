@@ -1,0 +1,34 @@
+"""Words of the wire: bounded numbers and texts, and the two kinds of struct that travel.
+
+What is said with them stands in ``messages.py`` (robots) and ``rank_messages.py`` (ranks).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+WIRE_MAJOR: Final = 1
+WIRE_MINOR: Final = 1  # rank 0 serves robots of this minor version and of the one before
+
+MAX_NAME = 64
+MAX_DIM = 1 << 24  # values of one sample; a frame of a camera is the largest
+MAX_TEXT = 4096
+MAX_DETAILS = 256  # lines of a refusal
+MAX_INSTRUCTION = 1024  # characters
+Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # fits the int64 of an envelope's rows
+Ns = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Span = Annotated[int, Meta(gt=0, le=2**63 - 1)]  # a duration above zero
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+InstructionText = Annotated[str, Meta(max_length=MAX_INSTRUCTION)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base: array-like on the wire, tracked by nobody's garbage collector."""
+
+
+class ControlFrame(Message, frozen=True, forbid_unknown_fields=True):
+    """Base of the frames between ranks."""

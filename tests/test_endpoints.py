@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+
+from ppstream.endpoints import IPC_PATH_MAX_BYTES, endpoint_problem, is_local
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local"),
+    [
+        ("tcp://127.0.0.1:5870", True),
+        ("tcp://127.8.9.10:1", True),
+        ("tcp://[::1]:5870", True),
+        ("tcp://localhost:5870", True),
+        ("tcp://lo:*", True),
+        ("ipc:///run/robots", True),
+        ("tcp://0.0.0.0:5870", False),
+        ("tcp://*:5870", False),
+        ("tcp://[::]:5870", False),
+        ("tcp://192.168.1.4:5870", False),
+        ("tcp://128.0.0.1:5870", False),
+        ("tcp://eth0:5870", False),
+        ("tcp://localhost.example.org:5870", False),
+        ("tcp://127.0.0.1.example.org:5870", False),
+        ("tcp://[::ffff:192.168.1.4]:5870", False),
+        ("nonsense", False),
+    ],
+)
+def test_only_loopback_and_unix_sockets_are_local(endpoint: str, local: bool) -> None:
+    assert is_local(endpoint) is local
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fits"),
+    [
+        ("tcp://127.0.0.1:65535", True),
+        ("tcp://127.0.0.1:65536", False),
+        ("tcp://127.0.0.1", False),
+        ("tcp://:5870", False),
+        ("udp://127.0.0.1:5870", False),
+        ("ipc://", False),
+        ("ipc://" + "a" * IPC_PATH_MAX_BYTES, True),
+        ("ipc://" + "a" * (IPC_PATH_MAX_BYTES + 1), False),
+    ],
+)
+def test_what_cannot_be_an_endpoint_is_said(endpoint: str, fits: bool) -> None:
+    assert (endpoint_problem(endpoint) is None) is fits

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from robot_rig import make_client, make_config, serving, wait_until
+from session_desk import Desk, hello, open_desk
+
+from ppstream import messages as m
+from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.config import PipelineConfig
+
+Events = list[tuple[str, dict[str, Any]]]
+OFFSET_NS = -(10**15)
+
+
+def asking_config() -> PipelineConfig:
+    """Clocks are asked each second, and instructions taken."""
+    config = make_config()
+    return msgspec.structs.replace(
+        config,
+        service=msgspec.structs.replace(config.service, clock_probe_s=1.0),
+        policy=msgspec.structs.replace(config.policy, instructions=True),
+    )
+
+
+@pytest.fixture
+def events() -> Events:
+    return []
+
+
+@pytest.fixture
+def desk(events: Events) -> Iterator[Desk]:
+    with open_desk(config=asking_config(), phase="bring-up") as desk:
+        desk.sessions.requests.attach(
+            lambda number, text, done: done(number, ""),
+            lambda name, **fields: events.append((name, fields)),
+        )
+        desk.sessions.requests.clock = lambda: desk.now_ns
+        yield desk
+
+
+def test_a_robots_answer_gives_the_offset_of_its_clock_for_the_log(
+    desk: Desk, events: Events
+) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot, minor=m.WIRE_MINOR).session
+    desk.now_ns += NS_PER_S
+    desk.sessions.drain(desk.now_ns)
+    question = desk.hear(robot)
+    assert question == m.ClockQuestion(session, desk.now_ns)
+    asked_ns = desk.now_ns
+    desk.now_ns += 4 * NS_PER_MS  # there and back
+    desk.say(robot, m.ClockReading(session, asked_ns, asked_ns + NS_PER_MS + OFFSET_NS))
+    [(name, fields)] = events
+    assert (name, fields["session"]) == ("robot_clock", session)
+    assert fields["uncertainty_ns"] == 2 * NS_PER_MS
+    assert abs(fields["offset_ns"] - OFFSET_NS) <= fields["uncertainty_ns"]
+
+
+def test_a_robot_of_the_minor_version_before_is_not_asked(desk: Desk) -> None:
+    robot = desk.robot()
+    desk.admit(robot, minor=m.WIRE_MINOR - 1)
+    desk.now_ns += NS_PER_S
+    desk.sessions.drain(desk.now_ns)
+    desk.sessions.set_phase("ready")
+    assert desk.hear(robot) == m.Phase("ready")
+
+
+def test_an_answer_from_the_future_is_ignored(desk: Desk, events: Events) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.say(robot, m.ClockReading(session, desk.now_ns + 1, 0))
+    assert events == []
+
+
+def test_an_instruction_waits_for_ready_and_the_newest_counts(desk: Desk, events: Events) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot, instruction="pick", conditioning_epoch=1).session
+    desk.say(robot, m.Instruct(session, 3, "place"), m.Instruct(session, 2, "stale"))
+    assert events == []
+    assert desk.rows[0].instruction_id == 0
+    desk.sessions.set_phase("ready")
+    assert [fields["text"] for _, fields in events] == ["place"]
+    assert (desk.rows[0].instruction_id, desk.rows[0].conditioning_epoch) == (1, 3)
+    assert desk.hear(robot) == m.Conditioned(session, 3)
+
+
+def test_a_run_that_takes_no_instructions_says_so() -> None:
+    with open_desk() as desk:
+        robot = desk.robot()
+        session = desk.admit(robot).session
+        desk.say(robot, m.Instruct(session, 1, "pick"))
+        answer = desk.hear(robot)
+        assert (answer.session, answer.conditioning_epoch) == (session, 1)
+        assert "policy.instructions" in answer.fault
+        assert desk.rows[0].conditioning_epoch == 0
+
+
+def test_a_robot_client_answers_with_the_clock_that_stamps_its_samples(events: Events) -> None:
+    def clock() -> int:
+        return now_ns() + OFFSET_NS
+
+    with serving(asking_config()) as server:
+        requests = server.sessions.requests
+        server.order(
+            lambda: requests.attach(
+                lambda number, text, done: done(number, ""),
+                lambda name, **fields: events.append((name, fields)),
+            )
+        )
+        with make_client(server.sessions.endpoint, clock=clock) as client:
+            client.connect(10)
+            wait_until(lambda: events)
+    fields = events[0][1]
+    assert abs(fields["offset_ns"] - OFFSET_NS) <= fields["uncertainty_ns"]
+
+
+def test_an_instruction_too_long_for_the_wire_is_not_one(desk: Desk) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.say(robot, m.Instruct(session, 1, "x" * m.MAX_INSTRUCTION))
+    desk.say(robot, m.Instruct(session, 2, "x" * (m.MAX_INSTRUCTION + 1)))
+    assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
+    assert hello().instruction == ""

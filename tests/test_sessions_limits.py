@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from robot_rig import make_config, wait_until
+from session_desk import STREAMS, Desk, hello, open_desk, samples
+
+from ppstream import messages as m
+from ppstream.clock import NS_PER_S
+from ppstream.session_limits import (
+    HEADER_BYTES,
+    PUSH_BYTES,
+    STRANGER_FRAMES_PER_S,
+    frame_bytes_max,
+    frames_per_second,
+)
+from ppstream.sessions import CALM_FRAMES
+
+LIMIT = frames_per_second(make_config(rows=2))
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    with open_desk(rows=2) as desk:
+        desk.sessions.drain(desk.now_ns)  # a second begins
+        yield desk
+
+
+@pytest.mark.parametrize(("extra", "dropped"), [(-1, {}), (0, {}), (1, {"rate": 1})])
+def test_a_robot_may_send_so_many_frames_a_second_and_not_one_more(
+    desk: Desk, extra: int, dropped: dict[str, int]
+) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.say(robot, *[m.Ping(session)] * (LIMIT + extra))
+    assert desk.sessions.statistics().frames_dropped == dropped
+    desk.now_ns += NS_PER_S
+    desk.say(robot, m.Ping(session))  # the next second begins
+    assert desk.sessions.statistics().frames_dropped == dropped
+
+
+def test_a_flood_of_one_robot_takes_nothing_from_another(desk: Desk) -> None:
+    loud, quiet = desk.robot(), desk.robot()
+    desk.admit(loud, robot="loud")
+    session = desk.admit(quiet, robot="quiet").session
+    desk.say(loud, *[b"\xc1"] * (LIMIT + 1000))
+    dropped = desk.sessions.statistics().frames_dropped
+    assert dropped["rate"] == 1000  # unread, while the others could not be decoded
+    assert desk.say(quiet, *[samples(session, stamp) for stamp in range(1, 101)]) == 100
+    assert desk.sessions.statistics().frames_dropped == dropped
+
+
+@pytest.mark.parametrize(("extra", "over"), [(-1, 0), (0, 0), (1, 1)])
+def test_strangers_share_one_limit(desk: Desk, extra: int, over: int) -> None:
+    one, other = desk.robot(), desk.robot()
+    desk.say(one, *[m.Ping(9)] * 100)
+    desk.say(other, *[m.Ping(9)] * (STRANGER_FRAMES_PER_S - 100 + extra))
+    assert desk.sessions.statistics().frames_dropped.get("rate", 0) == over
+    desk.now_ns += NS_PER_S
+    desk.admit(desk.robot())
+
+
+def test_a_lone_robot_may_replay_as_fast_as_it_can() -> None:
+    assert frames_per_second(make_config(rows=1)) > 10**9
+
+
+@pytest.mark.parametrize(("dim", "limit"), [(3, PUSH_BYTES), (PUSH_BYTES, 4 * PUSH_BYTES)])
+def test_the_largest_frame_holds_a_push_and_a_sample(dim: int, limit: int) -> None:
+    config = make_config()
+    stream = msgspec.structs.replace(config.streams[0], dim=dim)
+    config = msgspec.structs.replace(config, streams=(stream,))
+    assert frame_bytes_max(config) == limit + HEADER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [
+        ((m.WIRE_MAJOR, m.WIRE_MINOR), None),
+        ((m.WIRE_MAJOR, m.WIRE_MINOR - 1), None),
+        ((m.WIRE_MAJOR, m.WIRE_MINOR + 1), "upgrade ppstream on rank 0"),
+        ((m.WIRE_MAJOR, m.WIRE_MINOR - 2), "upgrade ppstream on the robot"),
+        ((m.WIRE_MAJOR + 1, 0), "upgrade ppstream on rank 0"),
+        ((m.WIRE_MAJOR - 1, 7), "upgrade ppstream on the robot"),
+    ],
+)
+def test_this_minor_version_and_the_one_before_are_served(
+    desk: Desk, version: tuple[int, int], advice: str | None
+) -> None:
+    robot = desk.robot()
+    desk.say(robot, hello(major=version[0], minor=version[1]))
+    answer = desk.hear(robot)
+    if advice is None:
+        assert isinstance(answer, m.Welcome)
+        assert (answer.major, answer.minor) == (m.WIRE_MAJOR, m.WIRE_MINOR)
+    else:
+        assert answer.reason == "version"
+        assert f"got {version[0]}.{version[1]}; {advice}" in answer.details[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({"robot": "x" * m.MAX_NAME}, True),
+        ({"robot": "x" * (m.MAX_NAME + 1)}, False),
+        ({"robot": ""}, False),
+        ({"instruction": "x" * m.MAX_INSTRUCTION}, True),
+        ({"instruction": "x" * (m.MAX_INSTRUCTION + 1)}, False),
+    ],
+)
+def test_texts_of_a_hello_have_a_longest_form(
+    desk: Desk, changes: dict[str, Any], fits: bool
+) -> None:
+    desk.say(desk.robot(), hello(**changes))
+    statistics = desk.sessions.statistics()
+    assert (statistics.opened, statistics.frames_dropped) == (
+        (1, {}) if fits else (0, {"undecodable": 1})
+    )
+
+
+@pytest.mark.parametrize(("count", "fits"), [(255, True), (256, True), (257, False)])
+def test_a_hello_declares_at_most_256_streams(desk: Desk, count: int, fits: bool) -> None:
+    streams = tuple(m.StreamDeclaration(f"s{n}", 1, "float32") for n in range(count))
+    desk.say(desk.robot(), hello(streams=streams))
+    statistics = desk.sessions.statistics()
+    assert statistics.refused == ({"contract": 1} if fits else {})
+    assert statistics.frames_dropped == ({} if fits else {"undecodable": 1})
+
+
+def test_an_encoding_that_the_stream_does_not_have_is_another_contract(desk: Desk) -> None:
+    robot = desk.robot()
+    joints = msgspec.structs.replace(STREAMS[0], encoding="jpeg")
+    desk.say(robot, hello(streams=(joints, STREAMS[1])))
+    assert desk.hear(robot).details == ("stream 'joints': expected raw, got jpeg",)
+
+
+@pytest.mark.parametrize(("over", "fits"), [(-1, True), (0, True), (1, False)])
+def test_names_of_actions_and_values_of_a_sample_have_a_largest_number(
+    desk: Desk, over: int, fits: bool
+) -> None:
+    desk.say(desk.robot(), hello(actions=("a",) * (1024 + over)))
+    wide = m.StreamDeclaration("joints", m.MAX_DIM + over, "float32")
+    desk.say(desk.robot(), hello(streams=(wide,)))
+    statistics = desk.sessions.statistics()
+    assert statistics.refused == ({"contract": 2} if fits else {})
+    assert statistics.frames_dropped == ({} if fits else {"undecodable": 2})
+
+
+@pytest.mark.parametrize(("rows", "answer"), [(1, "full"), (2, None)])
+def test_so_many_robots_are_admitted_as_there_are_rows(rows: int, answer: str | None) -> None:
+    with open_desk(rows=rows) as desk:
+        desk.admit(desk.robot(), robot="first")
+        second = desk.robot()
+        desk.say(second, hello(robot="second"))
+        heard = desk.hear(second)
+        assert (heard.reason if isinstance(heard, m.Refused) else None) == answer
+
+
+def test_in_a_flood_few_frames_are_taken_at_once_and_afterwards_as_many_as_come(
+    desk: Desk,
+) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.say(robot, *[m.Ping(session)] * (LIMIT + 300))  # the last drain was over the limit
+
+    def taken_at_once(count: int) -> int:
+        for _ in range(count):
+            wait_until(lambda: robot.send(m.encoder.encode(m.Ping(session))))
+        time.sleep(0.05)  # all of it lies in the socket
+        before = desk.sessions.statistics().frames_received
+        desk.sessions.drain(desk.now_ns)
+        return desk.sessions.statistics().frames_received - before
+
+    assert taken_at_once(100) == CALM_FRAMES * (1 + 2)
+    desk.now_ns += NS_PER_S
+    desk.say(robot)
+    while taken_at_once(0):
+        pass
+    assert taken_at_once(100) == 100

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from fuzz_frames import HUGE, fuzz_connections, handshake
+from robot_rig import ANY_PORT, make_client, make_config, serving, wait_until
+
+from ppstream.config_problems import problems
+from ppstream.errors import ConfigError, PeerLostError
+from ppstream.keys import ClientKeys, ServerKeys, allow, client_keys, make_pair
+from ppstream.sockets import MAX_FRAME_BYTES, SharedSocket, bind_server, connect_client
+
+ANYWHERE = "tcp://0.0.0.0:*"
+SERVER, ARM, STRANGER = (zmq.curve_keypair() for _ in range(3))
+ALLOWED = ServerKeys(SERVER[1], {ARM[0]: "arm"})
+GOOD = ClientKeys(ARM[1], SERVER[0])
+
+
+@contextmanager
+def guarded(keys: ServerKeys | None = ALLOWED, endpoint: str = ANYWHERE) -> Iterator[SharedSocket]:
+    server = bind_server(endpoint, keys)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def near(server: SharedSocket) -> str:
+    return server.endpoint.replace("0.0.0.0", "127.0.0.1")
+
+
+def refused(server: SharedSocket, reason: str) -> bool:
+    return server.refused().get(reason, 0) > 0
+
+
+def wait_for_hang_up(raw: socket.socket) -> None:
+    with suppress(ConnectionError):
+        while raw.recv(4096):
+            pass
+
+
+def serves(server: SharedSocket, keys: ClientKeys | None = GOOD) -> bool:
+    client = connect_client(near(server), keys)
+    try:
+        wait_until(lambda: client.send(b"hello"))
+        wait_until(lambda: [frame.body for frame in server.drain()] == [b"hello"])
+    finally:
+        client.close()
+    return True
+
+
+@pytest.mark.parametrize("endpoint", [ANYWHERE, "tcp://*:5870", "tcp://[::]:*", "tcp://eth0:1"])
+def test_nothing_that_other_hosts_reach_is_bound_without_keys(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="ppstream-keys"):
+        bind_server(endpoint)
+
+
+def test_a_robot_does_not_try_another_host_without_keys() -> None:
+    with pytest.raises(ConfigError, match="without keys"):
+        connect_client("tcp://192.0.2.1:5870")
+
+
+def test_an_allowed_robot_is_served_encrypted() -> None:
+    with guarded() as server:
+        assert serves(server)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        pytest.param(ClientKeys(STRANGER[1], SERVER[0]), "key", id="key that is not allowed"),
+        pytest.param(ClientKeys(ARM[1], STRANGER[0]), "handshake", id="server of another key"),
+        pytest.param(None, "handshake", id="plain peer"),
+    ],
+)
+def test_whoever_has_no_right_key_is_refused_and_counted(
+    keys: ClientKeys | None, reason: str
+) -> None:
+    with guarded() as server:
+        intruder = connect_client(near(server), keys)
+        wait_until(lambda: refused(server, reason))
+        assert not intruder.send(b"samples")
+        assert server.drain() == []
+        intruder.close()
+        assert serves(server)
+
+
+def test_when_the_authenticator_is_gone_nobody_gets_in() -> None:
+    with guarded() as server:
+        assert server._guard is not None
+        assert server._guard._authenticator is not None
+        server._guard._authenticator.stop()
+        client = connect_client(near(server), GOOD)
+        wait_until(lambda: refused(server, "handshake"))
+        assert not client.send(b"samples")
+        client.close()
+
+
+def test_a_connection_that_does_not_say_who_it_is_ends() -> None:
+    with guarded(endpoint=ANY_PORT) as server:
+        port = int(server.endpoint.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as silent:
+            wait_for_hang_up(silent)
+        wait_until(lambda: refused(server, "handshake"))
+
+
+def test_two_gigabytes_announced_end_the_connection_before_memory_is_taken() -> None:
+    with guarded(None, ANY_PORT) as server:
+        port = int(server.endpoint.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+            raw.sendall(handshake(b"NULL") + HUGE + b"x" * 4096)
+            wait_for_hang_up(raw)
+        wait_until(lambda: refused(server, "closed"))
+        assert server.drain() == []
+        assert serves(server, None)
+
+
+@pytest.mark.parametrize(("size", "arrives"), [(-1, True), (0, True), (1, False)])
+def test_the_largest_frame_is_exact(size: int, arrives: bool) -> None:
+    with guarded(None, ANY_PORT) as server:
+        client = connect_client(server.endpoint)
+        wait_until(lambda: client.send(bytes(MAX_FRAME_BYTES + size)))
+        if arrives:
+            wait_until(lambda: [len(f.body) for f in server.drain()] == [MAX_FRAME_BYTES + size])
+        else:
+            wait_until(lambda: refused(server, "closed"))
+            assert server.drain() == []
+        client.close()
+
+
+def test_hundreds_of_broken_connections_are_counted_and_robots_still_served() -> None:
+    counts = fuzz_connections(400, seed=1)  # raises when the endpoint serves no more
+    assert counts["sent"] == 400
+    assert counts["handshake"] > 100
+
+
+def make_keys(folder: Path) -> dict[str, str]:
+    make_pair("server", folder)
+    allow(folder / "allowed", "arm", make_pair("arm", folder))
+    return {
+        "secret_key": str(folder / "server.secret"),
+        "allowed_keys": str(folder / "allowed"),
+    }
+
+
+def test_a_robot_client_with_keys_is_served_on_a_network_address(tmp_path: Path) -> None:
+    config = make_config(ANYWHERE)
+    service = msgspec.structs.replace(config.service, **make_keys(tmp_path))
+    config = msgspec.structs.replace(config, service=service)
+    assert [line for line in problems(config) if "service" in line] == []
+    keys = client_keys(tmp_path / "arm.secret", tmp_path / "server.public")
+    with serving(config) as server:
+        endpoint = server.sessions.endpoint.replace("0.0.0.0", "127.0.0.1")
+        with make_client(endpoint, keys=keys) as client:
+            client.connect(10)
+            client.push("joints", 1, [1, 2, 3])
+            wait_until(lambda: server.rows[0].rings["joints"].count == 1)
+        with make_client(endpoint) as plain, pytest.raises(PeerLostError, match="nobody answered"):
+            plain.connect(0.3)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "problem"),
+    [
+        (ANYWHERE, {}, "which other hosts can reach"),
+        ("tcp://robots.example.org:5870", {}, "which other hosts can reach"),
+        (ANYWHERE, {"secret_key": "/k"}, "both or neither"),
+        (ANY_PORT, {"allowed_keys": "/k"}, "both or neither"),
+        (ANYWHERE, {"secret_key": "/k", "allowed_keys": "/l"}, None),
+        (ANY_PORT, {}, None),
+    ],
+)
+def test_a_configuration_without_its_keys_is_refused(
+    endpoint: str, fields: dict[str, str], problem: str | None
+) -> None:
+    config = make_config(endpoint)
+    service = msgspec.structs.replace(config.service, **fields)
+    lines = problems(msgspec.structs.replace(config, service=service))
+    found = [line for line in lines if line.startswith("service.")]
+    assert [problem in line for line in found] == ([] if problem is None else [True])
