@@ -10,15 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-import torch
-
+from ppstream import cuda_start
 from ppstream.config import PipelineConfig
 from ppstream.errors import ConfigError
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
+from ppstream.keys import server_keys
+from ppstream.link_device import slot_count
 from ppstream.model import PipelineForm, StageTimes, latency, limiting_term, period
 from ppstream.placement import Placement, RankPlan, place
 from ppstream.preflight import build_policy, policy_problems
+from ppstream.slots import LinkShape
 from ppstream.specs import SlotLayout
 from ppstream.stage import load
 
@@ -43,21 +45,29 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
     inputs = build_intake(config).cutter.inputs
     found: list[str] = []
     with _collecting(found):
-        placement = place(config, world_size, local_world_size or world_size)
+        placement = place(
+            config,
+            world_size,
+            local_world_size or world_size,
+            has_peer_access=cuda_start.peer_access(config),
+        )
+        found += cuda_start.missing(config)
     with _collecting(found):
-        policy = build_policy(config, torch.device("cpu"))
+        policy = build_policy(config, cuda_start.device_to_build_on(config))
         found += policy_problems(config, inputs, policy.inputs, policy.outputs)
+    with _collecting(found):
+        server_keys(config.service.secret_key, config.service.allowed_keys)
     with _collecting(found):
         load(config.decode.target)(config.decode.options, config.actions)
     if found:
         raise ConfigError(found)
     shape = link_shape(config, inputs, policy.outputs, 0)
-    envelopes = 1 if placement.is_inline else shape.envelope_slots
-    results = 1 if placement.is_inline else shape.result_slots
+    envelopes, results = _slot_counts(placement, shape)
     slot_bytes = envelopes * shape.envelope.slot_bytes + results * shape.result.slot_bytes
     lines = [
         f"ppstream {config.name}: nothing started, no problem found",
         *_placement_lines(config, placement),
+        *_device_lines(placement),
         *_stream_lines(config),
         *_slot_lines("envelope", shape.envelope, envelopes),
         *_slot_lines("result", shape.result, results),
@@ -65,6 +75,14 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
         *_period_lines(config, placement),
     ]
     return "\n".join(lines)
+
+
+def _slot_counts(placement: Placement, shape: LinkShape) -> tuple[int, int]:
+    if placement.is_inline:
+        return 1, 1
+    if placement.is_device_ordered:
+        return slot_count(shape), slot_count(shape)
+    return shape.envelope_slots, shape.result_slots
 
 
 @contextmanager
@@ -87,8 +105,24 @@ def _placement_lines(config: PipelineConfig, placement: Placement) -> Iterator[s
     yield _row("robots", _service_text(config))
 
 
+def _device_lines(placement: Placement) -> Iterator[str]:
+    """What the GPUs of the placement are, and what drives them; nothing without one."""
+    plans = [plan for plan in placement.ranks if plan.is_gpu]
+    if not plans:
+        return
+    yield "\ndevices"
+    for plan in plans:
+        about = cuda_start.facts(plan.device)
+        if about is not None:
+            memory = f"{_bytes(about.memory_bytes)}, {about.capability}"
+            yield _row(plan.device, f"{about.name}, {memory}, for rank {plan.rank}")
+    for name, text in cuda_start.versions():
+        yield _row(name, text)
+
+
 def _stages_text(config: PipelineConfig, plan: RankPlan) -> str:
-    threads = f" ({config.pipeline.threads})" if plan.stages == ("A", "C") else ""
+    how: str = "streams of their own" if plan.is_gpu else config.pipeline.threads
+    threads = f" ({how})" if plan.stages == ("A", "C") else ""
     policy = f" ({config.policy.target})" if "B" in plan.stages else ""
     return f"stage {' + '.join(plan.stages)}{threads}{policy}"
 
@@ -99,7 +133,9 @@ def _service_text(config: PipelineConfig) -> str:
         return f"none: serves the recording {service.recording}"
     if service.endpoint is None:
         return "none: no endpoint"
-    return f"up to {rows} at {service.endpoint}, action lease {config.actions.lease_ms:g} ms"
+    known = "" if service.secret_key is None else ", encrypted, for allowed keys alone"
+    lease_ms = config.actions.lease_ms
+    return f"up to {rows} at {service.endpoint}{known}, action lease {lease_ms:g} ms"
 
 
 def _stream_lines(config: PipelineConfig) -> Iterator[str]:
@@ -130,7 +166,12 @@ def _memory_lines(config: PipelineConfig, placement: Placement, slot_bytes: int)
         for stream in config.streams
     )
     rings *= config.batch.rows * INTAKES
-    owner = {"host": "shared by both ranks", "gloo": "on each rank"}.get(placement.link or "", "")
+    owners = {
+        "host": "shared by both ranks",
+        "peer": "on each GPU, half of them written by the other",
+        "pinned": "on each GPU, and in pinned memory",
+    }
+    owner = owners.get(placement.link or "", "" if placement.is_inline else "on each rank")
     yield "\nmemory, besides what torch and the policy take"
     yield _row("rings", f"{_bytes(rings)} on rank 0")
     yield _row("slots", f"{_bytes(slot_bytes)} {owner}".rstrip())

@@ -18,17 +18,23 @@ import torch.distributed as dist
 from ppstream.arrivals import Arrivals
 from ppstream.control import Peer
 from ppstream.errors import ConfigError, PeerLostError
+from ppstream.link_device import BACK, FRONT, DeviceLink
 from ppstream.link_gloo import GlooBack, GlooFront
 from ppstream.link_host import HostBack, HostFront
+from ppstream.link_nccl import NcclLink
+from ppstream.link_peer import PeerLink
+from ppstream.link_pinned import PinnedLink
 from ppstream.slots import LinkShape, Slot
 
 if TYPE_CHECKING:
+    import torch
     from torch._C._distributed_c10d import Store
 
 __all__ = ["BackLink", "FrontLink", "LauncherStore", "LinkShape", "Slot", "join_store"]
-__all__ += ["open_back", "open_front"]
+__all__ += ["BACK", "FRONT", "DeviceLink", "open_back", "open_device", "open_front"]
 
 KINDS: Final = ("host", "gloo")
+DEVICE_KINDS: Final = ("peer", "pinned", "nccl")
 OPEN_TIMEOUT_S: Final = 15.0
 
 
@@ -139,6 +145,40 @@ def open_back(
     if kind == "host":
         return HostBack(peer, shape, timeout_s)
     return GlooBack(peer, store.raw, shape, timeout_s)
+
+
+def open_device(
+    kind: str,
+    side: str,
+    store: LauncherStore,
+    shape: LinkShape,
+    device: torch.device,
+    *,
+    timeout_s: float = OPEN_TIMEOUT_S,
+) -> DeviceLink:
+    """One end of a new link between two GPUs; both ranks must be here at the same time.
+
+    Args:
+        kind: ``peer``, ``pinned`` or ``nccl``.
+        side: ``FRONT`` on rank 0, ``BACK`` on the policy rank.
+        store: where the ends find each other.
+        shape: the same on both ends.
+        device: of this rank; current, and CUDA has started on it.
+        timeout_s: bound of the peer's coming.
+
+    Raises:
+        ConfigError: unknown kind.
+        PeerLostError: the peer did not open its end within ``timeout_s``.
+        DeviceError: the driver refuses memory or mapping.
+        ProtocolError: the ends disagree on their sizes.
+    """
+    if kind == "peer":
+        return PeerLink(side, store, shape, device, timeout_s)
+    if kind == "pinned":
+        return PinnedLink(side, store, shape, device, timeout_s)
+    if kind == "nccl":
+        return NcclLink(side, store.raw, shape, device)
+    raise ConfigError([f"link.kind: {kind!r} is not one of {', '.join(DEVICE_KINDS)}"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Who runs what, where, and over which link: decided once, from the configuration and two counts.
+"""Who runs what, where, over which link: decided once, from the configuration and what is there.
 
 Pure: nothing is started, opened or imported here; the answer is logged and printed by ``--check``.
 """
@@ -13,8 +13,10 @@ from ppstream.errors import ConfigError
 
 RANKS_MAX: Final = 2  # rank 0 and one policy rank
 
-LinkKind = Literal["host", "gloo"]
+LinkKind = Literal["host", "gloo", "peer", "pinned", "nccl"]
 Stage = Literal["A", "B", "C"]
+
+DEVICE_LINKS: Final = ("peer", "pinned", "nccl")  # between GPUs, ordered by them
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,10 @@ class RankPlan:
     rank: int
     stages: tuple[Stage, ...]
     device: str  # as torch.device reads it
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.startswith("cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +45,26 @@ class Placement:
         """One process runs A, B and C in turn: the unpipelined twin."""
         return self.link is None
 
+    @property
+    def is_device_ordered(self) -> bool:
+        """Both ranks compute on GPUs, which order the work among themselves."""
+        return self.link in DEVICE_LINKS
 
-def place(config: PipelineConfig, world_size: int, local_world_size: int) -> Placement:
+
+def place(
+    config: PipelineConfig,
+    world_size: int,
+    local_world_size: int,
+    *,
+    has_peer_access: bool = False,
+) -> Placement:
     """The placement of ``world_size`` ranks, ``local_world_size`` of which share this host.
+
+    Args:
+        config: names a device for each rank.
+        world_size: ranks in all.
+        local_world_size: ranks on this host.
+        has_peer_access: the devices named can reach each other's memory.
 
     Raises:
         ConfigError: there are too many ranks, or the link asked for cannot connect them.
@@ -53,11 +76,21 @@ def place(config: PipelineConfig, world_size: int, local_world_size: int) -> Pla
                 "start with torchrun --nproc-per-node=2"
             ]
         )
+    devices = config.placement
     if world_size == 1:
-        whole = RankPlan(0, ("A", "B", "C"), "cpu")
+        whole = RankPlan(0, ("A", "B", "C"), devices.policy)
         return Placement((whole,), None, "one rank runs every stage in turn")
-    link, why = _choose_link(config.link, is_one_host=local_world_size >= world_size)
-    return Placement((RankPlan(0, ("A", "C"), "cpu"), RankPlan(1, ("B",), "cpu")), link, why)
+    ranks = RankPlan(0, ("A", "C"), devices.rank0), RankPlan(1, ("B",), devices.policy)
+    is_one_host = local_world_size >= world_size
+    if all(plan.is_gpu for plan in ranks):
+        return Placement(
+            ranks,
+            *_choose_device_link(
+                config.link, is_one_host=is_one_host, has_peer_access=has_peer_access
+            ),
+        )
+    _refuse_device_link(config.link, ranks)
+    return Placement(ranks, *_choose_link(config.link, is_one_host=is_one_host))
 
 
 def _choose_link(link: LinkConfig, *, is_one_host: bool) -> tuple[LinkKind, str]:
@@ -67,11 +100,66 @@ def _choose_link(link: LinkConfig, *, is_one_host: bool) -> tuple[LinkKind, str]
         return "host", "both ranks share one host and its memory"
     if link.kind == "host":
         raise ConfigError(["link.kind: got 'host' for ranks on two hosts, want 'auto' or 'gloo'"])
+    _check_trusted(link, "gloo")
+    return "gloo", "the ranks are on two hosts, over a network declared as trusted"
+
+
+def _choose_device_link(
+    link: LinkConfig, *, is_one_host: bool, has_peer_access: bool
+) -> tuple[LinkKind, str]:
+    """Between two GPUs."""
+    if link.kind in ("host", "gloo"):
+        raise ConfigError(
+            [
+                f"link.kind: got {link.kind!r} for ranks on two GPUs, want 'auto', 'peer', "
+                "'pinned' or 'nccl'"
+            ]
+        )
+    if not is_one_host:
+        if link.kind in ("peer", "pinned"):
+            raise ConfigError(
+                [f"link.kind: got {link.kind!r} for ranks on two hosts, want 'auto' or 'nccl'"]
+            )
+        _check_trusted(link, "nccl")
+        return "nccl", "the GPUs are in two hosts, over a network declared as trusted"
+    if link.kind == "nccl":
+        return "nccl", "asked for by link.kind, though both GPUs are in one host"
+    if link.kind == "pinned":
+        return "pinned", "asked for by link.kind: slots in pinned memory that both GPUs reach"
+    if has_peer_access:
+        return "peer", "both GPUs are in one host and reach each other's memory"
+    if link.kind == "peer":
+        raise ConfigError(
+            [
+                "link.kind: got 'peer', but the GPUs do not reach each other's memory; "
+                "want 'auto' or 'pinned'"
+            ]
+        )
+    return "pinned", "both GPUs are in one host, but do not reach each other's memory"
+
+
+def _refuse_device_link(link: LinkConfig, ranks: tuple[RankPlan, ...]) -> None:
+    problems = []
+    if link.kind in DEVICE_LINKS:
+        problems.append(
+            f"link.kind: got {link.kind!r}, which connects two GPUs; want 'auto', or a CUDA device "
+            "for placement.rank0 and placement.policy"
+        )
+    if ranks[0].is_gpu:
+        problems.append(
+            f"placement.rank0: got {ranks[0].device} beside a policy on the CPU, want 'cpu', or a "
+            "CUDA device for placement.policy, too"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_trusted(link: LinkConfig, kind: str) -> None:
     if not link.trusted_network:
         raise ConfigError(
             [
-                "link.trusted_network: got false for ranks on two hosts, want true: gloo neither "
-                "encrypts nor authenticates, so set it only where nobody else can reach the network"
+                f"link.trusted_network: got false for ranks on two hosts, want true: {kind} "
+                "neither encrypts nor authenticates, so set it only where nobody else can reach "
+                "the network"
             ]
         )
-    return "gloo", "the ranks are on two hosts, over a network declared as trusted"

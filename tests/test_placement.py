@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from ppstream.config import (
     ActionConfig,
     LinkConfig,
     PipelineConfig,
+    PlacementConfig,
     PolicyConfig,
     StreamConfig,
     WindowConfig,
@@ -17,7 +19,13 @@ from ppstream.placement import Placement, RankPlan, place
 
 
 def placed(
-    world_size: int, local_world_size: int, kind: str = "auto", *, trusted: bool = False
+    world_size: int,
+    local_world_size: int,
+    kind: str = "auto",
+    *,
+    trusted: bool = False,
+    devices: tuple[str, str] = ("cpu", "cpu"),
+    peer_access: bool = False,
 ) -> Placement:
     config = PipelineConfig(
         name="arm",
@@ -29,7 +37,13 @@ def placed(
         policy=PolicyConfig(target="acme:build"),
         link=LinkConfig(kind=kind, trusted_network=trusted),  # type: ignore[arg-type]
     )
-    return place(config, world_size, local_world_size)
+    config = msgspec.structs.replace(
+        config, placement=PlacementConfig(rank0=devices[0], policy=devices[1])
+    )
+    return place(config, world_size, local_world_size, has_peer_access=peer_access)
+
+
+GPUS = ("cuda:0", "cuda:1")
 
 
 def test_two_ranks_of_one_host_share_memory() -> None:
@@ -70,3 +84,60 @@ def test_two_hosts_need_a_network_declared_as_trusted(kind: str) -> None:
 def test_shared_memory_between_two_hosts_is_refused_even_if_trusted() -> None:
     with pytest.raises(ConfigError, match=r"link\.kind: got 'host' for ranks on two hosts"):
         placed(2, 1, "host", trusted=True)
+
+
+def test_gpus_of_one_host_that_reach_each_other_get_the_peer_link() -> None:
+    placement = placed(2, 2, devices=GPUS, peer_access=True)
+    assert (placement.link, placement.is_device_ordered) == ("peer", True)
+    assert [plan.device for plan in placement.ranks] == ["cuda:0", "cuda:1"]
+
+
+def test_gpus_of_one_host_that_do_not_reach_each_other_share_pinned_memory() -> None:
+    placement = placed(2, 2, devices=GPUS)
+    assert placement.link == "pinned"
+    assert "do not reach" in placement.why
+
+
+@pytest.mark.parametrize("kind", ["pinned", "nccl"])
+def test_another_link_between_gpus_can_be_asked_for(kind: str) -> None:
+    placement = placed(2, 2, kind, devices=GPUS, peer_access=True)
+    assert (placement.link, placement.is_device_ordered) == (kind, True)
+
+
+def test_gpus_of_two_hosts_need_a_trusted_network_and_nccl() -> None:
+    assert placed(2, 1, trusted=True, devices=GPUS).link == "nccl"
+    with pytest.raises(ConfigError, match=r"link\.trusted_network.*nccl"):
+        placed(2, 1, devices=GPUS)
+
+
+@pytest.mark.parametrize("kind", ["peer", "pinned"])
+def test_links_of_one_host_are_refused_between_two(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"link\.kind"):
+        placed(2, 1, kind, devices=GPUS, trusted=True)
+
+
+def test_a_peer_link_without_peer_access_is_refused() -> None:
+    with pytest.raises(ConfigError, match="do not reach each other's memory"):
+        placed(2, 2, "peer", devices=GPUS)
+
+
+@pytest.mark.parametrize("kind", ["host", "gloo"])
+def test_cpu_links_are_refused_between_gpus(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"link\.kind.*two GPUs"):
+        placed(2, 2, kind, devices=GPUS)
+
+
+@pytest.mark.parametrize("kind", ["peer", "pinned", "nccl"])
+def test_links_of_gpus_are_refused_between_cpus(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"connects two GPUs"):
+        placed(2, 2, kind)
+
+
+def test_a_gpu_for_rank_0_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"placement\.rank0"):
+        placed(2, 2, devices=("cuda:0", "cpu"))
+
+
+def test_a_gpu_for_the_policy_alone_keeps_the_host_link() -> None:
+    placement = placed(2, 2, devices=("cpu", "cuda:0"))
+    assert (placement.link, placement.is_device_ordered) == ("host", False)

@@ -10,7 +10,6 @@ that of both processes together. Needs torch; prints a table, writes JSON with `
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import socket
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
+from bench_claims import Claim, ratio, write_audited
 
 from ppstream.control import Peer
 from ppstream.links import LinkShape, join_store, open_back, open_front
@@ -54,14 +54,32 @@ def main() -> None:
         return
     rows = measure_all(arguments.messages, arguments.repeats)
     print_table(rows)
-    if arguments.json:
-        machine = {
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        }
-        arguments.json.write_text(json.dumps({"environment": machine, "rows": rows}, indent=1))
+    report = {"environment": environment(), "rows": rows}
+    write_audited(arguments.json, report, claims_of(rows))
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Every kind over the bare socket of the same size, as the table's last column."""
+    bare = {row["size"]: row["p50_us"] for row in rows if row["kind"] == "socket"}
+    return [
+        ratio(
+            f"{row['kind']} link, {row['size']}: p50 / socket",
+            row["p50_us"],
+            bare[row["size"]],
+            round(row["p50_us"] / bare[row["size"]], 3),
+        )
+        for row in rows
+        if row["kind"] != "socket"
+    ]
 
 
 def measure_all(messages: int, repeats: int) -> list[dict[str, Any]]:

@@ -5,26 +5,28 @@
 
 On a GPU see bench_resample_cuda.py. On a CPU:
 
-Three ways: a plan (prepared once, as the pipeline does per window), the op (into a given output,
+Four ways: a plan (prepared once, as the pipeline does per window), the op (into a given output,
 with its checks and preparation in every call), and the formula, searchsorted + index_select + lerp
-on int64 stamps, which returns values only: no validity, no age, no ring, into fresh memory. One
-thread. Times are wall clock per call, in turn; a ratio is of two medians. The error is the largest
-of the plan, relative to the largest sample, against the float64 reference.
+on int64 stamps, which returns values only: no validity, no age, no ring, into fresh memory; and the
+same with numpy, row by row. One thread. Times are wall clock per call, in turn; a ratio is of two
+medians. The error is the largest of the plan, relative to the largest sample, against the float64
+reference.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from bench_claims import Claim, bandwidth, ratio, write_audited
+from resample_numpy import by_numpy
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
@@ -38,19 +40,20 @@ WARM_UP_CALLS = 20
 BATCHES = ((1, 500, 250, 270), (32, 500, 250, 14), (256, 100, 50, 32))  # B, N, T, D
 WINDOW = ((512, 14), (1024, 6), (2048, 8))  # ring size and D of a robot's three streams
 WINDOW_TARGETS = (16, 32, 64)
-WAYS = ("plan", "op", "formula")
+WAYS = ("plan", "op", "formula", "numpy")
 
 
 Out = tuple[Tensor, Tensor, Tensor]  # values, valid, age_s
 
 
 class Case(NamedTuple):
-    """Three ways to the same values; the first two write into ``out``."""
+    """Four ways to the same values; the first two write into ``out``."""
 
     name: str
     plan: Callable[[], object]
     op: Callable[[], object]
     formula: Callable[[], object]
+    numpy: Callable[[], object]
     out: Out
     reference: np.ndarray
 
@@ -62,7 +65,8 @@ def main() -> None:
     if arguments.device == "cuda":
         import bench_resample_cuda  # needs a GPU, cuda-core and Triton
 
-        return _write(arguments.json, bench_resample_cuda.measure(quick=arguments.quick))
+        report = bench_resample_cuda.measure(quick=arguments.quick)
+        return write_audited(arguments.json, report, gpu_claims(report))
     about = {
         "machine": platform.processor() or platform.machine(),
         "device": arguments.device,
@@ -77,12 +81,31 @@ def main() -> None:
     columns = "".join(f"{f'{way} µs min/p50/p99/max':>29}" for way in WAYS)
     print(f"{'case':31}{columns}{'plan':>7}{'op':>6}{'error':>9}")
     rows = [_measure(case, arguments.calls) for case in cases]
-    return _write(arguments.json, {"about": about, "rows": rows})
+    return write_audited(arguments.json, {"about": about, "rows": rows}, _claims(rows))
 
 
-def _write(file: Path | None, report: dict[str, object]) -> None:
-    if file:
-        file.write_text(json.dumps(report, indent=1) + "\n")
+def gpu_claims(report: dict[str, Any]) -> list[Claim]:
+    """Bytes a call must move over its time, its share of a copy, and the peers' times over ours."""
+    claims = []
+    for row in report["shapes"]:
+        what, us, moved = f"{row['dtype']} {row['shape']}", row["us"], row["gb_s"]
+        claims += [
+            bandwidth(f"{what}: bytes moved", row["bytes"], us["ours"] / 1e6, moved * 1e9),
+            ratio(f"{what}: share of a copy", moved, report["copy_gb_s"], row["share_of_copy"]),
+        ]
+        peers = [key.removeprefix("vs_") for key in row if key.startswith("vs_")]
+        claims += [ratio(f"{what}: {p} / ours", us[p], us["ours"], row[f"vs_{p}"]) for p in peers]
+    return claims
+
+
+def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Each way's median over the formula's."""
+    return [
+        ratio(f"{row['case']}: {way} / formula", us[way]["p50"], us["formula"]["p50"], claimed)
+        for row in rows
+        for us in (row["us"],)
+        for way, claimed in row["ratio"].items()
+    ]
 
 
 def _parse() -> argparse.Namespace:
@@ -131,6 +154,8 @@ def _case(
     plan = ResamplePlan(sources, shape[1])
     exact = [resample_reference(s.numpy(), ns.numpy(), tgt_ns.numpy()).values for s, ns in plain]
 
+    arrays = [(samples.numpy(), stamps_ns.numpy()) for samples, stamps_ns in plain]
+
     def by_formula() -> Tensor:
         parts = [formula(*one, tgt_ns) for one in plain]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
@@ -140,6 +165,7 @@ def _case(
         lambda: plan(tgt_ns, out),
         lambda: resample_streams(sources, tgt_ns, out=out),
         by_formula,
+        lambda: [by_numpy(*one, tgt_ns.numpy()) for one in arrays],
         out,
         np.concatenate(exact, 2),
     )
@@ -174,7 +200,7 @@ def _targets(rows: int, targets: int) -> Tensor:
     return (ORIGIN_NS + torch.arange(1, targets + 1) * (SPAN_NS // targets)).repeat(rows, 1)
 
 
-def _measure(case: Case, calls: int) -> dict[str, object]:
+def _measure(case: Case, calls: int) -> dict[str, Any]:
     times_us = {way: np.empty(calls) for way in WAYS}
     for call in range(-WARM_UP_CALLS, calls):
         for way, taken_us in times_us.items():

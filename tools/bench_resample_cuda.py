@@ -18,6 +18,7 @@ import resample_peers as peers
 import torch
 from resample_inputs import SPAN_NS, Inputs, make_inputs, must_move
 from resample_launching import measure_launching
+from resample_numpy import numpy_us
 from torch import Tensor
 
 from ppstream_kernels import StreamSource, resample, resample_streams
@@ -129,12 +130,14 @@ def _shape_row(shape: tuple[int, int, int, int], dtype: torch.dtype, ceiling: fl
     times = _floor_and_ours(shape, dtype, sets)
     times["hot"] = gpu_timing.graphed_us({"hot": [_ours(sets[0])]})["hot"]
     times |= _peer_times(sets)
-    bandwidth = call_bytes / times["ours"] / 1e3
+    bandwidth, one = call_bytes / times["ours"] / 1e3, sets[0]
     ratios = {f"vs_{name}": times[name] / times["ours"] for name in PEERS}
     row: Row = {
         "shape": "x".join(map(str, shape)),
         "dtype": str(dtype).removeprefix("torch."),
+        "bytes": call_bytes,
         "us": times,
+        "numpy_us": numpy_us(*(t.cpu().numpy() for t in (one.src.float(), one.src_ns, one.tgt_ns))),
         "over_floor_us": times["ours"] - times["floor"],
         "gb_s": bandwidth,
         "share_of_copy": bandwidth / ceiling,
@@ -198,7 +201,8 @@ def _print_row(row: Row) -> None:
     print(
         f"{row['dtype']:9}{row['shape']:18} ours {us['ours']:7.2f} floor {us['floor']:7.2f} "
         f"over {row['over_floor_us']:+5.2f} hot {us['hot']:6.2f}  {row['gb_s']:5.0f} GB/s "
-        f"{row['share_of_copy']:4.0%}  {peers_shown}  errors {errors}",
+        f"{row['share_of_copy']:4.0%}  {peers_shown}  numpy {row['numpy_us']:.0f} µs  "
+        f"errors {errors}",
         flush=True,
     )
 

@@ -3,12 +3,13 @@
 #
 #     tools/gpu_check.sh [RESULTS_FOLDER] [--quick]
 #
-# Needs python3 with torch, cuda-core, pytest, hypothesis and Triton, and compute-sanitizer.
+# Needs python3 with torch, cuda-core, msgspec, pyzmq, nvtx, pytest, hypothesis and Triton, and
+# compute-sanitizer; with ncu, NVTX ranges are checked too. Tests of two GPUs skip on one.
 set -eu
 cd "$(dirname "$0")/.."
 results=${1:-.}
 quick=${2:-}
-PYTHONPATH=kernels:stages:.${PYTHONPATH:+:$PYTHONPATH}
+PYTHONPATH=kernels:stages:tools:.${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH PYTHONUNBUFFERED=1
 
 echo '== machine'
@@ -24,8 +25,21 @@ for tool in memcheck racecheck; do
     # cuda-bindings probes the driver for functions that it may lack: no errors of ours
     compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no \
         python3 tools/resample_once.py
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no \
+        python3 tools/window_once.py
 done
+
+if command -v ncu >/dev/null; then
+    echo '== NVTX: 6 windows of 5 kernels in the range A, nothing outside of it'
+    ncu --clock-control none --nvtx --nvtx-include 'ppstream@A/' \
+        --metrics gpu__time_duration.sum python3 tools/window_once.py >"$results/ncu.txt"
+    test "$(grep -c 'REGISTERED: A' "$results/ncu.txt")" = 30
+fi
 
 echo '== measured'
 # shellcheck disable=SC2086
 python3 tools/bench_resample.py --device cuda $quick --json "$results/resample.json"
+# shellcheck disable=SC2086
+python3 tools/bench_device_window.py $quick --json "$results/device_window.json"
+# shellcheck disable=SC2086
+python3 tools/bench_workload.py $quick --json "$results/workload.json"

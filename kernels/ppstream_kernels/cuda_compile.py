@@ -1,4 +1,4 @@
-"""From ``resample.cu`` to a cubin, by NVRTC, once per architecture: no nvcc, no CUDA headers.
+"""From a ``.cu`` file to a cubin, by NVRTC, once per architecture: no nvcc, no CUDA headers.
 
 A cubin is kept on disk, under a name made of all that it depends on, and beside its checksum.
 Nothing here needs a GPU or a driver; loading and launching are ``cuda_launch``'s.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 _SOURCE: Final = Path(__file__).with_name("resample.cu")
+RINGS: Final = Path(__file__).with_name("rings.cu")
 _CHECKSUM_BYTES: Final = hashlib.sha256().digest_size
 _REMEDY: Final = "pip install 'ppstream[cuda]'"
 
@@ -30,6 +31,10 @@ class Variant(NamedTuple):
     rings: int  # bit 0: counts or heads are given; bit 1: more stamps than are staged
 
 
+class Plain(NamedTuple):
+    """Of a source that is not specialised: no macros."""
+
+
 class Compiled(NamedTuple):
     """A cubin and what the compiler had to say about the source."""
 
@@ -37,12 +42,13 @@ class Compiled(NamedTuple):
     log: str
 
 
-def compile_cubin(variant: Variant, arch: str) -> Compiled:
+def compile_cubin(variant: Variant | Plain, arch: str, source: Path | None = None) -> Compiled:
     """Compiles now, whatever the disk holds.
 
     Args:
         variant: what for.
         arch: such as ``sm_90``.
+        source: default ``resample.cu``.
 
     Raises:
         RuntimeError: cuda-core or NVRTC is missing.
@@ -50,14 +56,19 @@ def compile_cubin(variant: Variant, arch: str) -> Compiled:
     """
     core = import_cuda("cuda.core")
     macros = [(name.upper(), str(number)) for name, number in variant._asdict().items()]
-    options = core.ProgramOptions(arch=arch, std="c++17", define_macro=macros, name="resample.cu")
+    file = source or _SOURCE
+    options = core.ProgramOptions(
+        arch=arch, std="c++17", define_macro=macros or None, name=file.name
+    )
     log = io.StringIO()
-    program = core.Program(_SOURCE.read_text(), "c++", options)
+    program = core.Program(file.read_text(), "c++", options)
     cubin = bytes(program.compile("cubin", logs=log).code)
     return Compiled(cubin, log.getvalue().rstrip("\0\n"))
 
 
-def cached_cubin(variant: Variant, arch: str, folder: Path | None = None) -> bytes:
+def cached_cubin(
+    variant: Variant | Plain, arch: str, folder: Path | None = None, source: Path | None = None
+) -> bytes:
     """The cubin from disk, or compiled and then kept there.
 
     A file that is cut short or changed is compiled anew; a folder that cannot be written costs the
@@ -67,17 +78,19 @@ def cached_cubin(variant: Variant, arch: str, folder: Path | None = None) -> byt
         variant: what for.
         arch: such as ``sm_90``.
         folder: default ``$XDG_CACHE_HOME/ppstream`` or ``~/.cache/ppstream``.
+        source: default ``resample.cu``.
 
     Raises:
         RuntimeError: as ``compile_cubin``.
     """
-    file = (folder or _cache_folder()) / f"resample-{arch}-{_fingerprint(variant, arch)}.cubin"
+    name = f"{(source or _SOURCE).stem}-{arch}-{_fingerprint(variant, arch, source)}.cubin"
+    file = (folder or _cache_folder()) / name
     with contextlib.suppress(OSError):
         kept = file.read_bytes()
         checksum, cubin = kept[:_CHECKSUM_BYTES], kept[_CHECKSUM_BYTES:]
         if hashlib.sha256(cubin).digest() == checksum:
             return cubin
-    cubin = compile_cubin(variant, arch).cubin
+    cubin = compile_cubin(variant, arch, source).cubin
     with contextlib.suppress(OSError):
         _keep(file, hashlib.sha256(cubin).digest() + cubin)
     return cubin
@@ -95,9 +108,9 @@ def import_cuda(name: str) -> Any:
         raise RuntimeError(f"resampling on CUDA needs {name}: {_REMEDY}") from problem
 
 
-def _fingerprint(variant: Variant, arch: str) -> str:
+def _fingerprint(variant: Variant | Plain, arch: str, source: Path | None) -> str:
     nvrtc = import_cuda("cuda.bindings.nvrtc")
-    parts = (_SOURCE.read_text(), arch, *variant, *nvrtc.nvrtcVersion())
+    parts = ((source or _SOURCE).read_text(), arch, *variant, *nvrtc.nvrtcVersion())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

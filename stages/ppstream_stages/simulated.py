@@ -5,7 +5,7 @@ Its actions are zeros; never let a robot execute them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +14,7 @@ from msgspec import Meta
 from ppstream.config import Count, NonNegative
 from ppstream.errors import ConfigError
 from ppstream.simulate import Delay
+from ppstream.simulate_gpu import GpuWork
 from ppstream.specs import TensorSpec
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     b_ms: NonNegative  # mean duration
     horizon: Count
     action_dim: Count
-    kind: Literal["sleep", "spin"] = "sleep"
+    kind: Literal["sleep", "spin", "gpu"] = "sleep"  # gpu: constant work on the policy's device
     law: Literal["constant", "uniform", "tail"] = "constant"
     seed: int = 0
     weights: None = None  # it has nothing to load
@@ -37,12 +38,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class SimulatedPolicy:
-    """Spends one drawn duration per envelope, whatever the envelope holds."""
+    """Spends one duration per envelope, whatever the envelope holds."""
 
     inputs: tuple[TensorSpec, ...] = ()
+    stateless = True
 
-    def __init__(self, options: Options) -> None:
-        self._delay = Delay(options.b_ms, options.kind, options.law, options.seed)
+    def __init__(self, options: Options, device: torch.device) -> None:
+        self._spend = _work(options, device)
         actions = TensorSpec("actions", (options.horizon, options.action_dim))
         payload = TensorSpec("payload", (options.payload,), "uint8") if options.payload else None
         self.outputs = (actions,) if payload is None else (actions, payload)
@@ -51,18 +53,28 @@ class SimulatedPolicy:
         """Nothing to forget."""
 
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        self._delay.spend()
+        self._spend()
         out["actions"].zero_()
 
 
 def build(config: Mapping[str, Any], device: torch.device) -> SimulatedPolicy:
-    """A simulated stage B on no device at all, with the given ``Options``.
+    """A simulated stage B with the given ``Options``; the device is used by ``kind = "gpu"`` alone.
 
     Raises:
-        ConfigError: an option is missing, unknown or not allowed.
+        ConfigError: an option is missing, unknown or not allowed, or the device is no GPU.
     """
     try:
         options = msgspec.convert(config, Options)
     except msgspec.ValidationError as error:
         raise ConfigError([f"policy.options: {error}"]) from error
-    return SimulatedPolicy(options)
+    return SimulatedPolicy(options, device)
+
+
+def _work(options: Options, device: torch.device) -> Callable[[], None]:
+    if options.kind != "gpu":
+        return Delay(options.b_ms, options.kind, options.law, options.seed).spend
+    if device.type != "cuda":
+        raise ConfigError(
+            [f"policy.options.kind: got 'gpu' on {device}, want a CUDA device as placement.policy"]
+        )
+    return GpuWork(options.b_ms, device).queue

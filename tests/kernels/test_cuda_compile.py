@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from ppstream_kernels import cuda_compile
-from ppstream_kernels.cuda_compile import Variant, cached_cubin, compile_cubin, import_cuda
+from ppstream_kernels.cuda_compile import (
+    RINGS,
+    Compiled,
+    Plain,
+    Variant,
+    cached_cubin,
+    compile_cubin,
+    import_cuda,
+)
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
 VARIANTS = (
@@ -29,6 +37,20 @@ def test_the_source_compiles_without_a_warning(arch: str, variant: Variant) -> N
     compiled = compile_cubin(variant, arch)
     assert compiled.log == ""
     assert compiled.cubin.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_rings_source_compiles_without_a_warning(arch: str) -> None:
+    compiled = compile_cubin(Plain(), arch, RINGS)
+    assert compiled.log == ""
+    assert compiled.cubin.startswith(b"\x7fELF")
+
+
+def test_sources_are_kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: Compiled(b"cubin", ""))
+    cached_cubin(VARIANTS[0], "sm_90", tmp_path)
+    cached_cubin(Plain(), "sm_90", tmp_path, RINGS)
+    assert sorted(file.name.split("-")[0] for file in tmp_path.iterdir()) == ["resample", "rings"]
 
 
 def test_a_warning_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -70,7 +92,10 @@ def test_a_folder_that_cannot_be_written_only_costs_the_compilation(tmp_path: Pa
     assert cached_cubin(VARIANTS[0], "sm_90", occupied).startswith(b"\x7fELF")
 
 
-def test_variants_and_architectures_are_kept_apart(tmp_path: Path) -> None:
+def test_variants_and_architectures_are_kept_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: Compiled(b"cubin", ""))
     for arch in ARCHS[:2]:
         for streams in (1, 4):
             cached_cubin(VARIANTS[0]._replace(streams=streams), arch, tmp_path)

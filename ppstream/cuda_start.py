@@ -1,0 +1,155 @@
+"""What a rank with a GPU settles before CUDA starts, and what it knows of its devices after.
+
+With the default number of connections a stream that waits for another rank can hold up streams that
+do not: measured, with as few as one. The number counts when CUDA starts, so it is set first here,
+and a smaller one that somebody else set is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from ppstream.cuda_streams import stream
+from ppstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ppstream.config import PipelineConfig
+
+CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+CONNECTIONS_MIN: Final = 32
+
+_cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
+
+
+class DeviceFacts(NamedTuple):
+    """One GPU, for people."""
+
+    name: str
+    memory_bytes: int
+    capability: str
+
+
+def settle_connections(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Ask for enough connections; to be called before anything starts CUDA in this process.
+
+    Raises:
+        ConfigError: somebody asked for too few, or CUDA started without.
+    """
+    asked = environment.get(CONNECTIONS)
+    if asked is None:
+        if _cuda.is_initialized():
+            raise ConfigError(
+                [f"{CONNECTIONS}: not set, and CUDA has started already; set it to 32 before"]
+            )
+        environment[CONNECTIONS] = str(CONNECTIONS_MIN)
+    elif not asked.isdigit() or int(asked) < CONNECTIONS_MIN:
+        raise ConfigError(
+            [
+                f"{CONNECTIONS}: got {asked!r}, want {CONNECTIONS_MIN} or not set at all: a stream "
+                "that waits for the other rank would hold up others"
+            ]
+        )
+
+
+def start(device: torch.device) -> None:
+    """Make ``device`` this thread's, and start CUDA on it.
+
+    Raises:
+        ConfigError: there is no such device, or the connections are too few.
+    """
+    settle_connections()
+    if not torch.cuda.is_available():
+        raise ConfigError([f"placement: got {device}, but torch finds no CUDA device here"])
+    index, count = device.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError([f"placement: got {device}, but there are {count} CUDA devices here"])
+    torch.cuda.set_device(index)
+    _cuda.init()
+    torch.zeros(1, device=device)  # makes the context
+    stream("receiving")  # and with it all of ours, before any other
+
+
+def has_peer_access(device: str, other: str) -> bool:
+    """Whether two devices can reach each other's memory; False where either is not there."""
+    if not torch.cuda.is_available():
+        return False
+    first, second = (torch.device(name).index or 0 for name in (device, other))
+    if max(first, second) >= torch.cuda.device_count() or first == second:
+        return False
+    return bool(torch.cuda.can_device_access_peer(first, second))
+
+
+def peer_access(config: PipelineConfig) -> bool:
+    """Whether the two devices that the configuration names reach each other's memory.
+
+    Raises:
+        ConfigError: as ``settle_connections``.
+    """
+    devices = config.placement
+    if "cpu" in (devices.rank0, devices.policy):
+        return False
+    settle_connections()
+    return has_peer_access(devices.rank0, devices.policy)
+
+
+def missing(config: PipelineConfig) -> list[str]:
+    """Devices that the configuration names and this machine has not, as problems."""
+    named = {"rank0": config.placement.rank0, "policy": config.placement.policy}
+    return [
+        f"placement.{rank}: got {device}, but this machine has {_count_text()}"
+        for rank, device in named.items()
+        if device != "cpu" and facts(device) is None
+    ]
+
+
+def device_to_build_on(config: PipelineConfig) -> torch.device:
+    """Where ``--check`` builds the policy: its own device if it is there."""
+    device = config.placement.policy
+    return torch.device(device if device == "cpu" or facts(device) is not None else "cpu")
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """What drives the GPUs here, by name; and how much memory may be page-locked."""
+    yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+    yield "driver", _or_why(_driver_version)
+    yield "NVRTC", _or_why(_nvrtc_version)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
+    yield "lockable memory", limit
+    yield CONNECTIONS, os.environ.get(CONNECTIONS, f"{CONNECTIONS_MIN}, set at start")
+
+
+def _or_why(text: Callable[[], str]) -> str:
+    try:
+        return text()
+    except (ImportError, RuntimeError) as error:
+        return f"not usable: {error}"
+
+
+def _driver_version() -> str:
+    version: int = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1]
+    return f"for CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _nvrtc_version() -> str:
+    _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def _count_text() -> str:
+    return f"{torch.cuda.device_count()} CUDA devices"
+
+
+def facts(device: str) -> DeviceFacts | None:
+    """What is known of a device; None when it is not there."""
+    index = torch.device(device).index or 0
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        return None
+    about = torch.cuda.get_device_properties(index)
+    return DeviceFacts(about.name, about.total_memory, f"sm_{about.major}{about.minor}")

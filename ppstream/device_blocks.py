@@ -1,0 +1,261 @@
+"""What moves the rings to a GPU: blocks of new samples, and tables that say what a window may use.
+
+A block is one piece of pinned memory that one copy takes over: the table, then the new samples of
+every ring, piece by piece. Nothing here touches a GPU: ``device_rings.py`` sends blocks, and
+``ppstream_kernels/rings.cu`` reads them; the layouts stand in both places.
+
+Rings on the GPU are ``GUARD`` times as long as here, so that what arrives while a window reads its
+rings overwrites none of the samples it may use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ppstream.config import ActionConfig
+    from ppstream.executed_prefix import Commitment
+    from ppstream.ring import RowInput, SensorRing
+    from ppstream.ring_bank import RingBank
+
+GUARD: Final = 2
+NEWEST: Final = -(2**63)  # of a row's end: at the newest sample of the reference stream
+
+#: Words of a table: these for each row, then those for each ring, all rows of a stream together.
+ROW_WORDS: Final = (
+    "session",
+    "session_epoch",
+    "end_ns",
+    "newest_rx_ns",
+    "instruction_id",
+    "conditioning_epoch",
+)
+COMMITMENT_WORDS: Final = 5  # points, start_ns, dt_ns, expires_ns, delay_ns; actions behind them
+RING_WORDS: Final = ("sent", "count", "newest_ns")  # samples [sent - count, sent) may be used
+POINTS_PER_STEP: Final = 2  # of a commitment, per step of a chunk: a robot may blend two chunks
+
+HEADER_WORDS: Final = 2  # sequence, pieces
+PIECE_WORDS: Final = 5  # stream, row, number of the first sample, samples, where they begin
+WORD_BYTES: Final = 8
+VALUE_BYTES: Final = 4  # float32; of a camera's frames only the stamps are in a block
+BLOCK_BYTES: Final = 1 << 20  # of samples; a backlog takes several blocks
+
+
+class FramePiece(NamedTuple):
+    """Samples that are too large for a block: copied from the host's ring to the GPU's, alone."""
+
+    stream: int
+    row: int
+    number: int
+
+
+class Packed(NamedTuple):
+    """What is new, or as much of it as fits one block."""
+
+    words: int  # of the block that count; 0: there is nothing to send
+    frames: list[FramePiece]  # to be copied beside it
+    is_all: bool  # no backlog is left
+
+
+NOTHING: Final = Packed(0, [], is_all=True)
+
+
+def commitment_shape(actions: ActionConfig) -> tuple[int, int] | None:
+    """Points and width of a commitment that windows may need; None: they ask for none."""
+    if not actions.prefix_steps:
+        return None
+    return POINTS_PER_STEP * max(actions.horizon, actions.prefix_steps), len(actions.names)
+
+
+class BlockWriter:
+    """Packs what the rings have taken in since the last block; for the thread that writes them.
+
+    Args:
+        rows: B places of robots.
+        banks: the memory of their rings, by stream, in the order in which streams are numbered.
+        reference: the stream whose newest stamp ends a window.
+        commitment: the most points, and the width, of what a robot says it executes; None: windows
+            do not ask for it.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RowInput],
+        banks: Mapping[str, RingBank],
+        reference: str,
+        commitment: tuple[int, int] | None = None,
+    ) -> None:
+        self._rows = rows
+        self._points, self._action_dim = commitment or (0, 0)
+        self._committed: list[Commitment | None] = []
+        self.reference = list(banks).index(reference)
+        self._newest_rx_ns = [0] * len(rows)
+        self._feeds = [
+            _Feed(stream, row, place.rings[name], bank)
+            for stream, (name, bank) in enumerate(banks.items())
+            for row, place in enumerate(rows)
+        ]
+        #: of a table, those that say what a window used; then a commitment of each row
+        self.told_words = len(ROW_WORDS) * len(rows) + len(RING_WORDS) * len(self._feeds)
+        action_bytes = VALUE_BYTES * self._points * self._action_dim
+        self.commitment_words = (
+            COMMITMENT_WORDS + -(-action_bytes // WORD_BYTES) if commitment else 0
+        )
+        self.table_words = self.told_words + self.commitment_words * len(rows)
+        self._pieces_at = HEADER_WORDS + self.table_words
+        self._samples_at = self._pieces_at + PIECE_WORDS * len(self._feeds)
+        largest = max(feed.sample_words for feed in self._feeds)
+        everything = sum(feed.capacity * feed.sample_words for feed in self._feeds)
+        room = max(largest, min(everything, BLOCK_BYTES // WORD_BYTES))
+        self.block_words = self._samples_at + room
+        self._said: Sequence[tuple[int | None, ...]] = ()  # of each row, by the newest table
+
+    def write(
+        self, block: NDArray[np.int64], sequence: int, ends_ns: Sequence[int | None]
+    ) -> Packed:
+        """Fill ``block``, ``[block_words]``, with what is new.
+
+        Args:
+            block: written from its start.
+            sequence: of the table; one more each time.
+            ends_ns: where each row's window ends, robot clock; None: at its newest sample.
+
+        Returns:
+            What to send; nothing when nothing has changed since the last block.
+        """
+        said = [
+            (
+                place.session,
+                place.session_epoch,
+                end_ns,
+                place.instruction_id,
+                place.conditioning_epoch,
+            )
+            for place, end_ns in zip(self._rows, ends_ns, strict=True)
+        ]
+        is_same = said == self._said and not any(feed.is_behind for feed in self._feeds)
+        if is_same and not (self._points and self._has_new_commitment()):
+            return NOTHING
+        self._said = said
+        at = self._samples_at
+        pieces: list[int] = []
+        frames: list[FramePiece] = []
+        is_all = True
+        for feed in self._feeds:
+            if feed.is_behind:
+                at = feed.pack(block, at, pieces, frames)
+                is_all = is_all and not feed.is_behind
+        table = self._table(ends_ns)
+        block[:HEADER_WORDS] = sequence, len(pieces) // PIECE_WORDS
+        block[HEADER_WORDS : HEADER_WORDS + self.told_words] = table
+        if self._points:
+            self._commit(block[HEADER_WORDS + self.told_words : self._pieces_at])
+        block[self._pieces_at : self._pieces_at + len(pieces)] = pieces
+        return Packed(at, frames, is_all)
+
+    def _has_new_commitment(self) -> bool:
+        pairs = zip(self._rows, self._committed, strict=True)
+        return any(place.commitment is not known for place, known in pairs)
+
+    def _commit(self, words: NDArray[np.int64]) -> None:
+        """Of a commitment with too many points the first count; the last of them is then held."""
+        self._committed = [place.commitment for place in self._rows]
+        for row, said in enumerate(self._committed):
+            at = row * self.commitment_words
+            if said is None:
+                words[at] = 0
+                continue
+            n = min(len(said.actions), self._points)
+            numbers = (n, said.start_ns, said.dt_ns, said.expires_ns, said.delay_ns)
+            words[at : at + COMMITMENT_WORDS] = numbers
+            actions = words[at + COMMITMENT_WORDS : at + self.commitment_words].view(np.float32)
+            actions[: n * self._action_dim] = said.actions[:n].ravel()
+
+    def _table(self, ends_ns: Sequence[int | None]) -> list[int]:
+        table = []
+        for row, (place, end_ns) in enumerate(zip(self._rows, ends_ns, strict=True)):
+            if self._is_sent(row):
+                self._newest_rx_ns[row] = place.reference.newest_rx_ns
+            end = NEWEST if end_ns is None else end_ns
+            table += [place.session, place.session_epoch, end, self._newest_rx_ns[row]]
+            table += [place.instruction_id, place.conditioning_epoch]
+        for feed in self._feeds:
+            ring = feed.ring
+            sent, oldest = feed.sent, ring.accepted - ring.count
+            table += [sent, sent - oldest if sent > oldest else 0, feed.newest_ns]
+        return table
+
+    def _is_sent(self, row: int) -> bool:
+        feed = self._feeds[self.reference * len(self._rows) + row]
+        return feed.sent == feed.ring.accepted
+
+
+class _Feed:
+    """One ring, and how much of it the GPU was given: samples before number ``sent``."""
+
+    def __init__(self, stream: int, row: int, ring: SensorRing, bank: RingBank) -> None:
+        self.ring = ring
+        self.sent = ring.accepted - ring.count
+        self.held = 0  # by the ring, when it was last looked at
+        self.newest_ns = ring.newest_ns
+        self.capacity = bank.capacity
+        self._place = (stream, row)
+        self._stamps: NDArray[np.int64] = bank.stamps_ns[row].numpy()
+        self._is_image = bank.is_image
+        self._values: NDArray[np.float32] = bank.values[row].view(-1).numpy()
+        self._dim = bank.stream.dim
+        value_bytes = 0 if self._is_image else VALUE_BYTES * self._dim
+        self.sample_words = 1 + -(-value_bytes // WORD_BYTES)
+
+    @property
+    def is_behind(self) -> bool:
+        """The ring has taken in samples since, or was emptied."""
+        ring = self.ring
+        return ring.accepted != self.sent or ring.count != self.held
+
+    def pack(
+        self, block: NDArray[np.int64], at: int, pieces: list[int], frames: list[FramePiece]
+    ) -> int:
+        """Append what fits of the new samples at word ``at``; returns where the next may begin."""
+        ring = self.ring
+        self.held = ring.count
+        first = max(self.sent, ring.accepted - ring.count)
+        n = min(ring.accepted - first, (len(block) - at) // self.sample_words)
+        self.sent = first
+        if n <= 0:
+            return at
+        begin = first % self.capacity
+        until_wrap = min(n, self.capacity - begin)
+        self._copy(block, at, at + n, begin, until_wrap)
+        if until_wrap < n:
+            self._copy(block, at + until_wrap, at + n, 0, n - until_wrap, until_wrap * self._dim)
+        if self._is_image:
+            frames += [FramePiece(*self._place, number) for number in range(first, first + n)]
+        pieces += [*self._place, first, n, at * WORD_BYTES]
+        self.sent = first + n
+        is_all = self.sent == ring.accepted
+        newest_at = (self.sent - 1) % self.capacity
+        self.newest_ns = ring.newest_ns if is_all else int(self._stamps[newest_at])
+        return at + n * self.sample_words
+
+    def _copy(
+        self,
+        block: NDArray[np.int64],
+        stamps_at: int,
+        values_at: int,
+        begin: int,
+        n: int,
+        behind: int = 0,
+    ) -> None:
+        """Samples that lie side by side; values ``behind`` those of an earlier part."""
+        block[stamps_at : stamps_at + n] = self._stamps[begin : begin + n]
+        if not self._is_image:
+            to = values_at * (WORD_BYTES // VALUE_BYTES) + behind
+            values = self._values[begin * self._dim : (begin + n) * self._dim]
+            block.view(np.float32)[to : to + n * self._dim] = values

@@ -1,0 +1,103 @@
+"""DeviceClock: CUDA event times on the host's CLOCK_MONOTONIC.
+
+The device counts in a clock of its own, which drifts by some ppm against the host's. An anchor is
+one event whose host time is known: it was recorded on a stream of its own, which is idle, between
+two readings of the host's clock. Anchors are renewed each second, so no difference of two events
+spans more than that second (float32 of milliseconds), and the drift between anchors is carried.
+Durations of one device need no mapping and lose nothing to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
+
+from ppstream.clock import NS_PER_S, now_ns
+
+if TYPE_CHECKING:
+    from typing import Self
+
+RENEW_NS: Final = NS_PER_S
+TRIES: Final = 5  # the one with the narrowest bracket counts
+DRIFT_MAX: Final = 100e-6  # beyond what clocks of one machine do: then the anchors were bad
+DRIFT_SPAN_NS: Final = 2 * NS_PER_S  # over less, the brackets outweigh the drift
+
+
+class Mark(Protocol):
+    """An event, as ``memops.Event``."""
+
+    def wait(self) -> None: ...
+
+    def ns_since(self, earlier: Self) -> int: ...
+
+
+E = TypeVar("E", bound=Mark)
+
+
+class Probe(Protocol[E]):
+    """Makes events, and records them on an idle stream, as ``memops.DeviceProbe``."""
+
+    def event(self) -> E: ...
+
+    def record(self, event: E) -> None: ...
+
+
+class ClockState(NamedTuple):
+    """How good the mapping is; for the log."""
+
+    bracket_ns: int  # the anchor lies somewhere in it: twice the bound of the constant error
+    drift_ppb: int  # host clock against device clock
+    surprise_ns: int  # where the newest anchor was, against where the one before it put it
+
+
+class DeviceClock(Generic[E]):
+    """Maps events of one device; for one thread, which calls ``renew_when_due`` at safe points."""
+
+    def __init__(self, probe: Probe[E], now: Callable[[], int] = now_ns) -> None:
+        self._probe = probe
+        self._now = now
+        self._spare = [probe.event() for _ in range(TRIES + 1)]
+        self._drift = 0.0
+        self._anchor, self._anchor_ns, bracket_ns = self._measure()
+        self._base_ns = self._anchor_ns  # where host and device time were first compared
+        self._device_ns = 0  # since then, on the device
+        self.state = ClockState(bracket_ns, 0, 0)
+
+    def host_ns(self, event: E) -> int:
+        """When ``event``, which is done, happened by this host's clock."""
+        elapsed_ns = event.ns_since(self._anchor)
+        return self._anchor_ns + elapsed_ns + round(elapsed_ns * self._drift)
+
+    def renew_when_due(self) -> bool:
+        """Set a new anchor when the last is a second old; some 0.1 ms. Returns whether it did."""
+        if self._now() - self._anchor_ns < RENEW_NS:
+            return False
+        event, at_ns, bracket_ns = self._measure()
+        surprise_ns = at_ns - self.host_ns(event)
+        self._device_ns += event.ns_since(self._anchor)
+        host_span_ns = at_ns - self._base_ns
+        if self._device_ns >= DRIFT_SPAN_NS:
+            drift = host_span_ns / self._device_ns - 1
+            self._drift = max(-DRIFT_MAX, min(DRIFT_MAX, drift))
+        self._spare.append(self._anchor)
+        self._anchor, self._anchor_ns = event, at_ns
+        self.state = ClockState(bracket_ns, round(self._drift * 1e9), surprise_ns)
+        return True
+
+    def _measure(self) -> tuple[E, int, int]:
+        """An anchor, its host time (the middle of its bracket) and the bracket."""
+        best: tuple[E, int, int] | None = None
+        for _ in range(TRIES):
+            event = self._spare.pop()
+            before = self._now()
+            self._probe.record(event)
+            event.wait()
+            bracket_ns = self._now() - before
+            if best is None or bracket_ns < best[2]:
+                if best is not None:
+                    self._spare.append(best[0])
+                best = event, before + bracket_ns // 2, bracket_ns
+            else:
+                self._spare.append(event)
+        assert best is not None, "TRIES is above 0"
+        return best

@@ -1,0 +1,216 @@
+"""DeviceRings: the rings of all rows on a GPU, kept up to date by copies of what is new.
+
+The host's rings stay as they are, written by one thread. That thread calls ``ingest``: new samples
+go to pinned memory, one copy brings them over on a stream of their own, one kernel puts them where
+they belong and only then says that a window may use them. Frames go straight from the host's ring,
+which is page-locked in place. Nothing waits: neither the host for the GPU, nor the copies for a
+window that stands queued, which therefore finds what is newest when it runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from ppstream.cuda_streams import torch_stream
+from ppstream.device_blocks import GUARD, WORD_BYTES, BlockWriter, FramePiece
+from ppstream.errors import ConfigError
+from ppstream_kernels import cuda_rings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from ppstream.ring import RowInput
+    from ppstream.ring_bank import RingBank
+
+BLOCKS: Final = 8  # of pinned memory: so many copies may be on their way
+
+_cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
+
+
+class DeviceRing(NamedTuple):
+    """One stream's rings on the GPU; ``slots`` is ``GUARD`` times the host's capacity."""
+
+    values: Tensor  # [B, slots, D] float32, of a camera uint8
+    stamps_ns: Tensor  # [B, slots] int64
+
+
+class _Block(NamedTuple):
+    """Pinned memory, its twin on the GPU, the kernel that reads that, and when it has."""
+
+    pinned: Tensor
+    words: NDArray[np.int64]
+    device: Tensor
+    scatter: cuda_rings.Launch
+    taken: Any  # an event
+
+
+class DeviceRings:
+    """The rings that windows on ``device`` read; made and used by the thread that owns the input.
+
+    ``tables`` and ``current`` say what a window may use: see ``rings.cu``.
+
+    Args:
+        rows: B places of robots; empty, or whatever they hold is sent first.
+        banks: the memory of their rings, by stream.
+        reference: the stream whose newest stamp ends a window.
+        device: a CUDA device.
+        commitment: see ``BlockWriter``.
+
+    Raises:
+        ConfigError: the frames' memory cannot be page-locked.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RowInput],
+        banks: Mapping[str, RingBank],
+        reference: str,
+        device: torch.device,
+        commitment: tuple[int, int] | None = None,
+    ) -> None:
+        self.writer = BlockWriter(rows, banks, reference, commitment)
+        self.rings = {name: _ring(bank, device) for name, bank in banks.items()}
+        self.tables = torch.zeros(
+            cuda_rings.TABLES, self.writer.table_words, dtype=torch.int64, device=device
+        )
+        self.current = torch.zeros(1, dtype=torch.int64, device=device)
+        self.sequence = 0  # of the newest table sent
+        self.refused = 0  # times that all blocks were still on their way
+        self._banks = list(banks.values())
+        locked = [bank.values for bank in self._banks if bank.is_image]
+        for values in locked:
+            _lock(values)
+        self._newest = (None,) * len(rows)
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        lanes = cuda_rings.pack_lanes([_lane(ring) for ring in self.rings.values()])
+        self._lanes = torch.frombuffer(bytearray(lanes), dtype=torch.uint8).to(device)
+        self._stream = torch_stream("ingest")
+        self._blocks = [self._block(device) for _ in range(BLOCKS)]
+        self._release = weakref.finalize(self, _unlock, self._stream, locked)
+        self._next = 0
+        self._last: torch.cuda.Event | None = None
+        self._hold: torch.cuda.Event | None = None
+        torch.cuda.synchronize(device)
+
+    def ingest(self, ends_ns: Sequence[int | None] | None = None) -> bool:
+        """Send what the rings took in since the last call, and who sits in which row.
+
+        Args:
+            ends_ns: where the next window of each row ends, robot clock; None: at the newest
+                sample of the reference stream, whenever it runs.
+
+        Returns:
+            False: all blocks are on their way, call again. Nothing is lost.
+        """
+        ends = self._newest if ends_ns is None else ends_ns
+        while True:
+            block = self._blocks[self._next]
+            if not block.taken.query():
+                self.refused += 1
+                return False
+            words, frames, is_all = self.writer.write(block.words, self.sequence + 1, ends)
+            if words:
+                self.sequence += 1
+                self._send(block, words, frames)
+                self._next = (self._next + 1) % BLOCKS
+            if is_all:
+                return True
+
+    def order(self, stream: torch.cuda.Stream) -> None:
+        """Have ``stream`` wait until everything sent so far can be used."""
+        if self._last is not None:
+            stream.wait_event(self._last)
+
+    def hold(self, until: torch.cuda.Event) -> None:
+        """Send nothing further before ``until``: a window that must not find anything newer."""
+        self._hold = until
+
+    def close(self) -> None:
+        """Wait for the copies on their way, and unlock the frames' memory; also when collected."""
+        self._release()
+
+    def _send(self, block: _Block, words: int, frames: list[FramePiece]) -> None:
+        stream = self._stream.cuda_stream
+        if self._hold is not None:
+            self._stream.wait_event(self._hold)
+            self._hold = None
+        for frame in frames:
+            self._send_frame(frame, stream)
+        cuda_rings.copy_to_device(
+            block.device.data_ptr(), block.pinned.data_ptr(), words * WORD_BYTES, stream
+        )
+        block.scatter.queue(stream)
+        block.taken.record(self._stream)
+        self._last = block.taken
+
+    def _send_frame(self, frame: FramePiece, stream: int) -> None:
+        bank = self._banks[frame.stream]
+        size_bytes = bank.stream.dim
+        slots = GUARD * bank.capacity
+        to = frame.row * slots + frame.number % slots
+        source = frame.row * bank.capacity + frame.number % bank.capacity
+        ring = self.rings[bank.stream.name]
+        cuda_rings.copy_to_device(
+            ring.values.data_ptr() + to * size_bytes,
+            bank.values.data_ptr() + source * size_bytes,
+            size_bytes,
+            stream,
+        )
+
+    def _block(self, device: torch.device) -> _Block:
+        words = self.writer.block_words
+        pinned = torch.zeros(words, dtype=torch.int64, pin_memory=True)
+        twin = torch.zeros(words, dtype=torch.int64, device=device)
+        call = cuda_rings.ScatterCall(
+            twin.data_ptr(),
+            self._lanes.data_ptr(),
+            self.tables.data_ptr(),
+            self.current.data_ptr(),
+            self._arrived.data_ptr(),
+            self.writer.table_words,
+        )
+        scatter = cuda_rings.scatter(device, call)
+        return _Block(pinned, pinned.numpy(), twin, scatter, _cuda.Event())
+
+
+def _ring(bank: RingBank, device: torch.device) -> DeviceRing:
+    rows, capacity, dim = bank.values.shape
+    slots = GUARD * capacity
+    return DeviceRing(
+        torch.zeros(rows, slots, dim, dtype=bank.values.dtype, device=device),
+        torch.zeros(rows, slots, dtype=torch.int64, device=device),
+    )
+
+
+def _lane(ring: DeviceRing) -> cuda_rings.Lane:
+    values = ring.values
+    words = values.shape[2] if values.dtype is torch.float32 else 0
+    return cuda_rings.Lane(
+        values.data_ptr(), ring.stamps_ns.data_ptr(), ring.stamps_ns.shape[1], words
+    )
+
+
+def _unlock(stream: Any, locked: list[Tensor]) -> None:
+    """Memory that is freed while it is locked would be refused whoever gets it next."""
+    stream.synchronize()
+    for values in locked:
+        _cuda.cudart().cudaHostUnregister(values.data_ptr())
+
+
+def _lock(values: Tensor) -> None:
+    size_bytes = values.numel() * values.element_size()
+    error = _cuda.cudart().cudaHostRegister(values.data_ptr(), size_bytes, 0)
+    if int(error) != 0:
+        raise ConfigError(
+            [
+                f"streams: {size_bytes} bytes of frames cannot be page-locked ({error}); "
+                "raise the limit of lockable memory (ulimit -l) or lower max_age_ms or image.frames"
+            ]
+        )

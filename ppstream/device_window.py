@@ -1,0 +1,147 @@
+"""DeviceWindow: stage A on a GPU, one graph replay per window, straight into an envelope's slot.
+
+What a window uses is decided on the GPU when the window runs, not when it is queued: the newest
+samples sent by then, and the newest stamp of the reference stream as its end. The host learns of it
+when the envelope is complete: ``take``. The CPU's twin, and the meaning of every tensor, is
+``window.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from ppstream.clock import NS_PER_S
+from ppstream.clock import now_ns as clock_now_ns
+from ppstream.device_blocks import commitment_shape
+from ppstream.device_kernels import RECORDS, WindowKernels
+from ppstream.device_records import TakenWindow, WindowBook
+from ppstream.device_rings import DeviceRings
+from ppstream.errors import ProtocolError, WatchdogError
+from ppstream.window import input_specs
+from ppstream_kernels import cuda_rings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from ppstream.config import PipelineConfig
+    from ppstream.ring import RowInput
+    from ppstream.ring_bank import RingBank
+
+FIXED_LIMIT_NS: Final = 5 * NS_PER_S  # for a window whose end was given
+
+_cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
+
+
+class Statistics(NamedTuple):
+    """Since the start."""
+
+    windows: int  # queued
+    tables: int  # sent: how often the rings on the GPU changed
+    refused: int  # times that copies were put off because all blocks were on their way
+
+
+class DeviceWindow:
+    """Cuts windows on ``device``; for the thread that writes the rings.
+
+    ``inputs`` are the tensors of an envelope, as ``WindowCutter`` names and shapes them.
+
+    Args:
+        config: streams, window, groups and the lease of actions.
+        rows: B places of robots.
+        banks: the memory of their rings, by stream.
+        device: where the slots are.
+
+    Raises:
+        ConfigError: the frames' memory cannot be page-locked.
+        RuntimeError: the kernels cannot be compiled or loaded.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        rows: Sequence[RowInput],
+        banks: Mapping[str, RingBank],
+        device: torch.device,
+    ) -> None:
+        self.inputs = input_specs(config)
+        commitment = commitment_shape(config.actions)
+        self.rings = DeviceRings(rows, banks, config.reference.name, device, commitment)
+        self._kernels = WindowKernels(config, self.rings, len(rows), device)
+        self._book = WindowBook(config, rows, self.rings.writer.reference)
+        self._graphs: dict[int, cuda_rings.Recorded] = {}
+        self._done: torch.cuda.Event = _cuda.Event()
+        self._is_fixed = False  # the next window's ends were given: it must find nothing newer
+        self._is_scheduled = False  # ends are given, of every window
+        self._queued = 0
+        self._taken = 0
+
+    def ingest(self, now_ns: int, ends_ns: Sequence[int | None] | None = None) -> bool:
+        """Send what arrived; see ``DeviceRings.ingest``.
+
+        With ``ends_ns`` the next window queued is the only one that uses them: what is sent later
+        waits on the GPU until it has run. From then on nothing is sent without.
+
+        Raises:
+            WatchdogError: with ``ends_ns``, no block of memory came free for 5 s.
+        """
+        if ends_ns is None:
+            return self._is_scheduled or self.rings.ingest()
+        while not self.rings.ingest(ends_ns):
+            if clock_now_ns() - now_ns > FIXED_LIMIT_NS:
+                raise WatchdogError(
+                    f"the GPU took over no samples for {FIXED_LIMIT_NS / NS_PER_S:g} s: windows "
+                    "that were queued before do not run"
+                )
+        self._is_fixed = self._is_scheduled = True
+        return True
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Record the graph that writes this slot; to be done for each before a link opens."""
+        self._graphs[tensors["rows"].data_ptr()] = self._kernels.record(tensors)
+
+    def enqueue(self, tensors: Mapping[str, Tensor], stream: torch.cuda.Stream) -> None:
+        """Queue the writing of every tensor of ``inputs``, in full, on ``stream``.
+
+        Windows read memory of their own in turn: all calls name one stream, or streams that are
+        ordered by other means. The calling thread's device is this one's.
+
+        Raises:
+            ProtocolError: more windows are queued than the host has memory to hear of.
+        """
+        if self._queued - self._taken >= RECORDS:
+            raise ProtocolError(
+                f"{RECORDS} windows were queued and none taken: take() each complete one"
+            )
+        key = tensors["rows"].data_ptr()
+        if key not in self._graphs:
+            self.prepare(tensors)
+        self.rings.order(stream)
+        self._graphs[key].queue(stream.cuda_stream)
+        self._queued += 1
+        if self._is_fixed:
+            self._is_fixed = False
+            self._done.record(stream)
+            self.rings.hold(self._done)
+
+    def take(self) -> TakenWindow:
+        """What the window queued longest ago and not yet taken was made of; settles the ledgers.
+
+        Raises:
+            ProtocolError: it has not run: the envelope's event was not waited for.
+        """
+        record = self._kernels.records[self._taken % RECORDS].tolist()
+        if record[0] != self._taken or self._taken == self._queued:
+            raise ProtocolError(f"window {self._taken} is not complete, {self._queued} are queued")
+        self._taken += 1
+        return self._book.take(record[cuda_rings.RECORD_WORDS :])
+
+    def statistics(self) -> Statistics:
+        return Statistics(self._queued, self.rings.sequence, self.rings.refused)
+
+    def close(self) -> None:
+        """No window may be queued any more."""
+        self.rings.close()

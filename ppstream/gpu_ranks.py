@@ -1,0 +1,148 @@
+"""Puts together what a rank on a GPU needs beyond a rank on the CPU: start, link, streams, loop.
+
+Everything that loads, allocates or captures happens here, before a wait is queued anywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ppstream import cuda_start, meeting
+from ppstream.cuda_streams import stream as cuda_stream
+from ppstream.cuda_streams import torch_stream
+from ppstream.device_clock import DeviceClock
+from ppstream.links import BACK, FRONT, open_device
+from ppstream.memops import DeviceProbe
+from ppstream.placement import Placement, place
+from ppstream.policy_graph import GraphedPolicy, prepared_policy
+from ppstream.policy_staged import StagedPolicy
+from ppstream.simulate_gpu import GpuWork
+from ppstream.stage0_device import Stage0Device
+from ppstream.stage0_queueing import Parts as FrontParts
+from ppstream.stage0_queueing import Streams
+from ppstream.stage1_device import Parts as BackParts
+from ppstream.stage1_device import Stage1Device
+from ppstream.stage_a_device import RingWindows
+from ppstream.stage_b_device import DeviceStageB
+
+if TYPE_CHECKING:
+    from ppstream.config import PipelineConfig
+    from ppstream.control import Peer
+    from ppstream.links import LauncherStore
+    from ppstream.slots import LinkShape
+    from ppstream.stage import Policy
+    from ppstream.timestamps import TimestampLog
+    from ppstream.waiter import Waiter
+
+SWITCH_INTERVAL_S: Final = 0.0001  # stages are short: a thread that writes the log gives way
+RANK0_PARTS: Final = 6  # of Rank0's constructor; the second is stage A
+
+
+def place_here(config: PipelineConfig, world_size: int) -> Placement:
+    """The placement of this run's ranks, as this process sees its devices.
+
+    Raises:
+        ConfigError: as ``place``, or CUDA would start with too few connections.
+    """
+    return place(
+        config,
+        world_size,
+        meeting.ranks_on_this_host(world_size),
+        has_peer_access=cuda_start.peer_access(config),
+    )
+
+
+def open_stage0(
+    parts: tuple[Any, ...],
+    placement: Placement,
+    peer: Peer,
+    store: LauncherStore,
+    shape: LinkShape,
+) -> Stage0Device:
+    """Rank 0's loop on its GPU; ``parts`` are Rank0's, whose stage A is replaced.
+
+    Raises:
+        ConfigError, DeviceError, PeerLostError, ProtocolError: as the link's opening.
+    """
+    config: PipelineConfig = parts[0]
+    device = torch.device(placement.ranks[0].device)
+    cuda_start.start(device)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    stream, stream_c = torch_stream("a"), torch_stream("c")
+    torch.cuda.set_stream(stream)
+    simulate = config.simulate
+    is_simulated = simulate.kind == "gpu"
+    work_a, work_c = (
+        GpuWork(mean_ms if is_simulated else 0.0, device)
+        for mean_ms in (simulate.a_ms, simulate.c_ms)
+    )
+    assert placement.link is not None
+    link = open_device(placement.link, FRONT, store, shape, device)
+    own = FrontParts(
+        link=link,
+        peer=peer,
+        shape=shape,
+        streams=Streams(cuda_stream("a"), stream_c, cuda_stream("c")),
+        clock=DeviceClock(DeviceProbe(cuda_stream("clock"))),
+        work_a=work_a,
+        work_c=work_c,
+    )
+    stage_a = RingWindows(config, link.out, device, stream)
+    return Stage0Device(parts[0], stage_a, *parts[2:RANK0_PARTS], parts=own)
+
+
+def policy_for_host_slots(policy: Policy, config: PipelineConfig, device: torch.device) -> Policy:
+    """``policy``, which was built on ``device``, as a loop with slots in host memory calls it."""
+    prepared = prepared_policy(policy, config.policy, device)
+    if device.type == "cpu":
+        return prepared
+    return StagedPolicy(prepared, device, config.batch.rows)
+
+
+def open_stage1(
+    config: PipelineConfig,
+    policy: Policy,
+    placement: Placement,
+    peer: Peer,
+    store: LauncherStore,
+    shape: LinkShape,
+    log: TimestampLog,
+    waiter: Waiter,
+) -> Stage1Device:
+    """The policy rank's loop on its GPU, on which ``policy`` was built; warm, nothing queued.
+
+    Raises:
+        ConfigError, DeviceError, PeerLostError, ProtocolError: as the link's opening. What the
+            policy raises on its first slots passes through.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    device = torch.device(placement.ranks[1].device)
+    assert placement.link is not None
+    link = open_device(placement.link, BACK, store, shape, device)
+    prepared = prepared_policy(policy, config.policy, device)
+    parts = BackParts(
+        config=config,
+        stage_b=DeviceStageB(
+            prepared,
+            config.batch.rows,
+            device,
+            is_stateless=bool(getattr(policy, "stateless", False)),
+        ),
+        link=link,
+        peer=peer,
+        log=log,
+        waiter=waiter,
+        clock=DeviceClock(DeviceProbe(cuda_stream("clock"))),
+        stream=torch_stream("b"),
+        generation=shape.generation,
+        runs_ahead=isinstance(prepared, GraphedPolicy),
+    )
+    stage1 = Stage1Device(parts)
+    stage1.prepare()
+    if isinstance(prepared, GraphedPolicy):
+        prepared.seal()
+        log.event("policy_graphs", **prepared.statistics()._asdict())
+    return stage1

@@ -1,0 +1,153 @@
+"""A link between two GPUs, as its loops see it: both ends alike, ordered by the devices alone.
+
+Each end owns the slots that its peer writes, and sends from slots of its own. The host queues
+sends and receipts ahead of the data; who waits for whom is decided on the devices, by counters.
+Which slot an index uses follows from the credits, as in ``slots.py``, with one count of slots for
+both directions. The links themselves are ``link_peer.py``, ``link_pinned.py`` and
+``link_nccl.py``; what ends a wait for a peer that is gone is the control socket's owner, who calls
+``close``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from ppstream.slots import GENERATION, INDEX, make_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from ppstream.memops import CudaStream
+    from ppstream.slots import LinkShape, Slot
+    from ppstream.specs import SlotLayout
+
+#: Envelopes that a host queues beyond D_in: it may be late by as many periods.
+AHEAD: Final = 6
+FRONT, BACK = "front", "back"  # rank 0's end and the policy rank's
+
+
+class DeviceSlot(NamedTuple):
+    """One slot in device memory.
+
+    Attributes:
+        tensors: by name, ``[rows, *shape]``, sharing its memory.
+        header: int64, the layout's fields in order.
+        raw: the whole slot, uint8.
+        address: of its first byte.
+        size: in bytes.
+    """
+
+    tensors: Mapping[str, Tensor]
+    header: Tensor
+    raw: Tensor
+    address: int
+    size: int
+
+
+class DeviceLink(Protocol):
+    """One end. One thread queues; the streams are the link's alone, but for copies behind a send.
+
+    Attributes:
+        name: the kind, for the log and the report.
+        out: slots that this end sends from; index n is in slot ``n % len(out)``.
+        into: slots that the peer's sends arrive in.
+        sending, receiving: the streams.
+    """
+
+    name: str
+    out: tuple[DeviceSlot, ...]
+    into: tuple[DeviceSlot, ...]
+    sending: CudaStream
+    receiving: CudaStream
+
+    def queue_header(self, index: int, numbers: Sequence[int]) -> None:
+        """Before anything of ``index`` is waited for: what its header says behind the generation.
+
+        To be called again for a slot only when its last send is known to be over.
+        """
+
+    def queue_send(self, index: int) -> None:
+        """Send slot ``index`` when ``sending`` comes to it: the next index, in order."""
+
+    def queue_receive(self, index: int) -> None:
+        """Hold ``receiving`` until slot ``index`` has arrived in full: the next index, in order."""
+
+    def close(self) -> bool:
+        """End every wait of this end and give up the peer's memory; False: a stream still waits.
+
+        After False nothing may free memory or synchronise; leave the process with ``os._exit``.
+        Results behind a wait that was ended so mean nothing.
+        """
+
+
+class Headers:
+    """Pinned headers of the slots of one end, each written before its slot is sent."""
+
+    def __init__(self, layout: SlotLayout, count: int, generation: int) -> None:
+        import torch
+
+        self._fields = len(layout.header)
+        memory = torch.zeros(
+            count, self._fields, dtype=torch.int64, pin_memory=torch.cuda.is_available()
+        )
+        self._memory = memory
+        self._view: NDArray[np.int64] = memory.numpy()
+        self._view[:, GENERATION] = generation
+
+    def write(self, index: int, numbers: Sequence[int]) -> tuple[int, int]:
+        """Fill the header of ``index``; returns its address and its size in bytes."""
+        place = index % len(self._view)
+        row = self._view[place]
+        row[INDEX] = index
+        row[GENERATION + 1 : GENERATION + 1 + len(numbers)] = numbers
+        return self._memory.data_ptr() + place * self._fields * 8, self._fields * 8
+
+
+def device_slots(memory: Tensor, layout: SlotLayout, count: int) -> tuple[DeviceSlot, ...]:
+    """``count`` slots side by side in ``memory``, uint8 on a device."""
+    slots = []
+    for start in range(0, count * layout.slot_bytes, layout.slot_bytes):
+        raw = memory[start : start + layout.slot_bytes]
+        view = DeviceSlot(
+            layout.views(raw), layout.header_view(raw), raw, raw.data_ptr(), layout.slot_bytes
+        )
+        slots.append(view)
+    return tuple(slots)
+
+
+def slot_count(shape: LinkShape) -> int:
+    """Slots of either direction: for the one that needs more (``slots.py``), and those queued.
+
+    A graph that writes a slot is never started again while it is queued.
+    """
+    return max(shape.result_slots, shape.d_in + AHEAD + 1)
+
+
+def layouts(shape: LinkShape, side: str) -> tuple[SlotLayout, SlotLayout]:
+    """What ``side`` sends, and what it receives."""
+    return (shape.envelope, shape.result) if side == FRONT else (shape.result, shape.envelope)
+
+
+def new_device_slots(
+    layout: SlotLayout, count: int, device: torch.device
+) -> tuple[DeviceSlot, ...]:
+    """``count`` zeroed slots of this process's own."""
+    import torch
+
+    memory = torch.zeros(count * layout.slot_bytes, dtype=torch.uint8, device=device)
+    return device_slots(memory, layout, count)
+
+
+def pinned_slots(layout: SlotLayout, count: int) -> tuple[Slot, ...]:
+    """``count`` zeroed slots in pinned host memory, for copies from a device."""
+    import torch
+
+    memory = torch.zeros(
+        count * layout.slot_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+    )
+    return make_slots(memory, layout, count)

@@ -1,0 +1,107 @@
+"""The ``peer`` link: two GPUs of one host that reach each other's memory. No CPU on the path.
+
+A send is a copy by the copy engine into a slot in the receiver's memory, then a write of the
+receiver's counter; the receiver's stream waits for the counter in memory of its own. Nothing spins
+on a multiprocessor. Counters only grow, and compare cyclically. There is no counter for credits:
+the sender of envelope n waits for the receipt of result n - d_in (the loops'), which says more.
+
+Memory is mapped by CUDA IPC, not by torch's symmetric memory: its rendezvous holds the
+interpreter's lock, cannot be repeated with a new process, and needs a process group.
+
+What faults of GPUs ask for, one by one:
+
+1. *32 connections*: ``cuda_start.py`` sets and checks it, and ``cuda_streams.py`` gives those that
+   wait, and those that must move meanwhile, a connection each. One stream of a rank waits for a
+   counter; nothing else is queued on it but what belongs to the link.
+2. *Load and allocate first*: the loops run every stage on every slot before they queue a wait.
+3. *No wait while idle*: not built. The policy rank keeps receipts queued, because a doorbell for
+   each would cost the 40 µs that this link saves; with rule 1 a queued wait was never seen to
+   hold anything up, and it takes no time of a multiprocessor.
+4. *Release*: ``close`` writes far ahead into this rank's own counter, watches the stream move,
+   tries a copy from the host next, and then says False: the process leaves with ``os._exit``.
+5. *Death and silence* are noticed on the control socket, by the loops and the heartbeat.
+6. *A send says nothing about the peer*: only results do, and they are what credits are made of.
+7. *NCCL*: is another link.
+8. *Order at the end*: the loop stops reading results (its run is over), ``close`` releases, waits
+   for both streams with a limit, forgets the peer's addresses, and unmaps.
+9. *Watchdog*: nothing here holds the interpreter's lock while it waits.
+10. *Re-forming*: IPC handles go out after the memory is zeroed; a new policy process is a new
+    generation with new memory. This end's memory is never freed while the process lives, because
+    the peer may still be writing to it.
+11. *Clocks*: ``device_clock.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ppstream.errors import ProtocolError
+from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
+from ppstream.link_device import BACK, FRONT, device_slots, layouts, slot_count
+from ppstream.memops import MappedMemory, Memory
+
+if TYPE_CHECKING:
+    from ppstream.rendezvous import Store
+    from ppstream.slots import LinkShape
+
+
+class PeerLink(CountedLink):
+    """One end (link_device.DeviceLink); both ends must be opened at the same time.
+
+    Args:
+        side: ``FRONT`` or ``BACK``.
+        store: where the ends leave word of their memory.
+        shape: the same on both ends.
+        device: of this rank; current, and CUDA has started.
+        timeout_s: bound of the peer's coming.
+
+    Raises:
+        PeerLostError: the peer did not open its end in time.
+        DeviceError: the driver refuses memory or mapping.
+        ProtocolError: the ends disagree on their sizes.
+    """
+
+    name = "peer"
+
+    def __init__(
+        self,
+        side: str,
+        store: Store,
+        shape: LinkShape,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        count = slot_count(shape)
+        out, into = layouts(shape, side)
+        mine = Memory(COUNTER_BYTES + count * into.slot_bytes)
+        wanted = COUNTER_BYTES + count * out.slot_bytes
+        self._theirs = _exchange(side, store, mine, wanted, timeout_s)
+        places = Places(
+            my_counter=mine.address,
+            their_counter=self._theirs.address,
+            their_slots=self._theirs.address + COUNTER_BYTES,
+        )
+        slots = device_slots(mine.tensor(device)[COUNTER_BYTES:], into, count)
+        super().__init__(out, shape, device, slots, places)
+
+    def close(self) -> bool:
+        """Release, wait for both streams, unmap; False when a stream does not move."""
+        if not super().close():
+            return False
+        self._theirs.close()
+        return True
+
+
+def _exchange(side: str, store: Store, mine: Memory, wanted: int, timeout_s: float) -> MappedMemory:
+    """Tell the peer of ``mine``, and map its memory, which must have ``wanted`` bytes."""
+    store.set(f"peer/{side}", f"{mine.size} {mine.exported()}")
+    other = BACK if side == FRONT else FRONT
+    size, _, exported = store.get(f"peer/{other}", timeout_s).partition(" ")
+    if int(size) != wanted:
+        raise ProtocolError(
+            f"the other end's slots take {size} bytes, this rank's layout has {wanted}: the ranks "
+            "disagree on the policy's tensors or the queue bounds"
+        )
+    return MappedMemory(exported)

@@ -1,0 +1,61 @@
+"""A policy on a GPU behind slots in host memory: copied over, run, copied back, waited for.
+
+For a policy rank with a GPU beside a rank 0 without one, and for the unpipelined twin. The loop
+waits for every envelope: what overlaps then is the two ranks, not the copies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from ppstream.specs import TensorSpec
+    from ppstream.stage import Policy
+
+_cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
+
+
+class StagedPolicy:
+    """Runs like ``policy``, which lives on ``device``, on tensors that live in host memory.
+
+    Args:
+        policy: its ``inputs`` and ``outputs`` are this one's.
+        device: a CUDA device.
+        rows: the batch B of every slot.
+    """
+
+    def __init__(self, policy: Policy, device: torch.device, rows: int) -> None:
+        self.inputs, self.outputs = policy.inputs, policy.outputs
+        self._policy = policy
+        self._device = device
+        self._window = _tensors(policy.inputs, rows, device)
+        self._out = _tensors(policy.outputs, rows, device)
+
+    def reset(self, rows: Tensor) -> None:
+        """As the policy does; its rows are named on its device."""
+        self._policy.reset(rows.to(self._device))
+
+    def instruct(self, number: int, text: str) -> None:
+        """As the policy does."""
+        self._policy.instruct(number, text)  # type: ignore[attr-defined] # checked when built
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        for name, tensor in self._window.items():
+            tensor.copy_(window[name], non_blocking=True)
+        self._policy(self._window, self._out)
+        for name, tensor in self._out.items():
+            out[name].copy_(tensor, non_blocking=True)
+        _cuda.current_stream(self._device).synchronize()
+
+
+def _tensors(specs: Sequence[TensorSpec], rows: int, device: torch.device) -> dict[str, Tensor]:
+    return {
+        spec.name: torch.zeros(rows, *spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+        for spec in specs
+    }

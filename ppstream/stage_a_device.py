@@ -1,0 +1,173 @@
+"""Stage A for a GPU: what the device-ordered loop asks of it, and a form that cuts on the host.
+
+``RingWindows`` reads rings on the GPU when the device comes to it. ``HostWindows`` cuts the window
+on the CPU when it is queued, and copies it: for whoever has no kernel for his GPU. Its data is as
+old as the host runs ahead, so the host then runs no further ahead than it holds credits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ppstream.clock import NS_PER_MS, now_ns
+from ppstream.device_window import DeviceWindow
+from ppstream.flight import Owner
+from ppstream.link_device import pinned_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ppstream.config import PipelineConfig
+    from ppstream.flight import Flight
+    from ppstream.intake import Intake
+    from ppstream.link_device import DeviceSlot
+    from ppstream.memops import CudaStream
+    from ppstream.slots import LinkShape
+    from ppstream.window import WindowInfo
+
+
+class DeviceStageA(Protocol):
+    """Stage A on a device.
+
+    Attributes:
+        intake: whose rings it reads; changed between phases, while nothing is queued.
+        reads_late: it reads the rings when the device comes to it, not when it is queued.
+    """
+
+    intake: Intake
+    reads_late: bool
+
+    def ingest(self, now_ns: int) -> None:
+        """Take over the samples that are new in the rings; never waits."""
+
+    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> None:
+        """Queue stage A into ``slot`` on the current stream."""
+
+    def settle(self, flight: Flight) -> None:
+        """The envelope is complete, those before it were settled: fill the flight's owners,
+        arrival and input ages, and book what it used.
+        """
+
+
+class RingWindows:
+    """Windows of rings on the GPU (DeviceStageA): ``device_window.py``, one for each intake.
+
+    Args:
+        config: streams and window.
+        slots: every slot that will be written.
+        device: where they are.
+        stream: torch's stream that stage A is queued on, the current one.
+    """
+
+    reads_late = True
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        slots: Sequence[DeviceSlot],
+        device: torch.device,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._config, self._slots = config, slots
+        self._device, self._stream = device, stream
+        self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
+        self._intake: Intake | None = None
+        self._window: DeviceWindow
+
+    @property
+    def intake(self) -> Intake:
+        assert self._intake is not None, "no phase was entered"
+        return self._intake
+
+    @intake.setter
+    def intake(self, intake: Intake) -> None:
+        """Nothing is queued now: kernels may load, graphs be recorded and memory be allocated."""
+        if intake is self._intake:
+            return
+        self._intake = intake
+        self._window = DeviceWindow(self._config, intake.rows, intake.banks, self._device)
+        for slot in self._slots:
+            self._window.prepare(slot.tensors)
+
+    def ingest(self, now_ns: int) -> None:
+        self._window.ingest(now_ns)
+
+    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> None:
+        if ends_ns[0] is not None:
+            self._window.ingest(now_ns(), ends_ns)
+        self._window.enqueue(slot.tensors, self._stream)
+
+    def settle(self, flight: Flight) -> None:
+        info, present, episodes = self._window.take()
+        flight.received_ns = flight.record.tRx = info.newest_rx_ns
+        flight.record.input_age_ns = info.input_age_ns
+        flight.owners = [
+            Owner(is_present, episode, end, end + self._lease_ns, info.newest_rx_ns)
+            for is_present, episode, end in zip(present, episodes, info.window_end_ns, strict=True)
+        ]
+
+
+class HostWindows:
+    """Windows cut on the CPU into pinned memory, and copied (DeviceStageA).
+
+    Args:
+        config: the lease.
+        shape: of the link whose envelopes it fills.
+        slots: pinned windows; more than can be queued.
+        stream: that stage A is queued on.
+    """
+
+    def __init__(
+        self, config: PipelineConfig, shape: LinkShape, slots: int, stream: CudaStream
+    ) -> None:
+        self.intake: Intake
+        self.reads_late = False
+        self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
+        self._stream = stream
+        self._windows = pinned_slots(shape.envelope, slots)
+        self._begin = min(shape.envelope.offsets.values())  # behind the header, which is the link's
+        self._infos: list[WindowInfo | None] = [None] * slots
+
+    def ingest(self, now_ns: int) -> None:
+        """Nothing: the rings are read where they are."""
+
+    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> None:
+        place = flight.index % len(self._windows)
+        window = self._windows[place]
+        info = self.intake.cutter.cut(window.tensors, ends_ns, self._lease_ns)
+        begin = self._begin
+        source = window.raw.data_ptr() + begin
+        self._stream.copy(slot.address + begin, source, slot.size - begin)
+        self._infos[place] = info
+        flight.owners = [
+            Owner(
+                row.present,
+                (row.session, row.session_epoch),
+                end,
+                end + self._lease_ns,
+                row.reference.newest_rx_ns,
+            )
+            for row, end in zip(self.intake.rows, info.window_end_ns, strict=True)
+        ]
+
+    def settle(self, flight: Flight) -> None:
+        info = self._infos[flight.index % len(self._windows)]
+        assert info is not None, f"envelope {flight.index} was never cut"
+        flight.received_ns = flight.record.tRx = info.newest_rx_ns
+        flight.record.input_age_ns = info.input_age_ns
+
+
+def name_rows(flight: Flight) -> None:
+    """Write the flight's owners into its record; one row stands alone, several as lists."""
+    record, owners = flight.record, flight.owners
+    if len(owners) == 1:
+        owner = owners[0]
+        record.session, record.session_epoch = owner.episode
+        record.window_end_ns, record.expires_ns = owner.window_end_ns, owner.expires_ns
+        return
+    record.session = [owner.episode[0] for owner in owners]
+    record.session_epoch = [owner.episode[1] for owner in owners]
+    record.window_end_ns = [owner.window_end_ns for owner in owners]
+    record.expires_ns = [owner.expires_ns for owner in owners]

@@ -1,0 +1,81 @@
+"""What one envelope's events say: stamps, durations and waits, as the log's contract has them.
+
+Pure: takes times that are mapped to the host's clock already. On a device-ordered link waits are
+the gaps between events, so each thread's time is conserved by construction; the credit, residence
+and outstanding audits carry the weight.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ppstream.timestamps import EnvelopeRecord, Stage1Record
+
+
+class Rank0Times(NamedTuple):
+    """One envelope on rank 0's device, host clock, ns."""
+
+    a0: int
+    a1: int
+    committed: int  # A is over, and the credit is there
+    received: int
+    c0: int
+    c1: int
+
+
+class PolicyTimes(NamedTuple):
+    """One envelope on the policy rank's device, host clock, ns."""
+
+    complete: int  # the envelope, all of it
+    b0: int
+    b1: int
+
+
+def book_rank0(
+    record: EnvelopeRecord,
+    times: Rank0Times,
+    before: Rank0Times | None,
+    credit_ns: int,
+    queued_ns: int,
+    *,
+    waits_for_input: bool,
+) -> None:
+    """Stamps and waits of one envelope, but ``tEmit``, which only an emitted one has.
+
+    Args:
+        record: filled.
+        times: of this envelope.
+        before: of the one before it; None behind a pause.
+        credit_ns: when the result was received whose credit this envelope took; 0: none needed.
+        queued_ns: when the host had queued A.
+        waits_for_input: the host queues A when input comes, and no sooner.
+    """
+    record.tA0, record.tA1 = times.a0, times.a1
+    record.tSend = times.committed
+    record.tRecv, record.tDecode = times.received, times.c0
+    record.eA_ns, record.eC_ns = times.a1 - times.a0, times.c1 - times.c0
+    free_ns = times.a0 if before is None else before.a1
+    gap_ns = max(0, times.a0 - free_ns)
+    record.w_credit_ns = _clamp(credit_ns - free_ns, gap_ns)
+    late_ns = _clamp(queued_ns - max(free_ns, credit_ns), gap_ns - record.w_credit_ns)
+    record.w_input_ns = late_ns if waits_for_input else 0
+    record.busy_link_ns = gap_ns - record.w_credit_ns - record.w_input_ns
+    record.w_slot_ns = record.w_emit_ns = 0
+    record.w_result_ns = 0 if before is None else max(0, times.c0 - before.c1)
+
+
+def book_policy(record: Stage1Record, times: PolicyTimes, before: PolicyTimes | None) -> None:
+    """Durations and waits of one envelope on the policy rank."""
+    record.tB0, record.tB1 = times.b0, times.b1
+    record.eB_ns = times.b1 - times.b0
+    record.idle_ns = 0 if before is None else max(0, times.b0 - before.b1)
+    waited_ns = 0 if before is None else times.complete - before.b1
+    record.wait_input_ns = _clamp(waited_ns, record.idle_ns)
+    record.wait_output_ns = 0
+    record.busy_link_ns = record.idle_ns - record.wait_input_ns
+    record.residence_ns = times.b1 - min(times.complete, times.b0)
+
+
+def _clamp(value: int, most: int) -> int:
+    return max(0, min(value, most))

@@ -1,0 +1,202 @@
+"""A transformer policy of the size of ACT: history and camera patches in, an action chunk out.
+
+An encoder over all tokens, a decoder with one query per action of the chunk. Without trained
+weights it is a load of the right size and shape, the same for the same seed, and its actions mean
+nothing: never let a robot execute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import torch
+from msgspec import Meta
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from ppstream.config import Count
+from ppstream.errors import ConfigError
+from ppstream.specs import TensorSpec
+
+# B=row T=step of the window D=value S=stream N=tokens Q=queries F=feature H=horizon n=frames
+
+PATCH: Final = 16  # pixels, both ways
+FEED_FORWARD: Final = 3200  # at a width of 512, as ACT has it
+WIDTH: Final = 512
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Camera(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A camera stream as the policy reads it."""
+
+    name: str
+    height: Annotated[int, Meta(ge=PATCH)]
+    width: Annotated[int, Meta(ge=PATCH)]
+    frames: Count = 1
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of its frames in the envelope
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[policy.options]``."""
+
+    steps: Count  # of the window
+    dim: Count  # values of the group, all its streams together
+    streams: Count  # of the group
+    horizon: Count
+    action_dim: Count
+    group: str = "state"
+    cameras: tuple[Camera, ...] = ()
+    width: Annotated[int, Meta(ge=64, multiple_of=64)] = WIDTH
+    encoder_blocks: Count = 4
+    decoder_blocks: Count = 4
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # that it computes in
+    seed: int = 0
+    weights: str | None = None  # .safetensors
+
+
+class Attention(nn.Module):
+    """Heads of 64 features."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.ask = nn.Linear(width, width)
+        self.offer = nn.Linear(width, 2 * width)
+        self.join = nn.Linear(width, width)
+
+    def forward(self, queries: Tensor, tokens: Tensor) -> Tensor:
+        """``[B, Q, F]`` over ``[B, N, F]`` to ``[B, Q, F]``."""
+        rows, _, width = queries.shape
+        q = self.ask(queries).view(rows, -1, self.heads, 64).transpose(1, 2)
+        k, v = self.offer(tokens).view(rows, -1, 2, self.heads, 64).permute(2, 0, 3, 1, 4)
+        seen = scaled_dot_product_attention(q, k, v)
+        joined: Tensor = self.join(seen.transpose(1, 2).reshape(rows, -1, width))
+        return joined
+
+
+class Block(nn.Module):
+    """Pre-norm self-attention, attention to ``tokens`` in a decoder, and a feed-forward layer."""
+
+    def __init__(self, width: int, *, is_decoder: bool) -> None:
+        super().__init__()
+        self.norm_self = nn.LayerNorm(width)
+        self.attend = Attention(width)
+        self.norm_cross = nn.LayerNorm(width) if is_decoder else None
+        self.look = Attention(width) if is_decoder else None
+        self.norm_feed = nn.LayerNorm(width)
+        hidden = FEED_FORWARD * width // WIDTH
+        self.widen = nn.Linear(width, hidden)
+        self.narrow = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        normed = self.norm_self(x)
+        x = x + self.attend(normed, normed)
+        if self.look is not None and self.norm_cross is not None and tokens is not None:
+            x = x + self.look(self.norm_cross(x), tokens)
+        fed: Tensor = self.narrow(gelu(self.widen(self.norm_feed(x))))
+        return x + fed
+
+
+class Transformer(nn.Module):
+    """Tokens of the history and of every camera to actions in (-1, 1)."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        width = options.width
+        self.embed = nn.Linear(options.dim, width)
+        self.patches = nn.ModuleList(nn.Conv2d(3, width, PATCH, PATCH) for _ in options.cameras)
+        tokens = options.steps + sum(
+            camera.frames * (camera.height // PATCH) * (camera.width // PATCH)
+            for camera in options.cameras
+        )
+        self.place = nn.Parameter(torch.randn(tokens, width) * 0.02)
+        self.queries = nn.Parameter(torch.randn(options.horizon, width) * 0.02)
+        self.encoder = nn.ModuleList(
+            Block(width, is_decoder=False) for _ in range(options.encoder_blocks)
+        )
+        self.decoder = nn.ModuleList(
+            Block(width, is_decoder=True) for _ in range(options.decoder_blocks)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, options.action_dim)
+
+    def forward(self, history: Tensor, frames: list[Tensor]) -> Tensor:
+        """``[B, T, D]`` and ``[B, n, 3, H, W]`` per camera to ``[B, H, action_dim]``."""
+        parts = [self.embed(history)]
+        for patch, images in zip(self.patches, frames, strict=True):
+            rows, n = images.shape[:2]
+            grid = patch(images.flatten(0, 1))  # [B * n, F, H / 16, W / 16]
+            parts.append(grid.flatten(2).transpose(1, 2).reshape(rows, -1, grid.shape[1]))
+            assert n > 0
+        tokens = torch.cat(parts, dim=1) + self.place
+        for block in self.encoder:
+            tokens = block(tokens)
+        x = self.queries.expand(history.shape[0], -1, -1)
+        for block in self.decoder:
+            x = block(x, tokens)
+        actions: Tensor = torch.tanh(self.head(self.norm(x)))
+        return actions
+
+
+class ActPolicy:
+    """The policy as the runtime knows it (``ppstream.Policy``)."""
+
+    stateless = True  # between calls
+
+    def __init__(self, options: Options, network: Transformer, device: torch.device) -> None:
+        group = options.group
+        cameras = [
+            TensorSpec(
+                f"{camera.name}.frames",
+                (camera.frames, 3, camera.height, camera.width),
+                camera.dtype,
+            )
+            for camera in options.cameras
+        ]
+        self.inputs = (
+            TensorSpec(f"{group}.values", (options.steps, options.dim)),
+            TensorSpec(f"{group}.valid", (options.steps, options.streams), "bool"),
+            *cameras,
+        )
+        self.outputs = (TensorSpec("actions", (options.horizon, options.action_dim)),)
+        self._names = [spec.name for spec in self.inputs]
+        self._dtype = DTYPES[options.dtype]
+        self._network = network.to(device, self._dtype).eval()
+
+    def reset(self, rows: Tensor) -> None:
+        """Nothing to forget: the window is all it knows."""
+
+    @torch.inference_mode()
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """Write ``actions``, in (-1, 1); a step with any stream invalid is seen as zeros."""
+        values, valid, *frames = (window[name] for name in self._names)
+        trusted = values * valid.all(dim=2, keepdim=True)
+        images = [frame.to(self._dtype) for frame in frames]
+        out["actions"].copy_(self._network(trusted.to(self._dtype), images))
+
+
+def build(config: Mapping[str, Any], device: torch.device) -> ActPolicy:
+    """The policy with the given ``Options``.
+
+    Raises:
+        ConfigError: an option is missing, unknown or not allowed, or the weights do not fit.
+    """
+    try:
+        options = msgspec.convert(config, Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError([f"policy.options: {error}"]) from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        network = Transformer(options)
+    if options.weights is not None:
+        try:
+            network.load_state_dict(load_file(options.weights))
+        except (OSError, RuntimeError) as error:
+            text = " ".join(str(error).split())
+            raise ConfigError(
+                [f"policy.weights: {options.weights} does not fit this policy: {text}"]
+            ) from error
+    return ActPolicy(options, network, device)

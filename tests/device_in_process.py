@@ -1,0 +1,214 @@
+"""A whole device-ordered pipeline in one process, over ``fake_cuda``: no GPU, real everything else.
+
+Rank 0 is on this thread, the policy rank on another; real rings, windows, counted link, control
+socket, loops, ledger and log.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeDriver, queue_call
+from pipeline_in_process import Collector, NewestValues
+
+from ppstream import link_counted, memops, stage1_device
+from ppstream.clock import now_ns
+from ppstream.config import PipelineConfig
+from ppstream.control import Peer
+from ppstream.credits import CreditLedger
+from ppstream.decode import CopyDecoder
+from ppstream.device_clock import DeviceClock
+from ppstream.errors import PeerLostError
+from ppstream.headers import link_shape
+from ppstream.intake import build_intake
+from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
+from ppstream.link_device import device_slots, slot_count
+from ppstream.memops import CudaStream, DeviceProbe
+from ppstream.messages import Drain
+from ppstream.pacing import Pacing, Saturated
+from ppstream.simulate import Delay
+from ppstream.slots import LinkShape
+from ppstream.sources import Source
+from ppstream.stage0_device import Stage0Device
+from ppstream.stage0_queueing import Parts, Streams
+from ppstream.stage1_device import Parts as BackParts
+from ppstream.stage1_device import Stage1Device
+from ppstream.stage_a_device import HostWindows
+from ppstream.stage_c import StageC
+from ppstream.synthetic import SyntheticSource
+from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.waiter import Waiter
+
+CPU = torch.device("cpu")
+
+
+class NoWork:
+    products = 0
+
+    def queue(self) -> None:
+        """Nothing stands in for a stage."""
+
+
+class QueuedPolicy:
+    """What DeviceStageB is on a GPU: the policy runs when its stream comes to it."""
+
+    def __init__(self, policy: NewestValues) -> None:
+        self.policy = policy
+        self.stream: Any = None
+        self.refuse: set[int] = set()  # calls that fail while they are queued
+        self.calls = 0
+
+    def __call__(self, envelope: Any, result: Any) -> None:
+        self.calls += 1
+        if self.calls - 1 in self.refuse:
+            raise ValueError("no such kernel")
+        queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors))
+
+
+class DevicePipeline:
+    """``rank0`` is a Stage0Device with ``policy`` behind it; a context manager."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        policy: NewestValues,
+        directory: Path,
+        patch: pytest.MonkeyPatch,
+        *,
+        runs_ahead: bool = True,
+    ) -> None:
+        self._runs_ahead = runs_ahead
+        self.driver = FakeDriver()
+        patch.setattr(memops, "driver", lambda: self.driver)
+        for module in (link_counted, stage1_device):
+            patch.setattr(module, "stream", lambda role: CudaStream())
+        patch.setattr("torch.cuda.synchronize", lambda device=None: None)
+        self.config, self.policy = config, policy
+        self.intake = build_intake(config)
+        self.collector = Collector()
+        self.failure: list[BaseException] = []
+        self._directory = directory
+        self._stack = ExitStack()
+        self._stack.callback(self.driver.close)
+        shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 3)
+        self._front_link, self._back_link = linked(shape)
+        ours, theirs = socket.socketpair()
+        self.front, self.back = Peer(ours), Peer(theirs)
+        self._stack.callback(self.front.close)
+        self._stack.callback(self.back.close)
+        self.rank0 = self._rank0(shape)
+        self.queued = QueuedPolicy(policy)
+        self.stage1 = self._stage1(shape)
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> DevicePipeline:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(PeerLostError):  # a test may have let it vanish
+            self.front.send(Drain("test over"))
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "the policy rank did not leave"
+        assert self._back_link.close(), "a wait of the policy rank was not released"
+        assert self._front_link.close()
+        self._stack.close()
+        assert not self.driver.failures, self.driver.failures
+
+    def saturate(self) -> None:
+        source = SyntheticSource(self.config, self.intake.rows[0], seed=1, start_ns=now_ns())
+        self.enter(source, Saturated(self.intake.rows))
+
+    def enter(self, source: Source, pacing: Pacing, phase: str = "ready") -> None:
+        self.rank0.enter(
+            phase, intake=self.intake, source=source, pacing=pacing, emitter=self.collector
+        )
+
+    def lines(self, rank: int) -> list[dict[str, Any]]:
+        """One rank's log so far."""
+        (self.rank0 if rank == 0 else self.stage1).log.flush()
+        text = (self._directory / f"rank{rank}.gen0.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def envelopes(self) -> list[Mapping[str, Any]]:
+        return [line for line in self.lines(0) if line["kind"] == "envelope"]
+
+    def _rank0(self, shape: LinkShape) -> Stage0Device:
+        config = self.config
+        a = CudaStream()
+        link: Any = self._front_link
+        windows = HostWindows(config, shape, len(link.out), a)
+        windows.reads_late = True  # as on a GPU: the streams alone hold A back
+        self.stream_c = CudaStream()
+        own = Parts(
+            link=link,
+            peer=self.front,
+            shape=shape,
+            streams=Streams(a, None, self.stream_c),  # type: ignore[arg-type]
+            clock=DeviceClock(DeviceProbe(CudaStream())),
+            work_a=NoWork(),  # type: ignore[arg-type]
+            work_c=NoWork(),  # type: ignore[arg-type]
+        )
+        ledger = CreditLedger(config.pipeline.d_in, config.pipeline.d_out)
+        stage_c = StageC(config, CopyDecoder(), Delay(0.0))
+        log = self._log(0, EnvelopeRecord)
+        return Stage0Device(config, windows, stage_c, ledger, log, self._waiter(), parts=own)
+
+    def _stage1(self, shape: LinkShape) -> Stage1Device:
+        parts = BackParts(
+            config=self.config,
+            stage_b=self.queued,  # type: ignore[arg-type]
+            link=self._back_link,  # type: ignore[arg-type]
+            peer=self.back,
+            log=self._log(1, Stage1Record),
+            waiter=self._waiter(),
+            clock=DeviceClock(DeviceProbe(CudaStream())),
+            stream=None,  # type: ignore[arg-type]
+            generation=shape.generation,
+            runs_ahead=self._runs_ahead,
+        )
+        stage1 = Stage1Device(parts)
+        self.queued.stream = stage1._stream
+        return stage1
+
+    def _log(self, rank: int, record: Any) -> TimestampLog:
+        path = self._directory / f"rank{rank}.gen0.jsonl"
+        log = TimestampLog(path, record, 4096, run_id="r", generation=0)
+        self._stack.callback(log.close)
+        return log
+
+    def _waiter(self) -> Waiter:
+        waiter = Waiter()
+        self._stack.callback(waiter.close)
+        return waiter
+
+    def _serve(self) -> None:
+        try:
+            self.stage1.run(lambda: False)
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            self.failure.append(error)
+
+
+def linked(shape: LinkShape) -> tuple[CountedLink, CountedLink]:
+    """Both ends of a link in this process's memory, as ``peer`` lays it out on two GPUs."""
+    count = slot_count(shape)
+    memories = [
+        torch.zeros(COUNTER_BYTES + count * layout.slot_bytes, dtype=torch.uint8)
+        for layout in (shape.result, shape.envelope)  # what each end receives
+    ]
+    front, back = (memory.data_ptr() for memory in memories)
+
+    def end(mine: int, out: Any, into: Any) -> CountedLink:
+        my, their = (front, back) if mine == 0 else (back, front)
+        slots = device_slots(memories[mine][COUNTER_BYTES:], into, count)
+        return CountedLink(out, shape, CPU, slots, Places(my, their, their + COUNTER_BYTES))
+
+    return end(0, shape.envelope, shape.result), end(1, shape.result, shape.envelope)

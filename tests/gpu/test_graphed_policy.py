@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppstream.config import PolicyConfig
+from ppstream.errors import ConfigError
+from ppstream.policy_compile import RecompileMeter
+from ppstream.policy_graph import GraphedPolicy, prepared_policy
+from ppstream.specs import TensorSpec
+from ppstream_stages.act import build
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+CUDA = torch.device("cuda", 0)
+ACT = {"steps": 16, "dim": 14, "streams": 2, "horizon": 20, "action_dim": 7, "width": 128}
+
+
+class Counting:
+    """Keeps a state in place, and may wait for the GPU, which no graph can hold."""
+
+    inputs = (TensorSpec("x", (4,)),)
+    outputs = (TensorSpec("actions", (4,)),)
+
+    def __init__(self, *, waits: bool = False) -> None:
+        self.total = torch.zeros(4, device=CUDA)
+        self.waits = waits
+
+    def reset(self, rows: Tensor) -> None:
+        self.total.zero_()
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        self.total += window["x"][0]
+        if self.waits and self.total[0].item() > 1e9:
+            return
+        out["actions"].copy_(self.total.expand(1, 4))
+
+
+def slots(count: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    return [
+        ({"x": torch.zeros(1, 4, device=CUDA)}, {"actions": torch.zeros(1, 4, device=CUDA)})
+        for _ in range(count)
+    ]
+
+
+def test_act_from_graphs_equals_act() -> None:
+    policy = build(ACT, CUDA)
+    graphed = prepared_policy(policy, PolicyConfig(target="a:b"), CUDA)
+    assert isinstance(graphed, GraphedPolicy)
+    pairs = []
+    for _ in range(3):
+        window = {
+            spec.name: torch.ones(2, *spec.shape, dtype=torch.bool, device=CUDA)
+            if spec.dtype == "bool"
+            else torch.zeros(2, *spec.shape, device=CUDA)
+            for spec in policy.inputs
+        }
+        pairs.append((window, {"actions": torch.zeros(2, 20, 7, device=CUDA)}))
+        graphed.prepare(*pairs[-1])
+    for turn in range(9):
+        window, out = pairs[turn % 3]
+        window["state.values"].normal_()
+        graphed(window, out)
+        expected = {"actions": torch.zeros_like(out["actions"])}
+        policy(window, expected)
+        torch.testing.assert_close(out["actions"], expected["actions"], rtol=0, atol=2e-2)
+        assert out["actions"].abs().max() > 0
+    assert graphed.statistics() == (3, 9, 0)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+def test_a_compiled_policy_is_recorded_and_compiles_no_more() -> None:
+    config = PolicyConfig(target="a:b", compile=True)
+    prepared: Any = prepared_policy(Counting(), config, CUDA)
+    pairs = slots(3)
+    meter = RecompileMeter()
+    for pair in pairs:
+        prepared.prepare(*pair)
+    assert meter.take() >= 1
+    meter.seal()
+    prepared.reset(torch.ones(1, dtype=torch.bool))
+    for turn in range(6):
+        window, out = pairs[turn % 3]
+        window["x"].fill_(1)
+        prepared(window, out)
+        assert out["actions"].tolist() == [[float(turn + 1)] * 4]
+    assert meter.after_warm_up() == (0, 0)
+    assert prepared.statistics() == (3, 6, 0)
+
+
+def test_state_lives_in_place_across_slots_and_resets() -> None:
+    graphed = GraphedPolicy(Counting())
+    pairs = slots(2)
+    for window, out in pairs:
+        graphed.prepare(window, out)
+    graphed.reset(torch.ones(1, dtype=torch.bool))
+    for turn in range(4):
+        window, out = pairs[turn % 2]
+        window["x"].fill_(turn + 1)
+        graphed(window, out)
+        assert out["actions"].tolist() == [[float(sum(range(turn + 2)))] * 4]
+    graphed.reset(torch.ones(1, dtype=torch.bool))
+    graphed(*pairs[0])
+    assert pairs[0][1]["actions"].tolist() == [[3.0] * 4]
+
+
+def test_a_policy_that_waits_is_refused_with_the_switch_to_turn() -> None:
+    graphed = GraphedPolicy(Counting(waits=True))
+    with pytest.raises(ConfigError, match=r"policy\.graph = false"):
+        graphed(*slots(1)[0])
+    assert torch.ones(3, device=CUDA).sum().item() == 3  # the device is as good as before
+
+
+def test_after_the_warm_up_new_slots_run_eagerly_and_are_counted() -> None:
+    graphed = GraphedPolicy(Counting())
+    known, new = slots(2)
+    graphed(*known)
+    graphed.seal()
+    new[0]["x"].fill_(5)
+    graphed(*new)
+    assert graphed.statistics() == (1, 1, 1)
+    assert new[1]["actions"].max().item() >= 5
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_replays_neither_synchronise_nor_allocate() -> None:
+    graphed: Any = GraphedPolicy(Counting())
+    pairs = slots(2)
+    for pair in pairs:
+        graphed.prepare(*pair)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for turn in range(40):
+            graphed(*pairs[turn % 2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

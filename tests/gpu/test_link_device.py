@@ -1,0 +1,78 @@
+"""Links between two GPUs: real processes, real devices; every wait ends, every byte arrives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from multirank.ranks import environment_without_ranks, free_port
+
+END = Path(__file__).with_name("link_end.py")
+LIMIT_S = 60
+KILLED = -9
+KINDS = ("peer", "pinned", "nccl")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"
+    ),
+]
+
+
+def run_ends(scenario: str, kind: str) -> list[tuple[int, str]]:
+    """Exit code and output of both ends."""
+    port = str(free_port())
+    root = Path(__file__).parents[2]
+    processes = []
+    for rank in (0, 1):
+        environment = environment_without_ranks() | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels"), *sys.path]),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(END), scenario, kind],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    ends = []
+    for process in processes:
+        try:
+            output, _ = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output = "hangs: " + process.communicate()[0]
+        ends.append((process.returncode, output))
+    return ends
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_message_arrives_whole_and_in_order(kind: str) -> None:
+    for code, output in run_ends("exchange", kind):
+        assert code == 0, output
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wait_for_a_silent_peer_ends_with_close(kind: str) -> None:
+    for code, output in run_ends("alone", kind):
+        assert code == 0, output
+        print(output)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wait_for_a_dead_peer_ends_with_close(kind: str) -> None:
+    (front, said), (back, _) = run_ends("orphan", kind)
+    assert front == 0, said
+    assert back == KILLED

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ppstream.config_file import read
+from ppstream.errors import ConfigError
+from ppstream.preflight import policy_problems
+from ppstream.window import input_specs
+from ppstream_stages.act import Options, Transformer, build
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {
+    "steps": 6,
+    "dim": 5,
+    "streams": 2,
+    "horizon": 4,
+    "action_dim": 3,
+    "width": 64,
+    "encoder_blocks": 1,
+    "decoder_blocks": 1,
+    "dtype": "float32",
+}
+CAMERA = {"name": "front", "height": 32, "width": 48, "frames": 2, "dtype": "float32"}
+
+
+def run(config: dict[str, Any], seed: int = 0, **given: torch.Tensor) -> torch.Tensor:
+    policy = build(config, CPU)
+    generator = torch.Generator().manual_seed(seed)
+    window = {
+        spec.name: (torch.rand(2, *spec.shape, generator=generator) < 0.9)
+        if spec.dtype == "bool"
+        else torch.rand(2, *spec.shape, generator=generator)
+        for spec in policy.inputs
+    } | given
+    out = {"actions": torch.full((2, *policy.outputs[0].shape), torch.nan)}
+    policy(window, out)
+    return out["actions"]
+
+
+def test_the_same_seed_gives_the_same_actions_and_another_does_not() -> None:
+    first = run(SMALL)
+    assert first.shape == (2, 4, 3)
+    assert first.abs().max() < 1
+    assert torch.equal(first, run(SMALL))
+    assert not torch.equal(first, run(SMALL | {"seed": 1}))
+
+
+def test_building_it_leaves_torchs_random_numbers_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    build(SMALL, CPU)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_invalid_steps_do_not_count() -> None:
+    valid = torch.ones(2, 6, 2, dtype=torch.bool)
+    valid[:, :3, 1] = False
+    spoiled = torch.rand(2, 6, 5)
+    values = spoiled.clone()
+    values[:, :3] = 7
+    window = {"state.valid": valid}
+    assert torch.equal(
+        run(SMALL, **window, **{"state.values": values}),
+        run(SMALL, **window, **{"state.values": spoiled}),
+    )
+
+
+def test_every_camera_counts() -> None:
+    config = SMALL | {"cameras": [CAMERA]}
+    dark = torch.zeros(2, 2, 3, 32, 48)
+    assert not torch.equal(run(config, **{"front.frames": dark}), run(config))
+
+
+def test_weights_are_read_and_must_fit(tmp_path: Path) -> None:
+    file = tmp_path / "act.safetensors"
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        options = {key: SMALL[key] for key in SMALL}
+        save_file(Transformer(Options(**options)).state_dict(), file)
+    loaded = run(SMALL | {"weights": str(file)})
+    assert torch.equal(loaded, run(SMALL | {"seed": 3}))
+    with pytest.raises(ConfigError, match="does not fit"):
+        run(SMALL | {"weights": str(file), "width": 128})
+    with pytest.raises(ConfigError, match="width"):
+        run(SMALL | {"width": 65})
+
+
+def test_the_shipped_configuration_with_three_cameras_fits_the_policy() -> None:
+    config = read("three_cameras")
+    small = {"width": 64, "encoder_blocks": 1, "decoder_blocks": 1}
+    policy = build({**config.policy.options, "weights": None, **small}, CPU)
+    assert policy_problems(config, input_specs(config), policy.inputs, policy.outputs) == []
+    assert [stream.name for stream in config.cameras] == ["left", "right", "wrist"]

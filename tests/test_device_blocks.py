@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from stream_cases import MS, Input, at_ms, config, ramp, stream
+
+from ppstream.config import ImageConfig
+from ppstream.device_blocks import (
+    COMMITMENT_WORDS,
+    GUARD,
+    HEADER_WORDS,
+    NEWEST,
+    PIECE_WORDS,
+    RING_WORDS,
+    ROW_WORDS,
+    WORD_BYTES,
+    BlockWriter,
+)
+from ppstream.device_records import WindowBook
+from ppstream.executed_prefix import Commitment
+
+torch.set_num_threads(1)
+
+
+class Twin:
+    """The rings as the GPU would hold them: what ``rings.cu`` does, in numpy."""
+
+    def __init__(self, case: Input) -> None:
+        self.case = case
+        self.writer = BlockWriter(case.rows, case.banks, case.config.reference.name)
+        self.block = np.full(self.writer.block_words, -7, np.int64)
+        self.stamps = {
+            name: np.full((len(case.rows), GUARD * bank.capacity), -7, np.int64)
+            for name, bank in case.banks.items()
+        }
+        self.values = {
+            name: np.full((*self.stamps[name].shape, bank.stream.dim), np.nan, np.float32)
+            for name, bank in case.banks.items()
+        }
+        self.table: NDArray[np.int64] = np.zeros(self.writer.table_words, np.int64)
+        self.sequence = 0
+
+    def ingest(self, *ends_ns: int | None) -> int:
+        """Take over all that is new; returns how many blocks it took."""
+        blocks = 0
+        ends = ends_ns or (None,) * len(self.case.rows)
+        is_all = False
+        while not is_all:
+            words, _, is_all = self.writer.write(self.block, self.sequence + 1, ends)
+            if words:
+                blocks += 1
+                self._take_over()
+                self.check()
+        assert not self.writer.write(self.block, self.sequence + 1, ends).words
+        return blocks
+
+    def _take_over(self) -> None:
+        self.sequence, pieces = self.block[:HEADER_WORDS].tolist()
+        behind = HEADER_WORDS + self.writer.table_words
+        self.table = self.block[HEADER_WORDS:behind].copy()
+        names = list(self.case.banks)
+        for piece in range(pieces):
+            begin = behind + piece * PIECE_WORDS
+            s, row, number, n, at = self.block[begin : begin + PIECE_WORDS].tolist()
+            stamps, values = self.stamps[names[s]], self.values[names[s]]
+            slots = (number + np.arange(n)) % stamps.shape[1]
+            words = self.block[at // WORD_BYTES :]
+            stamps[row, slots] = words[:n]
+            dim = values.shape[2]
+            values[row, slots] = words[n:].view(np.float32)[: n * dim].reshape(n, dim)
+
+    def check(self) -> None:
+        """After every block, also in the middle of a backlog: a table names what is there."""
+        for name in self.case.banks:
+            for row in range(len(self.case.rows)):
+                stamps, values = self.usable(name, row)
+                assert (stamps >= 0).all()
+                assert np.isfinite(values).all()
+
+    def usable(self, name: str, row: int = 0) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Stamps and values that a window may use, oldest first."""
+        rows = len(self.case.rows)
+        at = len(ROW_WORDS) * rows + len(RING_WORDS) * (
+            list(self.case.banks).index(name) * rows + row
+        )
+        sent, count, _ = self.table[at : at + len(RING_WORDS)].tolist()
+        slots = np.arange(sent - count, sent) % self.stamps[name].shape[1]
+        return self.stamps[name][row, slots], self.values[name][row, slots]
+
+
+def held(case: Input, name: str, row: int = 0) -> NDArray[np.int64]:
+    ring, bank = case.rows[row].rings[name], case.banks[name]
+    numbers = np.arange(ring.accepted - ring.count, ring.accepted) % bank.capacity
+    return bank.stamps_ns[row].numpy()[numbers]
+
+
+def push(case: Input, name: str, *times: float, row: int = 0, rx_ns: int = 0) -> None:
+    stamps = at_ms(*times)
+    ring = case.rows[row].rings[name]
+    assert ring.append(stamps, ramp(stamps, ring.stream.dim), rx_ns) == len(stamps)
+
+
+def open_case(*streams: Any, capacity: int | None = None, rows: int = 1, **more: Any) -> Input:
+    case = Input(config(*streams, rows=rows, **more), capacity)
+    for row, place in enumerate(case.rows):
+        place.open(row + 7)
+    return case
+
+
+def test_only_new_samples_travel_and_nothing_new_sends_nothing() -> None:
+    case = open_case(stream("q", dim=3), stream("tip", dim=1, rate_hz=30))
+    twin = Twin(case)
+    push(case, "q", 1, 2, 3)
+    push(case, "tip", 2)
+    assert twin.ingest() == 1
+    assert twin.ingest() == 0
+    first = twin.block[:HEADER_WORDS].tolist()
+    push(case, "q", 4)
+    assert twin.ingest() == 1
+    assert (first, twin.block[:HEADER_WORDS].tolist()) == ([1, 2], [2, 1])
+    stamps, values = twin.usable("q")
+    assert stamps.tolist() == at_ms(1, 2, 3, 4).tolist()
+    np.testing.assert_array_equal(values, ramp(stamps, 3))
+
+
+def test_a_wrapped_ring_arrives_in_order() -> None:
+    case = open_case(stream("q", dim=3), capacity=5)
+    twin = Twin(case)
+    for begin in range(0, 40, 4):
+        push(case, "q", *range(begin, begin + 4))
+        twin.ingest()
+        stamps, values = twin.usable("q")
+        assert stamps.tolist() == held(case, "q").tolist()
+        np.testing.assert_array_equal(values, ramp(stamps, 3))
+
+
+def test_what_a_table_names_survives_as_many_samples_again() -> None:
+    case = open_case(stream("q", dim=1), capacity=8)
+    twin = Twin(case)
+    push(case, "q", *range(8))
+    twin.ingest()
+    table = twin.table.copy()
+    push(case, "q", *range(8, 16))
+    twin.ingest()
+    twin.table = table  # a window began before the second block
+    assert twin.usable("q")[0].tolist() == at_ms(*range(8)).tolist()
+
+
+def test_a_backlog_takes_several_blocks_and_loses_nothing() -> None:
+    case = open_case(stream("wide", dim=4096), capacity=120)
+    twin = Twin(case)
+    push(case, "wide", *range(100))
+    assert twin.ingest() > 1
+    stamps, values = twin.usable("wide")
+    assert len(stamps) == 100
+    np.testing.assert_array_equal(values, ramp(stamps, 4096))
+
+
+def test_a_new_episode_empties_the_table_at_once() -> None:
+    case = open_case(stream("q", dim=1))
+    twin = Twin(case)
+    push(case, "q", 1, 2)
+    twin.ingest()
+    case.rows[0].new_episode()
+    assert twin.ingest() == 1
+    assert twin.usable("q")[0].size == 0
+    assert twin.table[: len(ROW_WORDS)].tolist()[:3] == [7, 1, NEWEST]
+    push(case, "q", 3)
+    twin.ingest()
+    assert twin.usable("q")[0].tolist() == [3 * MS]
+
+
+def test_a_ring_that_is_emptied_within_an_episode_is_emptied_there_too() -> None:
+    case = open_case(stream("q", dim=1))
+    twin = Twin(case)
+    push(case, "q", 1, 2)
+    twin.ingest()
+    case.rows[0].rings["q"].clear("clock_jump")
+    assert twin.ingest() == 1
+    assert twin.usable("q")[0].size == 0
+
+
+def test_frames_travel_beside_the_block_and_their_stamps_in_it() -> None:
+    image = ImageConfig(height=2, width=3)
+    case = open_case(
+        stream("q", dim=1), stream("front", dim=0, rate_hz=30, image=image), capacity=6
+    )
+    writer = BlockWriter(case.rows, case.banks, "q")
+    push(case, "q", 5)
+    ring = case.rows[0].rings["front"]
+    assert ring.append(at_ms(1, 2), np.zeros((2, 18), np.uint8), 0) == 2
+    words, frames, is_all = writer.write(np.zeros(writer.block_words, np.int64), 1, [None])
+    assert is_all
+    assert [tuple(frame) for frame in frames] == [(1, 0, 0), (1, 0, 1)]
+    assert words == writer.block_words - 2 * 6 - 6 + 2 + 2  # of 6 q and 6 frames, 1 and 2 travel
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b", "episode", "ingest"]), st.integers(1, 9)), max_size=60
+    )
+)
+def test_the_twin_always_holds_the_newest_after_an_ingest(events: list[tuple[str, int]]) -> None:
+    case = open_case(stream("a", dim=2), stream("b", dim=1, rate_hz=100), capacity=7)
+    twin = Twin(case)
+    now = 0
+    for what, count in events:
+        if what == "episode":
+            case.rows[0].new_episode()
+        elif what == "ingest":
+            twin.ingest()
+            for name in ("a", "b"):
+                stamps, values = twin.usable(name)
+                assert stamps.tolist() == held(case, name).tolist()
+                np.testing.assert_array_equal(values, ramp(stamps, values.shape[1]))
+        else:
+            stamps = at_ms(*range(now, now + count))
+            ring = case.rows[0].rings[what]
+            ring.append(stamps, ramp(stamps, ring.stream.dim), 0)
+            now += count
+
+
+def test_what_a_robot_executes_travels_once_and_its_end_too() -> None:
+    case = open_case(stream("q", dim=1), rows=2)
+    writer = BlockWriter(case.rows, case.banks, "q", (4, 3))
+    block = np.full(writer.block_words, -7, np.int64)
+    actions = np.arange(6 * 3, dtype=np.float32).reshape(6, 3)
+    case.rows[1].commitment = Commitment(10, 20, 30, 40, actions)
+    assert writer.write(block, 1, (None, None)).words
+    at = HEADER_WORDS + writer.told_words
+    assert block[at] == 0  # the first row executes nothing that is known
+    second = block[at + writer.commitment_words : at + 2 * writer.commitment_words]
+    assert second[:COMMITMENT_WORDS].tolist() == [4, 10, 20, 30, 40]
+    sent = second[COMMITMENT_WORDS:].view(np.float32)[:12].reshape(4, 3)
+    np.testing.assert_array_equal(sent, actions[:4])
+    assert not writer.write(block, 2, (None, None)).words
+    case.rows[1].commitment = None
+    assert writer.write(block, 2, (None, None)).words
+    assert block[at + writer.commitment_words] == 0
+
+
+# ---- what a window used, read back late -------------------------------------------------------
+
+
+def test_a_window_read_late_books_only_what_it_could_use() -> None:
+    case = open_case(stream("q", dim=1), stream("slow", dim=1, rate_hz=30), steps=2, dt_ms=10)
+    twin = Twin(case)
+    push(case, "q", *range(0, 41, 5), rx_ns=3)
+    push(case, "slow", 4, 34)
+    twin.ingest()
+    words = twin.table.tolist()
+    push(case, "slow", 39)  # before the window's end, but after the window began
+    push(case, "q", 45, rx_ns=4)
+    taken = WindowBook(case.config, case.rows, 0).take(words)
+    assert taken.info.window_end_ns == [40 * MS]
+    assert taken.info.newest_rx_ns == 3
+    assert taken.info.input_age_ns == {"q": 0, "slow": 6 * MS}
+    assert taken.present == [True]
+    assert taken.episodes == [(7, 0)]
+    assert case.rows[0].rings["slow"].ledger.in_flight == 1
+    assert case.rows[0].rings["q"].ledger.in_flight == 1
+    case.check()
+
+
+def test_a_given_end_leaves_newer_samples_in_flight() -> None:
+    case = open_case(stream("q", dim=1), steps=2, dt_ms=10)
+    twin = Twin(case)
+    push(case, "q", *range(50))
+    twin.ingest(30 * MS)
+    taken = WindowBook(case.config, case.rows, 0).take(twin.table.tolist())
+    assert taken.info.window_end_ns == [30 * MS]
+    ledger = case.rows[0].reference.ledger
+    assert (ledger.used, ledger.in_flight, ledger.dropped) == (11, 19, {"passed_over": 20})
+    case.check()
+
+
+def test_a_window_of_an_episode_that_is_over_books_nothing_of_the_next() -> None:
+    case = open_case(stream("q", dim=1), rows=2)
+    twin = Twin(case)
+    push(case, "q", 10, 20)
+    twin.ingest()
+    words = twin.table.tolist()
+    case.rows[0].new_episode()
+    push(case, "q", 5)  # older than the window's end
+    taken = WindowBook(case.config, case.rows, 0).take(words)
+    assert taken.info.window_end_ns == [20 * MS, 0]
+    assert taken.present == [True, False]
+    assert taken.info.input_age_ns == {"q": [0, None]}
+    assert case.rows[0].reference.ledger.in_flight == 1
+    case.check()

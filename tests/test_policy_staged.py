@@ -1,0 +1,46 @@
+"""A staged policy gives what the policy gives, in the caller's memory, and keeps none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppstream.policy_staged import StagedPolicy
+from ppstream.specs import TensorSpec
+
+ROWS = 2
+
+
+class Doubler:
+    inputs = (TensorSpec("state.values", (3,)),)
+    outputs = (TensorSpec("actions", (3,)),)
+
+    def __init__(self) -> None:
+        self.resets: list[Tensor] = []
+        self.seen: set[int] = set()
+
+    def reset(self, rows: Tensor) -> None:
+        self.resets.append(rows)
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        self.seen.add(window["state.values"].data_ptr())
+        torch.mul(window["state.values"], 2, out=out["actions"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_a_policy_on_a_gpu_writes_is_in_host_memory_when_the_call_returns() -> None:
+    device = torch.device("cuda", 0)
+    policy = Doubler()
+    staged = StagedPolicy(policy, device, ROWS)
+    for value in range(5):
+        window = {"state.values": torch.full((ROWS, 3), float(value)), "other": torch.zeros(1)}
+        out = {"actions": torch.zeros(ROWS, 3)}
+        staged(window, out)
+        assert out["actions"].eq(2 * value).all()
+    assert len(policy.seen) == 1  # the same memory each time: a graph can hold it
+    staged.reset(torch.tensor([True, False]))
+    assert policy.resets[0].device.type == "cuda"
