@@ -1,9 +1,10 @@
 """Recording: sensor streams read from a file, as they were recorded.
 
-Two forms: ``.npz`` with ``<stream>.stamps_ns`` (int64 ``[n]``) and ``<stream>.values`` (floats
-``[n, dim]``) for each stream, and the ``.npy`` table of a Franka arm. Nothing is repaired: gaps,
-repeats and disorder are what a replay is for. Who plays it is ``sources.py`` (rank 0) or
-``tools/replay.py`` (as a robot); no torch here.
+Read here are ``.npz`` with ``<stream>.stamps_ns`` (int64 ``[n]``) and ``<stream>.values`` (floats
+``[n, dim]``) for each stream, and the ``.npy`` table of a Franka arm; ``recording_mcap.py``,
+``recording_ulog.py`` and ``recording_ros.py`` read others. Nothing is repaired: gaps, repeats and
+disorder are what a replay is for. Who plays it is ``sources.py`` (rank 0) or ``tools/replay.py``
+(as a robot); no torch here.
 """
 
 from __future__ import annotations
@@ -42,11 +43,22 @@ class Track(NamedTuple):
 
     stamps_ns: NDArray[np.int64]  # [n], n >= 1, robot clock
     values: NDArray[Any]  # [n, dim] float32 or float64
+    arrivals_ns: NDArray[np.int64] | None = None  # [n], when each came, in the robot's clock, too
 
     @property
     def due_ns(self) -> NDArray[np.int64]:
-        """When each sample is played: at its stamp, but never before an earlier one."""
-        return np.maximum.accumulate(self.stamps_ns)
+        """When each sample is played: as it came, else at its stamp; never before one ahead."""
+        return np.maximum.accumulate(
+            self.stamps_ns if self.arrivals_ns is None else self.arrivals_ns
+        )
+
+
+class Step(NamedTuple):
+    """A moment of a recorded run: a window was cut, or the robot's history was emptied."""
+
+    end_ns: int | None  # of the window, robot clock; None: emptied
+    reason: str  # why it was emptied
+    samples: Mapping[str, int]  # that had come before, by stream
 
 
 class Message(NamedTuple):
@@ -59,10 +71,19 @@ class Message(NamedTuple):
 
 
 class Recording:
-    """Tracks by stream name."""
+    """Tracks by stream name; of a run, the steps that can be repeated, and what was lost of it."""
 
-    def __init__(self, tracks: Mapping[str, Track]) -> None:
+    def __init__(
+        self,
+        tracks: Mapping[str, Track],
+        steps: Sequence[Step] = (),
+        lost: Mapping[str, int] | None = None,
+        robot: str = "",
+    ) -> None:
         self.tracks = dict(tracks)
+        self.robot = robot  # its name, if that was recorded
+        self.steps = tuple(steps)
+        self.lost = dict(lost or {})
 
     @property
     def first_ns(self) -> int:
@@ -94,10 +115,10 @@ class Recording:
                 )
             else:
                 values = track.values.astype(stream.dtype, copy=False)
-                chosen[stream.name] = Track(track.stamps_ns, values)
+                chosen[stream.name] = track._replace(values=values)
         if problems:
             raise ConfigError(problems)
-        return Recording(chosen)
+        return Recording(chosen, self.steps, self.lost, self.robot)
 
     def messages(self, batch_ns: int) -> Iterator[Message]:
         """All samples in order of time; those of one stream within ``batch_ns`` go together.
@@ -121,13 +142,37 @@ class Recording:
             begin = end
 
 
-def load_recording(path: str | Path) -> Recording:
+def load_recording(
+    path: str | Path, streams: Sequence[StreamConfig] = (), robot: str | None = None
+) -> Recording:
     """The recording in ``path``.
 
+    Args:
+        path: ``.npz``, ``.npy``, ``.mcap``, PX4's ``.ulg``, ROS 1's ``.bag``, a ROS 2 bag's folder.
+        streams: where files made by others have them (``recorded``).
+        robot: whose samples, of a run with several robots.
+
     Raises:
-        ConfigError: the file cannot be read, or is not of a known form; with every problem found.
+        ConfigError: the file cannot be read, is not of a known form, or needs a package that is
+            missing; with every problem found.
     """
     path = Path(path)
+    if path.is_dir() or path.suffix == ".bag":
+        from ppstream.recording_ros import load_bag
+
+        return load_bag(path, streams)
+    if path.suffix == ".mcap":
+        from ppstream.recording_mcap import load_mcap
+
+        return load_mcap(path, streams, robot)
+    if path.suffix == ".ulg":
+        from ppstream.recording_ulog import load_ulog
+
+        return load_ulog(path, streams)
+    return _load_numpy(path)
+
+
+def _load_numpy(path: Path) -> Recording:
     try:
         with path.open("rb") as file:
             found = np.load(file, allow_pickle=False)

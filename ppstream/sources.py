@@ -6,12 +6,13 @@ A source writes into the rings of the rows it was given, on the thread that asks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ppstream.clock import NS_PER_MS, NS_PER_S
-from ppstream.errors import ConfigError
+from ppstream.clock import NS_PER_S
 from ppstream.recording import load_recording
+from ppstream.sample_ledger import CLOCK_JUMP
+from ppstream.schedules import schedule_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,12 +45,13 @@ class Source(Protocol):
 class RecordedSource:
     """Plays a recording into rows, each of them the same, in the recording's own time.
 
-    Live windows: samples appear at their stamps, ``speed`` times as fast. Scheduled windows: window
-    k ends at ``t0 + k * dt``, with t0 the first moment at which every stream has a sample, and
-    holds exactly what was recorded by then, so it does not depend on how fast anything ran.
+    Live windows: samples appear as they came, ``speed`` times as fast. Scheduled windows: of a
+    recorded run they are cut again as they were; of another recording window k ends at
+    ``t0 + k * dt``, with t0 the first moment at which every stream has a sample. Each holds exactly
+    what was recorded by then, so it does not depend on how fast anything ran.
 
     Args:
-        path: ``.npz`` or ``.npy``, see ``recording.py``.
+        path: see ``recording.py``.
         config: streams, window, and whether windows are scheduled.
         rows: free places; opened here, given back by ``close``.
         speed: times real time; None: as fast as asked, for scheduled windows alone.
@@ -73,7 +75,8 @@ class RecordedSource:
         self.scheduled = config.pipeline.windows == "scheduled"
         if speed is None and not self.scheduled:
             raise ValueError("live windows need a speed: without one nothing says when a sample is")
-        recording = load_recording(path).select(config.streams)
+        found = load_recording(path, config.streams, config.record.robot)
+        recording = found.select(config.streams)
         self._tracks = [(name, track, track.due_ns) for name, track in recording.tracks.items()]
         self._fed = dict.fromkeys(recording.tracks, 0)
         self._rows = rows
@@ -83,19 +86,14 @@ class RecordedSource:
         self._started_ns: int | None = None  # host time at which first_ns was played
         self._drained_ns = 0
         self._reached_ns = self._first_ns - 1  # recording time that may be used
-        self._dt_ns = round(config.window.dt_ms * NS_PER_MS)
-        self._t0_ns = max(int(due_ns[0]) for _, _, due_ns in self._tracks)
-        end_ns = int(recording.tracks[config.reference.name].due_ns[-1])
-        self.windows = 1 + (end_ns - self._t0_ns) // self._dt_ns
-        if self.windows < 1:
-            raise ConfigError(
-                [f"{path}: stream {config.reference.name!r} ends before another one begins"]
-            )
+        self._schedule = schedule_of(path, recording, config)
+        self.windows = self._schedule.windows
         self._taken = 0
         self._repeat = repeat
         self._lap_ns = self._last_ns - self._first_ns + round(NS_PER_S / config.reference.rate_hz)
         self._shift_ns = 0  # added to stamps, and to the times at which they are due
         for row in rows:
+            row.robot = recording.robot  # whose limits are its own
             row.open(OWN_SESSION, is_real_time=speed == 1.0 and not self.scheduled)
 
     @property
@@ -126,7 +124,7 @@ class RecordedSource:
         if self._speed is None or self._started_ns is None or self.exhausted:
             return None
         if self.scheduled:
-            due_ns = self._end_of(self._taken)
+            due_ns = self._schedule.end_ns(self._taken)
         else:
             left = [
                 int(due_ns[self._fed[name]])
@@ -138,10 +136,17 @@ class RecordedSource:
 
     def feed(self, until_ns: int, now_ns: int) -> int:
         """Append exactly what was recorded up to ``until_ns`` to every row; returns the samples."""
+        before_ns = until_ns - self._shift_ns
+        counts = {
+            name: int(due_ns.searchsorted(before_ns, "right")) for name, _, due_ns in self._tracks
+        }
+        return self._feed(counts, now_ns)
+
+    def _feed(self, counts: Mapping[str, int], now_ns: int) -> int:
+        """Append each stream's samples below its count; returns how many."""
         samples = 0
-        for name, track, due_ns in self._tracks:
-            begin = self._fed[name]
-            end = int(due_ns.searchsorted(until_ns - self._shift_ns, "right"))
+        for name, track, _ in self._tracks:
+            begin, end = self._fed[name], counts.get(name, 0)
             if end > begin:
                 stamps_ns = track.stamps_ns[begin:end] + self._shift_ns
                 for row in self._rows:
@@ -154,7 +159,7 @@ class RecordedSource:
         """Whether the recording's time has passed window ``index``, and there is one."""
         if index >= self.windows:
             return False
-        return self._speed is None or self._end_of(index) <= self._reached_ns
+        return self._speed is None or self._schedule.end_ns(index) <= self._reached_ns
 
     def window_ends_ns(self, index: int) -> Sequence[int]:
         """Bring the rings to where window ``index`` ends; returns that moment, for each row.
@@ -163,14 +168,21 @@ class RecordedSource:
         """
         assert index == self._taken, f"window {index} asked for, {self._taken} is next"
         self._taken += 1
-        end_ns = self._end_of(index)
-        self.feed(end_ns, self._drained_ns)
-        return [end_ns] * len(self._rows)
+        for step in self._schedule.before(index):
+            self._feed(step.samples, self._drained_ns)
+            if step.end_ns is None:
+                self._empty(step.reason)
+        return [self._schedule.end_ns(index)] * len(self._rows)
+
+    def _empty(self, reason: str) -> None:
+        for row in self._rows:
+            if reason == CLOCK_JUMP:  # the episode went on
+                for ring in row.rings.values():
+                    ring.clear(reason)
+            else:
+                row.new_episode()
 
     def close(self) -> None:
         """Give the rows back, empty."""
         for row in self._rows:
             row.close()
-
-    def _end_of(self, index: int) -> int:
-        return self._t0_ns + index * self._dt_ns

@@ -17,10 +17,11 @@ import pytest
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
 from ppstream.clock import now_ns
-from ppstream.config import PipelineConfig, ServiceConfig
+from ppstream.config import PipelineConfig, RecordConfig, ServiceConfig
 from ppstream.config_file import as_toml
 from ppstream.errors import ExitCode
 from ppstream.messages import ActionChunk
+from ppstream.record_file import open_recorder
 from ppstream.sessions import Sessions
 from ppstream.waiter import Waiter
 
@@ -221,6 +222,33 @@ def test_at_max_the_replay_clock_is_what_was_sent() -> None:
     clock.wait_until(9_000 * MS)
     clock.wait_until(8_000 * MS)
     assert clock() == 9_000 * MS
+
+
+def test_a_recorded_run_is_streamed_as_it_had_come(
+    settings: PipelineConfig, tmp_path: Path
+) -> None:
+    pytest.importorskip("mcap")
+    file = tmp_path / "run.mcap"
+    recorder = open_recorder(
+        msgspec.structs.replace(settings, record=RecordConfig(file=str(file))), "run"
+    )
+    assert recorder is not None
+    for number in range(100):  # a clock of the robot's own, and a slow stream that is 30 ms late
+        stamps, came_ns = at_ms(5e8 + 4 * number), (1000 + 4 * number) * MS
+        recorder.samples("arm", "fast", stamps, ramp(stamps, 3), came_ns)
+        if number % 10 == 9:
+            stamps = stamps - 30 * MS
+            recorder.samples("arm", "slow", stamps, ramp(stamps, 1).astype(np.float64), came_ns)
+    recorder.close()
+    with serving(settings) as server:
+        done = run_tool(settings, tmp_path, file)
+    assert done.returncode == 0, done.stderr
+    assert "110 recorded, 110 sent" in done.stdout
+    fast, slow = server.case.rows[0].rings.values()
+    assert (fast.ledger.received, slow.ledger.received) == (100, 10)
+    assert int(fast._stamps[99]) == 500_000_396 * MS
+    assert int(slow._stamps[9]) == 500_000_366 * MS
+    assert slow._values[:10].tolist() == ramp(slow._stamps[:10], 1).tolist()
 
 
 @pytest.mark.skipif(DATA is None, reason="PPSTREAM_TEST_DATA names no folder of recordings")

@@ -22,6 +22,7 @@ from ppstream.messages import ActionChunk
 from ppstream.recording import Message, Recording, load_recording
 from ppstream.robot import RobotClient
 
+FORMS = ".mcap, .npz, Franka .npy, PX4 .ulg, ROS 1 .bag, or the folder of a ROS 2 bag"
 REFUSED_PAUSE_S = 0.001  # between two attempts while nobody can take samples
 REFUSED_LIMIT_S = 10.0  # longer than a restart of the server takes
 LAST_CHUNKS_S = 0.3  # what is in flight behind the last sample may still come back
@@ -80,7 +81,8 @@ def _insist(client: RobotClient, message: Message) -> None:
 
 def replay(arguments: argparse.Namespace, config: PipelineConfig) -> str:
     """Replay the whole file; returns what to tell about it."""
-    recording = load_recording(arguments.file).select(config.streams)
+    recording = load_recording(arguments.file, config.streams, config.record.robot)
+    recording = recording.select(config.streams)
     clock = ReplayClock(recording.first_ns, arguments.speed)
 
     def take(chunk: ActionChunk) -> None:
@@ -142,7 +144,7 @@ def _speed(text: str) -> float | None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("file", metavar="FILE", type=Path, help="a recording, .npz or Franka .npy")
+    parser.add_argument("file", metavar="FILE", type=Path, help="a recording: " + FORMS)
     parser.add_argument("--endpoint", help="where rank 0 listens (default: service.endpoint)")
     parser.add_argument("--speed", type=_speed, default=1.0, help="times real time, or max")
     parser.add_argument("--batch-ms", type=float, default=5.0, help="samples sent together")

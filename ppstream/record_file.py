@@ -1,0 +1,251 @@
+"""RecordFile: a run's recording as MCAP with JSON messages, which Foxglove and others read.
+
+The only file that writes through ``mcap``. Log times are rank 0's monotonic clock and never go
+back; a message's publish time is when it happened, which may lie a moment before. A file whose disk
+ran full ends behind its last whole record.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ppstream.clock import NS_PER_MS
+from ppstream.record_items import Cleared, Cut, Emitted, Item, Line, Samples
+from ppstream.record_messages import (
+    ACTIONS,
+    EVENTS_TOPIC,
+    METADATA,
+    REPORTS_TOPIC,
+    RESETS,
+    SAMPLES,
+    VERSION,
+    WINDOWS,
+    Body,
+    Chunk,
+    Event,
+    Report,
+    Reset,
+    SampleBatch,
+    WindowHeader,
+    json_schema,
+    need_mcap,
+    topic,
+)
+from ppstream.recorder import Recorder
+
+if TYPE_CHECKING:
+    from ppstream.config import PipelineConfig, StreamConfig
+
+CHUNK_BYTES: Final = 1 << 17  # what a killed run loses at most
+FILE_MODE: Final = 0o640
+MB: Final = 1_000_000
+BATCH_NS: Final = 20 * NS_PER_MS  # samples of one message arrived within it
+EVENT_FIELDS: Final = frozenset({"kind", "run_id", "generation", "t", "name", "text"})
+
+encode: Final = msgspec.json.Encoder().encode
+
+
+def open_recorder(config: PipelineConfig, run_id: str) -> Recorder | None:
+    """The recorder that the configuration asks for, or None.
+
+    Raises:
+        ConfigError: ``mcap`` is not installed.
+    """
+    record = config.record
+    if record.file is None:
+        return None
+    need_mcap()
+    path = Path(record.file)
+    return Recorder(lambda: RecordFile(path, config, run_id), round(record.queue_mb * MB))
+
+
+class Message(NamedTuple):
+    """What is written, and when it happened."""
+
+    at_ns: int
+    topic: str
+    body: Body
+
+
+class RecordFile:
+    """A sink of the recorder; belongs to its thread.
+
+    Args:
+        path: a new file beside it is taken when it is there already; a named pipe is written to
+            once somebody reads it.
+        config: streams and actions.
+        run_id: as in the log.
+    """
+
+    def __init__(self, path: Path, config: PipelineConfig, run_id: str) -> None:
+        from mcap.writer import CompressionType, Writer
+
+        self._streams = {stream.name: stream for stream in config.streams}
+        self._output = Output(path)
+        output: Any = self._output  # no IO[bytes] of the standard library's, but all that is used
+        self._writer: Any = Writer(output, chunk_size=CHUNK_BYTES, compression=CompressionType.LZ4)
+        self._schemas: dict[type[Body], int] = {}
+        self._channels: dict[str, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._newest_ns = 0
+        self._writer.start(library="ppstream")
+        self._writer.add_metadata(METADATA, _facts(config, run_id))
+
+    def write(self, items: Sequence[Item]) -> None:
+        """Raises OSError when the disk is full or a pipe's reader has left."""
+        found = [*_batches(items, self._streams), *map(_message, _single(items))]
+        for message in sorted(found, key=lambda message: message.at_ns):
+            self._newest_ns = max(self._newest_ns, message.at_ns)
+            channel = self._channel(message)
+            number = self._numbers[channel] = self._numbers[channel] + 1
+            data = encode(message.body)
+            self._writer.add_message(channel, self._newest_ns, data, message.at_ns, number)
+
+    def close(self) -> None:
+        """Write the index; the file is complete."""
+        try:
+            self._writer.finish()
+        finally:
+            self._output.close()
+
+    def _channel(self, message: Message) -> int:
+        channel = self._channels.get(message.topic)
+        if channel is None:
+            schema = self._schema(type(message.body))
+            channel = self._writer.register_channel(message.topic, "json", schema)
+            self._channels[message.topic] = channel
+            self._numbers[channel] = 0
+        return channel
+
+    def _schema(self, body: type[Body]) -> int:
+        if body not in self._schemas:
+            name, data = f"ppstream.{body.__name__}", json_schema(body)
+            self._schemas[body] = self._writer.register_schema(name, "jsonschema", data)
+        return self._schemas[body]
+
+
+class Output:
+    """A file or named pipe for the writer; what was begun when it failed is cut off again."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(unused(path), os.O_WRONLY | os.O_CREAT, FILE_MODE)
+        self._written = 0
+
+    def write(self, data: bytes) -> int:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            if stat.S_ISREG(os.fstat(self._fd).st_mode):
+                os.ftruncate(self._fd, self._written)
+            raise
+        self._written += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._written
+
+    def flush(self) -> None:
+        """Nothing is kept back here."""
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def unused(path: Path) -> Path:
+    """``path``, or while a file is there ``name-2``, ``name-3``: no recording is overwritten."""
+    number = 1
+    chosen = path
+    while chosen.is_file():
+        number += 1
+        chosen = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return chosen
+
+
+def _facts(config: PipelineConfig, run_id: str) -> dict[str, str]:
+    streams = [
+        {"name": s.name, "dim": s.dim, "dtype": s.dtype} for s in config.streams if not s.image
+    ]
+    return {
+        "version": str(VERSION),
+        "run_id": run_id,
+        "streams": encode(streams).decode(),
+        "actions": encode(config.actions.names).decode(),
+        "clock": "log times: CLOCK_MONOTONIC of rank 0 in ns; stamps: the robot's own clock",
+    }
+
+
+def _batches(items: Sequence[Item], streams: Mapping[str, StreamConfig]) -> Iterator[Message]:
+    """Samples of one stream that came within ``BATCH_NS``, without a gap, together."""
+    open_batches: dict[tuple[str, str], list[Samples]] = {}
+    for item in items:
+        if not isinstance(item, Samples):
+            continue
+        key = item.robot, item.stream
+        batch = open_batches.get(key)
+        if batch is not None:
+            if item.received_ns - batch[0].received_ns < BATCH_NS and item.first == batch[-1].end:
+                batch.append(item)
+                continue
+            yield _batch(batch, streams[item.stream])
+        open_batches[key] = [item]
+    for batch in open_batches.values():
+        yield _batch(batch, streams[batch[0].stream])
+
+
+def _batch(parts: list[Samples], stream: StreamConfig) -> Message:
+    received: list[int] = []
+    for part in parts:
+        received += [part.received_ns] * (part.end - part.first)
+    values: list[Any] = np.frombuffer(b"".join(p.values for p in parts), stream.dtype).tolist()
+    stamps: list[int] = np.frombuffer(b"".join(p.stamps for p in parts), np.int64).tolist()
+    first, dim = parts[0], stream.dim
+    body = SampleBatch(first.first, dim, stamps, received, values, values[-dim:])
+    return Message(received[-1], topic(first.robot, SAMPLES, stream.name), body)
+
+
+def _single(items: Sequence[Item]) -> Iterator[Cut | Cleared | Emitted | Line]:
+    for item in items:
+        if not isinstance(item, Samples):
+            yield item
+
+
+def _message(item: Cut | Cleared | Emitted | Line) -> Message:
+    match item:
+        case Cut():
+            ends = item.window_end_ns, item.expires_ns
+            header = WindowHeader(
+                item.epoch, item.seq, item.phase, *item.episode, *ends, item.samples
+            )
+            return Message(item.at_ns, topic(item.robot, WINDOWS), header)
+        case Cleared():
+            return Message(item.at_ns, topic(item.robot, RESETS), Reset(item.reason, item.samples))
+        case Emitted():
+            return Message(item.at_ns, topic(item.robot, ACTIONS), _chunk(item))
+        case Line():
+            return _line(item)
+
+
+def _chunk(item: Emitted) -> Chunk:
+    chunk = item.chunk
+    actions: list[float] = np.frombuffer(chunk.actions, np.float32).tolist()
+    fields: dict[str, Any] = {name: getattr(chunk, name) for name in Chunk.__struct_fields__[:-2]}
+    return Chunk(**fields, actions=actions, dropped=item.dropped)
+
+
+def _line(item: Line) -> Message:
+    said = item.fields
+    if said["kind"] == "robot":
+        report = Report(*(said[name] for name in Report.__struct_fields__))
+        return Message(item.at_ns, REPORTS_TOPIC, report)
+    rest = {key: value for key, value in said.items() if key not in EVENT_FIELDS}
+    event = Event(said["name"], str(said.get("text", "")), rest)
+    return Message(item.at_ns, EVENTS_TOPIC, event)

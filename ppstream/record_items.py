@@ -1,0 +1,105 @@
+"""What the loops hand to the recorder: copies of what they took in, cut and emitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ppstream.messages import ActionChunk
+    from ppstream.ring import RowInput
+
+ITEM_BYTES: Final = 200  # of an item without its arrays
+
+
+class Samples(NamedTuple):
+    """One message of samples, as it arrived; arrays as little-endian bytes."""
+
+    robot: str
+    stream: str
+    first: int  # number of the first one in its stream,
+    end: int  # and behind the last one
+    stamps: bytes
+    values: bytes
+    received_ns: int
+
+    @property
+    def size(self) -> int:
+        """Bytes it keeps while it waits."""
+        return len(self.stamps) + len(self.values) + ITEM_BYTES
+
+
+class Cut(NamedTuple):
+    """One row's window."""
+
+    robot: str
+    at_ns: int
+    epoch: int
+    seq: int
+    phase: str
+    episode: tuple[int, int]
+    window_end_ns: int
+    expires_ns: int
+    samples: dict[str, int]
+
+
+class Cleared(NamedTuple):
+    """One row's rings were emptied."""
+
+    robot: str
+    at_ns: int
+    reason: str
+    samples: dict[str, int]
+
+
+class Emitted(NamedTuple):
+    """A chunk, whose actions are a copy."""
+
+    robot: str
+    at_ns: int
+    chunk: ActionChunk
+    dropped: str
+
+
+class Line(NamedTuple):
+    """A line of the time-stamp log: an event or a robot's report."""
+
+    at_ns: int
+    fields: Mapping[str, Any]
+
+
+Item = Samples | Cut | Cleared | Emitted | Line
+
+
+class Taker(Protocol):
+    """Takes what a row's rings tell; must not block."""
+
+    def samples(
+        self, robot: str, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int
+    ) -> None: ...
+
+    def cleared(self, robot: str, reason: str) -> None: ...
+
+
+class RowTap:
+    """What a row's rings tell: the taker, under the name of the robot that holds the row."""
+
+    def __init__(self, taker: Taker, row: RowInput, place: int) -> None:
+        self._taker = taker
+        self._row = row
+        self._place = f"row{place}"
+
+    @property
+    def robot(self) -> str:
+        """The name its session said; of a recording or made-up samples the row's."""
+        return self._row.robot or self._place
+
+    def samples(self, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int) -> None:
+        self._taker.samples(self.robot, stream, stamps, values, rx_ns)
+
+    def cleared(self, stream: str, reason: str) -> None:
+        """All rings of a row are emptied together: once is enough."""
+        if stream == self._row.reference.stream.name:
+            self._taker.cleared(self.robot, reason)

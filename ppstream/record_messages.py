@@ -1,0 +1,131 @@
+"""What a recording of a run holds: the messages, their topics, and the schemas viewers read.
+
+Arrays are flat and numbers plain, since viewers show no nested arrays. Instants named ``stamp`` or
+``window_end`` are the robot's clock; ``received_ns`` and a message's log time are rank 0's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from ppstream.errors import ConfigError
+
+METADATA: Final = "ppstream"  # name of the record that says whose recording it is
+VERSION: Final = 1
+SAMPLES: Final = "samples"
+WINDOWS: Final = "windows"
+ACTIONS: Final = "actions"
+RESETS: Final = "resets"
+EVENTS_TOPIC: Final = "/events"
+REPORTS_TOPIC: Final = "/reports"
+
+
+class SampleBatch(msgspec.Struct, frozen=True):
+    """Consecutive samples of one stream, in the order in which rank 0 received them."""
+
+    first: int  # number of the first one in its stream: a gap here was lost by the recorder
+    dim: int
+    stamps_ns: list[int]
+    received_ns: list[int]
+    values: list[float | None]  # [n * dim]; null: not finite
+    newest: list[float | None]  # [dim], the last sample again, for plots
+
+
+class WindowHeader(msgspec.Struct, frozen=True):
+    """A window as stage A cut it; what it holds are the samples that had come until then."""
+
+    epoch: int
+    seq: int
+    phase: str
+    session: int
+    session_epoch: int
+    window_end_ns: int
+    expires_ns: int
+    samples: dict[str, int]  # received before it was cut, by stream
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """An action chunk as it was handed to the robot's connection, or why it was not."""
+
+    epoch: int
+    seq: int
+    session: int
+    session_epoch: int
+    window_end_ns: int
+    start_ns: int
+    dt_ns: int
+    expires_ns: int
+    horizon: int
+    actions: list[float]  # [horizon * actions]
+    dropped: str  # empty: it was sent
+
+
+class Reset(msgspec.Struct, frozen=True):
+    """The robot's history was emptied: a new episode, a new session, or a clock that jumped."""
+
+    reason: str
+    samples: dict[str, int]  # received before, by stream
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A phase, an epoch cut, a fault, or an envelope that was dropped."""
+
+    name: str
+    text: str
+    fields: dict[str, Any]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a robot measured of an action chunk, in its own clock."""
+
+    session: int
+    epoch: int
+    seq: int
+    age_ns: int
+    executed: int
+
+
+Body = SampleBatch | WindowHeader | Chunk | Reset | Event | Report
+
+
+def topic(robot: str, kind: str, stream: str = "") -> str:
+    """Where messages of a robot are: ``/arm/samples/joints``, ``/arm/windows``."""
+    return f"/{robot}/{kind}/{stream}".rstrip("/")
+
+
+def parse_topic(name: str) -> tuple[str, str, str] | None:
+    """Robot, kind and stream of a topic, or None: it is of no robot."""
+    for kind in (SAMPLES, WINDOWS, ACTIONS, RESETS):
+        robot, found, stream = f"{name}/".partition(f"/{kind}/")
+        if found and (bool(stream) == (kind == SAMPLES)):
+            return robot.removeprefix("/"), kind, stream.removesuffix("/")
+    return None
+
+
+def json_schema(message: type[Body]) -> bytes:
+    """The JSON schema of a message, in the plain form that viewers understand."""
+    _, parts = msgspec.json.schema_components((message,))
+    return msgspec.json.encode(_plain(parts[message.__name__]))
+
+
+def need_mcap() -> None:
+    """Raises ConfigError unless recordings can be written and read here."""
+    try:
+        import mcap  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            ["MCAP needs a package that is not installed: pip install 'ppstream[record]'"]
+        ) from error
+
+
+def _plain(schema: Any) -> Any:
+    """Without alternatives: a value that may be null keeps its other type."""
+    if isinstance(schema, list):
+        return [_plain(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "anyOf" in schema:
+        return next(_plain(item) for item in schema["anyOf"] if item != {"type": "null"})
+    return {key: _plain(value) for key, value in schema.items()}

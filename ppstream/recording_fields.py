@@ -1,0 +1,152 @@
+"""FieldReader: messages of other systems to tracks, by the topics and fields a configuration names.
+
+``recorded = { topic = "/imu/data", fields = ["angular_velocity.x", "orientation.w"] }`` of a stream
+says where its values are; a field that is an array gives all of them. Nothing is repaired: gaps,
+repeats, disorder and stamps that come twice stay. What an object is, is the file's reader's matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ppstream.clock import NS_PER_S
+from ppstream.errors import ConfigError
+from ppstream.recording import Track
+
+if TYPE_CHECKING:
+    from ppstream.config import StreamConfig
+
+STAMP: Final = ("header", "stamp")
+PARTS: Final = ("sec", "nanosec")  # of a stamp; in JSON also nsec
+_STEP: Final = re.compile(r"[^.\[\]]+")  # of a path: pose.position.x, gyro_rad[0]
+
+
+class FieldReader:
+    """Collects the declared streams from messages, in the order in which they were logged.
+
+    Args:
+        path: of the file, for what is said of it.
+        streams: their ``recorded`` say what is wanted; several may read one topic.
+
+    Raises:
+        ConfigError: a stream does not say where it is recorded.
+    """
+
+    def __init__(self, path: Path, streams: Sequence[StreamConfig]) -> None:
+        self._path = path
+        missing = [
+            f"streams: {s.name!r} does not say where {path} has it; give it "
+            'recorded = { topic = "...", fields = ["..."] }'
+            for s in streams
+            if s.recorded is None
+        ]
+        if missing or not streams:
+            raise ConfigError(missing or [f"{path}: no stream says where it is recorded"])
+        self._wanted = [_Wanted(stream) for stream in streams]
+        self.topics = {wanted.topic for wanted in self._wanted}
+
+    def take(self, topic: str, message: object, at_ns: int) -> None:
+        """One message and when it was logged.
+
+        Raises:
+            ConfigError: it lacks a field, or a field holds no numbers.
+        """
+        for wanted in self._wanted:
+            if wanted.topic == topic:
+                try:
+                    wanted.take(message, at_ns)
+                except (LookupError, AttributeError, TypeError, ValueError) as error:
+                    raise ConfigError(
+                        [f"{self._path}: stream {wanted.name!r} in {topic}: {_say(error)}"]
+                    ) from error
+
+    def tracks(self, topics: Iterable[str]) -> dict[str, Track]:
+        """What was collected.
+
+        Args:
+            topics: all that the file has, to say so when one is missing.
+
+        Raises:
+            ConfigError: a topic has no message.
+        """
+        there = ", ".join(sorted(topics)) or "nothing"
+        empty = [
+            f"{self._path}: no message of {wanted.topic!r}, want one of {there}"
+            for wanted in self._wanted
+            if not wanted.stamps
+        ]
+        if empty:
+            raise ConfigError(empty)
+        return {wanted.name: wanted.track() for wanted in self._wanted}
+
+
+class _Wanted:
+    """One stream: where its values are, and what was found."""
+
+    def __init__(self, stream: StreamConfig) -> None:
+        assert stream.recorded is not None
+        self.name, self.topic = stream.name, stream.recorded.topic
+        self._fields = [_steps(field) for field in stream.recorded.fields]
+        self._stamp = _steps(stream.recorded.stamp) if stream.recorded.stamp else None
+        self.stamps: list[int] = []
+        self._arrivals: list[int] = []
+        self._values: list[list[float]] = []
+
+    def take(self, message: object, at_ns: int) -> None:
+        values: list[float] = []
+        for field in self._fields:
+            values += np.atleast_1d(np.asarray(follow(message, field), np.float64)).ravel().tolist()
+        if self._values and len(values) != len(self._values[0]):
+            raise ValueError(f"{len(values)} values, {len(self._values[0])} before")
+        self.stamps.append(self._stamp_of(message, at_ns))
+        self._arrivals.append(at_ns)
+        self._values.append(values)
+
+    def track(self) -> Track:
+        stamps_ns, arrivals_ns = (np.array(t, np.int64) for t in (self.stamps, self._arrivals))
+        return Track(stamps_ns, np.array(self._values, np.float64), arrivals_ns)
+
+    def _stamp_of(self, message: object, at_ns: int) -> int:
+        if self._stamp is not None:
+            return nanoseconds(follow(message, self._stamp))
+        try:
+            stamp = follow(message, STAMP)
+        except (LookupError, AttributeError, TypeError):
+            return at_ns
+        return nanoseconds(stamp)
+
+
+def follow(message: object, steps: Sequence[str]) -> Any:
+    """What a path leads to, through attributes, keys and indices."""
+    for step in steps:
+        if isinstance(message, Mapping):
+            message = message[step]
+        elif step.isdigit():
+            message = message[int(step)]  # type: ignore[index]
+        else:
+            message = getattr(message, step)
+    return message
+
+
+def nanoseconds(stamp: Any) -> int:
+    """A stamp as ROS has it (seconds and nanoseconds), or nanoseconds as they are."""
+    if isinstance(stamp, int | np.integer):
+        return int(stamp)
+    parts = stamp if isinstance(stamp, Mapping) else {n: getattr(stamp, n, None) for n in PARTS}
+    seconds, rest = parts.get("sec"), parts.get("nanosec", parts.get("nsec"))
+    if seconds is None or rest is None:
+        raise TypeError(f"no stamp: {stamp!r}; want integer nanoseconds, or sec and nanosec")
+    return int(seconds) * NS_PER_S + int(rest)
+
+
+def _steps(path: str) -> tuple[str, ...]:
+    return tuple(_STEP.findall(path))
+
+
+def _say(error: Exception) -> str:
+    return f"no field {error}" if isinstance(error, LookupError) else str(error)

@@ -1,0 +1,236 @@
+"""Reads MCAP: a run that ppstream recorded, or JSON and ROS 2 messages that others did.
+
+Of our own recordings the windows are read, too, so that they can be cut again exactly as they were.
+A file that ends early, because its run was killed or its disk was full, is read as far as it goes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ppstream.errors import ConfigError
+from ppstream.record_messages import (
+    METADATA,
+    RESETS,
+    SAMPLES,
+    WINDOWS,
+    Reset,
+    SampleBatch,
+    WindowHeader,
+    need_mcap,
+    parse_topic,
+)
+from ppstream.recording import Recording, Step, Track
+from ppstream.recording_fields import FieldReader
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ppstream.config import StreamConfig
+
+DECODERS: Final[dict[str, msgspec.json.Decoder[Any]]] = {
+    SAMPLES: msgspec.json.Decoder(SampleBatch),
+    WINDOWS: msgspec.json.Decoder(WindowHeader),
+    RESETS: msgspec.json.Decoder(Reset),
+}
+
+
+class Found(NamedTuple):
+    """One message of a file, still encoded."""
+
+    topic: str
+    encoding: str
+    schema: Any  # mcap's record
+    at_ns: int  # when it was logged
+    happened_ns: int  # when it was published; never later
+    data: bytes
+
+
+class Noted(NamedTuple):
+    """A record of metadata."""
+
+    name: str
+    values: dict[str, str]
+
+
+def load_mcap(path: Path, streams: Sequence[StreamConfig], robot: str | None) -> Recording:
+    """The recording in an MCAP file.
+
+    Args:
+        path: the file.
+        streams: where a file made by others has them (``recorded``).
+        robot: whose samples, of a run with several robots.
+
+    Raises:
+        ConfigError: it is no MCAP file, or lacks what is asked for.
+    """
+    need_mcap()
+    records = read_mcap(path)
+    for record in records:
+        if isinstance(record, Found):
+            return _of_others(path, itertools.chain([record], records), streams)
+        if record.name == METADATA:
+            return _of_ours(path, records, robot)
+    raise ConfigError([f"{path}: holds no message"])
+
+
+def read_mcap(path: Path) -> Iterator[Found | Noted]:
+    """Messages and metadata in the order of the file, as far as it is whole.
+
+    Raises:
+        ConfigError: it cannot be opened, or does not begin as an MCAP file.
+    """
+    from mcap.records import Channel, Message, Metadata, Schema
+
+    schemas: dict[int, Any] = {}
+    channels: dict[int, Any] = {}
+    for record in _records(path):
+        if isinstance(record, Schema):
+            schemas[record.id] = record
+        elif isinstance(record, Channel):
+            channels[record.id] = record
+        elif isinstance(record, Metadata):
+            yield Noted(record.name, dict(record.metadata))
+        elif isinstance(record, Message):
+            channel = channels[record.channel_id]
+            about = channel.topic, channel.message_encoding, schemas.get(channel.schema_id)
+            yield Found(*about, record.log_time, record.publish_time, record.data)
+
+
+def _records(path: Path) -> Iterator[Any]:
+    from mcap.exceptions import McapError
+    from mcap.stream_reader import StreamReader
+
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    begun = False
+    with file:
+        try:
+            for record in StreamReader(file, validate_crcs=True).records:
+                begun = True
+                yield record
+        except (McapError, ValueError, EOFError, struct.error) as error:
+            if not begun:
+                raise ConfigError([f"{path}: is no MCAP file: {error}"]) from error
+
+
+def _of_others(
+    path: Path, records: Iterator[Found | Noted], streams: Sequence[StreamConfig]
+) -> Recording:
+    reader = FieldReader(path, streams)
+    topics: set[str] = set()
+    decoders: dict[str, Callable[[bytes], object]] = {}
+    for found in records:
+        if not isinstance(found, Found):
+            continue
+        topics.add(found.topic)
+        if found.topic in reader.topics:
+            decode = decoders.get(found.topic)
+            if decode is None:
+                decode = decoders[found.topic] = _decoder(path, found)
+            reader.take(found.topic, decode(found.data), found.at_ns)
+    return Recording(reader.tracks(topics))
+
+
+def _decoder(path: Path, found: Found) -> Callable[[bytes], object]:
+    if found.encoding == "json":
+        return msgspec.json.Decoder().decode
+    if found.encoding == "cdr" and found.schema is not None:
+        from ppstream.recording_ros import cdr_decoder
+
+        return cdr_decoder(found.schema.name, found.schema.encoding, found.schema.data.decode())
+    raise ConfigError(
+        [f"{path}: {found.topic} is encoded as {found.encoding!r}, want json, or cdr of ROS 2"]
+    )
+
+
+def _of_ours(path: Path, records: Iterator[Found | Noted], robot: str | None) -> Recording:
+    robots: dict[str, _Robot] = {}
+    for found in records:
+        parts = parse_topic(found.topic) if isinstance(found, Found) else None
+        if isinstance(found, Found) and parts is not None and parts[1] in DECODERS:
+            one = robots.setdefault(parts[0], _Robot(parts[0]))
+            one.take(parts[2], DECODERS[parts[1]].decode(found.data))
+    names = ", ".join(sorted(robots)) or "nobody"
+    if robot is None and len(robots) > 1:
+        raise ConfigError([f"record.robot: missing, want one of {names} in {path}"])
+    chosen = robots.get(robot) if robot is not None else next(iter(robots.values()), None)
+    if chosen is None or not chosen.streams:
+        raise ConfigError([f"{path}: has no samples of {robot or 'a robot'}; recorded: {names}"])
+    return chosen.recording()
+
+
+class _Stream:
+    """Samples of one stream, batch by batch."""
+
+    def __init__(self) -> None:
+        self.end = 0  # number behind the newest sample
+        self.lost = 0  # what the recorder had to drop
+        self._dim = 0
+        self._parts: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
+
+    def take(self, batch: SampleBatch) -> None:
+        self.lost += batch.first - self.end
+        self.end = batch.first + len(batch.stamps_ns)
+        self._dim = batch.dim
+        stamps, received = (np.array(t, np.int64) for t in (batch.stamps_ns, batch.received_ns))
+        self._parts.append((stamps, received, np.array(batch.values, np.float64)))
+
+    def track(self) -> Track:
+        """With arrivals on rank 0's clock."""
+        stamps, received, values = (np.concatenate(c) for c in zip(*self._parts, strict=True))
+        return Track(stamps, values.reshape(-1, self._dim), received)
+
+
+class _Robot:
+    """A run's samples, and when its windows were cut, of one robot."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.streams: dict[str, _Stream] = {}
+        self._steps: list[Step] = []
+
+    def take(self, stream: str, body: SampleBatch | WindowHeader | Reset) -> None:
+        if isinstance(body, SampleBatch):
+            self.streams.setdefault(stream, _Stream()).take(body)
+        elif isinstance(body, WindowHeader):
+            self._steps.append(Step(body.window_end_ns, "", body.samples))
+        else:
+            self._steps.append(Step(None, body.reason, body.samples))
+
+    def recording(self) -> Recording:
+        """With stamps as they are, and arrivals told in the robot's clock."""
+        tracks = {name: stream.track() for name, stream in self.streams.items()}
+        # The quickest sample counts as not delayed: clocks are not compared any further.
+        offset_ns = min(int((arrivals - stamps).min()) for stamps, _, arrivals in _columns(tracks))
+        shifted = {
+            name: Track(stamps, values, arrivals - offset_ns)
+            for name, (stamps, values, arrivals) in zip(tracks, _columns(tracks), strict=True)
+        }
+        lost = {name: stream.lost for name, stream in self.streams.items() if stream.lost}
+        return Recording(shifted, self._whole_steps(), lost, self._name)
+
+    def _whole_steps(self) -> list[Step]:
+        """In order, and only those whose samples are all in the file."""
+        return [
+            step
+            for step in self._steps
+            if all(
+                name in self.streams and self.streams[name].end >= count
+                for name, count in step.samples.items()
+            )
+        ]
+
+
+def _columns(tracks: dict[str, Track]) -> Iterator[tuple[Any, Any, Any]]:
+    for track in tracks.values():
+        yield track.stamps_ns, track.values, track.arrivals_ns

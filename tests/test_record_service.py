@@ -1,0 +1,130 @@
+"""A run with a robot is recorded by its service, and the recording served again."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+pytest.importorskip("mcap")
+
+from mcap.reader import make_reader
+from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+from robot_rig import MS, wait_until
+
+from ppstream.clock import now_ns
+from ppstream.config import PipelineConfig, RecordConfig, ServiceConfig
+from ppstream.robot import RobotClient
+from ppstream.runs import Run
+from ppstream.service import Service
+
+ORIGIN_NS = 10**17  # of the robot's clock
+
+
+def serve(config: PipelineConfig, folder: Path, robot: Any = None) -> None:
+    """One service of the unpipelined twin, from ready to drained; ``robot`` meets its endpoint."""
+    with PipelineInProcess(config, NewestValues(), folder, inline=True) as pipeline:
+        run = Run(folder)
+        with Service(config, run, pipeline.rank0) as service:
+            if robot is not None:
+                assert service.sessions is not None
+                robot.begin(service.sessions.endpoint)
+            try:
+                service.run()
+            finally:
+                if robot is not None:
+                    robot.end()
+
+
+class Arm:
+    """Pushes two streams as irregularly as this machine runs it, and begins anew half-way."""
+
+    def begin(self, endpoint: str) -> None:
+        streams = (("joints", 3), ("imu", 2))
+        self.client = RobotClient(
+            endpoint,
+            robot="arm",
+            streams=streams,
+            actions=("a", "b"),
+            clock=lambda: now_ns() + ORIGIN_NS,
+        )
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._live)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join(10)
+
+    def _live(self) -> None:
+        rng = np.random.default_rng(5)
+        with self.client:
+            self.client.connect(10)
+            wait_until(lambda: self.client.ready)
+            for step in range(10_000):
+                if self._ended.is_set():
+                    return
+                stamp = now_ns() + ORIGIN_NS
+                self.client.push("joints", stamp, rng.normal(size=3))
+                if step % 3 == 0:
+                    self.client.push("imu", stamp - 2 * MS, rng.normal(size=2))
+                if step == 100:
+                    self.client.reset()
+                time.sleep(0.002)
+
+
+def with_service(config: PipelineConfig, folder: Path, **service: Any) -> PipelineConfig:
+    record = RecordConfig(file=str(folder / "run.mcap"))
+    return msgspec.structs.replace(config, service=ServiceConfig(**service), record=record)
+
+
+def test_what_a_robot_was_answered_is_answered_again_bit_for_bit(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    live = with_service(small_config(), first, endpoint="tcp://127.0.0.1:0", duration_s=0.8)
+    serve(live, first, Arm())
+    replayed = with_service(
+        small_config("pipeline.windows=scheduled", "service.recording=" + str(first / "run.mcap")),
+        second,
+        recording=str(first / "run.mcap"),
+        actions_file=str(second / "actions.npz"),
+    )
+    serve(replayed, second)
+    windows, chunks = messages(first, "/arm/windows"), messages(first, "/arm/actions")
+    assert len(chunks) > 50
+    assert {window["session_epoch"] for window in windows} == {0, 1}
+    with np.load(second / "actions.npz") as arrays:
+        again = arrays["actions"]
+    assert len(again) == len(windows)
+    place = {window["seq"]: number for number, window in enumerate(windows)}
+    for chunk in chunks:
+        said = np.array(chunk["actions"], np.float32).reshape(again.shape[1:])
+        assert said.tobytes() == again[place[chunk["seq"]]].tobytes()
+    phases = [e["fields"] for e in messages(first, "/events") if e["name"] == "phase"]
+    assert {"phase": "ready"} in phases
+    # The recording of the replay is the recording again.
+    assert samples(second, "arm") == samples(first, "arm")
+
+
+def messages(folder: Path, topic: str) -> list[dict[str, Any]]:
+    with (folder / "run.mcap").open("rb") as file:
+        found = make_reader(file).iter_messages(topics=topic)
+        return [json.loads(message.data) for _, _, message in found]
+
+
+def samples(folder: Path, robot: str) -> list[tuple[int, float]]:
+    batches = messages(folder, f"/{robot}/samples/joints")
+    last = messages(folder, f"/{robot}/windows")[-1]["samples"]["joints"]
+    found = [
+        (stamp, batch["values"][place * batch["dim"]])
+        for batch in batches
+        for place, stamp in enumerate(batch["stamps_ns"])
+    ]
+    return found[:last]  # behind the last window nothing is repeated
