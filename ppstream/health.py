@@ -1,0 +1,117 @@
+"""One rank's door for Prometheus and probes: ``/metrics``, ``/healthz``, ``/readyz`` on loopback.
+
+One thread serves one request after the other, each with a time limit, so no client can hold more
+than that thread. Nothing can be changed through it. Other hosts reach it through a collector of
+this one, or a tunnel.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from ppstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
+logger = logging.getLogger("ppstream")
+
+HOST: Final = "127.0.0.1"
+REQUEST_LIMIT_S: Final = 2.0
+READY: Final = frozenset({"ready", "degraded"})
+
+
+class HealthServer:
+    """Serves from construction until ``close``.
+
+    Args:
+        port: 0 for any free one.
+        collector: asked at every scrape of ``/metrics``.
+        health: what ``/healthz`` says, as JSON; its ``phase`` decides ``/readyz``.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+
+    def __init__(
+        self, port: int, collector: Collector, health: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        GCCollector(registry=registry)
+        registry.register(collector)
+        handler = type(
+            "Handler", (_Handler,), {"registry": registry, "health": staticmethod(health)}
+        )
+        try:
+            self._server = _Server((HOST, port), handler)
+        except OSError as error:
+            raise ConfigError(
+                [
+                    f"metrics.port: cannot listen on {HOST}:{port}: {error.strerror}; "
+                    "set metrics.port elsewhere, or to 0 for any free port"
+                ]
+            ) from error
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="health", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(REQUEST_LIMIT_S)
+
+
+class _Server(TCPServer):
+    allow_reuse_address = True  # a restarted rank takes its port again at once
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        logger.error("the request of %s failed:\n%s", client_address, traceback.format_exc())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    registry: CollectorRegistry
+    health: Callable[[], Mapping[str, Any]]
+    timeout = REQUEST_LIMIT_S
+    server_version = "ppstream"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        if path == "/metrics":
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(200, kind, encode(self.registry))
+        elif path in ("/healthz", "/readyz"):
+            said = dict(self.health())
+            ok = path == "/healthz" or said["phase"] in READY
+            body = json.dumps(said, indent=1).encode() + b"\n"
+            self._answer(200 if ok else 503, "application/json", body)
+        else:
+            self._answer(404, "text/plain", b"/metrics /healthz /readyz\n")
+
+    do_HEAD = do_GET
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """A scrape is no event."""

@@ -1,0 +1,89 @@
+"""What a profiler saw of one process, whoever wrote it: work, copies and named ranges. Pure.
+
+``kineto.py`` and ``nsys_export.py`` fill it, ``kernel_findings.py`` computes from it. Work is
+kernels of a GPU, or, in a trace without any, operators of the CPU with their own time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+#: Category by what a kernel's or operator's name contains; the first that matches holds.
+CATEGORIES: Final = tuple(
+    (name, re.compile(pattern, re.IGNORECASE))
+    for name, pattern in (
+        (
+            "communication",
+            r"nccl|all_?reduce|all_?gather|reduce_?scatter|sendrecv|broadcast_kernel",
+        ),
+        ("resample", r"resample|ppstream"),
+        ("attention", r"attention|flash|fmha|\bsdpa"),
+        (
+            "matmul",
+            r"gemm|gemv|matmul|cutlass|cublas|xmma|::(add)?b?mm\b|::linear|::(baddbmm|einsum)|conv|wgmma",
+        ),
+        ("softmax", r"soft_?max"),
+        ("reduce", r"reduce|norm|::(sum|mean|max|min|argmax|any|all|var|std)\b|welford"),
+        (
+            "copy/memset",
+            r"memcpy|memset|\bcopy_?\b|copy_kernel|::(_to_copy|clone|contiguous|cat|fill_|zero_)|CatArray",
+        ),
+        (
+            "elementwise",
+            r"elementwise|vectorized|pointwise|fused|gelu|relu|tanh|sigmoid"
+            r"|::(add|sub|mul|div|exp|log|sqrt|pow|neg|clamp|where|abs|sin|cos)_?\b",
+        ),
+    )
+)
+OTHER: Final = "other"
+
+
+class Work(NamedTuple):
+    """One kernel, or one CPU operator; ``busy_ns`` leaves out what ran inside it."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    busy_ns: int
+    lane: str  # device and stream, or thread
+    shape: tuple[int, ...] | None  # grid and block of a launch
+    launched_ns: int | None  # when the host asked for it, on the ranges' clock
+    thread: int | None  # that asked
+
+
+class Copy(NamedTuple):
+    """One copy or memset of a device."""
+
+    kind: str
+    bytes: int
+    start_ns: int
+    end_ns: int
+
+
+class Range(NamedTuple):
+    """A named range of one host thread."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    thread: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Everything of one file. ``source`` names the file and what wrote it."""
+
+    source: str
+    is_gpu: bool
+    work: Sequence[Work]
+    copies: Sequence[Copy]
+    ranges: Sequence[Range]
+    launch_ns: int = 0  # host time inside launch calls
+
+
+def category(name: str) -> str:
+    """What kind of work a kernel or operator does, by its name."""
+    return next((kind for kind, pattern in CATEGORIES if pattern.search(name)), OTHER)

@@ -1,0 +1,131 @@
+"""Traces of torch.profiler: Kineto's JSON to ``kernel_trace.Trace``. Standard library only.
+
+Kernels are linked to the host call that launched them by their correlation id. A trace without
+kernels (a CPU) shows operators instead, each with the time that no operator inside it took.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from ppstream.errors import LogError
+from ppstream.kernel_trace import Copy, Range, Trace, Work
+
+NS_PER_US: Final = 1000
+RANGES: Final = ("user_annotation",)
+RUNTIME: Final = ("cuda_runtime", "cuda_driver")
+COPIES: Final = ("gpu_memcpy", "gpu_memset")
+STEP: Final = "ProfilerStep#"
+
+
+def read(path: Path) -> Trace:
+    """The trace in ``path``, plain or gzipped.
+
+    Raises:
+        LogError: no JSON, or no trace of a profiler in it.
+    """
+    raw = path.read_bytes()
+    if path.suffix == ".gz":
+        raw = gzip.decompress(raw)
+    try:
+        content = json.loads(raw)
+    except ValueError as error:
+        raise LogError(
+            f"{path}: no whole JSON ({error}): the profiled process ended while it was written"
+        ) from error
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if not isinstance(events, list):
+        raise LogError(f"{path}: JSON without traceEvents: no trace of torch.profiler")
+    timed = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"]
+    kernels = [e for e in timed if e.get("cat") == "kernel"]
+    calls = {
+        e["args"]["correlation"]: e
+        for e in timed
+        if e.get("cat") in RUNTIME and "correlation" in e.get("args", {})
+    }
+    work = [_kernel(e, calls) for e in kernels] if kernels else list(_operators(timed))
+    ranges = [_range(e) for e in timed if e.get("cat") in RANGES and not _is_step(e)]
+    if not work and not ranges:
+        raise LogError(
+            f"{path}: neither kernels, operators nor ranges: nothing ran while the profiler did"
+        )
+    return Trace(
+        source=f"{path.name}, torch.profiler",
+        is_gpu=bool(kernels),
+        work=work,
+        copies=[_copy(e) for e in timed if e.get("cat") in COPIES],
+        ranges=ranges,
+        launch_ns=sum(_ns(e["dur"]) for e in calls.values() if "Launch" in e["name"]),
+    )
+
+
+def _is_step(event: dict[str, Any]) -> bool:
+    return str(event["name"]).startswith(STEP)
+
+
+def _kernel(event: dict[str, Any], calls: dict[int, dict[str, Any]]) -> Work:
+    args = event.get("args", {})
+    call = calls.get(args.get("correlation"))
+    shape = tuple(args.get("grid") or ()) + tuple(args.get("block") or ())
+    start_ns, end_ns = _span(event)
+    return Work(
+        name=event["name"],
+        start_ns=start_ns,
+        end_ns=end_ns,
+        busy_ns=end_ns - start_ns,
+        lane=f"device {args.get('device', 0)} stream {args.get('stream', '?')}",
+        shape=shape or None,
+        launched_ns=None if call is None else _ns(call["ts"]),
+        thread=None if call is None else _thread(call),
+    )
+
+
+def _operators(timed: Iterable[dict[str, Any]]) -> Iterable[Work]:
+    """CPU operators with their own time; those of a thread are nested like brackets."""
+    threads: dict[int, list[dict[str, Any]]] = {}
+    for event in timed:
+        if event.get("cat") == "cpu_op":
+            threads.setdefault(_thread(event), []).append(event)
+    for thread, events in threads.items():
+        yield from _own_times(thread, events)
+
+
+def _own_times(thread: int, events: list[dict[str, Any]]) -> Iterable[Work]:
+    spans = sorted((*_span(e), str(e["name"])) for e in events)
+    spans.sort(key=lambda s: (s[0], -s[1]))
+    inside_ns = [0] * len(spans)
+    outer: list[int] = []
+    for index, (start_ns, end_ns, _) in enumerate(spans):
+        while outer and spans[outer[-1]][1] <= start_ns:
+            outer.pop()
+        if outer:
+            inside_ns[outer[-1]] += end_ns - start_ns
+        outer.append(index)
+    for (start_ns, end_ns, name), within_ns in zip(spans, inside_ns, strict=True):
+        busy_ns = max(0, end_ns - start_ns - within_ns)
+        yield Work(name, start_ns, end_ns, busy_ns, f"thread {thread}", None, start_ns, thread)
+
+
+def _copy(event: dict[str, Any]) -> Copy:
+    kind = str(event["name"]).partition("(")[0].strip()
+    return Copy(kind, int(event.get("args", {}).get("bytes", 0)), *_span(event))
+
+
+def _range(event: dict[str, Any]) -> Range:
+    return Range(str(event["name"]), *_span(event), _thread(event))
+
+
+def _span(event: dict[str, Any]) -> tuple[int, int]:
+    return _ns(event["ts"]), _ns(event["ts"] + event["dur"])
+
+
+def _ns(us: float) -> int:
+    return round(us * NS_PER_US)
+
+
+def _thread(event: dict[str, Any]) -> int:
+    return int(event.get("tid", 0))

@@ -1,0 +1,73 @@
+"""What limits a run right now: the report's own functions on the newest envelopes. Pure.
+
+The answer is made anew every 5 s at most, whoever asks: judging 300 envelopes takes 10 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from ppstream.clock import NS_PER_S, now_ns
+from ppstream.log_lines import Line, parse_run
+from ppstream.scores import primary
+from ppstream.segments import select_window
+from ppstream.verdict import N_MIN, classify
+
+if TYPE_CHECKING:
+    from ppstream.clock import Clock
+    from ppstream.tallies import Rank0Tally
+
+CLASSES: Final = (
+    "output-limited",
+    "input-limited",
+    "stage0-limited",
+    "stage1-limited",
+    "window-limited",
+    "serialized",
+    "overhead-limited",
+)
+MADE_ANEW_NS: Final = 5 * NS_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The class of ``verdict.classify``, None while unknown, and each resource's busy share."""
+
+    name: str | None = None
+    utilisation: Mapping[str, float] = field(default_factory=dict)
+
+
+class LiveClass:
+    """Args: ``manifest`` gives run.json as it stands; ``clock`` for tests."""
+
+    def __init__(self, manifest: Callable[[], Mapping[str, Any]], clock: Clock = now_ns) -> None:
+        self._manifest = manifest
+        self._clock = clock
+        self._found = Found()
+        self._due_ns = 0
+
+    def now(self, tally: Rank0Tally) -> Found:
+        """Of the phase that the newest envelope belongs to."""
+        now = self._clock()
+        if now >= self._due_ns:
+            self._due_ns = now + MADE_ANEW_NS
+            self._found = self._judge(tally)
+        return self._found
+
+    def _judge(self, tally: Rank0Tally) -> Found:
+        records = list(tally.newest)
+        if not records:
+            return Found()
+        lines = [
+            Line(0, record.generation, "live", msgspec.to_builtins(record)) for record in records
+        ]
+        run = parse_run(dict(self._manifest()), lines)
+        window = select_window(run, records[-1].phase)
+        if window.n < N_MIN:  # so few say nothing yet
+            return Found()
+        score = primary(window, resampled=False)
+        return Found(classify(window, score), {} if score is None else score.utilisation)

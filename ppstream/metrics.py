@@ -1,0 +1,249 @@
+"""Prometheus metrics of one rank: names, units and labels; nothing is computed before a scrape.
+
+A scrape reads what the log's drain thread tallied and every ``statistics()``, on the thread of the
+health server. The loops take no part. Durations are seconds; labels are bounded by ``tallies``.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+import ppstream
+from ppstream import metric_families as show
+from ppstream.live_class import CLASSES, LiveClass
+from ppstream.metrics_gpu import gpu_families
+from ppstream.metrics_robots import robot_families
+from ppstream.tallies import PolicyTally, Rank0Tally, Tally
+
+if TYPE_CHECKING:
+    from ppstream.credits import CreditLedger
+    from ppstream.sessions import Sessions
+    from ppstream.timestamps import TimestampLog
+
+PHASES: Final = (
+    "starting",
+    "warming",
+    "bring-up",
+    "ready",
+    "degraded",
+    "draining",
+    "stopped",
+)
+VERDICTS: Final = ("PASS", "FAIL", "INCONCLUSIVE")
+S: Final = show.S
+
+
+class RankCollector(Collector):
+    """What any rank shows: build, run, phase, stages, waits, drops, faults, log, memory."""
+
+    def __init__(self, tally: Tally, log: TimestampLog, run: Mapping[str, str]) -> None:
+        self._tally = tally
+        self._log = log
+        self._run = run
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self.identity()
+        yield from self.work()
+        yield from self.trouble()
+        yield from gpu_families()
+
+    def identity(self) -> Iterator[Metric]:
+        yield show.info(
+            "ppstream_build_info",
+            "Versions that this rank runs.",
+            version=ppstream.__version__,
+            torch=str(torch.__version__),
+            python=platform.python_version(),
+        )
+        yield show.info("ppstream_run_info", "The run this rank belongs to.", **self._run)
+        yield show.state("ppstream_phase", "Phase of the run.", "phase", PHASES, self._tally.phase)
+
+    def work(self) -> Iterator[Metric]:
+        tally = self._tally
+        stages = dict(tally.stages)
+        yield show.histograms(
+            "ppstream_stage_duration_seconds", "Time a stage is busy.", "stage", stages
+        )
+        yield show.recent(
+            "ppstream_stage_duration_recent_seconds",
+            "Quantiles of a stage's newest 1000 durations.",
+            "stage",
+            stages,
+        )
+        waits = {cause: waited_ns * S for cause, waited_ns in dict(tally.waits_ns).items()}
+        yield show.counters(
+            "ppstream_wait_seconds", "Time a thread waited, by cause.", "cause", waits
+        )
+        yield show.counter(
+            "ppstream_link_busy_seconds", "Time inside send and receive calls.", tally.link_ns * S
+        )
+        yield show.counter("ppstream_envelopes", "Envelopes that ended here.", tally.envelopes)
+
+    def trouble(self) -> Iterator[Metric]:
+        tally, log = self._tally, self._log.statistics()
+        yield show.dropped(self.drops())
+        yield show.counters(
+            "ppstream_faults", "Faults of stages, by kind.", "kind", dict(tally.faults)
+        )
+        yield show.counters(
+            "ppstream_events", "Rare things that happened.", "name", dict(tally.events)
+        )
+        yield show.counter("ppstream_log_records", "Lines in the log.", log.written)
+        yield show.counter("ppstream_log_lost", "Lines that never got there.", log.lost)
+        yield show.counter("ppstream_log_write_errors", "Writes refused.", log.write_errors)
+
+    def drops(self) -> dict[str, Mapping[str, float]]:
+        """By where and why."""
+        return {"envelope": dict(self._tally.drops)}
+
+
+class PolicyCollector(RankCollector):
+    """A policy rank's own: residence, idle time, allocations and recompiles once warm."""
+
+    def __init__(self, tally: PolicyTally, log: TimestampLog, run: Mapping[str, str]) -> None:
+        super().__init__(tally, log, run)
+        self._policy = tally
+
+    def work(self) -> Iterator[Metric]:
+        yield from super().work()
+        tally = self._policy
+        yield show.histogram(
+            "ppstream_residence_seconds", "Envelope complete to result committed.", tally.residence
+        )
+        yield show.counter("ppstream_idle_seconds", "Stage B without work.", tally.idle_ns * S)
+        yield show.counter(
+            "ppstream_allocations", "Allocations on the device in stage B.", tally.allocations
+        )
+        yield show.counter("ppstream_recompiles", "Graphs compiled in stage B.", tally.recompiles)
+
+
+class Rank0Collector(RankCollector):
+    """Rank 0's own: period, latency, queues, ages, deadlines, ledger, class, verdict, robots.
+
+    ``sessions`` is set once there are any.
+    """
+
+    def __init__(
+        self,
+        tally: Rank0Tally,
+        log: TimestampLog,
+        run: Mapping[str, str],
+        *,
+        credit_ledger: CreditLedger,
+        live_class: LiveClass,
+        lease_s: float,
+    ) -> None:
+        super().__init__(tally, log, run)
+        self.sessions: Sessions | None = None
+        self._rank0 = tally
+        self._credits = credit_ledger
+        self._live = live_class
+        self._lease_s = lease_s
+
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
+        yield from self.judged()
+        yield from self.queues()
+        yield from self.ages()
+        yield from self.ledger()
+        if self.sessions is not None:
+            yield from robot_families(self.sessions.statistics())
+
+    def judged(self) -> Iterator[Metric]:
+        tally, found = self._rank0, self._live.now(self._rank0)
+        yield show.state(
+            "ppstream_bringup_verdict", "Bring-up's verdict.", "verdict", VERDICTS, tally.verdict
+        )
+        if tally.overlap is not None:
+            yield show.gauge(
+                "ppstream_overlap_score", "S of bring-up: the overlap proven.", tally.overlap
+            )
+        yield show.state(
+            "ppstream_run_class", "What limits the newest envelopes.", "class", CLASSES, found.name
+        )
+        yield show.gauges(
+            "ppstream_utilisation_ratio",
+            "Share of the newest envelopes' time that a resource was busy.",
+            "resource",
+            found.utilisation,
+        )
+        yield show.histogram(
+            "ppstream_period_seconds", "From one emit to the next of an epoch.", tally.period
+        )
+        yield show.histogram(
+            "ppstream_latency_seconds", "From the start of A to emit.", tally.latency
+        )
+        yield show.histogram("ppstream_link_seconds", "Both transfers of an envelope.", tally.link)
+
+    def queues(self) -> Iterator[Metric]:
+        now = self._credits.statistics()
+        depth = {"d_in": now.outstanding, "d_out": now.q_decode}
+        yield show.gauges("ppstream_queue_depth", "Envelopes in a queue.", "queue", depth)
+        bound = {"d_in": self._credits.d_in, "d_out": self._credits.d_out}
+        yield show.gauges("ppstream_queue_bound", "A queue's bound.", "queue", bound)
+        yield show.gauge("ppstream_in_system", "Envelopes begun and not ended.", now.in_system)
+        yield show.histograms(
+            "ppstream_queue_wait_seconds",
+            "Time in a queue: d_in before stage B, d_out before stage C.",
+            "queue",
+            dict(self._rank0.queues),
+        )
+
+    def ages(self) -> Iterator[Metric]:
+        tally = self._rank0
+        yield show.histograms(
+            "ppstream_observation_age_seconds",
+            "Age of a stream's newest sample at the end of its window.",
+            "stream",
+            dict(tally.observation_ages),
+        )
+        yield show.histogram(
+            "ppstream_emit_age_seconds", "Since the newest sample used arrived.", tally.emit_age
+        )
+        yield show.histogram(
+            "ppstream_action_age_seconds",
+            "Of executed chunks, observation to action; the robots' own measure.",
+            tally.action_age,
+        )
+        yield show.gauge("ppstream_lease_seconds", "Age at which actions expire.", self._lease_s)
+        yield show.counter(
+            "ppstream_deadline_missed", "Envelopes past their lease on leaving.", tally.misses
+        )
+
+    def ledger(self) -> Iterator[Metric]:
+        streams, envelopes = dict(self._rank0.streams), self._rank0.ledger
+        for what, text in (("received", "came in"), ("used", "reached a window")):
+            found = {name: balance[what] for name, balance in streams.items()}
+            yield show.counters(
+                f"ppstream_samples_{what}", f"Samples that {text}.", "stream", found
+            )
+        lost = {name: imbalance(balance) for name, balance in streams.items()}
+        if envelopes:
+            lost["envelopes"] = imbalance(envelopes)
+        yield show.gauges(
+            "ppstream_ledger_imbalance", "Received and not accounted for; 0.", "ledger", lost
+        )
+
+    def drops(self) -> dict[str, Mapping[str, float]]:
+        samples: dict[str, float] = {}
+        for balance in self._rank0.streams.values():
+            for reason, count in balance["dropped"].items():
+                samples[reason] = samples.get(reason, 0) + count
+        found: dict[str, Mapping[str, float]] = super().drops()
+        found["sample"] = samples
+        if self.sessions is not None:
+            said = self.sessions.statistics()
+            found |= {"frame": said.frames_dropped, "chunk": said.chunks_dropped}
+        return found
+
+
+def imbalance(balance: Mapping[str, Any]) -> int:
+    """What a ledger line does not account for."""
+    accounted: int = balance["used"] + balance["in_flight"] + sum(balance["dropped"].values())
+    return int(balance["received"]) - accounted

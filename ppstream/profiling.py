@@ -1,0 +1,168 @@
+"""torch.profiler on a running rank: wait, warm up, record, write one trace a cycle, leave.
+
+Started by SIGUSR2 or after a number of envelopes; between profiles the loop asks one flag of its
+log, as always, and nothing else of this is there. Operators are those of the thread that begins
+envelopes (rank 0: stage A, and C with it unless the threads are split; a policy rank: stage B);
+kernels are the whole device's. What is logged meanwhile has ``mode = "trace"``: no gate accepts it.
+Writing a trace holds the loop up: robots hold, as for any other stall; loading the profiler, which
+takes seconds the first time, is done beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from ppstream import attribution, trace
+
+if TYPE_CHECKING:
+    from ppstream.config_watching import ProfileConfig
+    from ppstream.timestamps import TimestampLog
+
+logger = logging.getLogger("ppstream")
+
+PREFIX: Final = "ppstream:"  # of stage steps and named blocks in a trace
+
+
+class Profiler:
+    """Profiles the loop that fills ``log``.
+
+    Traces are ``DIRECTORY/profile.rankR.genG.N.json``, N counted from 0 over the whole generation.
+    """
+
+    def __init__(
+        self, config: ProfileConfig, log: TimestampLog, directory: Path, rank: int, generation: int
+    ) -> None:
+        self._config = config
+        self._log = log
+        self._stem = directory / f"profile.rank{rank}.gen{generation}"
+        self._written = 0
+        self._cycles = 0  # still to come
+        self._left = 0  # envelopes of the cycle that is running
+        self._running: Any = None
+        self._is_wanted = False
+
+    def listen(self) -> None:
+        """Start at SIGUSR2, and ``config.after`` envelopes behind *ready*; from the main thread."""
+        signal.signal(signal.SIGUSR2, lambda *_: self.request())
+        if self._config.after is not None:
+            self._log.watchers.append(self)
+
+    def request(self) -> None:
+        """Start soon, unless a profile is running or about to. For any thread."""
+        if self._is_wanted:
+            return
+        self._is_wanted = True
+        threading.Thread(target=self._prepare, name="profile", daemon=True).start()
+
+    def _prepare(self) -> None:
+        """Load the profiler beside the loop: its first start takes seconds."""
+        with profile(activities=_activities()):
+            pass
+        self._log.on_take = self._begin
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """Looks for *ready*: bring-up is not to be disturbed."""
+        if line.get("name") == "phase" and line["phase"] == "ready":
+            self._left = self._config.after or 0
+            self._log.on_take = self._count_down
+
+    def record(self, record: object) -> None:
+        """An envelope says nothing about the phase to come."""
+
+    def _count_down(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            self._log.on_take = None
+            self.request()
+
+    def _begin(self) -> None:
+        """The first cycle, of ``repeat`` ones."""
+        self._cycles = self._config.repeat
+        self._log.mode = "trace"
+        self._log.event("profile", state="begins", cycles=self._cycles)
+        trace.annotate(_Annotation)
+        attribution.give_blocks_to(_annotated_block)
+        self._log.on_take = self._step
+        self._cycle()
+
+    def _cycle(self) -> None:
+        config = self._config
+        self._cycles -= 1
+        self._left = config.wait + config.warmup + config.active
+        self._running = profile(
+            activities=_activities(),
+            schedule=schedule(
+                wait=config.wait, warmup=config.warmup, active=config.active, repeat=1
+            ),
+            on_trace_ready=self._write,
+            record_shapes=config.shapes,
+            profile_memory=config.memory,
+            with_stack=config.stacks,
+        )
+        self._running.start()
+
+    def _step(self) -> None:
+        self._running.step()
+        self._left -= 1
+        if self._left > 0:
+            return
+        self._running.stop()
+        if self._cycles:
+            self._cycle()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        trace.annotate(None)
+        attribution.give_blocks_to(None)
+        self._running, self._is_wanted = None, False
+        self._log.mode, self._log.on_take = "throughput", None
+        self._log.event("profile", state="ended")
+
+    def _write(self, ended: Any) -> None:
+        path = Path(f"{self._stem}.{self._written}.json")
+        self._written += 1
+        ended.export_chrome_trace(str(path))
+        self._log.event("profile", state="written", file=path.name)
+        logger.info("profile written to %s", path)
+
+
+def _activities() -> list[ProfilerActivity]:
+    found = [ProfilerActivity.CPU]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found.append(ProfilerActivity.CUDA)
+    return found
+
+
+def ignore_signal() -> None:
+    """SIGUSR2 would end a process that does not listen; from the main thread."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+class _Annotation:
+    """One step of the loop as a range of the trace, on whichever thread takes it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = PREFIX + name
+        self._open: list[Any] = []
+
+    def push(self, epoch: int, seq: int) -> None:
+        self._open.append(record_function(self._name))
+        self._open[-1].__enter__()
+
+    def pop(self) -> None:
+        if self._open:  # else it began before the profile did
+            self._open.pop().__exit__(None, None, None)
+
+
+def _annotated_block(name: str) -> AbstractContextManager[object]:
+    return record_function(PREFIX + name)

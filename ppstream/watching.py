@@ -1,0 +1,111 @@
+"""Puts what can be watched onto one rank: metrics and health, profiles, attribution."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ppstream import profiling
+from ppstream.attribution import Attribution
+from ppstream.profiling import Profiler
+from ppstream.tallies import PolicyTally, Rank0Tally, Tally
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
+    from ppstream.config import PipelineConfig
+    from ppstream.credits import CreditLedger
+    from ppstream.metrics import Rank0Collector
+    from ppstream.runs import Run
+    from ppstream.sessions import Sessions
+    from ppstream.timestamps import TimestampLog
+
+logger = logging.getLogger("ppstream")
+
+
+class Watching:
+    """What watches one rank from now until ``stack`` closes; nothing where nothing is configured.
+
+    Raises:
+        ConfigError: the port of the metrics is taken.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        run: Run,
+        log: TimestampLog,
+        stack: ExitStack,
+        *,
+        rank: int,
+        generation: int,
+        credit_ledger: CreditLedger | None = None,
+    ) -> None:
+        self.collector: Rank0Collector | None = None
+        self._who = {"run_id": run.run_id, "rank": str(rank), "generation": str(generation)}
+        self._who |= {"name": config.name, "mode": config.mode}
+        self._lease_s = config.actions.lease_ms / 1000
+        if config.mode == "throughput":
+            Profiler(config.profile, log, run.directory, rank, generation).listen()
+        else:  # a profile would disturb what is timed
+            profiling.ignore_signal()
+            if rank > 0:  # rank 0 times its blocks where it runs the phases: block_timing.py
+                log.watchers.append(Attribution(log, torch.device(config.placement.policy)))
+        if config.metrics.port is not None:
+            port = config.metrics.port and config.metrics.port + rank
+            self._serve(port, run.directory, log, stack, credit_ledger)
+
+    def show_robots(self, sessions: Sessions | None) -> None:
+        """Robots' counts are in the metrics, too."""
+        if self.collector is not None:
+            self.collector.sessions = sessions
+
+    def _serve(
+        self,
+        port: int,
+        directory: Path,
+        log: TimestampLog,
+        stack: ExitStack,
+        credit_ledger: CreditLedger | None,
+    ) -> None:
+        # imported here: the client costs 60 ms, and a run without metrics does not need it
+        from ppstream.health import HealthServer
+        from ppstream.live_class import LiveClass
+        from ppstream.metrics import PolicyCollector, Rank0Collector
+
+        tally: Tally
+        collector: Collector
+        if credit_ledger is None:
+            tally = policy_tally = PolicyTally()
+            collector = PolicyCollector(policy_tally, log, self._who)
+        else:
+            tally = rank0_tally = Rank0Tally()
+            live = LiveClass(lambda: json.loads((directory / "run.json").read_text()))
+            collector = self.collector = Rank0Collector(
+                rank0_tally,
+                log,
+                self._who,
+                credit_ledger=credit_ledger,
+                live_class=live,
+                lease_s=self._lease_s,
+            )
+        log.watchers.append(tally)
+        server = HealthServer(port, collector, lambda: self._health(tally))
+        stack.callback(server.close)
+        log.event("metrics", port=server.port)
+        logger.info("metrics of rank %s: http://127.0.0.1:%d", self._who["rank"], server.port)
+
+    def _health(self, tally: Tally) -> dict[str, Any]:
+        return {
+            **self._who,
+            "phase": tally.phase,
+            "verdict": tally.verdict,
+            "pid": os.getpid(),
+            "envelopes": tally.envelopes,
+        }

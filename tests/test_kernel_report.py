@@ -1,0 +1,309 @@
+import gzip
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppstream import kernel_report
+from ppstream.errors import LogError
+from ppstream.kernel_findings import Findings, bottleneck, findings
+from ppstream.kernel_trace import Range, Trace, Work, category
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU_TRACE = Path(__file__).parent / "golden/kineto-cpu.json.gz"  # of torch 2.13, 4 passes
+US = 1000
+
+
+def found(path: Path, **options: Any) -> Findings:
+    return findings(kernel_report.read(path), **options)
+
+
+# ---- a real trace of the CPU --------------------------------------------------------------------
+
+
+def test_real_cpu_trace_is_read_with_passes_and_without_warm_up() -> None:
+    f = found(CPU_TRACE)
+    assert not f.is_gpu
+    assert (f.pass_name, f.passes) == ("B", 4)
+    assert f.skipped == f.calls_in_passes / 4 == 28
+    assert sum(s.share for s in f.kernels) == pytest.approx(1)
+    assert sum(s.share for s in f.categories) == pytest.approx(1)
+    stages = {s.name: s for s in f.stages}
+    assert stages["B"].calls == 112
+    assert 0 < stages["encode"].share < stages["B"].share == pytest.approx(1)
+    calls = {s.name: s.calls for s in f.kernels}
+    assert (calls["aten::addmm"], calls["aten::gelu"], calls["aten::_softmax"]) == (8, 4, 4)
+
+
+def test_own_times_of_nested_operators_add_up_to_their_union() -> None:
+    f = found(CPU_TRACE)
+    assert f.work_ns == pytest.approx(f.busy_ns, rel=0.01)  # one thread: no time is counted twice
+
+
+def test_skip_pattern_and_pass_can_be_chosen() -> None:
+    f = found(CPU_TRACE, pass_name="encode", skip="nothing")
+    assert (f.passes, f.skipped) == (5, 0)
+
+
+# ---- traces of a GPU, in both forms --------------------------------------------------------------
+
+#: name, start, end in us, stream, grid, launched at, correlation: three passes, the first warm-up.
+KERNELS = [
+    (name, 1000 * k + start, 1000 * k + end, stream, grid, 1000 * k + at, 10 * k + number)
+    for k in range(3)
+    for number, (name, start, end, stream, grid, at) in enumerate(
+        [
+            ("ampere_bf16_gemm_128x64", 110, 310, 7, 64, 100),
+            ("ampere_bf16_gemm_128x64", 320, 330, 7, 2, 105),
+            ("vectorized_elementwise_kernel<4>", 300, 350, 8, 8, 110),
+            ("ncclDevKernel_SendRecv", 400, 450, 7, 1, 300),
+        ]
+    )
+]
+RANGES = [("warm-up", 50, 900), ("B", 1050, 1900), ("B", 2050, 2900)]
+ENCODE = [("encode", 1000 * k + 90, 1000 * k + 120) for k in range(3)]
+
+
+def kineto(path: Path) -> Path:
+    events: list[dict[str, Any]] = []
+    for name, start, end, stream, grid, at, correlation in KERNELS:
+        where = {"device": 0, "stream": stream, "correlation": correlation}
+        shape = {"grid": [grid, 1, 1], "block": [128, 1, 1]}
+        events.append(event("kernel", name, start, end, tid=stream, args=where | shape))
+        call = {"correlation": correlation}
+        events.append(event("cuda_runtime", "cudaLaunchKernel", at, at + 4, tid=1, args=call))
+    for name, start, end in RANGES + ENCODE:
+        events.append(event("user_annotation", f"ppstream:{name}", start, end, tid=1))
+    copy = {"bytes": 4000, "correlation": 99}
+    events.append(event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 20, 24, tid=9, args=copy))
+    events.append({"ph": "M", "name": "process_name", "pid": 1, "args": {}})
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    return path
+
+
+def event(kind: str, name: str, start: float, end: float, **more: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": end - start, "pid": 1, **more}
+
+
+SCHEMA = """
+CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE ENUM_CUDA_MEMCPY_OPER (id INTEGER PRIMARY KEY, name TEXT, label TEXT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INT NOT NULL, end INT NOT NULL, deviceId INT,
+  contextId INT NOT NULL, streamId INT NOT NULL, correlationId INT, globalPid INT,
+  demangledName INT NOT NULL, shortName INT NOT NULL, gridX INT NOT NULL, gridY INT NOT NULL,
+  gridZ INT NOT NULL, blockX INT NOT NULL, blockY INT NOT NULL, blockZ INT NOT NULL);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INT NOT NULL, end INT NOT NULL, eventClass INT,
+  globalTid INT, correlationId INT, nameId INT NOT NULL, returnValue INT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INT NOT NULL, end INT NOT NULL, deviceId INT,
+  streamId INT, correlationId INT, bytes INT NOT NULL, copyKind INT NOT NULL);
+CREATE TABLE NVTX_EVENTS (start INT NOT NULL, end INT, eventType INT NOT NULL, text TEXT,
+  globalTid INT, textId INT, domainId INT, uint64Value INT);
+"""
+
+
+def nsys(path: Path) -> Path:
+    """The same work in the tables that Nsight Systems documents for its sqlite export."""
+    path.unlink(missing_ok=True)
+    export = sqlite3.connect(path)
+    export.executescript(SCHEMA)
+    names = sorted({k[0] for k in KERNELS} | {"cudaLaunchKernel", "B", "encode"})
+    ids = {name: number for number, name in enumerate(names)}
+    export.executemany("INSERT INTO StringIds VALUES (?, ?)", [(i, n) for n, i in ids.items()])
+    export.execute("INSERT INTO ENUM_CUDA_MEMCPY_OPER VALUES (1, 'HTOD', 'Host-to-Device')")
+    for name, start, end, stream, grid, at, correlation in KERNELS:
+        row = (start * US, end * US, 0, 1, stream, correlation, 1, ids[name], ids[name])
+        export.execute(
+            f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ({', '.join('?' * 15)})",
+            (*row, grid, 1, 1, 128, 1, 1),
+        )
+        launch = (at * US, (at + 4) * US, 0, 1, correlation, ids["cudaLaunchKernel"], 0)
+        export.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,?,?,?)", launch)
+    copy = (20 * US, 24 * US, 0, 9, 99, 4000, 1)
+    export.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?,?,?,?,?,?,?)", copy)
+    for name, start, end in RANGES + ENCODE:
+        text, text_id = (None, ids[name]) if name in ids else (name, None)
+        mark = (start * US, end * US, 59, text, 1, text_id, 1, 7)
+        export.execute("INSERT INTO NVTX_EVENTS VALUES (?,?,?,?,?,?,?,?)", mark)
+    export.execute("INSERT INTO NVTX_EVENTS VALUES (5, NULL, 34, 'a mark', 1, NULL, 0, 0)")
+    export.commit()
+    export.close()
+    return path
+
+
+@pytest.fixture(params=["kineto", "nsys"])
+def gpu_trace(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    make = {"kineto": kineto, "nsys": nsys}[request.param]
+    return make(tmp_path / f"trace.{'json' if request.param == 'kineto' else 'sqlite'}")
+
+
+def test_gpu_trace_gives_the_same_findings_in_both_forms(gpu_trace: Path) -> None:
+    f = found(gpu_trace)
+    assert f.is_gpu
+    assert (f.pass_name, f.passes, f.calls_in_passes, f.skipped) == ("B", 2, 8, 4)
+    assert f.work_ns == 2 * (200 + 10 + 50 + 50) * US
+    assert (
+        f.busy_ns == 2 * (240 + 50) * US
+    )  # two streams overlap; 10 us of the small one are hidden
+    assert f.span_ns == 1340 * US
+    shares = {s.name: round(s.share * 620) for s in f.categories}
+    assert shares == {"matmul": 420, "elementwise": 100, "communication": 100}
+    stages = {s.name: s.total_ns // US for s in f.stages}
+    assert {s.name: (s.calls, s.total_ns // US) for s in f.ranges}["B"] == (2, 1700)
+    assert stages == {"B": 620, "encode": 2 * 260}  # by where it was launched, not where it ran
+    assert (f.gaps.n, f.gaps.total_ns, f.gaps.longest_ns) == (3, 760 * US, 660 * US)
+    assert f.gaps.short_ns == 0
+    (copies,) = f.copies
+    assert (copies.n, copies.bytes, copies.total_ns) == (1, 4000, 4 * US)
+    assert copies.kind in ("Memcpy HtoD", "Memcpy Host-to-Device")
+    assert f.launch_ns == 12 * 4 * US
+
+
+def test_two_launch_shapes_of_one_kernel_are_no_warm_up() -> None:
+    work = [kernel(k * 100, 40 if k % 2 else 10, grid=64 if k % 2 else 2) for k in range(20)]
+    (modes,) = findings(trace(work)).modes
+    assert (modes.slow_ns, modes.fast_ns) == (40 * US, 10 * US)
+    assert "64x1x1 blocks of 128x1x1 or 2x1x1" in modes.why
+
+
+def test_two_speeds_of_one_launch_are_told_apart_from_jitter() -> None:
+    slow = [kernel(k * 100, 40 if k % 4 == 0 else 10, grid=8) for k in range(40)]
+    (modes,) = findings(trace(slow)).modes
+    assert "one launch" in modes.why
+    jitter = [kernel(k * 100, 10 + k % 31, grid=8) for k in range(62)]
+    assert findings(trace(jitter)).modes == []
+
+
+def kernel(start: int, took: int, *, grid: int = 1, name: str = "gemm") -> Work:
+    shape = (grid, 1, 1, 128, 1, 1)
+    span = (start * US, (start + took) * US)
+    return Work(name, *span, took * US, "device 0 stream 7", shape, start * US, 1)
+
+
+def trace(work: list[Work], **more: Any) -> Trace:
+    return Trace("made", is_gpu=True, work=work, copies=[], ranges=[], **more)
+
+
+@pytest.mark.parametrize(
+    ("work", "kind"),
+    [
+        ([kernel(k * 100, 95) for k in range(20)], "compute"),
+        ([kernel(k * 100, 95, name="vectorized_elementwise") for k in range(20)], "memory"),
+        ([kernel(k * 12, 4) for k in range(20)], "launch"),
+        ([kernel(k * 1000, 95) for k in range(20)], "cpu"),
+        ([kernel(k * 100, 95, name="mystery") for k in range(20)], "mixed"),
+    ],
+)
+def test_bottleneck_is_named_with_its_evidence(work: list[Work], kind: str) -> None:
+    named, why = bottleneck(findings(trace(work)))
+    assert named == kind
+    assert "%" in why
+
+
+def test_launches_of_another_thread_are_not_inside_a_range() -> None:
+    here, there = kernel(10, 5), kernel(20, 5)._replace(thread=2)
+    made = Trace("made", True, [here, there], [], [Range("B", 0, 100 * US, 1)])
+    assert [s.calls for s in findings(made).stages] == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sm90_xmma_gemm_bf16bf16_bf16f32", "matmul"),
+        ("cutlass_80_wmma_tensorop_s161616gemm", "matmul"),
+        ("flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
+        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward", "softmax"),
+        ("void at::native::reduce_kernel<512, 1>", "reduce"),
+        ("void at::native::vectorized_layer_norm_kernel", "reduce"),
+        ("void at::native::CatArrayBatchedCopy", "copy/memset"),
+        ("triton_poi_fused_add_gelu_0", "elementwise"),
+        ("ncclDevKernel_AllReduce_Sum_bf16", "communication"),
+        ("ppstream_resample_bf16", "resample"),
+        ("aten::addmm", "matmul"),
+        ("aten::mul", "elementwise"),
+        ("aten::empty", "other"),
+    ],
+)
+def test_names_fall_into_their_category(name: str, kind: str) -> None:
+    assert category(name) == kind
+
+
+# ---- exports that must not be believed -----------------------------------------------------------
+
+
+def test_stale_export_is_refused_with_the_command_that_renews_it(tmp_path: Path) -> None:
+    export = nsys(tmp_path / "run.sqlite")
+    report = tmp_path / "run.nsys-rep"
+    report.write_bytes(b"x")
+    before = export.stat().st_mtime
+    os.utime(report, (before + 10, before + 10))
+    with pytest.raises(LogError, match=r"older than run\.nsys-rep.*--force-overwrite true"):
+        kernel_report.read(export)
+    os.utime(report, (before - 10, before - 10))
+    assert kernel_report.read(export).is_gpu
+
+
+def test_placeholders_and_broken_files_are_named(tmp_path: Path) -> None:
+    whole = kineto(tmp_path / "whole.json").read_bytes()
+    empty_sqlite = tmp_path / "no_kernels.sqlite"
+    connection = sqlite3.connect(empty_sqlite)
+    connection.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+    connection.commit()
+    connection.close()
+    cases = {
+        "empty.json": (b"", "empty"),
+        "pointer.sqlite": (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "git lfs pull",
+        ),
+        "torn.json": (whole[:200], "no whole JSON"),
+        "other.json": (b'{"a": 1}', "no trace of torch.profiler"),
+        "idle.json": (b'{"traceEvents": []}', "neither kernels, operators nor"),
+        "run.nsys-rep": (b"NVIDIA...", "nsys export --type sqlite"),
+        "notes.txt": (b"hello", "neither torch.profiler"),
+        "no_kernels.sqlite": (empty_sqlite.read_bytes(), "--trace=cuda,nvtx"),
+        "damaged.sqlite": (nsys(tmp_path / "ok.sqlite").read_bytes()[:3000], "damaged"),
+    }
+    for name, (content, text) in cases.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(LogError, match=text):
+            kernel_report.read(path)
+    with pytest.raises(LogError, match="No such file"):
+        kernel_report.read(tmp_path / "nowhere")
+
+
+# ---- the tool ------------------------------------------------------------------------------------
+
+
+def test_tool_needs_nothing_installed_and_writes_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", str(ROOT / "tools/kernel_report.py"), str(CPU_TRACE)]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "out.json"), "--top", "3"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "passes 4 of range B: 28.0 operators" in done.stdout
+    assert "more" in done.stdout
+    out = json.loads((tmp_path / "out.json").read_text())
+    assert (out["schema"], out["passes"]) == ("ppstream.kernels/1", 4)
+
+
+def test_bad_input_is_exit_3_and_one_line(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "x.json").write_bytes(gzip.compress(b"no"))
+    assert kernel_report.main([str(tmp_path / "x.json")]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_text_of_a_gpu_trace_shows_everything(gpu_trace: Path, capsys: Any) -> None:
+    assert kernel_report.main([str(gpu_trace)]) == 0
+    text = capsys.readouterr().out
+    for part in ("left out: 4 kernels", "launch-bound index", "passes 2 of range B: 4.0 kernels"):
+        assert part in text
+    assert "GB/s" in text

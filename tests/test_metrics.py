@@ -1,0 +1,208 @@
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+from prometheus_client.parser import text_string_to_metric_families
+
+from ppstream.errors import ConfigError
+from ppstream.health import HealthServer
+from ppstream.metrics_gpu import memory_families
+from ppstream.session_records import SessionCounts
+from ppstream.watching import Watching
+
+ENVELOPES = 60
+
+
+class Watched:
+    """Both ranks of a live pipeline in this process, each with its own door."""
+
+    def __init__(self, folder: Any, stack: ExitStack) -> None:
+        config = small_config("metrics.port=0")
+        self.pipeline = stack.enter_context(PipelineInProcess(config, NewestValues(), folder))
+        manifest = {"topology": {"world_size": 2, "d_in": 2, "d_out": 2, "threads": "serial"}}
+        (folder / "run.json").write_text(json.dumps({"schema": "ppstream.log/1", **manifest}))
+        run = SimpleNamespace(run_id="r", directory=folder)
+        logs = (self.pipeline.rank0.log, self.pipeline.policy_log)
+        ledgers = (self.pipeline.rank0.credits, None)
+        counts = SessionCounts(opened=2, chunks_sent=7)
+        counts.chunks_dropped["episode"] = 3
+        robots = SimpleNamespace(statistics=lambda: counts.statistics(1))
+        for rank, (log, ledger) in enumerate(zip(logs, ledgers, strict=True)):
+            watching = Watching(
+                config, run, log, stack, rank=rank, generation=0, credit_ledger=ledger
+            )
+            watching.show_robots(robots)
+            log.flush()
+        self.ports = [_port(folder / f"rank{rank}.gen0.jsonl") for rank in (0, 1)]
+
+    def run(self, envelopes: int) -> None:
+        self.pipeline.saturate()
+        self.pipeline.rank0.run(envelopes)
+        self.pipeline.rank0.write_ledger()
+        self.pipeline.rank0.log.flush()
+        self.pipeline.policy_log.flush()
+
+    def get(self, rank: int, path: str) -> tuple[int, str]:
+        return get(self.ports[rank], path)
+
+    def samples(self, rank: int) -> dict[tuple[str, tuple[str, ...]], float]:
+        """By name and label values, in the order of the labels' names."""
+        families = text_string_to_metric_families(self.get(rank, "/metrics")[1])
+        return {
+            (sample.name, tuple(sample.labels.values())): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+def _port(log: Any) -> int:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return next(line["port"] for line in lines if line.get("name") == "metrics")
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with ExitStack() as stack:
+        watched = Watched(tmp_path_factory.mktemp("watched"), stack)
+        watched.run(ENVELOPES)
+        yield watched
+
+
+def test_rank_0_shows_what_its_loop_did(watched: Watched) -> None:
+    seen = watched.samples(0)
+    assert seen["ppstream_envelopes_total", ()] == ENVELOPES
+    for stage in "ABC":
+        assert seen["ppstream_stage_duration_seconds_count", (stage,)] == ENVELOPES
+    assert 0 < seen["ppstream_stage_duration_recent_seconds", ("0.99", "B")] < 1
+    assert seen["ppstream_period_seconds_count", ()] == ENVELOPES - 1
+    assert seen["ppstream_phase", ("ready",)] == 1
+    assert seen["ppstream_phase", ("bring-up",)] == 0
+    assert seen["ppstream_queue_bound", ("d_in",)] == 2
+    assert seen["ppstream_queue_depth", ("d_in",)] == 0
+    assert seen["ppstream_ledger_imbalance", ("envelopes",)] == 0
+    assert seen["ppstream_samples_received_total", ("imu",)] > 0
+    assert seen["ppstream_lease_seconds", ()] == pytest.approx(0.2)
+    assert len(_classes(seen)) == 7
+
+
+def _classes(seen: dict[tuple[str, tuple[str, ...]], float]) -> list[str]:
+    return [labels[0] for name, labels in seen if name == "ppstream_run_class"]
+
+
+def test_policy_rank_shows_its_stage(watched: Watched) -> None:
+    seen = watched.samples(1)
+    assert seen["ppstream_stage_duration_seconds_count", ("B",)] == ENVELOPES
+    assert seen["ppstream_residence_seconds_count", ()] == ENVELOPES
+    assert ("ppstream_wait_seconds_total", ("input",)) in seen
+    assert not [name for name, _ in seen if name.startswith("ppstream_queue")]
+
+
+def test_robots_are_shown_on_rank_0(watched: Watched) -> None:
+    seen = watched.samples(0)
+    assert seen["ppstream_robots", ()] == 1
+    assert seen["ppstream_chunks_sent_total", ()] == 7
+    assert seen["ppstream_dropped_total", ("episode", "chunk")] == 3
+
+
+def test_buckets_add_up_and_are_seconds(watched: Watched) -> None:
+    text = watched.get(0, "/metrics")[1]
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    buckets = [s for s in families["ppstream_latency_seconds"].samples if "le" in s.labels]
+    values = [sample.value for sample in buckets]
+    assert values == sorted(values)
+    assert (values[-1], buckets[-1].labels["le"]) == (ENVELOPES, "+Inf")
+    assert all(f.documentation for f in families.values())
+
+
+def test_series_are_few(watched: Watched) -> None:
+    assert len(watched.samples(0)) < 600
+    assert len(watched.samples(1)) < 200
+
+
+def test_health_is_json_and_readiness_follows_the_phase(watched: Watched) -> None:
+    for rank in (0, 1):
+        status, body = watched.get(rank, "/healthz")
+        said = json.loads(body)
+        assert (status, said["rank"], said["run_id"]) == (200, str(rank), "r")
+    assert watched.get(0, "/readyz")[0] == 200
+    assert watched.get(1, "/readyz")[0] == 503  # its phase comes from frames: none was sent here
+    assert watched.get(0, "/elsewhere")[0] == 404
+
+
+class Nothing:
+    def collect(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.fixture
+def server() -> Iterator[HealthServer]:
+    server = HealthServer(0, Nothing(), lambda: {"phase": "warming"})
+    yield server
+    server.close()
+
+
+def test_port_that_is_taken_is_a_configuration_error(server: HealthServer) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.port.*set metrics\.port elsewhere"):
+        HealthServer(server.port, Nothing(), dict)
+
+
+def test_not_ready_is_503(server: HealthServer) -> None:
+    assert get(server.port, "/readyz")[0] == 503
+    assert get(server.port, "/healthz")[0] == 200
+
+
+def test_client_that_says_nothing_holds_others_up_for_a_bounded_time(
+    server: HealthServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    from ppstream import health
+
+    assert health._Handler.timeout == health.REQUEST_LIMIT_S <= 2
+    monkeypatch.setattr(health._Handler, "timeout", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port)):
+        done = threading.Event()
+
+        def ask() -> None:
+            assert get(server.port, "/healthz")[0] == 200
+            done.set()
+
+        threading.Thread(target=ask, daemon=True).start()
+        assert done.wait(10)
+
+
+def test_nothing_can_be_changed_through_the_door(server: HealthServer) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", data=b"x")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=10)
+    assert refused.value.code == 501
+    refused.value.close()
+
+
+def test_gpu_memory_that_is_neither_free_nor_torchs_is_told_apart() -> None:
+    said = {
+        "reserved_bytes.all.current": 30,
+        "allocated_bytes.all.current": 20,
+        "num_alloc_retries": 2,
+        "segment.all.allocated": 5,
+    }
+    families = {f.name: f for f in memory_families(said, 60, 100)}
+    memory = {s.labels["kind"]: s.value for s in families["ppstream_gpu_memory_bytes"].samples}
+    assert memory["non_torch"] == 10
+    assert memory["allocated"] == 20
+    assert families["ppstream_gpu_alloc_retries"].samples[0].value == 2

@@ -1,0 +1,120 @@
+import json
+import os
+import signal
+import time
+import timeit
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+
+from ppstream import kernel_report, trace
+from ppstream.attribution import block
+from ppstream.config_watching import ProfileConfig
+from ppstream.kernel_findings import findings
+from ppstream.profiling import Profiler
+from ppstream.timestamps import EnvelopeRecord, TimestampLog
+
+SHORT = ProfileConfig(wait=2, warmup=2, active=5)
+
+
+class Named(NewestValues):
+    def __call__(self, window: Any, out: Any) -> None:
+        with block("newest"):
+            super().__call__(window, out)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR2)
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+def profiled(folder: Path, config: ProfileConfig, start: Any) -> tuple[list[dict[str, Any]], Any]:
+    """An inline pipeline; ``start`` is called with the profiler after 10 envelopes."""
+    with PipelineInProcess(small_config(), Named(), folder, inline=True) as pipeline:
+        profiler = Profiler(config, pipeline.rank0.log, folder, 0, 0)
+        profiler.listen()
+        pipeline.saturate()
+        pipeline.rank0.run(10)
+        pipeline.rank0.log.flush()
+        start(profiler)
+        wait_until_it_begins(profiler)
+        pipeline.rank0.run(40)
+        return pipeline.envelopes(), pipeline.lines()
+
+
+def wait_until_it_begins(profiler: Profiler) -> None:
+    deadline = time.monotonic() + 30
+    while profiler._log.on_take is None:
+        assert time.monotonic() < deadline, "the profiler was never loaded"
+        time.sleep(0.01)
+
+
+def test_signal_profiles_a_live_run_and_says_so_in_every_record(tmp_path: Path) -> None:
+    envelopes, lines = profiled(tmp_path, SHORT, lambda _: os.kill(os.getpid(), signal.SIGUSR2))
+    modes = [line["mode"] for line in envelopes]
+    assert modes == ["throughput"] * 10 + ["trace"] * 9 + ["throughput"] * 31
+    states = [line["state"] for line in lines if line.get("name") == "profile"]
+    assert states == ["begins", "written", "ended"]
+    found = findings(kernel_report.read(tmp_path / "profile.rank0.gen0.0.json"))
+    assert {s.name for s in found.stages} == {"B", "newest"}
+    calls = {s.name: s.calls for s in found.ranges}
+    assert all(calls[name] == 5 for name in ("A", "B", "newest", "C"))
+    assert (found.pass_name, found.passes) == ("B", 5)
+    assert not trace.on
+    assert block("a") is block("b")
+
+
+def test_each_cycle_writes_a_trace_and_a_later_profile_counts_on(tmp_path: Path) -> None:
+    config = ProfileConfig(wait=1, warmup=1, active=2, repeat=3)
+    profiled(tmp_path, config, lambda profiler: profiler.request())
+    names = [f"profile.rank0.gen0.{number}.json" for number in range(3)]
+    assert sorted(path.name for path in tmp_path.glob("profile.*")) == names
+
+
+def test_configuration_starts_it_behind_ready_alone(tmp_path: Path) -> None:
+    config = ProfileConfig(after=3, wait=0, warmup=1, active=2)
+    with PipelineInProcess(small_config(), Named(), tmp_path, inline=True) as pipeline:
+        profiler = Profiler(config, pipeline.rank0.log, tmp_path, 0, 0)
+        profiler.listen()
+        pipeline.rank0.log.event("phase", phase="bring-up")
+        pipeline.rank0.log.flush()
+        assert pipeline.rank0.log.on_take is None
+        pipeline.saturate()  # enters ready
+        pipeline.rank0.log.flush()
+        pipeline.rank0.run(4)  # the fourth asks for it
+        wait_until_it_begins(profiler)
+        pipeline.rank0.run(16)
+        modes = [line["mode"] for line in pipeline.envelopes()]
+    assert modes == ["throughput"] * 4 + ["trace"] * 3 + ["throughput"] * 13
+
+
+def test_signal_during_a_profile_starts_no_second_one(tmp_path: Path) -> None:
+    with PipelineInProcess(small_config(), Named(), tmp_path, inline=True) as pipeline:
+        profiler = Profiler(SHORT, pipeline.rank0.log, tmp_path, 0, 0)
+        pipeline.saturate()
+        profiler.request()
+        wait_until_it_begins(profiler)
+        pipeline.rank0.run(4)
+        profiler.request()
+        pipeline.rank0.run(30)
+        modes = [line["mode"] for line in pipeline.envelopes()]
+    assert modes == ["trace"] * 9 + ["throughput"] * 25
+    assert len(list(tmp_path.glob("profile.*"))) == 1
+
+
+def test_without_a_profile_it_costs_the_log_one_question(tmp_path: Path) -> None:
+    log = TimestampLog(tmp_path / "log", EnvelopeRecord, 64, run_id="r", generation=0)
+    Profiler(ProfileConfig(), log, tmp_path, 0, 0).listen()
+    log.close()
+    assert log.on_take is None
+    assert log.watchers == []
+    cost_s = min(
+        timeit.repeat("if log.on_take is not None: pass", globals={"log": log}, number=20_000)
+    )
+    assert cost_s / 20_000 < 2e-6  # 0.02 us measured; the bound is for a machine that is busy
+    assert json.loads((tmp_path / "log").read_text() or "{}") == {}

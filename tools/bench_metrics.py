@@ -1,0 +1,164 @@
+"""What watching costs a loop: metrics and scrapes on against off, in blocks of one live run.
+
+Both ranks of a saturated pipeline run in this process, with stages that do no work, so whatever
+watching adds is added to every envelope. Off: no watcher, no scrape. On: both ranks tallied, and
+both scraped by a thread at the given rate (Prometheus asks every 5 to 15 s; the default here is
+twice a second). In ABBA order; the price is the median difference of paired blocks, in time and in
+CPU time of the process, which other users of the machine change less; it contains the client's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import torch
+from bench_runs import ending_cleanly, print_environment, spread, write_json
+from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+
+from ppstream.watching import Watching
+
+SWITCH_INTERVAL_S: Final = 0.0005  # as both ranks set it
+US: Final = 1e-3  # per ns
+WARM: Final = 200  # envelopes
+RANKS: Final = 2
+CLOCKS: Final = {"time": time.monotonic_ns, "CPU": time.process_time_ns}
+
+
+class Scraper:
+    """Asks both ranks ``rate`` times a second while it is on."""
+
+    def __init__(self, ports: Sequence[int], rate: float) -> None:
+        self.on = threading.Event()
+        self.taken_ms: list[float] = []
+        self._ports = ports
+        self._rate = rate
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(1 / self._rate):
+            if not self.on.is_set():
+                continue
+            for port in self._ports:
+                began_ns = time.monotonic_ns()
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as a:
+                    a.read()
+                self.taken_ms.append((time.monotonic_ns() - began_ns) / 1e6)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--blocks", type=int, default=20, help="each way")
+    parser.add_argument("--block", type=int, default=500, help="envelopes of a block")
+    parser.add_argument("--rate", type=float, default=2.0, help="scrapes a second, of both ranks")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    mode = f"both ranks in one process, blocks of {options.block} envelopes in turn"
+    print_environment(mode)
+    with ending_cleanly(), ExitStack() as stack:
+        blocks, scrapes_ms = measure(stack, options)
+    spreads = {name: spread(values) for name, values in blocks.items()}
+    print(f"{'us an envelope':24} {'p50':>8} {'p99':>8} {'max':>8} {'n':>5}")
+    for name, found in spreads.items():
+        print(f"{name:24} {found.p50:8.1f} {found.p99:8.1f} {found.max:8.1f} {found.n:5}")
+    added_us = {clock: added(blocks, clock) for clock in CLOCKS}
+    scrape = spread(scrapes_ms or [0.0])
+    print(
+        f"watching adds {added_us['CPU']:.1f} us of CPU time and {added_us['time']:+.1f} us to an "
+        f"envelope without any stage work, at {options.rate:g} scrapes a second of both ranks"
+    )
+    print(f"a scrape takes {scrape.p50:.1f} ms (p99 {scrape.p99:.1f}) while the loop runs")
+    write_json(
+        options.json,
+        mode,
+        (),
+        blocks_us={name: asdict(found) for name, found in spreads.items()},
+        added_us=added_us,
+        scrape_ms=asdict(scrape),
+    )
+    return 0
+
+
+def added(blocks: dict[str, list[float]], clock: str) -> float:
+    pairs = zip(blocks[f"{clock}, on"], blocks[f"{clock}, off"], strict=True)
+    return median(on - off for on, off in pairs)
+
+
+def measure(
+    stack: ExitStack, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Mean µs per envelope of each block by clock, and what scrapes took in ms."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppstream-bench-")))
+    config = small_config("metrics.port=0")
+    pipeline = stack.enter_context(PipelineInProcess(config, NewestValues(), folder))
+    logs = (pipeline.rank0.log, pipeline.policy_log)
+    watch(config, pipeline, folder, stack)
+    scraper = Scraper([port_of(folder, rank) for rank in range(RANKS)], options.rate)
+    stack.callback(scraper.close)
+    watchers = [list(log.watchers) for log in logs]
+    pipeline.saturate()
+    pipeline.rank0.run(WARM)
+    found: dict[str, list[float]] = {f"{c}, {name}": [] for c in CLOCKS for name in ("off", "on")}
+    for number in range(options.blocks):
+        for name in ("on", "off") if number % 2 else ("off", "on"):
+            for log, watching in zip(logs, watchers, strict=True):
+                log.flush()
+                log.watchers[:] = watching if name == "on" else []
+            with scraping(scraper) if name == "on" else ExitStack():
+                began_ns = [clock() for clock in CLOCKS.values()]
+                pipeline.rank0.run(options.block)
+                for began, (clock, read) in zip(began_ns, CLOCKS.items(), strict=True):
+                    found[f"{clock}, {name}"].append((read() - began) / options.block * US)
+    return found, scraper.taken_ms
+
+
+@contextmanager
+def scraping(scraper: Scraper) -> Iterator[None]:
+    scraper.on.set()
+    yield
+    scraper.on.clear()
+
+
+def watch(config: Any, pipeline: PipelineInProcess, folder: Path, stack: ExitStack) -> None:
+    """Put onto both ranks what front.py and back.py put there."""
+    topology = {"world_size": RANKS, "d_in": 2, "d_out": 2, "threads": "serial"}
+    manifest = {"schema": "ppstream.log/1", "topology": topology}
+    (folder / "run.json").write_text(json.dumps(manifest))
+    run: Any = SimpleNamespace(run_id="bench", directory=folder)
+    ranks = ((pipeline.rank0.log, pipeline.rank0.credits), (pipeline.policy_log, None))
+    for rank, (log, ledger) in enumerate(ranks):
+        Watching(config, run, log, stack, rank=rank, generation=0, credit_ledger=ledger)
+        log.flush()
+
+
+def port_of(folder: Path, rank: int) -> int:
+    lines = (folder / f"rank{rank}.gen0.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    return next(int(e["port"]) for e in events if e.get("name") == "metrics")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
