@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,7 @@ from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
 from ppstream.ends import PeerLeftError
-from ppstream.errors import ConfigError, HandshakeError, ProtocolError
+from ppstream.errors import ConfigError, HandshakeError, PpstreamError, ProtocolError
 from ppstream.heartbeat import Heartbeat
 from ppstream.links import LauncherStore
 from ppstream.messages import (
@@ -51,6 +52,14 @@ def receive(peer: Peer, timeout_ns: int) -> Control:
     if isinstance(frame, Goodbye):
         raise PeerLeftError(frame)
     return frame
+
+
+def last_words(peer: Peer) -> PeerLeftError | None:
+    """Why the other rank left, if it said so before its end was noticed in another way."""
+    with suppress(PpstreamError):
+        peer.pump()
+    left = [frame for frame in peer.inbox if isinstance(frame, Goodbye)]
+    return PeerLeftError(left[0]) if left else None
 
 
 # ---- rank 0 -----------------------------------------------------------------------------------
@@ -142,7 +151,7 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
         raise HandshakeError("\n".join(answer.difference))
     if not isinstance(answer, RankWelcome):
         raise ProtocolError(f"expected Welcome from rank 0, got {type(answer).__name__}")
-    return peer, Run(Path(answer.run_dir))
+    return peer, Run.joined(Path(answer.run_dir))
 
 
 def offer_tensors(

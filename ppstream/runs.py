@@ -95,13 +95,39 @@ class Run:
         """Complete run.json: the run is over."""
         self.describe(finished_utc=utc_now(), exit_code=int(code))
 
-    def record_exit(self, rank: int, code: ExitCode, reason: str) -> None:
+    @classmethod
+    def joined(cls, directory: Path) -> Run:
+        """The run that rank 0 began; on another host its folder is made here, too."""
+        directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        return cls(directory)
+
+    def stacks_path(self, rank: int, generation: int) -> Path:
+        """Where the stacks of a stuck rank go."""
+        return self.directory / f"rank{rank}.gen{generation}.stacks.txt"
+
+    def record_exit(self, rank: int, code: ExitCode, reason: str, generation: int = 0) -> None:
         """Add this rank's end to exit.json; ranks of one host may do so at the same moment."""
         with (self.directory / ".exit.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             path = self.directory / "exit.json"
             end = {"code": int(code), "name": code.name, "reason": reason, "t": utc_now()}
+            end["generation"] = generation
             _write(path, _read(path) | {str(rank): end})
+
+    def first_to_fail(self, generation: int) -> tuple[int, dict[str, Any]] | None:
+        """The rank of this host that failed first in a generation, with its end.
+
+        One that left because another was lost is never it.
+        """
+        ends = _read(self.directory / "exit.json").items()
+        failed = [
+            (end["t"], int(rank), end)
+            for rank, end in ends
+            if end["code"] not in (ExitCode.DRAINED, ExitCode.PEER_LOST)
+        ]
+        failed = [found for found in failed if found[2].get("generation") == generation]
+        _, rank, end = min(failed, default=(None, -1, {}), key=lambda found: (found[0], found[1]))
+        return (rank, end) if end else None
 
     def final_code(self) -> ExitCode | None:
         """How an earlier generation ended, when restarting cannot improve it."""

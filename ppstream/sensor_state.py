@@ -1,0 +1,120 @@
+"""SensorState: how each stream of each robot is doing, judged once a second, told when it changes.
+
+It only looks: samples are refused by ``ring.py`` and ``robot_clock.py``, and what is missing in a
+window is masked by ``window.py``, whether anybody looks here or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from ppstream.clock import NS_PER_MS, NS_PER_S
+
+if TYPE_CHECKING:
+    from ppstream.config import PipelineConfig, StreamConfig
+    from ppstream.intake import Intake
+    from ppstream.ring import RowInput, SensorRing
+    from ppstream.ring_bank import RingBank
+
+#: ``silent``: nothing accepted for longer than the stream's ``max_age_ms``; ``refused``: more than
+#: half of what came was; ``slow``: less than half the nominal rate; ``unchanged``: the same values
+#: for a second, which a resting robot's sensor also shows.
+Condition = Literal["ok", "silent", "refused", "slow", "unchanged"]
+
+SLOW: Final = 0.5  # of the nominal rate
+REFUSED: Final = 0.5  # of what came
+SAMPLES_MIN: Final = 10  # of a second: fewer show no rate, and no standstill
+COMPARED: Final = 16  # about so many samples of a second tell whether a sensor stands still
+#: Conditions in which a robot is told that the run is degraded.
+DEGRADED: Final = frozenset({"silent", "refused", "slow"})
+
+
+class Change(NamedTuple):
+    """A stream of a row is in another condition than a second ago."""
+
+    row: int
+    stream: str
+    condition: Condition
+    before: Condition
+
+
+class _Seen(NamedTuple):
+    """A stream's counts at the last look."""
+
+    session: int
+    at_ns: int
+    received: int
+    accepted: int
+
+
+class SensorState:
+    """Call ``look`` about once a second, from the thread that owns the rows.
+
+    Args:
+        tell: called with each change.
+        tell_degraded: called with whether any stream is in one of ``DEGRADED``, when that changes.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        intake: Intake,
+        tell: Callable[[Change], None],
+        tell_degraded: Callable[[bool], None],
+    ) -> None:
+        self._streams = config.streams
+        self._intake = intake
+        self._tell = tell
+        self._tell_degraded = tell_degraded
+        self._seen: dict[tuple[int, str], _Seen] = {}
+        self.conditions: dict[tuple[int, str], Condition] = {}  # of streams of present robots
+        self._is_degraded = False
+
+    def look(self, now_ns: int) -> None:
+        """Judge what came since the last look."""
+        for row, place in enumerate(self._intake.rows):
+            for stream in self._streams:
+                self._look_at(row, place, stream, now_ns)
+        is_degraded = not DEGRADED.isdisjoint(self.conditions.values())
+        if is_degraded != self._is_degraded:
+            self._is_degraded = is_degraded
+            self._tell_degraded(is_degraded)
+
+    def _look_at(self, row: int, place: RowInput, stream: StreamConfig, now_ns: int) -> None:
+        key, ring = (row, stream.name), place.rings[stream.name]
+        before = self._seen.get(key)
+        seen = _Seen(place.session, now_ns, ring.ledger.received, ring.accepted)
+        self._seen[key] = seen
+        if place.session == 0 or before is None or before.session != place.session:
+            self.conditions.pop(key, None)
+            return
+        found, was = _condition(stream, ring, before, seen), self.conditions.get(key, "ok")
+        taken = seen.accepted - before.accepted
+        if found == "ok" and stream.image is None and taken >= SAMPLES_MIN:
+            bank = self._intake.banks[stream.name]
+            found = "unchanged" if _is_unchanged(bank, row, ring, taken) else "ok"
+        self.conditions[key] = found
+        if found != was:
+            self._tell(Change(row, stream.name, found, was))
+
+
+def _condition(stream: StreamConfig, ring: SensorRing, before: _Seen, now: _Seen) -> Condition:
+    seconds = (now.at_ns - before.at_ns) / NS_PER_S
+    came, taken = now.received - before.received, now.accepted - before.accepted
+    if came and came - taken > REFUSED * came:
+        return "refused"
+    if now.at_ns - ring.newest_rx_ns > max(stream.max_age_ms * NS_PER_MS, NS_PER_S):
+        return "silent"
+    wanted = stream.rate_hz * seconds
+    if wanted >= SAMPLES_MIN and taken < SLOW * wanted:
+        return "slow"
+    return "ok"
+
+
+def _is_unchanged(bank: RingBank, row: int, ring: SensorRing, samples: int) -> bool:
+    """Whether some of the newest ``samples``, evenly spread, all have the same values."""
+    held = min(samples, ring.count)
+    some = range(ring.accepted - held, ring.accepted, max(1, held // COMPARED))
+    values = bank.values[row].numpy()[[number % bank.capacity for number in some]]
+    return bool((values == values[:1]).all())

@@ -1,0 +1,187 @@
+"""Watchdog: notices a thread of this process that makes no progress, and says which, and where.
+
+Every watched loop counts its turns in a ``Mark``; a thread that owns no lock compares. The other
+rank is not its business: that is the heartbeat's (``control.py``, ``heartbeat.py``). While the
+interpreter itself is held, by a call into C that never lets go of it, no Python thread can run: the
+stacks are then written by a timer that needs none, and the other rank notices the silence.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
+
+from ppstream.clock import NS_PER_S, Clock, now_ns
+
+INTERVAL_NS: Final = NS_PER_S // 4  # between two looks
+WARMING_LIMIT_NS: Final = 120 * NS_PER_S  # of a standstill, where one is to be expected
+USUAL_FACTOR: Final = 5  # stage B may take so many times its usual time
+FRAMES_SHOWN: Final = 3  # innermost ones of the stuck thread; the file has all of all threads
+FILE_MODE: Final = 0o640
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Mark:
+    """What one thread's loop is at; written by that thread, read by the watchdog.
+
+    Attributes:
+        turns: the loop adds one each time round, and at least each 0.1 s while it waits.
+        is_running: between entry and exit of the loop; nothing is expected of it otherwise.
+        busy_with: what it works on, for the message.
+    """
+
+    __slots__ = ("busy_with", "is_running", "name", "thread_id", "turns")
+
+    def __init__(self, name: str, busy_with: Callable[[], str] = str) -> None:
+        self.name = name
+        self.busy_with = busy_with
+        self.turns = 0
+        self.thread_id = 0
+        self.is_running = False
+
+    def __enter__(self) -> Mark:
+        self.thread_id = threading.get_ident()
+        self.is_running = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_running = False
+
+
+def stage_b_limit_ns(watchdog_ns: int, usual_b_ns: int) -> int:
+    """How long stage B may take: the watchdog's limit, or 5 times its usual time."""
+    return max(watchdog_ns, USUAL_FACTOR * usual_b_ns)
+
+
+def is_patient(phase: str, mode: str) -> bool:
+    """Whether a standstill may be long: first calls compile, and a profiler writes its trace."""
+    return phase in ("starting", "warming") or mode != "throughput"
+
+
+class Marked(Protocol):
+    """A loop with a mark of its own."""
+
+    mark: Mark
+
+
+S = TypeVar("S", bound=Marked)
+
+
+def watched(run: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """A method that is a loop: its object's ``mark`` is running while it does."""
+
+    @functools.wraps(run)
+    def marked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.mark:
+            return run(self, *args, **kwargs)
+
+    return marked
+
+
+class Watchdog:
+    """Looks at ``marks`` from ``start`` to ``stop``.
+
+    Args:
+        marks: the loops of this process, as they are now.
+        limit_ns: how long a running one may stand still, as of now.
+        on_stuck: called once, on the watchdog's thread, with what is stuck; must not return to it.
+        stacks: file for the stacks of all threads; also written on SIGQUIT.
+        held_ns: the stacks are written, too, when no Python thread could run for so long.
+    """
+
+    def __init__(
+        self,
+        marks: Callable[[], Sequence[Mark]],
+        limit_ns: Callable[[], int],
+        on_stuck: Callable[[str], None],
+        stacks: Path,
+        *,
+        held_ns: int,
+        clock: Clock = now_ns,
+    ) -> None:
+        self._marks = marks
+        self._limit_ns = limit_ns
+        self._on_stuck = on_stuck
+        self._path = stacks
+        self._held_s = held_ns / NS_PER_S
+        self._clock = clock
+        self._still: dict[Mark, tuple[int, int]] = {}  # turns, and for how long unchanged
+        self._looked_ns = clock()
+        self._file = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, FILE_MODE)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look; main thread only, for SIGQUIT."""
+        faulthandler.register(signal.SIGQUIT, file=self._file, chain=False)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; a file without stacks is removed. Twice is fine."""
+        if self._file < 0:
+            return
+        self._end.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        faulthandler.unregister(signal.SIGQUIT)
+        faulthandler.cancel_dump_traceback_later()
+        is_empty = os.fstat(self._file).st_size == 0
+        os.close(self._file)
+        self._file = -1
+        if is_empty:
+            self._path.unlink(missing_ok=True)
+
+    def look(self) -> None:
+        """Compare all marks with the last look; ``on_stuck`` is told of the first that is stuck.
+
+        Time in which this process was stopped does not count: a look never adds more than two
+        intervals.
+        """
+        now = self._clock()
+        passed_ns = min(now - self._looked_ns, 2 * INTERVAL_NS)
+        self._looked_ns = now
+        for mark in self._marks():
+            turns, still_ns = self._still.get(mark, (-1, 0))
+            if not mark.is_running or mark.turns != turns:
+                self._still[mark] = (mark.turns, 0)
+                continue
+            self._still[mark] = (turns, still_ns + passed_ns)
+            if still_ns + passed_ns > self._limit_ns():
+                self._tell(mark, still_ns + passed_ns)
+                return
+
+    def _run(self) -> None:
+        while not self._end.wait(INTERVAL_NS / NS_PER_S):
+            if self._limit_ns() < WARMING_LIMIT_NS:  # else it may be compiling
+                faulthandler.dump_traceback_later(self._held_s, file=self._file)
+            self.look()
+
+    def _tell(self, mark: Mark, still_ns: int) -> None:
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        self._end.set()
+        self._on_stuck(
+            f"{mark.name} made no progress for {still_ns / NS_PER_S:.1f} s, "
+            f"limit {self._limit_ns() / NS_PER_S:.1f} s{_after(' at ', mark.busy_with())}; "
+            f"it is in {_where(mark.thread_id)} (all stacks: {self._path})"
+        )
+
+
+def _after(prefix: str, text: str) -> str:
+    return prefix + text if text else ""
+
+
+def _where(thread_id: int) -> str:
+    """The innermost frames of a thread, outermost of them first."""
+    frame = sys._current_frames().get(thread_id)
+    found = traceback.extract_stack(frame)[-FRAMES_SHOWN:] if frame is not None else []
+    return " > ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in found) or "no thread"

@@ -1,0 +1,55 @@
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from ppstream.peer_process import PeerProcess
+
+CONNECT = """
+import socket, sys, time
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def connected(tmp_path):
+    """A process that connected to us, and our end of the socket."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        child = subprocess.Popen([sys.executable, "-c", CONNECT, str(tmp_path / "socket")])
+        connection, _ = listener.accept()
+        yield child, connection
+        connection.close()
+        child.kill()
+        child.wait()
+
+
+def test_a_stopped_process_is_known_and_ended(connected):
+    child, connection = connected
+    process = PeerProcess.at_end_of(connection.fileno())
+    assert process.pid == child.pid
+    child.send_signal(signal.SIGSTOP)
+    assert not process.wait_gone(0.1)
+    assert process.state() == "T"
+    process.end()
+    assert process.wait_gone(5)
+    assert child.wait(5) == -signal.SIGKILL
+    process.end()  # it is gone: nobody else is hit
+    assert process.state() == "gone"
+    process.close()
+    process.close()
+
+
+def test_nobody_is_held_behind_tcp_or_an_own_socket():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert PeerProcess.at_end_of(ours.fileno()) is None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = socket.create_connection(listener.getsockname())
+        with connection:
+            assert PeerProcess.at_end_of(connection.fileno()) is None

@@ -1,0 +1,89 @@
+import numpy as np
+import pytest
+from robot_rig import make_config
+
+from ppstream.clock import NS_PER_S
+from ppstream.intake import build_intake
+from ppstream.sensor_state import SensorState
+
+MS = 1_000_000
+
+
+class Rig:
+    """One robot of two streams (joints 100 Hz, imu 50 Hz), fed second by second."""
+
+    def __init__(self):
+        config = make_config()
+        self.intake = build_intake(config)
+        self.row = self.intake.rows[0]
+        self.row.open(7)
+        self.changes, self.degraded = [], []
+        self.state = SensorState(config, self.intake, self.changes.append, self.degraded.append)
+        self.now_ns = NS_PER_S
+        self.state.look(self.now_ns)
+
+    def second(self, joints=100, imu=50, value=None, stamps=None):
+        """Feed a second's worth of samples, then look."""
+        for name, n, dtype in (("joints", joints, np.float32), ("imu", imu, np.float64)):
+            ring = self.row.rings[name]
+            for i in range(n):
+                at_ns = self.now_ns + i * NS_PER_S // n
+                stamp = at_ns if stamps is None else stamps
+                values = np.full((1, ring.stream.dim), at_ns if value is None else value, dtype)
+                ring.append(np.array([stamp], np.int64), values, at_ns)
+        self.now_ns += NS_PER_S
+        self.state.look(self.now_ns)
+
+    def told(self):
+        found = [(c.stream, c.condition) for c in self.changes]
+        self.changes.clear()
+        return found
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    rig.second()
+    assert rig.told() == []
+    assert rig.degraded == []
+    return rig
+
+
+def test_a_silent_stream_is_told_once_and_its_return_too(rig):
+    rig.second(imu=0)
+    rig.second(imu=0)
+    rig.second(imu=0)
+    assert rig.told()[-1] == ("imu", "silent")
+    assert rig.degraded == [True]
+    rig.second()
+    assert rig.told() == [("imu", "ok")]
+    assert rig.degraded == [True, False]
+
+
+def test_a_collapsed_rate_is_slow(rig):
+    rig.second(joints=20)
+    assert rig.told() == [("joints", "slow")]
+    assert rig.degraded == [True]
+
+
+def test_samples_that_are_refused_are_told(rig):
+    rig.second(value=np.nan)
+    assert rig.told() == [("joints", "refused"), ("imu", "refused")]
+
+
+def test_values_that_never_change_are_told_and_do_not_degrade(rig):
+    rig.second(value=0.25)
+    assert rig.told() == [("joints", "unchanged"), ("imu", "unchanged")]
+    assert rig.degraded == []
+    rig.second()
+    assert rig.told() == [("joints", "ok"), ("imu", "ok")]
+
+
+def test_a_robot_that_leaves_takes_its_conditions_along(rig):
+    rig.second(joints=0, imu=0)
+    rig.second(joints=0, imu=0)
+    assert rig.degraded == [True]
+    rig.row.close()
+    rig.second(joints=0, imu=0)
+    assert rig.degraded == [True, False]
+    assert rig.state.conditions == {}

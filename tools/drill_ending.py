@@ -1,0 +1,152 @@
+"""Faults that end a run: with which codes, within which bound, and what the ranks say."""
+
+from __future__ import annotations
+
+import signal
+from typing import Final
+
+from drill_faults import Ending, order
+from drill_scene import Scene
+
+
+def stop_decoding(scene: Scene) -> None:
+    (scene.folder.parent / "decode").touch()
+
+
+def stop_both(scene: Scene) -> None:
+    for rank in (0, 1):
+        scene.signal(rank, signal.SIGTERM)
+
+
+ENDINGS: Final = (
+    Ending(
+        "kill-policy-rank",
+        "F20 BT16",
+        "SIGKILL to the policy rank, envelopes in flight",
+        lambda scene: scene.signal(1, signal.SIGKILL),
+        (20, -9),
+        2.0,
+        "first to fail: rank 1: it left no exit code",
+    ),
+    Ending(
+        "kill-rank-0",
+        "F19 BT15",
+        "SIGKILL to rank 0",
+        lambda scene: scene.signal(0, signal.SIGKILL),
+        (-9, 20),
+        2.0,
+        "first to fail: rank 0: it left no exit code",
+    ),
+    Ending(
+        "freeze-policy-rank",
+        "F21 BT18",
+        "SIGSTOP to the policy rank, for good",
+        lambda scene: scene.signal(1, signal.SIGSTOP),
+        (20, -9),
+        3.5,
+        "(state T) was ended",
+    ),
+    Ending(
+        "freeze-rank-0",
+        "F21",
+        "SIGSTOP to rank 0, for good",
+        lambda scene: scene.signal(0, signal.SIGSTOP),
+        (-9, 20),
+        3.5,
+        "(state T) was ended",
+    ),
+    Ending(
+        "policy-crashes",
+        "F20",
+        "the policy calls abort()",
+        order("crash", 1),
+        (20, -6),
+        2.0,
+        "first to fail: rank 1: it left no exit code",
+    ),
+    Ending(
+        "policy-keeps-raising",
+        "F18",
+        "the policy raises on every envelope",
+        order("raise", 1000),
+        (26, 20),
+        3.0,
+        "results in a row could not be used",
+    ),
+    Ending(
+        "policy-keeps-giving-nan",
+        "F37 BT39",
+        "the policy writes NaN on every envelope",
+        order("nan", 1000),
+        (26, 20),
+        3.0,
+        "results in a row could not be used",
+    ),
+    Ending(
+        "policy-out-of-memory",
+        "F32 BT36",
+        "the policy runs out of memory on every envelope",
+        order("memory", 1000),
+        (25, 20),
+        3.0,
+        "OUT_OF_MEMORY",
+    ),
+    Ending(
+        "policy-never-ends",
+        "F21",
+        "the policy loops for ever, in Python",
+        order("endless", 1),
+        (20, 21),
+        6.0,
+        "first to fail: rank 1: exit 21 WATCHDOG stage B made no progress",
+        "rank1.gen0.stacks.txt",
+    ),
+    Ending(
+        "policy-holds-the-interpreter",
+        "F21 F47",
+        "the policy calls into C that lets no other Python thread run",
+        order("hold", 1),
+        (20, -9),
+        3.5,
+        "was ended",
+        "rank1.gen0.stacks.txt",
+    ),
+    Ending(
+        "decoder-never-ends",
+        "F22",
+        "stage C on rank 0 loops for ever",
+        stop_decoding,
+        (21, 20),
+        6.0,
+        "exit 21 WATCHDOG rank 0's loop made no progress",
+        "rank0.gen0.stacks.txt",
+        (
+            "decode.target=drill_policy:build_decoder",
+            "decode.options.orders={folder}/decode",
+        ),
+    ),
+    Ending(
+        "decode-thread-never-ends",
+        "F22",
+        "the same, with a thread of its own for stage C",
+        stop_decoding,
+        (21, 20),
+        6.0,
+        "exit 21 WATCHDOG the decode thread made no progress",
+        "rank0.gen0.stacks.txt",
+        (
+            "decode.target=drill_policy:build_decoder",
+            "decode.options.orders={folder}/decode",
+            "pipeline.threads=split",
+        ),
+    ),
+    Ending(
+        "stop-signal",
+        "BT28",
+        "SIGTERM to both ranks in the same moment, as a launcher sends it",
+        stop_both,
+        (0, 0),
+        5.0,
+        "exit 0 DRAINED",
+    ),
+)

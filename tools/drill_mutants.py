@@ -1,0 +1,176 @@
+"""Take one guard away at a time, and see the drill miss the bound that the guard is for.
+
+Each mutant is a copy of the source with one change; a fault that keeps its bounds there is no test
+of that guard. Ends with 1 when a mutant survives. Takes about a quarter of a minute each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+ROOMS: Final = ("ppstream", "kernels", "stages", "tools")
+LIMIT_S: Final = 300
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` occurs once in ``file``; with ``new`` instead, ``fault`` must miss its bound."""
+
+    guard: str
+    file: str
+    old: str
+    new: str
+    fault: str
+
+
+MUTANTS: Final = (
+    Mutant(
+        "a silent peer counts as frozen",
+        "ppstream/control.py",
+        "        if now_ns - self.last_heard_ns <= frozen_ns:\n",
+        "        if frozen_ns:\n",
+        "freeze-policy-rank",
+    ),
+    Mutant(
+        "the survivor ends a frozen process",
+        "ppstream/ends.py",
+        "        process.end()\n",
+        "",
+        "freeze-rank-0",
+    ),
+    Mutant(
+        "the watchdog looks",
+        "ppstream/watchdog.py",
+        "            self.look()\n",
+        "",
+        "policy-never-ends",
+    ),
+    Mutant(
+        "each thread of the loop has a mark",
+        "ppstream/stage0.py",
+        "        self.marks = (self.mark, *self._thread_marks.values())\n",
+        "",
+        "decode-thread-never-ends",
+    ),
+    Mutant(
+        "unusable results in a row end the run",
+        "ppstream/stage_c.py",
+        "            if self._unusable_in_a_row >= self._errors_max:\n",
+        "            if self._errors_max < 0:\n",
+        "policy-keeps-giving-nan",
+    ),
+    Mutant(
+        "an allocation that failed on the CPU is memory",
+        "ppstream/stage1.py",
+        " or CPU_MEMORY in str(error)",
+        "",
+        "policy-out-of-memory",
+    ),
+    Mutant(
+        "the rank that failed first is named",
+        "ppstream/ends.py",
+        "            self.say_who_failed_first(code)\n",
+        "            pass\n",
+        "kill-policy-rank",
+    ),
+    Mutant(
+        "SIGUSR1 cuts the epoch",
+        "ppstream/front.py",
+        "        ends.on_cut_signal(rank0.request_cut)\n",
+        "",
+        "cut-by-operator",
+    ),
+    Mutant(
+        "a clock that jumped starts anew",
+        "ppstream/robot_clock.py",
+        "        if self._rejected < JUMP_SAMPLES:\n",
+        "        if self._rejected:\n",
+        "clock-jumps-forward",
+    ),
+    Mutant(
+        "a full disk stops no log thread",
+        "ppstream/timestamps.py",
+        "        except OSError:  # disk",
+        "        except ZeroDivisionError:  # disk",
+        "disk-full",
+    ),
+    Mutant(
+        "hearts beat while idle",
+        "ppstream/heartbeat.py",
+        "                self._peer.send(messages.Heartbeat(self._progress()))\n",
+        "                self._progress()\n",
+        "idle",
+    ),
+    Mutant(
+        "ranks compare what they resolved",
+        "ppstream/handshake.py",
+        "    if lines:\n",
+        "    if lines is None:\n",
+        "ranks-differ",
+    ),
+    Mutant(
+        "sensors are looked at",
+        "ppstream/rank0.py",
+        "                look(now)\n",
+        "                pass\n",
+        "values-stuck",
+    ),
+    Mutant(
+        "an open network must be declared",
+        "ppstream/placement.py",
+        "    if not link.trusted_network:\n",
+        "    if link is None:\n",
+        "untrusted-network",
+    ),
+)
+
+
+def main() -> int:
+    """Run every mutant, or those whose fault is given; 0 when none survives."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="FAULT", help="mutants of these faults")
+    args = parser.parse_args()
+    chosen = [m for m in MUTANTS if args.only is None or m.fault in args.only]
+    survivors = [mutant for mutant in chosen if _survives(mutant)]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} guards are tested by their fault")
+    return 1 if survivors else 0
+
+
+def _survives(mutant: Mutant) -> bool:
+    """Whether the fault keeps its bounds without the guard."""
+    with tempfile.TemporaryDirectory(prefix="ppstream-mutant-") as name:
+        copy = Path(name)
+        for room in ROOMS:
+            shutil.copytree(ROOT / room, copy / room, ignore=shutil.ignore_patterns("__pycache__"))
+        path = copy / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            raise SystemExit(f"{mutant.file} has {mutant.old!r} {text.count(mutant.old)} times")
+        path.write_text(text.replace(mutant.old, mutant.new))
+        rooms = (copy, copy / "kernels", copy / "stages", copy / "tools")
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, rooms))}
+        command = [sys.executable, str(copy / "tools" / "fault_drill.py"), "--only", mutant.fault]
+        ended = subprocess.run(
+            command, cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    missed = [line.strip() for line in ended.stdout.splitlines() if "missed:" in line]
+    survived = not missed
+    said = missed[0][:110] if missed else (ended.stdout + ended.stderr)[-400:]
+    print(
+        f"{'SURVIVED' if survived else 'caught  '} without: {mutant.guard} ({mutant.fault}): {said}"
+    )
+    sys.stdout.flush()
+    return survived
+
+
+if __name__ == "__main__":
+    sys.exit(main())
