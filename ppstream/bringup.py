@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from ppstream.block_timing import time_blocks
 from ppstream.clock import now_ns
 from ppstream.errors import GateFailedError, GateInconclusiveError
 from ppstream.flight import Flight
@@ -21,7 +22,8 @@ from ppstream.overlap import judge
 from ppstream.pacing import Saturated
 from ppstream.runlog import read_run
 from ppstream.sources import RecordedSource
-from ppstream.synthetic import SyntheticSource
+from ppstream.stage0_device import Stage0Device
+from ppstream.synthetic import SyntheticRobots
 from ppstream.timestamps import EnvelopeRecord
 from ppstream.verdict import Verdict
 
@@ -61,6 +63,8 @@ def bring_up(rank0: Rank0, intake: Intake, robots: Source | None, run: Run) -> N
     warm_up(rank0, intake, source)
     if rank0.stop_reason is None:
         run.describe(standalone=time_standalone(rank0, rank0.config.bringup.standalone))
+    if rank0.config.mode == "attribution" and rank0.stop_reason is None:
+        time_blocks(rank0, intake, source)
     if isinstance(rank0, Inline) or rank0.stop_reason is not None:
         made_up.close()
         return
@@ -74,12 +78,15 @@ def gate(rank0: Rank0, run: Run) -> None:
     """Judge what was logged so far, with the function that the report uses."""
     rank0.log.flush()
     report = judge(read_run(run.directory), profile="bringup")
-    rank0.log.event("verdict", verdict=report.verdict.name, reasons=list(report.reasons))
+    overlap = None if report.primary is None else report.primary.s
+    rank0.log.event(
+        "verdict", verdict=report.verdict.name, reasons=list(report.reasons), overlap=overlap
+    )
     logger.info("bring-up %s: %s", report.verdict.name, report.statements[0])
     pass_or_raise(report.verdict, report.reasons, rank0.config.bringup.accept)
 
 
-def _source(config: PipelineConfig, intake: Intake) -> SyntheticSource | RecordedSource:
+def _source(config: PipelineConfig, intake: Intake) -> SyntheticRobots | RecordedSource:
     bringup = config.bringup
     if bringup.source == "recording":
         assert bringup.recording is not None, "checked with the configuration"
@@ -87,7 +94,7 @@ def _source(config: PipelineConfig, intake: Intake) -> SyntheticSource | Recorde
             config, pipeline=msgspec.structs.replace(config.pipeline, windows="live")
         )
         return RecordedSource(bringup.recording, live, intake.rows, 1.0, repeat=True)
-    return SyntheticSource(config, intake.rows[0], seed=0, start_ns=now_ns())
+    return SyntheticRobots(config, intake.rows, seed=0, start_ns=now_ns())
 
 
 def warm_up(rank0: Rank0, intake: Intake, source: Source) -> None:
@@ -108,6 +115,8 @@ def warm_up(rank0: Rank0, intake: Intake, source: Source) -> None:
 
 def time_standalone(rank0: Rank0, repeats: int) -> dict[str, int]:
     """Median duration of each stage while nothing else runs: ``A_ns``, ``B_ns``, ``C_ns``."""
+    if isinstance(rank0, Stage0Device):
+        return rank0.time_standalone(repeats)
     envelope, result = rank0.idle_slots()
     durations_a, durations_c = [], []
     newest = (None,) * len(rank0.intake.rows)

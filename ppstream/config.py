@@ -13,38 +13,24 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-Interpolation = Literal["linear", "previous", "nearest", "slerp", "angle"]
-Positive = Annotated[float, Meta(gt=0)]
-NonNegative = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
-Text = Annotated[str, Meta(min_length=1)]
-Name = Annotated[  # fits the wire and a log's key
-    str,
-    Meta(
-        pattern=r"^[A-Za-z0-9_/-]{1,64}\Z",
-        extra={"want": "1 to 64 letters, digits, '_', '-' or '/'"},
-    ),
-]
-Target = Annotated[
-    str,
-    Meta(
-        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z",
-        extra={"want": "'package.module:attr'"},
-    ),
-]
-Module = Annotated[
-    str,
-    Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", extra={"want": "'package.module'"}),
-]
-PacingRule = Annotated[
-    str,
-    Meta(
-        pattern=r"^(sample(:.+)?|tick|free|saturated)\Z",
-        extra={"want": "one of sample, sample:<stream>, tick, free, saturated"},
-    ),
-]
-FilePath = Annotated[str, Meta(min_length=1, extra={"path": True})]  # made absolute when read
+from ppstream.config_recording import RecordConfig, RecordedAs
+from ppstream.config_values import Count as Count
+from ppstream.config_values import (
+    Device,
+    FilePath,
+    Interpolation,
+    Module,
+    Name,
+    PacingRule,
+    Positive,
+    Target,
+    Text,
+)
+from ppstream.config_values import NonNegative as NonNegative
+from ppstream.config_watching import MetricsConfig, ProfileConfig
 
+CHANNELS: Final = 3  # of a frame: red, green, blue
+MAX_DIM: Final = 1 << 20  # values of a sample: a frame of 480 x 640 has 921600
 RING_MARGIN: Final = 2.0  # a stream may run at twice its nominal rate before a ring is too short
 RING_SPARE_SAMPLES: Final = 16  # of very slow streams: a few samples whatever the arithmetic says
 
@@ -53,19 +39,45 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """A table of the configuration: frozen, and no unknown key passes."""
 
 
-class StreamConfig(_Part, frozen=True):
-    """One sensor's stream of samples."""
+class ImageConfig(_Part, frozen=True):
+    """A stream of frames, ``[height, width, 3]`` uint8, and what a policy reads of them."""
+
+    height: Annotated[int, Meta(ge=1, le=8192)]
+    width: Annotated[int, Meta(ge=1, le=8192)]
+    frames: Annotated[int, Meta(ge=1, le=64)] = 1  # the newest so many, oldest first
+    resize: tuple[Count, ...] | None = None  # to height, width: bilinear, not antialiased
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)  # of pixels scaled to 0..1, by channel
+    std: tuple[Positive, ...] = (1.0, 1.0, 1.0)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # that a policy reads
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width that a policy reads."""
+        height, width = self.resize or (self.height, self.width)
+        return height, width
+
+
+class StreamConfig(_Part, frozen=True, kw_only=True):
+    """One sensor's stream of samples; with ``image`` a camera's frames."""
 
     name: Name
-    dim: Annotated[int, Meta(ge=1, le=65536)]  # values per sample
+    dim: Count = 0  # values per sample; left out of a camera
     rate_hz: Positive  # nominal; sizes the ring and the synthetic source
     interpolation: Interpolation = "linear"
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64", "uint8"] = "float32"  # uint8 of a camera alone
     group: Name = "state"  # streams of one group become one tensor, concatenated in file order
     max_age_ms: Positive = 200.0  # held longer than this beyond its newest sample: invalid
     max_gap_ms: Positive = 200.0  # not interpolated across a wider hole: invalid
     reference: bool = False  # its newest stamp ends the window; at most one, else the fastest
     jitter_ms: NonNegative = 0.0  # of the synthetic source
+    image: ImageConfig | None = None  # <name>.frames, .valid and .age_s; group does not apply
+    recorded: RecordedAs | None = None  # where a recording made by others has it
+
+    def __post_init__(self) -> None:
+        if self.image is not None and self.dim == 0:
+            pixels = self.image.height * self.image.width
+            msgspec.structs.force_setattr(self, "dim", pixels * CHANNELS)
+            msgspec.structs.force_setattr(self, "dtype", "uint8")
 
 
 class WindowConfig(_Part, frozen=True):
@@ -81,6 +93,15 @@ class BatchConfig(_Part, frozen=True):
     rows: Annotated[int, Meta(ge=1, le=1024)] = 1
 
 
+class RobotLimits(_Part, frozen=True):
+    """Tighter limits of one robot; what is left empty is as for all."""
+
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    velocity: tuple[Positive, ...] = ()
+    acceleration: tuple[Positive, ...] = ()
+
+
 class ActionConfig(_Part, frozen=True):
     """What a policy's ``actions [horizon, len(names)]`` mean, and for how long they may be used."""
 
@@ -90,6 +111,14 @@ class ActionConfig(_Part, frozen=True):
     low: tuple[float, ...]  # limits per action, in the units the robot executes
     high: tuple[float, ...]
     lease_ms: Positive  # an action chunk expires this long after its window's end
+    max_age_ms: Positive | None = None  # robots execute no older action; none: the lease alone
+    discrete: dict[str, tuple[float, ...]] = {}  # switched actions: the nearest of these values
+    on_limit: Literal["clip", "drop"] = "clip"  # outside low to high: clip it, or drop the chunk
+    velocity: tuple[Positive, ...] = ()  # units/s per action between steps; faster: dropped
+    acceleration: tuple[Positive, ...] = ()  # units/s2 per action; more: the chunk is dropped
+    robots: dict[str, RobotLimits] = {}  # of single robots, by the name they say in Hello
+    prefix_steps: Annotated[int, Meta(ge=0, le=1024)] = 0  # of input executed_prefix; 0: none
+    provenance: bool = False  # chunks tell the robot where their age comes from
 
 
 class PolicyConfig(_Part, frozen=True):
@@ -98,6 +127,9 @@ class PolicyConfig(_Part, frozen=True):
     target: Target
     weights: FilePath | None = None  # .safetensors
     options: dict[str, Any] = {}  # handed to build() untouched
+    instructions: bool = False  # robots may send texts: inputs instruction_id, conditioning_epoch
+    graph: bool = True  # on a GPU: replayed from CUDA graphs that warm-up records
+    compile: bool = False  # by torch.compile, while warming up
 
 
 class DecodeConfig(_Part, frozen=True):
@@ -112,9 +144,16 @@ class SimulateConfig(_Part, frozen=True):
 
     a_ms: NonNegative = 0.0
     c_ms: NonNegative = 0.0
-    kind: Literal["sleep", "spin"] = "sleep"
+    kind: Literal["sleep", "spin", "gpu"] = "sleep"  # gpu: constant work on rank 0's device
     law: Literal["constant", "uniform", "tail"] = "constant"
     seed: int = 0
+
+
+class PlacementConfig(_Part, frozen=True):
+    """Which rank computes on which device."""
+
+    rank0: Device = "cpu"  # stages A and C
+    policy: Device = "cpu"  # stage B
 
 
 class PipelineShape(_Part, frozen=True):
@@ -126,12 +165,13 @@ class PipelineShape(_Part, frozen=True):
     threads: Literal["serial", "split"] = "serial"
     d_in: Annotated[int, Meta(ge=1, le=64)] = 2
     d_out: Annotated[int, Meta(ge=1, le=64)] = 2
+    credit: Literal["before_window", "after_window"] = "before_window"  # freshness | throughput
 
 
 class LinkConfig(_Part, frozen=True):
     """How envelopes travel between the ranks; ``auto`` lets the placement choose."""
 
-    kind: Literal["auto", "host", "gloo"] = "auto"
+    kind: Literal["auto", "host", "gloo", "peer", "pinned", "nccl"] = "auto"
     trusted_network: bool = False  # must be true for gloo between hosts: it is not encrypted
 
 
@@ -139,7 +179,7 @@ class BringupConfig(_Part, frozen=True):
     """The gate in front of *ready*."""
 
     source: Literal["synthetic", "recording"] = "synthetic"
-    recording: FilePath | None = None  # .npz or .npy that tools/replay.py can read
+    recording: FilePath | None = None  # any that tools/replay.py can read
     envelopes: Annotated[int, Meta(ge=100)] = 400
     overlap_min: Annotated[float, Meta(ge=0, le=1)] = 0.30
     accept: tuple[Literal["NOTHING_TO_HIDE"], ...] = ()
@@ -154,6 +194,10 @@ class ServiceConfig(_Part, frozen=True):
     recording: FilePath | None = None  # serve this recording as the only robot, then drain
     actions_file: FilePath | None = None  # .npz that collects the chunks of a recording's run
     duration_s: Positive | None = None  # drain by itself this long after ready
+    # Both are needed, and made by ppstream-keys, where other hosts can reach the endpoint.
+    secret_key: FilePath | None = None  # rank 0's own, a .secret file
+    allowed_keys: FilePath | None = None  # public keys of the robots it serves
+    clock_probe_s: Positive | None = None  # ask robots for their clock so often; for traces only
 
 
 class LivenessConfig(_Part, frozen=True):
@@ -161,6 +205,7 @@ class LivenessConfig(_Part, frozen=True):
 
     heartbeat_ms: Positive = 200.0  # below a third of frozen_ms
     frozen_ms: Positive = 2000.0  # silent this long and no progress
+    watchdog_s: Positive = 5.0  # a thread, or stage B, at a standstill; or 5 times the usual B
     handshake_s: Positive = 15.0
     drain_s: Positive = 5.0
     policy_errors_max: Count = 5  # consecutive ones end the run with 26
@@ -191,6 +236,7 @@ class PipelineConfig(_Part, frozen=True):
     actions: ActionConfig
     policy: PolicyConfig
     pipeline: PipelineShape = PipelineShape()
+    placement: PlacementConfig = PlacementConfig()
     batch: BatchConfig = BatchConfig()
     decode: DecodeConfig = DecodeConfig()
     simulate: SimulateConfig = SimulateConfig()
@@ -199,6 +245,10 @@ class PipelineConfig(_Part, frozen=True):
     service: ServiceConfig = ServiceConfig()
     liveness: LivenessConfig = LivenessConfig()
     log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    record: RecordConfig = RecordConfig()
+    profile: ProfileConfig = ProfileConfig()
+    mode: Literal["throughput", "attribution"] = "throughput"  # attribution times blocks alone
     demo: DemoConfig | None = None
 
     @property
@@ -209,20 +259,35 @@ class PipelineConfig(_Part, frozen=True):
 
     @property
     def groups(self) -> dict[str, tuple[StreamConfig, ...]]:
-        """Streams by group, in file order."""
-        names = dict.fromkeys(stream.group for stream in self.streams)
-        return {name: tuple(s for s in self.streams if s.group == name) for name in names}
+        """Streams by group, in file order; cameras are in none."""
+        plain = [stream for stream in self.streams if stream.image is None]
+        names = dict.fromkeys(stream.group for stream in plain)
+        return {name: tuple(s for s in plain if s.group == name) for name in names}
+
+    @property
+    def cameras(self) -> tuple[StreamConfig, ...]:
+        """Streams of frames, in file order."""
+        return tuple(stream for stream in self.streams if stream.image is not None)
 
     @property
     def window_span_ms(self) -> float:
         """From a window's first target to its end."""
         return (self.window.steps - 1) * self.window.dt_ms
 
+    @property
+    def reach_ms(self) -> float:
+        """No window uses a sample that is older than this."""
+        return self.window_span_ms + max(s.max_gap_ms + s.max_age_ms for s in self.streams)
+
     def ring_samples(self, stream: StreamConfig) -> int:
         """Samples a ring of ``stream`` must hold so that no window misses one it needs.
 
         A window reaches back over its span and one bracket of at most ``max_gap_ms``; the stream
         may be ahead of the reference stream by what still counts as fresh, ``max_age_ms``.
+        Of a camera the newest frames alone are used.
         """
+        if stream.image is not None:
+            ahead = math.ceil(RING_MARGIN * stream.rate_hz * stream.max_age_ms / 1000)
+            return RING_SPARE_SAMPLES + stream.image.frames + ahead
         reach_ms = self.window_span_ms + stream.max_gap_ms + stream.max_age_ms
         return RING_SPARE_SAMPLES + math.ceil(RING_MARGIN * stream.rate_hz * reach_ms / 1000)

@@ -8,7 +8,7 @@ for "no value" wherever a field may be without one. All problems are reported at
 from __future__ import annotations
 
 import re
-import tomllib
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -24,6 +24,9 @@ from ppstream.config_walk import find_problems, normalise
 from ppstream.errors import ConfigError
 
 __all__ = ["add_arguments", "as_toml", "load", "locate", "read"]
+
+if sys.version_info >= (3, 11):  # serve says so itself where Python is older
+    import tomllib
 
 DEFAULT: Final = "demo"
 SHIPPED_PACKAGE: Final = "ppstream_stages"  # where a bare name is looked for

@@ -6,23 +6,30 @@ user code or opens a file; it only asks whether named files exist.
 
 from __future__ import annotations
 
-import re
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from ppstream.config import PipelineConfig
+from ppstream.action_problems import action_rule_problems
+from ppstream.config import CHANNELS, MAX_DIM, PipelineConfig, StreamConfig
+from ppstream.endpoints import endpoint_problem, is_local
 
 RING_SAMPLES_MAX: Final = 1 << 22  # a longer ring is a mistyped rate or window
 STREAMS_MAX: Final = 256  # the wire numbers streams with one byte
 ACTIONS_MAX: Final = 1024
 HEARTBEATS_PER_FROZEN: Final = 3  # so that one late heartbeat kills nobody
-IPC_PATH_MAX_BYTES: Final = 107  # sun_path of a UNIX socket, without its closing zero
-RECORDING_SUFFIXES: Final = (".npz", ".npy")
+RECORDING_SUFFIXES: Final = (".npz", ".npy", ".mcap", ".ulg", ".bag")
+RECORD_SUFFIX: Final = ".mcap"
 WEIGHTS_SUFFIX: Final = ".safetensors"
-
-_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s\[\]]+):(?P<port>\d{1,5}|\*)")
+_PICKLE: Final = "a pickle or TorchScript: reading it can run code"
+#: Why other formats of weights are refused.
+CODE_IN_WEIGHTS: Final = {
+    ".pt2": "an exported program or AOTInductor package: torch.export.load unpickles, AOTI is code",
+    ".so": "an AOTInductor library: it is code",
+    **dict.fromkeys((".bin", ".ckpt", ".pkl", ".pt", ".pth", ".ts"), _PICKLE),
+}
 
 
 def problems(config: PipelineConfig) -> list[str]:
@@ -32,9 +39,11 @@ def problems(config: PipelineConfig) -> list[str]:
         *_action_problems(config),
         *_pacing_problems(config),
         *_source_problems(config),
+        *_record_problems(config),
         *_weights_problems(config),
         *_service_problems(config),
         *_limit_problems(config),
+        *_device_problems(config),
     ]
 
 
@@ -47,6 +56,7 @@ def _stream_problems(config: PipelineConfig) -> Iterator[str]:
         yield f"streams: got reference = true on {', '.join(marked)}, want it on one at most"
     for index, stream in enumerate(config.streams):
         path = f"streams[{index}]"
+        yield from _shape_problems(path, stream)
         if stream.interpolation == "slerp" and stream.dim != 4:
             yield f"{path}.dim: got {stream.dim}, want 4: slerp interpolates quaternions"
         period_ms = 1000 / stream.rate_hz
@@ -64,6 +74,31 @@ def _stream_problems(config: PipelineConfig) -> Iterator[str]:
             )
 
 
+def _shape_problems(path: str, stream: StreamConfig) -> Iterator[str]:
+    image = stream.image
+    if image is None:
+        if stream.dim < 1:
+            yield f"{path}.dim: missing, want the number of values per sample"
+        if stream.dim > MAX_DIM:
+            yield f"{path}.dim: got {stream.dim}, want {MAX_DIM} at most"
+        if stream.dtype == "uint8":
+            yield f"{path}.dtype: got uint8 without image, want float32 or float64"
+        return
+    frame = image.height * image.width * CHANNELS
+    if (stream.dim, stream.dtype) != (frame, "uint8"):
+        yield (
+            f"{path}.dim: got {stream.dim} {stream.dtype}, want it left out: a frame of "
+            f"{image.height} x {image.width} has {frame} uint8"
+        )
+    if image.resize is not None and len(image.resize) != 2:
+        yield f"{path}.image.resize: got {list(image.resize)}, want height and width"
+    for name, numbers in (("mean", image.mean), ("std", image.std)):
+        if len(numbers) != CHANNELS:
+            yield f"{path}.image.{name}: got {len(numbers)} numbers, want one per channel, 3"
+    if frame > MAX_DIM:
+        yield f"{path}.image: got {frame} bytes a frame, want {MAX_DIM} at most"
+
+
 def _action_problems(config: PipelineConfig) -> Iterator[str]:
     actions = config.actions
     if not 1 <= len(actions.names) <= ACTIONS_MAX:
@@ -75,6 +110,7 @@ def _action_problems(config: PipelineConfig) -> Iterator[str]:
     for name, low, high in zip(actions.names, actions.low, actions.high, strict=False):
         if not low < high:
             yield f"actions.low: got {low:g} for {name!r}, want it below its high, {high:g}"
+    yield from action_rule_problems(actions)
     # The first action is due dt_ms after the window's end: it would be expired before its time.
     if actions.lease_ms <= actions.dt_ms:
         yield (
@@ -110,12 +146,24 @@ def _source_problems(config: PipelineConfig) -> Iterator[str]:
         yield "service.actions_file: got a file without service.recording, want both or neither"
 
 
+def _record_problems(config: PipelineConfig) -> Iterator[str]:
+    name = config.record.file
+    if name is None:
+        return
+    if Path(name).suffix != RECORD_SUFFIX and not Path(name).is_fifo():
+        yield f"record.file: got {name!r}, want a {RECORD_SUFFIX} file or a named pipe"
+    if not os.access(Path(name).parent, os.W_OK):
+        yield f"record.file: got {name!r}, want it in a folder that can be written to"
+
+
 def _recording_problems(path: str, name: str | None) -> Iterator[str]:
     if name is None:
         return
+    if Path(name).is_dir():  # a ROS 2 bag
+        return
     yield from _missing_file(path, name)
     if Path(name).suffix not in RECORDING_SUFFIXES:
-        yield f"{path}: got {name!r}, want a {' or '.join(RECORDING_SUFFIXES)} file"
+        yield f"{path}: got {name!r}, want a file ending in {' or '.join(RECORDING_SUFFIXES)}"
 
 
 def _weights_problems(config: PipelineConfig) -> Iterator[str]:
@@ -123,25 +171,35 @@ def _weights_problems(config: PipelineConfig) -> Iterator[str]:
     if weights is None:
         return
     yield from _missing_file("policy.weights", weights)
-    if Path(weights).suffix != WEIGHTS_SUFFIX:
-        # Other formats of weights can carry code that runs while they are read.
-        yield f"policy.weights: got {weights!r}, want a {WEIGHTS_SUFFIX} file: it holds no code"
+    suffix = Path(weights).suffix
+    if suffix != WEIGHTS_SUFFIX:
+        why = CODE_IN_WEIGHTS.get(suffix, "which may hold code")
+        yield (
+            f"policy.weights: got {weights!r}, {why}; "
+            f"want a {WEIGHTS_SUFFIX} file: it holds no code"
+        )
 
 
 def _service_problems(config: PipelineConfig) -> Iterator[str]:
-    endpoint = config.service.endpoint
+    service = config.service
+    endpoint = service.endpoint
     if endpoint is None:
         if config.demo is not None:
             yield "service.endpoint: got none, want an address because demo.robot connects to it"
         return
-    if endpoint.startswith("ipc://"):
-        length = len(endpoint.removeprefix("ipc://").encode())
-        if not 1 <= length <= IPC_PATH_MAX_BYTES:
-            yield f"service.endpoint: got {length} bytes of path, want 1 to {IPC_PATH_MAX_BYTES}"
+    if problem := endpoint_problem(endpoint):
+        yield f"service.endpoint: {problem}"
         return
-    match = _TCP.fullmatch(endpoint)
-    if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
-        yield f"service.endpoint: got {endpoint!r}, want 'tcp://ADDRESS:PORT' or 'ipc://PATH'"
+    given = [key for key in (service.secret_key, service.allowed_keys) if key is not None]
+    if len(given) == 1:
+        yield "service.secret_key: got it or allowed_keys alone, want both or neither"
+    if not given and not is_local(endpoint):
+        yield (
+            f"service.endpoint: got {endpoint!r}, which other hosts can reach, want secret_key "
+            "and allowed_keys of ppstream-keys with it, or tcp://127.0.0.1:PORT"
+        )
+    if given and config.demo is not None:
+        yield "service.secret_key: got one beside a demo robot, which has none; want demo = none"
 
 
 def _limit_problems(config: PipelineConfig) -> Iterator[str]:
@@ -150,6 +208,11 @@ def _limit_problems(config: PipelineConfig) -> Iterator[str]:
         yield (
             f"liveness.heartbeat_ms: got {live.heartbeat_ms:g}, want less than a third of "
             f"frozen_ms = {live.frozen_ms:g}"
+        )
+    if live.watchdog_s * 1000 <= live.frozen_ms:
+        yield (
+            f"liveness.watchdog_s: got {live.watchdog_s:g}, want more than frozen_ms = "
+            f"{live.frozen_ms:g}: a peer's silence must be noticed first"
         )
     root = Path(config.log.root)
     if root.exists() and not root.is_dir():
@@ -165,3 +228,30 @@ def _repeated(path: str, names: list[str]) -> Iterator[str]:
 def _missing_file(path: str, name: str) -> Iterator[str]:
     if not Path(name).is_file():
         yield f"{path}: got {name!r}, which is not there; want a file"
+
+
+def _device_problems(config: PipelineConfig) -> Iterator[str]:
+    """What only GPUs can do, and what they cannot."""
+    simulate, is_gpu = config.simulate, config.placement.rank0 != "cpu"
+    if simulate.kind == "gpu" and not is_gpu:
+        yield "simulate.kind: got 'gpu', want a CUDA device as placement.rank0 or 'sleep' or 'spin'"
+    if simulate.kind != "gpu" and is_gpu and simulate.a_ms:
+        yield (
+            f"simulate.kind: got {simulate.kind!r} with simulate.a_ms above 0 on "
+            f"{config.placement.rank0}, want 'gpu': no thread waits in stage A there"
+        )
+    if config.mode == "attribution" and is_gpu:
+        yield (
+            f"mode: got 'attribution' with rank 0 on {config.placement.rank0}, want 'throughput': "
+            "waiting for a device there could wait for ever; profile it instead (SIGUSR2)"
+        )
+    if config.mode == "attribution" and config.placement.policy != "cpu" and config.policy.graph:
+        yield (
+            "policy.graph: got true with mode = 'attribution', want false: blocks inside a "
+            "recorded graph are not run"
+        )
+    if config.pipeline.credit == "after_window" and not is_gpu:
+        yield (
+            "pipeline.credit: got 'after_window' with rank 0 on the CPU, want 'before_window': "
+            "there a window cut before its credit only grows old"
+        )

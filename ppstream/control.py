@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream import messages
 from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.errors import PeerLostError, ProtocolError
+from ppstream.errors import PeerFrozenError, PeerLostError, ProtocolError
 from ppstream.frame_sender import FrameSender
 from ppstream.frames import FrameReader
 
@@ -39,7 +39,8 @@ class Peer:
     Attributes:
         bells: indices of doorbells heard, oldest first; the link takes them out.
         inbox: every other frame except heartbeats, oldest first; the owner takes them out.
-        last_heard_ns: when the last frame was read, in this rank's clock.
+        last_heard_ns: when the last frame was read, in this rank's clock; the owner moves it when
+            the peer made progress that no frame tells of.
         peer_progress: progress of the last heartbeat.
         bytes_read: bytes taken from the socket so far.
         lost_ns: when the peer's end was first noticed; None while it lives.
@@ -164,12 +165,13 @@ class Peer:
         return [self._fds.popleft() for _ in range(count)]
 
     def check_alive(self, now_ns: int, frozen_ns: int) -> None:
-        """Raise when nothing was heard for ``frozen_ns``; to be asked only while waiting.
+        """Raise when nothing was heard of it for ``frozen_ns``; to be asked only while waiting.
 
         What lies unread in the socket counts as heard, so the owner may come from a long stage.
 
         Raises:
-            PeerLostError: the peer was silent for longer, or as ``pump``.
+            PeerFrozenError: the peer was silent for longer.
+            PeerLostError: as ``pump``.
             ProtocolError: as ``pump``.
         """
         if now_ns - self.last_heard_ns <= frozen_ns:
@@ -177,9 +179,11 @@ class Peer:
         self.pump()
         silent_ns = now_ns - self.last_heard_ns
         if silent_ns > frozen_ns:
-            raise self._lost(
+            self.mark_lost()
+            raise PeerFrozenError(
                 f"{self.name} was silent for {silent_ns / NS_PER_S:.2f} s, "
-                f"limit {frozen_ns / NS_PER_S:.2f} s: it is stopped or wedged"
+                f"limit {frozen_ns / NS_PER_S:.2f} s: it is stopped, or something holds its "
+                "interpreter"
             )
 
     def mark_lost(self) -> None:

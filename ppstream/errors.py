@@ -6,6 +6,7 @@ Expected trouble is a value (a drop with its reason); an error is a promise that
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
 
 
 class ExitCode(IntEnum):
@@ -24,6 +25,22 @@ class ExitCode(IntEnum):
     GATE_FAIL = 30  # bring-up: overlap or safety failed
     GATE_INCONCLUSIVE = 31  # bring-up: overlap could not be proven
 
+
+#: What each code means, and what to do; ``--help`` and runbooks/faults.md show the same.
+MEANINGS: Final = {
+    ExitCode.DRAINED: "asked to stop, or its input has ended; nothing is owed",
+    ExitCode.INTERNAL: "an exception nobody expected: a bug; its traceback stands above",
+    ExitCode.HANDSHAKE: "ranks differ in configuration, versions or weights: the lines above",
+    ExitCode.CONFIG: "configuration or installation; nothing was started: the lines above",
+    ExitCode.PEER_LOST: "the other rank died, or was silent for liveness.frozen_ms: restart",
+    ExitCode.WATCHDOG: "no progress for liveness.watchdog_s; names the thread: restart",
+    ExitCode.POISONED: "the link can no longer be trusted: restart",
+    ExitCode.PROTOCOL: "a frame or header broke the contract: two versions, or a bug",
+    ExitCode.OUT_OF_MEMORY: "memory ran out: a smaller policy, batch or ring",
+    ExitCode.POLICY_OUTPUT: "liveness.policy_errors_max results in a row were unusable",
+    ExitCode.GATE_FAIL: "bring-up: overlap or safety failed: read the report",
+    ExitCode.GATE_INCONCLUSIVE: "bring-up: overlap could not be proven: read the report",
+}
 
 #: Restarting does not improve these: a later generation ends at once with the same code.
 FINAL_CODES = frozenset(
@@ -53,6 +70,14 @@ class LogError(PpstreamError):
     """A run log cannot be read: the file, the line, and what was expected."""
 
 
+class ClaimError(PpstreamError):
+    """A list of claims cannot be audited: the claim, and what it lacks."""
+
+
+class CompareError(PpstreamError):
+    """Two runs cannot be compared fairly; the message names every difference that matters."""
+
+
 class HandshakeError(PpstreamError):
     """Ranks or robots disagree before anything moved; the message is the difference."""
 
@@ -63,6 +88,10 @@ class PeerLostError(PpstreamError):
     """The other side's control socket reached its end."""
 
     exit_code = ExitCode.PEER_LOST
+
+
+class PeerFrozenError(PeerLostError):
+    """The other side neither said nor did anything for too long, though its socket is open."""
 
 
 class WatchdogError(PpstreamError):
@@ -81,6 +110,12 @@ class PolicyError(PpstreamError):
     """The policy failed too often in a row, or its output cannot be used."""
 
     exit_code = ExitCode.POLICY_OUTPUT
+
+
+class PolicyMemoryError(PolicyError):
+    """The policy ran out of memory too often in a row."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY
 
 
 class GateFailedError(PpstreamError):

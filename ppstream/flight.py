@@ -15,6 +15,7 @@ class Owner(NamedTuple):
     episode: tuple[int, int]  # session, session_epoch
     window_end_ns: int
     expires_ns: int
+    received_ns: int = 0  # arrival of this row's newest reference sample; 0: as the envelope's
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ import logging
 import os
 import platform
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 import msgspec
@@ -18,10 +19,10 @@ import numpy as np
 import torch
 
 import ppstream
-from ppstream import ends, meeting
+from ppstream import cuda_start, ends, gpu_ranks, meeting
 from ppstream.bringup import bring_up
 from ppstream.clock import NS_PER_S
-from ppstream.config import PipelineConfig
+from ppstream.config import PipelineConfig, SimulateConfig
 from ppstream.credits import CreditLedger
 from ppstream.errors import ConfigError, PeerLostError, PpstreamError
 from ppstream.headers import link_shape
@@ -29,7 +30,8 @@ from ppstream.inline import Inline
 from ppstream.intake import Intake, build_intake
 from ppstream.links import join_store, open_front
 from ppstream.messages import Drain, Goodbye, PhaseChange
-from ppstream.placement import Placement, place
+from ppstream.peer_process import PeerProcess
+from ppstream.placement import Placement
 from ppstream.preflight import build_policy, policy_problems
 from ppstream.rank0 import Rank0
 from ppstream.runs import Run, boot_id
@@ -39,11 +41,13 @@ from ppstream.slots import new_slots
 from ppstream.specs import TensorSpec
 from ppstream.stage import load
 from ppstream.stage0 import Stage0
+from ppstream.stage0_device import Stage0Device
 from ppstream.stage1 import StageB
 from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC
 from ppstream.timestamps import EnvelopeRecord, TimestampLog
 from ppstream.waiter import Waiter
+from ppstream.watching import Watching
 
 logger = logging.getLogger("ppstream")
 
@@ -58,37 +62,50 @@ def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run, generation: i
         PpstreamError: what ended the run otherwise; the policy rank was told, if it is there.
     """
     ends.on_signals(ends.stop_early)
+    ends.ignore_cut_signal()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    placement = place(config, world_size, meeting.ranks_on_this_host(world_size))
+    placement = gpu_ranks.place_here(config, world_size)
     end.run = run
-    _begin_run(run, config, placement)
+    begin_run(run, config, placement)
     with ExitStack() as stack:
         intake = build_intake(config)  # bring-up's; service has its own
-        parts = _parts(config, run, generation, stack)
+        parts = rank0_parts(config, run, generation, stack)
+        _, _, _, credit_ledger, log, _ = parts
+        watching = Watching(
+            config, run, log, stack, rank=0, generation=generation, credit_ledger=credit_ledger
+        )
         rank0: Rank0
         if placement.is_inline:
             rank0 = _inline(config, parts, intake.cutter.inputs, generation)
         else:
             rank0 = _pipelined(config, parts, placement, intake, end, run, stack)
         ends.on_signals(rank0.request_stop)
+        ends.on_cut_signal(rank0.request_cut)
+        watchdog = ends.start_watchdog(config, rank0, end, _tell(rank0))
+        stack.callback(watchdog.stop)
         rank0.on_phase.append(lambda phase: logger.info("%s", phase))
         try:
             with Service(config, run, rank0) as service:
+                watching.show_robots(service.sessions)
                 bring_up(rank0, intake, service.sessions, run)
-                service.run()
+                if config.mode == "throughput":  # else nothing was proven
+                    service.run()
             _check_ledgers(intake, service.intake)
             rank0.log.flush()
         except PpstreamError as error:
+            end.decided = error.exit_code, str(error)
             _tell_policy_rank(rank0, error)
-            raise
+            raise _told(rank0, error) or error from None
         end.is_drained = True
         _release_policy_rank(rank0)
         return rank0.stop_reason or "the recording has ended"
 
 
-def _parts(config: PipelineConfig, run: Run, generation: int, stack: ExitStack) -> tuple[Any, ...]:
+def rank0_parts(
+    config: PipelineConfig, run: Run, generation: int, stack: ExitStack
+) -> tuple[Any, ...]:
     """What the pipelined loops and the inline twin are both made of, in Rank0's order."""
     log = TimestampLog(
         run.log_path(0, generation),
@@ -101,12 +118,19 @@ def _parts(config: PipelineConfig, run: Run, generation: int, stack: ExitStack) 
     waiter = Waiter()
     stack.callback(waiter.close)
     simulate = config.simulate
-    delay_a = Delay(simulate.a_ms, simulate.kind, simulate.law, simulate.seed)
-    delay_c = Delay(simulate.c_ms, simulate.kind, simulate.law, simulate.seed + 1)
+    delay_a = _delay(simulate, simulate.a_ms, simulate.seed)
+    delay_c = _delay(simulate, simulate.c_ms, simulate.seed + 1)
     decoder = load(config.decode.target)(config.decode.options, config.actions)
     credit_ledger = CreditLedger(config.pipeline.d_in, config.pipeline.d_out)
     stage_c = StageC(config, decoder, delay_c)
     return config, StageA(config, delay_a), stage_c, credit_ledger, log, waiter
+
+
+def _delay(simulate: SimulateConfig, mean_ms: float, seed: int) -> Delay:
+    """Work on a GPU is stage0_device's to queue, and takes none of this thread's time."""
+    if simulate.kind == "gpu":
+        return Delay(0.0)
+    return Delay(mean_ms, simulate.kind, simulate.law, seed)
 
 
 def _pipelined(
@@ -117,7 +141,7 @@ def _pipelined(
     end: ends.RankEnd,
     run: Run,
     stack: ExitStack,
-) -> Stage0:
+) -> Stage0 | Stage0Device:
     assert placement.link is not None
     store = join_store(timeout_s=config.liveness.handshake_s)
     listener = meeting.listen(store, _own_address(store.world_size))
@@ -125,7 +149,8 @@ def _pipelined(
     logger.info("handshake")
     peer = meeting.admit(config, store, listener, run)
     stack.callback(peer.close)
-    loop: list[Stage0] = []  # one, once it exists
+    end.peer_process = PeerProcess.at_end_of(peer.fileno())
+    loop: list[Rank0] = []  # one, once it exists
     beat = meeting.start_heartbeat(
         config, peer, lambda: loop[0].finished if loop else 0, end.leave_when_lost
     )
@@ -138,10 +163,13 @@ def _pipelined(
         raise
     peer.send(meeting.accepted(inputs))
     shape = link_shape(config, inputs, outputs, store.generation)
-    link = open_front(placement.link, peer, store, shape)
-    stack.callback(link.close)
-    logger.info("link %s: %s", link.name, placement.why)
-    rank0 = Stage0(*parts, link=link, peer=peer)
+    rank0: Stage0 | Stage0Device
+    if placement.is_device_ordered:
+        rank0 = gpu_ranks.open_stage0(parts, placement, peer, store, shape)
+    else:
+        rank0 = Stage0(*parts, link=open_front(placement.link, peer, store, shape), peer=peer)
+    stack.callback(rank0.link.close)
+    logger.info("link %s: %s", rank0.link.name, placement.why)
     loop.append(rank0)
     rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
     return rank0
@@ -157,13 +185,16 @@ def _own_address(world_size: int) -> str | None:
 def _inline(
     config: PipelineConfig, parts: tuple[Any, ...], inputs: tuple[TensorSpec, ...], generation: int
 ) -> Inline:
-    policy = build_policy(config, torch.device("cpu"))
+    device = torch.device(config.placement.policy)
+    if device.type == "cuda":
+        cuda_start.start(device)
+    policy = build_policy(config, device)
     if problems := policy_problems(config, inputs, policy.inputs, policy.outputs):
         raise ConfigError(problems)
     shape = link_shape(config, inputs, policy.outputs, generation)
     return Inline(
         *parts,
-        stage_b=StageB(policy, config.batch.rows),
+        stage_b=StageB(gpu_ranks.policy_for_host_slots(policy, config, device), config.batch.rows),
         envelope=new_slots(shape.envelope, 1)[0],
         result=new_slots(shape.result, 1)[0],
     )
@@ -177,19 +208,32 @@ def _check_ledgers(*intakes: Intake) -> None:
                 ring.check()
 
 
+def _tell(rank0: Rank0) -> Callable[[Goodbye], None]:
+    """Takes word to the policy rank, if there is one."""
+    return rank0.peer.send if isinstance(rank0, Stage0 | Stage0Device) else lambda _: None
+
+
+def _told(rank0: Rank0, error: PpstreamError) -> PpstreamError | None:
+    """What the policy rank said before it was lost, which explains more."""
+    if isinstance(rank0, Stage0 | Stage0Device) and isinstance(error, PeerLostError):
+        return meeting.last_words(rank0.peer)
+    return None
+
+
 def _tell_policy_rank(rank0: Rank0, error: PpstreamError) -> None:
-    if isinstance(rank0, Stage0) and not isinstance(error, PeerLostError):
-        rank0.peer.send(Goodbye(int(error.exit_code), str(error)))
+    if isinstance(rank0, Stage0 | Stage0Device) and not isinstance(error, PeerLostError):
+        with suppress(PeerLostError):  # it went first; ``error`` is why this rank ends
+            rank0.peer.send(Goodbye(int(error.exit_code), str(error)))
 
 
 def _release_policy_rank(rank0: Rank0) -> None:
     """Nothing is in flight: let the policy rank go, and wait until it says goodbye."""
-    if isinstance(rank0, Stage0):
+    if isinstance(rank0, Stage0 | Stage0Device):
         rank0.peer.send(Drain(rank0.stop_reason or "the recording has ended"))
         rank0.peer.receive(GOODBYE_LIMIT_NS)
 
 
-def _begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
+def begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
     effective = msgspec.json.encode(config, order="sorted")
     run.begin(
         config=msgspec.to_builtins(config),
@@ -205,9 +249,10 @@ def _begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
     shape = config.pipeline
     run.describe(
         topology={
-            "threads": shape.threads,
+            # on GPUs A and C have streams of their own
+            "threads": "split" if placement.is_device_ordered else shape.threads,
             "order": "send_first",
-            "credit": "before_window",
+            "credit": shape.credit,
             "pacing": shape.pacing,
             "replicas": 1,
             "world_size": len(placement.ranks),
@@ -221,7 +266,7 @@ def _begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
                     "pid": os.getpid() if plan.rank == 0 else None,
                     "device": plan.device,
                     "link": placement.link,
-                    "stamp_source": "host",
+                    "stamp_source": "device" if placement.is_device_ordered else "host",
                 }
                 for plan in placement.ranks
             ],

@@ -9,12 +9,15 @@ from __future__ import annotations
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from ppstream import trace
 from ppstream.clock import now_ns
 from ppstream.flight import Flight
 from ppstream.rank0 import Rank0
+from ppstream.stage1 import fault_kind
+from ppstream.watchdog import stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ppstream.slots import Slot
     from ppstream.stage1 import StageB
@@ -35,7 +38,13 @@ class Inline(Rank0):
         self.envelope = envelope
         self.result = result
         self._previous_tb1 = 0
+        self._usual_b_ns = 0
 
+    @property
+    def standstill_ns(self) -> int:
+        return stage_b_limit_ns(super().standstill_ns, self._usual_b_ns)
+
+    @watched
     def run(self, envelopes: int | None = None) -> None:
         self._start_limit = None if envelopes is None else self.started + envelopes
         while self.may_begin():
@@ -57,13 +66,22 @@ class Inline(Rank0):
         tb0 = record.tSend = now_ns()
         self.credits.commit(tb0)
         failed = False
+        if trace.on:
+            trace.B.push(flight.epoch, flight.seq)
         try:
             self.stage_b(flight.epoch, self.envelope, self.result.tensors)
         except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             failed = True
+            self.stage_c.last_fault = fault_kind(error)
             text = "".join(traceback.format_exception(error))
-            self.log.event("fault", stage="B", seq=flight.seq, fault="exception", text=text)
+            self.log.event(
+                "fault", stage="B", seq=flight.seq, fault=self.stage_c.last_fault, text=text
+            )
+        finally:
+            if trace.on:
+                trace.B.pop()
         tb1 = record.tRecv = now_ns()
+        self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
         self.credits.receive(tb1)
         idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
         self._previous_tb1 = tb1
@@ -73,8 +91,15 @@ class Inline(Rank0):
     def finish(self, flight: Flight, *, failed: bool) -> None:
         flight.record.tDecode = now_ns()
         self.credits.begin_decode(flight.record.tDecode)
+        if trace.on:
+            trace.C.push(flight.epoch, flight.seq)
         drop = "policy_error" if failed else self.decode_and_emit(flight, self.result)
+        if trace.on:
+            trace.C.pop()
         self.close_flight(flight, drop)
+
+    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
+        done(number, self.stage_b.instruct(number, text))
 
     def look(self) -> None:
         self.take_in()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
+from ppstream.errors import ConfigError
 from ppstream.specs import TensorSpec
 from ppstream.stage import load
 
@@ -28,10 +29,19 @@ def build_policy(config: PipelineConfig, device: torch.device) -> Policy:
     Its ``build`` gets the options and, under ``weights``, the path of the weights or None.
 
     Raises:
-        ConfigError: there is no such object. What ``build`` itself raises passes through.
+        ConfigError: there is no such object, or it takes no instructions though the configuration
+            wants them taken. What ``build`` itself raises passes through.
     """
     build: BuildPolicy = load(config.policy.target)
-    return build({**config.policy.options, "weights": config.policy.weights}, device)
+    policy = build({**config.policy.options, "weights": config.policy.weights}, device)
+    if config.policy.instructions and not callable(getattr(policy, "instruct", None)):
+        raise ConfigError(
+            [
+                f"policy.instructions: got true, but {config.policy.target} has no method "
+                "instruct(number, text)"
+            ]
+        )
+    return policy
 
 
 def policy_problems(

@@ -6,7 +6,6 @@ Phases, epochs, flights, waits and counts live here; the order of work does not:
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.clock import NS_PER_S, now_ns
 from ppstream.flight import Flight
-from ppstream.ring import balances
+from ppstream.ledger_lines import write_ledger, write_reports
 from ppstream.stage_c import Nobody
+from ppstream.watchdog import WARMING_LIMIT_NS, Mark, is_patient
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
@@ -57,6 +57,7 @@ class Rank0(ABC):
         self.waiter = waiter
         self.phase = "starting"
         self.on_phase: list[Callable[[str], None]] = []
+        self.on_second: list[Callable[[int], None]] = []  # called while the loop runs
         self.epoch = 0
         self.started = 0  # envelopes of the whole run: the next index
         self.finished = 0
@@ -68,13 +69,22 @@ class Rank0(ABC):
         self.reports: deque[Report] = deque()  # from robots, filled while the source is drained
         self._source_fds: tuple[int, ...] = ()
         self._seq = 0
-        self._cuts: list[str] = []
-        self._cut_lock = threading.Lock()
+        self._cuts: deque[tuple[str, int]] = deque()  # no lock: a signal may ask, too
+        self._cut_ns: int | None = None  # when the epoch was asked for; None: it has an action
+        self.mark = Mark("rank 0's loop", lambda: f"epoch {self.epoch}, seq {self._seq}")
+        self.marks: tuple[Mark, ...] = (self.mark,)  # of every thread of the loop
         self._start_limit: int | None = None
         self._drain_limit_ns = round(config.liveness.drain_s * NS_PER_S)
         self._drain_until_ns: int | None = None
+        self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self._next_ledger_ns = 0
         self._waits_ns = dict.fromkeys(("input", "credit", "result", "link"), 0)
+
+    @property
+    def standstill_ns(self) -> int:
+        """How long a thread of the loop may stand still, as of now."""
+        patient = is_patient(self.phase, self.log.mode)
+        return WARMING_LIMIT_NS if patient else self._watchdog_ns
 
     # ---- the order of work -----------------------------------------------------------------
 
@@ -92,6 +102,10 @@ class Rank0(ABC):
     @abstractmethod
     def measure_b(self, repeats: int) -> Sequence[int]:
         """Durations of stage B alone on the newest envelope, in ns; nothing is in flight."""
+
+    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
+        """Take a text to the policy; ``done`` hears that it has it, or the fault, on any thread."""
+        done(number, f"{type(self).__name__} takes no instructions")
 
     @abstractmethod
     def look(self) -> None:
@@ -119,8 +133,7 @@ class Rank0(ABC):
 
     def request_cut(self, reason: str) -> None:
         """Begin a new epoch at the next safe point: no result of an older one is emitted."""
-        with self._cut_lock:
-            self._cuts.append(reason)
+        self._cuts.append((reason, now_ns()))
         self.waiter.wake()
 
     # ---- phases ----------------------------------------------------------------------------
@@ -161,10 +174,11 @@ class Rank0(ABC):
             self.waiter.register(fd)
         self._source_fds = fds
 
-    def cut(self, reason: str) -> None:
+    def cut(self, reason: str, asked_ns: int | None = None) -> None:
         """A new epoch begins: ``seq`` restarts, older results will be dropped as ``stale``."""
         self.epoch += 1
         self._seq = 0
+        self._cut_ns = asked_ns or now_ns()
         self.log.event(
             "epoch_cut", epoch=self.epoch, reason=reason, in_flight=self.credits.in_system
         )
@@ -188,6 +202,8 @@ class Rank0(ABC):
         if drop is None:
             record.tEmit = now
             record.age_rank0_ns = now - flight.received_ns
+            if self._cut_ns is not None:
+                self._first_action(now - self._cut_ns)
         record.drop = drop
         self.credits.emit(now)
         record.outstanding = self.credits.outstanding
@@ -200,6 +216,11 @@ class Rank0(ABC):
         self.log.commit(record)
         self.finished += 1
         self.stage_c.count(drop)
+
+    def _first_action(self, since_cut_ns: int) -> None:
+        """The new epoch has reached a robot."""
+        self._cut_ns = None
+        self.log.event("first_action", epoch=self.epoch, since_cut_ns=since_cut_ns)
 
     def decode_and_emit(self, flight: Flight, result: Slot) -> str | None:
         """Stage C; returns why nothing was emitted, or None."""
@@ -235,19 +256,22 @@ class Rank0(ABC):
     def take_in(self) -> None:
         """Take in what has arrived, cut the epoch when asked, and write the ledger each second."""
         now = now_ns()
+        self.mark.turns += 1
         self.source.drain(now)
         if self._cuts:
-            with self._cut_lock:
-                reasons, self._cuts = self._cuts, []
-            self.cut(", ".join(reasons))
+            asked_ns = self._cuts[0][1]
+            reasons = [self._cuts.popleft()[0] for _ in range(len(self._cuts))]
+            self.cut(", ".join(reasons), asked_ns)
         if self.stop_reason is not None and self.phase == "ready":
             self.change_phase("draining")
             self._drain_until_ns = now + self._drain_limit_ns
         if self.reports:
-            self.write_reports()
+            write_reports(self.log, self.reports)
         if now >= self._next_ledger_ns:
             self._next_ledger_ns = now + LEDGER_INTERVAL_NS
             self.write_ledger()
+            for look in self.on_second:
+                look(now)
 
     def wait_for_work(self) -> None:
         """Look at every input until there is something to do; sleep in between.
@@ -269,29 +293,6 @@ class Rank0(ABC):
             self.look_at(self.waiter.wait(limit_ns))
         self._waits_ns[cause if slept else "link"] += now_ns() - began
 
-    def write_reports(self) -> None:
-        """What robots measured of the chunks they executed, in their own clocks."""
-        while self.reports:
-            said = self.reports.popleft()
-            self.log.line(
-                "robot",
-                session=said.session,
-                epoch=said.epoch,
-                seq=said.seq,
-                age_ns=said.age_ns,
-                executed=said.executed,
-            )
-
     def write_ledger(self) -> None:
         """One ledger line: samples by stream, and envelopes."""
-        dropped = dict(self.stage_c.dropped)
-        self.log.line(
-            "ledger",
-            streams=balances(self.intake.rows),
-            envelopes={
-                "received": self.started,
-                "used": self.stage_c.emitted,
-                "dropped": dropped,
-                "in_flight": self.started - self.finished,
-            },
-        )
+        write_ledger(self)

@@ -12,13 +12,21 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ppstream import config_file, report
+from ppstream import block_report, config_file, report
 from ppstream.config_text import as_toml
-from ppstream.ends import RankEnd
-from ppstream.errors import ConfigError, ExitCode, PpstreamError
+from ppstream.ends import PeerLeftError, RankEnd
+from ppstream.errors import (
+    FINAL_CODES,
+    MEANINGS,
+    ConfigError,
+    ExitCode,
+    PeerFrozenError,
+    PpstreamError,
+)
 from ppstream.runs import ROBOT_STORY, Run
 
 if TYPE_CHECKING:
@@ -27,6 +35,9 @@ if TYPE_CHECKING:
 #: Ends behind a bring-up: there is something to report.
 REPORTED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE)
 
+PYTHON_MIN: Final = (3, 11)
+DEMO_ROBOTS: Final = "ppstream_stages."  # simulated with what the extra ``demo`` brings
+
 #: What the extra ``serve`` brings.
 SERVE_PACKAGES: Final = ("torch", "safetensors", "nvtx", "prometheus_client")
 
@@ -34,10 +45,17 @@ SERVE_PACKAGES: Final = ("torch", "safetensors", "nvtx", "prometheus_client")
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run this rank; under torchrun this does not return."""
     args = _parser().parse_args(argv)
+    if sys.version_info < PYTHON_MIN:
+        found, wanted = (".".join(map(str, v[:2])) for v in (sys.version_info, PYTHON_MIN))
+        text = f"this is Python {found}, rank 0 and policy ranks need {wanted} or newer"
+        RankEnd(0).say(ExitCode.CONFIG, f"{text}; a robot's side (ppstream.robot) runs here")
+        return int(ExitCode.CONFIG)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     logging.basicConfig(level=logging.INFO, format="ppstream: %(message)s", stream=sys.stderr)
     try:
         config = config_file.load(args)
+        if missing := missing_packages(config):
+            raise ConfigError(missing)
         if args.print_config:
             print(as_toml(config), end="")
             return 0
@@ -63,7 +81,7 @@ def run_rank(config: PipelineConfig, rank: int) -> int:
     """
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     root = Path(config.log.root)
-    end = RankEnd(rank)
+    end = RankEnd(rank, generation)
     run = Run.of_launcher(root) if generation else None
     if run is not None and (code := run.final_code()) is not None:
         end.say(code, "an earlier generation ended so; restarting cannot improve it")
@@ -80,11 +98,23 @@ def run_rank(config: PipelineConfig, rank: int) -> int:
         code = ExitCode.DRAINED
     except Exception as error:  # noqa: BLE001 - the top of the process: say it, and leave
         code, reason = end_of(error)
+        if isinstance(error, PeerLeftError):
+            end.peer_said = error.said
+        if code not in REPORTED and code not in FINAL_CODES:  # else it may be printing its report
+            reason += end.see_peer_out(frozen=isinstance(error, PeerFrozenError))
     end.record(code, reason)
     if rank == 0 and end.run is not None and code in REPORTED:
         print_report(end.run)
     end.leave(code, reason)
     return int(code)
+
+
+def missing_packages(config: PipelineConfig) -> list[str]:
+    """What is not installed though the configuration needs it: known before any rank starts."""
+    robot = config.demo.robot if config.demo is not None else ""
+    if robot.startswith(DEMO_ROBOTS) and find_spec("mujoco") is None:
+        return [f"demo.robot: {robot} needs mujoco: pip install 'ppstream[demo]', or demo = none"]
+    return []
 
 
 def end_of(error: Exception) -> tuple[ExitCode, str]:
@@ -102,18 +132,21 @@ def end_of(error: Exception) -> tuple[ExitCode, str]:
 def print_report(run: Run) -> None:
     """What the report tool says of this run, and below it what the embedded robot says."""
     report.main([str(run.directory)])
+    if blocks := block_report.report(run.directory):
+        print(blocks)
     story = run.directory / ROBOT_STORY
     if story.exists():
         print(story.read_text(), end="")
 
 
 def _parser() -> argparse.ArgumentParser:
-    codes = ", ".join(f"{int(code)} {code.name}" for code in ExitCode)
+    codes = "\n".join(f"  {code:3d}  {code.name:18}{MEANINGS[code]}" for code in ExitCode)
     parser = argparse.ArgumentParser(
         prog="ppstream-serve",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Live sensors to actions over two ranks: "
         "torchrun --nproc-per-node=2 -m ppstream.serve [--config FILE]",
-        epilog=f"Exit codes of a rank: {codes}. torchrun itself returns 0 or 1.",
+        epilog=f"exit codes of a rank (torchrun itself returns 0 or 1):\n{codes}",
     )
     config_file.add_arguments(parser)
     parser.add_argument(

@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ppstream.action_file import ActionFile
 from ppstream.clock import now_ns
@@ -21,9 +21,15 @@ from ppstream.errors import ConfigError
 from ppstream.intake import build_intake
 from ppstream.pacing import Pacing, Scheduled, service_pacing
 from ppstream.rank0 import Rank0
+from ppstream.record_file import open_recorder
 from ppstream.runs import ROBOT_STORY, Run
+from ppstream.sensor_state import Change, SensorState
 from ppstream.sessions import Sessions
 from ppstream.sources import RecordedSource, Source
+
+if TYPE_CHECKING:
+    from ppstream.recorder import Recorder
+    from ppstream.stage_c import Emitter
 
 logger = logging.getLogger("ppstream")
 
@@ -38,16 +44,22 @@ class Service:
         self.intake = build_intake(config)
         self.sessions: Sessions | None = None
         self._actions: ActionFile | None = None
+        self._recorder: Recorder | None = None
         self._run = run
         self._rank0 = rank0
         self._robot: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Service:
         service = self.config.service
+        self._recorder = open_recorder(self.config, self._run.run_id)
+        if self._recorder is not None:
+            self._recorder.tap(self.intake.rows)
+            self._rank0.log.watchers.append(self._recorder)
         if service.recording is None and service.endpoint is not None:
             self.sessions = Sessions(self.config, self.intake.rows)
             self.sessions.set_wake(self._rank0.waiter.wake)
             self._rank0.reports = self.sessions.reports
+            self.sessions.requests.attach(self._rank0.instruct, self._rank0.log.event)
             self._rank0.on_phase.append(self.sessions.set_phase)
             logger.info("robots connect to %s", self.sessions.endpoint)
             if self.config.demo is not None:
@@ -65,6 +77,10 @@ class Service:
         if self.sessions is not None:
             self.sessions.set_phase("stopped")
             self.sessions.close()
+        if self._recorder is not None:
+            self._rank0.stage_a.recorder = None
+            self._rank0.log.flush()  # what it still has to tell
+            self._recorder.close()
         self._end_robot()
         if self._actions is not None:
             self._actions.close()
@@ -80,13 +96,17 @@ class Service:
             )
         rank0, duration_s = self._rank0, self.config.service.duration_s
         source = self._source()
+        state = SensorState(self.config, self.intake, self._tell_sensor, self._tell_degraded)
+        if self.sessions is not None:  # a recording may be fed at any speed
+            rank0.on_second.append(state.look)
         rank0.cut("ready")
+        rank0.stage_a.recorder = self._recorder
         rank0.enter(
             "ready",
             intake=self.intake,
             source=source,
             pacing=self._pacing(source),
-            emitter=self._actions or self.sessions,
+            emitter=self._emitter(),
         )
         over = threading.Timer(
             duration_s or threading.TIMEOUT_MAX, rank0.request_stop, ("service.duration_s is over",)
@@ -102,12 +122,26 @@ class Service:
             rank0.change_phase("draining")
         rank0.write_ledger()
 
+    def _tell_sensor(self, change: Change) -> None:
+        robot = self.intake.rows[change.row].robot
+        logger.info("%s of %s: %s, was %s", change.stream, robot, change.condition, change.before)
+        self._rank0.log.event("sensor", robot=robot, **change._asdict())
+
+    def _tell_degraded(self, is_degraded: bool) -> None:  # noqa: FBT001 - a callback's only value
+        self._rank0.log.event("degraded", degraded=is_degraded)
+        if self.sessions is not None and self._rank0.phase == "ready":
+            self.sessions.set_phase("degraded" if is_degraded else "ready")
+
     def _source(self) -> Source:
         recording = self.config.service.recording
         if recording is not None:
             speed = None if self.config.pipeline.windows == "scheduled" else 1.0
             return RecordedSource(recording, self.config, self.intake.rows, speed)
         return self.sessions or Silence()
+
+    def _emitter(self) -> Emitter | None:
+        emitter = self._actions or self.sessions
+        return emitter if self._recorder is None else self._recorder.emitter(emitter)
 
     def _pacing(self, source: Source) -> Pacing:
         if isinstance(source, RecordedSource) and source.scheduled:

@@ -26,6 +26,14 @@ class Policy(Protocol):
     ``outputs`` must contain ``actions [horizon, action_dim]`` float32 in the units of the action
     configuration. Input names are ``<group>.values [T, D]``, ``<group>.valid [T, S]`` bool,
     ``<group>.age_s [T, S]`` float32 (S streams of the group) and ``present []`` bool.
+
+    With ``actions.prefix_steps`` there are ``executed_prefix [P, action_dim]`` float32, what the
+    robot executes at the first P steps of the chunk to be made, and ``delay_steps []`` int64, how
+    many of them will be over when it comes (``executed_prefix.py``).
+
+    With ``policy.instructions`` there are ``instruction_id []`` and ``conditioning_epoch []`` int64
+    too, and the policy must have ``instruct(number: int, text: str) -> None``: called once for each
+    text, before any window names it by ``instruction_id`` (0: none); keep what comes of it.
     """
 
     inputs: tuple[TensorSpec, ...]

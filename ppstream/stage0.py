@@ -14,24 +14,31 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
+from ppstream import trace
 from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.ends import PeerLeftError
 from ppstream.errors import ProtocolError, WatchdogError
 from ppstream.flight import Flight
 from ppstream.headers import DURATIONS, EPOCH, FAILED
 from ppstream.meeting import receive
-from ppstream.messages import Goodbye, Measure, Measured, PolicyFault
+from ppstream.messages import (
+    Goodbye,
+    Instructed,
+    Instruction,
+    Measure,
+    Measured,
+    PolicyFault,
+)
 from ppstream.rank0 import WAIT_MAX_NS, Rank0
 from ppstream.waiter import Waiter
+from ppstream.watchdog import Mark, stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
     from ppstream.control import Peer
     from ppstream.links import FrontLink, Slot
 
 SERIAL_LEAD: Final = 2  # envelopes in the system: one thread can use no more (model.py)
-RESULT_LIMIT_NS: Final = 5 * NS_PER_S  # stage B may take at least this long,
-RESULT_LIMIT_FACTOR: Final = 5  # or this many times its usual time,
-RESULT_LIMIT_WARMING_NS: Final = 120 * NS_PER_S  # or this, while first calls load and compile
+RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
 MEASURE_LIMIT_NS: Final = 120 * NS_PER_S
 IDLE_S: Final = 0.1
 
@@ -48,6 +55,9 @@ class Stage0(Rank0):
         self._room = threading.Event()
         self._failure: BaseException | None = None  # of a thread of run_split
         self._usual_b_ns = 0
+        self._thread_marks = {name: Mark(f"the {name} thread") for name in ("receive", "decode")}
+        self.marks = (self.mark, *self._thread_marks.values())
+        self._instructed: Callable[[int, str], None]  # set before anything can be answered
         self._frozen_ns = round(self.config.liveness.frozen_ms * NS_PER_MS)
         self._is_split = self.config.pipeline.threads == "split"
         self._lead = sys.maxsize if self._is_split else SERIAL_LEAD
@@ -56,6 +66,7 @@ class Stage0(Rank0):
         for fd in self._result_fds:
             self._results.register(fd)
 
+    @watched
     def run(self, envelopes: int | None = None) -> None:
         self._start_limit = None if envelopes is None else self.started + envelopes
         if self._is_split:
@@ -97,7 +108,9 @@ class Stage0(Rank0):
             raise self._failure
 
     def receive_results(self, ended: threading.Event) -> None:
+        mark = self._thread_marks["receive"]
         while not ended.is_set():
+            mark.turns += 1
             self.observe()
             self.check_peer(now_ns())
             if self.credits.may_receive():
@@ -107,7 +120,9 @@ class Stage0(Rank0):
                 self._room.clear()
 
     def decode_results(self, ended: threading.Event) -> None:
+        mark = self._thread_marks["decode"]
         while not ended.is_set():
+            mark.turns += 1
             began = now_ns()
             try:
                 flight = self._received.get(timeout=IDLE_S)
@@ -121,7 +136,8 @@ class Stage0(Rank0):
     def _guarded(self, work: Callable[[threading.Event], None], ended: threading.Event) -> None:
         """Top of a thread: what goes wrong in it ends the run on the thread that started it."""
         try:
-            work(ended)
+            with self._thread_marks[threading.current_thread().name]:
+                work(ended)
         except BaseException as error:  # noqa: BLE001 - re-raised by run_split
             self._failure = self._failure or error
             ended.set()
@@ -149,7 +165,11 @@ class Stage0(Rank0):
         self._committed.append(flight)
         flight.sent_ns = flight.record.tSend = now_ns()
         self.credits.commit(flight.sent_ns)
+        if trace.on:
+            trace.SEND.push(flight.epoch, flight.seq)
         self.link.commit(flight.index)
+        if trace.on:
+            trace.SEND.pop()
         self._waits_ns["link"] += now_ns() - flight.sent_ns
 
     def look(self) -> None:
@@ -194,11 +214,15 @@ class Stage0(Rank0):
             flight = self._committed.popleft()
             if flight.index != index:
                 raise ProtocolError(f"result {index} came, {flight.index} is owed next")
-            flight.record.tRecv = now_ns()
+            if trace.on:
+                trace.RECV.push(flight.epoch, flight.seq)
+            self.peer.last_heard_ns = flight.record.tRecv = now_ns()  # a result is a sign of life
             self.credits.receive(flight.record.tRecv)
             if self._is_split:
                 self.waiter.wake()  # the credit is another thread's; the next envelope goes first
             self._received.put(flight)
+            if trace.on:
+                trace.RECV.pop()
 
     def finish(self, flight: Flight) -> None:
         """Stage C and emit, unless the result is stale or carries no actions."""
@@ -212,7 +236,11 @@ class Stage0(Rank0):
         elif failed:
             drop = "policy_error"
         else:
+            if trace.on:
+                trace.C.push(flight.epoch, flight.seq)
             drop = self.decode_and_emit(flight, slot)
+            if trace.on:
+                trace.C.pop()
         self.close_flight(flight, drop)
 
     def read_header(self, flight: Flight, header: list[int]) -> bool:
@@ -237,18 +265,25 @@ class Stage0(Rank0):
             raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
         return frame.durations_ns
 
+    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
+        self._instructed = done
+        self.peer.send(Instruction(number, text))
+
     def take_frame(self, frame: object) -> None:
         """One control frame that is neither doorbell nor heartbeat."""
         match frame:
             case PolicyFault():
+                self.stage_c.last_fault = frame.kind
                 self.log.event("fault", stage="B", fault=frame.kind, text=frame.text)
+            case Instructed():
+                self._instructed(frame.id, frame.fault)
+                self.waiter.wake()
             case Goodbye():
                 raise PeerLeftError(frame)
 
     def check_peer(self, now: int) -> None:
         """Raise when the policy rank is silent, or stage B overdue, for longer than allowed."""
-        warming = self.phase == "warming"
-        if not warming:
+        if self.phase != "warming":
             self.peer.check_alive(now, self._frozen_ns)
         if not self._committed:
             return
@@ -257,11 +292,9 @@ class Stage0(Rank0):
                 f"{self.credits.outstanding} results are owed {self.config.liveness.drain_s:g} s "
                 "after the run was asked to stop; raise liveness.drain_s if stage B takes so long"
             )
-        limit_ns = max(RESULT_LIMIT_NS, RESULT_LIMIT_FACTOR * self._usual_b_ns)
-        if warming:
-            limit_ns = max(limit_ns, RESULT_LIMIT_WARMING_NS)
+        limit_ns = RESULT_SPARE_NS + stage_b_limit_ns(self.standstill_ns, self._usual_b_ns)
         if now - self._committed[0].sent_ns > limit_ns:
             raise WatchdogError(
-                f"no result of envelope {self._committed[0].index} for {limit_ns / NS_PER_S:.0f} s "
-                "though the policy rank's heart beats: stage B is stuck"
+                f"no result of envelope {self._committed[0].index} for {limit_ns / NS_PER_S:.1f} s "
+                "though the policy rank's heart beats: stage B or the link is stuck"
             )

@@ -12,11 +12,24 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from ppstream import trace
 from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.ends import PeerLeftError
 from ppstream.errors import PeerLostError, ProtocolError
 from ppstream.headers import BEHIND_LINK, EPOCH
-from ppstream.messages import MAX_TEXT, Drain, Goodbye, Measure, Measured, PhaseChange, PolicyFault
+from ppstream.messages import (
+    MAX_TEXT,
+    Drain,
+    Goodbye,
+    Instructed,
+    Instruction,
+    Measure,
+    Measured,
+    PhaseChange,
+    PolicyFault,
+)
+from ppstream.policy_compile import RecompileMeter
+from ppstream.watchdog import WARMING_LIMIT_NS, Mark, is_patient, stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,7 +44,14 @@ if TYPE_CHECKING:
     from ppstream.waiter import Waiter
 
 WAIT_NS: Final = NS_PER_S // 10
+CPU_MEMORY: Final = "can't allocate memory"  # torch has no type for it: a RuntimeError that says so
 EPISODE: Final = slice(0, 2)  # session, session_epoch: the columns of ``rows`` that name an episode
+
+
+def fault_kind(error: Exception) -> str:
+    """What a policy's exception is called in the log: ``memory`` or ``exception``."""
+    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return "memory" if is_memory or CPU_MEMORY in str(error) else "exception"
 
 
 class StageB:
@@ -57,6 +77,14 @@ class StageB:
         tensors = envelope.tensors
         self._policy({name: tensors[name] for name in self._inputs}, out)
 
+    def instruct(self, number: int, text: str) -> str:
+        """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
+        try:
+            self._policy.instruct(number, text)  # type: ignore[attr-defined] # checked when built
+        except Exception as error:  # noqa: BLE001 - user code: the row keeps what it followed
+            return "".join(traceback.format_exception(error))[-MAX_TEXT:]
+        return ""
+
     def _reset(self, rows: list[bool]) -> None:
         self._policy.reset(torch.tensor(rows))
 
@@ -79,8 +107,13 @@ class Stage1:
         self.log = log
         self.waiter = waiter
         self.phase = "starting"
+        self._meter = RecompileMeter() if config.policy.compile else None
         self.progress = 0  # envelopes answered, read by the heartbeat
         self.drain_reason: str | None = None
+        self.mark = Mark("stage B", self._at)
+        self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
+        self._serving: tuple[int, int] | None = None  # epoch and seq of the newest envelope
+        self._usual_b_ns = 0
         self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)
         self._wait_input_ns = 0
         self._busy_link_ns = 0  # since the previous envelope began
@@ -90,6 +123,19 @@ class Stage1:
         for fd in (peer.fileno(), *link.fds):
             waiter.register(fd)
 
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """For the watchdog."""
+        return (self.mark,)
+
+    @property
+    def standstill_ns(self) -> int:
+        """How long the loop may stand still, as of now."""
+        if is_patient(self.phase, self.log.mode):
+            return WARMING_LIMIT_NS
+        return stage_b_limit_ns(self._watchdog_ns, self._usual_b_ns)
+
+    @watched
     def run(self, give_up: Callable[[], bool]) -> str:
         """Serve until rank 0 says drain; returns its reason.
 
@@ -97,12 +143,13 @@ class Stage1:
             PeerLostError: rank 0 is gone, or ``give_up()`` while nothing was to be done.
         """
         while self.drain_reason is None:
+            self.mark.turns += 1
             if not self._waiting:
                 self.receive()
-            if self._waiting:
-                self.serve(*self._waiting.popleft())
-            elif self.peer.inbox:
+            if self.peer.inbox:  # first: envelopes may never let up
                 self.take_frame(self.peer.inbox.popleft())
+            elif self._waiting:
+                self.serve(*self._waiting.popleft())
             elif give_up():
                 raise PeerLostError("asked to stop, and rank 0 did not drain within its limit")
             else:
@@ -118,6 +165,7 @@ class Stage1:
             indices.append(index)
         now = now_ns()
         if indices:
+            self.peer.last_heard_ns = now  # an envelope is a sign of life
             self._waiting.extend(
                 zip(indices, self.link.arrivals.take(len(indices), now), strict=True)
             )
@@ -127,9 +175,11 @@ class Stage1:
         """Stage B on one envelope that was complete at ``complete_ns``, to committed result."""
         envelope, result = self.link.envelope(index), self.link.result(index)
         epoch, seq = envelope.header[EPOCH].tolist()
+        self._serving = epoch, seq
         tb0 = now_ns()
         failed = self.run_policy(index, epoch, envelope, result)
         tb1 = now_ns()
+        self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
         idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
         wait_ns, self._wait_input_ns = self._wait_input_ns, 0
         busy_ns, self._busy_link_ns = self._busy_link_ns, 0
@@ -148,14 +198,17 @@ class Stage1:
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> bool:
         """Returns whether the policy failed; rank 0 is then told why before the result."""
         self.link.arrivals.watch()
+        if trace.on:
+            trace.B.push(epoch, int(envelope.header[EPOCH][1]))
         try:
             self.stage_b(epoch, envelope, result.tensors)
         except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
-            kind = "memory" if isinstance(error, torch.OutOfMemoryError) else "exception"
             text = "".join(traceback.format_exception(error))[-MAX_TEXT:]
-            self.peer.send(PolicyFault(index, kind, text))
+            self.peer.send(PolicyFault(index, fault_kind(error), text))
             return True
         finally:
+            if trace.on:
+                trace.B.pop()
             self.link.arrivals.rest()
         return False
 
@@ -175,6 +228,10 @@ class Stage1:
             case PhaseChange():
                 self.phase = frame.phase
                 self.log.event("phase", phase=frame.phase)
+                if self._meter is not None:
+                    self._meter.phase(frame.phase, self.log.event)
+            case Instruction():
+                self.peer.send(Instructed(frame.id, self.stage_b.instruct(frame.id, frame.text)))
             case Measure():
                 self.peer.send(Measured(self.measure(frame.repeats)))
 
@@ -185,11 +242,15 @@ class Stage1:
         envelope, result = self.link.envelope(self._last), self.link.result(self._last)
         durations = []
         for _ in range(repeats):
+            self.mark.turns += 1
             began = now_ns()
             self.stage_b(int(envelope.header[EPOCH][0]), envelope, result.tensors)
             durations.append(now_ns() - began)
         self._wait_input_ns, self._previous_tb1 = 0, 0
         return tuple(durations)
+
+    def _at(self) -> str:
+        return "" if self._serving is None else "epoch {}, seq {}".format(*self._serving)
 
     def write_line(self, epoch: int, seq: int, stamps: tuple[int, ...], *, failed: bool) -> None:
         record = self.log.take()
@@ -197,4 +258,6 @@ class Stage1:
         record.tB0, record.tB1, _, _, record.wait_input_ns, record.wait_output_ns, *rest = stamps
         record.idle_ns, record.residence_ns, record.busy_link_ns = rest
         record.drop = "policy_error" if failed else None
+        if self._meter is not None:
+            record.recompiles = self._meter.take()
         self.log.commit(record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ppstream import trace
 from ppstream.clock import NS_PER_MS, now_ns
 from ppstream.flight import Flight, Owner
 
@@ -13,11 +14,14 @@ if TYPE_CHECKING:
 
     from ppstream.config import PipelineConfig
     from ppstream.intake import Intake
+    from ppstream.recorder import Recorder
     from ppstream.simulate import Delay
 
 
 class StageA:
     """Cuts windows of its ``intake``; owned by the thread that owns the input."""
+
+    recorder: Recorder | None = None  # told of every window
 
     def __init__(self, config: PipelineConfig, simulated: Delay) -> None:
         self.intake: Intake
@@ -34,11 +38,19 @@ class StageA:
         """
         record = flight.record
         record.tA0 = now_ns()
+        if trace.on:
+            trace.A.push(flight.epoch, flight.seq)
         info = self.intake.cutter.cut(tensors, ends_ns, self._lease_ns)
         self._simulated.spend()
         flight.received_ns = record.tRx = info.newest_rx_ns
         flight.owners = [
-            Owner(row.present, (row.session, row.session_epoch), end, end + self._lease_ns)
+            Owner(
+                row.present,
+                (row.session, row.session_epoch),
+                end,
+                end + self._lease_ns,
+                row.reference.newest_rx_ns,
+            )
             for row, end in zip(self.intake.rows, info.window_end_ns, strict=True)
         ]
         record.input_age_ns = info.input_age_ns
@@ -51,4 +63,8 @@ class StageA:
             record.session_epoch = [owner.episode[1] for owner in flight.owners]
             record.window_end_ns = [owner.window_end_ns for owner in flight.owners]
             record.expires_ns = [owner.expires_ns for owner in flight.owners]
+        if trace.on:
+            trace.A.pop()
+        if self.recorder is not None:
+            self.recorder.windows(flight)
         record.tA1 = now_ns()

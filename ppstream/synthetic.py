@@ -6,7 +6,7 @@ are of another clock than rank 0's, as a robot's are. Not a robot: nothing react
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -14,12 +14,15 @@ from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.sources import OWN_SESSION
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from ppstream.config import PipelineConfig, StreamConfig
     from ppstream.ring import RowInput
 
 BLOCK: Final = 256  # samples invented at a time
+FRAMES: Final = 8  # of a camera
 JITTER_MAX: Final = 0.45  # of a period, so that stamps keep their order
 WAVES_HZ: Final = (0.1, 2.0)
 CLOCK_OFFSET_NS: Final = 7_777_777 * NS_PER_S  # the robot's clock minus rank 0's
@@ -66,6 +69,32 @@ class SyntheticSource:
         return samples
 
 
+class SyntheticRobots:
+    """One SyntheticSource for each row: a batch at work, every robot at its own moments."""
+
+    fds: tuple[int, ...] = ()
+    exhausted = False
+
+    def __init__(
+        self, config: PipelineConfig, rows: Sequence[RowInput], seed: int, start_ns: int
+    ) -> None:
+        step_ns = round(NS_PER_S / config.reference.rate_hz / len(rows))
+        self._sources = [
+            SyntheticSource(config, row, seed + number, start_ns + number * step_ns)
+            for number, row in enumerate(rows)
+        ]
+
+    def drain(self, now_ns: int) -> int:
+        return sum(source.drain(now_ns) for source in self._sources)
+
+    def next_due_ns(self) -> int | None:
+        return min(due for source in self._sources if (due := source.next_due_ns()) is not None)
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+
 class _Signal:
     """One stream's samples, invented block by block."""
 
@@ -76,29 +105,37 @@ class _Signal:
         self._start_ns = start_ns
         self._period_ns = NS_PER_S / stream.rate_hz
         self._jitter_ns = min(stream.jitter_ms * NS_PER_MS, JITTER_MAX * self._period_ns)
-        self._waves_hz = rng.uniform(*WAVES_HZ, stream.dim)
-        self._phases = rng.uniform(0, 2 * np.pi, stream.dim)
+        self._block = BLOCK
+        if stream.image is not None:
+            self._block = FRAMES
+            self._picture = rng.integers(0, 256, stream.dim, np.uint8)
+        else:
+            self._waves_hz = rng.uniform(*WAVES_HZ, stream.dim)
+            self._phases = rng.uniform(0, 2 * np.pi, stream.dim)
         self._blocks = 0
         self._taken = 0
         self._invent()
 
-    def take(self, now_ns: int) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
+    def take(self, now_ns: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Stamps and values of this block's samples that are due by now and were not taken yet."""
         begin, end = self._taken, int(self._due_ns.searchsorted(now_ns, "right"))
         taken = self._due_ns[begin:end] + CLOCK_OFFSET_NS, self._values[begin:end]
         self._taken = end
-        if end == BLOCK:
+        if end == self._block:
             self._invent()
         else:
             self.next_due_ns = int(self._due_ns[end])
         return taken
 
     def _invent(self) -> None:
-        numbers = np.arange(self._blocks * BLOCK, (self._blocks + 1) * BLOCK)
-        jitter_ns = self._rng.uniform(-self._jitter_ns, self._jitter_ns, BLOCK)
+        numbers = np.arange(self._blocks * self._block, (self._blocks + 1) * self._block)
+        jitter_ns = self._rng.uniform(-self._jitter_ns, self._jitter_ns, self._block)
         offsets_ns = np.maximum(numbers * self._period_ns + jitter_ns, 0)
         self._due_ns = offsets_ns.astype(np.int64) + self._start_ns
-        self._values = self._smooth(offsets_ns / NS_PER_S).astype(self._stream.dtype)
+        if self._stream.image is not None:  # brighter from frame to frame, and round again
+            self._values = self._picture + numbers.astype(np.uint8)[:, None]
+        else:
+            self._values = self._smooth(offsets_ns / NS_PER_S).astype(self._stream.dtype)
         self._taken = 0
         self._blocks += 1
         self.next_due_ns = int(self._due_ns[0])

@@ -7,16 +7,20 @@ flushed with every batch, so a killed process loses at most the last ``DRAIN_INT
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from ppstream.clock import now_ns
+
+logger = logging.getLogger("ppstream")
 
 DRAIN_INTERVAL_S: Final = 0.02
 FLUSH_TIMEOUT_S: Final = 2.0
@@ -102,6 +106,14 @@ class Stage1Record(msgspec.Struct, gc=False, omit_defaults=True):
     done: bool = False  # the log's own mark, never written
 
 
+class Watcher(Protocol):
+    """Sees all that the log writes, on the drain thread; may keep what it is given."""
+
+    def record(self, record: Any, /) -> None: ...
+
+    def line(self, line: Mapping[str, Any], /) -> None: ...
+
+
 class LogStatistics(msgspec.Struct, frozen=True):
     """What became of the records so far."""
 
@@ -115,6 +127,11 @@ class TimestampLog:
 
     ``take`` belongs to the thread that begins envelopes, ``commit`` to the one that ends them;
     ``event`` and ``line`` may be called from any thread. The file is private to user and group.
+
+    Attributes:
+        mode: written into every record: what its times are worth.
+        on_take: called by ``take``, between two envelopes of its thread; None: nobody asked.
+        watchers: one that raises is left out from then on.
     """
 
     def __init__(
@@ -128,6 +145,9 @@ class TimestampLog:
     ) -> None:
         kind = "envelope" if record is EnvelopeRecord else "stage1"
         self.path = path
+        self.mode = "throughput"
+        self.on_take: Callable[[], None] | None = None
+        self.watchers: list[Watcher] = []
         self._constant = {"run_id": run_id, "generation": generation}
         self._blank = record(
             kind=kind, run_id=run_id, generation=generation, lane=0, mode="throughput"
@@ -151,11 +171,14 @@ class TimestampLog:
 
     def take(self) -> Any:
         """A blank record to fill; a spare that goes nowhere when the ring is full."""
+        if self.on_take is not None:
+            self.on_take()
         if self._taken - self._drained >= len(self._ring):
             self._lost += 1
             return self._spare
         record = self._ring[self._taken % len(self._ring)]
         self._taken += 1
+        record.mode = self.mode
         return record
 
     def commit(self, record: Any) -> None:
@@ -202,19 +225,31 @@ class TimestampLog:
         self._write_batch()
 
     def _write_batch(self) -> None:
-        batch: list[bytes] = []
-        while self._lines:
-            batch.append(self._encoder.encode(self._lines.popleft()))
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        records = []
         while self._drained < self._taken:
             record = self._ring[self._drained % len(self._ring)]
             if not record.done:
                 break
             record.done = False
-            batch.append(self._encoder.encode(record))
+            records.append(record)
             self._ring[self._drained % len(self._ring)] = copy(self._blank)
             self._drained += 1
-        if batch:
+        if lines or records:
+            batch = [self._encoder.encode(item) for item in (*lines, *records)]
             self._write(b"\n".join(batch) + b"\n", len(batch))
+        for watcher in tuple(self.watchers):
+            self._show(watcher, lines, records)
+
+    def _show(self, watcher: Watcher, lines: list[dict[str, Any]], records: list[Any]) -> None:
+        try:
+            for line in lines:
+                watcher.line(line)
+            for record in records:
+                watcher.record(record)
+        except Exception:  # the top of a thread, too: the log outlives whoever watches it
+            logger.exception("%s stopped watching the log", type(watcher).__name__)
+            self.watchers.remove(watcher)
 
     def _write(self, data: bytes, lines: int) -> None:
         if self._torn:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
+from ppstream.camera import CameraCutter, camera_specs
 from ppstream.clock import NS_PER_MS
+from ppstream.executed_prefix import PrefixWriter, prefix_specs
 from ppstream.robot_clock import NEVER_NS
 from ppstream.specs import TensorSpec
 from ppstream_kernels import ResamplePlan, StreamSource
@@ -32,6 +34,9 @@ VIEWS_MAX: Final = 64  # more than a link has slots
 
 #: What the int64 tensor ``rows [B, 4]`` of an envelope holds.
 ROW_FIELDS: Final = ("session", "session_epoch", "window_end_ns", "expires_ns")
+
+#: int64 ``[B]`` with ``policy.instructions``: the text's number, and the robot's count of texts.
+INSTRUCTION_INPUTS: Final = ("instruction_id", "conditioning_epoch")
 
 Ages = dict[str, int | None] | dict[str, list[int | None]]
 
@@ -66,7 +71,8 @@ class WindowCutter:
 
     ``inputs`` are the tensors of an envelope that ``cut`` fills, shapes per row: for each group g
     ``g.values [T, sum of D]`` float32, ``g.valid [T, S]`` bool and ``g.age_s [T, S]`` float32, then
-    ``present []`` bool and ``rows [4]`` int64 (``ROW_FIELDS``).
+    the frames of cameras (``camera.py``), ``present []`` bool and ``rows [4]`` int64
+    (``ROW_FIELDS``).
 
     Args:
         config: streams, window and groups.
@@ -82,7 +88,7 @@ class WindowCutter:
     ) -> None:
         steps = config.window.steps
         dt_ns = round(config.window.dt_ms * NS_PER_MS)
-        self.inputs = _input_specs(config)
+        self.inputs = input_specs(config)
         self._rows = rows
         self._row_numbers = range(len(rows))
         self._span_ns = (steps - 1) * dt_ns
@@ -93,11 +99,17 @@ class WindowCutter:
         self._groups = [
             _Group(
                 ResamplePlan([_source(stream, banks[stream.name]) for stream in streams], steps),
-                _group_names(group),
+                group_names(group),
             )
             for group, streams in config.groups.items()
         ]
         self._streams = tuple(stream.name for stream in config.streams)
+        is_asked = config.actions.prefix_steps > 0
+        self._prefixes = PrefixWriter(config.actions, rows) if is_asked else None
+        self._is_instructed = config.policy.instructions
+        self._cameras = {
+            stream.name: CameraCutter(stream, banks[stream.name]) for stream in config.cameras
+        }
 
     def cut(
         self, out: Mapping[str, Tensor], ends_ns: Sequence[int | None], lease_ns: int
@@ -119,7 +131,23 @@ class WindowCutter:
             if place.session != 0 and not place.present:  # its other streams hold samples
                 for values in views.values:
                     values[row].zero_()
+        if self._cameras:
+            self._cut_cameras(out, ends)
+        if self._prefixes is not None:
+            self._prefixes.write(out, ends)
+        if self._is_instructed:
+            self._cut_instructions(out)
         return WindowInfo(ends, self._newest_rx_ns(), self._settle(ends))
+
+    def _cut_cameras(self, out: Mapping[str, Tensor], ends: Sequence[int]) -> None:
+        for name, camera in self._cameras.items():
+            for row, place in enumerate(self._rows):
+                camera.cut(out, row, place.rings[name], ends[row] if place.present else None)
+
+    def _cut_instructions(self, out: Mapping[str, Tensor]) -> None:
+        ids, epochs = (out[name].numpy() for name in INSTRUCTION_INPUTS)
+        for row, place in enumerate(self._rows):
+            ids[row], epochs[row] = place.instruction_id, place.conditioning_epoch
 
     def _view(self, out: Mapping[str, Tensor]) -> _Views:
         if len(self._views) >= VIEWS_MAX:
@@ -169,30 +197,44 @@ class WindowCutter:
         return None if newest_ns is None else end_ns - newest_ns
 
 
-def _group_names(group: str) -> tuple[str, str, str]:
+def group_names(group: str) -> tuple[str, str, str]:
+    """Of a group's values, validity and age in an envelope."""
     return f"{group}.values", f"{group}.valid", f"{group}.age_s"
 
 
-def _input_specs(config: PipelineConfig) -> tuple[TensorSpec, ...]:
+def input_specs(config: PipelineConfig) -> tuple[TensorSpec, ...]:
+    """What a window writes into an envelope, in order, whatever device cuts it."""
     steps = config.window.steps
     specs = []
     for group, streams in config.groups.items():
-        values, valid, age_s = _group_names(group)
+        values, valid, age_s = group_names(group)
         specs += [
             TensorSpec(values, (steps, sum(stream.dim for stream in streams))),
             TensorSpec(valid, (steps, len(streams)), "bool"),
             TensorSpec(age_s, (steps, len(streams))),
         ]
+    for camera in config.cameras:
+        specs += camera_specs(camera)
+    specs += prefix_specs(config.actions)
+    if config.policy.instructions:
+        specs += [TensorSpec(name, (), "int64") for name in INSTRUCTION_INPUTS]
     return (*specs, TensorSpec("present", (), "bool"), TensorSpec("rows", (4,), "int64"))
 
 
-def _source(stream: StreamConfig, bank: RingBank) -> StreamSource:
+def stream_source(
+    stream: StreamConfig, values: Tensor, stamps_ns: Tensor, count: Tensor, head: Tensor
+) -> StreamSource:
+    """A stream's rings, in this memory, as resampling reads them."""
     return StreamSource(
-        values=bank.values,
-        stamps_ns=bank.stamps_ns,
-        count=bank.count,
-        head=bank.head,
-        mode=stream.interpolation,
-        max_gap_ns=round(stream.max_gap_ms * NS_PER_MS),
-        max_age_ns=round(stream.max_age_ms * NS_PER_MS),
+        values,
+        stamps_ns,
+        count,
+        head,
+        stream.interpolation,
+        round(stream.max_gap_ms * NS_PER_MS),
+        round(stream.max_age_ms * NS_PER_MS),
     )
+
+
+def _source(stream: StreamConfig, bank: RingBank) -> StreamSource:
+    return stream_source(stream, bank.values, bank.stamps_ns, bank.count, bank.head)

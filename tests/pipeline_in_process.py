@@ -113,6 +113,7 @@ class PipelineInProcess:
             directory / "rank1.gen0.jsonl", Stage1Record, 1024, run_id="r", generation=0
         )
         waiter = Waiter()
+        self.policy_log = log
         stage1 = Stage1(config, stage_b, HostBack(back, shape, 5.0), back, log, waiter)
         self._thread = threading.Thread(target=self._serve, args=(stage1,))
         self._thread.start()

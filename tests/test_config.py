@@ -73,7 +73,9 @@ def test_plain_configuration_has_no_problem() -> None:
         ({"pipeline__windows": "scheduled"}, "pipeline.windows: got 'scheduled' without service"),
         ({"bringup__source": "recording"}, "bringup.recording: missing, want a file"),
         ({"bringup__recording": "/no/such.npz"}, "bringup.recording: got '/no/such.npz', which is"),
-        ({"bringup__recording": __file__}, "want a .npz or .npy file"),
+        ({"bringup__recording": __file__}, "want a file ending in .npz or .npy"),
+        ({"record__file": "/tmp/run.json"}, "record.file: got '/tmp/run.json', want a .mcap file"),
+        ({"record__file": "/no/such/run.mcap"}, "want it in a folder that can be written to"),
         ({"service__recording": "/no/such.npy"}, "service.recording: got '/no/such.npy', which is"),
         ({"service__actions_file": "/tmp/a.npz"}, "service.actions_file: got a file without serv"),
         ({"policy__weights": __file__}, "want a .safetensors file: it holds no code"),
@@ -108,6 +110,17 @@ def test_disagreement_is_named_with_its_path_and_remedy(changes: dict[str, Any],
 )
 def test_values_at_their_limits_are_accepted(changes: dict[str, Any]) -> None:
     assert problems(config(**changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("net.pt2", "torch.export.load unpickles"), ("net.pth", "a pickle")]
+)
+def test_weights_that_can_run_code_are_refused_with_the_reason(
+    name: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).touch()
+    (found,) = problems(config(policy__weights=str(tmp_path / name)))
+    assert why in found
 
 
 def test_recording_and_weights_that_exist_are_accepted(tmp_path: Path) -> None:

@@ -20,7 +20,12 @@ FUNCTION_LINES_MAX: Final = 60
 NAMELESS: Final = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"}
 
 UNPICKLERS: Final = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-CODE_LOADERS: Final = {"torch.jit.load", "torch.export.load", "torch.package.PackageImporter"}
+CODE_LOADERS: Final = {
+    "torch.jit.load",
+    "torch.export.load",
+    "torch.package.PackageImporter",
+    "torch._inductor.aoti_load_package",
+}
 CLOCKS: Final = {
     f"time.{name}{suffix}"
     for name in ("monotonic", "perf_counter", "process_time", "thread_time", "time")
@@ -37,9 +42,14 @@ MAY_READ_A_CLOCK: Final = {"ppstream/clock.py"}  # logic takes now_ns
 MAY_READ_WALL_TIME: Final = {"ppstream/runs.py"}  # a run's name and dates, for people
 MAY_IMPORT: Final = {
     # links: the only place that may know how ranks find and reach each other through torch
-    "torch.distributed": {"ppstream/links.py", "ppstream/link_gloo.py", "ppstream/link_host.py"},
+    "torch.distributed": {
+        "ppstream/links.py",
+        "ppstream/link_gloo.py",
+        "ppstream/link_host.py",
+        "ppstream/link_nccl.py",
+    },
     # the robot wire, both of its ends and nothing between the ranks
-    "zmq": {"ppstream/sockets.py", "ppstream/sessions.py", "ppstream/robot.py"},
+    "zmq": {"ppstream/sockets.py", "ppstream/socket_guard.py", "ppstream/keys.py"},
 }
 
 Rule = Callable[[str, ast.Module], Iterator[str]]

@@ -139,6 +139,10 @@ def test_cut_at_any_moment_emits_nothing_of_the_older_epoch(form, tmp_path):
     if form != "inline":
         assert stale > 0
     assert policy.resets == [[True]] * len({line["epoch"] for line in envelopes})
+    firsts = [line for line in lines if line.get("name") == "first_action"]
+    reached = sorted({chunk[0] for chunk in chunks if chunk[0] > 0})  # by the first emit of each
+    assert [line["epoch"] for line in firsts] == reached
+    assert all(0 < line["since_cut_ns"] < 10 * 10**9 for line in firsts)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -237,11 +241,12 @@ def test_paced_run_starts_one_envelope_per_new_reference_sample_at_most(form, tm
     with build(form, NewestValues(), tmp_path) as pipeline:
         rows = pipeline.intake.rows
         source = SyntheticSource(pipeline.config, rows[0], seed=1, start_ns=time.monotonic_ns())
-        pipeline.enter(source, OnSample(rows, "imu"))
+        reference = pipeline.config.reference.name
+        pipeline.enter(source, OnSample(rows, reference))
         threading.Timer(0.5, pipeline.rank0.request_stop, ("enough",)).start()
         pipeline.rank0.run()
         ends = [chunk[2] for chunk in pipeline.collector.chunks]
-        assert 20 < len(ends) <= rows[0].rings["imu"].accepted
+        assert 20 < len(ends) <= rows[0].rings[reference].accepted
         assert ends == sorted(set(ends))
 
 
@@ -256,3 +261,13 @@ def test_new_episode_resets_the_policy_and_drops_what_belongs_to_the_old_one(for
         dropped = pipeline.rank0.stage_c.dropped
     assert policy.resets == [[True], [True]]
     assert sum(dropped.values()) == 0
+
+
+def test_a_slow_policy_is_given_its_time_in_one_process_too(tmp_path):
+    policy = NewestValues(lambda call: time.sleep(0.02))
+    with build("inline", policy, tmp_path) as pipeline:
+        rank0 = pipeline.rank0
+        rank0._watchdog_ns = 1  # far below what stage B takes
+        pipeline.saturate()
+        rank0.run(30)
+        assert rank0.standstill_ns > 5 * 15_000_000

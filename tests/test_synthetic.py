@@ -8,7 +8,7 @@ from stream_cases import MS, Input, config, stream
 
 from ppstream.ring import SensorRing
 from ppstream.sources import OWN_SESSION, Source
-from ppstream.synthetic import CLOCK_OFFSET_NS, SyntheticSource
+from ppstream.synthetic import CLOCK_OFFSET_NS, SyntheticRobots, SyntheticSource
 
 S = 1000 * MS
 HOST = 5_000 * S
@@ -110,3 +110,14 @@ def test_the_row_is_given_back_empty() -> None:
     source.close()
     assert (case.rows[0].session, case.rows[0].reference.count) == (0, 0)
     case.check()
+
+
+def test_a_batch_has_a_robot_in_every_row_at_moments_of_its_own() -> None:
+    settings = config(stream("joints", rate_hz=100.0), rows=3)
+    given = Input(settings)
+    source = SyntheticRobots(settings, given.rows, seed=0, start_ns=0)
+    source.drain(50 * MS)
+    assert all(row.present for row in given.rows)
+    assert len({row.reference.newest_ns for row in given.rows}) == 3
+    source.close()
+    assert not any(row.present for row in given.rows)

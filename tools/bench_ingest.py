@@ -9,7 +9,6 @@ and cutting a window. Medians of interleaved rounds. ``--json FILE`` writes the 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -20,10 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import numpy as np
 import torch
+from bench_claims import Timed, median_rate, write_audited
 
 from ppstream import messages
 from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
@@ -63,15 +61,17 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [*_append_rows(), *_socket_rows(), *_khz_rows(), *_cut_rows()]
+    floods = _floods()
+    flood_rows = [_flood_row(*found) for found in floods.items()]
+    rows = [*_append_rows(), *flood_rows, *_khz_rows(), *_cut_rows()]
     machine = hardware() | {"torch": torch.__version__, "numpy": np.__version__}
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"{'':40} {'p50':>12} {'p99':>12} {'worst':>12}")
     for row in rows:
         numbers = " ".join(f"{row[name]:12,.1f}" for name in ("p50", "p99", "worst"))
         print(f"{row['what']:40} {numbers} {row['unit']}, n = {row['n']}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"hardware": machine, "rows": rows}, indent=1) + "\n")
+    claims = [median_rate(f"socket to ring, {size} a message", f) for size, f in floods.items()]
+    write_audited(arguments.json, {"hardware": machine, "rows": rows}, claims)
     return 0
 
 
@@ -170,19 +170,21 @@ class _Receiver:
             self.cpu_ns = time.thread_time_ns()
 
 
-def _socket_rows() -> list[dict[str, Any]]:
-    rates: dict[int, list[float]] = {size: [] for size in SIZES[:2]}
+def _floods() -> dict[int, list[Timed]]:
+    found: dict[int, list[Timed]] = {size: [] for size in SIZES[:2]}
     for _ in range(5):
-        for size, measured in rates.items():
+        for size, measured in found.items():
             with tempfile.TemporaryDirectory() as folder:
                 measured.append(_flood(_config((_stream("joints", DIM),), folder), size))
-    return [
-        _row(f"socket to ring, {size} x {DIM}", each, "samples/s") for size, each in rates.items()
-    ]
+    return found
 
 
-def _flood(config: PipelineConfig, size: int) -> float:
-    """Samples per second of the receiving thread's CPU time, while a client sends all it can."""
+def _flood_row(size: int, rounds: list[Timed]) -> dict[str, Any]:
+    return _row(f"socket to ring, {size} x {DIM}", [each.rate for each in rounds], "samples/s")
+
+
+def _flood(config: PipelineConfig, size: int) -> Timed:
+    """Samples and the receiving thread's CPU time, while a client sends all it can."""
     count = SOCKET_SAMPLES * size // 10
     receiver = _Receiver(config)
     joints = config.streams[0]
@@ -204,7 +206,7 @@ def _flood(config: PipelineConfig, size: int) -> float:
         time.sleep(0.02)
         spent_ns = receiver.cpu_ns - before_ns
     receiver.stop()
-    return count / spent_ns * NS_PER_S
+    return Timed(count, spent_ns / NS_PER_S)
 
 
 def _khz_rows() -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 from bare_zmq import ACTION_DIM, STATE_DIM, BareServers
+from bench_claims import Claim, ratio, shares
 from bench_runs import (
     RankPair,
     Spread,
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.json,
         mode,
         targets,
+        claims=claims_of(spreads, parts, targets),
         observation_to_action_us={way: asdict(found) for way, found in spreads.items()},
         parts_us={part: asdict(found) for part, found in parts.items()},
         unanswered=unanswered,
@@ -245,6 +247,26 @@ def targets_of(spreads: dict[str, Spread]) -> list[Target]:
         )
         for way, quantile, limit in LIMITS
     ]
+
+
+def claims_of(
+    spreads: dict[str, Spread], parts: dict[str, Spread], targets: Sequence[Target]
+) -> list[Claim]:
+    """Each target's ratio, and that the parts make up the whole way."""
+    ours = spreads["ppstream"]
+    claims = [
+        ratio(
+            target.what,
+            getattr(ours, quantile),
+            getattr(spreads[way], quantile),
+            target.reached,
+        )
+        for target, (way, quantile, _) in zip(targets, LIMITS, strict=True)
+    ]
+    if parts:
+        whole = [found.mean / ours.mean for found in parts.values()]
+        claims.append(shares("parts of observation to action", whole))
+    return claims
 
 
 def print_spreads(spreads: dict[str, Spread], parts: dict[str, Spread], unanswered: int) -> None:

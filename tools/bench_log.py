@@ -23,6 +23,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from bench_claims import throughput
 from bench_runs import (
     Spread,
     ending_cleanly,
@@ -98,16 +99,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_environment(mode)
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
         cost_us = spread(records_us(Path(name), options.batches))
-        rate = sustained(Path(name))
+        written, seconds = sustained(Path(name))
         loop_us = loop_periods_us(Path(name), options.blocks, options.block)
     spreads = {name: spread(values) for name, values in loop_us.items()}
     pairs = zip(loop_us["log on"], loop_us["no log"], strict=True)
     added_us = median(on - off for on, off in pairs)
+    rate = written / seconds
     print_results(cost_us, rate, spreads, added_us)
     write_json(
         options.json,
         mode,
         (),
+        claims=[throughput("sustained records a second", written, seconds, rate)],
         record_us=asdict(cost_us),
         sustained_records_per_s=rate,
         loop_us={name: asdict(found) for name, found in spreads.items()},
@@ -129,8 +132,8 @@ def records_us(folder: Path, batches: int) -> list[float]:
     return taken_us
 
 
-def sustained(folder: Path) -> float:
-    """Records a second that reach the file when nothing else is done and none may be lost."""
+def sustained(folder: Path) -> tuple[int, float]:
+    """Records that reach the file, and in how many seconds; nothing else is done, none is lost."""
     log = _log(folder / "sustained.jsonl")
     began_ns = time.monotonic_ns()
     written = 0
@@ -138,11 +141,11 @@ def sustained(folder: Path) -> float:
         write(log, RING // 2)
         written += RING // 2
         log.flush()
-    rate = written / (time.monotonic_ns() - began_ns) * 1e9
+    seconds = (time.monotonic_ns() - began_ns) / 1e9
     log.close()
     if (lost := log.statistics().lost) > 0:
         raise SystemExit(f"{lost} records were lost though the ring was never full")
-    return rate
+    return written, seconds
 
 
 def write(log: TimestampLog, count: int) -> None:

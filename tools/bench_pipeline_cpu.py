@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from bare_pipeline import BareRun
 from bare_pipeline import measure as measure_bare
+from bench_claims import Claim, pipeline_gain, ratio
 from bench_runs import (
     Spread,
     Target,
@@ -136,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_rows(rows, oversleep)
     print_targets(targets)
     results: dict[str, Any] = {"rows": [asdict(r) | {"case": r.case._asdict()} for r in rows]}
-    write_json(options.json, mode, targets, oversleep_ms=asdict(oversleep), **results)
+    late = asdict(oversleep)
+    write_json(options.json, mode, targets, claims=claims_of(rows), oversleep_ms=late, **results)
     return 0
 
 
@@ -235,6 +237,21 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
             what = f"{case.name}, {row.threads}: period / largest stage"
             targets.append(Target(what, case.limit, row.ratio))
     return targets
+
+
+def claims_of(rows: Sequence[Row]) -> list[Claim]:
+    """Medians of ratios, claimed as ratios of medians: a row whose rounds disagree shows."""
+    claims = []
+    for row in rows:
+        what = f"{row.case.name}, {row.threads}"
+        stages = (row.stage0_ms, row.stage1_ms)
+        claims += [
+            ratio(f"{what}: period / largest stage", row.period_ms, max(stages), row.ratio),
+            ratio(f"{what}: ours / bare", row.period_ms, row.bare_period_ms, row.over_bare),
+        ]
+        gain = sum(stages) / max(row.period_ms, *stages)
+        claims.append(pipeline_gain(f"{what}: gain", [sum(stages)], [row.period_ms], gain))
+    return claims
 
 
 def print_rows(rows: Sequence[Row], oversleep: Spread) -> None:

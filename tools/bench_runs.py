@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 import torch
 import zmq
+from bench_claims import Claim, write_audited
 
 from ppstream.errors import ExitCode
 from ppstream.overlap import judge
@@ -55,23 +56,31 @@ class RankPair:
         folder: run logs and both ranks' output go here.
         config: as ``--config``.
         settings: as ``--set``, for both ranks.
+        environments: more variables of single ranks.
     """
 
-    def __init__(self, folder: Path, config: str, settings: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: str,
+        settings: Sequence[str],
+        *,
+        environments: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> None:
         self._folder = folder
         command = [sys.executable, "-m", "ppstream.serve", "--config", config]
         for setting in (f"log.root={folder}", *settings):
             command += ["--set", setting]
         self._outputs = [folder / f"rank{rank}.txt" for rank in range(2)]
         self.processes: list[subprocess.Popen[bytes]] = []
-        port = _free_port()
+        port = free_port()
         try:
             for rank, path in enumerate(self._outputs):
+                own = (environments or {}).get(rank, {})
+                environment = rank_environment(rank, port) | dict(own)
                 with path.open("w") as output:
                     self.processes.append(
-                        subprocess.Popen(
-                            command, env=_environment(rank, port), stdout=output, stderr=output
-                        )
+                        subprocess.Popen(command, env=environment, stdout=output, stderr=output)
                     )
         except BaseException:
             self._end()
@@ -214,16 +223,21 @@ def print_environment(mode: str) -> None:
     print(f"mode: {mode}\n")
 
 
-def write_json(path: Path | None, mode: str, targets: Sequence[Target], **results: Any) -> None:
-    """The results as JSON, when a path was given."""
-    if path is None:
-        return
+def write_json(
+    path: Path | None,
+    mode: str,
+    targets: Sequence[Target],
+    *,
+    claims: Sequence[Claim] = (),
+    **results: Any,
+) -> None:
+    """Audit the claims; then the results as JSON, when a path was given."""
     found = [asdict(target) | {"met": target.met} for target in targets]
     whole = {"environment": environment(), "mode": mode, "targets": found, **results}
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    write_audited(path, whole, claims)
 
 
-def _environment(rank: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, port: int) -> dict[str, str]:
     path = os.pathsep.join((*SOURCES, os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
     return os.environ | {
         "RANK": str(rank),
@@ -237,7 +251,7 @@ def _environment(rank: int, port: int) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

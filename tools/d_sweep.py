@@ -17,6 +17,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from bench_claims import Claim, ratio
 from bench_runs import (
     ending_cleanly,
     measure_bring_up,
@@ -78,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.json,
         mode,
         targets,
+        claims=claims_of(rows),
         rows=[*map(_row_dict, rows)],
         recommended=[_advice_dict(item) for item in advice],
     )
@@ -222,6 +224,19 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path)
     pyplot.close(figure)
     print(f"\nplot: {path}")
+
+
+def claims_of(rows: Sequence[Row]) -> list[Claim]:
+    """Each cell's period over the model's."""
+    return [
+        ratio(
+            f"{r.cell.stages} {r.cell.threads} D {r.cell.depth}: period / model's",
+            r.period_ms,
+            r.model_ms,
+            1 + r.gap,
+        )
+        for r in rows
+    ]
 
 
 def _row_dict(row: Row) -> dict[str, Any]:

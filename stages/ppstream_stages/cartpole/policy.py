@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
+from ppstream.attribution import block
 from ppstream.errors import ConfigError
 from ppstream.specs import TensorSpec
 from ppstream_stages.cartpole.layout import DIM, FORCE_MAX_N, HORIZON, STREAMS, WINDOW_STEPS
@@ -150,12 +151,15 @@ class CartPolePolicy:
         for row in range(window["state.values"].shape[0]):
             parts = (window[spec.name][row : row + 1].to(self._device) for spec in self.inputs)
             values, valid, age_s = parts
-            features = self._network.features(values, valid, age_s, self._seen)
-            forces, states = self._network(features)
-            proposals = (forces[:, 0] * FORCE_SCALE_N).clamp_(-FORCE_MAX_N, FORCE_MAX_N)
-            out["proposals"][row, :, :, 0] = proposals
-            out["actions"][row, :, 0] = proposals.mean(dim=0)
-            out["state"][row] = states[:, 0].mean(dim=0) * self._state_scale
+            with block("features"):
+                features = self._network.features(values, valid, age_s, self._seen)
+            with block("transformer"):
+                forces, states = self._network(features)
+            with block("proposals"):
+                proposals = (forces[:, 0] * FORCE_SCALE_N).clamp_(-FORCE_MAX_N, FORCE_MAX_N)
+                out["proposals"][row, :, :, 0] = proposals
+                out["actions"][row, :, 0] = proposals.mean(dim=0)
+                out["state"][row] = states[:, 0].mean(dim=0) * self._state_scale
 
 
 def build(config: Mapping[str, Any], device: torch.device) -> CartPolePolicy:

@@ -23,7 +23,8 @@ import numpy as np
 from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.durations import Durations
 from ppstream.errors import PpstreamError
-from ppstream.robot import ClientStatistics, RobotClient
+from ppstream.robot import RobotClient
+from ppstream.robot_statistics import ClientStatistics
 from ppstream_stages.cartpole.layout import ACTION, STREAMS
 from ppstream_stages.cartpole.physics import CartPole, Sample
 

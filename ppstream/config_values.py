@@ -1,0 +1,46 @@
+"""What values of a configuration are made of: bounded numbers, names and paths.
+
+What they mean stands in ``config.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+Interpolation = Literal["linear", "previous", "nearest", "slerp", "angle"]
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Text = Annotated[str, Meta(min_length=1)]
+Name = Annotated[  # fits the wire and a log's key
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9_/-]{1,64}\Z",
+        extra={"want": "1 to 64 letters, digits, '_', '-' or '/'"},
+    ),
+]
+Target = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z",
+        extra={"want": "'package.module:attr'"},
+    ),
+]
+Module = Annotated[
+    str,
+    Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", extra={"want": "'package.module'"}),
+]
+Device = Annotated[
+    str,
+    Meta(pattern=r"^(cpu|cuda(:\d{1,2})?)\Z", extra={"want": "'cpu' or 'cuda:<number>'"}),
+]
+PacingRule = Annotated[
+    str,
+    Meta(
+        pattern=r"^(sample(:.+)?|tick|free|saturated)\Z",
+        extra={"want": "one of sample, sample:<stream>, tick, free, saturated"},
+    ),
+]
+FilePath = Annotated[str, Meta(min_length=1, extra={"path": True})]  # made absolute when read

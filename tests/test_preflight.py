@@ -1,0 +1,29 @@
+from pipeline_in_process import small_config
+
+from ppstream.preflight import policy_problems
+from ppstream.specs import TensorSpec
+from ppstream.window import input_specs
+
+ACTIONS = TensorSpec("actions", (4, 2))
+VALUES = TensorSpec("state.values", (8, 5))
+
+
+def problems(inputs, outputs):
+    config = small_config()
+    return policy_problems(config, input_specs(config), inputs, outputs)
+
+
+def test_a_policy_that_fits_has_no_problem():
+    assert problems((VALUES,), (ACTIONS,)) == []
+
+
+def test_every_way_in_which_a_policy_does_not_fit_is_named_at_once():
+    found = problems(
+        (TensorSpec("state.value", (8, 5)), TensorSpec("state.values", (8, 6))),
+        (TensorSpec("actions", (4, 3)), TensorSpec("actions", (4, 3))),
+    )
+    text = "\n".join(found)
+    assert "reads 'state.value', which no window has (did you mean state.values?)" in text
+    assert "reads state.values [8, 6] float32, but streams and window make it" in text
+    assert "names an output twice" in text
+    assert "writes actions [4, 3] float32, but actions.horizon and actions.names want" in text

@@ -1,0 +1,157 @@
+"""The run-books keep up with the project: pages, commands, options, settings, quotes, metrics."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gil_report
+import pytest
+from golden_runs import simulate, stages
+from judging import judged
+from test_metrics import Watched
+
+from ppstream import config_file
+from ppstream.model import PipelineForm
+
+ROOT = Path(__file__).resolve().parent.parent
+BOOKS = ROOT / "runbooks"
+PAGES = sorted(BOOKS.glob("*.md"))
+LINES_MAX = 80
+WHOLE = {"measured.md", "README.md"}  # tables, not situations
+SMALL = str(Path(__file__).parent / "multirank/small.toml")
+FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:python|torchrun|tools/|--set)[^`]+)`")
+NUMBER = re.compile(r"-?\d[\d.]*")
+METRIC = re.compile(r"\bppstream_[a-z0-9_]+[a-z0-9]\b")
+GPU = re.compile(r"ppstream_gpu")
+#: Options stand in the tool, or in the module of ours that it calls.
+SOURCE = "".join(path.read_text() for path in sorted((ROOT / "ppstream").glob("*.py")))
+
+
+def ids(path: Path) -> str:
+    return path.stem
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Words of every command of ours, from blocks and from running text."""
+    text = page.read_text()
+    lines = [line for block in FENCE.findall(text) for line in _joined(block)]
+    for line in [*lines, *INLINE.findall(text)]:
+        if line.startswith(("·", "{", "  ")):
+            continue
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # text between backticks, not a command
+            continue
+        if words:
+            yield words
+
+
+def _joined(block: str) -> list[str]:
+    return block.replace("\\\n", " ").splitlines()
+
+
+def started(words: list[str]) -> tuple[str, list[str]] | None:
+    """The tool or module that a command starts, and its own options."""
+    for at, word in enumerate(words):
+        if word == "-m" and words[at + 1].startswith("ppstream"):
+            return words[at + 1], words[at + 2 :]
+        if word.startswith("tools/"):
+            return word, words[at + 1 :]
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_page_is_short_and_linked(page: Path) -> None:
+    assert page.name in WHOLE or len(page.read_text().splitlines()) <= LINES_MAX
+    assert page.name == "README.md" or f"]({page.name})" in (BOOKS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_page_and_file_it_names_is_there(page: Path) -> None:
+    text = page.read_text()
+    named = set(re.findall(r"\b([a-z-]+\.md)\b", text))
+    named = {BOOKS / name for name in named} | {
+        ROOT / name for name in re.findall(r"\b((?:runbooks|tools|tests)/[\w./-]+\.\w+)\b", text)
+    }
+    assert {str(path) for path in named if not path.exists()} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_option_it_shows_exists(page: Path) -> None:
+    unknown = []
+    for words in commands(page):
+        found = started(words)
+        if found is None:
+            continue
+        name, arguments = found
+        source = SOURCE + ((ROOT / name).read_text() if "/" in name else "")
+        options = {w.partition("=")[0] for w in arguments if w.startswith("--")} - {"--help"}
+        if not name.endswith(".sh"):  # it hands its own on
+            quoted = [(option, f'"{option}"', f'"{option[2:]}"') for option in options]
+            unknown += [(name, o) for o, a, b in quoted if a not in source and b not in source]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_setting_it_shows_is_accepted(page: Path) -> None:
+    for words in commands(page):
+        pairs = [after for word, after in pairwise(words) if word == "--set"]
+        if pairs:
+            config_file.read(SMALL, tuple(pairs))
+
+
+def test_quoted_sentences_are_what_the_report_says() -> None:
+    runs: list[dict[str, Any]] = [
+        {"form": PipelineForm("serial", "decode_first")},
+        {"form": PipelineForm("split", d_in=1)},
+        {"form": PipelineForm("split", d_in=6, d_out=6)},
+        {"times": stages(a=2, b=12, c=2)},
+        {"times": stages(5, 6, 6)},
+        {"times": stages(2, 5, 2, t_in=20)},
+    ]
+    said = {NUMBER.sub("#", s) for run in runs for s in judged(simulate(**run)).statements}
+    source = (ROOT / "ppstream/statements.py").read_text()
+    quoted = [
+        line.removeprefix("· ")
+        for page in PAGES
+        for block in FENCE.findall(page.read_text())
+        for line in block.splitlines()
+        if line.startswith("· ")
+    ]
+    assert len(quoted) > 10
+    unknown = [
+        q for q in quoted if NUMBER.sub("#", q) not in said and q.partition(":")[0] not in source
+    ]
+    live = "(A + x_in + B + x_out + C) / 2"  # of the live run in overhead-limited.md
+    assert [q for q in unknown if live not in q and "1.12 x max" not in q] == []
+
+
+def test_quoted_convoy_is_what_the_tool_says() -> None:
+    threads = gil_report.threads_of(ROOT / "tests/golden/pyspy-convoy.raw")
+    assert "\n".join(gil_report.lines(threads)) in (BOOKS / "gil-and-affinity.md").read_text()
+
+
+def test_every_metric_a_page_names_is_shown(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        watched = Watched(tmp_path, stack)
+        watched.run(10)
+        text = watched.get(0, "/metrics")[1] + watched.get(1, "/metrics")[1]
+    shown = set(METRIC.findall(text)) | {"ppstream_overlap_score"}
+    named = {name for page in PAGES for name in METRIC.findall(page.read_text())}
+    named -= {"ppstream_kernels", "ppstream_stages"}  # packages
+    missing = {n for n in named if not GPU.match(n) and not any(s.startswith(n) for s in shown)}
+    assert missing == set()
+    assert len(named) > 20
+
+
+def test_a_command_with_an_unknown_option_would_be_seen() -> None:
+    assert started(["python", "tools/d_sweep.py", "--nonsense"]) == (
+        "tools/d_sweep.py",
+        ["--nonsense"],
+    )
+    assert '"--nonsense"' not in (ROOT / "tools/d_sweep.py").read_text()

@@ -1,0 +1,39 @@
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from ppstream import config_file, serve
+from ppstream.errors import MEANINGS, ExitCode
+
+OLD_PYTHON = """
+import sys
+sys.modules["tomllib"] = None  # as in 3.10
+sys.version_info = (3, 10, 13, "final", 0)
+import ppstream.serve
+sys.exit(ppstream.serve.main([]))
+"""
+
+
+def test_an_old_python_is_told_at_once_which_one_it_needs():
+    ended = subprocess.run([sys.executable, "-c", OLD_PYTHON], capture_output=True, text=True)
+    assert ended.returncode == 11, ended.stderr
+    assert "this is Python 3.10, rank 0 and policy ranks need 3.11 or newer" in ended.stderr
+
+
+def test_a_missing_demo_extra_is_a_configuration_error_before_any_rank(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(serve, "find_spec", lambda name: (name != "mujoco" and found(name)) or None)
+    assert serve.main(["--config", "demo"]) == 11
+    assert "pip install 'ppstream[demo]'" in capsys.readouterr().err
+    assert serve.missing_packages(config_file.read("bench")) == []
+
+
+def test_help_has_every_exit_code_and_its_meaning(capsys):
+    with pytest.raises(SystemExit):
+        serve.main(["--help"])
+    text = capsys.readouterr().out
+    for code in ExitCode:
+        assert f"{int(code):3d}  {code.name}" in text
+        assert MEANINGS[code] in text
