@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # behind an installation
 
 from ppstream.claims import audit_claims
 
 Claim = dict[str, Any]
+Round = TypeVar("Round")
 
 
 class Timed(NamedTuple):
@@ -40,10 +40,15 @@ def throughput(what: str, items: float, seconds: float, claimed: float) -> Claim
     return _claim("throughput", what, claimed, items=items, seconds=seconds)
 
 
-def median_rate(what: str, rounds: Sequence[Timed]) -> Claim:
-    """The median round's rate, against all items over all their time."""
-    items, seconds = (sum(column) for column in zip(*rounds, strict=True))
-    return throughput(what, items, seconds, median(each.rate for each in rounds))
+def median_round(rounds: Sequence[Round], figure: Callable[[Round], float]) -> Round:
+    """The round whose ``figure`` is ``statistics.median_low`` of all rounds' figures."""
+    return sorted(rounds, key=figure)[(len(rounds) - 1) // 2]
+
+
+def median_rate(what: str, rounds: Sequence[Timed], claimed: float) -> Claim:
+    """``claimed`` is the median rate of an odd number of rounds: that round made it."""
+    items, seconds = median_round(rounds, lambda each: each.rate)
+    return throughput(what, items, seconds, claimed)
 
 
 def bandwidth(what: str, moved_bytes: float, seconds: float, claimed: float) -> Claim:
@@ -56,6 +61,10 @@ def pipeline_gain(
 ) -> Claim:
     """Stages beside each other cost their maximum: ``claimed`` is old maximum over new."""
     return _claim("pipeline_gain", what, claimed, before=list(before), after=list(after))
+
+
+def product(what: str, factors: Sequence[float], claimed: float) -> Claim:
+    return _claim("product", what, claimed, factors=list(factors))
 
 
 def shares(what: str, parts: Sequence[float]) -> Claim:

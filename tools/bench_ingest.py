@@ -70,7 +70,8 @@ def main() -> int:
     for row in rows:
         numbers = " ".join(f"{row[name]:12,.1f}" for name in ("p50", "p99", "worst"))
         print(f"{row['what']:40} {numbers} {row['unit']}, n = {row['n']}")
-    claims = [median_rate(f"socket to ring, {size} a message", f) for size, f in floods.items()]
+    pairs = zip(flood_rows, floods.values(), strict=True)
+    claims = [median_rate(row["what"], rounds, row["p50"]) for row, rounds in pairs]
     write_audited(arguments.json, {"hardware": machine, "rows": rows}, claims)
     return 0
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from bench_claims import Claim, bandwidth, ratio
 from bench_runs import (
     Target,
     free_port,
@@ -72,8 +73,21 @@ def main() -> int:
         if row["link"] == "peer"
     ]
     print_targets(targets)
-    write_json(arguments.json, "queued", targets, rows=rows)
+    write_json(arguments.json, "queued", targets, claims=claims_of(rows), rows=rows)
     return max(codes)
+
+
+def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Bytes a second at the median one way, and the CPU time of one message."""
+    claims = []
+    for row in rows:
+        what, size = f"{row['link']}, {row['size']}", SIZES[row["size"]]
+        cpu_us = row["cpu_s"] * 1e6
+        claims += [
+            bandwidth(f"{what}: one way", size, row["p50_us"] / 1e6, row["gb_s"] * 1e9),
+            ratio(f"{what}: CPU us per message", cpu_us, row["messages"], row["cpu_us"]),
+        ]
+    return claims
 
 
 def child(links: list[str], output: Path) -> int:
@@ -89,23 +103,27 @@ def child(links: list[str], output: Path) -> int:
     cuda_start.start(device)
     rows: list[dict[str, Any]] = []
     if is_front:
-        print(f"{'link':7} {'size':>6} {'p50 us':>8} {'min':>8} {'max':>8} {'CPU us':>7}")
+        print(
+            f"{'link':7} {'size':>6} {'p50 us':>8} {'min':>8} {'max':>8} {'GB/s':>7} {'CPU us':>7}"
+        )
     for name, size in SIZES.items():
         for kind in links:
             here = _store_of(store, f"{kind}/{size}")
             side = FRONT if is_front else BACK
             link = open_device(kind, side, here, _shape(size), device)
             trips = min(TRIPS, max(10, (1 << 30) // size))
-            one_way_us, cpu_us = throw(link, here, trips, is_front=is_front)
+            one_way_us, cpu_s = throw(link, here, trips, is_front=is_front)
             link.close()
             if is_front:
                 one_way_us.sort()
-                row = {"link": kind, "size": name, "p50_us": one_way_us[len(one_way_us) // 2]}
-                row |= {"min_us": one_way_us[0], "max_us": one_way_us[-1], "cpu_us": cpu_us}
+                p50_us = one_way_us[len(one_way_us) // 2]
+                row: dict[str, Any] = {"link": kind, "size": name, "p50_us": p50_us}
+                row |= {"min_us": one_way_us[0], "max_us": one_way_us[-1]}
+                row |= costs_of(size, p50_us, cpu_s, ROUNDS * trips)
                 rows.append(row)
                 print(
                     f"{kind:7} {name:>6} {row['p50_us']:8.2f} {row['min_us']:8.2f}"
-                    f" {row['max_us']:8.2f} {cpu_us:7.2f}",
+                    f" {row['max_us']:8.2f} {row['gb_s']:7.2f} {row['cpu_us']:7.2f}",
                     flush=True,
                 )
     if is_front:
@@ -117,8 +135,18 @@ def child(links: list[str], output: Path) -> int:
     os._exit(0)
 
 
+def costs_of(size: int, one_way_us: float, cpu_s: float, messages: int) -> dict[str, float]:
+    """Gigabytes a second one way; CPU time of all messages, and of one."""
+    return {
+        "gb_s": size / one_way_us / 1e3,
+        "cpu_s": cpu_s,
+        "messages": messages,
+        "cpu_us": cpu_s * 1e6 / messages,
+    }
+
+
 def throw(link: Any, store: Any, trips: int, *, is_front: bool) -> tuple[list[float], float]:
-    """One way in µs, by round, and CPU in µs per message."""
+    """One way in µs, by round, and this process's CPU time of all rounds in s."""
     from ppstream.memops import Event
 
     events = [Event() for _ in range(trips + 1)]
@@ -146,7 +174,7 @@ def throw(link: Any, store: Any, trips: int, *, is_front: bool) -> tuple[list[fl
             # the first trip waits until the other end has queued its part
             span_ns = events[trips].ns_since(events[1])
             one_way_us.append(span_ns / (trips - 1) / 2e3)
-    return one_way_us, cpu_ns / (ROUNDS * trips) / 1e3
+    return one_way_us, cpu_ns / 1e9
 
 
 def _shape(size: int) -> Any:

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import torch
+from bench_claims import Claim, ratio
 from bench_runs import ending_cleanly, print_environment, spread, write_json
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
@@ -95,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.json,
         mode,
         (),
+        claims=claims_of(blocks, added_us, options.block),
         blocks_us={name: asdict(found) for name, found in spreads.items()},
         added_us=added_us,
         scrape_ms=asdict(scrape),
@@ -103,8 +105,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def added(blocks: dict[str, list[float]], clock: str) -> float:
+    return median(differences(blocks, clock))
+
+
+def differences(blocks: dict[str, list[float]], clock: str) -> list[float]:
+    """On less off of each pair of blocks, in µs an envelope."""
     pairs = zip(blocks[f"{clock}, on"], blocks[f"{clock}, off"], strict=True)
-    return median(on - off for on, off in pairs)
+    return [on - off for on, off in pairs]
+
+
+def claims_of(
+    blocks: dict[str, list[float]], added_us: dict[str, float], envelopes: int
+) -> list[Claim]:
+    """What the median pair of blocks took more, over its envelopes; of two, both together."""
+    claims = []
+    for clock, claimed in added_us.items():
+        ordered = sorted(differences(blocks, clock))
+        middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+        more_us = sum(difference * envelopes for difference in middle)
+        what = f"{clock} that watching adds to an envelope, us"
+        claims.append(ratio(what, more_us, len(middle) * envelopes, claimed))
+    return claims
 
 
 def measure(

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from bench_claims import Claim, ratio, shares
 from bench_runs import (
     Target,
     free_port,
@@ -108,7 +109,7 @@ def parent(results: Path | None, mode: str) -> int:
         print(f"a rank ended early: exit codes {codes}")
     targets = targets_of(rows)
     print_targets(targets)
-    write_json(results, mode, targets, cells=rows)
+    write_json(results, mode, targets, claims=claims_of(rows), cells=rows)
     return max(abs(code) for code in codes)
 
 
@@ -155,6 +156,21 @@ def targets_of(rows: list[dict[str, Any]]) -> list[Any]:
             targets.append(Target(f"{name}: p99 / p50 of the period", 1.05, spread))
         targets.append(Target(f"{name}: CPU us per envelope, rank 0", CPU_US, row["cpu_us"][0]))
     return targets
+
+
+def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Each cell's strict ratio, and that what is over makes up the period."""
+    claims = []
+    for row in rows:
+        cell, slowest_us, period_us = row["cell"], max(row["alone_us"]), row["period_us"]
+        name = f"{cell['name']} {cell['a_us']:g}/{cell['b_us']:g} µs, {cell['rows']} rows, "
+        name += f"D {cell['depth']}, {cell['link']}, credit {cell['credit']}"
+        parts = [slowest_us / period_us, row["overhead_us"] / period_us]
+        claims += [
+            ratio(f"{name}: period / slowest alone", period_us, slowest_us, row["strict"]),
+            shares(f"{name}: slowest alone and what is over", parts),
+        ]
+    return claims
 
 
 def _or_na(value: float | None) -> str:

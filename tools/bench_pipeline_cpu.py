@@ -3,7 +3,8 @@
 Two simulated stages of X ms (stage 0 half in A and half in C), sleeping; D_in = D_out = 2, host
 link, time-stamp log on; also 8.6 MB per envelope, and stages without work. Period and stages are
 those of the run's own log; the bare pipeline of ``bare_pipeline.py`` runs in between. Medians over
-interleaved rounds. What ``time.sleep`` oversleeps is part of a stage and shown.
+interleaved rounds; ratios are taken within a round. What ``time.sleep`` oversleeps is part of a
+stage and shown.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Any, Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from bare_pipeline import BareRun
 from bare_pipeline import measure as measure_bare
-from bench_claims import Claim, pipeline_gain, ratio
+from bench_claims import Claim, median_round, pipeline_gain, ratio
 from bench_runs import (
     Spread,
     Target,
@@ -91,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians over the rounds. ``bare_ratio`` and ``over_bare`` compare within a round."""
+    """Medians over the rounds; a ratio is that of the round whose ratio is the median."""
 
     case: Case
     threads: str
@@ -106,7 +107,10 @@ class Row:
     bare_ratio: float
     bare_sleep_ratio: float | None
     over_bare: float  # period / the bare pipeline's
+    gain: float  # what both stages take together / period, in the round of ``ratio``
     periods_ms: Spread
+    ratio_ms: tuple[float, float, float]  # period, stage0, stage1 in the round of ``ratio``
+    over_bare_ms: tuple[float, float]  # ours and theirs in the round of ``over_bare``
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -201,12 +205,13 @@ def measure_oversleep() -> list[float]:
 def summary(
     case: Case, threads: str, runs: Sequence[Run], bare: Sequence[BareRun], oversleep_ms: float
 ) -> Row:
-    """Medians over the rounds; ratios are taken within a round, then their median."""
+    """Medians over the rounds; ratios are taken within a round, then the (lower) median."""
     # stage 0 sleeps twice, B once; split, A and C sleep side by side and B's is the longest
     sleeps_ms = case.stage_ms + oversleep_ms * (2 if threads == "serial" else 1)
     bare_sleeps_ms = case.stage_ms + 2 * oversleep_ms
     sleeping = case.stage_ms > 0
-    pairs = list(zip(runs, bare, strict=True))
+    pairs = [(ours.period_ms, theirs.period_ms) for ours, theirs in zip(runs, bare, strict=True)]
+    typical = median_round(runs, lambda run: run.period_ms / run.max_stage_ms)
     return Row(
         case=case,
         threads=threads,
@@ -215,13 +220,16 @@ def summary(
         stage0_ms=median(run.stage0_ms for run in runs),
         stage1_ms=median(run.stage1_ms for run in runs),
         link_ms=median(run.link_ms for run in runs),
-        ratio=median(run.period_ms / run.max_stage_ms for run in runs),
+        ratio=median_low([run.period_ms / run.max_stage_ms for run in runs]),
         sleep_ratio=median(run.period_ms / sleeps_ms for run in runs) if sleeping else None,
         bare_period_ms=median(run.period_ms for run in bare),
         bare_ratio=median(run.period_ms / run.max_stage_ms for run in bare),
         bare_sleep_ratio=median(r.period_ms / bare_sleeps_ms for r in bare) if sleeping else None,
-        over_bare=median(ours.period_ms / theirs.period_ms for ours, theirs in pairs),
+        over_bare=median_low([ours_ms / theirs_ms for ours_ms, theirs_ms in pairs]),
+        gain=(typical.stage0_ms + typical.stage1_ms) / typical.period_ms,
         periods_ms=spread([period for run in runs for period in run.periods_ms]),
+        ratio_ms=(typical.period_ms, typical.stage0_ms, typical.stage1_ms),
+        over_bare_ms=median_round(pairs, lambda pair: pair[0] / pair[1]),
     )
 
 
@@ -240,24 +248,23 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
 
 
 def claims_of(rows: Sequence[Row]) -> list[Claim]:
-    """Medians of ratios, claimed as ratios of medians: a row whose rounds disagree shows."""
+    """Each ratio from the numbers of the one round whose ratio is the median."""
     claims = []
     for row in rows:
         what = f"{row.case.name}, {row.threads}"
-        stages = (row.stage0_ms, row.stage1_ms)
+        period_ms, *stages_ms = row.ratio_ms
         claims += [
-            ratio(f"{what}: period / largest stage", row.period_ms, max(stages), row.ratio),
-            ratio(f"{what}: ours / bare", row.period_ms, row.bare_period_ms, row.over_bare),
+            ratio(f"{what}: period / largest stage", period_ms, max(stages_ms), row.ratio),
+            ratio(f"{what}: ours / bare", *row.over_bare_ms, row.over_bare),
+            pipeline_gain(f"{what}: gain", [sum(stages_ms)], [period_ms], row.gain),
         ]
-        gain = sum(stages) / max(row.period_ms, *stages)
-        claims.append(pipeline_gain(f"{what}: gain", [sum(stages)], [row.period_ms], gain))
     return claims
 
 
 def print_rows(rows: Sequence[Row], oversleep: Spread) -> None:
     print(
         f"\n{'stages':13} {'threads':7} {'period':>8} {'p50':>8} {'p99':>8} {'max':>8} {'n':>6}"
-        f" {'stage0':>8} {'stage1':>8} {'link':>7} {'P/max':>6} {'P/sleep':>7} | bare"
+        f" {'stage0':>8} {'stage1':>8} {'link':>7} {'P/max':>6} {'gain':>5} {'P/sleep':>7} | bare"
         f" {'period':>8} {'P/max':>6} {'P/sleep':>7} | ours/bare"
     )
     for row in rows:
@@ -265,12 +272,13 @@ def print_rows(rows: Sequence[Row], oversleep: Spread) -> None:
         print(
             f"{row.case.name:13} {row.threads:7} {row.period_ms:8.3f} {p.p50:8.3f} {p.p99:8.3f}"
             f" {p.max:8.3f} {p.n:6} {row.stage0_ms:8.3f} {row.stage1_ms:8.3f} {row.link_ms:7.3f}"
-            f" {row.ratio:6.3f} {_or_na(row.sleep_ratio)} | {row.bare_period_ms:13.3f}"
+            f" {row.ratio:6.3f} {row.gain:5.2f} {_or_na(row.sleep_ratio)}"
+            f" | {row.bare_period_ms:13.3f}"
             f" {row.bare_ratio:6.3f} {_or_na(row.bare_sleep_ratio)} | {row.over_bare:9.3f}"
         )
     print(
-        "times in ms; stage0, stage1: busiest resource of each rank as it timed itself; P/sleep: "
-        "over the stage's sleeps alone\n"
+        "times in ms; stage0, stage1: busiest resource of each rank as it timed itself; gain: both "
+        "over the period; P/sleep: over the stage's sleeps alone\n"
         f"a sleep of {SLEEP_MS:g} ms is late by {oversleep.mean:.3f} on average, p50 "
         f"{oversleep.p50:.3f}, p99 {oversleep.p99:.3f}, max {oversleep.max:.3f} (n {oversleep.n})"
     )

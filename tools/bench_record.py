@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import msgspec
 import numpy as np
 import torch
+from bench_claims import Claim, bandwidth, ratio, throughput
 from bench_runs import Target, ending_cleanly, print_environment, print_targets, write_json
 
 from ppstream import config_file
@@ -59,6 +60,10 @@ class Cost:
     samples_per_s: float
     dropped: int
     mb_per_s: float
+    lasted_s: float
+    recorder_s: float  # of CPU time
+    samples: int
+    recorded_bytes: int
 
 
 class Turn(NamedTuple):
@@ -98,8 +103,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     targets = [Target("recorder's thread, share of a core", RECORDER_CPU, costs["on"].recorder_cpu)]
     print_targets(targets)
     results = {what: msgspec.to_builtins(cost) for what, cost in costs.items()}
-    write_json(options.json, mode, targets, costs=results)
+    write_json(options.json, mode, targets, claims=claims_of(costs), costs=results)
     return 0
+
+
+def claims_of(costs: dict[str, Cost]) -> list[Claim]:
+    """Rates and the recorder's share of a core, from the block's own counts and time."""
+    claims = []
+    for what, cost in costs.items():
+        claims.append(
+            throughput(f"{what}: samples/s", cost.samples, cost.lasted_s, cost.samples_per_s)
+        )
+        if cost.recorder_s:
+            name = f"{what}: recorder's thread, share of a core"
+            claims.append(ratio(name, cost.recorder_s, cost.lasted_s, cost.recorder_cpu))
+        if cost.recorded_bytes:
+            per_s = cost.mb_per_s * 1e6
+            claims.append(bandwidth(f"{what}: file", cost.recorded_bytes, cost.lasted_s, per_s))
+    return claims
 
 
 def block(path: Path | None, seconds: float, *, single: bool) -> Cost:
@@ -136,6 +157,10 @@ def block(path: Path | None, seconds: float, *, single: bool) -> Cost:
         samples / lasted_s,
         dropped,
         size / 1e6 / lasted_s,
+        lasted_s,
+        spent_ns / NS_PER_S,
+        samples,
+        size,
     )
 
 

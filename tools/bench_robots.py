@@ -15,12 +15,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bench_control_loop
 import numpy as np
+from bench_claims import Claim, ratio, shares
 from bench_latency import NAMES, STATE_DIM, rank_settings, wait_ready
 from bench_runs import (
     RankPair,
@@ -35,6 +36,7 @@ from bench_runs import (
 from robot_faults import LEASE_MS, RATE_HZ, SafeTime, measure_faults
 
 from ppstream.clock import now_ns
+from ppstream.control_loop import LoopStatistics
 from ppstream.messages import ActionChunk
 from ppstream.robot import RobotClient
 
@@ -59,12 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_environment(mode)
     results: dict[str, object] = {}
     targets: list[Target] = []
+    claims: list[Claim] = []
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
         folder = Path(name)
         if "latency" in options.parts:
             found = {n: latency(folder, n, options.seconds) for n in options.robots}
             print_latency(found)
-            results["latency_ms"] = {str(n): asdict(row) for n, row in found.items()}
+            claims += latency_claims(found)
+            results["latency_ms"] = {
+                str(n): asdict(row.taken_ms) | {"answered": row.answered, "asked": row.asked}
+                for n, row in found.items()
+            }
         if "faults" in options.parts:
             faults, recovery_ms = measure_faults(folder)
             targets += print_faults(faults, recovery_ms)
@@ -72,13 +79,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             results["recovery_ms"] = recovery_ms
         if "lateness" in options.parts:
             print()
-            targets += lateness(folder / "late", results)
+            targets += lateness(folder / "late", results, claims)
     print_targets(targets)
-    write_json(options.json, mode, targets, **results)
+    write_json(options.json, mode, targets, claims=claims, **results)
     return 0
 
 
 # ---- latency by the number of robots ------------------------------------------------------------
+
+
+class Latency(NamedTuple):
+    """Of all robots together; what a newer window overtook is asked and not answered."""
+
+    taken_ms: Spread
+    answered: int
+    asked: int
+
+    @property
+    def answered_share(self) -> float:
+        return self.answered / self.asked
 
 
 class Asker:
@@ -103,8 +122,8 @@ class Asker:
         self.taken_ms.append((now_ns() - chunk.window_end_ns) / 1e6)
 
 
-def latency(folder: Path, robots: int, seconds: float) -> Spread:
-    """Observation to action over all robots, in ms; what a newer window overtook has none."""
+def latency(folder: Path, robots: int, seconds: float) -> Latency:
+    """Observation to action over all robots."""
     folder = folder / f"robots-{robots}"
     folder.mkdir()
     endpoint = f"ipc://{folder}/robots"
@@ -122,7 +141,11 @@ def latency(folder: Path, robots: int, seconds: float) -> Spread:
         finally:
             for asker in askers:
                 asker.client.close()
-    return spread([taken for asker in askers for taken in asker.taken_ms[WARM:]])
+    return Latency(
+        spread([taken for asker in askers for taken in asker.taken_ms[WARM:]]),
+        sum(len(asker.taken_ms) for asker in askers),
+        sum(asker.asked for asker in askers),
+    )
 
 
 def _tick(askers: Sequence[Asker], seconds: float) -> None:
@@ -138,11 +161,21 @@ def _tick(askers: Sequence[Asker], seconds: float) -> None:
     time.sleep(0.2)  # the last answers
 
 
-def print_latency(found: dict[int, Spread]) -> None:
-    print(f"{'observation to action, ms':28} {'p50':>8} {'p99':>8} {'max':>8} {'n':>6}")
+def print_latency(found: dict[int, Latency]) -> None:
+    columns = f"{'p50':>8} {'p99':>8} {'max':>8} {'n':>6} {'answered':>8}"
+    print(f"{'observation to action, ms':28} {columns}")
     for robots, row in found.items():
-        name = f"{robots} robot{'s' * (robots > 1)}, {ROBOT_HZ:g} Hz each"
-        print(f"{name:28} {row.p50:8.2f} {row.p99:8.2f} {row.max:8.2f} {row.n:6}")
+        name, ms = f"{robots} robot{'s' * (robots > 1)}, {ROBOT_HZ:g} Hz each", row.taken_ms
+        numbers = f"{ms.p50:8.2f} {ms.p99:8.2f} {ms.max:8.2f} {ms.n:6}"
+        print(f"{name:28} {numbers} {row.answered_share:8.1%}")
+
+
+def latency_claims(found: dict[int, Latency]) -> list[Claim]:
+    """Of what was asked, how much was answered."""
+    return [
+        ratio(f"{robots} robots: answered", row.answered, row.asked, row.answered_share)
+        for robots, row in found.items()
+    ]
 
 
 # ---- faults and lateness ------------------------------------------------------------------------
@@ -163,8 +196,11 @@ def print_faults(faults: Sequence[SafeTime], recovery_ms: dict[str, float]) -> l
     return [*targets, Target("oldest action executed, ms", LEASE_MS, oldest_ms)]
 
 
-def lateness(folder: Path, results: dict[str, object]) -> list[Target]:
-    """Of a control loop's ticks, and of bare clock loops beside it and in turn with it."""
+def lateness(folder: Path, results: dict[str, object], claims: list[Claim]) -> list[Target]:
+    """Of a control loop's ticks, and of bare clock loops beside it and in turn with it.
+
+    Results and claims are added to those given.
+    """
     folder.mkdir()
     bare_ms, beside_ms, loop = bench_control_loop.measure(folder, bench_control_loop.TICKS, 1)
     rows = bench_control_loop.rows_of(bare_ms, beside_ms, loop)
@@ -173,7 +209,14 @@ def lateness(folder: Path, results: dict[str, object]) -> list[Target]:
     print(f"histogram: {shown}")
     print(f"{loop.collections} collections between ticks")
     results["lateness_ms"] = {way: row._asdict() for way, row in rows.items()}
+    claims += [*bench_control_loop.claims_of(rows), histogram_claim(loop)]
     return bench_control_loop.targets_of(rows)
+
+
+def histogram_claim(loop: LoopStatistics) -> Claim:
+    """The histogram's bins hold every tick whose lateness was counted."""
+    parts = [found.n / loop.lateness.count for found in loop.histogram]
+    return shares("histogram of the ticks' lateness", parts)
 
 
 def _us(upto_ns: int | None) -> str:

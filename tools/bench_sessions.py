@@ -21,12 +21,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 from bare_zmq import ACTION_DIM, STATE_DIM
+from bench_claims import Claim, shares
 from bench_latency import NAMES, READY_LIMIT_S, US, rank_settings
 from bench_runs import RankPair, Spread, ending_cleanly, print_environment, spread, write_json
 
@@ -38,6 +39,15 @@ CASES: Final = ("all well", "one frozen", "one killed", "one floods")
 RATE_HZ: Final = 20.0
 SETTLE_S: Final = 1.0
 BAD: Final = "bad"
+
+
+class Served(NamedTuple):
+    """One case: all robots' waits, the p99 of the one that fared worst, and what came of it all."""
+
+    waits_us: Spread
+    worst_p99_us: float
+    unanswered: int
+    pushed: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,21 +65,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = " ".join(f"{name:>8}" for name in ("p50", "p99", "max"))
     print(f"\n{'observation to action, us':28} {columns} {'n':>6} {'worst p99':>10} {'lost':>5}")
     found: dict[str, dict[str, Any]] = {}
+    claims: list[Claim] = []
     with ending_cleanly():
         for count in options.robots:
-            for case, (all_robots, worst_us, lost) in measure(count, options).items():
+            for case, served in measure(count, options).items():
                 name = f"{count} robots, {case}"
-                found[name] = asdict(all_robots) | {"worst_robot_p99": worst_us, "unanswered": lost}
-                numbers = " ".join(
-                    f"{value:8.0f}" for value in (all_robots.p50, all_robots.p99, all_robots.max)
-                )
-                print(f"{name:28} {numbers} {all_robots.n:6} {worst_us:10.0f} {lost:5}", flush=True)
-    write_json(options.json, mode, [], observation_to_action_us=found)
+                claims.append(answered(name, served))
+                found[name] = asdict(served.waits_us) | {
+                    "worst_robot_p99": served.worst_p99_us,
+                    "unanswered": served.unanswered,
+                    "pushed": served.pushed,
+                }
+                print_case(name, served)
+    write_json(options.json, mode, [], claims=claims, observation_to_action_us=found)
     return 0
 
 
-def measure(count: int, options: argparse.Namespace) -> dict[str, tuple[Spread, float, int]]:
-    """By case: all robots' waits, the worst robot's p99, and how many samples had no answer."""
+def print_case(name: str, served: Served) -> None:
+    waits_us, worst_us, lost, _ = served
+    numbers = " ".join(f"{value:8.0f}" for value in (waits_us.p50, waits_us.p99, waits_us.max))
+    print(f"{name:28} {numbers} {waits_us.n:6} {worst_us:10.0f} {lost:5}", flush=True)
+
+
+def answered(name: str, served: Served) -> Claim:
+    """Every pushed sample was answered or is counted as lost."""
+    counts = (served.waits_us.n, served.unanswered)
+    return shares(f"{name}: answered and lost", [count / served.pushed for count in counts])
+
+
+def measure(count: int, options: argparse.Namespace) -> dict[str, Served]:
+    """What each case gave."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
         endpoint = f"ipc://{name}/robots"
@@ -107,30 +132,34 @@ class Fleet:
             if time.monotonic() > deadline or any(p.poll() is not None for p in ranks.processes):
                 raise SystemExit(f"the run did not become ready:\n{ranks.output()}")
 
-    def measure(self, rate_hz: float, seconds: float) -> tuple[Spread, float, int]:
+    def measure(self, rate_hz: float, seconds: float) -> Served:
         self._push(rate_hz, SETTLE_S)
         for waits_us, asked in zip(self._waits_us, self._asked, strict=True):
             waits_us.clear()
             asked.clear()
-        self._push(rate_hz, seconds)
+        pushed = self._push(rate_hz, seconds)
         time.sleep(SETTLE_S / 2)
         waits = [[*each] for each in self._waits_us]
         unanswered = sum(len(asked) for asked in self._asked)
         worst_us = max(spread(each).p99 for each in waits if each)
-        return spread([wait for each in waits for wait in each]), worst_us, unanswered
+        return Served(
+            spread([wait for each in waits for wait in each]), worst_us, unanswered, pushed
+        )
 
-    def _push(self, rate_hz: float, seconds: float) -> None:
-        """Each robot in its turn, evenly spread over the period, at absolute times."""
+    def _push(self, rate_hz: float, seconds: float) -> int:
+        """Each robot in its turn, evenly spread over the period, at absolute times; how often."""
         step_ns = round(1e9 / rate_hz / len(self.clients))
         state = np.linspace(-0.5, 0.5, STATE_DIM, dtype=np.float32)
         due_ns = time.monotonic_ns()
-        for turn in range(round(seconds * rate_hz * len(self.clients))):
+        turns = round(seconds * rate_hz * len(self.clients))
+        for turn in range(turns):
             time.sleep(max(0, due_ns - time.monotonic_ns()) / 1e9)
             number = turn % len(self.clients)
             stamp_ns = time.monotonic_ns()
             self._asked[number][stamp_ns] = stamp_ns
             self.clients[number].push("state", stamp_ns, state)
             due_ns += step_ns
+        return turns
 
     def _client(self, endpoint: str, number: int) -> RobotClient:
         def arrived(chunk: ActionChunk) -> None:

@@ -20,7 +20,6 @@ slows does not count, and overlapping work counts once.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -30,12 +29,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from bench_claims import Claim, ratio, shares, write_audited
+from workload_policies import ACTIONS, Policy, mlp, transformer
 
 from ppstream.config import (
     ActionConfig,
@@ -49,7 +50,7 @@ from ppstream.device_window import DeviceWindow
 from ppstream.policy_graph import GraphedPolicy
 from ppstream.ring import RowInput
 from ppstream.ring_bank import RingBank
-from ppstream.specs import SlotLayout, TensorSpec
+from ppstream.specs import SlotLayout
 from ppstream_kernels import ResamplePlan, StreamSource
 
 BATCH, SAMPLES, STEPS = 32, 500, 250
@@ -64,34 +65,6 @@ DEVICE = torch.device("cuda", 0)
 OUR_KERNELS = ("resample", "begin", "scatter")
 
 Step = Callable[[], object]
-
-
-class Policy:
-    """A network as the runtime calls it: float32 window in, actions out."""
-
-    inputs = (TensorSpec("state.values", (STEPS, WIDTH)),)
-    outputs = (TensorSpec("actions", (STEPS, 7)),)
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network = network.to(DEVICE, torch.bfloat16).eval()
-
-    def reset(self, rows: Tensor) -> None: ...
-
-    @torch.inference_mode()
-    def __call__(self, window: Any, out: Any) -> None:
-        out["actions"].copy_(self.network(window["state.values"].bfloat16()))
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(WIDTH, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 7)
-    )
-
-
-def transformer() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True, norm_first=True)
-    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-    return nn.Sequential(nn.Linear(WIDTH, 512), encoder, nn.Linear(512, 7))
 
 
 class Runtime:
@@ -212,7 +185,7 @@ def wall_us(step: Step, repeats: int) -> float:
 def measure(name: str, policy: Any, repeats: int) -> dict[str, float]:
     """One row: the whole step, and A's share of it."""
     runtime = Runtime()
-    out = {"actions": torch.zeros(BATCH, STEPS, 7, device=DEVICE)}
+    out = {"actions": torch.zeros(BATCH, STEPS, ACTIONS, device=DEVICE)}
 
     def step() -> None:
         runtime.copy_in()
@@ -250,6 +223,7 @@ def measure(name: str, policy: Any, repeats: int) -> dict[str, float]:
         "share": a_us / everything_us,
         "share_of_step": a_us / float(p50),
         "preprocessing_share": (a_us + copies_us) / everything_us,
+        "gpu_us": totals["union"],
         "busy": totals["union"] / float(p50),
         "policy_wall_us": policy_wall_us,
     }
@@ -278,7 +252,7 @@ def main() -> None:
     torch.manual_seed(0)
     rows: dict[str, Any] = {}
     for name, network in (("mlp", mlp), ("transformer", transformer)):
-        policy = Policy(network())
+        policy = Policy(network(WIDTH), STEPS, WIDTH, DEVICE)
         rows[f"{name}, eager"] = measure(f"runtime, {name}, eager", policy, repeats)
         graphed = GraphedPolicy(policy)
         rows[f"{name}, graphs"] = measure(f"runtime, {name}, graphs", graphed, repeats)
@@ -287,10 +261,29 @@ def main() -> None:
     for name in ("mlp", "transformer"):
         policy_us = rows[f"{name}, eager"]["policy_us"]
         share = bare_us / (bare_us + policy_us)
-        rows[f"{name}, kernel"] = {"a_us": bare_us, "share": share}
+        rows[f"{name}, kernel"] = {"a_us": bare_us, "policy_us": policy_us, "share": share}
         print(f"kernel,  {name:18} A {bare_us:5.2f} µs of bfloat16   A's share {share:6.2%}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    write_audited(arguments.json, {"about": about, "rows": rows}, claims_of(rows))
+
+
+def claims_of(rows: dict[str, Any]) -> list[Claim]:
+    """Every printed share from the GPU's times and the step's that stand in its row."""
+    claims = []
+    for name, row in rows.items():
+        parts_us = [row[part] for part in ("a_us", "copy_in_us", "policy_us") if part in row]
+        all_us = sum(parts_us)
+        claims.append(ratio(f"{name}: A's share", row["a_us"], all_us, row["share"]))
+        if "copy_in_us" not in row:  # the bare kernel beside a policy
+            continue
+        prepared_us, step_us = row["a_us"] + row["copy_in_us"], row["step_p50_us"]
+        others = [us / all_us for us in parts_us[1:]]
+        claims += [
+            shares(f"{name}: A, copy in, policy", [row["share"], *others]),
+            ratio(f"{name}: with copy in", prepared_us, all_us, row["preprocessing_share"]),
+            ratio(f"{name}: of the step", row["a_us"], step_us, row["share_of_step"]),
+            ratio(f"{name}: busy", row["gpu_us"], step_us, row["busy"]),
+        ]
+    return claims
 
 
 if __name__ == "__main__":
