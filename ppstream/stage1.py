@@ -188,12 +188,11 @@ class Stage1:
         residence_ns = now_ns() - complete_ns
         stamps = (tb0, tb1, tb1 - tb0, 0, wait_ns, 0, idle_ns, residence_ns, busy_ns)
         result.header[BEHIND_LINK] = (epoch, seq, failed, *stamps)
-        replying_ns = now_ns()
         self.link.reply(index)
-        self._busy_link_ns += now_ns() - replying_ns
         self._last = index
         self.progress += 1
         self.write_line(epoch, seq, stamps, failed=failed)
+        self._busy_link_ns += now_ns() - tb1  # all that is neither B nor a wait is the link's
 
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> bool:
         """Returns whether the policy failed; rank 0 is then told why before the result."""

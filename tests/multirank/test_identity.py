@@ -62,9 +62,10 @@ def test_two_ranks_give_the_twin_s_actions_bit_for_bit(link, threads, twin, tmp_
     recording, expected = twin
     assert len(expected["actions"]) > 200
     assert np.unique(expected["actions"]).size > 500
-    found = actions_of(
-        tmp_path / "ranks", recording, f"link.kind={link}", f"pipeline.threads={threads}"
-    )
+    # what thread C books behind its emit is in no interval: too much of a stage of 2 ms
+    longer = ("simulate.a_ms=4", "simulate.c_ms=4") if threads == "split" else ()
+    settings = (f"link.kind={link}", f"pipeline.threads={threads}", *longer)
+    found = actions_of(tmp_path / "ranks", recording, *settings)
     assert_identical(expected, found)
 
 
