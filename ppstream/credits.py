@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from ppstream.timestamps import EnvelopeRecord
 
 DECODING_MAX: Final = 1  # stage C is serial
 
@@ -138,6 +141,13 @@ class CreditLedger:
         """Highest counts since the last call; the next ones start from the present counts."""
         with self._lock:
             return Maxima(self._outstanding.take_highest(), self._q_decode.take_highest())
+
+    def book(self, record: EnvelopeRecord, now_ns: int) -> None:
+        """Write the counts of ``now_ns`` into a record, with the maxima since the last one."""
+        record.outstanding, record.q_decode = self.outstanding, self.q_decode
+        record.outstanding_max, record.q_decode_max = self.take_maxima()
+        record.outstanding_ns_total = self.outstanding_ns_total(now_ns)
+        record.q_decode_ns_total = self.q_decode_ns_total(now_ns)
 
     def statistics(self) -> CreditStatistics:
         """All counts of one moment."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.timestamps import EnvelopeRecord
+
+if TYPE_CHECKING:
+    from ppstream.ring import RowInput
 
 
 class Owner(NamedTuple):
@@ -33,3 +37,31 @@ class Flight:
     owners: list[Owner] = field(default_factory=list)
     received_ns: int = 0
     sent_ns: int = 0
+
+
+def owners_of(rows: Iterable[RowInput], ends_ns: Sequence[int], lease_ns: int) -> list[Owner]:
+    """Whose each row is as its window, which ends there, is cut; for the rings' own thread."""
+    return [
+        Owner(
+            row.present,
+            (row.session, row.session_epoch),
+            end,
+            end + lease_ns,
+            row.reference.newest_rx_ns,
+        )
+        for row, end in zip(rows, ends_ns, strict=True)
+    ]
+
+
+def name_rows(flight: Flight) -> None:
+    """Write the flight's owners into its record; one row stands alone, several as lists."""
+    record, owners = flight.record, flight.owners
+    if len(owners) == 1:
+        owner = owners[0]
+        record.session, record.session_epoch = owner.episode
+        record.window_end_ns, record.expires_ns = owner.window_end_ns, owner.expires_ns
+        return
+    record.session = [owner.episode[0] for owner in owners]
+    record.session_epoch = [owner.episode[1] for owner in owners]
+    record.window_end_ns = [owner.window_end_ns for owner in owners]
+    record.expires_ns = [owner.expires_ns for owner in owners]

@@ -206,11 +206,7 @@ class Rank0(ABC):
                 self._first_action(now - self._cut_ns)
         record.drop = drop
         self.credits.emit(now)
-        record.outstanding = self.credits.outstanding
-        record.q_decode = self.credits.q_decode
-        record.outstanding_max, record.q_decode_max = self.credits.take_maxima()
-        record.outstanding_ns_total = self.credits.outstanding_ns_total(now)
-        record.q_decode_ns_total = self.credits.q_decode_ns_total(now)
+        self.credits.book(record, now)
         record.w_result_ns, self._waits_ns["result"] = self._waits_ns["result"], 0
         record.w_emit_ns = 0  # an emitter never blocks
         self.log.commit(record)

@@ -5,11 +5,13 @@ Nothing here runs a stage: ``stage0.py`` and ``stage1.py`` do.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ppstream.errors import ConfigError
+from ppstream.messages import MAX_TEXT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,6 +64,15 @@ class Decoder(Protocol):
         ``result`` maps the policy's output names to that row's arrays (read only, valid during the
         call). Non-finite values are caught behind this call, and limits enforced; both are counted.
         """
+
+
+def told(policy: Policy, number: int, text: str) -> str:
+    """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
+    try:
+        policy.instruct(number, text)  # type: ignore[attr-defined] # checked when built
+    except Exception as error:  # noqa: BLE001 - user code: the row keeps what it followed
+        return "".join(traceback.format_exception(error))[-MAX_TEXT:]
+    return ""
 
 
 BuildPolicy = Callable[[Mapping[str, Any], "device"], Policy]

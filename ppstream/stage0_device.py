@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.ends import PeerLeftError
 from ppstream.errors import ProtocolError, WatchdogError
-from ppstream.flight import Flight
+from ppstream.flight import Flight, name_rows
 from ppstream.headers import FAILED
 from ppstream.link_device import AHEAD
 from ppstream.meeting import receive
@@ -33,7 +33,6 @@ from ppstream.messages import Goodbye, Instructed, Instruction, Measure, Measure
 from ppstream.rank0 import WAIT_MAX_NS, Rank0
 from ppstream.slots import GENERATION, INDEX
 from ppstream.stage0_queueing import Queueing
-from ppstream.stage_a_device import name_rows
 from ppstream.stage_events import Rank0Times, book_rank0
 from ppstream.timestamps import EnvelopeRecord
 from ppstream.underway import Underway
@@ -151,11 +150,7 @@ class Stage0Device(Rank0):
             record.age_rank0_ns = now_ns() - flight.received_ns
         record.drop = drop
         self.credits.emit(at_ns)
-        record.outstanding = self.credits.outstanding
-        record.q_decode = self.credits.q_decode
-        record.outstanding_max, record.q_decode_max = self.credits.take_maxima()
-        record.outstanding_ns_total = self.credits.outstanding_ns_total(at_ns)
-        record.q_decode_ns_total = self.credits.q_decode_ns_total(at_ns)
+        self.credits.book(record, at_ns)
         self.log.commit(record)
         self.finished += 1
         self.stage_c.count(drop)

@@ -29,6 +29,7 @@ from ppstream.messages import (
     PolicyFault,
 )
 from ppstream.policy_compile import RecompileMeter
+from ppstream.stage import told
 from ppstream.watchdog import WARMING_LIMIT_NS, Mark, is_patient, stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
@@ -79,11 +80,7 @@ class StageB:
 
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
-        try:
-            self._policy.instruct(number, text)  # type: ignore[attr-defined] # checked when built
-        except Exception as error:  # noqa: BLE001 - user code: the row keeps what it followed
-            return "".join(traceback.format_exception(error))[-MAX_TEXT:]
-        return ""
+        return told(self._policy, number, text)
 
     def _reset(self, rows: list[bool]) -> None:
         self._policy.reset(torch.tensor(rows))

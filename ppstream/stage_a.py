@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from ppstream import trace
 from ppstream.clock import NS_PER_MS, now_ns
-from ppstream.flight import Flight, Owner
+from ppstream.flight import name_rows, owners_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config import PipelineConfig
+    from ppstream.flight import Flight
     from ppstream.intake import Intake
     from ppstream.recorder import Recorder
     from ppstream.simulate import Delay
@@ -27,7 +28,6 @@ class StageA:
         self.intake: Intake
         self._simulated = simulated
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
-        self._single = config.batch.rows == 1
 
     def build(
         self, flight: Flight, tensors: Mapping[str, Tensor], ends_ns: Sequence[int | None]
@@ -43,26 +43,9 @@ class StageA:
         info = self.intake.cutter.cut(tensors, ends_ns, self._lease_ns)
         self._simulated.spend()
         flight.received_ns = record.tRx = info.newest_rx_ns
-        flight.owners = [
-            Owner(
-                row.present,
-                (row.session, row.session_epoch),
-                end,
-                end + self._lease_ns,
-                row.reference.newest_rx_ns,
-            )
-            for row, end in zip(self.intake.rows, info.window_end_ns, strict=True)
-        ]
+        flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
         record.input_age_ns = info.input_age_ns
-        if self._single:
-            owner = flight.owners[0]
-            record.session, record.session_epoch = owner.episode
-            record.window_end_ns, record.expires_ns = owner.window_end_ns, owner.expires_ns
-        else:
-            record.session = [owner.episode[0] for owner in flight.owners]
-            record.session_epoch = [owner.episode[1] for owner in flight.owners]
-            record.window_end_ns = [owner.window_end_ns for owner in flight.owners]
-            record.expires_ns = [owner.expires_ns for owner in flight.owners]
+        name_rows(flight)
         if trace.on:
             trace.A.pop()
         if self.recorder is not None:

@@ -13,7 +13,7 @@ import torch
 
 from ppstream.clock import NS_PER_MS, now_ns
 from ppstream.device_window import DeviceWindow
-from ppstream.flight import Owner
+from ppstream.flight import Owner, owners_of
 from ppstream.link_device import pinned_slots
 
 if TYPE_CHECKING:
@@ -141,33 +141,10 @@ class HostWindows:
         source = window.raw.data_ptr() + begin
         self._stream.copy(slot.address + begin, source, slot.size - begin)
         self._infos[place] = info
-        flight.owners = [
-            Owner(
-                row.present,
-                (row.session, row.session_epoch),
-                end,
-                end + self._lease_ns,
-                row.reference.newest_rx_ns,
-            )
-            for row, end in zip(self.intake.rows, info.window_end_ns, strict=True)
-        ]
+        flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
 
     def settle(self, flight: Flight) -> None:
         info = self._infos[flight.index % len(self._windows)]
         assert info is not None, f"envelope {flight.index} was never cut"
         flight.received_ns = flight.record.tRx = info.newest_rx_ns
         flight.record.input_age_ns = info.input_age_ns
-
-
-def name_rows(flight: Flight) -> None:
-    """Write the flight's owners into its record; one row stands alone, several as lists."""
-    record, owners = flight.record, flight.owners
-    if len(owners) == 1:
-        owner = owners[0]
-        record.session, record.session_epoch = owner.episode
-        record.window_end_ns, record.expires_ns = owner.window_end_ns, owner.expires_ns
-        return
-    record.session = [owner.episode[0] for owner in owners]
-    record.session_epoch = [owner.episode[1] for owner in owners]
-    record.window_end_ns = [owner.window_end_ns for owner in owners]
-    record.expires_ns = [owner.expires_ns for owner in owners]

@@ -7,12 +7,11 @@ policy that says ``stateless = True`` is never told, and pays nothing.
 
 from __future__ import annotations
 
-import traceback
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ppstream.messages import MAX_TEXT
+from ppstream.stage import told
 
 if TYPE_CHECKING:
     from ppstream.link_device import DeviceSlot
@@ -43,11 +42,7 @@ class DeviceStageB:
 
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
-        try:
-            self._policy.instruct(number, text)  # type: ignore[attr-defined] # checked when built
-        except Exception as error:  # noqa: BLE001 - user code: the row keeps what it followed
-            return "".join(traceback.format_exception(error))[-MAX_TEXT:]
-        return ""
+        return told(self._policy, number, text)
 
     def _reset(self, envelope: DeviceSlot) -> None:
         rows = envelope.tensors["rows"]
