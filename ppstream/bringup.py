@@ -16,15 +16,12 @@ import msgspec
 from ppstream.block_timing import time_blocks
 from ppstream.clock import now_ns
 from ppstream.errors import GateFailedError, GateInconclusiveError
-from ppstream.flight import Flight
 from ppstream.inline import Inline
 from ppstream.overlap import judge
 from ppstream.pacing import Saturated
 from ppstream.runlog import read_run
 from ppstream.sources import RecordedSource
-from ppstream.stage0_device import Stage0Device
 from ppstream.synthetic import SyntheticRobots
-from ppstream.timestamps import EnvelopeRecord
 from ppstream.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -115,20 +112,7 @@ def warm_up(rank0: Rank0, intake: Intake, source: Source) -> None:
 
 def time_standalone(rank0: Rank0, repeats: int) -> dict[str, int]:
     """Median duration of each stage while nothing else runs: ``A_ns``, ``B_ns``, ``C_ns``."""
-    if isinstance(rank0, Stage0Device):
-        return rank0.time_standalone(repeats)
-    envelope, result = rank0.idle_slots()
-    durations_a, durations_c = [], []
-    newest = (None,) * len(rank0.intake.rows)
-    for _ in range(repeats):
-        rank0.take_in()
-        flight = Flight(0, rank0.epoch, 0, EnvelopeRecord())
-        began = now_ns()
-        rank0.stage_a.build(flight, envelope.tensors, newest)
-        built = now_ns()
-        rank0.decode_and_emit(flight, result)
-        durations_a.append(built - began)
-        durations_c.append(now_ns() - built)
+    durations_a, durations_c = rank0.measure_own(repeats)
     durations_b = rank0.measure_b(repeats)
     return {
         "A_ns": round(statistics.median(durations_a)),

@@ -14,6 +14,7 @@ from ppstream.clock import now_ns
 from ppstream.flight import Flight
 from ppstream.rank0 import Rank0
 from ppstream.stage1 import fault_kind
+from ppstream.standalone import time_on_host
 from ppstream.watchdog import stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
@@ -110,8 +111,8 @@ class Inline(Rank0):
     def wait_cause(self) -> str:
         return "input"
 
-    def idle_slots(self) -> tuple[Slot, Slot]:
-        return self.envelope, self.result
+    def measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
+        return time_on_host(self, self.envelope, self.result, repeats)
 
     def measure_b(self, repeats: int) -> Sequence[int]:
         durations = []

@@ -96,8 +96,8 @@ class Rank0(ABC):
         """
 
     @abstractmethod
-    def idle_slots(self) -> tuple[Slot, Slot]:
-        """An envelope's and a result's slot, with real contents, that nothing uses now."""
+    def measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
+        """Durations of stage A and of stage C alone, in ns; nothing is in flight."""
 
     @abstractmethod
     def measure_b(self, repeats: int) -> Sequence[int]:

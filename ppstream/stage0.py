@@ -30,12 +30,13 @@ from ppstream.messages import (
     PolicyFault,
 )
 from ppstream.rank0 import WAIT_MAX_NS, Rank0
+from ppstream.standalone import time_on_host
 from ppstream.waiter import Waiter
 from ppstream.watchdog import Mark, stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
     from ppstream.control import Peer
-    from ppstream.links import FrontLink, Slot
+    from ppstream.links import FrontLink
 
 SERIAL_LEAD: Final = 2  # envelopes in the system: one thread can use no more (model.py)
 RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
@@ -254,9 +255,9 @@ class Stage0(Rank0):
         self._usual_b_ns += ((flight.record.B_ns or 0) - self._usual_b_ns) // 8
         return bool(header[FAILED])
 
-    def idle_slots(self) -> tuple[Slot, Slot]:
+    def measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
         newest = self.started - 1
-        return self.link.envelope(newest), self.link.result(newest)
+        return time_on_host(self, self.link.envelope(newest), self.link.result(newest), repeats)
 
     def measure_b(self, repeats: int) -> Sequence[int]:
         self.peer.send(Measure(repeats))

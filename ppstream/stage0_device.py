@@ -18,7 +18,6 @@ state of a run is ``rank0.py``'s, as for the CPU's loop in ``stage0.py``.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,7 +38,6 @@ from ppstream.underway import Underway
 from ppstream.watchdog import watched
 
 if TYPE_CHECKING:
-    from ppstream.slots import Slot
     from ppstream.stage0_queueing import Parts
     from ppstream.stage_a_device import DeviceStageA
 
@@ -221,9 +219,6 @@ class Stage0Device(Rank0):
 
     # ---- standalone stage times -----------------------------------------------------------------
 
-    def idle_slots(self) -> tuple[Slot, Slot]:
-        raise NotImplementedError("slots on a device are timed by measure_own")
-
     def measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
         """Device times of stage A and of stage C alone; nothing is in flight."""
         newest = (None,) * len(self.intake.rows)
@@ -260,13 +255,3 @@ class Stage0Device(Rank0):
         if not isinstance(frame, Measured):
             raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
         return frame.durations_ns
-
-    def time_standalone(self, repeats: int) -> dict[str, int]:
-        """Median device time of each stage while nothing else runs."""
-        durations_a, durations_c = self.measure_own(repeats)
-        names = ("A_ns", "B_ns", "C_ns")
-        found = (durations_a, self.measure_b(repeats), durations_c)
-        return {
-            name: round(statistics.median(durations))
-            for name, durations in zip(names, found, strict=True)
-        }

@@ -14,6 +14,7 @@ from device_in_process import DevicePipeline
 from fake_cuda import queue_call
 from pipeline_in_process import NewestValues, small_config
 
+from ppstream.bringup import time_standalone
 from ppstream.clock import now_ns
 from ppstream.errors import PeerLostError
 from ppstream.pacing import OnSample
@@ -138,7 +139,7 @@ def test_standalone_times_are_of_this_path_and_nothing_is_emitted_twice(build: A
     with build() as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(10)
-        times = pipeline.rank0.time_standalone(5)
+        times = time_standalone(pipeline.rank0, 5)
         assert set(times) == {"A_ns", "B_ns", "C_ns"}
         assert all(value > 0 for value in times.values())
         pipeline.rank0.run(10)

@@ -17,12 +17,17 @@ import torch
 
 from ppstream import config_file
 from ppstream.clock import NS_PER_MS
-from ppstream.messages import ActionChunk
 from ppstream.record_file import RecordFile
 from ppstream.record_items import Cut, Emitted, Item, Samples
 from ppstream_stages.cartpole import decode, policy
-from ppstream_stages.cartpole.layout import ACTION_DT_NS, HORIZON, LEASE_NS
-from ppstream_stages.cartpole.lockstep import HELD_STEPS, Controller, Episode, unpipelined
+from ppstream_stages.cartpole.layout import LEASE_NS
+from ppstream_stages.cartpole.lockstep import (
+    HELD_STEPS,
+    Controller,
+    Episode,
+    chunk_of,
+    unpipelined,
+)
 
 B_MS: Final = 25
 A_MS: Final = 1  # from the window's end to stage B
@@ -63,18 +68,7 @@ def _answer(episode: Episode, control: Controller, arrives_ms: int) -> list[Item
     arrives_ns = arrives_ms * NS_PER_MS
     episode.send(end_ns, forces, arrives_ns)
     seq = end_ns // NS_PER_MS
-    chunk = ActionChunk(
-        session=1,
-        session_epoch=0,
-        epoch=0,
-        seq=seq,
-        window_end_ns=end_ns,
-        start_ns=end_ns + ACTION_DT_NS,
-        dt_ns=ACTION_DT_NS,
-        expires_ns=end_ns + LEASE_NS,
-        horizon=HORIZON,
-        actions=forces.astype(np.float32).data.cast("B"),
-    )
+    chunk = chunk_of(seq, end_ns, forces)
     header = (ROBOT, episode.body.now_ns, 0, seq, "ready", (1, 0))
     return [
         Cut(*header, end_ns, end_ns + LEASE_NS, {}),

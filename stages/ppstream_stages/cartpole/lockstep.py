@@ -26,6 +26,22 @@ Controller = Callable[[Window], Array]
 HELD_STEPS: Final = 200  # in the fixture, so that the first window is full
 
 
+def chunk_of(seq: int, end_ns: int, forces: Array) -> ActionChunk:
+    """The action chunk ``seq``, with ``forces [HORIZON]``, of the window that ends there."""
+    return ActionChunk(
+        session=1,
+        session_epoch=0,
+        epoch=0,
+        seq=seq,
+        window_end_ns=end_ns,
+        start_ns=end_ns + ACTION_DT_NS,
+        dt_ns=ACTION_DT_NS,
+        expires_ns=end_ns + LEASE_NS,
+        horizon=HORIZON,
+        actions=forces.astype(np.float32).data.cast("B"),
+    )
+
+
 class Result(NamedTuple):
     """How a lock-step run ended."""
 
@@ -51,19 +67,7 @@ class Episode:
     def send(self, end_ns: int, forces: Array, arrives_ns: int) -> None:
         """Let the chunk of the window that ended at ``end_ns`` arrive at ``arrives_ns``."""
         self._chunks += 1
-        chunk = ActionChunk(
-            session=1,
-            session_epoch=0,
-            epoch=0,
-            seq=self._chunks,
-            window_end_ns=end_ns,
-            start_ns=end_ns + ACTION_DT_NS,
-            dt_ns=ACTION_DT_NS,
-            expires_ns=end_ns + LEASE_NS,
-            horizon=HORIZON,
-            actions=forces.astype(np.float32).data.cast("B"),
-        )
-        self._arriving.append((arrives_ns, chunk))
+        self._arriving.append((arrives_ns, chunk_of(self._chunks, end_ns, forces)))
 
     def step(self) -> None:
         """One millisecond: what arrived is merged, what is due is executed, else no force."""
