@@ -21,14 +21,7 @@ from ppstream.errors import ProtocolError, WatchdogError
 from ppstream.flight import Flight
 from ppstream.headers import DURATIONS, EPOCH, FAILED
 from ppstream.meeting import receive
-from ppstream.messages import (
-    Goodbye,
-    Instructed,
-    Instruction,
-    Measure,
-    Measured,
-    PolicyFault,
-)
+from ppstream.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
 from ppstream.rank0 import WAIT_MAX_NS, Rank0
 from ppstream.standalone import time_on_host
 from ppstream.waiter import Waiter
