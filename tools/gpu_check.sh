@@ -27,6 +27,8 @@ for tool in memcheck racecheck; do
         python3 tools/resample_once.py
     compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no \
         python3 tools/window_once.py
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no \
+        python3 tools/put_once.py
 done
 
 if command -v ncu >/dev/null; then

@@ -42,7 +42,7 @@ def make_inputs(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Inputs:
 def must_move(shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
     """Samples that some target needs, all stamps and targets, and what is written."""
     rows, slots, targets, dim = shape
-    touched = min(slots, 2 * targets) * 0.91 if slots <= 2.5 * targets else 2 * targets
+    touched = min(slots, 2 * targets - 1)  # two around each target but the last, which is held
     samples = touched + targets
     per_row = samples * dim * dtype.itemsize + 8 * (slots + targets) + TRUST_BYTES * targets
     return int(rows * per_row)

@@ -13,7 +13,7 @@ import gpu_timing
 import torch
 from resample_inputs import make_inputs
 
-from ppstream_kernels import StreamSource, resample, resample_streams
+from ppstream_kernels import StreamSource, ops, resample, resample_streams
 from ppstream_kernels.cuda_plan import CudaPlan
 from ppstream_kernels.cuda_rings import Recorded
 from ppstream_kernels.source import to_columns
@@ -33,15 +33,13 @@ def measure_launching() -> dict[str, float]:
         checked()
     recorded = Recorded(lambda _: plan.run(one.tgt_ns, *many), torch.device("cuda", 0))
     stream = torch.cuda.current_stream().cuda_stream
-    op = torch.ops.ppstream_kernels
-    limit_ns = 2**63 - 1
-    arguments = (one.src, one.src_ns, one.tgt_ns, None, None, "linear", limit_ns, limit_ns)
+    arguments = (one.src, one.src_ns, one.tgt_ns)
     row = {
         "graph_replay_us": gpu_timing.host_us(single.replay),
         "recorded_replay_us": gpu_timing.host_us(lambda: recorded.queue(stream)),
         "plan_us": gpu_timing.host_us(lambda: plan.run(one.tgt_ns, *many)),
-        "out_op_us": gpu_timing.host_us(lambda: op.resample_out(*arguments, *one.out)),
-        "op_us": gpu_timing.host_us(lambda: op.resample(*arguments)),
+        "out_op_us": gpu_timing.host_us(lambda: ops.resample_out(*arguments, *one.out)),
+        "op_us": gpu_timing.host_us(lambda: ops.resample(*arguments)),
         "checked_out_us": gpu_timing.host_us(checked),
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from cuda.core import Device, LaunchConfig, Program, ProgramOptions, launch
+from gpu_timing import Calls
 from torch import Tensor
 
 COPY_CONFIGS: Final = tuple((t, n) for t in (256, 512, 1024) for n in (1, 2, 4))  # threads, words
@@ -74,6 +75,13 @@ def formula(
     return torch.lerp(first, second, weight).to(src.dtype)
 
 
+def error_of(values: Tensor, src: Tensor, src_ns: Tensor, tgt_ns: Tensor) -> float:
+    """Relative (Frobenius) to float64; of the first rows, which say as much as all."""
+    rows = slice(0, 64)
+    exact = formula(src[rows].double(), src_ns[rows], tgt_ns[rows], torch.float64)
+    return float((values[rows].double() - exact).norm() / exact.norm())
+
+
 compiled_formula = torch.compile(formula, fullgraph=True, dynamic=False)
 
 
@@ -103,6 +111,17 @@ def copy_call(to: Tensor, source: Tensor, threads: int, words: int) -> Callable[
     return call
 
 
+def floors(call_bytes: int, sets: int) -> dict[str, Calls]:
+    """Plain copies of as many bytes as a call must move, ways for ``graphed_us``."""
+    half = max(16, call_bytes // 2 // 16 * 16)
+    pairs = [
+        [torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in range(sets)
+    ]
+    return {
+        f"floor {config}": [copy_call(*pair, *config) for pair in pairs] for config in COPY_CONFIGS
+    }
+
+
 def naive_call(out: Tensor, src: Tensor, src_ns: Tensor, tgt_ns: Tensor) -> Callable[[], None]:
     """One thread per element."""
     kernel = _kernels(src.element_size()).get_kernel("naive")
@@ -125,12 +144,13 @@ def _triton_kernel(
     slots,
     targets,
     dim,
+    tiles,
     LEVELS: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # type: ignore[no-untyped-def]
-    row = tl.program_id(1).to(tl.int64)
-    t = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    t = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     live = t < targets
     target_ns = tl.load(tgt_ns + row * targets + t, mask=live, other=0)
     low = tl.zeros([TILE], tl.int32)
@@ -166,6 +186,6 @@ def triton_call(
     rows, slots, dim = src.shape
     targets = tgt_ns.shape[1]
     wide = min(256, triton.next_power_of_2(dim))
-    grid = (-(-targets // tile), rows)
-    arguments = (out, src, src_ns, tgt_ns, slots, targets, dim, slots.bit_length(), tile, wide)
-    return lambda: _triton_kernel[grid](*arguments, num_warps=warps)
+    tiles, levels = -(-targets // tile), slots.bit_length()
+    arguments = (out, src, src_ns, tgt_ns, slots, targets, dim, tiles, levels, tile, wide)
+    return lambda: _triton_kernel[(tiles * rows,)](*arguments, num_warps=warps)

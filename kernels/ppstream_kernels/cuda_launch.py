@@ -6,92 +6,137 @@ The first call of a form compiles or loads its kernel; that is for the warm-up, 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
-from torch import Tensor
 
 from ppstream_kernels.cuda_call import (
     HEADER_ADDRESSES,
     STREAM_ADDRESSES,
     Form,
     Gpu,
-    make_forms,
     stream_address_at,
 )
 from ppstream_kernels.cuda_compile import Variant, cached_cubin, import_cuda
-from ppstream_kernels.source import Columns
+
+Addresses: TypeAlias = tuple[int, int, int, int]
 
 _INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has not used CUDA yet
 
+# A launch is one piece of memory: the driver's CUlaunchConfig, a pointer to the call, the call.
+_CONFIG: Final = struct.Struct("=7I4x2QI4x")  # grid, block, shared bytes; stream; attributes
+_STREAM_AT: Final = 32  # in a CUlaunchConfig
+_POINTER: Final = struct.Struct("=Q")
+_CALL_AT: Final = _CONFIG.size + _POINTER.size
 
-class Launch:
-    """A form with memory for its addresses: one thread at a time.
-
-    The driver copies that memory while it queues, also into a graph that is being captured.
-    """
-
-    def __init__(self, form: Form, device_index: int) -> None:
-        self._form, self._index = form, device_index
-        self._kernel = _load(form.variant, device_index)
-        self._memory = ctypes.create_string_buffer(form.parameters, len(form.parameters))
-        self._argument = ctypes.c_void_p(ctypes.addressof(self._memory))
-        self._argument_address = ctypes.addressof(self._argument)
-        self._size = (*form.grid, form.threads, 1, 1, form.shared_bytes)
-        self._launch_kernel = import_cuda("cuda.bindings.driver").cuLaunchKernel
-
-    def read_from(self, columns: Columns) -> None:
-        """Sets the addresses of this launch's streams."""
-        for position, s in enumerate(self._form.streams):
-            count, head = columns.counts[s], columns.heads[s]
-            STREAM_ADDRESSES.pack_into(
-                self._memory,
-                stream_address_at(position),
-                columns.values[s].data_ptr(),
-                columns.stamps_ns[s].data_ptr(),
-                0 if count is None else count.data_ptr(),
-                0 if head is None else head.data_ptr(),
-            )
-
-    def queue(self, values: int, valid: int, age_s: int, tgt_ns: int) -> None:
-        """Queues the kernel with these addresses of outputs and targets.
-
-        Raises:
-            RuntimeError: the driver refuses it.
-        """
-        if torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.device(self._index):
-                return self.queue(values, valid, age_s, tgt_ns)
-        HEADER_ADDRESSES.pack_into(self._memory, 0, values, valid, age_s, tgt_ns)
-        error = self._launch()
-        if error == _INVALID_CONTEXT:
-            torch.cuda.set_device(self._index)
-            error = self._launch()
-        if error != 0:
-            raise RuntimeError(f"the driver refuses a launch of {self._size}: {error!r}")
-        return None
-
-    def _launch(self) -> Any:
-        # torch.cuda.current_stream().cuda_stream says the same, 3 µs later.
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        return self._launch_kernel(self._kernel, *self._size, stream, self._argument_address, 0)[0]
+# The one attribute, a CUlaunchAttribute: the launch may begin while the one before it ends. The
+# kernel itself waits for that one's results; half a microsecond of launching passes meanwhile.
+_PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
+_OVERLAPPING: Final = ctypes.create_string_buffer(
+    struct.pack("=i4xi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+)
+_OVERLAPPING_CAPABILITY: Final = (9, 0)
+_OVERLAPPING_DRIVER: Final = 12030  # the first that captures it into graphs
 
 
-def make_launches(columns: Columns, tgt_ns: Tensor, values: Tensor) -> Sequence[Launch]:
-    """What writes ``values`` from ``columns``; further calls may differ in addresses alone.
+class Prepared:
+    """A form on its device, its kernel loaded: everything but addresses.
+
+    Args:
+        form: the launch.
+        index: of the device.
 
     Raises:
         RuntimeError: cuda-core is missing, or does not get on with this GPU or driver.
     """
-    index = tgt_ns.device.index
-    forms = make_forms(columns, tgt_ns, values, _gpu(index)) if tgt_ns.numel() else ()
-    return [Launch(form, index) for form in forms]
+
+    def __init__(self, form: Form, index: int) -> None:
+        self.form, self.index = form, index
+        self.size = (*form.grid, form.threads, 1, 1, form.shared_bytes)
+        self.kernel = _load(form.variant, index)
+        attributes = (ctypes.addressof(_OVERLAPPING), 1) if _may_overlap(index) else (0, 0)
+        config = _CONFIG.pack(*self.size, 0, *attributes)
+        self.memory = config + bytes(_POINTER.size) + form.parameters
+        self.launch_kernel = _launch_kernel()
+        # torch.cuda.current_stream().cuda_stream says the same, 3 µs later.
+        self.current_device: Callable[[], int] = torch._C._cuda_getDevice
+        self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+
+class Launch:
+    """A launch with all its addresses, queued as often as wanted: one thread at a time.
+
+    Addresses are plain numbers: whoever queues a launch keeps the memory. The driver copies the
+    arguments while it queues, also into a graph that is being captured.
+
+    Args:
+        prepared: what is launched.
+        header: addresses of values, valid, age_s and tgt_ns.
+        streams: addresses of values, stamps_ns, counts and heads of every stream of the call,
+            served by this launch or not; 0 where absent.
+    """
+
+    __slots__ = ("_arguments_at", "_at", "_memory", "_prepared", "_stream")
+
+    def __init__(self, prepared: Prepared, header: Addresses, streams: Sequence[Addresses]) -> None:
+        memory = ctypes.create_string_buffer(prepared.memory, len(prepared.memory))
+        at = ctypes.addressof(memory)
+        _POINTER.pack_into(memory, _CONFIG.size, at + _CALL_AT)
+        HEADER_ADDRESSES.pack_into(memory, _CALL_AT, *header)
+        for position, s in enumerate(prepared.form.streams):
+            STREAM_ADDRESSES.pack_into(memory, _CALL_AT + stream_address_at(position), *streams[s])
+        self._prepared, self._memory, self._stream = prepared, memory, 0
+        self._at, self._arguments_at = at, at + _CONFIG.size
+
+    def queue(self) -> None:
+        """Queues the kernel.
+
+        Raises:
+            RuntimeError: the driver refuses it.
+        """
+        prepared = self._prepared
+        if prepared.current_device() != prepared.index:
+            with torch.cuda.device(prepared.index):
+                return self.queue()
+        stream = prepared.current_stream(prepared.index)
+        if stream != self._stream:
+            _POINTER.pack_into(self._memory, _STREAM_AT, stream)
+            self._stream = stream
+        error = prepared.launch_kernel(self._at, prepared.kernel, self._arguments_at, None)
+        if error == _INVALID_CONTEXT:
+            torch.cuda.set_device(prepared.index)
+            error = prepared.launch_kernel(self._at, prepared.kernel, self._arguments_at, None)
+        if error != 0:
+            name = import_cuda("cuda.bindings.driver").CUresult(error)
+            raise RuntimeError(f"the driver refuses a launch of {prepared.size}: {name!r}")
+        return None
 
 
 @cache
-def _gpu(index: int) -> Gpu:
+def _launch_kernel() -> Callable[..., int]:
+    """The driver's own function: its Python binding takes twice as long to get there."""
+    call = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    call.argtypes = [ctypes.c_void_p] * 4
+    return call
+
+
+def _may_overlap(index: int) -> bool:
+    is_able = gpu(index).capability >= _OVERLAPPING_CAPABILITY
+    return is_able and _driver_version() >= _OVERLAPPING_DRIVER
+
+
+@cache
+def _driver_version() -> int:
+    error, version = import_cuda("cuda.bindings.driver").cuDriverGetVersion()
+    return int(version) if error == 0 else 0
+
+
+@cache
+def gpu(index: int) -> Gpu:
+    """What a tiling depends on, of the device with this index."""
     about = torch.cuda.get_device_properties(index)
     return Gpu(about.multi_processor_count, (about.major, about.minor))
 
@@ -102,7 +147,7 @@ _loaded: Final[list[Any]] = []  # what kernels belong to: they stay for the life
 @cache
 def _load(variant: Variant, index: int) -> int:
     """The driver's handle of the kernel."""
-    major, minor = _gpu(index).capability
+    major, minor = gpu(index).capability
     cubin = cached_cubin(variant, f"sm_{major}{minor}")
     with torch.cuda.device(index):
         torch.cuda.set_device(index)  # makes the context, if nothing has yet

@@ -1,26 +1,29 @@
-"""Calls on CUDA tensors: once, with whatever comes, or prepared for sources that stay."""
+"""Launches made once and looked up by their addresses, for sources that stay and for the ops."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from ppstream_kernels.cuda_launch import Launch, make_launches
+from ppstream_kernels.cuda_call import make_forms
+from ppstream_kernels.cuda_launch import Addresses, Launch, Prepared, gpu
 from ppstream_kernels.source import Columns
 
-_MOST_FORMS: Final = 512  # kept per thread
+Key: TypeAlias = tuple[Hashable, ...]
+T = TypeVar("T")
+
+_MOST_KEPT: Final = 1024  # launches or forms: of a plan, and of the ops per thread
 _WORD_BYTES: Final = 16
 
 
 class CudaPlan:
-    """Sources whose memory stays where it is: a call sets four addresses and launches.
+    """Sources whose memory stays where it is: a call looks up its launch and queues it.
 
     Counts and heads outside a ring are taken as the nearest that are inside. The first call with
-    outputs of a dtype loads its kernel.
+    outputs of a dtype loads its kernel; one with other outputs or targets prepares a launch.
 
     Args:
         columns: on one CUDA device; checked.
@@ -31,18 +34,24 @@ class CudaPlan:
     """
 
     def __init__(self, columns: Columns, steps: int) -> None:
-        self._columns, self._steps = columns, steps
-        self._launches: dict[tuple[object, ...], Sequence[Launch]] = {}
+        self._columns, self._forms = columns, Forms()
+        self._launches: dict[Key, Sequence[Launch]] = {}
 
     def run(self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor) -> None:
         """Queues the writing of every element of the last three, on torch's current stream."""
-        key = (values.dtype, values.data_ptr() % _WORD_BYTES)
+        key = (
+            tgt_ns.data_ptr(),
+            values.data_ptr(),
+            valid.data_ptr(),
+            age_s.data_ptr(),
+            values.dtype,
+        )
         launches = self._launches.get(key)
         if launches is None:
-            launches = self._launches[key] = make_launches(self._columns, tgt_ns, values)
-            for launch in launches:
-                launch.read_from(self._columns)
-        _queue(launches, tgt_ns, values, valid, age_s)
+            launches = self._forms.launches(self._columns, tgt_ns, values, valid, age_s)
+            keep(self._launches, key, launches)
+        for launch in launches:
+            launch.queue()
 
     def bind(
         self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
@@ -51,44 +60,61 @@ class CudaPlan:
         return partial(self.run, tgt_ns, values, valid, age_s)
 
 
-class _Launches(threading.local):
-    """Per thread, since addresses are written into a launch."""
+class Forms:
+    """The forms of calls that differ in more than addresses."""
 
     def __init__(self) -> None:
-        self.of: dict[tuple[object, ...], Sequence[Launch]] = {}
+        self._of: dict[Key, Sequence[Prepared]] = {}
+
+    def launches(
+        self, columns: Columns, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
+    ) -> Sequence[Launch]:
+        """What writes the last three from ``columns``, until one of them lies elsewhere.
+
+        Outputs are values ``[B, T, sum of D]``, valid and age_s ``[B, T, S]``, contiguous;
+        arguments are checked.
+
+        Raises:
+            RuntimeError: cuda-core is missing, or does not get on with this GPU or driver.
+            ValueError: a ring has more elements than the kernel counts.
+        """
+        key = _form_key(columns, tgt_ns, values)
+        forms = self._of.get(key)
+        if forms is None:
+            forms = _prepare(columns, tgt_ns, values)
+            keep(self._of, key, forms)
+        header = (values.data_ptr(), valid.data_ptr(), age_s.data_ptr(), tgt_ns.data_ptr())
+        streams = [_addresses(*stream) for stream in zip(*columns[:4], strict=True)]
+        return [Launch(form, header, streams) for form in forms]
 
 
-_launches: Final = _Launches()
+def _prepare(columns: Columns, tgt_ns: Tensor, values: Tensor) -> list[Prepared]:
+    if tgt_ns.numel() == 0:
+        return []
+    index: int = tgt_ns.device.index
+    return [Prepared(form, index) for form in make_forms(columns, tgt_ns, values, gpu(index))]
 
 
-def resample_streams_out(
-    columns: Columns, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
-) -> None:
-    """As ``CudaPlan(columns, T).run``, with its preparation kept for calls of the same form.
-
-    Outputs are values ``[B, T, sum of D]``, valid and age_s ``[B, T, S]``, contiguous; arguments
-    are checked.
-    """
-    key = _key(columns, tgt_ns, values)
-    launches = _launches.of.get(key)
-    if launches is None:
-        if len(_launches.of) >= _MOST_FORMS:
-            _launches.of.clear()
-        launches = _launches.of[key] = make_launches(columns, tgt_ns, values)
-    for launch in launches:
-        launch.read_from(columns)
-    _queue(launches, tgt_ns, values, valid, age_s)
+def keep(kept: dict[Key, T], key: Key, what: T) -> None:
+    """Puts ``what`` into ``kept``, which starts anew rather than grow without end."""
+    if len(kept) >= _MOST_KEPT:
+        kept.clear()
+    kept[key] = what
 
 
-def _queue(
-    launches: Sequence[Launch], tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
-) -> None:
-    for launch in launches:
-        launch.queue(values.data_ptr(), valid.data_ptr(), age_s.data_ptr(), tgt_ns.data_ptr())
+def _addresses(
+    values: Tensor, stamps_ns: Tensor, count: Tensor | None, head: Tensor | None
+) -> Addresses:
+    return (
+        values.data_ptr(),
+        stamps_ns.data_ptr(),
+        0 if count is None else count.data_ptr(),
+        0 if head is None else head.data_ptr(),
+    )
 
 
-def _key(columns: Columns, tgt_ns: Tensor, values: Tensor) -> tuple[object, ...]:
-    """Whatever a launch depends on; of addresses that is their alignment."""
+def _form_key(columns: Columns, tgt_ns: Tensor, values: Tensor) -> Key:
+    """Whatever a form depends on; of addresses that is their alignment."""
     streams = [
         (
             samples.shape,

@@ -166,6 +166,24 @@ __device__ __forceinline__ void write(T* to, const Pack<T, N>& pack, int store_b
     if constexpr (sizeof(T) == 2) write_words<2>(to, pack);
 }
 
+// ---- Beside other launches.
+
+// Launched to overlap the end of what was queued before it (cuda_launch.py): nothing of that may be
+// read, and nothing that it may read be written, before this returns. Otherwise it does nothing.
+__device__ __forceinline__ void wait_for_forerunner() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// From here on the next launch may take the room that this one leaves; it still waits as above. Any
+// earlier, and its blocks crowd where this one's have yet to be spread.
+__device__ __forceinline__ void let_successor_in() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // ---- Step 1: the ring.
 
 struct Ring {
@@ -352,6 +370,7 @@ __device__ __forceinline__ const Place<W>* locate(
         places[threadIdx.x] = place_of<W>(found, ring, s);
     }
     __syncthreads();
+    let_successor_in();
     if (target.is_mine) judge(call, s, target, found);
     return places;
 }
@@ -547,6 +566,7 @@ resample(const __grid_constant__ Call call) {
     const int from = tile_at * s.tile_targets;
     const Tile tile = {row, from, min(call.targets - from, s.tile_targets)};
 
+    wait_for_forerunner();
     stage(s, row, (i64*)(shared + s.tile_targets));
     const int at = from + threadIdx.x;
     Target target = {0, call.trust_column + stream_at, (int)threadIdx.x < tile.targets};

@@ -77,11 +77,11 @@ def resample(
     source = StreamSource(src, src_ns, count, head, mode, max_gap_ns, max_age_ns)
     check_call([source], tgt_ns)
     limits_ns = (ops_limit_ns(max_gap_ns), ops_limit_ns(max_age_ns))
-    arguments = (src, src_ns, tgt_ns, count, head, mode, *limits_ns)
+    ring_and_limits = (count, head, mode, *limits_ns)
     if out is None:
-        return Resampled(*ops.resample(*arguments))
+        return Resampled(*ops.resample(src, src_ns, tgt_ns, *ring_and_limits))
     check_out(out, tuple(tgt_ns.shape), src.shape[2], tgt_ns.device)
-    ops.resample_out(*arguments, *out)
+    ops.resample_out(src, src_ns, tgt_ns, *out, *ring_and_limits)
     return Resampled(*out)
 
 

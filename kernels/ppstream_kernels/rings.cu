@@ -118,6 +118,9 @@ constexpr int MOST_ROWS = 1024;
 extern "C" __global__ void begin(const Begin call) {
     __shared__ i64 sequence, number;
     __shared__ i64 ends_ns[MOST_ROWS];
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");  // resample.cu may come in, and waits there
+#endif
     if (threadIdx.x == 0) {
         number = *call.begun;
         sequence = acquire(call.current);

@@ -14,6 +14,7 @@ from ppstream_kernels.cuda_compile import (
     compile_cubin,
     import_cuda,
 )
+from ppstream_kernels.cuda_put import PUT
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
 VARIANTS = (
@@ -39,9 +40,10 @@ def test_the_source_compiles_without_a_warning(arch: str, variant: Variant) -> N
     assert compiled.cubin.startswith(b"\x7fELF")
 
 
+@pytest.mark.parametrize("source", [RINGS, PUT], ids=["rings", "put"])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_rings_source_compiles_without_a_warning(arch: str) -> None:
-    compiled = compile_cubin(Plain(), arch, RINGS)
+def test_a_source_without_variants_compiles_without_a_warning(arch: str, source: Path) -> None:
+    compiled = compile_cubin(Plain(), arch, source)
     assert compiled.log == ""
     assert compiled.cubin.startswith(b"\x7fELF")
 
