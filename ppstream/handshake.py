@@ -1,6 +1,7 @@
 """The handshake: ranks compare what they resolved before any tensor moves.
 
-Facts are compared by key class: ``equal`` must agree on all ranks; ``informational`` is logged.
+Facts are compared by key class: ``equal`` must agree on all ranks; ``informational`` ones of the
+policy rank are kept in run.json.
 What only rank 0 reads (sensors' service, bring-up, decode, logs) is not compared.
 """
 
@@ -10,6 +11,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +49,7 @@ def facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
             "boot_id": boot_id(),
             "pid": os.getpid(),
             "python": platform.python_version(),
+            "torch": version("torch"),
         },
     }
 

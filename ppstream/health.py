@@ -1,18 +1,21 @@
 """One rank's door for Prometheus and probes: ``/metrics``, ``/healthz``, ``/readyz`` on loopback.
 
-One thread serves one request after the other, each with a time limit, so no client can hold more
-than that thread. Nothing can be changed through it. Other hosts reach it through a collector of
-this one, or a tunnel.
+One thread serves one request after the other, each with a time limit in all, so no client can hold
+more than that thread, or that for long. Nothing can be changed through it. Other hosts reach it
+through a collector of this one, or a tunnel.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
+from socket import SHUT_RDWR, socket
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -79,14 +82,30 @@ class HealthServer:
 class _Server(TCPServer):
     allow_reuse_address = True  # a restarted rank takes its port again at once
 
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Hang up when the limit is over, also on a client that sends a byte now and then."""
+        timer = threading.Timer(REQUEST_LIMIT_S, _hang_up, (request,))
+        timer.daemon = True
+        timer.start()
+        try:
+            super().finish_request(request, client_address)
+        finally:
+            timer.cancel()
+
     def handle_error(self, request: object, client_address: object) -> None:
+        if isinstance(sys.exception(), OSError):
+            return  # the client is gone: its own affair
         logger.error("the request of %s failed:\n%s", client_address, traceback.format_exc())
+
+
+def _hang_up(request: socket) -> None:
+    with suppress(OSError):  # it has ended by itself
+        request.shutdown(SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
     registry: CollectorRegistry
     health: Callable[[], Mapping[str, Any]]
-    timeout = REQUEST_LIMIT_S
     server_version = "ppstream"
     sys_version = ""
 

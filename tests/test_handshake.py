@@ -1,6 +1,11 @@
+import json
+import socket
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
+from ppstream import meeting
 from ppstream.config import (
     ActionConfig,
     PipelineConfig,
@@ -10,8 +15,11 @@ from ppstream.config import (
     StreamConfig,
     WindowConfig,
 )
+from ppstream.control import Peer
 from ppstream.errors import HandshakeError
 from ppstream.handshake import compare, facts
+from ppstream.messages import WIRE_MAJOR, RankHello, RankWelcome
+from ppstream.runs import Run
 
 CONFIG = PipelineConfig(
     name="x",
@@ -42,3 +50,32 @@ def test_test_hook_set_on_one_rank_is_a_difference(monkeypatch):
     monkeypatch.setenv("PPSTREAM_TEST_DELAY", "1")
     with pytest.raises(HandshakeError, match="PPSTREAM_TEST_DELAY=1"):
         compare(mine, facts(CONFIG), 1)
+
+
+def with_weights(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    policy = PolicyConfig(target="p:build", weights=str(path))
+    return facts(msgspec.structs.replace(CONFIG, policy=policy))
+
+
+def test_weights_are_compared_by_what_they_hold_wherever_they_lie(tmp_path):
+    mine = with_weights(tmp_path, "mine.safetensors", b"abc")
+    compare(mine, with_weights(tmp_path, "theirs.safetensors", b"abc"), 1)
+    with pytest.raises(HandshakeError, match=r"config\.policy\.weights: rank 0 has .*, rank 1 has"):
+        compare(mine, with_weights(tmp_path, "other.safetensors", b"abd"), 1)
+
+
+def test_where_the_policy_rank_runs_and_on_what_is_kept(tmp_path):
+    near, far = (Peer(end) for end in socket.socketpair())
+    store = SimpleNamespace(generation=0, get=lambda key, limit_s: "token")
+    who = {"rank": 1, "generation": 0, "host": "b", "boot_id": "b", "pid": 7}
+    far.send(RankHello(major=WIRE_MAJOR, token="token", facts=facts(CONFIG), **who))
+    listener = SimpleNamespace(accept=lambda limit_s: near)
+    assert meeting.admit(CONFIG, store, listener, Run(tmp_path)) is near
+    kept = json.loads((tmp_path / "run.json").read_text())["policy_rank"]
+    assert kept == facts(CONFIG)["informational"]
+    assert {"host", "boot_id", "pid", "python", "torch"} <= kept.keys()
+    assert isinstance(meeting.receive(far, 10**9), RankWelcome)
+    for peer in (near, far):
+        peer.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from typing import Final
 
-from drill_faults import Ending, order
+from drill_faults import BACK_STACKS, FRONT_STACKS, Ending, order
 from drill_scene import Scene
+from drill_scraper import drip_on_both
 
 
 def stop_decoding(scene: Scene) -> None:
@@ -16,6 +17,11 @@ def stop_decoding(scene: Scene) -> None:
 def stop_both(scene: Scene) -> None:
     for rank in (0, 1):
         scene.signal(rank, signal.SIGTERM)
+
+
+def stop_beside_scrapers(scene: Scene) -> None:
+    drip_on_both(scene)
+    stop_both(scene)
 
 
 ENDINGS: Final = (
@@ -65,6 +71,15 @@ ENDINGS: Final = (
         "first to fail: rank 1: it left no exit code",
     ),
     Ending(
+        "link-refuses",
+        "F45",
+        "the policy rank's link cannot send a result, though both ranks live",
+        order("refuse", 1),
+        (20, 22),
+        3.0,
+        "first to fail: rank 1: exit 22 POISONED",
+    ),
+    Ending(
         "policy-keeps-raising",
         "F18",
         "the policy raises on every envelope",
@@ -99,7 +114,7 @@ ENDINGS: Final = (
         (20, 21),
         6.0,
         "first to fail: rank 1: exit 21 WATCHDOG stage B made no progress",
-        "rank1.gen0.stacks.txt",
+        BACK_STACKS,
     ),
     Ending(
         "policy-holds-the-interpreter",
@@ -109,7 +124,7 @@ ENDINGS: Final = (
         (20, -9),
         3.5,
         "was ended",
-        "rank1.gen0.stacks.txt",
+        BACK_STACKS,
     ),
     Ending(
         "decoder-never-ends",
@@ -119,7 +134,7 @@ ENDINGS: Final = (
         (21, 20),
         6.0,
         "exit 21 WATCHDOG rank 0's loop made no progress",
-        "rank0.gen0.stacks.txt",
+        FRONT_STACKS,
         (
             "decode.target=drill_policy:build_decoder",
             "decode.options.orders={folder}/decode",
@@ -133,7 +148,7 @@ ENDINGS: Final = (
         (21, 20),
         6.0,
         "exit 21 WATCHDOG the decode thread made no progress",
-        "rank0.gen0.stacks.txt",
+        FRONT_STACKS,
         (
             "decode.target=drill_policy:build_decoder",
             "decode.options.orders={folder}/decode",
@@ -145,6 +160,15 @@ ENDINGS: Final = (
         "BT28",
         "SIGTERM to both ranks in the same moment, as a launcher sends it",
         stop_both,
+        (0, 0),
+        5.0,
+        "exit 0 DRAINED",
+    ),
+    Ending(
+        "stop-beside-scrapers",
+        "F42 F44 BT28",
+        "the same, while each rank serves a request for /metrics that never ends",
+        stop_beside_scrapers,
         (0, 0),
         5.0,
         "exit 0 DRAINED",

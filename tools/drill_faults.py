@@ -12,6 +12,11 @@ from typing import Any, Final
 
 from drill_scene import Scene
 
+from ppstream.clock import NS_PER_S, now_ns
+
+#: Who is stuck is named where all stacks are: the policy or decoder of the drill.
+FRONT_STACKS: Final = ("rank0.gen0.stacks.txt", "drill_policy.py")
+BACK_STACKS: Final = ("rank1.gen0.stacks.txt", "drill_policy.py")
 SAFE_S: Final = 0.5  # lease (0.3 s), one tick, and what was on its way
 Seen = str | None  # None: not yet
 
@@ -31,7 +36,7 @@ class Ending:
     codes: tuple[int | None, int | None]
     gone_s: float
     says: str  # part of what the ranks print
-    stacks: str = ""  # file in the run's folder that names the policy or decoder
+    leaves: tuple[str, str] | None = None  # a file in the run's folder, and part of its text
     settings: tuple[str, ...] = ()
 
 
@@ -53,6 +58,7 @@ class Recovering:
     undo: Callable[[Scene], None] = lambda scene: None
     moves_s: float = 2.0
     holds: bool = False
+    settings: tuple[str, ...] = ()  # of the run it is injected into
 
 
 def order(kind: str, envelopes: int) -> Callable[[Scene], None]:
@@ -77,6 +83,21 @@ def event(name: str, **fields: Any) -> Callable[[Scene, int], Seen]:
         hidden = {"kind", "run_id", "generation", "t", "text"}
         shown = () if line is None else ((k, v) for k, v in line.items() if k not in hidden)
         return ", ".join(f"{k} {v}" for k, v in shown) or None
+
+    return look
+
+
+def condition(stream: str, wanted: str, after_s: float) -> Callable[[Scene, int], Seen]:
+    """Seen once a stream is in that condition, so long after the injection.
+
+    It is told when it changes: the fault before may have left the stream in it for a moment.
+    """
+
+    def look(scene: Scene, since_ns: int) -> Seen:
+        told = [e for e in scene.lines() if e.get("name") == "sensor" and e["stream"] == stream]
+        is_late = now_ns() - since_ns > after_s * NS_PER_S
+        is_so = bool(told) and told[-1]["condition"] == wanted
+        return f"stream {stream}, condition {wanted}" if is_so and is_late else None
 
     return look
 

@@ -1,7 +1,8 @@
 """Take one guard away at a time, and see the drill miss the bound that the guard is for.
 
-Each mutant is a copy of the source with one change; a fault that keeps its bounds there is no test
-of that guard. Ends with 1 when a mutant survives. Takes about a quarter of a minute each.
+Each mutant is a copy of the source with one change; a fault that keeps its bounds there, or cannot
+be injected, is no test of that guard. Ends with 1 when a mutant survives. Takes about a quarter of
+a minute each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from drill_gpu import missing
+from drill_judging import NOT_STARTED
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 ROOMS: Final = ("ppstream", "kernels", "stages", "tools")
@@ -30,6 +34,7 @@ class Mutant:
     old: str
     new: str
     fault: str
+    needs_gpus: bool = False
 
 
 MUTANTS: Final = (
@@ -70,7 +75,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "an allocation that failed on the CPU is memory",
-        "ppstream/stage1.py",
+        "ppstream/policy_rank.py",
         " or CPU_MEMORY in str(error)",
         "",
         "policy-out-of-memory",
@@ -131,6 +136,43 @@ MUTANTS: Final = (
         "    if link is None:\n",
         "untrusted-network",
     ),
+    Mutant(
+        "a link that refuses has a code of its own",
+        "ppstream/memops.py",
+        "    exit_code = ExitCode.POISONED\n",
+        "",
+        "link-refuses",
+    ),
+    Mutant(
+        "a request for the metrics has a limit",
+        "ppstream/health.py",
+        "        timer.start()\n",
+        "",
+        "scraper-drips",
+    ),
+    Mutant(
+        "the same, and so the door can be closed",
+        "ppstream/health.py",
+        "        timer.start()\n",
+        "",
+        "stop-beside-scrapers",
+    ),
+    Mutant(
+        "what the driver refuses ends the rank",
+        "ppstream/memops.py",
+        "    exit_code = ExitCode.POISONED\n",
+        "",
+        "policy-reads-beyond-memory",
+        needs_gpus=True,
+    ),
+    Mutant(
+        "a stuck rank leaves NCCL's flight recorder",
+        "ppstream/front.py",
+        "            end.keep_evidence(error.exit_code)\n",
+        "",
+        "stage-b-never-ends-nccl",
+        needs_gpus=True,
+    ),
 )
 
 
@@ -140,6 +182,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="FAULT", help="mutants of these faults")
     args = parser.parse_args()
     chosen = [m for m in MUTANTS if args.only is None or m.fault in args.only]
+    if (why := missing()) and (skipped := [m for m in chosen if m.needs_gpus]):
+        print(f"skipped: {len(skipped)} mutants: {why}")
+        chosen = [m for m in chosen if m not in skipped]
     survivors = [mutant for mutant in chosen if _survives(mutant)]
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} guards are tested by their fault")
     return 1 if survivors else 0
@@ -159,11 +204,12 @@ def _survives(mutant: Mutant) -> bool:
         rooms = (copy, copy / "kernels", copy / "stages", copy / "tools")
         env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, rooms))}
         command = [sys.executable, str(copy / "tools" / "fault_drill.py"), "--only", mutant.fault]
+        command += ["--gpu"] if mutant.needs_gpus else []
         ended = subprocess.run(
             command, cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_S
         )
     missed = [line.strip() for line in ended.stdout.splitlines() if "missed:" in line]
-    survived = not missed
+    survived = not missed or NOT_STARTED in missed[0]  # else the copy is broken, not its guard
     said = missed[0][:110] if missed else (ended.stdout + ended.stderr)[-400:]
     print(
         f"{'SURVIVED' if survived else 'caught  '} without: {mutant.guard} ({mutant.fault}): {said}"

@@ -1,7 +1,8 @@
 """The drill's policy: it moves the robot gently, and fails in the way it is told to.
 
 Orders come through a file that ``policy.options.orders`` names: a kind and for how many envelopes.
-The file is looked at once per envelope; without one nothing ever goes wrong here.
+The file is looked at once per envelope; without one nothing ever goes wrong here. On a GPU stage B
+is work for that GPU; replayed from a graph it takes no orders, because no Python runs then.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ppstream.link_host import HostBack
+from ppstream.memops import DeviceError
+from ppstream.simulate_gpu import GpuWork
 from ppstream.specs import TensorSpec
 
 if TYPE_CHECKING:
@@ -23,19 +28,25 @@ if TYPE_CHECKING:
 
 OUTLIER_S: Final = 0.8  # longer than the drill's lease, shorter than its watchdog
 FOR_EVER_S: Final = 3600
+FOR_EVER_CYCLES: Final = 10**13  # of a GPU: more than an hour
+FAR: Final = 1 << 30  # beyond the end of any tensor here
+KEPT_BYTES: Final = 64 << 20  # given back, and kept by torch for the next one who asks
+TOO_MANY_BYTES: Final = 1 << 30  # beyond what is free on a GPU
+
+_cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 
 
 class DrillPolicy:
     """Actions are a slow sine; the second one tells which share of the imu's values was valid."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:
         steps = options["steps"]
         self.inputs = (
             TensorSpec("state.values", (steps, options["dim"])),
             TensorSpec("state.valid", (steps, 2), "bool"),
         )
         self.outputs = (TensorSpec("actions", (options["horizon"], options["action_dim"])),)
-        self._b_s = options["b_ms"] / 1000
+        self._spend = _stage_b(options["b_ms"], device)
         self._orders = Path(options.get("orders", "/nowhere"))
         self._left = 0
         self._kind = ""
@@ -45,7 +56,7 @@ class DrillPolicy:
         """Nothing to forget."""
 
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        time.sleep(self._b_s)
+        self._spend()
         self._calls += 1
         actions = out["actions"]
         actions[..., 0] = math.sin(self._calls / 100)
@@ -65,6 +76,15 @@ class DrillPolicy:
         self._left = int(count)
 
 
+def _stage_b(b_ms: float, device: torch.device) -> Callable[[], None]:
+    """Takes so long on ``device``; loads what faults need there, before anything waits on it."""
+    if device.type != "cuda":
+        return partial(time.sleep, b_ms / 1000)
+    _cuda._sleep(1)
+    _read_beyond(torch.zeros(2, device=device), at=0)
+    return GpuWork(b_ms, device).queue
+
+
 def _raise(_actions: Tensor) -> None:
     raise RuntimeError("the drill told this policy to fail")
 
@@ -77,8 +97,13 @@ def _wrong_shape(actions: Tensor) -> None:
     actions.copy_(torch.zeros(7, 7, 7))
 
 
-def _no_memory(_actions: Tensor) -> None:
-    torch.empty(1 << 60, dtype=torch.uint8)
+def _no_memory(actions: Tensor) -> None:
+    """More than there is; on a GPU while torch keeps some, as it does after any larger policy."""
+    size = 1 << 60
+    if actions.is_cuda:
+        torch.empty(KEPT_BYTES, dtype=torch.uint8, device=actions.device)
+        size = _cuda.mem_get_info()[0] + TOO_MANY_BYTES
+    torch.empty(size, dtype=torch.uint8, device=actions.device)
 
 
 def _too_slow(_actions: Tensor) -> None:
@@ -99,6 +124,30 @@ def _crash(_actions: Tensor) -> None:
     os.abort()
 
 
+def _refuse_link(_actions: Tensor) -> None:
+    """The next result cannot be sent, as when a GPU's driver refuses: this link asks no driver."""
+
+    def refuse(_link: HostBack, index: int) -> None:
+        raise DeviceError(f"result {index} was refused, by the drill")
+
+    HostBack.reply = refuse  # type: ignore[method-assign, assignment]
+
+
+def _never_end_on_gpu(_actions: Tensor) -> None:
+    """Queued at once; the GPU is not done with it before the hour is over."""
+    _cuda._sleep(FOR_EVER_CYCLES)
+
+
+def _wait_for_gpu(_actions: Tensor) -> None:
+    """For all its streams, also those that wait for rank 0."""
+    _cuda.synchronize()
+
+
+def _read_beyond(actions: Tensor, at: int = FAR) -> None:
+    """A kernel with a bad address: the GPU gives up everything this process has there."""
+    actions.view(-1)[torch.full((1,), at, dtype=torch.int64, device=actions.device)]
+
+
 FAULTS: Final[dict[str, Callable[[Tensor], None]]] = {
     "raise": _raise,
     "nan": _not_a_number,
@@ -108,12 +157,16 @@ FAULTS: Final[dict[str, Callable[[Tensor], None]]] = {
     "endless": _endless,
     "hold": _hold_interpreter,
     "crash": _crash,
+    "refuse": _refuse_link,
+    "spin": _never_end_on_gpu,
+    "synchronize": _wait_for_gpu,
+    "beyond": _read_beyond,
 }
 
 
 def build(config: Mapping[str, Any], device: torch.device) -> DrillPolicy:
-    """A DrillPolicy with ``config``'s shapes, duration and orders file; on the CPU alone."""
-    return DrillPolicy(config)
+    """A DrillPolicy with ``config``'s shapes, duration and orders file."""
+    return DrillPolicy(config, device)
 
 
 class EndlessDecoder:

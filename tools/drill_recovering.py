@@ -6,8 +6,20 @@ import signal
 from collections.abc import Callable
 from typing import Final
 
-from drill_faults import Recovering, Seen, cable, dropped, event, held, input_age, order, robot
+from drill_faults import (
+    Recovering,
+    Seen,
+    cable,
+    condition,
+    dropped,
+    event,
+    held,
+    input_age,
+    order,
+    robot,
+)
 from drill_scene import Scene
+from drill_scraper import SCRAPERS
 
 FULL_BYTES: Final = 100  # that the log may still grow
 FULL_TICKS: Final = 100  # of the robot without one more byte
@@ -196,7 +208,7 @@ RECOVERING: Final = (
         "F28 BT40",
         "5 Hz instead of 100 Hz",
         robot("every", 20),
-        event("sensor", stream="joints", condition="slow"),
+        condition("joints", "slow", after_s=1.0),
         4.0,
         undo=robot("every", 1),
     ),
@@ -205,7 +217,7 @@ RECOVERING: Final = (
         "F28 BT40",
         "the imu repeats its last values for ever",
         robot("stuck_imu", 1),
-        event("sensor", stream="imu", condition="unchanged"),
+        condition("imu", "unchanged", after_s=1.0),
         4.0,
         undo=robot("stuck_imu", 0),
     ),
@@ -264,4 +276,5 @@ RECOVERING: Final = (
         5.0,
         undo=empty_disk,
     ),
+    *SCRAPERS,
 )

@@ -22,12 +22,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from bench_runs import POLL_S, ROOT, RankPair, free_port
 from drill_logs import imbalance, parsed, whole_lines
+from drill_processes import MARK, marked
 from drill_proxy import Cable
 
 CONFIG: Final = str(ROOT / "tools" / "drill.toml")
 READY_LIMIT_S: Final = 90.0
 END_LIMIT_S: Final = 30.0
-MARK: Final = "PPSTREAM_DRILL"  # in the environment of everything a scene starts
 MOVING_TICKS: Final = 10
 STARTS_MAX: Final = 3
 T = TypeVar("T")
@@ -237,16 +237,7 @@ class Scene:
     def orphans(self) -> list[int]:
         """Processes that this scene started, directly or not, and that live though they ended."""
         known = {os.getpid()} | ({self.robot.pid} if self.robot is not None else set())
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) not in known:
-                try:
-                    text = (entry / "environ").read_bytes()
-                except OSError:
-                    continue
-                if f"{MARK}={self._mark}".encode() in text:
-                    found.append(int(entry.name))
-        return found
+        return [pid for pid in marked(self._mark) if pid not in known]
 
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self.ranks.processes]

@@ -4,7 +4,8 @@ Starts two rank processes and a robot process with its own control loop, breaks 
 signals, orders to the policy, a proxy in the robot's connection or a full disk, and prints per
 fault what was expected and seen, how long it took, and whether the ledgers balance. Ends with 1
 when a fault misses its bound. What each fault is stands in ``drill_ending.py`` (the run ends),
-``drill_recovering.py`` (it goes on) and ``drill_launches.py`` (launchers and hosts).
+``drill_recovering.py`` (it goes on), ``drill_launches.py`` (launchers), ``drill_two_hosts.py`` and
+``drill_gpu.py`` (two GPUs, with ``--gpu``).
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from bench_runs import POLL_S, ending_cleanly, environment
 from drill_ending import ENDINGS
 from drill_faults import SAFE_S, Ending, Recovering
-from drill_launches import LAUNCHES
+from drill_gpu import GPU_ENDINGS, GPU_RECOVERING, GPU_SETTINGS, missing
+from drill_judging import NOT_STARTED, ORPHAN_S, Outcome, judge_ledger, judge_robot, table, tell
+from drill_launches import LAUNCHES, Launch
 from drill_recovering import RECOVERING
 from drill_scene import END_LIMIT_S, Failed, Scene, started
+from drill_two_hosts import HOSTS
 
 from ppstream.clock import NS_PER_S, now_ns
 
@@ -38,47 +42,48 @@ QUICK: Final = (
     "cable-cut",
     "clock-jumps-forward",
 )
-ORPHAN_S: Final = 5.0  # a robot that a rank started leaves by itself within this
-OLDEST_MS: Final = 300.0  # the drill's lease: no older action may be executed
 
 
-@dataclass
-class Outcome:
-    """One fault, as it went; times in seconds from the injection, None where they do not apply."""
+class Tier(NamedTuple):
+    """Faults for one kind of machine; ``settings`` change the drill's configuration for all."""
 
-    name: str
-    ids: str
-    does: str
-    expected: str
-    seen: str = ""
-    notice_s: float | None = None
-    gone_s: float | None = None
-    safe_s: float | None = None
-    moves_s: float | None = None
-    oldest_ms: float | None = None
-    codes: tuple[int | None, ...] = ()
-    ledger: str = ""
-    missed: str = ""  # why it did not meet what was expected
+    recovering: tuple[Recovering, ...]
+    endings: tuple[Ending, ...]
+    launches: tuple[Launch, ...] = ()
+    settings: tuple[str, ...] = ()
+
+    @property
+    def faults(self) -> tuple[Recovering | Ending | Launch, ...]:
+        return (*self.recovering, *self.endings, *self.launches)
+
+
+CPU: Final = Tier(RECOVERING, ENDINGS, (*LAUNCHES, *HOSTS))
+GPU: Final = Tier(GPU_RECOVERING, GPU_ENDINGS, settings=GPU_SETTINGS)
 
 
 def main() -> int:
     """Run the faults asked for; 0 when every one kept its bound."""
     args = _parser().parse_args()
-    faults = (*RECOVERING, *ENDINGS, *LAUNCHES)
+    tier = GPU if args.gpu else CPU
     if args.list:
-        for fault in faults:
+        for fault in tier.faults:
             print(f"{fault.name:30}{fault.ids:18}{fault.does}")
         return 0
-    names = QUICK if args.quick else args.only or [fault.name for fault in faults]
-    if unknown := set(names) - {fault.name for fault in faults}:
+    if args.gpu and (why := missing()):
+        print(f"skipped: {why}")
+        return 0
+    names = QUICK if args.quick else args.only or [fault.name for fault in tier.faults]
+    if unknown := set(names) - {fault.name for fault in tier.faults}:
         raise SystemExit(f"no such fault: {', '.join(sorted(unknown))}; see --list")
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-drill-") as name:
-        outcomes = drill(names, Path(name), _tell, args.overrides)
+        outcomes = drill(names, Path(name), tell, args.overrides, tier)
     missed = [outcome for outcome in outcomes if outcome.missed]
     print(f"{len(outcomes) - len(missed)} of {len(outcomes)} faults kept their bounds")
     if args.json is not None:
         found = {"environment": environment(), "faults": [asdict(o) for o in outcomes]}
         args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.markdown is not None:
+        args.markdown.write_text(table(outcomes))
     return 1 if missed else 0
 
 
@@ -87,35 +92,41 @@ def drill(
     folder: Path,
     tell: Callable[[Outcome], None],
     overrides: Sequence[str] = (),
+    tier: Tier = CPU,
 ) -> list[Outcome]:
-    """Inject the faults of these names; those that recover share one run.
+    """Inject the faults of these names; neighbours that recover share one run.
 
     ``overrides`` changes the drill's configuration, as ``--set``; launches keep theirs.
     """
     outcomes = []
+    settings = (*tier.settings, *overrides)
 
     def add(outcome: Outcome) -> None:
         outcomes.append(outcome)
         tell(outcome)
 
-    recovering = [fault for fault in RECOVERING if fault.name in names]
-    left = list(recovering)
-    while left:  # a run that a fault ended by mistake is replaced
-        with started(folder / f"recovering{len(left)}", overrides) as scene:
-            while left and not any(code is not None for code in scene.codes()):
-                add(recovers(scene, left.pop(0)))
-    for fault in ENDINGS:
+    left = [fault for fault in tier.recovering if fault.name in names]
+    while left:  # a run that a fault ended by mistake is replaced, one of other settings, too
+        own = left[0].settings
+        try:
+            with started(folder / f"recovering{len(left)}", (*settings, *own)) as scene:
+                while left and left[0].settings == own and scene.codes() == [None, None]:
+                    add(recovers(scene, left.pop(0)))
+        except Failed as error:  # to start
+            add(not_started(left.pop(0), error))
+    for fault in tier.endings:
         if fault.name in names:
-            add(ends(folder / fault.name, fault, overrides))
-    for launch in LAUNCHES:
+            add(ends(folder / fault.name, fault, settings))
+    for launch in tier.launches:
         if launch.name in names:
-            outcome = Outcome(launch.name, launch.ids, launch.does, launch.expected)
-            try:
-                outcome.seen, outcome.gone_s = launch.run(folder / launch.name)
-            except Failed as error:
-                outcome.missed = str(error)
-            add(outcome)
+            add(launches(folder / launch.name, launch))
     return outcomes
+
+
+def not_started(fault: Recovering, error: Failed) -> Outcome:
+    """As it ends when the run that it needs does not begin."""
+    missed = NOT_STARTED + str(error)
+    return Outcome(fault.name, fault.ids, fault.does, "a run", missed=missed)
 
 
 def recovers(scene: Scene, fault: Recovering) -> Outcome:
@@ -136,8 +147,8 @@ def recovers(scene: Scene, fault: Recovering) -> Outcome:
         outcome.missed = str(error)
         with suppress(Failed):
             fault.undo(scene)
-    _judge_robot(scene, outcome, at_ns, must_hold=fault.holds)
-    _judge_ledger(scene, outcome)
+    judge_robot(scene, outcome, at_ns, must_hold=fault.holds)
+    judge_ledger(outcome, scene.imbalance())
     return outcome
 
 
@@ -148,8 +159,10 @@ def ends(folder: Path, fault: Ending, overrides: Sequence[str]) -> Outcome:
         fault.name, fault.ids, fault.does, f"codes {wanted} within {fault.gone_s:g} s"
     )
     settings = [*overrides, *(setting.format(folder=folder) for setting in fault.settings)]
+    prefix = NOT_STARTED
     try:
         with started(folder, settings) as scene:
+            prefix = ""
             at_ns = now_ns()
             fault.inject(scene)
             outcome.notice_s = _until(scene, at_ns, any)
@@ -157,9 +170,21 @@ def ends(folder: Path, fault: Ending, overrides: Sequence[str]) -> Outcome:
             outcome.codes = tuple(scene.codes())
             _judge_end(scene, fault, outcome)
             scene.wait("the robot holds", SAFE_S, lambda: scene.has_held_since(at_ns))
-            _judge_robot(scene, outcome, at_ns, must_hold=True)
-            _judge_ledger(scene, outcome)
+            judge_robot(scene, outcome, at_ns, must_hold=True)
+            judge_ledger(outcome, scene.imbalance())
             scene.wait("no orphan", ORPHAN_S, lambda: not scene.orphans() or None)
+            outcome.orphans = "none"
+    except Failed as error:
+        outcome.missed = outcome.missed or prefix + str(error)
+    return outcome
+
+
+def launches(folder: Path, launch: Launch) -> Outcome:
+    """One fault of starting, restarting or hosts."""
+    outcome = Outcome(launch.name, launch.ids, launch.does, launch.expected)
+    folder.mkdir(parents=True)
+    try:
+        launch.run(folder, outcome)
     except Failed as error:
         outcome.missed = outcome.missed or str(error)
     return outcome
@@ -182,62 +207,23 @@ def _judge_end(scene: Scene, fault: Ending, outcome: Outcome) -> None:
     pairs = zip(fault.codes, outcome.codes, strict=True)
     if any(wanted is not None and wanted != found for wanted, found in pairs):
         outcome.missed = f"codes {outcome.codes}"
-    elif fault.stacks and not _names_culprit(scene.ranks.directory / fault.stacks):
-        outcome.missed = f"no stacks of the culprit in {fault.stacks}"
+    elif fault.leaves is not None and not _has(scene.ranks.directory, *fault.leaves):
+        outcome.missed = f"no {fault.leaves[1]} in {fault.leaves[0]}"
     elif fault.says not in output:
         outcome.missed = f"the ranks did not say {fault.says!r}"
     elif (outcome.gone_s or 0) > fault.gone_s:
         outcome.missed = f"gone after {outcome.gone_s:.2f} s, limit {fault.gone_s:g} s"
 
 
-def _names_culprit(stacks: Path) -> bool:
-    return stacks.exists() and "drill_policy.py" in stacks.read_text()
-
-
-def _judge_robot(scene: Scene, outcome: Outcome, at_ns: int, *, must_hold: bool) -> None:
-    ticks = scene.ticks(at_ns)
-    held_ns = next((tick.at_ns for tick in ticks if not tick.moved), None)
-    outcome.oldest_ms = max((tick.age_ms for tick in ticks if tick.moved), default=None)
-    if must_hold and held_ns is None:
-        outcome.missed = outcome.missed or "the robot never held"
-    if held_ns is not None:
-        outcome.safe_s = (held_ns - at_ns) / NS_PER_S
-    if (outcome.oldest_ms or 0.0) > OLDEST_MS:
-        outcome.missed = (
-            outcome.missed or f"an action of age {outcome.oldest_ms:.0f} ms was executed"
-        )
-
-
-def _judge_ledger(scene: Scene, outcome: Outcome) -> None:
-    outcome.ledger = scene.imbalance() or "balances"
-    if outcome.ledger != "balances":
-        outcome.missed = outcome.missed or f"ledger: {outcome.ledger}"
-
-
-def _tell(outcome: Outcome) -> None:
-    """One line now, and below it what was seen."""
-    times = (
-        ("noticed", outcome.notice_s),
-        ("gone", outcome.gone_s),
-        ("safe", outcome.safe_s),
-        ("moves", outcome.moves_s),
-    )
-    shown = "  ".join(f"{word} {value:.2f} s" for word, value in times if value is not None)
-    oldest = "" if outcome.oldest_ms is None else f"  oldest action {outcome.oldest_ms:.0f} ms"
-    codes = "" if not outcome.codes else f"  codes {outcome.codes}"
-    verdict = "MISSED" if outcome.missed else "ok    "
-    ledger = f"  ledger {outcome.ledger}" if outcome.ledger else ""
-    print(f"{verdict} {outcome.name:30}{shown}{oldest}{codes}{ledger}")
-    print(f"       {outcome.does}; expected {outcome.expected}; seen: {outcome.seen[:160]}")
-    if outcome.missed:
-        print(f"       missed: {outcome.missed[-1500:]}")
-    sys.stdout.flush()
+def _has(folder: Path, name: str, text: str) -> bool:
+    return (folder / name).exists() and text in (folder / name).read_text()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults, see --list")
     parser.add_argument("--quick", action="store_true", help="one of each mechanism")
+    parser.add_argument("--gpu", action="store_true", help="the faults between two GPUs instead")
     parser.add_argument("--list", action="store_true", help="print every fault and leave")
     parser.add_argument(
         "--set",
@@ -248,6 +234,7 @@ def _parser() -> argparse.ArgumentParser:
         help="change the drill's configuration, e.g. placement.policy=cuda:1",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen there, too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the same as a table")
     return parser
 
 

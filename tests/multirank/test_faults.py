@@ -1,8 +1,21 @@
 """The quick part of the fault drill: real ranks, a real robot process, real faults."""
 
+import os
+import secrets
+import subprocess
+import sys
+from collections import Counter
+
+import drill_gpu
+import drill_torchrun
+import fault_drill
 import pytest
+from drill_judging import Outcome
+from drill_launches import Launch
+from drill_logs import NOTHING_SENT
+from drill_processes import MARK
 from drill_scene import Failed
-from fault_drill import QUICK, drill
+from fault_drill import CPU, GPU, QUICK, drill
 
 pytestmark = pytest.mark.multirank
 
@@ -18,7 +31,6 @@ def test_one_fault_of_each_mechanism_keeps_its_bounds(tmp_path):
 
 def test_a_bound_that_is_missed_is_said(tmp_path, monkeypatch):
     """The drill itself can fail: a fault whose evidence never comes."""
-    import fault_drill
     from drill_faults import Recovering
 
     class Calm:
@@ -37,3 +49,53 @@ def test_a_bound_that_is_missed_is_said(tmp_path, monkeypatch):
     fault = Recovering("x", "", "", lambda scene: None, lambda scene, at: None, 0.1)
     outcome = fault_drill.recovers(Calm(), fault)
     assert outcome.missed == "evidence: not within 0.1 s"
+
+
+def test_a_launch_that_leaves_what_it_must_not_is_said(tmp_path):
+    def leaves(folder, outcome: Outcome):
+        outcome.codes = (20, 20)
+        raise Failed("no orphan: not within 5 s")
+
+    outcome = fault_drill.launches(tmp_path / "x", Launch("x", "", "", "", leaves))
+    assert outcome.missed == "no orphan: not within 5 s"
+    assert outcome.codes == (20, 20)
+
+
+def test_a_process_that_outlives_its_run_is_an_orphan(monkeypatch):
+    monkeypatch.setattr(drill_torchrun, "ORPHAN_S", 0.3)
+    mark = secrets.token_hex(8)
+    process = subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: mark})
+    try:
+        with pytest.raises(Failed, match="no orphan"):
+            drill_torchrun.no_orphans(mark)
+    finally:
+        process.kill()
+        process.wait()
+    assert drill_torchrun.no_orphans(mark) == "none"
+
+
+def test_ranks_that_differ_are_gone_without_orphans_and_sent_nothing(tmp_path):
+    told = []
+    (outcome,) = drill(["ranks-differ"], tmp_path, told.append)
+    assert (outcome.missed, outcome.codes) == ("", (10, 10))
+    assert (outcome.ledger, outcome.orphans) == (NOTHING_SENT, "none")
+
+
+def test_the_tier_of_two_gpus_says_that_it_needs_them(monkeypatch, capsys):
+    monkeypatch.setattr(drill_gpu.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["fault_drill.py", "--gpu"])
+    assert fault_drill.main() == 0
+    assert capsys.readouterr().out == "skipped: needs two GPUs\n"
+
+
+def test_faults_have_names_of_their_own_and_gpu_faults_run_on_two_gpus():
+    names = Counter(fault.name for tier in (CPU, GPU) for fault in tier.faults)
+    assert [name for name, count in names.items() if count > 1] == []
+    assert {"placement.rank0=cuda:0", "placement.policy=cuda:1"} <= set(GPU.settings)
+    dead = {f.name for f in GPU.endings if f.settings[0].startswith("link.kind=")}
+    for link in drill_gpu.LINKS:
+        assert {
+            f"{word}-{rank}-{link}"
+            for word in ("kill", "freeze")
+            for rank in ("rank-0", "policy-rank")
+        } <= dead

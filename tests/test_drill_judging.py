@@ -1,0 +1,13 @@
+from drill_judging import Outcome, table
+
+
+def test_the_table_has_a_row_for_each_fault_and_says_which_missed():
+    killed = Outcome("kill", "F20", "SIGKILL", "codes", notice_s=0.126, codes=(20, -9))
+    killed.ledger, killed.oldest_ms = "balances", 61.4
+    late = Outcome("late", "F21", "SIGSTOP", "codes", missed="gone after 9 s\nand more")
+    assert table([killed, late]).splitlines() == [
+        "| fault | noticed s | gone s | safe s | moves s | oldest ms | codes | ledger |",
+        "|---|---|---|---|---|---|---|---|",
+        "| `kill` | 0.13 |  |  |  | 61 | 20, -9 | balances |",
+        "| `late` |  |  |  |  |  |  | MISSED: gone after 9 s |",
+    ]

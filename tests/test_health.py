@@ -1,0 +1,81 @@
+"""The door for scrapers and probes, and clients that misbehave at it."""
+
+import logging
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.registry import Collector
+
+from ppstream import health
+from ppstream.health import HealthServer
+
+LIMIT_S = 0.3
+RESET = struct.pack("ii", 1, 0)
+
+
+class Nothing(Collector):
+    def collect(self):
+        return []
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(health, "REQUEST_LIMIT_S", LIMIT_S)
+    server = HealthServer(0, Nothing(), lambda: {"phase": "ready"})
+    yield server
+    close(server)
+
+
+def close(server):
+    """Whether it could be closed within a bound."""
+    closing = threading.Thread(target=server.close, daemon=True)
+    closing.start()
+    closing.join(20 * LIMIT_S)
+    return not closing.is_alive()
+
+
+def drip(server):
+    """A request that never ends, a byte well within any limit on one read."""
+
+    def send():
+        with client, suppress(OSError):
+            client.sendall(b"GET /metrics")
+            while True:
+                client.sendall(b"a")
+                time.sleep(LIMIT_S / 10)
+
+    client = socket.create_connection(("127.0.0.1", server.port))
+    threading.Thread(target=send, daemon=True).start()
+    time.sleep(LIMIT_S / 3)  # it is being served by now
+
+
+def test_a_request_that_never_ends_is_hung_up_on(server):
+    drip(server)
+    with urlopen(f"http://127.0.0.1:{server.port}/healthz", timeout=20 * LIMIT_S) as answer:
+        assert answer.status == 200
+
+
+def test_the_door_closes_while_a_request_does_not_end(server):
+    drip(server)
+    assert close(server)
+
+
+def test_a_client_that_dies_is_its_own_affair_and_a_broken_answer_is_told(server, caplog):
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        client.sendall(b"GET /me")
+    with urlopen(f"http://127.0.0.1:{server.port}/healthz", timeout=20 * LIMIT_S):
+        pass
+    assert caplog.records == []
+    broken = HealthServer(0, Nothing(), dict)
+    try:
+        with caplog.at_level(logging.ERROR), pytest.raises(ConnectionError):
+            urlopen(f"http://127.0.0.1:{broken.port}/readyz", timeout=20 * LIMIT_S)
+    finally:
+        close(broken)
+    assert "KeyError" in caplog.text
