@@ -1,10 +1,10 @@
 """Where the time of stage B goes, block by block: for attribution, never for a score.
 
 A policy names its blocks with ``with block("encode"):``; outside attribution mode, and outside a
-profile, that costs one call and does nothing. In attribution mode each block waits for its device
-at both ends, so its time is its own; that changes the schedule, and therefore every record carries
-``mode = "attribution"``, which no gate accepts. Never name a block inside compiled code or a
-recorded CUDA graph: it breaks the one and is not run in the other.
+profile, that costs one call and does nothing. In attribution mode each block waits at both ends for
+what is queued before it, so its time is its own; that changes the schedule, and therefore every
+record carries ``mode = "attribution"``, which no gate accepts. Inside compiled code, and in a CUDA
+graph that is replayed, a block is nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _open: BlockOpener | None = None
 
 
 def block(name: str) -> AbstractContextManager[object]:
-    """A named part of stage A, B or C, for the ``with`` statement; may stand within another."""
+    """A named part of stage B or C, for the ``with`` statement; may stand within another."""
+    if torch.compiler.is_compiling():  # asked first: compiled code must not depend on the mode
+        return _NOTHING
     return _NOTHING if _open is None else _open(name)
 
 
@@ -41,16 +43,29 @@ def give_blocks_to(opener: BlockOpener | None) -> None:
     _open = opener
 
 
+def end_of_stream(device: torch.device) -> Callable[[], None]:
+    """What waits until the stream in use on ``device`` has nothing to do; on the CPU it has not.
+
+    Never for the whole device: receipts that stand queued there wait for envelopes to come.
+    """
+    if device.type == "cpu":
+        return lambda: None
+    return lambda: torch.cuda.current_stream(device).synchronize()
+
+
 class Attribution:
     """Times the blocks of one rank between ``start`` and ``stop``, on the one thread with blocks.
 
     One ``blocks`` line for each envelope with any: ``{name: ns}``, outer names before the inner.
+
+    Args:
+        log: of the rank.
+        settle: waits for what the blocks have queued (``end_of_stream``).
     """
 
-    def __init__(self, log: TimestampLog, device: torch.device) -> None:
+    def __init__(self, log: TimestampLog, settle: Callable[[], None]) -> None:
         self._log = log
-        self._is_gpu = device.type == "cuda"
-        self._device = device
+        self._settle = settle
         self._times_ns: dict[str, int] = {}
         self._names: dict[str, None] = {}  # in the order in which they were first entered
         self._path: list[str] = []
@@ -82,7 +97,7 @@ class Attribution:
         return _Block(self, name, path)
 
     def enter(self, name: str) -> int:
-        """A block begins once its device has nothing else to do; returns when."""
+        """A block begins once what was queued before it is over; returns when."""
         self._path.append(name)
         self._settle()
         return now_ns()
@@ -91,10 +106,6 @@ class Attribution:
         self._settle()
         self._path.pop()
         self._times_ns[path] = self._times_ns.get(path, 0) + now_ns() - began_ns
-
-    def _settle(self) -> None:
-        if self._is_gpu:
-            torch.cuda.synchronize(self._device)
 
     def _write(self) -> None:
         if self._times_ns:

@@ -15,19 +15,26 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 MS: Final = 1e-6  # per ns
+UNNAMED: Final = "(in no block)"
 LABEL: Final = "attribution mode: for shares only; no gate accepts this run, and no row compares it"
+ON_DEVICE: Final = (
+    "A and C are times between events of their own streams, which nobody waits for; what the host "
+    "does in C is not in it. B includes what its blocks' waits cost"
+)
 
 
 class Timed(NamedTuple):
-    """Durations of one stage or block, one for each envelope."""
+    """Durations of one stage or block, in those of ``envelopes`` that had any."""
 
     name: str
     depth: int
     values_ns: list[int]
+    envelopes: int
 
     @property
-    def total_ns(self) -> int:
-        return sum(self.values_ns)
+    def each_ns(self) -> float:
+        """Of an envelope on average, whether it had any or not."""
+        return sum(self.values_ns) / self.envelopes if self.envelopes else 0.0
 
 
 def report(directory: Path) -> str | None:
@@ -37,49 +44,62 @@ def report(directory: Path) -> str | None:
         OSError: the folder has no log of rank 0.
     """
     lines = list(_lines(directory))
-    envelopes = [
-        fields
-        for rank, fields in lines
-        if rank == 0 and fields.get("kind") == "envelope" and fields.get("mode") == "attribution"
-    ]
+    envelopes, policy = (
+        [
+            fields
+            for _, fields in lines
+            if fields.get("kind") == kind and fields.get("mode") == "attribution"
+        ]
+        for kind in ("envelope", "stage1")
+    )
     if not envelopes:
         return None
-    blocks: dict[str, list[int]] = defaultdict(list)
-    for _, fields in lines:
-        if fields.get("kind") == "blocks":
-            for name, took_ns in fields["blocks"].items():
-                blocks[name].append(took_ns)
-    stages = {name: _stage_ns(envelopes, name) for name in "ABC"}
-    rows = [Timed("A", 0, stages["A"]), Timed("B", 0, stages["B"])]
-    rows += _block_rows(blocks, sum(stages["B"]))
-    rows.append(Timed("C", 0, stages["C"]))
+    # on a device-ordered link the policy rank alone knows how long B took
+    b_ns = _present(envelopes, "B_ns") or _present(policy, "eB_ns")
+    blocks = [(rank, fields["blocks"]) for rank, fields in lines if fields.get("kind") == "blocks"]
+    policy_rank = max(rank for rank, _ in lines)
+    in_b = [found for rank, found in blocks if rank == policy_rank]
+    in_c = [found for rank, found in blocks if rank != policy_rank]
+    rows = [
+        _stage("A", _between(envelopes, "tA0", "tA1")),
+        *_with_blocks(_stage("B", b_ns), in_b),
+        *_with_blocks(_stage("C", _between(envelopes, "tDecode", "tEmit")), in_c),
+    ]
     events = [f for _, f in lines if f.get("name") == "attribution"]
-    return "\n".join(_text(rows, events[-1] if events else {}))
+    is_on_device = bool(_present(envelopes, "eA_ns"))
+    return "\n".join(_text(rows, events[-1] if events else {}, is_on_device=is_on_device))
 
 
-def _stage_ns(envelopes: Iterable[Mapping[str, Any]], stage: str) -> list[int]:
-    found = []
-    for e in envelopes:
-        if stage == "B":
-            took_ns = e.get("B_ns")
-        else:
-            begin, end = ("tA0", "tA1") if stage == "A" else ("tDecode", "tEmit")
-            took_ns = e[end] - e[begin] if begin in e and end in e else None
-        if took_ns is not None:
-            found.append(took_ns)
-    return found
+def _present(records: Iterable[Mapping[str, Any]], field: str) -> list[int]:
+    return [record[field] for record in records if record.get(field) is not None]
 
 
-def _block_rows(blocks: Mapping[str, list[int]], b_ns: int) -> Iterator[Timed]:
-    """Blocks below their outer ones, and what no block names."""
-    for name in blocks:
-        yield Timed(name, 1 + name.count("/"), blocks[name])
-    if blocks:
-        named_ns = sum(sum(values) for name, values in blocks.items() if "/" not in name)
-        yield Timed("(in no block)", 1, [max(0, b_ns - named_ns)])
+def _between(records: Iterable[Mapping[str, Any]], begin: str, end: str) -> list[int]:
+    return [e[end] - e[begin] for e in records if begin in e and end in e]
 
 
-def _text(rows: Sequence[Timed], said: Mapping[str, Any]) -> Iterator[str]:
+def _stage(name: str, values_ns: list[int]) -> Timed:
+    return Timed(name, 0, values_ns, len(values_ns))
+
+
+def _with_blocks(stage: Timed, blocks: Sequence[Mapping[str, int]]) -> Iterator[Timed]:
+    """A stage, its blocks below their outer ones, and what no block names.
+
+    A policy rank begins with its blocks some envelopes late: they are averaged over their own.
+    """
+    yield stage
+    values: dict[str, list[int]] = defaultdict(list)
+    for found in blocks:
+        for name, took_ns in found.items():
+            values[name].append(took_ns)
+    rows = [Timed(name, 1 + name.count("/"), v, len(blocks)) for name, v in values.items()]
+    yield from rows
+    if rows:
+        named_ns = sum(row.each_ns for row in rows if row.depth == 1)
+        yield Timed(UNNAMED, 1, [max(0, round(stage.each_ns - named_ns))], 1)
+
+
+def _text(rows: Sequence[Timed], said: Mapping[str, Any], *, is_on_device: bool) -> Iterator[str]:
     yield f"ATTRIBUTION   {LABEL}"
     if said:
         period_ms, before_ms = said["period_ns"] * MS, said["throughput_period_ns"] * MS
@@ -87,18 +107,20 @@ def _text(rows: Sequence[Timed], said: Mapping[str, Any]) -> Iterator[str]:
             f"perturbation  {said['perturbation']:.3f} x: period {period_ms:.3g} ms attributed, "
             f"{before_ms:.3g} ms in throughput mode"
         )
-    whole_ns = sum(row.total_ns for row in rows if row.depth == 0) or 1
+    whole_ns = sum(row.each_ns for row in rows if row.depth == 0) or 1
     yield f"{'':28} {'calls':>6} {'mean ms':>9} {'p50':>9} {'p99':>9} {'share':>7}"
     for row in rows:
         name = "  " * row.depth + row.name.rpartition("/")[2]
-        share = f"{row.total_ns / whole_ns:7.1%}"
-        if row.name == "(in no block)" or not row.values_ns:
+        share = f"{row.each_ns / whole_ns:7.1%}"
+        if row.name == UNNAMED or not row.values_ns:
             yield f"{name:28} {'':6} {'':9} {'':9} {'':9} {share}"
             continue
         ordered = sorted(row.values_ns)
         numbers = (fmean(ordered), _at(ordered, 50), _at(ordered, 99))
         shown = " ".join(f"{value * MS:9.3f}" for value in numbers)
         yield f"{name:28} {len(ordered):6} {shown} {share}"
+    if is_on_device:
+        yield ON_DEVICE
 
 
 def _at(ordered: Sequence[int], percent: int) -> int:

@@ -1,7 +1,8 @@
 """A run in attribution mode: times blocks with the pipeline saturated, and what that costs it.
 
 Throughput, attribution, throughput in turn, so that a machine that slows down meanwhile is not
-taken for the price of attribution. Such a run never becomes *ready* and emits to nobody.
+taken for the price of attribution. Such a run never becomes *ready* and emits to nobody. On a
+device-ordered link A and C are timed by their own events as ever: the host waits in B alone.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ppstream.attribution import Attribution
+from ppstream.attribution import Attribution, end_of_stream
 from ppstream.clock import now_ns
+from ppstream.inline import Inline
 from ppstream.pacing import Saturated
 
 if TYPE_CHECKING:
@@ -29,8 +31,9 @@ STOP_REASON: Final = "the blocks are timed; a run in attribution mode never beco
 
 def time_blocks(rank0: Rank0, intake: Intake, source: Source) -> None:
     """Log event ``attribution`` has both periods and their ratio, the perturbation; then stop."""
-    device = torch.device(rank0.config.placement.policy)  # inline B runs here; else it is the CPU
-    attribution = Attribution(rank0.log, device)
+    runs_policy = isinstance(rank0, Inline)  # else blocks here are a decoder's, on the host
+    device = torch.device(rank0.config.placement.policy if runs_policy else "cpu")
+    attribution = Attribution(rank0.log, end_of_stream(device))
     envelopes = rank0.config.bringup.envelopes
     plain_ns = _periods_ns(rank0, intake, source, "warming", envelopes // 2)
     attribution.start()

@@ -67,7 +67,7 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
     lines = [
         f"ppstream {config.name}: nothing started, no problem found",
         *_placement_lines(config, placement),
-        *_device_lines(placement),
+        *_device_lines(config, placement),
         *_stream_lines(config),
         *_slot_lines("envelope", shape.envelope, envelopes),
         *_slot_lines("result", shape.result, results),
@@ -105,7 +105,7 @@ def _placement_lines(config: PipelineConfig, placement: Placement) -> Iterator[s
     yield _row("robots", _service_text(config))
 
 
-def _device_lines(placement: Placement) -> Iterator[str]:
+def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
     """What the GPUs of the placement are, and what drives them; nothing without one."""
     plans = [plan for plan in placement.ranks if plan.is_gpu]
     if not plans:
@@ -116,6 +116,9 @@ def _device_lines(placement: Placement) -> Iterator[str]:
         if about is not None:
             memory = f"{_bytes(about.memory_bytes)}, {about.capability}"
             yield _row(plan.device, f"{about.name}, {memory}, for rank {plan.rank}")
+    if len(plans) > 1:
+        reached = "yes, both ways" if cuda_start.peer_access(config) else "no"
+        yield _row("peer access", reached)
     for name, text in cuda_start.versions():
         yield _row(name, text)
 

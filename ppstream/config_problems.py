@@ -140,6 +140,11 @@ def _source_problems(config: PipelineConfig) -> Iterator[str]:
     yield from _recording_problems("service.recording", service.recording)
     if bringup.source == "recording" and bringup.recording is None:
         yield "bringup.recording: missing, want a file because bringup.source = 'recording'"
+    if bringup.source == "synthetic" and bringup.recording is not None:
+        yield (
+            "bringup.recording: got one beside bringup.source = 'synthetic', which would not play "
+            "it; want source = 'recording', or recording = none"
+        )
     if service.recording is not None and config.demo is not None:
         yield "service.recording: got one beside a demo robot, want demo = none or no recording"
     if service.actions_file is not None and service.recording is None:
@@ -240,15 +245,15 @@ def _device_problems(config: PipelineConfig) -> Iterator[str]:
             f"simulate.kind: got {simulate.kind!r} with simulate.a_ms above 0 on "
             f"{config.placement.rank0}, want 'gpu': no thread waits in stage A there"
         )
-    if config.mode == "attribution" and is_gpu:
-        yield (
-            f"mode: got 'attribution' with rank 0 on {config.placement.rank0}, want 'throughput': "
-            "waiting for a device there could wait for ever; profile it instead (SIGUSR2)"
-        )
     if config.mode == "attribution" and config.placement.policy != "cpu" and config.policy.graph:
         yield (
             "policy.graph: got true with mode = 'attribution', want false: blocks inside a "
             "recorded graph are not run"
+        )
+    if config.mode == "attribution" and config.policy.compile:
+        yield (
+            "policy.compile: got true with mode = 'attribution', want false: blocks inside "
+            "compiled code are not seen"
         )
     if config.pipeline.credit == "after_window" and not is_gpu:
         yield (

@@ -144,10 +144,13 @@ class CreditLedger:
 
     def book(self, record: EnvelopeRecord, now_ns: int) -> None:
         """Write the counts of ``now_ns`` into a record, with the maxima since the last one."""
-        record.outstanding, record.q_decode = self.outstanding, self.q_decode
-        record.outstanding_max, record.q_decode_max = self.take_maxima()
-        record.outstanding_ns_total = self.outstanding_ns_total(now_ns)
-        record.q_decode_ns_total = self.q_decode_ns_total(now_ns)
+        outstanding, q_decode = self._outstanding, self._q_decode
+        with self._lock:
+            record.outstanding, record.q_decode = outstanding.count, q_decode.count
+            record.outstanding_max = outstanding.take_highest()
+            record.q_decode_max = q_decode.take_highest()
+            record.outstanding_ns_total = outstanding.integral_ns(now_ns)
+            record.q_decode_ns_total = q_decode.integral_ns(now_ns)
 
     def statistics(self) -> CreditStatistics:
         """All counts of one moment."""
@@ -181,12 +184,18 @@ class _Level:
                 f"{self._name} would become {self.count + 1}, bound {self._bound}: "
                 "ask the ledger before moving an envelope"
             )
-        self._step(now_ns, 1)
-        self._highest = max(self._highest, self.count)
+        # Stamps of two threads may arrive swapped; the signed difference keeps the sum exact.
+        self._integral_ns += self.count * (now_ns - self._last_ns)
+        self._last_ns = now_ns
+        self.count += 1
+        if self.count > self._highest:
+            self._highest = self.count
 
     def fall(self, now_ns: int) -> None:
         self.check_fall()
-        self._step(now_ns, -1)
+        self._integral_ns += self.count * (now_ns - self._last_ns)
+        self._last_ns = now_ns
+        self.count -= 1
 
     def check_fall(self) -> None:
         if self.count < 1:
@@ -198,9 +207,3 @@ class _Level:
     def take_highest(self) -> int:
         highest, self._highest = self._highest, self.count
         return highest
-
-    def _step(self, now_ns: int, change: int) -> None:
-        # Stamps of two threads may arrive swapped; the signed difference keeps the sum exact.
-        self._integral_ns += self.count * (now_ns - self._last_ns)
-        self._last_ns = now_ns
-        self.count += change

@@ -7,6 +7,7 @@ and a smaller one that somebody else set is refused.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import resource
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 CONNECTIONS_MIN: Final = 32
 
+NVML: Final = "libnvidia-ml.so.1"  # a part of the driver
+RELEASE_BYTES: Final = 80  # as NVML wants at least
+
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
+_started: Final[list[torch.device]] = []  # one process, one device; empty before
 
 
 class DeviceFacts(NamedTuple):
@@ -73,6 +78,12 @@ def start(device: torch.device) -> None:
     _cuda.init()
     torch.zeros(1, device=device)  # makes the context
     stream("receiving")  # and with it all of ours, before any other
+    _started[:] = [torch.device("cuda", index)]
+
+
+def started() -> torch.device | None:
+    """The device that ``start`` started CUDA on; None: CUDA is not in use by this process."""
+    return _started[0] if _started else None
 
 
 def has_peer_access(device: str, other: str) -> bool:
@@ -82,7 +93,7 @@ def has_peer_access(device: str, other: str) -> bool:
     first, second = (torch.device(name).index or 0 for name in (device, other))
     if max(first, second) >= torch.cuda.device_count() or first == second:
         return False
-    return bool(torch.cuda.can_device_access_peer(first, second))
+    return all(map(torch.cuda.can_device_access_peer, (first, second), (second, first)))
 
 
 def peer_access(config: PipelineConfig) -> bool:
@@ -134,7 +145,20 @@ def _or_why(text: Callable[[], str]) -> str:
 
 def _driver_version() -> str:
     version: int = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()[1]
-    return f"for CUDA {version // 1000}.{version % 1000 // 10}"
+    return f"{_driver_release()}for CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _driver_release() -> str:
+    """As ``nvidia-smi`` says it, and a comma; empty where the driver's library is missing."""
+    try:
+        library = ctypes.CDLL(NVML)
+    except OSError:
+        return ""
+    text = ctypes.create_string_buffer(RELEASE_BYTES)
+    if library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, RELEASE_BYTES):
+        return ""
+    library.nvmlShutdown()
+    return f"{text.value.decode()}, "
 
 
 def _nvrtc_version() -> str:

@@ -28,7 +28,7 @@ class Mark(Protocol):
 
     def wait(self) -> None: ...
 
-    def ns_since(self, earlier: Self) -> int: ...
+    def ns_since(self, earlier: Self) -> int | None: ...
 
 
 E = TypeVar("E", bound=Mark)
@@ -63,18 +63,28 @@ class DeviceClock(Generic[E]):
         self._device_ns = 0  # since then, on the device
         self.state = ClockState(bracket_ns, 0, 0)
 
-    def host_ns(self, event: E) -> int:
-        """When ``event``, which is done, happened by this host's clock."""
+    def host_ns(self, event: E) -> int | None:
+        """When ``event`` happened by this host's clock; None: it has not."""
         elapsed_ns = event.ns_since(self._anchor)
-        return self._anchor_ns + elapsed_ns + round(elapsed_ns * self._drift)
+        if elapsed_ns is None:
+            return None
+        return self._anchor_ns + elapsed_ns + int(elapsed_ns * self._drift)
+
+    def past_ns(self, event: E) -> int:
+        """When ``event``, which has happened, did."""
+        elapsed_ns = event.ns_since(self._anchor)
+        assert elapsed_ns is not None, "asked when an event happened that has not"
+        return self._anchor_ns + elapsed_ns + int(elapsed_ns * self._drift)
 
     def renew_when_due(self) -> bool:
         """Set a new anchor when the last is a second old; some 0.1 ms. Returns whether it did."""
         if self._now() - self._anchor_ns < RENEW_NS:
             return False
         event, at_ns, bracket_ns = self._measure()
-        surprise_ns = at_ns - self.host_ns(event)
-        self._device_ns += event.ns_since(self._anchor)
+        elapsed_ns = event.ns_since(self._anchor)
+        assert elapsed_ns is not None, "an anchor is done"
+        surprise_ns = at_ns - self.past_ns(event)
+        self._device_ns += elapsed_ns
         host_span_ns = at_ns - self._base_ns
         if self._device_ns >= DRIFT_SPAN_NS:
             drift = host_span_ns / self._device_ns - 1

@@ -26,6 +26,7 @@ class TakenWindow(NamedTuple):
     info: WindowInfo
     present: list[bool]  # per row
     episodes: list[tuple[int, int]]  # per row: session and session_epoch
+    received_ns: list[int]  # per row: arrival of its newest reference sample, rank 0's clock
 
 
 class WindowBook:
@@ -55,7 +56,10 @@ class WindowBook:
             self._ages(table, ends),
         )
         return TakenWindow(
-            info, [end is not None for end in ends], [(row[0], row[1]) for row in rows]
+            info,
+            [end is not None for end in ends],
+            [(row[0], row[1]) for row in rows],
+            [row[3] for row in rows],
         )
 
     def _ages(self, table: _Table, ends: Sequence[int | None]) -> Ages:

@@ -124,9 +124,10 @@ class DeviceRings:
                 return True
 
     def order(self, stream: torch.cuda.Stream) -> None:
-        """Have ``stream`` wait until everything sent so far can be used."""
+        """Have ``stream``, which orders all windows, wait until what was sent can be used."""
         if self._last is not None:
             stream.wait_event(self._last)
+            self._last = None
 
     def hold(self, until: torch.cuda.Event) -> None:
         """Send nothing further before ``until``: a window that must not find anything newer."""

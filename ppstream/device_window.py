@@ -78,6 +78,9 @@ class DeviceWindow:
         self._is_scheduled = False  # ends are given, of every window
         self._queued = 0
         self._taken = 0
+        self._numbers = self._kernels.records.data
+        self._table = -1  # the newest that a window was found to have used, and what it says
+        self._made_of: TakenWindow
 
     def ingest(self, now_ns: int, ends_ns: Sequence[int | None] | None = None) -> bool:
         """Send what arrived; see ``DeviceRings.ingest``.
@@ -130,14 +133,19 @@ class DeviceWindow:
     def take(self) -> TakenWindow:
         """What the window queued longest ago and not yet taken was made of; settles the ledgers.
 
+        Windows of one table are made of the same samples: they are given the same object.
+
         Raises:
             ProtocolError: it has not run: the envelope's event was not waited for.
         """
-        record = self._kernels.records[self._taken % RECORDS].tolist()
-        if record[0] != self._taken or self._taken == self._queued:
+        place = self._taken % RECORDS
+        if self._numbers[place, 0] != self._taken or self._taken == self._queued:
             raise ProtocolError(f"window {self._taken} is not complete, {self._queued} are queued")
         self._taken += 1
-        return self._book.take(record[cuda_rings.RECORD_WORDS :])
+        if (table := self._numbers[place, 1]) != self._table:
+            words = self._kernels.records[place, cuda_rings.RECORD_WORDS :].tolist()
+            self._table, self._made_of = table, self._book.take(words)
+        return self._made_of
 
     def statistics(self) -> Statistics:
         return Statistics(self._queued, self.rings.sequence, self.rings.refused)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol
 
+from ppstream import flight_recorder
 from ppstream.clock import NS_PER_MS
 from ppstream.errors import FINAL_CODES, ExitCode, PeerLostError, PpstreamError
 from ppstream.messages import Goodbye
@@ -66,6 +67,12 @@ class RankEnd:
         self.run.record_exit(self.rank, code, reason, self.generation)
         if self.rank == 0:
             self.run.finish(code)
+
+    def keep_evidence(self, code: ExitCode) -> None:
+        """What NCCL was at, if this rank ends because something is stuck: before links close."""
+        if code is ExitCode.WATCHDOG and self.run is not None:
+            name = f"rank{self.rank}.gen{self.generation}.nccl.json"
+            flight_recorder.write(self.run.directory / name)
 
     def leave(self, code: ExitCode, reason: str) -> None:
         """Tell, flush, and end the process at once: no thread or socket can hold it up."""
@@ -152,6 +159,7 @@ def start_watchdog(
     def leave(text: str) -> None:
         with suppress(PpstreamError):
             tell(Goodbye(int(ExitCode.WATCHDOG), text))
+        end.keep_evidence(ExitCode.WATCHDOG)
         end.leave(ExitCode.WATCHDOG, text)
 
     assert end.run is not None, "a run that has not begun cannot be stuck"

@@ -53,15 +53,28 @@ def owners_of(rows: Iterable[RowInput], ends_ns: Sequence[int], lease_ns: int) -
     ]
 
 
-def name_rows(flight: Flight) -> None:
-    """Write the flight's owners into its record; one row stands alone, several as lists."""
-    record, owners = flight.record, flight.owners
+class RowNames(NamedTuple):
+    """Owners as a record has them: one row stands alone, several as lists."""
+
+    session: int | list[int]
+    session_epoch: int | list[int]
+    window_end_ns: int | list[int]
+    expires_ns: int | list[int]
+
+
+def names_of(owners: Sequence[Owner]) -> RowNames:
     if len(owners) == 1:
         owner = owners[0]
-        record.session, record.session_epoch = owner.episode
-        record.window_end_ns, record.expires_ns = owner.window_end_ns, owner.expires_ns
-        return
-    record.session = [owner.episode[0] for owner in owners]
-    record.session_epoch = [owner.episode[1] for owner in owners]
-    record.window_end_ns = [owner.window_end_ns for owner in owners]
-    record.expires_ns = [owner.expires_ns for owner in owners]
+        return RowNames(*owner.episode, owner.window_end_ns, owner.expires_ns)
+    return RowNames(
+        [owner.episode[0] for owner in owners],
+        [owner.episode[1] for owner in owners],
+        [owner.window_end_ns for owner in owners],
+        [owner.expires_ns for owner in owners],
+    )
+
+
+def name_rows(flight: Flight, names: RowNames | None = None) -> None:
+    """Write the flight's owners into its record; ``names`` are theirs, if they are known."""
+    record, names = flight.record, names or names_of(flight.owners)
+    record.session, record.session_epoch, record.window_end_ns, record.expires_ns = names

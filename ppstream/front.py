@@ -30,6 +30,7 @@ from ppstream.inline import Inline
 from ppstream.intake import Intake, build_intake
 from ppstream.links import join_store, open_front
 from ppstream.messages import Drain, Goodbye, PhaseChange
+from ppstream.paired import Paired
 from ppstream.peer_process import PeerProcess
 from ppstream.placement import Placement
 from ppstream.preflight import build_policy, policy_problems
@@ -97,6 +98,7 @@ def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run, generation: i
         except PpstreamError as error:
             end.decided = error.exit_code, str(error)
             _tell_policy_rank(rank0, error)
+            end.keep_evidence(error.exit_code)
             raise _told(rank0, error) or error from None
         end.is_drained = True
         _release_policy_rank(rank0)
@@ -210,25 +212,25 @@ def _check_ledgers(*intakes: Intake) -> None:
 
 def _tell(rank0: Rank0) -> Callable[[Goodbye], None]:
     """Takes word to the policy rank, if there is one."""
-    return rank0.peer.send if isinstance(rank0, Stage0 | Stage0Device) else lambda _: None
+    return rank0.peer.send if isinstance(rank0, Paired) else lambda _: None
 
 
 def _told(rank0: Rank0, error: PpstreamError) -> PpstreamError | None:
     """What the policy rank said before it was lost, which explains more."""
-    if isinstance(rank0, Stage0 | Stage0Device) and isinstance(error, PeerLostError):
+    if isinstance(rank0, Paired) and isinstance(error, PeerLostError):
         return meeting.last_words(rank0.peer)
     return None
 
 
 def _tell_policy_rank(rank0: Rank0, error: PpstreamError) -> None:
-    if isinstance(rank0, Stage0 | Stage0Device) and not isinstance(error, PeerLostError):
+    if isinstance(rank0, Paired) and not isinstance(error, PeerLostError):
         with suppress(PeerLostError):  # it went first; ``error`` is why this rank ends
             rank0.peer.send(Goodbye(int(error.exit_code), str(error)))
 
 
 def _release_policy_rank(rank0: Rank0) -> None:
     """Nothing is in flight: let the policy rank go, and wait until it says goodbye."""
-    if isinstance(rank0, Stage0 | Stage0Device):
+    if isinstance(rank0, Paired):
         rank0.peer.send(Drain(rank0.stop_reason or "the recording has ended"))
         rank0.peer.receive(GOODBYE_LIMIT_NS)
 

@@ -5,6 +5,7 @@ Everything that loads, allocates or captures happens here, before a wait is queu
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +15,8 @@ from ppstream import cuda_start, meeting
 from ppstream.cuda_streams import stream as cuda_stream
 from ppstream.cuda_streams import torch_stream
 from ppstream.device_clock import DeviceClock
-from ppstream.links import BACK, FRONT, open_device
+from ppstream.link_latency import measure
+from ppstream.links import BACK, FRONT, OPEN_TIMEOUT_S, open_device
 from ppstream.memops import DeviceProbe
 from ppstream.placement import Placement, place
 from ppstream.policy_graph import GraphedPolicy, prepared_policy
@@ -31,14 +33,17 @@ from ppstream.stage_b_device import DeviceStageB
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
     from ppstream.control import Peer
-    from ppstream.links import LauncherStore
+    from ppstream.links import DeviceLink, LauncherStore
     from ppstream.slots import LinkShape
     from ppstream.stage import Policy
     from ppstream.timestamps import TimestampLog
     from ppstream.waiter import Waiter
 
+logger = logging.getLogger("ppstream")
+
 SWITCH_INTERVAL_S: Final = 0.0001  # stages are short: a thread that writes the log gives way
 RANK0_PARTS: Final = 6  # of Rank0's constructor; the second is stage A
+LOG_PART: Final = 4  # among them
 
 
 def place_here(config: PipelineConfig, world_size: int) -> Placement:
@@ -71,7 +76,7 @@ def open_stage0(
     device = torch.device(placement.ranks[0].device)
     cuda_start.start(device)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    stream, stream_c = torch_stream("a"), torch_stream("c")
+    stream = torch_stream("a")
     torch.cuda.set_stream(stream)
     simulate = config.simulate
     is_simulated = simulate.kind == "gpu"
@@ -79,13 +84,12 @@ def open_stage0(
         GpuWork(mean_ms if is_simulated else 0.0, device)
         for mean_ms in (simulate.a_ms, simulate.c_ms)
     )
-    assert placement.link is not None
-    link = open_device(placement.link, FRONT, store, shape, device)
+    link = _open_link(placement, FRONT, store, shape, device, parts[LOG_PART])
     own = FrontParts(
         link=link,
         peer=peer,
         shape=shape,
-        streams=Streams(cuda_stream("a"), stream_c, cuda_stream("c")),
+        streams=Streams(cuda_stream("a"), cuda_stream("c")),
         clock=DeviceClock(DeviceProbe(cuda_stream("clock"))),
         work_a=work_a,
         work_c=work_c,
@@ -120,8 +124,7 @@ def open_stage1(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = torch.device(placement.ranks[1].device)
-    assert placement.link is not None
-    link = open_device(placement.link, BACK, store, shape, device)
+    link = _open_link(placement, BACK, store, shape, device, log)
     prepared = prepared_policy(policy, config.policy, device)
     parts = BackParts(
         config=config,
@@ -146,3 +149,30 @@ def open_stage1(
         prepared.seal()
         log.event("policy_graphs", **prepared.statistics()._asdict())
     return stage1
+
+
+def _open_link(
+    placement: Placement,
+    side: str,
+    store: LauncherStore,
+    shape: LinkShape,
+    device: torch.device,
+    log: TimestampLog,
+) -> DeviceLink:
+    """One end, and in the log which link it is, why, and how quick.
+
+    Raises:
+        ConfigError, DeviceError, PeerLostError, ProtocolError: as ``open_device`` and ``measure``.
+    """
+    assert placement.link is not None
+    link = open_device(placement.link, side, store, shape, device)
+    latency = measure(link, side, OPEN_TIMEOUT_S)
+    log.event("link", link=link.name, why=placement.why, **latency._asdict())
+    if side == FRONT:
+        logger.info(
+            "link %s: %.1f µs one way for %d bytes, queued ahead",
+            link.name,
+            latency.one_way_ns / 1e3,
+            latency.note_bytes,
+        )
+    return link

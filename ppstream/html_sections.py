@@ -64,7 +64,7 @@ def score_table(report: RunReport) -> str:
         rows.append(
             ("period / slowest alone", f"{report.strict:.2f}", "stages timed by themselves")
         )
-    return _table((), rows)
+    return table((), rows)
 
 
 def audit_table(audits: Mapping[str, Audit]) -> str:
@@ -78,7 +78,7 @@ def audit_table(audits: Mapping[str, Audit]) -> str:
         )
         cells = (off, "n"), (limit, "n"), f"{_ASKS.get(name, '')} {_bracket(audit.note)}"
         rows.append((name, word, *cells))
-    return _table(("audit", "", "off by", "limit", ""), rows)
+    return table(("audit", "", "off by", "limit", ""), rows)
 
 
 def stream_table(run: RunLog, report: RunReport) -> str:
@@ -97,7 +97,7 @@ def stream_table(run: RunLog, report: RunReport) -> str:
         cells.append((ms(found.max), "n bad" if late else "n"))
         cells.append(("" if limit is None else f"{limit:g} ms", "n"))
         rows.append(cells)
-    return _table(("stream", "p50", "p95", "p99", "max", "fresh up to"), rows, numbers=True)
+    return table(("stream", "p50", "p95", "p99", "max", "fresh up to"), rows, numbers=True)
 
 
 def drop_table(found: Mapping[str, object]) -> str:
@@ -114,7 +114,7 @@ def drop_table(found: Mapping[str, object]) -> str:
     if found["imbalance"] is not None:
         word = ("ledger off", "n bad") if found["imbalance"] else ("balances", "n good")
         rows.append(("received = used + dropped + in flight", word))
-    return _table((), rows)
+    return table((), rows)
 
 
 def service_table(service: Service) -> str:
@@ -129,7 +129,7 @@ def service_table(service: Service) -> str:
     if service.deadline is not None:
         n = service.deadline["n"]
         rows.append(("past their lease", f"{service.deadline['misses']} of {n}"))
-    return _table((), rows)
+    return table((), rows)
 
 
 def claims_table(claims: Iterable[Finding]) -> str:
@@ -139,7 +139,7 @@ def claims_table(claims: Iterable[Finding]) -> str:
         else (finding.text, ("BROKEN", "bad"))
         for finding in claims
     ]
-    return _table((), rows)
+    return table((), rows)
 
 
 def depth_note(report: RunReport) -> str:
@@ -157,10 +157,10 @@ def _limits_ms(run: RunLog) -> dict[str, float]:
     }
 
 
-def _table(
+def table(
     head: Sequence[str], rows: Iterable[Sequence[str | Cell]], *, numbers: bool = False
 ) -> str:
-    """Cells are text, or text with a class; a row of no cells is no row."""
+    """Cells are text, or text with a class; a row of no cells is no row, no rows no table."""
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows if row)
     if not body:
         return ""

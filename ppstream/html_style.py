@@ -69,6 +69,7 @@ svg path.hops{fill:none;stroke:var(--link);stroke-width:1;opacity:.55}
 svg path.hop{fill:none;stroke:var(--mark);stroke-width:2.2}
 svg path.step,svg path.curve{fill:none;stroke:var(--b);stroke-width:2}
 svg path.step2,svg path.curve2{fill:none;stroke:var(--mark);stroke-width:2;stroke-dasharray:6 3}
+svg path.curve3{fill:none;stroke:var(--c);stroke-width:2;stroke-dasharray:2 2.5}
 svg .bound{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3}
 svg .ref{stroke:var(--mark);stroke-width:1.8}
 svg .ref2{stroke:var(--ink);stroke-width:1.5;stroke-dasharray:5 3}
@@ -89,12 +90,17 @@ a{color:inherit}
 nav table{background:var(--card);border:1px solid var(--line);border-radius:10px;margin-bottom:26px}
 nav td,nav th{padding:8px 14px}
 article+article{margin-top:56px;border-top:3px double var(--line);padding-top:32px}
-@media (max-width:820px){.scroll{overflow-x:auto} .scroll>svg{min-width:760px}
+@media screen and (max-width:820px){.scroll{overflow-x:auto} .scroll>svg{min-width:760px}
  .cards{grid-template-columns:minmax(0,1fr)}}
 @media print{
  @page{margin:12mm}
  body{font-size:12px}
  main{max-width:none;padding:0}
+ .cards{display:block}
+ section{margin-bottom:14px;overflow:visible}
+ section:not(.wide) svg[role]{max-width:530px}
+ .wide svg .row{font-size:14.5px}
+ .wide svg .tick,.wide svg .in-a,.wide svg .in-b,.wide svg .in-c{font-size:13px}
  header,.figure,section{break-inside:avoid}
  article+article{break-before:page;margin-top:0;border-top:0}
  header,svg *{-webkit-print-color-adjust:exact;print-color-adjust:exact}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ppstream import trace
 from ppstream.clock import now_ns
 from ppstream.flight import Flight
+from ppstream.policy_rank import fault_kind
 from ppstream.rank0 import Rank0
-from ppstream.stage1 import fault_kind
 from ppstream.standalone import time_on_host
 from ppstream.watchdog import stage_b_limit_ns, watched
 
@@ -97,6 +97,7 @@ class Inline(Rank0):
         drop = "policy_error" if failed else self.decode_and_emit(flight, self.result)
         if trace.on:
             trace.C.pop()
+        flight.record.w_result_ns = self.take_wait_ns("result")
         self.close_flight(flight, drop)
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:

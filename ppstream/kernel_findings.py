@@ -87,12 +87,14 @@ class Findings:
 def findings(trace: Trace, *, pass_name: str | None = None, skip: str = WARM_UP) -> Findings:
     """All of it; ``pass_name`` is the range of one envelope, ``skip`` a pattern of warm-up ones."""
     left_out = re.compile(skip, re.IGNORECASE)
-    within = enclosing(trace)
+    within = enclosing(trace.ranges, trace.work)
     kept, ranges_of = [], []
     for work, names in zip(trace.work, within, strict=True):
         if not any(map(left_out.search, names)):
             kept.append(work)
             ranges_of.append(names)
+    asked = zip(trace.copies, enclosing(trace.ranges, trace.copies), strict=True)
+    copies = [copy for copy, names in asked if not any(map(left_out.search, names))]
     ranges: dict[str, list[int]] = defaultdict(list)
     for found in trace.ranges:
         if not left_out.search(found.name):
@@ -119,31 +121,31 @@ def findings(trace: Trace, *, pass_name: str | None = None, skip: str = WARM_UP)
         passes=len(ranges.get(name, ())) if name else 0,
         calls_in_passes=sum(name in names for names in ranges_of),
         skipped=len(within) - len(kept),
-        copies=_copies(trace.copies),
+        copies=_copies(copies),
         modes=list(two_speeds(kept)),
         gaps=_gaps(merged),
         launch_ns=trace.launch_ns,
     )
 
 
-def enclosing(trace: Trace) -> list[tuple[str, ...]]:
+def enclosing(ranges: Iterable[Range], asked: Sequence[Work | Copy]) -> list[tuple[str, ...]]:
     """For each piece of work the ranges that were open where it was launched, outermost first."""
     threads: dict[int, list[Range]] = defaultdict(list)
-    for found in trace.ranges:
+    for found in ranges:
         threads[found.thread].append(found)
-    for ranges in threads.values():
-        ranges.sort(key=lambda r: (r.start_ns, -r.end_ns))
-    order = sorted(range(len(trace.work)), key=lambda i: trace.work[i].launched_ns or 0)
-    within: list[tuple[str, ...]] = [()] * len(trace.work)
+    for nested in threads.values():
+        nested.sort(key=lambda r: (r.start_ns, -r.end_ns))
+    order = sorted(range(len(asked)), key=lambda i: asked[i].launched_ns or 0)
+    within: list[tuple[str, ...]] = [()] * len(asked)
     open_: dict[int, list[Range]] = defaultdict(list)
     next_: dict[int, int] = defaultdict(int)
     for index in order:
-        work = trace.work[index]
+        work = asked[index]
         if work.launched_ns is None or work.thread is None:
             continue
-        ranges, stack = threads[work.thread], open_[work.thread]
-        while next_[work.thread] < len(ranges):
-            candidate = ranges[next_[work.thread]]
+        nested, stack = threads[work.thread], open_[work.thread]
+        while next_[work.thread] < len(nested):
+            candidate = nested[next_[work.thread]]
             if candidate.start_ns > work.launched_ns:
                 break
             stack.append(candidate)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -22,6 +23,8 @@ from ppstream.kernel_trace import Trace
 BAD_INPUT: Final = 3
 HEAD_BYTES: Final = 64
 NAME_WIDTH: Final = 52
+#: What names of kernels share; behind it they differ.
+COMMON: Final = re.compile(r"^void |\(anonymous namespace\)::|\b(?:at::native|c10|std)::")
 US: Final = 1e-3  # per ns
 MS: Final = 1e-6  # per ns
 
@@ -68,7 +71,7 @@ def lines(f: Findings, top: int) -> Iterator[str]:
         yield f"launch-bound index {f.launch_index:.2f}   {host}"
     yield from _pass_lines(f, unit)
     yield from _table(f"by category of {unit}", f.categories, len(f.categories))
-    yield from _table("work by the range that launched it (each of nested ones)", f.stages, top)
+    yield from _table("work by launching range (in each of nested ones)", f.stages, top)
     yield from _table("host time in named ranges", f.ranges, top)
     yield from _table(f"by {unit.removesuffix('s')}", f.kernels, top)
     yield from _copy_lines(f)
@@ -116,7 +119,8 @@ def _copy_lines(f: Findings) -> Iterator[str]:
 
 
 def _cut(name: str) -> str:
-    return name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 1] + "…"
+    plain = COMMON.sub("", name)
+    return plain if len(plain) <= NAME_WIDTH else plain[: NAME_WIDTH - 1] + "…"
 
 
 def as_dict(f: Findings) -> dict[str, Any]:

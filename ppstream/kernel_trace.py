@@ -17,19 +17,21 @@ CATEGORIES: Final = tuple(
     for name, pattern in (
         (
             "communication",
-            r"nccl|all_?reduce|all_?gather|reduce_?scatter|sendrecv|broadcast_kernel",
+            r"nccl|all_?reduce|all_?gather|reduce_?scatter|sendrecv|broadcast_kernel|^put$",
         ),
-        ("resample", r"resample|ppstream"),
+        ("resample", r"resample|ppstream|^(scatter|begin|prefix|frames)$"),  # our own
         ("attention", r"attention|flash|fmha|\bsdpa"),
         (
             "matmul",
-            r"gemm|gemv|matmul|cutlass|cublas|xmma|::(add)?b?mm\b|::linear|::(baddbmm|einsum)|conv|wgmma",
+            r"gemm|gemv|matmul|cutlass|cublas|nvjet|xmma|wgmma|triton_tem|conv"
+            r"|::(add)?b?mm\b|::linear|::(baddbmm|einsum)",
         ),
         ("softmax", r"soft_?max"),
         ("reduce", r"reduce|norm|::(sum|mean|max|min|argmax|any|all|var|std)\b|welford"),
         (
             "copy/memset",
-            r"memcpy|memset|\bcopy_?\b|copy_kernel|::(_to_copy|clone|contiguous|cat|fill_|zero_)|CatArray",
+            r"memcpy|memset|\bcopy_?\b|copy_kernel|CatArray|FillFunctor|gather|index_?select"
+            r"|::(_to_copy|clone|contiguous|cat|fill_|zero_)",
         ),
         (
             "elementwise",
@@ -61,6 +63,8 @@ class Copy(NamedTuple):
     bytes: int
     start_ns: int
     end_ns: int
+    launched_ns: int | None = None  # as of Work
+    thread: int | None = None
 
 
 class Range(NamedTuple):

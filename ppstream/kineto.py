@@ -1,14 +1,16 @@
 """Traces of torch.profiler: Kineto's JSON to ``kernel_trace.Trace``. Standard library only.
 
-Kernels are linked to the host call that launched them by their correlation id. A trace without
-kernels (a CPU) shows operators instead, each with the time that no operator inside it took.
+Kernels are linked to the host call that launched them by their correlation id. Of calls that the
+profiler does not record (graphs and copies asked of the driver) the range is known all the same, as
+it draws every range on the device's streams, too. A trace without kernels (a CPU) shows operators
+instead, each with the time that no operator inside it took.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +19,7 @@ from ppstream.kernel_trace import Copy, Range, Trace, Work
 
 NS_PER_US: Final = 1000
 RANGES: Final = ("user_annotation",)
+ON_STREAM: Final = "gpu_user_annotation"  # a range, from its first work on a stream to its last
 RUNTIME: Final = ("cuda_runtime", "cuda_driver")
 COPIES: Final = ("gpu_memcpy", "gpu_memset")
 STEP: Final = "ProfilerStep#"
@@ -42,12 +45,8 @@ def read(path: Path) -> Trace:
         raise LogError(f"{path}: JSON without traceEvents: no trace of torch.profiler")
     timed = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"]
     kernels = [e for e in timed if e.get("cat") == "kernel"]
-    calls = {
-        e["args"]["correlation"]: e
-        for e in timed
-        if e.get("cat") in RUNTIME and "correlation" in e.get("args", {})
-    }
-    work = [_kernel(e, calls) for e in kernels] if kernels else list(_operators(timed))
+    hosts = _Hosts(timed)
+    work = [_kernel(e, hosts) for e in kernels] if kernels else list(_operators(timed))
     ranges = [_range(e) for e in timed if e.get("cat") in RANGES and not _is_step(e)]
     if not work and not ranges:
         raise LogError(
@@ -57,9 +56,9 @@ def read(path: Path) -> Trace:
         source=f"{path.name}, torch.profiler",
         is_gpu=bool(kernels),
         work=work,
-        copies=[_copy(e) for e in timed if e.get("cat") in COPIES],
+        copies=[_copy(e, hosts) for e in timed if e.get("cat") in COPIES],
         ranges=ranges,
-        launch_ns=sum(_ns(e["dur"]) for e in calls.values() if "Launch" in e["name"]),
+        launch_ns=sum(_ns(e["dur"]) for e in hosts.calls.values() if "Launch" in e["name"]),
     )
 
 
@@ -67,11 +66,51 @@ def _is_step(event: dict[str, Any]) -> bool:
     return str(event["name"]).startswith(STEP)
 
 
-def _kernel(event: dict[str, Any], calls: dict[int, dict[str, Any]]) -> Work:
+class _Hosts:
+    """Where the host asked for a device's work."""
+
+    def __init__(self, timed: Sequence[dict[str, Any]]) -> None:
+        self.calls = {
+            e["args"]["correlation"]: e
+            for e in timed
+            if e.get("cat") in RUNTIME and "correlation" in e.get("args", {})
+        }
+        ranges = {
+            e["args"]["External id"]: e
+            for e in timed
+            if e.get("cat") in RANGES and "External id" in e.get("args", {})
+        }
+        self._streams: dict[tuple[Any, Any], list[tuple[int, int, dict[str, Any]]]] = {}
+        for event in timed:
+            known = ranges.get(event.get("args", {}).get("External id"))
+            if event.get("cat") == ON_STREAM and known is not None and not _is_step(event):
+                self._streams.setdefault(_stream(event), []).append((*_span(event), known))
+
+    def asked(self, event: dict[str, Any]) -> tuple[int, int] | tuple[None, None]:
+        """When, and on which thread; a graph's parts share its launch.
+
+        Without a record of the call it is the beginning of the range that asked.
+        """
+        source = self.calls.get(event.get("args", {}).get("correlation", -1))
+        source = self._range(event) if source is None else source
+        return (None, None) if source is None else (_ns(source["ts"]), _thread(source))
+
+    def _range(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        """The innermost range around it on its stream: work there is done in the order asked."""
+        middle = sum(_span(event)) // 2  # begins and ends are a rounding apart
+        around = [s for s in self._streams.get(_stream(event), ()) if s[0] <= middle <= s[1]]
+        return min(around, key=lambda s: s[1] - s[0])[2] if around else None
+
+
+def _stream(event: dict[str, Any]) -> tuple[Any, Any]:
+    return event.get("pid"), event.get("tid")
+
+
+def _kernel(event: dict[str, Any], hosts: _Hosts) -> Work:
     args = event.get("args", {})
-    call = calls.get(args.get("correlation"))
     shape = tuple(args.get("grid") or ()) + tuple(args.get("block") or ())
     start_ns, end_ns = _span(event)
+    launched_ns, thread = hosts.asked(event)
     return Work(
         name=event["name"],
         start_ns=start_ns,
@@ -79,8 +118,8 @@ def _kernel(event: dict[str, Any], calls: dict[int, dict[str, Any]]) -> Work:
         busy_ns=end_ns - start_ns,
         lane=f"device {args.get('device', 0)} stream {args.get('stream', '?')}",
         shape=shape or None,
-        launched_ns=None if call is None else _ns(call["ts"]),
-        thread=None if call is None else _thread(call),
+        launched_ns=launched_ns,
+        thread=thread,
     )
 
 
@@ -110,9 +149,10 @@ def _own_times(thread: int, events: list[dict[str, Any]]) -> Iterable[Work]:
         yield Work(name, start_ns, end_ns, busy_ns, f"thread {thread}", None, start_ns, thread)
 
 
-def _copy(event: dict[str, Any]) -> Copy:
+def _copy(event: dict[str, Any], hosts: _Hosts) -> Copy:
+    args = event.get("args", {})
     kind = str(event["name"]).partition("(")[0].strip()
-    return Copy(kind, int(event.get("args", {}).get("bytes", 0)), *_span(event))
+    return Copy(kind, int(args.get("bytes", 0)), *_span(event), *hosts.asked(event))
 
 
 def _range(event: dict[str, Any]) -> Range:

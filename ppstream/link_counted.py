@@ -1,14 +1,15 @@
 """What the ``peer`` and ``pinned`` links are made of: copies, and counters that devices compare.
 
-A send copies a slot to where the receiver looks for it and then writes the receiver's counter; the
-receiver's stream waits for the counter. Counters only grow, and compare cyclically. Where the
-memory lies, and who maps it, is the links'.
+A send moves a slot to where the receiver looks for it and then sets the receiver's counter: two
+commands of the copy engine, or one kernel (``ppstream_kernels.cuda_put``), which writes the header
+on the way. The receiver's stream waits for the counter. Counters only grow, and compare cyclically.
+Where the memory lies, who maps it, and what is sent how, is the links'.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -16,17 +17,21 @@ from ppstream.clock import NS_PER_MS, now_ns
 from ppstream.cuda_streams import stream
 from ppstream.errors import ProtocolError
 from ppstream.link_device import Headers, new_device_slots
+from ppstream.memops import WRAP
+from ppstream.specs import ALIGNMENT_BYTES
+from ppstream_kernels.cuda_put import Route
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ppstream.link_device import DeviceSlot
+    from ppstream.memops import CudaStream
     from ppstream.slots import LinkShape
     from ppstream.specs import SlotLayout
 
 COUNTER_BYTES: Final = 256  # of a counter: a line of its own
-FAR_AHEAD: Final = 1 << 30  # of any index that is waited for, and within half the cycle
-CYCLE: Final = 1 << 31
+COUNTED_BYTES: Final = 4  # of them, that are compared
+FAR_AHEAD: Final = 1 << 30  # of any count that is waited for, and within half the cycle
 RELEASE_LIMIT_NS: Final = 500 * NS_PER_MS  # of each route
 POLL_S: Final = 0.0002
 
@@ -40,6 +45,14 @@ class Places(NamedTuple):
     landing: int | None = None  # where the peer's sends arrive, if not in the slots themselves
 
 
+class Puts(Protocol):
+    """Sends in one kernel each, as ``cuda_put.Puts``: a message for each slot, and the note."""
+
+    def write_header(self, message: int, numbers: Sequence[int]) -> None: ...
+
+    def queue(self, message: int, count: int, stream: Any) -> None: ...
+
+
 class CountedLink:
     """One end (link_device.DeviceLink).
 
@@ -49,9 +62,11 @@ class CountedLink:
         device: of this rank; current.
         into: slots that the stages read.
         places: of counters and slots.
+        make_puts: given the routes of all messages and the peer's counter; None: sends are copies.
     """
 
     name = "counted"
+    note_bytes = ALIGNMENT_BYTES  # the least that a slot has
 
     def __init__(
         self,
@@ -60,55 +75,103 @@ class CountedLink:
         device: torch.device,
         into: tuple[DeviceSlot, ...],
         places: Places,
+        make_puts: Callable[[Sequence[Route], int], Puts] | None = None,
     ) -> None:
         self.into = into
         self.out = new_device_slots(out, len(into), device)
         self._places = places
+        self._generation = shape.generation
         self._headers = Headers(out, len(into), shape.generation)
-        self._far = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-        self._sent = self._expected = 0
+        self._far = torch.zeros(1, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+        self._sent = self._expected = 0  # indices due
+        self._told = self._awaited = 0  # counts: of slots and of notes before them
+        self._routes = [
+            Route(slot.address, places.their_slots + place * slot.size, slot.size)
+            for place, slot in enumerate(self.out)
+        ]
+        self._note = len(self._routes)
+        self._routes.append(self._routes[0]._replace(size=self.note_bytes))
+        self._puts = None if make_puts is None else make_puts(self._routes, places.their_counter)
+        self.is_short = make_puts is not None
         torch.cuda.synchronize(device)
         self.sending, self.receiving = stream("sending"), stream("receiving")
+        self._used = {self.sending, self.receiving}  # and streams of stages that sends stand in
 
     def queue_header(self, index: int, numbers: Sequence[int]) -> None:
-        """Into this end's slot, so that it travels in the one copy that sends the slot."""
+        """With the kernel that sends the slot, or into the slot, so that one copy sends both."""
+        place = index % len(self.out)
+        if self._puts is not None:
+            self._puts.write_header(place, (index, self._generation, *numbers))
+            return
         header, size = self._headers.write(index, numbers)
-        self.sending.copy(self.out[index % len(self.out)].address, header, size)
+        self.sending.copy(self.out[place].address, header, size)
 
-    def queue_send(self, index: int) -> None:
-        """Copy slot ``index`` over, then count it."""
+    def queue_send(self, index: int, stream: CudaStream | None = None) -> None:
+        """Bring slot ``index`` over, then count it."""
         if index != self._sent:
             raise ProtocolError(f"slot {index} was to be sent, {self._sent} is due")
-        place = index % len(self.out)
-        slot = self.out[place]
-        self.sending.copy(self._places.their_slots + place * slot.size, slot.address, slot.size)
         self._sent += 1
-        self.sending.write_value(self._places.their_counter, self._sent)
+        self._send(index % len(self.out), self._stream(stream, self.sending))
 
-    def queue_receive(self, index: int) -> None:
+    def queue_receive(self, index: int, stream: CudaStream | None = None) -> None:
         """Wait until the peer has counted ``index``, and fetch the slot from where it landed."""
         if index != self._expected:
             raise ProtocolError(f"slot {index} was to be received, {self._expected} is due")
         self._expected += 1
-        self.receiving.wait_value(self._places.my_counter, self._expected)
+        place = index % len(self.into)
+        self._receive(place, self.into[place].size, self._stream(stream, self.receiving))
+
+    def queue_wait(self, index: int, stream: CudaStream) -> bool:
+        """On the counter itself, unless slots are fetched from where they landed: that is later."""
         if self._places.landing is not None:
-            place = index % len(self.into)
-            slot = self.into[place]
-            self.receiving.copy(slot.address, self._places.landing + place * slot.size, slot.size)
+            return False
+        count = self._awaited - (self._expected - 1 - index)
+        self._stream(stream, self.receiving).wait_value(self._places.my_counter, count)
+        return True
+
+    def queue_note(self) -> None:
+        """What the first slot holds in the place of its header."""
+        self._send(self._note, self.receiving)
+
+    def queue_note_receipt(self) -> None:
+        """Into the first slot."""
+        self._receive(0, self.note_bytes, self.receiving)
 
     def close(self) -> bool:
-        """Let every wait of this end pass; whether both streams then ran dry."""
-        value = (self._expected + FAR_AHEAD) % CYCLE
+        """Let every wait of this end pass; whether all streams then ran dry."""
+        value = (self._awaited + FAR_AHEAD) % WRAP
         self._far.fill_(value)
 
         def write() -> None:
             stream("release").write_value(self._places.my_counter, value)
 
         def copy() -> None:
-            source = self._far.data_ptr()
-            stream("release by copy").copy(self._places.my_counter, source, self._far.nbytes)
+            source = self._far.data_ptr()  # its lower half comes first
+            stream("release by copy").copy(self._places.my_counter, source, COUNTED_BYTES)
 
         return any(self._moves(route) for route in (write, copy))
+
+    def _stream(self, given: CudaStream | None, own: CudaStream) -> CudaStream:
+        if given is None:
+            return own
+        self._used.add(given)
+        return given
+
+    def _send(self, message: int, stream: CudaStream) -> None:
+        self._told += 1
+        if self._puts is not None:
+            self._puts.queue(message, self._told, stream.handle)
+            return
+        source, target, size = self._routes[message]
+        stream.copy(target, source, size)
+        stream.write_value(self._places.their_counter, self._told)
+
+    def _receive(self, place: int, size: int, stream: CudaStream) -> None:
+        self._awaited += 1
+        stream.wait_value(self._places.my_counter, self._awaited)
+        if self._places.landing is not None:
+            slot = self.into[place]
+            stream.copy(slot.address, self._places.landing + place * slot.size, size)
 
     def _moves(self, route: Callable[[], None]) -> bool:
         if self._is_idle():
@@ -122,4 +185,4 @@ class CountedLink:
         return False
 
     def _is_idle(self) -> bool:
-        return self.receiving.is_idle() and self.sending.is_idle()
+        return all(stream.is_idle() for stream in self._used)

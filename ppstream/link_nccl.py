@@ -2,10 +2,24 @@
 
 Each direction has a communicator of its own: one for both would serialise them, and can block both
 ends. A large receive that stands posted slows the policy beside it (kernels spin for it), a small
-one does not: so a note of a few bytes goes first, and the receive of the slot begins on the device
-once the note is there. NCCL reports no dead peer and its time-out is no detector: it is set out of
-reach, and the control socket's owner calls ``close``, which aborts. A send that has completed says
-nothing about the peer either; results do.
+one does not: so a note goes before every slot of more than ``PARKED_BYTES``, and the receive of the
+slot begins on the device once the note is there. A send that has completed says nothing about the
+peer; results do.
+
+NCCL reports no dead peer, and its time-out is no detector: a receive stands posted for as long as
+the robots rest. Both are told so:
+
+* the groups' time-out is a year;
+* ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0``: should it pass all the same, torch only says so, where its
+  default aborts the communicator and ends the process, untyped;
+* ``TORCH_NCCL_BLOCKING_WAIT=0``: with 1, as some launchers set it, a wait would hold up the host;
+* ``TORCH_NCCL_ENABLE_MONITORING=0``: torch's monitor ends a process whose watching thread stands
+  still, as it does behind a driver call that waits; ``watchdog.py`` decides that here;
+* ``NCCL_NVLS_ENABLE=0``: multicast is of no use to two ranks.
+
+They are set whatever the environment says. The control socket's owner calls ``close``, which aborts
+both communicators at the same time: giving up one waits for the whole device, and so for kernels
+of the other, which nobody answers any more.
 
 It costs the host some 100 µs an envelope, several times the ``peer`` link. It neither encrypts nor
 authenticates.
@@ -21,8 +35,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from ppstream.cuda_streams import stream, torch_stream
-from ppstream.errors import ProtocolError
+from ppstream import flight_recorder
+from ppstream.cuda_streams import stream as own_stream
+from ppstream.errors import PeerLostError, ProtocolError
 from ppstream.link_device import FRONT, Headers, layouts, new_device_slots, slot_count
 
 if TYPE_CHECKING:
@@ -31,10 +46,18 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store
 
+    from ppstream.memops import CudaStream
     from ppstream.slots import LinkShape
 
+SETTINGS: Final = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
 FOR_EVER: Final = timedelta(days=365)
 ABORT_LIMIT_S: Final = 3.0  # some 0.5 s each
+PARKED_BYTES: Final = 4096  # a receive of 1 KB was seen to cost nothing, one of 256 KB 55 %
 NOTE_VALUES: Final = 16  # int64: small enough to be eager
 FRONT_RANK, BACK_RANK = 0, 1
 
@@ -46,71 +69,113 @@ class NcclLink:
 
     Args:
         side: ``FRONT`` or ``BACK``.
-        store: the launcher's, as torch knows it.
+        store: the launcher's, as torch knows it; its time-out bounds the peer's coming.
         shape: the same on both ends.
         device: of this rank; current, and CUDA has started.
+        group_timeout: of both communicators; nothing depends on it.
+
+    Raises:
+        PeerLostError: the peer did not open its end in time.
     """
 
     name = "nccl"
+    is_short = False  # a send ends when it was received
 
-    def __init__(self, side: str, store: Store, shape: LinkShape, device: torch.device) -> None:
+    def __init__(
+        self,
+        side: str,
+        store: Store,
+        shape: LinkShape,
+        device: torch.device,
+        *,
+        group_timeout: timedelta = FOR_EVER,
+    ) -> None:
         count = slot_count(shape)
         out, into = layouts(shape, side)
         self.out = new_device_slots(out, count, device)
         self.into = new_device_slots(into, count, device)
         self._headers = Headers(out, count, shape.generation)
         self._notes = [torch.zeros(NOTE_VALUES, dtype=torch.int64, device=device) for _ in "io"]
-        self.sending, self.receiving = stream("sending"), stream("receiving")
-        self._streams = torch_stream("sending"), torch_stream("receiving")
+        self.note_bytes = self._notes[0].nbytes
+        self.sending, self.receiving = own_stream("sending"), own_stream("receiving")
+        self._as_torch: dict[int, Any] = {}
+        self._device = device
         mine, self._other = (FRONT_RANK, BACK_RANK) if side == FRONT else (BACK_RANK, FRONT_RANK)
         directions = ("in", "out") if side == FRONT else ("out", "in")
-        groups = {name: _group(store, name, mine) for name in ("in", "out")}
+        groups = {name: _group(store, name, mine, group_timeout) for name in ("in", "out")}
         self._outgoing, self._incoming = (groups[name] for name in directions)
         self._sent = self._expected = 0
-        self._warm(device, first=side == FRONT)
+        try:
+            self._connect(first=side == FRONT)
+        except dist.DistError as error:
+            raise PeerLostError(f"link nccl: the other rank did not connect: {error}") from error
 
     def queue_header(self, index: int, numbers: Sequence[int]) -> None:
         header, size = self._headers.write(index, numbers)
         self.sending.copy(self.out[index % len(self.out)].address, header, size)
 
-    def queue_send(self, index: int) -> None:
+    def queue_send(self, index: int, stream: CudaStream | None = None) -> None:
         if index != self._sent:
             raise ProtocolError(f"slot {index} was to be sent, {self._sent} is due")
         self._sent += 1
-        with _cuda.stream(self._streams[0]):
-            self._send(self._notes[0])
-            self._send(self.out[index % len(self.out)].raw)
+        slot = self.out[index % len(self.out)]
+        with self._on(self.sending if stream is None else stream):
+            if slot.size > PARKED_BYTES:
+                self._send(self._notes[0])
+            self._send(slot.raw)
 
-    def queue_receive(self, index: int) -> None:
+    def queue_receive(self, index: int, stream: CudaStream | None = None) -> None:
         if index != self._expected:
             raise ProtocolError(f"slot {index} was to be received, {self._expected} is due")
         self._expected += 1
-        with _cuda.stream(self._streams[1]):
+        slot = self.into[index % len(self.into)]
+        with self._on(self.receiving if stream is None else stream):
+            if slot.size > PARKED_BYTES:
+                self._receive(self._notes[1])
+            self._receive(slot.raw)
+
+    def queue_wait(self, index: int, stream: CudaStream) -> bool:
+        return False  # what has arrived is the group's to know
+
+    def queue_note(self) -> None:
+        with self._on(self.receiving):
+            self._send(self._notes[0])
+
+    def queue_note_receipt(self) -> None:
+        with self._on(self.receiving):
             self._receive(self._notes[1])
-            self._receive(self.into[index % len(self.into)].raw)
 
     def close(self) -> bool:
         """Abort both communicators: what waits for the peer ends, undone."""
-        aborting = threading.Thread(target=self._abort, name="abort", daemon=True)
-        aborting.start()
-        aborting.join(ABORT_LIMIT_S)
-        return not aborting.is_alive()
+        groups = self._incoming, self._outgoing
+        aborts = [threading.Thread(target=group.abort, daemon=True) for group in groups]
+        for abort in aborts:
+            abort.start()
+        for abort in aborts:
+            abort.join(ABORT_LIMIT_S)
+        return not any(abort.is_alive() for abort in aborts)
 
-    def _abort(self) -> None:
-        for group in (self._incoming, self._outgoing):
-            group.abort()
+    def _on(self, stream: CudaStream) -> Any:
+        """A context in which torch queues on ``stream``."""
+        handle = int(stream.handle)
+        if handle not in self._as_torch:
+            self._as_torch[handle] = _cuda.ExternalStream(handle, self._device)
+        return _cuda.stream(self._as_torch[handle])
 
-    def _warm(self, device: torch.device, *, first: bool) -> None:
-        """Connect both directions: the first receive on a cold communicator blocks the host."""
-        slots = self.out[0].raw, self.into[0].raw
+    def _connect(self, *, first: bool) -> None:
+        """Make both communicators, in one order: a communicator's first call waits for the peer.
+
+        What they carry is received before anything else is queued: ``link_latency.py`` waits for
+        the notes behind it.
+        """
         for is_sending in (first, not first):
-            if is_sending:
-                self._send(self._notes[0])
-                self._send(slots[0])
-            else:
-                self._receive(self._notes[1])
-                self._receive(slots[1])
-        torch.cuda.synchronize(device)
+            with self._on(self.receiving):
+                if is_sending:
+                    self._send(self._notes[0])
+                    self._send(self.out[0].raw)
+                else:
+                    self._receive(self._notes[1])
+                    self._receive(self.into[0].raw)
 
     def _send(self, tensor: Tensor) -> None:
         self._outgoing.send([tensor], self._other, 0).wait()
@@ -119,9 +184,10 @@ class NcclLink:
         self._incoming.recv([tensor], self._other, 0).wait()
 
 
-def _group(store: Store, name: str, rank: int) -> Any:
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is of no use to two ranks
+def _group(store: Store, name: str, rank: int, timeout: timedelta) -> Any:
+    os.environ.update(SETTINGS)
+    flight_recorder.switch_on()
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = FOR_EVER
+    options._timeout = timeout
     prefixed = dist.PrefixStore(f"nccl/{name}", store)  # type: ignore[attr-defined]
     return dist.ProcessGroupNCCL(prefixed, rank, 2, options)

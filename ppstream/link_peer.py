@@ -1,9 +1,10 @@
 """The ``peer`` link: two GPUs of one host that reach each other's memory. No CPU on the path.
 
-A send is a copy by the copy engine into a slot in the receiver's memory, then a write of the
-receiver's counter; the receiver's stream waits for the counter in memory of its own. Nothing spins
-on a multiprocessor. Counters only grow, and compare cyclically. There is no counter for credits:
-the sender of envelope n waits for the receipt of result n - d_in (the loops'), which says more.
+Bulk goes by the copy engine into a slot in the receiver's memory, and then the receiver's counter
+is written: nothing of it takes a multiprocessor. A slot of ``PUT_BYTES`` or less is one kernel,
+which stores it there itself and then counts: several µs sooner. The receiver's stream waits for
+the counter in memory of its own, and nothing spins. There is no counter for credits: the sender of
+envelope n waits for the receipt of result n - d_in (the loops'), which says more.
 
 Memory is mapped by CUDA IPC, not by torch's symmetric memory: its rendezvous holds the
 interpreter's lock, cannot be repeated with a new process, and needs a process group.
@@ -12,8 +13,10 @@ What faults of GPUs ask for, one by one:
 
 1. *32 connections*: ``cuda_start.py`` sets and checks it, and ``cuda_streams.py`` gives those that
    wait, and those that must move meanwhile, a connection each. One stream of a rank waits for a
-   counter; nothing else is queued on it but what belongs to the link.
-2. *Load and allocate first*: the loops run every stage on every slot before they queue a wait.
+   counter: the link's, on which nothing else is queued, or that of a stage that has nothing to do
+   before the slot is there.
+2. *Load and allocate first*: the kernel of a send has run once before the link is open, and the
+   loops run every stage on every slot before they queue a wait.
 3. *No wait while idle*: not built. The policy rank keeps receipts queued, because a doorbell for
    each would cost the 40 µs that this link saves; with rule 1 a queued wait was never seen to
    hold anything up, and it takes no time of a multiprocessor.
@@ -23,7 +26,7 @@ What faults of GPUs ask for, one by one:
 6. *A send says nothing about the peer*: only results do, and they are what credits are made of.
 7. *NCCL*: is another link.
 8. *Order at the end*: the loop stops reading results (its run is over), ``close`` releases, waits
-   for both streams with a limit, forgets the peer's addresses, and unmaps.
+   with a limit for every stream that sends or waits, forgets the peer's addresses, and unmaps.
 9. *Watchdog*: nothing here holds the interpreter's lock while it waits.
 10. *Re-forming*: IPC handles go out after the memory is zeroed; a new policy process is a new
     generation with new memory. This end's memory is never freed while the process lives, because
@@ -33,7 +36,8 @@ What faults of GPUs ask for, one by one:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -41,10 +45,13 @@ from ppstream.errors import ProtocolError
 from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
 from ppstream.link_device import BACK, FRONT, device_slots, layouts, slot_count
 from ppstream.memops import MappedMemory, Memory
+from ppstream_kernels.cuda_put import Puts
 
 if TYPE_CHECKING:
     from ppstream.rendezvous import Store
     from ppstream.slots import LinkShape
+
+PUT_BYTES: Final = 1 << 16  # of a slot
 
 
 class PeerLink(CountedLink):
@@ -56,6 +63,7 @@ class PeerLink(CountedLink):
         shape: the same on both ends.
         device: of this rank; current, and CUDA has started.
         timeout_s: bound of the peer's coming.
+        put_bytes: slots of this end up to this size are sent by a kernel.
 
     Raises:
         PeerLostError: the peer did not open its end in time.
@@ -72,6 +80,8 @@ class PeerLink(CountedLink):
         shape: LinkShape,
         device: torch.device,
         timeout_s: float,
+        *,
+        put_bytes: int = PUT_BYTES,
     ) -> None:
         count = slot_count(shape)
         out, into = layouts(shape, side)
@@ -84,7 +94,8 @@ class PeerLink(CountedLink):
             their_slots=self._theirs.address + COUNTER_BYTES,
         )
         slots = device_slots(mine.tensor(device)[COUNTER_BYTES:], into, count)
-        super().__init__(out, shape, device, slots, places)
+        make_puts = partial(Puts, device) if out.slot_bytes <= put_bytes else None
+        super().__init__(out, shape, device, slots, places, make_puts)
 
     def close(self) -> bool:
         """Release, wait for both streams, unmap; False when a stream does not move."""

@@ -18,7 +18,7 @@ import torch
 from ppstream.errors import ConfigError, PeerLostError, ProtocolError
 from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
 from ppstream.link_device import FRONT, layouts, new_device_slots, slot_count
-from ppstream.memops import register_host
+from ppstream.memops import register_host, unregister_host
 
 if TYPE_CHECKING:
     from ppstream.rendezvous import Store
@@ -49,6 +49,7 @@ class PinnedLink(CountedLink):
         size = 2 * COUNTER_BYTES + count * (out.slot_bytes + into.slot_bytes)
         self._memory = _mapped(side, store, size, timeout_s)
         base = register_host(self._memory.ctypes.data, size)
+        self._is_pinned = True
         counters = base, base + COUNTER_BYTES
         envelopes = base + 2 * COUNTER_BYTES
         results = envelopes + count * shape.envelope.slot_bytes
@@ -60,6 +61,18 @@ class PinnedLink(CountedLink):
             landing=results if is_front else envelopes,
         )
         super().__init__(out, shape, device, new_device_slots(into, count, device), places)
+
+    def close(self) -> bool:
+        """Release, wait for all streams, unpin; False when a stream does not move.
+
+        Memory that is unmapped while it is pinned would spoil what is mapped there next.
+        """
+        if not super().close():
+            return False
+        if self._is_pinned:
+            unregister_host(self._memory.ctypes.data)
+            self._is_pinned = False
+        return True
 
 
 def _mapped(

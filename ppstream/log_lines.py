@@ -19,6 +19,7 @@ from ppstream.records import (
     Event,
     Json,
     Ledger,
+    Memory,
     RunLog,
     Stage1,
     Standalone,
@@ -57,6 +58,7 @@ def parse_run(
     ages: list[int] = []
     oldest_ns = 0
     ledgers: dict[tuple[int, str], Ledger] = {}
+    memory: list[Memory] = []
     ignored = 0
     for line in lines:
         kind = line.fields.get("kind")
@@ -73,6 +75,9 @@ def parse_run(
             oldest_ns = max(oldest_ns, _int(line.fields, "oldest_ns", line.where) or 0)
         elif kind == "ledger":
             ledgers.update(((line.generation, part.stream), part) for part in _ledgers(line))
+        elif kind == "memory":
+            values = (_int(line.fields, name, line.where) for name in Memory._fields[2:])
+            memory.append(Memory(line.rank, line.generation, *values))
         else:
             ignored += 1
     newest = max((generation for generation, _ in ledgers), default=0)
@@ -88,6 +93,7 @@ def parse_run(
         oldest_ns=oldest_ns or None,
         standalone=_standalone(manifest),
         ledgers=tuple(part for (generation, _), part in ledgers.items() if generation == newest),
+        memory=tuple(memory),
         torn_lines=torn_lines,
         missing_ranks=missing_ranks,
         ignored_lines=ignored,
@@ -225,6 +231,7 @@ def _event(line: Line) -> Event:
         t=_int(found, "t", where),
         epoch=_int(found, "epoch", where) if to is None else to,
         phase=_text(found.get("phase")),
+        fields=found,
     )
 
 

@@ -92,6 +92,7 @@ def admit(config: PipelineConfig, store: LauncherStore, listener: Listener, run:
     except HandshakeError as error:
         peer.send(RankRefused(tuple(str(error).splitlines())))
         raise
+    run.describe(policy_rank=hello.facts.get("informational", {}))
     peer.send(RankWelcome(run.run_id, str(run.directory)))
     return peer
 

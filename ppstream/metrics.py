@@ -104,7 +104,7 @@ class RankCollector(Collector):
 
 
 class PolicyCollector(RankCollector):
-    """A policy rank's own: residence, idle time, allocations and recompiles once warm."""
+    """A policy rank's own: residence, idle time, and recompiles once warm."""
 
     def __init__(self, tally: PolicyTally, log: TimestampLog, run: Mapping[str, str]) -> None:
         super().__init__(tally, log, run)
@@ -117,9 +117,6 @@ class PolicyCollector(RankCollector):
             "ppstream_residence_seconds", "Envelope complete to result committed.", tally.residence
         )
         yield show.counter("ppstream_idle_seconds", "Stage B without work.", tally.idle_ns * S)
-        yield show.counter(
-            "ppstream_allocations", "Allocations on the device in stage B.", tally.allocations
-        )
         yield show.counter("ppstream_recompiles", "Graphs compiled in stage B.", tally.recompiles)
 
 

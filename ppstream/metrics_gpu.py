@@ -1,56 +1,44 @@
-"""Prometheus families of a GPU's memory; none where CUDA is not in use by this process.
-
-Host-side counters of torch's allocator, and what the device says is free: what is neither free nor
-reserved belongs to CUDA itself, to libraries or to other processes (``non_torch``).
-"""
+"""Prometheus families of a GPU's memory; none where CUDA is not in use by this process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-import torch
-
+from ppstream import gpu_memory
 from ppstream import metric_families as show
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from ppstream.gpu_memory import GpuMemory
+
+KINDS: Final = ("allocated", "allocated_max", "reserved", "non_torch", "free", "total")
+
 
 def gpu_families() -> Iterator[Metric]:
-    """Of the current device; never starts CUDA by itself."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return
-    said = torch.cuda.memory_stats()
-    free, total = torch.cuda.mem_get_info()
-    yield from memory_families(said, free, total)
+    """Of this rank's device, as noted last, some second ago; asks neither CUDA nor torch."""
+    found = gpu_memory.newest()
+    if found is not None:
+        yield from memory_families(found[1])
 
 
-def memory_families(said: dict[str, int], free: int, total: int) -> Iterator[Metric]:
-    """From torch's ``memory_stats`` and the device's free and total bytes."""
-    reserved = said.get("reserved_bytes.all.current", 0)
-    found = {
-        "allocated": said.get("allocated_bytes.all.current", 0),
-        "reserved": reserved,
-        "allocated_max": said.get("allocated_bytes.all.peak", 0),
-        "non_torch": max(0, total - free - reserved),
-        "free": free,
-        "total": total,
-    }
-    yield show.gauges("ppstream_gpu_memory_bytes", "Memory of the GPU.", "kind", found)
+def memory_families(now: GpuMemory) -> Iterator[Metric]:
+    bytes_of = {kind: getattr(now, f"{kind}_bytes") for kind in KINDS}
+    yield show.gauges("ppstream_gpu_memory_bytes", "Memory of the GPU.", "kind", bytes_of)
     yield show.counter(
         "ppstream_gpu_allocations",
         "Blocks asked of torch's allocator; flat once a run is warm.",
-        said.get("allocation.all.allocated", 0),
+        now.allocations,
     )
     yield show.counter(
         "ppstream_gpu_segments",
         "Segments asked of CUDA: each one may stall the device.",
-        said.get("segment.all.allocated", 0),
+        now.segments,
     )
     yield show.counter(
         "ppstream_gpu_alloc_retries",
         "Caches emptied because memory ran short.",
-        said.get("num_alloc_retries", 0),
+        now.alloc_retries,
     )
-    yield show.counter("ppstream_gpu_ooms", "Allocations refused.", said.get("num_ooms", 0))
+    yield show.counter("ppstream_gpu_ooms", "Allocations refused.", now.ooms)

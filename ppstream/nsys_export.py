@@ -71,7 +71,7 @@ def _trace(export: sqlite3.Connection, tables: set[str], name: str) -> Trace:
         source=f"{name}, Nsight Systems",
         is_gpu=True,
         work=list(_kernels(export, names, calls)),
-        copies=list(_copies(export, tables)),
+        copies=list(_copies(export, tables, calls)),
         ranges=list(_ranges(export, names)) if NVTX in tables else [],
         launch_ns=launch_ns,
     )
@@ -99,18 +99,22 @@ def _kernels(
         )
 
 
-def _copies(export: sqlite3.Connection, tables: set[str]) -> Iterator[Copy]:
+def _copies(
+    export: sqlite3.Connection, tables: set[str], calls: dict[int, tuple[int, int]]
+) -> Iterator[Copy]:
     kinds: dict[int, str] = dict(COPY_KINDS)
     if "ENUM_CUDA_MEMCPY_OPER" in tables:
         labels = _pairs(export, "SELECT id, label FROM ENUM_CUDA_MEMCPY_OPER")
         kinds |= {number: f"Memcpy {label}" for number, label in labels.items()}
     if MEMCPY in tables:
-        query = f"SELECT copyKind, bytes, start, end FROM {MEMCPY}"
-        for kind, size, start, end in export.execute(query):
-            yield Copy(kinds.get(kind, f"Memcpy kind {kind}"), size, start, end)
+        query = f"SELECT copyKind, correlationId, bytes, start, end FROM {MEMCPY}"
+        for kind, correlation, *about in export.execute(query):
+            name = kinds.get(kind, f"Memcpy kind {kind}")
+            yield Copy(name, *about, *calls.get(correlation, (None, None)))
     if MEMSET in tables:
-        for size, start, end in export.execute(f"SELECT bytes, start, end FROM {MEMSET}"):
-            yield Copy("Memset", size, start, end)
+        query = f"SELECT correlationId, bytes, start, end FROM {MEMSET}"
+        for correlation, *about in export.execute(query):
+            yield Copy("Memset", *about, *calls.get(correlation, (None, None)))
 
 
 def _ranges(export: sqlite3.Connection, names: dict[int, str]) -> Iterator[Range]:

@@ -8,6 +8,8 @@ prints. The parts stand in their own files: ``segments`` (what is measured), ``s
 from __future__ import annotations
 
 from ppstream.audits import audit_all
+from ppstream.device_times import clocks_seen, stages_on_device
+from ppstream.memory_use import memory_use
 from ppstream.model import limiting_term, period, window_star
 from ppstream.records import RunLog
 from ppstream.run_report import OldestAction, RunReport, Service
@@ -77,6 +79,9 @@ def judge(
         drops=drops(run, run.envelopes),
         service=_service(run),
         statements=statements(findings),
+        memory=memory_use(run),
+        on_device=stages_on_device(run, window),
+        clocks=clocks_seen(run),
     )
 
 

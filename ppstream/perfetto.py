@@ -1,9 +1,9 @@
 """A run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: trace-event JSON.
 
 One process per rank, one track per thread, link and credit, an arrow per envelope from A over B to
-C, counters for queues and ages. Times are microseconds of rank 0's clock from the first event on;
-the policy rank's are moved there, and its process says how exact that is. For eyes: the verdict
-never reads it. Format: "Trace Event Format", Google, the JSON object form.
+C, counters for queues, ages and memory. Times are microseconds of rank 0's clock from the first
+event on; the policy rank's are moved there, and its process says how exact that is. For eyes: the
+verdict never reads it. Format: "Trace Event Format", Google, the JSON object form.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ppstream.spans import LINK_IN, LINK_OUT, POLICY, WAIT, Span, spans_of
 ENVELOPES_MAX: Final = 20_000
 RANKS: Final = 2  # processes of one generation; ids begin at 1, since viewers hide process 0
 PHASES: Final = "phase"
+MIB: Final = 1 << 20
 _LAST: Final = 1  # ns before its end that an arrow leaves a span
 _ORDER: Final = {"X": 0, "i": 1, "C": 2, "s": 3, "t": 4, "f": 5}  # events of one instant
 
@@ -63,6 +64,7 @@ def trace_events(run: RunLog) -> list[TraceEvent]:
             events += [_slice(span, process) for span in spans]
         events += _arrows(laid.tracks, process, numbers)
         events += _counters(envelopes, process)
+        events += _memory(run, envelopes, process, clock)
         events += _marks(run, envelopes, process, clock)
     events.sort(key=lambda e: (e["ts"], _ORDER[e["ph"]], -e.get("dur", 0)))
     first_ns = events[0]["ts"] if events else 0
@@ -175,6 +177,23 @@ def _counters(envelopes: Iterable[Envelope], process: _Processes) -> Iterator[Tr
 
 def _counter(name: str, where: dict[str, int], at_ns: int, values: dict[str, Any]) -> TraceEvent:
     return {"ph": "C", "name": name, "ts": at_ns, **where, "args": values}
+
+
+def _memory(
+    run: RunLog, envelopes: Sequence[Envelope], process: _Processes, clock: ClockOffset | None
+) -> Iterator[TraceEvent]:
+    """Of each rank whose clock is known, while these envelopes were on their way."""
+    first_ns, generation = envelopes[0].tA0 or 0, envelopes[0].generation
+    for line in run.memory:
+        if line.t is None or line.generation != generation or (line.rank and clock is None):
+            continue
+        at_ns = line.t - (clock.offset_ns if line.rank and clock else 0)
+        sizes = {"RAM": line.resident_bytes, "allocated": line.allocated_bytes}
+        sizes |= {"reserved": line.reserved_bytes, "not torch's": line.non_torch_bytes}
+        values = {name: size / MIB for name, size in sizes.items() if size is not None}
+        if at_ns >= first_ns and values:
+            where = {"pid": process.pid(min(line.rank, 1)), "tid": 0}
+            yield _counter("memory, MiB", where, at_ns, values)
 
 
 def _marks(

@@ -6,11 +6,18 @@ envelopes (rank 0: stage A, and C with it unless the threads are split; a policy
 kernels are the whole device's. What is logged meanwhile has ``mode = "trace"``: no gate accepts it.
 Writing a trace holds the loop up: robots hold, as for any other stall; loading the profiler, which
 takes seconds the first time, is done beside it.
+
+The profiler waits for the whole device when it stops. A loop that queues ahead of its device has
+waits for the other rank queued there, and would wait for itself: so a profile begins, starts to
+record and stops only when that loop has run dry (``TimestampLog.when_dry``). Its trace has whole
+envelopes alone, and those that were queued when it was to stop.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Mapping
@@ -22,6 +29,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from ppstream import attribution, trace
+from ppstream.clock import now_ns
 
 if TYPE_CHECKING:
     from ppstream.config_watching import ProfileConfig
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppstream")
 
+MS: Final = 1e-6  # per ns
 PREFIX: Final = "ppstream:"  # of stage steps and named blocks in a trace
 
 
@@ -47,6 +56,7 @@ class Profiler:
         self._written = 0
         self._cycles = 0  # still to come
         self._left = 0  # envelopes of the cycle that is running
+        self._held_ns = 0  # how long the loop stood
         self._running: Any = None
         self._is_wanted = False
 
@@ -64,10 +74,14 @@ class Profiler:
         threading.Thread(target=self._prepare, name="profile", daemon=True).start()
 
     def _prepare(self) -> None:
-        """Load the profiler beside the loop: its first start takes seconds."""
-        with profile(activities=_activities()):
-            pass
-        self._log.on_take = self._begin
+        """Load what the profiler's first start would load: that takes seconds, and is no start."""
+        importlib.import_module("torch._inductor.config")
+        self._log.on_take = self._ask
+
+    def _ask(self) -> None:
+        """Between two envelopes: begin as soon as nothing is queued."""
+        self._log.on_take = None
+        self._log.when_dry(self._begin)
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Looks for *ready*: bring-up is not to be disturbed."""
@@ -87,12 +101,16 @@ class Profiler:
     def _begin(self) -> None:
         """The first cycle, of ``repeat`` ones."""
         self._cycles = self._config.repeat
+        self._held_ns = 0
         self._log.mode = "trace"
         self._log.event("profile", state="begins", cycles=self._cycles)
         trace.annotate(_Annotation)
         attribution.give_blocks_to(_annotated_block)
-        self._log.on_take = self._step
+        # else a later call to CUDA takes the tracer out again, whatever is queued then
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")
+        began = now_ns()
         self._cycle()
+        self._held_ns += now_ns() - began
 
     def _cycle(self) -> None:
         config = self._config
@@ -109,16 +127,30 @@ class Profiler:
             with_stack=config.stacks,
         )
         self._running.start()
+        _launch()
+        self._log.on_take = self._step
 
     def _step(self) -> None:
-        self._running.step()
+        """One envelope more; where the profiler's state changes, once nothing is queued."""
         self._left -= 1
-        if self._left > 0:
-            return
-        self._running.stop()
-        if self._cycles:
-            self._cycle()
+        if self._left in (self._config.warmup + self._config.active, self._config.active, 0):
+            self._log.on_take = None
+            self._log.when_dry(self._change)
         else:
+            self._running.step()
+
+    def _change(self) -> None:
+        """Begin to warm up, to record, or stop and write."""
+        began = now_ns()
+        self._running.step()
+        _launch()
+        self._log.on_take = self._step
+        if not self._left:
+            self._running.stop()
+            if self._cycles:
+                self._cycle()
+        self._held_ns += now_ns() - began
+        if not self._left:
             self._end()
 
     def _end(self) -> None:
@@ -126,7 +158,7 @@ class Profiler:
         attribution.give_blocks_to(None)
         self._running, self._is_wanted = None, False
         self._log.mode, self._log.on_take = "throughput", None
-        self._log.event("profile", state="ended")
+        self._log.event("profile", state="ended", held_ms=round(self._held_ns * MS, 1))
 
     def _write(self, ended: Any) -> None:
         path = Path(f"{self._stem}.{self._written}.json")
@@ -141,6 +173,16 @@ def _activities() -> list[ProfilerActivity]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found.append(ProfilerActivity.CUDA)
     return found
+
+
+def _launch() -> None:
+    """A first launch under the tracer may load code, and wait for all that is queued: for nothing.
+
+    One of torch's own kernels, on the current device.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.zeros(1, device="cuda").add_(1)
+        torch.cuda.synchronize()
 
 
 def ignore_signal() -> None:

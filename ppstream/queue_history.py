@@ -27,7 +27,7 @@ class QueueHistory:
     """Moves that are known and not yet booked."""
 
     def __init__(self, ledger: CreditLedger) -> None:
-        self._ledger = ledger
+        self._book = (ledger.emit, ledger.begin_decode, ledger.receive, ledger.commit)  # by Move
         self._known: list[tuple[int, Move]] = []
 
     def add(self, at_ns: int, move: Move) -> None:
@@ -42,11 +42,4 @@ class QueueHistory:
         """
         while self._known and self._known[0][0] <= until_ns:
             at_ns, move = heapq.heappop(self._known)
-            if move is Move.COMMIT:
-                self._ledger.commit(at_ns)
-            elif move is Move.RECEIVE:
-                self._ledger.receive(at_ns)
-            elif move is Move.DECODE:
-                self._ledger.begin_decode(at_ns)
-            else:
-                self._ledger.emit(at_ns)
+            self._book[move](at_ns)

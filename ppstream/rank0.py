@@ -190,24 +190,25 @@ class Rank0(ABC):
         record = self.log.take()
         record.epoch, record.seq = self.epoch, self._seq
         record.phase, record.pacing = self.phase, self.pacing.name
-        flight = Flight(self.started, self.epoch, self._seq, record)
-        self.started += 1
-        self._seq += 1
-        return flight
+        self.started, self._seq = self.started + 1, self._seq + 1
+        return Flight(self.started - 1, self.epoch, record.seq, record)
 
-    def close_flight(self, flight: Flight, drop: str | None) -> None:
-        """The envelope was emitted or dropped: complete its line and count it."""
+    def close_flight(self, flight: Flight, drop: str | None, at_ns: int | None = None) -> None:
+        """The envelope was emitted or dropped: complete its line and count it.
+
+        With ``at_ns`` that is its stamp; ages end at this moment all the same.
+        """
         record = flight.record
         now = now_ns()
+        at_ns = at_ns or now
         if drop is None:
-            record.tEmit = now
+            record.tEmit = at_ns
             record.age_rank0_ns = now - flight.received_ns
             if self._cut_ns is not None:
                 self._first_action(now - self._cut_ns)
         record.drop = drop
-        self.credits.emit(now)
-        self.credits.book(record, now)
-        record.w_result_ns, self._waits_ns["result"] = self._waits_ns["result"], 0
+        self.credits.emit(at_ns)
+        self.credits.book(record, at_ns)
         record.w_emit_ns = 0  # an emitter never blocks
         self.log.commit(record)
         self.finished += 1
@@ -233,11 +234,16 @@ class Rank0(ABC):
 
     def book_input_waits(self, flight: Flight) -> None:
         """Book the waits before stage A, and the link's time since, on this envelope."""
-        record, waits_ns = flight.record, self._waits_ns
-        record.w_input_ns, waits_ns["input"] = waits_ns["input"], 0
-        record.w_credit_ns, waits_ns["credit"] = waits_ns["credit"], 0
-        record.busy_link_ns, waits_ns["link"] = waits_ns["link"], 0
+        record = flight.record
+        record.w_input_ns = self.take_wait_ns("input")
+        record.w_credit_ns = self.take_wait_ns("credit")
+        record.busy_link_ns = self.take_wait_ns("link")
         record.w_slot_ns = 0  # slots follow from credits: nobody ever waits for one
+
+    def take_wait_ns(self, cause: str) -> int:
+        """How long was waited for it since this was last asked."""
+        waited_ns, self._waits_ns[cause] = self._waits_ns[cause], 0
+        return waited_ns
 
     # ---- the loop's bookkeeping --------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from ppstream.errors import PpstreamError
 
 logger = logging.getLogger("ppstream")
 
+PR_SET_TIMERSLACK: Final = 29  # sys/prctl.h
 MCL_CURRENT: Final = 1  # sys/mman.h
 MCL_FUTURE: Final = 2
 
@@ -119,6 +120,15 @@ class RealTimeScope:
                 "'memlock unlimited' in /etc/security/limits.conf, or the process CAP_IPC_LOCK"
             )
         self._undo.callback(libc.munlockall)
+
+
+def end_timeouts_on_time() -> bool:
+    """Have every time-out of the calling thread end within a few µs; Linux adds 50 by default.
+
+    Returns:
+        Whether it will; it needs no permission.
+    """
+    return bool(ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0) == 0)
 
 
 def _asked(ask: Callable[[], None]) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 Json = Mapping[str, object]
@@ -117,6 +118,26 @@ class Event(NamedTuple):
     t: int | None
     epoch: int | None  # of an epoch_cut: the new epoch (``to`` when given, else ``epoch``)
     phase: str | None = None  # of a phase event: the one that begins
+    fields: Json = MappingProxyType({})  # the line as it stands
+
+
+class Memory(NamedTuple):
+    """What one rank's process held when it wrote a ``memory`` line; all but RAM is its GPU's."""
+
+    rank: int
+    generation: int
+    t: int | None
+    resident_bytes: int | None
+    allocated_bytes: int | None = None
+    allocated_max_bytes: int | None = None
+    reserved_bytes: int | None = None
+    non_torch_bytes: int | None = None
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+    allocations: int | None = None  # since the process began, as the others below
+    segments: int | None = None
+    alloc_retries: int | None = None
+    ooms: int | None = None
 
 
 class Ledger(NamedTuple):
@@ -148,6 +169,7 @@ class RunLog:
     oldest_ns: int | None = None  # of any single action executed; None: no robot said it
     standalone: Standalone | None = None
     ledgers: tuple[Ledger, ...] = ()  # of the newest generation
+    memory: tuple[Memory, ...] = ()  # some one a second of each rank
     torn_lines: int = 0
     missing_ranks: tuple[int, ...] = ()
     ignored_lines: int = 0

@@ -13,6 +13,7 @@ from typing import Final
 
 from ppstream import html_charts as charts
 from ppstream.claims import Finding
+from ppstream.html_device import device_note, device_table, memory_charts, memory_table
 from ppstream.html_sections import (
     audit_table,
     claims_table,
@@ -126,6 +127,7 @@ def _sections(run: RunLog, report: RunReport, claims: Sequence[Finding]) -> Iter
     yield from _time_sections(report)
     yield from _age_sections(run, report)
     yield from _cause_sections(report)
+    yield from _machine_sections(run, report)
     yield _section(
         "Two scores",
         "The primary one decides. The published one is what others use.",
@@ -206,6 +208,20 @@ def _cause_sections(report: RunReport) -> Iterator[str]:
         "What the model expects of this run's stage times. Solid: period; dashed: latency.",
         charts.depths(report),
         after=depth_note(report),
+    )
+
+
+def _machine_sections(run: RunLog, report: RunReport) -> Iterator[str]:
+    yield _section(
+        "On the device",
+        "Time between events on the GPU, alone in bring-up, and what the host saw of it.",
+        device_table(report.on_device),
+        after=device_note(report.on_device, report.clocks),
+    )
+    yield _section(
+        "Memory",
+        "One line a second of every rank. Once it is warm, nothing should rise.",
+        memory_charts(run) + memory_table(report.memory),
     )
 
 

@@ -8,8 +8,10 @@ from typing import Final
 
 from ppstream.audits import Audit
 from ppstream.claims import Finding
+from ppstream.device_times import StageOnDevice
+from ppstream.memory_use import MemoryUse
 from ppstream.report_series import input_ages_ns, latency_parts, periods_ns
-from ppstream.report_words import ms, why_scores_differ
+from ppstream.report_words import gib, ms, why_scores_differ
 from ppstream.run_report import RunReport, Service
 from ppstream.scores import Compat, Primary
 from ppstream.standing import Quantiles, quantiles
@@ -48,6 +50,8 @@ def render(report: RunReport, claims: Sequence[Finding] = ()) -> str:
         *_path_lines(report.critical_path),
         *_drop_lines(report.drops),
         *_service_lines(report.service),
+        *_device_lines(report.on_device),
+        *_memory_lines(report.memory),
     ]
     return "\n".join(lines)
 
@@ -195,6 +199,33 @@ def _service_lines(service: Service | None) -> Iterator[str]:
         missed, n = service.deadline["misses"], service.deadline["n"]
         parts.append(f"{missed} of {n} past their lease")
     yield from _row("service", parts)
+
+
+def _device_lines(stages: Sequence[StageOnDevice]) -> Iterator[str]:
+    """The device's medians, and the host's beside those that it sees differently."""
+    parts = []
+    for found in stages:
+        host = f" (host {ms(found.host.p50)})" if found.host and found.disagrees else ""
+        parts.append(f"{found.stage} {ms(found.device.p50)}{host}")
+    if parts:
+        yield from _row("device", parts)
+
+
+def _memory_lines(uses: Sequence[MemoryUse]) -> Iterator[str]:
+    """Of ranks with a GPU, and of those whose memory grew while they served."""
+    for use in uses:
+        if use.gpu is not None:
+            sizes = {
+                "allocated": use.gpu.allocated_max_bytes,
+                "reserved": use.gpu.reserved_max_bytes,
+                "not torch's": use.gpu.non_torch_max_bytes,
+            }
+            parts = [f"{gib(size)} {what}" for what, size in sizes.items()]
+            parts.append(f"{use.gpu.segments_grown} segments while ready")
+            yield from _row(f"GPU of r{use.rank}", [*parts, f"{use.gpu.alloc_retries} retries"])
+        if use.leaks:
+            grown = f"grew by {gib(use.resident_grown_bytes)} while ready"
+            yield from _row(f"RAM of r{use.rank}", [f"{grown} to {gib(use.resident_max_bytes)}"])
 
 
 def _quantile_parts(found: Quantiles | None) -> list[str]:

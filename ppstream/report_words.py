@@ -19,6 +19,12 @@ def ms(value_ns: float) -> str:
     return f"{value:.{digits}f} ms"
 
 
+def gib(size: float) -> str:
+    """Bytes for people."""
+    value = size / (1 << 30)
+    return f"{value:.{1 if abs(value) >= 10 else 2}f} GiB"
+
+
 def why_scores_differ(report: RunReport) -> str:
     """One sentence where the published and the primary score are apart, else nothing."""
     found, score = report.compat, report.primary

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Final, NamedTuple
 
 from ppstream.audits import Audit
+from ppstream.device_times import ClockSeen, StageOnDevice
+from ppstream.memory_use import MemoryUse
 from ppstream.safety import QueueMaxima
 from ppstream.scores import Compat, Primary
 from ppstream.segments import Window
@@ -60,6 +62,9 @@ class RunReport:
     drops: dict[str, object]
     service: Service | None
     statements: list[str]
+    memory: list[MemoryUse] = field(default_factory=list)  # of ranks that logged it
+    on_device: list[StageOnDevice] = field(default_factory=list)
+    clocks: list[ClockSeen] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
@@ -92,6 +97,9 @@ class RunReport:
             "drops": self.drops,
             "service": _service_dict(self.service, self.age),
             "statements": self.statements,
+            "memory": [asdict(use) for use in self.memory],
+            "on_device": [_device_dict(stage) for stage in self.on_device],
+            "clocks": [asdict(clock) for clock in self.clocks],
         }
 
 
@@ -155,6 +163,12 @@ def _oldest_dict(found: OldestAction | None) -> dict[str, object] | None:
         return None
     limit = None if found.limit_ns is None else found.limit_ns * MS
     return {"age": found.age_ns * MS, "limit": limit}
+
+
+def _device_dict(found: StageOnDevice) -> dict[str, object]:
+    alone_ms = None if found.alone_ns is None else found.alone_ns * MS
+    both = {"device_ms": _ms_dict(found.device), "host_ms": _ms_dict(found.host)}
+    return {"stage": found.stage, **both, "apart": found.apart, "alone_ms": alone_ms}
 
 
 def _ms_dict(found: Quantiles | None) -> dict[str, object] | None:

@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.check:
             from ppstream.check import describe
 
-            print(describe(config, max(world_size, args.ranks)))
+            text = describe(config, max(world_size, args.ranks))
+            if rank == 0:  # every rank has looked: say it once
+                print(text)
             return 0
     except ConfigError as error:
         if rank == 0:  # every rank reads the same file: say it once

@@ -6,9 +6,14 @@ was made for. Nothing is drawn, and nothing waits.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+from ppstream.memops import Call
+
+if TYPE_CHECKING:
+    from ppstream.memops import CudaStream
 
 SIDE: Final = 512  # of a product: some 3 µs on a large GPU
 TIMED: Final = 400  # products that the calibration times
@@ -18,7 +23,7 @@ _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 
 
 class GpuWork:
-    """Queues about ``mean_ms`` of work on the current stream, at each call the same.
+    """Queues about ``mean_ms`` of work, at each call the same.
 
     Made before anything waits on the device: the graph is captured here.
     """
@@ -38,8 +43,23 @@ class GpuWork:
         self._graph.replay()
         torch.cuda.synchronize(device)
 
+    def calls(self, stream: CudaStream) -> tuple[Call, ...]:
+        """What queues one mean's worth of work on ``stream``, for a ``Routine``."""
+        if not self.products:
+            return ()
+        if hasattr(self._graph, "raw_cuda_graph_exec"):
+            return (stream.to_launch(self._graph.raw_cuda_graph_exec()),)
+        outer = _cuda.ExternalStream(int(stream.handle))
+
+        def replay() -> tuple[int]:  # a torch that does not give its handle away
+            with torch.cuda.stream(outer):
+                self._graph.replay()
+            return (0,)
+
+        return (Call(replay, "the start of a graph"),)
+
     def queue(self) -> None:
-        """One mean's worth of work."""
+        """One mean's worth of work on the current stream."""
         if not self.products:
             return
         if torch.cuda.is_current_stream_capturing():  # a graph cannot hold the start of another

@@ -86,6 +86,7 @@ class RecordedSource:
         self._started_ns: int | None = None  # host time at which first_ns was played
         self._drained_ns = 0
         self._reached_ns = self._first_ns - 1  # recording time that may be used
+        self._next_ns = self._first_ns  # live windows: before it there is nothing to play
         self._schedule = schedule_of(path, recording, config)
         self.windows = self._schedule.windows
         self._taken = 0
@@ -111,27 +112,25 @@ class RecordedSource:
         if self._speed is not None:
             played_ns = int((now_ns - self._started_ns) * self._speed)
             self._reached_ns = self._first_ns + played_ns
-        if self.scheduled:
+        if self.scheduled or self._reached_ns < self._next_ns:
             return 0
         samples = self.feed(self._reached_ns, now_ns)
         while self._repeat and self._reached_ns >= self._first_ns + self._shift_ns + self._lap_ns:
             self._shift_ns += self._lap_ns
             self._fed = dict.fromkeys(self._fed, 0)
             samples += self.feed(self._reached_ns, now_ns)
+        left_ns = [
+            int(due_ns[self._fed[name]])
+            for name, _, due_ns in self._tracks
+            if self._fed[name] < len(due_ns)
+        ]
+        self._next_ns = self._shift_ns + min(left_ns, default=self._first_ns + self._lap_ns)
         return samples
 
     def next_due_ns(self) -> int | None:
         if self._speed is None or self._started_ns is None or self.exhausted:
             return None
-        if self.scheduled:
-            due_ns = self._schedule.end_ns(self._taken)
-        else:
-            left = [
-                int(due_ns[self._fed[name]])
-                for name, _, due_ns in self._tracks
-                if self._fed[name] < len(due_ns)
-            ]
-            due_ns = self._shift_ns + min(left, default=self._first_ns + self._lap_ns)
+        due_ns = self._schedule.end_ns(self._taken) if self.scheduled else self._next_ns
         return self._started_ns + int((due_ns - self._first_ns) / self._speed) + 1
 
     def feed(self, until_ns: int, now_ns: int) -> int:

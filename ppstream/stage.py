@@ -36,6 +36,7 @@ class Policy(Protocol):
     With ``policy.instructions`` there are ``instruction_id []`` and ``conditioning_epoch []`` int64
     too, and the policy must have ``instruct(number: int, text: str) -> None``: called once for each
     text, before any window names it by ``instruction_id`` (0: none); keep what comes of it.
+    On a GPU it must not be the first to launch a kernel: that would wait for what stands queued.
     """
 
     inputs: tuple[TensorSpec, ...]

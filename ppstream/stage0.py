@@ -15,14 +15,12 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from ppstream import trace
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.ends import PeerLeftError
-from ppstream.errors import ProtocolError, WatchdogError
+from ppstream.clock import now_ns
+from ppstream.errors import ProtocolError
 from ppstream.flight import Flight
 from ppstream.headers import DURATIONS, EPOCH, FAILED
-from ppstream.meeting import receive
-from ppstream.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
-from ppstream.rank0 import WAIT_MAX_NS, Rank0
+from ppstream.paired import Paired
+from ppstream.rank0 import WAIT_MAX_NS
 from ppstream.standalone import time_on_host
 from ppstream.waiter import Waiter
 from ppstream.watchdog import Mark, stage_b_limit_ns, watched
@@ -32,18 +30,15 @@ if TYPE_CHECKING:
     from ppstream.links import FrontLink
 
 SERIAL_LEAD: Final = 2  # envelopes in the system: one thread can use no more (model.py)
-RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
-MEASURE_LIMIT_NS: Final = 120 * NS_PER_S
 IDLE_S: Final = 0.1
 
 
-class Stage0(Rank0):
+class Stage0(Paired):
     """Rank 0 with a policy rank behind ``link``; ``run`` is one phase's worth of envelopes."""
 
     def __init__(self, *parts: Any, link: FrontLink, peer: Peer) -> None:
-        super().__init__(*parts)
+        super().__init__(*parts, peer=peer)
         self.link = link
-        self.peer = peer
         self._committed: deque[Flight] = deque()
         self._received: SimpleQueue[Flight] = SimpleQueue()
         self._room = threading.Event()
@@ -51,8 +46,6 @@ class Stage0(Rank0):
         self._usual_b_ns = 0
         self._thread_marks = {name: Mark(f"the {name} thread") for name in ("receive", "decode")}
         self.marks = (self.mark, *self._thread_marks.values())
-        self._instructed: Callable[[int, str], None]  # set before anything can be answered
-        self._frozen_ns = round(self.config.liveness.frozen_ms * NS_PER_MS)
         self._is_split = self.config.pipeline.threads == "split"
         self._lead = sys.maxsize if self._is_split else SERIAL_LEAD
         self._results = Waiter() if self._is_split else self.waiter  # who waits for results
@@ -235,6 +228,7 @@ class Stage0(Rank0):
             drop = self.decode_and_emit(flight, slot)
             if trace.on:
                 trace.C.pop()
+        flight.record.w_result_ns = self.take_wait_ns("result")
         self.close_flight(flight, drop)
 
     def read_header(self, flight: Flight, header: list[int]) -> bool:
@@ -252,43 +246,7 @@ class Stage0(Rank0):
         newest = self.started - 1
         return time_on_host(self, self.link.envelope(newest), self.link.result(newest), repeats)
 
-    def measure_b(self, repeats: int) -> Sequence[int]:
-        self.peer.send(Measure(repeats))
-        frame = receive(self.peer, MEASURE_LIMIT_NS)
-        if not isinstance(frame, Measured):
-            raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
-        return frame.durations_ns
-
-    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
-        self._instructed = done
-        self.peer.send(Instruction(number, text))
-
-    def take_frame(self, frame: object) -> None:
-        """One control frame that is neither doorbell nor heartbeat."""
-        match frame:
-            case PolicyFault():
-                self.stage_c.last_fault = frame.kind
-                self.log.event("fault", stage="B", fault=frame.kind, text=frame.text)
-            case Instructed():
-                self._instructed(frame.id, frame.fault)
-                self.waiter.wake()
-            case Goodbye():
-                raise PeerLeftError(frame)
-
     def check_peer(self, now: int) -> None:
-        """Raise when the policy rank is silent, or stage B overdue, for longer than allowed."""
-        if self.phase != "warming":
-            self.peer.check_alive(now, self._frozen_ns)
-        if not self._committed:
-            return
-        if self._drain_until_ns is not None and now > self._drain_until_ns:
-            raise WatchdogError(
-                f"{self.credits.outstanding} results are owed {self.config.liveness.drain_s:g} s "
-                "after the run was asked to stop; raise liveness.drain_s if stage B takes so long"
-            )
-        limit_ns = RESULT_SPARE_NS + stage_b_limit_ns(self.standstill_ns, self._usual_b_ns)
-        if now - self._committed[0].sent_ns > limit_ns:
-            raise WatchdogError(
-                f"no result of envelope {self._committed[0].index} for {limit_ns / NS_PER_S:.1f} s "
-                "though the policy rank's heart beats: stage B or the link is stuck"
-            )
+        """As ``check_policy_rank``, of whose results are owed now."""
+        limit_ns = stage_b_limit_ns(self.standstill_ns, self._usual_b_ns)
+        self.check_policy_rank(now, self._committed[0] if self._committed else None, limit_ns)

@@ -7,7 +7,7 @@ For each envelope the host queues, on four streams, everything that will happen 
     receiving    wait for the peer's count · wait for a place in D_out
     stage C      wait for the receipt · copy the result to pinned memory
 
-A credit is the receipt of the result ``d_in`` envelopes earlier, an event of this device. Freshness
+A credit is the receipt of the result ``d_in`` envelopes earlier, which this device sees. Freshness
 (``credit = "before_window"``): A waits for it, and reads the rings after. Throughput
 (``"after_window"``): the copy waits for it, A runs one envelope ahead, and its data ages meanwhile.
 
@@ -18,18 +18,17 @@ state of a run is ``rank0.py``'s, as for the CPU's loop in ``stage0.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.ends import PeerLeftError
-from ppstream.errors import ProtocolError, WatchdogError
-from ppstream.flight import Flight, name_rows
+from ppstream.clock import NS_PER_MS, now_ns
+from ppstream.errors import ProtocolError
+from ppstream.flight import Flight
 from ppstream.headers import FAILED
 from ppstream.link_device import AHEAD
-from ppstream.meeting import receive
-from ppstream.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
-from ppstream.rank0 import WAIT_MAX_NS, Rank0
+from ppstream.paired import Paired
+from ppstream.rank0 import WAIT_MAX_NS
+from ppstream.realtime import end_timeouts_on_time
 from ppstream.slots import GENERATION, INDEX
 from ppstream.stage0_queueing import Queueing
 from ppstream.stage_events import Rank0Times, book_rank0
@@ -38,34 +37,43 @@ from ppstream.underway import Underway
 from ppstream.watchdog import watched
 
 if TYPE_CHECKING:
+    from ppstream.memops import Event
     from ppstream.stage0_queueing import Parts
     from ppstream.stage_a_device import DeviceStageA
 
-LOOK_NS: Final = 100_000  # with work at hand, inputs are looked at this often
-POLL_NS: Final = 20_000  # an event has no descriptor: its end is looked for this often
-RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
-MEASURE_LIMIT_NS: Final = 120 * NS_PER_S
+LOOK_NS: Final = 5 * NS_PER_MS  # at the latest; sooner when something comes or falls due
+POLL_NS: Final = 20_000  # an envelope that is late is looked for so often
+SPARE_NS: Final = 5_000  # behind when it should be done: looking in vain costs more than that
+NOW: Final = 0
 
 
-class Stage0Device(Rank0):
+class Stage0Device(Paired):
     """Rank 0 on a GPU with a policy rank behind ``parts.link``."""
 
     def __init__(self, *rank0_parts: Any, parts: Parts) -> None:
-        super().__init__(*rank0_parts)
-        self.link, self.peer = parts.link, parts.peer
+        super().__init__(*rank0_parts, peer=parts.peer)
+        self.link = parts.link
         self._parts = parts
         self._a: DeviceStageA = self.stage_a  # type: ignore[assignment]
-        self._is_fresh = self.config.pipeline.credit == "before_window"
+        is_fresh = self.config.pipeline.credit == "before_window"
         shape = self.config.pipeline
-        self._ahead = shape.d_in + (AHEAD if self._a.reads_late or not self._is_fresh else 0)
-        ring = self._ahead + len(self.link.into) + 1
-        self._underway = Underway(self.credits, parts.clock, ring)
-        self._queueing = Queueing(parts, self._a, self._underway, is_fresh=self._is_fresh)
+        self._ahead = shape.d_in + (AHEAD if self._a.reads_late or not is_fresh else 0)
+        self._underway = Underway(self.credits, parts.clock, len(self.link.out))
+        self._queueing = Queueing(parts, self._a, self._underway.ring, is_fresh=is_fresh)
+        self._most_underway = 0  # of this phase
+        self._waits_for_input = False
         self._before: Rank0Times | None = None
-        self._looked_ns = 0
-        self._instructed: Callable[[int, str], None]  # set before anything can be answered
-        self._frozen_ns = round(self.config.liveness.frozen_ms * NS_PER_MS)
+        self._look_ns = 0  # when at the latest
         self.waiter.register(self.peer.fileno())
+        end_timeouts_on_time()
+        self.log.queues_ahead = True
+
+    def enter(self, phase: str, **parts: Any) -> None:
+        super().enter(phase, **parts)
+        self._waits_for_input = self.pacing.name != "saturated"
+        # further ones than there are credits for only where input is never waited for
+        limit = self.credits.d_in + 1 if self._waits_for_input else self._ahead
+        self._most_underway = min(self._ahead, limit)
 
     @watched
     def run(self, envelopes: int | None = None) -> None:
@@ -73,18 +81,16 @@ class Stage0Device(Rank0):
         self._before = None
         self.look()
         while self.may_begin() or self._underway:
-            moved = False
             while self.may_start():
                 self.start()
-                moved = True
             if self._underway.is_oldest_done():
                 self.finish()
-                moved = True
-            if not moved:
-                self.wait()
-            if not moved or now_ns() - self._looked_ns > LOOK_NS:
-                self.look()
-        if self.phase == "bring-up":
+                self.rest_until(NOW)
+            elif self.log.on_dry is not None and not self._underway:
+                self.log.dry()
+            else:
+                self.rest_until(self.next_ns())
+        if self.phase == "bring-up" and self.log.mode == "throughput":  # else nobody judges
             self.measure_b(0)  # what the policy rank knows of these envelopes is in its file
 
     # ---- one envelope: queued ------------------------------------------------------------------
@@ -92,14 +98,11 @@ class Stage0Device(Rank0):
     def may_start(self) -> bool:
         """Whether stage A may be queued: wanted, in bounds, and due."""
         return (
-            len(self._underway) < self._limit() and self.may_begin() and self.pacing.due(now_ns())
+            len(self._underway) < self._most_underway
+            and self.log.on_dry is None
+            and self.may_begin()
+            and self.pacing.due(now_ns())
         )
-
-    def _limit(self) -> int:
-        """Envelopes that may be under way: further ones only where input is never waited for."""
-        if self.pacing.name == "saturated":
-            return self._ahead
-        return min(self._ahead, self.credits.d_in + 1)
 
     def start(self) -> None:
         """Queue everything that will happen to the next envelope; nothing here waits."""
@@ -112,13 +115,19 @@ class Stage0Device(Rank0):
 
     def finish(self) -> None:
         """Book, decode and emit the oldest envelope, whose events are all done."""
-        flight, times, credit_ns, queued_ns = self._underway.finish()
-        record, result = flight.record, self._queueing.result(flight.index)
-        waits = self.pacing.name != "saturated"
-        book_rank0(record, times, self._before, credit_ns, queued_ns, waits_for_input=waits)
+        one = self._underway.finish()
+        flight, times = one.flight, one.times
+        result = self._queueing.result(flight.index)
+        book_rank0(
+            flight.record,
+            times,
+            self._before,
+            one.credit_ns,
+            one.queued_ns,
+            waits_for_input=self._waits_for_input,
+        )
         self._before = times
         self._a.settle(flight)
-        name_rows(flight)
         failed = self._read_header(flight, result.header.tolist())
         if flight.epoch != self.epoch:
             drop: str | None = "stale"
@@ -126,7 +135,7 @@ class Stage0Device(Rank0):
             drop = "policy_error"
         else:
             drop = self.decode_and_emit(flight, result)
-        self._close(record, flight, drop, times)
+        self.close_flight(flight, drop, times.c1)
 
     def _read_header(self, flight: Flight, header: list[int]) -> bool:
         """Returns whether the policy failed on this envelope."""
@@ -138,84 +147,52 @@ class Stage0Device(Rank0):
             )
         return bool(header[FAILED])
 
-    def _close(
-        self, record: EnvelopeRecord, flight: Flight, drop: str | None, times: Rank0Times
-    ) -> None:
-        """As Rank0.close_flight, at the device's time of the emit."""
-        at_ns = times.c1
-        if drop is None:
-            record.tEmit = at_ns
-            record.age_rank0_ns = now_ns() - flight.received_ns
-        record.drop = drop
-        self.credits.emit(at_ns)
-        self.credits.book(record, at_ns)
-        self.log.commit(record)
-        self.finished += 1
-        self.stage_c.count(drop)
-
     # ---- between envelopes ----------------------------------------------------------------------
 
+    def next_ns(self) -> int:
+        """When something can be there again: the oldest envelope, or what falls due by the clock.
+
+        The end of an event has no descriptor. When an envelope is late, it is looked for often.
+        """
+        soonest_ns = now_ns() + POLL_NS
+        if self._underway:
+            due_ns = self._underway.oldest_due_ns() + SPARE_NS
+            return max(soonest_ns, min(self._look_ns, due_ns))
+        return min([now_ns() + WAIT_MAX_NS, *self._dues_ns()])
+
+    def _dues_ns(self) -> Iterator[int]:
+        """What falls due by the clock alone, and can then be taken."""
+        if (due_ns := self.source.next_due_ns()) is not None:
+            yield due_ns
+        has_room = len(self._underway) < self._most_underway
+        if has_room and (due_ns := self.pacing.due_ns()) is not None:
+            yield due_ns
+
+    def rest_until(self, until_ns: int) -> None:
+        """Sleep, unless that is past; then look if anything came, woke this thread, or is due."""
+        ready = self.waiter.wait(max(0, until_ns - now_ns()))
+        # some frames are told of by a wake alone, which may come to a wait that is over at once
+        if ready or self.waiter.woken or now_ns() >= self._look_ns or self._cuts:
+            self.look()
+
     def look(self) -> None:
-        self._looked_ns = now_ns()
         self.take_in()
-        self._a.ingest(now_ns())
+        now = now_ns()
+        self._a.ingest(now)
         self.peer.pump()
         while self.peer.inbox:
             self.take_frame(self.peer.inbox.popleft())
-        self.check_peer(now_ns())
+        oldest = self._underway.oldest if self._underway else None
+        self.check_policy_rank(now, oldest, self.standstill_ns)
         if self._parts.clock.renew_when_due():
             self.log.event("clock", **self._parts.clock.state._asdict())
+        self._look_ns = min([now + LOOK_NS, *self._dues_ns()])
 
     def is_idle(self) -> bool:
         return not self.may_start()
 
     def wait_cause(self) -> str:
         return "result" if self._underway else "input"
-
-    def wait(self) -> None:
-        """Sleep until something can be looked at again."""
-        if self._underway:
-            self.waiter.wait(POLL_NS)
-            return
-        dues = (self.source.next_due_ns(), self.pacing.due_ns())
-        now = now_ns()
-        limits = [max(0, due - now) for due in dues if due is not None]
-        self.waiter.wait(min([WAIT_MAX_NS, *limits]))
-
-    def take_frame(self, frame: object) -> None:
-        """One control frame that is not a heartbeat."""
-        match frame:
-            case PolicyFault():
-                self.stage_c.last_fault = frame.kind
-                self.log.event("fault", stage="B", fault=frame.kind, text=frame.text)
-            case Instructed():
-                self._instructed(frame.id, frame.fault)
-            case Goodbye():
-                raise PeerLeftError(frame)
-
-    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
-        self._instructed = done
-        self.peer.send(Instruction(number, text))
-
-    def check_peer(self, now: int) -> None:
-        """Raise when the policy rank is silent, or an envelope overdue, for longer than allowed."""
-        warming = self.phase == "warming"
-        if not warming:
-            self.peer.check_alive(now, self._frozen_ns)
-        if not self._underway:
-            return
-        if self._drain_until_ns is not None and now > self._drain_until_ns:
-            raise WatchdogError(
-                f"{len(self._underway)} envelopes are under way {self.config.liveness.drain_s:g} s "
-                "after the run was asked to stop; raise liveness.drain_s if stage B takes so long"
-            )
-        limit_ns = RESULT_SPARE_NS + self.standstill_ns
-        if now - self._underway.oldest.sent_ns > limit_ns:
-            raise WatchdogError(
-                f"envelope {self._underway.oldest.index} is not through after "
-                f"{limit_ns / NS_PER_S:.0f} s though the policy rank's heart beats: a device or "
-                "the link is stuck"
-            )
 
     # ---- standalone stage times -----------------------------------------------------------------
 
@@ -229,13 +206,13 @@ class Stage0Device(Rank0):
             self.take_in()
             self._a.ingest(now_ns())
             flight = Flight(index, self.epoch, 0, EnvelopeRecord())
-            self._queueing.stage_a(flight, marks, newest)
+            self._queueing.stage_a(flight, newest)
             marks.a1.wait()
             self._a.settle(flight)
-            durations_a.append(marks.a1.ns_since(marks.a0))
-            self._queueing.stage_c(index, marks)
+            durations_a.append(_between_ns(marks.a0, marks.a1))
+            self._queueing.stage_c(index)
             marks.c1.wait()
-            durations_c.append(marks.c1.ns_since(marks.c0))
+            durations_c.append(_between_ns(marks.c0, marks.c1))
         return durations_a, durations_c
 
     def measure_b(self, repeats: int) -> Sequence[int]:
@@ -247,11 +224,11 @@ class Stage0Device(Rank0):
         """
         for _ in range(repeats):
             self.run(1)
-        self.peer.send(Measure(repeats))
-        frame = receive(self.peer, MEASURE_LIMIT_NS)
-        while isinstance(frame, PolicyFault):
-            self.take_frame(frame)
-            frame = receive(self.peer, MEASURE_LIMIT_NS)
-        if not isinstance(frame, Measured):
-            raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
-        return frame.durations_ns
+        return super().measure_b(repeats)
+
+
+def _between_ns(begin: Event, end: Event) -> int:
+    """Device time between two events that are done."""
+    elapsed_ns = end.ns_since(begin)
+    assert elapsed_ns is not None, "asked of an event that has not happened"
+    return elapsed_ns

@@ -1,16 +1,16 @@
 """What rank 0 queues for one envelope, on four streams; the picture stands in ``stage0_device.py``.
 
-Nothing here waits, and nothing looks at what has happened.
+Nothing here waits, and nothing looks at what has happened. What is the same each time a slot is
+used, which is nearly all of it, is put together once.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from ppstream import trace
 from ppstream.link_device import pinned_slots
+from ppstream.memops import Routine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
     from ppstream.simulate_gpu import GpuWork
     from ppstream.slots import LinkShape, Slot
     from ppstream.stage_a_device import DeviceStageA
-    from ppstream.underway import Marks, Underway
+    from ppstream.underway import Marks
 
 
 class Streams(NamedTuple):
     """Rank 0's own; the link has two more."""
 
     a: CudaStream  # torch's current one
-    c: torch.cuda.Stream
-    c_raw: CudaStream
+    c: CudaStream
 
 
 class Parts(NamedTuple):
@@ -46,97 +45,120 @@ class Parts(NamedTuple):
     work_c: GpuWork
 
 
+class _Place(NamedTuple):
+    """One slot of either direction, and what is queued each time, stage A and the link aside."""
+
+    envelope: DeviceSlot
+    result: Slot  # in host memory
+    before_a: Routine
+    behind_a: Routine
+    before_send: Routine
+    behind_send: Routine
+    behind_receipt: Routine
+    c: Routine
+
+
 class Queueing:
     """For the thread whose current stream is stage A's.
 
     Args:
         parts: streams and link.
         stage_a: queues windows.
-        underway: the events of envelopes.
+        marks: events, one set for each slot: those of an envelope are the slot's.
         is_fresh: A takes the credit; else the copy does.
     """
 
     def __init__(
-        self, parts: Parts, stage_a: DeviceStageA, underway: Underway, *, is_fresh: bool
+        self, parts: Parts, stage_a: DeviceStageA, marks: Sequence[Marks], *, is_fresh: bool
     ) -> None:
-        self._parts = parts
         self._link = parts.link
         self._stage_a = stage_a
-        self._underway = underway
+        self._a = parts.streams.a
         self._is_fresh = is_fresh
-        self._d_in, self._d_out = parts.shape.d_in, parts.shape.d_out
-        self._results = pinned_slots(parts.shape.result, len(parts.link.into))
+        # between two stages A a send takes time that only a lone envelope has no other use for
+        self._sends_from_a = parts.link.is_short and is_fresh and parts.shape.d_in == 1
+        results = pinned_slots(parts.shape.result, len(marks))
+        self._places = [
+            self._place(parts, marks, place, result) for place, result in enumerate(results)
+        ]
+
+    def _place(self, parts: Parts, marks: Sequence[Marks], place: int, result: Slot) -> _Place:
+        """Whoever is behind another by ``n`` envelopes has the events of ``n`` places before.
+
+        An event that was never recorded holds nobody up: the first envelopes need no exception.
+        """
+        link, (a, c), mine = parts.link, parts.streams, marks[place]
+        giver = marks[place - parts.shape.d_in]  # of the credit: whose result returned it
+        freed = marks[place - parts.shape.d_out]  # whose C left a place among the results
+        source = link.into[place]
+        waits, sent = [], []
+        a_after = giver.received
+        if not self._is_fresh:
+            a_after = marks[place - 1].sent
+            waits.append(link.sending.to_wait_for(giver.received))
+            sent.append(link.sending.to_record(mine.sent))
+        if not self._sends_from_a:
+            waits.append(link.sending.to_wait_for(mine.a1))
+        return _Place(
+            link.out[place],
+            result,
+            before_a=Routine(a.to_wait_for(a_after), a.to_record(mine.a0)),
+            behind_a=Routine(*parts.work_a.calls(a), a.to_record(mine.a1)),
+            before_send=Routine(*waits),
+            behind_send=Routine(*sent),
+            behind_receipt=Routine(
+                link.receiving.to_wait_for(freed.c0), link.receiving.to_record(mine.received)
+            ),
+            c=Routine(
+                c.to_wait_for(mine.received),
+                c.to_record(mine.c0),
+                c.to_copy(result.raw.data_ptr(), source.address, source.size),
+                *parts.work_c.calls(c),
+                c.to_record(mine.c1),
+            ),
+        )
 
     def result(self, index: int) -> Slot:
         """Where the result of ``index`` is in host memory once its last event is done."""
-        return self._results[index % len(self._results)]
+        return self._places[index % len(self._places)].result
 
     def envelope(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         """Queue everything that will happen to ``flight``."""
-        marks = self._underway.marks(flight.index)
+        place = self._places[flight.index % len(self._places)]
         if trace.on:
             trace.A.push(flight.epoch, flight.seq)
-        self._queue_a(flight, marks, ends_ns)
+        self._queue_a(place, flight, ends_ns)
         if trace.on:
             trace.A.pop()
             trace.SEND.push(flight.epoch, flight.seq)
-        self._queue_send(flight, marks)
+        self._queue_send(place, flight)
         if trace.on:
             trace.SEND.pop()
             trace.RECV.push(flight.epoch, flight.seq)
-        self._queue_receipt(flight.index, marks)
+        self._link.queue_receive(flight.index)
+        place.behind_receipt()
         if trace.on:
             trace.RECV.pop()
             trace.C.push(flight.epoch, flight.seq)
-        self._parts.streams.c_raw.wait_for(marks.received)
-        self.stage_c(flight.index, marks)
+        place.c()
         if trace.on:
             trace.C.pop()
 
-    def stage_a(self, flight: Flight, marks: Marks, ends_ns: Sequence[int | None]) -> None:
+    def stage_a(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         """Stage A alone, between its two events."""
-        stream = self._parts.streams.a
-        stream.record(marks.a0)
-        self._stage_a.enqueue(flight, self._slot(flight.index), ends_ns)
-        self._parts.work_a.queue()
-        stream.record(marks.a1)
+        self._queue_a(self._places[flight.index % len(self._places)], flight, ends_ns)
 
-    def stage_c(self, index: int, marks: Marks) -> None:
+    def stage_c(self, index: int) -> None:
         """Stage C alone, between its two events."""
-        stream, source = self._parts.streams.c_raw, self._link.into[index % len(self._link.into)]
-        stream.record(marks.c0)
-        stream.copy(self.result(index).raw.data_ptr(), source.address, source.size)
-        self.work_c()
-        stream.record(marks.c1)
+        self._places[index % len(self._places)].c()
 
-    def work_c(self) -> None:
-        """What stands in for stage C."""
-        if self._parts.work_c.products:
-            with torch.cuda.stream(self._parts.streams.c):
-                self._parts.work_c.queue()
+    def _queue_a(self, place: _Place, flight: Flight, ends_ns: Sequence[int | None]) -> None:
+        place.before_a()
+        self._stage_a.enqueue(flight, place.envelope, ends_ns)
+        place.behind_a()
 
-    def _queue_a(self, flight: Flight, marks: Marks, ends_ns: Sequence[int | None]) -> None:
-        behind = self._d_in if self._is_fresh else 1
-        if (earlier := self._underway.earlier(flight.index, behind)) is not None:
-            self._parts.streams.a.wait_for(earlier.received if self._is_fresh else earlier.sent)
-        self.stage_a(flight, marks, ends_ns)
-
-    def _queue_send(self, flight: Flight, marks: Marks) -> None:
-        link = self._link
-        link.queue_header(flight.index, (flight.epoch, flight.seq))
-        giver = self._underway.earlier(flight.index, self._d_in)
-        if giver is not None and not self._is_fresh:
-            link.sending.wait_for(giver.received)
-        link.sending.wait_for(marks.a1)
-        link.sending.record(marks.committed)
-        link.queue_send(flight.index)
-        link.sending.record(marks.sent)
-
-    def _queue_receipt(self, index: int, marks: Marks) -> None:
-        self._link.queue_receive(index)
-        if (freed := self._underway.earlier(index, self._d_out)) is not None:
-            self._link.receiving.wait_for(freed.c0)
-        self._link.receiving.record(marks.received)
-
-    def _slot(self, index: int) -> DeviceSlot:
-        return self._link.out[index % len(self._link.out)]
+    def _queue_send(self, place: _Place, flight: Flight) -> None:
+        self._link.queue_header(flight.index, (flight.epoch, flight.seq))
+        place.before_send()
+        self._link.queue_send(flight.index, self._a if self._sends_from_a else None)
+        place.behind_send()

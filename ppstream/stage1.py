@@ -6,29 +6,16 @@ same ``StageB`` without a link.
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from ppstream import trace
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.ends import PeerLeftError
+from ppstream.clock import NS_PER_S, now_ns
 from ppstream.errors import PeerLostError, ProtocolError
 from ppstream.headers import BEHIND_LINK, EPOCH
-from ppstream.messages import (
-    MAX_TEXT,
-    Drain,
-    Goodbye,
-    Instructed,
-    Instruction,
-    Measure,
-    Measured,
-    PhaseChange,
-    PolicyFault,
-)
-from ppstream.policy_compile import RecompileMeter
+from ppstream.policy_rank import PolicyRank
 from ppstream.stage import told
 from ppstream.watchdog import WARMING_LIMIT_NS, Mark, is_patient, stage_b_limit_ns, watched
 
@@ -45,14 +32,7 @@ if TYPE_CHECKING:
     from ppstream.waiter import Waiter
 
 WAIT_NS: Final = NS_PER_S // 10
-CPU_MEMORY: Final = "can't allocate memory"  # torch has no type for it: a RuntimeError that says so
 EPISODE: Final = slice(0, 2)  # session, session_epoch: the columns of ``rows`` that name an episode
-
-
-def fault_kind(error: Exception) -> str:
-    """What a policy's exception is called in the log: ``memory`` or ``exception``."""
-    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return "memory" if is_memory or CPU_MEMORY in str(error) else "exception"
 
 
 class StageB:
@@ -86,7 +66,7 @@ class StageB:
         self._policy.reset(torch.tensor(rows))
 
 
-class Stage1:
+class Stage1(PolicyRank):
     """The policy rank's loop over ``link``; ends when rank 0 says drain."""
 
     def __init__(
@@ -98,20 +78,13 @@ class Stage1:
         log: TimestampLog,
         waiter: Waiter,
     ) -> None:
+        super().__init__(config, stage_b, peer, log)
         self.stage_b = stage_b
         self.link = link
-        self.peer = peer
-        self.log = log
         self.waiter = waiter
-        self.phase = "starting"
-        self._meter = RecompileMeter() if config.policy.compile else None
-        self.progress = 0  # envelopes answered, read by the heartbeat
-        self.drain_reason: str | None = None
         self.mark = Mark("stage B", self._at)
-        self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self._serving: tuple[int, int] | None = None  # epoch and seq of the newest envelope
         self._usual_b_ns = 0
-        self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)
         self._wait_input_ns = 0
         self._busy_link_ns = 0  # since the previous envelope began
         self._previous_tb1 = 0
@@ -199,8 +172,7 @@ class Stage1:
         try:
             self.stage_b(epoch, envelope, result.tensors)
         except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
-            text = "".join(traceback.format_exception(error))[-MAX_TEXT:]
-            self.peer.send(PolicyFault(index, fault_kind(error), text))
+            self.tell_fault(index, error)
             return True
         finally:
             if trace.on:
@@ -214,22 +186,6 @@ class Stage1:
             self.peer.check_alive(began, self._frozen_ns)
         self.waiter.wait(WAIT_NS)
         self._wait_input_ns += now_ns() - began
-
-    def take_frame(self, frame: object) -> None:
-        match frame:
-            case Drain():
-                self.drain_reason = frame.reason
-            case Goodbye():
-                raise PeerLeftError(frame)
-            case PhaseChange():
-                self.phase = frame.phase
-                self.log.event("phase", phase=frame.phase)
-                if self._meter is not None:
-                    self._meter.phase(frame.phase, self.log.event)
-            case Instruction():
-                self.peer.send(Instructed(frame.id, self.stage_b.instruct(frame.id, frame.text)))
-            case Measure():
-                self.peer.send(Measured(self.measure(frame.repeats)))
 
     def measure(self, repeats: int) -> tuple[int, ...]:
         """Stage B alone, on the newest envelope, while rank 0 does nothing."""

@@ -2,18 +2,18 @@
 
 For each envelope that will come the host queues, on three streams:
 
-    receiving    wait for rank 0's count
-    stage B      wait for the receipt · the policy, from slot to slot
-    sending      wait for B · copy the result to rank 0, count it · copy the header for the log
+    receiving    wait for rank 0's count · copy the header for the log
+    stage B      wait for rank 0's count · the policy, from slot to slot
+    sending      wait for B · the result to rank 0 (a lone short one: by stage B's stream)
 
-It stays a few envelopes ahead of those that are over; a policy without a graph is queued only when
-its envelope is there. While idle the waits stand queued (``link_peer.py``, rule 3). It learns which
-envelope a slot held when that is over. The CPU's loop is ``stage1.py``.
+It stays a few envelopes ahead of those that are over, and sleeps while some of them come; a policy
+without a graph is queued only when its envelope is there. While idle the waits stand queued
+(``link_peer.py``, rule 3). It learns which envelope a slot held when that is over. The CPU's loop
+is ``stage1.py``.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -21,27 +21,17 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from ppstream import trace
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.clock import NS_PER_MS, now_ns
 from ppstream.cuda_streams import stream
 from ppstream.device_clock import DeviceClock
-from ppstream.ends import PeerLeftError
 from ppstream.errors import PeerLostError, ProtocolError
 from ppstream.headers import EPOCH
 from ppstream.link_device import AHEAD
 from ppstream.memops import Event
-from ppstream.messages import (
-    MAX_TEXT,
-    Drain,
-    Goodbye,
-    Instructed,
-    Instruction,
-    Measure,
-    Measured,
-    PhaseChange,
-    PolicyFault,
-)
-from ppstream.policy_compile import RecompileMeter
+from ppstream.policy_rank import PolicyRank
+from ppstream.realtime import end_timeouts_on_time
 from ppstream.slots import GENERATION, INDEX
+from ppstream.stage1_queueing import Place, places, sends_from_b
 from ppstream.stage_events import PolicyTimes, book_policy
 from ppstream.watchdog import WARMING_LIMIT_NS, Mark, is_patient, watched
 
@@ -50,13 +40,17 @@ if TYPE_CHECKING:
     from ppstream.control import Peer
     from ppstream.link_device import DeviceLink
     from ppstream.stage_b_device import DeviceStageB
-    from ppstream.timestamps import TimestampLog
+    from ppstream.timestamps import Stage1Record, TimestampLog
     from ppstream.waiter import Waiter
 
-POLL_NS: Final = 50_000  # while envelopes come; nothing waits for this rank's host
-REST_NS: Final = 1_000_000  # while none come
+POLL_NS: Final = 50_000  # while envelopes come that stage B is not queued ahead of
+IDLE_NS: Final = NS_PER_MS  # while none come
+LOOK_NS: Final = NS_PER_MS  # frames are looked for so often, however many envelopes come
+REST_NS: Final = 5 * NS_PER_MS  # at most: nothing waits for this rank's host while it is ahead
+REST_ENVELOPES: Final = AHEAD // 2  # so many may come meanwhile: a wake-up costs more than one
+BUSY_FOR_NS: Final = 20 * NS_PER_MS  # after the last one
+GAPS: Final = 4  # that the usual one is of
 NEWEST: Final = 4096  # durations of stage B that are kept
-BUSY_FOR_NS: Final = 20_000_000  # after the last one
 
 
 class Parts(NamedTuple):
@@ -74,47 +68,32 @@ class Parts(NamedTuple):
     runs_ahead: bool = True  # the policy is one launch: it may be queued before its envelope
 
 
-class _Marks(NamedTuple):
-    """The events of one envelope; used again for a later one."""
-
-    complete: Event
-    b0: Event
-    b1: Event
-    sent: Event
-
-
-class Stage1Device:
+class Stage1Device(PolicyRank):
     """The policy rank's loop; ends when rank 0 says drain."""
 
     def __init__(self, parts: Parts) -> None:
         config = parts.config
-        self.link, self.peer, self.log = parts.link, parts.peer, parts.log
+        super().__init__(config, parts.stage_b, parts.peer, parts.log)
+        self.link = parts.link
         self._parts = parts
         self._stream = stream("b")
         self._newest_b_ns: deque[int] = deque(maxlen=NEWEST)
-        self.phase = "starting"
-        self._meter = RecompileMeter() if config.policy.compile else None
-        self.progress = 0  # envelopes answered, read by the heartbeat
-        self.drain_reason: str | None = None
-        self._ahead = config.pipeline.d_in + AHEAD
-        slots = len(self.link.out)
-        self._marks = [
-            _Marks(*(Event() for _ in _Marks._fields)) for _ in range(self._ahead + slots)
-        ]
-        fields = len(self.link.into[0].header)
-        self._headers = torch.zeros(
-            slots, fields, dtype=torch.int64, pin_memory=torch.cuda.is_available()
-        )
-        self._header_bytes = fields * self._headers.itemsize
+        self._d_in = config.pipeline.d_in
+        self._ahead = self._d_in + AHEAD
+        self._places = places(self.link, self._stream, self._d_in)
+        self._sends_on = self._stream if sends_from_b(self.link, self._d_in) else None
         self._expected = 0  # receipts queued
         self._queued = 0  # stages B queued
-        self._failed: deque[bool] = deque()  # of each queued envelope
+        self._records: deque[Stage1Record] = deque()  # of each queued envelope
+        self.log.queues_ahead = True
         self._before: PolicyTimes | None = None
         self.mark = Mark("stage B's loop", lambda: f"envelope {self._queued}")
-        self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
-        self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)
-        self._last_ns = now_ns()
+        self._look_ns = 0  # when at the latest
+        self._newest_ns = 0  # when the newest envelope was over
+        self._gap_ns = 0  # usually, between two
         parts.waiter.register(self.peer.fileno())
+        if not parts.runs_ahead:  # then its envelopes do wait for this rank's host
+            end_timeouts_on_time()
 
     def prepare(self) -> None:
         """Run the policy on every slot, before anything waits: it loads, allocates, records."""
@@ -144,25 +123,36 @@ class Stage1Device:
         """
         while self.drain_reason is None:
             self.mark.turns += 1
-            while self._expected - self.progress < self._ahead:
-                self.queue_receipt()
+            if self.log.on_dry is None:
+                while self._expected - self.progress < self._most_ahead():
+                    self.queue_receipt()
+            elif self.progress == self._expected:
+                self.log.dry()
             while self._queued < self._expected and self.may_queue():
                 self.queue()
-            self.peer.pump()
-            if self.progress < self._queued and self._marks_of(self.progress).sent.is_done():
+            if now_ns() >= self._look_ns:
+                self.look()
+            if self.is_oldest_done():
                 self.finish()
             elif self.peer.inbox:
                 self.take_frame(self.peer.inbox.popleft())
             elif give_up():
                 raise PeerLostError("asked to stop, and rank 0 did not drain within its limit")
             else:
-                self.wait()
+                self.rest()
         return self.drain_reason
+
+    def _most_ahead(self) -> int:
+        """Receipts that may stand queued; while traced, those that come without this rank's help.
+
+        A tracer may wait for the device, and with it for all of them.
+        """
+        return self._d_in if self.log.mode == "trace" else self._ahead
 
     def queue_receipt(self) -> None:
         """Queue the receipt of a further envelope."""
         self.link.queue_receive(self._expected)
-        self.link.receiving.record(self._marks_of(self._expected).complete)
+        self._place(self._expected).behind_receipt()
         self._expected += 1
 
     def may_queue(self) -> bool:
@@ -171,35 +161,32 @@ class Stage1Device:
         A stream takes some 1000 launches and then holds up the host: a policy of many kernels that
         is not replayed from a graph is queued once its envelope is there.
         """
-        return self._parts.runs_ahead or self._marks_of(self._queued).complete.is_done()
+        return self._parts.runs_ahead or self._is_done(self._place(self._queued).complete)
 
     def queue(self) -> None:
         """Queue everything that will happen to the next envelope."""
-        index, link = self._queued, self.link
-        marks, place = self._marks_of(index), index % len(link.out)
-        self._stream.wait_for(marks.complete)
-        self._stream.record(marks.b0)
+        index, link, place = self._queued, self.link, self._place(self._queued)
+        if not link.queue_wait(index, self._stream):
+            self._stream.wait_for(place.complete)
+        place.before_b()
         failed = self.run_policy(index, place)
-        self._stream.record(marks.b1)
-        link.queue_header(index, (0, 0, failed))
-        link.sending.wait_for(marks.b1)
-        link.queue_send(index)
-        header = self._headers.data_ptr() + place * self._header_bytes
-        link.sending.copy(header, link.into[place].address, self._header_bytes)
-        link.sending.record(marks.sent)
-        self._failed.append(failed)
+        link.queue_header(index, (0, 0, failed))  # a copy of its own need not wait for B
+        place.behind_b()
+        link.queue_send(index, self._sends_on)
+        place.behind_send()
+        record = self.log.take()  # behind the policy: what its blocks took is this envelope's
+        record.drop = "policy_error" if failed else None
+        self._records.append(record)
         self._queued += 1
 
-    def run_policy(self, index: int, place: int) -> bool:
+    def run_policy(self, index: int, place: Place) -> bool:
         """Queue stage B; returns whether the policy failed to: rank 0 is told why."""
         if trace.on:
             trace.B.push(0, index)  # epoch and seq are on their way: the host does not know them
         try:
-            self._parts.stage_b(self.link.into[place], self.link.out[place])
+            self._parts.stage_b(place.envelope, place.result)
         except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
-            kind = "memory" if isinstance(error, torch.OutOfMemoryError) else "exception"
-            text = "".join(traceback.format_exception(error))[-MAX_TEXT:]
-            self.peer.send(PolicyFault(index, kind, text))
+            self.tell_fault(index, error)
             return True
         finally:
             if trace.on:
@@ -209,55 +196,61 @@ class Stage1Device:
     def finish(self) -> None:
         """Book the oldest envelope, which is answered."""
         index = self.progress
-        marks = self._marks_of(index)
-        header = self._headers[index % len(self._headers)].tolist()
+        place = self._place(index)
+        header = place.header.tolist()
         if header[INDEX] != index or header[GENERATION] != self._parts.generation:
             raise ProtocolError(
                 f"slot of envelope {index} (generation {self._parts.generation}) holds "
                 f"{header[INDEX]} (generation {header[GENERATION]})"
             )
-        host_ns = self._parts.clock.host_ns
-        times = PolicyTimes(*(host_ns(event) for event in marks[:3]))
-        record = self.log.take()
+        past_ns = self._parts.clock.past_ns
+        times = PolicyTimes(past_ns(place.complete), past_ns(place.b0), past_ns(place.b1))
+        record = self._records.popleft()
         (record.epoch, record.seq), record.phase = header[EPOCH], self.phase
         book_policy(record, times, self._before)
-        record.drop = "policy_error" if self._failed.popleft() else None
-        self._before = times
+        gap_ns = min(REST_NS, times.b1 - self._newest_ns)
+        self._gap_ns += (gap_ns - self._gap_ns) // GAPS
+        self._before, self._newest_ns = times, times.b1
         self._newest_b_ns.append(times.b1 - times.b0)
         if self._meter is not None:
             record.recompiles = self._meter.take()
         self.log.commit(record)
         self.progress += 1
-        self._last_ns = now_ns()
+
+    def is_oldest_done(self) -> bool:
+        """Whether the oldest envelope is over."""
+        if self.progress == self._queued:
+            return False
+        place = self._place(self.progress)
+        return self._is_done(place.last) and self._is_done(place.named)
+
+    def _is_done(self, event: Event) -> bool:
+        return self._parts.clock.host_ns(event) is not None
+
+    def look(self) -> None:
+        """Look at everything but the envelopes."""
+        now = now_ns()
+        self._look_ns = now + LOOK_NS
+        self.peer.pump()
+        if self.phase != "warming":
+            self.peer.check_alive(now, self._frozen_ns)
         if self._parts.clock.renew_when_due():
             self.log.event("clock", **self._parts.clock.state._asdict())
 
-    def wait(self) -> None:
-        """Sleep a little: the end of an event has no descriptor."""
-        now = now_ns()
-        if self.phase != "warming":
-            self.peer.check_alive(now, self._frozen_ns)
-        self._parts.clock.renew_when_due()
-        is_busy = now - self._last_ns < BUSY_FOR_NS
-        self._parts.waiter.wait(POLL_NS if is_busy else REST_NS)
+    def rest(self) -> None:
+        """Sleep a little, unless a frame comes: the end of an event has no descriptor."""
+        if self._parts.waiter.wait(self._rest_ns()):
+            self.look()
 
-    def take_frame(self, frame: object) -> None:
-        match frame:
-            case Drain():
-                self.drain_reason = frame.reason
-            case Goodbye():
-                raise PeerLeftError(frame)
-            case PhaseChange():
-                self.phase = frame.phase
-                self._before = None
-                self.log.event("phase", phase=frame.phase)
-                if self._meter is not None:
-                    self._meter.phase(frame.phase, self.log.event)
-            case Instruction():
-                fault = self._parts.stage_b.instruct(frame.id, frame.text)
-                self.peer.send(Instructed(frame.id, fault))
-            case Measure():
-                self.peer.send(Measured(self.measure(frame.repeats)))
+    def _rest_ns(self) -> int:
+        if now_ns() - self._newest_ns > BUSY_FOR_NS:
+            return IDLE_NS
+        several_ns = REST_ENVELOPES * self._gap_ns if self._parts.runs_ahead else 0
+        return max(POLL_NS, min(REST_NS, several_ns))
+
+    def change_phase(self, phase: str) -> None:
+        super().change_phase(phase)
+        self._before = None
 
     def measure(self, repeats: int) -> tuple[int, ...]:
         """Device times of stage B on the newest envelopes, which rank 0 sent one by one.
@@ -269,5 +262,5 @@ class Stage1Device:
             return ()
         return tuple(self._newest_b_ns)[-repeats:]
 
-    def _marks_of(self, index: int) -> _Marks:
-        return self._marks[index % len(self._marks)]
+    def _place(self, index: int) -> Place:
+        return self._places[index % len(self._places)]

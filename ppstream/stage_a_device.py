@@ -13,13 +13,14 @@ import torch
 
 from ppstream.clock import NS_PER_MS, now_ns
 from ppstream.device_window import DeviceWindow
-from ppstream.flight import Owner, owners_of
+from ppstream.flight import Owner, RowNames, name_rows, names_of, owners_of
 from ppstream.link_device import pinned_slots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ppstream.config import PipelineConfig
+    from ppstream.device_records import TakenWindow
     from ppstream.flight import Flight
     from ppstream.intake import Intake
     from ppstream.link_device import DeviceSlot
@@ -46,8 +47,8 @@ class DeviceStageA(Protocol):
         """Queue stage A into ``slot`` on the current stream."""
 
     def settle(self, flight: Flight) -> None:
-        """The envelope is complete, those before it were settled: fill the flight's owners,
-        arrival and input ages, and book what it used.
+        """The envelope is complete, those before it were settled: fill the flight's owners and
+        their names, its arrival and input ages, and book what it used.
         """
 
 
@@ -75,6 +76,9 @@ class RingWindows:
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
         self._intake: Intake | None = None
         self._window: DeviceWindow
+        self._made_of: TakenWindow | None = None  # the newest, and whose its rows are
+        self._owners: list[Owner] = []
+        self._names: RowNames
 
     @property
     def intake(self) -> Intake:
@@ -100,13 +104,24 @@ class RingWindows:
         self._window.enqueue(slot.tensors, self._stream)
 
     def settle(self, flight: Flight) -> None:
-        info, present, episodes = self._window.take()
-        flight.received_ns = flight.record.tRx = info.newest_rx_ns
-        flight.record.input_age_ns = info.input_age_ns
-        flight.owners = [
-            Owner(is_present, episode, end, end + self._lease_ns, info.newest_rx_ns)
-            for is_present, episode, end in zip(present, episodes, info.window_end_ns, strict=True)
-        ]
+        taken = self._window.take()
+        if taken is not self._made_of:
+            self._made_of, self._owners = taken, taken_owners(taken, self._lease_ns)
+            self._names = names_of(self._owners)
+        flight.received_ns = flight.record.tRx = taken.info.newest_rx_ns
+        flight.record.input_age_ns = taken.info.input_age_ns
+        flight.owners = self._owners
+        name_rows(flight, self._names)
+
+
+def taken_owners(taken: TakenWindow, lease_ns: int) -> list[Owner]:
+    """Whose each row of a complete window was."""
+    return [
+        Owner(is_present, episode, end, end + lease_ns, received_ns)
+        for is_present, episode, end, received_ns in zip(
+            taken.present, taken.episodes, taken.info.window_end_ns, taken.received_ns, strict=True
+        )
+    ]
 
 
 class HostWindows:
@@ -148,3 +163,4 @@ class HostWindows:
         assert info is not None, f"envelope {flight.index} was never cut"
         flight.received_ns = flight.record.tRx = info.newest_rx_ns
         flight.record.input_age_ns = info.input_age_ns
+        name_rows(flight)

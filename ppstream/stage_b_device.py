@@ -30,8 +30,11 @@ class DeviceStageB:
         self._policy = policy
         self._inputs = [spec.name for spec in policy.inputs]
         self._is_stateless = is_stateless
-        # of the previous call: epoch, session, session_epoch of each row; none at first
-        self._seen = torch.full((rows, 3), -1, dtype=torch.int64, device=device)
+        # epoch, session, session_epoch of each row, now and in the previous call; none at first
+        self._now, self._seen = torch.full((2, rows, 3), -1, dtype=torch.int64, device=device)
+        self._epoch, self._episode = self._now[:, 0], self._now[:, 1:]
+        self._differs = torch.empty(rows, 3, dtype=torch.bool, device=device)
+        self._is_new = torch.empty(rows, dtype=torch.bool, device=device)
 
     def __call__(self, envelope: DeviceSlot, result: DeviceSlot) -> None:
         """Write every output of the policy into ``result``. Raises what the policy raises."""
@@ -45,8 +48,9 @@ class DeviceStageB:
         return told(self._policy, number, text)
 
     def _reset(self, envelope: DeviceSlot) -> None:
-        rows = envelope.tensors["rows"]
-        epoch = envelope.header[EPOCH_FIELD].expand(rows.shape[0], 1)
-        now = torch.cat((epoch, rows[:, EPISODE]), dim=1)
-        self._policy.reset((now != self._seen).any(dim=1))
-        self._seen.copy_(now)
+        self._epoch.copy_(envelope.header[EPOCH_FIELD])
+        self._episode.copy_(envelope.tensors["rows"][:, EPISODE])
+        torch.ne(self._now, self._seen, out=self._differs)
+        torch.any(self._differs, dim=1, out=self._is_new)
+        self._policy.reset(self._is_new)
+        self._seen.copy_(self._now)

@@ -18,7 +18,7 @@ class Rank0Times(NamedTuple):
 
     a0: int
     a1: int
-    committed: int  # A is over, and the credit is there
+    committed: int  # A is over, and the credit is there: the later of the two
     received: int
     c0: int
     c1: int
@@ -57,10 +57,13 @@ def book_rank0(
     record.eA_ns, record.eC_ns = times.a1 - times.a0, times.c1 - times.c0
     free_ns = times.a0 if before is None else before.a1
     gap_ns = max(0, times.a0 - free_ns)
-    record.w_credit_ns = _clamp(credit_ns - free_ns, gap_ns)
-    late_ns = _clamp(queued_ns - max(free_ns, credit_ns), gap_ns - record.w_credit_ns)
-    record.w_input_ns = late_ns if waits_for_input else 0
-    record.busy_link_ns = gap_ns - record.w_credit_ns - record.w_input_ns
+    for_credit_ns = _clamp(credit_ns - free_ns, gap_ns)
+    for_input_ns = 0
+    if waits_for_input:
+        late_ns = queued_ns - max(free_ns, credit_ns)
+        for_input_ns = _clamp(late_ns, gap_ns - for_credit_ns)
+    record.w_credit_ns, record.w_input_ns = for_credit_ns, for_input_ns
+    record.busy_link_ns = gap_ns - for_credit_ns - for_input_ns
     record.w_slot_ns = record.w_emit_ns = 0
     record.w_result_ns = 0 if before is None else max(0, times.c0 - before.c1)
 

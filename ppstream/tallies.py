@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from ppstream.timestamps import EnvelopeRecord, Stage1Record
 
-#: Upper ends in ns: from a stage without work to one that misses every deadline.
-BUCKETS_NS: Final = tuple(
-    round(ms * 1e6)
-    for ms in (0.1, 0.2, 0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 500, 1000)
+#: Upper ends in ms: from a GPU's stage to one that misses every deadline. Dense where stages and
+#: ages lie, since a quantile is only as exact as the bucket it falls into.
+BUCKETS_MS: Final = (
+    *(0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 1, 1.5, 2, 3, 5, 7.5),
+    *(10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000),
 )
+BUCKETS_NS: Final = tuple(round(ms * 1e6) for ms in BUCKETS_MS)
 RECENT: Final = 1000  # values behind a live quantile, and the p99 needs that many
 JUDGED: Final = 300  # envelopes that the live class is made from
 LABELS_MAX: Final = 64  # different values of one label; what comes later counts as OTHER
@@ -172,7 +174,6 @@ class PolicyTally(Tally):
         super().__init__(("input", "output"))
         self.residence = Histogram()  # envelope complete to result committed
         self.idle_ns = 0
-        self.allocations = 0
         self.recompiles = 0
 
     def record(self, record: Stage1Record) -> None:
@@ -187,7 +188,6 @@ class PolicyTally(Tally):
         self.waits_ns["output"] += record.wait_output_ns or 0
         self.link_ns += record.busy_link_ns or 0
         self.idle_ns += record.idle_ns or 0
-        self.allocations += record.allocs or 0
         self.recompiles += record.recompiles or 0
 
 

@@ -131,6 +131,9 @@ class TimestampLog:
     Attributes:
         mode: written into every record: what its times are worth.
         on_take: called by ``take``, between two envelopes of its thread; None: nobody asked.
+        on_next_take: as ``on_take``, once; whoever sets it may be overwritten by the next.
+        queues_ahead: the loop queues on a device, and heeds ``on_dry``.
+        on_dry: until the loop has run dry and called it, it queues nothing new; None: go on.
         watchers: one that raises is left out from then on.
     """
 
@@ -147,6 +150,9 @@ class TimestampLog:
         self.path = path
         self.mode = "throughput"
         self.on_take: Callable[[], None] | None = None
+        self.on_next_take: Callable[[], None] | None = None
+        self.queues_ahead = False
+        self.on_dry: Callable[[], None] | None = None
         self.watchers: list[Watcher] = []
         self._constant = {"run_id": run_id, "generation": generation}
         self._blank = record(
@@ -173,6 +179,9 @@ class TimestampLog:
         """A blank record to fill; a spare that goes nowhere when the ring is full."""
         if self.on_take is not None:
             self.on_take()
+        if self.on_next_take is not None:
+            act, self.on_next_take = self.on_next_take, None
+            act()
         if self._taken - self._drained >= len(self._ring):
             self._lost += 1
             return self._spare
@@ -180,6 +189,22 @@ class TimestampLog:
         self._taken += 1
         record.mode = self.mode
         return record
+
+    def when_dry(self, act: Callable[[], None]) -> None:
+        """Have ``act`` called when nothing of the loop is queued: now, unless it queues ahead.
+
+        To be called where ``on_take`` is; ``act`` is called on the same thread.
+        """
+        if self.queues_ahead:
+            self.on_dry = act
+        else:
+            act()
+
+    def dry(self) -> None:
+        """For a loop that has run dry: do what was to wait for that."""
+        act, self.on_dry = self.on_dry, None
+        if act is not None:
+            act()
 
     def commit(self, record: Any) -> None:
         """The record is complete: the drain thread may write it."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.memops import Event
 from ppstream.queue_history import Move, QueueHistory
+from ppstream.rhythm import Rhythm
 from ppstream.stage_events import Rank0Times
 
 if TYPE_CHECKING:
@@ -24,50 +25,58 @@ class Marks(NamedTuple):
 
     a0: Event
     a1: Event
-    committed: Event  # A is over, and the credit is there
-    sent: Event
+    sent: Event  # where the next A waits for it: a copy that is behind its credit
     received: Event
     c0: Event
     c1: Event
 
 
-class Finished(NamedTuple):
-    """An envelope all of whose events are done, and what they say."""
+class Queued:
+    """One envelope, and what is known of it.
 
-    flight: Flight
+    Attributes:
+        queued_ns: when the host had queued it.
+        credit_ns: when the result was received whose credit it took; 0: none needed.
+        times: once it is finished.
+    """
+
+    __slots__ = ("a1_ns", "committed_ns", "credit_ns", "flight", "marks", "queued_ns", "times")
     times: Rank0Times
-    credit_ns: int  # when the result was received whose credit it took; 0: none needed
-    queued_ns: int  # when the host had queued it
-
-
-class _One:
-    """One envelope, and which of its moves are booked."""
-
-    __slots__ = ("committed_ns", "flight", "marks", "queued_ns", "received_ns")
 
     def __init__(self, flight: Flight, marks: Marks, queued_ns: int) -> None:
         self.flight = flight
         self.marks = marks
         self.queued_ns = queued_ns
-        self.committed_ns: int | None = None
-        self.received_ns: int | None = None
+        self.a1_ns = self.committed_ns = self.credit_ns = 0
 
 
 class Underway:
     """For the thread that queues and finishes.
 
+    An event is asked for its time only, once it should be done: that says whether it is.
+
     Args:
         ledger: of the link.
         clock: of rank 0's device.
-        ring: envelopes whose events may be asked for at one time.
+        slots: whose events come again; more than envelopes are ever under way.
+
+    Attributes:
+        ring: the events of each slot.
     """
 
-    def __init__(self, ledger: CreditLedger, clock: DeviceClock[Event], ring: int) -> None:
+    def __init__(self, ledger: CreditLedger, clock: DeviceClock[Event], slots: int) -> None:
         self._clock = clock
         self._history = QueueHistory(ledger)
-        self._ring = [Marks(*(Event() for _ in Marks._fields)) for _ in range(ring)]
-        self._queued: deque[_One] = deque()
-        self._receipts_ns: deque[int] = deque([0] * ledger.d_in, maxlen=ledger.d_in)
+        self._d_in = ledger.d_in
+        self.ring = [Marks(*(Event() for _ in Marks._fields)) for _ in range(slots)]
+        self._queued: deque[Queued] = deque()
+        self._uncommitted: deque[Queued] = deque()  # of those, as far as is known
+        self._unreceived: deque[Queued] = deque()
+        self._received_ns = [0] * slots  # by index; of those whose receipt is known
+        self._committed_ns = 0  # the newest commit that is known, and the newest receipt
+        self._newest_received_ns = 0
+        self._rhythm = Rhythm()
+        self._done_ns = 0  # the oldest was done, as ``is_oldest_done`` has found
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -78,51 +87,69 @@ class Underway:
 
     def marks(self, index: int) -> Marks:
         """The events of envelope ``index``."""
-        return self._ring[index % len(self._ring)]
-
-    def earlier(self, index: int, behind: int) -> Marks | None:
-        """Events of the envelope so many before; None: there was none."""
-        return self.marks(index - behind) if index >= behind else None
+        return self.ring[index % len(self.ring)]
 
     def add(self, flight: Flight, queued_ns: int) -> None:
         """Everything of ``flight`` is queued."""
-        self._queued.append(_One(flight, self.marks(flight.index), queued_ns))
+        one = Queued(flight, self.marks(flight.index), queued_ns)
+        self._queued.append(one)
+        self._uncommitted.append(one)
+        self._unreceived.append(one)
 
     def is_oldest_done(self) -> bool:
-        return bool(self._queued) and self._queued[0].marks.c1.is_done()
-
-    def finish(self) -> Finished:
-        """Take the oldest, which is done; every move up to its end is booked, but the emit."""
-        one = self._queued.popleft()
-        host_ns, marks = self._clock.host_ns, one.marks
-        self._book_known(one)
-        for later in self._queued:
-            if not self._book_known(later):
-                break
-        assert one.committed_ns is not None, "C is over"
-        assert one.received_ns is not None, "C is over"
-        times = Rank0Times(
-            host_ns(marks.a0),
-            host_ns(marks.a1),
-            one.committed_ns,
-            one.received_ns,
-            host_ns(marks.c0),
-            host_ns(marks.c1),
-        )
-        self._history.add(times.c0, Move.DECODE)
-        self._history.book_until(times.c1)
-        finished = Finished(one.flight, times, self._receipts_ns[0], one.queued_ns)
-        self._receipts_ns.append(times.received)
-        return finished
-
-    def _book_known(self, one: _One) -> bool:
-        """Book what is new of one envelope; returns whether a later one may have moved at all."""
-        if one.committed_ns is None:
-            if not one.marks.committed.is_done():
-                return False
-            one.committed_ns = self._clock.host_ns(one.marks.committed)
-            self._history.add(one.committed_ns, Move.COMMIT)
-        if one.received_ns is None and one.marks.received.is_done():
-            one.received_ns = self._clock.host_ns(one.marks.received)
-            self._history.add(one.received_ns, Move.RECEIVE)
+        if not self._queued:
+            return False
+        done_ns = self._clock.host_ns(self._queued[0].marks.c1)
+        if done_ns is None:
+            return False
+        self._done_ns = done_ns
         return True
+
+    def oldest_due_ns(self) -> int:
+        """When the oldest should be done."""
+        return self._rhythm.due_ns(self._queued[0].queued_ns)
+
+    def finish(self) -> Queued:
+        """Take the oldest, which is done; every move up to its end is booked, but the emit."""
+        one = self._queued[0]
+        self._learn(one, self._done_ns)
+        self._queued.popleft()
+        received_ns = self._received_ns[one.flight.index % len(self.ring)]
+        # what was learned by an older anchor of the clock may be some µs off against these
+        c0_ns = max(received_ns + 1, self._clock.past_ns(one.marks.c0))
+        c1_ns = max(c0_ns, self._done_ns)
+        a0_ns = self._clock.past_ns(one.marks.a0)
+        one.times = Rank0Times(a0_ns, one.a1_ns, one.committed_ns, received_ns, c0_ns, c1_ns)
+        self._history.add(c0_ns, Move.DECODE)
+        self._history.book_until(c1_ns)
+        self._rhythm.done(one.queued_ns, c1_ns)
+        return one
+
+    def _learn(self, oldest: Queued, until_ns: int) -> None:
+        """Hear of the oldest one's moves, and of those of later ones up to ``until_ns``."""
+        while self._unreceived:
+            one = self._unreceived[0]
+            if one is not oldest and self._newest_received_ns > until_ns:
+                break
+            at_ns = self._clock.host_ns(one.marks.received)
+            if at_ns is None:
+                break
+            self._received_ns[one.flight.index % len(self.ring)] = at_ns
+            self._newest_received_ns = at_ns
+            self._history.add(at_ns, Move.RECEIVE)
+            self._unreceived.popleft()
+        while self._uncommitted:
+            one = self._uncommitted[0]
+            if one is not oldest and self._committed_ns > until_ns:
+                break
+            giver = one.flight.index - self._d_in
+            if self._unreceived and giver >= self._unreceived[0].flight.index:
+                break
+            at_ns = self._clock.host_ns(one.marks.a1)
+            if at_ns is None:
+                break
+            one.a1_ns = at_ns
+            one.credit_ns = self._received_ns[giver % len(self.ring)] if giver >= 0 else 0
+            one.committed_ns = self._committed_ns = max(at_ns, one.credit_ns)
+            self._history.add(self._committed_ns, Move.COMMIT)
+            self._uncommitted.popleft()

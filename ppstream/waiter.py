@@ -21,13 +21,18 @@ FD_SETSIZE: Final = 1024
 
 
 class Waiter:
-    """Waits for any of the registered descriptors. One thread waits; ``wake`` is for any thread."""
+    """Waits for any of the registered descriptors. One thread waits; ``wake`` is for any thread.
+
+    Attributes:
+        woken: the last wait was ended by ``wake``, or found that it would have been.
+    """
 
     def __init__(self) -> None:
         # Reentrant: a signal handler may call wake() inside the same thread's wake().
         self._lock = threading.RLock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
+        self.woken = False
         self._fds: list[int] = []
         self._poll = select.poll()
         self.register(self._wake_fd)
@@ -61,7 +66,8 @@ class Waiter:
             OSError: a registered descriptor was closed (EBADF).
         """
         ready = self._ready(timeout_ns)
-        if self._wake_fd not in ready:
+        self.woken = self._wake_fd in ready
+        if not self.woken:
             return ready
         os.eventfd_read(self._wake_fd)
         return ()

@@ -1,4 +1,4 @@
-"""Puts what can be watched onto one rank: metrics and health, profiles, attribution."""
+"""Puts what can be watched onto one rank: metrics and health, memory, profiles, attribution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ppstream import profiling
-from ppstream.attribution import Attribution
+from ppstream.attribution import Attribution, end_of_stream
+from ppstream.memory_lines import MemoryLines
 from ppstream.profiling import Profiler
 from ppstream.tallies import PolicyTally, Rank0Tally, Tally
 
@@ -30,7 +31,7 @@ logger = logging.getLogger("ppstream")
 
 
 class Watching:
-    """What watches one rank from now until ``stack`` closes; nothing where nothing is configured.
+    """What watches one rank from now until ``stack`` closes: its memory, and what is configured.
 
     Raises:
         ConfigError: the port of the metrics is taken.
@@ -51,12 +52,14 @@ class Watching:
         self._who = {"run_id": run.run_id, "rank": str(rank), "generation": str(generation)}
         self._who |= {"name": config.name, "mode": config.mode}
         self._lease_s = config.actions.lease_ms / 1000
+        stack.callback(MemoryLines(log).close)
         if config.mode == "throughput":
             Profiler(config.profile, log, run.directory, rank, generation).listen()
         else:  # a profile would disturb what is timed
             profiling.ignore_signal()
             if rank > 0:  # rank 0 times its blocks where it runs the phases: block_timing.py
-                log.watchers.append(Attribution(log, torch.device(config.placement.policy)))
+                device = torch.device(config.placement.policy)
+                log.watchers.append(Attribution(log, end_of_stream(device)))
         if config.metrics.port is not None:
             port = config.metrics.port and config.metrics.port + rank
             self._serve(port, run.directory, log, stack, credit_ledger)

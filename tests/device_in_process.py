@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fake_cuda import FakeDriver, queue_call
+from fake_put import FakePuts
+from linked_ends import linked
 from pipeline_in_process import Collector, NewestValues
 
 from ppstream import link_counted, memops, stage1_device
@@ -29,14 +31,13 @@ from ppstream.device_clock import DeviceClock
 from ppstream.errors import PeerLostError
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
-from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
-from ppstream.link_device import device_slots, slot_count
-from ppstream.memops import CudaStream, DeviceProbe
+from ppstream.memops import Call, CudaStream, DeviceProbe
 from ppstream.messages import Drain
 from ppstream.pacing import Pacing, Saturated
 from ppstream.simulate import Delay
 from ppstream.slots import LinkShape
 from ppstream.sources import Source
+from ppstream.stage import told
 from ppstream.stage0_device import Stage0Device
 from ppstream.stage0_queueing import Parts, Streams
 from ppstream.stage1_device import Parts as BackParts
@@ -47,14 +48,19 @@ from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.waiter import Waiter
 
-CPU = torch.device("cpu")
 
+class Work:
+    """What stands in for a stage's work on a GPU: a stream that sleeps."""
 
-class NoWork:
-    products = 0
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
 
-    def queue(self) -> None:
-        """Nothing stands in for a stage."""
+    def calls(self, stream: CudaStream) -> tuple[Call, ...]:
+        def queue() -> tuple[int]:
+            queue_call(stream, lambda: time.sleep(self._seconds))
+            return (0,)
+
+        return (Call(queue, "sleep"),) if self._seconds else ()
 
 
 class QueuedPolicy:
@@ -72,6 +78,9 @@ class QueuedPolicy:
             raise ValueError("no such kernel")
         queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors))
 
+    def instruct(self, number: int, text: str) -> str:
+        return told(self.policy, number, text)
+
 
 class DevicePipeline:
     """``rank0`` is a Stage0Device with ``policy`` behind it; a context manager."""
@@ -84,8 +93,11 @@ class DevicePipeline:
         patch: pytest.MonkeyPatch,
         *,
         runs_ahead: bool = True,
+        a_s: float = 0.0,
+        c_s: float = 0.0,
+        puts: bool = False,
     ) -> None:
-        self._runs_ahead = runs_ahead
+        self._runs_ahead, self._a_s, self._c_s = runs_ahead, a_s, c_s
         self.driver = FakeDriver()
         patch.setattr(memops, "driver", lambda: self.driver)
         for module in (link_counted, stage1_device):
@@ -99,7 +111,7 @@ class DevicePipeline:
         self._stack = ExitStack()
         self._stack.callback(self.driver.close)
         shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 3)
-        self._front_link, self._back_link = linked(shape)
+        self._front_link, self._back_link = linked(shape, FakePuts if puts else None)
         ours, theirs = socket.socketpair()
         self.front, self.back = Peer(ours), Peer(theirs)
         self._stack.callback(self.front.close)
@@ -147,15 +159,14 @@ class DevicePipeline:
         link: Any = self._front_link
         windows = HostWindows(config, shape, len(link.out), a)
         windows.reads_late = True  # as on a GPU: the streams alone hold A back
-        self.stream_c = CudaStream()
         own = Parts(
             link=link,
             peer=self.front,
             shape=shape,
-            streams=Streams(a, None, self.stream_c),  # type: ignore[arg-type]
+            streams=Streams(a, CudaStream()),
             clock=DeviceClock(DeviceProbe(CudaStream())),
-            work_a=NoWork(),  # type: ignore[arg-type]
-            work_c=NoWork(),  # type: ignore[arg-type]
+            work_a=Work(self._a_s),  # type: ignore[arg-type]
+            work_c=Work(self._c_s),  # type: ignore[arg-type]
         )
         ledger = CreditLedger(config.pipeline.d_in, config.pipeline.d_out)
         stage_c = StageC(config, CopyDecoder(), Delay(0.0))
@@ -195,20 +206,3 @@ class DevicePipeline:
             self.stage1.run(lambda: False)
         except BaseException as error:  # noqa: BLE001 - looked at by the test
             self.failure.append(error)
-
-
-def linked(shape: LinkShape) -> tuple[CountedLink, CountedLink]:
-    """Both ends of a link in this process's memory, as ``peer`` lays it out on two GPUs."""
-    count = slot_count(shape)
-    memories = [
-        torch.zeros(COUNTER_BYTES + count * layout.slot_bytes, dtype=torch.uint8)
-        for layout in (shape.result, shape.envelope)  # what each end receives
-    ]
-    front, back = (memory.data_ptr() for memory in memories)
-
-    def end(mine: int, out: Any, into: Any) -> CountedLink:
-        my, their = (front, back) if mine == 0 else (back, front)
-        slots = device_slots(memories[mine][COUNTER_BYTES:], into, count)
-        return CountedLink(out, shape, CPU, slots, Places(my, their, their + COUNTER_BYTES))
-
-    return end(0, shape.envelope, shape.result), end(1, shape.result, shape.envelope)

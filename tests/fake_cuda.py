@@ -105,6 +105,8 @@ class FakeDriver:
         return (OK,)
 
     def cuEventElapsedTime(self, start: FakeEvent, end: FakeEvent) -> tuple[int, float]:
+        if not end.newest.done.is_set():
+            return NOT_READY, 0.0
         return OK, (end.newest.at_ns - start.newest.at_ns) / 1e6
 
     def cuStreamWaitEvent(self, stream: FakeStream, event: FakeEvent, flags: int) -> tuple[int]:

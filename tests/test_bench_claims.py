@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import bench_claims
+import bench_control_loop
 import bench_device_window
 import bench_latency
 import bench_link
@@ -98,67 +103,86 @@ def depth_row() -> DepthRow:
     return DepthRow(cell, 10.4, 10.0, "B", 0.9, 0.96, WHOLE, WHOLE, 1000, ("PASS",))
 
 
-def device_claims(*, share: float = 0.1) -> list[bench_claims.Claim]:
-    """Of the scripts that need a GPU."""
-    window = {"windows": 500, "elapsed_s": 5.0, "windows_per_s": 100.0, "frames": 1500}
-    step = {"a_us": 5.0, "copy_in_us": 15.0, "policy_us": 30.0, "step_p50_us": 100.0}
-    step |= {"share": share, "share_of_step": 0.05, "preprocessing_share": 0.4}
-    step |= {"gpu_us": 45.0, "busy": 0.45}
-    cell = {"name": "balanced", "a_us": 200.0, "b_us": 200.0, "rows": 1, "depth": 2}
-    cell |= {"link": "peer", "credit": "before_window"}
-    ran = {"period_us": 206.0, "alone_us": (203.0, 200.0, 4.0), "overhead_us": 3.0}
-    link = {"link": "peer", "size": "16 MB", "p50_us": 50.0}
-    link |= bench_link_gpu.costs_of(1 << 24, 50.0, 0.0018, 900)
-    return [
-        *bench_device_window.claims_of({"3 cameras, B = 1, saturated": window}),
-        *bench_workload.claims_of(
-            {"mlp": step, "kernel": {"a_us": 2.0, "policy_us": 30.0, "share": 2 / 32}}
-        ),
-        *bench_pipeline.claims_of([{"cell": cell, "strict": 206 / 203, **ran}]),
-        *bench_link_gpu.claims_of([link]),
-    ]
+class Case(NamedTuple):
+    """What a script says of these figures: a list of claims, or one."""
+
+    claims_of: Callable[..., Any]
+    figures: tuple[Any, ...]
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def claims(self) -> list[bench_claims.Claim]:
+        found = self.claims_of(*self.figures, **self.options)
+        return found if isinstance(found, list) else [found]
 
 
-def watching_claims(added_us: float) -> list[bench_claims.Claim]:
-    """Of four pairs of blocks that differ by 1, 2, 4 and 9 us."""
-    blocks = {"CPU, on": [11.0, 12.0, 14.0, 19.0], "CPU, off": [10.0] * 4}
-    return bench_metrics.claims_of(blocks, {"CPU": added_us}, 500)
+WINDOWS = {"windows": 500, "elapsed_s": 5.0, "windows_per_s": 100.0, "frames": 1500}
+STEP = {"a_us": 5.0, "copy_in_us": 15.0, "policy_us": 30.0, "step_p50_us": 100.0, "share": 0.1}
+STEP |= {"share_of_step": 0.05, "preprocessing_share": 0.4, "gpu_us": 45.0, "busy": 0.45}
+STEP |= {"forward_us": 60.0, "share_as_run": 5 / 80}
+GPU_CELL = {"name": "balanced", "a_us": 200.0, "b_us": 200.0, "rows": 1, "depth": 2}
+GPU_CELL |= {"link": "peer", "credit": "before_window"}
+GPU_RAN = {"cell": GPU_CELL, "period_us": 206.0, "alone_us": (203.0, 200.0, 4.0)}
+GPU_RAN |= {"overhead_us": 3.0, "strict": 206 / 203}
+GPU_LINK = {"way": "put", "mode": "graph", "size": "16 MB", "p50_us": 50.0}
+GPU_LINK |= bench_link_gpu.costs_of(1 << 24, 50.0, 0.0018, 900)
+KERNEL = {"dtype": "float32", "shape": "1x2", "bytes": 2_000_000, "gb_s": 200.0}
+KERNEL |= {"us": {"ours": 10.0, "naive": 15.0}, "share_of_copy": 0.1, "vs_naive": 1.5}
+#: Of four pairs of blocks that differ by 1, 2, 4 and 9 us.
+BLOCKS = {"CPU, on": [11.0, 12.0, 14.0, 19.0], "CPU, off": [10.0] * 4}
+PLAN = {
+    "case": "x",
+    "us": {"plan": {"p50": 5.0}, "formula": {"p50": 20.0}},
+    "ratio": {"plan": 0.25},
+}
+LINKS = [
+    {"kind": kind, "size": "1 KB", "p50_us": p50, "vs_socket": p50 / 20}
+    for kind, p50 in (("host", 30.0), ("socket", 20.0))
+]
+LATENCIES = {"ppstream": HALF, "REQ/REP": WHOLE, "chain": WHOLE}
+PARTS = {"A": Spread(9, 0.5, 0, 0, 0), "B": Spread(9, 1.5, 0, 0, 0)}
+LIMITS = [Target(way, limit, 0.5) for way, _, limit in bench_latency.LIMITS]
+COST = bench_record.Cost(0.02, 3.0, 5.0, 1e4, 0, 0.6, 10.0, 0.2, 100_000, 6_000_000)
+LATENESS = {
+    "control loop": bench_control_loop.Lateness(0.1, 0.5, 2.0, 10),
+    "bare loop in turn": bench_control_loop.Lateness(0.1, 0.4, 2.0, 10),
+}
 
-
-def every_claim() -> list[bench_claims.Claim]:
-    us = {"plan": {"p50": 5.0}, "formula": {"p50": 20.0}}
-    kernel = {"dtype": "float32", "shape": "1x2", "bytes": 2_000_000, "gb_s": 200.0}
-    kernel |= {"us": {"ours": 10.0, "naive": 15.0}, "share_of_copy": 0.1, "vs_naive": 1.5}
-    limits = [Target(way, limit, 0.5) for way, _, limit in bench_latency.LIMITS]
-    spreads = {"ppstream": HALF, "REQ/REP": WHOLE, "chain": WHOLE}
-    links = [
-        {"kind": kind, "size": "1 KB", "p50_us": p50}
-        for kind, p50 in (("host", 30.0), ("socket", 20.0))
-    ]
-    return [
-        *bench_latency.claims_of(
-            spreads, {"A": Spread(9, 0.5, 0, 0, 0), "B": Spread(9, 1.5, 0, 0, 0)}, limits
-        ),
-        *bench_pipeline_cpu.claims_of([pipeline_row(ratio=10 / 9.5)]),
-        *bench_link.claims_of(links),
-        *bench_resample._claims([{"case": "x", "us": us, "ratio": {"plan": 0.25}}]),
-        *bench_resample.gpu_claims({"copy_gb_s": 2000.0, "shapes": [kernel]}),
-        *d_sweep.claims_of([depth_row()]),
-        *bench_record.claims_of(
-            {"on": bench_record.Cost(0.02, 3.0, 5.0, 1e4, 0, 0.6, 10.0, 0.2, 100_000, 6_000_000)}
-        ),
-        bench_robots.histogram_claim(TICKS),
-        *bench_robots.latency_claims({8: bench_robots.Latency(HALF, 95, 100)}),
-        bench_sessions.answered("8 robots", bench_sessions.Served(HALF, 9.0, 2, 12)),
-        *watching_claims(added_us=3.0),
-        *device_claims(),
-        bench_claims.median_rate("x", TIMED, 90.0),
-    ]
+CASES: dict[str, Case] = {
+    "device window": Case(bench_device_window.claims_of, ({"3 cameras, saturated": WINDOWS},)),
+    "workload": Case(
+        bench_workload.claims_of,
+        ({"mlp": STEP, "kernel": {"a_us": 2.0, "policy_us": 30.0, "share": 2 / 32}},),
+    ),
+    "pipeline": Case(bench_pipeline.claims_of, ([GPU_RAN],)),
+    "link of GPUs": Case(bench_link_gpu.claims_of, ([GPU_LINK],)),
+    "watching": Case(bench_metrics.claims_of, (BLOCKS, {"CPU": 3.0}, 500)),
+    "latency": Case(bench_latency.claims_of, (LATENCIES, PARTS, LIMITS)),
+    "pipeline of CPUs": Case(bench_pipeline_cpu.claims_of, ([pipeline_row(ratio=10 / 9.5)],)),
+    "link": Case(bench_link.claims_of, (LINKS,)),
+    "resample": Case(bench_resample._claims, ([PLAN],)),
+    "resample on a GPU": Case(
+        bench_resample.gpu_claims, ({"copy_gb_s": 2000.0, "shapes": [KERNEL]},)
+    ),
+    "depths": Case(d_sweep.claims_of, ([depth_row()],)),
+    "record": Case(bench_record.claims_of, ({"on": COST},)),
+    "histogram": Case(bench_robots.histogram_claim, (TICKS,)),
+    "robots": Case(bench_robots.latency_claims, ({8: bench_robots.Latency(HALF, 95, 100)},)),
+    "control loop": Case(
+        bench_control_loop.claims_of,
+        (LATENESS, [Target("p99 above a bare loop", 0.1, 0.1)], TICKS),
+        {"asked": 10},
+    ),
+    "sessions": Case(
+        bench_sessions.answered, ("8 robots", bench_sessions.Served(HALF, 9.0, 2, 12))
+    ),
+    "ingest": Case(bench_claims.median_rate, ("x", TIMED, 90.0)),
+    "log": Case(bench_claims.throughput, ("sustained records a second", 900, 3.0, 300.0)),
+}
 
 
 def test_claims_of_the_benchmarks_follow_from_their_numbers() -> None:
-    findings = audit_claims(every_claim())
-    assert len(findings) >= 33
+    findings = audit_claims([claim for case in CASES.values() for claim in case.claims()])
+    assert len(findings) >= 37
     assert [finding.text for finding in findings if not finding.holds] == []
     assert all(finding.what for finding in findings)
 
@@ -189,18 +213,65 @@ def test_rounds_that_differ_break_no_claim_of_their_median() -> None:
     assert [finding.text for finding in findings if not finding.holds] == []
 
 
-@pytest.mark.parametrize(
-    "claims",
-    [
-        device_claims(share=0.3),
-        watching_claims(added_us=2.0),
-        [bench_claims.median_rate("x", TIMED, 146.7)],
-        [bench_sessions.answered("8 robots", bench_sessions.Served(HALF, 9.0, 2, 20))],
-    ],
-    ids=("share", "watching", "rate", "answers"),
-)
-def test_wrong_arithmetic_breaks_a_claim(claims: list[bench_claims.Claim]) -> None:
-    assert not all(finding.holds for finding in audit_claims(claims))
+def wrong_figures(case: Case) -> Iterator[Case]:
+    """The case with one number half again as large, for every number that it rests on."""
+    for path in paths_of(case.figures):
+        yield case._replace(figures=changed(case.figures, path))
+    for name, number in case.options.items():
+        yield case._replace(options={**case.options, name: number * 1.5})
+
+
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Ways to the numbers in dicts, sequences and records."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield path
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from paths_of(part, (*path, key))
+    elif isinstance(value, list | tuple):
+        for place, part in enumerate(value):
+            yield from paths_of(part, (*path, place))
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from paths_of(getattr(value, field.name), (*path, field.name))
+
+
+def changed(value: Any, path: tuple[Any, ...]) -> Any:
+    """``value`` with the number at ``path`` times 1.5."""
+    if not path:
+        return value * 1.5
+    step, *rest = path
+    if isinstance(value, dict):
+        return {**value, step: changed(value[step], tuple(rest))}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{step: changed(getattr(value, step), tuple(rest))})
+    parts = [changed(part, tuple(rest)) if n == step else part for n, part in enumerate(value)]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+#: Figures that a record works out itself: what breaks is the arithmetic there.
+WORKED_OUT = {
+    "robots": (bench_robots.Latency, "answered_share"),
+    "depths": (DepthRow, "gap"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_claim_breaks_when_one_of_its_numbers_is_wrong(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim that no wrong number breaks says nothing."""
+    case = CASES[name]
+    broken = set()
+    for wrong in wrong_figures(case):
+        broken |= {n for n, found in enumerate(audit_claims(wrong.claims())) if not found.holds}
+    if name in WORKED_OUT:
+        record, figure = WORKED_OUT[name]
+        right = getattr(record, figure).fget
+        monkeypatch.setattr(record, figure, property(lambda self: 1.5 * right(self) + 0.5))
+        broken |= {n for n, found in enumerate(audit_claims(case.claims())) if not found.holds}
+    never = [claim["what"] for n, claim in enumerate(case.claims()) if n not in broken]
+    assert never == []
 
 
 def test_every_benchmark_is_looked_at() -> None:

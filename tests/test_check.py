@@ -12,6 +12,7 @@ import pytest
 from ppstream.check import describe
 from ppstream.config import PipelineConfig
 from ppstream.errors import ConfigError
+from ppstream.serve import main
 from ppstream.specs import TensorSpec
 
 TABLE: dict[str, Any] = {
@@ -156,3 +157,13 @@ def test_policy_without_actions_is_a_problem(given: ModuleType) -> None:
 def test_module_that_is_not_installed_is_a_problem() -> None:
     with pytest.raises(ConfigError, match="there is no module 'acme_absent' to import"):
         describe(config(policy={"target": "acme_absent.policy:build"}), 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_a_launcher_one_rank_says_it_for_all(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--check", "--config", "bench"]) == 0
+    assert capsys.readouterr().out.count("nothing started") == (rank == 0)

@@ -72,8 +72,18 @@ def test_plain_configuration_has_no_problem() -> None:
         ({"pipeline__pacing": "tick"}, "pipeline.tick_hz: missing, want a number above 0"),
         ({"pipeline__windows": "scheduled"}, "pipeline.windows: got 'scheduled' without service"),
         ({"bringup__source": "recording"}, "bringup.recording: missing, want a file"),
-        ({"bringup__recording": "/no/such.npz"}, "bringup.recording: got '/no/such.npz', which is"),
-        ({"bringup__recording": __file__}, "want a file ending in .npz or .npy"),
+        (
+            {"bringup__source": "recording", "bringup__recording": "/no/such.npz"},
+            "bringup.recording: got '/no/such.npz', which is",
+        ),
+        (
+            {"bringup__source": "recording", "bringup__recording": __file__},
+            "want a file ending in .npz or .npy",
+        ),
+        (
+            {"bringup__recording": str(Path(__file__).parent)},
+            "bringup.recording: got one beside bringup.source = 'synthetic'",
+        ),
         ({"record__file": "/tmp/run.json"}, "record.file: got '/tmp/run.json', want a .mcap file"),
         ({"record__file": "/no/such/run.mcap"}, "want it in a folder that can be written to"),
         ({"service__recording": "/no/such.npy"}, "service.recording: got '/no/such.npy', which is"),

@@ -96,11 +96,12 @@ def test_a_switched_action_takes_the_nearest_of_its_values_and_may_jump() -> Non
 
 def test_a_robot_with_limits_of_its_own_is_held_to_those() -> None:
     own = RobotLimits(high=(0.5, 0.5), velocity=(1.0, 1.0))
-    actions = np.float32([[0.9, 0.9]])
-    assert rules(own).enforce(actions).clipped == 2
-    assert np.array_equal(actions, np.float32([[0.5, 0.5]]))
-    assert rules(own).enforce(np.float32([[0, 0], [0.02, 0]])).violation == "velocity"
-    assert rules().enforce(np.float32([[0, 0], [0.02, 0]])).violation is None
+    actions = np.float32([[0.9, 0.9]] * 3)
+    assert rules(own).enforce(actions).clipped == 6
+    assert np.array_equal(actions, np.float32([[0.5, 0.5]] * 3))
+    quick = [[0, 0], [0.02, 0], [0.02, 0]]
+    assert rules(own).enforce(np.float32(quick)).violation == "velocity"
+    assert rules().enforce(np.float32(quick)).violation is None
 
 
 values = st.floats(-3, 3, width=32)

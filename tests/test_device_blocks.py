@@ -263,6 +263,7 @@ def test_a_window_read_late_books_only_what_it_could_use() -> None:
     assert taken.info.input_age_ns == {"q": 0, "slow": 6 * MS}
     assert taken.present == [True]
     assert taken.episodes == [(7, 0)]
+    assert taken.received_ns == [3]
     assert case.rows[0].rings["slow"].ledger.in_flight == 1
     assert case.rows[0].rings["q"].ledger.in_flight == 1
     case.check()

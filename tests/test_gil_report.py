@@ -29,8 +29,11 @@ def test_states_of_a_thread_make_up_its_samples() -> None:
     assert all(t.runs + t.wants <= t.samples for t in threads.values())
 
 
-def test_background_threads_of_a_rank_are_never_called_a_convoy(tmp_path: Path) -> None:
-    text = CONVOY.read_text().replace(": loop", ": timestamps")
+@pytest.mark.parametrize("name", gil_report.BACKGROUND)
+def test_background_threads_of_a_rank_are_never_called_a_convoy(name: str, tmp_path: Path) -> None:
+    sources = (GOLDEN.parent.parent / "ppstream").glob("*.py")
+    assert any(f'name="{name}"' in source.read_text() for source in sources)
+    text = CONVOY.read_text().replace(": loop", f": {name}")
     (tmp_path / "raw").write_text(text)
     found = list(gil_report.lines(gil_report.threads_of(tmp_path / "raw")))
     assert found[0].startswith("no GIL convoy")

@@ -66,6 +66,7 @@ KERNELS = [
     )
 ]
 RANGES = [("warm-up", 50, 900), ("B", 1050, 1900), ("B", 2050, 2900)]
+COPIES = [(99, 11), (98, 200)]  # and when it was asked for: the second one in the warm-up
 ENCODE = [("encode", 1000 * k + 90, 1000 * k + 120) for k in range(3)]
 
 
@@ -79,8 +80,12 @@ def kineto(path: Path) -> Path:
         events.append(event("cuda_runtime", "cudaLaunchKernel", at, at + 4, tid=1, args=call))
     for name, start, end in RANGES + ENCODE:
         events.append(event("user_annotation", f"ppstream:{name}", start, end, tid=1))
-    copy = {"bytes": 4000, "correlation": 99}
-    events.append(event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 20, 24, tid=9, args=copy))
+    for correlation, asked in COPIES:
+        copy = {"bytes": 4000, "correlation": correlation}
+        name = "Memcpy HtoD (Pinned -> Device)"
+        events.append(event("gpu_memcpy", name, asked + 9, asked + 13, tid=9, args=copy))
+        call = {"correlation": correlation}
+        events.append(event("cuda_runtime", "cudaMemcpyAsync", asked, asked + 2, tid=1, args=call))
     events.append({"ph": "M", "name": "process_name", "pid": 1, "args": {}})
     path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
     return path
@@ -111,7 +116,8 @@ def nsys(path: Path) -> Path:
     path.unlink(missing_ok=True)
     export = sqlite3.connect(path)
     export.executescript(SCHEMA)
-    names = sorted({k[0] for k in KERNELS} | {"cudaLaunchKernel", "B", "encode"})
+    calls = {"cudaLaunchKernel", "cudaMemcpyAsync"}
+    names = sorted({k[0] for k in KERNELS} | calls | {"B", "encode"})
     ids = {name: number for number, name in enumerate(names)}
     export.executemany("INSERT INTO StringIds VALUES (?, ?)", [(i, n) for n, i in ids.items()])
     export.execute("INSERT INTO ENUM_CUDA_MEMCPY_OPER VALUES (1, 'HTOD', 'Host-to-Device')")
@@ -123,8 +129,11 @@ def nsys(path: Path) -> Path:
         )
         launch = (at * US, (at + 4) * US, 0, 1, correlation, ids["cudaLaunchKernel"], 0)
         export.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,?,?,?)", launch)
-    copy = (20 * US, 24 * US, 0, 9, 99, 4000, 1)
-    export.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?,?,?,?,?,?,?)", copy)
+    for number, asked in COPIES:
+        copy = ((asked + 9) * US, (asked + 13) * US, 0, 9, number, 4000, 1)
+        export.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?,?,?,?,?,?,?)", copy)
+        call = (asked * US, (asked + 2) * US, 0, 1, number, ids["cudaMemcpyAsync"], 0)
+        export.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,?,?,?)", call)
     for name, start, end in RANGES + ENCODE:
         text, text_id = (None, ids[name]) if name in ids else (name, None)
         mark = (start * US, end * US, 59, text, 1, text_id, 1, 7)
@@ -223,6 +232,12 @@ def test_launches_of_another_thread_are_not_inside_a_range() -> None:
         ("triton_poi_fused_add_gelu_0", "elementwise"),
         ("ncclDevKernel_AllReduce_Sum_bf16", "communication"),
         ("ppstream_resample_bf16", "resample"),
+        ("begin", "resample"),  # a window's own kernels, as kernels/ names them
+        ("put", "communication"),
+        ("nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "matmul"),  # of cuBLAS on Hopper
+        ("triton_tem_fused_mm_3", "matmul"),
+        ("vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "copy/memset"),
+        ("void at::native::vectorized_gather_kernel<16, long>", "copy/memset"),
         ("aten::addmm", "matmul"),
         ("aten::mul", "elementwise"),
         ("aten::empty", "other"),

@@ -11,6 +11,7 @@ import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from prometheus_client.parser import text_string_to_metric_families
 
+from ppstream import gpu_memory
 from ppstream.errors import ConfigError
 from ppstream.health import HealthServer
 from ppstream.metrics_gpu import memory_families
@@ -173,8 +174,8 @@ def test_client_that_says_nothing_holds_others_up_for_a_bounded_time(
 
     from ppstream import health
 
-    assert health._Handler.timeout == health.REQUEST_LIMIT_S <= 2
-    monkeypatch.setattr(health._Handler, "timeout", 0.2)
+    assert health.REQUEST_LIMIT_S <= 2
+    monkeypatch.setattr(health, "REQUEST_LIMIT_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.port)):
         done = threading.Event()
 
@@ -196,12 +197,12 @@ def test_nothing_can_be_changed_through_the_door(server: HealthServer) -> None:
 
 def test_gpu_memory_that_is_neither_free_nor_torchs_is_told_apart() -> None:
     said = {
-        "reserved_bytes.all.current": 30,
-        "allocated_bytes.all.current": 20,
+        "reserved_bytes": {"all": {"current": 30}},
+        "allocated_bytes": {"all": {"current": 20}},
         "num_alloc_retries": 2,
-        "segment.all.allocated": 5,
+        "segment": {"all": {"allocated": 5}},
     }
-    families = {f.name: f for f in memory_families(said, 60, 100)}
+    families = {f.name: f for f in memory_families(gpu_memory.memory(said, 60, 100))}
     memory = {s.labels["kind"]: s.value for s in families["ppstream_gpu_memory_bytes"].samples}
     assert memory["non_torch"] == 10
     assert memory["allocated"] == 20

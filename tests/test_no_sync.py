@@ -24,8 +24,8 @@ HOT: Final = {
     "policy_graph.py": ("__call__",),
     "stage_a_device.py": ("ingest", "enqueue", "settle"),
     "stage_b_device.py": ("__call__",),
-    "stage0_device.py": ("start", "finish", "look", "wait"),
-    "stage1_device.py": ("queue", "finish", "wait"),
+    "stage0_device.py": ("start", "finish", "look", "rest_until", "next_ns"),
+    "stage1_device.py": ("queue_receipt", "queue", "finish", "look", "rest"),
     "link_counted.py": ("queue_header", "queue_send", "queue_receive"),
     "link_nccl.py": ("queue_header", "queue_send", "queue_receive"),
     "trace.py": ("push", "pop"),
@@ -36,6 +36,7 @@ COLD: Final = {("device_window.py", "prepare"), ("policy_graph.py", "prepare")}
 WAITS: Final = {"synchronize", "item", "cpu", "numpy", "nonzero", "is_nonzero", "allclose", "equal"}
 MAKES: Final = {
     *("tensor", "empty", "zeros", "ones", "full", "rand", "randn", "arange", "as_tensor"),
+    *("cat", "stack"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "clone", "contiguous", "pin_memory"),
     *("Stream", "Event", "CUDAGraph", "empty_cache", "cuda", "to"),
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_gpus import on_gpus
 from golden_runs import POLICY_CLOCK_NS, START_NS, GoldenRun, jittered, ms, simulate, stages
 from trace_format import problems
 
@@ -68,6 +69,7 @@ RUNS: dict[str, Callable[[], GoldenRun]] = {
     "input-limited": lambda: simulate(stages(t_in=40), n=40),
     "inline": inline,
     "events": with_events,
+    "GPUs": lambda: on_gpus(simulate(n=300)),
     "drops": dropped,
     "restarted": restarted,
     "overlapping stamps": lying,
@@ -142,6 +144,20 @@ def test_counters_follow_queues_and_ages() -> None:
         "warming",
         "bring-up",
     ]
+
+
+def test_memory_of_both_ranks_is_counted_while_envelopes_are_on_their_way() -> None:
+    golden = on_gpus(simulate(n=300))  # from 1 s to 4 s of rank 0's clock
+    for line in golden.policy_lines:
+        if line["kind"] == "memory":
+            line["t"] += POLICY_CLOCK_NS - START_NS  # its own clock
+    events = exported(golden)["traceEvents"]
+    found = [event for event in events if event["name"] == "memory, MiB"]
+    assert {event["pid"] for event in found} == {1, 2}
+    assert found[0]["args"] == {"RAM": 1600, "allocated": 130, "reserved": 144, "not torch's": 1300}
+    assert min(event["ts"] for event in found) >= 0
+    starts = [event["ts"] for event in events if event["name"].startswith("A ")]
+    assert found[0]["ts"] >= min(starts)  # what was logged long before stretches no picture
 
 
 def test_a_long_run_keeps_its_newest_envelopes(

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from ppstream.realtime import NotPermittedError, RealTime, RealTimeScope
+from ppstream.realtime import NotPermittedError, RealTime, RealTimeScope, end_timeouts_on_time
 
 #: What a user without any privilege is told; a process of its own, since there is no way back.
 UNPRIVILEGED = """
@@ -65,3 +67,20 @@ def test_a_priority_is_given_back_where_it_is_permitted() -> None:
 def test_nothing_wanted_is_nothing_asked() -> None:
     with RealTimeScope(RealTime()) as scope:
         assert scope.refused == ()
+
+
+def test_a_threads_timeouts_end_on_time_once_it_asks() -> None:
+    slack_ns: list[int] = []
+
+    def look() -> None:
+        slack_ns.append(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK
+
+    def ask() -> None:
+        assert end_timeouts_on_time()
+        look()
+
+    for work in (ask, look):  # only who asks
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert slack_ns == [1, 50_000]

@@ -46,6 +46,9 @@ RUN_KEYS = {
     "service",
     "statements",
     "claims",
+    "memory",
+    "on_device",
+    "clocks",
 }
 
 

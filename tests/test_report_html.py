@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from golden_gpus import on_gpus
 from golden_runs import GoldenRun, jittered, ms, simulate, stages
 from headless_browser import MISSING, Browser, find_browser
 
@@ -33,6 +34,8 @@ SECTIONS: Final = (
     "What the starts waited for",
     "Queues",
     "How deep should it be?",
+    "On the device",
+    "Memory",
     "Two scores",
     "Can the log be believed?",
     "What went nowhere",
@@ -54,7 +57,7 @@ def complete() -> GoldenRun:
     run.lines += ready.lines
     run.policy_lines += ready.policy_lines
     run.extra += [{"kind": "robot", "seq": k, "age_ns": ms(30 + k % 7)} for k in range(1200)]
-    return run
+    return on_gpus(run)
 
 
 def lying() -> GoldenRun:
@@ -270,3 +273,27 @@ def test_real_browser_shows_it_in_light_dark_print_and_narrow(tmp_path: Path) ->
         drawn = "[...document.querySelectorAll('svg[role=img]')].every(s=>s.getBBox().width>100)"
         assert browser.evaluate(drawn)
     assert len({path.read_bytes() for path in pictures.values()}) == 4
+
+
+#: What of A4 is left within margins of 12 mm, in CSS px.
+PAPER: Final = (703, 1031)
+SMALLEST_PX: Final = 7.5  # of text on paper: 5.6 pt
+SMALL_TEXT: Final = """[...document.querySelectorAll('td,th,p,li,span,svg text')]
+ .filter(e => parseFloat(getComputedStyle(e).fontSize)
+  * (e.getScreenCTM ? e.getScreenCTM().a : 1) < LIMIT).map(e => e.textContent)"""
+CUT_OFF: Final = """[...document.querySelectorAll('section,section>div')]
+ .filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent.slice(0, 40))"""
+TALL: Final = "Math.max(...[...document.querySelectorAll('section')].map(s => s.offsetHeight))"
+
+
+@pytest.mark.skipif(find_browser() is None, reason=MISSING)
+def test_sections_are_whole_and_legible_on_paper(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(page(complete()))
+    width, height = PAPER
+    with Browser(tmp_path / "profile") as browser:
+        browser.emulate(media="print", width=width)
+        browser.open((tmp_path / "report.html").as_uri())
+        assert browser.evaluate(CUT_OFF) == []  # paper has no scroll bar
+        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.evaluate(TALL) <= height  # so none is torn between two pages
+        assert browser.evaluate(SMALL_TEXT.replace("LIMIT", str(SMALLEST_PX))) == []

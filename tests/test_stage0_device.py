@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from device_in_process import DevicePipeline
-from fake_cuda import queue_call
 from pipeline_in_process import NewestValues, small_config
 
 from ppstream.bringup import time_standalone
-from ppstream.clock import now_ns
+from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.errors import PeerLostError
-from ppstream.pacing import OnSample
+from ppstream.pacing import OnSample, OnTick
 from ppstream.synthetic import SyntheticSource
 
 GPUS = ("placement.rank0=cuda:0", "placement.policy=cuda:1", "actions.lease_ms=60000")
@@ -25,20 +23,21 @@ GPUS = ("placement.rank0=cuda:0", "placement.policy=cuda:1", "actions.lease_ms=6
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def make(*overrides: str, runs_ahead: bool = True) -> DevicePipeline:
+    def make(*overrides: str, policy: NewestValues | None = None, **more: Any) -> DevicePipeline:
         config = small_config(*GPUS, *overrides)
-        return DevicePipeline(config, NewestValues(), tmp_path, monkeypatch, runs_ahead=runs_ahead)
+        return DevicePipeline(config, policy or NewestValues(), tmp_path, monkeypatch, **more)
 
     return make
 
 
+@pytest.mark.parametrize("puts", [False, True])  # with depth 1 these go by the stages' streams
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("credit", ["before_window", "after_window"])
 def test_every_envelope_is_answered_once_in_order_and_in_bounds(
-    build: Any, depth: int, credit: str
+    build: Any, depth: int, credit: str, puts: bool
 ) -> None:
     settings = (f"pipeline.d_in={depth}", f"pipeline.d_out={depth}", f"pipeline.credit={credit}")
-    with build(*settings) as pipeline:
+    with build(*settings, puts=puts) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(60)
         chunks, envelopes = pipeline.collector.chunks, pipeline.envelopes()
@@ -51,12 +50,8 @@ def test_every_envelope_is_answered_once_in_order_and_in_bounds(
             assert taker["tA0"] >= giver["tRecv"]  # nor a window
 
 
-def test_a_slow_stage_c_holds_receipts_back_and_with_them_the_credits(
-    build: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with build("pipeline.d_in=3", "pipeline.d_out=1") as pipeline:
-        slow = partial(queue_call, pipeline.stream_c, lambda: time.sleep(0.004))
-        monkeypatch.setattr(pipeline.rank0._queueing, "work_c", slow)
+def test_a_slow_stage_c_holds_receipts_back_and_with_them_the_credits(build: Any) -> None:
+    with build("pipeline.d_in=3", "pipeline.d_out=1", c_s=0.004) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(30)
         envelopes = pipeline.envelopes()
@@ -98,6 +93,28 @@ def test_a_policy_without_a_graph_is_queued_only_when_its_envelope_is_there(buil
     assert [seq for _, seq, _, _ in pipeline.collector.chunks] == list(range(20))
 
 
+def test_the_policy_rank_sleeps_while_several_envelopes_come(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[int] = []
+    with build() as pipeline:
+        waiter = pipeline.stage1._parts.waiter
+        wait = waiter.wait
+
+        def rest(limit_ns: int) -> Any:
+            rests.append(limit_ns)
+            return wait(limit_ns)
+
+        monkeypatch.setattr(waiter, "wait", rest)
+        pipeline.policy.act = lambda call: time.sleep(0.003)
+        pipeline.saturate()
+        pipeline.rank0.run(15)
+        rests.clear()
+        pipeline.rank0.run(30)
+        assert len(rests) <= 3 * 30  # looking each 50 µs would be 60 times that
+        assert max(rests) > 2 * NS_PER_MS
+
+
 def test_a_cut_drops_what_is_under_way_and_emits_nothing_older(build: Any) -> None:
     with build() as pipeline:
         policy = pipeline.policy
@@ -110,6 +127,64 @@ def test_a_cut_drops_what_is_under_way_and_emits_nothing_older(build: Any) -> No
     assert set(epochs) == {0, 1}
     assert 1 <= drops.count("stale") <= 9  # what the host had queued
     assert pipeline.rank0.stage_c.emitted + drops.count("stale") == 50
+
+
+def test_the_first_action_of_a_new_epoch_is_told_once_with_its_time(build: Any) -> None:
+    with build() as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(10)
+        pipeline.rank0.request_cut("test")
+        pipeline.rank0.run(30)
+        firsts = [line for line in pipeline.lines(0) if line.get("name") == "first_action"]
+    assert [line["epoch"] for line in firsts] == [1]
+    assert 0 < firsts[0]["since_cut_ns"] < 10 * NS_PER_S
+
+
+class Listener(NewestValues):
+    """Keeps what it is told, and which text every window names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: dict[int, str] = {}
+        self.named: list[int] = []
+
+    def instruct(self, number: int, text: str) -> None:
+        if not text:
+            raise ValueError("nothing to do")
+        self.texts[number] = text
+
+    def __call__(self, window: Any, out: Any) -> None:
+        self.named += window["instruction_id"].tolist()
+        super().__call__(window, out)
+
+
+def test_an_instruction_is_told_before_any_window_names_it(build: Any) -> None:
+    policy = Listener()
+    with build("policy.instructions=true", policy=policy) as pipeline:
+        row, faults = pipeline.intake.rows[0], []
+
+        def confirmed(number: int, fault: str) -> None:
+            assert policy.texts == {7: "pour"}
+            row.instruction_id = number
+            faults.append(fault)
+
+        pipeline.saturate()
+        pipeline.rank0.run(5)
+        pipeline.rank0.instruct(7, "pour", confirmed)
+        pipeline.rank0.run(60)
+    assert faults == [""]
+    assert policy.named == sorted(policy.named)
+    assert set(policy.named) == {0, 7}
+
+
+def test_an_instruction_that_the_policy_refuses_comes_back_with_its_fault(build: Any) -> None:
+    with build("policy.instructions=true", policy=Listener()) as pipeline:
+        faults: list[str] = []
+        pipeline.saturate()
+        pipeline.rank0.instruct(7, "", lambda _, fault: faults.append(fault))
+        pipeline.rank0.run(60)
+    assert len(faults) == 1
+    assert "nothing to do" in faults[0]
 
 
 def test_a_policy_that_fails_while_queued_still_answers(build: Any) -> None:
@@ -133,6 +208,28 @@ def test_paced_by_samples_no_envelope_begins_without_a_new_one(build: Any) -> No
         pipeline.rank0.run(20)
         accepted = pipeline.intake.rows[0].rings["joints"].accepted
     assert pipeline.rank0.started == 20 <= accepted
+
+
+def test_a_tick_that_cannot_be_taken_yet_keeps_nobody_awake(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    with build("pipeline.d_in=1") as pipeline:
+        take_in = pipeline.rank0.take_in
+
+        def count() -> None:
+            nonlocal looks
+            looks += 1
+            take_in()
+
+        rows = pipeline.intake.rows
+        source = SyntheticSource(pipeline.config, rows[0], seed=1, start_ns=now_ns())
+        pipeline.policy.act = lambda call: time.sleep(0.02)
+        pipeline.enter(source, OnTick(rows, 1000.0, now_ns()))  # twenty for each envelope
+        pipeline.rank0.run(5)
+        monkeypatch.setattr(pipeline.rank0, "take_in", count)
+        pipeline.rank0.run(20)
+    assert looks < 20 * 20 * 3  # its streams have less than two samples a ms
 
 
 def test_standalone_times_are_of_this_path_and_nothing_is_emitted_twice(build: Any) -> None:

@@ -1,4 +1,5 @@
 import threading
+from itertools import pairwise
 
 from ppstream.tallies import (
     BUCKETS_NS,
@@ -94,6 +95,12 @@ def test_oldest_row_is_the_age_of_a_stream():
     assert "gone" not in tally.observation_ages
 
 
+def test_a_quantile_is_never_far_off_where_stages_and_ages_lie():
+    near = [b for b in BUCKETS_NS if MS // 10 <= b <= 100 * MS]
+    assert (near[0], near[-1]) == (MS // 10, 100 * MS)
+    assert max(after / before for before, after in pairwise(near)) < 1.7
+
+
 def test_values_fall_into_the_bucket_whose_bound_they_do_not_exceed():
     found = Histogram()
     for value_ns in (0, BUCKETS_NS[0], BUCKETS_NS[0] + 1, BUCKETS_NS[-1] + 1):
@@ -139,10 +146,10 @@ def test_lines_tell_phase_verdict_faults_ages_and_ledger():
 
 def test_policy_rank_counts_what_must_not_happen_once_warm():
     tally = PolicyTally()
-    record = Stage1Record(tB0=10, tB1=30, wait_input_ns=5, residence_ns=25, allocs=2, recompiles=1)
+    record = Stage1Record(tB0=10, tB1=30, wait_input_ns=5, residence_ns=25, recompiles=1)
     tally.record(record)
     assert tally.stages["B"].sum_ns == 20
-    assert (tally.allocations, tally.recompiles, tally.waits_ns["input"]) == (2, 1, 5)
+    assert (tally.recompiles, tally.waits_ns["input"]) == (1, 5)
 
 
 class Raising:

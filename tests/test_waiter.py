@@ -90,6 +90,15 @@ def test_only_looking_does_not_wait(waiter: Waiter) -> None:
 
 
 @pytest.mark.usefixtures("either")
+def test_a_wake_that_only_looking_finds_is_told_apart_from_nothing(waiter: Waiter) -> None:
+    waiter.wake()
+    assert not waiter.wait(0)
+    assert waiter.woken
+    assert not waiter.wait(0)
+    assert not waiter.woken
+
+
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("timeout_ns", [None, LONG_NS])
 def test_a_descriptor_closed_while_registered_is_an_error_not_a_busy_loop(
     waiter: Waiter, timeout_ns: int | None

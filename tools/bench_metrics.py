@@ -5,6 +5,9 @@ watching adds is added to every envelope. Off: no watcher, no scrape. On: both r
 both scraped by a thread at the given rate (Prometheus asks every 5 to 15 s; the default here is
 twice a second). In ABBA order; the price is the median difference of paired blocks, in time and in
 CPU time of the process, which other users of the machine change less; it contains the client's.
+
+``--ranks bench_gpus`` measures real ranks instead, of any configuration: whole bring-ups with and
+without metrics in turn, and the share of the period that watching adds, which may be 1 %.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import metrics_in_runs
 import torch
 from bench_claims import Claim, ratio
-from bench_runs import ending_cleanly, print_environment, spread, write_json
+from bench_runs import ending_cleanly, print_environment, print_targets, spread, write_json
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
 from ppstream.watching import Watching
@@ -37,6 +41,7 @@ from ppstream.watching import Watching
 SWITCH_INTERVAL_S: Final = 0.0005  # as both ranks set it
 US: Final = 1e-3  # per ns
 WARM: Final = 200  # envelopes
+RUN_ENVELOPES: Final = 4000  # of one bring-up: seconds, so that scrapes fall into it
 RANKS: Final = 2
 CLOCKS: Final = {"time": time.monotonic_ns, "CPU": time.process_time_ns}
 
@@ -73,8 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=20, help="each way")
     parser.add_argument("--block", type=int, default=500, help="envelopes of a block")
     parser.add_argument("--rate", type=float, default=2.0, help="scrapes a second, of both ranks")
+    parser.add_argument("--ranks", metavar="CONFIG", help="two real ranks, in whole bring-ups")
+    parser.add_argument("--rounds", type=int, default=4, help="of them, each way; with --ranks")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", dest="settings", help="of them"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
+    if options.ranks is not None:
+        return of_ranks(options)
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     mode = f"both ranks in one process, blocks of {options.block} envelopes in turn"
@@ -99,6 +111,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         claims=claims_of(blocks, added_us, options.block),
         blocks_us={name: asdict(found) for name, found in spreads.items()},
         added_us=added_us,
+        scrape_ms=asdict(scrape),
+    )
+    return 0
+
+
+def of_ranks(options: argparse.Namespace) -> int:
+    mode = f"two ranks of {options.ranks} {' '.join(options.settings)}".rstrip()
+    print_environment(mode)
+    settings = (f"bringup.envelopes={RUN_ENVELOPES}", *options.settings)
+    with ending_cleanly():
+        pairs = metrics_in_runs.in_turn(
+            options.ranks, settings, rounds=options.rounds, rate=options.rate
+        )
+    scrape = spread([ms for _, on in pairs for ms in on.scrapes_ms])
+    print(f"a scrape takes {scrape.p50:.1f} ms (p99 {scrape.p99:.1f}) while the loop runs")
+    targets = metrics_in_runs.targets_of(pairs)
+    print_targets(targets)
+    write_json(
+        options.json,
+        mode,
+        targets,
+        claims=metrics_in_runs.claims_of(pairs),
+        pairs=[[each._asdict() for each in pair] for pair in pairs],
         scrape_ms=asdict(scrape),
     )
     return 0

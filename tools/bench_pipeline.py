@@ -2,7 +2,9 @@
 
 One pair of rank processes runs every cell, each a bring-up of the product with simulated stages on
 both devices; what is printed is what the report's own function says of its log. ``alone`` are the
-stages timed alone in the same process; strict = period / the slowest of them. Needs two GPUs.
+stages timed alone in the same process; strict = period / the slowest of them. Links other than the
+first are run at D = 2 alone. Serial latency is that of D = 1, one envelope at a time. Needs two
+GPUs.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ ENVELOPES: Final = 320
 QUICK_SIZES_US: Final = (200,)
 LIMIT_S: Final = 280
 OVERHEAD_US: Final = 8.0
+SERIAL_US: Final = 12.0  # above A + B + C
+AGAINST_NCCL: Final = ((200, 0.97), (0, 0.5))  # at the slowest stage of at least so many µs
 CPU_US: Final = 30.0
 
 
@@ -42,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="stages of 200 µs, peer link alone")
     parser.add_argument(
-        "--links", default="peer", help="of peer, pinned, nccl; default: %(default)s"
+        "--links", default="peer,nccl", help="of peer, pinned, nccl; default: %(default)s"
     )
     parser.add_argument("--envelopes", type=int, default=ENVELOPES, help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -68,7 +72,7 @@ def grid(links: list[str], sizes_us: tuple[int, ...]) -> Iterator[Any]:
                 ("B-bound", small, size, (2,)),
             ):
                 for depth in depths:
-                    for link in links:
+                    for link in links if depth == 2 else links[:1]:
                         yield Cell(name, a, b, rows, depth, link)
         if "peer" in links:
             yield Cell("balanced", size, size, 1, 2, "peer", "after_window")
@@ -101,12 +105,16 @@ def parent(results: Path | None, mode: str) -> int:
         ranks = [subprocess.Popen(command, env=rank_environment(rank, port)) for rank in range(2)]
         try:
             codes = [rank.wait(LIMIT_S) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            print(f"no end within {LIMIT_S} s: what follows is what was measured until then")
+            codes = [1]
         finally:
             for rank in ranks:
                 rank.kill()
         rows = json.loads(output.read_text()) if output.exists() else []
     if any(codes):
         print(f"a rank ended early: exit codes {codes}")
+    print_serial(rows)
     targets = targets_of(rows)
     print_targets(targets)
     write_json(results, mode, targets, claims=claims_of(rows), cells=rows)
@@ -135,14 +143,36 @@ def print_row(one: Any) -> None:
     )
 
 
+def print_serial(rows: list[dict[str, Any]]) -> None:
+    """Latency with one envelope at a time, one row each."""
+    for row in filter(is_serial, rows):
+        alone_us = sum(row["alone_us"])
+        print(
+            f"serial latency, {name_of(row)}: p50 {row['age_us']:.1f} us"
+            f" = A + B + C alone {alone_us:.1f} + {row['age_us'] - alone_us:.1f}"
+        )
+
+
+def is_serial(row: dict[str, Any]) -> bool:
+    cell = row["cell"]
+    return cell["depth"] == 1 and cell["rows"] == 1
+
+
+def name_of(row: dict[str, Any]) -> str:
+    cell = row["cell"]
+    return f"{cell['name']} {cell['a_us']:g}/{cell['b_us']:g} µs, {cell['rows']} rows"
+
+
 def targets_of(rows: list[dict[str, Any]]) -> list[Any]:
-    """The limits of the cells that have one, at D = 2 on the peer link."""
+    """The limits of the cells that have one, on the peer link."""
     targets = []
     for row in rows:
-        cell = row["cell"]
-        name = f"{cell['name']} {cell['a_us']:g}/{cell['b_us']:g} µs, {cell['rows']} rows"
+        cell, name = row["cell"], name_of(row)
         if cell["link"] != "peer" or cell["credit"] != "before_window":
             continue
+        if is_serial(row):
+            over_us = row["age_us"] - sum(row["alone_us"])
+            targets.append(Target(f"{name}: serial latency over A + B + C", SERIAL_US, over_us))
         if cell["depth"] == 1 and cell["name"] == "balanced" and row["compat"] is not None:
             targets.append(Target(f"{name}, D = 1: published score", 0.05, row["compat"]))
         if cell["depth"] != 2:
@@ -155,7 +185,20 @@ def targets_of(rows: list[dict[str, Any]]) -> list[Any]:
             spread = row["p99_us"] / row["p50_us"]
             targets.append(Target(f"{name}: p99 / p50 of the period", 1.05, spread))
         targets.append(Target(f"{name}: CPU us per envelope, rank 0", CPU_US, row["cpu_us"][0]))
+    for row, nccl in beside_nccl(rows):
+        slowest_us = max(row["cell"]["a_us"], row["cell"]["b_us"])
+        limit = next(limit for least_us, limit in AGAINST_NCCL if slowest_us >= least_us)
+        ratio_of = row["period_us"] / nccl["period_us"]
+        targets.append(Target(f"{name_of(row)}: period / the same on NCCL", limit, ratio_of))
     return targets
+
+
+def beside_nccl(rows: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Rows of the peer link, each with that of the same cell on NCCL."""
+    for row in rows:
+        if row["cell"]["link"] == "peer":
+            twin = row["cell"] | {"link": "nccl"}
+            yield from ((row, other) for other in rows if other["cell"] == twin)
 
 
 def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -163,8 +206,7 @@ def claims_of(rows: list[dict[str, Any]]) -> list[Claim]:
     claims = []
     for row in rows:
         cell, slowest_us, period_us = row["cell"], max(row["alone_us"]), row["period_us"]
-        name = f"{cell['name']} {cell['a_us']:g}/{cell['b_us']:g} µs, {cell['rows']} rows, "
-        name += f"D {cell['depth']}, {cell['link']}, credit {cell['credit']}"
+        name = f"{name_of(row)}, D {cell['depth']}, {cell['link']}, credit {cell['credit']}"
         parts = [slowest_us / period_us, row["overhead_us"] / period_us]
         claims += [
             ratio(f"{name}: period / slowest alone", period_us, slowest_us, row["strict"]),

@@ -202,15 +202,18 @@ def lateness(folder: Path, results: dict[str, object], claims: list[Claim]) -> l
     Results and claims are added to those given.
     """
     folder.mkdir()
-    bare_ms, beside_ms, loop = bench_control_loop.measure(folder, bench_control_loop.TICKS, 1)
+    ticks = bench_control_loop.TICKS
+    bare_ms, beside_ms, loop = bench_control_loop.measure(folder, ticks, 1)
     rows = bench_control_loop.rows_of(bare_ms, beside_ms, loop)
     bench_control_loop.print_rows(rows, loop)
     shown = ", ".join(f"<= {_us(found.upto_ns)} us: {found.n}" for found in loop.histogram)
     print(f"histogram: {shown}")
     print(f"{loop.collections} collections between ticks")
     results["lateness_ms"] = {way: row._asdict() for way, row in rows.items()}
-    claims += [*bench_control_loop.claims_of(rows), histogram_claim(loop)]
-    return bench_control_loop.targets_of(rows)
+    targets = bench_control_loop.targets_of(rows)
+    claims += bench_control_loop.claims_of(rows, targets, loop, asked=2 * ticks)
+    claims.append(histogram_claim(loop))
+    return targets
 
 
 def histogram_claim(loop: LoopStatistics) -> Claim:

@@ -31,6 +31,7 @@ from ppstream.clock import now_ns
 from ppstream.config import PipelineConfig
 from ppstream.front import begin_run, rank0_parts
 from ppstream.headers import link_shape
+from ppstream.heartbeat import Heartbeat
 from ppstream.intake import build_intake
 from ppstream.links import LauncherStore, join_store
 from ppstream.messages import Drain, Measure, PhaseChange, Ready
@@ -76,6 +77,7 @@ class Found(NamedTuple):
     primary: float | None
     p50_us: float
     p99_us: float
+    age_us: float  # from the start of A to the end of C; p50
     age_periods: float
     cpu_us: tuple[float, float]  # of rank 0 and the policy rank, per envelope
     bad_audits: list[str]
@@ -116,12 +118,11 @@ def run_cells(cells: Sequence[Cell], envelopes: int, report: Any) -> None:
             peer = listener.accept(LIMIT_S)
         else:
             peer = connect(store, LIMIT_S)
-        beat = None
+        first = configure(cells[0], envelopes, root)
+        beat = meeting.start_heartbeat(first, peer, lambda: 0, lambda: os._exit(20))
+        stack.callback(beat.stop)
         for number, cell in enumerate(cells):
             config = configure(cell, envelopes, root)
-            if beat is None:
-                beat = meeting.start_heartbeat(config, peer, lambda: 0, lambda: os._exit(20))
-                stack.callback(beat.stop)
             here = LauncherStore(
                 dist.PrefixStore(f"cell/{number}", store.raw),  # type: ignore[attr-defined]
                 store.rank,
@@ -132,6 +133,19 @@ def run_cells(cells: Sequence[Cell], envelopes: int, report: Any) -> None:
                 report(_front(config, cell, peer, here, Path(root)))
             else:
                 _back(config, peer, here)
+        _part(store, beat)
+
+
+def _part(store: LauncherStore, beat: Heartbeat) -> None:
+    """Neither leaves while its heart is listened to; rank 0, which has the store, goes last."""
+    if store.rank == 0:
+        beat.stop()
+        store.set("over", "1")
+        store.get("gone", LIMIT_S)
+    else:
+        store.get("over", LIMIT_S)
+        beat.stop()
+        store.set("gone", "1")
 
 
 def _front(
@@ -160,7 +174,7 @@ def _front(
         peer.send(Drain("cell over"))
         answer = meeting.receive(peer, round(LIMIT_S * 1e9))
         assert isinstance(answer, Ready), answer
-        rank0.link.close()
+        assert rank0.link.close(), "a stream still waits"
         torch.cuda.synchronize()
         log = read_run(run.directory)
         report = judge(log, profile="bringup")
@@ -191,7 +205,7 @@ def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
     stage1 = gpu_ranks.open_stage1(config, policy, placement, peer, store, shape, log, waiter)
     watched = Watched(stage1)
     stage1.run(lambda: False)
-    stage1.link.close()
+    assert stage1.link.close(), "a stream still waits"
     torch.cuda.synchronize()
     log.close()
     waiter.close()
@@ -226,6 +240,7 @@ def _found(
         ns * 1e-3 for segment in report.window.segments for ns in segment.periods_ns
     )
     ages_us = sorted((e.tEmit - e.tA0) * 1e-3 for e in report.window.emitted if e.tEmit and e.tA0)
+    age_us = ages_us[len(ages_us) // 2]
     period_us = primary.period_ns * 1e-3
     slowest_us = max(alone) * 1e-3
     return Found(
@@ -239,7 +254,8 @@ def _found(
         primary.s,
         periods_us[len(periods_us) // 2],
         periods_us[int(len(periods_us) * 0.99)],
-        ages_us[len(ages_us) // 2] / period_us,
+        age_us,
+        age_us / period_us,
         (cpu0_ns * 1e-3, cpu1_ns * 1e-3),
         [name for name, audit in report.audits.items() if audit.ok is False],
         report.verdict.name,

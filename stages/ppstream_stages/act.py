@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
+from ppstream.attribution import block
 from ppstream.config import Count
 from ppstream.errors import ConfigError
 from ppstream.specs import TensorSpec
@@ -125,19 +126,23 @@ class Transformer(nn.Module):
 
     def forward(self, history: Tensor, frames: list[Tensor]) -> Tensor:
         """``[B, T, D]`` and ``[B, n, 3, H, W]`` per camera to ``[B, H, action_dim]``."""
-        parts = [self.embed(history)]
-        for patch, images in zip(self.patches, frames, strict=True):
-            rows, n = images.shape[:2]
-            grid = patch(images.flatten(0, 1))  # [B * n, F, H / 16, W / 16]
-            parts.append(grid.flatten(2).transpose(1, 2).reshape(rows, -1, grid.shape[1]))
-            assert n > 0
-        tokens = torch.cat(parts, dim=1) + self.place
-        for block in self.encoder:
-            tokens = block(tokens)
-        x = self.queries.expand(history.shape[0], -1, -1)
-        for block in self.decoder:
-            x = block(x, tokens)
-        actions: Tensor = torch.tanh(self.head(self.norm(x)))
+        with block("embed"):
+            parts = [self.embed(history)]
+            for patch, images in zip(self.patches, frames, strict=True):
+                rows, n = images.shape[:2]
+                grid = patch(images.flatten(0, 1))  # [B * n, F, H / 16, W / 16]
+                parts.append(grid.flatten(2).transpose(1, 2).reshape(rows, -1, grid.shape[1]))
+                assert n > 0
+            tokens = torch.cat(parts, dim=1) + self.place
+        with block("encoder"):
+            for layer in self.encoder:
+                tokens = layer(tokens)
+        with block("decoder"):
+            x = self.queries.expand(history.shape[0], -1, -1)
+            for layer in self.decoder:
+                x = layer(x, tokens)
+        with block("head"):
+            actions: Tensor = torch.tanh(self.head(self.norm(x)))
         return actions
 
 

@@ -327,6 +327,23 @@ def test_a_window_taken_too_early_is_refused() -> None:
     assert rig.window.take().present == [True]
 
 
+def test_windows_between_which_nothing_came_are_made_of_the_same() -> None:
+    rig = Rig()
+    slot = rig.slot()
+    rig.push("q", 1, 2)
+    rig.cut(slot)
+    rig.cut(slot)
+    rig.push("q", 3)
+    rig.cut(slot)
+    rig.stream.synchronize()
+    first, second, third = (rig.window.take() for _ in range(3))
+    assert first is second
+    assert first.info.window_end_ns == [2 * MS]
+    assert third.info.window_end_ns == [3 * MS]
+    assert first.received_ns == [1]
+    rig.case.check()
+
+
 def test_ramps_come_out_as_ramps() -> None:
     """Against numbers known beforehand, not only against the twin."""
     rig = Rig(stream("q", dim=2))

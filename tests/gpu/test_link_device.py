@@ -58,10 +58,30 @@ def run_ends(scenario: str, kind: str) -> list[tuple[int, str]]:
     return ends
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "peer-put", "peer-copy"])
 def test_every_message_arrives_whole_and_in_order(kind: str) -> None:
     for code, output in run_ends("exchange", kind):
         assert code == 0, output
+        print(kind, output)
+
+
+@pytest.mark.parametrize("kind", ["peer-put", "peer-copy", "pinned"])
+def test_counters_pass_half_of_their_cycle_and_its_end(kind: str) -> None:
+    for code, output in run_ends("wrap", kind):
+        assert code == 0, output
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_link_that_runs_ahead_closes_and_a_further_one_opens(kind: str) -> None:
+    for code, output in run_ends("reopen", kind):
+        assert code == 0, output
+        print(kind, output)
+
+
+def test_nccl_outlasts_a_time_out_of_its_group() -> None:
+    for code, output in run_ends("idle", "nccl-short"):
+        assert code == 0, output
+        print(output)
 
 
 @pytest.mark.parametrize("kind", KINDS)

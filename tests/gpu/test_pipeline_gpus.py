@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from multirank.ranks import Ranks
+from gpu.sync_watch import FROM, UNTIL
+from multirank.ranks import Ranks, environment_without_ranks, free_port
+from recorded_runs import arm_recording, assert_as_the_model_says, assert_played, brought_up
 
 from ppstream.overlap import judge
 from ppstream.runlog import read_run
@@ -17,6 +22,8 @@ CONFIG = Path(__file__).parents[2] / "stages" / "ppstream_stages" / "bench_gpus.
 SETTINGS = ("service.endpoint=none", "service.duration_s=30", "bringup.envelopes=200")
 DEATH_LIMIT_S = 4.0
 PEER_LOST = 20
+COLD_LIMIT_S = 60
+GAP_MAX = 0.06  # of a period of 0.5 ms and more to the model's
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,9 +61,78 @@ def test_a_dead_policy_rank_ends_rank_0_whose_streams_wait_for_it(tmp_path: Path
         assert took_s < DEATH_LIMIT_S
 
 
-@pytest.mark.parametrize("link", ["pinned", "nccl"])
-def test_the_other_links_earn_ready_too(tmp_path: Path, link: str) -> None:
-    with Ranks(tmp_path, *SETTINGS, f"link.kind={link}", config=CONFIG) as ranks:
+OTHERS = ("link.kind=pinned", "link.kind=nccl", "pipeline.credit=after_window")
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_the_other_links_and_throughput_mode_earn_ready_too(tmp_path: Path, other: str) -> None:
+    with Ranks(tmp_path, *SETTINGS, other, config=CONFIG) as ranks:
         ranks.wait_for_event("phase", phase="ready")
         ranks.processes[0].send_signal(signal.SIGTERM)
         assert ranks.wait() == [0, 0], ranks.output()
+
+
+def test_a_real_policy_on_a_recording_overlaps_at_two_and_collapses_at_one(tmp_path: Path) -> None:
+    recording = arm_recording(tmp_path)
+    one, two = (brought_up(tmp_path / f"d{depth}", recording, depth) for depth in (1, 2))
+    print(one.output, two.output)
+    assert_as_the_model_says(one, two, GAP_MAX)
+    for run in (one, two):
+        assert_played(run, recording)
+        assert run.report.window.topology.device_stamped
+        assert all(audit.ok for audit in run.report.audits.values()), run.report.audits
+    assert two.report.primary is not None
+    assert two.report.primary.s is not None
+    assert two.report.primary.s >= 0.9
+
+
+def test_no_loop_waits_for_its_gpu_or_allocates_once_it_is_warm(tmp_path: Path) -> None:
+    settings = (
+        "policy.target=gpu.sync_watch:build_policy",
+        f"policy.options.folder='{tmp_path}'",
+        "decode.target=gpu.sync_watch:build_decoder",
+        f"decode.options.folder='{tmp_path}'",
+        "bringup.warmup_max=60",
+        "bringup.standalone=20",
+        "bringup.envelopes=300",
+        "service.endpoint=none",
+        "service.duration_s=0.2",
+    )
+    with Ranks(tmp_path / "logs", *settings, config=CONFIG) as ranks:
+        assert ranks.wait() == [0, 0], ranks.output()
+        phases = {line["seq"]: line["phase"] for line in ranks.lines(0) if "seq" in line}
+    assert phases[FROM] == phases[UNTIL] == "bring-up"  # it looked at the loops at full speed
+    for rank in (0, 1):
+        before, after = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert after == before, f"rank {rank}: device memory, locked pages"
+
+
+#: Stage A of three cameras takes microseconds beside its policy: nothing to hide, and accepted.
+SHIPPED = {"two_gpus": "bring-up PASS", "three_cameras": "ppstream: ready"}
+
+
+@pytest.mark.parametrize("shipped", SHIPPED)
+def test_a_shipped_configuration_is_ready_within_a_minute_of_a_cold_start(
+    shipped: str, tmp_path: Path
+) -> None:
+    launcher = ["timeout", "-k", "5", str(COLD_LIMIT_S), sys.executable]
+    launcher += [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={free_port()}",
+    ]
+    command = [*launcher, "-m", "ppstream.serve", "--config", shipped]
+    command += ["--set", f"log.root={tmp_path}", "--set", "service.duration_s=0.2"]
+    began = time.monotonic()
+    done = subprocess.run(
+        command,
+        env=environment_without_ranks(),
+        capture_output=True,
+        text=True,
+        timeout=COLD_LIMIT_S + 10,
+        check=False,
+    )
+    print(f"{time.monotonic() - began:.1f} s\n{done.stdout}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert SHIPPED[shipped] in done.stderr

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ppstream.attribution import give_blocks_to
 from ppstream.config_file import read
 from ppstream.errors import ConfigError
 from ppstream.preflight import policy_problems
@@ -50,6 +52,22 @@ def test_the_same_seed_gives_the_same_actions_and_another_does_not() -> None:
     assert first.abs().max() < 1
     assert torch.equal(first, run(SMALL))
     assert not torch.equal(first, run(SMALL | {"seed": 1}))
+
+
+def test_its_parts_are_named_blocks() -> None:
+    opened: list[str] = []
+
+    def opener(name: str) -> Any:
+        opened.append(name)
+        return nullcontext()
+
+    expected = run(SMALL)
+    give_blocks_to(opener)
+    try:
+        assert torch.equal(run(SMALL), expected)
+    finally:
+        give_blocks_to(None)
+    assert opened == ["embed", "encoder", "decoder", "head"]
 
 
 def test_building_it_leaves_torchs_random_numbers_alone() -> None:

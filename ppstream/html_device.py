@@ -1,0 +1,148 @@
+"""The report page's memory of every rank, and its stages by the device's clock. Pure.
+
+Draws what is logged: a run without a GPU has no GPU here, one without memory lines no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ppstream.device_times import ClockSeen, StageOnDevice
+from ppstream.html_sections import Cell, table
+from ppstream.memory_use import GIB, GpuUse, MemoryUse, by_rank, with_gpu
+from ppstream.records import Memory, RunLog
+from ppstream.report_series import over_time
+from ppstream.report_words import gib, ms
+from ppstream.svg import Drawing, Scale
+
+WIDTH: Final = 510.0
+LEFT: Final = 56.0
+RIGHT: Final = WIDTH - 10
+HEIGHT: Final = 150.0
+BOTTOM: Final = 118.0
+#: What of a rank is drawn, in which line, under which name.
+LINES: Final = (
+    ("reserved_bytes", "curve", "reserved"),
+    ("allocated_bytes", "curve3", "allocated"),
+    ("non_torch_bytes", "curve2", "not torch's"),
+)
+
+
+def memory_charts(run: RunLog) -> str:
+    """RAM of all ranks, and the GPU of each that has one, over the time of the log."""
+    ranks = by_rank(run)
+    gpus = {rank: found for rank, lines in ranks.items() if (found := with_gpu(lines))}
+    return _ram_chart(ranks) + "".join(_gpu_chart(rank, lines) for rank, lines in gpus.items())
+
+
+def _ram_chart(ranks: dict[int, list[Memory]]) -> str:
+    kinds = ("curve", "curve2", "curve3")
+    curves = [
+        (f"rank {rank}", kinds[place % len(kinds)], _series(lines, "resident_bytes"))
+        for place, (rank, lines) in enumerate(ranks.items())
+    ]
+    return _chart("RAM", curves)
+
+
+def _gpu_chart(rank: int, lines: Sequence[Memory]) -> str:
+    curves = [(name, kind, _series(lines, field)) for field, kind, name in LINES]
+    return _chart(f"GPU of rank {rank}", curves)
+
+
+def _series(lines: Sequence[Memory], field: str) -> list[tuple[float, float]]:
+    """Seconds since the rank's first line, and GiB."""
+    first = lines[0].t or 0
+    at = [((m.t or 0) - first) / 1e9 for m in lines]
+    values = [(getattr(m, field) or 0) / GIB for m in lines]
+    return [(point.at, point.high) for point in over_time(at, values)]
+
+
+def _chart(title: str, curves: Sequence[tuple[str, str, list[tuple[float, float]]]]) -> str:
+    longest = max((points[-1][0] for _, _, points in curves if points), default=0.0)
+    most = max((value for _, _, points in curves for _, value in points), default=0.0)
+    if longest <= 0 or most <= 0:
+        return ""
+    drawing = Drawing(WIDTH, HEIGHT, f"memory over time: {title}")
+    x = Scale(0, longest, LEFT, RIGHT)
+    y = Scale(0, 1.15 * most, BOTTOM, 26)
+    drawing.text(0, 14, title, "row")
+    drawing.y_axis(y, LEFT, RIGHT, "GiB", about=3)
+    drawing.x_axis(x, BOTTOM, "s")
+    at = WIDTH / 3
+    for name, kind, points in curves:
+        drawing.path([(x(t), y(value)) for t, value in points], kind)
+        drawing.path([(at, 10), (at + 22, 10)], kind)
+        drawing.text(at + 27, 14, name, "note")
+        at += 40 + 7.0 * len(name)
+    return str(drawing)
+
+
+def memory_table(uses: Sequence[MemoryUse]) -> str:
+    """A column for every rank."""
+    rows: list[Sequence[str | Cell]] = [
+        ("RAM at most", *((gib(use.resident_max_bytes), "n") for use in uses)),
+        (
+            "RAM grown while ready",
+            *((gib(use.resident_grown_bytes), "n bad" if use.leaks else "n") for use in uses),
+        ),
+    ]
+    gpus = [use.gpu for use in uses]
+    if any(gpus):
+        sizes = {
+            "GPU allocated at most": "allocated_max_bytes",
+            "reserved at most": "reserved_max_bytes",
+            "not torch's at most": "non_torch_max_bytes",
+            "free at least": "free_min_bytes",
+        }
+        rows += [(what, *(_size(gpu, name) for gpu in gpus)) for what, name in sizes.items()]
+        counts = {
+            "segments asked of CUDA while ready": "segments_grown",
+            "allocation retries": "alloc_retries",
+            "allocations refused": "ooms",
+        }
+        rows += [(what, *(_count(gpu, name) for gpu in gpus)) for what, name in counts.items()]
+    return table(("", *(f"rank {use.rank}" for use in uses)), rows if uses else (), numbers=True)
+
+
+def _size(gpu: GpuUse | None, name: str) -> Cell:
+    return ("", "n") if gpu is None else (gib(getattr(gpu, name)), "n")
+
+
+def _count(gpu: GpuUse | None, name: str) -> Cell:
+    if gpu is None:
+        return "", "n"
+    count: int = getattr(gpu, name)
+    return f"{count}", "n bad" if count else "n good"
+
+
+def device_table(stages: Sequence[StageOnDevice]) -> str:
+    """Each stage by its device's clock, and by the host's where that is another measure."""
+    rows: list[Sequence[str | Cell]] = []
+    for found in stages:
+        host = "same events" if found.host is None else ms(found.host.p50)
+        apart = "" if found.apart is None else f"{found.apart:+.0%}"
+        alone = "" if found.alone_ns is None else ms(found.alone_ns)
+        device = [(ms(ns), "n") for ns in (found.device.p50, found.device.p95, found.device.max)]
+        last: list[Cell] = [(host, "n"), (apart, "n bad" if found.disagrees else "n")]
+        rows.append([found.stage, *device, (alone, "n"), *last])
+    head = ("stage", "p50", "p95", "max", "alone", "host p50", "apart")
+    return table(head, rows, numbers=True)
+
+
+def device_note(stages: Sequence[StageOnDevice], clocks: Sequence[ClockSeen]) -> str:
+    """What to make of it, and how exact the device's clock was mapped to the host's."""
+    said = [
+        f"The host's {found.stage} takes {ms(found.host.p50)}, the device's {ms(found.device.p50)}."
+        for found in stages
+        if found.host is not None and found.disagrees
+    ]
+    if said:
+        said.append("Launches, waits and Python make up the difference.")
+    said += [
+        f"Rank {clock.rank}'s device clock: {clock.renewals} anchors, none wider than "
+        f"{clock.bracket_max_ns / 1e3:.0f} µs, at most {clock.surprise_max_ns / 1e3:.1f} µs off "
+        f"the one before, drift {clock.drift_ppb / 1e3:+.1f} ppm."
+        for clock in clocks
+    ]
+    return " ".join(said)

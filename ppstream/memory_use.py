@@ -1,0 +1,110 @@
+"""What each rank held: the most of RAM and of its GPU, and what grew once it served. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ppstream.records import Memory, RunLog
+
+GIB: Final = 1 << 30
+GROWN_BYTES: Final = 64 << 20  # of RAM while serving: less is what any process does
+GROWN_SHARE: Final = 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """Of one rank's GPU; growth is since the rank was ready, or since its first line."""
+
+    allocated_max_bytes: int
+    reserved_max_bytes: int
+    non_torch_max_bytes: int
+    free_min_bytes: int
+    total_bytes: int
+    segments_grown: int  # asked of CUDA while serving: each may have stalled the device
+    alloc_retries: int  # all of them, as the next
+    ooms: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Of one rank, in its newest generation."""
+
+    rank: int
+    resident_max_bytes: int
+    resident_grown_bytes: int
+    gpu: GpuUse | None
+
+    @property
+    def leaks(self) -> bool:
+        """RAM grew by more than a steady process does."""
+        return self.resident_grown_bytes > max(
+            GROWN_BYTES, GROWN_SHARE * (self.resident_max_bytes - self.resident_grown_bytes)
+        )
+
+
+def memory_use(run: RunLog) -> list[MemoryUse]:
+    """By rank; of ranks that logged any."""
+    return [_use(lines, _serving(run, lines)) for lines in by_rank(run).values()]
+
+
+def by_rank(run: RunLog) -> dict[int, list[Memory]]:
+    """Lines of each rank's newest generation, in their order."""
+    newest: dict[int, int] = {}
+    for line in run.memory:
+        newest[line.rank] = max(line.generation, newest.get(line.rank, 0))
+    found: dict[int, list[Memory]] = {rank: [] for rank in sorted(newest)}
+    for line in run.memory:
+        if line.generation == newest[line.rank]:
+            found[line.rank].append(line)
+    return found
+
+
+def _serving(run: RunLog, lines: Sequence[Memory]) -> Sequence[Memory]:
+    """From the last one before ready on; all of them where there is no such time."""
+    first = lines[0]
+    ready_ns = [
+        event.t
+        for event in run.events
+        if (event.rank, event.generation) == (first.rank, first.generation)
+        and event.phase == "ready"
+        and event.t is not None
+    ]
+    before = [n for n, m in enumerate(lines) if ready_ns and (m.t or 0) <= ready_ns[-1]]
+    return lines[before[-1] if before else 0 :]
+
+
+def _use(lines: Sequence[Memory], serving: Sequence[Memory]) -> MemoryUse:
+    first, last = serving[0], serving[-1]
+    return MemoryUse(
+        rank=last.rank,
+        resident_max_bytes=max(m.resident_bytes or 0 for m in lines),
+        resident_grown_bytes=(last.resident_bytes or 0) - (first.resident_bytes or 0),
+        gpu=_gpu(with_gpu(lines), with_gpu(serving)),
+    )
+
+
+def with_gpu(lines: Sequence[Memory]) -> list[Memory]:
+    """Those that tell of a GPU: a rank's first ones may come before it was asked."""
+    return [m for m in lines if m.total_bytes is not None]
+
+
+def _gpu(lines: Sequence[Memory], serving: Sequence[Memory]) -> GpuUse | None:
+    if not serving:
+        return None
+    first, last = serving[0], serving[-1]
+
+    def most(name: str) -> int:
+        return max(getattr(m, name) or 0 for m in lines)
+
+    return GpuUse(
+        allocated_max_bytes=most("allocated_max_bytes"),
+        reserved_max_bytes=most("reserved_bytes"),
+        non_torch_max_bytes=most("non_torch_bytes"),
+        free_min_bytes=min(m.free_bytes or 0 for m in lines),
+        total_bytes=last.total_bytes or 0,
+        segments_grown=(last.segments or 0) - (first.segments or 0),
+        alloc_retries=last.alloc_retries or 0,
+        ooms=last.ooms or 0,
+    )

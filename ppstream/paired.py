@@ -1,0 +1,93 @@
+"""Paired: rank 0 with a policy rank behind it: what is said between them while a run goes on.
+
+Envelopes are not sent here: that is the links' and the loops', ``stage0.py`` on a CPU and
+``stage0_device.py`` on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ppstream.clock import NS_PER_MS, NS_PER_S
+from ppstream.ends import PeerLeftError
+from ppstream.errors import ProtocolError, WatchdogError
+from ppstream.meeting import receive
+from ppstream.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
+from ppstream.rank0 import Rank0
+
+if TYPE_CHECKING:
+    from ppstream.control import Peer
+    from ppstream.flight import Flight
+
+RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
+MEASURE_LIMIT_NS: Final = 120 * NS_PER_S
+
+
+class Paired(Rank0):
+    """Rank 0 with a policy rank at the other end of ``peer``."""
+
+    def __init__(self, *rank0_parts: Any, peer: Peer) -> None:
+        super().__init__(*rank0_parts)
+        self.peer = peer
+        self._instructed: Callable[[int, str], None]  # set before anything can be answered
+        self._frozen_ns = round(self.config.liveness.frozen_ms * NS_PER_MS)
+
+    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
+        self._instructed = done
+        self.peer.send(Instruction(number, text))
+
+    def take_frame(self, frame: object) -> None:
+        """One control frame that is neither doorbell nor heartbeat.
+
+        Raises:
+            PeerLeftError: it says why the policy rank leaves.
+        """
+        match frame:
+            case PolicyFault():
+                self.stage_c.last_fault = frame.kind
+                self.log.event("fault", stage="B", fault=frame.kind, text=frame.text)
+            case Instructed():
+                self._instructed(frame.id, frame.fault)
+                self.waiter.wake()
+            case Goodbye():
+                raise PeerLeftError(frame)
+
+    def check_policy_rank(self, now: int, oldest: Flight | None, limit_ns: int) -> None:
+        """Raise when the policy rank is silent, or a result overdue, for longer than allowed.
+
+        Args:
+            now: rank 0's clock.
+            oldest: of the envelopes whose results are owed; None: none is.
+            limit_ns: how long one may be.
+
+        Raises:
+            PeerFrozenError: nothing was heard of it.
+            WatchdogError: a result is owed for too long.
+        """
+        if self.phase != "warming":
+            self.peer.check_alive(now, self._frozen_ns)
+        if oldest is None:
+            return
+        if self._drain_until_ns is not None and now > self._drain_until_ns:
+            raise WatchdogError(
+                f"results are owed from envelope {oldest.index} on "
+                f"{self.config.liveness.drain_s:g} s after the run was asked to stop; raise "
+                "liveness.drain_s if stage B takes so long"
+            )
+        if now - oldest.sent_ns > limit_ns + RESULT_SPARE_NS:
+            raise WatchdogError(
+                f"no result of envelope {oldest.index} for "
+                f"{(limit_ns + RESULT_SPARE_NS) / NS_PER_S:.1f} s though the policy rank's heart "
+                "beats: stage B, a device or the link is stuck"
+            )
+
+    def measure_b(self, repeats: int) -> Sequence[int]:
+        self.peer.send(Measure(repeats))
+        frame = receive(self.peer, MEASURE_LIMIT_NS)
+        while isinstance(frame, PolicyFault):
+            self.take_frame(frame)
+            frame = receive(self.peer, MEASURE_LIMIT_NS)
+        if not isinstance(frame, Measured):
+            raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
+        return frame.durations_ns

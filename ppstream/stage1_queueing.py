@@ -1,0 +1,91 @@
+"""What the policy rank queues for one envelope, on three streams, put together once for each slot.
+
+The picture stands in ``stage1_device.py``. The policy and the link are not in it: they differ from
+one use of a slot to the next.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ppstream.memops import Event, Routine
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ppstream.link_device import DeviceLink, DeviceSlot
+    from ppstream.memops import CudaStream
+
+
+class Place(NamedTuple):
+    """One slot of either direction, its events, and what is queued around its envelope's stages.
+
+    Attributes:
+        header: of the envelope, in host memory once ``named`` is done.
+        complete: the envelope is there, all of it.
+        last: the result is sent, or at least behind B on its stream: its slot may be written again.
+    """
+
+    envelope: DeviceSlot
+    result: DeviceSlot
+    header: NDArray[np.int64]
+    complete: Event
+    named: Event
+    b0: Event
+    b1: Event
+    last: Event
+    behind_receipt: Routine
+    before_b: Routine
+    behind_b: Routine
+    behind_send: Routine
+
+
+def sends_from_b(link: DeviceLink, d_in: int) -> bool:
+    """Whether results are sent on stage B's stream.
+
+    Between two stages B a send takes time that only a lone envelope has no other use for.
+    """
+    return link.is_short and d_in == 1
+
+
+def places(link: DeviceLink, b: CudaStream, d_in: int) -> tuple[Place, ...]:
+    """One for each slot of ``link``; ``b`` is stage B's stream."""
+    memory = torch.zeros(
+        len(link.into),
+        len(link.into[0].header),
+        dtype=torch.int64,
+        pin_memory=torch.cuda.is_available(),
+    )
+    from_b = sends_from_b(link, d_in)
+    return tuple(_place(link, b, slot, row, from_b=from_b) for slot, row in enumerate(memory))
+
+
+def _place(link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: bool) -> Place:
+    complete, named, b0, b1, sent = (Event() for _ in range(5))
+    envelope, receiving, sending = link.into[slot], link.receiving, link.sending
+    behind_b = [b.to_record(b1)]
+    behind_send = []
+    if not from_b:
+        behind_b.append(sending.to_wait_for(b1))
+        behind_send.append(sending.to_record(sent))
+    return Place(
+        envelope,
+        link.out[slot],
+        header.numpy(),
+        complete,
+        named,
+        b0,
+        b1,
+        b1 if from_b else sent,
+        behind_receipt=Routine(
+            receiving.to_record(complete),
+            receiving.to_copy(header.data_ptr(), envelope.address, header.nbytes),
+            receiving.to_record(named),
+        ),
+        before_b=Routine(b.to_record(b0)),
+        behind_b=Routine(*behind_b),
+        behind_send=Routine(*behind_send),
+    )

@@ -1,0 +1,77 @@
+"""What a rank says of its GPU's memory: of its own device, from any thread, and at any time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+READ_LIMIT_S = 0.5
+#: A rank on the last device; a thread whose current device is the first one reads.
+OTHER_THREAD = """
+import threading, torch
+from ppstream import cuda_start, gpu_memory
+from ppstream.memops import driver
+device = torch.device("cuda", torch.cuda.device_count() - 1)
+cuda_start.start(device)
+held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+gpu_memory.note_allocator()
+thread = threading.Thread(target=gpu_memory.note_room)
+thread.start()
+thread.join()
+asked, now = gpu_memory.newest()
+assert asked == device, asked
+assert now.allocated_bytes >= 64 << 20, now
+assert 0 < now.non_torch_bytes < now.total_bytes - now.free_bytes, now
+if device.index:
+    _, _, is_active = driver().cuDevicePrimaryCtxGetState(0)
+    assert not is_active, "a context on a device that belongs to another rank"
+print("read")
+"""
+
+
+def test_another_thread_reads_this_ranks_device_and_touches_no_other() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_THREAD], capture_output=True, text=True, timeout=90
+    )
+    assert done.stdout.split() == ["read"], done.stderr
+
+
+def test_reading_does_not_wait_for_a_stream_that_waits() -> None:
+    from ppstream import cuda_start, gpu_memory
+    from ppstream.cuda_streams import stream
+
+    cuda_start.start(torch.device("cuda:0"))
+    gpu_memory.note_allocator()
+    gpu_memory.note_room()  # loads what it needs
+    gate = torch.zeros(1, dtype=torch.int32, device="cuda:0")
+    torch.cuda.synchronize()
+    stream("a").wait_value(gate.data_ptr(), 1)
+    taken_s: list[float] = []
+
+    def read() -> None:
+        for _ in range(20):
+            began_s = time.monotonic()
+            gpu_memory.note_allocator()
+            gpu_memory.note_room()
+            taken_s.append(time.monotonic() - began_s)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(20 * READ_LIMIT_S)
+    still_waits = not stream("a").is_idle()
+    stream("b").write_value(gate.data_ptr(), 1)
+    torch.cuda.synchronize()
+    assert still_waits
+    assert len(taken_s) == 20
+    print(f"a reading beside a stream that waits: {1e6 * min(taken_s):.0f} us at best")
+    assert max(taken_s) < READ_LIMIT_S

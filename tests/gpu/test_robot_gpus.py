@@ -1,0 +1,100 @@
+"""A robot with three cameras at 30 Hz, served from two GPUs: every frame arrives, and is used."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from multirank.ranks import Ranks
+
+from ppstream import config_file
+from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.robot import RobotClient
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"
+    ),
+]
+
+SHIPPED = "three_cameras"
+CAMERAS = ("left", "right", "wrist")
+SERVED_S = 4.0
+AGE_MAX_MS = 50.0  # of an action at the robot, usually: some periods of a millisecond, and two hops
+FRAME_AGE_MAX_MS = 45.0  # of the newest frame at the window's end: one period of 33 ms, and its way
+
+
+class Robot:
+    """Sends what is due, and keeps how old each action was when it came."""
+
+    def __init__(self, endpoint: str) -> None:
+        config = config_file.read(SHIPPED)
+        self.sent = {stream.name: 0 for stream in config.streams}
+        self.ages_ms: list[float] = []
+        self._values = {
+            stream.name: np.zeros(stream.dim, stream.dtype) for stream in config.streams
+        }
+        self._period_ns = {
+            stream.name: round(NS_PER_S / stream.rate_hz) for stream in config.streams
+        }
+        declared = [(stream.name, stream.dim, stream.dtype) for stream in config.streams]
+        self.client = RobotClient(
+            endpoint,
+            robot="cameras",
+            streams=declared,
+            actions=config.actions.names,
+            on_chunk=lambda chunk: self.ages_ms.append((now_ns() - chunk.window_end_ns) * 1e-6),
+        )
+
+    def run(self, duration_s: float) -> None:
+        """For so long, from now on."""
+        due_ns = dict.fromkeys(self.sent, now_ns())
+        end_ns = now_ns() + round(duration_s * NS_PER_S)
+        while (now := now_ns()) < end_ns:
+            for name in self.sent:
+                if due_ns[name] <= now:
+                    due_ns[name] += self._period_ns[name]
+                    values = self._values[name]
+                    values[:] = self.sent[name] % 200
+                    self.sent[name] += self.client.push(name, now, values)
+            time.sleep(max(0, (min(due_ns.values()) - now_ns()) * 1e-9))
+
+
+def ready_lines(ranks: Ranks) -> Iterator[dict[str, Any]]:
+    return (line for line in ranks.envelopes("ready") if line.get("drop") is None)
+
+
+def test_three_cameras_of_a_real_robot_arrive_whole_at_30_hz(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/r"
+    settings = (f"service.endpoint={endpoint}", "service.duration_s=60")
+    with Ranks(tmp_path, *settings, config=config_file.locate(SHIPPED)) as ranks:
+        robot = Robot(endpoint)
+        with robot.client as client:
+            client.connect(30)
+            assert client.wait_ready(60), ranks.output()
+            robot.ages_ms.clear()
+            robot.run(SERVED_S)
+            time.sleep(0.2)
+        for process in ranks.processes:  # as torchrun signals: all at once
+            process.send_signal(signal.SIGTERM)
+        assert ranks.wait() == [0, 0], ranks.output()  # and every sample is accounted for
+        lines = list(ready_lines(ranks))
+        ledger = [line for line in ranks.lines(0) if line["kind"] == "ledger"][-1]["streams"]
+    age_ms = statistics.median(robot.ages_ms)
+    print(f"{len(lines)} envelopes, actions {age_ms:.1f} ms old, sent {robot.sent}")
+    assert len(lines) > 0.8 * robot.sent["joints"]  # each sample of it begins a window
+    assert age_ms < AGE_MAX_MS
+    for camera in CAMERAS:
+        assert robot.sent[camera] >= 0.9 * 30 * SERVED_S
+        assert ledger[camera]["received"] == robot.sent[camera]
+        ages_ms = [line["input_age_ns"][camera] / NS_PER_MS for line in lines[100:]]
+        print(f"{camera}: newest frame {statistics.median(ages_ms):.1f} ms old")
+        assert statistics.quantiles(ages_ms, n=20)[-1] < FRAME_AGE_MAX_MS

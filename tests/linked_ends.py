@@ -1,0 +1,31 @@
+"""Both ends of a counted link in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
+from ppstream.link_device import device_slots, slot_count
+from ppstream.slots import LinkShape
+
+CPU = torch.device("cpu")
+
+
+def linked(shape: LinkShape, make_puts: Any = None) -> tuple[CountedLink, CountedLink]:
+    """Both ends of a link in this process's memory, as ``peer`` lays it out on two GPUs."""
+    count = slot_count(shape)
+    memories = [
+        torch.zeros(COUNTER_BYTES + count * layout.slot_bytes, dtype=torch.uint8)
+        for layout in (shape.result, shape.envelope)  # what each end receives
+    ]
+    front, back = (memory.data_ptr() for memory in memories)
+
+    def end(mine: int, out: Any, into: Any) -> CountedLink:
+        my, their = (front, back) if mine == 0 else (back, front)
+        slots = device_slots(memories[mine][COUNTER_BYTES:], into, count)
+        places = Places(my, their, their + COUNTER_BYTES)
+        return CountedLink(out, shape, CPU, slots, places, make_puts)
+
+    return end(0, shape.envelope, shape.result), end(1, shape.result, shape.envelope)

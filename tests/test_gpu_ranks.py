@@ -1,0 +1,38 @@
+"""What opening a link between GPUs leaves in the log; the link itself is a stand-in."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ppstream import gpu_ranks
+from ppstream.link_latency import Latency
+from ppstream.links import BACK, FRONT
+
+
+@pytest.mark.parametrize("side", [FRONT, BACK])
+def test_the_log_says_which_link_why_and_how_quick(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, side: str
+) -> None:
+    link = SimpleNamespace(name="pinned")
+    asked: list[Any] = []
+    events: list[Any] = []
+    monkeypatch.setattr(
+        gpu_ranks, "open_device", lambda kind, side, *_: asked.append((kind, side)) or link
+    )
+    monkeypatch.setattr(gpu_ranks, "measure", lambda *_: Latency(3456, 64))
+    placement: Any = SimpleNamespace(link="pinned", why="no peer access")
+    log: Any = SimpleNamespace(event=lambda name, **fields: events.append((name, fields)))
+    store: Any = None
+    with caplog.at_level(logging.INFO, logger="ppstream"):
+        opened = gpu_ranks._open_link(placement, side, store, store, torch.device("cpu"), log)
+    assert opened is link
+    assert asked == [("pinned", side)]
+    fields = {"link": "pinned", "why": "no peer access", "one_way_ns": 3456, "note_bytes": 64}
+    assert events == [("link", fields)]
+    said = ["link pinned: 3.5 µs one way for 64 bytes, queued ahead"] if side == FRONT else []
+    assert caplog.messages == said

@@ -1,0 +1,239 @@
+"""Counted links over a driver of threads: content, order, counters that wrap, releases, notes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from fake_cuda import FakeDriver, queue_call
+from fake_put import FakePuts
+from linked_ends import linked
+
+from ppstream import link_counted, link_latency, memops
+from ppstream.errors import PeerLostError, ProtocolError
+from ppstream.link_counted import CountedLink
+from ppstream.link_device import BACK, FRONT
+from ppstream.memops import CudaStream, Event
+from ppstream.slots import LinkShape
+from ppstream.specs import SlotLayout, TensorSpec
+
+HEADER = ("index", "generation", "epoch", "seq")
+GENERATION = 7
+MESSAGES = 40
+LIMIT_S = 10
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    monkeypatch.setattr(memops, "driver", lambda: fake)
+    monkeypatch.setattr(link_counted, "stream", lambda role: CudaStream())
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: None)
+    yield fake
+    fake.close()
+    assert not fake.failures, fake.failures
+
+
+def ends(*, puts: bool) -> tuple[CountedLink, CountedLink]:
+    layout = SlotLayout(HEADER, (TensorSpec("x", (5, 13), "uint8"),), 3)
+    shape = LinkShape(layout, layout, 2, 2, GENERATION)
+    return linked(shape, FakePuts if puts else None)
+
+
+def wait_until_done(event: Event) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not event.is_done():
+        assert time.monotonic() < until
+        time.sleep(0.0005)
+
+
+def set_counts(front: CountedLink, back: CountedLink, count: int) -> None:
+    """As if so many had been sent each way."""
+    stream = CudaStream()
+    for end in (front, back):
+        end._told = end._awaited = count
+        stream.write_value(end._places.my_counter, count)
+    while not stream.is_idle():
+        time.sleep(0.0005)
+
+
+@contextmanager
+def echoing(back: CountedLink, messages: int, seen: list[list[int]]) -> Iterator[None]:
+    """The other end, on a thread: sends back what it gets, plus one."""
+    stage, events = CudaStream(), [Event() for _ in range(messages)]
+
+    def answer(place: int) -> None:
+        seen.append(back.into[place].header.tolist())
+        back.out[place].tensors["x"].copy_(back.into[place].tensors["x"] + 1)
+
+    def run() -> None:
+        for index in range(messages):
+            back.queue_receive(index, stage)
+            place = index % len(back.into)
+            queue_call(stage, lambda place=place: answer(place))
+            back.queue_header(index, (9, index))
+            if not back.is_short:
+                stage.record(events[index])
+                back.sending.wait_for(events[index])
+            back.queue_send(index, stage if back.is_short else None)
+            stage.record(events[index])
+            if index >= 3:
+                events[index - 3].wait()
+        events[-1].wait()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("count", [0, (1 << 31) - 13, (1 << 32) - 13])
+@pytest.mark.parametrize("puts", [False, True], ids=["copies", "puts"])
+def test_every_message_arrives_whole_and_in_order(
+    driver: FakeDriver, puts: bool, count: int
+) -> None:
+    front, back = ends(puts=puts)
+    set_counts(front, back, count)
+    seen: list[list[int]] = []
+    with echoing(back, MESSAGES, seen):
+        for index in range(MESSAGES):
+            place = index % len(front.out)
+            front.out[place].tensors["x"].fill_(index)
+            front.queue_header(index, (5, index))
+            front.queue_send(index)
+            front.queue_receive(index)
+            done = Event()
+            front.receiving.record(done)
+            wait_until_done(done)
+            assert front.into[place].header.tolist() == [index, GENERATION, 9, index]
+            assert (front.into[place].tensors["x"] == index + 1).all()
+    assert seen == [[index, GENERATION, 5, index] for index in range(MESSAGES)]
+
+
+@pytest.mark.parametrize("count", [0, 1 << 30, (1 << 31) - 1, (1 << 31) + 5, (1 << 32) - 1])
+def test_a_wait_ends_with_close_whatever_the_count(driver: FakeDriver, count: int) -> None:
+    front, back = ends(puts=False)
+    set_counts(front, back, count)
+    own, event = CudaStream(), Event()
+    front.queue_receive(0)
+    front.queue_receive(1, own)
+    own.record(event)
+    time.sleep(0.02)
+    assert not event.is_done()
+    assert front.close()
+    assert event.is_done()
+
+
+def test_close_waits_for_streams_of_stages_that_the_link_used(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_counted, "RELEASE_LIMIT_NS", 20_000_000)
+    front, _ = ends(puts=False)
+    own = CudaStream()
+    queue_call(own, lambda: time.sleep(0.3))  # a stage that never comes to its wait
+    front.queue_receive(0, own)
+    assert not front.close()
+
+
+def test_a_further_stream_waits_for_its_own_slot_alone(driver: FakeDriver) -> None:
+    front, back = ends(puts=True)
+    passed = [Event() for _ in range(3)]
+    for index in range(3):
+        back.queue_receive(index)
+    for index, event in enumerate(passed):
+        own = CudaStream()
+        assert back.queue_wait(index, own)
+        own.record(event)
+    for index, event in enumerate(passed):
+        assert not any(later.is_done() for later in passed[index:])
+        front.queue_send(index)
+        wait_until_done(event)
+        time.sleep(0.01)
+
+
+def test_a_send_by_kernel_takes_its_header_along_without_a_copy(driver: FakeDriver) -> None:
+    front, back = ends(puts=True)
+    front.queue_header(0, (1, 2))
+    front.queue_send(0)
+    back.queue_receive(0)
+    done = Event()
+    back.receiving.record(done)
+    wait_until_done(done)
+    assert back.into[0].header.tolist() == [0, GENERATION, 1, 2]
+    assert front.out[0].header.tolist() == [0, 0, 0, 0]
+
+
+def test_an_index_out_of_turn_is_refused(driver: FakeDriver) -> None:
+    front, _ = ends(puts=True)
+    with pytest.raises(ProtocolError, match="1 was to be sent, 0 is due"):
+        front.queue_send(1)
+    with pytest.raises(ProtocolError, match="3 was to be received, 0 is due"):
+        front.queue_receive(3)
+
+
+@pytest.mark.parametrize("puts", [False, True], ids=["copies", "puts"])
+def test_latency_is_half_a_round_trip_and_costs_no_index(driver: FakeDriver, puts: bool) -> None:
+    front, back = ends(puts=puts)
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.append(link_latency.measure(back, BACK, LIMIT_S)), daemon=True
+    )
+    thread.start()
+    latency = link_latency.measure(front, FRONT, LIMIT_S)
+    thread.join(LIMIT_S)
+    assert latency.note_bytes == 64
+    for one in (latency, *found):
+        assert 1_000 < one.one_way_ns < 100_000_000
+    front.out[0].tensors["x"].fill_(3)
+    front.queue_header(0, (1, 2))
+    front.queue_send(0)
+    back.queue_receive(0)
+    done = Event()
+    back.receiving.record(done)
+    wait_until_done(done)
+    assert back.into[0].header.tolist() == [0, GENERATION, 1, 2]
+    assert (back.into[0].tensors["x"] == 3).all()
+
+
+def test_a_round_trip_counts_both_ways(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way is held up by a known time: half of a round trip is their mean."""
+    front, back = ends(puts=False)
+    for end, hold_s in ((front, 0.004), (back, 0.008)):
+        send = end.queue_note
+
+        def held(end: CountedLink = end, hold_s: float = hold_s, send: Any = send) -> None:
+            queue_call(end.receiving, lambda: time.sleep(hold_s))
+            send()
+
+        monkeypatch.setattr(end, "queue_note", held)
+    thread = threading.Thread(target=lambda: link_latency.measure(back, BACK, LIMIT_S), daemon=True)
+    thread.start()
+    latency = link_latency.measure(front, FRONT, LIMIT_S)
+    thread.join(LIMIT_S)
+    assert 6_000_000 <= latency.one_way_ns < 9_000_000
+
+
+def test_rounds_in_which_devices_wake_up_do_not_count(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds_ns = iter([2_000_000, 90_000, 20_000.5, *[22_000] * link_latency.ROUNDS])
+    monkeypatch.setattr(link_latency, "_round", lambda *_: next(rounds_ns))
+    front, _ = ends(puts=True)
+    assert link_latency.measure(front, FRONT, LIMIT_S) == (10_000, 64)
+
+
+def test_a_peer_that_does_not_answer_notes_is_lost_and_holds_nothing_up(
+    driver: FakeDriver,
+) -> None:
+    front, _ = ends(puts=True)
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="answers no notes"):
+        link_latency.measure(front, FRONT, 0.1)
+    assert time.monotonic() - began < 2
+    assert front.receiving.is_idle()
+    assert front.sending.is_idle()

@@ -1,0 +1,109 @@
+"""The NCCL link's order of calls, over groups that only remember them; GPUs: ``tests/gpu``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeDriver
+
+from ppstream import link_nccl, memops
+from ppstream.link_device import BACK, FRONT
+from ppstream.link_nccl import NOTE_VALUES, PARKED_BYTES, NcclLink
+from ppstream.memops import CudaStream
+from ppstream.slots import LinkShape
+from ppstream.specs import SlotLayout, TensorSpec
+
+HEADER = ("index", "generation", "epoch", "seq")
+HEADER_BYTES, NOTE_BYTES = 64, NOTE_VALUES * 8
+
+
+class Group:
+    """Remembers the sizes of what it is given."""
+
+    def __init__(self, name: str, calls: list[tuple[str, str, int]]) -> None:
+        self._name, self._calls = name, calls
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Group:
+        self._calls.append((self._name, "send", tensors[0].nbytes))
+        return self
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Group:
+        self._calls.append((self._name, "recv", tensors[0].nbytes))
+        return self
+
+    def wait(self) -> None:
+        """At once."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, int]]]:
+    """What the groups of every link were asked for."""
+    found: list[tuple[str, str, int]] = []
+    driver = FakeDriver()
+    monkeypatch.setattr(memops, "driver", lambda: driver)
+    monkeypatch.setattr(link_nccl, "own_stream", lambda role: CudaStream())
+    monkeypatch.setattr(link_nccl, "_group", lambda store, name, *_: Group(name, found))
+    monkeypatch.setattr(NcclLink, "_on", lambda self, stream: nullcontext())
+    yield found
+    driver.close()
+
+
+def link(side: str, result_bytes: int) -> NcclLink:
+    envelope = SlotLayout(HEADER, (TensorSpec("x", (1 << 20,), "uint8"),), 1)
+    result = SlotLayout(HEADER, (TensorSpec("x", (result_bytes,), "uint8"),), 1)
+    store: Any = None
+    return NcclLink(side, store, LinkShape(envelope, result, 2, 2), torch.device("cpu"))
+
+
+def test_both_ends_connect_in_one_order(calls: list[tuple[str, str, int]]) -> None:
+    link(FRONT, 64)
+    front = calls.copy()
+    calls.clear()
+    link(BACK, 64)
+    opposite = {"send": "recv", "recv": "send"}
+    assert front == [(name, opposite[what], size) for name, what, size in calls]
+    assert [name for name, _, _ in front] == ["in", "in", "out", "out"]
+
+
+@pytest.mark.parametrize(
+    ("size", "notes"), [(PARKED_BYTES - HEADER_BYTES, 0), (PARKED_BYTES - HEADER_BYTES + 1, 1)]
+)
+def test_a_note_goes_before_what_would_slow_the_policy_while_it_is_parked(
+    calls: list[tuple[str, str, int]], size: int, notes: int
+) -> None:
+    ends = {side: link(side, size) for side in (FRONT, BACK)}
+    calls.clear()
+    ends[BACK].queue_send(0)
+    ends[FRONT].queue_receive(0)
+    slot = ends[BACK].out[0].size
+    sizes = [NOTE_BYTES] * notes + [slot]
+    sends, receipts = ([("out", what, size) for size in sizes] for what in ("send", "recv"))
+    assert calls == sends + receipts
+
+
+def test_close_gives_up_both_communicators_at_the_same_time(
+    calls: list[tuple[str, str, int]],
+) -> None:
+    """Each abort ends only when the other has begun, as kernels of either hold up the device."""
+    begun = threading.Barrier(2)
+    end = link(FRONT, 64)
+    for group in (end._incoming, end._outgoing):
+        group.abort = lambda: begun.wait(1)
+    assert end.close()
+    assert not begun.broken
+
+
+def test_close_says_when_an_abort_does_not_end(
+    calls: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_nccl, "ABORT_LIMIT_S", 0.05)
+    end, released = link(FRONT, 64), threading.Event()
+    end._incoming.abort = released.wait
+    end._outgoing.abort = lambda: None
+    assert not end.close()
+    released.set()

@@ -1,0 +1,120 @@
+"""The pinned link over a driver of threads: real shared memory, both ends in one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda import FakeDriver
+
+from ppstream import link_counted, memops
+from ppstream.link_device import BACK, FRONT
+from ppstream.link_pinned import PinnedLink
+from ppstream.links import LauncherStore
+from ppstream.memops import CudaStream, Event
+from ppstream.slots import LinkShape
+from ppstream.specs import SlotLayout, TensorSpec
+
+HEADER = ("index", "generation", "epoch", "seq")
+LIMIT_S = 10.0
+ALREADY = 712  # CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
+
+
+class PinningDriver(FakeDriver):
+    """Knows what is pinned, as long as nobody unpins it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: dict[int, int] = {}
+
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[int]:
+        for start, length in self.pinned.items():
+            if start < address + size and address < start + length:
+                return (ALREADY,)
+        self.pinned[address] = size
+        return (0,)
+
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[int, int]:
+        return 0, address
+
+    def cuMemHostUnregister(self, address: int) -> tuple[int]:
+        del self.pinned[address]
+        return (0,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[PinningDriver]:
+    fake = PinningDriver()
+    monkeypatch.setattr(memops, "driver", lambda: fake)
+    monkeypatch.setattr(link_counted, "stream", lambda role: CudaStream())
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: None)
+    yield fake
+    fake.close()
+    assert not fake.failures, fake.failures
+
+
+def opened() -> tuple[PinnedLink, PinnedLink]:
+    store = LauncherStore(vars(dist)["HashStore"](), 0, 2, 0)
+    layout = SlotLayout(HEADER, (TensorSpec("x", (100,), "uint8"),), 1)
+    found: dict[str, PinnedLink] = {}
+
+    def run(side: str) -> None:
+        shape = LinkShape(layout, layout, 2, 2, 7)
+        found[side] = PinnedLink(side, store, shape, torch.device("cpu"), LIMIT_S)
+
+    back = threading.Thread(target=run, args=(BACK,), daemon=True)
+    back.start()
+    run(FRONT)
+    back.join(LIMIT_S)
+    return found[FRONT], found[BACK]
+
+
+def wait_until_done(event: Event) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not event.is_done():
+        assert time.monotonic() < until
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_slots_arrive_whole_through_host_memory(driver: PinningDriver, sender: int) -> None:
+    links = opened()
+    here, there = links[sender], links[1 - sender]
+    own = CudaStream()
+    for index in range(20):
+        place = index % len(here.out)
+        here.out[place].tensors["x"].fill_(index)
+        here.queue_header(index, (5, index))
+        here.queue_send(index)
+        there.queue_receive(index)
+        assert not there.queue_wait(index, own)  # the count is there before the slot is fetched
+        done = Event()
+        there.receiving.record(done)
+        wait_until_done(done)
+        assert there.into[place].header.tolist() == [index, 7, 5, index]
+        assert (there.into[place].tensors["x"] == index).all()
+
+
+def test_close_unpins_so_that_a_further_link_can_lie_there(driver: PinningDriver) -> None:
+    for _ in range(3):
+        links: Any = opened()
+        assert len(driver.pinned) == 2
+        for link in links:
+            assert link.close()
+            assert link.close()
+        assert not driver.pinned
+
+
+def test_memory_that_a_stream_still_waits_beside_stays_pinned(
+    driver: PinningDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, back = opened()
+    monkeypatch.setattr(front, "_moves", lambda route: False)
+    assert not front.close()
+    assert back.close()
+    assert len(driver.pinned) == 1

@@ -1,0 +1,193 @@
+"""A profile of the device-ordered loops: its every change finds nothing queued."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from device_in_process import DevicePipeline
+from pipeline_in_process import NewestValues, small_config
+
+from ppstream import kernel_report, profiling, trace
+from ppstream.config_watching import ProfileConfig
+from ppstream.kernel_findings import findings
+from ppstream.profiling import Profiler
+
+GPUS = ("placement.rank0=cuda:0", "placement.policy=cuda:1", "actions.lease_ms=60000")
+PATIENT = ("liveness.frozen_ms=60000", "liveness.watchdog_s=90")  # no heartbeats in these tests
+SHORT = ProfileConfig(wait=2, warmup=2, active=5)
+CHANGES = 4  # begin, warm up, record, stop
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(*, runs_ahead: bool) -> DevicePipeline:
+        config = small_config(*GPUS, *PATIENT)
+        return DevicePipeline(config, NewestValues(), tmp_path, monkeypatch, runs_ahead=runs_ahead)
+
+    return make
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Of each change of the profiler's state: streams of that rank which have something queued."""
+    seen: list[list[str]] = []
+    change = {name: getattr(Profiler, name) for name in ("_begin", "_change")}
+
+    def watched(name: str) -> Any:
+        def look(self: Any) -> None:
+            seen.append([role for role, stream in self.streams.items() if not stream.is_idle()])
+            change[name](self)
+
+        return look
+
+    for name in change:
+        monkeypatch.setattr(Profiler, name, watched(name))
+    return seen
+
+
+def profiler_of(pipeline: DevicePipeline, rank: int, folder: Path) -> Any:
+    loop: Any = (pipeline.rank0, pipeline.stage1)[rank]
+    profiler: Any = Profiler(SHORT, loop.log, folder, rank, 0)
+    link = loop.link
+    profiler.streams = {"sending": link.sending, "receiving": link.receiving}
+    profiler.streams["stage"] = loop._parts.streams.c if rank == 0 else loop._stream
+    return profiler
+
+
+def only_ranges_of(rank: int, patch: pytest.MonkeyPatch) -> None:
+    """Ranges are a process's: the other rank's, on its thread, stay silent."""
+    steps = ("A", "SEND", "RECV", "C") if rank == 0 else ("B",)
+    for step in ("A", "SEND", "B", "RECV", "C"):
+        patch.setattr(trace, step, Silent())
+    patch.setattr(trace, "on", True)
+
+    def annotate(make: Any) -> None:
+        for step in steps:
+            name = step if len(step) == 1 else step.lower()
+            setattr(trace, step, Silent() if make is None else make(name))
+
+    patch.setattr(trace, "annotate", annotate)
+
+
+def run_until_written(pipeline: DevicePipeline, *profilers: Any) -> None:
+    deadline = time.monotonic() + 60
+    while any(profiler._is_wanted for profiler in profilers):
+        assert time.monotonic() < deadline, "the profile did not end"
+        pipeline.rank0.run(5)
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_profiler_changes_its_state_only_where_nothing_is_queued(
+    build: Any,
+    busy: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    runs_ahead: bool,
+) -> None:
+    only_ranges_of(rank, monkeypatch)
+    with build(runs_ahead=runs_ahead) as pipeline:
+        profiler = profiler_of(pipeline, rank, tmp_path)
+        pipeline.saturate()
+        pipeline.rank0.run(10)
+        profiler.request()
+        run_until_written(pipeline, profiler)
+        pipeline.rank0.run(10)
+        (ended,) = [line for line in pipeline.lines(rank) if line.get("state") == "ended"]
+        modes = [
+            line["mode"] for line in pipeline.lines(rank) if line["kind"] in ("envelope", "stage1")
+        ]
+    assert busy == [[]] * CHANGES
+    assert ended["held_ms"] > 0
+    assert modes[0] == modes[-1] == "throughput"
+    found = findings(kernel_report.read(tmp_path / f"profile.rank{rank}.gen0.0.json"))
+    calls = {s.name: s.calls for s in found.ranges}
+    names = ("A", "send", "recv", "C") if rank == 0 else ("B",)
+    assert set(names) <= set(calls)
+    assert len({calls[name] for name in names}) == 1  # whole envelopes, and no halves
+    assert SHORT.active <= calls[names[0]] <= SHORT.active + pipeline.stage1._ahead
+
+
+def test_while_traced_only_receipts_stand_queued_that_come_without_this_rank(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_ranges_of(1, monkeypatch)
+    with build(runs_ahead=True) as pipeline:
+        stage1 = pipeline.stage1
+        most = {"throughput": 0, "trace": 0}
+        queue_receipt = stage1.queue_receipt
+
+        def counted() -> None:
+            queue_receipt()
+            queued = stage1._expected - stage1.progress
+            most[stage1.log.mode] = max(most[stage1.log.mode], queued)
+
+        monkeypatch.setattr(stage1, "queue_receipt", counted)
+        profiler = profiler_of(pipeline, 1, tmp_path)
+        pipeline.saturate()
+        pipeline.rank0.run(30)
+        profiler.request()
+        run_until_written(pipeline, profiler)
+        pipeline.rank0.run(30)
+    assert most == {"throughput": stage1._ahead, "trace": pipeline.config.pipeline.d_in}
+
+
+def test_both_ranks_at_once_do_not_wait_for_each_other(
+    build: Any, busy: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_ranges_of(1, monkeypatch)
+    monkeypatch.setattr(profiling, "profile", NoProfile)  # torch's, too, is a process's
+    with build(runs_ahead=False) as pipeline:
+        profilers = [profiler_of(pipeline, rank, tmp_path) for rank in (0, 1)]
+        pipeline.saturate()
+        pipeline.rank0.run(10)
+        for profiler in profilers:
+            profiler.request()
+        run_until_written(pipeline, *profilers)
+        seqs = [line["seq"] for line in pipeline.envelopes()]
+    assert busy == [[]] * CHANGES * 2
+    assert seqs == list(range(len(seqs)))
+
+
+def test_an_idle_policy_rank_goes_on_waiting_for_envelopes(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_ranges_of(1, monkeypatch)
+    with build(runs_ahead=True) as pipeline:
+        profiler = profiler_of(pipeline, 1, tmp_path)
+        pipeline.saturate()
+        pipeline.rank0.run(10)
+        profiler.request()
+        log = pipeline.stage1.log
+        while log.on_take is None and log.on_dry is None:  # it may be asked before this looks
+            time.sleep(0.01)
+        pipeline.rank0.run(1)  # asked for now; its receipts stand queued
+        turns = pipeline.stage1.mark.turns
+        time.sleep(0.2)
+        assert pipeline.stage1.log.on_dry is not None
+        assert pipeline.stage1.mark.turns > turns  # the loop is not held up
+        pipeline.rank0.run(pipeline.stage1._ahead)
+        run_until_written(pipeline, profiler)
+
+
+class Silent:
+    def push(self, epoch: int, seq: int) -> None: ...
+
+    def pop(self) -> None: ...
+
+
+class NoProfile:
+    """torch's profiler, which waits for its device when it stops."""
+
+    def __init__(self, **_: object) -> None:
+        """Takes what it is given."""
+
+    def start(self) -> None: ...
+
+    def step(self) -> None: ...
+
+    def stop(self) -> None: ...

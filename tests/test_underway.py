@@ -1,0 +1,120 @@
+"""What is under way on rank 0's device is finished in order, and booked by the device's time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ppstream import underway
+from ppstream.credits import CreditLedger
+from ppstream.flight import Flight
+from ppstream.timestamps import EnvelopeRecord
+from ppstream.underway import Marks, Underway
+
+
+class At:
+    """An event; ``ns`` is None until it happens."""
+
+    def __init__(self) -> None:
+        self.ns: int | None = None
+
+
+class Clock:
+    """Maps by an anchor that can be renewed a little off."""
+
+    def __init__(self) -> None:
+        self.offset_ns = 0
+
+    def host_ns(self, event: At) -> int | None:
+        return None if event.ns is None else event.ns + self.offset_ns
+
+    def past_ns(self, event: At) -> int:
+        found = self.host_ns(event)
+        assert found is not None
+        return found
+
+
+class Rig:
+    """Two credits and two places among the results."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(underway, "Event", At)
+        self.ledger, self.clock = CreditLedger(2, 2), Clock()
+        self.underway = Underway(self.ledger, self.clock, 9)  # type: ignore[arg-type]
+
+    def add(self, index: int) -> Any:
+        self.underway.add(Flight(index, 0, index, EnvelopeRecord()), index)
+        return self.underway.marks(index)
+
+    def finish(self) -> underway.Queued:
+        assert self.underway.is_oldest_done()
+        one = self.underway.finish()
+        self.ledger.emit(one.times.c1)
+        return one
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
+
+
+def happen(marks: Marks, a0: int, a1: int, received: int, c0: int, c1: int) -> None:
+    times = dict(zip(("a0", "a1", "received", "c0", "c1"), (a0, a1, received, c0, c1), strict=True))
+    for name, ns in times.items():
+        getattr(marks, name).ns = ns
+
+
+def test_an_envelope_is_done_when_its_last_event_is(rig: Rig) -> None:
+    assert not rig.underway.is_oldest_done()  # there is none
+    marks = rig.add(0)
+    happen(marks, 10, 20, 50, 55, 60)
+    marks.c1.ns = None
+    assert not rig.underway.is_oldest_done()
+    marks.c1.ns = 60
+    one = rig.finish()
+    assert one.times == (10, 20, 20, 50, 55, 60)
+    assert not rig.underway
+
+
+def test_an_envelope_is_sent_when_it_has_both_its_window_and_its_credit(rig: Rig) -> None:
+    marks = [rig.add(index) for index in range(4)]
+    happen(marks[0], 10, 20, 50, 55, 60)
+    happen(marks[1], 20, 30, 70, 75, 80)
+    happen(marks[2], 30, 40, 90, 95, 99)  # its window was there before its credit
+    happen(marks[3], 80, 85, 110, 115, 120)  # its credit was there before its window
+    ones = [rig.finish() for _ in marks]
+    assert [one.times.committed for one in ones] == [20, 30, 50, 85]
+    assert [one.credit_ns for one in ones] == [0, 0, 50, 70]
+
+
+def test_counts_at_an_emit_are_those_of_the_device_then(rig: Rig) -> None:
+    first, second, third = (rig.add(index) for index in range(3))
+    happen(first, 10, 20, 50, 55, 70)
+    second.a1.ns, second.received.ns = 30, 60
+    third.a1.ns = 65
+    assert rig.underway.is_oldest_done()
+    rig.underway.finish()
+    assert (rig.ledger.outstanding, rig.ledger.q_decode) == (1, 1)  # the third, the second
+    assert rig.ledger.outstanding_ns_total(70) == (50 - 20) + (60 - 30) + (70 - 65)
+
+
+def test_what_happens_later_is_booked_later(rig: Rig) -> None:
+    first, second = rig.add(0), rig.add(1)
+    happen(first, 10, 20, 50, 55, 60)
+    second.a1.ns = 61
+    assert rig.underway.is_oldest_done()
+    rig.underway.finish()
+    assert rig.ledger.outstanding == 0
+
+
+def test_an_anchor_that_is_a_little_off_turns_no_order_round(rig: Rig) -> None:
+    first, second = rig.add(0), rig.add(1)
+    happen(first, 10, 20, 50, 55, 170)
+    second.a1.ns, second.received.ns = 30, 160
+    rig.finish()
+    rig.clock.offset_ns = -5
+    happen(second, 20, 30, 160, 162, 164)
+    times = rig.finish().times
+    assert (times.received, times.c0, times.c1) == (160, 161, 161)
+    assert rig.ledger.statistics().emitted == 2

@@ -1,0 +1,169 @@
+"""What watching costs two real ranks: whole bring-ups in turn, with metrics and scrapes or without.
+
+For loops that need processes of their own, as those of two GPUs do. The period is the report's,
+the CPU time what the kernel booked for each process while its envelopes ran. Not a benchmark.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Final, NamedTuple
+
+import numpy as np
+from bench_claims import Claim, ratio
+from bench_runs import BRING_UP_ONLY, MEASURED, RankPair, Target
+
+from ppstream.overlap import judge
+from ppstream.runlog import read_run
+
+RANKS: Final = 2
+LOOK_S: Final = 0.05
+SCRAPE_LIMIT_S: Final = 10.0
+COST_MAX: Final = 0.01  # of the period
+_TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Watched(NamedTuple):
+    """One bring-up; times in microseconds."""
+
+    period_us: float
+    p99_us: float
+    cpu_us: tuple[float, float]  # of rank 0 and of the policy rank, for each envelope
+    envelopes: int
+    scrapes_ms: list[float]
+
+
+class Onlooker:
+    """Until it is closed: books the CPU time of both ranks and, at ``rate`` hertz, asks them."""
+
+    def __init__(self, ranks: RankPair, rate: float) -> None:
+        self.taken_ms: list[float] = []
+        self.cpu_s: list[tuple[float, ...]] = []  # time, and of each rank
+        self._ranks, self._rate = ranks, rate
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        next_s = time.monotonic()
+        while not self._ended.wait(LOOK_S):
+            pids = [process.pid for process in self._ranks.processes]
+            try:
+                self.cpu_s.append((time.monotonic(), *map(_cpu_s, pids)))
+            except OSError:
+                return  # a rank has left
+            if self._rate and time.monotonic() >= next_s:
+                next_s = time.monotonic() + 1 / self._rate
+                for port in _ports(self._ranks.directory):
+                    self._ask(port)
+
+    def _ask(self, port: int) -> None:
+        began_ns = time.monotonic_ns()
+        try:
+            address = f"http://127.0.0.1:{port}/metrics"
+            with urllib.request.urlopen(address, timeout=SCRAPE_LIMIT_S) as answer:
+                answer.read()
+        except OSError:
+            return  # the rank is leaving: what it answered before counts
+        self.taken_ms.append((time.monotonic_ns() - began_ns) / 1e6)
+
+
+def bring_up(config: str, settings: Sequence[str], *, rate: float) -> Watched:
+    """One bring-up of ``config``; watched if ``rate``, in scrapes of both ranks a second, is not 0.
+
+    Exits with the ranks' output when there is nothing to judge, or nobody could be asked.
+    """
+    metrics = ("metrics.port=0",) if rate else ("metrics.port=none",)
+    with tempfile.TemporaryDirectory(prefix="ppstream-bench-") as folder:
+        with RankPair(Path(folder), config, (*BRING_UP_ONLY, *settings, *metrics)) as ranks:
+            onlooker = Onlooker(ranks, rate)
+            try:
+                code = ranks.wait()
+            finally:
+                onlooker.close()
+        found = judge(read_run(ranks.directory)) if code in MEASURED else None
+        if found is None or found.primary is None or (rate and not onlooker.taken_ms):
+            raise SystemExit(f"rank 0 ended with {code}:\n{ranks.output()}")
+    emitted = found.window.emitted
+    first_s, last_s = ((emitted[end].tEmit or 0) * 1e-9 for end in (0, -1))
+    at_s, *spent_s = np.array(onlooker.cpu_s).T
+    cpu_us = [
+        float(np.interp(last_s, at_s, each) - np.interp(first_s, at_s, each)) / len(emitted) * 1e6
+        for each in spent_s
+    ]
+    periods_us = [ns * 1e-3 for segment in found.window.segments for ns in segment.periods_ns]
+    return Watched(
+        found.primary.period_ns * 1e-3,
+        float(np.percentile(periods_us, 99)),
+        (cpu_us[0], cpu_us[1]),
+        len(emitted),
+        onlooker.taken_ms,
+    )
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
+
+
+def _ports(directory: Path) -> list[int]:
+    """Where the ranks of a run can be asked; those that say so already."""
+    ports = []
+    for rank in range(RANKS):
+        path = directory / f"rank{rank}.gen0.jsonl"
+        for line in path.read_text().split("\n")[:-1][:20] if path.exists() else ():
+            event = json.loads(line)
+            if event.get("name") == "metrics":
+                ports.append(int(event["port"]))
+    return ports
+
+
+def in_turn(
+    config: str, settings: Sequence[str], *, rounds: int, rate: float
+) -> list[tuple[Watched, Watched]]:
+    """Pairs of a bring-up that is not watched and one that is, in ABBA order; each is printed."""
+    pairs = []
+    print(f"{'':4} {'period us':>10} {'p99':>8} {'CPU us':>7} {'':>7} {'n':>6} {'scrapes':>8}")
+    for number in range(rounds):
+        rates = (0.0, rate) if number % 2 == 0 else (rate, 0.0)
+        pair = {rate: bring_up(config, settings, rate=rate) for rate in rates}
+        for at, one in pair.items():
+            print(
+                f"{'on' if at else 'off':4} {one.period_us:10.1f} {one.p99_us:8.1f} "
+                f"{one.cpu_us[0]:7.1f} {one.cpu_us[1]:7.1f} {one.envelopes:6} "
+                f"{len(one.scrapes_ms):8}",
+                flush=True,
+            )
+        pairs.append((pair[0.0], pair[rate]))
+    return pairs
+
+
+def cost(pairs: Sequence[tuple[Watched, Watched]]) -> float:
+    """Of the period: the median of the pairs."""
+    return median(on.period_us / off.period_us for off, on in pairs) - 1
+
+
+def targets_of(pairs: Sequence[tuple[Watched, Watched]]) -> list[Target]:
+    return [Target("share of the period that watching adds", COST_MAX, cost(pairs))]
+
+
+def claims_of(pairs: Sequence[tuple[Watched, Watched]]) -> list[Claim]:
+    """The middle pair's periods, or of two middle ones their mean, give the cost."""
+    ordered = sorted(pairs, key=lambda pair: pair[1].period_us / pair[0].period_us)
+    middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+    ratios = [on.period_us / off.period_us for off, on in middle]
+    what = "share of the period that watching adds"
+    return [ratio(what, sum(ratios) - len(ratios), len(ratios), cost(pairs))]
