@@ -4,8 +4,9 @@ Started by SIGUSR2 or after a number of envelopes; between profiles the loop ask
 log, as always, and nothing else of this is there. Operators are those of the thread that begins
 envelopes (rank 0: stage A, and C with it unless the threads are split; a policy rank: stage B);
 kernels are the whole device's. What is logged meanwhile has ``mode = "trace"``: no gate accepts it.
-Writing a trace holds the loop up: robots hold, as for any other stall; loading the profiler, which
-takes seconds the first time, is done beside it.
+Writing a trace holds the loop up: robots hold, as for any other stall. Loading the profiler takes
+seconds the first time: before the run begins where ``after`` is set, else beside the loop, which a
+policy that launches kernel by kernel feels.
 
 The profiler waits for the whole device when it stops. A loop that queues ahead of its device has
 waits for the other rank queued there, and would wait for itself: so a profile begins, starts to
@@ -64,6 +65,7 @@ class Profiler:
         """Start at SIGUSR2, and ``config.after`` envelopes behind *ready*; from the main thread."""
         signal.signal(signal.SIGUSR2, lambda *_: self.request())
         if self._config.after is not None:
+            _load()
             self._log.watchers.append(self)
 
     def request(self) -> None:
@@ -74,8 +76,7 @@ class Profiler:
         threading.Thread(target=self._prepare, name="profile", daemon=True).start()
 
     def _prepare(self) -> None:
-        """Load what the profiler's first start would load: that takes seconds, and is no start."""
-        importlib.import_module("torch._inductor.config")
+        _load()
         self._log.on_take = self._ask
 
     def _ask(self) -> None:
@@ -166,6 +167,11 @@ class Profiler:
         ended.export_chrome_trace(str(path))
         self._log.event("profile", state="written", file=path.name)
         logger.info("profile written to %s", path)
+
+
+def _load() -> None:
+    """Load what the profiler's first start would load."""
+    importlib.import_module("torch._inductor.config")
 
 
 def _activities() -> list[ProfilerActivity]:

@@ -6,17 +6,21 @@ Rank 1 launches every kernel by itself; rank 0 launches graphs, through the driv
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from test_kernel_report import event
 
 from ppstream import kernel_report
-from ppstream.kernel_findings import Findings, bottleneck, findings
+from ppstream.kernel_findings import Findings, bottleneck, enclosing, findings
 from ppstream.kernel_trace import category
 
 GOLDEN = Path(__file__).parent / "golden"
 BLOCKS = ("embed", "encoder", "decoder", "head")
+PAGE = Path(__file__).parent.parent / "runbooks/profile.md"
 PASSES = 4  # envelopes in rank 1's trace
 
 
@@ -103,6 +107,34 @@ def test_work_of_graphs_that_the_driver_launched_is_found_in_its_range(front: Fi
     assert bottleneck(front)[0] == "cpu"  # it waits for the policy
 
 
+def test_work_without_a_call_is_of_the_innermost_range_on_its_stream(tmp_path: Path) -> None:
+    """Host: A, with frames inside. Streams: kernels that no call in the trace has launched."""
+    spans = [
+        ("ProfilerStep#1", 0, 90, 0),
+        ("ppstream:A", 10, 50, 1),
+        ("ppstream:frames", 20, 30, 2),
+    ]
+    events = [
+        event("user_annotation", name, start, end, tid=1, args={"External id": number})
+        for name, start, end, number in spans
+    ]
+    for name, start, end, stream, number in (
+        ("ppstream:A", 100, 190, 7, 1),
+        ("ppstream:frames", 120, 140, 7, 2),
+        ("ProfilerStep#1", 150, 160, 7, 0),
+        ("ProfilerStep#1", 100, 190, 8, 0),
+    ):
+        more = {"tid": stream, "args": {"External id": number}}
+        events.append(event("gpu_user_annotation", name, start, end, **more))
+    for start, stream in ((100, 7), (120, 7), (155, 7), (155, 8), (300, 7)):
+        events.append(event("kernel", f"k{start}.{stream}", start, start + 5, tid=stream))
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    trace = kernel_report.read(path)
+    within = enclosing(trace.ranges, trace.work)
+    assert within == [("A",), ("A", "frames"), ("A",), (), ()]
+
+
 def test_text_of_a_real_trace_tells_its_kernels_apart(
     policy: Findings, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,3 +147,14 @@ def test_text_of_a_real_trace_tells_its_kernels_apart(
     assert len(set(shown)) == len(policy.kernels)
     heads = [line for line in text if " share " in line]
     assert len({line.index(" share ") for line in heads}) == 1  # all tables in the same columns
+
+
+def test_runbook_quotes_this_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = tmp_path / "profile.rank1.gen0.0.json"
+    plain.write_bytes(gzip.decompress((GOLDEN / "kineto-gpu-rank1.json.gz").read_bytes()))
+    assert kernel_report.main([str(plain)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    quote = PAGE.read_text().partition(f"```\n{plain.name}")[2].partition("\n```")[0]
+    lines = (plain.name + quote).splitlines()
+    assert len(lines) == 6
+    assert [line for line in lines if not any(s.startswith(line) for s in said)] == []

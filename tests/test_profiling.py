@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream import kernel_report, trace
+from ppstream import kernel_report, profiling, trace
 from ppstream.attribution import block
 from ppstream.config_watching import ProfileConfig
 from ppstream.kernel_findings import findings
@@ -52,6 +52,18 @@ def wait_until_it_begins(profiler: Profiler) -> None:
     while profiler._log.on_take is None:
         assert time.monotonic() < deadline, "the profiler was never loaded"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("after", [None, 100])
+def test_the_profiler_is_loaded_before_a_run_that_will_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int | None
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(profiling.importlib, "import_module", loaded.append)
+    log = TimestampLog(tmp_path / "log", EnvelopeRecord, 8, run_id="r", generation=0)
+    Profiler(ProfileConfig(after=after), log, tmp_path, 0, 0).listen()
+    log.close()
+    assert bool(loaded) is (after is not None)
 
 
 def test_signal_profiles_a_live_run_and_says_so_in_every_record(tmp_path: Path) -> None:
