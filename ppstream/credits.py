@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from ppstream.errors import ProtocolError
 
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from ppstream.timestamps import EnvelopeRecord
 
 DECODING_MAX: Final = 1  # stage C is serial
-
-
-class Maxima(NamedTuple):
-    """Highest counts since the last time they were taken."""
-
-    outstanding: int
-    q_decode: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +129,6 @@ class CreditLedger:
         """Integral of ``q_decode`` over time up to ``now_ns``."""
         with self._lock:
             return self._q_decode.integral_ns(now_ns)
-
-    def take_maxima(self) -> Maxima:
-        """Highest counts since the last call; the next ones start from the present counts."""
-        with self._lock:
-            return Maxima(self._outstanding.take_highest(), self._q_decode.take_highest())
 
     def book(self, record: EnvelopeRecord, now_ns: int) -> None:
         """Write the counts of ``now_ns`` into a record, with the maxima since the last one."""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 RENEW_NS: Final = NS_PER_S
 TRIES: Final = 5  # the one with the narrowest bracket counts
+BRACKET_MAX_NS: Final = 40_000  # usually some 10 µs; more says that the host was held up
+KEPT_NS: Final = 4 * NS_PER_S  # so old an anchor is replaced by any: float32 ends
+RETRY_NS: Final = NS_PER_S // 20
 DRIFT_MAX: Final = 100e-6  # beyond what clocks of one machine do: then the anchors were bad
 DRIFT_SPAN_NS: Final = 2 * NS_PER_S  # over less, the brackets outweigh the drift
 
@@ -59,6 +62,7 @@ class DeviceClock(Generic[E]):
         self._spare = [probe.event() for _ in range(TRIES + 1)]
         self._drift = 0.0
         self._anchor, self._anchor_ns, bracket_ns = self._measure()
+        self._due_ns = self._anchor_ns + RENEW_NS
         self._base_ns = self._anchor_ns  # where host and device time were first compared
         self._device_ns = 0  # since then, on the device
         self.state = ClockState(bracket_ns, 0, 0)
@@ -78,9 +82,14 @@ class DeviceClock(Generic[E]):
 
     def renew_when_due(self) -> bool:
         """Set a new anchor when the last is a second old; some 0.1 ms. Returns whether it did."""
-        if self._now() - self._anchor_ns < RENEW_NS:
+        if self._now() < self._due_ns:
             return False
         event, at_ns, bracket_ns = self._measure()
+        if bracket_ns > BRACKET_MAX_NS and at_ns - self._anchor_ns < KEPT_NS:
+            self._spare.append(event)
+            self._due_ns = at_ns + RETRY_NS
+            return False
+        self._due_ns = at_ns + RENEW_NS
         elapsed_ns = event.ns_since(self._anchor)
         assert elapsed_ns is not None, "an anchor is done"
         surprise_ns = at_ns - self.past_ns(event)

@@ -93,7 +93,7 @@ class _Server(TCPServer):
             timer.cancel()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        if isinstance(sys.exception(), OSError):
+        if isinstance(sys.exception(), ConnectionError):
             return  # the client is gone: its own affair
         logger.error("the request of %s failed:\n%s", client_address, traceback.format_exc())
 

@@ -49,7 +49,7 @@ class DeviceSlot(NamedTuple):
 
 
 class DeviceLink(Protocol):
-    """One end. One thread queues; the streams are the link's alone, but for copies behind a send.
+    """One end. One thread queues; the loops put events and copies of headers on its streams, too.
 
     Attributes:
         name: the kind, for the log and the report.

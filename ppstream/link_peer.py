@@ -12,9 +12,9 @@ interpreter's lock, cannot be repeated with a new process, and needs a process g
 What faults of GPUs ask for, one by one:
 
 1. *32 connections*: ``cuda_start.py`` sets and checks it, and ``cuda_streams.py`` gives those that
-   wait, and those that must move meanwhile, a connection each. One stream of a rank waits for a
-   counter: the link's, on which nothing else is queued, or that of a stage that has nothing to do
-   before the slot is there.
+   wait, and those that must move meanwhile, a connection each. At most two streams of a rank wait
+   for a counter: the link's, on which only receipts are queued, and that of a stage that has
+   nothing to do before the slot is there.
 2. *Load and allocate first*: the kernel of a send has run once before the link is open, and the
    loops run every stage on every slot before they queue a wait.
 3. *No wait while idle*: not built. The policy rank keeps receipts queued, because a doorbell for
@@ -98,7 +98,7 @@ class PeerLink(CountedLink):
         super().__init__(out, shape, device, slots, places, make_puts)
 
     def close(self) -> bool:
-        """Release, wait for both streams, unmap; False when a stream does not move."""
+        """Release, wait for every stream that was used, unmap; False when one does not move."""
         if not super().close():
             return False
         self._theirs.close()

@@ -76,8 +76,13 @@ class Profiler:
         threading.Thread(target=self._prepare, name="profile", daemon=True).start()
 
     def _prepare(self) -> None:
-        _load()
-        self._log.on_take = self._ask
+        try:
+            _load()
+        except Exception:  # the top of a thread: whoever asks again may be luckier
+            logger.exception("the profiler cannot be loaded")
+            self._is_wanted = False
+        else:
+            self._log.on_take = self._ask
 
     def _ask(self) -> None:
         """Between two envelopes: begin as soon as nothing is queued."""
@@ -86,7 +91,8 @@ class Profiler:
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Looks for *ready*: bring-up is not to be disturbed."""
-        if line.get("name") == "phase" and line["phase"] == "ready":
+        is_ready = line.get("name") == "phase" and line["phase"] == "ready"
+        if is_ready and not self._is_wanted:  # else a signal was quicker
             self._left = self._config.after or 0
             self._log.on_take = self._count_down
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 SHIFT: Final = 2  # a quarter of what is new: one late envelope moves little
+LEAST_NS: Final = 1_000  # so that what is usually nothing can grow
 
 
 class Rhythm:
@@ -23,9 +24,9 @@ class Rhythm:
     def done(self, queued_ns: int, done_ns: int) -> None:
         """The envelope that was queued at ``queued_ns`` was done at ``done_ns``."""
         if queued_ns < self._done_ns:
-            self._gap_ns += (done_ns - self._done_ns - self._gap_ns) >> SHIFT
+            self._gap_ns = _towards(self._gap_ns, done_ns - self._done_ns)
         else:
-            self._alone_ns += (done_ns - queued_ns - self._alone_ns) >> SHIFT
+            self._alone_ns = _towards(self._alone_ns, done_ns - queued_ns)
         self._done_ns = done_ns
 
     def due_ns(self, queued_ns: int) -> int:
@@ -33,3 +34,10 @@ class Rhythm:
         if queued_ns < self._done_ns:
             return self._done_ns + self._gap_ns
         return queued_ns + self._alone_ns
+
+
+def _towards(usual_ns: int, seen_ns: int) -> int:
+    """A share of what is new; an outlier counts for twice the usual, or others would come late."""
+    if not usual_ns:
+        return seen_ns
+    return usual_ns + ((min(seen_ns, 2 * usual_ns + LEAST_NS) - usual_ns) >> SHIFT)

@@ -71,7 +71,7 @@ class Stage0Device(Paired):
     def enter(self, phase: str, **parts: Any) -> None:
         super().enter(phase, **parts)
         self._waits_for_input = self.pacing.name != "saturated"
-        # further ones than there are credits for only where input is never waited for
+        # many more than there are credits for only where input is never waited for
         limit = self.credits.d_in + 1 if self._waits_for_input else self._ahead
         self._most_underway = min(self._ahead, limit)
 
@@ -97,11 +97,14 @@ class Stage0Device(Paired):
 
     def may_start(self) -> bool:
         """Whether stage A may be queued: wanted, in bounds, and due."""
+        return self._has_room() and self.pacing.due(now_ns())
+
+    def _has_room(self) -> bool:
+        """Whether a further envelope is wanted, and in bounds."""
         return (
             len(self._underway) < self._most_underway
             and self.log.on_dry is None
             and self.may_begin()
-            and self.pacing.due(now_ns())
         )
 
     def start(self) -> None:
@@ -116,6 +119,8 @@ class Stage0Device(Paired):
     def finish(self) -> None:
         """Book, decode and emit the oldest envelope, whose events are all done."""
         one = self._underway.finish()
+        if self._underway:
+            self._underway.oldest.sent_ns = now_ns()  # for the watchdog: its turn begins
         flight, times = one.flight, one.times
         result = self._queueing.result(flight.index)
         book_rank0(
@@ -164,8 +169,7 @@ class Stage0Device(Paired):
         """What falls due by the clock alone, and can then be taken."""
         if (due_ns := self.source.next_due_ns()) is not None:
             yield due_ns
-        has_room = len(self._underway) < self._most_underway
-        if has_room and (due_ns := self.pacing.due_ns()) is not None:
+        if self._has_room() and (due_ns := self.pacing.due_ns()) is not None:
             yield due_ns
 
     def rest_until(self, until_ns: int) -> None:

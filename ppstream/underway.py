@@ -67,7 +67,7 @@ class Underway:
     def __init__(self, ledger: CreditLedger, clock: DeviceClock[Event], slots: int) -> None:
         self._clock = clock
         self._history = QueueHistory(ledger)
-        self._d_in = ledger.d_in
+        self._d_in, self._d_out = ledger.d_in, ledger.d_out
         self.ring = [Marks(*(Event() for _ in Marks._fields)) for _ in range(slots)]
         self._queued: deque[Queued] = deque()
         self._uncommitted: deque[Queued] = deque()  # of those, as far as is known
@@ -75,6 +75,7 @@ class Underway:
         self._received_ns = [0] * slots  # by index; of those whose receipt is known
         self._committed_ns = 0  # the newest commit that is known, and the newest receipt
         self._newest_received_ns = 0
+        self._received = 0  # receipts that are known
         self._rhythm = Rhythm()
         self._done_ns = 0  # the oldest was done, as ``is_oldest_done`` has found
 
@@ -116,9 +117,12 @@ class Underway:
         self._queued.popleft()
         received_ns = self._received_ns[one.flight.index % len(self.ring)]
         # what was learned by an older anchor of the clock may be some µs off against these
-        c0_ns = max(received_ns + 1, self._clock.past_ns(one.marks.c0))
+        c0_ns = self._clock.past_ns(one.marks.c0)
+        if (taker := one.flight.index + self._d_out) < self._received:  # of the place freed here
+            c0_ns = min(c0_ns, self._received_ns[taker % len(self.ring)])
+        c0_ns = max(received_ns + 1, c0_ns)
         c1_ns = max(c0_ns, self._done_ns)
-        a0_ns = self._clock.past_ns(one.marks.a0)
+        a0_ns = one.a1_ns - (one.marks.a1.ns_since(one.marks.a0) or 0)  # both are done
         one.times = Rank0Times(a0_ns, one.a1_ns, one.committed_ns, received_ns, c0_ns, c1_ns)
         self._history.add(c0_ns, Move.DECODE)
         self._history.book_until(c1_ns)
@@ -134,7 +138,9 @@ class Underway:
             at_ns = self._clock.host_ns(one.marks.received)
             if at_ns is None:
                 break
+            at_ns = max(at_ns, one.committed_ns + 1)  # which an older anchor may have put later
             self._received_ns[one.flight.index % len(self.ring)] = at_ns
+            self._received = one.flight.index + 1
             self._newest_received_ns = at_ns
             self._history.add(at_ns, Move.RECEIVE)
             self._unreceived.popleft()

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from ppstream.clock import NS_PER_S
-from ppstream.device_clock import RENEW_NS, DeviceClock
+from ppstream.device_clock import (
+    BRACKET_MAX_NS,
+    KEPT_NS,
+    RENEW_NS,
+    RETRY_NS,
+    TRIES,
+    DeviceClock,
+)
 
 BRACKET_NS = 8_000
 
@@ -99,3 +106,23 @@ def test_an_anchor_is_not_reused_while_it_is_the_present_one() -> None:
         clock.renew_when_due()
         clocks.host += 1_000
         assert abs(clock.past_ns(clocks.stamp()) - clocks.host) < 100
+
+
+def test_an_anchor_that_was_held_up_is_tried_again_soon() -> None:
+    good, bad = (0,) * TRIES, (10 * BRACKET_MAX_NS,) * TRIES
+    clocks = Clocks(noise=(*good, *bad, *good))
+    clock = DeviceClock(clocks, clocks.now)
+    clocks.host += RENEW_NS
+    assert not clock.renew_when_due()
+    assert abs(clock.past_ns(clocks.stamp()) - clocks.host) < 100
+    assert not clock.renew_when_due()  # not at once
+    clocks.host += RETRY_NS
+    assert clock.renew_when_due()
+    assert clock.state.bracket_ns == BRACKET_NS
+
+
+def test_a_bad_anchor_is_better_than_one_that_is_too_old() -> None:
+    clocks = Clocks(noise=(*(0,) * TRIES, *(10 * BRACKET_MAX_NS,) * 1000))
+    clock = DeviceClock(clocks, clocks.now)
+    clocks.host += KEPT_NS
+    assert clock.renew_when_due()

@@ -79,3 +79,14 @@ def test_a_client_that_dies_is_its_own_affair_and_a_broken_answer_is_told(server
     finally:
         close(broken)
     assert "KeyError" in caplog.text
+
+
+def test_an_error_of_ours_is_logged_and_a_client_that_leaves_is_not(caplog):
+    def missing():
+        raise FileNotFoundError(2, "no such file", "run.json")
+
+    server = HealthServer(0, Nothing(), missing)
+    with suppress(OSError):
+        urlopen(f"http://127.0.0.1:{server.port}/healthz", timeout=5)
+    assert close(server)
+    assert "run.json" in caplog.text

@@ -130,3 +130,36 @@ def test_without_a_profile_it_costs_the_log_one_question(tmp_path: Path) -> None
     )
     assert cost_s / 20_000 < 2e-6  # 0.02 us measured; the bound is for a machine that is busy
     assert json.loads((tmp_path / "log").read_text() or "{}") == {}
+
+
+def test_a_run_that_becomes_ready_while_it_is_profiled_goes_back_to_normal(tmp_path: Path) -> None:
+    log = TimestampLog(tmp_path / "log", EnvelopeRecord, 64, run_id="r", generation=0)
+    profiler = Profiler(ProfileConfig(wait=2, warmup=2, active=3, after=5), log, tmp_path, 0, 0)
+    log.watchers.append(profiler)
+    profiler.request()
+    wait_until_it_begins(profiler)
+    for number in range(40):
+        if number == 2:
+            log.event("phase", phase="ready")
+            assert log.flush()
+        log.commit(log.take())
+    log.close()
+    assert log.mode == "throughput"
+    assert len(list(tmp_path.glob("profile*"))) == 1
+
+
+def test_a_profiler_that_cannot_be_loaded_can_be_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise ImportError(name)
+
+    log = TimestampLog(tmp_path / "log", EnvelopeRecord, 8, run_id="r", generation=0)
+    profiler = Profiler(SHORT, log, tmp_path, 0, 0)
+    monkeypatch.setattr(profiling.importlib, "import_module", fail)
+    profiler.request()
+    deadline = time.monotonic() + 10
+    while profiler._is_wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    log.close()

@@ -7,6 +7,7 @@ import pytest
 from ppstream.credits import CreditLedger
 from ppstream.errors import ProtocolError
 from ppstream.queue_history import Move, QueueHistory
+from ppstream.timestamps import EnvelopeRecord
 
 
 def test_moves_are_booked_by_time_however_they_became_known() -> None:
@@ -20,7 +21,9 @@ def test_moves_are_booked_by_time_however_they_became_known() -> None:
     ):
         history.add(at_ns, move)
     history.book_until(40)
-    assert ledger.take_maxima() == (2, 1)
+    record = EnvelopeRecord()
+    ledger.book(record, 40)
+    assert (record.outstanding_max, record.q_decode_max) == (2, 1)
     assert ledger.outstanding_ns_total(40) == 10 + 2 * 10 + 10
     assert (ledger.outstanding, ledger.q_decode) == (1, 0)
 

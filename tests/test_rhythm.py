@@ -46,5 +46,13 @@ def test_one_late_envelope_moves_little_and_many_move_it_there() -> None:
     assert abs(rhythm.due_ns(last - 500) - (last + 300)) <= 3
 
 
+def test_an_outlier_does_not_make_those_behind_it_late() -> None:
+    rhythm = Rhythm()
+    last = settled(rhythm, 10_000)
+    rhythm.done(last - 500, last + 100 * GAP)
+    last += 100 * GAP
+    assert last < rhythm.due_ns(last - 500) <= last + 2 * GAP + 250
+
+
 def test_before_anything_is_known_it_is_due_at_once() -> None:
     assert Rhythm().due_ns(1234) == 1234

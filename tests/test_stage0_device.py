@@ -261,3 +261,20 @@ def test_the_policy_rank_leaves_with_its_waits_queued(build: Any) -> None:
     with build() as pipeline:
         pass  # leaving releases them: see __exit__
     assert not pipeline.failure
+
+
+def test_the_next_envelopes_time_begins_when_its_turn_does(build: Any) -> None:
+    with build() as pipeline:
+        pipeline.policy.act = lambda call: time.sleep(0.05)
+        pipeline.saturate()
+        late_ns = []
+        finish = pipeline.rank0.finish
+
+        def watched() -> None:
+            finish()
+            if pipeline.rank0._underway:
+                late_ns.append(now_ns() - pipeline.rank0._underway.oldest.sent_ns)
+
+        pipeline.rank0.finish = watched
+        pipeline.rank0.run(8)
+    assert max(late_ns) < 40_000_000  # less than one more B, though several stood queued before it

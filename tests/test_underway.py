@@ -19,6 +19,9 @@ class At:
     def __init__(self) -> None:
         self.ns: int | None = None
 
+    def ns_since(self, earlier: At) -> int | None:
+        return None if self.ns is None or earlier.ns is None else self.ns - earlier.ns
+
 
 class Clock:
     """Maps by an anchor that can be renewed a little off."""
@@ -38,9 +41,9 @@ class Clock:
 class Rig:
     """Two credits and two places among the results."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, d_in: int = 2, d_out: int = 2) -> None:
         patch.setattr(underway, "Event", At)
-        self.ledger, self.clock = CreditLedger(2, 2), Clock()
+        self.ledger, self.clock = CreditLedger(d_in, d_out), Clock()
         self.underway = Underway(self.ledger, self.clock, 9)  # type: ignore[arg-type]
 
     def add(self, index: int) -> Any:
@@ -118,3 +121,42 @@ def test_an_anchor_that_is_a_little_off_turns_no_order_round(rig: Rig) -> None:
     times = rig.finish().times
     assert (times.received, times.c0, times.c1) == (160, 161, 161)
     assert rig.ledger.statistics().emitted == 2
+
+
+def test_a_place_is_free_before_it_is_taken_whatever_the_anchor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, d_in=3, d_out=1)
+    first, second, third = (rig.add(index) for index in range(3))
+    happen(first, 10, 20, 50, 55, 100)
+    second.a1.ns, second.received.ns, second.c0.ns = 30, 57, 100
+    third.a1.ns, third.received.ns = 40, 102
+    rig.finish()
+    rig.clock.offset_ns = 5  # the third's receipt is known by the old anchor, c0 before it is not
+    happen(second, 20, 30, 57, 100, 150)
+    assert rig.finish().times.c0 == 102
+
+
+def test_a_result_comes_after_its_envelope_whatever_the_anchor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, d_in=1, d_out=1)
+    first, second = rig.add(0), rig.add(1)
+    happen(first, 10, 20, 50, 55, 60)
+    second.a1.ns = 61
+    rig.finish()
+    rig.clock.offset_ns = -40
+    happen(second, 52, 61, 95, 97, 99)
+    times = rig.finish().times
+    assert times.committed < times.received < times.c0 <= times.c1
+
+
+def test_a_duration_of_the_device_knows_no_anchor(rig: Rig) -> None:
+    first, second = rig.add(0), rig.add(1)
+    happen(first, 10, 20, 50, 55, 60)
+    second.a1.ns = 34
+    rig.finish()
+    rig.clock.offset_ns = 7
+    happen(second, 30, 34, 70, 75, 80)
+    times = rig.finish().times
+    assert times.a1 - times.a0 == 4
