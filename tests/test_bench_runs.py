@@ -79,7 +79,7 @@ def test_sigterm_leaves_with_blocks_as_ctrl_c_does() -> None:
 def test_bare_pipeline_overlaps_its_two_processes() -> None:
     found = bare_pipeline.measure(2.0, 4.0, 2.0, 1000, 20)
     assert found.stage1_ms >= 4.0
-    assert found.stage0_ms >= 4.0
+    assert found.stage0_ms >= 4.0 - 2 * 2.0 / 20  # the last envelopes are not followed by an A
     assert found.period_ms < 0.9 * (found.stage0_ms + found.stage1_ms)
 
 

@@ -6,9 +6,9 @@ import signal
 import time
 
 import pytest
-from multirank.ranks import Ranks
+from multirank.ranks import JUDGED_AGAIN, Ranks
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 
 SERVE_ON = ("service.duration_s=none",)
 
@@ -19,6 +19,7 @@ def finished(tmp_path_factory):
     before = set(os.listdir("/tmp"))
     with Ranks(tmp_path_factory.mktemp("logs")) as ranks:
         codes = ranks.wait()
+        assert codes != [31, 31], ranks.output()
         yield ranks, codes, set(os.listdir("/tmp")) - before
 
 

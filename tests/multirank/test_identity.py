@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from multirank.ranks import CONFIG, Ranks
+from multirank.ranks import CONFIG, JUDGED_AGAIN, Ranks
 
 from ppstream.recording import load_recording
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 
 ECHO = (
     "policy.target=ppstream_stages.echo:build",

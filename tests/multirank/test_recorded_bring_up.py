@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from multirank.ranks import Ranks
+from multirank.ranks import JUDGED_AGAIN, Ranks
 from recorded_runs import (
     CONFIG,
     arm_recording,
@@ -16,7 +16,7 @@ from recorded_runs import (
 
 from ppstream.recording import load_recording
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 
 #: The shipped configuration without its GPUs: stages that sleep, so that two busy cores are enough.
 ON_CPUS = (

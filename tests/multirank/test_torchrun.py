@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from multirank.ranks import CONFIG, Ranks, environment_without_ranks, free_port
+from multirank.ranks import CONFIG, JUDGED_AGAIN, Ranks, environment_without_ranks, free_port
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 
 
 def torchrun(log_root: Path, *settings: str, options: tuple[str, ...] = ()) -> list[str]:

@@ -6,12 +6,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from multirank.ranks import Ranks
+from multirank.ranks import JUDGED_AGAIN, Ranks
 from test_metrics import get
 
 from ppstream import block_report
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 
 TESTS = str(Path(__file__).resolve().parent.parent)
 ATTRIBUTION = (
