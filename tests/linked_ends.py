@@ -1,16 +1,34 @@
-"""Both ends of a counted link in one process."""
+"""Both ends of a link in one process, over a driver of threads."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import pytest
 import torch
+from fake_cuda import FakeDriver
 
+from ppstream import link_counted, memops
 from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
 from ppstream.link_device import device_slots, slot_count
+from ppstream.memops import CudaStream
 from ppstream.slots import LinkShape
 
 CPU = torch.device("cpu")
+D = TypeVar("D", bound=FakeDriver)
+
+
+@contextmanager
+def driven_by(fake: D, patch: pytest.MonkeyPatch) -> Iterator[D]:
+    """Counted links ask ``fake``; nothing that it did may have failed."""
+    patch.setattr(memops, "driver", lambda: fake)
+    patch.setattr(link_counted, "stream", lambda role: CudaStream())
+    patch.setattr("torch.cuda.synchronize", lambda device=None: None)
+    yield fake
+    fake.close()
+    assert not fake.failures, fake.failures
 
 
 def linked(shape: LinkShape, make_puts: Any = None) -> tuple[CountedLink, CountedLink]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from fake_cuda import FakeDriver, queue_call
 from fake_put import FakePuts
-from linked_ends import linked
+from linked_ends import driven_by, linked
 
-from ppstream import link_counted, link_latency, memops
+from ppstream import link_counted, link_latency
 from ppstream.errors import PeerLostError, ProtocolError
 from ppstream.link_counted import CountedLink
 from ppstream.link_device import BACK, FRONT
@@ -29,13 +29,8 @@ LIMIT_S = 10
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    fake = FakeDriver()
-    monkeypatch.setattr(memops, "driver", lambda: fake)
-    monkeypatch.setattr(link_counted, "stream", lambda role: CudaStream())
-    monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: None)
-    yield fake
-    fake.close()
-    assert not fake.failures, fake.failures
+    with driven_by(FakeDriver(), monkeypatch) as fake:
+        yield fake
 
 
 def ends(*, puts: bool) -> tuple[CountedLink, CountedLink]:
@@ -49,6 +44,16 @@ def wait_until_done(event: Event) -> None:
     while not event.is_done():
         assert time.monotonic() < until
         time.sleep(0.0005)
+
+
+def assert_the_first_arrives(front: CountedLink, back: CountedLink) -> None:
+    front.queue_header(0, (1, 2))
+    front.queue_send(0)
+    back.queue_receive(0)
+    done = Event()
+    back.receiving.record(done)
+    wait_until_done(done)
+    assert back.into[0].header.tolist() == [0, GENERATION, 1, 2]
 
 
 def set_counts(front: CountedLink, back: CountedLink, count: int) -> None:
@@ -158,13 +163,7 @@ def test_a_further_stream_waits_for_its_own_slot_alone(driver: FakeDriver) -> No
 
 def test_a_send_by_kernel_takes_its_header_along_without_a_copy(driver: FakeDriver) -> None:
     front, back = ends(puts=True)
-    front.queue_header(0, (1, 2))
-    front.queue_send(0)
-    back.queue_receive(0)
-    done = Event()
-    back.receiving.record(done)
-    wait_until_done(done)
-    assert back.into[0].header.tolist() == [0, GENERATION, 1, 2]
+    assert_the_first_arrives(front, back)
     assert front.out[0].header.tolist() == [0, 0, 0, 0]
 
 
@@ -190,13 +189,7 @@ def test_latency_is_half_a_round_trip_and_costs_no_index(driver: FakeDriver, put
     for one in (latency, *found):
         assert 1_000 < one.one_way_ns < 100_000_000
     front.out[0].tensors["x"].fill_(3)
-    front.queue_header(0, (1, 2))
-    front.queue_send(0)
-    back.queue_receive(0)
-    done = Event()
-    back.receiving.record(done)
-    wait_until_done(done)
-    assert back.into[0].header.tolist() == [0, GENERATION, 1, 2]
+    assert_the_first_arrives(front, back)
     assert (back.into[0].tensors["x"] == 3).all()
 
 

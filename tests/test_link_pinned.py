@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import FakeDriver
+from linked_ends import driven_by
 
-from ppstream import link_counted, memops
 from ppstream.link_device import BACK, FRONT
 from ppstream.link_pinned import PinnedLink
 from ppstream.links import LauncherStore
@@ -49,13 +49,8 @@ class PinningDriver(FakeDriver):
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[PinningDriver]:
-    fake = PinningDriver()
-    monkeypatch.setattr(memops, "driver", lambda: fake)
-    monkeypatch.setattr(link_counted, "stream", lambda role: CudaStream())
-    monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: None)
-    yield fake
-    fake.close()
-    assert not fake.failures, fake.failures
+    with driven_by(PinningDriver(), monkeypatch) as fake:
+        yield fake
 
 
 def opened() -> tuple[PinnedLink, PinnedLink]:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from fake_cuda import FakeDriver, queue_call
 from fake_put import FakePuts
-from linked_ends import linked
+from linked_ends import driven_by, linked
 
-from ppstream import link_counted, memops
 from ppstream.link_counted import CountedLink
 from ppstream.memops import CudaStream
 from ppstream.slots import LinkShape
@@ -27,14 +26,9 @@ LIMIT_S = 10
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    fake = FakeDriver()
-    monkeypatch.setattr(memops, "driver", lambda: fake)
-    monkeypatch.setattr(link_counted, "stream", lambda role: CudaStream())
     monkeypatch.setattr(link_rounds, "own_stream", lambda role: CudaStream())
-    monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: None)
-    yield fake
-    fake.close()
-    assert not fake.failures, fake.failures
+    with driven_by(FakeDriver(), monkeypatch) as fake:
+        yield fake
 
 
 def slowed(link: CountedLink, way_s: float) -> CountedLink:

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -42,7 +41,6 @@ SWITCH_INTERVAL_S: Final = 0.0005  # as both ranks set it
 US: Final = 1e-3  # per ns
 WARM: Final = 200  # envelopes
 RUN_ENVELOPES: Final = 4000  # of one bring-up: seconds, so that scrapes fall into it
-RANKS: Final = 2
 CLOCKS: Final = {"time": time.monotonic_ns, "CPU": time.process_time_ns}
 
 
@@ -67,10 +65,7 @@ class Scraper:
             if not self.on.is_set():
                 continue
             for port in self._ports:
-                began_ns = time.monotonic_ns()
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as a:
-                    a.read()
-                self.taken_ms.append((time.monotonic_ns() - began_ns) / 1e6)
+                self.taken_ms.append(metrics_in_runs.scrape_ms(port))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,7 +167,9 @@ def measure(
     pipeline = stack.enter_context(PipelineInProcess(config, NewestValues(), folder))
     logs = (pipeline.rank0.log, pipeline.policy_log)
     watch(config, pipeline, folder, stack)
-    scraper = Scraper([port_of(folder, rank) for rank in range(RANKS)], options.rate)
+    ports = metrics_in_runs.ports(folder)
+    assert len(ports) == metrics_in_runs.RANKS, "a rank does not say where it can be asked"
+    scraper = Scraper(ports, options.rate)
     stack.callback(scraper.close)
     watchers = [list(log.watchers) for log in logs]
     pipeline.saturate()
@@ -200,7 +197,7 @@ def scraping(scraper: Scraper) -> Iterator[None]:
 
 def watch(config: Any, pipeline: PipelineInProcess, folder: Path, stack: ExitStack) -> None:
     """Put onto both ranks what front.py and back.py put there."""
-    topology = {"world_size": RANKS, "d_in": 2, "d_out": 2, "threads": "serial"}
+    topology = {"world_size": metrics_in_runs.RANKS, "d_in": 2, "d_out": 2, "threads": "serial"}
     manifest = {"schema": "ppstream.log/1", "topology": topology}
     (folder / "run.json").write_text(json.dumps(manifest))
     run: Any = SimpleNamespace(run_id="bench", directory=folder)
@@ -208,12 +205,6 @@ def watch(config: Any, pipeline: PipelineInProcess, folder: Path, stack: ExitSta
     for rank, (log, ledger) in enumerate(ranks):
         Watching(config, run, log, stack, rank=rank, generation=0, credit_ledger=ledger)
         log.flush()
-
-
-def port_of(folder: Path, rank: int) -> int:
-    lines = (folder / f"rank{rank}.gen0.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    return next(int(e["port"]) for e in events if e.get("name") == "metrics")
 
 
 if __name__ == "__main__":

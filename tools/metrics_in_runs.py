@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple
@@ -66,18 +67,12 @@ class Onlooker:
                 return  # a rank has left
             if self._rate and time.monotonic() >= next_s:
                 next_s = time.monotonic() + 1 / self._rate
-                for port in _ports(self._ranks.directory):
+                for port in ports(self._ranks.directory):
                     self._ask(port)
 
     def _ask(self, port: int) -> None:
-        began_ns = time.monotonic_ns()
-        try:
-            address = f"http://127.0.0.1:{port}/metrics"
-            with urllib.request.urlopen(address, timeout=SCRAPE_LIMIT_S) as answer:
-                answer.read()
-        except OSError:
-            return  # the rank is leaving: what it answered before counts
-        self.taken_ms.append((time.monotonic_ns() - began_ns) / 1e6)
+        with suppress(OSError):  # the rank is leaving: what it answered before counts
+            self.taken_ms.append(scrape_ms(port))
 
 
 def bring_up(config: str, settings: Sequence[str], *, rate: float) -> Watched:
@@ -119,16 +114,28 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
-def _ports(directory: Path) -> list[int]:
+def scrape_ms(port: int) -> float:
+    """How long one page of metrics takes.
+
+    Raises:
+        OSError: the rank does not answer.
+    """
+    began_ns = time.monotonic_ns()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SCRAPE_LIMIT_S) as page:
+        page.read()
+    return (time.monotonic_ns() - began_ns) / 1e6
+
+
+def ports(directory: Path) -> list[int]:
     """Where the ranks of a run can be asked; those that say so already."""
-    ports = []
+    found = []
     for rank in range(RANKS):
         path = directory / f"rank{rank}.gen0.jsonl"
         for line in path.read_text().split("\n")[:-1][:20] if path.exists() else ():
             event = json.loads(line)
             if event.get("name") == "metrics":
-                ports.append(int(event["port"]))
-    return ports
+                found.append(int(event["port"]))
+    return found
 
 
 def in_turn(

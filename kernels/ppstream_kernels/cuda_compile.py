@@ -1,7 +1,7 @@
 """From a ``.cu`` file to a cubin, by NVRTC, once per architecture: no nvcc, no CUDA headers.
 
 A cubin is kept on disk, under a name made of all that it depends on, and beside its checksum.
-Nothing here needs a GPU or a driver; loading and launching are ``cuda_launch``'s.
+Nothing here needs a GPU or a driver; loading is ``cuda_load``'s, launching ``cuda_launch``'s.
 """
 
 from __future__ import annotations

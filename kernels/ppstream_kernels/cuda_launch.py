@@ -9,7 +9,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 
@@ -20,7 +20,8 @@ from ppstream_kernels.cuda_call import (
     Gpu,
     stream_address_at,
 )
-from ppstream_kernels.cuda_compile import Variant, cached_cubin, import_cuda
+from ppstream_kernels.cuda_compile import Variant, import_cuda
+from ppstream_kernels.cuda_load import load_kernels
 
 Addresses: TypeAlias = tuple[int, int, int, int]
 
@@ -141,17 +142,7 @@ def gpu(index: int) -> Gpu:
     return Gpu(about.multi_processor_count, (about.major, about.minor))
 
 
-_loaded: Final[list[Any]] = []  # what kernels belong to: they stay for the life of the process
-
-
 @cache
 def _load(variant: Variant, index: int) -> int:
     """The driver's handle of the kernel."""
-    major, minor = gpu(index).capability
-    cubin = cached_cubin(variant, f"sm_{major}{minor}")
-    with torch.cuda.device(index):
-        torch.cuda.set_device(index)  # makes the context, if nothing has yet
-        loaded = import_cuda("cuda.core").ObjectCode.from_cubin(cubin)
-        kernel = loaded.get_kernel("resample")
-    _loaded.append((loaded, kernel))
-    return int(kernel.handle)
+    return load_kernels(index, ("resample",), variant)["resample"]

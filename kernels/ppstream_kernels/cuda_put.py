@@ -16,7 +16,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import device as Device
 
-from ppstream_kernels.cuda_compile import Plain, cached_cubin, import_cuda
+from ppstream_kernels.cuda_compile import Plain, import_cuda
+from ppstream_kernels.cuda_load import load_kernels
 
 PUT: Final = Path(__file__).with_name("put.cu")
 HEADER_WORDS: Final = 16  # most
@@ -130,17 +131,7 @@ def _headers(words: int) -> struct.Struct:
     return struct.Struct(f"={1 + words}q")
 
 
-_loaded: Final[list[Any]] = []  # what kernels belong to: it stays for the life of the process
-
-
 @cache
 def _kernel(index: int) -> int:
     """The driver's handle of the kernel."""
-    about = torch.cuda.get_device_properties(index)
-    cubin = cached_cubin(Plain(), f"sm_{about.major}{about.minor}", source=PUT)
-    with torch.cuda.device(index):
-        torch.cuda.set_device(index)  # makes the context, if nothing has yet
-        loaded = import_cuda("cuda.core").ObjectCode.from_cubin(cubin)
-        kernel = loaded.get_kernel("put")
-    _loaded.append((loaded, kernel))
-    return int(kernel.handle)
+    return load_kernels(index, ("put",), Plain(), PUT)["put"]

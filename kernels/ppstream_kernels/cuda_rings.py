@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import device as Device
 
-from ppstream_kernels.cuda_compile import RINGS, Plain, cached_cubin, import_cuda
+from ppstream_kernels.cuda_compile import RINGS, Plain, import_cuda
+from ppstream_kernels.cuda_load import load_kernels
 
 TABLES: Final = 16  # kept: a window may stand between two of its reads while so many are written
 RECORD_WORDS: Final = 2  # number of the window and of its table, before the table
@@ -228,17 +229,7 @@ def _index(device: Device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-_loaded: Final[list[Any]] = []  # what kernels belong to: it stays for the life of the process
-
-
 @cache
 def _kernels(index: int) -> dict[str, int]:
     """The driver's handles of the kernels, by name."""
-    about = torch.cuda.get_device_properties(index)
-    cubin = cached_cubin(Plain(), f"sm_{about.major}{about.minor}", source=RINGS)
-    with torch.cuda.device(index):
-        torch.cuda.set_device(index)  # makes the context, if nothing has yet
-        loaded = import_cuda("cuda.core").ObjectCode.from_cubin(cubin)
-        kernels = {name: loaded.get_kernel(name) for name in _NAMES}
-    _loaded.append((loaded, kernels))
-    return {name: int(kernel.handle) for name, kernel in kernels.items()}
+    return load_kernels(index, _NAMES, Plain(), RINGS)
