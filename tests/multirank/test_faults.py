@@ -13,7 +13,7 @@ import pytest
 from drill_judging import Outcome
 from drill_launches import Launch
 from drill_logs import NOTHING_SENT
-from drill_processes import MARK
+from drill_processes import MARK, marked
 from drill_scene import Failed
 from fault_drill import CPU, GPU, QUICK, drill
 
@@ -66,6 +66,7 @@ def test_a_process_that_outlives_its_run_is_an_orphan(monkeypatch):
     mark = secrets.token_hex(8)
     process = subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: mark})
     try:
+        drill_torchrun.until("its environment to be there", 5.0, lambda: bool(marked(mark)))
         with pytest.raises(Failed, match="no orphan"):
             drill_torchrun.no_orphans(mark)
     finally:
