@@ -2,6 +2,7 @@
 
     python tools/bench_resample.py [--device cpu] [--calls 300] [--json FILE]
     python tools/bench_resample.py --device cuda [--quick] [--json FILE]
+        [--only shapes fused scaling launching] [--dtypes bfloat16 float32]
 
 On a GPU see bench_resample_cuda.py. On a CPU:
 
@@ -40,6 +41,8 @@ WARM_UP_CALLS = 20
 BATCHES = ((1, 500, 250, 270), (32, 500, 250, 14), (256, 100, 50, 32))  # B, N, T, D
 WINDOW = ((512, 14), (1024, 6), (2048, 8))  # ring size and D of a robot's three streams
 WINDOW_TARGETS = (16, 32, 64)
+PARTS = ("shapes", "fused", "scaling", "launching")  # on a GPU
+DTYPES = ("bfloat16", "float32")
 WAYS = ("plan", "op", "formula", "numpy")
 
 
@@ -65,7 +68,10 @@ def main() -> None:
     if arguments.device == "cuda":
         import bench_resample_cuda  # needs a GPU, cuda-core and Triton
 
-        report = bench_resample_cuda.measure(quick=arguments.quick)
+        quick: bool = arguments.quick
+        parts = arguments.only or [part for part in PARTS if not (quick and part == "scaling")]
+        dtypes = arguments.dtypes or (DTYPES[:1] if quick else DTYPES)
+        report = bench_resample_cuda.measure(parts, [getattr(torch, name) for name in dtypes])
         return write_audited(arguments.json, report, gpu_claims(report))
     about = {
         "machine": platform.processor() or platform.machine(),
@@ -113,6 +119,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--quick", action="store_true", help="on a GPU: bfloat16, no scaling")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="on a GPU: these parts")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="on a GPU: of shapes and fused")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

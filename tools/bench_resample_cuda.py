@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -44,31 +45,48 @@ SCALING: Final = {
 PEERS: Final = ("naive", "triton", "compile", "eager")
 SCALED_PEERS: Final = ("naive", "triton", "eager")  # compiling for 21 more shapes takes a minute
 FLOP_PER_VALUE: Final = 3  # weight * (second - first) + first
-HALVES, SINGLES = torch.bfloat16, torch.float32
+HALVES = torch.bfloat16
 Row = dict[str, Any]
 
 
-def measure(*, quick: bool = False) -> Row:
-    """Everything, printed as it comes, and returned for JSON."""
+def measure(parts: Sequence[str], dtypes: Sequence[torch.dtype]) -> Row:
+    """The asked ``parts``, printed as it comes, and returned for JSON."""
     about = _about()
     print("  ".join(f"{name} {value}" for name, value in about.items()))
     ceiling = _copy_bandwidth()
     print(f"torch.copy_ of 1 GiB: {ceiling:.0f} GB/s read and written")
-    dtypes = (HALVES,) if quick else (HALVES, SINGLES)
-    shapes = [_shape_row(shape, dtype, ceiling) for dtype in dtypes for shape in SHAPES]
-    means = {str(dtype): _means(shapes, dtype) for dtype in dtypes}
-    robots = [row for dtype in dtypes for row in fused_rows(dtype)]
-    scaling = {} if quick else {name: _scaling_rows(name) for name in SCALING}
-    launching = measure_launching()
-    return {
-        "about": about,
-        "copy_gb_s": ceiling,
-        "shapes": shapes,
-        "geometric_means": means,
-        "fused": robots,
-        "scaling": scaling,
-        "launching": launching,
-    }
+    report: Row = {"about": about, "copy_gb_s": ceiling, "shapes": []}
+    for part in parts:
+        began = time.perf_counter()
+        report |= _PARTS[part](dtypes, ceiling)
+        print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
+    return report
+
+
+def _shapes(dtypes: Sequence[torch.dtype], ceiling: float) -> Row:
+    rows = [_shape_row(shape, dtype, ceiling) for dtype in dtypes for shape in SHAPES]
+    means = {str(dtype): _means(rows, dtype) for dtype in dtypes}
+    return {"shapes": rows, "geometric_means": means}
+
+
+def _fused(dtypes: Sequence[torch.dtype], _: float) -> Row:
+    return {"fused": [row for dtype in dtypes for row in fused_rows(dtype)]}
+
+
+def _scaling(*_: object) -> Row:
+    return {"scaling": {name: _scaling_rows(name) for name in SCALING}}
+
+
+def _launching(*_: object) -> Row:
+    return {"launching": measure_launching()}
+
+
+_PARTS: Final[dict[str, Callable[[Sequence[torch.dtype], float], Row]]] = {
+    "shapes": _shapes,
+    "fused": _fused,
+    "scaling": _scaling,
+    "launching": _launching,
+}
 
 
 def _about() -> Row:

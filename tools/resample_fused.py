@@ -1,4 +1,7 @@
-"""All streams of a robot in one launch, against one launch per stream and a cat of them."""
+"""All streams of a robot in one launch, against one launch per stream and a cat of them.
+
+Single launches are our own, and naive kernels (one thread per element, a search each; values only).
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,16 @@ Row = dict[str, Any]
 
 
 def fused_rows(dtype: torch.dtype) -> Iterator[Row]:
-    """Every robot at every batch size, printed as it comes."""
-    for name in ROBOTS:
-        for rows in BATCHES:
-            yield _row(name, rows, dtype)
+    """Every robot at every batch size, printed as it comes, and the range at each batch size."""
+    for rows in BATCHES:
+        of_batch = [_row(name, rows, dtype) for name in ROBOTS]
+        own, naive = (sorted(row[f"vs_{way}"] for row in of_batch) for way in ("apart", "naive"))
+        print(
+            f"{dtype} B={rows}: fused against own singles + cat {own[0]:.2f}-{own[-1]:.2f}x, "
+            f"against naive singles + cat {naive[0]:.2f}-{naive[-1]:.2f}x",
+            flush=True,
+        )
+        yield from of_batch
 
 
 def _row(name: str, rows: int, dtype: torch.dtype) -> Row:
@@ -52,8 +61,9 @@ def _row(name: str, rows: int, dtype: torch.dtype) -> Row:
     }
     print(
         f"{row['dtype']:9}{name:9} B={rows:<4} fused {times['fused']:6.2f} floor {floor:6.2f} "
-        f"turned rings {times['turned']:6.2f}  apart {times['apart']:6.2f} = "
-        f"{row['vs_apart']:.2f}x  naive {times['naive']:6.2f} = {row['vs_naive']:.2f}x  "
+        f"turned rings {times['turned']:6.2f}  own singles + cat {times['apart']:6.2f} = "
+        f"{row['vs_apart']:.2f}x  naive singles + cat {times['naive']:6.2f} = "
+        f"{row['vs_naive']:.2f}x  "
         f"error {error:.0e}",
         flush=True,
     )

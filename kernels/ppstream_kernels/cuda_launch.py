@@ -67,8 +67,10 @@ class Prepared:
         self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
 
-class Launch:
-    """A launch with all its addresses, queued as often as wanted: one thread at a time.
+def make_queue(
+    prepared: Prepared, header: Addresses, streams: Sequence[Addresses]
+) -> Callable[[], None]:
+    """What queues a launch with all its addresses, as often as wanted: one thread at a time.
 
     Addresses are plain numbers: whoever queues a launch keeps the memory. The driver copies the
     arguments while it queues, also into a graph that is being captured.
@@ -78,42 +80,48 @@ class Launch:
         header: addresses of values, valid, age_s and tgt_ns.
         streams: addresses of values, stamps_ns, counts and heads of every stream of the call,
             served by this launch or not; 0 where absent.
+
+    Returns:
+        The call; it raises RuntimeError where the driver refuses the launch.
     """
+    memory = _memory(prepared, header, streams)
+    # Variables of a closure: attributes would cost a call a tenth of a microsecond.
+    at = ctypes.addressof(memory)
+    index, kernel, arguments_at = prepared.index, prepared.kernel, at + _CONFIG.size
+    current_device, current_stream = prepared.current_device, prepared.current_stream
+    launch_kernel = prepared.launch_kernel
+    written_stream = 0
 
-    __slots__ = ("_arguments_at", "_at", "_memory", "_prepared", "_stream")
-
-    def __init__(self, prepared: Prepared, header: Addresses, streams: Sequence[Addresses]) -> None:
-        memory = ctypes.create_string_buffer(prepared.memory, len(prepared.memory))
-        at = ctypes.addressof(memory)
-        _POINTER.pack_into(memory, _CONFIG.size, at + _CALL_AT)
-        HEADER_ADDRESSES.pack_into(memory, _CALL_AT, *header)
-        for position, s in enumerate(prepared.form.streams):
-            STREAM_ADDRESSES.pack_into(memory, _CALL_AT + stream_address_at(position), *streams[s])
-        self._prepared, self._memory, self._stream = prepared, memory, 0
-        self._at, self._arguments_at = at, at + _CONFIG.size
-
-    def queue(self) -> None:
-        """Queues the kernel.
-
-        Raises:
-            RuntimeError: the driver refuses it.
-        """
-        prepared = self._prepared
-        if prepared.current_device() != prepared.index:
-            with torch.cuda.device(prepared.index):
-                return self.queue()
-        stream = prepared.current_stream(prepared.index)
-        if stream != self._stream:
-            _POINTER.pack_into(self._memory, _STREAM_AT, stream)
-            self._stream = stream
-        error = prepared.launch_kernel(self._at, prepared.kernel, self._arguments_at, None)
+    def queue() -> None:
+        nonlocal written_stream
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return queue()
+        stream = current_stream(index)
+        if stream != written_stream:
+            _POINTER.pack_into(memory, _STREAM_AT, stream)
+            written_stream = stream
+        error = launch_kernel(at, kernel, arguments_at, None)
         if error == _INVALID_CONTEXT:
-            torch.cuda.set_device(prepared.index)
-            error = prepared.launch_kernel(self._at, prepared.kernel, self._arguments_at, None)
+            torch.cuda.set_device(index)
+            error = launch_kernel(at, kernel, arguments_at, None)
         if error != 0:
             name = import_cuda("cuda.bindings.driver").CUresult(error)
             raise RuntimeError(f"the driver refuses a launch of {prepared.size}: {name!r}")
         return None
+
+    return queue
+
+
+def _memory(
+    prepared: Prepared, header: Addresses, streams: Sequence[Addresses]
+) -> ctypes.Array[ctypes.c_char]:
+    memory = ctypes.create_string_buffer(prepared.memory, len(prepared.memory))
+    _POINTER.pack_into(memory, _CONFIG.size, ctypes.addressof(memory) + _CALL_AT)
+    HEADER_ADDRESSES.pack_into(memory, _CALL_AT, *header)
+    for position, s in enumerate(prepared.form.streams):
+        STREAM_ADDRESSES.pack_into(memory, _CALL_AT + stream_address_at(position), *streams[s])
+    return memory
 
 
 @cache

@@ -7,17 +7,15 @@ ready: the key holds every address and whatever else a launch depends on.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from ppstream_kernels import ops
-from ppstream_kernels.cuda_launch import Launch
-from ppstream_kernels.cuda_plan import Forms, Key, keep
+from ppstream_kernels.cuda_plan import Forms, Key, Queue, keep
 from ppstream_kernels.source import NO_LIMIT, Columns
-
-_KEY: Final = "CUDA"
 
 
 class _Kept(threading.local):
@@ -25,7 +23,7 @@ class _Kept(threading.local):
 
     def __init__(self) -> None:
         self.forms = Forms()
-        self.launches: dict[Key, Sequence[Launch]] = {}
+        self.queues: dict[Key, Queue] = {}
 
 
 _kept: Final = _Kept()
@@ -38,13 +36,10 @@ def _resample_out(
     out_values: Tensor,
     out_valid: Tensor,
     out_age_s: Tensor,
-    count: Tensor | None = None,
-    head: Tensor | None = None,
-    interpolation: str = "linear",
-    max_gap_ns: int = NO_LIMIT,
-    max_age_ns: int = NO_LIMIT,
+    *options: Any,
 ) -> None:
-    kept = _kept
+    """Of both ops; ``options`` begin with count, and those at the end may be missing."""
+    # Strides of a contiguous tensor follow from its shape, and asking for them takes longer.
     key: Key = (
         src.data_ptr(),
         src_ns.data_ptr(),
@@ -53,26 +48,46 @@ def _resample_out(
         out_valid.data_ptr(),
         out_age_s.data_ptr(),
         src.shape,
-        src.stride(),
+        src.is_contiguous() or src.stride(),
+        src_ns.is_contiguous() or src_ns.stride(),
+        tgt_ns.numel(),
+        tgt_ns.is_contiguous() or tgt_ns.stride(),
         src.dtype,
-        src_ns.stride(),
-        tgt_ns.shape,
-        tgt_ns.stride(),
-        tgt_ns.get_device(),
         out_values.dtype,
-        interpolation,
-        max_gap_ns,
-        max_age_ns,
-        None if count is None else (count.data_ptr(), count.stride()),
-        None if head is None else (head.data_ptr(), head.stride()),
+        tgt_ns.get_device(),
     )
-    launches = kept.launches.get(key)
-    if launches is None:  # [B, T] and [B, T, 1] are the same memory
-        one = Columns([src], [src_ns], [count], [head], [interpolation], [max_gap_ns], [max_age_ns])
-        launches = kept.forms.launches(one, tgt_ns, out_values, out_valid, out_age_s)
-        keep(kept.launches, key, launches)
-    for launch in launches:
-        launch.queue()
+    if options:
+        key += _options_key(*options)
+    kept = _kept
+    queue = kept.queues.get(key)
+    if queue is None:  # [B, T] and [B, T, 1] are the same memory
+        one = _columns(src, src_ns, *options)
+        queue = kept.forms.queue(one, tgt_ns, out_values, out_valid, out_age_s)
+        keep(kept.queues, key, queue)
+    queue()
+
+
+def _options_key(
+    count: Tensor | None,
+    head: Tensor | None = None,
+    interpolation: str = "linear",
+    max_gap_ns: int = NO_LIMIT,
+    max_age_ns: int = NO_LIMIT,
+) -> Key:
+    ring = [None if one is None else (one.data_ptr(), one.stride()) for one in (count, head)]
+    return *ring, interpolation, max_gap_ns, max_age_ns
+
+
+def _columns(
+    src: Tensor,
+    src_ns: Tensor,
+    count: Tensor | None = None,
+    head: Tensor | None = None,
+    interpolation: str = "linear",
+    max_gap_ns: int = NO_LIMIT,
+    max_age_ns: int = NO_LIMIT,
+) -> Columns:
+    return Columns([src], [src_ns], [count], [head], [interpolation], [max_gap_ns], [max_age_ns])
 
 
 def _resample_streams_out(
@@ -105,20 +120,24 @@ def _resample_streams_out(
         *max_age_ns,
     )
     kept = _kept
-    launches = kept.launches.get(key)
-    if launches is None:
+    queue = kept.queues.get(key)
+    if queue is None:
         many = Columns(values, stamps_ns, counts, heads, modes, max_gap_ns, max_age_ns)
-        launches = kept.forms.launches(many, tgt_ns, out_values, out_valid, out_age_s)
-        keep(kept.launches, key, launches)
-    for launch in launches:
-        launch.queue()
+        queue = kept.forms.queue(many, tgt_ns, out_values, out_valid, out_age_s)
+        keep(kept.queues, key, queue)
+    queue()
 
 
-_allocate_one = ops.allocating(ops.resample_fake, _resample_out, ops.GIVEN_TO_ONE)
-ops.LIBRARY.impl("resample", _allocate_one, _KEY)
-ops.LIBRARY.impl("resample_out", _resample_out, _KEY)
-_allocate_streams = ops.allocating(
-    ops.resample_streams_fake, _resample_streams_out, ops.GIVEN_TO_MANY
-)
-ops.LIBRARY.impl("resample_streams", _allocate_streams, _KEY)
-ops.LIBRARY.impl("resample_streams_out", _resample_streams_out, _KEY)
+_IMPLEMENTED: Final[dict[str, Callable[..., object]]] = {
+    "resample": ops.allocating(ops.resample_fake, _resample_out, ops.GIVEN_TO_ONE),
+    "resample_out": _resample_out,
+    "resample_options_out": _resample_out,
+    "resample_streams": ops.allocating(
+        ops.resample_streams_fake, _resample_streams_out, ops.GIVEN_TO_MANY
+    ),
+    "resample_streams_out": _resample_streams_out,
+}
+for _name, _implementation in _IMPLEMENTED.items():
+    ops.LIBRARY.impl(_name, _implementation, "CUDA")
+    # Nothing is differentiable: autograd need not look at the arguments, which takes it 0.1 µs.
+    ops.LIBRARY.impl(_name, torch.library.fallthrough_kernel, "AutogradCUDA")

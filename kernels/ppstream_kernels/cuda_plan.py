@@ -9,10 +9,11 @@ from typing import Final, TypeAlias, TypeVar
 from torch import Tensor
 
 from ppstream_kernels.cuda_call import make_forms
-from ppstream_kernels.cuda_launch import Addresses, Launch, Prepared, gpu
+from ppstream_kernels.cuda_launch import Addresses, Prepared, gpu, make_queue
 from ppstream_kernels.source import Columns
 
 Key: TypeAlias = tuple[Hashable, ...]
+Queue: TypeAlias = Callable[[], None]  # queues a call with all its addresses
 T = TypeVar("T")
 
 _MOST_KEPT: Final = 1024  # launches or forms: of a plan, and of the ops per thread
@@ -35,7 +36,7 @@ class CudaPlan:
 
     def __init__(self, columns: Columns, steps: int) -> None:
         self._columns, self._forms = columns, Forms()
-        self._launches: dict[Key, Sequence[Launch]] = {}
+        self._queues: dict[Key, Queue] = {}
 
     def run(self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor) -> None:
         """Queues the writing of every element of the last three, on torch's current stream."""
@@ -46,12 +47,11 @@ class CudaPlan:
             age_s.data_ptr(),
             values.dtype,
         )
-        launches = self._launches.get(key)
-        if launches is None:
-            launches = self._forms.launches(self._columns, tgt_ns, values, valid, age_s)
-            keep(self._launches, key, launches)
-        for launch in launches:
-            launch.queue()
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._forms.queue(self._columns, tgt_ns, values, valid, age_s)
+            keep(self._queues, key, queue)
+        queue()
 
     def bind(
         self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
@@ -66,10 +66,10 @@ class Forms:
     def __init__(self) -> None:
         self._of: dict[Key, Sequence[Prepared]] = {}
 
-    def launches(
+    def queue(
         self, columns: Columns, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
-    ) -> Sequence[Launch]:
-        """What writes the last three from ``columns``, until one of them lies elsewhere.
+    ) -> Queue:
+        """What queues the writing of the last three, until one tensor lies elsewhere.
 
         Outputs are values ``[B, T, sum of D]``, valid and age_s ``[B, T, S]``, contiguous;
         arguments are checked.
@@ -85,7 +85,18 @@ class Forms:
             keep(self._of, key, forms)
         header = (values.data_ptr(), valid.data_ptr(), age_s.data_ptr(), tgt_ns.data_ptr())
         streams = [_addresses(*stream) for stream in zip(*columns[:4], strict=True)]
-        return [Launch(form, header, streams) for form in forms]
+        return _one_after_another([make_queue(form, header, streams) for form in forms])
+
+
+def _one_after_another(queues: Sequence[Queue]) -> Queue:
+    if len(queues) == 1:
+        return queues[0]
+
+    def queue() -> None:
+        for one in queues:
+            one()
+
+    return queue
 
 
 def _prepare(columns: Columns, tgt_ns: Tensor, values: Tensor) -> list[Prepared]:

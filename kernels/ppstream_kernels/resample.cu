@@ -146,7 +146,7 @@ template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16
 template <class T, int N> __device__ __forceinline__ Pack<T, N> read(const T* from) {
     static_assert(sizeof(T) * N <= 16, "one word");
     typedef typename Word<sizeof(T) * N>::type W;
-    union { W word; Pack<T, N> pack; } both = {__ldg((const W*)from)};
+    union { W word; Pack<T, N> pack; } both = {*(const W*)from};
     return both.pack;
 }
 
@@ -170,6 +170,8 @@ __device__ __forceinline__ void write(T* to, const Pack<T, N>& pack, int store_b
 
 // Launched to overlap the end of what was queued before it (cuda_launch.py): nothing of that may be
 // read, and nothing that it may read be written, before this returns. Otherwise it does nothing.
+// That one may still have been writing when this launch began: it is no case for read-only loads
+// (__ldg, ld.global.nc), whose memory has to stay as it is for as long as a kernel runs.
 __device__ __forceinline__ void wait_for_forerunner() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -196,7 +198,7 @@ struct Ring {
         const int at = head + k;
         return at < slots ? at : at - slots;
     }
-    __device__ __forceinline__ i64 stamp_ns(int k) const { return __ldg(stamps_ns + slot(k) * stride); }
+    __device__ __forceinline__ i64 stamp_ns(int k) const { return stamps_ns[slot(k) * stride]; }
 };
 
 __device__ __forceinline__ int held_within(i64 number, int most) {
@@ -206,8 +208,8 @@ __device__ __forceinline__ int held_within(i64 number, int most) {
 __device__ __forceinline__ Ring open_ring(const Stream& s, u32 row) {
     Ring ring = {s.stamps_ns + row * s.stamp_row_stride, s.stamp_slot_stride, s.slots, s.slots, 0};
     if (!HAS(RINGS, RING_TURNED)) return ring;
-    if (s.counts) ring.count = held_within(__ldg(s.counts + row * s.count_stride), s.slots);
-    if (s.heads) ring.head = held_within(__ldg(s.heads + row * s.head_stride), s.slots - 1);
+    if (s.counts) ring.count = held_within(s.counts[row * s.count_stride], s.slots);
+    if (s.heads) ring.head = held_within(s.heads[row * s.head_stride], s.slots - 1);
     return ring;
 }
 
@@ -217,7 +219,7 @@ __device__ __forceinline__ void bring(i64* to, const i64* from) {
     const u32 shared_to = (u32)__cvta_generic_to_shared(to);
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_to), "l"(from) : "memory");
 #else
-    *to = __ldg(from);
+    *to = *from;
 #endif
 }
 
@@ -571,7 +573,7 @@ resample(const __grid_constant__ Call call) {
     const int at = from + threadIdx.x;
     Target target = {0, call.trust_column + stream_at, (int)threadIdx.x < tile.targets};
     if (target.is_mine)
-        target.ns = __ldg(call.tgt_ns + row * call.tgt_row_stride + at * call.tgt_stride);
+        target.ns = call.tgt_ns[row * call.tgt_row_stride + at * call.tgt_stride];
     const Ring ring = open_ring(s, row);
     if (s.ahead_bytes) ask_ahead(s, row, tile_at);
     target.trust += ((i64)row * call.targets + at) * call.trust_width;

@@ -76,12 +76,16 @@ def resample(
     """
     source = StreamSource(src, src_ns, count, head, mode, max_gap_ns, max_age_ns)
     check_call([source], tgt_ns)
-    limits_ns = (ops_limit_ns(max_gap_ns), ops_limit_ns(max_age_ns))
-    ring_and_limits = (count, head, mode, *limits_ns)
+    options = (count, head, mode, ops_limit_ns(max_gap_ns), ops_limit_ns(max_age_ns))
     if out is None:
-        return Resampled(*ops.resample(src, src_ns, tgt_ns, *ring_and_limits))
+        return Resampled(*ops.resample(src, src_ns, tgt_ns, *options))
     check_out(out, tuple(tgt_ns.shape), src.shape[2], tgt_ns.device)
-    ops.resample_out(src, src_ns, tgt_ns, *out, *ring_and_limits)
+    is_ring = count is not None or head is not None
+    is_limited = max_gap_ns is not None or max_age_ns is not None
+    if mode == "linear" and not is_ring and not is_limited:
+        ops.resample_out(src, src_ns, tgt_ns, *out)
+    else:
+        ops.resample_options_out(src, src_ns, tgt_ns, *out, *options)
     return Resampled(*out)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 from ppstream_kernels import StreamSource, cuda_launch, cuda_ops, cuda_plan
 from ppstream_kernels.cuda_call import HEADER_ADDRESSES, STREAM_ADDRESSES, Gpu, stream_address_at
 from ppstream_kernels.cuda_plan import CudaPlan
-from ppstream_kernels.source import to_columns
+from ppstream_kernels.source import NO_LIMIT, to_columns
 
 CONFIG = struct.Struct("=7I4x2QI4x")  # CUlaunchConfig: grid, block, shared; stream; attributes
 ATTRIBUTE = struct.Struct("=i4xi60x")  # CUlaunchAttribute with a number as its value
-STREAM_STRIDES_AT = STREAM_ADDRESSES.size
+Change: TypeAlias = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 KERNEL = 77
 
 
@@ -29,8 +29,8 @@ class Queued(NamedTuple):
     stream: int
     header: tuple[int, ...]  # values, valid, age_s, tgt_ns
     source: tuple[int, ...]  # values, stamps_ns, counts, heads of the first stream
-    strides: tuple[int, ...]  # of its values
     attributes: list[tuple[int, ...]]  # identifiers and values
+    call: bytes  # all of it, as far as the first stream
 
 
 class Driver:
@@ -47,13 +47,13 @@ class Driver:
         call_at = ctypes.c_uint64.from_address(arguments_at).value
         at = call_at + stream_address_at(0)
         source = STREAM_ADDRESSES.unpack(ctypes.string_at(at, STREAM_ADDRESSES.size))
-        strides = struct.unpack("=3q", ctypes.string_at(at + STREAM_STRIDES_AT, 24))
         header = HEADER_ADDRESSES.unpack(ctypes.string_at(call_at, HEADER_ADDRESSES.size))
         attributes = [
             ATTRIBUTE.unpack(ctypes.string_at(size[8] + at * ATTRIBUTE.size, ATTRIBUTE.size))
             for at in range(size[9])
         ]
-        self.queued.append(Queued(size[:3], size[7], header, source, strides, attributes))
+        call = ctypes.string_at(call_at, stream_address_at(1))
+        self.queued.append(Queued(size[:3], size[7], header, source, attributes, call))
         return 0
 
 
@@ -113,13 +113,78 @@ def test_a_call_is_launched_with_the_addresses_of_that_call(driver: Driver) -> N
     assert [one.source for one in driver.queued] == sources * 2
 
 
-def test_other_samples_in_the_same_memory_are_another_launch(driver: Driver) -> None:
-    src, src_ns, tgt_ns = samples(slots=8, dim=8)
+def seen_as(at: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Change:
+    """The same memory of the tensor at ``at`` seen with another shape."""
+    return lambda t: (*t[:at], t[at].as_strided(shape, strides), *t[at + 1 :])
+
+
+def read_as(at: int, dtype: torch.dtype) -> Change:
+    return lambda t: (*t[:at], t[at].view(dtype).view(-1)[:128].view(2, 8, 8), *t[at + 1 :])
+
+
+def both(one: Change, other: Change) -> Change:
+    return lambda t: other(one(t))
+
+
+def with_options(*options: object) -> Change:
+    return lambda t: (*t, *options)
+
+
+RING = torch.zeros(2, dtype=torch.int64)
+OTHER_CALLS: dict[str, Change] = {
+    "fewer rows": both(seen_as(0, (1, 8, 8), (64, 8, 1)), seen_as(2, (1, 8), (8, 1))),
+    "other slots": both(seen_as(0, (2, 4, 8), (32, 8, 1)), seen_as(1, (2, 4), (4, 1))),
+    "other dimensions": seen_as(0, (2, 8, 4), (32, 4, 1)),
+    "dimensions outside": seen_as(0, (2, 8, 8), (64, 1, 8)),
+    "rows that overlap": seen_as(0, (2, 8, 8), (8, 8, 1)),
+    "samples of another dtype": read_as(0, torch.bfloat16),
+    "the same stamps for all rows": seen_as(1, (2, 8), (0, 1)),
+    "stamps of rows side by side": seen_as(1, (2, 8), (1, 2)),
+    "fewer targets": seen_as(2, (2, 4), (4, 1)),
+    "the same targets for all rows": seen_as(2, (2, 8), (0, 1)),
+    "targets of rows side by side": seen_as(2, (2, 8), (1, 2)),
+    "values of another dtype": read_as(3, torch.float16),
+    "counts": with_options(RING),
+    "heads": with_options(None, RING),
+    "the same head for all rows": with_options(None, RING[:1].expand(2)),
+    "a mode": with_options(None, None, "nearest"),
+    "another mode": with_options(None, None, "previous"),
+    "a limit of gaps": with_options(None, None, "linear", 5),
+    "another limit of gaps": with_options(None, None, "linear", 6),
+    "a limit of ages": with_options(None, None, "linear", NO_LIMIT, 5),
+    "another limit of ages": with_options(None, None, "linear", NO_LIMIT, 6),
+}
+
+
+def test_calls_that_differ_in_the_same_memory_are_kept_apart(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, src_ns, tgt_ns = (torch.zeros(2, 8, 8), *torch.zeros(2, 2, 8, dtype=torch.int64))
+    usual = (src, src_ns, tgt_ns, *out_for(src, 8))
+    calls = [usual, *(change(usual) for change in OTHER_CALLS.values())]
+    for arguments in (*calls, *calls):
+        cuda_ops._resample_out(*arguments)
+    for arguments in calls:
+        monkeypatch.setattr(cuda_ops, "_kept", cuda_ops._Kept())
+        cuda_ops._resample_out(*arguments)
+    launched = iter([(one.grid, one.call) for one in driver.queued])
+    together, again, alone = ([next(launched) for _ in calls] for _ in range(3))
+    names = ["usual", *OTHER_CALLS]
+    assert dict(zip(names, together, strict=True)) == dict(zip(names, alone, strict=True))
+    assert again == together
+    assert len(set(alone)) == len(calls)
+
+
+def test_the_same_address_on_another_gpu_is_another_launch(driver: Driver) -> None:
+    class Elsewhere(Tensor):
+        def get_device(self) -> int:
+            return 1
+
+    src, src_ns, tgt_ns = samples()
     out = out_for(src, 5)
-    for seen in (src, src.transpose(1, 2), src):
-        cuda_ops._resample_out(seen, src_ns, tgt_ns, *out)
-    assert [one.strides for one in driver.queued] == [(64, 8, 1), (64, 1, 8), (64, 8, 1)]
-    assert {one.source[:2] for one in driver.queued} == {addresses(src, src_ns)}
+    for seen_ns in (tgt_ns, tgt_ns.as_subclass(Elsewhere), tgt_ns):
+        cuda_ops._resample_out(src, src_ns, seen_ns, *out)
+    assert len(cuda_ops._kept.queues) == 2
 
 
 def test_what_comes_again_is_not_made_again(
@@ -128,7 +193,7 @@ def test_what_comes_again_is_not_made_again(
     src, src_ns, tgt_ns = samples()
     out = out_for(src, 5)
     cuda_ops._resample_out(src, src_ns, tgt_ns, *out)
-    monkeypatch.setattr(cuda_plan, "Launch", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(cuda_plan, "make_queue", lambda *_: pytest.fail("made again"))
     cuda_ops._resample_out(src, src_ns, tgt_ns, *out)
     assert len(driver.queued) == 2
 
@@ -200,6 +265,18 @@ def test_streams_are_launched_with_the_addresses_of_that_call(driver: Driver) ->
     assert [one.source for one in driver.queued] == sources * 2
 
 
+@pytest.mark.parametrize(("streams", "targets", "launches"), [(24, 5, 1), (25, 5, 2), (3, 0, 0)])
+def test_a_call_takes_as_many_launches_as_its_streams_need(
+    driver: Driver, streams: int, targets: int, launches: int
+) -> None:
+    src, src_ns, tgt_ns = samples()
+    plan = CudaPlan(to_columns([StreamSource(src, src_ns)] * streams), targets)
+    out = (torch.empty(2, targets, 3 * streams), *torch.empty(2, 2, targets, streams))
+    for _ in range(2):
+        plan.run(tgt_ns[:, :targets].contiguous(), *out)
+    assert len(driver.queued) == 2 * launches
+
+
 def test_memory_of_kept_launches_is_bounded(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +285,7 @@ def test_memory_of_kept_launches_is_bounded(
     outputs = [out_for(src, 5) for _ in range(11)]
     for out in outputs:
         cuda_ops._resample_out(src, src_ns, tgt_ns, *out)
-        assert len(cuda_ops._kept.launches) <= 4
+        assert len(cuda_ops._kept.queues) <= 4
     assert [one.header[0] for one in driver.queued] == [out[0].data_ptr() for out in outputs]
 
 

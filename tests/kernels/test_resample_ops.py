@@ -30,14 +30,15 @@ def out_for(width: int, trust_shape: Sequence[int], device: str) -> tuple[torch.
     )
 
 
-@pytest.mark.parametrize("name", ["resample", "resample_out"])
+@pytest.mark.parametrize("name", ["resample", "resample_out", "resample_options_out"])
 def test_opcheck_accepts_the_op_for_one_stream(device: str, name: str) -> None:
     (source, _), tgt_ns = streams(device)
     given = (source.values, source.stamps_ns, tgt_ns)
     out = out_for(3, TRIO_SHAPES[0], device) if name.endswith("out") else ()
-    ring = (source.count, source.head, "linear", 100, NO_LIMIT)
-    torch.library.opcheck(getattr(ops, name), (*given, *out, *ring))
     torch.library.opcheck(getattr(ops, name), (*given, *out))
+    if name != "resample_out":
+        options = (source.count, source.head, "linear", 100, NO_LIMIT)
+        torch.library.opcheck(getattr(ops, name), (*given, *out, *options))
 
 
 @pytest.mark.parametrize("name", ["resample_streams", "resample_streams_out"])
@@ -45,6 +46,19 @@ def test_opcheck_accepts_the_op_for_several_streams(device: str, name: str) -> N
     sources, tgt_ns = streams(device)
     out = out_for(7, TRIO_SHAPES[1], device) if name.endswith("out") else ()
     torch.library.opcheck(getattr(ops, name), (*to_columns(sources), tgt_ns, *out))
+
+
+@pytest.mark.parametrize("option", ["count", "head", "mode", "max_gap_ns", "max_age_ns"])
+def test_each_option_holds_for_a_given_output(device: str, option: str) -> None:
+    (source, _), tgt_ns = streams(device)
+    given = (source.values, source.stamps_ns, tgt_ns)
+    ring = {"count": source.count, "head": source.head}
+    choice = {**ring, "mode": "previous", "max_gap_ns": 9, "max_age_ns": 4}[option]
+    fresh = resample(*given, **{option: choice})
+    written = resample(*given, **{option: choice}, out=out_for(3, TRIO_SHAPES[0], device))
+    plain = resample(*given, out=out_for(3, TRIO_SHAPES[0], device))
+    assert all(map(torch.equal, written, fresh))
+    assert not all(map(torch.equal, written, plain))
 
 
 def test_one_stream_compiles_without_a_graph_break(device: str) -> None:
@@ -57,6 +71,23 @@ def test_one_stream_compiles_without_a_graph_break(device: str) -> None:
     arguments = (source.values, source.stamps_ns, tgt_ns)
     compiled = torch.compile(window, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*arguments), window(*arguments))
+
+
+@pytest.mark.parametrize("max_gap_ns", [None, 9], ids=["plain", "with a limit"])
+def test_one_stream_into_a_given_output_compiles_without_a_graph_break(
+    device: str, max_gap_ns: int | None
+) -> None:
+    (source, _), tgt_ns = streams(device)
+    out = out_for(3, TRIO_SHAPES[0], device)
+
+    def window(values: torch.Tensor, out: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        resample(values, source.stamps_ns, tgt_ns, max_gap_ns=max_gap_ns, out=out)
+        return out[0] + 1
+
+    fresh = resample(source.values, source.stamps_ns, tgt_ns, max_gap_ns=max_gap_ns)
+    compiled = torch.compile(window, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(source.values, out), fresh.values + 1)
+    assert torch.equal(out[1], fresh.valid)
 
 
 def test_streams_into_a_given_output_compile_without_a_graph_break(device: str) -> None:
