@@ -1,11 +1,12 @@
-"""What limits a run right now: the report's own functions on the newest envelopes. Pure.
+"""What limits a run right now: the report's own functions on the newest envelopes.
 
-The answer is made anew every 5 s at most, whoever asks: judging 300 envelopes takes 10 ms.
+The answer is made anew every 5 s at most, whoever asks, and in pieces: judging 300 envelopes takes
+10 ms. The tally is to have counted them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +14,7 @@ import msgspec
 
 from ppstream.clock import NS_PER_S, now_ns
 from ppstream.log_lines import Line, parse_run
+from ppstream.pieces import Pieces
 from ppstream.scores import primary
 from ppstream.segments import select_window
 from ppstream.verdict import N_MIN, classify
@@ -20,6 +22,7 @@ from ppstream.verdict import N_MIN, classify
 if TYPE_CHECKING:
     from ppstream.clock import Clock
     from ppstream.tallies import Rank0Tally
+    from ppstream.timestamps import EnvelopeRecord
 
 CLASSES: Final = (
     "output-limited",
@@ -62,12 +65,20 @@ class LiveClass:
         records = list(tally.newest)
         if not records:
             return Found()
-        lines = [
-            Line(0, record.generation, "live", msgspec.to_builtins(record)) for record in records
-        ]
-        run = parse_run(dict(self._manifest()), lines)
+        pieces = Pieces()
+        run = parse_run(dict(self._manifest()), _lines(records, pieces))
+        pieces.pause()
         window = select_window(run, records[-1].phase)
         if window.n < N_MIN:  # so few say nothing yet
             return Found()
+        pieces.pause()
         score = primary(window, resampled=False)
+        pieces.pause()
         return Found(classify(window, score), {} if score is None else score.utilisation)
+
+
+def _lines(records: Iterable[EnvelopeRecord], pieces: Pieces) -> Iterator[Line]:
+    """As they are asked for: reading one takes 20 µs."""
+    for record in records:
+        pieces.pause()
+        yield Line(0, record.generation, "live", msgspec.to_builtins(record))

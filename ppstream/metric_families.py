@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client.core import (
@@ -11,8 +11,10 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.samples import Sample
 
-from ppstream.tallies import BUCKETS_NS, Histogram
+from ppstream.histograms import BUCKETS_NS, Histogram, Values, quantiles_ns
+from ppstream.pieces import Pieces
 
 S: Final = 1e-9  # per ns
 QUANTILES: Final = (0.5, 0.95, 0.99)
@@ -71,31 +73,53 @@ def dropped(found: Mapping[str, Mapping[str, float]]) -> Metric:
 def histogram(name: str, text: str, found: Histogram) -> Metric:
     """One distribution of durations, in seconds."""
     family = HistogramMetricFamily(name, text)
-    family.add_metric([], _buckets(found), found.sum_ns * S)
+    family.samples = _samples(name, {}, found)
     return family
 
 
 def histograms(name: str, text: str, label: str, found: Mapping[str, Histogram]) -> Metric:
     """One such distribution for each value of ``label``."""
     family = HistogramMetricFamily(name, text, labels=[label])
-    for key, one in sorted(found.items()):
-        family.add_metric([key], _buckets(one), one.sum_ns * S)
+    for key, one in found.items():
+        family.samples += _samples(name, {label: key}, one)
     return family
 
 
-def recent(name: str, text: str, label: str, found: Mapping[str, Histogram]) -> Metric:
+def recent(name: str, text: str, label: str, found: Mapping[str, Values]) -> Metric:
     """Exact quantiles of the newest values, where a histogram only knows its buckets."""
     family = GaugeMetricFamily(name, text, labels=[label, "quantile"])
-    for key, one in sorted(found.items()):
-        values_ns = one.quantiles_ns(QUANTILES)
-        for share, value_ns in zip(QUANTILES, values_ns, strict=bool(values_ns)):
+    for key, newest_ns in sorted(found.items()):
+        for share, value_ns in zip(QUANTILES, quantiles_ns(newest_ns, QUANTILES), strict=True):
             family.add_metric([key, f"{share:g}"], value_ns * S)
     return family
 
 
-def _buckets(found: Histogram) -> list[tuple[str, float]]:
-    total, buckets = 0, []
-    for edge, count in zip(EDGES, found.counts, strict=True):
-        total += count
-        buckets.append((edge, float(total)))
-    return buckets
+class _InPieces(list[Sample]):
+    """The samples of a family; whoever writes them out pauses between some."""
+
+    def __init__(self, samples: Iterable[Sample], pieces: Pieces) -> None:
+        super().__init__(samples)
+        self._pieces = pieces
+
+    def __iter__(self) -> Iterator[Sample]:
+        for sample in super().__iter__():
+            self._pieces.pause()
+            yield sample
+
+
+def in_pieces(families: Iterable[Metric]) -> Iterator[Metric]:
+    """The families as they are made, so that the loops run between a few samples and the next."""
+    pieces = Pieces()
+    for family in families:
+        family.samples = _InPieces(family.samples, pieces)
+        yield family
+
+
+def _samples(name: str, labels: dict[str, str], found: Histogram) -> list[Sample]:
+    """As the family's ``add_metric`` makes them, in a fraction of its time."""
+    bucket, totals = f"{name}_bucket", found.counts.cumsum().tolist()
+    return [
+        *(Sample(bucket, {**labels, "le": edge}, n) for edge, n in zip(EDGES, totals, strict=True)),
+        Sample(f"{name}_count", labels, totals[-1]),
+        Sample(f"{name}_sum", labels, found.sum_ns * S),
+    ]

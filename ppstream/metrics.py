@@ -1,7 +1,7 @@
 """Prometheus metrics of one rank: names, units and labels; nothing is computed before a scrape.
 
 A scrape reads what the log's drain thread tallied and every ``statistics()``, on the thread of the
-health server. The loops take no part. Durations are seconds; labels are bounded by ``tallies``.
+health server, in pieces. The loops take no part. Durations are seconds; labels are bounded.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class RankCollector(Collector):
         self._run = run
 
     def collect(self) -> Iterator[Metric]:
+        self._tally.count()
+        return show.in_pieces(self.families())
+
+    def families(self) -> Iterator[Metric]:
+        """Made one by one, as they are asked for."""
         yield from self.identity()
         yield from self.work()
         yield from self.trouble()
@@ -66,15 +71,17 @@ class RankCollector(Collector):
 
     def work(self) -> Iterator[Metric]:
         tally = self._tally
-        stages = dict(tally.stages)
         yield show.histograms(
-            "ppstream_stage_duration_seconds", "Time a stage is busy.", "stage", stages
+            "ppstream_stage_duration_seconds",
+            "Time a stage is busy.",
+            "stage",
+            tally.histograms.of("stage"),
         )
         yield show.recent(
             "ppstream_stage_duration_recent_seconds",
             "Quantiles of a stage's newest 1000 durations.",
             "stage",
-            stages,
+            tally.recent.copy(),
         )
         waits = {cause: waited_ns * S for cause, waited_ns in dict(tally.waits_ns).items()}
         yield show.counters(
@@ -114,7 +121,9 @@ class PolicyCollector(RankCollector):
         yield from super().work()
         tally = self._policy
         yield show.histogram(
-            "ppstream_residence_seconds", "Envelope complete to result committed.", tally.residence
+            "ppstream_residence_seconds",
+            "Envelope complete to result committed.",
+            tally.histograms.one("residence"),
         )
         yield show.counter("ppstream_idle_seconds", "Stage B without work.", tally.idle_ns * S)
         yield show.counter("ppstream_recompiles", "Graphs compiled in stage B.", tally.recompiles)
@@ -143,8 +152,8 @@ class Rank0Collector(RankCollector):
         self._live = live_class
         self._lease_s = lease_s
 
-    def collect(self) -> Iterator[Metric]:
-        yield from super().collect()
+    def families(self) -> Iterator[Metric]:
+        yield from super().families()
         yield from self.judged()
         yield from self.queues()
         yield from self.ages()
@@ -170,13 +179,12 @@ class Rank0Collector(RankCollector):
             "resource",
             found.utilisation,
         )
-        yield show.histogram(
-            "ppstream_period_seconds", "From one emit to the next of an epoch.", tally.period
-        )
-        yield show.histogram(
-            "ppstream_latency_seconds", "From the start of A to emit.", tally.latency
-        )
-        yield show.histogram("ppstream_link_seconds", "Both transfers of an envelope.", tally.link)
+        for span, text in (
+            ("period", "From one emit to the next of an epoch."),
+            ("latency", "From the start of A to emit."),
+            ("link", "Both transfers of an envelope."),
+        ):
+            yield show.histogram(f"ppstream_{span}_seconds", text, tally.histograms.one(span))
 
     def queues(self) -> Iterator[Metric]:
         now = self._credits.statistics()
@@ -189,7 +197,7 @@ class Rank0Collector(RankCollector):
             "ppstream_queue_wait_seconds",
             "Time in a queue: d_in before stage B, d_out before stage C.",
             "queue",
-            dict(self._rank0.queues),
+            self._rank0.histograms.of("queue"),
         )
 
     def ages(self) -> Iterator[Metric]:
@@ -198,15 +206,17 @@ class Rank0Collector(RankCollector):
             "ppstream_observation_age_seconds",
             "Age of a stream's newest sample at the end of its window.",
             "stream",
-            dict(tally.observation_ages),
+            tally.histograms.of("observation_age"),
         )
         yield show.histogram(
-            "ppstream_emit_age_seconds", "Since the newest sample used arrived.", tally.emit_age
+            "ppstream_emit_age_seconds",
+            "Since the newest sample used arrived.",
+            tally.histograms.one("emit_age"),
         )
         yield show.histogram(
             "ppstream_action_age_seconds",
             "Of executed chunks, observation to action; the robots' own measure.",
-            tally.action_age,
+            tally.histograms.one("action_age"),
         )
         yield show.gauge("ppstream_lease_seconds", "Age at which actions expire.", self._lease_s)
         yield show.counter(

@@ -1,76 +1,55 @@
 """What a rank's log has seen, counted for whoever looks at the running pipeline. Pure.
 
 The log's drain thread calls ``record`` and ``line`` for everything it writes; the loops never come
-here. ``metrics.py`` shows the counts. One thread writes, any thread reads: a reader may see one
-envelope half counted, never a torn number.
+here. Records are kept and counted ``CHUNK`` at a time with numpy, or when somebody who wants to
+look calls ``count``: one by one they would take ten times as much of the loops' interpreter.
+``metrics.py`` shows the counts. Any thread reads; no number is ever torn.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ppstream.histograms import LABELS_MAX, OTHER, Histograms, Recent, Values
+from ppstream.pieces import Pieces
 
 if TYPE_CHECKING:
     from ppstream.timestamps import EnvelopeRecord, Stage1Record
 
-#: Upper ends in ms: from a GPU's stage to one that misses every deadline. Dense where stages and
-#: ages lie, since a quantile is only as exact as the bucket it falls into.
-BUCKETS_MS: Final = (
-    *(0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 1, 1.5, 2, 3, 5, 7.5),
-    *(10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000),
-)
-BUCKETS_NS: Final = tuple(round(ms * 1e6) for ms in BUCKETS_MS)
-RECENT: Final = 1000  # values behind a live quantile, and the p99 needs that many
+CHUNK: Final = 512  # records: as many again would save little, and each is 2 KB that is kept
+BLOCK: Final = 64  # of them are read in one go: some 100 µs
 JUDGED: Final = 300  # envelopes that the live class is made from
-LABELS_MAX: Final = 64  # different values of one label; what comes later counts as OTHER
-OTHER: Final = "other"
 WAITS: Final = ("input", "credit", "slot", "result", "emit")
-_waits_of: Final = attrgetter(*(f"w_{wait}_ns" for wait in WAITS))
+STAGES: Final = ("A", "B", "C")
+QUEUES: Final = ("d_in", "d_out")
+SPANS: Final = ("link", "period", "latency", "emit_age")
 
-
-class Histogram:
-    """Counts by bucket, their sum in ns, and the newest ``RECENT`` values."""
-
-    __slots__ = ("counts", "recent", "sum_ns")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS_NS) + 1)  # the last one is above every bound
-        self.sum_ns = 0
-        self.recent: deque[int] = deque(maxlen=RECENT)
-
-    def add(self, value_ns: int) -> None:
-        self.counts[bisect_left(BUCKETS_NS, value_ns)] += 1
-        self.sum_ns += value_ns
-        self.recent.append(value_ns)
-
-    def quantiles_ns(self, shares: Iterable[float]) -> list[int]:
-        """Nearest-rank quantiles of the newest values; empty before the first."""
-        ordered = sorted(self.recent.copy())
-        return [
-            ordered[max(0, -int(-share * len(ordered) // 1) - 1)] for share in shares if ordered
-        ]
-
-
-class Histograms(dict[str, Histogram]):
-    """A histogram for each value of a label, ``LABELS_MAX`` at most."""
-
-    def __missing__(self, label: str) -> Histogram:
-        if len(self) >= LABELS_MAX and label != OTHER:
-            return self[OTHER]
-        return self.setdefault(label, Histogram())
+_drop_of: Final = attrgetter("drop")
+_ages_of: Final = attrgetter("input_age_ns")
 
 
 class Tally:
-    """What both kinds of rank count: phases, events, drops, robots and ledgers from lines."""
+    """What both kinds of rank count: phases, events, drops, robots and ledgers from lines.
 
-    def __init__(self, waits: Iterable[str]) -> None:
+    Args:
+        waits: causes, each the name of a wait.
+        numbers: fields of a record that are counted, those of the waits first.
+    """
+
+    def __init__(self, waits: Iterable[str], numbers: Sequence[str]) -> None:
         self.phase = "starting"
         self.verdict: str | None = None  # of bring-up
         self.overlap: float | None = None  # the score that bring-up proved
-        self.stages = Histograms()
+        self.histograms = Histograms()
+        self.recent = Recent()  # of the stages
         self.waits_ns = dict.fromkeys(waits, 0)
         self.link_ns = 0  # inside send and receive calls
         self.envelopes = 0
@@ -79,8 +58,18 @@ class Tally:
         self.faults: Counter[str] = Counter()
         self.ledger: Mapping[str, Any] = {}
         self.streams: Mapping[str, Any] = {}
-        self.action_age = Histogram()
         self.executed = 0  # action chunks that robots used
+        self._numbers_of = attrgetter(*numbers)
+        self._width = len(numbers)
+        self._records: list[Any] = []
+        self._action_ages_ns: list[int] = []
+        self._counting = threading.Lock()
+
+    def record(self, record: Any) -> None:
+        """One envelope that ended here, emitted or dropped."""
+        self._records.append(record)
+        if len(self._records) >= CHUNK:
+            self.count()
 
     def line(self, line: Mapping[str, Any]) -> None:
         """One line that is no envelope."""
@@ -89,10 +78,11 @@ class Tally:
             self._event(line)
         elif kind == "ledger":
             self.streams, self.ledger = line["streams"], line["envelopes"]
-        elif kind == "robot":
-            self.executed += bool(line["executed"])
-            if line["executed"]:  # a chunk that was superseded has no such age
-                self.action_age.add(line["age_ns"])
+        elif kind == "robot" and line["executed"]:  # a chunk that was superseded has no such age
+            self.executed += 1
+            self._action_ages_ns.append(line["age_ns"])
+            if len(self._action_ages_ns) >= CHUNK:
+                self.count()
 
     def _event(self, line: Mapping[str, Any]) -> None:
         name = str(line["name"])
@@ -104,119 +94,161 @@ class Tally:
         elif name == "verdict":
             self.verdict, self.overlap = str(line["verdict"]), line.get("overlap")
 
-    def drop(self, reason: str | None) -> None:
-        self.envelopes += 1
-        if reason is not None:
-            bump(self.drops, reason)
+    def count(self) -> None:
+        """Count what is kept; to be called before a look, by any thread."""
+        with self._counting:
+            pieces = Pieces()
+            records, ages_ns = take_all(self._records), take_all(self._action_ages_ns)
+            if ages_ns:
+                rows = np.repeat(self.histograms.rows("action_age"), len(ages_ns))
+                self.histograms.add(rows, np.array(ages_ns, np.float64))
+            if records:
+                drops = list(map(_drop_of, records))
+                for reason, found in Counter(filter(None, drops)).items():
+                    bump(self.drops, reason, found)
+                self._count(records, drops, self._columns(records, pieces))
+                self.envelopes += len(records)
+
+    def _columns(self, records: Sequence[Any], pieces: Pieces) -> Values:
+        """[numbers, n]; None becomes NaN."""
+        found = np.empty((self._width, len(records)))
+        for first in range(0, len(records), BLOCK):
+            block = records[first : first + BLOCK]
+            flat = chain.from_iterable(map(self._numbers_of, block))
+            numbers = np.fromiter(flat, np.float64, len(block) * self._width)
+            found[:, first : first + BLOCK] = numbers.reshape(-1, self._width).T
+            pieces.pause()
+        return found
+
+    def _count(self, records: list[Any], drops: list[str | None], columns: Values) -> None:
+        raise NotImplementedError
+
+    def _add_totals(self, totals: NDArray[np.float64]) -> None:
+        """Of the waits, and of the link."""
+        for wait, waited_ns in zip((*self.waits_ns,), totals[:-1], strict=True):
+            self.waits_ns[wait] += int(waited_ns)
+        self.link_ns += int(totals[-1])
 
 
 class Rank0Tally(Tally):
     """Rank 0: stages A, B and C, period, latency, queues, ages, deadlines."""
 
-    def __init__(self) -> None:
-        super().__init__(WAITS)
-        self.period = Histogram()
-        self.latency = Histogram()  # A's start to emit
-        self.link = Histogram()  # both transfers of an envelope
-        self.emit_age = Histogram()  # since the newest sample used came to rank 0
-        self.queues = Histograms()
-        self.observation_ages = Histograms()  # by stream, at the window's end
+    NUMBERS: Final = (
+        *(f"w_{wait}_ns" for wait in WAITS),
+        *("busy_link_ns", "epoch", "eA_ns", "eB_ns", "eC_ns", "B_ns", "residence_ns"),
+        *("tA0", "tA1", "tSend", "tRecv", "tDecode", "tEmit", "age_rank0_ns"),
+    )
+
+    def __init__(self, lease_ns: int) -> None:
+        super().__init__(WAITS, self.NUMBERS)
         self.misses = 0
         self.newest: deque[EnvelopeRecord] = deque(maxlen=JUDGED)
-        self._emit_before: tuple[int, int] | None = None  # epoch, tEmit
+        self._lease_ns = lease_ns
+        labelled = self.histograms.rows("stage", STAGES), self.histograms.rows("queue", QUEUES)
+        self._rows = np.concatenate((*labelled, *map(self.histograms.rows, SPANS)))
+        self._emit_before = (np.nan, np.nan)  # epoch, tEmit
 
-    def record(self, record: EnvelopeRecord) -> None:
-        """One envelope, emitted or dropped."""
-        self.drop(record.drop)
-        self.newest.append(record)
-        for wait, waited_ns in zip(WAITS, _waits_of(record), strict=True):
-            if waited_ns:
-                self.waits_ns[wait] += waited_ns
-        self.link_ns += record.busy_link_ns or 0
-        a_ns = record.eA_ns or span_ns(record.tA0, record.tA1)
-        b_ns = record.eB_ns or record.B_ns
-        for stage, taken_ns in (("A", a_ns), ("B", b_ns)):
-            if taken_ns is not None:
-                self.stages[stage].add(taken_ns)
-        self._queues(record)
-        if is_missed(record):
-            self.misses += 1
-        for stream, age_ns in (record.input_age_ns or {}).items():
-            if isinstance(age_ns := oldest(age_ns), int):
-                self.observation_ages[stream].add(age_ns)
-        if record.drop is None and record.tEmit is not None:
-            self._emitted(record, record.tEmit)
+    def _count(
+        self, records: list[EnvelopeRecord], drops: list[str | None], columns: Values
+    ) -> None:
+        self.newest.extend(records)
+        self._add_totals(_totals(columns[: len(WAITS) + 1]))
+        epoch, device_a, device_b, device_c, b, residence = columns[len(WAITS) + 1 : -7]
+        a0, a1, send, received, decode, emit, age = columns[-7:]
+        late = age > self._lease_ns  # certainly: the age counts from arrival here
+        if any(drops):
+            late |= np.array([drop == "expired" for drop in drops])
+            emit[[drop is not None for drop in drops]] = np.nan
+        self.misses += int(np.count_nonzero(late))
+        gone = np.isnan(emit)
+        device_c[gone] = age[gone] = np.nan
+        stages = (
+            _first(device_a, a1 - a0),
+            _first(device_b, b),
+            _first(device_c, emit - decode),
+        )
+        queued = np.maximum(residence - b, 0)
+        links = np.maximum(received - send - residence, 0)
+        periods = self._periods(epoch, emit)
+        values = (*stages, queued, decode - received, links, periods, emit - a0, age)
+        rows = np.repeat(self._rows, len(records))
+        self.histograms.add(rows, np.concatenate(values))
+        self._add_ages([ages for ages in map(_ages_of, records) if ages])
+        for stage, taken in zip(STAGES, stages, strict=True):
+            self.recent.add(stage, taken)
 
-    def _queues(self, record: EnvelopeRecord) -> None:
-        if record.residence_ns is not None and record.B_ns is not None:
-            self.queues["d_in"].add(max(0, record.residence_ns - record.B_ns))
-            if (away_ns := span_ns(record.tSend, record.tRecv)) is not None:
-                self.link.add(max(0, away_ns - record.residence_ns))
-        if (waited_ns := span_ns(record.tRecv, record.tDecode)) is not None:
-            self.queues["d_out"].add(waited_ns)
+    def _add_ages(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """By stream; where a window has several rows, the oldest."""
+        names = [*chain.from_iterable(said)]
+        if not names:
+            return
+        one = [*said[0]]
+        if names == one * len(said):  # a run's windows all have the same streams
+            rows = np.tile(self.histograms.rows("observation_age", one), len(said))
+        else:
+            rows = self.histograms.rows("observation_age", names)
+        ages = np.array([age for each in said for age in each.values()], np.float64)
+        self.histograms.add(rows, ages if ages.ndim == 1 else np.fmax.reduce(ages, axis=1))
 
-    def _emitted(self, record: EnvelopeRecord, emitted_ns: int) -> None:
-        if self._emit_before is not None and self._emit_before[0] == record.epoch:
-            self.period.add(emitted_ns - self._emit_before[1])
-        self._emit_before = record.epoch, emitted_ns
-        if (c_ns := record.eC_ns or span_ns(record.tDecode, emitted_ns)) is not None:
-            self.stages["C"].add(c_ns)
-        if (latency_ns := span_ns(record.tA0, emitted_ns)) is not None:
-            self.latency.add(latency_ns)
-        if record.age_rank0_ns is not None:
-            self.emit_age.add(record.age_rank0_ns)
+    def _periods(self, epoch: Values, emit: Values) -> Values:
+        """From one emit to the next of the same epoch; NaN where nothing is emitted."""
+        emitted = np.flatnonzero(emit == emit)
+        found = np.full(len(emit), np.nan)
+        if len(emitted):
+            names, ends = epoch[emitted], emit[emitted]
+            name, end = self._emit_before
+            same = names == np.concatenate(([name], names[:-1]))
+            found[emitted] = np.where(same, np.diff(ends, prepend=end), np.nan)
+            self._emit_before = names[-1], ends[-1]
+        return found
 
 
 class PolicyTally(Tally):
     """A policy rank: stage B, its waits, and what it must not do once warm."""
 
+    NUMBERS: Final = (
+        *("wait_input_ns", "wait_output_ns", "busy_link_ns", "idle_ns", "recompiles"),
+        *("eB_ns", "tB0", "tB1", "residence_ns"),
+    )
+
     def __init__(self) -> None:
-        super().__init__(("input", "output"))
-        self.residence = Histogram()  # envelope complete to result committed
+        super().__init__(("input", "output"), self.NUMBERS)
         self.idle_ns = 0
         self.recompiles = 0
+        self._rows = np.concatenate(
+            (self.histograms.rows("stage", "B"), self.histograms.rows("residence"))
+        )
 
-    def record(self, record: Stage1Record) -> None:
-        """One envelope that this rank answered."""
-        self.drop(record.drop)
-        b_ns = record.eB_ns or span_ns(record.tB0, record.tB1)
-        if b_ns is not None:
-            self.stages["B"].add(b_ns)
-        if record.residence_ns is not None:
-            self.residence.add(record.residence_ns)
-        self.waits_ns["input"] += record.wait_input_ns or 0
-        self.waits_ns["output"] += record.wait_output_ns or 0
-        self.link_ns += record.busy_link_ns or 0
-        self.idle_ns += record.idle_ns or 0
-        self.recompiles += record.recompiles or 0
+    def _count(self, records: list[Stage1Record], drops: list[str | None], columns: Values) -> None:
+        *totals, idle, recompiles = _totals(columns[:5])
+        self._add_totals(np.array(totals))
+        self.idle_ns += int(idle)
+        self.recompiles += int(recompiles)
+        device_b, b0, b1, residence = columns[5:]
+        taken = _first(device_b, b1 - b0)
+        rows = np.repeat(self._rows, len(records))
+        self.histograms.add(rows, np.concatenate((taken, residence)))
+        self.recent.add("B", taken)
 
 
-def bump(counter: Counter[str], label: str) -> None:
+def bump(counter: Counter[str], label: str, by: int = 1) -> None:
     """Count under ``label``, or under OTHER when there are too many labels already."""
-    counter[label if label in counter or len(counter) < LABELS_MAX else OTHER] += 1
+    counter[label if label in counter or len(counter) < LABELS_MAX else OTHER] += by
 
 
-def span_ns(start: int | None, end: int | None) -> int | None:
-    return None if start is None or end is None else end - start
+def take_all(kept: list[Any]) -> list[Any]:
+    """All of it, and gone from there; another thread may append meanwhile."""
+    taken = kept[:]
+    del kept[: len(taken)]
+    return taken
 
 
-def oldest(ages: Any) -> int | None:
-    """Of one row, or of several; None where no row has any."""
-    if isinstance(ages, list):
-        return max((age for age in ages if age is not None), default=None)
-    return ages if isinstance(ages, int) else None
+def _first(device: Values, host: Values) -> Values:
+    """The device's own measure where there is one."""
+    return np.where(device > 0, device, host)
 
 
-def is_missed(record: EnvelopeRecord) -> bool:
-    """Certainly too old on leaving rank 0: the age counts from arrival there."""
-    if record.drop == "expired":
-        return True
-    expires, ends = record.expires_ns, record.window_end_ns
-    if record.age_rank0_ns is None or expires is None or ends is None:
-        return False
-    if isinstance(expires, list) and isinstance(ends, list):
-        leases = [e - w for e, w in zip(expires, ends, strict=True) if e]
-        return bool(leases) and record.age_rank0_ns > min(leases)
-    return (
-        isinstance(expires, int) and isinstance(ends, int) and record.age_rank0_ns > expires - ends
-    )
+def _totals(columns: Values) -> NDArray[np.float64]:
+    """Sum of each row [rows, n]; faster than nansum, which copies."""
+    found: NDArray[np.float64] = np.add.reduce(columns, axis=1, where=columns == columns)
+    return found

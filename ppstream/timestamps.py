@@ -12,11 +12,11 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from copy import copy
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from ppstream.clock import now_ns
 
@@ -158,8 +158,8 @@ class TimestampLog:
         self._blank = record(
             kind=kind, run_id=run_id, generation=generation, lane=0, mode="throughput"
         )
-        self._ring = [copy(self._blank) for _ in range(size)]
-        self._spare = copy(self._blank)
+        self._ring = [replace(self._blank) for _ in range(size)]
+        self._spare = replace(self._blank)
         self._taken = 0
         self._drained = 0
         self._lines: deque[dict[str, Any]] = deque()
@@ -258,11 +258,11 @@ class TimestampLog:
                 break
             record.done = False
             records.append(record)
-            self._ring[self._drained % len(self._ring)] = copy(self._blank)
+            self._ring[self._drained % len(self._ring)] = replace(self._blank)
             self._drained += 1
         if lines or records:
-            batch = [self._encoder.encode(item) for item in (*lines, *records)]
-            self._write(b"\n".join(batch) + b"\n", len(batch))
+            batch = (*lines, *records)
+            self._write(self._encoder.encode_lines(batch), len(batch))
         for watcher in tuple(self.watchers):
             self._show(watcher, lines, records)
 

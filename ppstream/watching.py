@@ -13,6 +13,7 @@ import torch
 
 from ppstream import profiling
 from ppstream.attribution import Attribution, end_of_stream
+from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.memory_lines import MemoryLines
 from ppstream.profiling import Profiler
 from ppstream.tallies import PolicyTally, Rank0Tally, Tally
@@ -51,7 +52,7 @@ class Watching:
         self.collector: Rank0Collector | None = None
         self._who = {"run_id": run.run_id, "rank": str(rank), "generation": str(generation)}
         self._who |= {"name": config.name, "mode": config.mode}
-        self._lease_s = config.actions.lease_ms / 1000
+        self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
         stack.callback(MemoryLines(log).close)
         if config.mode == "throughput":
             Profiler(config.profile, log, run.directory, rank, generation).listen()
@@ -88,7 +89,7 @@ class Watching:
             tally = policy_tally = PolicyTally()
             collector = PolicyCollector(policy_tally, log, self._who)
         else:
-            tally = rank0_tally = Rank0Tally()
+            tally = rank0_tally = Rank0Tally(self._lease_ns)
             live = LiveClass(lambda: json.loads((directory / "run.json").read_text()))
             collector = self.collector = Rank0Collector(
                 rank0_tally,
@@ -96,7 +97,7 @@ class Watching:
                 self._who,
                 credit_ledger=credit_ledger,
                 live_class=live,
-                lease_s=self._lease_s,
+                lease_s=self._lease_ns / NS_PER_S,
             )
         log.watchers.append(tally)
         server = HealthServer(port, collector, lambda: self._health(tally))
@@ -105,6 +106,7 @@ class Watching:
         logger.info("metrics of rank %s: http://127.0.0.1:%d", self._who["rank"], server.port)
 
     def _health(self, tally: Tally) -> dict[str, Any]:
+        tally.count()
         return {
             **self._who,
             "phase": tally.phase,

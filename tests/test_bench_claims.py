@@ -128,7 +128,7 @@ GPU_LINK |= bench_link_gpu.costs_of(1 << 24, 50.0, 0.0018, 900)
 KERNEL = {"dtype": "float32", "shape": "1x2", "bytes": 2_000_000, "gb_s": 200.0}
 KERNEL |= {"us": {"ours": 10.0, "naive": 15.0}, "share_of_copy": 0.1, "vs_naive": 1.5}
 #: Of four pairs of blocks that differ by 1, 2, 4 and 9 us.
-BLOCKS = {"CPU, on": [11.0, 12.0, 14.0, 19.0], "CPU, off": [10.0] * 4}
+BLOCKS = {"CPU, scraped": [11.0, 12.0, 14.0, 19.0], "CPU, off": [10.0] * 4}
 PLAN = {
     "case": "x",
     "us": {"plan": {"p50": 5.0}, "formula": {"p50": 20.0}},
@@ -155,7 +155,7 @@ CASES: dict[str, Case] = {
     ),
     "pipeline": Case(bench_pipeline.claims_of, ([GPU_RAN],)),
     "link of GPUs": Case(bench_link_gpu.claims_of, ([GPU_LINK],)),
-    "watching": Case(bench_metrics.claims_of, (BLOCKS, {"CPU": 3.0}, 500)),
+    "watching": Case(bench_metrics.claims_of, (BLOCKS, {"CPU, scraped": 3.0}, 500)),
     "latency": Case(bench_latency.claims_of, (LATENCIES, PARTS, LIMITS)),
     "pipeline of CPUs": Case(bench_pipeline_cpu.claims_of, ([pipeline_row(ratio=10 / 9.5)],)),
     "link": Case(bench_link.claims_of, (LINKS,)),

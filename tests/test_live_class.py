@@ -1,7 +1,9 @@
-from test_tallies import envelope
+import pytest
+from test_tallies import MS, envelope
 
 from ppstream.clock import NS_PER_S, ManualClock
 from ppstream.live_class import MADE_ANEW_NS, LiveClass
+from ppstream.pieces import Pieces
 from ppstream.tallies import Rank0Tally
 
 TOPOLOGY = {"world_size": 2, "d_in": 2, "d_out": 2, "threads": "serial"}
@@ -9,9 +11,10 @@ MANIFEST = {"schema": "ppstream.log/1", "topology": TOPOLOGY}
 
 
 def tallied(envelopes: int, **changes: object) -> Rank0Tally:
-    tally = Rank0Tally()
+    tally = Rank0Tally(20 * MS)
     for seq in range(envelopes):
         tally.record(envelope(seq, **changes))
+    tally.count()
     return tally
 
 
@@ -25,13 +28,14 @@ def test_newest_envelopes_are_classified_as_the_report_would():
 
 def test_few_envelopes_say_nothing():
     assert LiveClass(lambda: MANIFEST).now(tallied(50)).name is None
-    assert LiveClass(lambda: MANIFEST).now(Rank0Tally()).name is None
+    assert LiveClass(lambda: MANIFEST).now(Rank0Tally(20 * MS)).name is None
 
 
 def test_only_the_newest_phase_counts():
     tally = tallied(200, phase="bring-up")
     for seq in range(200, 250):
         tally.record(envelope(seq))
+    tally.count()
     assert LiveClass(lambda: MANIFEST).now(tally).name is None
 
 
@@ -42,3 +46,13 @@ def test_answer_is_kept_for_a_while():
     assert live.now(tallied(300)).name is None
     clock.advance(MADE_ANEW_NS)
     assert live.now(tallied(300)).name == "input-limited"
+
+
+def test_judging_leaves_the_loops_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = []
+    monkeypatch.setattr(Pieces, "pause", lambda pieces: pauses.append(pieces))
+    tally = tallied(300)
+    pauses.clear()
+    assert LiveClass(lambda: MANIFEST).now(tally).name == "input-limited"
+    assert len(pauses) >= 300
+    assert len(set(pauses)) == 1

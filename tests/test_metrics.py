@@ -7,14 +7,19 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from ppstream import gpu_memory
+from ppstream import metric_families as show
 from ppstream.errors import ConfigError
 from ppstream.health import HealthServer
+from ppstream.histograms import Histograms
 from ppstream.metrics_gpu import memory_families
+from ppstream.pieces import Pieces
 from ppstream.session_records import SessionCounts
 from ppstream.watching import Watching
 
@@ -133,6 +138,33 @@ def test_buckets_add_up_and_are_seconds(watched: Watched) -> None:
 def test_series_are_few(watched: Watched) -> None:
     assert len(watched.samples(0)) < 600
     assert len(watched.samples(1)) < 200
+
+
+def test_a_scrape_leaves_the_loops_their_turns(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[Pieces] = []
+    monkeypatch.setattr(Pieces, "pause", lambda pieces: pauses.append(pieces))
+    assert len(watched.samples(0)) < len(pauses) + 60  # those of the process and of its garbage
+    pauses.clear()
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    url = f"http://127.0.0.1:{watched.ports[0]}/metrics"
+    with urllib.request.urlopen(urllib.request.Request(url, headers=accept), timeout=10) as page:
+        assert page.headers["Content-Type"].startswith("application/openmetrics-text")
+        assert page.read().endswith(b"# EOF\n")
+    assert len(pauses) > 300
+
+
+def test_samples_of_a_histogram_are_those_of_the_library() -> None:
+    found = Histograms()
+    found.add(found.rows("link").repeat(3), np.array([1e3, 2e6, 1e12]))
+    one = found.one("link")
+    totals = [float(total) for total in one.counts.cumsum()]
+    theirs = HistogramMetricFamily("name", "Text.", labels=["label"])
+    buckets = list(zip(show.EDGES, totals, strict=True))
+    theirs.add_metric(["value"], buckets, one.sum_ns * show.S)
+    assert show.histograms("name", "Text.", "label", {"value": one}) == theirs
+    assert totals[-1] == 3
 
 
 def test_health_is_json_and_readiness_follows_the_phase(watched: Watched) -> None:

@@ -6,37 +6,36 @@ from pathlib import Path
 
 import metrics_in_runs
 import pytest
-from metrics_in_runs import Watched
+from metrics_in_runs import Round, Watched
 
 from ppstream.claims import audit_claims
 
 SMALL = str(Path(__file__).parent / "multirank" / "small.toml")
 
 
-def pair(off_us: float, on_us: float) -> tuple[Watched, Watched]:
-    return (
-        Watched(off_us, 0.0, (0.0, 0.0), 100, []),
-        Watched(on_us, 0.0, (0.0, 0.0), 100, [5.0]),
-    )
+def ran(*periods_us: float) -> Round:
+    return Round(*(Watched(us, 0.0, (0.0, 0.0), 100, [5.0]) for us in periods_us))
 
 
 @pytest.mark.parametrize(
-    ("pairs", "expected"),
+    ("rounds", "tallies", "both"),
     [
-        ([pair(1000, 1004)], 0.004),
-        ([pair(1000, 1004), pair(1000, 1500), pair(1000, 990)], 0.004),  # the middle one
-        ([pair(1000, 1010), pair(500, 510)], 0.015),
+        ([ran(1000, 1001, 1004)], 0.001, 0.004),
+        ([ran(1000, 1020, 1004), ran(1000, 1030, 1500), ran(1000, 900, 990)], 0.02, 0.004),
+        ([ran(1000, 1000, 1010), ran(500, 501, 510)], 0.001, 0.015),
     ],
 )
-def test_the_cost_is_the_median_of_pairs_and_can_be_audited(
-    pairs: list[tuple[Watched, Watched]], expected: float
+def test_the_cost_is_the_median_of_rounds_and_can_be_audited(
+    rounds: list[Round], tallies: float, both: float
 ) -> None:
-    assert metrics_in_runs.cost(pairs) == pytest.approx(expected)
-    (target,) = metrics_in_runs.targets_of(pairs)
-    assert target.met == (expected <= 0.01)
-    claims = metrics_in_runs.claims_of(pairs)
+    assert metrics_in_runs.cost(rounds, "tallied") == pytest.approx(tallies)
+    assert metrics_in_runs.cost(rounds, "scraped") == pytest.approx(both)
+    met = [target.met for target in metrics_in_runs.targets_of(rounds)]
+    assert met == [tallies <= 0.01, both <= 0.01]
+    claims = metrics_in_runs.claims_of(rounds)
     assert all(finding.holds for finding in audit_claims(claims))
-    claims[0]["claimed"] += 0.01
+    for claim in claims:
+        claim["claimed"] += 0.01
     assert not any(finding.holds for finding in audit_claims(claims))
 
 

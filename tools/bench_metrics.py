@@ -1,13 +1,14 @@
 """What watching costs a loop: metrics and scrapes on against off, in blocks of one live run.
 
 Both ranks of a saturated pipeline run in this process, with stages that do no work, so whatever
-watching adds is added to every envelope. Off: no watcher, no scrape. On: both ranks tallied, and
-both scraped by a thread at the given rate (Prometheus asks every 5 to 15 s; the default here is
-twice a second). In ABBA order; the price is the median difference of paired blocks, in time and in
-CPU time of the process, which other users of the machine change less; it contains the client's.
+watching adds is added to every envelope. Off: no watcher, no scrape. Tallied: both ranks count.
+Scraped: both are asked, too, by a thread at the given rate (Prometheus asks every 5 to 15 s; the
+default here is twice a second). Every other round goes backwards. The price is the median of what a
+block takes more than its round's block with nothing on, in time and in CPU time of the process,
+which other users of the machine change less; it contains the client's.
 
-``--ranks bench_gpus`` measures real ranks instead, of any configuration: whole bring-ups with and
-without metrics in turn, and the share of the period that watching adds, which may be 1 %.
+``--ranks bench_gpus`` measures real ranks instead, of any configuration: whole bring-ups in turn,
+and the share of the period that watching adds, which may be 1 %.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ SWITCH_INTERVAL_S: Final = 0.0005  # as both ranks set it
 US: Final = 1e-3  # per ns
 WARM: Final = 200  # envelopes
 RUN_ENVELOPES: Final = 4000  # of one bring-up: seconds, so that scrapes fall into it
+WAYS: Final = ("off", "tallied", "scraped")
 CLOCKS: Final = {"time": time.monotonic_ns, "CPU": time.process_time_ns}
 
 
@@ -92,11 +94,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'us an envelope':24} {'p50':>8} {'p99':>8} {'max':>8} {'n':>5}")
     for name, found in spreads.items():
         print(f"{name:24} {found.p50:8.1f} {found.p99:8.1f} {found.max:8.1f} {found.n:5}")
-    added_us = {clock: added(blocks, clock) for clock in CLOCKS}
+    added_us = {
+        f"{clock}, {way}": added(blocks, clock, way) for clock in CLOCKS for way in WAYS[1:]
+    }
     scrape = spread(scrapes_ms or [0.0])
     print(
-        f"watching adds {added_us['CPU']:.1f} us of CPU time and {added_us['time']:+.1f} us to an "
-        f"envelope without any stage work, at {options.rate:g} scrapes a second of both ranks"
+        f"tallies add {added_us['CPU, tallied']:.1f} us of CPU time and "
+        f"{added_us['time, tallied']:+.1f} us to an envelope without any stage work; with "
+        f"{options.rate:g} scrapes a second of both ranks {added_us['CPU, scraped']:.1f} us and "
+        f"{added_us['time, scraped']:+.1f} us"
     )
     print(f"a scrape takes {scrape.p50:.1f} ms (p99 {scrape.p99:.1f}) while the loop runs")
     write_json(
@@ -116,44 +122,45 @@ def of_ranks(options: argparse.Namespace) -> int:
     print_environment(mode)
     settings = (f"bringup.envelopes={RUN_ENVELOPES}", *options.settings)
     with ending_cleanly():
-        pairs = metrics_in_runs.in_turn(
+        rounds = metrics_in_runs.in_turn(
             options.ranks, settings, rounds=options.rounds, rate=options.rate
         )
-    scrape = spread([ms for _, on in pairs for ms in on.scrapes_ms])
+    scrape = spread([ms for one in rounds for ms in one.scraped.scrapes_ms])
     print(f"a scrape takes {scrape.p50:.1f} ms (p99 {scrape.p99:.1f}) while the loop runs")
-    targets = metrics_in_runs.targets_of(pairs)
+    targets = metrics_in_runs.targets_of(rounds)
     print_targets(targets)
     write_json(
         options.json,
         mode,
         targets,
-        claims=metrics_in_runs.claims_of(pairs),
-        pairs=[[each._asdict() for each in pair] for pair in pairs],
+        claims=metrics_in_runs.claims_of(rounds),
+        rounds=[{way: each._asdict() for way, each in one._asdict().items()} for one in rounds],
         scrape_ms=asdict(scrape),
     )
     return 0
 
 
-def added(blocks: dict[str, list[float]], clock: str) -> float:
-    return median(differences(blocks, clock))
+def added(blocks: dict[str, list[float]], clock: str, way: str) -> float:
+    return median(differences(blocks, clock, way))
 
 
-def differences(blocks: dict[str, list[float]], clock: str) -> list[float]:
-    """On less off of each pair of blocks, in µs an envelope."""
-    pairs = zip(blocks[f"{clock}, on"], blocks[f"{clock}, off"], strict=True)
+def differences(blocks: dict[str, list[float]], clock: str, way: str) -> list[float]:
+    """``way`` less off of each round of blocks, in µs an envelope."""
+    pairs = zip(blocks[f"{clock}, {way}"], blocks[f"{clock}, off"], strict=True)
     return [on - off for on, off in pairs]
 
 
 def claims_of(
     blocks: dict[str, list[float]], added_us: dict[str, float], envelopes: int
 ) -> list[Claim]:
-    """What the median pair of blocks took more, over its envelopes; of two, both together."""
+    """What the median round's block took more, over its envelopes; of two, both together."""
     claims = []
-    for clock, claimed in added_us.items():
-        ordered = sorted(differences(blocks, clock))
+    for name, claimed in added_us.items():
+        clock, way = name.split(", ")
+        ordered = sorted(differences(blocks, clock, way))
         middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
         more_us = sum(difference * envelopes for difference in middle)
-        what = f"{clock} that watching adds to an envelope, us"
+        what = f"{clock} that being {way} adds to an envelope, us"
         claims.append(ratio(what, more_us, len(middle) * envelopes, claimed))
     return claims
 
@@ -174,17 +181,17 @@ def measure(
     watchers = [list(log.watchers) for log in logs]
     pipeline.saturate()
     pipeline.rank0.run(WARM)
-    found: dict[str, list[float]] = {f"{c}, {name}": [] for c in CLOCKS for name in ("off", "on")}
+    found: dict[str, list[float]] = {f"{c}, {way}": [] for c in CLOCKS for way in WAYS}
     for number in range(options.blocks):
-        for name in ("on", "off") if number % 2 else ("off", "on"):
+        for way in WAYS[:: -1 if number % 2 else 1]:
             for log, watching in zip(logs, watchers, strict=True):
                 log.flush()
-                log.watchers[:] = watching if name == "on" else []
-            with scraping(scraper) if name == "on" else ExitStack():
+                log.watchers[:] = [] if way == "off" else watching
+            with scraping(scraper) if way == "scraped" else ExitStack():
                 began_ns = [clock() for clock in CLOCKS.values()]
                 pipeline.rank0.run(options.block)
                 for began, (clock, read) in zip(began_ns, CLOCKS.items(), strict=True):
-                    found[f"{clock}, {name}"].append((read() - began) / options.block * US)
+                    found[f"{clock}, {way}"].append((read() - began) / options.block * US)
     return found, scraper.taken_ms
 
 

@@ -1,4 +1,4 @@
-"""What watching costs two real ranks: whole bring-ups in turn, with metrics and scrapes or without.
+"""What watching costs two real ranks: whole bring-ups in turn, with metrics, scrapes, or neither.
 
 For loops that need processes of their own, as those of two GPUs do. The period is the report's,
 the CPU time what the kernel booked for each process while its envelopes ran. Not a benchmark.
@@ -42,6 +42,18 @@ class Watched(NamedTuple):
     scrapes_ms: list[float]
 
 
+class Round(NamedTuple):
+    """One bring-up each way."""
+
+    off: Watched
+    tallied: Watched  # metrics on, nobody asks
+    scraped: Watched
+
+
+#: What is switched on, and what it is called.
+WAYS: Final = {"tallied": "tallies alone", "scraped": "tallies and scrapes"}
+
+
 class Onlooker:
     """Until it is closed: books the CPU time of both ranks and, at ``rate`` hertz, asks them."""
 
@@ -75,12 +87,14 @@ class Onlooker:
             self.taken_ms.append(scrape_ms(port))
 
 
-def bring_up(config: str, settings: Sequence[str], *, rate: float) -> Watched:
-    """One bring-up of ``config``; watched if ``rate``, in scrapes of both ranks a second, is not 0.
+def bring_up(
+    config: str, settings: Sequence[str], *, has_metrics: bool = True, rate: float = 0.0
+) -> Watched:
+    """One bring-up of ``config``, with ``rate`` scrapes of both ranks a second.
 
     Exits with the ranks' output when there is nothing to judge, or nobody could be asked.
     """
-    metrics = ("metrics.port=0",) if rate else ("metrics.port=none",)
+    metrics = ("metrics.port=0",) if has_metrics else ("metrics.port=none",)
     with tempfile.TemporaryDirectory(prefix="ppstream-bench-") as folder:
         with RankPair(Path(folder), config, (*BRING_UP_ONLY, *settings, *metrics)) as ranks:
             onlooker = Onlooker(ranks, rate)
@@ -138,39 +152,51 @@ def ports(directory: Path) -> list[int]:
     return found
 
 
-def in_turn(
-    config: str, settings: Sequence[str], *, rounds: int, rate: float
-) -> list[tuple[Watched, Watched]]:
-    """Pairs of a bring-up that is not watched and one that is, in ABBA order; each is printed."""
-    pairs = []
-    print(f"{'':4} {'period us':>10} {'p99':>8} {'CPU us':>7} {'':>7} {'n':>6} {'scrapes':>8}")
+def in_turn(config: str, settings: Sequence[str], *, rounds: int, rate: float) -> list[Round]:
+    """Every other round goes backwards through its ways; each bring-up is printed."""
+    found = []
+    print(f"{'':8} {'period us':>10} {'p99':>8} {'CPU us':>7} {'':>7} {'n':>6} {'scrapes':>8}")
+    asked = {"off": 0.0, "tallied": 0.0, "scraped": rate}
     for number in range(rounds):
-        rates = (0.0, rate) if number % 2 == 0 else (rate, 0.0)
-        pair = {rate: bring_up(config, settings, rate=rate) for rate in rates}
-        for at, one in pair.items():
+        ways = list(asked)[:: -1 if number % 2 else 1]
+        one = {}
+        for way in ways:
+            has_metrics = way != "off"
+            one[way] = bring_up(config, settings, has_metrics=has_metrics, rate=asked[way])
             print(
-                f"{'on' if at else 'off':4} {one.period_us:10.1f} {one.p99_us:8.1f} "
-                f"{one.cpu_us[0]:7.1f} {one.cpu_us[1]:7.1f} {one.envelopes:6} "
-                f"{len(one.scrapes_ms):8}",
+                f"{way:8} {one[way].period_us:10.1f} {one[way].p99_us:8.1f} "
+                f"{one[way].cpu_us[0]:7.1f} {one[way].cpu_us[1]:7.1f} {one[way].envelopes:6} "
+                f"{len(one[way].scrapes_ms):8}",
                 flush=True,
             )
-        pairs.append((pair[0.0], pair[rate]))
-    return pairs
+        found.append(Round(**one))
+    return found
 
 
-def cost(pairs: Sequence[tuple[Watched, Watched]]) -> float:
-    """Of the period: the median of the pairs."""
-    return median(on.period_us / off.period_us for off, on in pairs) - 1
+def share(one: Round, way: str) -> float:
+    """Of the period, that ``way`` adds."""
+    watched: Watched = getattr(one, way)
+    return watched.period_us / one.off.period_us - 1
 
 
-def targets_of(pairs: Sequence[tuple[Watched, Watched]]) -> list[Target]:
-    return [Target("share of the period that watching adds", COST_MAX, cost(pairs))]
+def cost(rounds: Sequence[Round], way: str) -> float:
+    """The median of the rounds."""
+    return median(share(one, way) for one in rounds)
 
 
-def claims_of(pairs: Sequence[tuple[Watched, Watched]]) -> list[Claim]:
-    """The middle pair's periods, or of two middle ones their mean, give the cost."""
-    ordered = sorted(pairs, key=lambda pair: pair[1].period_us / pair[0].period_us)
-    middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
-    ratios = [on.period_us / off.period_us for off, on in middle]
-    what = "share of the period that watching adds"
-    return [ratio(what, sum(ratios) - len(ratios), len(ratios), cost(pairs))]
+def targets_of(rounds: Sequence[Round]) -> list[Target]:
+    return [
+        Target(f"share of the period that {name} add", COST_MAX, cost(rounds, way))
+        for way, name in WAYS.items()
+    ]
+
+
+def claims_of(rounds: Sequence[Round]) -> list[Claim]:
+    """The middle round's periods, or of two middle ones their mean, give the cost."""
+    claims = []
+    for way, name in WAYS.items():
+        ordered = sorted(share(one, way) for one in rounds)
+        middle = ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+        what = f"share of the period that {name} add"
+        claims.append(ratio(what, sum(middle), len(middle), cost(rounds, way)))
+    return claims
