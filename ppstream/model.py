@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Final
 
 #: Relative slack when a ratio that should be a whole number of credits is rounded up.
 _ROUNDING: Final = 1e-9
+#: Envelopes until queues have filled, and as many to take a mean of.
+_SETTLED: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,39 @@ def latency(times: StageTimes, form: PipelineForm) -> float | None:
     if times.c >= p:
         return (ahead + form.d_out) * p - times.x_out + times.c
     return ahead * p + times.c
+
+
+@dataclass(frozen=True, slots=True)
+class Deeper:
+    """What a larger D_in would give."""
+
+    d_in: int
+    gain: float  # of the period
+    older: float  # mean age of what is emitted; below zero: it is younger
+    is_worth: bool  # the gain is one that the model can tell
+
+
+def deeper(times: StageTimes, form: PipelineForm, error: float) -> Deeper | None:
+    """The smallest D_in that W* betters by no more than ``error``; None: W* is reached.
+
+    Where that is the D_in there is, nothing is worth its price, and W* itself is shown.
+    """
+    star = window_star(times, form)
+    if form.d_in >= star:
+        return None
+    forms = [replace(form, d_in=depth) for depth in range(form.d_in, star + 1)]
+    periods = [period(times, deep) for deep in forms]
+    enough = next(n for n, found in enumerate(periods) if found - periods[-1] <= error)
+    to = enough or -1
+    older = _settled_latency(times, forms[to]) - _settled_latency(times, form)
+    return Deeper(forms[to].d_in, periods[0] - periods[to], older, is_worth=enough > 0)
+
+
+def _settled_latency(times: StageTimes, form: PipelineForm) -> float:
+    """Mean tEmit - tA0 of a saturated run, also where no closed form is known."""
+    run = recurrence([times] * (2 * _SETTLED + 1), form)
+    counted = slice(_SETTLED, -1)  # no A follows the last one
+    return fmean(c1 - a0 for a0, c1 in zip(run.a0[counted], run.c1[counted], strict=True))
 
 
 @dataclass(frozen=True, slots=True)

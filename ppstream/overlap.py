@@ -7,10 +7,12 @@ prints. The parts stand in their own files: ``segments`` (what is measured), ``s
 
 from __future__ import annotations
 
+from typing import Final
+
 from ppstream.audits import audit_all
 from ppstream.device_times import clocks_seen, stages_on_device
 from ppstream.memory_use import memory_use
-from ppstream.model import limiting_term, period, window_star
+from ppstream.model import deeper, limiting_term, period, window_star
 from ppstream.records import RunLog
 from ppstream.run_report import OldestAction, RunReport, Service
 from ppstream.safety import queue_maxima, safety_counts
@@ -25,6 +27,9 @@ from ppstream.standing import (
 )
 from ppstream.statements import Findings, Model, statements
 from ppstream.verdict import OVERLAP_MIN, Evidence, Gate, classify, decide
+
+MODEL_ERROR: Final = 0.03  # of the period: the closed form is good for that on healthy runs
+MODEL_ERROR_NS: Final = 20_000  # where stages are short
 
 
 def judge(
@@ -109,11 +114,14 @@ def _model(score: Primary | None, window: Window) -> Model | None:
     period_ns = period(score.times, form)
     if period_ns <= 0:
         return None
+    gap = score.period_ns / period_ns - 1
+    error_ns = max(MODEL_ERROR_NS, max(MODEL_ERROR, abs(gap)) * period_ns)
     return Model(
         period_ns=period_ns,
-        gap=score.period_ns / period_ns - 1,
+        gap=gap,
         w_star=window_star(score.times, form),
         formula=limiting_term(score.times, form),
+        deeper=deeper(score.times, form, error_ns),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ppstream.model import PipelineForm
+from ppstream.model import Deeper, PipelineForm
 from ppstream.scores import (
     COMPAT_SCORE_MIN,
     STAGE_MIN_NS,
@@ -38,6 +38,7 @@ class Model:
     gap: float  # measured / expected - 1
     w_star: int
     formula: str
+    deeper: Deeper | None  # what a D_in up to W* would give
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +182,24 @@ def _depth(f: Findings) -> Iterator[str]:
 def _depth_advice(model: Model, form: PipelineForm) -> str:
     if form.is_unpipelined:
         return "depth does not help a loop that decodes before it sends"
-    if form.d_in < model.w_star:
-        return f"raise D_in from {form.d_in} to {model.w_star}: more envelopes have to be in flight"
-    if form.d_in > model.w_star:
-        deep = form.d_in - model.w_star
+    if deep := model.deeper:
+        gain, price = f"{deep.gain / model.period_ns:.0%}", "actions of the same age"
+        if abs(deep.older) >= SAME * model.period_ns:
+            age = "older" if deep.older > 0 else "younger"
+            price = f"actions {_ms(abs(deep.older))} ms {age}"
+        if deep.is_worth:
+            return (
+                f"raise D_in from {form.d_in} to {deep.d_in}: the model expects {gain} less period "
+                f"with more envelopes in flight, for {price}"
+            )
         return (
-            f"D_in {form.d_in} is {deep} too deep: {model.w_star} would give the same period "
+            f"D_in {form.d_in} is deep enough: {deep.d_in} would gain {gain}, less than the model "
+            f"can tell, for {price}"
+        )
+    if form.d_in > model.w_star:
+        excess = form.d_in - model.w_star
+        return (
+            f"D_in {form.d_in} is {excess} too deep: {model.w_star} would give the same period "
             "with fresher actions, jitter aside"
         )
     return f"D_in {form.d_in} is just deep enough"

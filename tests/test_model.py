@@ -7,8 +7,10 @@ import random
 import pytest
 
 from ppstream.model import (
+    Deeper,
     PipelineForm,
     StageTimes,
+    deeper,
     latency,
     limiting_term,
     period,
@@ -116,6 +118,34 @@ def test_depth_beyond_w_star_never_shortens_the_period() -> None:
         assert at(enough) == pytest.approx(at(enough + 10))
         if enough > 1:
             assert at(enough - 1) > at(enough)
+
+
+@pytest.mark.parametrize(
+    ("d_in", "error", "found"),
+    [
+        (1, 0.1, Deeper(2, gain=5, older=5, is_worth=True)),
+        (1, 6, Deeper(2, gain=5, older=5, is_worth=False)),
+        (2, 0.1, None),
+    ],
+)
+def test_a_deeper_queue_has_its_gain_and_its_price(
+    d_in: int, error: float, found: Deeper | None
+) -> None:
+    form = PipelineForm("split", d_in=d_in)
+    assert deeper(EXAMPLE, form, error) == found
+
+
+def test_no_depth_is_advised_for_what_the_model_cannot_tell() -> None:
+    times = StageTimes(a=5, b=10, c=1, x_in=2.6, x_out=2.6)  # the loop is more than 2 * B
+    assert window_star(times, PipelineForm("split")) == 3
+    first = deeper(times, PipelineForm("split", d_in=1), 0.5)
+    assert first is not None
+    assert (first.d_in, first.is_worth) == (2, True)  # 3 would gain 0.1 more
+    second = deeper(times, PipelineForm("split", d_in=2), 0.5)
+    assert second is not None
+    assert (second.d_in, second.is_worth) == (3, False)
+    assert second.gain == pytest.approx(0.1)
+    assert second.older == pytest.approx(30 - 20.2)
 
 
 def test_decode_first_does_not_gain_from_depth() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_runs import GoldenRun, ms, period_17, simulate, stages
+from golden_runs import GoldenRun, jittered, ms, period_17, simulate, stages
 from judging import sentence
 
 from ppstream.model import PipelineForm
@@ -243,7 +243,23 @@ def test_headline_reads_as_the_contract_shows() -> None:
     [
         (simulate(stages(c=20), PipelineForm("split")), "rank 0 sets", "C is busy 100% of it"),
         (simulate(), "the policy sets", "only a faster B helps"),
-        (simulate(form=PipelineForm(d_in=1)), "raise D_in from 1 to 2", "in flight"),
+        (simulate(form=PipelineForm(d_in=1)), "raise D_in from 1 to 2", "33% less period"),
+        (simulate(form=PipelineForm(d_in=1)), "raise D_in from 1 to 2", "actions 4.00 ms younger"),
+        (
+            simulate(stages(a=9.2), PipelineForm("split")),
+            "D_in 2 is deep enough",
+            "3 would gain 1%, less than the model can tell, for actions 9.80 ms older",
+        ),
+        (
+            simulate(stages(a=0.2, b=0.2, c=0.1, x=0.01), PipelineForm("split")),
+            "D_in 2 is deep enough",  # 5 % are 10 µs
+            "3 would gain 5%, less than the model can tell, for actions of the same age",
+        ),
+        (
+            simulate(jittered(stages(a=9.8), 400, seed=1), PipelineForm("split")),
+            "D_in 2 is deep enough",  # what was measured is 8 % off
+            "3 would gain 4%, less than the model can tell",
+        ),
         (simulate(form=PipelineForm(d_in=4)), "D_in 4 is 2 too deep", "fresher actions"),
         (serialized(), "the stages run in turn", "decoded"),
         (simulate(stages(t_in=40)), "INPUT_LIMITED", "78% of the time"),
