@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from ppstream import cuda_start, ends, gpu_ranks, meeting
+from ppstream import cuda_start, ends, gpu_ranks, meeting, stopped_sibling
 from ppstream.clock import NS_PER_S, now_ns
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
@@ -55,9 +55,10 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
     ends.ignore_cut_signal()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with ExitStack() as stack:
-        store = join_store(timeout_s=config.liveness.handshake_s)
-        placement = gpu_ranks.place_here(config, store.world_size)
-        peer, end.run = meeting.introduce(config, store)
+        with stopped_sibling.watched(end, config.liveness.frozen_ms):
+            store = join_store(timeout_s=config.liveness.handshake_s)
+            placement = gpu_ranks.place_here(config, store.world_size)
+            peer, end.run = meeting.introduce(config, store)
         stack.callback(peer.close)
         end.peer_process = PeerProcess.at_end_of(peer.fileno())
         patience = Patience(config.liveness.drain_s + OUTLIVE_DRAIN_S)

@@ -173,6 +173,7 @@ class LinkConfig(_Part, frozen=True):
 
     kind: Literal["auto", "host", "gloo", "peer", "pinned", "nccl"] = "auto"
     trusted_network: bool = False  # must be true for gloo between hosts: it is not encrypted
+    wait: Literal["kernel", "driver"] = "kernel"  # of peer; a GPU shared with others: "driver"
 
 
 class BringupConfig(_Part, frozen=True):
@@ -204,7 +205,7 @@ class LivenessConfig(_Part, frozen=True):
     """When the other side counts as gone. Heartbeat and limits are one pair."""
 
     heartbeat_ms: Positive = 200.0  # below a third of frozen_ms
-    frozen_ms: Positive = 2000.0  # silent this long and no progress
+    frozen_ms: Positive = 1500.0  # silent this long and no progress
     watchdog_s: Positive = 5.0  # a thread, or stage B, at a standstill; or 5 times the usual B
     handshake_s: Positive = 15.0
     drain_s: Positive = 5.0

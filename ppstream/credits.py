@@ -78,9 +78,7 @@ class CreditLedger:
             ProtocolError: nothing is outstanding, or ``q_decode`` stands at ``d_out``.
         """
         with self._lock:
-            self._outstanding.check_fall()
-            self._q_decode.rise(now_ns)
-            self._outstanding.fall(now_ns)
+            self._outstanding.pass_on(self._q_decode, now_ns)
             self._received += 1
 
     def begin_decode(self, now_ns: int) -> None:
@@ -90,9 +88,7 @@ class CreditLedger:
             ProtocolError: none was received, or the one before is still being decoded.
         """
         with self._lock:
-            self._q_decode.check_fall()
-            self._decoding.rise(now_ns)
-            self._q_decode.fall(now_ns)
+            self._q_decode.pass_on(self._decoding, now_ns)
 
     def emit(self, now_ns: int) -> None:
         """The result being decoded left: emitted, or dropped with its reason.
@@ -132,13 +128,13 @@ class CreditLedger:
 
     def book(self, record: EnvelopeRecord, now_ns: int) -> None:
         """Write the counts of ``now_ns`` into a record, with the maxima since the last one."""
-        outstanding, q_decode = self._outstanding, self._q_decode
         with self._lock:
-            record.outstanding, record.q_decode = outstanding.count, q_decode.count
-            record.outstanding_max = outstanding.take_highest()
-            record.q_decode_max = q_decode.take_highest()
-            record.outstanding_ns_total = outstanding.integral_ns(now_ns)
-            record.q_decode_ns_total = q_decode.integral_ns(now_ns)
+            record.outstanding, record.outstanding_max, record.outstanding_ns_total = (
+                self._outstanding.take(now_ns)
+            )
+            record.q_decode, record.q_decode_max, record.q_decode_ns_total = self._q_decode.take(
+                now_ns
+            )
 
     def statistics(self) -> CreditStatistics:
         """All counts of one moment."""
@@ -156,42 +152,44 @@ class CreditLedger:
 class _Level:
     """One bounded count with its highest value and its integral. The ledger's lock guards it."""
 
-    __slots__ = ("_bound", "_highest", "_integral_ns", "_last_ns", "_name", "count")
+    __slots__ = ("_bound", "_highest", "_name", "_weight_ns", "count")
 
     def __init__(self, name: str, bound: int) -> None:
         self._name = name
         self._bound = bound
         self.count = 0
         self._highest = 0
-        self._integral_ns = 0
-        self._last_ns = 0  # harmless at any clock: the count is zero until the first rise
+        self._weight_ns = 0  # stamps of all falls less those of all rises, in any order
 
     def rise(self, now_ns: int) -> None:
-        if self.count >= self._bound:
+        count = self.count + 1
+        if count > self._bound:
             raise ProtocolError(
-                f"{self._name} would become {self.count + 1}, bound {self._bound}: "
+                f"{self._name} would become {count}, bound {self._bound}: "
                 "ask the ledger before moving an envelope"
             )
-        # Stamps of two threads may arrive swapped; the signed difference keeps the sum exact.
-        self._integral_ns += self.count * (now_ns - self._last_ns)
-        self._last_ns = now_ns
-        self.count += 1
-        if self.count > self._highest:
-            self._highest = self.count
+        self._weight_ns -= now_ns
+        self.count = count
+        if count > self._highest:
+            self._highest = count
 
     def fall(self, now_ns: int) -> None:
-        self.check_fall()
-        self._integral_ns += self.count * (now_ns - self._last_ns)
-        self._last_ns = now_ns
-        self.count -= 1
-
-    def check_fall(self) -> None:
         if self.count < 1:
             raise ProtocolError(f"{self._name} would become -1: a result without its envelope")
+        self._weight_ns += now_ns
+        self.count -= 1
+
+    def pass_on(self, to: _Level, now_ns: int) -> None:
+        """One leaves here and is counted there; neither when either refuses."""
+        if self.count:  # else the fall raises
+            to.rise(now_ns)
+        self.fall(now_ns)
 
     def integral_ns(self, now_ns: int) -> int:
-        return self._integral_ns + self.count * (now_ns - self._last_ns)
+        return self._weight_ns + self.count * now_ns
 
-    def take_highest(self) -> int:
-        highest, self._highest = self._highest, self.count
-        return highest
+    def take(self, now_ns: int) -> tuple[int, int, int]:
+        """The count, the highest since the last call, and the integral."""
+        count, highest = self.count, self._highest
+        self._highest = count
+        return count, highest, self._weight_ns + count * now_ns

@@ -81,6 +81,9 @@ class Enforced(NamedTuple):
     violation: Violation | None
 
 
+NOTHING: Final = Enforced(0, None)
+
+
 class ActionRules:
     """What ``[actions]`` promises of every chunk, for one robot.
 
@@ -98,6 +101,9 @@ class ActionRules:
         steps = (actions.horizon, 1)
         self._low = np.tile(np.asarray(low, dtype=np.float32), steps)
         self._high = np.tile(np.asarray(high, dtype=np.float32), steps)
+        self._inside = np.empty((2, *self._low.shape), dtype=bool)
+        self._above, self._below = self._inside  # the low limits, the high ones
+        self._all_inside = np.ones_like(self._inside).tobytes()
         self._clips = actions.on_limit == "clip"
         self._switches = [
             (index, np.sort(np.asarray(actions.discrete[name], dtype=np.float32)))
@@ -115,13 +121,12 @@ class ActionRules:
         clipped, or are a violation, as configured; a rate that is too high always is one. With a
         violation ``actions`` must not be executed.
         """
-        if self._switches or not _is_inside(actions, self._low, self._high):
-            clipped, violation = self._correct(actions)
-            if violation is not None:
-                return Enforced(clipped, violation)
-        else:
-            clipped = 0
-        return Enforced(clipped, self._rate_violation(actions))
+        found = NOTHING
+        if self._switches or not self._is_inside(actions):
+            found = self._correct(actions)
+        if found.violation is None and (violation := self._rate_violation(actions)) is not None:
+            return Enforced(found.clipped, violation)
+        return found
 
     def _correct(self, actions: Array) -> Enforced:
         """The careful way, for a chunk in which something is to be switched or clipped."""
@@ -137,6 +142,12 @@ class ActionRules:
             np.clip(actions, self._low, self._high, out=actions)
         return Enforced(clipped, None)
 
+    def _is_inside(self, actions: Array) -> bool:
+        """Finite and within the limits: a NaN compares as outside."""
+        np.greater_equal(actions, self._low, self._above)
+        np.less_equal(actions, self._high, self._below)
+        return self._inside.tobytes() == self._all_inside
+
     def _rate_violation(self, actions: Array) -> Violation | None:
         if self._step_max is not None and _is_above(np.diff(actions, axis=0), self._step_max):
             return "velocity"
@@ -151,12 +162,6 @@ class ActionRules:
         most = np.asarray(limits, dtype=np.float64) * unit_s * (1 + ROUNDING)
         most[[index for index, _ in self._switches]] = np.inf
         return most
-
-
-def _is_inside(actions: Array, low: Array, high: Array) -> bool:
-    """Finite and within the limits: a NaN compares as outside."""
-    inside = actions.size
-    return bool(np.count_nonzero(low <= actions) == inside == np.count_nonzero(actions <= high))
 
 
 def _is_above(differences: Array, most: Array) -> bool:

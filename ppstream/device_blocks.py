@@ -139,21 +139,19 @@ class BlockWriter:
             )
             for place, end_ns in zip(self._rows, ends_ns, strict=True)
         ]
-        is_same = said == self._said and not any(feed.is_behind for feed in self._feeds)
+        behind = [feed for feed in self._feeds if feed.is_behind]
+        is_same = not behind and said == self._said
         if is_same and not (self._points and self._has_new_commitment()):
             return NOTHING
         self._said = said
         at = self._samples_at
         pieces: list[int] = []
         frames: list[FramePiece] = []
-        is_all = True
-        for feed in self._feeds:
-            if feed.is_behind:
-                at = feed.pack(block, at, pieces, frames)
-                is_all = is_all and not feed.is_behind
-        table = self._table(ends_ns)
-        block[:HEADER_WORDS] = sequence, len(pieces) // PIECE_WORDS
-        block[HEADER_WORDS : HEADER_WORDS + self.told_words] = table
+        for feed in behind:
+            at = feed.pack(block, at, pieces, frames)
+        is_all = not any(feed.is_behind for feed in behind)
+        header = sequence, len(pieces) // PIECE_WORDS
+        block[: HEADER_WORDS + self.told_words] = [*header, *self._table(ends_ns)]
         if self._points:
             self._commit(block[HEADER_WORDS + self.told_words : self._pieces_at])
         block[self._pieces_at : self._pieces_at + len(pieces)] = pieces

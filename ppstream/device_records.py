@@ -6,7 +6,8 @@ emptied, and their row may be another robot's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import compress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ppstream.clock import NS_PER_MS
 from ppstream.device_blocks import NEWEST, RING_WORDS, ROW_WORDS
@@ -39,79 +40,61 @@ class WindowBook:
     """
 
     def __init__(self, config: PipelineConfig, rows: Sequence[RowInput], reference: int) -> None:
-        self._rows = rows
-        self._reference = reference
-        self._streams = [stream.name for stream in config.streams]
+        self._rows = len(rows)
+        self._rings = {
+            stream.name: [row.rings[stream.name] for row in rows] for stream in config.streams
+        }
+        rings_at = len(ROW_WORDS) * len(rows)
+        words = len(RING_WORDS) * len(rows)  # of a stream
+        self._streams_at = range(rings_at, rings_at + words * len(config.streams), words)
+        self._reference_at = self._streams_at[reference]
         self._span_ns = (config.window.steps - 1) * round(config.window.dt_ms * NS_PER_MS)
 
     def take(self, words: list[int]) -> TakenWindow:
         """What the window with this table used; settles the rings' ledgers."""
-        table = _Table(words, len(self._rows))
-        ends = [table.end_ns(row, self._reference) for row in range(len(self._rows))]
-        rows = [table.row(row) for row in range(len(self._rows))]
-        rx_ns = [row[3] for row, end in zip(rows, ends, strict=True) if end is not None]
+        ends: list[int | None] = []  # None: the row was absent
+        episodes, received_ns = [], []
+        for row in range(self._rows):
+            session, session_epoch, end_ns, rx_ns, *_ = _numbers(words, 0, row, ROW_WORDS)
+            _, count, newest_ns = _numbers(words, self._reference_at, row, RING_WORDS)
+            if session == 0 or count == 0:
+                ends.append(None)
+            else:
+                ends.append(newest_ns if end_ns == NEWEST else end_ns)
+            episodes.append((session, session_epoch))
+            received_ns.append(rx_ns)
+        present = [end is not None for end in ends]
         info = WindowInfo(
-            [0 if end is None else end for end in ends],
-            max(rx_ns, default=0),
-            self._ages(table, ends),
+            [end or 0 for end in ends],
+            max(compress(received_ns, present), default=0),
+            self._ages(words, ends),
         )
-        return TakenWindow(
-            info,
-            [end is not None for end in ends],
-            [(row[0], row[1]) for row in rows],
-            [row[3] for row in rows],
-        )
+        return TakenWindow(info, present, episodes, received_ns)
 
-    def _ages(self, table: _Table, ends: Sequence[int | None]) -> Ages:
-        if len(ends) == 1:
-            return {
-                name: self._settle(s, 0, table, ends[0]) for s, name in enumerate(self._streams)
-            }
-        return {
-            name: [self._settle(s, row, table, end) for row, end in enumerate(ends)]
-            for s, name in enumerate(self._streams)
-        }
+    def _ages(self, words: list[int], ends: list[int | None]) -> Ages:
+        ages: dict[str, Any] = {}
+        for (name, rings), at in zip(self._rings.items(), self._streams_at, strict=True):
+            found = [
+                self._settle(ring, _numbers(words, at, row, RING_WORDS), ends[row])
+                for row, ring in enumerate(rings)
+            ]
+            ages[name] = found if len(found) > 1 else found[0]
+        return ages
 
-    def _settle(self, s: int, row: int, table: _Table, end_ns: int | None) -> int | None:
+    def _settle(self, ring: SensorRing, told: list[int], end_ns: int | None) -> int | None:
         """Book what the window used of a ring; returns the age of its newest sample."""
-        sent, count, newest_ns = table.ring(s, row)
+        sent, count, newest_ns = told
         if end_ns is None or count == 0:
             return None
-        ring = self._rows[row].rings[self._streams[s]]
-        used_ns = _settled(ring, sent, end_ns - self._span_ns, min(end_ns, newest_ns))
+        used_ns = None
+        if ring.settled < sent:  # else it, or an earlier window, has accounted for its samples
+            used_ns = ring.settle(end_ns - self._span_ns, min(end_ns, newest_ns))
         if newest_ns <= end_ns:
             return end_ns - newest_ns
         return None if used_ns is None else end_ns - used_ns
 
 
-def _settled(ring: SensorRing, sent: int, first_target_ns: int, until_ns: int) -> int | None:
-    """The newest stamp used; None when the ring has moved on and accounted for its samples."""
-    if ring.accepted - ring.count >= sent:
-        return None
-    return ring.settle(first_target_ns, until_ns)
-
-
-class _Table:
-    """The numbers that a window went by, as ``device_blocks.py`` lays them out."""
-
-    def __init__(self, words: list[int], rows: int) -> None:
-        self._words = words
-        self._rings_at = len(ROW_WORDS) * rows
-        self._rows = rows
-
-    def row(self, row: int) -> list[int]:
-        """The words that ``ROW_WORDS`` names."""
-        return self._words[row * len(ROW_WORDS) : (row + 1) * len(ROW_WORDS)]
-
-    def ring(self, s: int, row: int) -> list[int]:
-        """The words that ``RING_WORDS`` names."""
-        at = self._rings_at + len(RING_WORDS) * (s * self._rows + row)
-        return self._words[at : at + len(RING_WORDS)]
-
-    def end_ns(self, row: int, reference: int) -> int | None:
-        """Where the row's window ended; None: it was absent."""
-        session, _, end_ns = self.row(row)[:3]
-        _, count, newest_ns = self.ring(reference, row)
-        if session == 0 or count == 0:
-            return None
-        return newest_ns if end_ns == NEWEST else end_ns
+def _numbers(words: list[int], begin: int, row: int, names: Sequence[str]) -> list[int]:
+    """Those of one row that ``names`` names, as ``device_blocks.py`` lays them out."""
+    at = begin + len(names) * row
+    return words[at : at + len(names)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.timestamps import EnvelopeRecord
@@ -34,7 +34,7 @@ class Flight:
     epoch: int
     seq: int
     record: EnvelopeRecord
-    owners: list[Owner] = field(default_factory=list)
+    owners: Sequence[Owner] = ()
     received_ns: int = 0
     sent_ns: int = 0
 

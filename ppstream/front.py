@@ -12,18 +12,17 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 import torch
 
 import ppstream
-from ppstream import cuda_start, ends, gpu_ranks, meeting
+from ppstream import cuda_start, ends, gpu_ranks, meeting, stopped_sibling
 from ppstream.bringup import bring_up
 from ppstream.clock import NS_PER_S
-from ppstream.config import PipelineConfig, SimulateConfig
-from ppstream.credits import CreditLedger
+from ppstream.config import PipelineConfig
 from ppstream.errors import ConfigError, PeerLostError, PpstreamError
 from ppstream.headers import link_shape
 from ppstream.inline import Inline
@@ -35,19 +34,14 @@ from ppstream.peer_process import PeerProcess
 from ppstream.placement import Placement
 from ppstream.preflight import build_policy, policy_problems
 from ppstream.rank0 import Rank0
+from ppstream.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.runs import Run, boot_id
 from ppstream.service import Service
-from ppstream.simulate import Delay
 from ppstream.slots import new_slots
 from ppstream.specs import TensorSpec
-from ppstream.stage import load
 from ppstream.stage0 import Stage0
 from ppstream.stage0_device import Stage0Device
 from ppstream.stage1 import StageB
-from ppstream.stage_a import StageA
-from ppstream.stage_c import StageC
-from ppstream.timestamps import EnvelopeRecord, TimestampLog
-from ppstream.waiter import Waiter
 from ppstream.watching import Watching
 
 logger = logging.getLogger("ppstream")
@@ -73,9 +67,14 @@ def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run, generation: i
     with ExitStack() as stack:
         intake = build_intake(config)  # bring-up's; service has its own
         parts = rank0_parts(config, run, generation, stack)
-        _, _, _, credit_ledger, log, _ = parts
         watching = Watching(
-            config, run, log, stack, rank=0, generation=generation, credit_ledger=credit_ledger
+            config,
+            run,
+            parts.log,
+            stack,
+            rank=0,
+            generation=generation,
+            credit_ledger=parts.credit_ledger,
         )
         rank0: Rank0
         if placement.is_inline:
@@ -105,39 +104,9 @@ def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run, generation: i
         return rank0.stop_reason or "the recording has ended"
 
 
-def rank0_parts(
-    config: PipelineConfig, run: Run, generation: int, stack: ExitStack
-) -> tuple[Any, ...]:
-    """What the pipelined loops and the inline twin are both made of, in Rank0's order."""
-    log = TimestampLog(
-        run.log_path(0, generation),
-        EnvelopeRecord,
-        config.log.ring,
-        run_id=run.run_id,
-        generation=generation,
-    )
-    stack.callback(log.close)
-    waiter = Waiter()
-    stack.callback(waiter.close)
-    simulate = config.simulate
-    delay_a = _delay(simulate, simulate.a_ms, simulate.seed)
-    delay_c = _delay(simulate, simulate.c_ms, simulate.seed + 1)
-    decoder = load(config.decode.target)(config.decode.options, config.actions)
-    credit_ledger = CreditLedger(config.pipeline.d_in, config.pipeline.d_out)
-    stage_c = StageC(config, decoder, delay_c)
-    return config, StageA(config, delay_a), stage_c, credit_ledger, log, waiter
-
-
-def _delay(simulate: SimulateConfig, mean_ms: float, seed: int) -> Delay:
-    """Work on a GPU is stage0_device's to queue, and takes none of this thread's time."""
-    if simulate.kind == "gpu":
-        return Delay(0.0)
-    return Delay(mean_ms, simulate.kind, simulate.law, seed)
-
-
 def _pipelined(
     config: PipelineConfig,
-    parts: tuple[Any, ...],
+    parts: Rank0Parts,
     placement: Placement,
     intake: Intake,
     end: ends.RankEnd,
@@ -145,11 +114,12 @@ def _pipelined(
     stack: ExitStack,
 ) -> Stage0 | Stage0Device:
     assert placement.link is not None
-    store = join_store(timeout_s=config.liveness.handshake_s)
-    listener = meeting.listen(store, _own_address(store.world_size))
-    stack.callback(listener.close)
-    logger.info("handshake")
-    peer = meeting.admit(config, store, listener, run)
+    with stopped_sibling.watched(end, config.liveness.frozen_ms):
+        store = join_store(timeout_s=config.liveness.handshake_s)
+        listener = meeting.listen(store, _own_address(store.world_size))
+        stack.callback(listener.close)
+        logger.info("handshake")
+        peer = meeting.admit(config, store, listener, run)
     stack.callback(peer.close)
     end.peer_process = PeerProcess.at_end_of(peer.fileno())
     loop: list[Rank0] = []  # one, once it exists
@@ -170,8 +140,8 @@ def _pipelined(
         rank0 = gpu_ranks.open_stage0(parts, placement, peer, store, shape)
     else:
         rank0 = Stage0(*parts, link=open_front(placement.link, peer, store, shape), peer=peer)
+        logger.info("link %s: %s", rank0.link.name, placement.why)
     stack.callback(rank0.link.close)
-    logger.info("link %s: %s", rank0.link.name, placement.why)
     loop.append(rank0)
     rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
     return rank0
@@ -185,7 +155,7 @@ def _own_address(world_size: int) -> str | None:
 
 
 def _inline(
-    config: PipelineConfig, parts: tuple[Any, ...], inputs: tuple[TensorSpec, ...], generation: int
+    config: PipelineConfig, parts: Rank0Parts, inputs: tuple[TensorSpec, ...], generation: int
 ) -> Inline:
     device = torch.device(config.placement.policy)
     if device.type == "cuda":

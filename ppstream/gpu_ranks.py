@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
     from ppstream.control import Peer
     from ppstream.links import DeviceLink, LauncherStore
+    from ppstream.rank0_parts import Rank0Parts
     from ppstream.slots import LinkShape
     from ppstream.stage import Policy
     from ppstream.timestamps import TimestampLog
@@ -41,9 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppstream")
 
-SWITCH_INTERVAL_S: Final = 0.0001  # stages are short: a thread that writes the log gives way
-RANK0_PARTS: Final = 6  # of Rank0's constructor; the second is stage A
-LOG_PART: Final = 4  # among them
+SWITCH_INTERVAL_S: Final = 0.00001  # each call of the driver gives the turn away: it is back soon
 
 
 def place_here(config: PipelineConfig, world_size: int) -> Placement:
@@ -61,18 +60,18 @@ def place_here(config: PipelineConfig, world_size: int) -> Placement:
 
 
 def open_stage0(
-    parts: tuple[Any, ...],
+    parts: Rank0Parts,
     placement: Placement,
     peer: Peer,
     store: LauncherStore,
     shape: LinkShape,
 ) -> Stage0Device:
-    """Rank 0's loop on its GPU; ``parts`` are Rank0's, whose stage A is replaced.
+    """Rank 0's loop on its GPU, of ``parts`` but for their stage A.
 
     Raises:
         ConfigError, DeviceError, PeerLostError, ProtocolError: as the link's opening.
     """
-    config: PipelineConfig = parts[0]
+    config = parts.config
     device = torch.device(placement.ranks[0].device)
     cuda_start.start(device)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -84,7 +83,7 @@ def open_stage0(
         GpuWork(mean_ms if is_simulated else 0.0, device)
         for mean_ms in (simulate.a_ms, simulate.c_ms)
     )
-    link = _open_link(placement, FRONT, store, shape, device, parts[LOG_PART])
+    link = _open_link(config, placement, FRONT, store, shape, device, parts.log)
     own = FrontParts(
         link=link,
         peer=peer,
@@ -95,7 +94,7 @@ def open_stage0(
         work_c=work_c,
     )
     stage_a = RingWindows(config, link.out, device, stream)
-    return Stage0Device(parts[0], stage_a, *parts[2:RANK0_PARTS], parts=own)
+    return Stage0Device(*parts._replace(stage_a=stage_a), parts=own)
 
 
 def policy_for_host_slots(policy: Policy, config: PipelineConfig, device: torch.device) -> Policy:
@@ -124,7 +123,7 @@ def open_stage1(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = torch.device(placement.ranks[1].device)
-    link = _open_link(placement, BACK, store, shape, device, log)
+    link = _open_link(config, placement, BACK, store, shape, device, log)
     prepared = prepared_policy(policy, config.policy, device)
     parts = BackParts(
         config=config,
@@ -152,6 +151,7 @@ def open_stage1(
 
 
 def _open_link(
+    config: PipelineConfig,
     placement: Placement,
     side: str,
     store: LauncherStore,
@@ -165,13 +165,16 @@ def _open_link(
         ConfigError, DeviceError, PeerLostError, ProtocolError: as ``open_device`` and ``measure``.
     """
     assert placement.link is not None
-    link = open_device(placement.link, side, store, shape, device)
+    link = open_device(
+        placement.link, side, store, shape, device, looks=config.link.wait == "kernel"
+    )
     latency = measure(link, side, OPEN_TIMEOUT_S)
     log.event("link", link=link.name, why=placement.why, **latency._asdict())
     if side == FRONT:
         logger.info(
-            "link %s: %.1f µs one way for %d bytes, queued ahead",
+            "link %s: %s; %.1f µs one way for %d bytes, queued ahead",
             link.name,
+            placement.why,
             latency.one_way_ns / 1e3,
             latency.note_bytes,
         )

@@ -11,7 +11,7 @@ from statistics import fmean, pstdev
 from typing import Final, NamedTuple
 
 from ppstream.kernel_modes import Modes, two_speeds
-from ppstream.kernel_trace import Copy, Range, Trace, Work, category
+from ppstream.kernel_trace import WAITING, Copy, Range, Trace, Work, category
 
 WARM_UP: Final = "warm"  # ranges with this in their name are left out, with all inside them
 PREFIX: Final = "ppstream:"  # of the loops' own ranges in a torch.profiler trace
@@ -87,9 +87,10 @@ class Findings:
 def findings(trace: Trace, *, pass_name: str | None = None, skip: str = WARM_UP) -> Findings:
     """All of it; ``pass_name`` is the range of one envelope, ``skip`` a pattern of warm-up ones."""
     left_out = re.compile(skip, re.IGNORECASE)
-    within = enclosing(trace.ranges, trace.work)
+    working = [work for work in trace.work if work.name not in WAITING]
+    within = enclosing(trace.ranges, working)
     kept, ranges_of = [], []
-    for work, names in zip(trace.work, within, strict=True):
+    for work, names in zip(working, within, strict=True):
         if not any(map(left_out.search, names)):
             kept.append(work)
             ranges_of.append(names)

@@ -41,6 +41,7 @@ CATEGORIES: Final = tuple(
     )
 )
 OTHER: Final = "other"
+WAITING: Final = ("wait_for_count",)  # kernels that only wait: a device that runs one is idle
 
 
 class Work(NamedTuple):

@@ -2,7 +2,9 @@
 
 A send moves a slot to where the receiver looks for it and then sets the receiver's counter: two
 commands of the copy engine, or one kernel (``ppstream_kernels.cuda_put``), which writes the header
-on the way. The receiver's stream waits for the counter. Counters only grow, and compare cyclically.
+on the way. The receiver's streams wait for the counter: the link's own by the driver, those of
+stages by a kernel, where there is one (``ppstream_kernels.cuda_wait``). Counters only grow, and
+compare cyclically.
 Where the memory lies, who maps it, and what is sent how, is the links'.
 """
 
@@ -53,6 +55,12 @@ class Puts(Protocol):
     def queue(self, message: int, count: int, stream: Any) -> None: ...
 
 
+class Waits(Protocol):
+    """Waits for this end's counter in one kernel each, as ``cuda_wait.Waits``."""
+
+    def queue(self, count: int, stream: Any) -> None: ...
+
+
 class CountedLink:
     """One end (link_device.DeviceLink).
 
@@ -63,6 +71,7 @@ class CountedLink:
         into: slots that the stages read.
         places: of counters and slots.
         make_puts: given the routes of all messages and the peer's counter; None: sends are copies.
+        make_waits: given this end's counter; None: streams of stages wait by the driver, too.
     """
 
     name = "counted"
@@ -76,6 +85,7 @@ class CountedLink:
         into: tuple[DeviceSlot, ...],
         places: Places,
         make_puts: Callable[[Sequence[Route], int], Puts] | None = None,
+        make_waits: Callable[[int], Waits] | None = None,
     ) -> None:
         self.into = into
         self.out = new_device_slots(out, len(into), device)
@@ -92,7 +102,9 @@ class CountedLink:
         self._note = len(self._routes)
         self._routes.append(self._routes[0]._replace(size=self.note_bytes))
         self._puts = None if make_puts is None else make_puts(self._routes, places.their_counter)
+        self._waits = None if make_waits is None else make_waits(places.my_counter)
         self.is_short = make_puts is not None
+        self.looks = make_waits is not None
         torch.cuda.synchronize(device)
         self.sending, self.receiving = stream("sending"), stream("receiving")
         self._used = {self.sending, self.receiving}  # and streams of stages that sends stand in
@@ -119,14 +131,16 @@ class CountedLink:
             raise ProtocolError(f"slot {index} was to be received, {self._expected} is due")
         self._expected += 1
         place = index % len(self.into)
-        self._receive(place, self.into[place].size, self._stream(stream, self.receiving))
+        looks = stream is not None
+        at = self._stream(stream, self.receiving)
+        self._receive(place, self.into[place].size, at, looks=looks)
 
     def queue_wait(self, index: int, stream: CudaStream) -> bool:
         """On the counter itself, unless slots are fetched from where they landed: that is later."""
         if self._places.landing is not None:
             return False
         count = self._awaited - (self._expected - 1 - index)
-        self._stream(stream, self.receiving).wait_value(self._places.my_counter, count)
+        self._wait(count, self._stream(stream, self.receiving), looks=True)
         return True
 
     def queue_note(self) -> None:
@@ -134,8 +148,8 @@ class CountedLink:
         self._send(self._note, self.receiving)
 
     def queue_note_receipt(self) -> None:
-        """Into the first slot."""
-        self._receive(0, self.note_bytes, self.receiving)
+        """Into the first slot; no stage is running."""
+        self._receive(0, self.note_bytes, self.receiving, looks=True)
 
     def close(self) -> bool:
         """Let every wait of this end pass; whether all streams then ran dry."""
@@ -166,12 +180,19 @@ class CountedLink:
         stream.copy(target, source, size)
         stream.write_value(self._places.their_counter, self._told)
 
-    def _receive(self, place: int, size: int, stream: CudaStream) -> None:
+    def _receive(self, place: int, size: int, stream: CudaStream, *, looks: bool) -> None:
         self._awaited += 1
-        stream.wait_value(self._places.my_counter, self._awaited)
+        self._wait(self._awaited, stream, looks=looks)
         if self._places.landing is not None:
             slot = self.into[place]
             stream.copy(slot.address, self._places.landing + place * slot.size, size)
+
+    def _wait(self, count: int, stream: CudaStream, *, looks: bool) -> None:
+        """By a kernel where ``looks`` says that it slows nothing down: no stage runs meanwhile."""
+        if looks and self._waits is not None:
+            self._waits.queue(count, stream.handle)
+        else:
+            stream.wait_value(self._places.my_counter, count)
 
     def _moves(self, route: Callable[[], None]) -> bool:
         if self._is_idle():

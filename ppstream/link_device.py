@@ -58,6 +58,8 @@ class DeviceLink(Protocol):
         sending, receiving: the streams.
         is_short: a send of this end is one short kernel. In the stream that fills the slot it saves
             a hop (some 5 µs of latency), but takes its time from the next use of that stream.
+        looks: a stage's stream that waits here does so by a kernel of its own: sooner than over
+            ``receiving`` and an event, but it slows down what else runs on the device meanwhile.
         note_bytes: of a note, a message without an index.
     """
 
@@ -67,6 +69,7 @@ class DeviceLink(Protocol):
     sending: CudaStream
     receiving: CudaStream
     is_short: bool
+    looks: bool
     note_bytes: int
 
     def queue_header(self, index: int, numbers: Sequence[int]) -> None:
@@ -152,7 +155,7 @@ def slot_count(shape: LinkShape) -> int:
 
     A graph that writes a slot is never started again while it is queued.
     """
-    return max(shape.result_slots, shape.d_in + AHEAD + 1)
+    return max(shape.result_slots, shape.d_in + AHEAD) + 1
 
 
 def layouts(shape: LinkShape, side: str) -> tuple[SlotLayout, SlotLayout]:

@@ -12,14 +12,21 @@ the robots rest. Both are told so:
 * the groups' time-out is a year;
 * ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0``: should it pass all the same, torch only says so, where its
   default aborts the communicator and ends the process, untyped;
+* ``TORCH_NCCL_DUMP_ON_TIMEOUT=0``, ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=0``: torch would hold up
+  every further call of a group that timed out for a minute, four times the default, so that ranks
+  can write what they were at; here ``flight_recorder.py`` does, when a rank ends;
 * ``TORCH_NCCL_BLOCKING_WAIT=0``: with 1, as some launchers set it, a wait would hold up the host;
 * ``TORCH_NCCL_ENABLE_MONITORING=0``: torch's monitor ends a process whose watching thread stands
   still, as it does behind a driver call that waits; ``watchdog.py`` decides that here;
-* ``NCCL_NVLS_ENABLE=0``: multicast is of no use to two ranks.
+* ``NCCL_NVLS_ENABLE=0``: multicast is of no use to two ranks;
+* ``TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING=0``: torch warns that messages of one group
+  wait for each other, and advises a group for each direction, as there is.
 
 They are set whatever the environment says. The control socket's owner calls ``close``, which aborts
 both communicators at the same time: giving up one waits for the whole device, and so for kernels
-of the other, which nobody answers any more.
+of the other, which nobody answers any more. An end whose peer was quicker may have torch print
+``raised the following async exception``: it looks every 100 ms whether what it sent is over, and a
+communicator broken by its peer looks the same at a close as at a crash.
 
 It costs the host some 100 µs an envelope, several times the ``peer`` link. It neither encrypts nor
 authenticates.
@@ -51,9 +58,12 @@ if TYPE_CHECKING:
 
 SETTINGS: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "NCCL_NVLS_ENABLE": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 FOR_EVER: Final = timedelta(days=365)
 ABORT_LIMIT_S: Final = 3.0  # some 0.5 s each
@@ -80,6 +90,7 @@ class NcclLink:
 
     name = "nccl"
     is_short = False  # a send ends when it was received
+    looks = False
 
     def __init__(
         self,
@@ -106,6 +117,8 @@ class NcclLink:
         self._outgoing, self._incoming = (groups[name] for name in directions)
         self._sent = self._expected = 0
         try:
+            for group in groups.values():  # at once: torch warns of those made by a first message
+                group.eager_connect_single_device(self.out[0].raw.device)
             self._connect(first=side == FRONT)
         except dist.DistError as error:
             raise PeerLostError(f"link nccl: the other rank did not connect: {error}") from error
@@ -163,7 +176,7 @@ class NcclLink:
         return _cuda.stream(self._as_torch[handle])
 
     def _connect(self, *, first: bool) -> None:
-        """Make both communicators, in one order: a communicator's first call waits for the peer.
+        """Join both directions, in one order: a communicator's first call waits for the peer.
 
         What they carry is received before anything else is queued: ``link_latency.py`` waits for
         the notes behind it.

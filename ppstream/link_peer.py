@@ -1,10 +1,14 @@
 """The ``peer`` link: two GPUs of one host that reach each other's memory. No CPU on the path.
 
 Bulk goes by the copy engine into a slot in the receiver's memory, and then the receiver's counter
-is written: nothing of it takes a multiprocessor. A slot of ``PUT_BYTES`` or less is one kernel,
-which stores it there itself and then counts: several µs sooner. The receiver's stream waits for
-the counter in memory of its own, and nothing spins. There is no counter for credits: the sender of
-envelope n waits for the receipt of result n - d_in (the loops'), which says more.
+is written: nothing of it takes a multiprocessor. A slot of ``PUT_BYTES`` or less, and any that
+travels alone, is one kernel, which stores it there itself and then counts: several µs sooner.
+
+The receiver waits for the counter in memory of its own. A stage's stream does so by a kernel that
+looks, which takes half the time of the driver's wait, and nothing from any stage: its own is not
+running, and the other rank's is on another GPU. With ``looks = False`` all waits are the driver's:
+then an idle GPU shows idle, and whoever shares it has all of it. There is no counter for credits:
+the sender of envelope n waits for the receipt of result n - d_in (the loops'), which says more.
 
 Memory is mapped by CUDA IPC, not by torch's symmetric memory: its rendezvous holds the
 interpreter's lock, cannot be repeated with a new process, and needs a process group.
@@ -12,15 +16,17 @@ interpreter's lock, cannot be repeated with a new process, and needs a process g
 What faults of GPUs ask for, one by one:
 
 1. *32 connections*: ``cuda_start.py`` sets and checks it, and ``cuda_streams.py`` gives those that
-   wait, and those that must move meanwhile, a connection each. At most two streams of a rank wait
-   for a counter: the link's, on which only receipts are queued, and that of a stage that has
+   wait, and those that must move meanwhile, a connection each. At most three streams of a rank wait
+   for a counter: the link's, on which only receipts are queued, and those of stages that have
    nothing to do before the slot is there.
-2. *Load and allocate first*: the kernel of a send has run once before the link is open, and the
-   loops run every stage on every slot before they queue a wait.
+2. *Load and allocate first*: the kernels of sends and waits have run once before the link is open,
+   and the loops run every stage on every slot before they queue a wait.
 3. *No wait while idle*: not built. The policy rank keeps receipts queued, because a doorbell for
    each would cost the 40 µs that this link saves; with rule 1 a queued wait was never seen to
-   hold anything up, and it takes no time of a multiprocessor.
-4. *Release*: ``close`` writes far ahead into this rank's own counter, watches the stream move,
+   hold anything up. A kernel that waits is to others what a posted receive of NCCL is, and pauses
+   between its looks when the wait is long.
+4. *Release*: ``close`` writes far ahead into this rank's own counter, which ends either kind of
+   wait, watches the stream move,
    tries a copy from the host next, and then says False: the process leaves with ``os._exit``.
 5. *Death and silence* are noticed on the control socket, by the loops and the heartbeat.
 6. *A send says nothing about the peer*: only results do, and they are what credits are made of.
@@ -46,12 +52,13 @@ from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
 from ppstream.link_device import BACK, FRONT, device_slots, layouts, slot_count
 from ppstream.memops import MappedMemory, Memory
 from ppstream_kernels.cuda_put import Puts
+from ppstream_kernels.cuda_wait import Waits
 
 if TYPE_CHECKING:
     from ppstream.rendezvous import Store
     from ppstream.slots import LinkShape
 
-PUT_BYTES: Final = 1 << 16  # of a slot
+PUT_BYTES: Final = 1 << 16  # of a slot; any where d_in = 1: there the way counts, not A beside it
 
 
 class PeerLink(CountedLink):
@@ -63,7 +70,9 @@ class PeerLink(CountedLink):
         shape: the same on both ends.
         device: of this rank; current, and CUDA has started.
         timeout_s: bound of the peer's coming.
-        put_bytes: slots of this end up to this size are sent by a kernel.
+        put_bytes: slots of this end up to this size are sent by a kernel; None: ``PUT_BYTES``, or
+            any where only one is ever under way.
+        looks: streams of stages wait by a kernel.
 
     Raises:
         PeerLostError: the peer did not open its end in time.
@@ -81,7 +90,8 @@ class PeerLink(CountedLink):
         device: torch.device,
         timeout_s: float,
         *,
-        put_bytes: int = PUT_BYTES,
+        put_bytes: int | None = None,
+        looks: bool = True,
     ) -> None:
         count = slot_count(shape)
         out, into = layouts(shape, side)
@@ -94,8 +104,11 @@ class PeerLink(CountedLink):
             their_slots=self._theirs.address + COUNTER_BYTES,
         )
         slots = device_slots(mine.tensor(device)[COUNTER_BYTES:], into, count)
+        if put_bytes is None:
+            put_bytes = PUT_BYTES if shape.d_in > 1 else out.slot_bytes
         make_puts = partial(Puts, device) if out.slot_bytes <= put_bytes else None
-        super().__init__(out, shape, device, slots, places, make_puts)
+        make_waits = partial(Waits, device) if looks else None
+        super().__init__(out, shape, device, slots, places, make_puts, make_waits)
 
     def close(self) -> bool:
         """Release, wait for every stream that was used, unmap; False when one does not move."""

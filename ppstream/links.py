@@ -155,6 +155,7 @@ def open_device(
     device: torch.device,
     *,
     timeout_s: float = OPEN_TIMEOUT_S,
+    looks: bool = True,
 ) -> DeviceLink:
     """One end of a new link between two GPUs; both ranks must be here at the same time.
 
@@ -165,6 +166,7 @@ def open_device(
         shape: the same on both ends.
         device: of this rank; current, and CUDA has started on it.
         timeout_s: bound of the peer's coming.
+        looks: of ``peer``: streams of stages wait by a kernel (``link_peer.py``).
 
     Raises:
         ConfigError: unknown kind.
@@ -173,7 +175,7 @@ def open_device(
         ProtocolError: the ends disagree on their sizes.
     """
     if kind == "peer":
-        return PeerLink(side, store, shape, device, timeout_s)
+        return PeerLink(side, store, shape, device, timeout_s, looks=looks)
     if kind == "pinned":
         return PinnedLink(side, store, shape, device, timeout_s)
     if kind == "nccl":

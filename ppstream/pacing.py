@@ -7,7 +7,8 @@ It decides the moment only; which data is used is always the newest (or, schedul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.clock import NS_PER_S, Ticker
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
     from ppstream.ring import RowInput
     from ppstream.sources import RecordedSource
+
+
+_is_present: Final = attrgetter("present")
 
 
 class Pacing(Protocol):
@@ -42,7 +46,7 @@ class Saturated:
         self._newest = (None,) * len(rows)
 
     def due(self, now_ns: int) -> bool:
-        return any(row.present for row in self._rows)
+        return any(map(_is_present, self._rows))
 
     def started(self) -> Sequence[int | None]:
         return self._newest
@@ -98,7 +102,7 @@ class OnTick:
         ticks = self._ticker.take(now_ns)
         self.missed += max(0, ticks - 1) + (1 if ticks and self._owed else 0)
         self._owed = self._owed or ticks > 0
-        return self._owed and any(row.present for row in self._rows)
+        return self._owed and any(map(_is_present, self._rows))
 
     def started(self) -> Sequence[int | None]:
         self._owed = False

@@ -6,8 +6,8 @@ envelopes at once. The ledger wants them by time. Pure, and no ledger itself.
 
 from __future__ import annotations
 
-import heapq
 from enum import IntEnum
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class QueueHistory:
 
     def add(self, at_ns: int, move: Move) -> None:
         """``move`` happened at ``at_ns``."""
-        heapq.heappush(self._known, (at_ns, move))
+        heappush(self._known, (at_ns, move))
 
     def book_until(self, until_ns: int) -> None:
         """Book every known move up to ``until_ns``, oldest first.
@@ -40,6 +40,7 @@ class QueueHistory:
         Raises:
             ProtocolError: a bound was exceeded, or a move had no envelope to move.
         """
-        while self._known and self._known[0][0] <= until_ns:
-            at_ns, move = heapq.heappop(self._known)
+        known = self._known
+        while known and known[0][0] <= until_ns:
+            at_ns, move = heappop(known)
             self._book[move](at_ns)

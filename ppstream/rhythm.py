@@ -40,4 +40,5 @@ def _towards(usual_ns: int, seen_ns: int) -> int:
     """A share of what is new; an outlier counts for twice the usual, or others would come late."""
     if not usual_ns:
         return seen_ns
-    return usual_ns + ((min(seen_ns, 2 * usual_ns + LEAST_NS) - usual_ns) >> SHIFT)
+    most_ns = 2 * usual_ns + LEAST_NS
+    return usual_ns + (((seen_ns if seen_ns < most_ns else most_ns) - usual_ns) >> SHIFT)

@@ -52,6 +52,7 @@ class SensorRing:
         self.ledger = SampleLedger()
         self.accepted = 0  # samples ever taken in; never goes back
         self.count = 0
+        self.settled = 0  # samples below this number are accounted for
         self.newest_ns = NEVER_NS
         self.newest_rx_ns = NEVER_NS
         self.tap: RowTap | None = None
@@ -60,7 +61,6 @@ class SensorRing:
         self._dim = bank.stream.dim
         self._dtype = np.dtype(bank.stream.dtype)
         self._is_image = bank.is_image
-        self._settled = 0  # samples below this number are accounted for
         self._row = row
         self._values: NDArray[np.float32] = bank.values[row].numpy()
         self._stamps: NDArray[np.int64] = bank.stamps_ns[row].numpy()
@@ -123,12 +123,12 @@ class SensorRing:
         stop = self.accepted if self.newest_ns <= end_ns else self._number_after(end_ns)
         if stop == self.accepted - self.count:
             return None
-        if stop > self._settled:
-            used_from = self._settled
+        if stop > self.settled:
+            used_from = self.settled
             if self._stamp_of(used_from) < first_target_ns:
                 used_from = max(used_from, self._number_after(first_target_ns) - 1)
-            self.ledger.settle(stop - used_from, used_from - self._settled)
-            self._settled = stop
+            self.ledger.settle(stop - used_from, used_from - self.settled)
+            self.settled = stop
         return self._stamp_of(stop - 1)
 
     def clear(self, reason: str) -> None:
@@ -142,7 +142,7 @@ class SensorRing:
     def check(self) -> None:
         """Raises AssertionError unless the ledger balances and agrees with what the ring holds."""
         self.ledger.check()
-        waiting = self.accepted - self._settled
+        waiting = self.accepted - self.settled
         assert self.ledger.in_flight == waiting, f"{waiting} samples wait, {self.ledger}"
         assert 0 <= waiting <= self.count <= self._capacity, f"{waiting} wait, {self.count} held"
 
@@ -201,16 +201,16 @@ class SensorRing:
             self._counts[self._row] = self.count = min(capacity, self.count + n)
         oldest = self.accepted - self.count
         self._heads[self._row] = oldest % capacity
-        if self._settled < oldest:
+        if self.settled < oldest:
             self._lose_before(oldest, OVERWRITTEN)
         self.newest_ns = stamps.item(n - 1)
         self.newest_rx_ns = rx_ns
         return n
 
     def _lose_before(self, number: int, reason: str) -> None:
-        if self._settled < number:
-            self.ledger.lose(reason, number - self._settled)
-            self._settled = number
+        if self.settled < number:
+            self.ledger.lose(reason, number - self.settled)
+            self.settled = number
 
     def _stamp_of(self, number: int) -> int:
         return int(self._stamps[number % self._capacity])

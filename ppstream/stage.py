@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, device
 
-    from ppstream.config import ActionConfig
     from ppstream.specs import TensorSpec
 
 
@@ -77,7 +76,6 @@ def told(policy: Policy, number: int, text: str) -> str:
 
 
 BuildPolicy = Callable[[Mapping[str, Any], "device"], Policy]
-BuildDecoder = Callable[[Mapping[str, Any], "ActionConfig"], Decoder]
 
 
 def load(target: str) -> Any:

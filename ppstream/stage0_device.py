@@ -18,7 +18,7 @@ state of a run is ``rank0.py``'s, as for the CPU's loop in ``stage0.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ppstream.clock import NS_PER_MS, now_ns
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 LOOK_NS: Final = 5 * NS_PER_MS  # at the latest; sooner when something comes or falls due
 POLL_NS: Final = 20_000  # an envelope that is late is looked for so often
 SPARE_NS: Final = 5_000  # behind when it should be done: looking in vain costs more than that
+GLANCE_NS: Final = 200_000  # descriptors are looked at so often while envelopes leave no rest
 NOW: Final = 0
 
 
@@ -57,13 +58,16 @@ class Stage0Device(Paired):
         self._a: DeviceStageA = self.stage_a  # type: ignore[assignment]
         is_fresh = self.config.pipeline.credit == "before_window"
         shape = self.config.pipeline
-        self._ahead = shape.d_in + (AHEAD if self._a.reads_late or not is_fresh else 0)
-        self._underway = Underway(self.credits, parts.clock, len(self.link.out))
+        self._ahead = shape.d_in + AHEAD
+        self._underway = Underway(
+            self.credits, parts.clock, len(self.link.out), a_looks=is_fresh and self.link.looks
+        )
         self._queueing = Queueing(parts, self._a, self._underway.ring, is_fresh=is_fresh)
         self._most_underway = 0  # of this phase
         self._waits_for_input = False
         self._before: Rank0Times | None = None
         self._look_ns = 0  # when at the latest
+        self._glance_ns = 0  # when at the latest while envelopes leave no rest
         self.waiter.register(self.peer.fileno())
         end_timeouts_on_time()
         self.log.queues_ahead = True
@@ -85,7 +89,8 @@ class Stage0Device(Paired):
                 self.start()
             if self._underway.is_oldest_done():
                 self.finish()
-                self.rest_until(NOW)
+                if now_ns() >= self._glance_ns:
+                    self.rest_until(NOW)
             elif self.log.on_dry is not None and not self._underway:
                 self.log.dry()
             else:
@@ -110,9 +115,9 @@ class Stage0Device(Paired):
     def start(self) -> None:
         """Queue everything that will happen to the next envelope; nothing here waits."""
         flight = self.next_flight()
-        flight.sent_ns = now_ns()  # for the watchdog; the log has the device's
         self._queueing.envelope(flight, self.pacing.started())
-        self._underway.add(flight, now_ns())
+        flight.sent_ns = now_ns()  # for the watchdog; the log has the device's
+        self._underway.add(flight, flight.sent_ns)
 
     # ---- one envelope: finished ----------------------------------------------------------------
 
@@ -159,38 +164,44 @@ class Stage0Device(Paired):
 
         The end of an event has no descriptor. When an envelope is late, it is looked for often.
         """
-        soonest_ns = now_ns() + POLL_NS
         if self._underway:
             due_ns = self._underway.oldest_due_ns() + SPARE_NS
-            return max(soonest_ns, min(self._look_ns, due_ns))
-        return min([now_ns() + WAIT_MAX_NS, *self._dues_ns()])
+            return max(now_ns() + POLL_NS, min(self._look_ns, due_ns))
+        return self._due_ns(now_ns() + WAIT_MAX_NS)
 
-    def _dues_ns(self) -> Iterator[int]:
-        """What falls due by the clock alone, and can then be taken."""
-        if (due_ns := self.source.next_due_ns()) is not None:
-            yield due_ns
-        if self._has_room() and (due_ns := self.pacing.due_ns()) is not None:
-            yield due_ns
+    def _due_ns(self, latest_ns: int) -> int:
+        """What falls due by the clock alone, and can then be taken; at the latest then."""
+        source_ns = self.source.next_due_ns()
+        pacing_ns = self.pacing.due_ns() if self._has_room() else None
+        return min(latest_ns, source_ns or latest_ns, pacing_ns or latest_ns)
 
     def rest_until(self, until_ns: int) -> None:
         """Sleep, unless that is past; then look if anything came, woke this thread, or is due."""
-        ready = self.waiter.wait(max(0, until_ns - now_ns()))
+        ready = self.waiter.wait(until_ns - now_ns())
+        now = now_ns()
         # some frames are told of by a wake alone, which may come to a wait that is over at once
-        if ready or self.waiter.woken or now_ns() >= self._look_ns or self._cuts:
+        if ready or self.waiter.woken or self._cuts:
             self.look()
+        elif now >= self._look_ns:
+            self.look_by_clock()
+        self._glance_ns = min(now + GLANCE_NS, self._look_ns)
 
     def look(self) -> None:
+        self.peer.pump()
+        self.look_by_clock()
+
+    def look_by_clock(self) -> None:
+        """Look at everything but descriptors: a wait that ran out found none readable."""
         self.take_in()
         now = now_ns()
         self._a.ingest(now)
-        self.peer.pump()
         while self.peer.inbox:
             self.take_frame(self.peer.inbox.popleft())
         oldest = self._underway.oldest if self._underway else None
         self.check_policy_rank(now, oldest, self.standstill_ns)
         if self._parts.clock.renew_when_due():
             self.log.event("clock", **self._parts.clock.state._asdict())
-        self._look_ns = min([now + LOOK_NS, *self._dues_ns()])
+        self._look_ns = self._due_ns(now + LOOK_NS)
 
     def is_idle(self) -> bool:
         return not self.may_start()

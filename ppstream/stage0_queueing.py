@@ -51,9 +51,11 @@ class _Place(NamedTuple):
     envelope: DeviceSlot
     result: Slot  # in host memory
     before_a: Routine
+    begin_a: Routine
     behind_a: Routine
     before_send: Routine
     behind_send: Routine
+    before_receipt: Routine
     behind_receipt: Routine
     c: Routine
 
@@ -75,8 +77,13 @@ class Queueing:
         self._stage_a = stage_a
         self._a = parts.streams.a
         self._is_fresh = is_fresh
+        self._d_in = parts.shape.d_in
+        is_lone = is_fresh and self._d_in == 1
         # between two stages A a send takes time that only a lone envelope has no other use for
-        self._sends_from_a = parts.link.is_short and is_fresh and parts.shape.d_in == 1
+        self._sends_from_a = parts.link.is_short and is_lone
+        # beside A itself nothing may look: only A's stream, and behind A that of a lone one's C
+        self._a_looks = parts.link.looks and is_fresh
+        self._receives_on = parts.streams.c if parts.link.looks and is_lone else None
         results = pinned_slots(parts.shape.result, len(marks))
         self._places = [
             self._place(parts, marks, place, result) for place, result in enumerate(results)
@@ -91,23 +98,33 @@ class Queueing:
         giver = marks[place - parts.shape.d_in]  # of the credit: whose result returned it
         freed = marks[place - parts.shape.d_out]  # whose C left a place among the results
         source = link.into[place]
-        waits, sent = [], []
+        waits, sent, alone = [], [], []
         a_after = giver.received
-        if not self._is_fresh:
+        if (
+            self._a_looks
+        ):  # at the giver's count; what else its receipt waits for is waited for here
+            a_after = marks[place - parts.shape.d_in - parts.shape.d_out].c0
+        elif not self._is_fresh:
             a_after = marks[place - 1].sent
             waits.append(link.sending.to_wait_for(giver.received))
             sent.append(link.sending.to_record(mine.sent))
         if not self._sends_from_a:
             waits.append(link.sending.to_wait_for(mine.a1))
+        receiving = link.receiving
+        if self._receives_on is not None:
+            receiving = self._receives_on
+            alone.append(receiving.to_wait_for(mine.a1))
         return _Place(
             link.out[place],
             result,
-            before_a=Routine(a.to_wait_for(a_after), a.to_record(mine.a0)),
+            before_a=Routine(a.to_wait_for(a_after)),
+            begin_a=Routine(a.to_record(mine.a0)),
             behind_a=Routine(*parts.work_a.calls(a), a.to_record(mine.a1)),
             before_send=Routine(*waits),
             behind_send=Routine(*sent),
+            before_receipt=Routine(*alone),
             behind_receipt=Routine(
-                link.receiving.to_wait_for(freed.c0), link.receiving.to_record(mine.received)
+                receiving.to_wait_for(freed.c0), receiving.to_record(mine.received)
             ),
             c=Routine(
                 c.to_wait_for(mine.received),
@@ -135,7 +152,8 @@ class Queueing:
         if trace.on:
             trace.SEND.pop()
             trace.RECV.push(flight.epoch, flight.seq)
-        self._link.queue_receive(flight.index)
+        place.before_receipt()
+        self._link.queue_receive(flight.index, self._receives_on)
         place.behind_receipt()
         if trace.on:
             trace.RECV.pop()
@@ -154,6 +172,9 @@ class Queueing:
 
     def _queue_a(self, place: _Place, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         place.before_a()
+        if self._a_looks and flight.index >= self._d_in:
+            self._link.queue_wait(flight.index - self._d_in, self._a)
+        place.begin_a()
         self._stage_a.enqueue(flight, place.envelope, ends_ns)
         place.behind_a()
 

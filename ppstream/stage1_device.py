@@ -124,14 +124,15 @@ class Stage1Device(PolicyRank):
         while self.drain_reason is None:
             self.mark.turns += 1
             if self.log.on_dry is None:
-                while self._expected - self.progress < self._most_ahead():
+                most = self.progress + self._most_ahead()
+                while self._expected < most:
                     self.queue_receipt()
             elif self.progress == self._expected:
                 self.log.dry()
             while self._queued < self._expected and self.may_queue():
                 self.queue()
             if now_ns() >= self._look_ns:
-                self.look()
+                self.rest(0)
             if self.is_oldest_done():
                 self.finish()
             elif self.peer.inbox:
@@ -139,7 +140,7 @@ class Stage1Device(PolicyRank):
             elif give_up():
                 raise PeerLostError("asked to stop, and rank 0 did not drain within its limit")
             else:
-                self.rest()
+                self.rest(self._rest_ns())
         return self.drain_reason
 
     def _most_ahead(self) -> int:
@@ -161,7 +162,9 @@ class Stage1Device(PolicyRank):
         A stream takes some 1000 launches and then holds up the host: a policy of many kernels that
         is not replayed from a graph is queued once its envelope is there.
         """
-        return self._parts.runs_ahead or self._is_done(self._place(self._queued).complete)
+        if self._parts.runs_ahead:
+            return True
+        return self._parts.clock.host_ns(self._place(self._queued).complete) is not None
 
     def queue(self) -> None:
         """Queue everything that will happen to the next envelope."""
@@ -221,26 +224,19 @@ class Stage1Device(PolicyRank):
         """Whether the oldest envelope is over."""
         if self.progress == self._queued:
             return False
-        place = self._place(self.progress)
-        return self._is_done(place.last) and self._is_done(place.named)
+        place, host_ns = self._place(self.progress), self._parts.clock.host_ns
+        return host_ns(place.last) is not None and host_ns(place.named) is not None
 
-    def _is_done(self, event: Event) -> bool:
-        return self._parts.clock.host_ns(event) is not None
-
-    def look(self) -> None:
-        """Look at everything but the envelopes."""
+    def rest(self, limit_ns: int) -> None:
+        """Sleep, unless a frame comes: the end of an event has no descriptor. Then look around."""
+        if self._parts.waiter.wait(limit_ns):
+            self.peer.pump()
         now = now_ns()
         self._look_ns = now + LOOK_NS
-        self.peer.pump()
         if self.phase != "warming":
             self.peer.check_alive(now, self._frozen_ns)
         if self._parts.clock.renew_when_due():
             self.log.event("clock", **self._parts.clock.state._asdict())
-
-    def rest(self) -> None:
-        """Sleep a little, unless a frame comes: the end of an event has no descriptor."""
-        if self._parts.waiter.wait(self._rest_ns()):
-            self.look()
 
     def _rest_ns(self) -> int:
         if now_ns() - self._newest_ns > BUSY_FOR_NS:

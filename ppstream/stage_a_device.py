@@ -1,8 +1,6 @@
-"""Stage A for a GPU: what the device-ordered loop asks of it, and a form that cuts on the host.
+"""Stage A for a GPU: what the device-ordered loop asks of it, and windows of rings on the GPU.
 
-``RingWindows`` reads rings on the GPU when the device comes to it. ``HostWindows`` cuts the window
-on the CPU when it is queued, and copies it: for whoever has no kernel for his GPU. Its data is as
-old as the host runs ahead, so the host then runs no further ahead than it holds credits.
+They are read when the device comes to it, however far ahead the host runs.
 """
 
 from __future__ import annotations
@@ -13,8 +11,7 @@ import torch
 
 from ppstream.clock import NS_PER_MS, now_ns
 from ppstream.device_window import DeviceWindow
-from ppstream.flight import Owner, RowNames, name_rows, names_of, owners_of
-from ppstream.link_device import pinned_slots
+from ppstream.flight import Owner, RowNames, name_rows, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +21,6 @@ if TYPE_CHECKING:
     from ppstream.flight import Flight
     from ppstream.intake import Intake
     from ppstream.link_device import DeviceSlot
-    from ppstream.memops import CudaStream
-    from ppstream.slots import LinkShape
-    from ppstream.window import WindowInfo
 
 
 class DeviceStageA(Protocol):
@@ -34,17 +28,15 @@ class DeviceStageA(Protocol):
 
     Attributes:
         intake: whose rings it reads; changed between phases, while nothing is queued.
-        reads_late: it reads the rings when the device comes to it, not when it is queued.
     """
 
     intake: Intake
-    reads_late: bool
 
     def ingest(self, now_ns: int) -> None:
         """Take over the samples that are new in the rings; never waits."""
 
     def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> None:
-        """Queue stage A into ``slot`` on the current stream."""
+        """Queue stage A into ``slot`` on the current stream; it reads the rings when it runs."""
 
     def settle(self, flight: Flight) -> None:
         """The envelope is complete, those before it were settled: fill the flight's owners and
@@ -61,8 +53,6 @@ class RingWindows:
         device: where they are.
         stream: torch's stream that stage A is queued on, the current one.
     """
-
-    reads_late = True
 
     def __init__(
         self,
@@ -122,45 +112,3 @@ def taken_owners(taken: TakenWindow, lease_ns: int) -> list[Owner]:
             taken.present, taken.episodes, taken.info.window_end_ns, taken.received_ns, strict=True
         )
     ]
-
-
-class HostWindows:
-    """Windows cut on the CPU into pinned memory, and copied (DeviceStageA).
-
-    Args:
-        config: the lease.
-        shape: of the link whose envelopes it fills.
-        slots: pinned windows; more than can be queued.
-        stream: that stage A is queued on.
-    """
-
-    def __init__(
-        self, config: PipelineConfig, shape: LinkShape, slots: int, stream: CudaStream
-    ) -> None:
-        self.intake: Intake
-        self.reads_late = False
-        self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
-        self._stream = stream
-        self._windows = pinned_slots(shape.envelope, slots)
-        self._begin = min(shape.envelope.offsets.values())  # behind the header, which is the link's
-        self._infos: list[WindowInfo | None] = [None] * slots
-
-    def ingest(self, now_ns: int) -> None:
-        """Nothing: the rings are read where they are."""
-
-    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> None:
-        place = flight.index % len(self._windows)
-        window = self._windows[place]
-        info = self.intake.cutter.cut(window.tensors, ends_ns, self._lease_ns)
-        begin = self._begin
-        source = window.raw.data_ptr() + begin
-        self._stream.copy(slot.address + begin, source, slot.size - begin)
-        self._infos[place] = info
-        flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
-
-    def settle(self, flight: Flight) -> None:
-        info = self._infos[flight.index % len(self._windows)]
-        assert info is not None, f"envelope {flight.index} was never cut"
-        flight.received_ns = flight.record.tRx = info.newest_rx_ns
-        flight.record.input_age_ns = info.input_age_ns
-        name_rows(flight)

@@ -24,7 +24,7 @@ UNUSABLE: Final = frozenset({"policy_error", "non_finite", "limit", "velocity", 
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
-    from ppstream.flight import Flight
+    from ppstream.flight import Flight, Owner
     from ppstream.intake import Intake
     from ppstream.simulate import Delay
     from ppstream.stage import Decoder
@@ -82,7 +82,9 @@ class StageC:
         }
         self._violations: Counter[str] = Counter()
         shape = (config.actions.horizon, len(config.actions.names))
-        self._actions = np.zeros((config.batch.rows, *shape), dtype=np.float32)
+        self._horizon = config.actions.horizon
+        self._actions = [np.zeros(shape, dtype=np.float32) for _ in range(config.batch.rows)]
+        self._bytes = [actions.data.cast("B") for actions in self._actions]
         self._episodes: list[tuple[int, int]] = [(0, 0)] * config.batch.rows
         self._skips_answered = config.batch.rows > 1
         self._answered: list[object] = [None] * config.batch.rows  # newest episode and window end
@@ -102,23 +104,23 @@ class StageC:
         ``result`` maps the policy's output names to arrays ``[B, *shape]``.
         """
         self._simulated.spend()
-        usable = [
-            row
-            for row, owner in enumerate(flight.owners)
-            if owner.present and self._answered[row] != (owner.episode, owner.window_end_ns)
-        ]
-        for row in usable:
-            owner = flight.owners[row]
+        usable = []
+        for row, owner in enumerate(flight.owners):
+            if not owner.present or self._has_answer(row, owner):
+                continue
             if self._episodes[row] != owner.episode:
                 self._episodes[row] = owner.episode
                 self._decoder.reset(row)
             arrays = {name: values[row] for name, values in result.items()}
             self._decoder(row, arrays, self._actions[row])
+            usable.append(row)
         return usable
 
     def emit(self, flight: Flight, rows: list[int], emitter: Emitter) -> str | None:
         """Hand the decoded rows over; returns why nothing was emitted, or None."""
-        reason: str | None = "answered" if any(o.present for o in flight.owners) else "absent"
+        if not rows:
+            return "answered" if any(owner.present for owner in flight.owners) else "absent"
+        reason: str | None = None
         emitted = False
         for row in rows:
             reason = self._refuse(flight, row) or emitter.emit(row, self._chunk(flight, row))
@@ -129,6 +131,10 @@ class StageC:
             if self._skips_answered and not isinstance(emitter, Nobody):
                 self._answered[row] = flight.owners[row].episode, flight.owners[row].window_end_ns
         return None if emitted else reason
+
+    def _has_answer(self, row: int, owner: Owner) -> bool:
+        answered = self._answered[row]
+        return answered is not None and answered == (owner.episode, owner.window_end_ns)
 
     def count(self, drop: str | None) -> None:
         """One envelope ended: emitted (None) or dropped with a reason."""
@@ -180,8 +186,8 @@ class StageC:
             start_ns=owner.window_end_ns + self._dt_ns,
             dt_ns=self._dt_ns,
             expires_ns=owner.expires_ns,
-            horizon=self._actions.shape[1],
-            actions=memoryview(self._actions[row]).cast("B"),
+            horizon=self._horizon,
+            actions=self._bytes[row],
             provenance=provenance_of(flight, row) if self._tells_provenance else None,
         )
 

@@ -51,12 +51,12 @@ def book_rank0(
         queued_ns: when the host had queued A.
         waits_for_input: the host queues A when input comes, and no sooner.
     """
-    record.tA0, record.tA1 = times.a0, times.a1
-    record.tSend = times.committed
-    record.tRecv, record.tDecode = times.received, times.c0
-    record.eA_ns, record.eC_ns = times.a1 - times.a0, times.c1 - times.c0
-    free_ns = times.a0 if before is None else before.a1
-    gap_ns = max(0, times.a0 - free_ns)
+    a0_ns, a1_ns, committed_ns, received_ns, c0_ns, c1_ns = times
+    record.tA0, record.tA1, record.tSend = a0_ns, a1_ns, committed_ns
+    record.tRecv, record.tDecode = received_ns, c0_ns
+    record.eA_ns, record.eC_ns = a1_ns - a0_ns, c1_ns - c0_ns
+    free_ns = a0_ns if before is None else before.a1
+    gap_ns = max(0, a0_ns - free_ns)
     for_credit_ns = _clamp(credit_ns - free_ns, gap_ns)
     for_input_ns = 0
     if waits_for_input:
@@ -65,20 +65,22 @@ def book_rank0(
     record.w_credit_ns, record.w_input_ns = for_credit_ns, for_input_ns
     record.busy_link_ns = gap_ns - for_credit_ns - for_input_ns
     record.w_slot_ns = record.w_emit_ns = 0
-    record.w_result_ns = 0 if before is None else max(0, times.c0 - before.c1)
+    record.w_result_ns = 0 if before is None else max(0, c0_ns - before.c1)
 
 
 def book_policy(record: Stage1Record, times: PolicyTimes, before: PolicyTimes | None) -> None:
     """Durations and waits of one envelope on the policy rank."""
-    record.tB0, record.tB1 = times.b0, times.b1
-    record.eB_ns = times.b1 - times.b0
-    record.idle_ns = 0 if before is None else max(0, times.b0 - before.b1)
-    waited_ns = 0 if before is None else times.complete - before.b1
-    record.wait_input_ns = _clamp(waited_ns, record.idle_ns)
-    record.wait_output_ns = 0
-    record.busy_link_ns = record.idle_ns - record.wait_input_ns
-    record.residence_ns = times.b1 - min(times.complete, times.b0)
+    complete_ns, b0_ns, b1_ns = times
+    record.tB0, record.tB1 = b0_ns, b1_ns
+    record.eB_ns = b1_ns - b0_ns
+    idle_ns = 0 if before is None else max(0, b0_ns - before.b1)
+    waited_ns = 0 if before is None else _clamp(complete_ns - before.b1, idle_ns)
+    record.idle_ns, record.wait_input_ns, record.wait_output_ns = idle_ns, waited_ns, 0
+    record.busy_link_ns = idle_ns - waited_ns
+    record.residence_ns = b1_ns - min(complete_ns, b0_ns)
 
 
 def _clamp(value: int, most: int) -> int:
-    return max(0, min(value, most))
+    if value < 0:
+        return 0
+    return value if value < most else most

@@ -6,7 +6,6 @@ too. They are booked on the ledger by time: its counts at each emit are those of
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.memops import Event
@@ -32,22 +31,37 @@ class Marks(NamedTuple):
 
 
 class Queued:
-    """One envelope, and what is known of it.
+    """The envelope of one slot, and what is known of it; used again for a later one.
 
     Attributes:
+        giver: of the slot whose envelope gives this one its credit.
+        taker: of the slot whose envelope takes its place among the results.
         queued_ns: when the host had queued it.
+        received_ns: when its result was; until that is known, the one's before it.
         credit_ns: when the result was received whose credit it took; 0: none needed.
         times: once it is finished.
     """
 
-    __slots__ = ("a1_ns", "committed_ns", "credit_ns", "flight", "marks", "queued_ns", "times")
+    __slots__ = (
+        "a1_ns",
+        "committed_ns",
+        "credit_ns",
+        "flight",
+        "giver",
+        "marks",
+        "queued_ns",
+        "received_ns",
+        "taker",
+        "times",
+    )
+    flight: Flight
+    giver: Queued
+    taker: Queued
     times: Rank0Times
 
-    def __init__(self, flight: Flight, marks: Marks, queued_ns: int) -> None:
-        self.flight = flight
-        self.marks = marks
-        self.queued_ns = queued_ns
-        self.a1_ns = self.committed_ns = self.credit_ns = 0
+    def __init__(self) -> None:
+        self.marks = Marks(*(Event() for _ in Marks._fields))
+        self.queued_ns = self.a1_ns = self.committed_ns = self.credit_ns = self.received_ns = 0
 
 
 class Underway:
@@ -59,48 +73,52 @@ class Underway:
         ledger: of the link.
         clock: of rank 0's device.
         slots: whose events come again; more than envelopes are ever under way.
+        a_looks: A's stream sees a credit by itself, sooner than the receipt's event comes.
 
     Attributes:
         ring: the events of each slot.
     """
 
-    def __init__(self, ledger: CreditLedger, clock: DeviceClock[Event], slots: int) -> None:
+    def __init__(
+        self, ledger: CreditLedger, clock: DeviceClock[Event], slots: int, *, a_looks: bool = False
+    ) -> None:
         self._clock = clock
+        self._a_looks = a_looks
         self._history = QueueHistory(ledger)
         self._d_in, self._d_out = ledger.d_in, ledger.d_out
-        self.ring = [Marks(*(Event() for _ in Marks._fields)) for _ in range(slots)]
-        self._queued: deque[Queued] = deque()
-        self._uncommitted: deque[Queued] = deque()  # of those, as far as is known
-        self._unreceived: deque[Queued] = deque()
-        self._received_ns = [0] * slots  # by index; of those whose receipt is known
-        self._committed_ns = 0  # the newest commit that is known, and the newest receipt
-        self._newest_received_ns = 0
-        self._received = 0  # receipts that are known
+        self._slots = [Queued() for _ in range(slots)]
+        for place, one in enumerate(self._slots):
+            one.giver = self._slots[(place - self._d_in) % slots]
+            one.taker = self._slots[(place + self._d_out) % slots]
+        self.ring = [one.marks for one in self._slots]
+        self._queued = self._finished = 0  # envelopes
+        self._oldest = self._slots[0]  # of those that are not finished
+        self._committed = self._received = 0  # moves of theirs that are known
+        self._committed_ns = self._received_ns = 0  # the newest of these
         self._rhythm = Rhythm()
         self._done_ns = 0  # the oldest was done, as ``is_oldest_done`` has found
 
     def __len__(self) -> int:
-        return len(self._queued)
+        return self._queued - self._finished
 
     @property
     def oldest(self) -> Flight:
-        return self._queued[0].flight
+        return self._oldest.flight
 
     def marks(self, index: int) -> Marks:
         """The events of envelope ``index``."""
-        return self.ring[index % len(self.ring)]
+        return self._at(index).marks
 
     def add(self, flight: Flight, queued_ns: int) -> None:
-        """Everything of ``flight`` is queued."""
-        one = Queued(flight, self.marks(flight.index), queued_ns)
-        self._queued.append(one)
-        self._uncommitted.append(one)
-        self._unreceived.append(one)
+        """Everything of ``flight``, the next envelope, is queued."""
+        one = self._at(self._queued)
+        one.flight, one.queued_ns, one.committed_ns = flight, queued_ns, 0
+        self._queued += 1
 
     def is_oldest_done(self) -> bool:
-        if not self._queued:
+        if self._finished == self._queued:
             return False
-        done_ns = self._clock.host_ns(self._queued[0].marks.c1)
+        done_ns = self._clock.host_ns(self._oldest.marks.c1)
         if done_ns is None:
             return False
         self._done_ns = done_ns
@@ -108,54 +126,61 @@ class Underway:
 
     def oldest_due_ns(self) -> int:
         """When the oldest should be done."""
-        return self._rhythm.due_ns(self._queued[0].queued_ns)
+        return self._rhythm.due_ns(self._oldest.queued_ns)
 
     def finish(self) -> Queued:
         """Take the oldest, which is done; every move up to its end is booked, but the emit."""
-        one = self._queued[0]
-        self._learn(one, self._done_ns)
-        self._queued.popleft()
-        received_ns = self._received_ns[one.flight.index % len(self.ring)]
+        one, index = self._oldest, self._finished
+        self._learn(self._done_ns)
+        self._finished += 1
+        self._oldest = self._at(self._finished)
         # what was learned by an older anchor of the clock may be some µs off against these
         c0_ns = self._clock.past_ns(one.marks.c0)
-        if (taker := one.flight.index + self._d_out) < self._received:  # of the place freed here
-            c0_ns = min(c0_ns, self._received_ns[taker % len(self.ring)])
-        c0_ns = max(received_ns + 1, c0_ns)
+        if index + self._d_out < self._received:  # the place freed here was taken
+            c0_ns = min(c0_ns, one.taker.received_ns)
+        c0_ns = max(c0_ns, one.received_ns + 1)
         c1_ns = max(c0_ns, self._done_ns)
         a0_ns = one.a1_ns - (one.marks.a1.ns_since(one.marks.a0) or 0)  # both are done
-        one.times = Rank0Times(a0_ns, one.a1_ns, one.committed_ns, received_ns, c0_ns, c1_ns)
+        one.times = Rank0Times(a0_ns, one.a1_ns, one.committed_ns, one.received_ns, c0_ns, c1_ns)
         self._history.add(c0_ns, Move.DECODE)
         self._history.book_until(c1_ns)
         self._rhythm.done(one.queued_ns, c1_ns)
         return one
 
-    def _learn(self, oldest: Queued, until_ns: int) -> None:
+    def _learn(self, until_ns: int) -> None:
         """Hear of the oldest one's moves, and of those of later ones up to ``until_ns``."""
-        while self._unreceived:
-            one = self._unreceived[0]
-            if one is not oldest and self._newest_received_ns > until_ns:
+        slots, host_ns, add = self._slots, self._clock.host_ns, self._history.add
+        while self._received < self._queued:
+            if self._received > self._finished and self._received_ns > until_ns:
                 break
-            at_ns = self._clock.host_ns(one.marks.received)
+            one = slots[self._received % len(slots)]
+            at_ns = host_ns(one.marks.received)
             if at_ns is None:
                 break
-            at_ns = max(at_ns, one.committed_ns + 1)  # which an older anchor may have put later
-            self._received_ns[one.flight.index % len(self.ring)] = at_ns
-            self._received = one.flight.index + 1
-            self._newest_received_ns = at_ns
-            self._history.add(at_ns, Move.RECEIVE)
-            self._unreceived.popleft()
-        while self._uncommitted:
-            one = self._uncommitted[0]
-            if one is not oldest and self._committed_ns > until_ns:
+            if self._a_looks and (a0_ns := self._taken_ns(self._received)) is not None:
+                at_ns = min(at_ns, a0_ns)
+            # an older anchor may have put its commit later
+            one.received_ns = self._received_ns = max(at_ns, one.committed_ns + 1)
+            self._received += 1
+            add(one.received_ns, Move.RECEIVE)
+        while self._committed < self._queued:
+            if self._committed > self._finished and self._committed_ns > until_ns:
                 break
-            giver = one.flight.index - self._d_in
-            if self._unreceived and giver >= self._unreceived[0].flight.index:
+            if self._committed - self._d_in >= self._received:  # its credit is not known
                 break
-            at_ns = self._clock.host_ns(one.marks.a1)
+            one = slots[self._committed % len(slots)]
+            at_ns = host_ns(one.marks.a1)
             if at_ns is None:
                 break
-            one.a1_ns = at_ns
-            one.credit_ns = self._received_ns[giver % len(self.ring)] if giver >= 0 else 0
+            one.a1_ns, one.credit_ns = at_ns, one.giver.received_ns
             one.committed_ns = self._committed_ns = max(at_ns, one.credit_ns)
-            self._history.add(self._committed_ns, Move.COMMIT)
-            self._uncommitted.popleft()
+            self._committed += 1
+            add(one.committed_ns, Move.COMMIT)
+
+    def _taken_ns(self, index: int) -> int | None:
+        """When A began that took the credit of ``index``; None: not before now."""
+        taker = index + self._d_in
+        return self._clock.host_ns(self.marks(taker).a0) if taker < self._queued else None
+
+    def _at(self, index: int) -> Queued:
+        return self._slots[index % len(self._slots)]

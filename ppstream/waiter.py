@@ -43,11 +43,13 @@ class Waiter:
             raise ValueError(f"descriptor {fd} is registered already")
         self._fds.append(fd)
         self._poll.register(fd, select.POLLIN)
+        self._may_select = max(self._fds) < FD_SETSIZE
 
     def unregister(self, fd: int) -> None:
         """Stop watching ``fd``; to be called before it is closed."""
         self._fds.remove(fd)
         self._poll.unregister(fd)
+        self._may_select = max(self._fds, default=0) < FD_SETSIZE
 
     def wait(self, timeout_ns: int | None) -> Sequence[int]:
         """Return when a descriptor is readable, after ``wake``, or after ``timeout_ns``.
@@ -88,7 +90,7 @@ class Waiter:
 
     def _ready(self, timeout_ns: int | None) -> list[int]:
         if timeout_ns is not None and timeout_ns > 0:
-            if max(self._fds) < FD_SETSIZE:
+            if self._may_select:
                 return select.select(self._fds, (), (), timeout_ns / NS_PER_S)[0]
             return self._polled(-(-timeout_ns // NS_PER_MS))
         return self._polled(None if timeout_ns is None else 0)

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from fake_cuda import FakeDriver, queue_call
 from fake_put import FakePuts
+from fake_wait import FakeWaits
+from host_windows import HostWindows
 from linked_ends import linked
 from pipeline_in_process import Collector, NewestValues
 
@@ -42,7 +44,6 @@ from ppstream.stage0_device import Stage0Device
 from ppstream.stage0_queueing import Parts, Streams
 from ppstream.stage1_device import Parts as BackParts
 from ppstream.stage1_device import Stage1Device
-from ppstream.stage_a_device import HostWindows
 from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
@@ -96,6 +97,7 @@ class DevicePipeline:
         a_s: float = 0.0,
         c_s: float = 0.0,
         puts: bool = False,
+        looks: bool = False,
     ) -> None:
         self._runs_ahead, self._a_s, self._c_s = runs_ahead, a_s, c_s
         self.driver = FakeDriver()
@@ -111,7 +113,9 @@ class DevicePipeline:
         self._stack = ExitStack()
         self._stack.callback(self.driver.close)
         shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 3)
-        self._front_link, self._back_link = linked(shape, FakePuts if puts else None)
+        self._front_link, self._back_link = linked(
+            shape, FakePuts if puts else None, FakeWaits if looks else None
+        )
         ours, theirs = socket.socketpair()
         self.front, self.back = Peer(ours), Peer(theirs)
         self._stack.callback(self.front.close)
@@ -158,7 +162,6 @@ class DevicePipeline:
         a = CudaStream()
         link: Any = self._front_link
         windows = HostWindows(config, shape, len(link.out), a)
-        windows.reads_late = True  # as on a GPU: the streams alone hold A back
         own = Parts(
             link=link,
             peer=self.front,

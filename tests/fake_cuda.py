@@ -49,6 +49,11 @@ class FakeStream:
             self.pending += 1
         self._queue.put(work)
 
+    @property
+    def is_ended(self) -> bool:
+        """The test is over: nothing is waited for any more."""
+        return self._driver.ended
+
     def end(self) -> None:
         self._queue.put(None)
         self._thread.join(5)

@@ -31,7 +31,9 @@ def driven_by(fake: D, patch: pytest.MonkeyPatch) -> Iterator[D]:
     assert not fake.failures, fake.failures
 
 
-def linked(shape: LinkShape, make_puts: Any = None) -> tuple[CountedLink, CountedLink]:
+def linked(
+    shape: LinkShape, make_puts: Any = None, make_waits: Any = None
+) -> tuple[CountedLink, CountedLink]:
     """Both ends of a link in this process's memory, as ``peer`` lays it out on two GPUs."""
     count = slot_count(shape)
     memories = [
@@ -44,6 +46,6 @@ def linked(shape: LinkShape, make_puts: Any = None) -> tuple[CountedLink, Counte
         my, their = (front, back) if mine == 0 else (back, front)
         slots = device_slots(memories[mine][COUNTER_BYTES:], into, count)
         places = Places(my, their, their + COUNTER_BYTES)
-        return CountedLink(out, shape, CPU, slots, places, make_puts)
+        return CountedLink(out, shape, CPU, slots, places, make_puts, make_waits)
 
     return end(0, shape.envelope, shape.result), end(1, shape.result, shape.envelope)

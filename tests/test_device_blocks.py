@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -294,4 +295,24 @@ def test_a_window_of_an_episode_that_is_over_books_nothing_of_the_next() -> None
     assert taken.present == [True, False]
     assert taken.info.input_age_ns == {"q": [0, None]}
     assert case.rows[0].reference.ledger.in_flight == 1
+    case.check()
+
+
+def test_a_ring_is_settled_once_for_what_several_windows_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = open_case(stream("q", dim=1), stream("slow", dim=1, rate_hz=30), steps=2, dt_ms=10)
+    twin, book = Twin(case), WindowBook(case.config, case.rows, 0)
+    slow, settled = case.rows[0].rings["slow"], []
+    settle = slow.settle
+    monkeypatch.setattr(slow, "settle", lambda *times: settled.append(times) or settle(*times))
+    push(case, "slow", 4)
+    ages = []
+    for at in (10, 20, 30):
+        push(case, "q", at)
+        twin.ingest()
+        ages.append(book.take(twin.table.tolist()).info.input_age_ns["slow"])
+    assert ages == [6 * MS, 16 * MS, 26 * MS]
+    assert len(settled) == 1
+    assert slow.ledger.used == 1
     case.check()

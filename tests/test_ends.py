@@ -122,11 +122,11 @@ def test_silence_is_frozen_and_a_sign_of_life_by_another_way_counts(peers):
 
 
 def test_heartbeat_and_watchdog_are_one_pair():
-    for setting in ("liveness.heartbeat_ms=700", "liveness.watchdog_s=2"):
+    for setting in ("liveness.heartbeat_ms=500", "liveness.watchdog_s=1.5"):
         path = setting.partition("=")[0]
         with pytest.raises(Exception, match=path.replace(".", r"\.")):
             small_config(setting)
-    assert problems(small_config("liveness.watchdog_s=2.1")) == []
+    assert problems(small_config("liveness.watchdog_s=1.6")) == []
 
 
 def test_a_run_s_folder_is_private_on_every_host(tmp_path):

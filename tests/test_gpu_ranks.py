@@ -15,24 +15,30 @@ from ppstream.links import BACK, FRONT
 
 
 @pytest.mark.parametrize("side", [FRONT, BACK])
+@pytest.mark.parametrize("waits", ["kernel", "driver"])
 def test_the_log_says_which_link_why_and_how_quick(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, side: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, side: str, waits: str
 ) -> None:
     link = SimpleNamespace(name="pinned")
     asked: list[Any] = []
     events: list[Any] = []
     monkeypatch.setattr(
-        gpu_ranks, "open_device", lambda kind, side, *_: asked.append((kind, side)) or link
+        gpu_ranks,
+        "open_device",
+        lambda kind, side, *_, looks: asked.append((kind, side, looks)) or link,
     )
     monkeypatch.setattr(gpu_ranks, "measure", lambda *_: Latency(3456, 64))
     placement: Any = SimpleNamespace(link="pinned", why="no peer access")
     log: Any = SimpleNamespace(event=lambda name, **fields: events.append((name, fields)))
     store: Any = None
+    config: Any = SimpleNamespace(link=SimpleNamespace(wait=waits))
     with caplog.at_level(logging.INFO, logger="ppstream"):
-        opened = gpu_ranks._open_link(placement, side, store, store, torch.device("cpu"), log)
+        opened = gpu_ranks._open_link(
+            config, placement, side, store, store, torch.device("cpu"), log
+        )
     assert opened is link
-    assert asked == [("pinned", side)]
+    assert asked == [("pinned", side, waits == "kernel")]
     fields = {"link": "pinned", "why": "no peer access", "one_way_ns": 3456, "note_bytes": 64}
     assert events == [("link", fields)]
-    said = ["link pinned: 3.5 µs one way for 64 bytes, queued ahead"] if side == FRONT else []
-    assert caplog.messages == said
+    said = "link pinned: no peer access; 3.5 µs one way for 64 bytes, queued ahead"
+    assert caplog.messages == ([said] if side == FRONT else [])

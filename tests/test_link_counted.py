@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_cuda import FakeDriver, queue_call
 from fake_put import FakePuts
+from fake_wait import FakeWaits
 from linked_ends import driven_by, linked
 
 from ppstream import link_counted, link_latency
@@ -33,10 +34,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         yield fake
 
 
-def ends(*, puts: bool) -> tuple[CountedLink, CountedLink]:
+def ends(*, puts: bool, looks: bool = False) -> tuple[CountedLink, CountedLink]:
     layout = SlotLayout(HEADER, (TensorSpec("x", (5, 13), "uint8"),), 3)
     shape = LinkShape(layout, layout, 2, 2, GENERATION)
-    return linked(shape, FakePuts if puts else None)
+    return linked(shape, FakePuts if puts else None, FakeWaits if looks else None)
 
 
 def wait_until_done(event: Event) -> None:
@@ -98,11 +99,12 @@ def echoing(back: CountedLink, messages: int, seen: list[list[int]]) -> Iterator
 
 
 @pytest.mark.parametrize("count", [0, (1 << 31) - 13, (1 << 32) - 13])
+@pytest.mark.parametrize("looks", [False, True], ids=["driver", "looks"])
 @pytest.mark.parametrize("puts", [False, True], ids=["copies", "puts"])
 def test_every_message_arrives_whole_and_in_order(
-    driver: FakeDriver, puts: bool, count: int
+    driver: FakeDriver, puts: bool, looks: bool, count: int
 ) -> None:
-    front, back = ends(puts=puts)
+    front, back = ends(puts=puts, looks=looks)
     set_counts(front, back, count)
     seen: list[list[int]] = []
     with echoing(back, MESSAGES, seen):
@@ -121,8 +123,11 @@ def test_every_message_arrives_whole_and_in_order(
 
 
 @pytest.mark.parametrize("count", [0, 1 << 30, (1 << 31) - 1, (1 << 31) + 5, (1 << 32) - 1])
-def test_a_wait_ends_with_close_whatever_the_count(driver: FakeDriver, count: int) -> None:
-    front, back = ends(puts=False)
+@pytest.mark.parametrize("looks", [False, True], ids=["driver", "looks"])
+def test_a_wait_ends_with_close_whatever_the_count(
+    driver: FakeDriver, looks: bool, count: int
+) -> None:
+    front, back = ends(puts=False, looks=looks)
     set_counts(front, back, count)
     own, event = CudaStream(), Event()
     front.queue_receive(0)
@@ -145,8 +150,9 @@ def test_close_waits_for_streams_of_stages_that_the_link_used(
     assert not front.close()
 
 
-def test_a_further_stream_waits_for_its_own_slot_alone(driver: FakeDriver) -> None:
-    front, back = ends(puts=True)
+@pytest.mark.parametrize("looks", [False, True], ids=["driver", "looks"])
+def test_a_further_stream_waits_for_its_own_slot_alone(driver: FakeDriver, looks: bool) -> None:
+    front, back = ends(puts=True, looks=looks)
     passed = [Event() for _ in range(3)]
     for index in range(3):
         back.queue_receive(index)
@@ -159,6 +165,18 @@ def test_a_further_stream_waits_for_its_own_slot_alone(driver: FakeDriver) -> No
         front.queue_send(index)
         wait_until_done(event)
         time.sleep(0.01)
+
+
+def test_streams_of_stages_look_and_that_of_the_link_never_does(driver: FakeDriver) -> None:
+    """Beside the link's own stream a stage may be running, which a kernel would slow down."""
+    _, back = ends(puts=True, looks=True)
+    looks: Any = back._waits
+    back.queue_receive(0)
+    assert looks.queued == 0
+    back.queue_wait(0, CudaStream())
+    back.queue_receive(1, CudaStream())
+    assert looks.queued == 2
+    assert back.close()
 
 
 def test_a_send_by_kernel_takes_its_header_along_without_a_copy(driver: FakeDriver) -> None:

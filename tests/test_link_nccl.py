@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_cuda import FakeDriver
 
 from ppstream import link_nccl, memops
+from ppstream.errors import PeerLostError
 from ppstream.link_device import BACK, FRONT
 from ppstream.link_nccl import NOTE_VALUES, PARKED_BYTES, NcclLink
 from ppstream.memops import CudaStream
@@ -27,6 +29,10 @@ class Group:
 
     def __init__(self, name: str, calls: list[tuple[str, str, int]]) -> None:
         self._name, self._calls = name, calls
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert device == torch.device("cpu")
+        self._calls.append((self._name, "connect", 0))
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Group:
         self._calls.append((self._name, "send", tensors[0].nbytes))
@@ -65,9 +71,22 @@ def test_both_ends_connect_in_one_order(calls: list[tuple[str, str, int]]) -> No
     front = calls.copy()
     calls.clear()
     link(BACK, 64)
-    opposite = {"send": "recv", "recv": "send"}
+    opposite = {"send": "recv", "recv": "send", "connect": "connect"}
     assert front == [(name, opposite[what], size) for name, what, size in calls]
-    assert [name for name, _, _ in front] == ["in", "in", "out", "out"]
+    assert front[:2] == [("in", "connect", 0), ("out", "connect", 0)]
+    assert [name for name, _, _ in front[2:]] == ["in", "in", "out", "out"]
+
+
+@pytest.mark.parametrize("name", ["eager_connect_single_device", "send"])
+def test_a_peer_that_does_not_come_is_lost(
+    calls: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise dist.DistBackendError("nobody answers")
+
+    monkeypatch.setattr(Group, name, refuse)
+    with pytest.raises(PeerLostError, match=r"did not connect: nobody answers"):
+        link(FRONT, 64)
 
 
 @pytest.mark.parametrize(

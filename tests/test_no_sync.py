@@ -25,7 +25,7 @@ HOT: Final = {
     "stage_a_device.py": ("ingest", "enqueue", "settle"),
     "stage_b_device.py": ("__call__",),
     "stage0_device.py": ("start", "finish", "look", "rest_until", "next_ns"),
-    "stage1_device.py": ("queue_receipt", "queue", "finish", "look", "rest"),
+    "stage1_device.py": ("queue_receipt", "queue", "finish", "rest"),
     "link_counted.py": ("queue_header", "queue_send", "queue_receive"),
     "link_nccl.py": ("queue_header", "queue_send", "queue_receive"),
     "trace.py": ("push", "pop"),

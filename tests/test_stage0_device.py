@@ -31,13 +31,14 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("puts", [False, True])  # with depth 1 these go by the stages' streams
+@pytest.mark.parametrize("looks", [False, True])  # then stages wait for counts, not for receipts
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("credit", ["before_window", "after_window"])
 def test_every_envelope_is_answered_once_in_order_and_in_bounds(
-    build: Any, depth: int, credit: str, puts: bool
+    build: Any, depth: int, credit: str, looks: bool, puts: bool
 ) -> None:
     settings = (f"pipeline.d_in={depth}", f"pipeline.d_out={depth}", f"pipeline.credit={credit}")
-    with build(*settings, puts=puts) as pipeline:
+    with build(*settings, puts=puts, looks=looks) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(60)
         chunks, envelopes = pipeline.collector.chunks, pipeline.envelopes()
@@ -278,3 +279,40 @@ def test_the_next_envelopes_time_begins_when_its_turn_does(build: Any) -> None:
         pipeline.rank0.finish = watched
         pipeline.rank0.run(8)
     assert max(late_ns) < 40_000_000  # less than one more B, though several stood queued before it
+
+
+def test_a_wait_that_ran_out_reads_no_socket(build: Any) -> None:
+    looks, reads = 0, 0
+    with build() as pipeline:
+        take_in, pump = pipeline.rank0.take_in, pipeline.front.pump
+
+        def look() -> None:
+            nonlocal looks
+            looks += 1
+            take_in()
+
+        def read() -> None:
+            nonlocal reads
+            reads += 1
+            pump()
+
+        pipeline.policy.act = lambda call: time.sleep(0.003)
+        pipeline.saturate()
+        pipeline.rank0.take_in, pipeline.front.pump = look, read
+        pipeline.rank0.run(30)
+    assert looks > 10  # for samples, which fall due by the clock
+    assert reads <= 2  # nobody writes to it
+
+
+def test_what_comes_is_taken_in_though_envelopes_leave_no_rest(build: Any) -> None:
+    with build() as pipeline:
+        emit = pipeline.collector.emit
+
+        def slowly(row: int, chunk: Any) -> None:
+            time.sleep(0.004)  # the next ones are done before this one is emitted
+            emit(row, chunk)
+
+        pipeline.collector.emit = slowly
+        pipeline.saturate()
+        pipeline.rank0.run(40)
+    assert len({end for _, _, end, _ in pipeline.collector.chunks}) > 15

@@ -160,3 +160,15 @@ def test_a_duration_of_the_device_knows_no_anchor(rig: Rig) -> None:
     happen(second, 30, 34, 70, 75, 80)
     times = rig.finish().times
     assert times.a1 - times.a0 == 4
+
+
+def test_a_credit_is_known_however_far_ahead_the_host_has_queued(rig: Rig) -> None:
+    marks = [rig.add(index) for index in range(3)]
+    happen(marks[0], 10, 20, 50, 55, 60)
+    happen(marks[1], 20, 30, 70, 75, 80)
+    for _ in range(2):
+        rig.finish()
+    for index in range(3, 10):  # the last in the slot of the first, whose receipt was a credit
+        rig.add(index)
+    happen(marks[2], 30, 40, 90, 95, 99)
+    assert rig.finish().credit_ns == 50

@@ -201,8 +201,9 @@ def _survives(mutant: Mutant) -> bool:
         if text.count(mutant.old) != 1:
             raise SystemExit(f"{mutant.file} has {mutant.old!r} {text.count(mutant.old)} times")
         path.write_text(text.replace(mutant.old, mutant.new))
-        rooms = (copy, copy / "kernels", copy / "stages", copy / "tools")
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, rooms))}
+        rooms = [str(copy / room) for room in (".", "kernels", "stages", "tools")]
+        rooms += filter(None, [os.environ.get("PYTHONPATH")])  # what is not installed but found
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(rooms)}
         command = [sys.executable, str(copy / "tools" / "fault_drill.py"), "--only", mutant.fault]
         command += ["--gpu"] if mutant.needs_gpus else []
         ended = subprocess.run(

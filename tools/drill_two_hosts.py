@@ -18,7 +18,7 @@ from drill_logs import NOTHING_SENT, imbalances
 from drill_scene import READY_LIMIT_S, Failed
 from drill_torchrun import expect_end, launched, no_orphans, until
 
-FROZEN_S: Final = 2.0
+FROZEN_S: Final = 1.5
 SPARE_S: Final = 2.0
 Check = Callable[[Path, Outcome, Sequence[subprocess.Popen[bytes]]], None]
 

@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
     way: str  # put or copy (both ``peer``), pinned, nccl
     size: int
-    mode: str  # graph, queued, or hops: sent and received in streams of their own
+    mode: str  # graph, queued, or hops: received in a stage's stream, sent by the link's
 
 
 class Thrown(NamedTuple):
@@ -79,6 +79,7 @@ class Thrower:
         self._gate = torch.zeros(1, dtype=torch.int32, device=device)
         self._rounds = self._index = 0
         self._first, self._last = Event(), Event()
+        self._stage = CudaStream()
         self._recording = CudaStream()
         self._events = [Event() for _ in range(TRIPS)]
         torch.cuda.synchronize(device)
@@ -86,7 +87,7 @@ class Thrower:
     def round(self, trips: int, meet: Callable[[], None]) -> tuple[float, float]:
         """Returns µs of a round trip, and s of this thread's time for all of them."""
         self._rounds += 1
-        stream = self._link.receiving
+        stream = self._stage if self._mode == "hops" else self._link.receiving
         queue = self._prepared(trips)
         if self._is_front:
             stream.wait_value(self._gate.data_ptr(), self._rounds)
@@ -150,21 +151,18 @@ class Thrower:
             link.queue_send(index, stream)
 
     def _trips_with_hops(self, trips: int) -> None:
-        """As between streams of stages: from the receiving one to the sending one, and back."""
-        link, events = self._link, iter(self._events)
+        """As the loops: received in the stream of a stage, sent behind it by the link's own."""
+        link, stage, events = self._link, self._stage, iter(self._events)
         for _ in range(trips):
-            index, received = self._index, next(events)
+            index, done = self._index, next(events)
             self._index += 1
+            if not self._is_front:
+                link.queue_receive(index, stage)
+            stage.record(done)
+            link.sending.wait_for(done)
+            link.queue_send(index)
             if self._is_front:
-                link.receiving.record(received)
-                link.sending.wait_for(received)
-                link.queue_send(index)
-                link.queue_receive(index)
-            else:
-                link.queue_receive(index)
-                link.receiving.record(received)
-                link.sending.wait_for(received)
-                link.queue_send(index)
+                link.queue_receive(index, stage)
 
 
 def _meeting(store: LauncherStore, key: str) -> Callable[[], None]:

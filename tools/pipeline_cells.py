@@ -29,7 +29,7 @@ from ppstream import config_file, cuda_start, gpu_ranks, meeting
 from ppstream.bringup import run_saturated, time_standalone, warm_up
 from ppstream.clock import now_ns
 from ppstream.config import PipelineConfig
-from ppstream.front import begin_run, rank0_parts
+from ppstream.front import begin_run
 from ppstream.headers import link_shape
 from ppstream.heartbeat import Heartbeat
 from ppstream.intake import build_intake
@@ -37,6 +37,7 @@ from ppstream.links import LauncherStore, join_store
 from ppstream.messages import Drain, Measure, PhaseChange, Ready
 from ppstream.overlap import judge
 from ppstream.preflight import build_policy
+from ppstream.rank0_parts import rank0_parts
 from ppstream.rendezvous import Listener, connect
 from ppstream.run_report import RunReport
 from ppstream.runlog import read_run

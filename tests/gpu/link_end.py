@@ -5,6 +5,7 @@ Started by the tests with torchrun's environment and the name of a scenario.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import time
 from datetime import timedelta
@@ -28,6 +29,7 @@ SIDE, LARGE_SIDE = 64, 301  # 32 KB, and 708 KB of no round size
 WAIT_S = 10.0
 EVERY_SIZE = 1 << 30
 GROUP_S, IDLE_S = 5, 12
+LIMIT_S = 45  # then a process says where it stands, and ends
 AHEAD = 8  # receipts that the policy rank keeps queued
 
 
@@ -113,6 +115,13 @@ class End:
             self.link.sending.wait_for(done)
             self.link.queue_send(index)
 
+    def receive(self, index: int, ready: Event) -> None:
+        """As the policy rank's loop does: on the link's stream, and on the stage's."""
+        self.link.queue_receive(index)
+        self.link.receiving.record(ready)
+        if not self.link.queue_wait(index, self.stream):
+            self.stream.wait_for(ready)
+
     def front(self, messages: int) -> list[list[float]]:
         """Send, with credits as the loop takes them; returns what came back."""
         got = torch.zeros(messages, 4, device=self.device)
@@ -135,9 +144,7 @@ class End:
     def back(self, messages: int) -> None:
         for index in range(messages):
             done, ready, seen = self.events[index]
-            self.link.queue_receive(index)
-            self.link.receiving.record(ready)
-            self.stream.wait_for(ready)
+            self.receive(index, ready)
             self.answer(index % self.n)
             self.stream.record(done)
             self.send(index, done, (5, index, 0))
@@ -197,9 +204,7 @@ def reopen(end: End) -> None:
     if not end.is_front:
         for index in range(AHEAD):
             done, ready, _ = end.events[index]
-            end.link.queue_receive(index)
-            end.link.receiving.record(ready)
-            end.stream.wait_for(ready)
+            end.receive(index, ready)
             end.answer(index % end.n)
             end.stream.record(done)
             end.send(index, done, (5, index, 0))
@@ -233,9 +238,7 @@ def idle(end: End) -> None:
 def alone(end: End) -> None:
     """Who waits for a peer that never sends is released by its own close, and soon."""
     if end.is_front:
-        end.link.queue_receive(0)
-        end.link.receiving.record(end.events[0][0])
-        end.stream.wait_for(end.events[0][0])
+        end.receive(0, end.events[0][0])
         end.stream.record(end.events[0][1])
         time.sleep(0.2)
         assert not end.events[0][1].is_done()
@@ -254,11 +257,12 @@ def orphan(end: End) -> None:
     if not end.is_front:
         os.kill(os.getpid(), 9)
     end.link.queue_header(0, (0, 0))
-    end.link.queue_receive(0)
-    end.link.receiving.record(end.events[0][0])
+    end.receive(0, end.events[0][0])
+    end.stream.record(end.events[0][1])
     time.sleep(0.5)
     end.link.queue_send(0)
     assert not end.events[0][0].is_done()
+    assert not end.events[0][1].is_done()
     assert end.link.close()
     torch.cuda.synchronize()  # nothing is left that could hang
 
@@ -275,6 +279,7 @@ SCENARIOS = {
 if __name__ == "__main__":
     import os
 
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     SCENARIOS[sys.argv[1]](End(sys.argv[2]))
     print("ok", flush=True)
     sys.stdout.flush()

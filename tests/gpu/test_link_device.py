@@ -62,6 +62,7 @@ def run_ends(scenario: str, kind: str) -> list[tuple[int, str]]:
 def test_every_message_arrives_whole_and_in_order(kind: str) -> None:
     for code, output in run_ends("exchange", kind):
         assert code == 0, output
+        assert "unbatched" not in output  # torch's warnings of how NCCL's groups are used
         print(kind, output)
 
 

@@ -15,6 +15,7 @@ from ppstream_kernels.cuda_compile import (
     import_cuda,
 )
 from ppstream_kernels.cuda_put import PUT
+from ppstream_kernels.cuda_wait import WAIT
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
 VARIANTS = (
@@ -40,7 +41,7 @@ def test_the_source_compiles_without_a_warning(arch: str, variant: Variant) -> N
     assert compiled.cubin.startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("source", [RINGS, PUT], ids=["rings", "put"])
+@pytest.mark.parametrize("source", [RINGS, PUT, WAIT], ids=["rings", "put", "wait"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_source_without_variants_compiles_without_a_warning(arch: str, source: Path) -> None:
     compiled = compile_cubin(Plain(), arch, source)

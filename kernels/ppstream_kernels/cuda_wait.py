@@ -1,0 +1,75 @@
+"""Launches ``wait.cu``: a stream stands until a counter in memory has reached a value.
+
+Half the time of the driver's own wait, both when the count comes and when it is there already. It
+holds one warp's place on a multiprocessor: a kernel beside it that fills the device takes up to a
+quarter longer, so it belongs into the stream of a stage that has nothing to do meanwhile. It ends
+when the counter moves, as the driver's wait does, and has no time-out: a robot may rest for a day.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import device as Device
+
+from ppstream_kernels.cuda_compile import Plain, import_cuda
+from ppstream_kernels.cuda_load import load_kernels
+
+WAIT: Final = Path(__file__).with_name("wait.cu")
+ARGUMENTS: Final = struct.Struct("=QI")  # counter, value
+
+_VALUE_AT: Final = 8
+_VALUE: Final = struct.Struct("=I")
+_WRAP: Final = 1 << 32
+_ONE_WARP: Final = (1, 1, 1, 32, 1, 1, 0)  # blocks, threads, shared memory
+
+
+class Waits:
+    """Launches of waits for one counter: one thread at a time.
+
+    The kernel is loaded and has run once when this returns.
+
+    Args:
+        device: whose streams will wait; current.
+        counter: address of 32 bits that this device reaches.
+
+    Raises:
+        RuntimeError: cuda-core is missing, or the driver refuses the kernel.
+    """
+
+    def __init__(self, device: Device, counter: int) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        driver = import_cuda("cuda.bindings.driver")
+        self._kernel: Any = driver.CUfunction(_kernel(index))
+        self._launch: Any = driver.cuLaunchKernel
+        self._memory = ctypes.create_string_buffer(ARGUMENTS.size)
+        base = ctypes.addressof(self._memory)
+        self._arguments = (ctypes.c_void_p * 2)(base, base + _VALUE_AT)
+        self._first = ctypes.addressof(self._arguments)  # cuLaunchKernel reads addresses
+        passed = torch.zeros(1, dtype=torch.int32, device=device)
+        ARGUMENTS.pack_into(self._memory, 0, passed.data_ptr(), 0)
+        self.queue(0, torch._C._cuda_getCurrentRawStream(index))
+        torch.cuda.synchronize(device)
+        ARGUMENTS.pack_into(self._memory, 0, counter, 0)
+
+    def queue(self, count: int, stream: Any) -> None:
+        """Hold the driver's ``stream`` until the counter is at ``count``: its lower 32 bits.
+
+        Raises:
+            RuntimeError: the driver refuses it.
+        """
+        _VALUE.pack_into(self._memory, _VALUE_AT, count % _WRAP)
+        error = self._launch(self._kernel, *_ONE_WARP, stream, self._first, 0)[0]
+        if error != 0:
+            raise RuntimeError(f"the driver refuses to wait for a count: {error!r}")
+
+
+@cache
+def _kernel(index: int) -> int:
+    """The driver's handle of the kernel."""
+    return load_kernels(index, ("wait_for_count",), Plain(), WAIT)["wait_for_count"]

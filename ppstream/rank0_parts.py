@@ -1,0 +1,58 @@
+"""What the pipelined loops of rank 0 and their inline twin are all made of."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
+
+from ppstream.config import PipelineConfig, SimulateConfig
+from ppstream.credits import CreditLedger
+from ppstream.runs import Run
+from ppstream.simulate import Delay
+from ppstream.stage import load
+from ppstream.stage_a import StageA
+from ppstream.stage_c import StageC
+from ppstream.timestamps import EnvelopeRecord, TimestampLog
+from ppstream.waiter import Waiter
+
+if TYPE_CHECKING:
+    from ppstream.stage_a_device import DeviceStageA
+
+
+class Rank0Parts(NamedTuple):
+    """The arguments of ``Rank0``, in its order."""
+
+    config: PipelineConfig
+    stage_a: StageA | DeviceStageA
+    stage_c: StageC
+    credit_ledger: CreditLedger
+    log: TimestampLog
+    waiter: Waiter
+
+
+def rank0_parts(config: PipelineConfig, run: Run, generation: int, stack: ExitStack) -> Rank0Parts:
+    """New parts; ``stack`` closes them."""
+    log = TimestampLog(
+        run.log_path(0, generation),
+        EnvelopeRecord,
+        config.log.ring,
+        run_id=run.run_id,
+        generation=generation,
+    )
+    stack.callback(log.close)
+    waiter = Waiter()
+    stack.callback(waiter.close)
+    simulate = config.simulate
+    delay_a = _delay(simulate, simulate.a_ms, simulate.seed)
+    delay_c = _delay(simulate, simulate.c_ms, simulate.seed + 1)
+    decoder = load(config.decode.target)(config.decode.options, config.actions)
+    credit_ledger = CreditLedger(config.pipeline.d_in, config.pipeline.d_out)
+    stage_c = StageC(config, decoder, delay_c)
+    return Rank0Parts(config, StageA(config, delay_a), stage_c, credit_ledger, log, waiter)
+
+
+def _delay(simulate: SimulateConfig, mean_ms: float, seed: int) -> Delay:
+    """Work on a GPU is stage0_device's to queue, and takes none of this thread's time."""
+    if simulate.kind == "gpu":
+        return Delay(0.0)
+    return Delay(mean_ms, simulate.kind, simulate.law, seed)

@@ -1,0 +1,87 @@
+"""The kernel that waits for a count on one GPU: when it ends, and what it sees then."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from ppstream.memops import CudaStream, Event
+from ppstream_kernels.cuda_put import Puts, Route
+from ppstream_kernels.cuda_wait import Waits
+
+COUNTS = (1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 33) + 7)
+LONG_S = 0.05  # far beyond what it looks without a pause
+MESSAGES = 2000
+BYTES = 4096
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("late_s", [0.0, LONG_S])
+def test_a_wait_ends_with_its_count_and_not_before(count: int, late_s: float) -> None:
+    torch.cuda.set_device(DEVICE)
+    counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    waits = Waits(DEVICE, counter.data_ptr())
+    waiting, writing, done = CudaStream(), CudaStream(), Event()
+    writing.write_value(counter.data_ptr(), count - 1)
+    torch.cuda.synchronize()
+    waits.queue(count, waiting.handle)
+    waiting.record(done)
+    time.sleep(0.005 + late_s)
+    assert not done.is_done()
+    writing.write_value(counter.data_ptr(), count)
+    done.wait()
+    assert waiting.is_idle()
+
+
+def test_a_count_far_ahead_ends_it_as_a_release_does() -> None:
+    torch.cuda.set_device(DEVICE)
+    counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    waits = Waits(DEVICE, counter.data_ptr())
+    waiting, writing = CudaStream(), CudaStream()
+    for count in range(1, 9):
+        waits.queue(count, waiting.handle)
+    writing.write_value(counter.data_ptr(), 1 << 30)
+    torch.cuda.synchronize()
+
+
+def test_what_was_sent_before_the_count_is_seen_behind_the_wait() -> None:
+    """Every message fills one slot that the reader copies out as soon as it is counted."""
+    torch.cuda.set_device(DEVICE)
+    counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    credit = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    source = torch.empty(BYTES // 8, dtype=torch.int64, device=DEVICE)
+    slot = torch.zeros_like(source)
+    found = torch.zeros(MESSAGES, dtype=torch.int64, device=DEVICE)
+    data = Waits(DEVICE, counter.data_ptr())
+    free = Waits(DEVICE, credit.data_ptr())
+    puts = Puts(DEVICE, [Route(source.data_ptr(), slot.data_ptr(), BYTES)], counter.data_ptr())
+    acks = Puts(DEVICE, [Route(source.data_ptr(), slot.data_ptr(), 0)], credit.data_ptr())
+    sender, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    streams = [CudaStream(stream.cuda_stream) for stream in (sender, reader)]
+    for _ in range(2):  # once more when everything is loaded
+        with torch.cuda.stream(reader):
+            found[0] = (slot == slot[0]).sum()
+        with torch.cuda.stream(sender):
+            source.fill_(0)
+        torch.cuda.synchronize()
+    for message in range(MESSAGES):
+        with torch.cuda.stream(sender):
+            free.queue(message, streams[0].handle)
+            source.fill_(message)
+            puts.queue(0, message + 1, streams[0].handle)
+        with torch.cuda.stream(reader):
+            data.queue(message + 1, streams[1].handle)
+            found[message] = (slot == message).sum()
+            acks.queue(0, message + 1, streams[1].handle)
+        if message % 100 == 99:  # the host must not run further ahead than a stream holds
+            sender.synchronize()
+    torch.cuda.synchronize()
+    assert (found == BYTES // 8).all()

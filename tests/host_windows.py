@@ -1,0 +1,58 @@
+"""Stage A of the device-ordered loop without a GPU: windows cut on the host when they are queued.
+
+They are as old as the host runs ahead; nothing else about the loop's order differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ppstream.clock import NS_PER_MS
+from ppstream.config import PipelineConfig
+from ppstream.flight import Flight, name_rows, owners_of
+from ppstream.intake import Intake
+from ppstream.link_device import DeviceSlot, pinned_slots
+from ppstream.memops import CudaStream
+from ppstream.slots import LinkShape
+from ppstream.window import WindowInfo
+
+
+class HostWindows:
+    """Windows cut on the CPU, and copied in ``stream`` (DeviceStageA).
+
+    Args:
+        config: the lease.
+        shape: of the link whose envelopes it fills.
+        slots: windows; more than can be queued.
+        stream: that stage A is queued on.
+    """
+
+    def __init__(
+        self, config: PipelineConfig, shape: LinkShape, slots: int, stream: CudaStream
+    ) -> None:
+        self.intake: Intake
+        self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
+        self._stream = stream
+        self._windows = pinned_slots(shape.envelope, slots)
+        self._begin = min(shape.envelope.offsets.values())  # behind the header, which is the link's
+        self._infos: list[WindowInfo | None] = [None] * slots
+
+    def ingest(self, now_ns: int) -> None:
+        """Nothing: the rings are read where they are."""
+
+    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> None:
+        place = flight.index % len(self._windows)
+        window = self._windows[place]
+        info = self.intake.cutter.cut(window.tensors, ends_ns, self._lease_ns)
+        begin = self._begin
+        source = window.raw.data_ptr() + begin
+        self._stream.copy(slot.address + begin, source, slot.size - begin)
+        self._infos[place] = info
+        flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
+
+    def settle(self, flight: Flight) -> None:
+        info = self._infos[flight.index % len(self._windows)]
+        assert info is not None, f"envelope {flight.index} was never cut"
+        flight.received_ns = flight.record.tRx = info.newest_rx_ns
+        flight.record.input_age_ns = info.input_age_ns
+        name_rows(flight)
