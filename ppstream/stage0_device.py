@@ -7,6 +7,7 @@ For each envelope the host queues, on four streams, everything that will happen 
     receiving    wait for the peer's count · wait for a place in D_out
     stage C      wait for the receipt · copy the result to pinned memory
 
+With D_in = 1 an envelope is sent by stage A's stream and received by stage C's, where the link can.
 A credit is the receipt of the result ``d_in`` envelopes earlier, which this device sees. Freshness
 (``credit = "before_window"``): A waits for it, and reads the rings after. Throughput
 (``"after_window"``): the copy waits for it, A runs one envelope ahead, and its data ages meanwhile.

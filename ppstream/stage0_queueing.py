@@ -79,9 +79,9 @@ class Queueing:
         self._is_fresh = is_fresh
         self._d_in = parts.shape.d_in
         is_lone = is_fresh and self._d_in == 1
-        # between two stages A a send takes time that only a lone envelope has no other use for
+        # Between two stages A a send takes time that only a lone envelope has no other use for.
         self._sends_from_a = parts.link.is_short and is_lone
-        # beside A itself nothing may look: only A's stream, and behind A that of a lone one's C
+        # What looks slows A down, unless it comes before A in its stream, or behind a lone one.
         self._a_looks = parts.link.looks and is_fresh
         self._receives_on = parts.streams.c if parts.link.looks and is_lone else None
         results = pinned_slots(parts.shape.result, len(marks))
@@ -95,37 +95,19 @@ class Queueing:
         An event that was never recorded holds nobody up: the first envelopes need no exception.
         """
         link, (a, c), mine = parts.link, parts.streams, marks[place]
-        giver = marks[place - parts.shape.d_in]  # of the credit: whose result returned it
-        freed = marks[place - parts.shape.d_out]  # whose C left a place among the results
         source = link.into[place]
-        waits, sent, alone = [], [], []
-        a_after = giver.received
-        if (
-            self._a_looks
-        ):  # at the giver's count; what else its receipt waits for is waited for here
-            a_after = marks[place - parts.shape.d_in - parts.shape.d_out].c0
-        elif not self._is_fresh:
-            a_after = marks[place - 1].sent
-            waits.append(link.sending.to_wait_for(giver.received))
-            sent.append(link.sending.to_record(mine.sent))
-        if not self._sends_from_a:
-            waits.append(link.sending.to_wait_for(mine.a1))
-        receiving = link.receiving
-        if self._receives_on is not None:
-            receiving = self._receives_on
-            alone.append(receiving.to_wait_for(mine.a1))
+        before_send, behind_send = self._around_send(parts, marks, place)
+        before_receipt, behind_receipt = self._around_receipt(parts, marks, place)
         return _Place(
             link.out[place],
             result,
-            before_a=Routine(a.to_wait_for(a_after)),
+            before_a=Routine(a.to_wait_for(self._before_a(parts.shape, marks, place))),
             begin_a=Routine(a.to_record(mine.a0)),
             behind_a=Routine(*parts.work_a.calls(a), a.to_record(mine.a1)),
-            before_send=Routine(*waits),
-            behind_send=Routine(*sent),
-            before_receipt=Routine(*alone),
-            behind_receipt=Routine(
-                receiving.to_wait_for(freed.c0), receiving.to_record(mine.received)
-            ),
+            before_send=before_send,
+            behind_send=behind_send,
+            before_receipt=before_receipt,
+            behind_receipt=behind_receipt,
             c=Routine(
                 c.to_wait_for(mine.received),
                 c.to_record(mine.c0),
@@ -134,6 +116,35 @@ class Queueing:
                 c.to_record(mine.c1),
             ),
         )
+
+    def _before_a(self, shape: LinkShape, marks: Sequence[Marks], place: int) -> Event:
+        if not self._is_fresh:
+            return marks[place - 1].sent
+        if self._a_looks:  # for the count; a receipt also waits for a place among the results
+            return marks[place - shape.d_in - shape.d_out].c0
+        return marks[place - shape.d_in].received
+
+    def _around_send(
+        self, parts: Parts, marks: Sequence[Marks], place: int
+    ) -> tuple[Routine, Routine]:
+        sending, mine = parts.link.sending, marks[place]
+        before, behind = [], []
+        if not self._is_fresh:
+            before.append(sending.to_wait_for(marks[place - parts.shape.d_in].received))
+            behind.append(sending.to_record(mine.sent))
+        if not self._sends_from_a:
+            before.append(sending.to_wait_for(mine.a1))
+        return Routine(*before), Routine(*behind)
+
+    def _around_receipt(
+        self, parts: Parts, marks: Sequence[Marks], place: int
+    ) -> tuple[Routine, Routine]:
+        stream, mine = self._receives_on, marks[place]
+        before = () if stream is None else (stream.to_wait_for(mine.a1),)
+        stream = stream or parts.link.receiving
+        freed = marks[place - parts.shape.d_out]  # whose C left a place among the results
+        behind = stream.to_wait_for(freed.c0), stream.to_record(mine.received)
+        return Routine(*before), Routine(*behind)
 
     def result(self, index: int) -> Slot:
         """Where the result of ``index`` is in host memory once its last event is done."""

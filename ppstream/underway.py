@@ -6,7 +6,7 @@ too. They are booked on the ledger by time: its counts at each emit are those of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.memops import Event
 from ppstream.queue_history import Move, QueueHistory
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ppstream.credits import CreditLedger
     from ppstream.device_clock import DeviceClock
     from ppstream.flight import Flight
+
+
+SIGHT_NS: Final = 20_000  # A that began sooner before the receipt's event did not wait for it
 
 
 class Marks(NamedTuple):
@@ -157,8 +160,8 @@ class Underway:
             at_ns = host_ns(one.marks.received)
             if at_ns is None:
                 break
-            if self._a_looks and (a0_ns := self._taken_ns(self._received)) is not None:
-                at_ns = min(at_ns, a0_ns)
+            if self._a_looks:
+                at_ns = self._seen_ns(at_ns)
             # an older anchor may have put its commit later
             one.received_ns = self._received_ns = max(at_ns, one.committed_ns + 1)
             self._received += 1
@@ -177,10 +180,11 @@ class Underway:
             self._committed += 1
             add(one.committed_ns, Move.COMMIT)
 
-    def _taken_ns(self, index: int) -> int | None:
-        """When A began that took the credit of ``index``; None: not before now."""
-        taker = index + self._d_in
-        return self._clock.host_ns(self.marks(taker).a0) if taker < self._queued else None
+    def _seen_ns(self, at_ns: int) -> int:
+        """When the result whose receipt's event was at ``at_ns``, the next one, was seen first."""
+        taker = self._received + self._d_in
+        a0_ns = self._clock.host_ns(self.marks(taker).a0) if taker < self._queued else None
+        return at_ns if a0_ns is None or a0_ns < at_ns - SIGHT_NS else min(at_ns, a0_ns)
 
     def _at(self, index: int) -> Queued:
         return self._slots[index % len(self._slots)]

@@ -23,7 +23,7 @@ from host_windows import HostWindows
 from linked_ends import linked
 from pipeline_in_process import Collector, NewestValues
 
-from ppstream import link_counted, memops, stage1_device
+from ppstream import link_counted, memops, stage1_device, underway
 from ppstream.clock import now_ns
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
@@ -48,6 +48,8 @@ from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.waiter import Waiter
+
+SIGHT_NS = 5_000_000  # threads wake up later than a GPU's streams
 
 
 class Work:
@@ -102,6 +104,7 @@ class DevicePipeline:
         self._runs_ahead, self._a_s, self._c_s = runs_ahead, a_s, c_s
         self.driver = FakeDriver()
         patch.setattr(memops, "driver", lambda: self.driver)
+        patch.setattr(underway, "SIGHT_NS", SIGHT_NS)
         for module in (link_counted, stage1_device):
             patch.setattr(module, "stream", lambda role: CudaStream())
         patch.setattr("torch.cuda.synchronize", lambda device=None: None)

@@ -51,13 +51,30 @@ def test_every_envelope_is_answered_once_in_order_and_in_bounds(
             assert taker["tA0"] >= giver["tRecv"]  # nor a window
 
 
-def test_a_slow_stage_c_holds_receipts_back_and_with_them_the_credits(build: Any) -> None:
-    with build("pipeline.d_in=3", "pipeline.d_out=1", c_s=0.004) as pipeline:
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_window_is_cut_before_its_credit_is_there(build: Any, depth: int, looks: bool) -> None:
+    slow = NewestValues(lambda call: time.sleep(0.015))
+    with build(f"pipeline.d_in={depth}", policy=slow, looks=looks) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(12)
+        envelopes = pipeline.envelopes()
+    for giver, taker in zip(envelopes, envelopes[depth:], strict=False):
+        assert taker["tA0"] >= giver["tRecv"]
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_slow_stage_c_holds_receipts_back_and_with_them_the_credits(
+    build: Any, looks: bool
+) -> None:
+    with build("pipeline.d_in=3", "pipeline.d_out=1", c_s=0.004, looks=looks) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(30)
         envelopes = pipeline.envelopes()
     for freed, line in pairwise(envelopes):
         assert line["tRecv"] >= freed["tDecode"]  # a place in D_out
+    for freed, taker in zip(envelopes, envelopes[4:], strict=False):
+        assert taker["tA0"] >= freed["tDecode"]  # d_in + d_out envelopes later
     assert max(line["q_decode_max"] for line in envelopes) == 1
 
 
