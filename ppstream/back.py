@@ -55,10 +55,11 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
     ends.ignore_cut_signal()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with ExitStack() as stack:
-        with stopped_sibling.watched(end, config.liveness.frozen_ms):
-            store = join_store(timeout_s=config.liveness.handshake_s)
-            placement = gpu_ranks.place_here(config, store.world_size)
-            peer, end.run = meeting.introduce(config, store)
+        starting = stack.enter_context(ExitStack())
+        starting.enter_context(stopped_sibling.watched(end, config.liveness.frozen_ms))
+        store = join_store(timeout_s=config.liveness.handshake_s)
+        placement = gpu_ranks.place_here(config, store.world_size)
+        peer, end.run = meeting.introduce(config, store)
         stack.callback(peer.close)
         end.peer_process = PeerProcess.at_end_of(peer.fileno())
         patience = Patience(config.liveness.drain_s + OUTLIVE_DRAIN_S)
@@ -96,6 +97,7 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
             loop.append(stage1)
             watchdog = ends.start_watchdog(config, stage1, end, peer.send)
             stack.callback(watchdog.stop)
+            starting.close()
             reason = stage1.run(patience.is_over)
             log.flush()
         end.is_drained = True

@@ -80,7 +80,8 @@ def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run, generation: i
         if placement.is_inline:
             rank0 = _inline(config, parts, intake.cutter.inputs, generation)
         else:
-            rank0 = _pipelined(config, parts, placement, intake, end, run, stack)
+            with stopped_sibling.watched(end, config.liveness.frozen_ms):
+                rank0 = _pipelined(config, parts, placement, intake, end, run, stack)
         ends.on_signals(rank0.request_stop)
         ends.on_cut_signal(rank0.request_cut)
         watchdog = ends.start_watchdog(config, rank0, end, _tell(rank0))
@@ -114,12 +115,11 @@ def _pipelined(
     stack: ExitStack,
 ) -> Stage0 | Stage0Device:
     assert placement.link is not None
-    with stopped_sibling.watched(end, config.liveness.frozen_ms):
-        store = join_store(timeout_s=config.liveness.handshake_s)
-        listener = meeting.listen(store, _own_address(store.world_size))
-        stack.callback(listener.close)
-        logger.info("handshake")
-        peer = meeting.admit(config, store, listener, run)
+    store = join_store(timeout_s=config.liveness.handshake_s)
+    listener = meeting.listen(store, _own_address(store.world_size))
+    stack.callback(listener.close)
+    logger.info("handshake")
+    peer = meeting.admit(config, store, listener, run)
     stack.callback(peer.close)
     end.peer_process = PeerProcess.at_end_of(peer.fileno())
     loop: list[Rank0] = []  # one, once it exists

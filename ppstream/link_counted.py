@@ -3,8 +3,8 @@
 A send moves a slot to where the receiver looks for it and then sets the receiver's counter: two
 commands of the copy engine, or one kernel (``ppstream_kernels.cuda_put``), which writes the header
 on the way. The receiver's streams wait for the counter: the link's own by the driver, those of
-stages by a kernel, where there is one (``ppstream_kernels.cuda_wait``). Counters only grow, and
-compare cyclically.
+stages, and for notes, by a kernel where there is one (``ppstream_kernels.cuda_wait``). Counters
+only grow, and compare cyclically.
 Where the memory lies, who maps it, and what is sent how, is the links'.
 """
 
@@ -107,7 +107,7 @@ class CountedLink:
         self.looks = make_waits is not None
         torch.cuda.synchronize(device)
         self.sending, self.receiving = stream("sending"), stream("receiving")
-        self._used = {self.sending, self.receiving}  # and streams of stages that sends stand in
+        self._used = {self.sending, self.receiving}  # and stages' streams that send or wait
 
     def queue_header(self, index: int, numbers: Sequence[int]) -> None:
         """With the kernel that sends the slot, or into the slot, so that one copy sends both."""
@@ -188,7 +188,7 @@ class CountedLink:
             stream.copy(slot.address, self._places.landing + place * slot.size, size)
 
     def _wait(self, count: int, stream: CudaStream, *, looks: bool) -> None:
-        """By a kernel where ``looks`` says that it slows nothing down: no stage runs meanwhile."""
+        """By a kernel where ``looks`` allows it: nothing runs meanwhile that it would hold up."""
         if looks and self._waits is not None:
             self._waits.queue(count, stream.handle)
         else:

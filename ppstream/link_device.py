@@ -59,7 +59,7 @@ class DeviceLink(Protocol):
         is_short: a send of this end is one short kernel. In the stream that fills the slot it saves
             a hop (some 5 µs of latency), but takes its time from the next use of that stream.
         looks: a stage's stream that waits here does so by a kernel of its own: sooner than over
-            ``receiving`` and an event, but it slows down what else runs on the device meanwhile.
+            ``receiving`` and an event, but it slows down what fills the device meanwhile.
         note_bytes: of a note, a message without an index.
     """
 
@@ -153,7 +153,8 @@ def device_slots(memory: Tensor, layout: SlotLayout, count: int) -> tuple[Device
 def slot_count(shape: LinkShape) -> int:
     """Slots of either direction: for the one that needs more (``slots.py``), and those queued.
 
-    A graph that writes a slot is never started again while it is queued.
+    A graph that writes a slot is never started again while it is queued. One more, since the host
+    may hear of a receipt before it hears of the commit that took the credit of that slot's last.
     """
     return max(shape.result_slots, shape.d_in + AHEAD) + 1
 

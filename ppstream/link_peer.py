@@ -5,9 +5,10 @@ is written: nothing of it takes a multiprocessor. A slot of ``PUT_BYTES`` or les
 travels alone, is one kernel, which stores it there itself and then counts: several µs sooner.
 
 The receiver waits for the counter in memory of its own. A stage's stream does so by a kernel that
-looks, which takes half the time of the driver's wait, and nothing from any stage: its own is not
-running, and the other rank's is on another GPU. With ``looks = False`` all waits are the driver's:
-then an idle GPU shows idle, and whoever shares it has all of it. There is no counter for credits:
+looks, which takes half the time of the driver's wait. It takes nothing from that stage; while A
+waits for its credit, C of an earlier envelope may run beside it, up to a quarter slower if it fills
+the device. With ``looks = False`` all waits are the driver's: then an idle GPU shows idle, and
+whoever shares it has all of it. There is no counter for credits:
 the sender of envelope n waits for the receipt of result n - d_in (the loops'), which says more.
 
 Memory is mapped by CUDA IPC, not by torch's symmetric memory: its rendezvous holds the
@@ -16,9 +17,9 @@ interpreter's lock, cannot be repeated with a new process, and needs a process g
 What faults of GPUs ask for, one by one:
 
 1. *32 connections*: ``cuda_start.py`` sets and checks it, and ``cuda_streams.py`` gives those that
-   wait, and those that must move meanwhile, a connection each. At most three streams of a rank wait
-   for a counter: the link's, on which only receipts are queued, and those of stages that have
-   nothing to do before the slot is there.
+   wait, and those that must move meanwhile, a connection each. At most two streams of a rank wait
+   for a counter: the link's, on which only receipts are queued, and that of a stage that has
+   nothing to do before the slot is there; or, of a lone envelope, A's and C's.
 2. *Load and allocate first*: the kernels of sends and waits have run once before the link is open,
    and the loops run every stage on every slot before they queue a wait.
 3. *No wait while idle*: not built. The policy rank keeps receipts queued, because a doorbell for
@@ -104,9 +105,8 @@ class PeerLink(CountedLink):
             their_slots=self._theirs.address + COUNTER_BYTES,
         )
         slots = device_slots(mine.tensor(device)[COUNTER_BYTES:], into, count)
-        if put_bytes is None:
-            put_bytes = PUT_BYTES if shape.d_in > 1 else out.slot_bytes
-        make_puts = partial(Puts, device) if out.slot_bytes <= put_bytes else None
+        most = put_limit(shape.d_in, out.slot_bytes) if put_bytes is None else put_bytes
+        make_puts = partial(Puts, device) if out.slot_bytes <= most else None
         make_waits = partial(Waits, device) if looks else None
         super().__init__(out, shape, device, slots, places, make_puts, make_waits)
 
@@ -116,6 +116,11 @@ class PeerLink(CountedLink):
             return False
         self._theirs.close()
         return True
+
+
+def put_limit(d_in: int, slot_bytes: int) -> int:
+    """Bytes up to which slots of ``slot_bytes`` are sent by a kernel: a lone one always is."""
+    return PUT_BYTES if d_in > 1 else max(PUT_BYTES, slot_bytes)
 
 
 def _exchange(side: str, store: Store, mine: Memory, wanted: int, timeout_s: float) -> MappedMemory:

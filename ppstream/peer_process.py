@@ -1,7 +1,7 @@
 """PeerProcess: the other rank's process on this host, so that a survivor never leaves it behind.
 
-It is held by a descriptor of the process itself (pidfd), taken while it is connected: a later
-process that was given the same number is never mistaken for it. When to end it is ``ends.py``'s.
+It is held by a descriptor of the process itself (pidfd), taken while it is there: a later process
+that was given the same number is never ended for it. When to end it is ``ends.py``'s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MS_PER_S: Final = 1000
 
 
 class PeerProcess:
-    """Whoever connected a UNIX socket; made by ``at_end_of``. For one thread at a time."""
+    """Whoever connected a UNIX socket (``at_end_of``), or was found. For one thread at a time."""
 
     def __init__(self, pid: int, fd: int) -> None:
         self.pid = pid

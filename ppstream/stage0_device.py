@@ -90,7 +90,7 @@ class Stage0Device(Paired):
                 self.start()
             if self._underway.is_oldest_done():
                 self.finish()
-                if now_ns() >= self._glance_ns:
+                if self._cuts or now_ns() >= self._glance_ns:
                     self.rest_until(NOW)
             elif self.log.on_dry is not None and not self._underway:
                 self.log.dry()

@@ -81,7 +81,8 @@ class Queueing:
         is_lone = is_fresh and self._d_in == 1
         # Between two stages A a send takes time that only a lone envelope has no other use for.
         self._sends_from_a = parts.link.is_short and is_lone
-        # What looks slows A down, unless it comes before A in its stream, or behind a lone one.
+        # What looks slows A down, unless it comes before A in its stream, or behind a lone one; a
+        # C that runs while A looks for its credit is short.
         self._a_looks = parts.link.looks and is_fresh
         self._receives_on = parts.streams.c if parts.link.looks and is_lone else None
         results = pinned_slots(parts.shape.result, len(marks))

@@ -1,7 +1,8 @@
-"""While two ranks of one host meet: what ends the one that waits for a process that was stopped.
+"""Until the loops run: what ends a rank that waits for one of this host that was stopped.
 
-Nothing is said before the handshake, so silence means nothing there: imports and weights take their
-time. A stopped process is known by its state; the launcher would wait 30 s more to end it.
+Silence means nothing until then: imports, weights and kernels take their time. A stopped process is
+known by its state; the launcher would wait 30 s more to end it. One that a debugger holds (``t``)
+is left alone: somebody is looking at it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ SAME: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTI
 @contextmanager
 def watched(end: RankEnd, limit_ms: float) -> Iterator[None]:
     """End the other rank's process, and this one with 20, once it was stopped for ``limit_ms``."""
-    met = threading.Event()
+    served = threading.Event()
 
     def watch() -> None:
         other, looks = None, 0
-        while not met.wait(INTERVAL_MS / 1000):
+        while not served.wait(INTERVAL_MS / 1000):
             other = other or find(1 - end.rank, os.getppid(), os.environ)
-            looks = looks + 1 if other is not None and other.state() == "T" else 0
+            is_stopped = other is not None and other.state() == "T" and not other.wait_gone(0)
+            looks = looks + 1 if is_stopped else 0
             if looks * INTERVAL_MS > limit_ms:
                 end.peer_process = other
-                what = f"rank {1 - end.rank} was stopped before the ranks had met"
+                what = f"rank {1 - end.rank} was stopped before it served"
                 end.leave(ExitCode.PEER_LOST, what + end.see_peer_out(frozen=True))
         if other is not None:
             other.close()
@@ -44,7 +46,7 @@ def watched(end: RankEnd, limit_ms: float) -> Iterator[None]:
     try:
         yield
     finally:
-        met.set()
+        served.set()
 
 
 def find(rank: int, launcher: int, environment: Mapping[str, str]) -> PeerProcess | None:

@@ -162,8 +162,9 @@ class Underway:
                 break
             if self._a_looks:
                 at_ns = self._seen_ns(at_ns)
-            # an older anchor may have put its commit later
-            one.received_ns = self._received_ns = max(at_ns, one.committed_ns + 1)
+            # an older anchor may have put its commit later, or the receipt before
+            at_ns = max(at_ns, one.committed_ns + 1, self._received_ns + 1)
+            one.received_ns = self._received_ns = at_ns
             self._received += 1
             add(one.received_ns, Move.RECEIVE)
         while self._committed < self._queued:

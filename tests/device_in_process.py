@@ -162,14 +162,14 @@ class DevicePipeline:
 
     def _rank0(self, shape: LinkShape) -> Stage0Device:
         config = self.config
-        a = CudaStream()
+        self.a, self.c = a, c = CudaStream(), CudaStream()
         link: Any = self._front_link
         windows = HostWindows(config, shape, len(link.out), a)
         own = Parts(
             link=link,
             peer=self.front,
             shape=shape,
-            streams=Streams(a, CudaStream()),
+            streams=Streams(a, c),
             clock=DeviceClock(DeviceProbe(CudaStream())),
             work_a=Work(self._a_s),  # type: ignore[arg-type]
             work_c=Work(self._c_s),  # type: ignore[arg-type]

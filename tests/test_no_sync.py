@@ -26,7 +26,9 @@ HOT: Final = {
     "stage_b_device.py": ("__call__",),
     "stage0_device.py": ("start", "finish", "look", "rest_until", "next_ns"),
     "stage1_device.py": ("queue_receipt", "queue", "finish", "rest"),
-    "link_counted.py": ("queue_header", "queue_send", "queue_receive"),
+    "stage0_queueing.py": ("envelope",),
+    "underway.py": ("add", "is_oldest_done", "oldest_due_ns", "finish"),
+    "link_counted.py": ("queue_header", "queue_send", "queue_receive", "queue_wait"),
     "link_nccl.py": ("queue_header", "queue_send", "queue_receive"),
     "trace.py": ("push", "pop"),
 }

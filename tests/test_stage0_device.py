@@ -12,6 +12,7 @@ import pytest
 from device_in_process import DevicePipeline
 from pipeline_in_process import NewestValues, small_config
 
+from ppstream import stage0_device
 from ppstream.bringup import time_standalone
 from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.errors import PeerLostError
@@ -49,6 +50,34 @@ def test_every_envelope_is_answered_once_in_order_and_in_bounds(
         assert taker["tSend"] >= giver["tRecv"]  # no credit, no send
         if credit == "before_window":
             assert taker["tA0"] >= giver["tRecv"]  # nor a window
+
+
+@pytest.mark.parametrize(
+    ("depth", "credit", "expected"),
+    [(1, "before_window", "ac"), (2, "before_window", "a"), (1, "after_window", "")],
+)
+def test_only_a_stage_with_nothing_beside_it_looks(
+    build: Any, depth: int, credit: str, expected: str
+) -> None:
+    settings = (f"pipeline.d_in={depth}", f"pipeline.credit={credit}")
+    with build(*settings, looks=True) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(8)
+        looked = set(pipeline.rank0.link._waits.queued)
+        names = {pipeline.a.handle: "a", pipeline.c.handle: "c"}
+    assert "".join(sorted(names[stream] for stream in looked)) == expected
+
+
+def test_stage_c_of_a_lone_envelope_looks_when_its_a_is_over(build: Any) -> None:
+    with build("pipeline.d_in=1", looks=True, a_s=0.02) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(6)
+        begun = pipeline.rank0.link._waits.begun
+        begun_ns = [at_ns for stream, at_ns in begun if stream is pipeline.c.handle]
+        envelopes = pipeline.envelopes()
+    assert len(begun_ns) == len(envelopes) == 6
+    for at_ns, line in zip(begun_ns, envelopes, strict=True):
+        assert at_ns >= line["tA1"] - 5_000_000  # without the wait it would be 20 ms sooner
 
 
 @pytest.mark.parametrize("looks", [False, True])
@@ -333,3 +362,31 @@ def test_what_comes_is_taken_in_though_envelopes_leave_no_rest(build: Any) -> No
         pipeline.saturate()
         pipeline.rank0.run(40)
     assert len({end for _, _, end, _ in pipeline.collector.chunks}) > 15
+
+
+def test_nothing_of_a_cut_epoch_is_emitted_though_envelopes_leave_no_rest(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Envelopes that are over while the robot's side is slow are not emitted behind the cut."""
+    for limit in ("GLANCE_NS", "LOOK_NS"):  # no look falls due by the clock
+        monkeypatch.setattr(stage0_device, limit, NS_PER_S)
+    asked: list[int] = []
+    behind: list[int] = []
+    with build("pipeline.d_in=3", "pipeline.d_out=3") as pipeline:
+        emit = pipeline.collector.emit
+
+        def slow(row: int, chunk: Any) -> None:
+            emit(row, chunk)
+            if asked:
+                behind.append(chunk.epoch)
+            elif len(pipeline.collector.chunks) == 10:
+                time.sleep(0.03)  # meanwhile later ones are over
+                asked.append(pipeline.rank0.epoch)
+                pipeline.rank0.request_cut("asked for")
+
+        pipeline.collector.emit = slow
+        pipeline.saturate()
+        monkeypatch.setattr(pipeline.rank0.source, "next_due_ns", lambda: None)
+        pipeline.rank0.run(30)
+    assert behind
+    assert asked[0] not in behind

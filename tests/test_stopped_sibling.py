@@ -1,4 +1,4 @@
-"""A rank that was stopped before the ranks met is found among the launcher's processes, and ended.
+"""A rank that was stopped before it served is found among the launcher's processes, and ended.
 
 This process is the launcher.
 """
@@ -71,12 +71,22 @@ def test_a_stopped_one_is_ended_and_the_reason_says_so(sibling: subprocess.Popen
         assert end.left.wait(5)
     assert sibling.wait(5) == -signal.SIGKILL
     assert end.reason == (
-        "rank 1 was stopped before the ranks had met; "
-        f"its process {sibling.pid} (state T) was ended"
+        f"rank 1 was stopped before it served; its process {sibling.pid} (state T) was ended"
     )
 
 
-def test_whoever_has_met_it_is_not_concerned(sibling: subprocess.Popen[bytes]) -> None:
+def test_short_stops_do_not_add_up(sibling: subprocess.Popen[bytes]) -> None:
+    end = End()
+    with stopped_sibling.watched(end, 1000):
+        for _ in range(4):
+            sibling.send_signal(signal.SIGSTOP)
+            assert not end.left.wait(0.4)
+            sibling.send_signal(signal.SIGCONT)
+            assert not end.left.wait(0.3)
+    assert sibling.poll() is None
+
+
+def test_whoever_has_served_is_not_concerned(sibling: subprocess.Popen[bytes]) -> None:
     end = End()
     with stopped_sibling.watched(end, 200):
         pass

@@ -41,10 +41,13 @@ class Clock:
 class Rig:
     """Two credits and two places among the results."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, d_in: int = 2, d_out: int = 2) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, d_in: int = 2, d_out: int = 2, *, a_looks: bool = False
+    ) -> None:
         patch.setattr(underway, "Event", At)
         self.ledger, self.clock = CreditLedger(d_in, d_out), Clock()
-        self.underway = Underway(self.ledger, self.clock, 9)  # type: ignore[arg-type]
+        clock: Any = self.clock
+        self.underway = Underway(self.ledger, clock, 9, a_looks=a_looks)
 
     def add(self, index: int) -> Any:
         self.underway.add(Flight(index, 0, index, EnvelopeRecord()), index)
@@ -172,3 +175,32 @@ def test_a_credit_is_known_however_far_ahead_the_host_has_queued(rig: Rig) -> No
         rig.add(index)
     happen(marks[2], 30, 40, 90, 95, 99)
     assert rig.finish().credit_ns == 50
+
+
+def test_receipts_keep_their_order_around_a_new_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place among the results: the second receipt follows the first one's decode."""
+    rig = Rig(monkeypatch, d_in=3, d_out=1)
+    first, second, third = (rig.add(index) for index in range(3))
+    happen(first, 10, 20, 80, 85, 100)
+    second.a1.ns, second.received.ns, third.a1.ns = 30, 96, 40
+    rig.finish()
+    rig.clock.offset_ns = -10
+    happen(second, 20, 30, 96, 99, 200)
+    third.received.ns = 104
+    rig.finish()
+    assert (rig.ledger.outstanding, rig.ledger.q_decode) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("a0_ns", "expected_ns"),
+    [(95_000, 95_000), (79_000, 100_000), (101_000, 100_000), (None, 100_000)],
+    ids=["seen 5 us sooner", "A had not waited", "A came later", "A has not begun"],
+)
+def test_a_credit_counts_from_where_a_saw_it_if_it_can_have(
+    monkeypatch: pytest.MonkeyPatch, a0_ns: int | None, expected_ns: int
+) -> None:
+    rig = Rig(monkeypatch, d_in=1, d_out=1, a_looks=True)
+    giver, taker = rig.add(0), rig.add(1)
+    happen(giver, 10_000, 20_000, 100_000, 100_500, 110_000)
+    taker.a0.ns = a0_ns
+    assert rig.finish().times.received == expected_ns

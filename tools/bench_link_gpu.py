@@ -2,10 +2,10 @@
 
 Two processes throw one slot back and forth; one way is half of a round trip, and everything was
 queued before a gate opened, so no host is on the path. The ways: ``put`` and ``copy`` are the
-``peer`` link's for small slots and for bulk. The modes: ``graph``, all trips in one CUDA graph;
-``queued``, call by call in one stream; ``hops``, with an event from the receiving to the sending
-stream, as between stages. CPU is what queueing one message and one receipt costs. Needs two GPUs;
-prints a table, writes JSON.
+``peer`` link's: with D_in = 1 always the first, else for small slots and for bulk. The modes:
+``graph``, all trips in one CUDA graph; ``queued``, call by call in one stream; ``hops``, received
+by a stage's stream and sent behind it by the link's, as in the loops. CPU is what queueing one
+message and one receipt costs. Needs two GPUs; prints a table, writes JSON.
 """
 
 from __future__ import annotations
@@ -168,14 +168,22 @@ def print_crossing(rows: list[dict[str, Any]]) -> None:
 
 
 def targets_of(rows: list[dict[str, Any]]) -> list[Target]:
-    """Of both ways of the ``peer`` link; the times are those of the quicker one, the put."""
+    """Of the ways that the ``peer`` link takes at that size: one with D_in = 1, one with more."""
+    from ppstream.link_peer import put_limit
+
     targets = []
     for row in rows:
-        if row["way"] not in ("put", "copy"):
+        size = SIZES[row["size"]]
+        depths = {
+            name: "put" if size <= put_limit(d_in, size) else "copy"
+            for name, d_in in (("D_in = 1", 1), ("D_in > 1", 2))
+        }
+        taken = [name for name, way in depths.items() if way == row["way"]]
+        if not taken:
             continue
-        what = f"peer by {row['way']}, {row['size']}"
+        what = f"peer by {row['way']} ({', '.join(taken)}), {row['size']}"
         limit_us = ONE_WAY_US.get(row["size"])
-        if limit_us is not None and (row["way"], row["mode"]) == ("put", "graph"):
+        if limit_us is not None and row["mode"] == "graph":
             targets.append(Target(f"{what}: one way in us", limit_us, row["p50_us"]))
         if row["mode"] in ("graph", "queued"):
             name = f"{what}, {row['mode']}: CPU us per message"

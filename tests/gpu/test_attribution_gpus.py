@@ -58,6 +58,7 @@ def test_blocks_of_a_policy_on_a_gpu_are_timed(
         print(table)
         assert table in ranks.output()
         (said,) = [line for line in ranks.lines(0) if line.get("name") == "attribution"]
+        assert 0.1 < said["perturbation"] < 10
         ratio = said["period_ns"] / said["throughput_period_ns"]
         assert said["perturbation"] == pytest.approx(ratio, rel=1e-3)
         modes = {line["mode"] for line in ranks.envelopes("bring-up")}
