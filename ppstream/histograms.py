@@ -74,9 +74,8 @@ class Histograms:
         size = max(len(self._counted.counts), int(rows.max(initial=-1)) + 1)
         cells = rows * _WIDTH + _BOUNDS.searchsorted(values_ns)
         counts = np.bincount(cells, minlength=size * _WIDTH).reshape(size, _WIDTH)[:, :_BINS]
-        sums = np.bincount(
-            rows, weights=np.fmax(values_ns, 0), minlength=size
-        )  # NaN: 0, never less
+        gained = np.fmax(values_ns, 0)  # NaN: 0; below 0 neither: a sum never goes back
+        sums = np.bincount(rows, weights=gained, minlength=size)
         old = len(self._counted.counts)
         sums_ns = sums.astype(np.int64)
         counts[:old] += self._counted.counts

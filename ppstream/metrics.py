@@ -1,4 +1,4 @@
-"""Prometheus metrics of one rank: names, units and labels; nothing is computed before a scrape.
+"""Prometheus metrics of one rank: names, units and labels; families are made only for a scrape.
 
 A scrape reads what the log's drain thread tallied and every ``statistics()``, on the thread of the
 health server, in pieces. The loops take no part. Durations are seconds; labels are bounded.

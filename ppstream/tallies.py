@@ -3,17 +3,18 @@
 The log's drain thread calls ``record`` and ``line`` for everything it writes; the loops never come
 here. Records are kept and counted ``CHUNK`` at a time with numpy, or when somebody who wants to
 look calls ``count``: one by one they would take ten times as much of the loops' interpreter.
-``metrics.py`` shows the counts. Any thread reads; no number is ever torn.
+``metrics.py`` shows the counts. Any thread reads, without a lock: a scrape may see one batch half
+counted, never a torn number.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from ppstream.timestamps import EnvelopeRecord, Stage1Record
 
 CHUNK: Final = 512  # records: as many again would save little, and each is 2 KB that is kept
-BLOCK: Final = 64  # of them are read in one go: some 100 µs
+BLOCK: Final = 8  # of them are read in one go: some 30 µs, so a piece is little more than 100
 JUDGED: Final = 300  # envelopes that the live class is made from
 WAITS: Final = ("input", "credit", "slot", "result", "emit")
 STAGES: Final = ("A", "B", "C")
 QUEUES: Final = ("d_in", "d_out")
 SPANS: Final = ("link", "period", "latency", "emit_age")
+
+T = TypeVar("T")
 
 _drop_of: Final = attrgetter("drop")
 _ages_of: Final = attrgetter("input_age_ns")
@@ -103,24 +106,23 @@ class Tally:
                 rows = np.repeat(self.histograms.rows("action_age"), len(ages_ns))
                 self.histograms.add(rows, np.array(ages_ns, np.float64))
             if records:
+                columns = self._columns(records, pieces)
                 drops = list(map(_drop_of, records))
                 for reason, found in Counter(filter(None, drops)).items():
                     bump(self.drops, reason, found)
-                self._count(records, drops, self._columns(records, pieces))
+                pieces.pause()
+                self._count(records, drops, columns, pieces)
                 self.envelopes += len(records)
 
     def _columns(self, records: Sequence[Any], pieces: Pieces) -> Values:
         """[numbers, n]; None becomes NaN."""
-        found = np.empty((self._width, len(records)))
-        for first in range(0, len(records), BLOCK):
-            block = records[first : first + BLOCK]
-            flat = chain.from_iterable(map(self._numbers_of, block))
-            numbers = np.fromiter(flat, np.float64, len(block) * self._width)
-            found[:, first : first + BLOCK] = numbers.reshape(-1, self._width).T
-            pieces.pause()
-        return found
+        flat = chain.from_iterable(map(self._numbers_of, _in_blocks(records, pieces)))
+        numbers = np.fromiter(flat, np.float64, len(records) * self._width)
+        return np.ascontiguousarray(numbers.reshape(-1, self._width).T)
 
-    def _count(self, records: list[Any], drops: list[str | None], columns: Values) -> None:
+    def _count(
+        self, records: list[Any], drops: list[str | None], columns: Values, pieces: Pieces
+    ) -> None:
         raise NotImplementedError
 
     def _add_totals(self, totals: NDArray[np.float64]) -> None:
@@ -149,7 +151,11 @@ class Rank0Tally(Tally):
         self._emit_before = (np.nan, np.nan)  # epoch, tEmit
 
     def _count(
-        self, records: list[EnvelopeRecord], drops: list[str | None], columns: Values
+        self,
+        records: list[EnvelopeRecord],
+        drops: list[str | None],
+        columns: Values,
+        pieces: Pieces,
     ) -> None:
         self.newest.extend(records)
         self._add_totals(_totals(columns[: len(WAITS) + 1]))
@@ -167,28 +173,36 @@ class Rank0Tally(Tally):
             _first(device_b, b),
             _first(device_c, emit - decode),
         )
-        queued = np.maximum(residence - b, 0)
-        links = np.maximum(received - send - residence, 0)
+        queued, links = residence - b, received - send - residence
         periods = self._periods(epoch, emit)
         values = (*stages, queued, decode - received, links, periods, emit - a0, age)
         rows = np.repeat(self._rows, len(records))
+        pieces.pause()
         self.histograms.add(rows, np.concatenate(values))
-        self._add_ages([ages for ages in map(_ages_of, records) if ages])
+        self._add_ages([ages for ages in map(_ages_of, records) if ages], pieces)
+        pieces.pause()
         for stage, taken in zip(STAGES, stages, strict=True):
             self.recent.add(stage, taken)
 
-    def _add_ages(self, said: Sequence[Mapping[str, Any]]) -> None:
+    def _add_ages(self, said: Sequence[dict[str, Any]], pieces: Pieces) -> None:
         """By stream; where a window has several rows, the oldest."""
-        names = [*chain.from_iterable(said)]
-        if not names:
+        if not said:
             return
+        names: list[str] = []
+        ages: list[Any] = []
+        for each in _in_blocks(said, pieces):
+            names += each
+            ages += each.values()
         one = [*said[0]]
         if names == one * len(said):  # a run's windows all have the same streams
             rows = np.tile(self.histograms.rows("observation_age", one), len(said))
         else:
             rows = self.histograms.rows("observation_age", names)
-        ages = np.array([age for each in said for age in each.values()], np.float64)
-        self.histograms.add(rows, ages if ages.ndim == 1 else np.fmax.reduce(ages, axis=1))
+        if list in map(type, ages):
+            ages = [*map(_oldest, _in_blocks(ages, pieces))]
+        values_ns = np.array(ages, np.float64)
+        pieces.pause()
+        self.histograms.add(rows, values_ns)
 
     def _periods(self, epoch: Values, emit: Values) -> Values:
         """From one emit to the next of the same epoch; NaN where nothing is emitted."""
@@ -219,7 +233,9 @@ class PolicyTally(Tally):
             (self.histograms.rows("stage", "B"), self.histograms.rows("residence"))
         )
 
-    def _count(self, records: list[Stage1Record], drops: list[str | None], columns: Values) -> None:
+    def _count(
+        self, records: list[Stage1Record], drops: list[str | None], columns: Values, pieces: Pieces
+    ) -> None:
         *totals, idle, recompiles = _totals(columns[:5])
         self._add_totals(np.array(totals))
         self.idle_ns += int(idle)
@@ -241,6 +257,19 @@ def take_all(kept: list[Any]) -> list[Any]:
     taken = kept[:]
     del kept[: len(taken)]
     return taken
+
+
+def _in_blocks(items: Sequence[T], pieces: Pieces) -> Iterator[T]:
+    """Each of them; whoever takes them pauses between some."""
+    for first in range(0, len(items), BLOCK):
+        pieces.pause()
+        yield from items[first : first + BLOCK]
+
+
+def _oldest(age: Any) -> int | None:
+    """Of the rows that have one, if it is by row."""
+    rows = age if isinstance(age, list) else [age]
+    return max((age_ns for age_ns in rows if age_ns is not None), default=None)
 
 
 def _first(device: Values, host: Values) -> Values:

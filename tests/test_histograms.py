@@ -33,6 +33,12 @@ def test_values_fall_into_the_bucket_whose_bound_they_do_not_exceed():
     assert found.one("link").sum_ns == sum(values[:-1])
 
 
+def test_a_sum_never_goes_back():
+    found = Histograms()
+    found.add(found.rows("link").repeat(2), np.array([-5, 3]))
+    assert (found.one("link").sum_ns, found.one("link").counts[0]) == (3, 2)
+
+
 def test_labels_are_told_apart_and_what_was_taken_stays_as_it_was():
     found = Histograms()
     found.add(found.rows("stage", "ABAB"), np.array([1, MS, 2, NONE]))

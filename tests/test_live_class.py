@@ -1,6 +1,9 @@
+from itertools import groupby
+
 import pytest
 from test_tallies import MS, envelope
 
+from ppstream import live_class
 from ppstream.clock import NS_PER_S, ManualClock
 from ppstream.live_class import MADE_ANEW_NS, LiveClass
 from ppstream.pieces import Pieces
@@ -49,10 +52,25 @@ def test_answer_is_kept_for_a_while():
 
 
 def test_judging_leaves_the_loops_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses = []
-    monkeypatch.setattr(Pieces, "pause", lambda pieces: pauses.append(pieces))
     tally = tallied(300)
-    pauses.clear()
+    done: list[str] = []
+    pieces: set[Pieces] = set()
+
+    def told(name: str) -> None:
+        step = getattr(live_class, name)
+
+        def run(*args: object, **options: object) -> object:
+            found = step(*args, **options)
+            done.append(name)
+            return found
+
+        monkeypatch.setattr(live_class, name, run)
+
+    steps = ("parse_run", "select_window", "primary", "classify")
+    for name in steps:
+        told(name)
+    monkeypatch.setattr(Pieces, "pause", lambda one: (pieces.add(one), done.append("pause")))
     assert LiveClass(lambda: MANIFEST).now(tally).name == "input-limited"
-    assert len(pauses) >= 300
-    assert len(set(pauses)) == 1
+    assert [name for name, _ in groupby(done)] == [each for s in steps for each in ("pause", s)]
+    assert done.index("parse_run") == 300  # a pause for each envelope
+    assert len(pieces) == 1

@@ -21,6 +21,7 @@ from ppstream.histograms import Histograms
 from ppstream.metrics_gpu import memory_families
 from ppstream.pieces import Pieces
 from ppstream.session_records import SessionCounts
+from ppstream.timestamps import Stage1Record, TimestampLog
 from ppstream.watching import Watching
 
 ENVELOPES = 60
@@ -175,6 +176,19 @@ def test_health_is_json_and_readiness_follows_the_phase(watched: Watched) -> Non
     assert watched.get(0, "/readyz")[0] == 200
     assert watched.get(1, "/readyz")[0] == 503  # its phase comes from frames: none was sent here
     assert watched.get(0, "/elsewhere")[0] == 404
+
+
+def test_health_counts_what_nobody_scraped(tmp_path: Any) -> None:
+    run = SimpleNamespace(run_id="r", directory=tmp_path)
+    path = tmp_path / "rank1.gen0.jsonl"
+    with ExitStack() as stack:
+        log = TimestampLog(path, Stage1Record, 8, run_id="r", generation=0)
+        stack.callback(log.close)
+        Watching(small_config("metrics.port=0"), run, log, stack, rank=1, generation=0)
+        for _ in range(3):
+            log.commit(log.take())
+        assert log.flush()
+        assert json.loads(get(_port(path), "/healthz")[1])["envelopes"] == 3
 
 
 class Nothing:

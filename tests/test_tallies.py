@@ -1,10 +1,12 @@
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from ppstream.histograms import LABELS_MAX, OTHER, Histogram
-from ppstream.tallies import CHUNK, JUDGED, WAITS, PolicyTally, Rank0Tally, Tally, take_all
+from ppstream.pieces import Pieces
+from ppstream.tallies import BLOCK, CHUNK, JUDGED, WAITS, PolicyTally, Rank0Tally, Tally, take_all
 from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
 
 MS = 1_000_000
@@ -146,6 +148,30 @@ def test_looking_from_another_thread_loses_nothing_and_counts_nothing_twice():
     assert totals == sorted(totals)
 
 
+def test_counting_leaves_the_loops_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    tally = Rank0Tally(LEASE_NS)
+    for seq in range(4 * BLOCK):
+        tally.record(envelope(seq))
+    done: Counter[tuple[str, ...]] = Counter()  # what was counted by a pause
+
+    def pause(pieces: Pieces) -> None:
+        families = filter(tally.histograms.of, ("stage", "observation_age"))
+        done[(*families, *tally.recent)] += 1
+
+    monkeypatch.setattr(Pieces, "pause", pause)
+    tally.count()
+    assert done == {
+        (): 4 + 2,  # while records are read, behind their drops, and before histograms
+        ("stage",): 4 + 1,  # while ages are read, and before they are counted
+        ("stage", "observation_age"): 1,
+    }
+    done.clear()
+    for seq in range(4 * BLOCK):
+        tally.record(envelope(seq, input_age_ns={"imu": [1, 2], "arm": [3, None]}))
+    tally.count()
+    assert done.total() == 12 + 2 * 4  # ages by row are gone through, too
+
+
 class Growing(list[int]):
     """Another thread appends to it just behind the look."""
 
@@ -185,6 +211,20 @@ def test_dropped_envelope_has_no_latency():
 def test_oldest_row_is_the_age_of_a_stream():
     ages = {"imu": [3 * MS, None, 7 * MS], "gone": [None, None, None]}
     assert sums_ns(counted([envelope(0, input_age_ns=ages)]), "observation_age") == {"imu": 7 * MS}
+
+
+def test_windows_of_one_row_and_of_several_are_counted_together():
+    ages = ({"imu": 1}, {"imu": [None, 2]}, {"imu": [3, 4, 5]}, {"imu": None, "arm": 6})
+    tally = counted([envelope(seq, input_age_ns=each) for seq, each in enumerate(ages)])
+    assert sums_ns(tally, "observation_age") == {"arm": 6, "imu": 1 + 2 + 5}
+
+
+def test_spans_that_cannot_be_take_nothing_from_a_sum():
+    shorter = envelope(0, residence_ns=4 * MS)  # than B
+    longer = envelope(1, residence_ns=7 * MS)  # than from send to receive
+    tally = counted([shorter, longer, envelope(2)])
+    assert sums_ns(tally, "queue")["d_in"] == (0 + 2 + 1) * MS
+    assert sums_ns(tally, "link") == {"": 2_500_000 + 0 + 500_000}
 
 
 def test_reasons_are_bounded():
