@@ -69,4 +69,5 @@ def test_each_sample_of_a_robot_begins_a_window_of_its_own(
             robot.join(20)
             sessions.close()
         lines = pipeline.envelopes()
-    assert len(lines) >= 0.95 * (SAMPLES - robot.together), (len(lines), robot.together)
+    # a lost wake leaves half of them; a busy machine takes some that nobody lost
+    assert len(lines) >= 0.7 * (SAMPLES - robot.together), (len(lines), robot.together)

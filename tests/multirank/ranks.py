@@ -16,7 +16,7 @@ from multirank.rank_process import RankProcess
 CONFIG = Path(__file__).parent / "small.toml"
 END_LIMIT_S = 40
 #: A machine that is busy with something else makes the gate refuse its own log: rightly, so again.
-JUDGED_AGAIN = pytest.mark.flaky(reruns=2, only_rerun="BAD_INSTRUMENT")
+JUDGED_AGAIN = pytest.mark.flaky(reruns=2, reruns_delay=10, only_rerun="BAD_INSTRUMENT")
 RANK_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
