@@ -48,6 +48,7 @@ class Inline(Rank0):
     @watched
     def run(self, envelopes: int | None = None) -> None:
         self._start_limit = None if envelopes is None else self.started + envelopes
+        self.times.end()
         while self.may_begin():
             self.wait_for_work()
             if self.pacing.due(now_ns()):
@@ -57,6 +58,7 @@ class Inline(Rank0):
 
     def start(self) -> Flight:
         flight = self.next_flight()
+        self.times.begin()
         self.stage_a.build(flight, self.envelope.tensors, self.pacing.started())
         self.book_input_waits(flight)
         return flight
@@ -97,8 +99,8 @@ class Inline(Rank0):
         drop = "policy_error" if failed else self.decode_and_emit(flight, self.result)
         if trace.on:
             trace.C.pop()
-        flight.record.w_result_ns = self.take_wait_ns("result")
-        self.close_flight(flight, drop)
+        flight.record.w_result_ns = 0  # it is there at once
+        self.close_flight(flight, drop, self.times.end())
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
         done(number, self.stage_b.instruct(number, text))

@@ -88,7 +88,9 @@ class RankCollector(Collector):
             "ppstream_wait_seconds", "Time a thread waited, by cause.", "cause", waits
         )
         yield show.counter(
-            "ppstream_link_busy_seconds", "Time inside send and receive calls.", tally.link_ns * S
+            "ppstream_link_busy_seconds",
+            "Time between stages and waits: the links' calls and the loop's own work.",
+            tally.link_ns * S,
         )
         yield show.counter("ppstream_envelopes", "Envelopes that ended here.", tally.envelopes)
 

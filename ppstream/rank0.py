@@ -15,6 +15,7 @@ from ppstream.clock import NS_PER_S, now_ns
 from ppstream.flight import Flight
 from ppstream.ledger_lines import write_ledger, write_reports
 from ppstream.stage_c import Nobody
+from ppstream.time_book import LINK, TimeBook
 from ppstream.watchdog import WARMING_LIMIT_NS, Mark, is_patient
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Rank0(ABC):
         self._drain_until_ns: int | None = None
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self._next_ledger_ns = 0
-        self._waits_ns = dict.fromkeys(("input", "credit", "result", "link"), 0)
+        self.times = TimeBook()  # of the thread that runs stage A
 
     @property
     def standstill_ns(self) -> int:
@@ -234,16 +235,11 @@ class Rank0(ABC):
 
     def book_input_waits(self, flight: Flight) -> None:
         """Book the waits before stage A, and the link's time since, on this envelope."""
-        record = flight.record
-        record.w_input_ns = self.take_wait_ns("input")
-        record.w_credit_ns = self.take_wait_ns("credit")
-        record.busy_link_ns = self.take_wait_ns("link")
+        record, take_ns = flight.record, self.times.take_ns
+        record.w_input_ns = take_ns("input")
+        record.w_credit_ns = take_ns("credit")
+        record.busy_link_ns = take_ns(LINK)
         record.w_slot_ns = 0  # slots follow from credits: nobody ever waits for one
-
-    def take_wait_ns(self, cause: str) -> int:
-        """How long was waited for it since this was last asked."""
-        waited_ns, self._waits_ns[cause] = self._waits_ns[cause], 0
-        return waited_ns
 
     # ---- the loop's bookkeeping --------------------------------------------------------------
 
@@ -281,7 +277,7 @@ class Rank0(ABC):
         One blocking call, timed as one: what arrives while it lasts, and looking at it, is part of
         the wait and booked under its cause. Finding work at once is no wait but the link's time.
         """
-        began = now_ns()
+        self.times.begin()
         cause = self.wait_cause()
         self.look()
         slept = False
@@ -293,7 +289,7 @@ class Rank0(ABC):
                 now = now_ns()
                 limit_ns = min([limit_ns, *(max(0, due - now) for due in dues if due is not None)])
             self.look_at(self.waiter.wait(limit_ns))
-        self._waits_ns[cause if slept else "link"] += now_ns() - began
+        self.times.end(cause if slept else LINK)
 
     def write_ledger(self) -> None:
         """One ledger line: samples by stream, and envelopes."""

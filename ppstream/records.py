@@ -99,6 +99,7 @@ class Envelope:
     w_result_ns: int | None = None
     w_emit_ns: int | None = None
     busy_link_ns: int | None = None
+    busy_link_c_ns: int | None = None
     outstanding: int | None = None
     outstanding_max: int | None = None
     outstanding_ns_total: int | None = None

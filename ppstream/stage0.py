@@ -22,6 +22,7 @@ from ppstream.headers import DURATIONS, EPOCH, FAILED
 from ppstream.paired import Paired
 from ppstream.rank0 import WAIT_MAX_NS
 from ppstream.standalone import time_on_host
+from ppstream.time_book import LINK, TimeBook
 from ppstream.waiter import Waiter
 from ppstream.watchdog import Mark, stage_b_limit_ns, watched
 
@@ -48,6 +49,7 @@ class Stage0(Paired):
         self.marks = (self.mark, *self._thread_marks.values())
         self._is_split = self.config.pipeline.threads == "split"
         self._lead = sys.maxsize if self._is_split else SERIAL_LEAD
+        self._times_c = TimeBook() if self._is_split else self.times  # of the thread that runs C
         self._results = Waiter() if self._is_split else self.waiter  # who waits for results
         self._result_fds = {peer.fileno(), *link.fds}
         for fd in self._result_fds:
@@ -56,6 +58,7 @@ class Stage0(Paired):
     @watched
     def run(self, envelopes: int | None = None) -> None:
         self._start_limit = None if envelopes is None else self.started + envelopes
+        self.times.end()
         if self._is_split:
             self.run_split()
         else:
@@ -108,15 +111,16 @@ class Stage0(Paired):
 
     def decode_results(self, ended: threading.Event) -> None:
         mark = self._thread_marks["decode"]
+        self._times_c.end()
         while not ended.is_set():
             mark.turns += 1
-            began = now_ns()
+            self._times_c.begin()
             try:
                 flight = self._received.get(timeout=IDLE_S)
             except Empty:
                 continue
             finally:
-                self._waits_ns["result"] += now_ns() - began
+                self._times_c.end("result")
             self.finish(flight)
             self.waiter.wake()
 
@@ -147,6 +151,7 @@ class Stage0(Paired):
         flight = self.next_flight()
         slot = self.link.envelope(flight.index)
         self.stage_a.build(flight, slot.tensors, self.pacing.started())
+        self.times.stage(flight.record.tA0 or 0, flight.record.tA1 or 0)
         slot.header[EPOCH] = flight.epoch, flight.seq
         self.book_input_waits(flight)
         self._committed.append(flight)
@@ -157,7 +162,6 @@ class Stage0(Paired):
         self.link.commit(flight.index)
         if trace.on:
             trace.SEND.pop()
-        self._waits_ns["link"] += now_ns() - flight.sent_ns
 
     def look(self) -> None:
         self.take_in()
@@ -214,7 +218,7 @@ class Stage0(Paired):
     def finish(self, flight: Flight) -> None:
         """Stage C and emit, unless the result is stale or carries no actions."""
         slot = self.link.result(flight.index)
-        flight.record.tDecode = now_ns()
+        flight.record.tDecode = self._times_c.begin()
         self.credits.begin_decode(flight.record.tDecode)
         self._room.set()  # a place in D_out is free
         failed = self.read_header(flight, slot.header.tolist())
@@ -228,8 +232,11 @@ class Stage0(Paired):
             drop = self.decode_and_emit(flight, slot)
             if trace.on:
                 trace.C.pop()
-        flight.record.w_result_ns = self.take_wait_ns("result")
-        self.close_flight(flight, drop)
+        ended_ns = self._times_c.end()
+        flight.record.w_result_ns = self._times_c.take_ns("result")
+        if self._is_split:
+            flight.record.busy_link_c_ns = self._times_c.take_ns(LINK)
+        self.close_flight(flight, drop, ended_ns)
 
     def read_header(self, flight: Flight, header: list[int]) -> bool:
         """Book stage B's durations; returns whether the policy failed on this envelope."""

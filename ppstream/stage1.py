@@ -17,6 +17,7 @@ from ppstream.errors import PeerLostError, ProtocolError
 from ppstream.headers import BEHIND_LINK, EPOCH
 from ppstream.policy_rank import PolicyRank
 from ppstream.stage import told
+from ppstream.time_book import LINK, TimeBook
 from ppstream.watchdog import WARMING_LIMIT_NS, Mark, is_patient, stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ class Stage1(PolicyRank):
         self.mark = Mark("stage B", self._at)
         self._serving: tuple[int, int] | None = None  # epoch and seq of the newest envelope
         self._usual_b_ns = 0
-        self._wait_input_ns = 0
-        self._busy_link_ns = 0  # since the previous envelope began
+        self.times = TimeBook()
         self._previous_tb1 = 0
         self._last: int | None = None  # index of the newest envelope, for standalone timing
         self._waiting: deque[tuple[int, int]] = deque()  # envelopes that came, and when
@@ -127,32 +127,29 @@ class Stage1(PolicyRank):
         return self.drain_reason
 
     def receive(self) -> None:
-        """Take every complete envelope, with the time it came; this time is the link's."""
-        began = now_ns()
+        """Take every complete envelope, with the time it came."""
         self.peer.pump()
         indices = []
         while (index := self.link.receive_nowait()) is not None:
             indices.append(index)
-        now = now_ns()
         if indices:
+            now = now_ns()
             self.peer.last_heard_ns = now  # an envelope is a sign of life
             self._waiting.extend(
                 zip(indices, self.link.arrivals.take(len(indices), now), strict=True)
             )
-        self._busy_link_ns += now - began
 
     def serve(self, index: int, complete_ns: int) -> None:
         """Stage B on one envelope that was complete at ``complete_ns``, to committed result."""
         envelope, result = self.link.envelope(index), self.link.result(index)
         epoch, seq = envelope.header[EPOCH].tolist()
         self._serving = epoch, seq
-        tb0 = now_ns()
+        tb0 = self.times.begin()
         failed = self.run_policy(index, epoch, envelope, result)
-        tb1 = now_ns()
+        tb1 = self.times.end()
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
         idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
-        wait_ns, self._wait_input_ns = self._wait_input_ns, 0
-        busy_ns, self._busy_link_ns = self._busy_link_ns, 0
+        wait_ns, busy_ns = self.times.take_ns("input"), self.times.take_ns(LINK)
         self._previous_tb1 = tb1
         # residence ends where the result is committed; the doorbell itself is the link's time
         residence_ns = now_ns() - complete_ns
@@ -162,7 +159,6 @@ class Stage1(PolicyRank):
         self._last = index
         self.progress += 1
         self.write_line(epoch, seq, stamps, failed=failed)
-        self._busy_link_ns += now_ns() - tb1  # all that is neither B nor a wait is the link's
 
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> bool:
         """Returns whether the policy failed; rank 0 is then told why before the result."""
@@ -181,11 +177,11 @@ class Stage1(PolicyRank):
         return False
 
     def wait(self) -> None:
-        began = now_ns()
+        began = self.times.begin()
         if self.phase != "warming":
             self.peer.check_alive(began, self._frozen_ns)
         self.waiter.wait(WAIT_NS)
-        self._wait_input_ns += now_ns() - began
+        self.times.end("input")
 
     def measure(self, repeats: int) -> tuple[int, ...]:
         """Stage B alone, on the newest envelope, while rank 0 does nothing."""
@@ -198,7 +194,8 @@ class Stage1(PolicyRank):
             began = now_ns()
             self.stage_b(int(envelope.header[EPOCH][0]), envelope, result.tensors)
             durations.append(now_ns() - began)
-        self._wait_input_ns, self._previous_tb1 = 0, 0
+        self._previous_tb1 = 0
+        self.times = TimeBook()
         return tuple(durations)
 
     def _at(self) -> str:

@@ -66,7 +66,11 @@ def _residual_a(segment: Segment) -> float:
 
 
 def _residual_c(segment: Segment) -> float:
-    return segment.span_ns - _total(segment, stage_c_ns) - _waits(segment, WAITS_C)
+    return (
+        segment.span_ns
+        - _total(segment, stage_c_ns)
+        - _waits(segment, (*WAITS_C, "busy_link_c_ns"))
+    )
 
 
 def _residual_r0(segment: Segment) -> float:

@@ -64,7 +64,8 @@ class EnvelopeRecord(msgspec.Struct, gc=False, omit_defaults=True):
     w_slot_ns: int | None = None
     w_result_ns: int | None = None
     w_emit_ns: int | None = None
-    busy_link_ns: int | None = None
+    busy_link_ns: int | None = None  # of the thread that runs A; serial: of the only one
+    busy_link_c_ns: int | None = None  # of the thread that runs C, if it has one of its own
     outstanding: int | None = None
     q_decode: int | None = None
     outstanding_max: int | None = None

@@ -62,6 +62,15 @@ def test_conservation_counts_time_in_link_calls_of_both_ranks() -> None:
     assert verdicts(golden)["conservation"] is False
 
 
+def test_conservation_counts_what_the_thread_of_c_does_besides() -> None:
+    golden = simulate(form=SPLIT)
+    change = {"w_result_ns": ms(-1), "busy_link_c_ns": ms(1)}
+    golden.bend(lambda line: line.update({k: line.get(k, 0) + v for k, v in change.items()}))
+    assert verdicts(golden)["conservation"] is True
+    golden.bend(lambda line: line.update(busy_link_c_ns=0))
+    assert worst(golden, "conservation") == "r0C"
+
+
 def test_conservation_of_the_mesh_without_its_file_uses_the_whole_gap() -> None:
     golden = with_rank0_only(simulate(form=JUST_IN_TIME))
     golden.bend(lambda line: line.update(wait_input_ns=line["wait_input_ns"] - ms(2)))

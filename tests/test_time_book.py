@@ -1,0 +1,83 @@
+"""Where a thread's time goes, and that the loops leave none of it that nobody claims."""
+
+import json
+import time
+
+import pytest
+from golden_runs import GoldenRun, PipelineForm, simulate
+from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+
+from ppstream import time_book
+from ppstream.clock import NS_PER_MS
+from ppstream.link_host import HostBack, HostFront
+from ppstream.segments import select_window
+from ppstream.stage_c import StageC
+from ppstream.thread_time import residuals_ns
+from ppstream.time_book import LINK, TimeBook
+
+LOST_S = 0.002
+
+
+@pytest.fixture
+def book(monkeypatch):
+    readings = iter((0, 100, 130, 150, 190, 200))
+    monkeypatch.setattr(time_book, "now_ns", lambda: next(readings))
+    return TimeBook()
+
+
+def test_what_is_neither_stage_nor_wait_is_the_link_s(book):
+    assert (book.begin(), book.end("credit")) == (100, 130)
+    assert (book.begin(), book.end()) == (150, 190)
+    book.begin()
+    assert [book.take_ns(cause) for cause in ("credit", "input", LINK)] == [30, 0, 130]
+    assert [book.take_ns(cause) for cause in ("credit", LINK)] == [0, 0]
+
+
+def test_a_stage_that_claims_a_wait_takes_nothing_back_from_it(book):
+    book.begin()
+    book.end("input")  # 100 to 130
+    book.stage(110, 140)
+    assert (book.take_ns("input"), book.take_ns(LINK)) == (30, 100)
+    book.begin()  # 150
+    assert book.take_ns(LINK) == 10
+
+
+def losing(call):
+    """As ``call``, after this thread was kept from running."""
+
+    def late(*args, **kwargs):
+        time.sleep(LOST_S)
+        return call(*args, **kwargs)
+
+    return late
+
+
+@pytest.mark.parametrize("threads", ["serial", "split"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (HostFront, "envelope"),  # before A
+        (HostFront, "commit"),
+        (HostFront, "result"),  # before C
+        (StageC, "count"),  # behind the emit
+        (HostBack, "envelope"),  # before B
+        (HostBack, "reply"),
+    ],
+)
+def test_no_time_is_left_that_nobody_claims(threads, owner, name, monkeypatch, tmp_path):
+    monkeypatch.setattr(owner, name, losing(getattr(owner, name)))
+    config = small_config(
+        f"pipeline.threads={threads}", "simulate.a_ms=1", "simulate.c_ms=1", "pipeline.d_in=2"
+    )
+    with PipelineInProcess(config, NewestValues(), tmp_path) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(60)
+        pipeline.policy_log.flush()
+        lines = pipeline.envelopes()
+    policy_log = (tmp_path / "rank1.gen0.jsonl").read_text()
+    policy_lines = [json.loads(line) for line in policy_log.splitlines()]
+    manifest = simulate(form=PipelineForm(threads, d_in=2, d_out=2)).manifest
+    window = select_window(GoldenRun(manifest, lines, policy_lines).parse())
+    for thread, residual_ns in residuals_ns(window).items():
+        # both ends may be an envelope apart
+        assert abs(residual_ns) < 0.25 * LOST_S * 1e3 * NS_PER_MS * window.n, thread
