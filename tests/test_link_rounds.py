@@ -63,6 +63,7 @@ def test_a_round_trip_is_both_ways_of_one_slot(driver: FakeDriver, mode: str) ->
     run(0)
     back.join(LIMIT_S)
     assert not back.is_alive()
-    assert all(8_000 <= trip_us < 16_000 for trip_us in trips_us[0]), trips_us
+    assert min(trips_us[0]) >= sum(WAY_S) * 1e6, trips_us
+    assert min(trips_us[0]) < 2 * sum(WAY_S) * 1e6, trips_us  # a busy machine makes some longer
     assert [end._sent for end in ends] == [end._expected for end in ends]
     assert ends[0]._sent == ROUNDS * TRIPS

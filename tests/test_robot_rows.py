@@ -119,6 +119,14 @@ class Crew:
             robot.start()
         wait_until(lambda: all(len(robot.chunks) > 5 for robot in self.robots))
 
+    def has_received_all(self) -> bool:
+        """Whether no action chunk is on its way to a robot."""
+        came = sum(
+            len(robot.chunks) + sum(robot.client.statistics().dropped.values())
+            for robot in self.robots
+        )
+        return came == self.sessions.statistics().chunks_sent
+
     def close(self) -> None:
         for robot in self.robots:
             robot.close()
@@ -198,6 +206,7 @@ def test_a_result_on_its_way_when_a_robot_resets_reaches_the_others_alone(tmp_pa
     with working(tmp_path, NewestValues(hold)) as crew:
         one, two = crew.robots
         assert inside.wait(10)
+        wait_until(lambda: crew.rank0.finished == 50 and crew.has_received_all())
         one.client.reset()
         wait_until(lambda: crew.pipeline.intake.rows[0].session_epoch == 1)
         received, before = len(two.chunks), len(one.chunks)
