@@ -6,13 +6,14 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+SOURCES := $(shell find ppstream kernels stages -name '*.py')
 
 .PHONY: help demo test lint format docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    balance the embedded cart-pole through two ranks, then print the report'
-	@echo 'make test    everything that must hold: lint, types, floors, tests'
+	@echo 'make test    everything that must hold: lint, types, floors, docs, tests'
 	@echo 'make lint    ruff, mypy and import floors alone'
 	@echo 'make format  let ruff format the source'
 	@echo 'make docs    the API reference from the docstrings, in build/docs; a warning is an error'
@@ -21,7 +22,7 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/torchrun --nproc-per-node=2 -m ppstream.serve
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.dev
@@ -34,7 +35,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.dev
+docs: build/docs/index.html
+
+build/docs/index.html: tools/make_docs.py $(SOURCES) | $(VENV)/.dev
 	$(BIN)/python tools/make_docs.py build/docs
 
 clean:
