@@ -84,7 +84,10 @@ class Queueing:
         # What looks slows A down, unless it comes before A in its stream, or behind a lone one; a
         # C that runs while A looks for its credit is short.
         self._a_looks = parts.link.looks and is_fresh
-        self._receives_on = parts.streams.c if parts.link.looks and is_lone else None
+        # A receipt on C's stream would come late behind a C that works: its copy alone is short.
+        c_copies = not parts.work_c.calls(parts.streams.c)
+        is_received_by_c = parts.link.looks and is_lone and c_copies
+        self._receives_on = parts.streams.c if is_received_by_c else None
         results = pinned_slots(parts.shape.result, len(marks))
         self._places = [
             self._place(parts, marks, place, result) for place, result in enumerate(results)

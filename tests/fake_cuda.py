@@ -14,7 +14,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-OK, NOT_READY = 0, 600
+OK, INVALID_HANDLE, NOT_READY = 0, 400, 600
 CYCLE = 1 << 32
 POLL_S = 0.0001
 
@@ -31,6 +31,7 @@ class FakeEvent:
     def __init__(self) -> None:
         self.newest = Record()
         self.newest.done.set()  # never recorded: nothing to wait for
+        self.is_recorded = False
 
 
 class FakeStream:
@@ -94,6 +95,7 @@ class FakeDriver:
 
     def cuEventRecord(self, event: FakeEvent, stream: FakeStream) -> tuple[int]:
         record = event.newest = Record()
+        event.is_recorded = True
 
         def mark() -> None:
             record.at_ns = time.monotonic_ns()
@@ -110,6 +112,8 @@ class FakeDriver:
         return (OK,)
 
     def cuEventElapsedTime(self, start: FakeEvent, end: FakeEvent) -> tuple[int, float]:
+        if not (start.is_recorded and end.is_recorded):
+            return INVALID_HANDLE, 0.0
         if not end.newest.done.is_set():
             return NOT_READY, 0.0
         return OK, (end.newest.at_ns - start.newest.at_ns) / 1e6

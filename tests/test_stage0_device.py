@@ -93,6 +93,16 @@ def test_no_window_is_cut_before_its_credit_is_there(build: Any, depth: int, loo
 
 
 @pytest.mark.parametrize("looks", [False, True])
+def test_a_receipt_does_not_stand_behind_a_slow_stage_c(build: Any, looks: bool) -> None:
+    with build("pipeline.d_in=1", "pipeline.d_out=1", c_s=0.1, looks=looks) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(6)
+        envelopes = pipeline.envelopes()
+    for giver, taker in pairwise(envelopes):
+        assert taker["tA0"] >= giver["tRecv"]
+
+
+@pytest.mark.parametrize("looks", [False, True])
 def test_a_slow_stage_c_holds_receipts_back_and_with_them_the_credits(
     build: Any, looks: bool
 ) -> None:
