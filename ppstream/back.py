@@ -97,7 +97,7 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
             loop.append(stage1)
             watchdog = ends.start_watchdog(config, stage1, end, peer.send)
             stack.callback(watchdog.stop)
-            starting.close()
+            stage1.on_phase.append(stopped_sibling.behind_warming(starting))
             reason = stage1.run(patience.is_over)
             log.flush()
         end.is_drained = True

@@ -27,6 +27,8 @@ from ppstream.messages import (
 from ppstream.policy_compile import RecompileMeter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ppstream.config import PipelineConfig
     from ppstream.control import Peer
     from ppstream.timestamps import TimestampLog
@@ -46,6 +48,7 @@ class PolicyRank(ABC):
     Attributes:
         progress: envelopes answered, read by the heartbeat.
         drain_reason: why the loop ends; None: it goes on.
+        on_phase: told each phase that rank 0 has entered.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class PolicyRank(ABC):
         self.phase = "starting"
         self.progress = 0
         self.drain_reason: str | None = None
+        self.on_phase: list[Callable[[str], None]] = []
         self._instructable = stage_b
         self._meter = RecompileMeter() if config.policy.compile else None
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
@@ -71,6 +75,8 @@ class PolicyRank(ABC):
         self.log.event("phase", phase=phase)
         if self._meter is not None:
             self._meter.phase(phase, self.log.event)
+        for tell in self.on_phase:
+            tell(phase)
 
     def take_frame(self, frame: object) -> None:
         """One control frame that is neither doorbell nor heartbeat.

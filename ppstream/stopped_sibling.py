@@ -1,15 +1,15 @@
-"""Until the loops run: what ends a rank that waits for one of this host that was stopped.
+"""Until a run is warm: what ends a rank that waits for one of this host that was stopped.
 
-Silence means nothing until then: imports, weights and kernels take their time. A stopped process is
-known by its state; the launcher would wait 30 s more to end it. One that a debugger holds (``t``)
-is left alone: somebody is looking at it.
+Silence means nothing until then: imports, weights, kernels and first calls take their time. A
+stopped process is known by its state; the launcher would wait 30 s more to end it. One that a
+debugger holds (``t``) is left alone: somebody is looking at it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,6 +18,8 @@ from ppstream.errors import ExitCode
 from ppstream.peer_process import PeerProcess
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from ppstream.ends import RankEnd
 
 INTERVAL_MS: Final = 100
@@ -26,7 +28,10 @@ SAME: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTI
 
 @contextmanager
 def watched(end: RankEnd, limit_ms: float) -> Iterator[None]:
-    """End the other rank's process, and this one with 20, once it was stopped for ``limit_ms``."""
+    """End the other rank's process, and this one with 20, once it was stopped for ``limit_ms``.
+
+    A loop ends the watch by ``behind_warming``.
+    """
     served = threading.Event()
 
     def watch() -> None:
@@ -47,6 +52,16 @@ def watched(end: RankEnd, limit_ms: float) -> Iterator[None]:
         yield
     finally:
         served.set()
+
+
+def behind_warming(watch: ExitStack) -> Callable[[str], None]:
+    """For a loop's ``on_phase``: ends ``watch`` as soon as silence tells."""
+
+    def tell(phase: str) -> None:
+        if phase != "warming":
+            watch.close()
+
+    return tell
 
 
 def find(rank: int, launcher: int, environment: Mapping[str, str]) -> PeerProcess | None:

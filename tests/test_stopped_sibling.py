@@ -11,9 +11,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
+from multirank.ranks import CONFIG as SMALL
+from multirank.ranks import Ranks, free_port
+from robot_rig import wait_until
 
 from ppstream import stopped_sibling
 from ppstream.ends import RankEnd
@@ -93,3 +98,50 @@ def test_whoever_has_served_is_not_concerned(sibling: subprocess.Popen[bytes]) -
     sibling.send_signal(signal.SIGSTOP)
     assert not end.left.wait(0.6)
     assert sibling.poll() is None
+
+
+def test_the_watch_lasts_until_the_run_is_warm(sibling: subprocess.Popen[bytes]) -> None:
+    end = End()
+    with ExitStack() as watch:
+        watch.enter_context(stopped_sibling.watched(end, 200))
+        tell = stopped_sibling.behind_warming(watch)
+        tell("warming")
+        sibling.send_signal(signal.SIGSTOP)
+        assert end.left.wait(5)
+    end.left.clear()
+    sibling.wait(5)
+    with ExitStack() as watch:
+        watch.callback(end.left.set)
+        tell = stopped_sibling.behind_warming(watch)
+        tell("warming")
+        assert not end.left.is_set()
+        tell("bring-up")
+        assert end.left.is_set()
+        tell("ready")
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_stopped_while_warming_is_ended_by_the_other(tmp_path: Path, stopped: int) -> None:
+    slow = ("policy.options.b_ms=400", f"log.root={tmp_path}", "liveness.frozen_ms=1000")
+    settings = [part for setting in slow for part in ("--set", setting)]
+    command = [sys.executable, "-m", "ppstream.serve", "--config", str(SMALL), *settings]
+    port, size = str(free_port()), "2"
+    errors = [tmp_path / f"stderr{rank}" for rank in range(2)]
+    ranks = []
+    for rank, error in enumerate(errors):
+        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        mine |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        with error.open("w") as file:
+            ranks.append(subprocess.Popen(command, env=os.environ | mine, stderr=file))
+    try:
+        log = Ranks.of_log(tmp_path, errors)
+        wait_until(lambda: (tmp_path / "latest").exists(), seconds=40)
+        log.wait_for_event("phase", phase="warming")
+        ranks[stopped].send_signal(signal.SIGSTOP)
+        assert ranks[1 - stopped].wait(10) == 20, log.output()
+        assert ranks[stopped].wait(1) == -signal.SIGKILL
+        assert f"rank {stopped} was stopped before it served" in log.output()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
