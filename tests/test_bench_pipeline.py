@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from bench_pipeline import beside_nccl, grid, targets_of
+from pipeline_cells import envelopes_of
 
 
 def row(size_us: float, link: str, period_us: float, depth: int = 2) -> dict[str, Any]:
@@ -25,6 +26,13 @@ def test_every_cell_of_a_further_link_has_its_twin_on_the_first() -> None:
         assert cell.depth == 2
         assert cells[cells.index(cell) - 1] == cell._replace(link="peer")
     assert len([cell for cell in cells if cell.link == "peer"]) == 33
+
+
+@pytest.mark.parametrize(("size_us", "least"), [(30, 2500), (200, 2500), (700, 714)])
+def test_a_cell_lasts_half_a_second(size_us: float, least: int) -> None:
+    cells = [cell for cell in grid(["peer"], (size_us,)) if cell.name == "balanced"]
+    assert {envelopes_of(cell, 320) for cell in cells} == {least}
+    assert envelopes_of(cells[0], 5000) == 5000
 
 
 def test_a_cell_is_held_against_the_same_cell_on_nccl_alone() -> None:

@@ -33,7 +33,7 @@ from bench_runs import (
 
 SIZES_US: Final = (30, 200, 700)
 UNBOUND: Final = 0.3  # of the bound stage: the other one
-ENVELOPES: Final = 320
+ENVELOPES: Final = 320  # of a cell, at least
 QUICK_SIZES_US: Final = (200,)
 LIMIT_S: Final = 280
 OVERHEAD_US: Final = 8.0
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument(
         "--links", default="peer,nccl", help="of peer, pinned, nccl; default: %(default)s"
     )
-    parser.add_argument("--envelopes", type=int, default=ENVELOPES, help="default: %(default)s")
+    parser.add_argument("--envelopes", type=int, default=ENVELOPES, help="least: %(default)s")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

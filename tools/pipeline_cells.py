@@ -51,6 +51,8 @@ BASE: Final = _ROOT / "stages" / "ppstream_stages" / "bench_gpus.toml"
 STEPS: Final = 125  # x 270 values: 135 KB a row, 4.3 MB with 32
 LIMIT_S: Final = 30.0
 US: Final = 1e-3  # ms
+CELL_US: Final = 500_000.0  # a few stalls of the host would set mean and p99 of a shorter cell
+LEAST_PERIOD_US: Final = 200.0  # no cell's is much shorter, whatever its stages are
 
 
 class Cell(NamedTuple):
@@ -85,7 +87,12 @@ class Found(NamedTuple):
     verdict: str
 
 
-def configure(cell: Cell, envelopes: int, root: str) -> PipelineConfig:
+def envelopes_of(cell: Cell, least: int) -> int:
+    """So many that the cell lasts for some ``CELL_US``."""
+    return max(least, round(CELL_US / max(cell.a_us, cell.b_us, LEAST_PERIOD_US)))
+
+
+def configure(cell: Cell, least: int, root: str) -> PipelineConfig:
     settings = (
         f"log.root={root}",
         f"window.steps={STEPS}",
@@ -97,15 +104,18 @@ def configure(cell: Cell, envelopes: int, root: str) -> PipelineConfig:
         f"pipeline.d_out={cell.depth}",
         f"pipeline.credit={cell.credit}",
         f"link.kind={cell.link}",
-        f"bringup.envelopes={envelopes}",
+        f"bringup.envelopes={envelopes_of(cell, least)}",
         "bringup.warmup_max=120",
         "log.keep=1000",
     )
     return config_file.read(str(BASE), settings)
 
 
-def run_cells(cells: Sequence[Cell], envelopes: int, report: Any) -> None:
-    """This process's part in all cells; rank 0 calls ``report`` with what each has found."""
+def run_cells(cells: Sequence[Cell], least: int, report: Any) -> None:
+    """This process's part in all cells; rank 0 calls ``report`` with what each has found.
+
+    A cell has ``least`` envelopes, or more, so that it lasts long enough.
+    """
     sys.setswitchinterval(0.0005)
     torch.set_num_threads(1)
     store = join_store()
@@ -119,11 +129,11 @@ def run_cells(cells: Sequence[Cell], envelopes: int, report: Any) -> None:
             peer = listener.accept(LIMIT_S)
         else:
             peer = connect(store, LIMIT_S)
-        first = configure(cells[0], envelopes, root)
+        first = configure(cells[0], least, root)
         beat = meeting.start_heartbeat(first, peer, lambda: 0, lambda: os._exit(20))
         stack.callback(beat.stop)
         for number, cell in enumerate(cells):
-            config = configure(cell, envelopes, root)
+            config = configure(cell, least, root)
             here = LauncherStore(
                 dist.PrefixStore(f"cell/{number}", store.raw),  # type: ignore[attr-defined]
                 store.rank,
