@@ -313,8 +313,8 @@ def test_a_killed_process_is_noticed_within_half_a_second() -> None:
         told = threading.Event()
         heartbeat = Heartbeat(peer, 10 * NS_PER_S, lambda: 0, told.set)
         heartbeat.start()
-        process.send_signal(signal.SIGKILL)
         began = now_ns()
+        process.send_signal(signal.SIGKILL)
         assert told.wait(0.5), "the owner is busy: only the heartbeat can notice"
         with pytest.raises(PeerLostError):
             pump_until(peer, lambda: False)
