@@ -1,4 +1,5 @@
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -28,11 +29,12 @@ def test_a_call_takes_at_least_its_duration(kind: str) -> None:
     assert durations[7] < 6.0  # the median of a machine that others use, too
 
 
-def test_durations_of_every_law_have_the_asked_mean() -> None:
-    # half the asked mean or double it would be far outside; what is drawn is tested at its source
+def test_durations_of_every_law_are_about_as_long_as_asked() -> None:
+    # half the asked time or double it would be far outside; the mean is tested where it is drawn,
+    # and the median knows nothing of the few that a machine used by others stretches
     for law in ("uniform", "tail"):
         durations = run_ms({"b_ms": 1.0, "kind": "spin", "law": law}, 150)
-        assert 0.8 < sum(durations) / len(durations) < 1.8, law
+        assert 0.8 < median(durations) < 1.8, law
 
 
 def test_actions_are_zero_and_the_payload_has_the_asked_size() -> None:
