@@ -25,7 +25,8 @@ class TimeBook:
     def begin(self) -> int:
         """A stage or a wait begins: time since the last one's end was the link's. Returns now."""
         now = now_ns()
-        self._begun(now)
+        self._ns[LINK] += now - self._since_ns
+        self._since_ns = now
         return now
 
     def end(self, cause: str | None = None) -> int:
@@ -38,14 +39,11 @@ class TimeBook:
 
     def stage(self, began_ns: int, ended_ns: int) -> None:
         """A stage that has stamped itself, after the fact."""
-        self._begun(began_ns)
+        if began_ns > self._since_ns:
+            self._ns[LINK] += began_ns - self._since_ns
         self._since_ns = ended_ns
 
     def take_ns(self, cause: str) -> int:
         """How much has gone to it since this was last asked."""
         taken_ns, self._ns[cause] = self._ns[cause], 0
         return taken_ns
-
-    def _begun(self, at_ns: int) -> None:
-        self._ns[LINK] += max(0, at_ns - self._since_ns)
-        self._since_ns = at_ns
