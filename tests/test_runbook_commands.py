@@ -40,11 +40,17 @@ REPORT_CODES: Final = (0, 1, 2)  # a verdict, whatever it is
 LIMIT_S: Final = 100
 #: One interpreter for all lines of a tool: most of a line's time is the import of torch.
 TRY_EACH: Final = """
-import json, os, runpy, sys
+import argparse, json, os, runpy, sys
 tool, lines = sys.argv[1], json.loads(sys.argv[2])
 sys.path.insert(0, os.path.dirname(tool))
+parse = argparse.ArgumentParser.parse_args
+def parse_and_leave(*args):
+    parse(*args)
+    print("understood")
+    raise SystemExit(0)
+argparse.ArgumentParser.parse_args = parse_and_leave
 for options in lines:
-    sys.argv = [tool, *options, "--help"]
+    sys.argv = [tool, *options]
     try:
         runpy.run_path(tool, run_name="__main__")
     except SystemExit as end:
@@ -116,7 +122,7 @@ def test_command_line_is_understood(tool: str) -> None:
     command = [sys.executable, "-c", TRY_EACH, str(ROOT / tool), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage:") == len(options)
+    assert done.stdout.count("understood") == len(options)
 
 
 def test_no_command_is_left_out() -> None:
