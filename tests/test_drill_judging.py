@@ -1,4 +1,6 @@
+import pytest
 from drill_judging import Outcome, table
+from drill_mutants import MUTANTS, ROOT, Mutant
 
 
 def test_the_table_has_a_row_for_each_fault_and_says_which_missed():
@@ -11,3 +13,9 @@ def test_the_table_has_a_row_for_each_fault_and_says_which_missed():
         "| `kill` | 0.13 |  |  |  | 61 | 20, -9 | balances |",
         "| `late` |  |  |  |  |  |  | MISSED: gone after 9 s |",
     ]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
+def test_every_mutant_still_finds_the_line_it_changes(mutant: Mutant) -> None:
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
+    assert mutant.new != mutant.old
