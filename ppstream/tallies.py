@@ -10,6 +10,7 @@ counted, never a torn number.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -39,7 +40,7 @@ _drop_of: Final = attrgetter("drop")
 _ages_of: Final = attrgetter("input_age_ns")
 
 
-class Tally:
+class Tally(ABC):
     """What both kinds of rank count: phases, events, drops, robots and ledgers from lines.
 
     Args:
@@ -120,10 +121,11 @@ class Tally:
         numbers = np.fromiter(flat, np.float64, len(records) * self._width)
         return np.ascontiguousarray(numbers.reshape(-1, self._width).T)
 
+    @abstractmethod
     def _count(
         self, records: list[Any], drops: list[str | None], columns: Values, pieces: Pieces
     ) -> None:
-        raise NotImplementedError
+        """Add these envelopes; ``columns`` are their numbers, in the order that was asked for."""
 
     def _add_totals(self, totals: NDArray[np.float64]) -> None:
         """Of the waits, and of the link."""
