@@ -55,8 +55,8 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
     ends.ignore_cut_signal()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with ExitStack() as stack:
-        starting = stack.enter_context(ExitStack())
-        starting.enter_context(stopped_sibling.watched(end, config.liveness.frozen_ms))
+        watch = stopped_sibling.watched(end, config.liveness.frozen_ms)
+        tell_watch = stack.enter_context(watch)
         store = join_store(timeout_s=config.liveness.handshake_s)
         placement = gpu_ranks.place_here(config, store.world_size)
         peer, end.run = meeting.introduce(config, store)
@@ -97,7 +97,7 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
             loop.append(stage1)
             watchdog = ends.start_watchdog(config, stage1, end, peer.send)
             stack.callback(watchdog.stop)
-            stage1.on_phase.append(stopped_sibling.behind_warming(starting))
+            stage1.on_phase.append(tell_watch)
             reason = stage1.run(patience.is_over)
             log.flush()
         end.is_drained = True

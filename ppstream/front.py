@@ -80,10 +80,10 @@ def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run, generation: i
         if placement.is_inline:
             rank0 = _inline(config, parts, intake.cutter.inputs, generation)
         else:
-            starting = stack.enter_context(ExitStack())
-            starting.enter_context(stopped_sibling.watched(end, config.liveness.frozen_ms))
+            watch = stopped_sibling.watched(end, config.liveness.frozen_ms)
+            tell_watch = stack.enter_context(watch)
             rank0 = _pipelined(config, parts, placement, intake, end, run, stack)
-            rank0.on_phase.append(stopped_sibling.behind_warming(starting))
+            rank0.on_phase.append(tell_watch)
         ends.on_signals(rank0.request_stop)
         ends.on_cut_signal(rank0.request_cut)
         watchdog = ends.start_watchdog(config, rank0, end, _tell(rank0))

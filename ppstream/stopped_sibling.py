@@ -18,8 +18,6 @@ from ppstream.errors import ExitCode
 from ppstream.peer_process import PeerProcess
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
-
     from ppstream.ends import RankEnd
 
 INTERVAL_MS: Final = 100
@@ -27,10 +25,10 @@ SAME: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTI
 
 
 @contextmanager
-def watched(end: RankEnd, limit_ms: float) -> Iterator[None]:
+def watched(end: RankEnd, limit_ms: float) -> Iterator[Callable[[str], None]]:
     """End the other rank's process, and this one with 20, once it was stopped for ``limit_ms``.
 
-    A loop ends the watch by ``behind_warming``.
+    Gives what a loop tells its phases: past ``warming`` silence tells, and the watch is over.
     """
     served = threading.Event()
 
@@ -47,21 +45,15 @@ def watched(end: RankEnd, limit_ms: float) -> Iterator[None]:
         if other is not None:
             other.close()
 
-    threading.Thread(target=watch, name="stopped sibling", daemon=True).start()
-    try:
-        yield
-    finally:
-        served.set()
-
-
-def behind_warming(watch: ExitStack) -> Callable[[str], None]:
-    """For a loop's ``on_phase``: ends ``watch`` as soon as silence tells."""
-
     def tell(phase: str) -> None:
         if phase != "warming":
-            watch.close()
+            served.set()
 
-    return tell
+    threading.Thread(target=watch, name="stopped sibling", daemon=True).start()
+    try:
+        yield tell
+    finally:
+        served.set()
 
 
 def find(rank: int, launcher: int, environment: Mapping[str, str]) -> PeerProcess | None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -102,22 +101,15 @@ def test_whoever_has_served_is_not_concerned(sibling: subprocess.Popen[bytes]) -
 
 def test_the_watch_lasts_until_the_run_is_warm(sibling: subprocess.Popen[bytes]) -> None:
     end = End()
-    with ExitStack() as watch:
-        watch.enter_context(stopped_sibling.watched(end, 200))
-        tell = stopped_sibling.behind_warming(watch)
+    with stopped_sibling.watched(end, 200) as tell:
         tell("warming")
-        sibling.send_signal(signal.SIGSTOP)
-        assert end.left.wait(5)
-    end.left.clear()
-    sibling.wait(5)
-    with ExitStack() as watch:
-        watch.callback(end.left.set)
-        tell = stopped_sibling.behind_warming(watch)
-        tell("warming")
-        assert not end.left.is_set()
         tell("bring-up")
-        assert end.left.is_set()
         tell("ready")
+        sibling.send_signal(signal.SIGSTOP)
+        assert not end.left.wait(0.6)
+    with stopped_sibling.watched(end, 200) as tell:
+        tell("warming")
+        assert end.left.wait(5)
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
