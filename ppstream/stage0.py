@@ -232,7 +232,8 @@ class Stage0(Paired):
             drop = self.decode_and_emit(flight, slot)
             if trace.on:
                 trace.C.pop()
-        ended_ns = self._times_c.end()
+        # a dropped envelope has no end of C in the log: its time is not stage C's
+        ended_ns = self._times_c.end(None if drop is None else LINK)
         flight.record.w_result_ns = self._times_c.take_ns("result")
         if self._is_split:
             flight.record.busy_link_c_ns = self._times_c.take_ns(LINK)

@@ -69,6 +69,22 @@ def test_no_time_is_left_that_nobody_claims(threads, owner, name, monkeypatch, t
     config = small_config(
         f"pipeline.threads={threads}", "simulate.a_ms=1", "simulate.c_ms=1", "pipeline.d_in=2"
     )
+    check_residuals(config, tmp_path)
+
+
+@pytest.mark.parametrize("threads", ["serial", "split"])
+def test_a_decode_that_ends_in_a_drop_is_claimed_too(threads, monkeypatch, tmp_path):
+    emit = StageC.emit
+
+    def emit_some(self, flight, *others):
+        return "expired" if flight.seq % 2 else emit(self, flight, *others)
+
+    monkeypatch.setattr(StageC, "emit", emit_some)
+    check_residuals(small_config(f"pipeline.threads={threads}", "simulate.c_ms=4"), tmp_path)
+
+
+def check_residuals(config, tmp_path):
+    threads = config.pipeline.threads
     with PipelineInProcess(config, NewestValues(), tmp_path) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(60)
