@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ppstream_kernels.source import VALUE_DTYPES, StreamSource, dtype_name, seen
+from ppstream_kernels.source import VALUE_DTYPES, StreamSource, check_tensor, dtype_name, seen
 
 
 def check_call(sources: Sequence[StreamSource], tgt_ns: Tensor) -> None:
     """Raises ValueError unless targets are ``[B, T]`` int64 and all sources share B and device."""
+    check_tensor("tgt_ns", tgt_ns)
     if tgt_ns.dim() != 2 or tgt_ns.dtype is not torch.int64:
         raise ValueError(f"tgt_ns is {seen(tgt_ns)}, needs [B, T] int64")
     if not sources:
@@ -80,6 +81,7 @@ def _check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
+    check_tensor(f"out {name}", tensor)
     fits = tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device
     if not fits or not tensor.is_contiguous() or tensor.requires_grad:
         allowed = " or ".join(dtype_name(dtype) for dtype in dtypes)

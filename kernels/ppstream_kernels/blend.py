@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ppstream_kernels.bracket import PICKING_MODES, Brackets
 from ppstream_kernels.mixing import MIXES, Doubles, linear
-from ppstream_kernels.rings import Int64s
+from ppstream_kernels.rings import Bools, Int64s
 from ppstream_kernels.source import Columns
 
 # S=streams B=rows T=targets D=dims M=B*T R=rows of all samples (B*N) W=width of the output
@@ -34,6 +34,7 @@ class _Stream(NamedTuple):
     samples_RD: Array  # the stream's own memory
     rows_2BT: Int64s  # of the brackets
     weight_M1: Doubles
+    nameless_M1: Bools | None  # of slerp: targets whose quaternions name no rotation
     dtype: torch.dtype
     mode: str
     columns: slice  # of the output
@@ -80,12 +81,17 @@ def _streams(columns: Columns, found: Brackets, weight_SBT: Doubles) -> list[_St
     left = 0
     for s, (samples, mode) in enumerate(zip(columns.values, columns.modes, strict=True)):
         stop = left + samples.shape[2]
+        nameless_M1 = None
+        if mode == "slerp":
+            found.nameless_BT[s] = np.zeros(weight_SBT[s].shape, np.bool_)
+            nameless_M1 = found.nameless_BT[s].reshape(-1, 1)
         streams.append(
             _Stream(
                 s,
                 _rows(_array(samples)),
                 found.rows_2SBT[:, s],
                 weight_SBT[s].reshape(-1, 1),
+                nameless_M1,
                 samples.dtype,
                 mode,
                 slice(left, stop),
@@ -172,6 +178,8 @@ def _write_alone(stream: _Stream, out: Output) -> None:
             pair_2MD = _tensor(pair_2MD, stream.dtype).double().numpy()
         first_MD, second_MD = pair_2MD.astype(np.float64)
         mixed_MD = MIXES[stream.mode](first_MD, second_MD, stream.weight_M1)
+        if stream.nameless_M1 is not None:
+            np.logical_not(mixed_MD.any(1, keepdims=True), stream.nameless_M1)
         _round_into(out, stream.columns, mixed_MD)
 
 

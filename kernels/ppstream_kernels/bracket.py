@@ -1,6 +1,6 @@
 """Where each target falls between the samples of its row: one search per target, for CPU tensors.
 
-The result is index arithmetic in int64 only; values are not touched here.
+The result is index arithmetic in 64 bits only; values are not touched here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from ppstream_kernels.rings import (
     Bools,
     Int64s,
     Ring,
+    Uint64s,
     check_numbers,
+    first_of_equals,
+    may_hold_equals,
     rings_of,
     search_row,
     search_rows,
@@ -35,8 +38,9 @@ class _Line(NamedTuple):
     passed_BT: Int64s
     first_BT: Int64s
     second_BT: Int64s
-    past_ns_BT: Int64s
-    gap_ns_BT: Int64s
+    past_ns_BT: Uint64s
+    gap_ns_BT: Uint64s
+    distance_ns_BT: Uint64s
 
 
 class Brackets:
@@ -47,20 +51,39 @@ class Brackets:
 
     ``rows_2SBT`` names both samples as rows of ``[B * N, D]``, to be taken with wrap-around: one
     ring alone may run past its end. ``past_ns_SBT`` is the target minus the first sample,
-    ``gap_ns_SBT`` the second minus the first; gap 0: the first one alone counts.
+    ``gap_ns_SBT`` the second minus the first; gap 0: the first one alone counts. Both are unsigned
+    and so right at any distance; before the oldest sample, where none has ``passed``, past means
+    nothing. Of a picking mode the first is the one picked, past is its age (0 where it is newer
+    than the target) and ``distance_ns_SBT`` is how far it lies from the target.
+
+    Args:
+        columns: the streams.
+        rows: B.
+        targets: T.
+        distinct: no row holds two equal stamps, as their owner sees to; otherwise the first of
+            equals is looked for.
     """
 
-    def __init__(self, columns: Columns, rows: int, targets: int) -> None:
+    def __init__(
+        self, columns: Columns, rows: int, targets: int, *, distinct: bool = False
+    ) -> None:
         rings = rings_of(columns)
         streams = len(rings)
         self.modes = columns.modes
         self.passed_SBT: Int64s = np.empty((streams, rows, targets), np.int64)  # at or before it
         self.rows_2SBT: Int64s = np.empty((2, streams, rows, targets), np.int64)
-        self.times_2SBT: Int64s = np.empty_like(self.rows_2SBT)
+        self._first_SBT, self._second_SBT = self.rows_2SBT
+        self.times_2SBT: Uint64s = np.empty((2, streams, rows, targets), np.uint64)
         self.past_ns_SBT, self.gap_ns_SBT = self.times_2SBT
+        self.distance_ns_SBT: Uint64s = np.empty_like(self.past_ns_SBT)
         self.empty_SB: Bools | None = None  # rows without samples, if any: times are 0 there
-        memory = (self.passed_SBT, *self.rows_2SBT, *self.times_2SBT)
+        self.nameless_BT: dict[int, Bools] = {}  # by stream of slerp: written with its values
+        self._is_distinct = distinct
+        memory = (self.passed_SBT, *self.rows_2SBT, *self.times_2SBT, self.distance_ns_SBT)
         self._lines = [_Line(*line) for line in zip(rings, *memory, strict=True)]
+        self._takes = [
+            (line.ring.stamps_ns_BN.view(np.uint64).take, *line[2:6]) for line in self._lines
+        ]
         self._low_SB1: Int64s = np.empty((streams, rows, 1), np.int64)  # the oldest, the newest
         self._high_SB1: Int64s = np.empty_like(self._low_SB1)  # sample, before wrap-around
 
@@ -78,9 +101,10 @@ class Brackets:
             self._place_in_rows()
         self._measure(tgt_ns_BT)
         for line, mode in zip(self._lines, self.modes, strict=True):
-            if mode == "nearest":
-                _move_to_nearest(line)
             if mode in PICKING_MODES:
+                np.copyto(line.distance_ns_BT, line.past_ns_BT)
+                if mode == "nearest":
+                    _move_to_nearest(line)
                 line.gap_ns_BT.fill(0)
 
     def _search_one_row(self, tgt_ns_T: Int64s) -> None:
@@ -127,27 +151,38 @@ class Brackets:
 
     def _place(self) -> None:
         """From "how many have passed" to the two samples around, both among the samples held."""
-        first_SBT, second_SBT = self.rows_2SBT
+        first_SBT, second_SBT = self._first_SBT, self._second_SBT
         np.add(self.passed_SBT, self._low_SB1, second_SBT)
+        if not self._is_distinct and any(may_hold_equals(line.ring) for line in self._lines):
+            self._find_first_of_equals()
+            np.add(first_SBT, self._low_SB1, first_SBT)
+            np.copyto(second_SBT, first_SBT, where=second_SBT > self._high_SB1)
+            return
         np.subtract(second_SBT, 1, first_SBT)
         np.maximum(first_SBT, self._low_SB1, out=first_SBT)
         np.minimum(second_SBT, self._high_SB1, out=second_SBT)
 
+    def _find_first_of_equals(self) -> None:
+        for line in self._lines:
+            ring = line.ring
+            places = zip(ring.head_B.tolist(), ring.count_B.tolist(), line.passed_BT, strict=True)
+            for b, place in enumerate(places):
+                line.first_BT[b] = first_of_equals(ring.stamps_ns_BN[b], *place)
+
     def _measure(self, tgt_ns_BT: Int64s) -> None:
-        for ring, _, first_BT, second_BT, past_ns_BT, gap_ns_BT in self._lines:
-            ring.stamps_ns_BN.take(first_BT, None, past_ns_BT, "wrap")  # "raise" would buffer
-            ring.stamps_ns_BN.take(second_BT, None, gap_ns_BT, "wrap")
+        for take, first_BT, second_BT, past_ns_BT, gap_ns_BT in self._takes:
+            take(first_BT, None, past_ns_BT, "wrap")  # "raise" would buffer
+            take(second_BT, None, gap_ns_BT, "wrap")
         np.subtract(self.gap_ns_SBT, self.past_ns_SBT, self.gap_ns_SBT)
-        np.subtract(tgt_ns_BT, self.past_ns_SBT, self.past_ns_SBT)
+        np.subtract(tgt_ns_BT.view(np.uint64), self.past_ns_SBT, self.past_ns_SBT)
         if self.empty_SB is not None:
             self.times_2SBT[:, self.empty_SB] = 0
 
 
 def _move_to_nearest(line: _Line) -> None:
-    """Makes the second sample the first one where it is closer; a tie stays with the older.
-
-    A sample held twice has gap 0: moving it changes nothing.
-    """
-    is_newer_BT = line.past_ns_BT > line.gap_ns_BT - line.past_ns_BT
+    """Picks the second sample where it is closer; a tie, and one sample alone, stay the older."""
+    rest_ns_BT = line.gap_ns_BT - line.past_ns_BT
+    is_newer_BT = (line.past_ns_BT > rest_ns_BT) & (line.gap_ns_BT != 0)
     np.copyto(line.first_BT, line.second_BT, where=is_newer_BT)
-    np.subtract(line.past_ns_BT, line.gap_ns_BT * is_newer_BT, line.past_ns_BT)
+    np.copyto(line.distance_ns_BT, rest_ns_BT, where=is_newer_BT)
+    np.copyto(line.past_ns_BT, 0, where=is_newer_BT)

@@ -27,11 +27,12 @@ class CpuPlan:
     Args:
         columns: streams whose arguments are checked, except for the numbers in counts and heads.
         targets: T.
+        distinct: no row holds two equal stamps.
     """
 
-    def __init__(self, columns: Columns, targets: int) -> None:
+    def __init__(self, columns: Columns, targets: int, *, distinct: bool = False) -> None:
         rows = columns.stamps_ns[0].shape[0]
-        self._brackets = Brackets(columns, rows, targets)
+        self._brackets = Brackets(columns, rows, targets, distinct=distinct)
         self._blend = Blend(columns, self._brackets)
         self._trust = Trust(columns, self._brackets)
 

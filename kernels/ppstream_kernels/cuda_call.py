@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppstream_kernels.cuda_compile import Variant
 from ppstream_kernels.cuda_tiling import PREFETCH_MOST_BYTES, Load, choose_tiles, stage_shift
-from ppstream_kernels.source import MODES, Columns
+from ppstream_kernels.source import MODES, NO_LIMIT, Columns
 
 MOST_STREAMS: Final = 24  # per launch: 4 KiB of kernel parameters
 _CAPACITIES: Final = (1, 4, MOST_STREAMS)  # that the kernel is compiled for
@@ -90,8 +90,8 @@ def _make_form(
         described += _STREAM.pack(
             *(0, 0, 0, 0),
             *_strides(columns, s),
-            columns.max_gap_ns[s],
-            columns.max_age_ns[s],
+            _unsigned(columns.max_gap_ns[s]),
+            _unsigned(columns.max_age_ns[s]),
             *columns.values[s].shape[1:],
             MODES.index(columns.modes[s]),
             _DTYPES.index(columns.values[s].dtype),
@@ -113,6 +113,11 @@ def _make_form(
         group,
         header + described + unused,
     )
+
+
+def _unsigned(limit_ns: int) -> int:
+    """The bits of what no distance exceeds, where there is no limit."""
+    return -1 if limit_ns == NO_LIMIT else limit_ns
 
 
 def _header(tgt_ns: Tensor, width: int, streams: int, group: range) -> bytes:

@@ -29,12 +29,13 @@ class CudaPlan:
     Args:
         columns: on one CUDA device; checked.
         steps: targets per row and call; they come with the call.
+        distinct: of no account here: looking for equal stamps costs a GPU nothing.
 
     Raises:
         RuntimeError: by a call: cuda-core is missing, or the driver refuses the kernel.
     """
 
-    def __init__(self, columns: Columns, steps: int) -> None:
+    def __init__(self, columns: Columns, steps: int, *, distinct: bool = False) -> None:
         self._columns, self._forms = columns, Forms()
         self._queues: dict[Key, Queue] = {}
 

@@ -189,6 +189,9 @@ class Recorded:
     """Queued work as one graph: what ``queue`` puts on the stream it is given, once and for all.
 
     Whatever it launches was launched before: nothing may be loaded while it is recorded.
+
+    Attributes:
+        nodes: kernels, copies and memsets of one ``queue``.
     """
 
     def __init__(self, queue: Callable[[int], None], device: Device) -> None:
@@ -201,6 +204,7 @@ class Recorded:
                 queue(stream.cuda_stream)
             finally:
                 (self._graph,) = _checked(driver.cuStreamEndCapture(stream.cuda_stream))
+        self.nodes: int = _checked(driver.cuGraphGetNodes(self._graph, 0))[-1]
         (self._executable,) = _checked(driver.cuGraphInstantiate(self._graph, 0))
         self._launch: Callable[..., Any] = driver.cuGraphLaunch
 

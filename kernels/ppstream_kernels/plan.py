@@ -25,11 +25,13 @@ class DevicePlan(Protocol):
         """``run`` of tensors that come again and again."""
 
 
-#: How each type of device prepares: from its streams and the number of targets.
-DEVICE_PLANS: Final[Mapping[str, Callable[[Columns, int], DevicePlan]]] = {
-    "cpu": CpuPlan,
-    "cuda": CudaPlan,
-}
+class MakePlan(Protocol):
+    """How a type of device prepares, from its streams and the number of targets."""
+
+    def __call__(self, columns: Columns, targets: int, /, *, distinct: bool) -> DevicePlan: ...
+
+
+DEVICE_PLANS: Final[Mapping[str, MakePlan]] = {"cpu": CpuPlan, "cuda": CudaPlan}
 
 
 class ResamplePlan:
@@ -43,15 +45,19 @@ class ResamplePlan:
     Args:
         sources: one or more on one device with the same B; values and stamps contiguous.
         steps: T, targets per row and call.
+        distinct: no row ever holds two equal stamps, as the rings' owner sees to: a call on the CPU
+            need not look for them.
 
     Raises:
         ValueError: ``sources`` or ``steps`` is not as above, or no implementation of the device.
     """
 
-    def __init__(self, sources: Sequence[StreamSource], steps: int) -> None:
+    def __init__(
+        self, sources: Sequence[StreamSource], steps: int, *, distinct: bool = False
+    ) -> None:
         check_plan(sources, steps, tuple(DEVICE_PLANS))
-        device = sources[0].values.device
-        self._plan = DEVICE_PLANS[device.type](to_columns(sources), steps)
+        prepare = DEVICE_PLANS[sources[0].values.device.type]
+        self._plan = prepare(to_columns(sources), steps, distinct=distinct)
 
     def __call__(self, tgt_ns: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> None:
         """Write every element of ``out``.

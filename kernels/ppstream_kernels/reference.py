@@ -6,7 +6,7 @@ Stamps are Python integers here, so differences are exact; each target is looked
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,27 +73,39 @@ def resample_reference(
 def _answer(
     samples: list[Row], stamps_ns: list[int], target_ns: int, mode: str, max_gap_ns: int | None
 ) -> _Answer:
-    """One target; ``after`` is the first sample newer than it, ``after - 1`` the last not newer."""
+    """One target; ``after`` is the first sample newer than it, ``at`` the first of those before."""
     after = bisect_right(stamps_ns, target_ns)
     if after == 0:
         return _Answer(_at_sample(samples[0], mode), valid=False, age_ns=0)
+    at = bisect_left(stamps_ns, stamps_ns[after - 1])
     if mode in ("previous", "nearest"):
-        return _picked(samples, stamps_ns, target_ns, mode, max_gap_ns)
-    past_ns = target_ns - stamps_ns[after - 1]
+        return _picked(samples, stamps_ns, target_ns, (at, after), mode, max_gap_ns)
+    past_ns = target_ns - stamps_ns[at]
     if after == len(samples) or past_ns == 0:
-        return _Answer(_at_sample(samples[after - 1], mode), valid=True, age_ns=past_ns)
-    gap_ns = stamps_ns[after] - stamps_ns[after - 1]
-    value = _between(samples[after - 1], samples[after], past_ns / gap_ns, mode)
-    return _Answer(value, valid=max_gap_ns is None or gap_ns <= max_gap_ns, age_ns=0)
+        used = [samples[at]]
+        answer = _Answer(_at_sample(samples[at], mode), valid=True, age_ns=past_ns)
+    else:
+        used = [samples[at], samples[after]]
+        gap_ns = stamps_ns[after] - stamps_ns[at]
+        value = _between(samples[at], samples[after], past_ns / gap_ns, mode)
+        answer = _Answer(value, valid=max_gap_ns is None or gap_ns <= max_gap_ns, age_ns=0)
+    if mode == "slerp" and not all(map(_names_a_rotation, used)):
+        return _Answer([0.0] * 4, valid=False, age_ns=answer.age_ns)
+    return answer
 
 
 def _picked(
-    samples: list[Row], stamps_ns: list[int], target_ns: int, mode: str, max_gap_ns: int | None
+    samples: list[Row],
+    stamps_ns: list[int],
+    target_ns: int,
+    around: tuple[int, int],
+    mode: str,
+    max_gap_ns: int | None,
 ) -> _Answer:
-    pick = bisect_right(stamps_ns, target_ns) - 1
-    if mode == "nearest" and pick + 1 < len(samples):
-        is_newer_closer = stamps_ns[pick + 1] - target_ns < target_ns - stamps_ns[pick]
-        pick += is_newer_closer
+    pick, after = around
+    if mode == "nearest" and after < len(samples):
+        is_newer_closer = stamps_ns[after] - target_ns < target_ns - stamps_ns[pick]
+        pick = after if is_newer_closer else pick
     distance_ns = abs(target_ns - stamps_ns[pick])
     valid = max_gap_ns is None or distance_ns <= max_gap_ns
     return _Answer(samples[pick], valid, max(0, target_ns - stamps_ns[pick]))
@@ -127,9 +139,15 @@ def _slerp(first: Row, second: Row, weight: float) -> Row:
     return _unit([keep * p + take * side * q for p, q in zip(first, second, strict=True)])
 
 
+def _names_a_rotation(quaternion: Row) -> bool:
+    return 0 < math.sqrt(math.fsum(x * x for x in quaternion)) < math.inf
+
+
 def _unit(quaternion: Row) -> Row:
+    if not _names_a_rotation(quaternion):
+        return [0.0] * 4
     length = math.sqrt(math.fsum(x * x for x in quaternion))
-    return [x / length for x in quaternion] if length > 0 else quaternion
+    return [x / length for x in quaternion]
 
 
 def _wrap(radians: float) -> float:

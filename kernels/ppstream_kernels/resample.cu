@@ -41,7 +41,7 @@ struct Stream {
     const i64* heads;      // [B] or null: 0
     i64 row_stride, slot_stride, dim_stride;  // of values, in elements
     i64 stamp_row_stride, stamp_slot_stride, count_stride, head_stride;
-    i64 max_gap_ns, max_age_ns;
+    i64 max_gap_ns, max_age_ns;               // no limit: -1, the largest when unsigned
     int slots, dim, mode, dtype;
     int stage_shift;   // of every 2^n samples the first one's stamp is staged
     int column;        // of the output where this stream begins
@@ -268,9 +268,9 @@ template <class W> struct alignas(16) Place {
 
 struct Bracket {
     int first, second;    // samples counted from the oldest; the same where one is held or picked
-    i64 past_ns, gap_ns;  // target minus first, second minus first
-    i64 bridge_ns, age_ns;
-    bool begun;
+    u64 past_ns, gap_ns;  // target minus first, second minus first: right at any distance
+    u64 bridge_ns, age_ns;
+    bool begun;           // else past_ns means nothing
 };
 
 // How many samples of low..high-1 are at or before the target; all before low are. Three at a time:
@@ -296,10 +296,19 @@ __device__ __forceinline__ void enclose(
     Bracket& found, int passed, int count, i64 target_ns, StampOf stamp_ns) {
     found.begun = passed > 0;
     found.first = max(passed - 1, 0);
-    found.second = min(passed, count - 1);
     const i64 first_ns = stamp_ns(found.first);
-    found.past_ns = target_ns - first_ns;
-    found.gap_ns = stamp_ns(found.second) - first_ns;
+    if (found.first > 0 && stamp_ns(found.first - 1) == first_ns) {  // rare: the first of equals
+        int low = 0, high = found.first - 1;
+        while (low < high) {
+            const int middle = (low + high) >> 1;
+            if (stamp_ns(middle) < first_ns) low = middle + 1;
+            else high = middle;
+        }
+        found.first = low;
+    }
+    found.second = passed < count ? passed : found.first;
+    found.past_ns = (u64)target_ns - (u64)first_ns;
+    found.gap_ns = (u64)stamp_ns(found.second) - (u64)first_ns;
 }
 
 __device__ __forceinline__ Bracket find(
@@ -319,14 +328,15 @@ __device__ __forceinline__ Bracket find(
         enclose(found, passed, ring.count, target_ns, stamp_ns);
     }
     const bool picks = s.mode == MODE_PREVIOUS || s.mode == MODE_NEAREST;
-    if (s.mode == MODE_NEAREST && found.past_ns > found.gap_ns - found.past_ns) {
-        found.first = found.second;  // the newer one is closer; held twice, the gap is 0
-        found.past_ns -= found.gap_ns;
+    const u64 rest_ns = found.gap_ns - found.past_ns;
+    found.bridge_ns = picks ? found.past_ns : found.past_ns != 0 ? found.gap_ns : 0;
+    if (s.mode == MODE_NEAREST && found.gap_ns != 0 && found.past_ns > rest_ns) {
+        found.first = found.second;  // the newer one is closer
+        found.bridge_ns = rest_ns;
+        found.past_ns = 0;
     }
     if (picks) found.gap_ns = 0;
-    found.age_ns = found.gap_ns == 0 && found.past_ns > 0 ? found.past_ns : 0;
-    found.bridge_ns = picks ? (found.past_ns < 0 ? -found.past_ns : found.past_ns)
-                            : (found.past_ns != 0 ? found.gap_ns : 0);
+    found.age_ns = found.gap_ns == 0 && found.begun ? found.past_ns : 0;
     if (found.gap_ns == 0 || found.past_ns == 0) found.second = found.first;
     return found;
 }
@@ -337,7 +347,7 @@ __device__ __forceinline__ Place<W> place_of(const Bracket& found, const Ring& r
     const int stride = (int)s.slot_stride;  // a ring has less than 2^31 elements
     Place<W> place = {ring.slot(found.first) * stride, ring.slot(found.second) * stride, (W)0};
     if (found.first == found.second) return place;
-    const i64 rest_ns = found.gap_ns - found.past_ns;
+    const u64 rest_ns = found.gap_ns - found.past_ns;
     const bool is_swapped = s.mode < MODE_SLERP && rest_ns < found.past_ns;
     if (is_swapped) {
         const int closer = place.second;
@@ -355,7 +365,8 @@ struct Target {
 
 __device__ __forceinline__ void judge(
     const Call& call, const Stream& s, const Target& target, const Bracket& found) {
-    const bool is_trusted = found.bridge_ns <= s.max_gap_ns && found.age_ns <= s.max_age_ns;
+    const bool is_trusted =
+        found.bridge_ns <= (u64)s.max_gap_ns && found.age_ns <= (u64)s.max_age_ns;
     call.valid[target.trust] = found.begun && is_trusted;
     call.age_s[target.trust] = (float)((double)found.age_ns * 1e-9);
 }
@@ -460,6 +471,8 @@ __device__ __forceinline__ void blend_angles(
     }
 }
 
+constexpr double LARGEST = 1.7976931348623157e308;
+
 struct Quaternion {
     double at[4];
 
@@ -474,9 +487,14 @@ struct Quaternion {
         return {at[0] * scale, at[1] * scale, at[2] * scale, at[3] * scale};
     }
     __device__ __forceinline__ double length() const { return sqrt(dot(*this)); }
-    __device__ __forceinline__ Quaternion unit() const {  // zero, which names no rotation, stays zero
+    // A length of 0, or one that is not finite, names no rotation: zero.
+    __device__ __forceinline__ Quaternion unit() const {
         const double size = length();
-        return size > 0 ? times(1 / size) : *this;
+        if (size > 0 && size <= LARGEST) return times(1 / size);
+        return {0, 0, 0, 0};
+    }
+    __device__ __forceinline__ bool names_rotation() const {
+        return at[0] != 0 || at[1] != 0 || at[2] != 0 || at[3] != 0;  // of a unit
     }
 };
 
@@ -484,8 +502,8 @@ __device__ __forceinline__ double sinc(double x) { return x > 1e-8 ? sin(x) / x 
 
 // Shoemake's slerp as sin(w a) / sin(a) = w sinc(w a) / sinc(a): nothing to divide at a = 0. The
 // common 1 / sinc(a) falls to the final normalisation; a = 2 atan2(|q - p|, |q + p|) keeps its digits.
-__device__ __forceinline__ Quaternion slerp(Quaternion first, Quaternion second, double weight) {
-    first = first.unit(), second = second.unit();
+__device__ __forceinline__ Quaternion slerp(
+    const Quaternion& first, Quaternion second, double weight) {
     if (first.dot(second) < 0) second = second.times(-1);
     const double angle = 2 * atan2(second.plus(first, -1).length(), second.plus(first, 1).length());
     const double rest = 1 - weight;
@@ -493,10 +511,13 @@ __device__ __forceinline__ Quaternion slerp(Quaternion first, Quaternion second,
     return part.plus(second, weight * sinc(weight * angle)).unit();
 }
 
+// The thread of a target blends it, too, so that it may take back the trust it has written.
 __device__ __forceinline__ void blend_quaternions(
-    const Call& call, const Stream& s, const Tile& tile, const Place<double>* places) {
+    const Call& call, const Stream& s, const Tile& tile, const Target& mine,
+    const Place<double>* places) {
     Out* const out = first_output(call, s, tile);
-    for (int target = threadIdx.x; target < tile.targets; target += blockDim.x) {
+    const int target = threadIdx.x;
+    if (mine.is_mine) {
         const Place<double> place = places[target];
         Quaternion first, second;
         for (int k = 0; k < 4; k++) {
@@ -504,7 +525,12 @@ __device__ __forceinline__ void blend_quaternions(
             first.at[k] = one(s, column + place.first);
             second.at[k] = one(s, column + place.second);
         }
-        const Quaternion turned = slerp(first, second, place.weight);
+        first = first.unit(), second = second.unit();
+        Quaternion turned = {0, 0, 0, 0};
+        if (first.names_rotation() && second.names_rotation())
+            turned = slerp(first, second, place.weight);
+        else
+            call.valid[mine.trust] = false;
         for (int k = 0; k < 4; k++) out[(i64)target * call.width + k] = Narrow<Out>::of(turned.at[k]);
     }
 }
@@ -539,7 +565,8 @@ __device__ __forceinline__ void turns(
     const Call& call, const Stream& s, const Tile& tile, const Ring& ring, const Target& target,
     uint4* shared) {
     const auto places = locate<double>(call, s, ring, target, shared);
-    if (HAS(MODES, MODE_SLERP) && s.mode == MODE_SLERP) blend_quaternions(call, s, tile, places);
+    if (HAS(MODES, MODE_SLERP) && s.mode == MODE_SLERP)
+        blend_quaternions(call, s, tile, target, places);
     if (HAS(MODES, MODE_ANGLE) && s.mode == MODE_ANGLE) blend_angles(call, s, tile, places);
 }
 

@@ -4,18 +4,25 @@ What holds for every mode, stream and device:
 
 * A target between two samples is interpolated; before the oldest and after the newest sample it
   holds that sample, like ``numpy.interp``. Values are exact at samples and never overshoot.
-* Of samples with equal stamps the last one counts at that stamp and after it; on the way there the
-  first one is approached (a step, like ``numpy.interp``). Nothing divides by zero.
+* Of samples with equal stamps the first one counts, as if the others were not there: a ring that
+  drops a repeated stamp gives the same. Nothing divides by zero.
 * ``age_s`` is the target's time minus the stamp of the newest sample used, at least 0: 0 where the
   target is interpolated, positive where a sample is held.
 * ``valid`` is false without samples (value and age are then 0), before the oldest sample, where
-  the age exceeds ``max_age_ns``, and where the bridge exceeds ``max_gap_ns``. The bridge is the
-  distance between the two samples interpolated (0 exactly at a sample and beyond the newest); for
-  ``previous`` and ``nearest`` it is the distance to the sample picked.
-* Differences of stamps are taken in int64, so their origin does not matter. Arithmetic is float32
-  or better (float64 for float64 samples, quaternions and angles), rounded once to the output's
-  dtype. Samples must be finite, and neighbours may not differ by more than their dtype's largest
-  number. Calls of other shapes or batches may differ in the last bit; the same call never does.
+  the age exceeds ``max_age_ns``, where the bridge exceeds ``max_gap_ns``, and where ``slerp`` uses
+  a quaternion that names no rotation. The bridge is the distance between the two samples
+  interpolated (0 exactly at a sample and beyond the newest); for ``previous`` and ``nearest``,
+  which hold one sample, it is the distance from the target to that one, also beyond the newest, so
+  that there ``max_gap_ns`` limits the age as ``max_age_ns`` does.
+* A quaternion names no rotation when its length, in float64, is 0 or not finite; values are zero
+  where one is used.
+* Differences of stamps are exact over the whole range of int64, so their origin does not matter.
+  Arithmetic is float32 or better (float64 for float64 samples, quaternions and angles), rounded
+  once to the output's dtype. Calls of other shapes or batches may differ in the last bit; the same
+  call never does.
+* Samples must be finite, and neighbours may not differ by more than their dtype's largest number.
+  One that is not finite, but for ``slerp``, makes the targets between it and its neighbours NaN or
+  infinite, perhaps those exactly at its neighbours, and no others; ``valid`` does not tell.
 
 Stamps out of order are not detected; they give finite nonsense within the samples read. Nothing
 here is differentiable.
@@ -62,8 +69,8 @@ def resample(
         count: ``[B]`` int64 samples per row, default N.
         head: ``[B]`` int64 slot of the oldest sample, default 0; the row wraps at N.
         mode: one of ``MODES``; ``slerp`` returns normalised quaternions.
-        max_gap_ns: longest bridge that is valid, default no limit.
-        max_age_ns: longest hold that is valid, default no limit.
+        max_gap_ns: longest bridge that is valid, default no limit (``max_gap_ms`` of a stream).
+        max_age_ns: longest hold that is valid, default no limit (``max_age_ms`` of a stream).
         out: contiguous ``[B, T, D]``, ``[B, T]`` bool and ``[B, T]`` float32, written in place and
             returned; every element is written. The values may have another of the four dtypes.
 
@@ -71,8 +78,8 @@ def resample(
         Values in the dtype of ``src``, validity and age; freshly allocated unless ``out`` is given.
 
     Raises:
-        ValueError: a shape, dtype, device, mode or limit is not as above; or, on the CPU, a count
-            or head lies outside the ring.
+        ValueError: what is no tensor; a shape, dtype, device, mode or limit is not as above; or, on
+            the CPU, a count or head lies outside the ring.
     """
     source = StreamSource(src, src_ns, count, head, mode, max_gap_ns, max_age_ns)
     check_call([source], tgt_ns)

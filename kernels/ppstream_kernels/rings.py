@@ -1,8 +1,8 @@
-"""How many samples of a ring lie at or before each target, for CPU tensors."""
+"""Searches of rings: the samples at or before a target, the first of equals; for CPU tensors."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -13,7 +13,10 @@ from ppstream_kernels.source import Columns
 # B=rows T=targets N=slots
 
 Int64s: TypeAlias = NDArray[np.int64]
+Uint64s: TypeAlias = NDArray[np.uint64]
 Bools: TypeAlias = NDArray[np.bool_]
+
+_LOOKED_AT: Final = 8192  # slots: beyond, a search costs less than a look at all stamps
 
 
 class Ring(NamedTuple):
@@ -47,12 +50,32 @@ def check_numbers(ring: Ring, counts: list[int], heads: list[int]) -> None:
 
 
 def search_row(stamps_ns_N: Int64s, head: int, count: int, tgt_ns_T: Int64s) -> Int64s:
-    """For one row; a wrapped ring is two sorted pieces."""
-    end, slots = head + count, len(stamps_ns_N)
-    passed_T: Int64s = stamps_ns_N[head:end].searchsorted(tgt_ns_T, "right")
-    if end > slots:
-        passed_T += stamps_ns_N[: end - slots].searchsorted(tgt_ns_T, "right")
-    return passed_T
+    """How many samples of one row are at or before each target."""
+    return _search(stamps_ns_N, head, count, tgt_ns_T, "right")
+
+
+def may_hold_equals(ring: Ring) -> bool:
+    """Whether two samples may have equal stamps: a look at neighbours in the ring's memory.
+
+    Slots that hold nothing are looked at, too, and a long ring is not looked at: it may.
+    """
+    stamps_ns_BN = ring.stamps_ns_BN
+    if ring.slots > _LOOKED_AT:
+        return True
+    equals = np.count_nonzero(stamps_ns_BN[:, 1:] == stamps_ns_BN[:, :-1])
+    return bool(equals or np.count_nonzero(stamps_ns_BN[:, 0] == stamps_ns_BN[:, -1]))
+
+
+def first_of_equals(stamps_ns_N: Int64s, head: int, count: int, passed_T: Int64s) -> Int64s:
+    """How many samples of a row are older than the newest of each target's ``passed_T``, or 0.
+
+    So it names the first, counted from the oldest, of all with that stamp.
+    """
+    if not count:
+        return np.zeros_like(passed_T)
+    newest_T = np.maximum(passed_T - 1, 0) + head
+    newest_ns_T = stamps_ns_N.take(newest_T, mode="wrap")
+    return _search(stamps_ns_N, head, count, newest_ns_T, "left")
 
 
 def search_rows(ring: Ring, tgt_ns_BT: Int64s, passed_BT: Int64s) -> None:
@@ -68,3 +91,17 @@ def search_rows(ring: Ring, tgt_ns_BT: Int64s, passed_BT: Int64s) -> None:
     in_order = stamps_ns.gather(1, torch.from_numpy(order_BN))
     torch.searchsorted(in_order, tgt_ns, right=True, out=passed)
     np.minimum(passed_BT, count_B1, out=passed_BT)
+
+
+def _search(
+    stamps_ns_N: Int64s, head: int, count: int, at_ns_T: Int64s, side: Literal["left", "right"]
+) -> Int64s:
+    """How many samples are before ``at_ns_T`` (left), or not behind (right).
+
+    A wrapped ring is two sorted pieces.
+    """
+    end, slots = head + count, len(stamps_ns_N)
+    found_T: Int64s = stamps_ns_N[head:end].searchsorted(at_ns_T, side)
+    if end > slots:
+        found_T += stamps_ns_N[: end - slots].searchsorted(at_ns_T, side)
+    return found_T

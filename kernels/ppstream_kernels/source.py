@@ -31,7 +31,7 @@ class StreamSource:
     and only its numbers change.
 
     Raises:
-        ValueError: a shape, dtype, device, mode or limit is not as below.
+        ValueError: what is no tensor; a shape, dtype, device, mode or limit is not as below.
     """
 
     values: Tensor  # [B, N, D] float32, float64, bfloat16 or float16; finite
@@ -39,7 +39,7 @@ class StreamSource:
     count: Tensor | None = None  # [B] int64, 0..N
     head: Tensor | None = None  # [B] int64, 0..N-1
     mode: Mode = "linear"
-    max_gap_ns: int | None = None  # longest bridge between two samples, or to the one picked
+    max_gap_ns: int | None = None  # longest bridge: between two samples, or to the one picked
     max_age_ns: int | None = None  # longest hold of a sample
 
     def __post_init__(self) -> None:
@@ -88,6 +88,16 @@ def seen(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}"
 
 
+def check_tensor(name: str, one: object) -> None:
+    """Raises ValueError unless ``one`` is a tensor."""
+    if not isinstance(one, Tensor):
+        kind = type(one)
+        raise ValueError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, needs a torch.Tensor; "
+            "torch.from_numpy() makes one of an array without a copy"
+        )
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
@@ -95,6 +105,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _check_values(source: StreamSource) -> None:
     values, mode = source.values, source.mode
+    check_tensor("values", values)
     if values.dim() != 3 or values.shape[1] < 1 or values.dtype not in VALUE_DTYPES:
         allowed = ", ".join(dtype_name(dtype) for dtype in VALUE_DTYPES)
         raise ValueError(f"values is {seen(values)}, needs [B, N, D], N >= 1, of {allowed}")
@@ -108,6 +119,7 @@ def _check_values(source: StreamSource) -> None:
 
 def _check_stamps(source: StreamSource) -> None:
     values, stamps_ns = source.values, source.stamps_ns
+    check_tensor("stamps_ns", stamps_ns)
     fits = stamps_ns.shape == values.shape[:2] and stamps_ns.dtype is torch.int64
     if not fits or stamps_ns.device != values.device:
         raise ValueError(
@@ -118,6 +130,7 @@ def _check_stamps(source: StreamSource) -> None:
 
 def _check_row_numbers(source: StreamSource, name: str, numbers: Tensor) -> None:
     values = source.values
+    check_tensor(name, numbers)
     fits = numbers.shape == values.shape[:1] and numbers.dtype is torch.int64
     if not fits or numbers.device != values.device:
         raise ValueError(

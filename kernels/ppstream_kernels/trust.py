@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppstream_kernels.bracket import PICKING_MODES, Brackets
-from ppstream_kernels.rings import Bools
+from ppstream_kernels.rings import Bools, Uint64s
 from ppstream_kernels.source import NO_LIMIT, Columns
 
 # S=streams B=rows T=targets
@@ -26,42 +26,38 @@ class Trust:
 
     def __init__(self, columns: Columns, found: Brackets) -> None:
         self._found = found
-        limits_ns_2S = np.array([columns.max_age_ns, columns.max_gap_ns], np.uint64)
-        self._limits_ns_2S11: NDArray[np.uint64] = limits_ns_2S[:, :, None, None]
+        limits_ns = (columns.max_age_ns, columns.max_gap_ns)
+        limits_ns_2S = np.array([[*map(_unsigned, limits)] for limits in limits_ns], np.uint64)
+        self._limits_ns_2S11: Uint64s = limits_ns_2S[:, :, None, None]
         self._is_gap_limited = min(columns.max_gap_ns) < NO_LIMIT
         self._picking = [s for s, mode in enumerate(columns.modes) if mode in PICKING_MODES]
-        self._unsigned_ns_2SBT = found.times_2SBT.view(np.uint64)
         self._flag_SBT: Bools = np.empty(found.past_ns_SBT.shape, np.bool_)
+        self._begun_SBT: Bools = np.empty_like(self._flag_SBT)
         self._fits_2SBT: Bools = np.empty(found.times_2SBT.shape, np.bool_)
         self._is_young_SBT, self._is_short_SBT = self._fits_2SBT
 
     def write(self, valid_SBT: Bools, age_s_SBT: Float32s) -> None:
-        """Every element of both; turns the times into ages and bridges on the way.
-
-        A negative age means before the oldest sample. Read as unsigned it exceeds every limit, so
-        one comparison serves both ends.
-        """
+        """Every element of both; turns the times into ages and bridges on the way."""
         found = self._found
         age_ns_SBT, bridge_ns_SBT = found.past_ns_SBT, found.gap_ns_SBT
-        flag_SBT = self._flag_SBT
+        begun_SBT, flag_SBT = self._begun_SBT, self._flag_SBT
         if self._is_gap_limited:  # exactly at a sample nothing is bridged
             np.not_equal(age_ns_SBT, 0, flag_SBT)
             np.multiply(bridge_ns_SBT, flag_SBT, bridge_ns_SBT)
+        np.not_equal(found.passed_SBT, 0, begun_SBT)
         np.equal(bridge_ns_SBT, 0, flag_SBT)
+        np.logical_and(flag_SBT, begun_SBT, flag_SBT)
         np.multiply(age_ns_SBT, flag_SBT, age_ns_SBT)
-        for s in self._picking:
-            _judge_picked(found, s)
-        if found.empty_SB is not None:
-            age_ns_SBT[found.empty_SB] = -1
-        np.less_equal(self._unsigned_ns_2SBT, self._limits_ns_2S11, self._fits_2SBT)
+        for s in self._picking:  # a bridge leads from the target to the sample picked
+            np.copyto(bridge_ns_SBT[s], found.distance_ns_SBT[s])
+        np.less_equal(found.times_2SBT, self._limits_ns_2S11, self._fits_2SBT)
         np.logical_and(self._is_young_SBT, self._is_short_SBT, valid_SBT)
-        np.maximum(age_ns_SBT, 0, out=age_ns_SBT)
+        np.logical_and(valid_SBT, begun_SBT, valid_SBT)
+        for s, nameless_BT in found.nameless_BT.items():
+            np.greater(valid_SBT[s], nameless_BT, valid_SBT[s])
         np.multiply(age_ns_SBT, _S_PER_NS, age_s_SBT, casting="same_kind")
 
 
-def _judge_picked(found: Brackets, s: int) -> None:
-    """The bridge leads from the target to the sample picked, which may be the newer one."""
-    age_ns_BT, bridge_ns_BT = found.times_2SBT[:, s]
-    np.abs(age_ns_BT, bridge_ns_BT)
-    np.maximum(age_ns_BT, 0, out=age_ns_BT)
-    age_ns_BT[found.passed_SBT[s] == 0] = -1
+def _unsigned(limit_ns: int) -> int:
+    """Nothing exceeds no limit, whatever 64 bits can hold."""
+    return 2**64 - 1 if limit_ns == NO_LIMIT else limit_ns

@@ -99,6 +99,17 @@ def test_linear_streams_alone_equal_the_op_bit_for_bit(device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(result, wanted, strict=True))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_a_plan_that_need_not_look_for_equal_stamps_gives_the_same_where_there_are_none(
+    device: str, rows: int
+) -> None:
+    sources, tgt_ns = make_sources(rows, device), make_targets(rows, device)
+    results = [rubbish_like(resample_streams(sources, tgt_ns)) for _ in range(2)]
+    for distinct, result in zip((False, True), results, strict=True):
+        ResamplePlan(sources, 9, distinct=distinct)(tgt_ns, result)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_a_bound_call_sees_targets_and_rings_as_they_are_at_each_call(device: str) -> None:
     sources, tgt_ns = make_sources(2, device), make_targets(2, device)
     wanted = resample_streams(sources, tgt_ns)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +65,24 @@ def test_an_output_that_cannot_be_written_in_place_is_refused(
     out[position] = tensor
     with pytest.raises(ValueError, match=message):
         resample(**GOOD, out=tuple(out))
+
+
+@pytest.mark.parametrize(
+    ("argument", "name"),
+    [
+        ("src", "values"),
+        ("src_ns", "stamps_ns"),
+        ("tgt_ns", "tgt_ns"),
+        ("count", "count"),
+        ("head", "head"),
+        ("out", "out values"),
+    ],
+)
+def test_an_array_of_numpy_is_refused_by_name(argument: str, name: str) -> None:
+    array = np.zeros((2, 5, 3), np.float32)
+    arrays = {"out": (array, array, array)}.get(argument, array)
+    with pytest.raises(ValueError, match=rf"^{name} is a numpy\.ndarray, needs a torch\.Tensor"):
+        resample(**(GOOD | {argument: arrays}))
 
 
 def test_no_sources_are_refused() -> None:
