@@ -54,7 +54,8 @@ class SimulatedPolicy:
 
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         self._spend()
-        out["actions"].zero_()
+        for tensor in out.values():
+            tensor.zero_()
 
 
 def build(config: Mapping[str, Any], device: torch.device) -> SimulatedPolicy:

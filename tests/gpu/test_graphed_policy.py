@@ -9,9 +9,12 @@ from torch import Tensor
 
 from ppstream.config import PolicyConfig
 from ppstream.errors import ConfigError
+from ppstream.link_device import new_device_slots
 from ppstream.policy_compile import RecompileMeter
 from ppstream.policy_graph import GraphedPolicy, prepared_policy
-from ppstream.specs import TensorSpec
+from ppstream.slots import new_slots
+from ppstream.specs import SlotLayout, TensorSpec
+from ppstream.unwritten import INTEGERS, Results, UnwrittenError
 from ppstream_stages.act import build
 
 pytestmark = [
@@ -108,6 +111,45 @@ def test_state_lives_in_place_across_slots_and_resets() -> None:
     graphed.reset(torch.ones(1, dtype=torch.bool))
     graphed(*pairs[0])
     assert pairs[0][1]["actions"].tolist() == [[3.0] * 4]
+
+
+class Half:
+    """Writes the first two of four values."""
+
+    inputs = (TensorSpec("x", (4,)),)
+    outputs = (TensorSpec("actions", (4,)), TensorSpec("kv", (5 << 16,), "bfloat16"))
+
+    def reset(self, rows: Tensor) -> None: ...
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        out["actions"][:, :2].copy_(window["x"][:, :2])
+        out["kv"].zero_()
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_what_a_policy_leaves_out_is_found_in_a_copy_at_every_call(graph: bool) -> None:
+    layout = SlotLayout(("index",), Half.outputs, 1)
+    policy = prepared_policy(Half(), PolicyConfig(target="a:b", graph=graph), CUDA)
+    (there,), (here,) = new_device_slots(layout, 1, CUDA), new_slots(layout, 1)
+    window, results = {"x": torch.zeros(1, 4, device=CUDA)}, Results(INTEGERS)
+    for _ in range(3):
+        policy(window, there.tensors)
+        here.raw.copy_(there.raw)
+        text = results.unwritten(here, [True])
+        assert text.startswith("output 'actions': 2 of 4 words (50%)")
+        there.raw.zero_()  # what a fill that was not recorded would leave
+
+
+def test_an_output_cannot_be_bound_to_other_memory_on_a_gpu() -> None:
+    class Rebinding(Half):
+        def __call__(self, window: Mapping[str, Tensor], out: Any) -> None:
+            out["actions"] = window["x"] * 2
+
+    (slot,) = new_device_slots(SlotLayout(("index",), Half.outputs, 1), 1, CUDA)
+    policy = prepared_policy(Rebinding(), PolicyConfig(target="a:b"), CUDA)
+    with pytest.raises(UnwrittenError, match=r"out\['actions'\]\.copy_\(x\)"):
+        policy({"x": torch.zeros(1, 4, device=CUDA)}, slot.tensors)
+    assert torch.ones(3, device=CUDA).sum().item() == 3
 
 
 def test_a_policy_that_waits_is_refused_with_the_switch_to_turn() -> None:

@@ -133,6 +133,32 @@ def test_a_ros_node_reorders_joints_publishes_commands_and_says_why_it_holds() -
         bridge.stop()
 
 
+def test_a_ros_node_whose_control_thread_ended_ends_its_spin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = Node()
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # what it prints is not enough
+    with serving(config_of("float64"), answers=True) as server:
+        bridge = PolicyBridge(
+            node, server.sessions.endpoint, ["dx", "dy"], SimpleNamespace, SimpleNamespace
+        )
+
+        def broken(command: Any) -> None:
+            raise OSError("the publisher is gone")
+
+        def is_told() -> bool:
+            try:
+                node.joint_state(dx=1.0, dy=2.0)
+            except RuntimeError as error:
+                return "the control thread has ended: OSError: the publisher is gone" in str(error)
+            return False
+
+        bridge._publisher.publish = broken
+        bridge.start()
+        wait_until(is_told)
+        bridge.stop()
+
+
 @pytest.mark.parametrize("example", ["lerobot_follower", "ros2_node"])
 def test_without_its_library_an_example_says_what_to_install(example: str) -> None:
     module = f"ppstream_stages.examples.{example}"

@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("LeRobot is not installed here: pip install 'lerobot[feetech]'")
     arm = SO101Follower(SO101FollowerConfig(port=options.port, id=options.id))
     statistics = follow(arm, options.endpoint)
-    print(statistics.oldest)
+    print(statistics.line())
     return 0
 
 

@@ -66,6 +66,10 @@ class PolicyBridge:
         self.client.connect(timeout_s)
         self._thread.start()
 
+    def emergency_stop(self) -> None:
+        """Come to rest until ``resume``: for a service call or a button."""
+        self.loop.stop("emergency stop")
+
     def stop(self) -> None:
         """Hold, end the loop and leave."""
         self.loop.end()
@@ -74,10 +78,13 @@ class PolicyBridge:
         self.client.close()
 
     def resume(self) -> None:
-        """Clear a fault: for a service call, by somebody who looks at the robot."""
+        """Clear a fault or a stop: for a service call, by somebody who looks at the robot."""
         self.loop.clear_fault()
 
     def _sample(self, message: Any) -> None:
+        fault = self.loop.fault
+        if fault is not None and fault.reason == "loop":
+            raise RuntimeError(f"the control thread has ended: {fault.text}")  # ends the spin
         positions = dict(zip(message.name, message.position, strict=False))
         if any(joint not in positions for joint in self._joints):
             return  # another publisher's joints

@@ -1,0 +1,185 @@
+"""Policies of thousands of kernels on two GPUs: no launch of either rank may wait for the other.
+
+Runs of one test go beside each other: they share the GPUs, and no time is measured.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from multirank.ranks import Ranks
+
+from ppstream.clock import now_ns
+from ppstream.robot import RobotClient
+
+CONFIG = Path(__file__).parents[2] / "stages" / "ppstream_stages" / "bench_gpus.toml"
+SETTINGS = (
+    "policy.target=gpu.many_kernels:build",
+    "simulate.a_ms=0",
+    "simulate.c_ms=0",
+    "bringup.standalone=5",
+    "bringup.warmup_max=120",
+    "bringup.envelopes=400",
+    'bringup.accept=["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]',
+    "actions.lease_ms=2000",
+    "liveness.watchdog_s=20",
+)
+READY_LIMIT_S = 150
+IDLE_S = 10.0
+ANSWER_LIMIT_S = 20.0
+END_LIMIT_S = 12
+DRAINED, PEER_LOST = 0, 20
+KILLED = -9
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"
+    ),
+]
+
+
+def at_once(jobs: list[Callable[[], None]]) -> None:
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for done in [pool.submit(job) for job in jobs]:
+            done.result()
+
+
+@pytest.mark.parametrize("kernels", [100, 1000, 5000, 20_000])
+def test_a_policy_of_many_kernels_earns_ready_and_serves(tmp_path: Path, kernels: int) -> None:
+    def run(depth: int) -> None:
+        settings = (
+            f"policy.options={{kernels={kernels}}}",
+            f"pipeline.d_in={depth}",
+            "service.endpoint=none",
+            "service.duration_s=2",
+        )
+        with Ranks(tmp_path / str(depth), *SETTINGS, *settings, config=CONFIG) as ranks:
+            assert ranks.wait(READY_LIMIT_S) == [DRAINED, DRAINED], ranks.output()
+            ahead = [line for line in ranks.lines(1) if line.get("name") == "run_ahead"]
+            print(depth, ahead, len(ranks.envelopes("ready")))
+            assert len(ranks.envelopes("ready")) > 10
+
+    at_once([lambda depth=depth: run(depth) for depth in (1, 2, 3)])
+
+
+class Robot:
+    """Pushes a sample when it is told to, and counts the chunks that come."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.chunks = 0
+        streams = [("joints", 14), ("vision", 256)]
+        self.client = RobotClient(
+            endpoint,
+            robot="idle",
+            streams=streams,
+            actions=[f"j{n}" for n in range(1, 8)],
+            on_chunk=self._count,
+        )
+
+    def _count(self, chunk: object) -> None:
+        self.chunks += 1
+
+    def is_answered(self) -> bool:
+        """Sends samples until a chunk comes of one of them."""
+        before, until = self.chunks, time.monotonic() + ANSWER_LIMIT_S
+        while self.chunks == before and time.monotonic() < until:
+            self.client.push("vision", now_ns(), np.zeros(256, np.float32))
+            self.client.push("joints", now_ns(), np.zeros(14, np.float32))
+            time.sleep(0.1)
+        return self.chunks > before
+
+
+def cut(ranks: Ranks, robot: Robot) -> None:
+    ranks.processes[0].send_signal(signal.SIGUSR1)
+
+
+def reset(ranks: Ranks, robot: Robot) -> None:
+    robot.client.reset()
+
+
+def instruct(ranks: Ranks, robot: Robot) -> None:
+    robot.client.instruct("pour the tea")
+
+
+def nothing(ranks: Ranks, robot: Robot) -> None:
+    """Only time passes."""
+
+
+def stop(ranks: Ranks) -> list[int]:
+    for process in ranks.processes:  # as torchrun signals: all at once
+        process.send_signal(signal.SIGTERM)
+    return [DRAINED, DRAINED]
+
+
+def kill(rank: int) -> Callable[[Ranks], list[int]]:
+    def ended(ranks: Ranks) -> list[int]:
+        ranks.processes[rank].kill()
+        return [KILLED, PEER_LOST] if rank == 0 else [PEER_LOST, KILLED]
+
+    return ended
+
+
+def freeze(rank: int) -> Callable[[Ranks], list[int]]:
+    def ended(ranks: Ranks) -> list[int]:
+        ranks.processes[rank].send_signal(signal.SIGSTOP)
+        return [KILLED, PEER_LOST] if rank == 0 else [PEER_LOST, KILLED]
+
+    return ended
+
+
+#: What happens after each pause: something the run goes on from, then its end.
+IDLE_ENDS = [
+    (cut, stop),
+    (reset, kill(0)),
+    (instruct, kill(1)),
+    (nothing, freeze(0)),
+    (cut, freeze(1)),
+]
+FORMS = {
+    "peer, d_in 1": ("pipeline.d_in=1",),
+    "peer, d_in 2": ("pipeline.d_in=2",),
+    "peer, d_in 3": ("pipeline.d_in=3",),
+    "nccl": ("link.kind=nccl",),
+    "pinned": ("link.kind=pinned",),
+    "without a graph": ("policy.graph=false",),
+    "stage A": ("simulate.a_ms=15", "decode.target=gpu.many_kernels:build_decoder"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_idle_run_of_many_kernels_hears_all_it_is_told(tmp_path: Path, form: str) -> None:
+    kernels = 1 if form == "stage A" else 5000
+
+    def run(number: int) -> None:
+        act, end = IDLE_ENDS[number]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        settings = (
+            f"policy.options={{kernels={kernels}, instructions=true}}",
+            "policy.instructions=true",
+            "pipeline.pacing=sample",
+            f"service.endpoint=ipc://{folder}/r",
+            "service.duration_s=600",
+        )
+        with Ranks(folder, *SETTINGS, *FORMS[form], *settings, config=CONFIG) as ranks:
+            robot = Robot(f"ipc://{folder}/r")
+            with robot.client as client:
+                client.connect(READY_LIMIT_S)
+                assert client.wait_ready(READY_LIMIT_S), ranks.output()
+                assert robot.is_answered(), ranks.output()
+                time.sleep(IDLE_S)
+                act(ranks, robot)
+                assert robot.is_answered(), f"{act.__name__}: {ranks.output()}"
+                time.sleep(IDLE_S)
+                expected = end(ranks)
+                assert ranks.wait(END_LIMIT_S) == expected, ranks.output()
+
+    at_once([lambda number=number: run(number) for number in range(len(IDLE_ENDS))])
