@@ -20,7 +20,7 @@ help:
 	@echo 'make clean   remove .venv, caches and builds; run logs stay'
 
 demo: $(VENV)/.demo
-	$(BIN)/torchrun --nproc-per-node=2 -m ppstream.serve
+	$(BIN)/ppstream run
 
 test: lint docs
 	$(BIN)/python -m pytest

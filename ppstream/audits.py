@@ -9,62 +9,71 @@ order of events.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Final
 
 from ppstream.records import Envelope, RunLog
 from ppstream.scores import between
 from ppstream.segments import Window
-from ppstream.thread_time import excess_ns, residuals_ns, unlogged_waits
+from ppstream.thread_time import Threads, stage_cpu, unlogged_waits
 
 EPS: Final = 0.02  # of the window
 SMALL_NS: Final = 50_000  # per envelope: what threads lose between two stamps
 LITTLE_EPS: Final = 0.05
-LITTLE_N: Final = 50  # envelopes per slot of both queues before Little's law is tested
+LITTLE_ENDS: Final = 9  # emits at either end
 DEVICE_SLACK_NS: Final = 50_000  # order of stamps that were mapped from device events
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """``ok`` is None where the audit did not run; ``missing`` names the fields it lacked."""
+    """``ok`` is None where the audit did not run; ``missing`` names the fields it lacked.
+
+    One that did not run is held against the run, unless it ``may_lack`` what it needs.
+    """
 
     ok: bool | None
     value: float | None = None
     limit: float | None = None
     note: str = ""
     missing: tuple[str, ...] = ()
+    may_lack: bool = False
 
 
 def audit_all(run: RunLog, window: Window) -> dict[str, Audit]:
     """Every audit by its name in the report."""
-    inline = window.topology.world_size == 1
-    handed_over: dict[str, Callable[[], Audit]] = {
+    checks: dict[str, Callable[[], Audit]] = {
+        "conservation": lambda: conservation(run, window),
+        "order": lambda: order(window),
         "little": lambda: little(run, window),
-        "bounds": lambda: bounds(window),
+        "bounds": lambda: bounds(run, window),
         "residence": lambda: residence(window),
         "outstanding": lambda: outstanding(run, window),
         "credit": lambda: credit(run, window),
+        "stamps": lambda: stamps(run, window),
+        "ledger": lambda: ledger(run, window),
+        "cpu": lambda: cpu(run, window),
     }
-    none = Audit(None, note="nothing is handed over at world size 1")
-    audits = {"conservation": none if inline else conservation(window), "order": order(window)}
-    audits |= {name: none if inline else check() for name, check in handed_over.items()}
-    return audits
+    if window.span_ns <= 0:
+        return dict.fromkeys(checks, Audit(None, note="no time passed between two emits"))
+    if window.topology.world_size == 1:
+        none = Audit(None, note="nothing is handed over at world size 1")
+        return {name: check() if name == "order" else none for name, check in checks.items()}
+    return {name: check() for name, check in checks.items()}
 
 
-def conservation(window: Window) -> Audit:
+def conservation(run: RunLog, window: Window) -> Audit:
     """Busy + named waits (+ link calls) of each serial thread make up the whole of its time.
 
     ``value`` is the worst residual as a share of the window: positive, time nobody claims;
     negative, time claimed twice.
     """
-    if window.n == 0:
-        return Audit(None, note="no envelopes")
     lacking = unlogged_waits(window)
     if lacking:
         return Audit(None, note="waits not logged", missing=lacking)
-    residuals = residuals_ns(window)
+    residuals = Threads(run, window).residuals_ns()
     worst = max(residuals, key=lambda name: abs(residuals[name]))
     limit_ns = max(EPS * window.span_ns, SMALL_NS * window.n)
     return Audit(
@@ -78,39 +87,52 @@ def conservation(window: Window) -> Audit:
 def little(run: RunLog, window: Window) -> Audit:
     """The logged integral of each queue counter equals the sum of sojourns from the stamps.
 
-    ``value`` is the worst difference, relative to the larger of both and at least 5 % of a slot.
+    Both are taken between two emits; of an envelope that was under way at one of them, the part of
+    its sojourn between them. Another thread may move an envelope and be late to tell the counter,
+    so each end is the middle of a few. ``value`` is the worst difference, relative to the larger of
+    both and at least 5 % of a slot.
     """
-    topology = window.topology
-    least = LITTLE_N * (topology.d_in + topology.d_out)
-    if window.n < least:
-        return Audit(None, note=f"needs {least} envelopes, has {window.n}")
     queues = {
         "outstanding": ("outstanding_ns_total", "tSend", "tRecv"),
         "q_decode": ("q_decode_ns_total", "tRecv", "tDecode"),
     }
-    totals = [total for total, _, _ in queues.values()]
-    lacking = tuple(t for t in totals if any(getattr(e, t) is None for e in _ends(window)))
+    lines = [e for e in run.envelopes if e.generation == window.generation]
+    ends = _counted_ends(lines, window)
+    if not ends:
+        return Audit(None, note="no two emits with all that was under way in the log")
+    used = [e for first, last in ends for e in (*first, *last)]
+    lacking = [t for t, _, _ in queues.values() if any(getattr(e, t) is None for e in used)]
     if lacking:
         return Audit(None, note=f"{', '.join(lacking)} not logged")
+    # of an almost empty queue
+    floor = LITTLE_EPS * sum(between(first[0].tEmit, last[-1].tEmit) for first, last in ends)
     differences = {}
     for name, (total, start, end) in queues.items():
-        counted = sum(getattr(s.last, total) - getattr(s.first, total) for s in window.segments)
-        stamped = sum(between(getattr(e, start), getattr(e, end)) for e in window.measured)
-        floor = LITTLE_EPS * window.span_ns  # an almost empty queue has no relative error
-        differences[name] = abs(counted - stamped) / max(counted, stamped, floor)
+        stamped_at = ((getattr(e, start), getattr(e, end)) for e in lines)
+        stays = [(s, t) for s, t in stamped_at if s is not None and t is not None]
+
+        def gone_ns(e: Envelope, stays: Sequence[tuple[int, int]] = stays) -> int:
+            return sum(max(0, min(t, e.tEmit or 0) - s) for s, t in stays)
+
+        off = passed = 0.0
+        for first, last in ends:
+            before, behind = (
+                median(getattr(e, total) - gone_ns(e) for e in part) for part in (first, last)
+            )
+            off += behind - before
+            passed += gone_ns(last[-1]) - gone_ns(first[0])
+        differences[name] = abs(off) / max(passed, passed + off, floor)
     worst = max(differences, key=lambda name: differences[name])
     return Audit(differences[worst] <= LITTLE_EPS, differences[worst], LITTLE_EPS, worst)
 
 
-def bounds(window: Window) -> Audit:
+def bounds(run: RunLog, window: Window) -> Audit:
     """No serial resource is busy for longer than its window, and no device region outlasts its B.
 
     ``value`` is the worst excess as a share of the window.
     """
-    if window.n == 0:
-        return Audit(None, note="no envelopes")
     span = window.span_ns
-    excess = excess_ns(window)
+    excess = Threads(run, window).excess_ns()
     excess["eB_ns over B_ns"] = sum(
         max(0, e.eB_ns - e.B_ns)
         for e in window.measured
@@ -125,7 +147,7 @@ def residence(window: Window) -> Audit:
 
     ``value`` is the sum of all violations as a share of the window.
     """
-    if not window.n or any(e.residence_ns is None for e in window.emitted):
+    if any(e.residence_ns is None for e in window.emitted):
         return Audit(None, note="residence_ns not logged", missing=("residence_ns",))
     broken_ns = sum(
         max(0, (e.B_ns or 0) - e.residence_ns) + max(0, e.residence_ns - between(e.tSend, e.tRecv))
@@ -138,25 +160,29 @@ def residence(window: Window) -> Audit:
 def outstanding(run: RunLog, window: Window) -> Audit:
     """The mesh is only busy while rank 0 has something outstanding (rank 0's stamps alone).
 
-    Also: the counter sampled at each emit equals the count from the stamps. ``value`` is the busy
-    share of the mesh minus the outstanding share.
+    Also, with one thread on rank 0: the counter sampled at each emit equals the count from the
+    stamps; with two, Little's law asks its integral. ``value`` is the busy share of the mesh minus
+    the outstanding share. An envelope sent before the first receipt may have been worked on before
+    it, and counts from there.
     """
     span = covered = busy = 0
     for segment in window.segments:
         received = [e for e in segment.envelopes if e.tSend is not None and e.tRecv is not None]
-        previous = received[0].tRecv or 0 if received else 0
+        start = previous = received[0].tRecv or 0 if received else 0
         for e in received[1:]:
-            here = e.tRecv or 0
-            covered += max(0, here - max(e.tSend or 0, previous))
+            here, sent = e.tRecv or 0, e.tSend or 0
+            covered += max(0, here - max(sent, previous))
             span += here - previous
-            busy += (e.B_ns or 0) // window.topology.replicas
+            before = max(0, start - sent)
+            busy += max(0, (e.B_ns or 0) - before) // window.topology.replicas
             previous = here
     if span <= 0:
         return Audit(None, note="no tSend and tRecv", missing=("tSend", "tRecv"))
     difference = (busy - covered) / span
     if difference > EPS:
         return Audit(ok=False, value=difference, limit=EPS, note="mesh busy, nothing outstanding")
-    wrong = _wrong_samples(run, window)
+    # of one thread alone: another's move is counted a moment behind its stamp
+    wrong = _wrong_samples(run, window) if window.topology.threads == "serial" else 0.0
     return Audit(
         ok=wrong <= LITTLE_EPS,
         value=difference,
@@ -199,6 +225,121 @@ def order(window: Window) -> Audit:
         share = future_ns / window.span_ns
         return Audit(ok=False, value=share, limit=EPS, note="A begins before its newest sample")
     return Audit(backwards == 0, backwards, 0, "stamps run backwards" if backwards else "")
+
+
+def stamps(run: RunLog, window: Window) -> Audit:
+    """Rank 0's ``B_ns`` is ``tB1 - tB0`` of the policy rank's own line, which is not missing.
+
+    ``value`` is the sum of all differences as a share of the window, or the share of lines missing.
+    """
+    measured = window.measured
+    pairs = [(e.B_ns, e.stage1.tB0, e.stage1.tB1) for e in measured if e.stage1 is not None]
+    if not pairs:
+        elsewhere = _is_elsewhere(run)
+        place = "are on another host" if elsewhere else "are missing"
+        return Audit(None, note=f"the policy rank's lines {place}", may_lack=elsewhere)
+    newest = set(map(id, run.envelopes[-window.topology.in_system :]))  # may not be written yet
+    missing = sum(e.stage1 is None and id(e) not in newest for e in measured) / len(measured)
+    if missing > EPS:
+        return Audit(ok=False, value=missing, limit=EPS, note="lines of the policy rank missing")
+    broken_ns = sum(
+        abs(b_ns - (end - start))
+        for b_ns, start, end in pairs
+        if b_ns is not None and start is not None and end is not None
+    )
+    return _small_sum(broken_ns, window)
+
+
+def ledger(run: RunLog, window: Window) -> Audit:
+    """The log has a line of every envelope that rank 0's last ledger of the judged phase counts.
+
+    Its counts balance, too. ``value`` is the share of lines missing, by the ledger or by gaps of
+    ``seq`` within the judged phase.
+    """
+    lines = [e for e in run.envelopes if e.generation == window.generation]
+    judged = [e for e in lines if e.phase in window.phases]
+    end_ns = _phase_end_ns(run, window)
+    books = [
+        book
+        for book in run.envelope_books
+        if book.generation == window.generation and (end_ns is None or (book.t or 0) <= end_ns)
+    ]
+    if not judged or not books:
+        return Audit(None, note="no ledger of envelopes")
+    last = books[-1]
+    if last.imbalance:
+        note = f"envelopes do not balance by {last.imbalance:+d}"
+        return Audit(ok=False, value=abs(last.imbalance), limit=0, note=note)
+    logged = sum(last.t is None or _ended_ns(e) <= last.t for e in lines)
+    gaps = sum(
+        b.seq - a.seq - 1 for a, b in pairwise(judged) if (a.lane, a.epoch) == (b.lane, b.epoch)
+    )
+    missing = max(gaps, last.finished - logged)
+    share = max(0, missing) / (len(judged) + max(0, missing))
+    note = f"{missing} lines of envelopes are missing" if missing > 0 else ""
+    return Audit(share <= EPS, share, EPS, note)
+
+
+def _ended_ns(e: Envelope) -> int:
+    """The last stamp that an envelope has; a dropped one was over soon behind it."""
+    return next((t for t in (e.tEmit, e.tDecode, e.tRecv, e.tSend, e.tA1) if t is not None), 0)
+
+
+def cpu(run: RunLog, window: Window) -> Audit:
+    """No stage took more CPU time than time, and all together no more than the CPUs have.
+
+    ``value`` is the worst excess as a share of the window.
+    """
+    found = stage_cpu(window)
+    if not found:
+        return Audit(None, note="no CPU times in the log", may_lack=True)
+    excess: dict[str, float] = {
+        f"{stage} over its time": times.cpu_ns - times.stage_ns for stage, times in found.items()
+    }
+    usable = usable_cpus(run, window.generation)
+    if usable is not None and not _is_elsewhere(run):
+        total = sum(times.cpu_ns for times in found.values())
+        excess[f"all over {usable:g} CPUs"] = total - usable * window.span_ns
+    worst = max(excess, key=lambda name: excess[name])
+    limit_ns = max(EPS * window.span_ns, SMALL_NS * window.n)
+    value = max(0.0, excess[worst]) / window.span_ns
+    note = worst if excess[worst] > limit_ns else ""
+    return Audit(excess[worst] <= limit_ns, value, limit_ns / window.span_ns, note)
+
+
+def usable_cpus(run: RunLog, generation: int) -> float | None:
+    """As rank 0 found them at the start of bring-up; None: it did not say."""
+    for event in run.events:
+        if event.name == "machine" and event.generation == generation:
+            value = event.fields.get("usable_cpus")
+            return float(value) if isinstance(value, int | float) and value > 0 else None
+    return None
+
+
+def _phase_end_ns(run: RunLog, window: Window) -> int | None:
+    """When rank 0 left the judged phase for the last time; None: it has not, or nobody knows."""
+    changes = [
+        (event.t, event.phase)
+        for event in run.events
+        if event.name == "phase" and (event.rank, event.generation) == (0, window.generation)
+    ]
+    ends = [
+        after[0]
+        for before, after in pairwise(changes)
+        if before[1] in window.phases and after[1] not in window.phases
+    ]
+    return ends[-1] if ends else None
+
+
+def _is_elsewhere(run: RunLog) -> bool:
+    """The policy rank ran on another host than rank 0, by its hello."""
+    policy, topology = run.manifest.get("policy_rank"), run.manifest.get("topology")
+    ranks = topology.get("ranks") if isinstance(topology, Mapping) else None
+    first = ranks[0] if isinstance(ranks, list) and ranks else None
+    if not isinstance(policy, Mapping) or not isinstance(first, Mapping):
+        return False
+    here, there = first.get("boot_id"), policy.get("boot_id")
+    return here is not None and there is not None and here != there
 
 
 def _wrong_samples(run: RunLog, window: Window) -> float:
@@ -264,10 +405,21 @@ def _same_thread_ns(window: Window) -> int:
 
 
 def _small_sum(broken_ns: int, window: Window) -> Audit:
-    if window.n == 0:
-        return Audit(None, note="no envelopes")
     return Audit(broken_ns <= EPS * window.span_ns, broken_ns / window.span_ns, EPS)
 
 
-def _ends(window: Window) -> list[Envelope]:
-    return [e for segment in window.segments for e in (segment.first, segment.last)]
+def _counted_ends(
+    lines: Sequence[Envelope], window: Window
+) -> list[tuple[list[Envelope], list[Envelope]]]:
+    """The first and the last emits of every segment between which no envelope is missing.
+
+    Behind the newest lines some may be under way that are not logged yet.
+    """
+    held = {(e.lane, e.epoch, e.seq) for e in lines[-window.topology.in_system :]}
+    ends = []
+    for segment in window.segments:
+        whole = [e for e in segment.emitted if (e.lane, e.epoch, e.seq) not in held]
+        if len(whole) >= 2:
+            few = min(LITTLE_ENDS, len(whole) // 2)
+            ends.append((whole[:few], whole[-few:]))
+    return ends

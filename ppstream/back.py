@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from typing import Final
 
 import torch
 
-from ppstream import cuda_start, ends, gpu_ranks, meeting, stopped_sibling
+from ppstream import cuda_start, ends, gpu_ranks, meeting
 from ppstream.clock import NS_PER_S, now_ns
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
-from ppstream.errors import ExitCode, PeerLostError, PpstreamError
+from ppstream.errors import ExitCode
 from ppstream.front import SWITCH_INTERVAL_S
 from ppstream.headers import link_shape
 from ppstream.links import LauncherStore, join_store, open_back
 from ppstream.messages import Goodbye
-from ppstream.peer_process import PeerProcess
+from ppstream.placement import Placement
 from ppstream.preflight import build_policy
 from ppstream.runs import Run
-from ppstream.stage1 import Stage1, StageB
+from ppstream.slots import LinkShape
+from ppstream.stage import Policy
+from ppstream.stage1 import Stage1
 from ppstream.stage1_device import Stage1Device
 from ppstream.timestamps import Stage1Record, TimestampLog
 from ppstream.waiter import Waiter
@@ -51,53 +52,52 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
     Raises:
         PpstreamError: what ended it otherwise; rank 0 was told, if it is there.
     """
-    ends.on_signals(ends.stop_early)
-    ends.ignore_cut_signal()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with ExitStack() as stack:
-        watch = stopped_sibling.watched(end, config.liveness.frozen_ms)
-        tell_watch = stack.enter_context(watch)
+    with ExitStack() as stack, end.closing():
         store = join_store(timeout_s=config.liveness.handshake_s)
         placement = gpu_ranks.place_here(config, store.world_size)
         peer, end.run = meeting.introduce(config, store)
         stack.callback(peer.close)
-        end.peer_process = PeerProcess.at_end_of(peer.fileno())
+        end.met(peer)
         patience = Patience(config.liveness.drain_s + OUTLIVE_DRAIN_S)
         ends.on_signals(patience.asked)
         loop: list[Stage1 | Stage1Device] = []  # one, once it exists
         beat = meeting.start_heartbeat(
-            config, peer, lambda: loop[0].progress if loop else 0, end.leave_when_lost
+            config,
+            peer,
+            lambda: loop[0].progress if loop else 0,
+            end.leave_when_lost,
+            end.peer_process,
         )
         stack.callback(beat.stop)
-        with telling(peer):
+        course = ends.Course(config)
+        stack.callback(ends.start_watchdog(config, course, end).stop)
+        with meeting.telling(peer):
             device = torch.device(placement.ranks[-1].device)
-            if device.type == "cuda":
-                cuda_start.start(device)
-            policy = build_policy(config, device)
-            meeting.offer_tensors(peer, policy.inputs, policy.outputs)
-            inputs = meeting.offered(peer)
-            shape = link_shape(config, inputs, policy.outputs, store.generation)
-            log = _log(config, end.run, store)
-            stack.callback(log.close)
+            on_gpu: gpu_ranks.PreparedPolicy | None = None
+            with course.step(f"the build of {config.policy.target}"):
+                if device.type == "cuda":
+                    cuda_start.start(device)
+                policy = build_policy(config, device)
+                if placement.is_device_ordered:
+                    on_gpu = gpu_ranks.prepare_policy(policy, config, device, end.run.run_id)
+            ahead = 0 if on_gpu is None else on_gpu.ahead
+            meeting.offer_tensors(peer, policy.inputs, policy.outputs, ahead)
+            inputs = meeting.offered(config, peer)
+            shape = link_shape(config, inputs, policy.outputs, store.generation, ahead)
+            log = _log(config, end.run, store, stack)
             Watching(config, end.run, log, stack, rank=store.rank, generation=store.generation)
             waiter = Waiter()
             stack.callback(waiter.close)
-            assert placement.link is not None
             stage1: Stage1 | Stage1Device
-            if placement.is_device_ordered:
-                stage1 = gpu_ranks.open_stage1(
-                    config, policy, placement, peer, store, shape, log, waiter
-                )
-            else:
-                link = open_back(placement.link, peer, store, shape)
-                prepared = gpu_ranks.policy_for_host_slots(policy, config, device)
-                stage_b = StageB(prepared, config.batch.rows)
-                stage1 = Stage1(config, stage_b, link, peer, log, waiter)
+            with course.step("the link and the policy's first calls"):
+                stage1 = _open(config, on_gpu or policy, placement, peer, store, shape, log, waiter)
             stack.callback(stage1.link.close)
             loop.append(stage1)
-            watchdog = ends.start_watchdog(config, stage1, end, peer.send)
-            stack.callback(watchdog.stop)
-            stage1.on_phase.append(tell_watch)
+            course.loop = stage1
+            end.on_stop = patience.asked
+            if end.lookout is not None:
+                stage1.on_phase.append(end.lookout.on_phase)
             reason = stage1.run(patience.is_over)
             log.flush()
         end.is_drained = True
@@ -105,27 +105,33 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
         return reason
 
 
-def _log(config: PipelineConfig, run: Run, store: LauncherStore) -> TimestampLog:
-    return TimestampLog(
+def _open(
+    config: PipelineConfig,
+    policy: Policy | gpu_ranks.PreparedPolicy,
+    placement: Placement,
+    peer: Peer,
+    store: LauncherStore,
+    shape: LinkShape,
+    log: TimestampLog,
+    waiter: Waiter,
+) -> Stage1 | Stage1Device:
+    """This rank's loop, over a link that is open."""
+    if isinstance(policy, gpu_ranks.PreparedPolicy):
+        return gpu_ranks.open_stage1(config, policy, placement, peer, store, shape, log, waiter)
+    assert placement.link is not None
+    device = torch.device(placement.ranks[-1].device)
+    stage_b = gpu_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
+    link = open_back(placement.link, peer, store, shape)
+    return Stage1(config, stage_b, link, peer, log, waiter)
+
+
+def _log(config: PipelineConfig, run: Run, store: LauncherStore, stack: ExitStack) -> TimestampLog:
+    log = TimestampLog(
         run.log_path(store.rank, store.generation),
         Stage1Record,
         config.log.ring,
         run_id=run.run_id,
         generation=store.generation,
     )
-
-
-@contextmanager
-def telling(peer: Peer) -> Iterator[None]:
-    """Tell rank 0 why this rank ends, unless it went first; then what it said is the reason."""
-    try:
-        yield
-    except PeerLostError as error:
-        raise meeting.last_words(peer) or error from None
-    except Exception as error:
-        is_ours = isinstance(error, PpstreamError)
-        code = error.exit_code if isinstance(error, PpstreamError) else ExitCode.INTERNAL
-        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        with suppress(PeerLostError):
-            peer.send(Goodbye(int(code), text))
-        raise
+    stack.callback(log.close)
+    return log

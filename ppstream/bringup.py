@@ -1,4 +1,4 @@
-"""Bring-up: warm up, time the stages alone, run saturated, and let the gate decide.
+"""Bring-up: warm up, time the stages alone, run saturated, time them again, let the gate decide.
 
 Everything runs through the real rings, stage A, link, policy and stage C up to, not including,
 emit. *Ready* is reached only past this file.
@@ -15,21 +15,24 @@ import msgspec
 
 from ppstream.block_timing import time_blocks
 from ppstream.clock import now_ns
+from ppstream.cpus import MachineMeter
 from ppstream.errors import GateFailedError, GateInconclusiveError
 from ppstream.inline import Inline
 from ppstream.overlap import judge
 from ppstream.pacing import Saturated
+from ppstream.paired import Paired
+from ppstream.peer_process import HeldProcess
 from ppstream.runlog import read_run
+from ppstream.segments import ALONE
 from ppstream.sources import RecordedSource
 from ppstream.synthetic import SyntheticRobots
 from ppstream.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ppstream.config import PipelineConfig
     from ppstream.intake import Intake
     from ppstream.rank0 import Rank0
+    from ppstream.run_report import RunReport
     from ppstream.runs import Run
     from ppstream.sources import Source
 
@@ -55,6 +58,8 @@ def bring_up(rank0: Rank0, intake: Intake, robots: Source | None, run: Run) -> N
     Raises:
         GateFailedError, GateInconclusiveError: not ready, and why.
     """
+    meter = machine_meter(rank0)
+    tell_machine(rank0, meter)
     made_up = _source(rank0.config, intake)
     source = Beside(made_up, robots)
     warm_up(rank0, intake, source)
@@ -65,10 +70,38 @@ def bring_up(rank0: Rank0, intake: Intake, robots: Source | None, run: Run) -> N
     if isinstance(rank0, Inline) or rank0.stop_reason is not None:
         made_up.close()
         return
+    meter.restart()
     run_saturated(rank0, intake, source)
+    tell_machine(rank0, meter)
+    if rank0.stop_reason is None:
+        rank0.log.mode = ALONE  # where envelopes are sent for it, they are none to be judged
+        after = time_standalone(rank0, rank0.config.bringup.standalone)
+        run.describe(standalone_after=after)
+        rank0.log.mode = rank0.config.mode
     made_up.close()
     if rank0.stop_reason is None:
         gate(rank0, run)
+
+
+def machine_meter(rank0: Rank0) -> MachineMeter:
+    """Of this host, with the threads of the run that work here at the same time."""
+    if not isinstance(rank0, Paired):
+        return MachineMeter(1)
+    threads = 2 if rank0.config.pipeline.threads == "split" else 1
+    process = HeldProcess.at_end_of(rank0.peer.fileno())
+    if process is None:  # the policy rank has a host of its own
+        return MachineMeter(threads)
+    meter = MachineMeter(threads + 1, (process.pid,))
+    process.close()
+    return meter
+
+
+def tell_machine(rank0: Rank0, meter: MachineMeter) -> None:
+    """Log how busy the host is, and say it where threads have to share a CPU."""
+    machine = meter.read()
+    rank0.log.event("machine", **machine._asdict())
+    if machine.is_short and rank0.phase == "starting":
+        logger.warning("%s", machine.text())
 
 
 def gate(rank0: Rank0, run: Run) -> None:
@@ -77,10 +110,14 @@ def gate(rank0: Rank0, run: Run) -> None:
     report = judge(read_run(run.directory), profile="bringup")
     overlap = None if report.primary is None else report.primary.s
     rank0.log.event(
-        "verdict", verdict=report.verdict.name, reasons=list(report.reasons), overlap=overlap
+        "verdict",
+        verdict=report.verdict.name,
+        reasons=list(report.reasons),
+        overlap=overlap,
+        accepted=report.accepted,
     )
     logger.info("bring-up %s: %s", report.verdict.name, report.statements[0])
-    pass_or_raise(report.verdict, report.reasons, rank0.config.bringup.accept)
+    pass_or_raise(report)
 
 
 def _source(config: PipelineConfig, intake: Intake) -> SyntheticRobots | RecordedSource:
@@ -111,14 +148,14 @@ def warm_up(rank0: Rank0, intake: Intake, source: Source) -> None:
 
 
 def time_standalone(rank0: Rank0, repeats: int) -> dict[str, int]:
-    """Median duration of each stage while nothing else runs: ``A_ns``, ``B_ns``, ``C_ns``."""
+    """Durations of each stage while nothing else runs: ``A_ns`` is a median, ``A_mean_ns`` a mean.
+
+    The mean is what the run's own times are compared with: a stage may be slow now and then.
+    """
     durations_a, durations_c = rank0.measure_own(repeats)
-    durations_b = rank0.measure_b(repeats)
-    return {
-        "A_ns": round(statistics.median(durations_a)),
-        "B_ns": round(statistics.median(durations_b)),
-        "C_ns": round(statistics.median(durations_c)),
-    }
+    durations = {"A": durations_a, "B": rank0.measure_b(repeats), "C": durations_c}
+    medians = {f"{k}_ns": round(statistics.median(ns)) for k, ns in durations.items()}
+    return medians | {f"{k}_mean_ns": round(statistics.fmean(ns)) for k, ns in durations.items()}
 
 
 def run_saturated(rank0: Rank0, intake: Intake, source: Source) -> None:
@@ -130,20 +167,19 @@ def run_saturated(rank0: Rank0, intake: Intake, source: Source) -> None:
     rank0.write_ledger()
 
 
-def pass_or_raise(verdict: Verdict, reasons: Sequence[str], accept: Sequence[str]) -> None:
+def pass_or_raise(report: RunReport) -> None:
     """Return when the run may become ready.
 
     Raises:
         GateFailedError: overlap or a safety count says no.
         GateInconclusiveError: overlap is not proven, for a reason that ``accept`` does not name.
     """
-    # where there is nothing to hide, a low score says nothing more
-    unproven = set(reasons) - {"LOW_OVERLAP"}
-    accepted = verdict is Verdict.INCONCLUSIVE and unproven <= set(accept)
-    if verdict is Verdict.PASS or accepted:
+    if report.exit_code == 0:
         return
-    text = f"bring-up verdict {verdict.name}: {', '.join(reasons)}"
-    if verdict is Verdict.FAIL:
+    text = f"bring-up verdict {report.verdict.name}: {', '.join(report.reasons)}"
+    if report.machine is not None:
+        text += f"; {report.machine.text()}"
+    if report.verdict is Verdict.FAIL:
         raise GateFailedError(text)
     raise GateInconclusiveError(text)
 

@@ -16,7 +16,7 @@ from ppstream.errors import ConfigError
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.keys import server_keys
-from ppstream.link_device import slot_count
+from ppstream.link_device import AHEAD, slot_count
 from ppstream.model import PipelineForm, StageTimes, latency, limiting_term, period
 from ppstream.placement import Placement, RankPlan, place
 from ppstream.preflight import build_policy, policy_problems
@@ -61,7 +61,7 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
         load(config.decode.target)(config.decode.options, config.actions)
     if found:
         raise ConfigError(found)
-    shape = link_shape(config, inputs, policy.outputs, 0)
+    shape = link_shape(config, inputs, policy.outputs, 0, ahead=AHEAD)  # at most
     envelopes, results = _slot_counts(placement, shape)
     slot_bytes = envelopes * shape.envelope.slot_bytes + results * shape.result.slot_bytes
     lines = [

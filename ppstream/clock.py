@@ -14,6 +14,9 @@ NS_PER_MS = 1_000_000
 #: CLOCK_MONOTONIC in nanoseconds: shared by all processes of one host.
 now_ns = time.monotonic_ns
 
+#: CPU time of the calling thread in nanoseconds: it stands while the thread waits or sleeps.
+thread_cpu_ns = time.thread_time_ns
+
 
 class Clock(Protocol):
     """A source of monotonic nanoseconds."""

@@ -113,11 +113,14 @@ def _refusal(differences: Sequence[str]) -> str:
 
 def _unusable(side: Side) -> Iterator[str]:
     for _, report in side.runs:
-        broken = [reason for reason in report.reasons if reason in ("BAD_INSTRUMENT", "PERTURBED")]
+        untrue = ("BAD_INSTRUMENT", "CONTRADICTED", "PERTURBED")
+        broken = [reason for reason in report.reasons if reason in untrue]
         if broken:
             yield f"{side.name}: run {report.run_id} is {', '.join(broken)}: its times are not true"
         elif report.window.n < BLOCK:
             yield f"{side.name}: run {report.run_id} has {report.window.n} periods, needs {BLOCK}"
+        elif report.window.span_ns <= 0:
+            yield f"{side.name}: run {report.run_id} has equal stamps: no time passes in it"
 
 
 def _unfair(a: Side, b: Side) -> Iterator[str]:
@@ -216,7 +219,7 @@ def _rows(window: Window) -> list[list[Row]]:
     """By segment and emit: 1, period, latency, age since arrival; in ns."""
     return [
         [
-            (1, period_ns, between(e.tA0, e.tEmit), e.age_rank0_ns or 0)
+            (1, period_ns, between(e.tA0, e.picked), e.age_rank0_ns or 0)
             for e, period_ns in zip(segment.emitted[1:], segment.periods_ns, strict=True)
         ]
         for segment in window.segments

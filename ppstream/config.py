@@ -67,7 +67,9 @@ class StreamConfig(_Part, frozen=True, kw_only=True):
     dtype: Literal["float32", "float64", "uint8"] = "float32"  # uint8 of a camera alone
     group: Name = "state"  # streams of one group become one tensor, concatenated in file order
     max_age_ms: Positive = 200.0  # held longer than this beyond its newest sample: invalid
-    max_gap_ms: Positive = 200.0  # not interpolated across a wider hole: invalid
+    # A hole wider than max_gap_ms is not bridged: invalid. previous and nearest bridge from the
+    # target to the sample they pick, also beyond the newest.
+    max_gap_ms: Positive = 200.0
     reference: bool = False  # its newest stamp ends the window; at most one, else the fastest
     jitter_ms: NonNegative = 0.0  # of the synthetic source
     image: ImageConfig | None = None  # <name>.frames, .valid and .age_s; group does not apply
@@ -182,9 +184,10 @@ class BringupConfig(_Part, frozen=True):
     source: Literal["synthetic", "recording"] = "synthetic"
     recording: FilePath | None = None  # any that tools/replay.py can read
     envelopes: Annotated[int, Meta(ge=100)] = 400
-    overlap_min: Annotated[float, Meta(ge=0, le=1)] = 0.30
-    accept: tuple[Literal["NOTHING_TO_HIDE"], ...] = ()
-    standalone: Count = 30  # envelopes each stage is timed alone
+    overlap_min: Annotated[float, Meta(ge=0, le=1)] = 0.30  # by the stamps, and by times alone
+    # Reasons of a refusal that count for nothing here: speed is yours to judge, safety is not.
+    accept: tuple[Literal["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"], ...] = ()
+    standalone: Count = 30  # envelopes each stage is timed alone, before and behind bring-up
     warmup_max: Count = 400  # give up waiting for a steady period after this many
 
 
@@ -207,6 +210,7 @@ class LivenessConfig(_Part, frozen=True):
     heartbeat_ms: Positive = 200.0  # below a third of frozen_ms
     frozen_ms: Positive = 1500.0  # silent this long and no progress
     watchdog_s: Positive = 5.0  # a thread, or stage B, at a standstill; or 5 times the usual B
+    start_s: Positive = 600.0  # the same before ready: a build, first calls, a compilation
     handshake_s: Positive = 15.0
     drain_s: Positive = 5.0
     policy_errors_max: Count = 5  # consecutive ones end the run with 26

@@ -30,19 +30,23 @@ if sys.version_info >= (3, 11):  # serve says so itself where Python is older
 
 DEFAULT: Final = "demo"
 SHIPPED_PACKAGE: Final = "ppstream_stages"  # where a bare name is looked for
+#: What names a configuration, for the command line.
+NAMES: Final = (
+    "a TOML file, package.module:name.toml from an installed package, or the name of one "
+    f"that {SHIPPED_PACKAGE} ships (default: %(default)s)"
+)
 
 _STEP = re.compile(r"[^.\[\]]+")  # of an override's path: a.b, a[0].b and a.0.b all work
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add ``--config`` and ``--set``, which ``load`` reads."""
-    parser.add_argument(
-        "--config",
-        default=DEFAULT,
-        metavar="FILE",
-        help="a TOML file, package.module:name.toml from an installed package, or the name of one "
-        f"that {SHIPPED_PACKAGE} ships (default: %(default)s)",
-    )
+    parser.add_argument("--config", default=DEFAULT, metavar="FILE", help=NAMES)
+    add_override_argument(parser)
+
+
+def add_override_argument(parser: ArgumentParser) -> None:
+    """Add ``--set``."""
     parser.add_argument(
         "--set",
         action="append",

@@ -219,6 +219,11 @@ def _limit_problems(config: PipelineConfig) -> Iterator[str]:
             f"liveness.watchdog_s: got {live.watchdog_s:g}, want more than frozen_ms = "
             f"{live.frozen_ms:g}: a peer's silence must be noticed first"
         )
+    if live.start_s < live.watchdog_s:
+        yield (
+            f"liveness.start_s: got {live.start_s:g}, want at least watchdog_s = "
+            f"{live.watchdog_s:g}: first calls take longer than later ones"
+        )
     root = Path(config.log.root)
     if root.exists() and not root.is_dir():
         yield f"log.root: got {config.log.root!r}, which is a file; want a folder"

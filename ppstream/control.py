@@ -2,7 +2,8 @@
 
 A frame (frames.py) holds one messages.Control; an empty one carries descriptors and nothing else.
 Tensors never travel here, and nothing here decides what a death means. How two ranks find each
-other is ``rendezvous.py``; what they say while busy is ``heartbeat.py``.
+other is ``rendezvous.py``; that a rank lives, whatever its loop does, is said on a second socket,
+its heart (``heartbeat.py``).
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import select
 import socket
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ppstream import messages
 from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.errors import PeerFrozenError, PeerLostError, ProtocolError
+from ppstream.errors import PeerFrozenError, PeerLostError, ProtocolError, WatchdogError
 from ppstream.frame_sender import FrameSender
 from ppstream.frames import FrameReader
 
@@ -34,16 +36,20 @@ SEND_LIMIT_NS: Final = 2 * NS_PER_S
 class Peer:
     """The other rank, at the end of a connected stream socket, which it owns.
 
-    ``send`` and ``ring`` are for any thread; everything else belongs to the one thread that pumps.
+    ``send``, ``offer`` and ``ring`` are for any thread; everything else belongs to the one thread
+    that pumps.
 
     Attributes:
         bells: indices of doorbells heard, oldest first; the link takes them out.
         inbox: every other frame except heartbeats, oldest first; the owner takes them out.
         last_heard_ns: when the last frame was read, in this rank's clock; the owner moves it when
-            the peer made progress that no frame tells of.
+            the peer made progress that no frame tells of, the heartbeat when the heart beat.
         peer_progress: progress of the last heartbeat.
         bytes_read: bytes taken from the socket so far.
         lost_ns: when the peer's end was first noticed; None while it lives.
+        heart: the same rank at the end of its second socket, which only heartbeats and a goodbye
+            go through; set while ranks meet. It belongs to the heartbeat, and closes with this one.
+        listen: hears what the heart has said; set by the heartbeat.
 
     Args:
         sock: a connected UNIX or TCP stream socket.
@@ -69,8 +75,11 @@ class Peer:
         self.peer_progress = 0
         self.bytes_read = 0
         self.lost_ns: int | None = None
+        self.heart: Peer | None = None
+        self.listen: Callable[[], None] | None = None
         self._socket = sock
         self._clock = clock
+        self._send_limit_ns = send_limit_ns
         self._sender = FrameSender(sock, name, send_limit_ns)
         self._reader = FrameReader()
         self._end: PeerLostError | ProtocolError | None = None
@@ -89,22 +98,45 @@ class Peer:
             return None
         return str(self._socket.getsockname()[0])
 
+    @property
+    def goodbye(self) -> messages.Goodbye | None:
+        """Why the peer leaves, once it has said so and this rank has read it."""
+        heard = (*self.inbox, *(self.heart.inbox if self.heart is not None else ()))
+        return next((frame for frame in heard if isinstance(frame, messages.Goodbye)), None)
+
     def send(self, frame: messages.Control) -> None:
         """Hand one frame to the kernel; waits only while the peer's buffer is full.
 
+        A goodbye waits for nothing, and goes to the heart, too: the peer's loop may stand.
+
         Raises:
-            PeerLostError: the peer is gone, or took nothing for ``send_limit_ns``.
+            PeerLostError: the peer is gone, or took nothing for ``send_limit_ns`` while its heart
+                did not beat.
             ProtocolError: the frame is larger than ``frames.FRAME_BYTES_MAX``.
         """
-        try:
-            self._sender.send(frame)
-        except PeerLostError:
-            self.mark_lost()
-            raise
+        if isinstance(frame, messages.Goodbye):
+            frame = messages.Goodbye(frame.code, frame.reason[: messages.MAX_TEXT])
+            if self.heart is not None:
+                self.heart.offer(frame)
+            self.offer(frame)
+        else:
+            self._send(frame)
 
     def ring(self, index: int) -> None:
         """Ring the doorbell: the slot data of ``index`` is complete. Raises as ``send``."""
-        self.send(messages.Bell(index))
+        self._send(messages.Bell(index))
+
+    def offer(self, frame: messages.Control) -> bool:
+        """Hand one frame to the kernel if it has room now; returns False when it is dropped.
+
+        Raises:
+            PeerLostError: the peer is gone.
+        """
+        try:
+            return self._sender.offer(frame)
+        except PeerLostError:
+            self.mark_lost()
+            raise
 
     def send_fds(self, fds: Sequence[int]) -> None:
         """Pass descriptors (1 to ``FDS_MAX``, UNIX only, once); the caller may close its own then.
@@ -149,6 +181,7 @@ class Peer:
 
         Raises:
             PeerLostError: the peer is gone, or said nothing within ``timeout_ns``.
+            WatchdogError: it said nothing within ``timeout_ns`` though its heart beats.
             ProtocolError: as ``pump``.
         """
         self._pump_until(lambda: bool(self.inbox), timeout_ns, "a frame")
@@ -167,7 +200,7 @@ class Peer:
     def check_alive(self, now_ns: int, frozen_ns: int) -> None:
         """Raise when nothing was heard of it for ``frozen_ns``; to be asked only while waiting.
 
-        What lies unread in the socket counts as heard, so the owner may come from a long stage.
+        What lies unread in its sockets counts as heard, so the owner may come from a long stage.
 
         Raises:
             PeerFrozenError: the peer was silent for longer.
@@ -177,13 +210,14 @@ class Peer:
         if now_ns - self.last_heard_ns <= frozen_ns:
             return
         self.pump()
+        if self.listen is not None:
+            self.listen()
         silent_ns = now_ns - self.last_heard_ns
         if silent_ns > frozen_ns:
             self.mark_lost()
             raise PeerFrozenError(
                 f"{self.name} was silent for {silent_ns / NS_PER_S:.2f} s, "
-                f"limit {frozen_ns / NS_PER_S:.2f} s: it is stopped, or something holds its "
-                "interpreter"
+                f"limit {frozen_ns / NS_PER_S:.2f} s: {self._why_silent()}"
             )
 
     def mark_lost(self) -> None:
@@ -191,8 +225,19 @@ class Peer:
         if self.lost_ns is None:
             self.lost_ns = self._clock()
 
+    def hang_up(self) -> None:
+        """The peer's process is known to be gone: what it said can be read, then comes the end.
+
+        Its socket alone may not say so: a process that it has forked holds it open. Any thread.
+        """
+        self.mark_lost()
+        with suppress(OSError):  # the end was there
+            self._socket.shutdown(socket.SHUT_RD)
+
     def close(self) -> None:
-        """Close the socket and descriptors nobody took. Stop its heartbeat first. Twice is fine."""
+        """Close sockets, and descriptors nobody took. Stop its heartbeat first. Twice is fine."""
+        if self.heart is not None:
+            self.heart.close()
         self._socket.close()
         while self._fds:
             os.close(self._fds.popleft())
@@ -207,10 +252,28 @@ class Peer:
                 return
             left_ns = deadline_ns - self._clock()
             if left_ns <= 0:
-                raise PeerLostError(
-                    f"{self.name} did not send {what} within {timeout_ns / NS_PER_S:.1f} s"
-                )
+                text = f"{self.name} did not send {what} within {timeout_ns / NS_PER_S:.1f} s"
+                if self._is_beating():
+                    raise WatchdogError(f"{text} though its heart beats: its main thread stands")
+                raise PeerLostError(text)
             readable.poll(left_ns / NS_PER_MS)
+
+    def _send(self, frame: messages.Control) -> None:
+        try:
+            self._sender.send(frame, self._is_beating)
+        except PeerLostError:
+            self.mark_lost()
+            raise
+
+    def _is_beating(self) -> bool:
+        """Whether the peer's heart was heard a moment ago; not without one."""
+        silent_ns = self._clock() - self.last_heard_ns
+        return self.listen is not None and self.lost_ns is None and silent_ns < self._send_limit_ns
+
+    def _why_silent(self) -> str:
+        if self.local_host is None:
+            return "it is stopped, or something holds its interpreter"
+        return "its host, the network between or the process stands still, or is gone"
 
     def _read(self, room: memoryview) -> int:
         """Bytes read into ``room``; 0 when none are there or the end was reached."""

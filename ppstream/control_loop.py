@@ -8,20 +8,24 @@ deadlines, and Python's garbage is collected between them. It plans no trajector
 from __future__ import annotations
 
 import sys
-import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
 from ppstream.clock import NS_PER_MS, NS_PER_S, Clock, Ticker, now_ns
 from ppstream.durations import Bin, Durations, Quantiles
+from ppstream.errors import PpstreamError, ReceiverEndedError
 from ppstream.garbage import Garbage
 from ppstream.playing import Actions
-from ppstream.realtime import RealTime, RealTimeScope
+from ppstream.realtime import NotPermittedError, RealTime, RealTimeScope
 from ppstream.timeline import ActionTimeline
+from ppstream.timeline_counts import oldest_text
 
 OnExpiry = Literal["hold", "stop", "home"]
+FaultReason = Literal["lease", "phase", "client", "loop", "stop"]
 
 SWITCH_INTERVAL_S: Final = 0.0005  # a receiving thread gives the interpreter back this soon
 
@@ -43,21 +47,28 @@ class Fault:
     """Why the loop no longer executes actions.
 
     ``lease``: the newest action chunk expired before another came; ``phase``: the run left the
-    phases in which robots may move. ``at_ns`` and ``expired_ns`` are the robot's clock.
+    phases in which robots may move; ``client``: the client's receiving thread has ended, ``text``
+    has its traceback; ``loop``: a tick raised ``text``, as ``run`` did then; ``stop``: somebody
+    called ``stop``, ``text`` is the reason given. ``at_ns`` and ``expired_ns`` are the robot's
+    clock.
     """
 
-    reason: Literal["lease", "phase"]
+    reason: FaultReason
     at_ns: int
     expired_ns: int | None
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.text}" if self.text else self.reason
 
 
 @dataclass(frozen=True, slots=True)
 class LoopStatistics:
     """Counts since the start; ``lateness`` is how long after its deadline a tick began.
 
-    ``oldest`` tells the age of the oldest action executed, and of how much was allowed.
-    ``collections`` and ``longest_collection_ns``: of garbage, between ticks. ``refused``: what the
-    operating system did not permit.
+    ``oldest_ns``: age of the oldest action executed; ``max_age_ns``: what was allowed, 0 when the
+    lease alone says. ``collections`` and ``longest_collection_ns``: of garbage, between ticks.
+    ``refused``: what the operating system did not permit.
     """
 
     ticks: int
@@ -67,10 +78,21 @@ class LoopStatistics:
     faults: int
     lateness: Quantiles
     histogram: tuple[Bin, ...]
-    oldest: str
+    oldest_ns: int
+    max_age_ns: int
     collections: int
     longest_collection_ns: int
     refused: tuple[str, ...]
+
+    def oldest_text(self) -> str:
+        """For people: ``oldest action executed: 41.3 ms of 60``."""
+        return oldest_text(self.oldest_ns, self.max_age_ns)
+
+    def line(self) -> str:
+        """For people: ticks, what was done at them, and the oldest action executed."""
+        ticks = f"{self.ticks} ticks, {self.missed_ticks} missed"
+        done = f"{self.executed} executed, {self.held} held, faults: {self.faults}"
+        return f"{ticks}; {done}; {self.oldest_text()}"
 
 
 class ControlLoop:
@@ -86,7 +108,8 @@ class ControlLoop:
         on_expiry: what follows a fault: ``hold`` only, or ``stop`` or ``home`` instead, ``hold_ms``
             later, each tick until the fault is cleared.
         stop: called with what shall be left of the motion: from 1.0 linearly to 0.0 within
-            ``ramp_ms``, then 0.0 at every tick. Velocities and forces are scaled by it.
+            ``ramp_ms``, then 0.0 at every tick. Velocities and forces are scaled by it. What
+            follows the method ``stop``, whatever ``on_expiry`` says.
         home: moves it to its rest position, one tick at a time.
         hold_ms: from the fault to ``stop`` or ``home``.
         ramp_ms: how long ``stop`` takes.
@@ -118,42 +141,87 @@ class ControlLoop:
         if {"hold": hold, "stop": stop, "home": home}[on_expiry] is None:
             raise ValueError(f"on_expiry={on_expiry!r} needs {on_expiry}=: say how this robot does")
         self.period_ns = round(NS_PER_S / rate_hz)
-        self.fault: Fault | None = None
         self._read = read
         self._write = write
         self._client = client
         self._hold = hold
-        self._stop = stop if on_expiry == "stop" else None
-        self._home = home if on_expiry == "home" else None
+        self._slow = stop
+        self._home = home
+        self._on_expiry = on_expiry
         self._hold_ns = round(hold_ms * NS_PER_MS)
         self._ramp_ns = round(ramp_ms * NS_PER_MS)
         self._realtime = RealTimeScope(realtime or RealTime())
         self._garbage = Garbage()
         self._resume = resume
+        self._fault: Fault | None = None  # the loop's own
+        self._stopped: Fault | None = None  # set by any thread, cleared by clear_fault alone
+        self._seen: Fault | None = None  # the newest fault that was reacted to
+        self._said = ""  # it, in words
+        self._rest_ns = 0  # when the reaction to it begins
         self._is_engaged = False  # an action was executed, and losing the next is a fault
-        self._end = threading.Event()
+        self._is_moving = False  # the tick before executed one
+        self._left = 0.0  # of the motion, as stop= was told since the newest action
+        self._is_ended = False  # no lock: a signal handler may set it
         self._lateness = Durations()
         self._ticks = self._missed = self._executed = self._held = self._faults = 0
+
+    @property
+    def fault(self) -> Fault | None:
+        """Why no action is executed until ``clear_fault``; None: nothing stands in the way."""
+        return self._stopped or self._fault
 
     def run(self, duration_s: float | None = None) -> LoopStatistics:
         """Tick until ``end`` is called or ``duration_s`` is over; holds before it returns.
 
+        What ``read``, ``write`` or a reaction raises ends it, as a fault ``loop`` that stays.
+
         Raises:
+            PpstreamError: the loop was ended before.
             NotPermittedError: the operating system refuses what ``realtime`` requires.
         """
+        if self._is_ended:
+            raise PpstreamError(
+                "this loop was ended, and an ended loop moves nothing: make another one; to stop "
+                "for a while use stop(reason), and clear_fault() to go on"
+            )
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(interval_s, SWITCH_INTERVAL_S))
         try:
             with self._realtime, self._garbage:
                 self._run(None if duration_s is None else round(duration_s * NS_PER_S))
+        except NotPermittedError:
+            raise
+        except Exception as error:
+            self._break(error)
+            raise
         finally:
             sys.setswitchinterval(interval_s)
             self._hold()
         return self.statistics()
 
     def end(self) -> None:
-        """Have ``run`` return after the current tick; from any thread or signal handler."""
-        self._end.set()
+        """Have ``run`` return after the current tick, for good; any thread or signal handler."""
+        self._is_ended = True
+
+    def stop(self, reason: str) -> None:
+        """Latch a fault and bring the robot to rest; from any thread or signal handler.
+
+        From the next tick on nothing is executed until ``clear_fault``, also with ``resume``: a
+        robot that moves goes through the ramp of ``stop=`` at once, without ``hold_ms``, or holds
+        where there is none; it never goes home. A tick under way may still execute its action. The
+        first of several counts, so that no ramp begins anew. It needs a loop that ticks, and
+        replaces no emergency stop of the hardware.
+        """
+        if self._stopped is None:
+            self._stopped = Fault("stop", self._client.clock(), None, reason)
+
+    def clear_fault(self) -> None:
+        """Permit actions again, after ``stop`` too; what may be executed, the timeline says.
+
+        A fault whose cause lasts, such as ``client``, latches again at the next tick.
+        """
+        self._is_engaged = False
+        self._fault = self._stopped = None
 
     def tick(self) -> None:
         """One tick; ``run`` calls it, and so may a loop of your own."""
@@ -161,23 +229,22 @@ class ControlLoop:
         if self._read is not None:
             stamp_ns = self._client.clock()
             for stream, values in self._read(stamp_ns).items():
-                self._client.push(stream, stamp_ns, values)
+                with suppress(ReceiverEndedError):  # it is latched below
+                    self._client.push(stream, stamp_ns, values)
         at_ns = self._client.clock()  # again: reading may have taken longer than the lease
         action = self._permitted(at_ns)
         if action is not None:
-            self._is_engaged = True
+            self._is_engaged = self._is_moving = True
+            self._left = 1.0
             self._executed += 1
             self._write(action)
             return
         self._held += 1
-        self._react(at_ns)
-
-    def clear_fault(self) -> None:
-        """Permit actions again; what may be executed then, the timeline says."""
-        self._is_engaged = False
-        self.fault = None
+        self._react(self.fault, at_ns)
+        self._is_moving = False
 
     def statistics(self) -> LoopStatistics:
+        timeline = self._client.timeline.statistics()
         return LoopStatistics(
             ticks=self._ticks,
             missed_ticks=self._missed,
@@ -186,7 +253,8 @@ class ControlLoop:
             faults=self._faults,
             lateness=self._lateness.quantiles(),
             histogram=self._lateness.histogram(),
-            oldest=self._client.timeline.statistics().oldest_text(),
+            oldest_ns=timeline.oldest_ns,
+            max_age_ns=timeline.max_age_ns,
             collections=self._garbage.collections,
             longest_collection_ns=self._garbage.longest_ns,
             refused=self._realtime.refused,
@@ -195,7 +263,7 @@ class ControlLoop:
     def _run(self, duration_ns: int | None) -> None:
         began_ns = now_ns()
         ticker = Ticker(self.period_ns, began_ns)
-        while not self._end.is_set():
+        while not self._is_ended:
             if duration_ns is not None and ticker.due_ns > began_ns + duration_ns:
                 return
             time.sleep(max(0, ticker.due_ns - now_ns()) / NS_PER_S)
@@ -206,27 +274,53 @@ class ControlLoop:
             done_ns = now_ns()
             self._garbage.offer(done_ns, ticker.due_ns - done_ns)
 
-    def _react(self, at_ns: int) -> None:
+    def _react(self, fault: Fault | None, at_ns: int) -> None:
         """Hold, or what follows it once a fault is old enough."""
-        since_ns = -1 if self.fault is None else at_ns - self.fault.at_ns - self._hold_ns
+        if fault is not None and fault is not self._seen:
+            self._begin_rest(fault)
+        self._client.timeline.held(at_ns, "" if fault is None else self._said)
+        since_ns = -1 if fault is None else at_ns - self._rest_ns
+        is_stopped = fault is not None and fault.reason == "stop"
         if since_ns < 0:
             self._hold()
-        elif self._stop is not None:
-            is_ramp = since_ns < self._ramp_ns
-            self._stop(1 - since_ns / self._ramp_ns if is_ramp else 0.0)
-        elif self._home is not None:
+        elif self._slow is not None and (is_stopped or self._on_expiry == "stop"):
+            share = 1 - since_ns / self._ramp_ns if since_ns < self._ramp_ns else 0.0
+            self._left = min(self._left, share)  # a fault on top of another speeds nothing up
+            self._slow(self._left)
+        elif self._home is not None and self._on_expiry == "home" and not is_stopped:
             self._home()
         else:
             self._hold()
 
+    def _begin_rest(self, fault: Fault) -> None:
+        """A fault is seen for the first time: say when what follows it begins."""
+        self._seen, self._said = fault, str(fault)
+        self._faults += 1
+        if fault.reason != "stop":
+            self._rest_ns = fault.at_ns + self._hold_ns
+        elif self._is_moving:
+            self._rest_ns = fault.at_ns
+        elif self._fault is None or self._on_expiry != "stop":
+            self._rest_ns = fault.at_ns - self._ramp_ns  # at rest: nothing of a motion is left
+        # else the reaction to the fault before goes on
+
     def _permitted(self, at_ns: int) -> Actions | None:
         """The action to execute now; latches a fault when the permission ended while moving."""
         client = self._client
-        if self.fault is not None and not self._resume:
+        if self._stopped is not None:
+            self._is_engaged = False
             return None
-        action = client.timeline.action_at(at_ns) if client.ready else None
+        if self._fault is not None and not self._resume:
+            return None
+        try:
+            client.timeline.raise_failure()
+            action = client.timeline.action_at(at_ns) if client.ready else None
+        except ReceiverEndedError as error:
+            if self._fault is None or self._fault.reason != "client":
+                self._latch("client", at_ns, client.timeline.expires_ns, str(error))
+            return None
         if action is not None:
-            self.fault = None
+            self._fault = None
             return action
         expires_ns = client.timeline.expires_ns
         if expires_ns is None and client.ready:
@@ -237,7 +331,16 @@ class ControlLoop:
             self._latch("lease", at_ns, expires_ns)
         return None
 
-    def _latch(self, reason: Literal["lease", "phase"], at_ns: int, expires_ns: int | None) -> None:
+    def _break(self, error: Exception) -> None:
+        """A tick raised: whoever looks at the loop from elsewhere, rank 0 too, shall see it."""
+        at_ns = self._client.clock()
+        *_, what = traceback.format_exception_only(error)
+        fault = self._fault = Fault("loop", at_ns, self._client.timeline.expires_ns, what.strip())
+        self._begin_rest(fault)
+        self._client.timeline.held(at_ns, self._said)
+
+    def _latch(
+        self, reason: FaultReason, at_ns: int, expires_ns: int | None, text: str = ""
+    ) -> None:
         self._is_engaged = False
-        self._faults += 1
-        self.fault = Fault(reason, at_ns, expires_ns)
+        self._fault = Fault(reason, at_ns, expires_ns, text)

@@ -106,6 +106,11 @@ class DeviceWindow:
         """Record the graph that writes this slot; to be done for each before a link opens."""
         self._graphs[tensors["rows"].data_ptr()] = self._kernels.record(tensors)
 
+    @property
+    def nodes(self) -> int:
+        """Kernels of one window; 0 before any graph is recorded."""
+        return max((graph.nodes for graph in self._graphs.values()), default=0)
+
     def enqueue(self, tensors: Mapping[str, Tensor], stream: torch.cuda.Stream) -> None:
         """Queue the writing of every tensor of ``inputs``, in full, on ``stream``.
 

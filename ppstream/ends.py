@@ -1,4 +1,7 @@
-"""How a rank ends: signals become a wish to stop, and the end is written down before it happens."""
+"""How a rank ends: signals become a wish to stop, and the end is written down before it happens.
+
+Leaving needs nothing that can be gone: no file, no descriptor, no memory, no other rank.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,35 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream import flight_recorder
-from ppstream.clock import NS_PER_MS
+from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.errors import FINAL_CODES, ExitCode, PeerLostError, PpstreamError
 from ppstream.messages import Goodbye
-from ppstream.runs import Run
-from ppstream.watchdog import Mark, Watchdog
+from ppstream.peer_process import HeldProcess, command, descendants, everybody, of_rank
+from ppstream.runs import OTHER_LEFT, Run
+from ppstream.watchdog import Mark, Watchdog, where
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
-    from ppstream.peer_process import PeerProcess
+    from ppstream.control import Peer
+    from ppstream.lookout import Lookout
 
 LOST_GRACE_S: Final = 1.0  # a rank whose peer is gone leaves by itself within this, or is made to
-DECIDED_GRACE_S: Final = 15.0  # or within this, when it has a robot to end first
+CLOSE_GRACE_S: Final = 25.0  # to close all it has opened, once it has decided; torchrun gives 30 s
 SEE_OUT_S: Final = LOST_GRACE_S + 1.0  # a policy rank that has not left by then is ended
+BEREFT_SEE_OUT_S: Final = 0.7  # the same when the launcher is gone: nobody else would end it
+WAIT_SPARE_NS: Final = 4 * NS_PER_S  # a thread that waits for the other rank's is never named first
+ZOMBIE_S: Final = 0.1  # from the end of a process's sockets to its own
+TELL_LIMIT_S: Final = 2.0  # a disk or terminal that stands cannot hold up the end
 HELD_SHARE: Final = 0.75  # of frozen_ms: stacks are written before the other rank ends this one
+STDERR: Final = 2
+CLEANER: Final = "multiprocessing.resource_tracker"  # leaves by itself when its work is done
+COMMAND_SHOWN: Final = 80  # characters
 
 
 class StoppedEarlyError(PpstreamError):
@@ -40,62 +52,106 @@ class PeerLeftError(PeerLostError):
     def __init__(self, goodbye: Goodbye) -> None:
         self.goodbye = goodbye
         code = ExitCode(goodbye.code)
-        self.exit_code = code if code in FINAL_CODES else ExitCode.PEER_LOST
+        is_ours = code is ExitCode.DRAINED or code in FINAL_CODES
+        self.exit_code = code if is_ours else ExitCode.PEER_LOST
         self.said = f"exit {goodbye.code} {code.name} {goodbye.reason}"
-        super().__init__(f"the other rank left with {goodbye.code} {code.name}: {goodbye.reason}")
+        super().__init__(f"{OTHER_LEFT} {goodbye.code} {code.name}: {goodbye.reason}")
 
 
 class RankEnd:
-    """This rank's end, to be told once: in exit.json and as the last line on standard error."""
+    """This rank's end, to be told once: in exit.json and as the last line on standard error.
+
+    Attributes:
+        run: where it is recorded, once there is one.
+        peer: the other rank, once ranks have met.
+        peer_process: the other rank's process, if it is on this host.
+        peer_said: how the other rank said that it ends.
+        decided: this rank is leaving, and why.
+        is_drained: both sides said goodbye: the other one may go first.
+        peer_lost: what is known of the other rank's end that its sockets do not tell.
+        launcher_lost: why this run has nobody left to stop it.
+        on_stop: asks the loop to stop; None: there is no loop yet.
+    """
 
     def __init__(self, rank: int, generation: int = 0) -> None:
         self.rank = rank
         self.generation = generation
         self.run: Run | None = None
-        self.is_drained = False  # both sides said goodbye: the other one may go first
-        self.peer_process: PeerProcess | None = None  # on this host
-        self.peer_said: str | None = None  # how the other rank said that it ends
-        self.decided: tuple[ExitCode, str] | None = None  # this rank is leaving, and why
-        self._told = threading.Lock()
+        self.peer: Peer | None = None
+        self.peer_process: HeldProcess | None = None
+        self.peer_said: str | None = None
+        self.decided: tuple[ExitCode, str] | None = None
+        self.is_drained = False
+        self.peer_lost: str | None = None
+        self.launcher_lost: str | None = None
+        self.on_stop: Callable[[str], None] | None = None
+        self.lookout: Lookout | None = None
+        self._main_thread = threading.main_thread().ident or 0
+        self._decided_by: BaseException | None = None
+        self._leaving = threading.Lock()
         self._is_recorded = False
 
+    # ---- what is told --------------------------------------------------------------------------
+
     def record(self, code: ExitCode, reason: str) -> None:
-        """Write the end into exit.json and, on rank 0, run.json; only the first time counts."""
+        """Write the end into exit.json and, on rank 0, run.json; only the first time counts.
+
+        Raises nothing: what could not be written is one line on standard error.
+        """
         if self.run is None or self._is_recorded:
             return
         self._is_recorded = True
-        self.run.record_exit(self.rank, code, reason, self.generation)
-        if self.rank == 0:
-            self.run.finish(code)
-
-    def keep_evidence(self, code: ExitCode) -> None:
-        """What NCCL was at, if this rank ends because something is stuck: before links close."""
-        if code is ExitCode.WATCHDOG and self.run is not None:
-            name = f"rank{self.rank}.gen{self.generation}.nccl.json"
-            flight_recorder.write(self.run.directory / name)
+        try:
+            self.run.record_exit(self.rank, code, reason, self.generation)
+            if self.rank == 0:
+                self.run.finish(code)
+        except Exception as error:  # noqa: BLE001 - no disk, folder, descriptor, memory: leave all the same
+            self.complain(f"the end is not recorded in {self.run.directory}", error)
 
     def leave(self, code: ExitCode, reason: str) -> None:
-        """Tell, flush, and end the process at once: no thread or socket can hold it up."""
-        if not self._told.acquire(blocking=False):
+        """Tell, flush, and end the process: no thread, lock, file or socket can hold it up."""
+        if not self._leaving.acquire(blocking=False):
             threading.Event().wait()  # the other thread that is leaving ends this process
-        self.record(code, reason)
-        if code is not ExitCode.DRAINED:
-            self.say_who_failed_first(code)
+        try:
+            teller = threading.Thread(target=self._tell, args=(code, reason), daemon=True)
+            try:
+                teller.start()
+            except (RuntimeError, MemoryError):  # no thread to be had
+                self._tell(code, reason)
+            else:
+                teller.join(TELL_LIMIT_S)
+        finally:
+            os._exit(int(code))
+
+    def _tell(self, code: ExitCode, reason: str) -> None:
+        try:
+            self.record(code, reason)
+            _end_all(filter(None, map(HeldProcess.of, descendants(os.getpid()))))
+            if code is not ExitCode.DRAINED:
+                self.say_who_failed_first(code)
+        except Exception as error:  # noqa: BLE001 - the last line is told whatever else failed
+            self.complain("the end is not told in full", error)
         if self.rank == 0 or code is not ExitCode.DRAINED:
             self.say(code, reason)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(int(code))
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
 
     def say(self, code: ExitCode, reason: str) -> None:
         """The last line of a rank; only the failing ones of the policy ranks say it."""
         where = "" if self.rank == 0 else f"rank {self.rank}: "
-        text = f"ppstream: {where}exit {int(code)} {code.name} {reason}"
-        print(text, file=sys.stderr, flush=True)
+        _print(f"ppstream: {where}exit {int(code)} {code.name} {reason}")
+
+    def complain(self, what: str, error: BaseException) -> None:
+        """One line about what could not be done on the way out."""
+        with suppress(Exception):  # a text of user code's may raise
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            _print(f"ppstream: rank {self.rank}: {what}: {text}")
 
     def say_who_failed_first(self, code: ExitCode) -> None:
         """One line that stands above the launcher's many, unless it is this rank itself."""
         first = self.run.first_to_fail(self.generation) if self.run is not None else None
+        if self.launcher_lost is not None:
+            return  # the last line says it
         if first is not None and first[0] != self.rank:
             rank, end = first
             why = end["reason"].partition("\n")[0]
@@ -106,39 +162,172 @@ class RankEnd:
             text = f"rank {1 - self.rank}: it left no exit code (killed, crashed, or out of reach)"
         else:
             return
-        print(f"ppstream: first to fail: {text}", file=sys.stderr, flush=True)
+        _print(f"ppstream: first to fail: {text}")
 
-    def see_peer_out(self, *, frozen: bool) -> str:
-        """Leave no process behind: end the other rank's when it is frozen, or does not leave.
+    def keep_evidence(self, code: ExitCode) -> None:
+        """What NCCL was at, if this rank ends because something is stuck: before links close."""
+        if code is ExitCode.WATCHDOG and self.run is not None:
+            name = f"rank{self.rank}.gen{self.generation}.nccl.json"
+            flight_recorder.write(self.run.directory / name)
+
+    # ---- what decides it -----------------------------------------------------------------------
+
+    def met(self, peer: Peer) -> None:
+        """The ranks have met: the other one's process is known, if it is on this host."""
+        self.peer = peer
+        self.peer_process = self.peer_process or HeldProcess.at_end_of(peer.fileno())
+
+    def settled(self, code: ExitCode, reason: str) -> tuple[ExitCode, str]:
+        """How this rank ends for whom its main thread ends with ``code``."""
+        if self.launcher_lost is not None and code in (ExitCode.DRAINED, ExitCode.PEER_LOST):
+            return ExitCode.PEER_LOST, self.launcher_lost
+        if code is ExitCode.PEER_LOST and (drained := self._how_rank0_drained()):
+            return ExitCode.DRAINED, drained
+        if code is ExitCode.PEER_LOST and self.peer_lost is not None:
+            return code, self.peer_lost
+        return code, reason
+
+    def _how_rank0_drained(self) -> str | None:
+        """What rank 0 recorded, if it drained without finding the time to say so."""
+        if self.rank == 0 or self.run is None:
+            return None
+        end = self.run.ends().get("0", {})
+        is_over = end.get("generation") == self.generation and end.get("code") == ExitCode.DRAINED
+        return f"{OTHER_LEFT} 0 DRAINED: {end.get('reason')}" if is_over else None
+
+    def told(self) -> tuple[ExitCode, str]:
+        """How this rank ends when its main thread does not leave by itself."""
+        stands = f"; this rank's main thread is in {where(self._main_thread)}"
+        if self.launcher_lost is not None:
+            return ExitCode.PEER_LOST, self.launcher_lost + self.see_peer_out(BEREFT_SEE_OUT_S)
+        if self.decided is not None:
+            code, reason = self.decided
+            return code, f"{reason}{stands} and did not close within {CLOSE_GRACE_S:g} s"
+        if self.peer is not None and (goodbye := self.peer.goodbye) is not None:
+            left = PeerLeftError(goodbye)
+            self.peer_said = left.said
+            return left.exit_code, str(left)
+        return self.settled(ExitCode.PEER_LOST, f"{self._how_gone()}{stands}")
+
+    def stop_early(self, name: str) -> None:
+        """The answer to a signal while nothing is started yet.
+
+        Raises:
+            StoppedEarlyError: somebody wants this run to stop.
+            PeerLostError: the launcher does, because the other rank is gone.
+        """
+        if self.peer_process is not None and self.peer_process.wait_gone(0):
+            raise PeerLostError(self._how_gone())
+        raise StoppedEarlyError(f"{name} before the run was ready")
+
+    def because_of(self, error: BaseException) -> tuple[ExitCode, str]:
+        """How this rank ends because of ``error``; one of closing changes no end but a good one."""
+        if isinstance(error, PeerLeftError):
+            self.peer_said = error.said
+        if self.decided is None or error is self._decided_by:
+            return how_it_ends(error)
+        if self.decided[0] is not ExitCode.DRAINED or isinstance(error, OSError):
+            self.complain("closing failed", error)
+            return self.decided
+        return how_it_ends(error)
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Inside: a whole run; when it is left, this rank has decided, and closes in time."""
+        try:
+            yield
+        except BaseException as error:
+            self._decided_by = error
+            self._decide(*how_it_ends(error))
+            raise
+        self._decide(ExitCode.DRAINED, "drained")
+
+    def _decide(self, code: ExitCode, reason: str) -> None:
+        self.decided = code, reason
+        self.has_closed()  # nothing else has to be waited for
+        if self.lookout is not None:
+            self.lookout.leave_by(CLOSE_GRACE_S)
+
+    def has_closed(self) -> None:
+        """What is left, as a report, takes the time it takes."""
+        if self.lookout is not None and self.launcher_lost is None:
+            self.lookout.take_time()
+
+    def leave_when_lost(self) -> None:
+        """The peer hung up or ended: leave within a grace, even from inside a long stage."""
+        if not self.is_drained and self.decided is None and self.lookout is not None:
+            self.lookout.leave_by(LOST_GRACE_S)
+
+    def lose_launcher(self, reason: str) -> bool:
+        """Nobody is left who could stop this run; returns whether a loop was asked to drain."""
+        self.launcher_lost = reason
+        if self.on_stop is not None:
+            self.on_stop(reason)
+        return self.on_stop is not None
+
+    def see_peer_out(self, limit_s: float) -> str:
+        """Leave no process of this run behind: end the other rank's unless it leaves by itself.
 
         The launcher would wait 30 s for it before it restarts. Rank 0 may have a robot to end and
-        is given its time: only a frozen one is ended.
+        is given its time: the policy rank ends only a frozen one, with a limit of 0. What a dead
+        rank has forked is ended, too: nobody else knows of it.
 
         Returns:
             What was done, to be added to the reason of this rank's end.
         """
         process = self.peer_process
-        if process is None or (self.rank != 0 and not frozen):
+        if process is None:
             return ""
-        if process.wait_gone(0.0 if frozen else SEE_OUT_S):
-            return ""
-        state = process.state()
-        process.end()
-        return f"; its process {process.pid} (state {state}) was ended"
+        is_patient = self.rank != 0 and limit_s > 0
+        done = ""
+        if not process.wait_gone(ZOMBIE_S if is_patient else limit_s):
+            if is_patient:
+                return ""
+            state = process.state()
+            process.end()
+            done = f"; its process {process.pid} (state {state}) was ended"
+        others = (pid for pid in everybody() if pid != process.pid)
+        forks = _end_all(of_rank(1 - self.rank, os.environ, others))
+        return f"{done}; ended what it had started: {', '.join(forks)}" if forks else done
 
-    def leave_when_lost(self) -> None:
-        """The peer's socket hung up: leave within a grace, even from inside a long stage."""
-        if self.is_drained:
-            return
-        timer = threading.Timer(LOST_GRACE_S, self._leave_lost)
-        timer.daemon = True
-        timer.start()
+    def _how_gone(self) -> str:
+        if self.peer is None:
+            return f"rank {1 - self.rank} ended before it had met this rank; look at its output"
+        return "the other rank's process is gone, and said nothing"
 
-    def _leave_lost(self) -> None:
-        code, reason = self.decided or (ExitCode.PEER_LOST, "the other rank's process is gone")
-        if self.decided is not None:
-            threading.Event().wait(DECIDED_GRACE_S)
-        self.leave(code, reason)
+
+def how_it_ends(error: BaseException) -> tuple[ExitCode, str]:
+    """How a rank ends because of ``error``."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - a text of user code's
+        text = "its text cannot be shown"
+    if isinstance(error, PpstreamError):
+        return error.exit_code, text
+    if isinstance(error, MemoryError):
+        return ExitCode.OUT_OF_MEMORY, text or "memory ran out on this rank"
+    return ExitCode.INTERNAL, f"{type(error).__name__}: {text}"
+
+
+def _end_all(processes: Iterable[HeldProcess]) -> list[str]:
+    """Kill them; returns which. What cleans up behind processes that were killed is left to it."""
+    ended = []
+    for process in processes:
+        what = command(process.pid)
+        if CLEANER not in what:
+            ended.append(f"{process.pid} ({what[:COMMAND_SHOWN]})")
+            process.end()
+        process.close()
+    return ended
+
+
+def _print(text: str) -> None:
+    """One line on standard error, by the shortest way there is: nobody may be listening."""
+    with suppress(OSError):
+        os.write(STDERR, f"{text}\n".encode(errors="backslashreplace"))
+
+
+# ---- what is watched ----------------------------------------------------------------------------
 
 
 class Loop(Protocol):
@@ -151,16 +340,56 @@ class Loop(Protocol):
     def standstill_ns(self) -> int: ...
 
 
-def start_watchdog(
-    config: PipelineConfig, loop: Loop, end: RankEnd, tell: Callable[[Goodbye], None]
-) -> Watchdog:
-    """A watchdog over ``loop`` that ends this rank with 21; ``tell`` takes word to the other."""
+class Course:
+    """A rank from its start to its end, for the watchdog: its loop while one runs, else its thread.
+
+    Attributes:
+        loop: None until it is built.
+    """
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self.loop: Loop | None = None
+        self._mark = Mark("the main thread", lambda: self._step).__enter__()  # it never rests
+        self._step = ""
+        self._steps = 0
+        self._start_ns = round(config.liveness.start_s * NS_PER_S)
+
+    @property
+    def marks(self) -> Sequence[Mark]:
+        loops = self.loop.marks if self.loop is not None else ()
+        if any(mark.is_running for mark in loops):
+            return loops
+        self._mark.turns = self._steps + sum(mark.turns for mark in loops)
+        return (self._mark,)
+
+    @property
+    def standstill_ns(self) -> int:
+        if self.loop is not None and self._mark not in self.marks:
+            return self.loop.standstill_ns
+        return self._start_ns if self._step else self._start_ns + WAIT_SPARE_NS
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Inside: one call that may take long, as a build does; it is named when it stands."""
+        self._step, self._steps = name, self._steps + 1
+        try:
+            yield
+        finally:
+            self._step, self._steps = "", self._steps + 1
+
+
+def start_watchdog(config: PipelineConfig, loop: Loop, end: RankEnd) -> Watchdog:
+    """A watchdog over ``loop`` that ends this rank with 21, and tells the other one why."""
 
     def leave(text: str) -> None:
-        with suppress(PpstreamError):
-            tell(Goodbye(int(ExitCode.WATCHDOG), text))
-        end.keep_evidence(ExitCode.WATCHDOG)
-        end.leave(ExitCode.WATCHDOG, text)
+        try:
+            if end.peer is not None:
+                end.peer.send(Goodbye(int(ExitCode.WATCHDOG), text))
+            end.keep_evidence(ExitCode.WATCHDOG)
+        except Exception as error:  # noqa: BLE001 - nothing may keep a stuck rank
+            end.complain("the other rank is not told", error)
+        finally:
+            end.leave(ExitCode.WATCHDOG, text)
 
     assert end.run is not None, "a run that has not begun cannot be stuck"
     watchdog = Watchdog(
@@ -169,9 +398,13 @@ def start_watchdog(
         leave,
         end.run.stacks_path(end.rank, end.generation),
         held_ns=round(HELD_SHARE * config.liveness.frozen_ms * NS_PER_MS),
+        patient_ns=round(config.liveness.start_s * NS_PER_S),
     )
     watchdog.start()
     return watchdog
+
+
+# ---- signals ------------------------------------------------------------------------------------
 
 
 def on_cut_signal(act: Callable[[str], None]) -> None:
@@ -194,6 +427,6 @@ def on_signals(act: Callable[[str], None]) -> None:
     signal.signal(signal.SIGINT, handle)
 
 
-def stop_early(name: str) -> None:
-    """The answer to a signal while nothing is started yet."""
-    raise StoppedEarlyError(f"{name} before the run was ready")
+def ignore_signals() -> None:
+    """This rank leaves: nothing is to be asked of it any more."""
+    on_signals(lambda _name: None)

@@ -94,6 +94,15 @@ class PeerFrozenError(PeerLostError):
     """The other side neither said nor did anything for too long, though its socket is open."""
 
 
+class ReceiverEndedError(PpstreamError):
+    """A robot client's receiving thread ended by an exception; the message ends with its traceback.
+
+    No action chunk can come any more: close the client and make another.
+    """
+
+    exit_code = ExitCode.INTERNAL
+
+
 class WatchdogError(PpstreamError):
     """Something made no progress within its limit; the message names it."""
 

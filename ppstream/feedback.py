@@ -1,8 +1,8 @@
-"""Feedback: what a robot tells rank 0 about the action chunks it got.
+"""Feedback: what a robot tells rank 0 about the action chunks it got, and how it fares.
 
-Reports of what became of them, for the run's log; and for policies that ask, the executed prefix:
-what is executed while the next chunk is being made. It sends when it is told to and repeats nothing
-that is lost.
+Reports of what became of them, and its holds and faults, for the run's log; for policies that ask,
+the executed prefix: what is executed while the next chunk is being made. It sends when it is told
+to and repeats nothing that is lost.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from ppstream.clock import Clock
+from ppstream.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.durations import Durations, Quantiles
-from ppstream.messages import FromRobot, Prefix, Report, Welcome
+from ppstream.messages import FromRobot, Prefix, Report, RobotState, Welcome, fault_text
 from ppstream.timeline import ActionTimeline
 
 MAX_REPORTS: Final = 256  # waiting to be sent
+STATE_SINCE_MINOR: Final = 2  # an older rank 0 does not know RobotState
+STATE_PAUSES_NS: Final = (NS_PER_S, 100 * NS_PER_MS)  # between two; when a hold or fault began
+MOST: Final = 2**53  # that the wire takes of a count or duration
 
 Send = Callable[[FromRobot], bool]
 
@@ -34,10 +37,19 @@ class Feedback:
         self._dispatches = Durations()
         self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
         self._tells_prefix = False
+        self._session = 0  # that may be told how the robot fares
+        self._state: RobotState | None = None  # as it was told last
+        self._state_ns = 0  # when it was
+        self._is_urgent = False
+        self._chunk_ns: int | None = None  # newest arrival since the run is ready
+        self._gap_ns = 0
 
     def adopt(self, welcome: Welcome) -> None:
-        """A session opened: what its actions mean, and what its policy wants to know."""
+        """A session opened: what its actions mean, and what it wants to know."""
         self._tells_prefix = welcome.prefix_steps > 0
+        self._session = welcome.session if welcome.minor >= STATE_SINCE_MINOR else 0
+        self._state, self._is_urgent, self._gap_ns = None, True, 0
+        self._timeline.begin_session()
         self._timeline.adopt(discrete=welcome.discrete, max_age_ns=welcome.max_age_ns)
 
     def collect(self) -> None:
@@ -49,7 +61,7 @@ class Feedback:
                     self._dispatches.add(outcome.dispatch_ns)
                 identity = (outcome.session, outcome.epoch, outcome.seq)
                 found = (outcome.age_ns, outcome.executed, outcome.oldest_ns, outcome.dispatch_ns)
-                self._reports.append(Report(*identity, *found))
+                self._reports.append(Report(*identity, *map(_possible, found)))
 
     def quantiles(self) -> tuple[Quantiles, Quantiles]:
         """Observation to action, and receipt to action, of the chunks that were executed."""
@@ -66,5 +78,57 @@ class Feedback:
         """What will be executed while the next chunk is on its way, if the policy asks for it."""
         plan = self._timeline.plan(self._clock()) if self._tells_prefix else None
         if plan is not None:
-            when = (plan.start_ns, plan.dt_ns, plan.expires_ns, self._timeline.delay_ns)
+            delay_ns = _possible(self._timeline.delay_ns)
+            when = (plan.start_ns, plan.dt_ns, plan.expires_ns, delay_ns)
             send(Prefix(session, session_epoch, *when, plan.actions.data.cast("B")))
+
+    def arrived(self, now_ns: int) -> None:
+        """The link's thread: a new chunk was merged, by the clock of this host."""
+        if self._chunk_ns is not None:
+            self._gap_ns = max(self._gap_ns, now_ns - self._chunk_ns)
+        self._chunk_ns = now_ns
+
+    def await_ready(self) -> None:
+        """The link's thread: no chunk is due, since the run is not ready."""
+        self._chunk_ns = None
+
+    def hurry(self) -> None:
+        """A hold or a fault began: rank 0 shall hear it soon. From any thread."""
+        self._is_urgent = True
+
+    def send_state(
+        self, send: Send, session: int, now_ns: int, *, is_last: bool = False
+    ) -> int | None:
+        """How the robot fares, if that changed and is due, or is the ``is_last`` that is told.
+
+        Returns:
+            When to ask again; None: rank 0 does not want to know, or there is no session.
+        """
+        with self._lock:
+            if not session or session != self._session:
+                return None
+            due_ns = self._state_ns + STATE_PAUSES_NS[self._is_urgent]
+            if now_ns < due_ns and not is_last:
+                return due_ns
+            self._state_ns, self._is_urgent = now_ns, False
+            state = self._state_now(session, now_ns)
+            if state != self._state and send(state):
+                self._state = state
+            return now_ns + STATE_PAUSES_NS[0]
+
+    def _state_now(self, session: int, now_ns: int) -> RobotState:
+        holds, held_ns, faults, fault = self._timeline.holds(self._clock())
+        waiting_ns = 0 if self._chunk_ns is None else now_ns - self._chunk_ns
+        return RobotState(
+            session,
+            holds=_possible(holds),
+            held_ns=_possible(held_ns),
+            faults=_possible(faults),
+            fault=fault_text(fault),
+            chunk_gap_ns=_possible(max(self._gap_ns, waiting_ns)),
+        )
+
+
+def _possible(number: int) -> int:
+    """As the wire takes it; below 0 comes of a clock that was set back, or stamps that lead it."""
+    return max(0, min(number, MOST))

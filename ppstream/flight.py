@@ -27,7 +27,8 @@ class Flight:
     """Identity and bookkeeping of one envelope, from stage A to emit or drop.
 
     ``index`` counts over the whole run (it names the slot); ``epoch`` and ``seq`` are its name in
-    logs and on the robot's wire. ``received_ns`` is the arrival, at rank 0, of its newest sample.
+    logs and on the robot's wire. ``received_ns`` is the arrival, at rank 0, of its newest sample,
+    ``emit_ns`` the instant at which its lease was looked at.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Flight:
     owners: Sequence[Owner] = ()
     received_ns: int = 0
     sent_ns: int = 0
+    emit_ns: int = 0
 
 
 def owners_of(rows: Iterable[RowInput], ends_ns: Sequence[int], lease_ns: int) -> list[Owner]:

@@ -16,7 +16,7 @@ from ppstream.errors import PeerLostError, ProtocolError
 from ppstream.frames import FRAME_BYTES_MAX, LENGTH
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 #: The frame that carries descriptors has no bytes of its own.
 CARRIER: Final = LENGTH.pack(0)
@@ -28,7 +28,7 @@ class FrameSender:
     Args:
         sock: a connected stream socket with time-out 0.
         name: how errors call the other side.
-        limit_ns: a peer that takes nothing for so long is lost.
+        limit_ns: a peer that takes nothing for so long is lost, unless it is known to live.
     """
 
     def __init__(self, sock: socket.socket, name: str, limit_ns: int) -> None:
@@ -37,28 +37,47 @@ class FrameSender:
         self._limit_ns = limit_ns
         self._lock = threading.Lock()
         self._outgoing = bytearray(CARRIER)
+        self._rest = b""  # of a frame that was offered: it goes first
         self._broken: PeerLostError | None = None
 
-    def send(self, frame: messages.Control) -> None:
+    def send(self, frame: messages.Control, is_alive: Callable[[], bool] = lambda: False) -> None:
         """Hand one frame to the kernel; waits only while the peer's buffer is full.
 
+        Args:
+            frame: any.
+            is_alive: whether the peer's process is known to live, though its loop takes nothing.
+
         Raises:
-            PeerLostError: the peer is gone, or took nothing for ``limit_ns``.
+            PeerLostError: the peer is gone, or took nothing for ``limit_ns`` and is not alive.
             ProtocolError: the frame is larger than ``FRAME_BYTES_MAX``.
+        """
+        self._acquire(is_alive)
+        try:
+            data = self._encoded(frame)
+            sent = 0 if self._rest else self._send_some(data)
+            if sent < len(data):
+                self._send_rest(memoryview(self._rest + bytes(data))[sent:], is_alive)
+                self._rest = b""
+        finally:
+            self._lock.release()
+
+    def offer(self, frame: messages.Control) -> bool:
+        """Hand one frame to the kernel if it has room now; returns False when it is dropped.
+
+        Raises:
+            PeerLostError: the peer is gone, or another thread has waited for it for ``limit_ns``.
+            ProtocolError: as ``send``.
         """
         self._acquire()
         try:
-            outgoing = self._outgoing
-            messages.encoder.encode_into(frame, outgoing, LENGTH.size)
-            length = len(outgoing) - LENGTH.size
-            if length > FRAME_BYTES_MAX:
-                raise ProtocolError(
-                    f"{type(frame).__name__} is {length} bytes, limit {FRAME_BYTES_MAX}: send less"
-                )
-            LENGTH.pack_into(outgoing, 0, length)
-            sent = self._send_some(outgoing)
-            if sent < len(outgoing):
-                self._send_rest(memoryview(bytes(outgoing))[sent:])
+            if self._rest:
+                self._rest = self._rest[self._send_some(self._rest) :]
+            if self._rest:
+                return False
+            data = self._encoded(frame)
+            sent = self._send_some(data)
+            self._rest = bytes(data[sent:]) if sent else b""
+            return sent > 0
         finally:
             self._lock.release()
 
@@ -76,14 +95,26 @@ class FrameSender:
         finally:
             self._lock.release()
 
-    def _acquire(self) -> None:
-        if not self._lock.acquire(timeout=self._limit_ns / NS_PER_S):
-            raise self._stuck()
+    def _encoded(self, frame: messages.Control) -> bytearray:
+        outgoing = self._outgoing
+        messages.encoder.encode_into(frame, outgoing, LENGTH.size)
+        length = len(outgoing) - LENGTH.size
+        if length > FRAME_BYTES_MAX:
+            raise ProtocolError(
+                f"{type(frame).__name__} is {length} bytes, limit {FRAME_BYTES_MAX}: send less"
+            )
+        LENGTH.pack_into(outgoing, 0, length)
+        return outgoing
+
+    def _acquire(self, is_alive: Callable[[], bool] = lambda: False) -> None:
+        while not self._lock.acquire(timeout=self._limit_ns / NS_PER_S):
+            if not is_alive():
+                raise self._stuck()
         if self._broken is not None:
             self._lock.release()
             raise self._broken
 
-    def _send_some(self, data: bytearray | memoryview) -> int:
+    def _send_some(self, data: bytes | bytearray | memoryview) -> int:
         try:
             return self._socket.send(data)
         except BlockingIOError:
@@ -91,16 +122,17 @@ class FrameSender:
         except OSError as error:
             raise PeerLostError(f"{self._name} is gone: {error}") from error
 
-    def _send_rest(self, rest: memoryview) -> None:
+    def _send_rest(self, rest: memoryview, is_alive: Callable[[], bool]) -> None:
         """The buffer is full: wait for room, within the limit since the peer last took a byte."""
         room = select.poll()
         room.register(self._socket, select.POLLOUT)
         while rest:
-            if not room.poll(self._limit_ns / NS_PER_MS):
+            if room.poll(self._limit_ns / NS_PER_MS):
+                rest = rest[self._send_some(rest) :]
+            elif not is_alive():
                 # Half a frame may be out: nothing behind it could be understood.
                 self._broken = self._stuck()
                 raise self._broken
-            rest = rest[self._send_some(rest) :]
 
     def _stuck(self) -> PeerLostError:
         limit_s = self._limit_ns / NS_PER_S

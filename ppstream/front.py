@@ -10,8 +10,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext
 from typing import Final
 
 import msgspec
@@ -19,18 +18,18 @@ import numpy as np
 import torch
 
 import ppstream
-from ppstream import cuda_start, ends, gpu_ranks, meeting, stopped_sibling
+from ppstream import cuda_start, ends, gpu_ranks, meeting
 from ppstream.bringup import bring_up
 from ppstream.clock import NS_PER_S
 from ppstream.config import PipelineConfig
-from ppstream.errors import ConfigError, PeerLostError, PpstreamError
+from ppstream.control import Peer
+from ppstream.errors import ConfigError, PpstreamError
 from ppstream.headers import link_shape
 from ppstream.inline import Inline
 from ppstream.intake import Intake, build_intake
-from ppstream.links import join_store, open_front
-from ppstream.messages import Drain, Goodbye, PhaseChange
+from ppstream.links import LauncherStore, join_store, open_front
+from ppstream.messages import Drain, PhaseChange
 from ppstream.paired import Paired
-from ppstream.peer_process import PeerProcess
 from ppstream.placement import Placement
 from ppstream.preflight import build_policy, policy_problems
 from ppstream.rank0 import Rank0
@@ -41,7 +40,6 @@ from ppstream.slots import new_slots
 from ppstream.specs import TensorSpec
 from ppstream.stage0 import Stage0
 from ppstream.stage0_device import Stage0Device
-from ppstream.stage1 import StageB
 from ppstream.watching import Watching
 
 logger = logging.getLogger("ppstream")
@@ -50,61 +48,104 @@ SWITCH_INTERVAL_S: Final = 0.0005  # a busy Python thread delays another by this
 GOODBYE_LIMIT_NS: Final = 3 * NS_PER_S
 
 
-def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run, generation: int) -> str:
+def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run) -> str:
     """A whole run on rank 0; returns why it drained.
 
     Raises:
         PpstreamError: what ended the run otherwise; the policy rank was told, if it is there.
     """
-    ends.on_signals(ends.stop_early)
-    ends.ignore_cut_signal()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     placement = gpu_ranks.place_here(config, world_size)
-    end.run = run
     begin_run(run, config, placement)
-    with ExitStack() as stack:
-        intake = build_intake(config)  # bring-up's; service has its own
-        parts = rank0_parts(config, run, generation, stack)
-        watching = Watching(
-            config,
-            run,
-            parts.log,
-            stack,
-            rank=0,
-            generation=generation,
-            credit_ledger=parts.credit_ledger,
+    end.run = run
+    course = ends.Course(config)
+    with ExitStack() as stack, end.closing():
+        stack.callback(ends.start_watchdog(config, course, end).stop)
+        met = None if placement.is_inline else _meet(config, course, end, run, stack)
+        with meeting.telling(met[0]) if met is not None else nullcontext():
+            return _serve(config, placement, course, end, run, met, stack)
+
+
+Met = tuple[Peer, LauncherStore]
+
+
+def _meet(
+    config: PipelineConfig, course: ends.Course, end: ends.RankEnd, run: Run, stack: ExitStack
+) -> Met:
+    """The policy rank; before anything is built that may take its time."""
+    store = join_store(timeout_s=config.liveness.handshake_s)
+    listener = meeting.listen(store, _own_address(store.world_size))
+    stack.callback(listener.close)
+    logger.info("handshake")
+    peer = meeting.admit(config, store, listener, run)
+    stack.callback(peer.close)
+    listener.close()
+    with meeting.telling(peer):
+        end.met(peer)
+
+        def finished() -> int:
+            return course.loop.finished if isinstance(course.loop, Rank0) else 0
+
+        beat = meeting.start_heartbeat(
+            config, peer, finished, end.leave_when_lost, end.peer_process
         )
-        rank0: Rank0
-        if placement.is_inline:
-            rank0 = _inline(config, parts, intake.cutter.inputs, generation)
-        else:
-            watch = stopped_sibling.watched(end, config.liveness.frozen_ms)
-            tell_watch = stack.enter_context(watch)
-            rank0 = _pipelined(config, parts, placement, intake, end, run, stack)
-            rank0.on_phase.append(tell_watch)
-        ends.on_signals(rank0.request_stop)
-        ends.on_cut_signal(rank0.request_cut)
-        watchdog = ends.start_watchdog(config, rank0, end, _tell(rank0))
-        stack.callback(watchdog.stop)
-        rank0.on_phase.append(lambda phase: logger.info("%s", phase))
-        try:
-            with Service(config, run, rank0) as service:
-                watching.show_robots(service.sessions)
-                bring_up(rank0, intake, service.sessions, run)
-                if config.mode == "throughput":  # else nothing was proven
-                    service.run()
-            _check_ledgers(intake, service.intake)
-            rank0.log.flush()
-        except PpstreamError as error:
-            end.decided = error.exit_code, str(error)
-            _tell_policy_rank(rank0, error)
-            end.keep_evidence(error.exit_code)
-            raise _told(rank0, error) or error from None
-        end.is_drained = True
-        _release_policy_rank(rank0)
-        return rank0.stop_reason or "the recording has ended"
+        stack.callback(beat.stop)
+        return peer, store
+
+
+def _serve(
+    config: PipelineConfig,
+    placement: Placement,
+    course: ends.Course,
+    end: ends.RankEnd,
+    run: Run,
+    met: Met | None,
+    stack: ExitStack,
+) -> str:
+    """Build, prove, serve and drain; returns why it drained."""
+    with course.step("the build of stages A and C"):
+        intake = build_intake(config)  # bring-up's; service has its own
+        parts = rank0_parts(config, run, end.generation, stack)
+    watching = Watching(
+        config,
+        run,
+        parts.log,
+        stack,
+        rank=0,
+        generation=end.generation,
+        credit_ledger=parts.credit_ledger,
+    )
+    rank0: Rank0
+    if met is None:
+        with course.step(f"the build of {config.policy.target}"):
+            rank0 = _inline(config, parts, intake.cutter.inputs, end.generation)
+    else:
+        rank0 = _pipelined(config, parts, placement, intake, course, met, stack)
+        if end.lookout is not None:
+            rank0.on_phase.append(end.lookout.on_phase)
+    course.loop = rank0
+    rank0.on_phase.append(lambda phase: logger.info("%s", phase))
+    end.on_stop = rank0.request_stop
+    ends.on_signals(rank0.request_stop)
+    ends.on_cut_signal(rank0.request_cut)
+    try:
+        with Service(config, run, rank0) as service:
+            watching.show_robots(service.sessions)
+            bring_up(rank0, intake, service.sessions, run)
+            if rank0.stop_reason is not None:
+                rank0.change_phase("draining")  # nothing was proven
+            elif config.mode == "throughput":
+                service.run()
+        _check_ledgers(intake, service.intake)
+        rank0.log.flush()
+    except PpstreamError as error:
+        end.keep_evidence(error.exit_code)
+        raise
+    end.is_drained = True
+    _release_policy_rank(rank0)
+    return rank0.stop_reason or "the recording has ended"
 
 
 def _pipelined(
@@ -112,39 +153,24 @@ def _pipelined(
     parts: Rank0Parts,
     placement: Placement,
     intake: Intake,
-    end: ends.RankEnd,
-    run: Run,
+    course: ends.Course,
+    met: Met,
     stack: ExitStack,
 ) -> Stage0 | Stage0Device:
-    assert placement.link is not None
-    store = join_store(timeout_s=config.liveness.handshake_s)
-    listener = meeting.listen(store, _own_address(store.world_size))
-    stack.callback(listener.close)
-    logger.info("handshake")
-    peer = meeting.admit(config, store, listener, run)
-    stack.callback(peer.close)
-    end.peer_process = PeerProcess.at_end_of(peer.fileno())
-    loop: list[Rank0] = []  # one, once it exists
-    beat = meeting.start_heartbeat(
-        config, peer, lambda: loop[0].finished if loop else 0, end.leave_when_lost
-    )
-    stack.callback(beat.stop)
+    peer, store = met
     inputs = intake.cutter.inputs
-    try:
-        outputs = meeting.agree_on_tensors(config, peer, inputs)
-    except ConfigError as error:
-        peer.send(Goodbye(int(error.exit_code), str(error)))
-        raise
+    outputs, ahead = meeting.agree_on_tensors(config, peer, inputs)
     peer.send(meeting.accepted(inputs))
-    shape = link_shape(config, inputs, outputs, store.generation)
+    shape = link_shape(config, inputs, outputs, store.generation, ahead)
     rank0: Stage0 | Stage0Device
-    if placement.is_device_ordered:
-        rank0 = gpu_ranks.open_stage0(parts, placement, peer, store, shape)
-    else:
-        rank0 = Stage0(*parts, link=open_front(placement.link, peer, store, shape), peer=peer)
-        logger.info("link %s: %s", rank0.link.name, placement.why)
+    with course.step("the link and its slots"):
+        if placement.is_device_ordered:
+            rank0 = gpu_ranks.open_stage0(parts, placement, peer, store, shape)
+        else:
+            assert placement.link is not None
+            rank0 = Stage0(*parts, link=open_front(placement.link, peer, store, shape), peer=peer)
+            logger.info("link %s: %s", rank0.link.name, placement.why)
     stack.callback(rank0.link.close)
-    loop.append(rank0)
     rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
     return rank0
 
@@ -168,7 +194,7 @@ def _inline(
     shape = link_shape(config, inputs, policy.outputs, generation)
     return Inline(
         *parts,
-        stage_b=StageB(gpu_ranks.policy_for_host_slots(policy, config, device), config.batch.rows),
+        stage_b=gpu_ranks.stage_b_on_host_slots(policy, config, device, parts.log.run_id),
         envelope=new_slots(shape.envelope, 1)[0],
         result=new_slots(shape.result, 1)[0],
     )
@@ -180,24 +206,6 @@ def _check_ledgers(*intakes: Intake) -> None:
         for row in intake.rows:
             for ring in row.rings.values():
                 ring.check()
-
-
-def _tell(rank0: Rank0) -> Callable[[Goodbye], None]:
-    """Takes word to the policy rank, if there is one."""
-    return rank0.peer.send if isinstance(rank0, Paired) else lambda _: None
-
-
-def _told(rank0: Rank0, error: PpstreamError) -> PpstreamError | None:
-    """What the policy rank said before it was lost, which explains more."""
-    if isinstance(rank0, Paired) and isinstance(error, PeerLostError):
-        return meeting.last_words(rank0.peer)
-    return None
-
-
-def _tell_policy_rank(rank0: Rank0, error: PpstreamError) -> None:
-    if isinstance(rank0, Paired) and not isinstance(error, PeerLostError):
-        with suppress(PeerLostError):  # it went first; ``error`` is why this rank ends
-            rank0.peer.send(Goodbye(int(error.exit_code), str(error)))
 
 
 def _release_policy_rank(rank0: Rank0) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -15,20 +15,23 @@ from ppstream import cuda_start, meeting
 from ppstream.cuda_streams import stream as cuda_stream
 from ppstream.cuda_streams import torch_stream
 from ppstream.device_clock import DeviceClock
+from ppstream.link_device import run_ahead
 from ppstream.link_latency import measure
 from ppstream.links import BACK, FRONT, OPEN_TIMEOUT_S, open_device
 from ppstream.memops import DeviceProbe
 from ppstream.placement import Placement, place
 from ppstream.policy_graph import GraphedPolicy, prepared_policy
-from ppstream.policy_staged import StagedPolicy
+from ppstream.policy_staged import StagedPolicy, zeros
 from ppstream.simulate_gpu import GpuWork
 from ppstream.stage0_device import Stage0Device
 from ppstream.stage0_queueing import Parts as FrontParts
 from ppstream.stage0_queueing import Streams
+from ppstream.stage1 import StageB
 from ppstream.stage1_device import Parts as BackParts
 from ppstream.stage1_device import Stage1Device
 from ppstream.stage_a_device import RingWindows
 from ppstream.stage_b_device import DeviceStageB
+from ppstream.unwritten import drawn_for
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
@@ -97,17 +100,62 @@ def open_stage0(
     return Stage0Device(*parts._replace(stage_a=stage_a), parts=own)
 
 
-def policy_for_host_slots(policy: Policy, config: PipelineConfig, device: torch.device) -> Policy:
-    """``policy``, which was built on ``device``, as a loop with slots in host memory calls it."""
-    prepared = prepared_policy(policy, config.policy, device)
-    if device.type == "cpu":
-        return prepared
-    return StagedPolicy(prepared, device, config.batch.rows)
+class PreparedPolicy(NamedTuple):
+    """A policy on a GPU as its loop runs it, before any link is open.
+
+    Attributes:
+        policy: compiled, replayed from graphs, or as it is.
+        is_stateless: its ``reset`` need never be called.
+        ahead: as ``LinkShape.ahead``.
+        nodes: kernels, copies and memsets of a call; None: not known.
+    """
+
+    policy: Policy
+    is_stateless: bool
+    ahead: int
+    nodes: int | None
+
+
+def prepare_policy(
+    policy: Policy, config: PipelineConfig, device: torch.device, run_id: str
+) -> PreparedPolicy:
+    """Rehearses ``policy``, which was built on ``device``, to see how far ahead it may be queued.
+
+    A policy that takes instructions is queued for envelopes that were seen alone: the text reaches
+    it between two of them, on the stream where more would wait for rank 0.
+
+    Raises:
+        ConfigError: the policy cannot be recorded. What it raises on zeros passes through.
+    """
+    torch.cuda.set_stream(torch_stream("b"))
+    prepared = prepared_policy(policy, config.policy, device, drawn_for(run_id))
+    is_stateless = bool(getattr(policy, "stateless", False))
+    if not isinstance(prepared, GraphedPolicy):
+        return PreparedPolicy(prepared, is_stateless, 0, None)
+    batch = config.batch.rows
+    rows = None if is_stateless else torch.zeros(batch, dtype=torch.bool, device=device)
+    window, out = (zeros(specs, batch, device) for specs in (policy.inputs, policy.outputs))
+    found = prepared.rehearse(window, out, rows)
+    ahead = run_ahead(found.nodes, found.duration_ns, config.pipeline.d_in)
+    if config.policy.instructions:
+        ahead = 0
+    return PreparedPolicy(prepared, is_stateless, ahead, found.nodes)
+
+
+def stage_b_on_host_slots(
+    policy: Policy, config: PipelineConfig, device: torch.device, run_id: str
+) -> StageB:
+    """Stage B of a loop with slots in host memory, of a policy that was built on ``device``."""
+    integers = drawn_for(run_id)
+    prepared = prepared_policy(policy, config.policy, device, integers)
+    if device.type != "cpu":
+        prepared = StagedPolicy(prepared, device, config.batch.rows)
+    return StageB(prepared, config.batch.rows, integers)
 
 
 def open_stage1(
     config: PipelineConfig,
-    policy: Policy,
+    prepared: PreparedPolicy,
     placement: Placement,
     peer: Peer,
     store: LauncherStore,
@@ -115,7 +163,7 @@ def open_stage1(
     log: TimestampLog,
     waiter: Waiter,
 ) -> Stage1Device:
-    """The policy rank's loop on its GPU, on which ``policy`` was built; warm, nothing queued.
+    """The policy rank's loop on its GPU; warm, nothing queued.
 
     Raises:
         ConfigError, DeviceError, PeerLostError, ProtocolError: as the link's opening. What the
@@ -124,29 +172,25 @@ def open_stage1(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = torch.device(placement.ranks[1].device)
     link = _open_link(config, placement, BACK, store, shape, device, log)
-    prepared = prepared_policy(policy, config.policy, device)
+    policy = prepared.policy
     parts = BackParts(
         config=config,
-        stage_b=DeviceStageB(
-            prepared,
-            config.batch.rows,
-            device,
-            is_stateless=bool(getattr(policy, "stateless", False)),
-        ),
+        stage_b=DeviceStageB(policy, config.batch.rows, device, is_stateless=prepared.is_stateless),
         link=link,
         peer=peer,
         log=log,
         waiter=waiter,
         clock=DeviceClock(DeviceProbe(cuda_stream("clock"))),
         stream=torch_stream("b"),
-        generation=shape.generation,
-        runs_ahead=isinstance(prepared, GraphedPolicy),
+        shape=shape,
+        nodes=prepared.nodes,
     )
     stage1 = Stage1Device(parts)
     stage1.prepare()
-    if isinstance(prepared, GraphedPolicy):
-        prepared.seal()
-        log.event("policy_graphs", **prepared.statistics()._asdict())
+    log.event("run_ahead", envelopes=shape.ahead, nodes=prepared.nodes, slots=len(link.out))
+    if isinstance(policy, GraphedPolicy):
+        policy.seal()
+        log.event("policy_graphs", **policy.statistics()._asdict())
     return stage1
 
 

@@ -16,7 +16,7 @@ ENVELOPE_HEADER: Final = ("index", "generation", "epoch", "seq")
 EPOCH: Final = slice(2, 4)  # epoch and seq, in both headers
 RESULT_HEADER: Final = (
     *ENVELOPE_HEADER,
-    "failed",  # 1: the policy raised, the tensors mean nothing
+    "failed",  # not 0: the tensors mean nothing; which of ``FAILURES``
     "tB0",
     "tB1",
     "B_ns",
@@ -28,6 +28,8 @@ RESULT_HEADER: Final = (
     "busy_link_ns",
 )
 FAILED: Final = 4
+RAISED, UNWRITTEN = 1, 2  # what a policy's failure is in a result's header
+FAILURES: Final = (None, "policy_error", "unwritten")  # and the reason of the drop
 DURATIONS: Final = slice(5, None)
 BEHIND_LINK: Final = slice(2, None)  # all that the policy rank writes, in one assignment
 
@@ -37,12 +39,22 @@ def link_shape(
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     generation: int,
+    ahead: int = 0,
 ) -> LinkShape:
-    """What both ends of the link agree on: ``inputs`` of the cutter, ``outputs`` of the policy."""
+    """Returns what both ends of the link agree on.
+
+    Args:
+        config: rows and queue bounds.
+        inputs: tensors of the cutter.
+        outputs: tensors of the policy.
+        generation: of this start of the run.
+        ahead: as ``LinkShape.ahead``.
+    """
     return LinkShape(
         SlotLayout(ENVELOPE_HEADER, tuple(inputs), config.batch.rows),
         SlotLayout(RESULT_HEADER, tuple(outputs), config.batch.rows),
         config.pipeline.d_in,
         config.pipeline.d_out,
         generation,
+        ahead,
     )

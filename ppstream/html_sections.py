@@ -23,6 +23,9 @@ _ASKS: Final = {
     "residence": "B lies within its stay on the policy rank",
     "outstanding": "B is busy only while something is outstanding",
     "credit": "nothing starts before its permission",
+    "stamps": "rank 0's B = the policy rank's own stamps",
+    "ledger": "as many lines as the ledger counts envelopes",
+    "cpu": "no more CPU time than time, or than CPUs",
 }
 
 
@@ -60,10 +63,15 @@ def score_table(report: RunReport) -> str:
         model = report.model
         rows.append(("model's period", ms(model.period_ns), f"limit {model.formula}"))
         rows.append(("measured against it", f"{model.gap:+.1%}", f"W* {model.w_star}"))
-    if report.strict is not None:
-        rows.append(
-            ("period / slowest alone", f"{report.strict:.2f}", "stages timed by themselves")
-        )
+    if score is not None and score.efficiency:
+        rows.append(("period / slowest stage", f"{1 / score.efficiency:.2f}", "in the run"))
+    alone = report.alone
+    if alone is not None:
+        rows.append(("period / slowest alone", f"{alone.strict:.2f}", "stages timed by themselves"))
+        stretch = ", ".join(f"{stage} x {ratio:.2f}" for stage, ratio in alone.stretch.items())
+        rows.append(("S alone", _ratio(alone.s), f"in the run {stretch} of alone"))
+    least = f"{report.gate.overlap_min:.2f}"
+    rows.append(("limit of both", least, f"accepted: {', '.join(report.gate.accept) or 'nothing'}"))
     return table((), rows)
 
 
@@ -129,6 +137,19 @@ def service_table(service: Service) -> str:
     if service.deadline is not None:
         n = service.deadline["n"]
         rows.append(("past their lease", f"{service.deadline['misses']} of {n}"))
+    if service.gaps is not None:
+        gaps = service.gaps
+        said = f"{ms(gaps.longest_ns)}, {gaps.above} above {ms(gaps.limit_ns)}"
+        rows.append(("longest without a new chunk", said))
+    for robot in service.robots:
+        said = f"{robot.holds or 0} holds for {ms(robot.held_ns or 0)}, {robot.faults or 0} faults"
+        fault = f", the newest: {robot.fault}" if robot.fault else ""
+        rows.append((f"robot of session {robot.session:x}", said + fault))
+    for stream in service.streams:
+        invalid_share = stream.invalid_share
+        invalid = "not counted" if invalid_share is None else f"{invalid_share:.1%}"
+        said = f"{stream.holes} holes above max_gap_ms, {invalid} of targets invalid"
+        rows.append((stream.stream, said))
     return table((), rows)
 
 

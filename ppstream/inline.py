@@ -10,11 +10,13 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from ppstream import trace
-from ppstream.clock import now_ns
+from ppstream.clock import now_ns, thread_cpu_ns
 from ppstream.flight import Flight
+from ppstream.headers import FAILURES
 from ppstream.policy_rank import fault_kind
 from ppstream.rank0 import Rank0
 from ppstream.standalone import time_on_host
+from ppstream.unwritten import failure
 from ppstream.watchdog import stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
@@ -49,12 +51,12 @@ class Inline(Rank0):
     def run(self, envelopes: int | None = None) -> None:
         self._start_limit = None if envelopes is None else self.started + envelopes
         self.times.end()
+        self.run_delay.begin()
         while self.may_begin():
             self.wait_for_work()
             if self.pacing.due(now_ns()):
                 flight = self.start()
-                failed = self.infer(flight)
-                self.finish(flight, failed=failed)
+                self.finish(flight, self.infer(flight))
 
     def start(self) -> Flight:
         flight = self.next_flight()
@@ -63,18 +65,18 @@ class Inline(Rank0):
         self.book_input_waits(flight)
         return flight
 
-    def infer(self, flight: Flight) -> bool:
-        """Stage B; returns whether the policy failed."""
+    def infer(self, flight: Flight) -> str | None:
+        """Stage B; returns why the policy gave no actions, or None."""
         record = flight.record
         tb0 = record.tSend = now_ns()
         self.credits.commit(tb0)
-        failed = False
+        failed = 0
         if trace.on:
             trace.B.push(flight.epoch, flight.seq)
         try:
-            self.stage_b(flight.epoch, self.envelope, self.result.tensors)
+            self.stage_b(flight.epoch, self.envelope, self.result)
         except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
-            failed = True
+            failed = failure(error)
             self.stage_c.last_fault = fault_kind(error)
             text = "".join(traceback.format_exception(error))
             self.log.event(
@@ -89,18 +91,21 @@ class Inline(Rank0):
         idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
         self._previous_tb1 = tb1
         self.book_stage_b(record, [tb0, tb1, tb1 - tb0, 0, 0, 0, idle_ns, tb1 - tb0, 0])
-        return failed
+        return FAILURES[failed]
 
-    def finish(self, flight: Flight, *, failed: bool) -> None:
+    def finish(self, flight: Flight, drop: str | None) -> None:
+        cpu_ns = thread_cpu_ns()
         flight.record.tDecode = now_ns()
         self.credits.begin_decode(flight.record.tDecode)
         if trace.on:
             trace.C.push(flight.epoch, flight.seq)
-        drop = "policy_error" if failed else self.decode_and_emit(flight, self.result)
+        drop = drop or self.decode_and_emit(flight, self.result)
         if trace.on:
             trace.C.pop()
+        flight.record.cpu_c_ns = thread_cpu_ns() - cpu_ns
         flight.record.w_result_ns = 0  # it is there at once
-        self.close_flight(flight, drop, self.times.end())
+        ended_ns = self.times.end(at_ns=flight.emit_ns if drop is None else None)
+        self.close_flight(flight, drop, ended_ns)
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
         done(number, self.stage_b.instruct(number, text))
@@ -121,6 +126,6 @@ class Inline(Rank0):
         durations = []
         for _ in range(repeats):
             began = now_ns()
-            self.stage_b(self.epoch, self.envelope, self.result.tensors)
+            self.stage_b(self.epoch, self.envelope, self.result)
             durations.append(now_ns() - began)
         return durations

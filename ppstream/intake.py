@@ -41,10 +41,30 @@ def build_intake(config: PipelineConfig) -> Intake:
     return Intake(rows, WindowCutter(config, rows, banks), banks)
 
 
+def stream_lines(intake: Intake) -> dict[str, dict[str, object]]:
+    """Each stream over all rows, as the log has it; for the rings' own thread.
+
+    Its balance; ``holes`` wider than ``max_gap_ms`` between two samples, and ``longest_hole_ns``;
+    ``targets`` of windows and how many were ``invalid``: not of cameras, nor where a device cuts.
+    """
+    cutter, lines = intake.cutter, {}
+    for name, ledger in _ledgers(intake.rows).items():
+        holes = {"holes": ledger.holes, "longest_hole_ns": ledger.longest_hole_ns}
+        line: dict[str, object] = {**ledger.as_dict(), **holes}
+        if cutter.targets and name in cutter.invalid:
+            line |= {"targets": cutter.targets, "invalid": cutter.invalid[name]}
+        lines[name] = line
+    return lines
+
+
 def balances(rows: Iterable[RowInput]) -> dict[str, Balance]:
     """The ledger of each stream over all rows, in the log's form; for the rings' own thread."""
+    return {name: ledger.as_dict() for name, ledger in _ledgers(rows).items()}
+
+
+def _ledgers(rows: Iterable[RowInput]) -> dict[str, SampleLedger]:
     ledgers: dict[str, list[SampleLedger]] = {}
     for row in rows:
         for name, ring in row.rings.items():
             ledgers.setdefault(name, []).append(ring.ledger)
-    return {name: total(parts).as_dict() for name, parts in ledgers.items()}
+    return {name: total(parts) for name, parts in ledgers.items()}

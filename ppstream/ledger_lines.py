@@ -6,27 +6,30 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ppstream.intake import balances
+from ppstream.intake import stream_lines
+from ppstream.messages import Report
 
 if TYPE_CHECKING:
     from collections import deque
 
-    from ppstream.messages import Report
     from ppstream.rank0 import Rank0
+    from ppstream.session_requests import Told
     from ppstream.timestamps import TimestampLog
 
 
-def write_reports(log: TimestampLog, reports: deque[Report]) -> None:
-    """What robots measured of the chunks they executed, in their own clocks."""
+def write_reports(log: TimestampLog, reports: deque[Told]) -> None:
+    """What robots measured of chunks, and how they fared (``robot_state``), in their own clocks."""
     while reports:
-        log.line("robot", **msgspec.structs.asdict(reports.popleft()))
+        told = reports.popleft()
+        kind = "robot" if isinstance(told, Report) else "robot_state"
+        log.line(kind, **msgspec.structs.asdict(told))
 
 
 def write_ledger(rank0: Rank0) -> None:
     """One ledger line: samples by stream, and envelopes."""
     rank0.log.line(
         "ledger",
-        streams=balances(rank0.intake.rows),
+        streams=stream_lines(rank0.intake),
         envelopes={
             "received": rank0.started,
             "used": rank0.stage_c.emitted,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from ppstream.clock import NS_PER_MS
 from ppstream.slots import GENERATION, INDEX, make_slots
 
 if TYPE_CHECKING:
@@ -24,8 +25,14 @@ if TYPE_CHECKING:
     from ppstream.slots import LinkShape, Slot
     from ppstream.specs import SlotLayout
 
-#: Envelopes that a host queues beyond D_in: it may be late by as many periods.
+#: Envelopes that a host queues beyond D_in, at most: it may be late by as many periods.
 AHEAD: Final = 6
+#: Places of one stream's queue that work may take while it waits for the other rank. A full queue
+#: holds up the host inside a launch: seen at 1,020 single launches, and at some 5,000 nodes of
+#: graphs whose kernels differ.
+PLACES_AHEAD: Final = 900
+EVENT_PLACES: Final = 12  # of an envelope besides its stage: waits, events, copies, episodes
+LONG_STAGE_NS: Final = NS_PER_MS  # beside such a stage the host is quick enough without run-ahead
 WORD_BYTES: Final = 8  # of a header
 FRONT, BACK = "front", "back"  # rank 0's end and the policy rank's
 
@@ -151,12 +158,37 @@ def device_slots(memory: Tensor, layout: SlotLayout, count: int) -> tuple[Device
 
 
 def slot_count(shape: LinkShape) -> int:
-    """Slots of either direction: for the one that needs more (``slots.py``), and those queued.
+    """Returns the slots of either direction: for the one that needs more, and for queued envelopes.
 
     A graph that writes a slot is never started again while it is queued. One more, since the host
     may hear of a receipt before it hears of the commit that took the credit of that slot's last.
     """
-    return max(shape.result_slots, shape.d_in + AHEAD) + 1
+    return max(shape.result_slots, most_queued(shape)) + 1
+
+
+def most_queued(shape: LinkShape) -> int:
+    """Returns how many envelopes may be queued on a rank; one beyond the credits costs nothing."""
+    return shape.d_in + max(1, shape.ahead)
+
+
+def run_ahead(nodes: int | None, stage_ns: int, d_in: int) -> int:
+    """Returns how many envelopes beyond ``d_in`` a host may queue a stage for, before they exist.
+
+    While its input is missing, all that is queued waits for the other rank. It must fit into the
+    driver's queue, or a launch waits for the other rank, too.
+
+    Args:
+        nodes: kernels, copies and memsets of one call of the stage; None: not known.
+        stage_ns: its usual duration.
+        d_in: of the link.
+
+    Returns:
+        0: the stage may be queued only when its input was seen.
+    """
+    if nodes is None or stage_ns >= LONG_STAGE_NS:
+        return 0
+    fitting = PLACES_AHEAD // (nodes + EVENT_PLACES)
+    return max(0, min(AHEAD, fitting - d_in))
 
 
 def layouts(shape: LinkShape, side: str) -> tuple[SlotLayout, SlotLayout]:

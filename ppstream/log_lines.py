@@ -16,10 +16,12 @@ from ppstream.records import (
     ENVELOPES,
     TOTAL,
     Envelope,
+    EnvelopeBook,
     Event,
     Json,
     Ledger,
     Memory,
+    RobotState,
     RunLog,
     Stage1,
     Standalone,
@@ -28,6 +30,12 @@ from ppstream.records import (
 
 SCHEMA: Final = "ppstream.log/"
 SCHEMA_MAJOR: Final = 1
+RANKS_MAX: Final = 1024
+DEPTH_MAX: Final = 4096  # of D_in and D_out
+AGE_MAX_NS: Final = 3_600_000_000_000  # an hour: no robot executes an older action
+COUNT_MAX: Final = 1 << 62  # of what a robot counts, in ns too
+INT_MAX: Final = (1 << 63) - 1
+FAULT_CHARS: Final = 120
 
 
 class Line(NamedTuple):
@@ -45,60 +53,119 @@ def parse_run(
     *,
     torn_lines: int = 0,
     missing_ranks: tuple[int, ...] = (),
+    exits: Json | None = None,
 ) -> RunLog:
     """Sort the lines of one run into records; a run that still goes on is fine.
+
+    Lines of another run are left out, and their files named.
 
     Raises:
         LogError: unknown schema, no usable topology, or a value of the wrong type.
     """
     check_schema(manifest, "run.json")
-    envelopes: list[Envelope] = []
-    stage1: dict[tuple[int, int, int, int], Stage1] = {}
-    events: list[Event] = []
-    ages: list[int] = []
-    oldest_ns = 0
-    ledgers: dict[tuple[int, str], Ledger] = {}
-    memory: list[Memory] = []
-    ignored = 0
+    topology = _topology(manifest)
+    found = _Sorted(manifest.get("run_id"))
     for line in lines:
-        kind = line.fields.get("kind")
-        if kind == "envelope":
-            envelopes.append(_envelope(line))
-        elif kind == "stage1":
-            stage1.setdefault(_key(line), _stage1(line))
-        elif kind == "event":
-            events.append(_event(line))
-        elif kind == "robot":
-            age_ns = _int(line.fields, "age_ns", line.where)
-            executed = line.fields.get("executed") != 0  # a chunk that was not has no such age
-            ages.extend([age_ns] if age_ns is not None and executed else [])
-            oldest_ns = max(oldest_ns, _int(line.fields, "oldest_ns", line.where) or 0)
-        elif kind == "ledger":
-            ledgers.update(((line.generation, part.stream), part) for part in _ledgers(line))
-        elif kind == "memory":
-            values = (_int(line.fields, name, line.where) for name in Memory._fields[2:])
-            memory.append(Memory(line.rank, line.generation, *values))
-        else:
-            ignored += 1
-    newest = max((generation for generation, _ in ledgers), default=0)
-    joined = [_join(envelope, stage1.get(_identity(envelope))) for envelope in envelopes]
+        found.add(line)
+    newest = max((generation for generation, _ in found.ledgers), default=0)
+    joined = [_join(e, found.stage1.get(_identity(e))) for e in found.envelopes]
     return RunLog(
         run_id=str(manifest.get("run_id", "?")),
-        topology=_topology(manifest),
+        topology=topology,
         config=_mapping(manifest.get("config")),
         finished=manifest.get("finished_utc") is not None,
         envelopes=tuple(sorted(joined, key=_order)),
-        events=tuple(events),
-        ages_ns=tuple(ages),
-        oldest_ns=oldest_ns or None,
-        standalone=_standalone(manifest),
-        ledgers=tuple(part for (generation, _), part in ledgers.items() if generation == newest),
-        memory=tuple(memory),
+        events=tuple(found.events),
+        ages_ns=tuple(found.ages_ns),
+        oldest_ns=found.oldest_ns or None,
+        standalone=_standalone(manifest, "standalone"),
+        standalone_after=_standalone(manifest, "standalone_after"),
+        ledgers=tuple(part for (at, _), part in found.ledgers.items() if at == newest),
+        envelope_books=tuple(found.books),
+        robot_states=tuple(found.states.values()),
+        unbelievable=found.unbelievable,
+        strangers=tuple(found.strangers),
+        exits=exits or {},
+        memory=tuple(found.memory),
         torn_lines=torn_lines,
         missing_ranks=missing_ranks,
-        ignored_lines=ignored,
+        ignored_lines=found.ignored,
         manifest=manifest,
     )
+
+
+class _Sorted:
+    """Lines by their kind."""
+
+    def __init__(self, run_id: object) -> None:
+        self.envelopes: list[Envelope] = []
+        self.stage1: dict[tuple[int, int, int, int], Stage1] = {}
+        self.events: list[Event] = []
+        self.ages_ns: list[int] = []
+        self.oldest_ns = 0
+        self.ledgers: dict[tuple[int, str], Ledger] = {}
+        self.books: list[EnvelopeBook] = []
+        self.states: dict[tuple[int, int], RobotState] = {}
+        self.memory: list[Memory] = []
+        self.unbelievable = self.ignored = 0
+        self.strangers: dict[str, None] = {}  # an ordered set
+        self._run_id = run_id
+
+    def add(self, line: Line) -> None:
+        theirs = line.fields.get("run_id")
+        if isinstance(self._run_id, str) and isinstance(theirs, str) and theirs != self._run_id:
+            self.strangers[line.where.rpartition(":")[0]] = None
+            return
+        kind = line.fields.get("kind")
+        if kind == "envelope":
+            self.envelopes.append(_envelope(line))
+        elif kind == "stage1":
+            self.stage1.setdefault(_key(line), _stage1(line))
+        elif kind == "event":
+            self.events.append(_event(line))
+        elif kind == "robot":
+            self._robot(line)
+        elif kind == "robot_state":
+            self._robot_state(line)
+        elif kind == "ledger":
+            self._ledger(line)
+        elif kind == "memory":
+            values = (_int(line.fields, name, line.where) for name in Memory._fields[2:])
+            self.memory.append(Memory(line.rank, line.generation, *values))
+        else:
+            self.ignored += 1
+
+    def _robot(self, line: Line) -> None:
+        age_ns, oldest_ns = (
+            _int(line.fields, name, line.where) for name in ("age_ns", "oldest_ns")
+        )
+        if any(ns is not None and not 0 <= ns <= AGE_MAX_NS for ns in (age_ns, oldest_ns)):
+            self.unbelievable += 1
+            return
+        if age_ns is not None and line.fields.get("executed") != 0:  # else it has no such age
+            self.ages_ns.append(age_ns)
+        self.oldest_ns = max(self.oldest_ns, oldest_ns or 0)
+
+    def _robot_state(self, line: Line) -> None:
+        """The newest one of a session stands for all: its counts go on."""
+        found, names = line.fields, ("session", "holds", "held_ns", "faults", "chunk_gap_ns")
+        session, *counts = (_int(found, name, line.where) for name in names)
+        if any(n is not None and not 0 <= n <= COUNT_MAX for n in counts):
+            self.unbelievable += 1
+            return
+        holds, held_ns, faults, gap_ns = counts
+        said = _text(found.get("fault"))
+        fault = "".join(c if c.isprintable() else "?" for c in said[:FAULT_CHARS]) if said else None
+        state = RobotState(session or 0, holds, held_ns, faults, fault, gap_ns)
+        self.states[line.generation, state.session] = state
+
+    def _ledger(self, line: Line) -> None:
+        for part in _ledgers(line):
+            self.ledgers[line.generation, part.stream] = part
+            if part.stream == ENVELOPES:
+                t = _int(line.fields, "t", line.where)
+                finished = part.received - part.in_flight
+                self.books.append(EnvelopeBook(line.generation, t, finished, part.imbalance))
 
 
 def check_schema(record: Json, where: str) -> None:
@@ -112,28 +179,30 @@ def check_schema(record: Json, where: str) -> None:
         )
 
 
-def _standalone(manifest: Json) -> Standalone | None:
-    table = _mapping(manifest.get("standalone"))
-    a_ns, b_ns, c_ns = (_int(table, f"{stage}_ns", "run.json: standalone") for stage in "ABC")
-    if a_ns is None or b_ns is None or c_ns is None:
-        return None
-    return Standalone(a_ns, b_ns, c_ns)
+def _standalone(manifest: Json, name: str) -> Standalone | None:
+    """Means; medians where a writer has no means."""
+    table, where = _mapping(manifest.get(name)), f"run.json: {name}"
+    means = [_int(table, f"{stage}_mean_ns", where) for stage in "ABC"]
+    medians = [_int(table, f"{stage}_ns", where) for stage in "ABC"]
+    times = [median if mean is None else mean for mean, median in zip(means, medians, strict=True)]
+    known = [ns for ns in times if ns is not None and ns >= 0]
+    return Standalone(*known) if len(known) == len(times) else None
 
 
 def _topology(manifest: Json) -> Topology:
     table = _mapping(manifest.get("topology"))
     ranks = table.get("ranks")
     rank_tables = [_mapping(rank) for rank in ranks] if isinstance(ranks, list) else []
-    world_size = _int(table, "world_size", "run.json topology") or len(rank_tables) or 2
+    world_size = ranks_of(manifest)
     lone = world_size == 1  # nothing is handed over: no bounds are needed
     return Topology(
         threads=_choice(table, "threads", ("serial", "split"), "serial"),
         order=_choice(table, "order", ("send_first", "decode_first"), "send_first"),
         credit=_choice(table, "credit", ("before_window", "after_window"), "before_window"),
-        d_in=1 if lone else _bound(table, "d_in"),
-        d_out=1 if lone else _bound(table, "d_out"),
+        d_in=1 if lone else _bound(table, "d_in", DEPTH_MAX),
+        d_out=1 if lone else _bound(table, "d_out", DEPTH_MAX),
         world_size=world_size,
-        replicas=_int(table, "replicas", "run.json topology") or 1,
+        replicas=_bound(table, "replicas", RANKS_MAX) if table.get("replicas") else 1,
         device_stamped=any(
             rank.get("rank") == 0 and rank.get("stamp_source") == "device" for rank in rank_tables
         ),
@@ -147,18 +216,31 @@ def _choice(table: Json, key: str, allowed: tuple[str, ...], default: str) -> st
     raise LogError(f"run.json: topology.{key} is {value!r}, expected one of {', '.join(allowed)}")
 
 
-def _bound(table: Json, key: str) -> int:
+def _bound(table: Json, key: str, most: int) -> int:
     value = _int(table, key, "run.json topology")
-    if value is None or value < 1:
-        raise LogError(f"run.json: topology.{key} is {value}, expected 1 or more; no queue bound")
+    if value is None or not 1 <= value <= most:
+        raise LogError(f"run.json: topology.{key} is {value}, expected 1 to {most}")
     return value
+
+
+def ranks_of(manifest: Json) -> int:
+    """The number of ranks that ran.
+
+    Raises:
+        LogError: no such number of ranks can be.
+    """
+    table = _mapping(manifest.get("topology"))
+    if table.get("world_size"):
+        return _bound(table, "world_size", RANKS_MAX)
+    ranks = table.get("ranks")
+    return len(ranks) if isinstance(ranks, list) and ranks else 2
 
 
 #: In the order of the record's fields, whose first eleven are read one by one.
 _NUMBERS: Final = [field.name for field in fields(Envelope)][11:]
 _STAGE1_FIELDS: Final = {field.name for field in fields(Stage1)}
 #: Both sides write these; rank 0's line wins, the policy rank's fills what it lacks.
-_SHARED_FIELDS: Final = _STAGE1_FIELDS & set(_NUMBERS) - {"busy_link_ns"}
+_SHARED_FIELDS: Final = _STAGE1_FIELDS & set(_NUMBERS) - {"busy_link_ns", "run_delay_ns"}
 
 
 def _envelope(line: Line) -> Envelope:
@@ -253,6 +335,10 @@ def _ledger(name: str, table: Json, where: str) -> Ledger:
         used=_int(table, "used", where) or 0,
         in_flight=_int(table, "in_flight", where) or 0,
         dropped={reason: _int(dropped, reason, where) or 0 for reason in dropped},
+        holes=_int(table, "holes", where),
+        longest_hole_ns=_int(table, "longest_hole_ns", where),
+        targets=_int(table, "targets", where),
+        invalid=_int(table, "invalid", where),
     )
 
 
@@ -282,11 +368,11 @@ def _input_ages_ns(value: object) -> Mapping[str, int] | None:
 
 def _int(table: Json, key: str, where: str) -> int | None:
     value = table.get(key)
-    if value is None or type(value) is int:
-        return value
     if isinstance(value, float) and value.is_integer():
-        return int(value)
-    raise LogError(f"{where}: {key} is {value!r}, expected an integer")
+        value = int(value)
+    if value is None or (type(value) is int and -INT_MAX <= value <= INT_MAX):
+        return value
+    raise LogError(f"{where}: {key} is {value!r:.40}, expected an integer of 64 bits")
 
 
 def _text(value: object) -> str | None:

@@ -1,15 +1,15 @@
-"""How the two ranks meet: hello, comparison, welcome, and what the policy's tensors look like.
+"""How the two ranks meet and part: hello, comparison, welcome, the policy's tensors; goodbye.
 
 Both sides of the conversation stand here, in the order it is held. Nothing but the launcher's store
-and the control socket is used; no tensor moves before it is over.
+and the control sockets is used; no tensor moves before it is over.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,26 +19,28 @@ from ppstream import handshake
 from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
-from ppstream.ends import PeerLeftError
-from ppstream.errors import ConfigError, HandshakeError, PpstreamError, ProtocolError
+from ppstream.ends import PeerLeftError, how_it_ends
+from ppstream.errors import ConfigError, HandshakeError, PeerLostError, PpstreamError, ProtocolError
 from ppstream.heartbeat import Heartbeat
 from ppstream.links import LauncherStore
 from ppstream.messages import (
     WIRE_MAJOR,
     Control,
     Goodbye,
+    RankHeart,
     RankHello,
     RankRefused,
     RankWelcome,
     Ready,
 )
+from ppstream.peer_process import HeldProcess
 from ppstream.preflight import policy_problems
 from ppstream.rendezvous import Listener, connect
 from ppstream.runs import Run, boot_id
 from ppstream.specs import TensorSpec
 
 TOKEN_KEY: Final = "run/token"  # known to the launcher's ranks alone
-BUILD_LIMIT_NS: Final = 600 * NS_PER_S  # to load weights; the heart beats meanwhile
+SPARE_NS: Final = 2 * NS_PER_S  # the rank that builds notices first: it knows more
 
 
 def ranks_on_this_host(world_size: int) -> int:
@@ -58,8 +60,26 @@ def last_words(peer: Peer) -> PeerLeftError | None:
     """Why the other rank left, if it said so before its end was noticed in another way."""
     with suppress(PpstreamError):
         peer.pump()
-    left = [frame for frame in peer.inbox if isinstance(frame, Goodbye)]
-    return PeerLeftError(left[0]) if left else None
+    goodbye = peer.goodbye
+    return PeerLeftError(goodbye) if goodbye is not None else None
+
+
+@contextmanager
+def telling(peer: Peer) -> Iterator[None]:
+    """Tell the other rank why this one ends, unless it went first; then what it said is the reason.
+
+    Raises:
+        PeerLeftError: instead of a PeerLostError, when the other rank had said why.
+    """
+    try:
+        yield
+    except PeerLostError as error:
+        raise last_words(peer) or error from None
+    except BaseException as error:
+        code, text = how_it_ends(error)
+        with suppress(PpstreamError):
+            peer.send(Goodbye(int(code), text))
+        raise
 
 
 # ---- rank 0 -----------------------------------------------------------------------------------
@@ -72,7 +92,7 @@ def listen(store: LauncherStore, host: str | None) -> Listener:
 
 
 def admit(config: PipelineConfig, store: LauncherStore, listener: Listener, run: Run) -> Peer:
-    """Accept the policy rank and compare what both resolved.
+    """Accept the policy rank's two connections and compare what both ranks resolved.
 
     Raises:
         HandshakeError: the ranks disagree; the message is the difference, line by line.
@@ -94,25 +114,32 @@ def admit(config: PipelineConfig, store: LauncherStore, listener: Listener, run:
         raise
     run.describe(policy_rank=hello.facts.get("informational", {}))
     peer.send(RankWelcome(run.run_id, str(run.directory)))
+    peer.heart = listener.accept(limit_s)
+    beat = peer.heart.receive(round(limit_s * NS_PER_S))
+    if not isinstance(beat, RankHeart) or beat.token != hello.token:
+        raise ProtocolError("a stranger connected to the control socket: it does not know the run")
     return peer
 
 
 def agree_on_tensors(
     config: PipelineConfig, peer: Peer, offered: tuple[TensorSpec, ...]
-) -> tuple[TensorSpec, ...]:
-    """Wait until the policy is built; its outputs, once all its tensors are known to fit.
+) -> tuple[tuple[TensorSpec, ...], int]:
+    """Waits until the policy is built; returns its outputs, once all its tensors are known to fit.
+
+    Behind them, how far ahead of envelopes it may be queued (``LinkShape.ahead``).
 
     Raises:
         ConfigError: the policy does not fit the configuration, with every reason.
         PeerLeftError: the policy could not be built.
+        WatchdogError: it was not built within ``liveness.start_s``.
     """
-    ready = receive(peer, BUILD_LIMIT_NS)
+    ready = receive(peer, build_limit_ns(config) + SPARE_NS)
     if not isinstance(ready, Ready):
         raise ProtocolError(f"expected Ready from the policy rank, got {type(ready).__name__}")
-    specs = msgspec.convert(ready.facts, dict[str, tuple[TensorSpec, ...]])
-    if problems := policy_problems(config, offered, specs["inputs"], specs["outputs"]):
+    built = msgspec.convert(ready.facts, _Built)
+    if problems := policy_problems(config, offered, built.inputs, built.outputs):
         raise ConfigError(problems)
-    return specs["outputs"]
+    return built.outputs, built.ahead
 
 
 def accepted(inputs: tuple[TensorSpec, ...]) -> Ready:
@@ -132,6 +159,7 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
     """
     limit_s = config.liveness.handshake_s
     peer = connect(store, limit_s)
+    peer.heart = connect(store, limit_s, expects_fds=False)
     facts = handshake.facts(config)
     here = facts["informational"]["host"]
     token = store.get(TOKEN_KEY, limit_s)
@@ -147,6 +175,7 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
             facts,
         )
     )
+    peer.heart.send(RankHeart(token))
     answer = receive(peer, round(limit_s * NS_PER_S))
     if isinstance(answer, RankRefused):
         raise HandshakeError("\n".join(answer.difference))
@@ -155,20 +184,32 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
     return peer, Run.joined(Path(answer.run_dir))
 
 
+class _Built(msgspec.Struct, frozen=True):
+    """What the policy rank says of its policy in ``Ready.facts``."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    ahead: int = 0
+
+
 def offer_tensors(
-    peer: Peer, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+    peer: Peer, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], ahead: int = 0
 ) -> None:
-    """Tell rank 0 that the policy is built, and its tensors."""
-    specs = {"inputs": inputs, "outputs": outputs}
-    peer.send(Ready(msgspec.to_builtins(specs)))
+    """Tells rank 0 that the policy is built, its tensors, and how far ahead it may be queued."""
+    peer.send(Ready(msgspec.to_builtins(_Built(inputs, outputs, ahead))))
 
 
-def offered(peer: Peer) -> tuple[TensorSpec, ...]:
+def offered(config: PipelineConfig, peer: Peer) -> tuple[TensorSpec, ...]:
     """Rank 0's answer: the tensors of every envelope, in slot order."""
-    answer = receive(peer, BUILD_LIMIT_NS)
+    answer = receive(peer, build_limit_ns(config) + SPARE_NS)
     if not isinstance(answer, Ready):
         raise ProtocolError(f"expected Ready from rank 0, got {type(answer).__name__}")
     return msgspec.convert(answer.facts["inputs"], tuple[TensorSpec, ...])
+
+
+def build_limit_ns(config: PipelineConfig) -> int:
+    """How long either rank may take to build what it runs."""
+    return round(config.liveness.start_s * NS_PER_S)
 
 
 def start_heartbeat(
@@ -176,8 +217,10 @@ def start_heartbeat(
     peer: Peer,
     progress: Callable[[], int],
     on_lost: Callable[[], None],
+    process: HeldProcess | None = None,
 ) -> Heartbeat:
     """A heart that beats from the handshake to the end."""
-    beat = Heartbeat(peer, round(config.liveness.heartbeat_ms * NS_PER_MS), progress, on_lost)
+    interval_ns = round(config.liveness.heartbeat_ms * NS_PER_MS)
+    beat = Heartbeat(peer, interval_ns, progress, on_lost, process)
     beat.start()
     return beat

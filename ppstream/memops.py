@@ -236,6 +236,13 @@ def unregister_host(address: int) -> None:
     checked(driver().cuMemHostUnregister(address), "unpinning shared memory")
 
 
+def graph_nodes(graph: int) -> int:
+    """Returns the number of kernels, copies and memsets of a captured graph, by its handle."""
+    cuda = driver()
+    count: int = checked(cuda.cuGraphGetNodes(cuda.CUgraph(graph), 0), "the nodes of a graph")[-1]
+    return count
+
+
 @cache
 def driver() -> Any:
     """The module cuda.bindings.driver.

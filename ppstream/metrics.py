@@ -183,7 +183,7 @@ class Rank0Collector(RankCollector):
         )
         for span, text in (
             ("period", "From one emit to the next of an epoch."),
-            ("latency", "From the start of A to emit."),
+            ("latency", "From the start of A until the host has the actions."),
             ("link", "Both transfers of an envelope."),
         ):
             yield show.histogram(f"ppstream_{span}_seconds", text, tally.histograms.one(span))

@@ -7,29 +7,55 @@ prints. The parts stand in their own files: ``segments`` (what is measured), ``s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from ppstream.audits import audit_all
+from ppstream.contention import alone
+from ppstream.cpus import Machine
 from ppstream.device_times import clocks_seen, stages_on_device
+from ppstream.errors import LogError
 from ppstream.memory_use import memory_use
 from ppstream.model import deeper, limiting_term, period, window_star
-from ppstream.records import RunLog
+from ppstream.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
 from ppstream.run_report import OldestAction, RunReport, Service
-from ppstream.safety import queue_maxima, safety_counts
+from ppstream.safety import QueueMaxima, queue_maxima, safety_counts
 from ppstream.scores import Primary, compat, form_of, primary
-from ppstream.segments import Window, select_window
+from ppstream.segments import BRING_UP, Window, select_window
 from ppstream.standing import (
+    HARMLESS,
     critical_path,
     deadlines,
     drops,
+    emit_gaps,
     latencies_ns,
+    pick_ups_ns,
     quantiles,
+    spoilt,
+    usual_stages_ns,
 )
-from ppstream.statements import Findings, Model, statements
-from ppstream.verdict import OVERLAP_MIN, Evidence, Gate, classify, decide
+from ppstream.statements import Findings, Model, ms, statements
+from ppstream.thread_time import stage_cpu, unnamed
+from ppstream.verdict import (
+    ACCEPTABLE,
+    N_MIN,
+    OVERLAP_MIN,
+    Evidence,
+    Gate,
+    Verdict,
+    classify,
+    decide,
+    worse,
+)
 
 MODEL_ERROR: Final = 0.03  # of the period: the closed form is good for that on healthy runs
 MODEL_ERROR_NS: Final = 20_000  # where stages are short
+READY: Final = "ready"
+SLOWER: Final = 2.0  # a stage's time in service over bring-up's
+SLOWER_NS: Final = 1_000_000  # and at least so much more
+COMPARED_MIN: Final = 5  # envelopes of each: a slow service has few
+HELD_MAX: Final = 0.10  # of the service
+DROPPED_MAX: Final = 0.10  # of its envelopes
 
 
 def judge(
@@ -48,63 +74,128 @@ def judge(
         phase: judge the envelopes of this phase; default: bring-up when there is any, else all
             but warming and draining.
         period_budget_ns: largest mean period of a release.
-        latency_budget_ns: largest p99 of tEmit - tA0 of a release (maximum below 1000 envelopes).
+        latency_budget_ns: largest p99 of the latency of a release (maximum below 1000 envelopes).
+
+    Raises:
+        LogError: the limits in its configuration are none.
     """
     window = select_window(run, phase)
-    score = primary(window)
-    latency = quantiles(latencies_ns(window))
-    audits = audit_all(run, window)
-    evidence = Evidence(run, window, score, audits, safety_counts(run), latency)
-    gate = Gate(profile, _overlap_min(run), period_budget_ns, latency_budget_ns)
-    verdict, reasons = decide(evidence, gate)
-    judged = (e for e in run.envelopes if e.phase in window.phases)
-    queues = queue_maxima(judged)
-    inline = run.topology.world_size == 1
-    published = None if inline else compat(window, queues.outstanding, queues.q_decode)
-    model = None if inline else _model(score, window)
-    path = critical_path(window)
-    limited_by = classify(window, score)
-    findings = Findings(evidence, gate, verdict, reasons, limited_by, published, model, path)
+    evidence = _evidence(run, window)
+    bringup = _mapping(run.config.get("bringup"))
+    gate = Gate(
+        profile, _overlap_min(bringup), period_budget_ns, latency_budget_ns, _accept(bringup)
+    )
+    queues = queue_maxima(e for e in run.envelopes if e.phase in window.phases)
+    service = _service(run)
+    findings = _findings(evidence, gate, queues, service)
     return RunReport(
         run_id=run.run_id,
-        verdict=verdict,
-        reasons=reasons,
-        limited_by=limited_by,
+        verdict=findings.verdict if service is None else worse(findings.verdict, service.verdict),
+        reasons=[*findings.reasons, *findings.service],
+        limited_by=findings.limited_by,
         window=window,
-        compat=published,
-        primary=score,
-        strict=_strict(run, score),
-        audits=audits,
-        latency=latency,
+        compat=findings.compat,
+        primary=evidence.primary,
+        alone=evidence.alone,
+        gate=gate,
+        audits=dict(evidence.audits),
+        latency=evidence.latency,
+        pick_up=quantiles(pick_ups_ns(window)),
         age=quantiles(run.ages_ns),
         oldest=_oldest(run),
-        model=model,
+        model=findings.model,
         queues=queues,
-        critical_path=path,
+        critical_path=findings.critical_path,
         drops=drops(run, run.envelopes),
-        service=_service(run),
+        service=service,
         statements=statements(findings),
         memory=memory_use(run),
         on_device=stages_on_device(run, window),
         clocks=clocks_seen(run),
+        unnamed=dict(evidence.unnamed),
+        cpu=stage_cpu(window),
+        machine=evidence.machine,
+        input_source=_input_source(bringup, window),
+    )
+
+
+def _evidence(run: RunLog, window: Window) -> Evidence:
+    score = primary(window)
+    machine = _machine(run, window)
+    return Evidence(
+        run=run,
+        window=window,
+        primary=score,
+        alone=None if score is None else alone(run, window, score, machine),
+        audits=audit_all(run, window),
+        safety=safety_counts(run),
+        latency=quantiles(latencies_ns(window)),
+        spoilt=spoilt(run, window, N_MIN),
+        unnamed=unnamed(window),
+        machine=machine,
+    )
+
+
+def _findings(
+    evidence: Evidence, gate: Gate, queues: QueueMaxima, service: Service | None
+) -> Findings:
+    run, window, score = evidence.run, evidence.window, evidence.primary
+    verdict, reasons, contradictions = decide(evidence, gate)
+    inline = run.topology.world_size == 1
+    return Findings(
+        evidence=evidence,
+        gate=gate,
+        verdict=verdict,
+        reasons=reasons,
+        limited_by=classify(window, score),
+        compat=None if inline else compat(window, queues.outstanding, queues.q_decode),
+        model=None if inline else _model(score, window),
+        critical_path=critical_path(window),
+        service={} if service is None else service.reasons,
+        contradictions=contradictions,
     )
 
 
 def _oldest(run: RunLog) -> OldestAction | None:
     if run.oldest_ns is None:
         return None
-    actions = run.config.get("actions")
-    table = actions if isinstance(actions, dict) else {}
+    table = _mapping(run.config.get("actions"))
     limit_ms = table.get("max_age_ms") or table.get("lease_ms")
     limit_ns = round(limit_ms * 1e6) if isinstance(limit_ms, int | float) else None
     return OldestAction(run.oldest_ns, limit_ns)
 
 
-def _overlap_min(run: RunLog) -> float:
+def _overlap_min(bringup: Json) -> float:
     """The limit the run itself was started with."""
-    table = run.config.get("bringup")
-    value = table.get("overlap_min") if isinstance(table, dict) else None
-    return float(value) if isinstance(value, int | float) else OVERLAP_MIN
+    value = bringup.get("overlap_min", OVERLAP_MIN)
+    if isinstance(value, int | float) and 0 <= value <= 1:
+        return float(value)
+    raise LogError(f"run.json: config.bringup.overlap_min is {value!r:.40}, expected 0 to 1")
+
+
+def _accept(bringup: Json) -> tuple[str, ...]:
+    value = bringup.get("accept")
+    listed = value if isinstance(value, list) else []
+    return tuple(reason for reason in ACCEPTABLE if reason in listed)
+
+
+def _input_source(bringup: Json, window: Window) -> str:
+    if window.phases != {BRING_UP}:
+        return ""
+    return "recorded" if bringup.get("source") == "recording" else "synthetic"
+
+
+def _machine(run: RunLog, window: Window) -> Machine | None:
+    """Rank 0's newest event on its host, of the judged generation."""
+    for event in reversed(run.events):
+        if event.name == "machine" and event.generation == window.generation:
+            cpus, threads, load, steal, others = (
+                value if isinstance(value := event.fields.get(name), int | float) else None
+                for name in Machine._fields
+            )
+            if cpus is not None and threads is not None and load is not None:
+                return Machine(cpus, threads, load, steal, others)
+    return None
 
 
 def _model(score: Primary | None, window: Window) -> Model | None:
@@ -126,22 +217,67 @@ def _model(score: Primary | None, window: Window) -> Model | None:
 
 
 def _service(run: RunLog) -> Service | None:
-    ready = [e for e in run.envelopes if e.phase == "ready"]
+    ready = [e for e in run.envelopes if e.phase == READY]
     if not ready:
         return None
-    window = select_window(run, "ready")
+    window = select_window(run, READY)
     score = primary(window, resampled=False)
+    reasons = _service_reasons(run, ready)
+    found = [ledger for ledger in run.ledgers if ledger.stream not in (TOTAL, ENVELOPES)]
+    verdict = Verdict.FAIL if len(reasons) > 1 else Verdict.INCONCLUSIVE
     return Service(
         limited_by=classify(window, score),
         latency=quantiles(latencies_ns(window)),
         deadline=deadlines(ready),
         utilisation=score.utilisation if score else None,
         drops=drops(run, ready),
+        verdict=verdict if reasons else Verdict.PASS,
+        reasons=reasons,
+        gaps=emit_gaps(ready, _lease_ns(run)),
+        robots=run.robot_states,
+        streams=tuple(ledger for ledger in found if ledger.holes is not None),
     )
 
 
-def _strict(run: RunLog, score: Primary | None) -> float | None:
-    """Period over the slowest stage timed alone: brackets cannot absorb overhead into it."""
-    if score is None or score.s is None or run.standalone is None:
-        return None
-    return score.period_ns / run.standalone.slowest_ns(run.topology.threads)
+def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
+    """Reasons against service, each with its sentence: one is a doubt, two are proof."""
+    found: dict[str, str] = {}
+    before, served = (
+        [e for e in run.envelopes if e.phase == phase and e.mode == "throughput"]
+        for phase in (BRING_UP, READY)
+    )
+    was, now = usual_stages_ns(before), usual_stages_ns(served)
+    if min(len(before), len(served)) >= COMPARED_MIN:
+        slower = [
+            f"{stage} took {ns / was[stage]:.1f} x bring-up's {ms(was[stage])} ms ({ms(ns)} ms)"
+            for stage, ns in now.items()
+            if stage in was and ns > SLOWER * was[stage] and ns - was[stage] > SLOWER_NS
+        ]
+        if slower:
+            found["SERVICE_SLOWER"] = ", ".join(slower)
+    began = min((e.tA0 for e in ready if e.tA0 is not None), default=None)
+    ended = max((e.tEmit for e in ready if e.tEmit is not None), default=None)
+    lasted_ns = ended - began if began is not None and ended is not None else 0
+    held_ns = max((robot.held_ns or 0 for robot in run.robot_states), default=0)
+    if lasted_ns > 0 and held_ns > HELD_MAX * lasted_ns:
+        faults = sum(robot.faults or 0 for robot in run.robot_states)
+        newest = next((robot.fault for robot in run.robot_states if robot.fault), None)
+        found["SERVICE_HELD"] = (
+            f"a robot held {min(1.0, held_ns / lasted_ns):.0%} of the time, {faults} faults"
+            + (f", the newest: {newest}" if newest else "")
+        )
+    lost = [e.drop for e in ready if e.drop is not None and e.drop not in HARMLESS]
+    if len(lost) > DROPPED_MAX * len(ready):
+        reasons = ", ".join(f"{lost.count(drop)} {drop}" for drop in dict.fromkeys(lost))
+        found["SERVICE_DROPPED"] = f"{len(lost)} of {len(ready)} envelopes dropped: {reasons}"
+    return found
+
+
+def _lease_ns(run: RunLog) -> int:
+    """So long a robot moves on without a new chunk; where nobody says, a second."""
+    lease_ms = _mapping(run.config.get("actions")).get("lease_ms")
+    return round(lease_ms * 1e6) if isinstance(lease_ms, int | float) else 1_000_000_000
+
+
+def _mapping(value: object) -> Json:
+    return value if isinstance(value, Mapping) else {}

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ppstream.flight import Flight
 
 RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
-MEASURE_LIMIT_NS: Final = 120 * NS_PER_S
 
 
 class Paired(Rank0):
@@ -84,10 +83,10 @@ class Paired(Rank0):
 
     def measure_b(self, repeats: int) -> Sequence[int]:
         self.peer.send(Measure(repeats))
-        frame = receive(self.peer, MEASURE_LIMIT_NS)
+        frame = receive(self.peer, self._start_ns)
         while isinstance(frame, PolicyFault):
             self.take_frame(frame)
-            frame = receive(self.peer, MEASURE_LIMIT_NS)
+            frame = receive(self.peer, self._start_ns)
         if not isinstance(frame, Measured):
             raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
         return frame.durations_ns

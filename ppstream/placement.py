@@ -51,6 +51,12 @@ class Placement:
         return self.link in DEVICE_LINKS
 
 
+def ranks_wanted(config: PipelineConfig) -> int:
+    """How many ranks overlap something: one where both would share a GPU."""
+    devices = config.placement
+    return 1 if devices.rank0 == devices.policy != "cpu" else RANKS_MAX
+
+
 def place(
     config: PipelineConfig,
     world_size: int,

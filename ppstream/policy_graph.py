@@ -8,12 +8,16 @@ is recorded, and said with the switch that turns graphs off.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ppstream.clock import NS_PER_MS
 from ppstream.errors import ConfigError
+from ppstream.memops import graph_nodes
 from ppstream.policy_compile import compiled
+from ppstream.unwritten import INTEGERS, FilledPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,8 +29,16 @@ if TYPE_CHECKING:
     from ppstream.stage import Policy
 
 WARM_UP_CALLS: Final = 3  # before recording: libraries choose their kernels, compilers compile
+TIMED_CALLS: Final = 3
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
+
+
+class Rehearsal(NamedTuple):
+    """One call of a policy, as it will be replayed."""
+
+    nodes: int | None  # kernels, copies and memsets, with those of ``reset``; None: not known
+    duration_ns: int  # the shortest of a few
 
 
 class GraphStatistics(NamedTuple):
@@ -37,14 +49,20 @@ class GraphStatistics(NamedTuple):
     eager_calls: int  # after ``seal``, with tensors that were not there before
 
 
-def prepared_policy(policy: Policy, config: PolicyConfig, device: torch.device) -> Policy:
+def prepared_policy(
+    policy: Policy, config: PolicyConfig, device: torch.device, integers: int = INTEGERS
+) -> Policy:
     """``policy`` as the configuration wants it run: compiled, replayed from graphs, or as it is.
 
-    Graphs are for CUDA devices; elsewhere ``graph`` has no effect.
+    On a CUDA device its outputs are filled before each call (``unwritten.py``), with ``integers``
+    where they are integers. Graphs are for CUDA devices; elsewhere ``graph`` has no effect.
     """
     if config.compile:
         policy = compiled(policy)
-    return GraphedPolicy(policy) if config.graph and device.type == "cuda" else policy
+    if device.type != "cuda":
+        return policy
+    policy = FilledPolicy(policy, integers)
+    return GraphedPolicy(policy) if config.graph else policy
 
 
 class GraphedPolicy:
@@ -57,6 +75,7 @@ class GraphedPolicy:
         self.inputs: tuple[TensorSpec, ...] = policy.inputs
         self.outputs: tuple[TensorSpec, ...] = policy.outputs
         self._policy = policy
+        self._name = getattr(policy, "name", type(policy).__name__)
         self._first_input = policy.inputs[0].name if policy.inputs else None
         self._first_output = policy.outputs[0].name
         self._graphs: dict[tuple[int, int], Any] = {}
@@ -97,7 +116,36 @@ class GraphedPolicy:
         """
         key = self._key(window, out)
         if key not in self._graphs:
-            self._graphs[key] = self._record(window, out)
+            self._graphs[key], _ = self._record(window, out)
+
+    def rehearse(
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: Tensor | None
+    ) -> Rehearsal:
+        """Records and times the policy on tensors that no slot has, and forgets the graph.
+
+        For before a link opens; waits for the GPU.
+
+        Args:
+            window: inputs, as ``__call__`` takes them.
+            out: outputs.
+            rows: bool ``[B]`` for ``reset``, which then counts as a part of each call; None: the
+                policy keeps no state.
+        """
+        graph, nodes = self._record(window, out, counts=True)
+        if nodes is not None and rows is not None:
+            resetting = self._nodes_of_reset(rows)
+            nodes = None if resetting is None else nodes + resetting
+        self._pool = None  # it goes with this graph
+        graph.replay()
+        durations = []
+        for _ in range(TIMED_CALLS):
+            begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            durations.append(round(begin.elapsed_time(end) * NS_PER_MS))
+        return Rehearsal(nodes, min(durations))
 
     def seal(self) -> None:
         """Warm-up is over: what comes with other tensors runs without a graph, and is counted."""
@@ -111,7 +159,27 @@ class GraphedPolicy:
         first = window[self._first_input].data_ptr() if self._first_input else 0
         return first, out[self._first_output].data_ptr()
 
-    def _record(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> Any:
+    def _nodes_of_reset(self, rows: Tensor) -> int | None:
+        """What ``reset`` queues, which need not be fit for a graph."""
+        graph = _graph_to_count()
+        if graph is None:
+            return None
+        self._policy.reset(rows)  # loads its kernels
+        _cuda.synchronize()
+        try:
+            with (
+                warnings.catch_warnings(action="ignore"),  # a reset that queues nothing is fine
+                _cuda.graph(graph, stream=_cuda.Stream(), capture_error_mode="thread_local"),
+            ):
+                self._policy.reset(rows)
+        except RuntimeError:
+            return None
+        return graph_nodes(graph.raw_cuda_graph())
+
+    def _record(
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], *, counts: bool = False
+    ) -> tuple[Any, int | None]:
+        """The graph of one call and, where it ``counts`` and torch allows it, its nodes."""
         side = _cuda.Stream()
         side.wait_stream(_cuda.current_stream())
         try:
@@ -119,7 +187,8 @@ class GraphedPolicy:
                 for _ in range(WARM_UP_CALLS):
                     self._policy(window, out)
             _cuda.synchronize()
-            graph = _cuda.CUDAGraph()
+            countable = _graph_to_count() if counts else None
+            graph = countable or _cuda.CUDAGraph()
             with _cuda.graph(
                 graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
             ):
@@ -130,10 +199,21 @@ class GraphedPolicy:
             text = str(error).splitlines()[0]
             raise ConfigError(
                 [
-                    f"policy.graph: {type(self._policy).__name__} cannot be recorded as a CUDA "
+                    f"policy.graph: {self._name} cannot be recorded as a CUDA "
                     f"graph ({text}); set policy.graph = false, or take out what waits for the GPU "
                     "(.item(), .cpu(), print) and what changes its shapes"
                 ]
             ) from error
         self._pool = graph.pool()
-        return graph
+        if countable is None:
+            return graph, None
+        graph.instantiate()
+        return graph, graph_nodes(graph.raw_cuda_graph())
+
+
+def _graph_to_count() -> Any:
+    """An empty graph that keeps its nodes; None: this torch knows none."""
+    try:
+        return _cuda.CUDAGraph(keep_graph=True)
+    except TypeError:
+        return None

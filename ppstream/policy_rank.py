@@ -25,6 +25,7 @@ from ppstream.messages import (
     PolicyFault,
 )
 from ppstream.policy_compile import RecompileMeter
+from ppstream.unwritten import UnwrittenError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +64,7 @@ class PolicyRank(ABC):
         self._instructable = stage_b
         self._meter = RecompileMeter() if config.policy.compile else None
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
+        self._start_ns = round(config.liveness.start_s * NS_PER_S)
         self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)
 
     @abstractmethod
@@ -104,6 +106,8 @@ class PolicyRank(ABC):
 
 
 def fault_kind(error: Exception) -> str:
-    """What a policy's exception is called in the log: ``memory`` or ``exception``."""
+    """What a policy's exception is called in the log: ``unwritten``, ``memory``, ``exception``."""
+    if isinstance(error, UnwrittenError):
+        return "unwritten"
     is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return "memory" if is_memory or CPU_MEMORY in str(error) else "exception"

@@ -6,6 +6,7 @@ waits for every envelope: what overlaps then is the two ranks, not the copies.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -34,8 +35,8 @@ class StagedPolicy:
         self.inputs, self.outputs = policy.inputs, policy.outputs
         self._policy = policy
         self._device = device
-        self._window = _tensors(policy.inputs, rows, device)
-        self._out = _tensors(policy.outputs, rows, device)
+        self._window = zeros(policy.inputs, rows, device)
+        self._out = zeros(policy.outputs, rows, device)
 
     def reset(self, rows: Tensor) -> None:
         """As the policy does; its rows are named on its device."""
@@ -54,8 +55,16 @@ class StagedPolicy:
         _cuda.current_stream(self._device).synchronize()
 
 
-def _tensors(specs: Sequence[TensorSpec], rows: int, device: torch.device) -> dict[str, Tensor]:
-    return {
-        spec.name: torch.zeros(rows, *spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-        for spec in specs
-    }
+def zeros(specs: Sequence[TensorSpec], rows: int, device: torch.device) -> Mapping[str, Tensor]:
+    """Returns a tensor ``[rows, *shape]`` on ``device`` for each input or output of a policy.
+
+    No name can be bound to another.
+    """
+    return MappingProxyType(
+        {
+            spec.name: torch.zeros(
+                rows, *spec.shape, dtype=getattr(torch, spec.dtype), device=device
+            )
+            for spec in specs
+        }
+    )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from ppstream.errors import ConfigError
 from ppstream.specs import TensorSpec
 from ppstream.stage import load
+from ppstream.unwritten import UINT8_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +81,13 @@ def _output_problems(config: PipelineConfig, outputs: Sequence[TensorSpec]) -> I
     names = [spec.name for spec in outputs]
     if len(set(names)) != len(names):
         yield f"names an output twice: {', '.join(names)}"
+    for spec in outputs:
+        if spec.dtype == "uint8" and spec.bytes_for(1) % UINT8_BYTES:
+            yield (
+                f"writes {_shape_text(spec)}, {spec.bytes_for(1)} bytes of a row; to be told from "
+                f"what a call did not write, uint8 outputs have a multiple of {UINT8_BYTES}: pad "
+                "it, or make it bool or int32"
+            )
     wanted = TensorSpec(ACTIONS, (config.actions.horizon, len(config.actions.names)))
     if wanted not in outputs:
         given = [_shape_text(spec) for spec in outputs if spec.name == ACTIONS]

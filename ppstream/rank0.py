@@ -12,18 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ppstream.clock import NS_PER_S, now_ns
+from ppstream.cpus import RunDelay
 from ppstream.flight import Flight
 from ppstream.ledger_lines import write_ledger, write_reports
 from ppstream.stage_c import Nobody
 from ppstream.time_book import LINK, TimeBook
-from ppstream.watchdog import WARMING_LIMIT_NS, Mark, is_patient
+from ppstream.watchdog import Mark, is_patient
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
     from ppstream.credits import CreditLedger
     from ppstream.intake import Intake
-    from ppstream.messages import Report
     from ppstream.pacing import Pacing
+    from ppstream.session_requests import Told
     from ppstream.slots import Slot
     from ppstream.sources import Source
     from ppstream.stage_a import StageA
@@ -67,7 +68,7 @@ class Rank0(ABC):
         self.pacing: Pacing
         self.emitter: Emitter = Nobody()
         self.stop_reason: str | None = None
-        self.reports: deque[Report] = deque()  # from robots, filled while the source is drained
+        self.reports: deque[Told] = deque()  # from robots, filled while the source is drained
         self._source_fds: tuple[int, ...] = ()
         self._seq = 0
         self._cuts: deque[tuple[str, int]] = deque()  # no lock: a signal may ask, too
@@ -78,14 +79,16 @@ class Rank0(ABC):
         self._drain_limit_ns = round(config.liveness.drain_s * NS_PER_S)
         self._drain_until_ns: int | None = None
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
+        self._start_ns = round(config.liveness.start_s * NS_PER_S)
         self._next_ledger_ns = 0
-        self.times = TimeBook()  # of the thread that runs stage A
+        self.times = TimeBook()  # of the thread that runs stage A, as the next
+        self.run_delay = RunDelay()
 
     @property
     def standstill_ns(self) -> int:
         """How long a thread of the loop may stand still, as of now."""
         patient = is_patient(self.phase, self.log.mode)
-        return WARMING_LIMIT_NS if patient else self._watchdog_ns
+        return self._start_ns if patient else self._watchdog_ns
 
     # ---- the order of work -----------------------------------------------------------------
 
@@ -194,19 +197,14 @@ class Rank0(ABC):
         self.started, self._seq = self.started + 1, self._seq + 1
         return Flight(self.started - 1, self.epoch, record.seq, record)
 
-    def close_flight(self, flight: Flight, drop: str | None, at_ns: int | None = None) -> None:
-        """The envelope was emitted or dropped: complete its line and count it.
-
-        With ``at_ns`` that is its stamp; ages end at this moment all the same.
-        """
+    def close_flight(self, flight: Flight, drop: str | None, at_ns: int) -> None:
+        """The envelope was emitted or dropped at ``at_ns``: complete its line and count it."""
         record = flight.record
-        now = now_ns()
-        at_ns = at_ns or now
         if drop is None:
             record.tEmit = at_ns
-            record.age_rank0_ns = now - flight.received_ns
+            record.age_rank0_ns = flight.emit_ns - flight.received_ns
             if self._cut_ns is not None:
-                self._first_action(now - self._cut_ns)
+                self._first_action(flight.emit_ns - self._cut_ns)
         record.drop = drop
         self.credits.emit(at_ns)
         self.credits.book(record, at_ns)
@@ -221,8 +219,13 @@ class Rank0(ABC):
         self.log.event("first_action", epoch=self.epoch, since_cut_ns=since_cut_ns)
 
     def decode_and_emit(self, flight: Flight, result: Slot) -> str | None:
-        """Stage C; returns why nothing was emitted, or None."""
+        """Stage C; returns why nothing was emitted, or None.
+
+        What is emitted belongs to this epoch, and is within its lease, at ``flight.emit_ns``: the
+        stamp comes first, so a thread that loses its processor behind it breaks no promise.
+        """
         rows = self.stage_c.decode(flight, result.arrays)
+        flight.emit_ns = now_ns()
         if flight.epoch != self.epoch:  # a cut came while decoding
             return "stale"
         return self.stage_c.emit(flight, rows, self.emitter)
@@ -239,6 +242,7 @@ class Rank0(ABC):
         record.w_input_ns = take_ns("input")
         record.w_credit_ns = take_ns("credit")
         record.busy_link_ns = take_ns(LINK)
+        record.run_delay_ns = self.run_delay.take_ns()
         record.w_slot_ns = 0  # slots follow from credits: nobody ever waits for one
 
     # ---- the loop's bookkeeping --------------------------------------------------------------

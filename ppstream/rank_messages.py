@@ -61,7 +61,7 @@ class PolicyFault(ControlFrame, frozen=True, tag=7):
     """Why the result of ``index`` carries no actions; sent before its doorbell."""
 
     index: int
-    kind: Name  # exception | shape | memory
+    kind: Name  # exception | memory | unwritten
     text: Text
 
 
@@ -110,6 +110,12 @@ class Instructed(ControlFrame, frozen=True, tag=14):
     fault: Text = ""
 
 
+class RankHeart(ControlFrame, frozen=True, tag=15):
+    """The first frame of a rank's second connection, which heartbeats and a goodbye go through."""
+
+    token: Name  # as in RankHello
+
+
 Control = (
     RankHello
     | RankWelcome
@@ -125,4 +131,5 @@ Control = (
     | PhaseChange
     | Instruction
     | Instructed
+    | RankHeart
 )

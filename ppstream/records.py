@@ -36,16 +36,11 @@ class Topology:
 
 
 class Standalone(NamedTuple):
-    """Stage times measured alone, the other rank idle, in the process that then ran."""
+    """Mean stage times measured alone, the other rank idle, in the process that then ran."""
 
     a_ns: int
     b_ns: int
     c_ns: int
-
-    def slowest_ns(self, threads: str) -> int:
-        """What the period cannot undercut."""
-        rank0 = self.a_ns + self.c_ns if threads == "serial" else max(self.a_ns, self.c_ns)
-        return max(rank0, self.b_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +55,8 @@ class Stage1:
     idle_ns: int | None = None
     residence_ns: int | None = None
     busy_link_ns: int | None = None
+    cpu_b_ns: int | None = None  # of the loop's thread, within B
+    run_delay_ns: int | None = None  # that thread was runnable without a CPU
     recompiles: int | None = None  # since the previous line
 
 
@@ -85,6 +82,7 @@ class Envelope:
     tRecv: int | None = None
     tDecode: int | None = None
     tEmit: int | None = None
+    tPick: int | None = None
     eA_ns: int | None = None
     eC_ns: int | None = None
     B_ns: int | None = None
@@ -100,6 +98,10 @@ class Envelope:
     w_emit_ns: int | None = None
     busy_link_ns: int | None = None
     busy_link_c_ns: int | None = None
+    cpu_a_ns: int | None = None
+    cpu_c_ns: int | None = None
+    run_delay_ns: int | None = None
+    run_delay_c_ns: int | None = None
     outstanding: int | None = None
     outstanding_max: int | None = None
     outstanding_ns_total: int | None = None
@@ -110,6 +112,11 @@ class Envelope:
     @property
     def is_emitted(self) -> bool:
         return self.drop is None and self.tEmit is not None
+
+    @property
+    def picked(self) -> int | None:
+        """The moment at which the host has the actions: a device's stage C ends before."""
+        return self.tEmit if self.tPick is None else self.tPick
 
 
 class Event(NamedTuple):
@@ -149,11 +156,40 @@ class Ledger(NamedTuple):
     used: int
     in_flight: int
     dropped: dict[str, int]
+    holes: int | None = None  # in its samples, wider than max_gap_ms
+    longest_hole_ns: int | None = None
+    targets: int | None = None  # of windows
+    invalid: int | None = None  # of them
 
     @property
     def imbalance(self) -> int:
         """Samples that went missing (positive) or were counted twice (negative)."""
         return self.received - self.used - self.in_flight - sum(self.dropped.values())
+
+    @property
+    def invalid_share(self) -> float | None:
+        """Of the windows' targets of this stream; None: not counted."""
+        return self.invalid / self.targets if self.targets and self.invalid is not None else None
+
+
+class EnvelopeBook(NamedTuple):
+    """The ledger of envelopes at one moment of rank 0's clock."""
+
+    generation: int
+    t: int | None
+    finished: int  # emitted or dropped: each has a line
+    imbalance: int
+
+
+class RobotState(NamedTuple):
+    """One robot's newest account of its session so far; None: it did not say."""
+
+    session: int
+    holds: int | None  # times it began to hold
+    held_ns: int | None
+    faults: int | None
+    fault: str | None  # the newest one
+    chunk_gap_ns: int | None  # longest time between two chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +204,14 @@ class RunLog:
     events: tuple[Event, ...] = ()
     ages_ns: tuple[int, ...] = ()  # of executed chunks, measured by the robots themselves
     oldest_ns: int | None = None  # of any single action executed; None: no robot said it
-    standalone: Standalone | None = None
+    standalone: Standalone | None = None  # directly before bring-up
+    standalone_after: Standalone | None = None  # directly behind it
     ledgers: tuple[Ledger, ...] = ()  # of the newest generation
+    envelope_books: tuple[EnvelopeBook, ...] = ()
+    robot_states: tuple[RobotState, ...] = ()  # by session
+    unbelievable: int = 0  # reports of robots that are left out: their ages cannot be
+    strangers: tuple[str, ...] = ()  # files with lines of another run, which are left out
+    exits: Json = field(default_factory=dict)  # exit.json as it stands
     memory: tuple[Memory, ...] = ()  # some one a second of each rank
     torn_lines: int = 0
     missing_ranks: tuple[int, ...] = ()

@@ -1,24 +1,27 @@
 """How a policy rank finds rank 0's control socket: an address published in the launcher's store.
 
-On one host it is a UNIX socket in a private directory (mode 0700), between hosts TCP on the given
-interface. Who may stay is decided by the handshake, not here.
+On one host it is a UNIX socket that has a name and no file, so that no kill leaves one behind; only
+this user's processes are let in. Between hosts it is TCP on the given interface. Who may stay is
+decided by the handshake, not here.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
+import secrets
 import socket
-import tempfile
-from pathlib import Path
+from contextlib import suppress
 from typing import Final, Protocol
 
+from ppstream.clock import NS_PER_S, now_ns
 from ppstream.control import Peer
 from ppstream.errors import ConfigError, PeerLostError
+from ppstream.peer_process import user_at_end_of
 
 ADDRESS_KEY: Final = "control/address"
-UNIX_PATH_BYTES_MAX: Final = 107  # sockaddr_un.sun_path less its zero
 BACKLOG: Final = 16
+#: A firewall forgets a connection on which nothing is said, and the loops' one may be idle.
+KEEPALIVE_S: Final = 30
 
 
 class Store(Protocol):
@@ -47,14 +50,12 @@ class Listener:
     """
 
     def __init__(self, store: Store, *, host: str | None = None) -> None:
-        self._directory: str | None = None
         if host is None:
-            self._directory = _private_directory()
-            path = f"{self._directory}/control"
+            name = f"ppstream-{secrets.token_hex(16)}"
             self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.bind(path)
+            self._socket.bind(f"\0{name}")
             self._socket.listen(BACKLOG)
-            address = f"unix:{path}"
+            address = f"unix:{name}"
         else:
             self._socket = _tcp_listener(host)
             address = f"tcp:{host}:{self._socket.getsockname()[1]}"
@@ -65,30 +66,39 @@ class Listener:
         return self._socket.fileno()
 
     def accept(self, timeout_s: float) -> Peer:
-        """The next rank that connects; the caller owns the peer.
+        """The next connection of a rank of this user; the caller owns the peer.
 
         Raises:
             PeerLostError: nobody connected within ``timeout_s``.
         """
-        self._socket.settimeout(timeout_s)
-        try:
-            connection, _ = self._socket.accept()
-        except TimeoutError:
-            raise PeerLostError(
-                f"no policy rank connected within {timeout_s:.1f} s: did its process start?"
-            ) from None
-        _without_delay(connection)
-        return Peer(connection, name="the policy rank")
+        deadline_ns = now_ns() + round(timeout_s * NS_PER_S)
+        with suppress(TimeoutError):
+            while (left_ns := deadline_ns - now_ns()) > 0:
+                self._socket.settimeout(left_ns / NS_PER_S)
+                connection, _ = self._socket.accept()
+                if (
+                    connection.family != socket.AF_UNIX
+                    or user_at_end_of(connection) == os.geteuid()
+                ):
+                    _prepare(connection)
+                    return Peer(connection, name="the policy rank")
+                connection.close()
+        raise PeerLostError(
+            f"no policy rank connected within {timeout_s:.1f} s: did its process start?"
+        )
 
     def close(self) -> None:
-        """Stop listening and remove the socket's directory; accepted peers stay. Twice is fine."""
+        """Stop listening; accepted peers stay. Twice is fine."""
         self._socket.close()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def connect(store: Store, timeout_s: float) -> Peer:
+def connect(store: Store, timeout_s: float, *, expects_fds: bool = True) -> Peer:
     """Rank 0, at the address it published; the caller owns the peer.
+
+    Args:
+        store: where the address is published.
+        timeout_s: bound of the whole.
+        expects_fds: descriptors may come with frames, where both ranks share a host.
 
     Raises:
         PeerLostError: no address within ``timeout_s``, or nobody listens there.
@@ -99,8 +109,8 @@ def connect(store: Store, timeout_s: float) -> Peer:
         connection = _connected(kind, where, timeout_s)
     except OSError as error:
         raise PeerLostError(f"rank 0 does not answer at {address}: {error}") from error
-    _without_delay(connection)
-    return Peer(connection, name="rank 0", expects_fds=kind == "unix")
+    _prepare(connection)
+    return Peer(connection, name="rank 0", expects_fds=expects_fds and kind == "unix")
 
 
 def _connected(kind: str, where: str, timeout_s: float) -> socket.socket:
@@ -110,20 +120,11 @@ def _connected(kind: str, where: str, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
-        connection.connect(where)
+        connection.connect(f"\0{where}")
     except OSError:
         connection.close()
         raise
     return connection
-
-
-def _private_directory() -> str:
-    """A new directory that only this user can enter, short enough for a socket's name."""
-    directory = tempfile.mkdtemp(prefix="ppstream-")
-    if len(os.fsencode(f"{directory}/control")) > UNIX_PATH_BYTES_MAX:
-        Path(directory).rmdir()
-        directory = tempfile.mkdtemp(prefix="ppstream-", dir="/tmp")
-    return directory
 
 
 def _tcp_listener(host: str) -> socket.socket:
@@ -136,6 +137,10 @@ def _tcp_listener(host: str) -> socket.socket:
         ) from error
 
 
-def _without_delay(connection: socket.socket) -> None:
+def _prepare(connection: socket.socket) -> None:
+    """Over TCP: no delay, and the kernel says now and then that the connection is in use."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            connection.setsockopt(socket.IPPROTO_TCP, option, KEEPALIVE_S)

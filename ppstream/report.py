@@ -1,14 +1,15 @@
 """The report: reads run logs, judges them, prints what they mean. Also ``tools/overlap_report.py``.
 
 ``--html`` and ``--perfetto`` draw the same runs, ``--compare`` sets two beside each other. Exit
-codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 bad input; of several runs the worst one's. A comparison
-ends with 0 when it could be made.
+codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 bad input; of several runs the worst one's. 0 as well where
+the run's configuration accepts every reason. A comparison ends with 0 when it could be made.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,12 +26,10 @@ from ppstream.report_html import Judged, render_page
 from ppstream.report_text import ASCII, render
 from ppstream.run_report import RunReport
 from ppstream.runlog import find_runs, read_run
-from ppstream.verdict import Verdict
+from ppstream.verdict import SEVERITY, Verdict
 
 SCHEMA: Final = "ppstream.report/1"
 BAD_INPUT: Final = 3
-#: From harmless to decisive.
-SEVERITY: Final = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (LogError, ClaimError, CompareError) as error:
         print(f"bad input: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        where = error.filename or "standard output"
+        print(f"cannot write {where}: {error.strerror}", file=sys.stderr)
     return BAD_INPUT
 
 
@@ -114,7 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ppstream-report",
         description="Judge run logs: does the pipeline overlap, and can the log be believed?",
-        epilog="exit: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 bad input; of several runs the worst one's",
+        epilog="exit: 0 PASS or accepted by the run's own bringup.accept, 1 FAIL, 2 INCONCLUSIVE, "
+        "3 bad input; of several runs the worst one's",
     )
     parser.add_argument("logs", type=Path, nargs="?", help="a run's folder, or a folder of runs")
     files = {"json": "write the report there as well", "html": "one page for a browser"}
@@ -147,7 +148,10 @@ def _show(text: str) -> None:
         text.encode(encoding)
     except UnicodeEncodeError:
         text = text.translate(ASCII).encode(encoding, "replace").decode(encoding)
-    print(text)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader, such as head, has enough: the verdict stays what it is
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _without_lines(run: RunLog) -> RunLog:
@@ -156,7 +160,7 @@ def _without_lines(run: RunLog) -> RunLog:
 
 
 def _severity(report: RunReport) -> int:
-    return SEVERITY.index(report.verdict)
+    return SEVERITY.index(Verdict(report.exit_code))
 
 
 def _write_json(path: Path, document: Any) -> None:

@@ -15,6 +15,7 @@ from ppstream.records import Envelope
 from ppstream.report_series import latency_parts
 from ppstream.run_report import RunReport
 from ppstream.scores import between
+from ppstream.segments import ALONE
 
 CLAIMS_FILE: Final = "claims.json"
 PERTURBED_MIN: Final = 20  # periods of a profiled mode before its disagreement means anything
@@ -59,7 +60,7 @@ def _claims(report: RunReport) -> Iterator[Claim]:
     for stage, shares in report.critical_path.items():
         yield _claim("shares", f"starts of {stage}", 1.0, parts=list(shares.values()))
     parts = latency_parts(window)
-    latency_ns = [between(e.tA0, e.tEmit) for e in window.emitted if e.tA0 is not None]
+    latency_ns = [between(e.tA0, e.picked) for e in window.emitted if e.tA0 is not None]
     if parts and fmean(latency_ns) > 0:
         shares_of = [part_ns / fmean(latency_ns) for part_ns in parts.values()]
         yield _claim("shares", "parts of the latency", 1.0, parts=shares_of)
@@ -70,7 +71,7 @@ def _profiled(report: RunReport, envelopes: Iterable[Envelope]) -> Iterator[Clai
     periods: dict[str, list[int]] = {}
     before: Envelope | None = None
     for e in envelopes:
-        if before is not None and e.mode != "throughput" and _follows(before, e):
+        if before is not None and e.mode not in ("throughput", ALONE) and _follows(before, e):
             periods.setdefault(e.mode, []).append(between(before.tEmit, e.tEmit))
         before = e
     for mode, found in periods.items():

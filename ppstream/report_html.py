@@ -83,7 +83,8 @@ def _head(report: RunReport) -> str:
     if report.limited_by:
         origin += f" · {report.limited_by}"
     name = report.verdict.name
-    reasons = f"<small>{escape(', '.join(report.reasons))}</small>" if report.reasons else ""
+    why = ", ".join(report.reasons) + (" · accepted: SERVING" if report.accepted else "")
+    reasons = f"<small>{escape(why)}</small>" if why else ""
     said = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.statements)
     return (
         f'<header class="{name}"><h1>{WORDS[name]}{reasons}</h1>'
@@ -179,7 +180,7 @@ def _time_sections(report: RunReport) -> Iterator[str]:
 
 def _age_sections(run: RunLog, report: RunReport) -> Iterator[str]:
     yield _section(
-        "Age of the input",
+        "Age of the input" + (f" ({report.input_source})" if report.input_source else ""),
         "How old the newest sample of each stream is at the end of the window it went into.",
         stream_table(run, report),
     )

@@ -143,7 +143,7 @@ def emit_times_s(window: Window) -> list[float]:
 
 
 def latency_parts(window: Window) -> dict[str, float]:
-    """Mean ns of every part of tA0 to tEmit, in order; together they are the mean latency.
+    """Mean ns of every part of the latency, in order; together they are its mean.
 
     Both links are one part: with unsynchronised clocks only their sum is known.
     """
@@ -162,6 +162,8 @@ def latency_parts(window: Window) -> dict[str, float]:
         "wait for C": [between(e.tRecv, e.tDecode) for e in whole],
         "C": [between(e.tDecode, e.tEmit) for e in whole],
     }
+    if any(e.tPick is not None for e in whole):
+        parts["pick-up"] = [between(e.tEmit, e.picked) for e in whole]
     return {name: fmean(values) for name, values in parts.items()}
 
 

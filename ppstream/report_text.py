@@ -10,6 +10,7 @@ from ppstream.audits import Audit
 from ppstream.claims import Finding
 from ppstream.device_times import StageOnDevice
 from ppstream.memory_use import MemoryUse
+from ppstream.records import Ledger, RobotState
 from ppstream.report_series import input_ages_ns, latency_parts, periods_ns
 from ppstream.report_words import gib, ms, why_scores_differ
 from ppstream.run_report import RunReport, Service
@@ -31,6 +32,8 @@ def render(report: RunReport, claims: Sequence[Finding] = ()) -> str:
     window = report.window
     phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
     head = f"{report.verdict.name}   {', '.join(report.reasons)}".rstrip()
+    if report.accepted:
+        head += "   accepted: SERVING"
     origin = f"{report.run_id} · {phases} · {window.n} envelopes, {window.skipped} skipped"
     if report.limited_by is not None:
         origin += f" · {report.limited_by}"
@@ -43,6 +46,7 @@ def render(report: RunReport, claims: Sequence[Finding] = ()) -> str:
         "",
         *_score_lines(report),
         *_resource_lines(report.primary),
+        *_thread_lines(report),
         *_audit_lines(report.audits),
         *_claim_lines(claims),
         *_queue_lines(report),
@@ -70,9 +74,13 @@ def _score_lines(report: RunReport) -> Iterator[str]:
             f"G {score.gain:.2f} of {score.ceiling:.2f}",
             f"overhead {score.overhead:.1%}",
         ]
-        if report.strict is not None:
-            parts.insert(4, f"strict {report.strict:.2f}")
+        in_run = 1 / score.efficiency if score.efficiency else 0.0
+        strict = f"period / slowest {in_run:.2f}"
+        if report.alone is not None:
+            strict += f", alone {report.alone.strict:.2f}"
+        parts.insert(4, strict)
         yield from _row("primary", parts)
+    yield from _alone_lines(report)
     yield from _published_lines(report.compat)
     why = why_scores_differ(report)
     if why:
@@ -81,6 +89,23 @@ def _score_lines(report: RunReport) -> Iterator[str]:
     if model is not None:
         parts = [f"P {ms(model.period_ns)}", f"gap {model.gap:+.1%}", f"W* {model.w_star}"]
         yield from _row("model", [*parts, f"limit {model.formula}"])
+
+
+def _alone_lines(report: RunReport) -> Iterator[str]:
+    """The stages by themselves: what they take with nothing beside them, and in the run."""
+    alone = report.alone
+    if alone is not None:
+        times = {"A": alone.times.a, "B": alone.times.b, "C": alone.times.c}
+        parts = [f"S {_ratio(alone.s)}"]
+        for stage, ns in times.items():
+            stretch = alone.stretch.get(stage)
+            parts.append(f"{stage} {ms(ns)}" + (f" x {stretch:.2f}" if stretch else ""))
+        yield from _row("alone", [*parts, f"in turn {ms(alone.in_turn_ns)}"])
+    least = f"{report.gate.overlap_min:.2f}"
+    accept = ", ".join(report.gate.accept) or "nothing"
+    parts = [f"S and S alone from {least}", f"accepts {accept}"]
+    if report.window.topology.world_size > 1:
+        yield from _row("limits", parts)
 
 
 def _published_lines(score: Compat | None) -> Iterator[str]:
@@ -112,6 +137,23 @@ def _resource_lines(score: Primary | None) -> Iterator[str]:
         bar = "█" * round(BAR * min(1.0, share))
         busy = ms(score.busy_ns[name] / score.n)
         yield f"{names.get(name, name):<{LABEL}}{bar:·<{BAR}} {share:4.0%}  {busy} an envelope"
+
+
+def _thread_lines(report: RunReport) -> Iterator[str]:
+    """Time that no stage and no wait explains, and CPU time of the stages."""
+    parts = []
+    for name, found in report.unnamed.items():
+        delay = "unknown" if found.delay is None else f"{found.delay:.0%}"
+        parts.append(f"{name} {found.share:.0%} (waits for a CPU: {delay})")
+    if parts:
+        yield from _row("unnamed", parts)
+    parts = [
+        f"{stage} {times.cpu_ns / times.stage_ns:.0%} of its time"
+        for stage, times in report.cpu.items()
+        if times.stage_ns > 0
+    ]
+    if parts:
+        yield from _row("CPU", parts)
 
 
 def _audit_lines(audits: Mapping[str, Audit]) -> Iterator[str]:
@@ -147,12 +189,16 @@ def _time_lines(report: RunReport) -> Iterator[str]:
     if parts:
         shown = [f"{name} {ms(ns)}" for name, ns in parts.items() if ns >= SHOWN_NS]
         yield from _row("  mean of it", shown)
+    if report.pick_up is not None:
+        behind = "of it behind the end of C on the device"
+        yield from _row("  pick-up", [*_quantile_parts(report.pick_up), behind])
     if report.age is not None:
         yield from _row("age", [*_quantile_parts(report.age), "measured by the robots"])
     if report.oldest is not None:
         yield from _row("", [str(report.oldest)])
+    source = f"input ({report.input_source})" if report.input_source else "input"
     for stream, ages in input_ages_ns(report.window.emitted).items():
-        yield from _row(f"  {stream}"[: LABEL - 1], [*_quantile_parts(quantiles(ages)), "input"])
+        yield from _row(f"  {stream}"[: LABEL - 1], [*_quantile_parts(quantiles(ages)), source])
 
 
 def _claim_lines(claims: Sequence[Finding]) -> Iterator[str]:
@@ -198,7 +244,34 @@ def _service_lines(service: Service | None) -> Iterator[str]:
     if service.deadline is not None:
         missed, n = service.deadline["misses"], service.deadline["n"]
         parts.append(f"{missed} of {n} past their lease")
+    if service.gaps is not None:
+        gaps = service.gaps
+        parts.append(f"longest without a new chunk {ms(gaps.longest_ns)}")
+        parts.append(f"{gaps.above} above {ms(gaps.limit_ns)}")
     yield from _row("service", parts)
+    for robot in service.robots:
+        yield from _row("  robot", _robot_parts(robot))
+    for stream in service.streams:
+        yield from _row(f"  {stream.stream}"[: LABEL - 1], _hole_parts(stream))
+
+
+def _robot_parts(robot: RobotState) -> Iterator[str]:
+    """One session's own account; what it did not say is left out."""
+    yield f"session {robot.session:x}"
+    if robot.holds is not None:
+        held = "" if robot.held_ns is None else f" for {ms(robot.held_ns)}"
+        yield f"{robot.holds} holds{held}"
+    if robot.faults is not None:
+        yield f"{robot.faults} faults" + (f", the newest: {robot.fault}" if robot.fault else "")
+    if robot.chunk_gap_ns is not None:
+        yield f"longest without a new chunk {ms(robot.chunk_gap_ns)}"
+
+
+def _hole_parts(stream: Ledger) -> Iterator[str]:
+    longest = f", longest {ms(stream.longest_hole_ns or 0)}" if stream.holes else ""
+    yield f"holes above max_gap_ms: {stream.holes}{longest}"
+    share = stream.invalid_share
+    yield "invalid targets not counted" if share is None else f"{share:.1%} of targets invalid"
 
 
 def _device_lines(stages: Sequence[StageOnDevice]) -> Iterator[str]:

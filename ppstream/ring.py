@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ppstream.clock import NS_PER_MS
 from ppstream.robot_clock import NEVER_NS, RobotClock
 from ppstream.sample_ledger import (
     CLOCK_JUMP,
@@ -42,6 +43,8 @@ _INT64: Final = np.dtype(np.int64)
 class SensorRing:
     """One row of a bank. Its samples are finite, and their stamps strictly increase.
 
+    Of equal stamps the first sample counts; resampling rests on both (``window.py``).
+
     Samples are numbered from 0 in order of arrival: sample i lies in slot ``i % capacity``, and
     ``count`` samples before number ``accepted`` are held. A ``tap`` is told what arrives.
     ``newest_ns`` (robot clock) and ``newest_rx_ns`` (rank 0's) are ``NEVER_NS`` while it is empty.
@@ -61,6 +64,7 @@ class SensorRing:
         self._dim = bank.stream.dim
         self._dtype = np.dtype(bank.stream.dtype)
         self._is_image = bank.is_image
+        self._gap_ns = round(bank.stream.max_gap_ms * NS_PER_MS)
         self._row = row
         self._values: NDArray[np.float32] = bank.values[row].numpy()
         self._stamps: NDArray[np.int64] = bank.stamps_ns[row].numpy()
@@ -203,7 +207,11 @@ class SensorRing:
         self._heads[self._row] = oldest % capacity
         if self.settled < oldest:
             self._lose_before(oldest, OVERWRITTEN)
-        self.newest_ns = stamps.item(n - 1)
+        before_ns, self.newest_ns = self.newest_ns, stamps.item(n - 1)
+        if before_ns != NEVER_NS and self.newest_ns - before_ns > self._gap_ns:
+            for step_ns in np.diff(stamps, prepend=before_ns).tolist():
+                if step_ns > self._gap_ns:
+                    self.ledger.add_hole(step_ns)
         self.newest_rx_ns = rx_ns
         return n
 

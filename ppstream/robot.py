@@ -27,7 +27,9 @@ from ppstream.timeline import ActionTimeline
 class RobotClient:
     """One robot: declares its streams and actions, pushes samples, receives action chunks.
 
-    All methods may be called from any thread; ``close`` ends it for good.
+    All methods may be called from any thread; ``close`` ends it for good. An exception on the
+    receiving thread, of ``on_chunk`` for instance, ends that: it is logged, ``failure`` has its
+    traceback, and whatever needs the thread raises, ``timeline.action_at`` included.
 
     Args:
         endpoint: where rank 0 listens, ``tcp://host:port`` or ``ipc://path``.
@@ -66,6 +68,8 @@ class RobotClient:
     ) -> None:
         self.timeline = ActionTimeline(len(actions), blend_ms=blend_ms, max_age_ms=max_age_ms)
         self.clock = clock
+        self.timeline.is_ready = lambda: self._session.executable
+        self.timeline.on_trouble = self._hurry
         self._feedback = Feedback(self.timeline, clock)
         self._endpoint = endpoint
         self._keys = keys
@@ -94,9 +98,10 @@ class RobotClient:
             HandshakeError: the server refuses this robot for good; the message is the difference.
             PeerLostError: no session in time; the message has the last refusal.
             ConfigError: the endpoint is malformed.
+            ReceiverEndedError: the receiving thread ended by an exception.
         """
         if self._link is None:
-            callbacks = (self._merge, self._turn)
+            callbacks = (self._merge, self._turn, self._fail)
             self._link = RobotLink(
                 self._endpoint, self._session, *callbacks, keys=self._keys, clock=self.clock
             )
@@ -109,20 +114,29 @@ class RobotClient:
         return self._session.session != 0
 
     @property
+    def failure(self) -> str | None:
+        """What ended the receiving thread, with its traceback; None: it lives."""
+        return self.timeline.failure
+
+    @property
     def phase(self) -> str:
         """The run's phase as last heard; ``connecting`` before the first session."""
         return self._session.phase
 
     @property
     def ready(self) -> bool:
-        """Whether the phase permits to execute actions; the lease of each must permit it, too."""
-        return self._session.executable
+        """Whether the phase permits to execute actions; the lease of each must permit it, too.
+
+        False for good once the receiving thread has ended.
+        """
+        return self._session.executable and self.failure is None
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait for a phase in which actions may be executed; False when it did not come in time.
 
         Raises:
-            PpstreamError: ``connect`` was not called, or the receiving thread ended by an error.
+            PpstreamError: ``connect`` was not called.
+            ReceiverEndedError: the receiving thread ended by an exception.
         """
         return self._connected_link().wait_executable(timeout_s)
 
@@ -134,8 +148,9 @@ class RobotClient:
         Raises:
             SpecError: the samples are not what was declared for ``stream``.
             PpstreamError: ``connect`` was not called.
+            ReceiverEndedError: the receiving thread ended by an exception.
         """
-        link = self._connected_link()
+        link = self._living_link()
         now = now_ns()
         begins = self._outbox.due_ns is None
         batches = self._outbox.add(stream, stamp_ns, values, now)
@@ -150,7 +165,7 @@ class RobotClient:
 
         Never waits; False and errors as ``push``.
         """
-        link = self._connected_link()
+        link = self._living_link()
         return self._send_batches(link, [self._outbox.encoded(stream, stamp_ns, jpeg)], now_ns())
 
     def instruct(self, text: str) -> int:
@@ -162,8 +177,9 @@ class RobotClient:
         Raises:
             SpecError: the text is too long for the wire.
             PpstreamError: ``connect`` was not called.
+            ReceiverEndedError: the receiving thread ended by an exception.
         """
-        link = self._connected_link()
+        link = self._living_link()
         with link.changed:
             message = self._session.instruct(text)
             if self.connected and not link.send(message):
@@ -185,8 +201,13 @@ class RobotClient:
         return self.timeline.mark_executed(chunk, at_ns)
 
     def reset(self) -> None:
-        """Begin a new episode: what is owed to the old one is dropped, here and on rank 0."""
-        link = self._connected_link()
+        """Begin a new episode: what is owed to the old one is dropped, here and on rank 0.
+
+        Raises:
+            PpstreamError: ``connect`` was not called.
+            ReceiverEndedError: the receiving thread ended by an exception.
+        """
+        link = self._living_link()
         self._flush(link)
         with link.changed:
             self.timeline.clear()
@@ -203,6 +224,7 @@ class RobotClient:
             return ClientStatistics(
                 session=session.session,
                 phase=session.phase,
+                failure=self.failure,
                 sessions_opened=session.opened,
                 reconnecting=session.reconnecting(),
                 sent=self._sent,
@@ -221,6 +243,7 @@ class RobotClient:
             self.timeline.clear()  # so that the last chunks are reported, too
             self._feedback.collect()
             self._feedback.send_reports(self._link.send)
+            self._tell_state(self._link, now_ns(), is_last=True)
             self._link.close()
 
     def __enter__(self) -> RobotClient:
@@ -239,6 +262,11 @@ class RobotClient:
             raise PpstreamError("this client has no connection yet; call connect() first")
         return self._link
 
+    def _living_link(self) -> RobotLink:
+        link = self._connected_link()
+        link.raise_failure()
+        return link
+
     def _merge(self, chunk: ActionChunk) -> None:
         """The link's thread: a chunk arrived."""
         link = self._connected_link()
@@ -249,6 +277,7 @@ class RobotClient:
             with self._counting:
                 self._dropped[reason] += 1
         elif refusal is None:
+            self._feedback.arrived(now_ns())
             if self.on_chunk is not None:
                 self.on_chunk(chunk)
             self._feedback.send_prefix(link.send, chunk.session, chunk.session_epoch)
@@ -258,11 +287,29 @@ class RobotClient:
 
         Reports leave here, just after a chunk came, when they delay nobody's samples.
         """
-        link = self._connected_link()
-        self._feedback.collect()
-        self._feedback.send_reports(link.send)
+        link, feedback = self._connected_link(), self._feedback
+        feedback.collect()
+        feedback.send_reports(link.send)
+        if not self._session.executable:
+            feedback.await_ready()
+        state_due_ns = self._tell_state(link, now)
         self._send_batches(link, self._outbox.take_due(now), now)
-        return self._outbox.due_ns
+        dues = (self._outbox.due_ns, state_due_ns)
+        return min((due for due in dues if due is not None), default=None)
+
+    def _tell_state(self, link: RobotLink, now: int, *, is_last: bool = False) -> int | None:
+        return self._feedback.send_state(link.send, self._session.session, now, is_last=is_last)
+
+    def _fail(self, why: str) -> None:
+        """The link's thread ends: the last that rank 0 hears is why."""
+        self.timeline.fail(why, f"client: {why}")
+        self._tell_state(self._connected_link(), now_ns(), is_last=True)
+
+    def _hurry(self) -> None:
+        """Any thread: a hold or a fault began."""
+        if self._link is not None:
+            self._feedback.hurry()
+            self._link.wake()
 
     def _flush(self, link: RobotLink) -> None:
         now = now_ns()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ class AsyncRobotClient:
         Raises:
             HandshakeError: the server refuses this robot for good; the message is the difference.
             PeerLostError: no session in time; the message has the last refusal.
+            ReceiverEndedError: the receiving thread ended by an exception.
         """
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self.client.connect, timeout_s)
@@ -49,7 +51,8 @@ class AsyncRobotClient:
         """Wait for a phase in which actions may be executed.
 
         Raises:
-            PpstreamError: ``connect`` was not called, or the receiving thread ended by an error.
+            PpstreamError: ``connect`` was not called.
+            ReceiverEndedError: the receiving thread ended by an exception.
         """
         while not await asyncio.to_thread(self.client.wait_ready, SLICE_S):
             pass
@@ -64,7 +67,7 @@ class AsyncRobotClient:
         Ends when the client is closed.
 
         Raises:
-            PpstreamError: the receiving thread ended by an error.
+            ReceiverEndedError: the receiving thread ended by an exception.
         """
         while True:
             try:
@@ -109,8 +112,9 @@ class AsyncRobotClient:
         """The receiving thread: hand over to the event loop, unless that has ended."""
         if self._then is not None:
             self._then(chunk)
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._offer, chunk)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed: whoever executes the timeline goes on
+                self._loop.call_soon_threadsafe(self._offer, chunk)
 
     def _offer(self, chunk: ActionChunk) -> None:
         self.overtaken += self._newest is not None

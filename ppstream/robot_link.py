@@ -6,12 +6,15 @@ samples, no actions and no opinion about motion.
 
 from __future__ import annotations
 
+import logging
 import threading
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from ppstream.clock import Clock, now_ns
-from ppstream.errors import HandshakeError, PeerLostError, PpstreamError
+from ppstream.errors import HandshakeError, PeerLostError, ReceiverEndedError
 from ppstream.keys import ClientKeys
 from ppstream.messages import (
     DECODE_ERRORS,
@@ -27,11 +30,16 @@ from ppstream.robot_session import HOPELESS, RobotSession
 from ppstream.sockets import connect_client
 from ppstream.waiter import Waiter
 
+logger = logging.getLogger("ppstream")
+
 JOIN_S: Final = 2.0  # the thread waits for nothing that wake() does not end
 
 
 class RobotLink:
     """Connects at once and goes on trying until it is closed.
+
+    An exception that ends its thread, from a callback or of its own, is logged once; ``failure``
+    is its text from then on, the session is given back, and whoever sends or waits raises it.
 
     Args:
         endpoint: where rank 0 listens.
@@ -39,6 +47,7 @@ class RobotLink:
         on_chunk: called by the link's thread with every chunk, whosoever it is.
         on_turn: called by the link's thread once per turn with the time; sends what is due and
             returns when it wants the next turn, or None.
+        on_failure: called by the link's thread with ``failure``, before the goodbye.
         keys: of this robot; needed where the endpoint is not on this host.
         clock: that stamps samples; shown to the server when it asks, for traces.
 
@@ -52,6 +61,7 @@ class RobotLink:
         session: RobotSession,
         on_chunk: Callable[[ActionChunk], None],
         on_turn: Callable[[int], int | None],
+        on_failure: Callable[[str], None],
         *,
         keys: ClientKeys | None = None,
         clock: Clock = now_ns,
@@ -62,7 +72,9 @@ class RobotLink:
         self._endpoint = endpoint
         self._on_chunk = on_chunk
         self._on_turn = on_turn
-        self._failure: Exception | None = None
+        self._on_failure = on_failure
+        self.failure: str | None = None
+        self._cause: BaseException | None = None
         self._closing = False
         self._clock = clock
         self._socket = connect_client(endpoint, keys)
@@ -85,12 +97,13 @@ class RobotLink:
         Raises:
             HandshakeError: the server refuses this robot for good; the message is the difference.
             PeerLostError: no session in time; the message has the last refusal.
+            ReceiverEndedError: the link's thread has ended by an exception.
         """
         session = self.session
         with self.changed:
             session.refused = None
             self.changed.wait_for(
-                lambda: session.session or session.is_hopeless or self._failure, timeout_s
+                lambda: session.session or session.is_hopeless or self.failure, timeout_s
             )
             is_open, refused = session.session != 0, session.refused
         self.raise_failure()
@@ -101,18 +114,20 @@ class RobotLink:
         raise (HandshakeError if why in HOPELESS else PeerLostError)("\n  ".join(lines))
 
     def wait_executable(self, timeout_s: float | None) -> bool:
-        """Wait for a phase in which actions may be executed; False when it did not come in time."""
+        """Wait for a phase in which actions may be executed; False when it did not come in time.
+
+        Raises:
+            ReceiverEndedError: the link's thread has ended by an exception.
+        """
         with self.changed:
-            self.changed.wait_for(lambda: self.session.executable or self._failure, timeout_s)
+            self.changed.wait_for(lambda: self.session.executable or self.failure, timeout_s)
         self.raise_failure()
         return self.session.executable
 
     def raise_failure(self) -> None:
-        """Raises PpstreamError when the link's thread has ended by an exception."""
-        if self._failure is not None:
-            raise PpstreamError(
-                f"the receiving thread ended: {self._failure!r}; close this client and make another"
-            ) from self._failure
+        """Raises ReceiverEndedError when the link's thread has ended by an exception."""
+        if self.failure is not None:
+            raise ReceiverEndedError(self.failure) from self._cause
 
     def close(self) -> None:
         """Say goodbye, end the thread and release the socket. Twice is fine."""
@@ -122,10 +137,7 @@ class RobotLink:
         self.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
-        with self.changed:
-            if self.session.session:
-                self.send(Bye(self.session.session))
-                self.session.session = 0
+        self._leave()
         self._socket.close()
         self._waiter.close()
 
@@ -135,10 +147,32 @@ class RobotLink:
                 self._waiter.wait(self._turn(now_ns()))
                 for frame in self._socket.drain():
                     self._receive(frame.body)
-        except Exception as error:  # noqa: BLE001 (top of a thread: its users raise it)
-            with self.changed:
-                self._failure = error
-                self.changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - the top of a thread: its users raise it
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """The thread ends: nobody may go on as if chunks could come."""
+        *_, what = traceback.format_exception_only(error)
+        trace = "".join(traceback.format_exception(error))
+        text = (
+            f"the receiving thread ended: {what.strip()}; close this client and make another\n"
+            f"{trace.rstrip()}"
+        ).encode("utf-8", "backslashreplace")  # a text may hold what no file takes
+        self._cause = error
+        with self.changed:
+            self.failure = text.decode()
+            self.changed.notify_all()
+        with suppress(Exception):  # it may be the socket that failed
+            self._on_failure(self.failure)
+        with suppress(Exception):
+            self._leave()
+        logger.error("%s", self.failure)
+
+    def _leave(self) -> None:
+        with self.changed:
+            if self.session.session:
+                self.send(Bye(self.session.session))
+                self.session.session = 0
 
     def _turn(self, now: int) -> int:
         """Send what is due; returns for how long there is nothing to do."""

@@ -14,7 +14,10 @@ from ppstream.provenance import Provenance
 from ppstream.wire import (
     MAX_DETAILS,
     MAX_DIM,
+    Count,
+    FaultText,
     Id,
+    Instant,
     InstructionText,
     Message,
     Name,
@@ -78,12 +81,12 @@ class Report(Message, frozen=True, tag=3):
     """What became of an action chunk on the robot, in durations of the robot's clock."""
 
     session: Id
-    epoch: Id
-    seq: Id
-    age_ns: Ns  # window end to execution of its first action (or to receipt when not executed)
-    executed: Id  # actions of the chunk executed; 0: superseded, late or expired
-    oldest_ns: Ns = 0  # window end to execution of its last action: the oldest one executed
-    dispatch_ns: Ns = 0  # receipt to execution of its first action
+    epoch: Count
+    seq: Count
+    age_ns: Count  # window end to execution of its first action (or to receipt when not executed)
+    executed: Count  # actions of the chunk executed; 0: superseded, late or expired
+    oldest_ns: Count = 0  # window end to execution of its last action: the oldest one executed
+    dispatch_ns: Count = 0  # receipt to execution of its first action
 
 
 class Reset(Message, frozen=True, tag=4):
@@ -119,8 +122,8 @@ class ClockReading(Message, frozen=True, tag=8):
     """What the robot's clock showed when a ClockQuestion arrived (since 1.1)."""
 
     session: Id
-    asked_ns: Ns  # of the question
-    robot_ns: Ns  # by the clock that stamps samples
+    asked_ns: Instant  # of the question
+    robot_ns: Instant  # by the clock that stamps samples
 
 
 class Prefix(Message, frozen=True, tag=9):
@@ -132,14 +135,31 @@ class Prefix(Message, frozen=True, tag=9):
 
     session: Id
     session_epoch: Id
-    start_ns: Ns
+    start_ns: Instant
     dt_ns: Span
-    expires_ns: Ns
-    delay_ns: Ns  # window end to receipt: the longest of the last few chunks
+    expires_ns: Instant
+    delay_ns: Count  # window end to receipt: the longest of the last few chunks
     actions: memoryview  # float32[n, len(actions of Hello)], little-endian; n of at least 1
 
 
-FromRobot = Hello | Samples | Report | Reset | Bye | Ping | Instruct | ClockReading | Prefix
+class RobotState(Message, frozen=True, tag=10):
+    """How the robot fared since its session began (since 1.2), in durations of its clocks.
+
+    Sent once a second at most, and when it begins to hold or a fault latches. What is under way
+    when a session begins, a hold, a fault or a wait for a chunk, belongs to it in full.
+    """
+
+    session: Id
+    holds: Count  # times it began to hold though the run was ready and it had executed actions
+    held_ns: Count  # how long it held so, the hold under way included
+    faults: Count
+    fault: FaultText  # the newest, in the robot's words; empty: none
+    chunk_gap_ns: Count  # longest time without a new action chunk while the run was ready
+
+
+FromRobot = (
+    Hello | Samples | Report | Reset | Bye | Ping | Instruct | ClockReading | Prefix | RobotState
+)
 
 
 # ---- rank 0 -> robot ------------------------------------------------------------------------

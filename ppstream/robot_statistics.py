@@ -28,6 +28,7 @@ class Reconnecting:
 class ClientStatistics:
     """Counts since the start; ``age`` is observation to action, in the robot's clock.
 
+    ``failure``: what ended the receiving thread, with its traceback; None: it lives.
     ``unsent``: samples pushed while nobody could take them. ``dropped``: chunks that were not for
     this robot as it was; the timeline counts the rest. ``undecodable``: frames. ``dispatch``: from
     the receipt of a chunk to the execution of its first action.
@@ -35,6 +36,7 @@ class ClientStatistics:
 
     session: int
     phase: str
+    failure: str | None
     sessions_opened: int
     reconnecting: Reconnecting
     sent: int
@@ -47,7 +49,9 @@ class ClientStatistics:
 
     def line(self) -> str:
         """For people: the connection, and the oldest action executed so far."""
-        if self.session:
+        if self.failure is not None:
+            state = self.failure.partition("\n")[0]
+        elif self.session:
             state = f"session {self.session:x}, {self.phase}"
         else:
             again = self.reconnecting

@@ -6,27 +6,39 @@ from dataclasses import asdict, dataclass, field
 from typing import Final, NamedTuple
 
 from ppstream.audits import Audit
+from ppstream.contention import Alone
+from ppstream.cpus import Machine
 from ppstream.device_times import ClockSeen, StageOnDevice
 from ppstream.memory_use import MemoryUse
+from ppstream.records import Ledger, RobotState
 from ppstream.safety import QueueMaxima
 from ppstream.scores import Compat, Primary
 from ppstream.segments import Window
-from ppstream.standing import Quantiles
+from ppstream.standing import Gaps, Quantiles
 from ppstream.statements import Model
-from ppstream.verdict import Verdict
+from ppstream.thread_time import StageCpu, Unnamed
+from ppstream.verdict import Gate, Verdict, is_accepted
 
 MS: Final = 1e-6  # per ns
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The ready phase, described and not gated: there the input sets the period."""
+    """The ready phase: there the input sets the period, so no score is asked of it.
+
+    Its verdict is PASS unless it was not what bring-up was, or robots did not get their actions.
+    """
 
     limited_by: str | None
     latency: Quantiles | None
     deadline: dict[str, object] | None
     utilisation: dict[str, float] | None
     drops: dict[str, object]
+    verdict: Verdict = Verdict.PASS
+    reasons: dict[str, str] = field(default_factory=dict)  # each with its sentence
+    gaps: Gaps | None = None  # without a new chunk
+    robots: tuple[RobotState, ...] = ()
+    streams: tuple[Ledger, ...] = ()
 
 
 class OldestAction(NamedTuple):
@@ -51,9 +63,11 @@ class RunReport:
     window: Window
     compat: Compat | None
     primary: Primary | None
-    strict: float | None  # period over the slowest stage timed alone
+    alone: Alone | None
+    gate: Gate
     audits: dict[str, Audit]
     latency: Quantiles | None
+    pick_up: Quantiles | None  # of it, behind the end of C on a device
     age: Quantiles | None  # measured by the robots; None without them
     oldest: OldestAction | None
     model: Model | None
@@ -65,10 +79,20 @@ class RunReport:
     memory: list[MemoryUse] = field(default_factory=list)  # of ranks that logged it
     on_device: list[StageOnDevice] = field(default_factory=list)
     clocks: list[ClockSeen] = field(default_factory=list)
+    unnamed: dict[str, Unnamed] = field(default_factory=dict)  # by thread
+    cpu: dict[str, StageCpu] = field(default_factory=dict)  # by stage
+    machine: Machine | None = None  # during bring-up
+    input_source: str = ""  # of the judged phase: synthetic, recorded; empty: robots
+
+    @property
+    def accepted(self) -> list[str]:
+        """Reasons that the run's configuration accepts, when they are all there are."""
+        accept = is_accepted(self.verdict, self.reasons, self.gate.accept)
+        return list(self.reasons) if accept else []
 
     @property
     def exit_code(self) -> int:
-        return int(self.verdict)
+        return 0 if self.accepted else int(self.verdict)
 
     def as_dict(self) -> dict[str, object]:
         """The run's entry under ``runs`` in ``ppstream.report/1``; times in ms."""
@@ -77,13 +101,21 @@ class RunReport:
             "run_id": self.run_id,
             "verdict": self.verdict.name,
             "reasons": self.reasons,
+            "accepted": self.accepted,
+            "limits": {"overlap_min": self.gate.overlap_min, "accept": list(self.gate.accept)},
             "n": self.window.n,
             "warmup_skipped": self.window.skipped,
             "class": self.limited_by,
             "compat": _compat_dict(self.compat),
-            "primary": _primary_dict(self.primary, self.strict),
+            "primary": _primary_dict(self.primary, self.alone),
+            "alone": _alone_dict(self.alone),
+            "cpu": {stage: times._asdict() for stage, times in self.cpu.items()},
+            "unnamed": {name: found._asdict() for name, found in self.unnamed.items()},
+            "machine": None if self.machine is None else self.machine._asdict(),
+            "input_source": self.input_source,
             "audits": {name: asdict(audit) for name, audit in self.audits.items()},
             "latency_ms": _ms_dict(self.latency),
+            "pick_up_ms": _ms_dict(self.pick_up),
             "age_ms": _ms_dict(self.age),
             "oldest_action_ms": _oldest_dict(self.oldest),
             "model": _model_dict(self.model),
@@ -116,7 +148,7 @@ def _compat_dict(score: Compat | None) -> dict[str, object] | None:
     }
 
 
-def _primary_dict(score: Primary | None, strict: float | None) -> dict[str, object] | None:
+def _primary_dict(score: Primary | None, alone: Alone | None) -> dict[str, object] | None:
     if score is None:
         return None
     return {
@@ -128,9 +160,24 @@ def _primary_dict(score: Primary | None, strict: float | None) -> dict[str, obje
         "E": score.efficiency,
         "G": score.gain,
         "G_star": score.ceiling,
-        "strict": strict,
+        "S_alone": None if alone is None else alone.s,
+        "strict": None if alone is None else alone.strict,
+        "strict_in_run": 1 / score.efficiency if score.efficiency else None,
         "overhead": score.overhead,
         "bubble": {name: 1 - share for name, share in score.utilisation.items()},
+    }
+
+
+def _alone_dict(alone: Alone | None) -> dict[str, object] | None:
+    if alone is None:
+        return None
+    times = {"A": alone.times.a, "B": alone.times.b, "C": alone.times.c}
+    return {
+        "times_ms": {stage: ns * MS for stage, ns in times.items()},
+        "in_turn_ms": alone.in_turn_ns * MS,
+        "G_star": alone.ceiling,
+        "stretch": alone.stretch,
+        "moved": alone.moved,
     }
 
 
@@ -155,6 +202,20 @@ def _service_dict(service: Service | None, age: Quantiles | None) -> dict[str, o
         "deadline": service.deadline,
         "utilisation": service.utilisation,
         "drops": service.drops,
+        "verdict": service.verdict.name,
+        "reasons": list(service.reasons),
+        "longest_without_chunk_ms": None if service.gaps is None else service.gaps.longest_ns * MS,
+        "robots": [robot._asdict() for robot in service.robots],
+        "streams": {ledger.stream: _stream_dict(ledger) for ledger in service.streams},
+    }
+
+
+def _stream_dict(ledger: Ledger) -> dict[str, object]:
+    longest_ns = ledger.longest_hole_ns
+    return {
+        "holes": ledger.holes,
+        "longest_hole_ms": None if longest_ns is None else longest_ns * MS,
+        "invalid_share": ledger.invalid_share,
     }
 
 

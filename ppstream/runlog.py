@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from ppstream.errors import LogError
-from ppstream.log_lines import Line, check_schema, parse_run
+from ppstream.log_lines import Line, check_schema, parse_run, ranks_of
 from ppstream.records import Json, RunLog
 
 MANIFEST: Final = "run.json"
+EXITS: Final = "exit.json"
 #: ``rank0.gen0.jsonl``; anything between generation and suffix is a part of the same log.
 _LOG_NAME: Final = re.compile(r"rank(\d+)\.gen(\d+)(?:\..+)?\.jsonl")
 
@@ -50,11 +52,20 @@ def read_run(folder: Path) -> RunLog:
         if (match := _LOG_NAME.fullmatch(path.name))
     }
     ranks = {rank for rank, _ in files.values()}
-    missing = tuple(rank for rank in _expected_ranks(manifest) if rank not in ranks)
+    missing = tuple(rank for rank in range(ranks_of(manifest)) if rank not in ranks)
     torn: list[str] = []
     lines = (line for path, place in files.items() for line in _lines(path, *place, torn))
-    run = parse_run(manifest, lines, missing_ranks=missing)
+    run = parse_run(manifest, lines, missing_ranks=missing, exits=_exits(folder / EXITS))
     return replace(run, torn_lines=len(torn))
+
+
+def _exits(path: Path) -> Json:
+    """The ends of the ranks so far; empty where a full disk tore the file."""
+    if not path.is_file():
+        return {}
+    with suppress(LogError):
+        return _object(_text(path), str(path))
+    return {}
 
 
 def _lines(path: Path, rank: int, generation: int, torn: list[str]) -> Iterator[Line]:
@@ -97,6 +108,8 @@ def _object(text: str, where: str) -> Json:
         value = json.loads(text)
     except ValueError as error:
         raise LogError(f"{where}: not JSON: {error}") from error
+    except RecursionError:
+        raise LogError(f"{where}: not a log: its JSON is nested too deeply") from None
     if not isinstance(value, dict):
         raise LogError(f"{where}: expected an object, found {type(value).__name__}")
     return value
@@ -107,9 +120,3 @@ def _created(run: Path) -> str:
         return str(_object(_text(run / MANIFEST), str(run)).get("created_utc") or "")
     except LogError:
         return ""  # the reader of that run reports it
-
-
-def _expected_ranks(manifest: Json) -> range:
-    topology = manifest.get("topology")
-    size = topology.get("world_size") if isinstance(topology, dict) else None
-    return range(size) if isinstance(size, int) else range(2)

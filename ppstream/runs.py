@@ -13,14 +13,20 @@ import platform
 import secrets
 import shutil
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from ppstream.errors import FINAL_CODES, ConfigError, ExitCode
+from ppstream.peer_process import start_time
 
 SCHEMA: Final = "ppstream.log/1"
+OTHER_LEFT: Final = "the other rank left with"  # how a reason begins that is the other rank's
 ROBOT_STORY: Final = "robot.txt"  # what the embedded robot says at its end
 DIRECTORY_MODE: Final = 0o750
+LOCK_TRIES: Final = 50
+LOCK_PAUSE_S: Final = 0.02  # whoever holds it for longer is stopped
 
 
 def utc_now() -> str:
@@ -31,12 +37,14 @@ def utc_now() -> str:
 class Run:
     """One run's folder.
 
-    Rank 0 creates it; every rank of the host adds its own end to ``exit.json``.
+    Rank 0 creates it; every rank of the host adds its own end to ``exit.json``. A rank that belongs
+    to it holds a lock on the folder until its process ends: no other run deletes it meanwhile.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.run_id = directory.name
+        self._held = -1
 
     @classmethod
     def create(cls, root: Path, keep: int) -> Run:
@@ -49,41 +57,62 @@ class Run:
         run = cls(root / f"{stamp}-{secrets.token_hex(3)}")
         try:
             run.directory.mkdir(mode=DIRECTORY_MODE, parents=True)
+            run.hold()
             _point_latest(root, run.directory)
         except OSError as error:
-            raise ConfigError(
-                [f"log.root: cannot write to {root}: {error.strerror}; set log.root elsewhere"]
-            ) from error
+            raise _cannot_write(root, error) from error
         _prune(root, keep)
         return run
 
     @classmethod
-    def of_launcher(cls, root: Path) -> Run | None:
-        """The run an earlier generation of this launcher (our parent process) began, if any."""
+    def of_launcher(cls, root: Path, launcher_pid: int | None = None) -> Run | None:
+        """The newest run that a launcher began, if any; our parent process unless given.
+
+        Its number alone is worth nothing: another one may have had it, in another container or
+        after a restart of the host.
+        """
+        wanted = launcher(launcher_pid or os.getppid())
         for directory in reversed(_runs(root)):
-            if _read(directory / "run.json").get("launcher_pid") == os.getppid():
-                return cls(directory)
+            manifest = _read(directory / "run.json")
+            if None not in wanted.values() and wanted.items() <= manifest.items():
+                run = cls(directory)
+                run.hold()
+                return run
         return None
+
+    def hold(self) -> None:
+        """Keep this folder from being deleted until this process ends, where there are locks."""
+        with suppress(OSError):
+            self._held = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._held, fcntl.LOCK_SH)
 
     def log_path(self, rank: int, generation: int) -> Path:
         return self.directory / f"rank{rank}.gen{generation}.jsonl"
 
     def describe(self, **fields: Any) -> None:
-        """Merge ``fields`` into run.json; readers see the old file or the new one, never half."""
+        """Merge ``fields`` into run.json; readers see the old file or the new one, never half.
+
+        Raises:
+            ConfigError: the folder is gone, full or read-only.
+        """
         path = self.directory / "run.json"
-        _write(path, _read(path) | fields)
+        try:
+            _write(path, _read(path) | fields)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
 
     def begin(
         self, *, config: dict[str, Any], config_sha256: str, versions: dict[str, str]
     ) -> None:
-        """Write run.json as it is known at the start."""
+        """Write run.json as it is known at the start. Raises as ``describe``."""
         self.describe(
             schema=SCHEMA,
             run_id=self.run_id,
             created_utc=utc_now(),
             finished_utc=None,
             exit_code=None,
-            launcher_pid=os.getppid(),
+            **launcher(os.getppid()),
+            launcher_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
             config=config,
             config_sha256=config_sha256,
             versions=versions,
@@ -97,9 +126,18 @@ class Run:
 
     @classmethod
     def joined(cls, directory: Path) -> Run:
-        """The run that rank 0 began; on another host its folder is made here, too."""
-        directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-        return cls(directory)
+        """The run that rank 0 began; on another host its folder is made here, too.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
+        run = cls(directory)
+        try:
+            directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            run.hold()
+        except OSError as error:
+            raise _cannot_write(directory, error) from error
+        return run
 
     def stacks_path(self, rank: int, generation: int) -> Path:
         """Where the stacks of a stuck rank go."""
@@ -108,22 +146,26 @@ class Run:
     def record_exit(self, rank: int, code: ExitCode, reason: str, generation: int = 0) -> None:
         """Add this rank's end to exit.json; ranks of one host may do so at the same moment."""
         with (self.directory / ".exit.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _lock(lock.fileno())
             path = self.directory / "exit.json"
             end = {"code": int(code), "name": code.name, "reason": reason, "t": utc_now()}
             end["generation"] = generation
             _write(path, _read(path) | {str(rank): end})
 
+    def ends(self) -> dict[str, dict[str, Any]]:
+        """How the ranks of this host have ended so far, by rank; empty where nobody could tell."""
+        return _read(self.directory / "exit.json")
+
     def first_to_fail(self, generation: int) -> tuple[int, dict[str, Any]] | None:
         """The rank of this host that failed first in a generation, with its end.
 
-        One that left because another was lost is never it.
+        One that left because another was lost, or had said why it leaves, is never it.
         """
-        ends = _read(self.directory / "exit.json").items()
         failed = [
             (end["t"], int(rank), end)
-            for rank, end in ends
+            for rank, end in self.ends().items()
             if end["code"] not in (ExitCode.DRAINED, ExitCode.PEER_LOST)
+            and not end["reason"].startswith(OTHER_LEFT)
         ]
         failed = [found for found in failed if found[2].get("generation") == generation]
         _, rank, end = min(failed, default=(None, -1, {}), key=lambda found: (found[0], found[1]))
@@ -131,7 +173,7 @@ class Run:
 
     def final_code(self) -> ExitCode | None:
         """How an earlier generation ended, when restarting cannot improve it."""
-        codes = [ExitCode(end["code"]) for end in _read(self.directory / "exit.json").values()]
+        codes = [ExitCode(end["code"]) for end in self.ends().values()]
         return next((code for code in codes if code in FINAL_CODES), None)
 
 
@@ -141,6 +183,11 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
+
+
+def launcher(pid: int) -> dict[str, Any]:
+    """What names a launcher for ever: its number, when it began, and on which boot of the host."""
+    return {"launcher_pid": pid, "launcher_start": start_time(pid), "boot_id": boot_id()}
 
 
 def hardware() -> dict[str, Any]:
@@ -177,9 +224,43 @@ def _runs(root: Path) -> list[Path]:
 
 
 def _prune(root: Path, keep: int) -> None:
+    """Delete the oldest runs beyond ``keep``; those that go on are left alone."""
     runs = _runs(root)
     for old in runs[: max(0, len(runs) - keep)]:
-        shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):  # another rank's prune was faster, or it is another user's
+            folder = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if not _goes_on(old, folder):
+                    shutil.rmtree(old, ignore_errors=True)
+            finally:
+                os.close(folder)
+
+
+def _goes_on(directory: Path, fd: int) -> bool:
+    """Whether a rank holds the folder, or will again: its launcher may be starting it anew."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    manifest = _read(directory / "run.json")
+    pid, restarts = (manifest.get(f"launcher_{name}") for name in ("pid", "restarts"))
+    return bool(restarts and pid and launcher(pid).items() <= manifest.items())
+
+
+def _lock(fd: int) -> None:
+    """Lock a file for this process, or go on without: a rank that is stopped may hold it."""
+    for _ in range(LOCK_TRIES):
+        with suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(LOCK_PAUSE_S)
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    remedy = "make room, or set log.root elsewhere"
+    return ConfigError([f"log.root: cannot write to {path}: {error.strerror}; {remedy}"])
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -192,5 +273,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise

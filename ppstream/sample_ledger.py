@@ -13,7 +13,7 @@ from typing import Final, TypedDict
 # Refused on arrival:
 SHAPE: Final = "shape"  # a message whose arrays are not what the stream declared
 NON_FINITE: Final = "non_finite"  # NaN, infinite, or too large for float32
-DUPLICATE: Final = "duplicate"  # the newest sample's stamp again
+DUPLICATE: Final = "duplicate"  # the newest sample's stamp again: the first one counts
 LATE: Final = "late"  # older than the newest sample
 FUTURE: Final = "future"  # further ahead than time can have passed
 STALE: Final = "stale"  # it waited on the way for longer than any window reaches back
@@ -35,15 +35,20 @@ class Balance(TypedDict):
 
 
 class SampleLedger:
-    """Counts of one row and stream; written by the thread that owns the ring, and by it alone."""
+    """Counts of one row and stream; written by the thread that owns the ring, and by it alone.
 
-    __slots__ = ("dropped", "in_flight", "received", "used")
+    Holes between samples taken in, wider than a window bridges, are counted beside the balance.
+    """
+
+    __slots__ = ("dropped", "holes", "in_flight", "longest_hole_ns", "received", "used")
 
     def __init__(self) -> None:
         self.received = 0
         self.used = 0
         self.in_flight = 0
         self.dropped: dict[str, int] = {}
+        self.holes = 0
+        self.longest_hole_ns = 0
 
     def refuse(self, reason: str, samples: int) -> None:
         """``samples`` that were received are not accepted."""
@@ -53,6 +58,11 @@ class SampleLedger:
         """``samples`` in flight will never be used."""
         self.in_flight -= samples
         self.refuse(reason, samples)
+
+    def add_hole(self, ns: int) -> None:
+        """So much time without a sample, more than ``max_gap_ms``."""
+        self.holes += 1
+        self.longest_hole_ns = max(self.longest_hole_ns, ns)
 
     def settle(self, used: int, passed_over: int) -> None:
         """A window was cut: these samples are in flight no more."""
@@ -87,6 +97,8 @@ def total(ledgers: Iterable[SampleLedger]) -> SampleLedger:
         whole.received += ledger.received
         whole.used += ledger.used
         whole.in_flight += ledger.in_flight
+        whole.holes += ledger.holes
+        whole.longest_hole_ns = max(whole.longest_hole_ns, ledger.longest_hole_ns)
         for reason, samples in ledger.dropped.items():
             whole.refuse(reason, samples)
     return whole

@@ -2,7 +2,8 @@
 
 Pure. ``compat`` is the published definition to the letter: medians of per-envelope ratios. What
 decides is ``primary``: overlap S = (Sigma - T) / (Sigma - M) with Sigma the busy time of all serial
-resources, M that of the busiest and T the window. Busy never contains waiting.
+resources, M that of the busiest and T the window. Busy never contains waiting that has a stamp; of
+what a stage waits for inside, ``contention.py`` knows more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ RATIO_FLOOR_NS: Final = 1_000  # of the published ratio's denominator
 STAGE_MIN_NS: Final = 50_000  # below this the published ratio is undefined
 HELD_MAX_NS: Final = 1_000_000  # a receipt so soon behind the decode that made room was held
 HELD_SHARE: Final = 0.1  # of the mean period
+CEILING_MIN: Final = 1.10  # of Sigma / M: below it overlap has next to nothing to hide
 
 
 @dataclass(frozen=True, slots=True)

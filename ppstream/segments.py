@@ -15,6 +15,7 @@ from typing import Final
 from ppstream.records import Envelope, RunLog, Topology
 
 BRING_UP: Final = "bring-up"
+ALONE: Final = "alone"  # mode of envelopes that went one by one, to time a stage by itself
 WARMUP_MIN: Final = 10  # envelopes
 STEADY_RUN: Final = 20  # envelopes that must look alike before warm-up is over
 STEADY_MEAN: Final = 10  # envelopes per rolling mean of the period
@@ -93,7 +94,7 @@ def select_window(run: RunLog, phase: str | None = None) -> Window:
     Without ``phase``: bring-up when the run has any, else all but warming and draining.
     """
     phases = _phases(run, phase)
-    chosen = [envelope for envelope in run.envelopes if envelope.phase in phases]
+    chosen = [e for e in run.envelopes if e.phase in phases and e.mode != ALONE]
     generation = max((envelope.generation for envelope in chosen), default=0)
     chosen = [envelope for envelope in chosen if envelope.generation == generation]
     clean = [envelope for envelope in chosen if envelope.mode == "throughput"]

@@ -18,15 +18,21 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream import block_report, config_file, report
 from ppstream.config_text import as_toml
-from ppstream.ends import PeerLeftError, RankEnd
+from ppstream.ends import (
+    SEE_OUT_S,
+    RankEnd,
+    ignore_cut_signal,
+    ignore_signals,
+    on_signals,
+)
 from ppstream.errors import (
     FINAL_CODES,
     MEANINGS,
     ConfigError,
     ExitCode,
     PeerFrozenError,
-    PpstreamError,
 )
+from ppstream.lookout import Lookout
 from ppstream.runs import ROBOT_STORY, Run
 
 if TYPE_CHECKING:
@@ -46,10 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run this rank; under torchrun this does not return."""
     args = _parser().parse_args(argv)
     if sys.version_info < PYTHON_MIN:
-        found, wanted = (".".join(map(str, v[:2])) for v in (sys.version_info, PYTHON_MIN))
-        text = f"this is Python {found}, rank 0 and policy ranks need {wanted} or newer"
-        RankEnd(0).say(ExitCode.CONFIG, f"{text}; a robot's side (ppstream.robot) runs here")
-        return int(ExitCode.CONFIG)
+        return refuse_python()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     logging.basicConfig(level=logging.INFO, format="ppstream: %(message)s", stream=sys.stderr)
     try:
@@ -67,12 +70,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(text)
             return 0
     except ConfigError as error:
-        if rank == 0:  # every rank reads the same file: say it once
-            print(error, file=sys.stderr)
-            count = len(error.problems)
-            RankEnd(rank).say(ExitCode.CONFIG, f"{count} problem(s), listed above")
-        return int(ExitCode.CONFIG)
+        return refuse(error) if rank == 0 else int(ExitCode.CONFIG)  # all read the same file
     return run_rank(config, rank)
+
+
+def refuse_python() -> int:
+    """Say which Python is needed; returns the exit code."""
+    found, wanted = (".".join(map(str, v[:2])) for v in (sys.version_info, PYTHON_MIN))
+    text = f"this is Python {found}, rank 0 and policy ranks need {wanted} or newer"
+    RankEnd(0).say(ExitCode.CONFIG, f"{text}; a robot's side (ppstream.robot) runs here")
+    return int(ExitCode.CONFIG)
+
+
+def refuse(error: ConfigError) -> int:
+    """Say every problem of a configuration; returns the exit code."""
+    print(error, file=sys.stderr, flush=True)
+    RankEnd(0).say(ExitCode.CONFIG, f"{len(error.problems)} problem(s), listed above")
+    return int(ExitCode.CONFIG)
 
 
 def run_rank(config: PipelineConfig, rank: int) -> int:
@@ -88,27 +102,55 @@ def run_rank(config: PipelineConfig, rank: int) -> int:
     if run is not None and (code := run.final_code()) is not None:
         end.say(code, "an earlier generation ended so; restarting cannot improve it")
         return int(code)
+    final = ExitCode.INTERNAL, "this rank's end could not be told"
     try:
-        if rank == 0:
+        final = _run(config, end, run)
+        final = end.settled(*final)
+        end.record(*final)
+        if rank == 0 and end.run is not None and end.on_stop is not None and final[0] in REPORTED:
+            print_report(end.run)
+    except BaseException as error:  # noqa: BLE001 - a report that fails changes no end
+        end.complain("there is no report", error)
+    end.leave(*final)
+    return int(final[0])
+
+
+def _run(config: PipelineConfig, end: RankEnd, run: Run | None) -> tuple[ExitCode, str]:
+    """This rank from its first to its last act but leaving; ``run``: an earlier generation's."""
+    try:
+        on_signals(end.stop_early)
+        ignore_cut_signal()
+        Lookout(end, os.environ, config.liveness.frozen_ms).start()
+        if end.rank == 0:
             from ppstream.front import run_front
 
-            reason = run_front(config, end, run or Run.create(root, config.log.keep), generation)
+            run = run or Run.create(Path(config.log.root), config.log.keep)
+            reason = run_front(config, end, run)
         else:
             from ppstream.back import run_back
 
             reason = run_back(config, end)
-        code = ExitCode.DRAINED
-    except Exception as error:  # noqa: BLE001 - the top of the process: say it, and leave
-        code, reason = end_of(error)
-        if isinstance(error, PeerLeftError):
-            end.peer_said = error.said
+    except BaseException as error:  # noqa: BLE001 - the top of the process: say it, and leave
+        ignore_signals()
+        end.has_closed()
+        return end_of(error, end)
+    end.has_closed()
+    return ExitCode.DRAINED, reason
+
+
+def end_of(error: BaseException, end: RankEnd) -> tuple[ExitCode, str]:
+    """How a rank ends because of ``error``; one that nobody expected is printed in full."""
+    if isinstance(error, ModuleNotFoundError) and error.name in SERVE_PACKAGES:
+        return ExitCode.CONFIG, f"{error.name} is not installed: pip install 'ppstream[serve]'"
+    code, reason = end.because_of(error)
+    try:
+        if code is ExitCode.INTERNAL:
+            traceback.print_exception(error)
         if code not in REPORTED and code not in FINAL_CODES:  # else it may be printing its report
-            reason += end.see_peer_out(frozen=isinstance(error, PeerFrozenError))
-    end.record(code, reason)
-    if rank == 0 and end.run is not None and code in REPORTED:
-        print_report(end.run)
-    end.leave(code, reason)
-    return int(code)
+            reason += end.see_peer_out(0.0 if isinstance(error, PeerFrozenError) else SEE_OUT_S)
+    except Exception as failure:  # noqa: BLE001 - nothing changes the code
+        end.complain("the end is not told in full", failure)
+    return code, reason
 
 
 def missing_packages(config: PipelineConfig) -> list[str]:
@@ -117,18 +159,6 @@ def missing_packages(config: PipelineConfig) -> list[str]:
     if robot.startswith(DEMO_ROBOTS) and find_spec("mujoco") is None:
         return [f"demo.robot: {robot} needs mujoco: pip install 'ppstream[demo]', or demo = none"]
     return []
-
-
-def end_of(error: Exception) -> tuple[ExitCode, str]:
-    """How a rank ends because of ``error``; one that nobody expected is printed in full."""
-    if isinstance(error, PpstreamError):
-        return error.exit_code, str(error)
-    if isinstance(error, MemoryError):
-        return ExitCode.OUT_OF_MEMORY, str(error)
-    if isinstance(error, ModuleNotFoundError) and error.name in SERVE_PACKAGES:
-        return ExitCode.CONFIG, f"{error.name} is not installed: pip install 'ppstream[serve]'"
-    traceback.print_exception(error)
-    return ExitCode.INTERNAL, f"{type(error).__name__}: {error}"
 
 
 def print_report(run: Run) -> None:

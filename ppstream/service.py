@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ from ppstream.config import DemoConfig, PipelineConfig
 from ppstream.errors import ConfigError
 from ppstream.intake import build_intake
 from ppstream.pacing import Pacing, Scheduled, service_pacing
+from ppstream.peer_process import bound_command
 from ppstream.rank0 import Rank0
 from ppstream.record_file import open_recorder
 from ppstream.runs import ROBOT_STORY, Run
@@ -154,7 +154,7 @@ class Service:
         settings |= {"extra-delay-ms": demo.extra_delay_ms, "seed": demo.seed}
         options = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
         with (self._run.directory / ROBOT_STORY).open("w") as story:
-            return subprocess.Popen([sys.executable, "-m", demo.robot, *options], stdout=story)
+            return subprocess.Popen(bound_command(demo.robot, *options), stdout=story)
 
     def _end_robot(self) -> None:
         """The robot leaves by itself when the run drains; it is made to after a moment."""

@@ -5,10 +5,11 @@ Each has its own file; here they meet the sessions they belong to, and the run's
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+import msgspec
 import numpy as np
 
 from ppstream.clock import NS_PER_S, Clock, now_ns
@@ -23,8 +24,10 @@ from ppstream.messages import (
     Prefix,
     Report,
     Reset,
+    RobotState,
     Samples,
     ToRobot,
+    fault_text,
 )
 from ppstream.sample_ledger import CLOSED, SHAPE
 from ppstream.session_cameras import EncodedFrame, FrameDecoder, decoder_problem
@@ -35,12 +38,14 @@ if TYPE_CHECKING:
     from ppstream.session_table import SessionTable
 
 MAX_REPORTS: Final = 4096  # waiting for the log
+STATES_PER_S: Final = 20  # of each robot, into the log; one that behaves sends ten at most
 STAMP_BYTES: Final = 8
 NO_INSTRUCTIONS: Final = "this run takes none: policy.instructions is false"
-ASKS_SINCE_MINOR: Final = 1  # an older robot does not know the questions
 
 
-Note: TypeAlias = Report | Reset | Ping | Instruct | ClockReading | Prefix
+Note: TypeAlias = Report | Reset | Ping | Instruct | ClockReading | Prefix | RobotState
+#: What robots say of themselves, for the log.
+Told: TypeAlias = Report | RobotState
 #: Takes a numbered text to the policy, and says what came of it.
 Teach: TypeAlias = Callable[[int, str, Callable[[int, str], None]], None]
 
@@ -68,7 +73,8 @@ class SessionRequests:
         send: Callable[[bytes, ToRobot], None],
         wake: Callable[[], None],
     ) -> None:
-        self.reports: deque[Report] = deque(maxlen=MAX_REPORTS)
+        self.reports: deque[Told] = deque(maxlen=MAX_REPORTS)
+        self._states: Counter[int] = Counter()  # by session, of this second
         self.clock: Clock = now_ns
         self._teach: Teach = _nobody
         self._log_event: LogEvent = _nowhere
@@ -97,8 +103,9 @@ class SessionRequests:
     def note(self, session: Session, message: Note) -> None:
         """Whatever a robot says that is neither hello nor samples nor goodbye."""
         if isinstance(message, Report):
-            self._counts.reports_lost += len(self.reports) == MAX_REPORTS
-            self.reports.append(message)
+            self._report(message)
+        elif isinstance(message, RobotState):
+            self._state(message)
         elif isinstance(message, Prefix):
             session.commit(message)
         elif isinstance(message, Reset):
@@ -108,6 +115,18 @@ class SessionRequests:
             self.instruct(session, message)
         elif isinstance(message, ClockReading):
             self.reading(session, message)
+
+    def _report(self, told: Told) -> None:
+        self._counts.reports_lost += len(self.reports) == MAX_REPORTS
+        self.reports.append(told)
+
+    def _state(self, state: RobotState) -> None:
+        """For the log, unless it floods; it counts on, so the next one makes up for one lost."""
+        self._states[state.session] += 1
+        if self._states[state.session] > STATES_PER_S:
+            self._counts.reports_lost += 1
+            return
+        self._report(msgspec.structs.replace(state, fault=fault_text(state.fault)))
 
     def instruct(self, session: Session, message: Instruct) -> None:
         """A new instruction; one that is not newer than the last is ignored."""
@@ -158,13 +177,13 @@ class SessionRequests:
         return taken
 
     def each_second(self, now_ns: int) -> None:
-        """Ask robots what their clocks show, when it is time to."""
+        """Let robots tell anew how they fare, and ask what their clocks show when it is time to."""
+        self._states.clear()
         if self._probe_ns is None or now_ns < self._probe_due_ns:
             return
         self._probe_due_ns = now_ns + self._probe_ns
         for session in self._table.all():
-            if session.hello.minor >= ASKS_SINCE_MINOR:
-                self._send(session.peer, ClockQuestion(session.id, self.clock()))
+            self._send(session.peer, ClockQuestion(session.id, self.clock()))
 
     def close(self) -> None:
         self._cameras.close()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ppstream.clock import NS_PER_MS
 from ppstream.memops import Call
 
 if TYPE_CHECKING:
@@ -26,10 +27,15 @@ class GpuWork:
     """Queues about ``mean_ms`` of work, at each call the same.
 
     Made before anything waits on the device: the graph is captured here.
+
+    Attributes:
+        products: kernels of one call, all the same.
+        mean_ns: what it was made for.
     """
 
     def __init__(self, mean_ms: float, device: torch.device) -> None:
         self.products = 0
+        self.mean_ns = round(mean_ms * NS_PER_MS)
         if not mean_ms:
             return
         generator = torch.Generator(device).manual_seed(0)

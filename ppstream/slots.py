@@ -56,6 +56,8 @@ class LinkShape:
         d_in: bound of envelopes committed and not yet answered.
         d_out: bound of results received and not yet decoding.
         generation: of this start of the run; anything else on the link is a protocol error.
+        ahead: envelopes beyond ``d_in`` that stage B may be queued for on a GPU before they exist;
+            0: it is queued once its envelope was seen.
     """
 
     envelope: SlotLayout
@@ -63,6 +65,7 @@ class LinkShape:
     d_in: int
     d_out: int
     generation: int = 0
+    ahead: int = 0
 
     @property
     def envelope_slots(self) -> int:

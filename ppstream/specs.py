@@ -7,6 +7,7 @@ A slot is one contiguous block of bytes: a header row of int64 first, then the t
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -81,15 +82,18 @@ class SlotLayout:
         self.slot_bytes = position
 
     def views(self, slot: Tensor) -> Mapping[str, Tensor]:
-        """Named tensors ``[rows, *shape]`` that share memory with ``slot``, a uint8 tensor."""
+        """Named tensors ``[rows, *shape]`` that share memory with ``slot``, a uint8 tensor.
+
+        Read-only: a name cannot be bound to other memory.
+        """
         import torch
 
-        views = {}
+        views: dict[str, Tensor] = {}
         for spec in self.tensors:
             start = self.offsets[spec.name]
             flat = slot[start : start + spec.bytes_for(self.rows)].view(getattr(torch, spec.dtype))
             views[spec.name] = flat.view(self.rows, *spec.shape)
-        return views
+        return MappingProxyType(views)
 
     def header_view(self, slot: Tensor) -> Tensor:
         """The header as an int64 tensor ``[len(header)]`` that shares memory with ``slot``."""

@@ -49,6 +49,12 @@ class Policy(Protocol):
 
         Tensors are ``[B, *shape]`` and live in the link's slots. On a GPU: current stream, no host
         synchronisation. An exception is one failed envelope, counted, and told to the robot.
+
+        ``out`` is read-only: ``out["actions"] = x`` raises, ``out["actions"].copy_(x)`` writes. It
+        holds no older result but what proves (``unwritten.py``) that this call wrote each output of
+        each row that is present: one that is left out, in part, or written by a thread after the
+        call has returned, fails the envelope as ``unwritten``. A policy that wants its last output
+        keeps a copy. Outputs in uint8 have a multiple of 8 bytes in a row.
         """
 
 

@@ -15,10 +15,11 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from ppstream import trace
-from ppstream.clock import now_ns
+from ppstream.clock import now_ns, thread_cpu_ns
+from ppstream.cpus import RunDelay
 from ppstream.errors import ProtocolError
 from ppstream.flight import Flight
-from ppstream.headers import DURATIONS, EPOCH, FAILED
+from ppstream.headers import DURATIONS, EPOCH, FAILED, FAILURES
 from ppstream.paired import Paired
 from ppstream.rank0 import WAIT_MAX_NS
 from ppstream.standalone import time_on_host
@@ -50,6 +51,7 @@ class Stage0(Paired):
         self._is_split = self.config.pipeline.threads == "split"
         self._lead = sys.maxsize if self._is_split else SERIAL_LEAD
         self._times_c = TimeBook() if self._is_split else self.times  # of the thread that runs C
+        self._run_delay_c = RunDelay()  # of that thread, if it has one of its own
         self._results = Waiter() if self._is_split else self.waiter  # who waits for results
         self._result_fds = {peer.fileno(), *link.fds}
         for fd in self._result_fds:
@@ -59,6 +61,7 @@ class Stage0(Paired):
     def run(self, envelopes: int | None = None) -> None:
         self._start_limit = None if envelopes is None else self.started + envelopes
         self.times.end()
+        self.run_delay.begin()
         if self._is_split:
             self.run_split()
         else:
@@ -112,6 +115,7 @@ class Stage0(Paired):
     def decode_results(self, ended: threading.Event) -> None:
         mark = self._thread_marks["decode"]
         self._times_c.end()
+        self._run_delay_c.begin()
         while not ended.is_set():
             mark.turns += 1
             self._times_c.begin()
@@ -218,29 +222,32 @@ class Stage0(Paired):
     def finish(self, flight: Flight) -> None:
         """Stage C and emit, unless the result is stale or carries no actions."""
         slot = self.link.result(flight.index)
+        cpu_ns = thread_cpu_ns()
         flight.record.tDecode = self._times_c.begin()
         self.credits.begin_decode(flight.record.tDecode)
         self._room.set()  # a place in D_out is free
-        failed = self.read_header(flight, slot.header.tolist())
+        drop = self.read_header(flight, slot.header.tolist())
         if flight.epoch != self.epoch:
-            drop: str | None = "stale"
-        elif failed:
-            drop = "policy_error"
-        else:
+            drop = "stale"
+        elif drop is None:
             if trace.on:
                 trace.C.push(flight.epoch, flight.seq)
             drop = self.decode_and_emit(flight, slot)
             if trace.on:
                 trace.C.pop()
-        # a dropped envelope has no end of C in the log: its time is not stage C's
-        ended_ns = self._times_c.end(None if drop is None else LINK)
+        if drop is None:  # the emitter's own time is the link's
+            ended_ns = self._times_c.end(at_ns=flight.emit_ns)
+        else:  # a dropped envelope has no end of C in the log: its time is not stage C's
+            ended_ns = self._times_c.end(LINK)
+        flight.record.cpu_c_ns = thread_cpu_ns() - cpu_ns
         flight.record.w_result_ns = self._times_c.take_ns("result")
         if self._is_split:
             flight.record.busy_link_c_ns = self._times_c.take_ns(LINK)
+            flight.record.run_delay_c_ns = self._run_delay_c.take_ns()
         self.close_flight(flight, drop, ended_ns)
 
-    def read_header(self, flight: Flight, header: list[int]) -> bool:
-        """Book stage B's durations; returns whether the policy failed on this envelope."""
+    def read_header(self, flight: Flight, header: list[int]) -> str | None:
+        """Book stage B's durations; returns why the policy gave no actions, or None."""
         if header[EPOCH] != [flight.epoch, flight.seq]:
             raise ProtocolError(
                 f"result {flight.index} answers epoch and seq {header[EPOCH]}, "
@@ -248,7 +255,7 @@ class Stage0(Paired):
             )
         self.book_stage_b(flight.record, header[DURATIONS])
         self._usual_b_ns += ((flight.record.B_ns or 0) - self._usual_b_ns) // 8
-        return bool(header[FAILED])
+        return FAILURES[header[FAILED]]
 
     def measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
         newest = self.started - 1

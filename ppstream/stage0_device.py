@@ -12,9 +12,15 @@ A credit is the receipt of the result ``d_in`` envelopes earlier, which this dev
 (``credit = "before_window"``): A waits for it, and reads the rings after. Throughput
 (``"after_window"``): the copy waits for it, A runs one envelope ahead, and its data ages meanwhile.
 
+A stage A that waits for its credit waits for the policy rank, and so would a launch that finds the
+driver's queue full: ``link_device.run_ahead`` bounds by nodes what stands queued so. A stage A of a
+millisecond or more, or of many nodes, is queued once its credit was seen, behind at most one that
+runs: the host goes on to emit results meanwhile.
+
 The host finishes envelopes in order once their last event is done: books stamps, decodes, emits.
-``tEmit`` is the end of C on the device; the age of what it emits is counted to the true emit. The
-state of a run is ``rank0.py``'s, as for the CPU's loop in ``stage0.py``.
+``tEmit`` is the end of C on the device, ``tPick`` the moment at which the host takes the envelope
+up: latency is counted to there, the age of what it emits to the true emit. The state of a run is
+``rank0.py``'s, as for the CPU's loop in ``stage0.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +31,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ppstream.clock import NS_PER_MS, now_ns
 from ppstream.errors import ProtocolError
 from ppstream.flight import Flight
-from ppstream.headers import FAILED
-from ppstream.link_device import AHEAD
+from ppstream.headers import FAILED, FAILURES
+from ppstream.link_device import most_queued, run_ahead
 from ppstream.paired import Paired
 from ppstream.rank0 import WAIT_MAX_NS
 from ppstream.realtime import end_timeouts_on_time
@@ -35,10 +41,12 @@ from ppstream.stage0_queueing import Queueing
 from ppstream.stage_events import Rank0Times, book_rank0
 from ppstream.timestamps import EnvelopeRecord
 from ppstream.underway import Underway
+from ppstream.unwritten import Results, drawn_for
 from ppstream.watchdog import watched
 
 if TYPE_CHECKING:
     from ppstream.memops import Event
+    from ppstream.slots import Slot
     from ppstream.stage0_queueing import Parts
     from ppstream.stage_a_device import DeviceStageA
 
@@ -57,18 +65,21 @@ class Stage0Device(Paired):
         self.link = parts.link
         self._parts = parts
         self._a: DeviceStageA = self.stage_a  # type: ignore[assignment]
-        is_fresh = self.config.pipeline.credit == "before_window"
-        shape = self.config.pipeline
-        self._ahead = shape.d_in + AHEAD
+        is_fresh = self._is_fresh = self.config.pipeline.credit == "before_window"
+        self._most_queued = most_queued(parts.shape)
+        self._ahead = 0  # of credits, of this phase's stage A; 0: it is queued with its credit
         self._underway = Underway(
             self.credits, parts.clock, len(self.link.out), a_looks=is_fresh and self.link.looks
         )
         self._queueing = Queueing(parts, self._a, self._underway.ring, is_fresh=is_fresh)
         self._most_underway = 0  # of this phase
         self._waits_for_input = False
+        self._results = Results(drawn_for(self.log.run_id))
         self._before: Rank0Times | None = None
         self._look_ns = 0  # when at the latest
         self._glance_ns = 0  # when at the latest while envelopes leave no rest
+        self._is_launching = False
+        self.mark.busy_with = self._at
         self.waiter.register(self.peer.fileno())
         end_timeouts_on_time()
         self.log.queues_ahead = True
@@ -76,9 +87,11 @@ class Stage0Device(Paired):
     def enter(self, phase: str, **parts: Any) -> None:
         super().enter(phase, **parts)
         self._waits_for_input = self.pacing.name != "saturated"
+        nodes = self._a.nodes + self._parts.work_a.products
+        self._ahead = run_ahead(nodes, self._parts.work_a.mean_ns, self.credits.d_in)
         # many more than there are credits for only where input is never waited for
-        limit = self.credits.d_in + 1 if self._waits_for_input else self._ahead
-        self._most_underway = min(self._ahead, limit)
+        beyond = 1 if self._waits_for_input else max(1, self._ahead)
+        self._most_underway = min(self._most_queued, self.credits.d_in + beyond)
 
     @watched
     def run(self, envelopes: int | None = None) -> None:
@@ -111,19 +124,35 @@ class Stage0Device(Paired):
             len(self._underway) < self._most_underway
             and self.log.on_dry is None
             and self.may_begin()
+            and (self._ahead > 0 or self._underway.may_begin_now(is_fresh=self._is_fresh))
         )
 
     def start(self) -> None:
         """Queue everything that will happen to the next envelope; nothing here waits."""
         flight = self.next_flight()
+        self._is_launching = True
         self._queueing.envelope(flight, self.pacing.started())
+        self._is_launching = False
         flight.sent_ns = now_ns()  # for the watchdog; the log has the device's
         self._underway.add(flight, flight.sent_ns)
+
+    def _at(self) -> str:
+        """For the watchdog: a launch stands when the driver's queue is full."""
+        at = f"epoch {self.epoch}, seq {self._seq}"
+        if not self._is_launching:
+            return at
+        nodes = self._a.nodes + self._parts.work_a.products
+        return (
+            f"{at}: a launch ({nodes} nodes of stage A, {len(self._underway)} envelopes queued "
+            "before it); one that stands says that the driver's queue is full and the device makes "
+            "no progress"
+        )
 
     # ---- one envelope: finished ----------------------------------------------------------------
 
     def finish(self) -> None:
         """Book, decode and emit the oldest envelope, whose events are all done."""
+        picked_ns = now_ns()
         one = self._underway.finish()
         if self._underway:
             self._underway.oldest.sent_ns = now_ns()  # for the watchdog: its turn begins
@@ -138,25 +167,33 @@ class Stage0Device(Paired):
             waits_for_input=self._waits_for_input,
         )
         self._before = times
+        flight.record.tPick = picked_ns
         self._a.settle(flight)
-        failed = self._read_header(flight, result.header.tolist())
+        drop = self._read_header(flight, result.header.tolist())
         if flight.epoch != self.epoch:
-            drop: str | None = "stale"
-        elif failed:
-            drop = "policy_error"
-        else:
-            drop = self.decode_and_emit(flight, result)
+            drop = "stale"
+        elif drop is None:
+            drop = self._unwritten(flight, result) or self.decode_and_emit(flight, result)
         self.close_flight(flight, drop, times.c1)
 
-    def _read_header(self, flight: Flight, header: list[int]) -> bool:
-        """Returns whether the policy failed on this envelope."""
+    def _unwritten(self, flight: Flight, result: Slot) -> str | None:
+        """Returns why the policy's outputs may not be used, or None: it wrote them all."""
+        text = self._results.unwritten(result, [owner.present for owner in flight.owners])
+        if not text:
+            return None
+        self.stage_c.last_fault = "unwritten"
+        self.log.event("fault", stage="B", seq=flight.seq, fault="unwritten", text=text)
+        return "unwritten"
+
+    def _read_header(self, flight: Flight, header: list[int]) -> str | None:
+        """Returns why the policy gave no actions on this envelope, or None."""
         generation = self._parts.shape.generation
         if header[INDEX] != flight.index or header[GENERATION] != generation:
             raise ProtocolError(
                 f"slot of result {flight.index} (generation {generation}) holds {header[INDEX]} "
                 f"(generation {header[GENERATION]})"
             )
-        return bool(header[FAILED])
+        return FAILURES[header[FAILED]]
 
     # ---- between envelopes ----------------------------------------------------------------------
 
@@ -167,6 +204,8 @@ class Stage0Device(Paired):
         """
         if self._underway:
             due_ns = self._underway.oldest_due_ns() + SPARE_NS
+            if not self._ahead and self._before is not None:  # its credit is seen by the host
+                due_ns -= self._before.c1 - self._before.received
             return max(now_ns() + POLL_NS, min(self._look_ns, due_ns))
         return self._due_ns(now_ns() + WAIT_MAX_NS)
 

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream import trace
-from ppstream.clock import NS_PER_S, now_ns
+from ppstream.clock import NS_PER_S, now_ns, thread_cpu_ns
+from ppstream.cpus import RunDelay
 from ppstream.errors import PeerLostError, ProtocolError
-from ppstream.headers import BEHIND_LINK, EPOCH
+from ppstream.headers import BEHIND_LINK, EPOCH, FAILURES
 from ppstream.policy_rank import PolicyRank
 from ppstream.stage import told
 from ppstream.time_book import LINK, TimeBook
-from ppstream.watchdog import WARMING_LIMIT_NS, Mark, is_patient, stage_b_limit_ns, watched
+from ppstream.unwritten import INTEGERS, Outputs, failure, rebinding
+from ppstream.watchdog import Mark, is_patient, stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
+    from collections.abc import Callable
 
     from ppstream.config import PipelineConfig
     from ppstream.control import Peer
@@ -37,17 +37,29 @@ EPISODE: Final = slice(0, 2)  # session, session_epoch: the columns of ``rows`` 
 
 
 class StageB:
-    """The policy behind one call; resets rows whose episode, or the run's epoch, changed."""
+    """The policy behind one call; resets rows whose episode, or the run's epoch, changed.
 
-    def __init__(self, policy: Policy, rows: int) -> None:
+    Args:
+        policy: writes into host memory.
+        rows: the batch B.
+        integers: what integer outputs are filled with before each call.
+    """
+
+    def __init__(self, policy: Policy, rows: int, integers: int = INTEGERS) -> None:
         self._policy = policy
         self._inputs = [spec.name for spec in policy.inputs]
         self._episodes: list[list[int]] | None = None
         self._epoch = -1
         self._rows = rows
+        self._integers = integers
+        self._outputs: dict[int, Outputs] = {}  # of each slot
 
-    def __call__(self, epoch: int, envelope: Slot, out: Mapping[str, Tensor]) -> None:
-        """Write every output of the policy into ``out``. Raises whatever the policy raises."""
+    def __call__(self, epoch: int, envelope: Slot, result: Slot) -> None:
+        """Have the policy write every output of ``result``. Raises whatever the policy raises.
+
+        Raises:
+            UnwrittenError: the policy left an output, or a part of one, as it was.
+        """
         # a list of numbers is compared at a tenth of what comparing tensors costs
         episodes = envelope.arrays["rows"][:, EPISODE].tolist()
         if self._episodes is None or epoch != self._epoch:
@@ -56,12 +68,27 @@ class StageB:
             pairs = zip(episodes, self._episodes, strict=True)
             self._reset([new != old for new, old in pairs])
         self._episodes, self._epoch = episodes, epoch
+        outputs = self._outputs.get(id(result)) or self._outputs_of(result)
         tensors = envelope.tensors
-        self._policy({name: tensors[name] for name in self._inputs}, out)
+        outputs.fill()
+        try:
+            self._policy({name: tensors[name] for name in self._inputs}, outputs.given)
+            outputs.hand_over(envelope.arrays["present"])
+        except Exception as error:
+            del self._outputs[id(result)]  # as below
+            if why := rebinding(error):
+                raise why from error
+            raise
+        if outputs.is_kept():  # a thread of the policy's may yet write there: nobody shall read it
+            del self._outputs[id(result)]
 
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
         return told(self._policy, number, text)
+
+    def _outputs_of(self, result: Slot) -> Outputs:
+        outputs = self._outputs[id(result)] = Outputs(result, self._integers)
+        return outputs
 
     def _reset(self, rows: list[bool]) -> None:
         self._policy.reset(torch.tensor(rows))
@@ -87,6 +114,7 @@ class Stage1(PolicyRank):
         self._serving: tuple[int, int] | None = None  # epoch and seq of the newest envelope
         self._usual_b_ns = 0
         self.times = TimeBook()
+        self.run_delay = RunDelay()
         self._previous_tb1 = 0
         self._last: int | None = None  # index of the newest envelope, for standalone timing
         self._waiting: deque[tuple[int, int]] = deque()  # envelopes that came, and when
@@ -102,7 +130,7 @@ class Stage1(PolicyRank):
     def standstill_ns(self) -> int:
         """How long the loop may stand still, as of now."""
         if is_patient(self.phase, self.log.mode):
-            return WARMING_LIMIT_NS
+            return self._start_ns
         return stage_b_limit_ns(self._watchdog_ns, self._usual_b_ns)
 
     @watched
@@ -112,6 +140,7 @@ class Stage1(PolicyRank):
         Raises:
             PeerLostError: rank 0 is gone, or ``give_up()`` while nothing was to be done.
         """
+        self.run_delay.begin()
         while self.drain_reason is None:
             self.mark.turns += 1
             if not self._waiting:
@@ -144,9 +173,11 @@ class Stage1(PolicyRank):
         envelope, result = self.link.envelope(index), self.link.result(index)
         epoch, seq = envelope.header[EPOCH].tolist()
         self._serving = epoch, seq
+        cpu_ns = thread_cpu_ns()
         tb0 = self.times.begin()
         failed = self.run_policy(index, epoch, envelope, result)
         tb1 = self.times.end()
+        cpu_ns = thread_cpu_ns() - cpu_ns
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
         idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
         wait_ns, busy_ns = self.times.take_ns("input"), self.times.take_ns(LINK)
@@ -158,23 +189,23 @@ class Stage1(PolicyRank):
         self.link.reply(index)
         self._last = index
         self.progress += 1
-        self.write_line(epoch, seq, stamps, failed=failed)
+        self.write_line(epoch, seq, stamps, cpu_ns, failed=failed)
 
-    def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> bool:
-        """Returns whether the policy failed; rank 0 is then told why before the result."""
+    def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> int:
+        """Returns the header's ``failed``; rank 0 is told why before it gets the result."""
         self.link.arrivals.watch()
         if trace.on:
             trace.B.push(epoch, int(envelope.header[EPOCH][1]))
         try:
-            self.stage_b(epoch, envelope, result.tensors)
+            self.stage_b(epoch, envelope, result)
         except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             self.tell_fault(index, error)
-            return True
+            return failure(error)
         finally:
             if trace.on:
                 trace.B.pop()
             self.link.arrivals.rest()
-        return False
+        return 0
 
     def wait(self) -> None:
         began = self.times.begin()
@@ -184,7 +215,8 @@ class Stage1(PolicyRank):
         self.times.end("input")
 
     def measure(self, repeats: int) -> tuple[int, ...]:
-        """Stage B alone, on the newest envelope, while rank 0 does nothing."""
+        """Stage B alone, on the newest envelope, while rank 0 does nothing; the log is on disk."""
+        self.log.flush()
         if self._last is None:
             raise ProtocolError("asked to time stage B before any envelope came")
         envelope, result = self.link.envelope(self._last), self.link.result(self._last)
@@ -192,21 +224,25 @@ class Stage1(PolicyRank):
         for _ in range(repeats):
             self.mark.turns += 1
             began = now_ns()
-            self.stage_b(int(envelope.header[EPOCH][0]), envelope, result.tensors)
+            self.stage_b(int(envelope.header[EPOCH][0]), envelope, result)
             durations.append(now_ns() - began)
         self._previous_tb1 = 0
         self.times = TimeBook()
+        self.run_delay.take_ns()
         return tuple(durations)
 
     def _at(self) -> str:
         return "" if self._serving is None else "epoch {}, seq {}".format(*self._serving)
 
-    def write_line(self, epoch: int, seq: int, stamps: tuple[int, ...], *, failed: bool) -> None:
+    def write_line(
+        self, epoch: int, seq: int, stamps: tuple[int, ...], cpu_ns: int, *, failed: int
+    ) -> None:
         record = self.log.take()
         record.epoch, record.seq, record.phase = epoch, seq, self.phase
         record.tB0, record.tB1, _, _, record.wait_input_ns, record.wait_output_ns, *rest = stamps
         record.idle_ns, record.residence_ns, record.busy_link_ns = rest
-        record.drop = "policy_error" if failed else None
+        record.cpu_b_ns, record.run_delay_ns = cpu_ns, self.run_delay.take_ns()
+        record.drop = FAILURES[failed]
         if self._meter is not None:
             record.recompiles = self._meter.take()
         self.log.commit(record)

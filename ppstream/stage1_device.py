@@ -2,14 +2,18 @@
 
 For each envelope that will come the host queues, on three streams:
 
-    receiving    wait for rank 0's count · copy the header for the log
+    receiving    wait for rank 0's count
     stage B      wait for rank 0's count · the policy, from slot to slot
-    sending      wait for B · the result to rank 0 (a lone short one: by stage B's stream)
+    sending      wait for B · the result to rank 0 · copy the header for the log
+                 (of a lone short result: on stage B's stream)
 
-It stays a few envelopes ahead of those that are over, and sleeps while some of them come; a policy
-without a graph is queued only when its envelope is there. While idle the waits stand queued
-(``link_peer.py``, rule 3). It learns which envelope a slot held when that is over. The CPU's loop
-is ``stage1.py``.
+A short stage B is queued a few envelopes ahead of those that are over, and the host sleeps while
+some of them come. Whatever stands queued for an envelope that is not there waits for rank 0, and so
+would a launch that finds the driver's queue full: ``link_device.run_ahead`` bounds it by nodes. A
+stage B of a millisecond or more, of many nodes, or without a graph is queued once its envelope was
+seen, behind at most one that runs; then no launch can wait for rank 0. While idle the receipts
+stand queued (``link_peer.py``, rule 3). The loop learns which envelope a slot held when that is
+over. The CPU's loop is ``stage1.py``.
 """
 
 from __future__ import annotations
@@ -25,30 +29,34 @@ from ppstream.clock import NS_PER_MS, now_ns
 from ppstream.cuda_streams import stream
 from ppstream.device_clock import DeviceClock
 from ppstream.errors import PeerLostError, ProtocolError
-from ppstream.headers import EPOCH
-from ppstream.link_device import AHEAD
+from ppstream.headers import EPOCH, FAILURES
+from ppstream.link_device import most_queued
 from ppstream.memops import Event
 from ppstream.policy_rank import PolicyRank
 from ppstream.realtime import end_timeouts_on_time
 from ppstream.slots import GENERATION, INDEX
 from ppstream.stage1_queueing import Place, places, sends_from_b
 from ppstream.stage_events import PolicyTimes, book_policy
-from ppstream.watchdog import WARMING_LIMIT_NS, Mark, is_patient, watched
+from ppstream.unwritten import failure
+from ppstream.watchdog import Mark, is_patient, watched
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
     from ppstream.control import Peer
     from ppstream.link_device import DeviceLink
+    from ppstream.slots import LinkShape
     from ppstream.stage_b_device import DeviceStageB
     from ppstream.timestamps import Stage1Record, TimestampLog
     from ppstream.waiter import Waiter
 
-POLL_NS: Final = 50_000  # while envelopes come that stage B is not queued ahead of
+POLL_NS: Final = 50_000  # while an envelope may come that stage B is not queued ahead of
+EARLY_NS: Final = 500_000  # such a stage B is queued so long before the one that runs should end
 IDLE_NS: Final = NS_PER_MS  # while none come
 LOOK_NS: Final = NS_PER_MS  # frames are looked for so often, however many envelopes come
 REST_NS: Final = 5 * NS_PER_MS  # at most: nothing waits for this rank's host while it is ahead
-REST_ENVELOPES: Final = AHEAD // 2  # so many may come meanwhile: a wake-up costs more than one
+REST_SHARE: Final = 2  # of the envelopes queued ahead half may come meanwhile
 BUSY_FOR_NS: Final = 20 * NS_PER_MS  # after the last one
+AWAKE_FOR_NS: Final = 200 * NS_PER_MS  # where stage B is not queued ahead: it would begin late
 GAPS: Final = 4  # that the usual one is of
 NEWEST: Final = 4096  # durations of stage B that are kept
 
@@ -64,8 +72,8 @@ class Parts(NamedTuple):
     waiter: Waiter
     clock: DeviceClock[Event]
     stream: torch.cuda.Stream  # stage B's, torch's current one
-    generation: int
-    runs_ahead: bool = True  # the policy is one launch: it may be queued before its envelope
+    shape: LinkShape
+    nodes: int | None = None  # kernels, copies and memsets of a stage B, where they are known
 
 
 class Stage1Device(PolicyRank):
@@ -79,20 +87,24 @@ class Stage1Device(PolicyRank):
         self._stream = stream("b")
         self._newest_b_ns: deque[int] = deque(maxlen=NEWEST)
         self._d_in = config.pipeline.d_in
-        self._ahead = self._d_in + AHEAD
+        self._ahead = parts.shape.ahead  # of its envelopes; 0: stage B waits for none
+        self._most_queued = most_queued(parts.shape)
         self._places = places(self.link, self._stream, self._d_in)
         self._sends_on = self._stream if sends_from_b(self.link, self._d_in) else None
         self._expected = 0  # receipts queued
+        self._arrived = 0  # envelopes seen, where stage B is not queued ahead
         self._queued = 0  # stages B queued
+        self._is_launching = False
         self._records: deque[Stage1Record] = deque()  # of each queued envelope
         self.log.queues_ahead = True
         self._before: PolicyTimes | None = None
-        self.mark = Mark("stage B's loop", lambda: f"envelope {self._queued}")
+        self.mark = Mark("stage B's loop", self._at)
         self._look_ns = 0  # when at the latest
         self._newest_ns = 0  # when the newest envelope was over
+        self._queued_ns = 0  # when a stage B was queued last behind no other
         self._gap_ns = 0  # usually, between two
         parts.waiter.register(self.peer.fileno())
-        if not parts.runs_ahead:  # then its envelopes do wait for this rank's host
+        if not self._ahead:  # then its envelopes do wait for this rank's host
             end_timeouts_on_time()
 
     def prepare(self) -> None:
@@ -112,7 +124,7 @@ class Stage1Device(PolicyRank):
     def standstill_ns(self) -> int:
         """How long the loop may stand still, as of now: it queues, and never waits for stage B."""
         patient = is_patient(self.phase, self.log.mode)
-        return WARMING_LIMIT_NS if patient else self._watchdog_ns
+        return self._start_ns if patient else self._watchdog_ns
 
     @watched
     def run(self, give_up: Callable[[], bool]) -> str:
@@ -148,7 +160,7 @@ class Stage1Device(PolicyRank):
 
         A tracer may wait for the device, and with it for all of them.
         """
-        return self._d_in if self.log.mode == "trace" else self._ahead
+        return self._d_in if self.log.mode == "trace" else self._most_queued
 
     def queue_receipt(self) -> None:
         """Queue the receipt of a further envelope."""
@@ -157,14 +169,18 @@ class Stage1Device(PolicyRank):
         self._expected += 1
 
     def may_queue(self) -> bool:
-        """Whether stage B of the next envelope may be queued.
+        """Whether stage B of the next envelope may be queued: no launch may wait for rank 0.
 
-        A stream takes some 1000 launches and then holds up the host: a policy of many kernels that
-        is not replayed from a graph is queued once its envelope is there.
+        Not ahead of envelopes: behind at most one that runs, so that launches seldom stand at all.
         """
-        if self._parts.runs_ahead:
+        if self._ahead:
             return True
-        return self._parts.clock.host_ns(self._place(self._queued).complete) is not None
+        host_ns = self._parts.clock.host_ns
+        while self._arrived < self._expected:
+            if host_ns(self._place(self._arrived).complete) is None:
+                break
+            self._arrived += 1
+        return self._queued < self._arrived and self._queued - self.progress <= 1
 
     def queue(self) -> None:
         """Queue everything that will happen to the next envelope."""
@@ -178,32 +194,36 @@ class Stage1Device(PolicyRank):
         link.queue_send(index, self._sends_on)
         place.behind_send()
         record = self.log.take()  # behind the policy: what its blocks took is this envelope's
-        record.drop = "policy_error" if failed else None
+        record.drop = FAILURES[failed]
         self._records.append(record)
+        if self._queued == self.progress:
+            self._queued_ns = now_ns()  # behind nothing: it begins now, or with its envelope
         self._queued += 1
 
-    def run_policy(self, index: int, place: Place) -> bool:
-        """Queue stage B; returns whether the policy failed to: rank 0 is told why."""
+    def run_policy(self, index: int, place: Place) -> int:
+        """Queue stage B; returns the header's ``failed``: rank 0 is told why."""
         if trace.on:
             trace.B.push(0, index)  # epoch and seq are on their way: the host does not know them
+        self._is_launching = True
         try:
             self._parts.stage_b(place.envelope, place.result)
         except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             self.tell_fault(index, error)
-            return True
+            return failure(error)
         finally:
+            self._is_launching = False
             if trace.on:
                 trace.B.pop()
-        return False
+        return 0
 
     def finish(self) -> None:
         """Book the oldest envelope, which is answered."""
         index = self.progress
         place = self._place(index)
         header = place.header.tolist()
-        if header[INDEX] != index or header[GENERATION] != self._parts.generation:
+        if header[INDEX] != index or header[GENERATION] != self._parts.shape.generation:
             raise ProtocolError(
-                f"slot of envelope {index} (generation {self._parts.generation}) holds "
+                f"slot of envelope {index} (generation {self._parts.shape.generation}) holds "
                 f"{header[INDEX]} (generation {header[GENERATION]})"
             )
         past_ns = self._parts.clock.past_ns
@@ -221,11 +241,18 @@ class Stage1Device(PolicyRank):
         self.progress += 1
 
     def is_oldest_done(self) -> bool:
-        """Whether the oldest envelope is over."""
+        """Whether the oldest envelope is over: everything queued for it, on all three streams.
+
+        Stage B may see the count itself, sooner than the receiving stream does.
+        """
         if self.progress == self._queued:
             return False
         place, host_ns = self._place(self.progress), self._parts.clock.host_ns
-        return host_ns(place.last) is not None and host_ns(place.named) is not None
+        return (
+            host_ns(place.last) is not None
+            and host_ns(place.named) is not None
+            and host_ns(place.complete) is not None
+        )
 
     def rest(self, limit_ns: int) -> None:
         """Sleep, unless a frame comes: the end of an event has no descriptor. Then look around."""
@@ -239,10 +266,24 @@ class Stage1Device(PolicyRank):
             self.log.event("clock", **self._parts.clock.state._asdict())
 
     def _rest_ns(self) -> int:
-        if now_ns() - self._newest_ns > BUSY_FOR_NS:
+        idle_ns = now_ns() - self._newest_ns
+        if not self._ahead:
+            return self._rest_of_seen_ns(idle_ns)
+        if idle_ns > BUSY_FOR_NS:
             return IDLE_NS
-        several_ns = REST_ENVELOPES * self._gap_ns if self._parts.runs_ahead else 0
-        return max(POLL_NS, min(REST_NS, several_ns))
+        return max(POLL_NS, min(REST_NS, self._ahead // REST_SHARE * self._gap_ns))
+
+    def _rest_of_seen_ns(self, idle_ns: int) -> int:
+        """Where stage B is queued once its envelope was seen: until shortly before it could begin.
+
+        While one runs, that is when it should end; one that is queued behind it needs no host.
+        """
+        if self.progress == self._queued:
+            return POLL_NS if idle_ns < AWAKE_FOR_NS else IDLE_NS
+        usual_ns = self._newest_b_ns[-1] if self._newest_b_ns else 0
+        begun_ns = max(self._newest_ns, self._queued_ns)
+        left_ns = begun_ns + usual_ns - EARLY_NS - now_ns()
+        return max(POLL_NS, min(REST_NS, left_ns))
 
     def change_phase(self, phase: str) -> None:
         super().change_phase(phase)
@@ -260,3 +301,14 @@ class Stage1Device(PolicyRank):
 
     def _place(self, index: int) -> Place:
         return self._places[index % len(self._places)]
+
+    def _at(self) -> str:
+        """For the watchdog: a launch stands when the driver's queue is full."""
+        if not self._is_launching:
+            return f"envelope {self._queued}"
+        nodes = "kernels" if self._parts.nodes is None else f"{self._parts.nodes} nodes"
+        return (
+            f"the launch of stage B for envelope {self._queued} ({nodes}, "
+            f"{self._queued - self.progress} more queued before it): a launch that stands says "
+            "that the driver's queue is full and the device makes no progress"
+        )

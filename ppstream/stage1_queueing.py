@@ -24,7 +24,9 @@ class Place(NamedTuple):
     """One slot of either direction, its events, and what is queued around its envelope's stages.
 
     Attributes:
-        header: of the envelope, in host memory once ``named`` is done.
+        header: of the envelope, in host memory once ``named`` is done. It is copied behind the
+            result's send, on the same stream: rank 0 writes this slot again only for an envelope
+            whose credit is a result that is sent later.
         complete: the envelope is there, all of it.
         last: the result is sent, or at least behind B on its stream: its slot may be written again.
     """
@@ -71,6 +73,9 @@ def _place(link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: b
     if not from_b:
         behind_b.append(sending.to_wait_for(b1))
         behind_send.append(sending.to_record(sent))
+    sends = b if from_b else sending
+    behind_send.append(sends.to_copy(header.data_ptr(), envelope.address, header.nbytes))
+    behind_send.append(sends.to_record(named))
     return Place(
         envelope,
         link.out[slot],
@@ -80,11 +85,7 @@ def _place(link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: b
         b0,
         b1,
         b1 if from_b else sent,
-        behind_receipt=Routine(
-            receiving.to_record(complete),
-            receiving.to_copy(header.data_ptr(), envelope.address, header.nbytes),
-            receiving.to_record(named),
-        ),
+        behind_receipt=Routine(receiving.to_record(complete)),
         before_b=Routine(b.to_record(b0)),
         behind_b=Routine(*behind_b),
         behind_send=Routine(*behind_send),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ppstream import trace
-from ppstream.clock import NS_PER_MS, now_ns
+from ppstream.clock import NS_PER_MS, now_ns, thread_cpu_ns
 from ppstream.flight import name_rows, owners_of
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class StageA:
         ``ends_ns`` fixes the window end of each row; None means the newest reference stamp.
         """
         record = flight.record
+        cpu_ns = thread_cpu_ns()
         record.tA0 = now_ns()
         if trace.on:
             trace.A.push(flight.epoch, flight.seq)
@@ -51,3 +52,4 @@ class StageA:
         if self.recorder is not None:
             self.recorder.windows(flight)
         record.tA1 = now_ns()
+        record.cpu_a_ns = thread_cpu_ns() - cpu_ns

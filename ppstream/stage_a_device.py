@@ -28,9 +28,13 @@ class DeviceStageA(Protocol):
 
     Attributes:
         intake: whose rings it reads; changed between phases, while nothing is queued.
+        nodes: kernels, copies and memsets that one window queues.
     """
 
     intake: Intake
+
+    @property
+    def nodes(self) -> int: ...
 
     def ingest(self, now_ns: int) -> None:
         """Take over the samples that are new in the rings; never waits."""
@@ -84,6 +88,10 @@ class RingWindows:
         self._window = DeviceWindow(self._config, intake.rows, intake.banks, self._device)
         for slot in self._slots:
             self._window.prepare(slot.tensors)
+
+    @property
+    def nodes(self) -> int:
+        return self._window.nodes
 
     def ingest(self, now_ns: int) -> None:
         self._window.ingest(now_ns)

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from ppstream.clock import NS_PER_MS, now_ns
+from ppstream.clock import NS_PER_MS
 from ppstream.decode import ActionRules
 from ppstream.errors import PolicyError, PolicyMemoryError
 from ppstream.messages import ActionChunk
 from ppstream.provenance import Provenance
+from ppstream.unwritten import HOW_TO_WRITE
 
 EMIT_MARGIN_NS: Final = NS_PER_MS  # an action is refused this long before its lease ends
 #: Why a result cannot be used, whoever would get it; so many in a row end the run.
-UNUSABLE: Final = frozenset({"policy_error", "non_finite", "limit", "velocity", "acceleration"})
+UNUSABLE: Final = frozenset(
+    {"policy_error", "unwritten", "non_finite", "limit", "velocity", "acceleration"}
+)
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
@@ -85,6 +88,7 @@ class StageC:
         self._horizon = config.actions.horizon
         self._actions = [np.zeros(shape, dtype=np.float32) for _ in range(config.batch.rows)]
         self._bytes = [actions.data.cast("B") for actions in self._actions]
+        self._broken: list[str | None] = [None] * config.batch.rows  # the rule, by decoded row
         self._episodes: list[tuple[int, int]] = [(0, 0)] * config.batch.rows
         self._skips_answered = config.batch.rows > 1
         self._answered: list[object] = [None] * config.batch.rows  # newest episode and window end
@@ -96,7 +100,7 @@ class StageC:
         self.rows_dropped: Counter[str] = Counter()  # of envelopes that other rows may have used
 
     def decode(self, flight: Flight, result: Mapping[str, np.ndarray[Any, Any]]) -> list[int]:
-        """Decode every row that is present; returns the rows whose actions may be emitted.
+        """Decode every row that is present, and hold it to the rules; returns these rows.
 
         Of several rows, one whose robot has the answer to this very window already is left out:
         another robot's sample began this envelope.
@@ -104,7 +108,7 @@ class StageC:
         ``result`` maps the policy's output names to arrays ``[B, *shape]``.
         """
         self._simulated.spend()
-        usable = []
+        decoded = []
         for row, owner in enumerate(flight.owners):
             if not owner.present or self._has_answer(row, owner):
                 continue
@@ -113,11 +117,15 @@ class StageC:
                 self._decoder.reset(row)
             arrays = {name: values[row] for name, values in result.items()}
             self._decoder(row, arrays, self._actions[row])
-            usable.append(row)
-        return usable
+            self._broken[row] = self._enforce(row)
+            decoded.append(row)
+        return decoded
 
     def emit(self, flight: Flight, rows: list[int], emitter: Emitter) -> str | None:
-        """Hand the decoded rows over; returns why nothing was emitted, or None."""
+        """Hand over the decoded rows that may be executed; returns why none was, or None.
+
+        Leases are looked at as of ``flight.emit_ns``.
+        """
         if not rows:
             return "answered" if any(owner.present for owner in flight.owners) else "absent"
         reason: str | None = None
@@ -147,10 +155,11 @@ class StageC:
             self._unusable_in_a_row += 1
             if self._unusable_in_a_row >= self._errors_max:
                 is_memory = drop == "policy_error" and self.last_fault == "memory"
+                hint = f": {HOW_TO_WRITE}" if drop == "unwritten" else ""
                 raise (PolicyMemoryError if is_memory else PolicyError)(
                     f"{self._unusable_in_a_row} results in a row could not be used (the last: "
                     f"{drop}), limit {self._errors_max}; see the policy rank's log, or raise "
-                    "liveness.policy_errors_max"
+                    f"liveness.policy_errors_max{hint}"
                 )
 
     def statistics(self) -> StageCStatistics:
@@ -164,16 +173,21 @@ class StageC:
         place = self.intake.rows[row]
         if owner.episode != (place.session, place.session_epoch):
             return "session_reset"
-        rules = self._rules_of.get(place.robot, self._rules)
+        if self._broken[row] is not None:
+            return self._broken[row]
+        age_ns = flight.emit_ns - (owner.received_ns or flight.received_ns)
+        if self._is_live and age_ns > self._lease_ns - EMIT_MARGIN_NS:
+            return "expired"
+        return None
+
+    def _enforce(self, row: int) -> str | None:
+        """Clip the row's actions; returns which rule they break all the same, or None."""
+        rules = self._rules_of.get(self.intake.rows[row].robot, self._rules)
         clipped, violation = rules.enforce(self._actions[row])
         self._clipped += clipped
         if violation is not None:
             self._violations[violation] += 1
-            return violation
-        received_ns = owner.received_ns or flight.received_ns
-        if self._is_live and now_ns() - received_ns > self._lease_ns - EMIT_MARGIN_NS:
-            return "expired"
-        return None
+        return violation
 
     def _chunk(self, flight: Flight, row: int) -> ActionChunk:
         owner = flight.owners[row]
@@ -212,5 +226,5 @@ def provenance_of(flight: Flight, row: int) -> Provenance:
         wait_b_ns=residence_ns - b_ns,
         b_ns=b_ns,
         wait_c_ns=decoding - received,
-        c_ns=now_ns() - decoding,
+        c_ns=flight.emit_ns - decoding,
     )

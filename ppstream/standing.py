@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import pairwise
+from statistics import median
+from typing import Final, NamedTuple
 
 from ppstream.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
-from ppstream.scores import between, stage_b_ns
-from ppstream.segments import Window
+from ppstream.scores import between, stage_a_ns, stage_b_ns, stage_c_ns
+from ppstream.segments import ALONE, Window
 
 P99_MIN: Final = 1000  # values; fewer say nothing about the 99th percentile
+#: Drops that say nothing against a run: nobody was there, or what was asked for had changed.
+HARMLESS: Final = frozenset({"absent", "answered", "not_ready", "session_reset", "stale"})
+SPOILT_SHARE: Final = 0.5  # of the envelopes: then the others are no picture of the run
 LAST_EVENT_NS: Final = 50_000  # a wait shorter than this was no wait
 
 
@@ -39,8 +44,13 @@ def quantiles(values_ns: Sequence[int]) -> Quantiles | None:
 
 
 def latencies_ns(window: Window) -> list[int]:
-    """From A's start to emit, of emitted envelopes."""
-    return [between(e.tA0, e.tEmit) for e in window.emitted if e.tA0 is not None]
+    """Returns the times from A's start until the host has the actions, of emitted envelopes."""
+    return [between(e.tA0, e.picked) for e in window.emitted if e.tA0 is not None]
+
+
+def pick_ups_ns(window: Window) -> list[int]:
+    """Returns the times from C's end on a device until the host has the actions."""
+    return [between(e.tEmit, e.tPick) for e in window.emitted if e.tPick is not None]
 
 
 def wait_share(window: Window, wait: str) -> float:
@@ -131,6 +141,71 @@ def _sample_ledgers(ledgers: Iterable[Ledger]) -> list[Ledger]:
     """Each sample once: the total where it was written, else the streams."""
     samples = [ledger for ledger in ledgers if ledger.stream != ENVELOPES]
     return [ledger for ledger in samples if ledger.stream == TOTAL] or samples
+
+
+class Spoilt(NamedTuple):
+    """So many of the judged phase's envelopes were dropped that the rest cannot be judged."""
+
+    reason: str  # the most frequent one
+    dropped: int  # for this reason
+    envelopes: int
+    others: dict[str, int]  # further reasons
+
+
+def spoilt(run: RunLog, window: Window, enough: int) -> Spoilt | None:
+    """Drops that leave too few envelopes of the judged phase, or less than half of them.
+
+    Args:
+        run: its records.
+        window: what is left.
+        enough: periods that a window needs.
+    """
+    lines = judged(run, window)
+    counts = Counter(e.drop for e in lines if e.drop is not None and e.drop not in HARMLESS)
+    lost = counts.total()
+    emitted = sum(e.is_emitted for e in lines)
+    is_short = window.n < enough <= window.n + lost
+    if not lost or not (is_short or lost > SPOILT_SHARE * (emitted + lost)):
+        return None
+    (reason, dropped), *others = counts.most_common()
+    return Spoilt(reason, dropped, len(lines), dict(others))
+
+
+def judged(run: RunLog, window: Window) -> list[Envelope]:
+    """All envelopes of the judged phase, warm-up and drops included."""
+    return [
+        e
+        for e in run.envelopes
+        if e.generation == window.generation and e.phase in window.phases and e.mode != ALONE
+    ]
+
+
+def usual_stages_ns(envelopes: Iterable[Envelope]) -> dict[str, float]:
+    """Medians of A, B and C, each over the envelopes that were through it; {}: none was."""
+    lines = list(envelopes)
+    found = {
+        "A": [stage_a_ns(e) for e in lines if e.tA1 is not None],
+        "B": [stage_b_ns(e) for e in lines if e.B_ns is not None or e.eB_ns is not None],
+        "C": [stage_c_ns(e) for e in lines if e.is_emitted and e.tDecode is not None],
+    }
+    return {stage: median(values) for stage, values in found.items() if values}
+
+
+class Gaps(NamedTuple):
+    """Times without a new chunk, by rank 0's emits in service."""
+
+    longest_ns: int
+    above: int  # so many were longer than ``limit_ns``
+    limit_ns: int
+
+
+def emit_gaps(envelopes: Iterable[Envelope], limit_ns: int) -> Gaps | None:
+    """Between every two emits that follow each other, whatever happened meanwhile."""
+    emits = sorted(e.tEmit for e in envelopes if e.is_emitted and e.tEmit is not None)
+    gaps = [b - a for a, b in pairwise(emits)]
+    if not gaps:
+        return None
+    return Gaps(max(gaps), sum(gap > limit_ns for gap in gaps), limit_ns)
 
 
 def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:

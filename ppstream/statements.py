@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ppstream.model import Deeper, PipelineForm
 from ppstream.scores import (
+    CEILING_MIN,
     COMPAT_SCORE_MIN,
     STAGE_MIN_NS,
     Compat,
@@ -15,19 +16,28 @@ from ppstream.scores import (
     form_of,
     missing_stages,
 )
-from ppstream.standing import wait_share
+from ppstream.segments import BRING_UP
+from ppstream.standing import Spoilt, judged, usual_stages_ns, wait_share
 from ppstream.verdict import (
-    CEILING_MIN,
+    ACCEPTABLE,
     EFFICIENCY_MIN,
     MODEL_MAX,
     N_MIN,
+    OVERLAP_MIN,
+    UNNAMED_MAX,
     WAIT_MAX,
     Evidence,
     Gate,
     Verdict,
+    is_accepted,
+    too_much_unnamed,
+    unaudited,
 )
 
 SAME: Final = 0.005  # a relative difference that rounds to nothing
+STRICT_MIN: Final = 0.995  # a period below the slowest stage alone: that stage was not alone
+MOVED_MAX: Final = 0.25  # of a stage alone, between both measurements
+MOVED_NS: Final = 1_000_000  # and at least so much
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +62,82 @@ class Findings:
     limited_by: str | None
     compat: Compat | None
     model: Model | None
-    critical_path: Mapping[str, Mapping[str, float]]
+    critical_path: dict[str, dict[str, float]]
+    service: Mapping[str, str]  # reasons, each with its sentence
+    contradictions: Sequence[str]  # sentences: where the folder says otherwise than its lines
 
 
 def statements(findings: Findings) -> list[str]:
     """Sentences in the order a tired reader needs them."""
     advice = () if "BAD_INSTRUMENT" in findings.reasons else (_limit, _depth, _path)
-    parts = (_headline, _reasons, *advice, _published, _log)
+    parts = (_served, _accepted, _headline, _reasons, _machine, _choice)
+    parts = (*parts, *advice, _alone, _published, _limits, _log)
     return [sentence for part in parts for sentence in part(findings)]
+
+
+def _served(f: Findings) -> Iterator[str]:
+    """Bring-up beside a service that was not like it."""
+    if f.service:
+        of = "bring-up" if f.evidence.window.phases == {BRING_UP} else "what is judged"
+        yield f"{of} {f.verdict.name}, service: {'; '.join(f.service.values())}"
+
+
+def _accepted(f: Findings) -> Iterator[str]:
+    if is_accepted(f.verdict, f.reasons, f.gate.accept):
+        yield f"SERVING, overlap refused: {', '.join(f.reasons)} accepted; {_gain(f)}"
+
+
+def _gain(f: Findings) -> str:
+    """The gain of a second rank over one that runs all stages in turn."""
+    score, alone = f.evidence.primary, f.evidence.alone
+    if score is None:
+        return "no score is known"
+    in_turn_ns = score.sigma_ns / score.n if alone is None else alone.in_turn_ns
+    ceiling = score.ceiling if alone is None else alone.ceiling
+    return (
+        f"one rank would take {ms(in_turn_ns)} ms for A, B and C in turn, "
+        f"{f.evidence.run.topology.world_size} take {ms(score.period_ns)} ms: "
+        f"{in_turn_ns / score.period_ns:.2f} x of a possible {ceiling:.2f} x"
+    )
+
+
+def _choice(f: Findings) -> Iterator[str]:
+    """Speed is the user's to judge, where nothing else is wrong."""
+    if not f.reasons or not set(f.reasons) <= set(ACCEPTABLE):
+        return
+    if not is_accepted(f.verdict, f.reasons, f.gate.accept):
+        listed = ", ".join(f'"{reason}"' for reason in f.reasons)
+        yield f"{_gain(f)}; run one rank, or serve anyway with bringup.accept = [{listed}]"
+
+
+def _machine(f: Findings) -> Iterator[str]:
+    """In every refusal, and wherever CPUs are too few."""
+    machine = f.evidence.machine
+    if machine is not None and (f.verdict is not Verdict.PASS or machine.is_short):
+        yield f"this machine in bring-up: {machine.text()}"
+
+
+def _alone(f: Findings) -> Iterator[str]:
+    """Warnings about the measurement of the stages alone."""
+    alone = f.evidence.alone
+    if alone is None:
+        return
+    if alone.strict < STRICT_MIN:
+        yield (
+            f"the period is {alone.strict:.3f} of the slowest stage alone: the stages were "
+            "measured slower alone than they run; clocks moved, or something else ran meanwhile"
+        )
+    times = {"A": alone.times.a, "B": alone.times.b, "C": alone.times.c}
+    for stage, ratio in alone.moved.items():
+        off_ns = abs(ratio - 1) * times[stage]
+        if abs(ratio - 1) > MOVED_MAX and off_ns > MOVED_NS:
+            yield f"{stage} alone took {ratio:.2f} x as long behind bring-up as before it"
+
+
+def _limits(f: Findings) -> Iterator[str]:
+    if f.gate.overlap_min < OVERLAP_MIN:
+        least = f"{f.gate.overlap_min:.2f}"
+        yield f"bringup.overlap_min asks for {least} of overlap; {OVERLAP_MIN:.2f} is usual"
 
 
 def _headline(f: Findings) -> Iterator[str]:
@@ -69,7 +147,7 @@ def _headline(f: Findings) -> Iterator[str]:
         return
     busiest = score.max_ns / score.n
     times = f"{score.period_ns / busiest:.2f} x max(stage)" if busiest else "no stage time"
-    period = f"period {_ms(score.period_ns)} ms = {times}"
+    period = f"period {ms(score.period_ns)} ms = {times}"
     if score.s is None:
         yield f"{period}, overlap undefined: nothing ran beside anything"
     else:
@@ -111,7 +189,18 @@ def _unknown_texts(f: Findings) -> dict[str, str]:
     lacking = sorted({field for a in f.evidence.audits.values() for field in a.missing})
     input_share = wait_share(window, "w_input_ns")
     ceiling = f.evidence.primary.ceiling if f.evidence.primary else 0.0
-    return {
+    parts = ", ".join(f"{name}: {why}" for name, why in unaudited(f.evidence).items())
+    threads = [
+        f"{name} {found.share:.0%}, {found.delay or 0:.0%} of it for want of a CPU"
+        for name in too_much_unnamed(f.evidence)
+        if (found := f.evidence.unnamed[name])
+    ]
+    return _spoilt_texts(f, f.evidence.spoilt) | {
+        "CONTRADICTED": f"{'; '.join(f.contradictions)}: this folder was changed, or judged by "
+        "other rules",
+        "NOT_AUDITED": f"not audited: {parts}; a score that nobody checked is none",
+        "UNNAMED_TIME": f"time outside stages and named waits: {'; '.join(threads)} (limit "
+        f"{UNNAMED_MAX:.0%}): something blocks there that has no name",
         "INLINE": "one process runs all stages in turn: no overlap to judge; start two ranks",
         "MISSING_LOGS": f"the log lacks {_lacking(f, lacking)}; overlap cannot be proven without",
         "BAD_INSTRUMENT": f"the log contradicts itself in {', '.join(failed)}: "
@@ -130,18 +219,58 @@ def _unknown_texts(f: Findings) -> dict[str, str]:
 
 def _score_texts(f: Findings, score: Primary) -> dict[str, str]:
     latency = f.evidence.latency
-    tail = "?" if latency is None else _ms(latency.p99 or latency.max)
-    expected = "?" if f.model is None else _ms(f.model.period_ns)
+    tail = "?" if latency is None else ms(latency.p99 or latency.max)
+    expected = "?" if f.model is None else ms(f.model.period_ns)
     return {
         "LOW_OVERLAP": f"overlap {_interval(score)}, its lower end must reach "
         f"{f.gate.overlap_min:.2f}",
+        "CONTENDED": _contended(f),
         "LOW_EFFICIENCY": f"the busiest resource works {score.efficiency:.0%} of the time, "
         f"a release needs {EFFICIENCY_MIN:.0%}",
-        "OVER_MODEL": f"period {_ms(score.period_ns)} ms, the model allows {MODEL_MAX:.2f} x "
+        "OVER_MODEL": f"period {ms(score.period_ns)} ms, the model allows {MODEL_MAX:.2f} x "
         f"{expected} ms: time is lost outside the stages",
-        "PERIOD_BUDGET": f"period {_ms(score.period_ns)} ms, budget "
-        f"{_ms(f.gate.period_budget_ns or 0)} ms",
-        "LATENCY_BUDGET": f"latency tail {tail} ms, budget {_ms(f.gate.latency_budget_ns or 0)} ms",
+        "PERIOD_BUDGET": f"period {ms(score.period_ns)} ms, budget "
+        f"{ms(f.gate.period_budget_ns or 0)} ms",
+        "LATENCY_BUDGET": f"latency tail {tail} ms, budget {ms(f.gate.latency_budget_ns or 0)} ms",
+    }
+
+
+def _contended(f: Findings) -> str:
+    alone = f.evidence.alone
+    if alone is None:
+        return ""
+    stretch = ", ".join(f"{stage} {ratio:.2f}" for stage, ratio in alone.stretch.items())
+    score = "undefined" if alone.s is None else f"{alone.s:.2f}"
+    return (
+        f"by the stages' times alone overlap is {score}, it must reach {f.gate.overlap_min:.2f}: "
+        f"in the run {stretch} x their time alone; what is stretched waits inside, for a CPU, a "
+        "lock, the interpreter or a device that another holds"
+    )
+
+
+def _spoilt_texts(f: Findings, found: Spoilt | None) -> dict[str, str]:
+    """Sentences on the envelopes that are not there to be judged."""
+    if found is None:
+        return {}
+    run = f.evidence.run
+    others = "".join(f", {count} {reason}" for reason, count in found.others.items())
+    of = f"{found.dropped} of {found.envelopes}"
+    if found.reason != "expired":
+        counts = f"{found.dropped} {found.reason}{others}"
+        lost = found.dropped + sum(found.others.values())
+        return {"DROPPED": f"{lost} of {found.envelopes} envelopes were dropped: {counts}"}
+    times = usual_stages_ns(judged(run, f.evidence.window))
+    before = run.standalone
+    took = ""
+    if before is not None and times:
+        own = {"A": before.a_ns, "B": before.b_ns, "C": before.c_ns}
+        stage = max(times, key=lambda name: times[name] - own[name])
+        took = f" ({stage} took {ms(times[stage])} ms, {ms(own[stage])} alone)"
+    leases = [e.lease_ns for e in judged(run, f.evidence.window) if e.lease_ns is not None]
+    lease = f" of {ms(min(leases))} ms" if leases else ""
+    return {
+        "EXPIRED": f"{of} were older than the lease{lease} when they were ready{took}{others}; "
+        "free the machine, or lengthen actions.lease_ms"
     }
 
 
@@ -175,7 +304,7 @@ def _depth(f: Findings) -> Iterator[str]:
         return
     share = f"{abs(model.gap):.0%} {'more' if model.gap >= 0 else 'less'}"
     found = "as measured" if abs(model.gap) < SAME else f"measured {share}"
-    yield f"the model expects {_ms(model.period_ns)} ms ({model.formula}), {found}"
+    yield f"the model expects {ms(model.period_ns)} ms ({model.formula}), {found}"
     yield _depth_advice(model, form)
 
 
@@ -186,7 +315,7 @@ def _depth_advice(model: Model, form: PipelineForm) -> str:
         gain, price = f"{deep.gain / model.period_ns:.0%}", "actions of the same age"
         if abs(deep.older) >= SAME * model.period_ns:
             age = "older" if deep.older > 0 else "younger"
-            price = f"actions {_ms(abs(deep.older))} ms {age}"
+            price = f"actions {ms(abs(deep.older))} ms {age}"
         if deep.is_worth:
             return (
                 f"raise D_in from {form.d_in} to {deep.d_in}: the model expects {gain} less period "
@@ -246,10 +375,11 @@ def _log(f: Findings) -> Iterator[str]:
         )
     if window.perturbed and window.n:
         yield f"{window.perturbed} envelopes under a profiler or fault hook left out"
-    unchecked = [n for n, a in f.evidence.audits.items() if a.ok is None and a.note]
-    if unchecked and "INLINE" not in f.reasons:
-        notes = "; ".join(f"{n}: {f.evidence.audits[n].note}" for n in unchecked)
-        yield f"not audited: {notes}"
+    unchecked = {n: a for n, a in f.evidence.audits.items() if a.ok is None and a.note}
+    if unchecked and not {"INLINE", "NOT_AUDITED"} & set(f.reasons):
+        yield f"not audited: {'; '.join(f'{n}: {a.note}' for n, a in unchecked.items())}"
+    if run.unbelievable:
+        yield f"{run.unbelievable} reports of robots left out: no age or count can be as they say"
     lost = {k.stream: k.imbalance for k in run.ledgers if k.imbalance}
     if lost:
         where = ", ".join(f"{stream} {count:+d}" for stream, count in lost.items())
@@ -275,7 +405,7 @@ def _published_reason(score: Compat) -> str:
     if score.score < COMPAT_SCORE_MIN:
         return f"its score is {score.score:.2f} of {COMPAT_SCORE_MIN:.2f}"
     return (
-        f"its score is {score.score:.2f}, but the median period {_ms(score.period_ns)} ms lies "
+        f"its score is {score.score:.2f}, but the median period {ms(score.period_ns)} ms lies "
         "nearer the sum of both stages than the longer one"
     )
 
@@ -284,7 +414,7 @@ def _score(score: Compat) -> str:
     return "NA" if score.score is None else f"{score.score:.2f}"
 
 
-def _ms(value_ns: float) -> str:
+def ms(value_ns: float) -> str:
     """Three significant digits, never fewer than the milliseconds themselves."""
     ms = value_ns / 1e6
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"

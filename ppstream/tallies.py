@@ -140,7 +140,7 @@ class Rank0Tally(Tally):
     NUMBERS: Final = (
         *(f"w_{wait}_ns" for wait in WAITS),
         *("busy_link_ns", "epoch", "eA_ns", "eB_ns", "eC_ns", "B_ns", "residence_ns"),
-        *("tA0", "tA1", "tSend", "tRecv", "tDecode", "tEmit", "age_rank0_ns"),
+        *("tA0", "tA1", "tSend", "tRecv", "tDecode", "tEmit", "tPick", "age_rank0_ns"),
     )
 
     def __init__(self, lease_ns: int) -> None:
@@ -161,8 +161,8 @@ class Rank0Tally(Tally):
     ) -> None:
         self.newest.extend(records)
         self._add_totals(_totals(columns[: len(WAITS) + 1]))
-        epoch, device_a, device_b, device_c, b, residence = columns[len(WAITS) + 1 : -7]
-        a0, a1, send, received, decode, emit, age = columns[-7:]
+        epoch, device_a, device_b, device_c, b, residence = columns[len(WAITS) + 1 : -8]
+        a0, a1, send, received, decode, emit, pick, age = columns[-8:]
         late = age > self._lease_ns  # certainly: the age counts from arrival here
         if any(drops):
             late |= np.array([drop == "expired" for drop in drops])
@@ -177,7 +177,8 @@ class Rank0Tally(Tally):
         )
         queued, links = residence - b, received - send - residence
         periods = self._periods(epoch, emit)
-        values = (*stages, queued, decode - received, links, periods, emit - a0, age)
+        latency = np.where(np.isnan(pick), emit, np.where(gone, np.nan, pick)) - a0
+        values = (*stages, queued, decode - received, links, periods, latency, age)
         rows = np.repeat(self._rows, len(records))
         pieces.pause()
         self.histograms.add(rows, np.concatenate(values))

@@ -1,15 +1,17 @@
 """Where each serial thread's time went: residuals and excess behind two of the audits.
 
-Pure. Sums are taken between a thread's own last stamps at both ends of a segment, so that a latency
-that differs between the ends is no residual.
+Pure. A segment is cut on emits, but a thread's time is summed between two of its own ends: of A on
+the thread that runs A, of C on a thread C of its own, of B on the policy rank. Whatever that thread
+did in between counts, of whichever envelope, so a stall at either end is no residual.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
-from ppstream.records import Envelope
+from ppstream.records import Envelope, RunLog, Stage1
 from ppstream.scores import between, stage_a_ns, stage_c_ns
 from ppstream.segments import Segment, Window
 
@@ -17,37 +19,147 @@ WAITS_A: Final = ("w_input_ns", "w_credit_ns", "w_slot_ns")
 WAITS_C: Final = ("w_result_ns", "w_emit_ns")
 
 
-def residuals_ns(window: Window) -> dict[str, float]:
-    """Per thread: span minus busy, named waits and link calls.
+class Threads:
+    """Time of every serial thread in ``window``; ``run`` has the envelopes around it."""
 
-    Positive: time nobody claims. Negative: time claimed twice.
-    """
-    split = window.topology.threads == "split"
-    parts: dict[str, Callable[[Segment], float]] = {
-        **({"r0A": _residual_a, "r0C": _residual_c} if split else {"r0": _residual_r0}),
-        "mesh": lambda segment: _residual_mesh(segment, window.topology.replicas),
+    def __init__(self, run: RunLog, window: Window) -> None:
+        self._window = window
+        self._is_split = window.topology.threads == "split"
+        self._replicas = window.topology.replicas
+        lines = [e for e in run.envelopes if e.generation == window.generation]
+        self._decoded = sorted(
+            (e for e in lines if e.tDecode is not None), key=lambda e: e.tDecode or 0
+        )
+        self._decodes_ns = [e.tDecode or 0 for e in self._decoded]
+
+    def residuals_ns(self) -> dict[str, float]:
+        """By thread: span minus busy, named waits and link calls.
+
+        Positive: time nobody claims. Negative: time claimed twice.
+        """
+        own = {"r0A": _residual_a, "r0C": _residual_c} if self._is_split else {"r0": self._r0}
+        return self._sums({**own, "mesh": self._residual_mesh})
+
+    def excess_ns(self) -> dict[str, float]:
+        """By resource: busy time minus the span of its own thread."""
+
+        def r0(segment: Segment) -> float:
+            c_ns = sum(map(stage_c_ns, self._decoded_within(segment)))
+            return _total(segment, stage_a_ns) + c_ns - _a_span_ns(segment)
+
+        def r0a(segment: Segment) -> float:
+            return _total(segment, stage_a_ns) - _a_span_ns(segment)
+
+        def r0c(segment: Segment) -> float:
+            return _total(segment, stage_c_ns) - segment.span_ns
+
+        def mesh(segment: Segment) -> float:
+            return _total(segment, _host_b_ns) / self._replicas - _mesh_span_ns(segment).most
+
+        own = {"r0A": r0a, "r0C": r0c} if self._is_split else {"r0": r0}
+        return self._sums({**own, "mesh": mesh})
+
+    def _sums(self, parts: dict[str, Callable[[Segment], float]]) -> dict[str, float]:
+        return {name: sum(map(part, self._window.segments)) for name, part in parts.items()}
+
+    def _r0(self, segment: Segment) -> float:
+        """From A's end to A's end, with the decodes between and what was waited for them."""
+        within = self._decoded_within(segment)
+        busy = _total(segment, _host_a_ns) + sum(map(stage_c_ns, within))
+        waits = _waits(segment.measured, (*WAITS_A, "busy_link_ns")) + _waits(within, WAITS_C)
+        return _a_span_ns(segment) - busy - waits
+
+    def _decoded_within(self, segment: Segment) -> Sequence[Envelope]:
+        """Envelopes, dropped ones too, whose decode began between the first and the last A."""
+        start, end = (
+            bisect_left(self._decodes_ns, e.tA1 or 0) for e in (segment.first, segment.last)
+        )
+        return self._decoded[start:end]
+
+    def _residual_mesh(self, segment: Segment) -> float:
+        """The policy rank's link calls stand in its own lines only.
+
+        Without those lines they lie hidden in ``idle_ns``, the whole gap: then the named waits may
+        not exceed the time, and the gap has to fill it.
+        """
+        span = _mesh_span_ns(segment)
+        least, most = span.least * self._replicas, span.most * self._replicas
+        named = _total(segment, _host_b_ns)
+        filled = named + _waits(segment.measured, ("idle_ns",))
+        named += _waits(segment.measured, ("wait_input_ns", "wait_output_ns"))
+        if all(e.stage1 is not None for e in segment.measured):
+            named += sum((e.stage1.busy_link_ns or 0) for e in segment.measured if e.stage1)
+            filled = named
+        elif all(e.idle_ns is None for e in segment.measured):
+            filled = named
+        return min(0, most - named) + max(0, least - filled)
+
+
+class Unnamed(NamedTuple):
+    """Time of one thread outside its stages and named waits, as shares of the thread's time."""
+
+    share: float
+    delay: float | None  # it was runnable without a CPU; None: unknown
+
+    @property
+    def rest(self) -> float | None:
+        """The share that no wait for a CPU explains; None: unknown."""
+        return None if self.delay is None else max(0.0, self.share - self.delay)
+
+
+def unnamed(window: Window) -> dict[str, Unnamed]:
+    """By thread, as far as its lines tell; none where the stamps are a device's."""
+    topology, measured = window.topology, window.measured
+    if topology.device_stamped or topology.world_size == 1:
+        return {}
+    split = topology.threads == "split"
+    policy = [e.stage1 for e in measured if e.stage1 is not None]
+    mesh_ns = sum(_mesh_span_ns(segment).least for segment in window.segments)
+    threads: dict[str, Unnamed | None] = {
+        "r0A" if split else "r0": _unnamed(measured, "", sum(map(_a_span_ns, window.segments))),
+        "r0C": _unnamed(measured, "_c", window.span_ns) if split else None,
+        "mesh": _unnamed(policy, "", mesh_ns) if len(policy) == len(measured) else None,
     }
-    return {name: sum(map(part, window.segments)) for name, part in parts.items()}
+    return {name: found for name, found in threads.items() if found is not None}
 
 
-def excess_ns(window: Window) -> dict[str, float]:
-    """Per resource: busy time minus the span of its own thread."""
+def _unnamed(lines: Sequence[Envelope | Stage1], which: str, span_ns: int) -> Unnamed | None:
+    link_ns = [getattr(line, f"busy_link{which}_ns") for line in lines]
+    delay_ns = [getattr(line, f"run_delay{which}_ns") for line in lines]
+    if span_ns <= 0 or all(ns is None for ns in link_ns):
+        return None
+    delay = None if None in delay_ns else sum(delay_ns) / span_ns
+    return Unnamed(sum(ns or 0 for ns in link_ns) / span_ns, delay)
 
-    def mesh(segment: Segment) -> float:
-        return _total(segment, _host_b_ns) / window.topology.replicas - _mesh_span_ns(segment)
 
-    def r0a(segment: Segment) -> float:
-        return _total(segment, stage_a_ns) - between(segment.first.tA1, segment.last.tA1)
+class StageCpu(NamedTuple):
+    """Stage A, B or C over a window: CPU time of its thread, and the stage's time; in ns."""
 
-    def r0c(segment: Segment) -> float:
-        return _total(segment, stage_c_ns) - segment.span_ns
+    cpu_ns: int
+    stage_ns: int
 
-    def r0(segment: Segment) -> float:
-        return _total(segment, stage_a_ns) + r0c(segment)
 
-    split = window.topology.threads == "split"
-    parts = {**({"r0A": r0a, "r0C": r0c} if split else {"r0": r0}), "mesh": mesh}
-    return {name: sum(map(part, window.segments)) for name, part in parts.items()}
+def stage_cpu(window: Window) -> dict[str, StageCpu]:
+    """By stage, of the emitted envelopes whose lines tell."""
+    emitted = window.emitted
+    taken = {
+        "A": [(e.cpu_a_ns, _host_a_ns(e)) for e in emitted],
+        "B": [(e.stage1.cpu_b_ns, _host_b_ns(e)) for e in emitted if e.stage1 is not None],
+        "C": [(e.cpu_c_ns, stage_c_ns(e)) for e in emitted],
+    }
+    known = {k: [(cpu, ns) for cpu, ns in lines if cpu is not None] for k, lines in taken.items()}
+    return {
+        stage: StageCpu(sum(cpu for cpu, _ in lines), sum(ns for _, ns in lines))
+        for stage, lines in known.items()
+        if lines
+    }
+
+
+class _Span(NamedTuple):
+    """Bounds of a length of time in ns; equal where it is known."""
+
+    least: int
+    most: int
 
 
 def unlogged_waits(window: Window) -> tuple[str, ...]:
@@ -61,50 +173,38 @@ def unlogged_waits(window: Window) -> tuple[str, ...]:
 
 
 def _residual_a(segment: Segment) -> float:
-    span = between(segment.first.tA1, segment.last.tA1)
-    return span - _total(segment, _host_a_ns) - _waits(segment, (*WAITS_A, "busy_link_ns"))
+    busy = _total(segment, _host_a_ns) + _waits(segment.measured, (*WAITS_A, "busy_link_ns"))
+    return _a_span_ns(segment) - busy
 
 
 def _residual_c(segment: Segment) -> float:
-    return (
-        segment.span_ns
-        - _total(segment, stage_c_ns)
-        - _waits(segment, (*WAITS_C, "busy_link_c_ns"))
-    )
+    busy = _total(segment, stage_c_ns) + _waits(segment.measured, (*WAITS_C, "busy_link_c_ns"))
+    return segment.span_ns - busy
 
 
-def _residual_r0(segment: Segment) -> float:
-    busy = _total(segment, _host_a_ns) + _total(segment, stage_c_ns)
-    return segment.span_ns - busy - _waits(segment, (*WAITS_A, *WAITS_C, "busy_link_ns"))
+def _a_span_ns(segment: Segment) -> int:
+    return between(segment.first.tA1, segment.last.tA1)
 
 
-def _residual_mesh(segment: Segment, replicas: int) -> float:
-    """The policy rank's link calls stand in its own lines only.
+def _mesh_span_ns(segment: Segment) -> _Span:
+    """From the end of B to the end of B, by the policy rank's own stamps.
 
-    Without those lines they lie hidden in ``idle_ns``, the whole gap: then the named waits may not
-    exceed the time, and the gap has to fill it.
+    Without its file B's end is known to lie between the commit, plus B, and the receipt.
     """
-    span = _mesh_span_ns(segment) * replicas
-    busy = _total(segment, _host_b_ns)
-    named = span - busy - _waits(segment, ("wait_input_ns", "wait_output_ns"))
-    if all(e.stage1 is not None for e in segment.measured):
-        return named - sum((e.stage1.busy_link_ns or 0) for e in segment.measured if e.stage1)
-    if any(e.idle_ns is not None for e in segment.measured):
-        unfilled = span - busy - _waits(segment, ("idle_ns",))
-        return min(0.0, named) + max(0.0, unfilled)
-    return named
+    first, last = segment.first, segment.last
+    if first.stage1 and last.stage1 and None not in (first.stage1.tB1, last.stage1.tB1):
+        span = between(first.stage1.tB1, last.stage1.tB1)
+        return _Span(span, span)
+    if first.tRecv is None or last.tRecv is None:
+        return _Span(segment.span_ns, segment.span_ns)
+    earliest, latest = (
+        e.tRecv or 0 if e.tSend is None else e.tSend + _host_b_ns(e) for e in (first, last)
+    )
+    return _Span(max(0, latest - first.tRecv), last.tRecv - earliest)
 
 
-def _mesh_span_ns(segment: Segment) -> int:
-    """Between the policy rank's own stamps; between receipts where its file is missing."""
-    first, last = segment.first.stage1, segment.last.stage1
-    if first and last and first.tB1 is not None and last.tB1 is not None:
-        return last.tB1 - first.tB1
-    return between(segment.first.tRecv, segment.last.tRecv) or segment.span_ns
-
-
-def _waits(segment: Segment, names: tuple[str, ...]) -> int:
-    return sum(getattr(e, name) or 0 for e in segment.measured for name in names)
+def _waits(envelopes: Sequence[Envelope], names: tuple[str, ...]) -> int:
+    return sum(getattr(e, name) or 0 for e in envelopes for name in names)
 
 
 def _total(segment: Segment, part: Callable[[Envelope], int]) -> int:

@@ -29,9 +29,12 @@ class TimeBook:
         self._since_ns = now
         return now
 
-    def end(self, cause: str | None = None) -> int:
-        """It ends: with the cause of a wait, without one for a stage. Returns now."""
-        now = now_ns()
+    def end(self, cause: str | None = None, at_ns: int | None = None) -> int:
+        """It ends: with the cause of a wait, without one for a stage. Returns now.
+
+        With ``at_ns`` it ended then, and what has followed is the link's.
+        """
+        now = at_ns or now_ns()
         if cause is not None:
             self._ns[cause] += now - self._since_ns
         self._since_ns = now

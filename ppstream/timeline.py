@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from ppstream.clock import NS_PER_MS
-from ppstream.fading import Fading, blended
+from ppstream.errors import ReceiverEndedError
+from ppstream.fading import Fading, Part, blended
 from ppstream.messages import ActionChunk
 from ppstream.playing import Actions, Mask, Outcome, Playing
-from ppstream.timeline_counts import TimelineCounts, TimelineStatistics
+from ppstream.timeline_counts import HoldCounts, Holds, TimelineCounts, TimelineStatistics
 
 Refusal = Literal[
     "malformed", "non_finite", "out_of_order", "expired", "too_old", "superseded", "future"
@@ -61,11 +62,19 @@ class ActionTimeline:
         blend_ms: how long a newer chunk takes to replace the one before; 0: at once.
         max_age_ms: no action is executed later than this after its window's end; None: as long as
             its lease runs.
+
+    Attributes:
+        failure: why no chunk can come any more; None: nothing is wrong.
+        is_ready: whether the run's phase lets robots move; only then a hold counts as one.
+        on_trouble: called, outside the lock, by whoever asks when a hold begins or a fault latches.
     """
 
     def __init__(self, dim: int, *, blend_ms: float = 0.0, max_age_ms: float | None = None) -> None:
         self.dim = dim
         self.executing: Executing | None = None  # the newest action given out
+        self.failure: str | None = None
+        self.is_ready: Callable[[], bool] = _always
+        self.on_trouble: Callable[[], None] = _nothing
         self._own_max_age_ns = 0 if max_age_ms is None else round(max_age_ms * NS_PER_MS)
         self._max_age_ns = self._own_max_age_ns
         self._discrete: Mask | None = None
@@ -76,6 +85,7 @@ class ActionTimeline:
         self._delays_ns: deque[int] = deque(maxlen=DELAYS)
         self._outcomes: deque[Outcome] = deque(maxlen=MAX_OUTCOMES)
         self._counts = TimelineCounts()
+        self._holds = HoldCounts()
 
     def adopt(self, *, discrete: Sequence[int], max_age_ns: int) -> None:
         """What the server says of chunks merged from now on; the smaller maximum age counts.
@@ -131,24 +141,58 @@ class ActionTimeline:
         """The action to execute at ``now_ns``, ``[dim]`` float32, and count it as executed.
 
         None when nothing may be executed: no chunk yet, none begun, or the begun one expired or
-        became too old.
+        became too old. That is a hold, and counted.
+
+        Raises:
+            ReceiverEndedError: no chunk can come any more.
         """
+        self.raise_failure()
         with self._lock:
             self._forget_past(now_ns)
             playing = self._playing[0] if self._playing else None
-            if playing is None or now_ns < playing.chunk.start_ns:
+            if playing is not None and now_ns >= playing.chunk.start_ns:
+                parts = self._execute(playing, now_ns)
+            else:  # also when the clock was set back: nothing outlives its lease by that
+                parts = []
                 newest = self._newest
                 is_leased = newest is not None and newest.start_ns <= now_ns <= newest.expires_ns
                 self._counts.too_old += playing is None and is_leased
-                return None  # also when the clock was set back: nothing outlives its lease by that
-            self._fading.forget(playing, now_ns)
-            parts = self._fading.parts((playing,), now_ns)
-            age_ns = now_ns - min(part.playing.chunk.window_end_ns for part in parts)
-            step = playing.step_at(now_ns)
-            playing.play(step, now_ns, age_ns)
-            self._counts.oldest_ns = max(self._counts.oldest_ns, age_ns)
-            self.executing = Executing(playing.chunk, step, now_ns, age_ns, playing.received_ns)
-        return blended(parts, now_ns)
+        if parts:
+            return blended(parts, now_ns)
+        self._hold(now_ns)
+        return None
+
+    def held(self, now_ns: int, fault: str = "") -> None:
+        """Count that nothing is executed at ``now_ns``, for a loop that has its own reasons.
+
+        Args:
+            now_ns: robot clock.
+            fault: what stands in the way until somebody clears it; empty: nothing does.
+        """
+        with self._lock:
+            is_new = self._holds.stand(fault)
+        self._hold(now_ns, is_trouble=is_new)
+
+    def fail(self, why: str, fault: str) -> None:
+        """No chunk can come any more: ``action_at`` raises ``why``, and ``fault`` is counted."""
+        self.failure = why
+        with self._lock:
+            self._holds.stand(fault)
+
+    def raise_failure(self) -> None:
+        """Raises ReceiverEndedError when no chunk can come any more."""
+        if self.failure is not None:
+            raise ReceiverEndedError(self.failure)
+
+    def begin_session(self) -> None:
+        """Count holds and faults anew; one that is under way belongs to the new session."""
+        with self._lock:
+            self._holds.begin_session()
+
+    def holds(self, now_ns: int) -> Holds:
+        """Holds and faults since the session began, until ``now_ns``."""
+        with self._lock:
+            return self._holds.so_far(now_ns)
 
     def plan(self, now_ns: int) -> Plan | None:
         """The newest chunk's steps from the one due at ``now_ns`` on, as they would be executed.
@@ -181,6 +225,7 @@ class ActionTimeline:
                     age_ns = now_ns - chunk.window_end_ns
                     playing.play(max(playing.last_step, 0), now_ns, age_ns)
                     self._counts.oldest_ns = max(self._counts.oldest_ns, age_ns)
+                    self._holds.execute(now_ns)
                     return True
         return False
 
@@ -191,6 +236,7 @@ class ActionTimeline:
             while self._playing:
                 self._end(self._playing.popleft())
             self._newest = None
+            self._holds.begin_episode()
 
     def take_outcomes(self, now_ns: int) -> list[Outcome]:
         """What became of the chunks that ended by ``now_ns`` and since the last call."""
@@ -204,7 +250,29 @@ class ActionTimeline:
         with self._lock:
             return self._counts.statistics(len(self._playing), self._max_age_ns)
 
+    def _hold(self, now_ns: int, *, is_trouble: bool = False) -> None:
+        is_ready = self.is_ready()
+        with self._lock:
+            if is_ready:
+                is_trouble |= self._holds.hold(now_ns)
+            else:
+                self._holds.pause(now_ns)
+        if is_trouble:
+            self.on_trouble()
+
     # ---- under the lock ------------------------------------------------------------------------
+
+    def _execute(self, playing: Playing, now_ns: int) -> list[Part]:
+        """What the action at ``now_ns`` is mixed from; it counts as executed."""
+        self._fading.forget(playing, now_ns)
+        parts = self._fading.parts((playing,), now_ns)
+        age_ns = now_ns - min(part.playing.chunk.window_end_ns for part in parts)
+        step = playing.step_at(now_ns)
+        playing.play(step, now_ns, age_ns)
+        self._counts.oldest_ns = max(self._counts.oldest_ns, age_ns)
+        self._holds.execute(now_ns)
+        self.executing = Executing(playing.chunk, step, now_ns, age_ns, playing.received_ns)
+        return parts
 
     def _view(self, chunk: ActionChunk) -> Actions:
         """The chunk's actions ``[horizon, dim]`` without a copy; empty when they are malformed."""
@@ -264,3 +332,11 @@ class ActionTimeline:
 
 def _order(chunk: ActionChunk) -> tuple[int, int, int, int]:
     return (chunk.session, chunk.session_epoch, chunk.epoch, chunk.seq)
+
+
+def _always() -> bool:
+    return True
+
+
+def _nothing() -> None:
+    pass

@@ -50,6 +50,7 @@ class EnvelopeRecord(msgspec.Struct, gc=False, omit_defaults=True):
     tRecv: int | None = None
     tDecode: int | None = None
     tEmit: int | None = None
+    tPick: int | None = None  # the host has the actions, where tEmit is a device's
     tRx: int | None = None
     eA_ns: int | None = None
     eC_ns: int | None = None
@@ -66,6 +67,10 @@ class EnvelopeRecord(msgspec.Struct, gc=False, omit_defaults=True):
     w_emit_ns: int | None = None
     busy_link_ns: int | None = None  # of the thread that runs A; serial: of the only one
     busy_link_c_ns: int | None = None  # of the thread that runs C, if it has one of its own
+    cpu_a_ns: int | None = None  # CPU time of A's thread, within A
+    cpu_c_ns: int | None = None  # of C's, within C
+    run_delay_ns: int | None = None  # A's thread was runnable without a CPU, since the last line
+    run_delay_c_ns: int | None = None  # C's, if it has one of its own
     outstanding: int | None = None
     q_decode: int | None = None
     outstanding_max: int | None = None
@@ -101,6 +106,8 @@ class Stage1Record(msgspec.Struct, gc=False, omit_defaults=True):
     idle_ns: int | None = None
     residence_ns: int | None = None
     busy_link_ns: int | None = None
+    cpu_b_ns: int | None = None  # CPU time of the loop's thread, within B
+    run_delay_ns: int | None = None  # it was runnable without a CPU, since the last line
     allocs: int | None = None
     recompiles: int | None = None
     drop: str | None = None
@@ -155,6 +162,7 @@ class TimestampLog:
         self.queues_ahead = False
         self.on_dry: Callable[[], None] | None = None
         self.watchers: list[Watcher] = []
+        self.run_id = run_id
         self._constant = {"run_id": run_id, "generation": generation}
         self._blank = record(
             kind=kind, run_id=run_id, generation=generation, lane=0, mode="throughput"

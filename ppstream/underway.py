@@ -127,6 +127,20 @@ class Underway:
         self._done_ns = done_ns
         return True
 
+    def may_begin_now(self, *, is_fresh: bool) -> bool:
+        """Whether stage A of the next envelope has all it waits for, but one A before it at most.
+
+        Args:
+            is_fresh: A waits for its credit; else for the copy of the one before, which does.
+        """
+        index, host_ns = self._queued, self._clock.host_ns
+        if index - self._finished >= 2 and host_ns(self.marks(index - 2).a1) is None:
+            return False
+        if not is_fresh:
+            return index == self._finished or host_ns(self.marks(index - 1).sent) is not None
+        giver = index - self._d_in
+        return giver < self._finished or host_ns(self.marks(giver).received) is not None
+
     def oldest_due_ns(self) -> int:
         """When the oldest should be done."""
         return self._rhythm.due_ns(self._oldest.queued_ns)

@@ -2,30 +2,42 @@
 
 Order of judgement: a safety count that is not zero fails; then anything that keeps the score from
 being known is inconclusive; only then the score and the release limits decide. All reasons are
-listed, the first decides.
+listed, the first decides. What service was like is judged by itself (``Served``), and the worse of
+both is the run's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from ppstream.audits import Audit
+from ppstream.contention import Alone
+from ppstream.cpus import Machine
 from ppstream.model import period
-from ppstream.records import RunLog
-from ppstream.scores import Primary, form_of, missing_stages
-from ppstream.segments import Window
-from ppstream.standing import Quantiles, wait_share
+from ppstream.records import Event, RunLog
+from ppstream.scores import CEILING_MIN, Primary, form_of, missing_stages
+from ppstream.segments import BRING_UP, Window
+from ppstream.standing import Quantiles, Spoilt, wait_share
+from ppstream.thread_time import Unnamed
 
 N_MIN: Final = 100
-CEILING_MIN: Final = 1.10
 WAIT_MAX: Final = 0.05  # share of the window
+UNNAMED_MAX: Final = 0.15  # of a thread's time, waits for a CPU taken out
+UNNAMED_STAGE_NS: Final = 1_000_000  # where no stage is that long, what lies around them is as long
 OVERLAP_MIN: Final = 0.30
 EFFICIENCY_MIN: Final = 0.85
 MODEL_MAX: Final = 1.05  # period over the model's
 BUSY_MIN: Final = 0.90  # a resource this busy limits the run
+STRETCHED: Final = 1.10  # a stage in the run over its time alone: something holds it up
+SCORE_APART: Final = 0.02  # between the score in the log's verdict and the one from its lines
+
+#: The user's to judge: speed. Nothing else can be accepted by ``bringup.accept``.
+ACCEPTABLE: Final = ("NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED")
+#: Exit codes of a gate that refused: 30 and 31 of ``errors.ExitCode``, which is not needed here.
+REFUSED: Final = {30: "FAIL", 31: "INCONCLUSIVE"}
 
 
 class Verdict(IntEnum):
@@ -36,14 +48,19 @@ class Verdict(IntEnum):
     INCONCLUSIVE = 2
 
 
+#: From harmless to decisive.
+SEVERITY: Final = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL)
+
+
 @dataclass(frozen=True, slots=True)
 class Gate:
     """What is asked of a run. The bring-up profile asks for safety and overlap only."""
 
     profile: str = "bringup"  # bringup | release
-    overlap_min: float = OVERLAP_MIN
+    overlap_min: float = OVERLAP_MIN  # of S and of S alone
     period_budget_ns: int | None = None
     latency_budget_ns: int | None = None
+    accept: tuple[str, ...] = ()  # reasons that the run's configuration accepts
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +70,52 @@ class Evidence:
     run: RunLog
     window: Window
     primary: Primary | None
+    alone: Alone | None
     audits: Mapping[str, Audit]
     safety: Mapping[str, int]
     latency: Quantiles | None
+    spoilt: Spoilt | None
+    unnamed: Mapping[str, Unnamed]
+    machine: Machine | None  # during bring-up
 
 
-def decide(evidence: Evidence, gate: Gate) -> tuple[Verdict, list[str]]:
+class Decision(NamedTuple):
     """The verdict and all reasons, the deciding one first."""
+
+    verdict: Verdict
+    reasons: list[str]
+    contradictions: list[str]  # sentences: where the folder says otherwise than its lines
+
+
+def decide(evidence: Evidence, gate: Gate) -> Decision:
+    """PASS only where nothing speaks against it."""
     safety = list(evidence.safety)
     unknown = inconclusive_reasons(evidence)
-    weak = [] if "INLINE" in unknown else score_reasons(evidence, gate)
+    unjudged = {"INLINE", "NOTHING_TO_HIDE"} & set(unknown)  # there a low score says nothing
+    weak = [] if unjudged and gate.profile == "bringup" else score_reasons(evidence, gate)
+    verdict = _verdict(safety, unknown, weak)
+    said = _contradictions(evidence, verdict, [*safety, *unknown, *weak])
+    if said:
+        unknown = ["CONTRADICTED", *unknown]
+        verdict = _verdict(safety, unknown, weak)
+    return Decision(verdict, [*safety, *unknown, *weak], said)
+
+
+def _verdict(safety: list[str], unknown: list[str], weak: list[str]) -> Verdict:
     if safety:
-        verdict = Verdict.FAIL
-    elif unknown:
-        verdict = Verdict.INCONCLUSIVE
-    else:
-        verdict = Verdict.FAIL if weak else Verdict.PASS
-    return verdict, safety + unknown + weak
+        return Verdict.FAIL
+    if unknown:
+        return Verdict.INCONCLUSIVE
+    return Verdict.FAIL if weak else Verdict.PASS
+
+
+def worse(one: Verdict, other: Verdict) -> Verdict:
+    return max(one, other, key=SEVERITY.index)
+
+
+def is_accepted(verdict: Verdict, reasons: Iterable[str], accept: Iterable[str]) -> bool:
+    """A run that did not pass may serve all the same: each of its reasons is accepted."""
+    return verdict is not Verdict.PASS and set(reasons) <= set(accept)
 
 
 def inconclusive_reasons(evidence: Evidence) -> list[str]:
@@ -77,28 +123,64 @@ def inconclusive_reasons(evidence: Evidence) -> list[str]:
     run, window, primary = evidence.run, evidence.window, evidence.primary
     if run.topology.world_size == 1:
         return ["INLINE"]
-    audits = evidence.audits.values()
-    lacking = bool(missing_stages(window)) or (not window.n and not window.perturbed)
+    audits, spoilt, alone = evidence.audits.values(), evidence.spoilt, evidence.alone
+    nothing = not window.n and not window.perturbed and spoilt is None
+    lacking = bool(missing_stages(window)) or nothing or any(a.missing for a in audits)
     faulted = any(_inside(window, event.t) for event in run.events if event.name == "fault")
+    hidden = [score.ceiling for score in (primary, alone) if score is not None]
     found = {
-        "MISSING_LOGS": 0 in run.missing_ranks or lacking or any(a.missing for a in audits),
+        "MISSING_LOGS": 0 in run.missing_ranks or lacking,
+        "EXPIRED": spoilt is not None and spoilt.reason == "expired",
+        "DROPPED": spoilt is not None and spoilt.reason != "expired",
         "BAD_INSTRUMENT": any(audit.ok is False for audit in audits),
+        "NOT_AUDITED": primary is not None and bool(unaudited(evidence)),
         "PERTURBED": faulted or (window.perturbed > 0 and window.n == 0),
-        "TOO_FEW": window.n < N_MIN,
+        "TOO_FEW": window.n < N_MIN and spoilt is None,
         "NOT_WARM": window.n >= N_MIN and not window.steady,
         "INPUT_LIMITED": wait_share(window, "w_input_ns") > WAIT_MAX,
         "OUTPUT_LIMITED": wait_share(window, "w_emit_ns") > WAIT_MAX,
-        "NOTHING_TO_HIDE": primary is not None and primary.ceiling < CEILING_MIN,
+        "UNNAMED_TIME": any(True for _ in too_much_unnamed(evidence)),
+        "NOTHING_TO_HIDE": bool(hidden) and min(hidden) < CEILING_MIN,
     }
     return [reason for reason, holds in found.items() if holds]
 
 
+def unaudited(evidence: Evidence) -> dict[str, str]:
+    """Audits that had to run and did not, and why; the times alone count as one."""
+    found = {
+        name: audit.note
+        for name, audit in evidence.audits.items()
+        if audit.ok is None and not audit.may_lack and not audit.missing
+    }
+    if evidence.alone is None:
+        found["alone"] = "run.json has no stage times alone"
+    return found
+
+
+def too_much_unnamed(evidence: Evidence) -> Iterator[str]:
+    """Threads that spend more time outside stages and named waits than a score can bear."""
+    if evidence.primary is None:
+        return
+    times = evidence.primary.times
+    if max(times.a, times.b, times.c) >= UNNAMED_STAGE_NS:
+        for thread, found in evidence.unnamed.items():
+            if found.rest is not None and found.rest > UNNAMED_MAX:
+                yield thread
+
+
 def score_reasons(evidence: Evidence, gate: Gate) -> list[str]:
     """Which limits the run misses; empty where nothing could be computed."""
-    primary, latency = evidence.primary, evidence.latency
+    primary, alone, latency = evidence.primary, evidence.alone, evidence.latency
     if primary is None:
         return []
-    found = {"LOW_OVERLAP": primary.s_low is not None and primary.s_low < gate.overlap_min}
+    found = {
+        "LOW_OVERLAP": primary.s_low is not None and primary.s_low < gate.overlap_min,
+    }
+    if alone is not None and alone.s is not None and alone.s < gate.overlap_min:
+        # where stages run in turn and take their own time, nothing is contended
+        found["CONTENDED"] = (
+            not found["LOW_OVERLAP"] or max(alone.stretch.values(), default=0.0) > STRETCHED
+        )
     if gate.profile == "release":
         model_ns = period(primary.times, form_of(evidence.run.topology))
         tail_ns = None if latency is None else latency.p99 or latency.max
@@ -109,6 +191,46 @@ def score_reasons(evidence: Evidence, gate: Gate) -> list[str]:
             "LATENCY_BUDGET": _over(tail_ns, gate.latency_budget_ns),
         }
     return [reason for reason, holds in found.items() if holds]
+
+
+def _contradictions(evidence: Evidence, verdict: Verdict, reasons: Iterable[str]) -> list[str]:
+    """Sentences on what the folder says otherwise than its lines.
+
+    Lines of another run; a verdict of the run itself, or an exit code, that is worse than what the
+    lines now say; a score that is not theirs.
+    """
+    run, window, primary = evidence.run, evidence.window, evidence.primary
+    said = [f"{file} has lines of another run" for file in run.strangers]
+    event = logged_verdict(run, window)
+    if event is not None:
+        name, overlap = event.fields.get("verdict"), event.fields.get("overlap")
+        logged = event.fields.get("reasons")
+        theirs = [str(r) for r in logged] if isinstance(logged, list) else []
+        is_known = isinstance(name, str) and name in Verdict.__members__
+        is_worse = is_known and worse(Verdict[str(name)], verdict) is not verdict
+        if is_worse or not set(theirs) <= set(reasons):
+            said.append(f"the run's own verdict was {' '.join([str(name), *theirs])}")
+        score = None if primary is None else primary.s
+        if isinstance(overlap, int | float) and (
+            score is None or not abs(score - overlap) <= SCORE_APART
+        ):
+            now = "none" if score is None else f"{score:.2f}"
+            said.append(f"the run's own verdict had overlap {overlap:.2f}, its lines have {now}")
+    end = run.exits.get("0") if window.phases == {BRING_UP} else None
+    if isinstance(end, Mapping) and end.get("generation", window.generation) == window.generation:
+        code = end.get("code")
+        refused = REFUSED.get(code) if isinstance(code, int) else None
+        if refused is not None and worse(Verdict[refused], verdict) is not verdict:
+            said.append(f"exit.json has code {code}: the gate refused this run")
+    return said
+
+
+def logged_verdict(run: RunLog, window: Window) -> Event | None:
+    """The verdict that the run itself came to, of the judged bring-up."""
+    if window.phases != {BRING_UP}:
+        return None
+    found = [e for e in run.events if e.name == "verdict" and e.generation == window.generation]
+    return found[-1] if found else None
 
 
 def classify(window: Window, primary: Primary | None) -> str | None:

@@ -16,13 +16,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 from ppstream.clock import NS_PER_S, Clock, now_ns
 
 INTERVAL_NS: Final = NS_PER_S // 4  # between two looks
-WARMING_LIMIT_NS: Final = 120 * NS_PER_S  # of a standstill, where one is to be expected
 USUAL_FACTOR: Final = 5  # stage B may take so many times its usual time
 FRAMES_SHOWN: Final = 3  # innermost ones of the stuck thread; the file has all of all threads
 FILE_MODE: Final = 0o640
@@ -97,6 +97,7 @@ class Watchdog:
         on_stuck: called once, on the watchdog's thread, with what is stuck; must not return to it.
         stacks: file for the stacks of all threads; also written on SIGQUIT.
         held_ns: the stacks are written, too, when no Python thread could run for so long.
+        patient_ns: not while the limit is this or more: then a call may hold the interpreter.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Watchdog:
         stacks: Path,
         *,
         held_ns: int,
+        patient_ns: int,
         clock: Clock = now_ns,
     ) -> None:
         self._marks = marks
@@ -114,6 +116,7 @@ class Watchdog:
         self._on_stuck = on_stuck
         self._path = stacks
         self._held_s = held_ns / NS_PER_S
+        self._patient_ns = patient_ns
         self._clock = clock
         self._still: dict[Mark, tuple[int, int]] = {}  # turns, and for how long unchanged
         self._looked_ns = clock()
@@ -139,7 +142,8 @@ class Watchdog:
         os.close(self._file)
         self._file = -1
         if is_empty:
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # its folder may be gone, or read-only by now
+                self._path.unlink()
 
     def look(self) -> None:
         """Compare all marks with the last look; ``on_stuck`` is told of the first that is stuck.
@@ -162,25 +166,33 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._end.wait(INTERVAL_NS / NS_PER_S):
-            if self._limit_ns() < WARMING_LIMIT_NS:  # else it may be compiling
+            if self._limit_ns() < self._patient_ns:  # else it may be compiling
                 faulthandler.dump_traceback_later(self._held_s, file=self._file)
             self.look()
 
     def _tell(self, mark: Mark, still_ns: int) -> None:
-        faulthandler.dump_traceback(self._file, all_threads=True)
         self._end.set()
-        self._on_stuck(
-            f"{mark.name} made no progress for {still_ns / NS_PER_S:.1f} s, "
-            f"limit {self._limit_ns() / NS_PER_S:.1f} s{_after(' at ', mark.busy_with())}; "
-            f"it is in {_where(mark.thread_id)} (all stacks: {self._path})"
-        )
+        try:
+            faulthandler.dump_traceback(self._file, all_threads=True)
+            text = (
+                f"{mark.name} made no progress for {still_ns / NS_PER_S:.1f} s, "
+                f"limit {self._limit_ns() / NS_PER_S:.1f} s{_after(' at ', mark.busy_with())}; "
+                f"{_name(mark.thread_id)} is in {where(mark.thread_id)} (all stacks: {self._path})"
+            )
+        except Exception as error:  # noqa: BLE001 - a stuck rank leaves whatever cannot be told
+            text = f"{mark.name} made no progress; no more can be told: {type(error).__name__}"
+        self._on_stuck(text)
 
 
 def _after(prefix: str, text: str) -> str:
     return prefix + text if text else ""
 
 
-def _where(thread_id: int) -> str:
+def _name(thread_id: int) -> str:
+    return next((t.name for t in threading.enumerate() if t.ident == thread_id), "its thread")
+
+
+def where(thread_id: int) -> str:
     """The innermost frames of a thread, outermost of them first."""
     frame = sys._current_frames().get(thread_id)
     found = traceback.extract_stack(frame)[-FRAMES_SHOWN:] if frame is not None else []

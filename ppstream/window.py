@@ -62,6 +62,7 @@ class _Views(NamedTuple):
     out: Mapping[str, Tensor]
     resample: tuple[Callable[[], None], ...]  # by group
     values: tuple[Tensor, ...]
+    valid: tuple[NDArray[np.bool_], ...]  # by group
     present: NDArray[np.bool_]
     fields: NDArray[np.int64]
 
@@ -73,6 +74,9 @@ class WindowCutter:
     ``g.values [T, sum of D]`` float32, ``g.valid [T, S]`` bool and ``g.age_s [T, S]`` float32, then
     the frames of cameras (``camera.py``), ``present []`` bool and ``rows [4]`` int64
     (``ROW_FIELDS``).
+
+    ``targets`` and ``invalid`` (by stream) count what was asked of the rings since the start, and
+    what they could not give.
 
     Args:
         config: streams, window and groups.
@@ -98,12 +102,20 @@ class WindowCutter:
         self._views: dict[int, _Views] = {}  # by identity of the mapping, which it keeps alive
         self._groups = [
             _Group(
-                ResamplePlan([_source(stream, banks[stream.name]) for stream in streams], steps),
+                ResamplePlan(
+                    [_source(stream, banks[stream.name]) for stream in streams],
+                    steps,
+                    distinct=True,  # a SensorRing takes each stamp once
+                ),
                 group_names(group),
             )
             for group, streams in config.groups.items()
         ]
         self._streams = tuple(stream.name for stream in config.streams)
+        self._steps = steps
+        self._group_streams = [tuple(s.name for s in streams) for streams in config.groups.values()]
+        self.targets = 0  # of every stream that is no camera, over all rows
+        self.invalid = {name: 0 for names in self._group_streams for name in names}  # of them
         is_asked = config.actions.prefix_steps > 0
         self._prefixes = PrefixWriter(config.actions, rows) if is_asked else None
         self._is_instructed = config.policy.instructions
@@ -131,6 +143,7 @@ class WindowCutter:
             if place.session != 0 and not place.present:  # its other streams hold samples
                 for values in views.values:
                     values[row].zero_()
+        self._count_invalid(views)
         if self._cameras:
             self._cut_cameras(out, ends)
         if self._prefixes is not None:
@@ -138,6 +151,17 @@ class WindowCutter:
         if self._is_instructed:
             self._cut_instructions(out)
         return WindowInfo(ends, self._newest_rx_ns(), self._settle(ends))
+
+    def _count_invalid(self, views: _Views) -> None:
+        """Of robots that are there; usually every target is valid, and that is quickly seen."""
+        for row in self._row_numbers:
+            if not views.present[row]:
+                continue
+            self.targets += self._steps
+            for names, valid in zip(self._group_streams, views.valid, strict=True):
+                if not valid[row].all():
+                    for name, count in zip(names, (~valid[row]).sum(axis=0).tolist(), strict=True):
+                        self.invalid[name] += count
 
     def _cut_cameras(self, out: Mapping[str, Tensor], ends: Sequence[int]) -> None:
         for name, camera in self._cameras.items():
@@ -152,13 +176,14 @@ class WindowCutter:
     def _view(self, out: Mapping[str, Tensor]) -> _Views:
         if len(self._views) >= VIEWS_MAX:
             self._views.clear()
-        resample, written = [], []
+        resample, written, told = [], [], []
         for group in self._groups:
             values, valid, age_s = (out[name] for name in group.out)
             resample.append(group.plan.bind(self._targets_ns, (values, valid, age_s)))
             written.append(values)
+            told.append(valid.numpy())
         present, fields = out["present"].numpy(), out["rows"].numpy()
-        views = _Views(out, tuple(resample), tuple(written), present, fields)
+        views = _Views(out, tuple(resample), tuple(written), tuple(told), present, fields)
         self._views[id(out)] = views
         return views
 

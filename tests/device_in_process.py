@@ -10,6 +10,7 @@ import json
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from host_windows import HostWindows
 from linked_ends import linked
 from pipeline_in_process import Collector, NewestValues
 
-from ppstream import link_counted, memops, stage1_device, underway
+from ppstream import link_counted, memops, stage1_device
 from ppstream.clock import now_ns
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
@@ -33,6 +34,7 @@ from ppstream.device_clock import DeviceClock
 from ppstream.errors import PeerLostError
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
+from ppstream.link_device import run_ahead
 from ppstream.memops import Call, CudaStream, DeviceProbe
 from ppstream.messages import Drain
 from ppstream.pacing import Pacing, Saturated
@@ -47,30 +49,48 @@ from ppstream.stage1_device import Stage1Device
 from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.unwritten import FilledPolicy, drawn_for
 from ppstream.waiter import Waiter
 
-SIGHT_NS = 40_000_000  # threads of a busy machine wake up much later than a GPU's streams
+RUN_ID = "r"
+#: Settings of every such pipeline: no heart beats here, and a thread may be off its core for long.
+GPUS = (
+    "placement.rank0=cuda:0",
+    "placement.policy=cuda:1",
+    "actions.lease_ms=60000",
+    "liveness.frozen_ms=100000",
+    "liveness.watchdog_s=200",
+)
 
 
 class Work:
     """What stands in for a stage's work on a GPU: a stream that sleeps."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self, seconds: float = 0.0, products: int = 1) -> None:
         self._seconds = seconds
+        self.products = products
+        self.mean_ns = round(seconds * 1e9)
 
     def calls(self, stream: CudaStream) -> tuple[Call, ...]:
         def queue() -> tuple[int]:
             queue_call(stream, lambda: time.sleep(self._seconds))
+            for _ in range(self.products - 1):
+                queue_call(stream, nothing)
             return (0,)
 
-        return (Call(queue, "sleep"),) if self._seconds else ()
+        return (Call(queue, "sleep"),) if self._seconds or self.products > 1 else ()
+
+
+def nothing() -> None:
+    """A kernel that is over at once."""
 
 
 class QueuedPolicy:
     """What DeviceStageB is on a GPU: the policy runs when its stream comes to it."""
 
-    def __init__(self, policy: NewestValues) -> None:
-        self.policy = policy
+    def __init__(self, policy: NewestValues, kernels: int) -> None:
+        self.policy = FilledPolicy(policy, drawn_for(RUN_ID))
+        self.kernels = kernels
         self.stream: Any = None
         self.refuse: set[int] = set()  # calls that fail while they are queued
         self.calls = 0
@@ -79,6 +99,8 @@ class QueuedPolicy:
         self.calls += 1
         if self.calls - 1 in self.refuse:
             raise ValueError("no such kernel")
+        for _ in range(self.kernels - 1):
+            queue_call(self.stream, nothing)
         queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors))
 
     def instruct(self, number: int, text: str) -> str:
@@ -96,15 +118,16 @@ class DevicePipeline:
         patch: pytest.MonkeyPatch,
         *,
         runs_ahead: bool = True,
+        kernels: int = 1,
+        a_kernels: int = 1,
         a_s: float = 0.0,
         c_s: float = 0.0,
         puts: bool = False,
         looks: bool = False,
     ) -> None:
-        self._runs_ahead, self._a_s, self._c_s = runs_ahead, a_s, c_s
+        self._a_s, self._c_s, self._a_kernels = a_s, c_s, a_kernels
         self.driver = FakeDriver()
         patch.setattr(memops, "driver", lambda: self.driver)
-        patch.setattr(underway, "SIGHT_NS", SIGHT_NS)
         for module in (link_counted, stage1_device):
             patch.setattr(module, "stream", lambda role: CudaStream())
         patch.setattr("torch.cuda.synchronize", lambda device=None: None)
@@ -115,7 +138,9 @@ class DevicePipeline:
         self._directory = directory
         self._stack = ExitStack()
         self._stack.callback(self.driver.close)
-        shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 3)
+        self._nodes = kernels if runs_ahead else None
+        ahead = run_ahead(self._nodes, 0, config.pipeline.d_in)
+        shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 3, ahead)
         self._front_link, self._back_link = linked(
             shape, FakePuts if puts else None, FakeWaits if looks else None
         )
@@ -124,7 +149,7 @@ class DevicePipeline:
         self._stack.callback(self.front.close)
         self._stack.callback(self.back.close)
         self.rank0 = self._rank0(shape)
-        self.queued = QueuedPolicy(policy)
+        self.queued = QueuedPolicy(policy, kernels)
         self.stage1 = self._stage1(shape)
         self._thread = threading.Thread(target=self._serve)
 
@@ -171,7 +196,7 @@ class DevicePipeline:
             shape=shape,
             streams=Streams(a, c),
             clock=DeviceClock(DeviceProbe(CudaStream())),
-            work_a=Work(self._a_s),  # type: ignore[arg-type]
+            work_a=Work(self._a_s, self._a_kernels),  # type: ignore[arg-type]
             work_c=Work(self._c_s),  # type: ignore[arg-type]
         )
         ledger = CreditLedger(config.pipeline.d_in, config.pipeline.d_out)
@@ -189,8 +214,8 @@ class DevicePipeline:
             waiter=self._waiter(),
             clock=DeviceClock(DeviceProbe(CudaStream())),
             stream=None,  # type: ignore[arg-type]
-            generation=shape.generation,
-            runs_ahead=self._runs_ahead,
+            shape=shape,
+            nodes=self._nodes,
         )
         stage1 = Stage1Device(parts)
         self.queued.stream = stage1._stream
@@ -198,7 +223,7 @@ class DevicePipeline:
 
     def _log(self, rank: int, record: Any) -> TimestampLog:
         path = self._directory / f"rank{rank}.gen0.jsonl"
-        log = TimestampLog(path, record, 4096, run_id="r", generation=0)
+        log = TimestampLog(path, record, 4096, run_id=RUN_ID, generation=0)
         self._stack.callback(log.close)
         return log
 
@@ -212,3 +237,5 @@ class DevicePipeline:
             self.stage1.run(lambda: False)
         except BaseException as error:  # noqa: BLE001 - looked at by the test
             self.failure.append(error)
+            traceback.print_exception(error)
+            self.back.close()  # as a process that ends does

@@ -2,7 +2,10 @@
 
 As much of cuda.bindings.driver as ``memops.py`` calls for loops and counted links, with its order:
 what is queued on a stream runs one after the other, and streams wait for events and values only.
-Time is CLOCK_MONOTONIC. Not a model of speed, and kernels are plain functions (``queue_call``).
+Time is CLOCK_MONOTONIC, but for how late a thread wakes up: what a stream does begins when it was
+queued, or when what it waited for happened, whichever is later, and what is no kernel takes 1 µs.
+So stamps keep the order that a device would give them, however busy the machine is.
+Not a model of speed, and kernels are plain functions (``queue_call``).
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ from typing import Any
 
 OK, INVALID_HANDLE, NOT_READY = 0, 400, 600
 CYCLE = 1 << 32
+PLACES = 1000  # of a stream's queue: who launches into a full one is held up, as by the driver
+HELD_LIMIT_S = 3.0  # then the test fails: nobody may be held up so long
 POLL_S = 0.0001
+STEP_NS = 1000
 
 
 class Record:
@@ -35,38 +41,90 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A thread that runs what is queued, in order; errors are kept for the test."""
+    """A thread that runs what is queued, in order; errors are kept for the test.
+
+    Attributes:
+        now_ns: the time that this stream has come to.
+    """
 
     def __init__(self, driver: FakeDriver) -> None:
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, Callable[[], None], bool] | None] = SimpleQueue()
+        self.now_ns = 0
         self.pending = 0
-        self._lock = threading.Lock()
+        self._awaited: Callable[[], bool] | None = None  # what it waits for now
+        self._room = threading.Condition()
         self._driver = driver
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def queue(self, work: Callable[[], None]) -> None:
-        with self._lock:
+    def queue(self, work: Callable[[], None], *, takes_time: bool = False) -> None:
+        """Takes one place of the queue; holds up the caller until there is one."""
+        with self._room:
+            if not self._has_room() and self._awaited is not None and not self._awaited():
+                self._driver.stood_behind_waits += 1
+            if not self._room.wait_for(self._has_room, HELD_LIMIT_S):
+                who = threading.current_thread().name
+                text = f"a launch by {who} stood for {HELD_LIMIT_S} s behind {self.pending}"
+                self._driver.failures.append(TimeoutError(text))
+                self._driver.ended = True
             self.pending += 1
-        self._queue.put(work)
+        self._queue.put((time.monotonic_ns(), work, takes_time))
+
+    def saw(self, at_ns: int) -> None:
+        """What runs now waited for something that happened then."""
+        self.now_ns = max(self.now_ns, at_ns)
+
+    def wrote(self, address: int, value: int) -> None:
+        """What runs now is about to write a counter."""
+        self._driver.written.setdefault(address, []).append((value, self.now_ns))
+
+    def see_count(self, address: int, value: int) -> None:
+        """Waits until the 32 bits at ``address`` have reached ``value``."""
+        word = ctypes.c_uint32.from_address(address)
+        self._wait_until(lambda: _reached(word.value, value))
+        written = self._driver.written.get(address, [])
+        self.saw(next((at for found, at in written if _reached(found, value)), self.now_ns))
+
+    def see_event(self, record: Record) -> None:
+        """Waits until an event was recorded."""
+        self._wait_until(record.done.is_set)
+        self.saw(record.at_ns)
+
+    def _wait_until(self, happened: Callable[[], bool]) -> None:
+        self._awaited = happened
+        while not happened() and not self.is_ended:
+            time.sleep(POLL_S)
+        self._awaited = None
+
+    def _has_room(self) -> bool:
+        return self.pending < PLACES or self._driver.ended
 
     @property
     def is_ended(self) -> bool:
         """The test is over: nothing is waited for any more."""
         return self._driver.ended
 
+    def let_go(self) -> None:
+        with self._room:
+            self._room.notify_all()
+
     def end(self) -> None:
         self._queue.put(None)
         self._thread.join(5)
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
+        while (queued := self._queue.get()) is not None:
+            queued_ns, work, takes_time = queued
+            self.saw(queued_ns)
+            began_ns = time.monotonic_ns()
             try:
                 work()
             except BaseException as error:  # noqa: BLE001 - looked at by the test
                 self._driver.failures.append(error)
-            with self._lock:
+            self.now_ns += time.monotonic_ns() - began_ns if takes_time else STEP_NS
+            with self._room:
                 self.pending -= 1
+                self._room.notify_all()
 
 
 class FakeDriver:
@@ -75,11 +133,15 @@ class FakeDriver:
     def __init__(self) -> None:
         self.streams: list[FakeStream] = []
         self.failures: list[BaseException] = []
+        self.stood_behind_waits = 0  # launches into a full queue, for something yet to happen
+        self.written: dict[int, list[tuple[int, int]]] = {}  # counters by address: values, and when
         self.ended = False
 
     def close(self) -> None:
         """End all streams; whoever still waits is let go."""
         self.ended = True
+        for stream in self.streams:
+            stream.let_go()
         for stream in self.streams:
             stream.end()
 
@@ -98,7 +160,7 @@ class FakeDriver:
         event.is_recorded = True
 
         def mark() -> None:
-            record.at_ns = time.monotonic_ns()
+            record.at_ns = stream.now_ns
             record.done.set()
 
         stream.queue(mark)
@@ -120,14 +182,13 @@ class FakeDriver:
 
     def cuStreamWaitEvent(self, stream: FakeStream, event: FakeEvent, flags: int) -> tuple[int]:
         record = event.newest
-        stream.queue(lambda: self._until(record.done.is_set))
+        stream.queue(lambda: stream.see_event(record))
         return (OK,)
 
     def cuStreamWaitValue32(
         self, stream: FakeStream, address: int, value: int, flags: int
     ) -> tuple[int]:
-        word = ctypes.c_uint32.from_address(address)
-        stream.queue(lambda: self._until(lambda: (word.value - value) % CYCLE < CYCLE // 2))
+        stream.queue(lambda: stream.see_count(address, value))
         return (OK,)
 
     def cuStreamWriteValue32(
@@ -136,6 +197,7 @@ class FakeDriver:
         word = ctypes.c_uint32.from_address(address)
 
         def write() -> None:
+            stream.wrote(address, value)
             word.value = value
 
         stream.queue(write)
@@ -148,11 +210,12 @@ class FakeDriver:
     def cuStreamQuery(self, stream: FakeStream) -> tuple[int]:
         return (NOT_READY if stream.pending else OK,)
 
-    def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds() and not self.ended:
-            time.sleep(POLL_S)
+
+def _reached(count: int, value: int) -> bool:
+    """Whether a counter that only grows, and compares cyclically, has come to ``value``."""
+    return (count - value) % CYCLE < CYCLE // 2
 
 
 def queue_call(stream: Any, call: Callable[[], None]) -> None:
     """What a kernel is elsewhere; ``stream`` is a memops.CudaStream."""
-    stream.handle.queue(call)
+    stream.handle.queue(call, takes_time=True)

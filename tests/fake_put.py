@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ppstream_kernels import cuda_put
@@ -27,10 +28,11 @@ class Message(ctypes.Structure):
         ("header", ctypes.c_int64 * cuda_put.HEADER_WORDS),
     ]
 
-    def run(self) -> None:
+    def run(self, stream: Any) -> None:
         head = self.header_words * 8
         ctypes.memmove(self.target + head, self.source + head, self.bytes - head)
         ctypes.memmove(self.target, self.header, head)
+        stream.wrote(self.counter, self.value % (1 << 32))
         ctypes.c_uint32.from_address(self.counter).value = self.value % (1 << 32)
 
 
@@ -47,5 +49,6 @@ class FakePuts:
     def queue(self, message: int, count: int, stream: Any) -> None:
         cuda_put.pack_count(self._memory, message, count)
         at = message * ctypes.sizeof(Message)
-        stream.queue(Message.from_buffer_copy(self._memory, at).run)  # as a launch takes a copy
+        message_now = Message.from_buffer_copy(self._memory, at)  # as a launch takes a copy
+        stream.queue(partial(message_now.run, stream))
         self.sent += 1

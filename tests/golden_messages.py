@@ -64,11 +64,21 @@ TO_ROBOT_1_1: Final[dict[str, Any]] = TO_ROBOT_1_0 | {
     "clock_question": m.ClockQuestion(7, 10**12),
     "conditioned": m.Conditioned(7, 3, "too long"),
 }
+FROM_ROBOT_1_2: Final[dict[str, Any]] = FROM_ROBOT_1_1 | {
+    "hello": m.Hello(1, 2, "arm", (JOINTS, CAMERA), ("dx", "dy"), 11, False, "pick up the cube", 3),
+    "robot_state": m.RobotState(7, 2, 310_000_000, 1, "stop: operator", 690_000_000),
+}
+TO_ROBOT_1_2: Final[dict[str, Any]] = TO_ROBOT_1_1 | {
+    "welcome": m.Welcome(
+        1, 2, 7, "ready", 5 * 10**9, 10**8, 16, 10**7, (-1.0, 0.0), (1.0, 1.0), (1,), 6 * 10**7, 8
+    ),
+}
 #: Between ranks of one run both ends are one version: only the newest counts.
 CONTROL: Final[dict[str, Any]] = {
     "rank_hello": m.RankHello(1, "token", 0, 1, "host", "boot", 42, {"config": {"a.b": 1}}),
     "rank_welcome": m.RankWelcome("run", "logs/run"),
     "rank_refused": m.RankRefused(("a.b: 1 here, 2 there",)),
+    "rank_heart": m.RankHeart("token"),
     "ready": m.Ready({"link": "host"}),
     "heartbeat": m.Heartbeat(12),
     "bell": m.Bell(300),
@@ -88,7 +98,9 @@ VERSIONS: Final = (
     ("to_robot", "1.0", m.to_robot, TO_ROBOT_1_0),
     ("from_robot", "1.1", m.from_robot, FROM_ROBOT_1_1),
     ("to_robot", "1.1", m.to_robot, TO_ROBOT_1_1),
-    ("control", "1.1", m.control, CONTROL),
+    ("from_robot", "1.2", m.from_robot, FROM_ROBOT_1_2),
+    ("to_robot", "1.2", m.to_robot, TO_ROBOT_1_2),
+    ("control", "1.2", m.control, CONTROL),
 )
 
 

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ppstream.log_lines import Line, parse_run
@@ -36,13 +37,35 @@ class GoldenRun:
     generation: int = 0
     extra: list[Fields] = field(default_factory=list)  # events, ledger, robot
 
+    def book(self) -> Fields:
+        """The ledger of envelopes that rank 0 writes at the end; ``extra`` may have another."""
+        dropped = [line["drop"] for line in self.lines if line.get("drop") is not None]
+        reasons = {reason: dropped.count(reason) for reason in dropped}
+        used = len(self.lines) - len(dropped)
+        envelopes = {"received": len(self.lines), "used": used, "dropped": reasons, "in_flight": 0}
+        last_ns = max((line.get("tEmit") or 0 for line in self.lines), default=0)
+        return {"kind": "ledger", "t": last_ns, "envelopes": envelopes}
+
     def parse(self) -> RunLog:
         return parse_run(self.manifest, self.tagged())
 
     def tagged(self) -> Iterator[Line]:
-        for rank, lines in ((0, self.lines + self.extra), (1, self.policy_lines)):
+        for rank, lines in ((0, self.rank0()), (1, self.rank1())):
             for i, fields in enumerate(lines):
                 yield Line(rank, self.generation, f"rank{rank}:{i + 1}", fields)
+
+    def rank0(self) -> list[Fields]:
+        """All lines of rank 0's file."""
+        booked = any("envelopes" in line for line in self.extra)
+        book = [] if booked or not self.lines else [self.book()]
+        return [self._named(line) for line in self.lines + self.extra + book]
+
+    def rank1(self) -> list[Fields]:
+        return [self._named(line) for line in self.policy_lines]
+
+    def _named(self, line: Fields) -> Fields:
+        """Of this run, unless it says another."""
+        return {"run_id": self.manifest["run_id"]} | line
 
     def bend(self, change: Callable[[Fields], object]) -> GoldenRun:
         """Change rank 0's lines in place, as a writer with a fault would have written them."""
@@ -53,9 +76,9 @@ class GoldenRun:
     def write(self, folder: Path, *, policy_file: bool = True) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.json").write_text(json.dumps(self.manifest))
-        write_lines(folder / f"rank0.gen{self.generation}.jsonl", self.lines + self.extra)
+        write_lines(folder / f"rank0.gen{self.generation}.jsonl", self.rank0())
         if policy_file:
-            write_lines(folder / f"rank1.gen{self.generation}.jsonl", self.policy_lines)
+            write_lines(folder / f"rank1.gen{self.generation}.jsonl", self.rank1())
         return folder
 
 
@@ -113,7 +136,7 @@ def simulate(
     z = recurrence(slowed, form)
     ids = {"generation": 0, "epoch": 0, "lane": 0, "mode": "throughput"} | ids
     pacing = "free" if any(t.t_in for t in each) else "saturated"
-    ids = {"run_id": "golden", "phase": "bring-up", "pacing": pacing} | ids
+    ids = {"phase": "bring-up", "pacing": pacing} | ids
     counters = _Counters(z)
     lines, policy_lines = [], []
     for k in range(len(each) - TAIL):  # the run goes on behind the log's last line
@@ -141,11 +164,20 @@ def simulate(
         rank0 |= {"B_ns": int(z.b1[k] - z.b0[k]), "w_emit_ns": block, "busy_link_ns": 0}
         rank0 |= {"tRx": START_NS + rx, "drop": None}
         rank0 |= {"age_rank0_ns": stamps["tEmit"] - START_NS - rx}
+        rank0 |= {"cpu_a_ns": int(each[k].a), "cpu_c_ns": int(each[k].c), "run_delay_ns": 0}
         lines.append(rank0)
         policy = {"kind": "stage1", "seq": k, "busy_link_ns": 0} | ids | shared
+        policy |= {"cpu_b_ns": int(each[k].b), "run_delay_ns": 0}
         policy |= {"tB0": POLICY_CLOCK_NS + int(z.b0[k]), "tB1": POLICY_CLOCK_NS + int(z.b1[k])}
         policy_lines.append(policy)
-    return GoldenRun(manifest(form), lines, policy_lines)
+    return GoldenRun(manifest(form) | {"standalone": standalone(each)}, lines, policy_lines)
+
+
+def standalone(times: Sequence[StageTimes]) -> Fields:
+    """An honest measurement of these stages with nothing beside them."""
+    means = {"A": fmean(t.a for t in times), "B": fmean(t.b for t in times)}
+    means["C"] = fmean(t.c for t in times)
+    return {f"{stage}_ns": round(ns) for stage, ns in means.items()}
 
 
 def period_17() -> GoldenRun:
@@ -200,10 +232,10 @@ def _waits(z: Schedule, k: int, form: PipelineForm, t: StageTimes) -> Fields:
     if form.credit == "before_window":
         waits["w_credit_ns"] = int(max(0, _at(z.o1, k - form.d_in) - before_a))
         ready = max(before_a, _at(z.o1, k - form.d_in))
-    elif form.threads == "split":  # the thread holds its envelope until a credit and the link come
-        credit = _at(z.o1, k - form.d_in)
-        waits["w_credit_ns"] = int(max(0, credit - z.a1[k]))
-        waits["w_slot_ns"] = int(z.s0[k] - max(credit, z.a1[k]))
+    elif form.threads == "split":  # the thread held the one before until a credit and the link came
+        built, credit = _at(z.a1, k - 1), _at(z.o1, k - 1 - form.d_in)
+        waits["w_credit_ns"] = int(max(0, credit - built))
+        waits["w_slot_ns"] = int(_at(z.s0, k - 1) - max(credit, built))
         ready = _at(z.s0, k - 1)
     else:  # one envelope waits preflighted; the next A needs that place
         ready = max(before_a, _at(z.s0, k - 1))

@@ -37,6 +37,8 @@ class HostWindows:
         self._begin = min(shape.envelope.offsets.values())  # behind the header, which is the link's
         self._infos: list[WindowInfo | None] = [None] * slots
 
+    nodes = 1  # the copy
+
     def ingest(self, now_ns: int) -> None:
         """Nothing: the rings are read where they are."""
 

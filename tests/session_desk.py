@@ -80,7 +80,7 @@ class Desk:
 
 def hello(**changes: Any) -> m.Hello:
     fields: dict[str, Any] = {"robot": "arm", "streams": STREAMS, "actions": ACTIONS}
-    return m.Hello(**{"major": 1, "minor": 0, **fields, **changes})
+    return m.Hello(**{"major": m.WIRE_MAJOR, "minor": m.WIRE_MINOR, **fields, **changes})
 
 
 def samples(session: int, *stamps_ns: int, stream: int = 0) -> m.Samples:

@@ -1,27 +1,91 @@
+"""The gate in front of ready: what it accepts, and what nobody can have it accept."""
+
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
+from golden_runs import GoldenRun, ms, simulate, stages
+from judging import judged
 
 from ppstream.bringup import Beside, pass_or_raise
 from ppstream.errors import ExitCode, GateFailedError, GateInconclusiveError
-from ppstream.verdict import Verdict
+from ppstream.model import PipelineForm
+from ppstream.run_report import RunReport
+
+SERIAL = PipelineForm("serial", "decode_first")
 
 
-def test_pass_is_ready():
-    pass_or_raise(Verdict.PASS, [], ())
+def contended() -> GoldenRun:
+    """Every stage takes twice its time, and by their stamps they run beside each other."""
+    golden = simulate(stages(a=4, b=12, c=6))
+    golden.manifest["standalone"] = {"A_ns": ms(2), "B_ns": ms(6), "C_ns": ms(3)}
+    return golden
 
 
-def test_fail_ends_with_30_whatever_is_accepted():
-    with pytest.raises(GateFailedError, match="LOW_OVERLAP") as caught:
-        pass_or_raise(Verdict.FAIL, ["LOW_OVERLAP"], ("NOTHING_TO_HIDE",))
-    assert caught.value.exit_code is ExitCode.GATE_FAIL
+def too_few() -> GoldenRun:
+    return simulate(stages(a=0.05, c=0.05), n=60)
 
 
-def test_inconclusive_ends_with_31_unless_every_reason_is_accepted():
-    with pytest.raises(GateInconclusiveError) as caught:
-        pass_or_raise(Verdict.INCONCLUSIVE, ["NOTHING_TO_HIDE"], ())
-    assert caught.value.exit_code is ExitCode.GATE_INCONCLUSIVE
-    pass_or_raise(Verdict.INCONCLUSIVE, ["NOTHING_TO_HIDE", "LOW_OVERLAP"], ("NOTHING_TO_HIDE",))
-    with pytest.raises(GateInconclusiveError, match="TOO_FEW"):
-        pass_or_raise(Verdict.INCONCLUSIVE, ["TOO_FEW", "NOTHING_TO_HIDE"], ("NOTHING_TO_HIDE",))
+def unsafe() -> GoldenRun:
+    golden = simulate(form=SERIAL)
+    golden.lines[30]["outstanding_max"] = 3
+    return golden
+
+
+def report(golden: GoldenRun, *accept: str) -> RunReport:
+    golden.manifest["config"] = {"bringup": {"accept": list(accept)}}
+    busy = {"usable_cpus": 2, "busy_threads": 3, "load_1min": 8.6, "steal_share": 0.12}
+    golden.extra.append({"kind": "event", "name": "machine"} | busy)
+    return judged(golden)
+
+
+def test_pass_is_ready() -> None:
+    pass_or_raise(report(simulate()))
+
+
+@pytest.mark.parametrize(
+    ("golden", "reason", "error", "code"),
+    [
+        (lambda: simulate(form=SERIAL), "LOW_OVERLAP", GateFailedError, ExitCode.GATE_FAIL),
+        (contended, "CONTENDED", GateFailedError, ExitCode.GATE_FAIL),
+        (
+            lambda: simulate(stages(a=0.05, c=0.05)),
+            "NOTHING_TO_HIDE",
+            GateInconclusiveError,
+            ExitCode.GATE_INCONCLUSIVE,
+        ),
+    ],
+)
+def test_speed_is_refused_unless_it_is_accepted_and_stays_what_it_is(
+    golden: Any, reason: str, error: type[Exception], code: ExitCode
+) -> None:
+    others = {"LOW_OVERLAP", "CONTENDED", "NOTHING_TO_HIDE"} - {reason}
+    refused = report(golden(), *others)
+    assert refused.reasons == [reason]
+    assert refused.accepted == []
+    with pytest.raises(error, match=reason) as caught:
+        pass_or_raise(refused)
+    assert caught.value.exit_code is code
+    assert "load 8.6 on 2 usable CPUs, 12% stolen: 3 threads" in str(caught.value)
+    serving = report(golden(), reason)
+    pass_or_raise(serving)
+    assert serving.accepted == [reason]
+    assert serving.verdict is refused.verdict
+    assert serving.exit_code == 0
+    assert refused.exit_code == int(refused.verdict)
+    assert serving.statements[0].startswith(f"SERVING, overlap refused: {reason} accepted; one ")
+
+
+@pytest.mark.parametrize(
+    ("golden", "further"), [(unsafe, "QUEUE_BOUND"), (too_few, "TOO_FEW")], ids=["safety", "doubt"]
+)
+def test_further_reasons_are_never_accepted(golden: Any, further: str) -> None:
+    found = report(golden(), "LOW_OVERLAP", "CONTENDED", "NOTHING_TO_HIDE", further)
+    assert further in found.reasons
+    assert found.accepted == []
+    with pytest.raises((GateFailedError, GateInconclusiveError), match=further):
+        pass_or_raise(found)
 
 
 class Counting:

@@ -99,7 +99,10 @@ def test_depth_two_earns_ready_on_windows_cut_from_the_recording(bench: Any) -> 
 
 def test_depth_one_is_refused_because_only_stage_c_is_hidden(bench: Any) -> None:
     made = bench(1)
-    with made.pipeline as pipeline, pytest.raises(GateFailedError, match=r"LOW_OVERLAP$"):
+    with (
+        made.pipeline as pipeline,
+        pytest.raises(GateFailedError, match=r"FAIL: LOW_OVERLAP; load"),
+    ):
         bring_up(pipeline.rank0, pipeline.intake, None, made.run)
 
 

@@ -6,14 +6,14 @@ import pytest
 from robot_rig import ACTIONS, make_config
 
 from ppstream.contract import objection
-from ppstream.messages import Hello, StreamDeclaration
+from ppstream.messages import WIRE_MINOR, Hello, StreamDeclaration
 
 JOINTS, IMU = StreamDeclaration("joints", 3, "float32"), StreamDeclaration("imu", 2, "float64")
 
 
 def hello(**changes: Any) -> Hello:
     fields: dict[str, Any] = {"streams": (JOINTS, IMU), "actions": ACTIONS, "major": 1}
-    return Hello(minor=0, robot="arm", **{**fields, **changes})
+    return Hello(robot="arm", **{"minor": WIRE_MINOR, **fields, **changes})
 
 
 @pytest.mark.parametrize("streams", [(JOINTS, IMU), (IMU, JOINTS)])
@@ -52,6 +52,6 @@ def test_actions_in_another_order_are_another_contract() -> None:
 
 
 def test_another_major_version_is_said_before_anything_else() -> None:
-    reason, (line,) = objection(make_config(), hello(major=2, streams=()))
+    reason, (line,) = objection(make_config(), hello(major=2, minor=0, streams=()))
     assert reason == "version"
-    assert "expected 1.0 or 1.1, got 2.0" in line
+    assert "expected 1.1 or 1.2, got 2.0" in line

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from robot_rig import DT_NS, LEASE_NS, MS, make_chunk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from robot_rig import DT_NS, LEASE_NS, MS, make_chunk, wait_until
 
 from ppstream.clock import ManualClock
 from ppstream.control_loop import ControlLoop, Fault
+from ppstream.errors import PpstreamError, ReceiverEndedError
 from ppstream.realtime import NotPermittedError, RealTime
 from ppstream.timeline import ActionTimeline
 
@@ -146,7 +152,12 @@ def test_an_action_beyond_the_maximum_age_is_held_and_a_fault_only_when_the_leas
     assert robot.tick() == "write"
     assert robot.tick(LEASE_NS) == "hold"
     assert robot.loop.fault is not None
-    assert robot.loop.statistics().oldest == "oldest action executed: 50.0 ms of 50"
+    statistics = robot.loop.statistics()
+    assert (statistics.oldest_ns, statistics.max_age_ns) == (50 * MS, 50 * MS)
+    assert statistics.oldest_text() == "oldest action executed: 50.0 ms of 50"
+    assert statistics.line() == (
+        "4 ticks, 0 missed; 2 executed, 2 held, faults: 1; oldest action executed: 50.0 ms of 50"
+    )
 
 
 def test_a_read_that_takes_longer_than_the_lease_executes_nothing() -> None:
@@ -161,6 +172,201 @@ def test_a_read_that_takes_longer_than_the_lease_executes_nothing() -> None:
     slow_ns = LEASE_NS
     assert robot.tick(5) == "hold"
     assert robot.pushed == [("joints", 0, [0]), ("joints", 5, [5])]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("on_expiry", ["hold", "stop", "home"])
+def test_a_stop_ramps_at_once_and_nothing_but_clear_fault_ends_it(
+    on_expiry: str, resume: bool
+) -> None:
+    robot = Robot(on_expiry=on_expiry, hold_ms=10.0, ramp_ms=40.0, resume=resume)
+    robot.receive(0)
+    assert robot.tick() == "write"
+    robot.loop.stop("operator")
+    fault = robot.loop.fault
+    assert fault == Fault("stop", robot.clock(), None, "operator")
+    for seq in range(1, 7):
+        robot.receive(seq)
+        assert robot.tick(10 * MS) == "stop"
+        robot.loop.stop("again")
+        assert robot.loop.fault is fault
+    np.testing.assert_allclose(robot.left, [0.75, 0.5, 0.25, 0.0, 0.0, 0.0])
+    assert robot.loop.statistics().faults == 1
+    robot.loop.clear_fault()
+    assert robot.tick() == "write"
+    assert robot.loop.fault is None
+
+
+def test_a_stop_of_a_robot_without_a_ramp_holds() -> None:
+    robot = Robot(stop=None, on_expiry="home")
+    robot.receive(0)
+    robot.tick()
+    robot.loop.stop("operator")
+    for _ in range(5):
+        assert robot.tick(LEASE_NS) == "hold", "it went home"
+
+
+def test_nothing_is_left_of_the_motion_of_a_robot_that_stops_at_rest() -> None:
+    robot = Robot(ramp_ms=40.0)
+    robot.loop.stop("before it ever moved")
+    assert robot.tick() == "stop"
+    assert robot.left == [0.0]
+    robot.loop.clear_fault()
+    robot.receive(0)
+    robot.tick()
+    assert robot.tick(LEASE_NS) == "hold"  # the lease is over: it holds already
+    robot.loop.stop("operator")
+    assert robot.tick() == "stop"
+    assert robot.left == [0.0, 0.0]
+
+
+def test_a_stop_during_a_ramp_lets_it_go_on() -> None:
+    robot = Robot(on_expiry="stop", ramp_ms=40.0)
+    robot.receive(0)
+    robot.tick()
+    robot.tick(LEASE_NS)
+    robot.tick(10 * MS)
+    robot.loop.stop("operator")
+    robot.tick(10 * MS)
+    robot.tick(10 * MS)
+    np.testing.assert_allclose(robot.left, [1.0, 0.75, 0.5, 0.25])
+
+
+ORDERS = st.lists(
+    st.tuples(
+        st.sampled_from(["receive", "stop", "clear", "unready", "ready", "fail", "reset", "wait"]),
+        st.sampled_from([0, MS, 7 * MS, 30 * MS, LEASE_NS]),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    orders=ORDERS,
+    on_expiry=st.sampled_from(["hold", "stop", "home"]),
+    resume=st.booleans(),
+    hold_ms=st.sampled_from([0.0, 20.0]),
+)
+def test_a_fault_executes_nothing_and_what_is_left_of_a_motion_never_grows(
+    orders: list[tuple[str, int]], on_expiry: str, resume: bool, hold_ms: float
+) -> None:
+    robot = Robot(on_expiry=on_expiry, resume=resume, hold_ms=hold_ms, ramp_ms=50.0)
+    for seq, (order, after_ns) in enumerate(orders):
+        was_stopped = robot.loop.fault is not None and robot.loop.fault.reason == "stop"
+        if order == "receive":
+            robot.receive(seq)
+        elif order == "stop":
+            robot.loop.stop("somebody")
+            was_stopped = True
+        elif order == "clear":
+            robot.loop.clear_fault()
+            was_stopped = False
+        elif order in ("ready", "unready"):
+            robot.ready = order == "ready"
+        elif order == "fail":
+            robot.timeline.fail("it ended", "client: it ended")
+        elif order == "reset":
+            robot.timeline.clear()
+        before = len(robot.left)
+        did = robot.tick(after_ns)
+        assert did != "write" or robot.loop.fault is None
+        if was_stopped:  # it holds while the fault before still has it hold
+            assert did in ("stop", "hold")
+            assert robot.loop.fault is not None
+        if did == "write":
+            robot.left.clear()  # it moves: a ramp may begin anew
+            assert robot.timeline.failure is None
+        elif before and len(robot.left) > before:
+            assert robot.left[-1] <= robot.left[-2]
+
+
+def test_a_dead_receiving_thread_is_a_fault_that_cannot_be_cleared() -> None:
+    for resume in (False, True):
+        robot = Robot(read=lambda stamp_ns: {"joints": [0]}, resume=resume)
+        robot.receive(0)
+        assert robot.tick() == "write"
+        robot.timeline.fail("the receiving thread ended: KeyError", "client: ended")
+        for _ in range(3):
+            assert robot.tick() == "hold"
+        fault = robot.loop.fault
+        assert fault is not None
+        assert (fault.reason, fault.text) == ("client", "the receiving thread ended: KeyError")
+        robot.loop.clear_fault()
+        assert robot.tick() == "hold"
+        assert robot.loop.fault is not None
+        assert robot.loop.statistics().faults == 2
+
+
+def test_a_client_that_fails_between_read_and_push_is_latched_and_not_raised() -> None:
+    robot = Robot(read=lambda stamp_ns: {"joints": [0]})
+
+    def push(*_: Any) -> bool:
+        robot.timeline.fail("ended", "client: ended")
+        raise ReceiverEndedError("ended")
+
+    robot.push = push  # type: ignore[method-assign]
+    assert robot.tick() == "hold"
+    assert robot.loop.fault is not None
+    assert robot.loop.fault.reason == "client"
+
+
+def test_a_stop_from_a_signal_handler_ends_a_running_motion() -> None:
+    def read(stamp_ns: int) -> dict[str, Any]:
+        robot.receive(len(robot.did))
+        if len(robot.did) == 5:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        if len(robot.did) == 15:
+            robot.loop.end()
+        return {}
+
+    robot = Robot(read=read, ramp_ms=0.0)
+    before = signal.signal(signal.SIGUSR2, lambda *_: robot.loop.stop("signal"))
+    try:
+        robot.loop.run(30.0)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert robot.did == ["write"] * 5 + ["stop"] * 11 + ["hold"]
+    assert str(robot.loop.fault) == "stop: signal"
+
+
+def test_a_stop_from_another_thread_ends_a_running_motion() -> None:
+    robot = Robot(read=lambda stamp_ns: (robot.receive(len(robot.did)), {})[1])
+    thread = threading.Thread(target=robot.loop.run)
+    thread.start()
+    wait_until(lambda: robot.loop.statistics().executed > 3)
+    robot.loop.stop("button")
+    wait_until(lambda: robot.left)  # a tick under way may still have executed its action
+    executed = robot.loop.statistics().executed
+    held = robot.loop.statistics().held
+    wait_until(lambda: robot.loop.statistics().held > held + 5)
+    assert robot.loop.statistics().executed == executed
+    robot.loop.clear_fault()
+    wait_until(lambda: robot.loop.statistics().executed > executed)
+    robot.loop.end()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_loop_that_was_ended_does_not_pretend_to_run() -> None:
+    robot = Robot()
+    robot.loop.run(0.01)
+    robot.loop.run(0.01)  # its time was over: it may go on
+    robot.loop.end()
+    robot.receive(0)
+    with pytest.raises(PpstreamError, match=r"was ended.*stop\(reason\), and clear_fault\(\)"):
+        robot.loop.run(1.0)
+    assert "write" not in robot.did
+
+
+def test_what_a_tick_raises_is_a_fault_that_others_see() -> None:
+    robot = Robot(read=lambda stamp_ns: {}["nothing"])
+    robot.receive(0)
+    with pytest.raises(KeyError):
+        robot.loop.run(1.0)
+    assert str(robot.loop.fault) == "loop: KeyError: 'nothing'"
+    assert robot.timeline.holds(robot.clock()).fault == "loop: KeyError: 'nothing'"
+    assert robot.loop.statistics().faults == 1
 
 
 def test_a_reaction_that_was_not_given_is_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_in_process import DevicePipeline
+from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
 
 from ppstream.clock import now_ns
@@ -17,7 +17,6 @@ from ppstream.robot import RobotClient
 from ppstream.sessions import Sessions
 
 PERIOD_NS, SAMPLES = 4_000_000, 250
-GPUS = ("placement.rank0=cuda:0", "placement.policy=cuda:1", "actions.lease_ms=60000")
 
 
 class Robot(threading.Thread):

@@ -108,7 +108,7 @@ def test_a_watchdog_has_it_written_before_its_rank_leaves(monkeypatch, tmp_path)
     end.run = Run(tmp_path)
     monkeypatch.setattr(end, "leave", lambda code, reason: left.set())
     with loop.mark:
-        watchdog = start_watchdog(small_config(), loop, end, lambda goodbye: None)
+        watchdog = start_watchdog(small_config(), loop, end)
         assert left.wait(10)
     assert (tmp_path / "rank1.gen0.nccl.json").read_bytes() == TRACE
     watchdog.stop()

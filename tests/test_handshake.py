@@ -16,9 +16,9 @@ from ppstream.config import (
     WindowConfig,
 )
 from ppstream.control import Peer
-from ppstream.errors import HandshakeError
+from ppstream.errors import HandshakeError, ProtocolError
 from ppstream.handshake import compare, facts
-from ppstream.messages import WIRE_MAJOR, RankHello, RankWelcome
+from ppstream.messages import WIRE_MAJOR, Drain, Heartbeat, RankHeart, RankHello, RankWelcome
 from ppstream.runs import Run
 
 CONFIG = PipelineConfig(
@@ -67,15 +67,35 @@ def test_weights_are_compared_by_what_they_hold_wherever_they_lie(tmp_path):
 
 
 def test_where_the_policy_rank_runs_and_on_what_is_kept(tmp_path):
-    near, far = (Peer(end) for end in socket.socketpair())
+    (near, far), hearts = ([Peer(end) for end in socket.socketpair()] for _ in range(2))
     store = SimpleNamespace(generation=0, get=lambda key, limit_s: "token")
     who = {"rank": 1, "generation": 0, "host": "b", "boot_id": "b", "pid": 7}
     far.send(RankHello(major=WIRE_MAJOR, token="token", facts=facts(CONFIG), **who))
-    listener = SimpleNamespace(accept=lambda limit_s: near)
+    hearts[1].send(RankHeart("token"))
+    coming = iter((near, hearts[0]))
+    listener = SimpleNamespace(accept=lambda limit_s: next(coming))
     assert meeting.admit(CONFIG, store, listener, Run(tmp_path)) is near
     kept = json.loads((tmp_path / "run.json").read_text())["policy_rank"]
     assert kept == facts(CONFIG)["informational"]
     assert {"host", "boot_id", "pid", "python", "torch"} <= kept.keys()
     assert isinstance(meeting.receive(far, 10**9), RankWelcome)
-    for peer in (near, far):
+    assert near.heart is hearts[0]
+    for peer in (near, far, hearts[1]):
+        peer.close()
+
+
+@pytest.mark.parametrize("frame", [RankHeart("guessed"), Heartbeat(1)])
+def test_a_stranger_s_heart_is_refused(tmp_path, frame):
+    (near, far), hearts = ([Peer(end) for end in socket.socketpair()] for _ in range(2))
+    store = SimpleNamespace(generation=0, get=lambda key, limit_s: "token")
+    who = {"rank": 1, "generation": 0, "host": "b", "boot_id": "b", "pid": 7}
+    far.send(RankHello(major=WIRE_MAJOR, token="token", facts=facts(CONFIG), **who))
+    hearts[1].send(frame)
+    hearts[1].send(Drain("the next frame"))
+    coming = iter((near, hearts[0]))
+    with pytest.raises(ProtocolError, match="a stranger"):
+        meeting.admit(
+            CONFIG, store, SimpleNamespace(accept=lambda limit_s: next(coming)), Run(tmp_path)
+        )
+    for peer in (near, far, hearts[1]):
         peer.close()

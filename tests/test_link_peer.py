@@ -20,7 +20,12 @@ def test_a_lone_slot_of_any_size_and_else_a_small_one_goes_by_a_kernel(
     assert (slot_bytes <= put_limit(d_in, slot_bytes)) is is_put
 
 
-@pytest.mark.parametrize(("d_in", "d_out", "slots"), [(1, 1, 8), (2, 2, 9), (1, 6, 9), (3, 9, 14)])
-def test_there_is_a_slot_more_than_can_be_needed(d_in: int, d_out: int, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("d_in", "d_out", "ahead", "slots"),
+    [(1, 1, 6, 8), (2, 2, 6, 9), (1, 6, 6, 9), (3, 9, 6, 14), (2, 2, 0, 6), (3, 1, 0, 6)],
+)
+def test_there_is_a_slot_more_than_can_be_needed(
+    d_in: int, d_out: int, ahead: int, slots: int
+) -> None:
     layout = SlotLayout(("index",), (), 1)
-    assert slot_count(LinkShape(layout, layout, d_in, d_out)) == slots
+    assert slot_count(LinkShape(layout, layout, d_in, d_out, ahead=ahead)) == slots

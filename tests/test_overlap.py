@@ -8,6 +8,7 @@ from judging import all_audits_pass, broken, judged, overlap, period_ms, publish
 from live_pipeline import run_live
 
 from ppstream.model import PipelineForm
+from ppstream.report_series import latency_parts
 from ppstream.verdict import Verdict
 
 SPLIT = PipelineForm("split")
@@ -76,6 +77,24 @@ def test_just_in_time_a_on_one_credit_overlaps_by_less_than_published() -> None:
     assert report.model is not None
     assert report.model.w_star == 2
     assert all_audits_pass(report)
+
+
+def test_latency_ends_where_the_host_has_the_actions() -> None:
+    """A device's stage C ends before: an action that nobody has taken up is no action yet."""
+    at_once, later = (
+        simulate(),
+        simulate().bend(lambda line: line.update(tPick=line["tEmit"] + ms(3))),
+    )
+    without, report = judged(at_once), judged(later)
+    assert without.latency is not None
+    assert report.latency is not None
+    assert report.latency.p50 == without.latency.p50 + ms(3)
+    assert without.pick_up is None
+    assert report.pick_up is not None
+    assert (report.pick_up.p50, report.pick_up.max) == (ms(3), ms(3))
+    assert latency_parts(report.window)["pick-up"] == ms(3)
+    assert "pick-up" not in latency_parts(without.window)
+    assert report.primary == without.primary  # the device's stamps alone score
 
 
 @pytest.mark.parametrize(("depth", "score", "latency_ms"), [(2, 5.35, 99.5), (4, 9.35, 179.5)])
@@ -162,7 +181,7 @@ def test_ta0_before_the_credit_wait_scores_one_and_a_half_and_is_not_believed() 
     assert published(report) == pytest.approx(1.50)
     assert overlap(report) == pytest.approx(1.0)
     assert broken(report) == {"credit"}  # every other audit is passed by this lie
-    assert report.reasons == ["BAD_INSTRUMENT"]
+    assert report.reasons[0] == "BAD_INSTRUMENT"
 
 
 def test_live_threads_and_sockets_overlap_fully_where_the_published_score_explodes() -> None:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ppstream.peer_process import PeerProcess
+from ppstream.peer_process import HeldProcess
 
 CONNECT = """
 import socket, sys, time
@@ -31,7 +31,7 @@ def connected(tmp_path):
 
 def test_a_stopped_process_is_known_and_ended(connected):
     child, connection = connected
-    process = PeerProcess.at_end_of(connection.fileno())
+    process = HeldProcess.at_end_of(connection.fileno())
     assert process.pid == child.pid
     child.send_signal(signal.SIGSTOP)
     assert not process.wait_gone(0.1)
@@ -48,8 +48,8 @@ def test_a_stopped_process_is_known_and_ended(connected):
 def test_nobody_is_held_behind_tcp_or_an_own_socket():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert PeerProcess.at_end_of(ours.fileno()) is None
+        assert HeldProcess.at_end_of(ours.fileno()) is None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connection = socket.create_connection(listener.getsockname())
         with connection:
-            assert PeerProcess.at_end_of(connection.fileno()) is None
+            assert HeldProcess.at_end_of(connection.fileno()) is None

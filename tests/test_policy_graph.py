@@ -12,6 +12,7 @@ from ppstream.config import PolicyConfig
 from ppstream.policy_compile import RecompileMeter, compiled
 from ppstream.policy_graph import GraphedPolicy, prepared_policy
 from ppstream.specs import TensorSpec
+from ppstream.unwritten import FilledPolicy
 
 torch.set_num_threads(1)
 
@@ -47,7 +48,9 @@ def test_the_configuration_chooses() -> None:
     config = PolicyConfig(target="a:b")
     assert isinstance(prepared_policy(Doubling(), config, torch.device("cuda")), GraphedPolicy)
     eager = msgspec.structs.replace(config, graph=False)
-    assert isinstance(prepared_policy(Doubling(), eager, torch.device("cuda")), Doubling)
+    prepared: Any = prepared_policy(Doubling(), eager, torch.device("cuda"))
+    assert isinstance(prepared, FilledPolicy)
+    assert call(prepared, 4).tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
@@ -77,7 +80,7 @@ def test_a_graph_break_is_counted() -> None:
 
 
 def test_what_else_a_policy_says_passes_through() -> None:
-    assert GraphedPolicy(Doubling()).stateless
+    assert GraphedPolicy(FilledPolicy(Doubling(), 1 << 30)).stateless  # type: ignore[arg-type]
     assert compiled(Doubling(), backend="eager").stateless  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="instruct"):
         GraphedPolicy(Doubling()).instruct(1, "text")

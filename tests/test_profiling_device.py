@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_in_process import DevicePipeline
+from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
 
 from ppstream import kernel_report, profiling, trace
@@ -15,7 +15,6 @@ from ppstream.config_watching import ProfileConfig
 from ppstream.kernel_findings import findings
 from ppstream.profiling import Profiler
 
-GPUS = ("placement.rank0=cuda:0", "placement.policy=cuda:1", "actions.lease_ms=60000")
 PATIENT = ("liveness.frozen_ms=60000", "liveness.watchdog_s=90")  # no heartbeats in these tests
 SHORT = ProfileConfig(wait=2, warmup=2, active=5)
 CHANGES = 4  # begin, warm up, record, stop
@@ -109,7 +108,7 @@ def test_the_profiler_changes_its_state_only_where_nothing_is_queued(
     names = ("A", "send", "recv", "C") if rank == 0 else ("B",)
     assert set(names) <= set(calls)
     assert len({calls[name] for name in names}) == 1  # whole envelopes, and no halves
-    assert SHORT.active <= calls[names[0]] <= SHORT.active + pipeline.stage1._ahead
+    assert SHORT.active <= calls[names[0]] <= SHORT.active + pipeline.stage1._most_queued
 
 
 def test_while_traced_only_receipts_stand_queued_that_come_without_this_rank(
@@ -133,7 +132,7 @@ def test_while_traced_only_receipts_stand_queued_that_come_without_this_rank(
         profiler.request()
         run_until_written(pipeline, profiler)
         pipeline.rank0.run(30)
-    assert most == {"throughput": stage1._ahead, "trace": pipeline.config.pipeline.d_in}
+    assert most == {"throughput": stage1._most_queued, "trace": pipeline.config.pipeline.d_in}
 
 
 def test_both_ranks_at_once_do_not_wait_for_each_other(
@@ -170,7 +169,7 @@ def test_an_idle_policy_rank_goes_on_waiting_for_envelopes(
         time.sleep(0.2)
         assert pipeline.stage1.log.on_dry is not None
         assert pipeline.stage1.mark.turns > turns  # the loop is not held up
-        pipeline.rank0.run(pipeline.stage1._ahead)
+        pipeline.rank0.run(pipeline.stage1._most_queued)
         run_until_written(pipeline, profiler)
 
 

@@ -1,16 +1,28 @@
 from __future__ import annotations
 
 import os
-import stat
+import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from ppstream import rendezvous
 from ppstream.clock import NS_PER_S
 from ppstream.errors import ConfigError, PeerLostError
 from ppstream.messages import Drain
-from ppstream.rendezvous import ADDRESS_KEY, Listener, connect
+from ppstream.rendezvous import ADDRESS_KEY, KEEPALIVE_S, Listener, connect
+
+STRANGER = """
+import os, socket, sys
+os.seteuid(65534)
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(chr(0) + sys.argv[1])
+print("connected", flush=True)
+print("let in" if connection.recv(1) else "turned away", flush=True)
+"""
 
 
 class Strings:
@@ -46,28 +58,61 @@ def test_ranks_meet_at_the_published_address(host: str | None) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_unix_socket_is_private_and_leaves_nothing_behind() -> None:
+def test_the_unix_socket_has_no_file_that_a_kill_could_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     store = Strings()
     listener = Listener(store)
-    path = Path(store.values[ADDRESS_KEY].removeprefix("unix:"))
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    name = store.values[ADDRESS_KEY].removeprefix("unix:")
+    assert f"@{name}" in Path("/proc/net/unix").read_text()
+    assert list(tmp_path.iterdir()) == []
     listener.close()
-    assert not path.parent.exists()
     with pytest.raises(PeerLostError, match="does not answer"):
         connect(store, 1.0)
 
 
-def test_a_long_temporary_folder_still_gives_a_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deep = tmp_path / ("d" * 120)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_is_not_let_in_and_keeps_nobody_out() -> None:
     store = Strings()
     listener = Listener(store)
-    connect(store, 1.0).close()
-    listener.close()
-    assert list(deep.iterdir()) == []
+    name = store.values[ADDRESS_KEY].removeprefix("unix:")
+    with subprocess.Popen(
+        [sys.executable, "-c", STRANGER, name], stdout=subprocess.PIPE, text=True
+    ) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "connected\n"
+        mine = connect(store, 5.0)
+        mine.send(Drain("it is me"))
+        accepted = listener.accept(5.0)
+        assert accepted.receive(5 * NS_PER_S) == Drain("it is me")
+        assert stranger.stdout.read() == "turned away\n"
+    for thing in (mine, accepted, listener):
+        thing.close()
+
+
+def test_strangers_do_not_make_the_limit_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "user_at_end_of", lambda connection: os.geteuid() + 1)
+    store = Strings()
+    listener = Listener(store)
+    peers = [connect(store, 1.0) for _ in range(8)]
+    with pytest.raises(PeerLostError, match=r"within 0\.2 s"):
+        listener.accept(0.2)
+    for thing in (*peers, listener):
+        thing.close()
+
+
+def test_a_connection_between_hosts_is_kept_in_use() -> None:
+    store = Strings()
+    listener = Listener(store, host="127.0.0.1")
+    near = connect(store, 5.0)
+    far = listener.accept(5.0)
+    for peer in (near, far):
+        with socket.socket(fileno=os.dup(peer.fileno())) as connection:
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == KEEPALIVE_S
+    for thing in (near, far, listener):
+        thing.close()
 
 
 def test_an_absent_rank_is_an_error_within_the_limit() -> None:

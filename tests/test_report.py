@@ -14,6 +14,7 @@ import pytest
 from golden_runs import GoldenRun, jittered, ms, period_17, simulate, stages
 from judging import sentence
 
+from ppstream.html_sections import service_table
 from ppstream.model import PipelineForm
 from ppstream.overlap import judge
 from ppstream.report import main
@@ -30,13 +31,21 @@ RUN_KEYS = {
     "run_id",
     "verdict",
     "reasons",
+    "accepted",
+    "limits",
     "n",
     "warmup_skipped",
     "class",
     "compat",
     "primary",
+    "alone",
+    "cpu",
+    "unnamed",
+    "machine",
+    "input_source",
     "audits",
     "latency_ms",
+    "pick_up_ms",
     "age_ms",
     "oldest_action_ms",
     "model",
@@ -113,10 +122,11 @@ def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     }
     assert set(run["primary"]) == {
         *("P_ms", "S", "S_low", "S_high", "S_all", "E", "G", "G_star"),
-        *("strict", "overhead", "bubble"),
+        *("S_alone", "strict", "strict_in_run", "overhead", "bubble"),
     }
     assert set(run["audits"]) == {
         *("conservation", "little", "bounds", "residence", "outstanding", "order", "credit"),
+        *("stamps", "ledger", "cpu"),
     }
     assert set(run["latency_ms"]) == {"p50", "p95", "p99", "max"}
     assert set(run["model"]) == {"P_ms", "gap", "W_star", "formula"}
@@ -316,7 +326,10 @@ def test_service_is_described_from_ready_lines() -> None:
     golden.lines[201] |= {"drop": "expired", "age_rank0_ns": ms(130)}
     service = report_of(golden).as_dict()["service"]
     assert isinstance(service, dict)
-    assert set(service) == {"class", "latency_ms", "age_ms", "deadline", "utilisation", "drops"}
+    assert set(service) == {
+        *("class", "latency_ms", "age_ms", "deadline", "utilisation", "drops"),
+        *("verdict", "reasons", "longest_without_chunk_ms", "robots", "streams"),
+    }
     assert service["class"] == "input-limited"
     assert service["deadline"]["misses"] == 2
     assert service["deadline"]["longest_run"] == 2
@@ -339,6 +352,7 @@ def test_strict_is_the_period_over_the_slowest_stage_timed_alone() -> None:
     with_alone = replace(golden, manifest=golden.manifest | {"standalone": alone})
     strict = report_of(with_alone).as_dict()["primary"]["strict"]
     assert strict == pytest.approx(10 / 8.5, rel=1e-3)
+    del golden.manifest["standalone"]
     assert report_of(golden).as_dict()["primary"]["strict"] is None
 
 
@@ -405,6 +419,101 @@ def test_a_file_that_cannot_be_written_is_bad_input(
     simulate(n=120).write(tmp_path)
     assert main([str(tmp_path), option, str(tmp_path / "nowhere" / "x")]) == BAD_INPUT
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_reader_that_has_enough_changes_no_verdict(tmp_path: Path) -> None:
+    simulate().write(tmp_path)
+    tool = [sys.executable, str(CHECKOUT / "tools" / "overlap_report.py"), str(tmp_path)]
+    with subprocess.Popen(tool, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None
+        assert done.stderr is not None
+        done.stdout.close()  # before anything is printed
+        assert done.stderr.read() == ""
+        assert done.wait(60) == HEALTHY
+
+
+def test_equal_stamps_and_none_at_all_are_reported(tmp_path: Path) -> None:
+    golden = simulate()
+    golden.bend(lambda line: line.update({k: 7 for k in line if k[0] == "t" and k[1].isupper()}))
+    golden.write(tmp_path)
+    assert main([str(tmp_path)]) == INCONCLUSIVE
+    assert main(["--compare", str(tmp_path), str(tmp_path)]) == BAD_INPUT
+
+
+def test_impossible_reports_of_robots_are_left_out_and_said() -> None:
+    golden = simulate()
+    good = {"kind": "robot", "seq": 1, "age_ns": ms(30), "executed": 3, "oldest_ns": ms(40)}
+    wrong = [{"age_ns": -(2**62)}, {"age_ns": 2**62}, {"oldest_ns": -1}]
+    golden.extra += [good, *({**good, **change} for change in wrong)]
+    golden.extra.append({"kind": "robot_state", "session": 1, "held_ns": -5})
+    report = report_of(golden)
+    assert report.as_dict()["age_ms"]["max"] == pytest.approx(30)
+    assert report.as_dict()["oldest_action_ms"]["age"] == pytest.approx(40)
+    assert sentence(report, "4 reports of robots left out")
+    assert report.verdict.name == "PASS"
+
+
+def test_service_tells_outages_holes_and_what_robots_say() -> None:
+    golden = simulate(stages(t_in=40), phase="ready", pacing="sample")
+    for line in golden.lines[200:]:
+        line |= {k: v + ms(689) for k, v in line.items() if k[0] == "t" and k[1].isupper()}
+    golden.lines[200]["w_input_ns"] += ms(689)  # an idle robot is in no score, but it is an outage
+    golden.manifest["config"] = {"actions": {"lease_ms": 300.0}}
+    balance = {"received": 900, "used": 900, "dropped": {}, "in_flight": 0}
+    imu = balance | {"holes": 2, "longest_hole_ns": ms(164), "targets": 1000, "invalid": 15}
+    camera = balance | {"holes": 0, "longest_hole_ns": 0}
+    golden.extra = [golden.book() | {"streams": {"imu": imu, "camera": camera}}]
+    state = {"kind": "robot_state", "session": 0x2A, "t": 5, "holds": 3, "held_ns": ms(900)}
+    state |= {"faults": 1, "fault": "lease\x1b[2J", "chunk_gap_ns": ms(691)}
+    golden.extra += [state | {"holds": 1}, state]  # the newest counts
+    report = report_of(golden)
+    text = " ".join(render(report).split())
+    assert "longest without a new chunk 729 ms 1 above 300 ms" in text
+    assert "robot session 2a 3 holds for 900 ms 1 faults, the newest: lease?[2J" in text
+    assert "longest without a new chunk 691 ms" in text
+    assert "imu holes above max_gap_ms: 2, longest 164 ms 1.5% of targets invalid" in text
+    assert "camera holes above max_gap_ms: 0 invalid targets not counted" in text
+    service = report.as_dict()["service"]
+    assert isinstance(service, dict)
+    assert service["longest_without_chunk_ms"] == pytest.approx(729)
+    assert service["streams"]["imu"]["invalid_share"] == pytest.approx(0.015)
+    page = service_table(report.service) if report.service else ""
+    for shown in ("729 ms, 1 above 300 ms", "3 holds for 900 ms", "2 holes above max_gap_ms"):
+        assert shown in page
+
+
+def test_ages_of_made_up_input_are_marked() -> None:
+    golden = simulate().bend(lambda line: line.update(input_age_ns={"joints": ms(3)}))
+    assert "input (synthetic)" in render(report_of(golden))
+    golden.manifest["config"] = {"bringup": {"source": "recording"}}
+    assert "input (recorded)" in render(report_of(golden))
+    ready = simulate(phase="ready").bend(lambda line: line.update(input_age_ns={"joints": ms(3)}))
+    assert "input (" not in render(report_of(ready))
+
+
+def test_cpu_time_and_unnamed_time_are_printed_by_thread_and_stage() -> None:
+    golden = simulate(form=PipelineForm("split"))
+    golden.bend(lambda line: line.update(busy_link_ns=ms(1), run_delay_ns=ms(0.5), cpu_a_ns=ms(3)))
+    for line in golden.policy_lines:
+        line |= {"cpu_b_ns": ms(0.3), "run_delay_ns": None}
+    text = " ".join(render(report_of(golden)).split())
+    assert "unnamed r0A 10% (waits for a CPU: 5%) mesh 0% (waits for a CPU: unknown)" in text
+    assert "CPU A 75% of its time B 3% of its time C 100% of its time" in text
+
+
+def test_limits_and_what_is_accepted_are_printed() -> None:
+    golden = serialized()
+    golden.manifest["config"] = {"bringup": {"overlap_min": 0.2, "accept": ["LOW_OVERLAP", "X"]}}
+    report = report_of(golden)
+    text = render(report)
+    assert "S and S alone from 0.20   accepts LOW_OVERLAP" in text
+    assert text.splitlines()[1] == "FAIL   LOW_OVERLAP   accepted: SERVING"
+    assert "one rank would take 19.0 ms for A, B and C in turn" in " ".join(text.split())
+    assert (report.exit_code, report.as_dict()["accepted"]) == (HEALTHY, ["LOW_OVERLAP"])
+    golden.manifest["config"] = {}
+    refused = report_of(golden)
+    assert refused.exit_code == FAIL
+    assert 'serve anyway with bringup.accept = ["LOW_OVERLAP"]' in sentence(refused, "one rank")
 
 
 def test_terminal_says_what_the_page_draws() -> None:

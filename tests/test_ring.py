@@ -165,6 +165,19 @@ def test_a_stamp_from_the_future_is_dropped_and_does_not_block_the_present() -> 
     assert ring.ledger.dropped == {"future": 1}
 
 
+def test_holes_wider_than_a_window_bridges_are_counted_within_and_between_messages() -> None:
+    ring = open_ring(max_gap_ms=5.0)
+    push(ring, 100, 104, 109)  # nothing before the first one is no hole
+    assert (ring.ledger.holes, ring.ledger.longest_hole_ns) == (0, 0)
+    push(ring, 115)
+    push(ring, 117, 129, 131, 138)
+    assert (ring.ledger.holes, ring.ledger.longest_hole_ns) == (3, 12 * MS)
+    ring.clear("closed")
+    push(ring, 900)  # another history begins
+    assert ring.ledger.holes == 3
+    ring.check()
+
+
 def test_streams_of_one_robot_share_its_clock() -> None:
     row = Input(config(stream("a"), stream("b"))).rows[0]
     row.open(7)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,14 @@ from robot_rig import (
 from ppstream.clock import NS_PER_S, now_ns
 from ppstream.config import RobotLimits
 from ppstream.control_loop import ControlLoop
-from ppstream.errors import HandshakeError, PeerLostError, PpstreamError, SpecError
-from ppstream.messages import ActionChunk
+from ppstream.errors import (
+    HandshakeError,
+    PeerLostError,
+    PpstreamError,
+    ReceiverEndedError,
+    SpecError,
+)
+from ppstream.messages import ActionChunk, Report, RobotState
 
 
 @pytest.fixture(params=["tcp", "ipc"])
@@ -110,8 +117,15 @@ def test_ages_are_of_the_robots_clock_alone() -> None:
             wait_until(is_newest_executed)
         client.push("joints", robot_clock(), [0, 0, 0])
         wait_until(lambda: client.statistics().age.count >= 5)
-        wait_until(lambda: client.push("imu", robot_clock(), [0, 0]) and server.sessions.reports)
-        age, report = client.statistics().age, server.sessions.reports[0]
+        reports: list[Report] = []
+
+        def is_reported() -> bool:
+            client.push("imu", robot_clock(), [0, 0])
+            reports[:] = [one for one in server.sessions.reports if isinstance(one, Report)]
+            return bool(reports)
+
+        wait_until(is_reported)
+        age, report = client.statistics().age, reports[0]
     assert 10 * MS <= age.p50_ns <= age.max_ns < LEASE_NS  # the first step is due 10 ms on
     assert report.seq == 0
     assert report.executed >= 1
@@ -273,26 +287,146 @@ def test_samples_that_nobody_can_take_are_counted_and_not_kept() -> None:
     client.close()
 
 
-def test_an_error_in_the_callback_is_raised_to_who_waits_and_never_to_who_pushes() -> None:
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text for you")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (lambda: KeyError("user code"), "KeyError: 'user code'"),
+        (lambda: SystemExit(3), "SystemExit: 3"),
+        (Unspeakable, f"{__name__}.Unspeakable: <exception str() failed>"),
+        (lambda: OSError("a name of \udcff"), "OSError: a name of \\udcff"),
+    ],
+    ids=["error", "exit", "unspeakable", "surrogate"],
+)
+@pytest.mark.parametrize("place", ["on_chunk", "turn"])
+def test_whatever_needs_a_receiving_thread_that_has_ended_says_so(
+    place: str, error: Callable[[], BaseException], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error()
+
+    with serving(answers=True) as server:
+        client = make_client(server.sessions.endpoint)
+        client.connect()
+        if place == "on_chunk":
+            client.on_chunk = fail
+        else:  # nothing of the user's: whatever the thread does
+            client._outbox.take_due = fail  # type: ignore[method-assign]
+        client.push("joints", now_ns(), [0, 0, 0])
+        wait_until(lambda: client.failure is not None)
+        needs: tuple[Callable[[], Any], ...] = (
+            lambda: client.push("joints", now_ns(), [0, 0, 0]),
+            lambda: client.instruct("go on"),
+            client.reset,
+            lambda: client.wait_ready(10),
+            lambda: client.connect(10),
+            lambda: client.timeline.action_at(now_ns()),
+        )
+        for need in needs:
+            with pytest.raises(ReceiverEndedError) as raised:
+                need()
+            assert str(raised.value).startswith(f"the receiving thread ended: {said}; close this")
+            assert "Traceback (most recent call last)" in str(raised.value)
+            assert "in fail" in str(raised.value)
+        assert not client.ready
+        wait_until(lambda: server.sessions.statistics().closed == {"bye": 1})
+        assert not client.connected
+        assert client.statistics().line().startswith(f"the receiving thread ended: {said}")
+        assert server.sessions.reports[-1].fault.startswith("client: the receiving thread ended")
+        wait_until(lambda: caplog.messages)
+        assert [text for text in caplog.messages if "ended" in text] == [client.failure]
+        client._outbox.take_due = lambda *_, **__: []  # type: ignore[method-assign]
+        client.close()
+
+
+def test_a_control_loop_latches_a_dead_receiving_thread_and_rests() -> None:
     def fail(chunk: Any) -> None:
         raise KeyError("user code")
 
-    with (
-        serving(answers=True) as server,
-        make_client(server.sessions.endpoint, on_chunk=fail) as client,
-    ):
+    left: list[float] = []
+    with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
         client.connect()
-        client.push("joints", now_ns(), [0, 0, 0])
+        loop = ControlLoop(
+            200.0,
+            lambda at_ns: {"joints": [0, 0, 0]},
+            lambda action: None,
+            client,
+            hold=lambda: None,
+            on_expiry="stop",
+            stop=left.append,
+            ramp_ms=20.0,
+            resume=True,
+        )
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        wait_until(lambda: loop.statistics().executed > 3)
+        client.on_chunk = fail
+        wait_until(lambda: left and left[-1] == 0.0)
+        executed = loop.statistics().executed
+        fault = loop.fault
+        assert fault is not None
+        assert fault.reason == "client"
+        assert "KeyError: 'user code'" in fault.text
+        assert left == sorted(left, reverse=True)
+        loop.clear_fault()
+        wait_until(lambda: loop.fault is not None)
+        assert loop.statistics().executed == executed
+        loop.end()
+        thread.join(10)
+        assert not thread.is_alive()
 
-        def is_told() -> bool:
-            try:
-                client.wait_ready(0)
-            except PpstreamError as error:
-                return "user code" in str(error)
-            return False
 
-        wait_until(is_told)
-        client.push("joints", now_ns(), [0, 0, 0])
+def test_rank_0_hears_of_holds_and_faults_and_that_they_ended() -> None:
+    with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        loop = ControlLoop(
+            200.0,
+            lambda at_ns: {"joints": [0, 0, 0]},
+            lambda action: None,
+            client,
+            hold=lambda: None,
+        )
+
+        def states() -> list[RobotState]:
+            return [one for one in server.sessions.reports if isinstance(one, RobotState)]
+
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        wait_until(lambda: loop.statistics().executed)
+        assert states()[0].holds == states()[0].faults == 0
+        server.order(lambda: setattr(server, "_answers", False))  # rank 0 no longer answers
+        wait_until(lambda: states()[-1].faults == 1)
+        assert (states()[-1].holds, states()[-1].fault) == (1, "lease")
+        wait_until(lambda: states()[-1].held_ns > NS_PER_S)  # it goes on to tell
+        assert states()[-1].chunk_gap_ns > NS_PER_S
+        server.order(lambda: setattr(server, "_answers", True))
+        loop.clear_fault()
+        executed = loop.statistics().executed
+        wait_until(lambda: loop.statistics().executed > executed)
+        loop.stop("operator")
+        wait_until(lambda: states()[-1].faults == 2)
+        assert (states()[-1].holds, states()[-1].fault) == (2, "stop: operator")
+        loop.end()
+        thread.join(10)
+
+
+def test_a_fault_does_not_wait_for_the_next_turn_of_the_thread_that_tells_it() -> None:
+    with serving() as server, make_client(server.sessions.endpoint) as client:
+        client.timeline.held(now_ns(), "before there is a connection")
+        client.connect()
+        woken: list[bool] = []
+        link = client._link
+        assert link is not None
+        link.wake = lambda: woken.append(client._feedback._is_urgent)
+        client.timeline.held(now_ns(), "stop: operator")
+        assert woken == [True]
+        client.timeline.held(now_ns(), "stop: operator")
+        assert woken == [True], "nothing new"
+        link.wake = link._waiter.wake
 
 
 def test_the_import_is_light() -> None:

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from robot_rig import make_client, serving
+from robot_rig import make_client, serving, wait_until
 
 from ppstream.clock import now_ns
 from ppstream.errors import PeerLostError, PpstreamError
@@ -87,6 +88,25 @@ def test_iterating_ends_with_the_client_and_raises_what_ended_its_thread() -> No
         assert asyncio.run(asyncio.wait_for(end(endpoint), 30)) == []
         with pytest.raises(PpstreamError, match="user code"):
             asyncio.run(asyncio.wait_for(fall(endpoint), 30))
+
+
+def test_an_event_loop_that_has_ended_does_not_end_the_receiving_thread() -> None:
+    def is_closed_meanwhile(*_: Any) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
+        robot = AsyncRobotClient(client)
+        asyncio.run(robot.connect())
+        for number, loop in enumerate((robot._loop, None)):
+            if loop is None:  # it ends between a look at it and the call
+                robot._loop = SimpleNamespace(  # type: ignore[assignment]
+                    is_closed=lambda: False, call_soon_threadsafe=is_closed_meanwhile
+                )
+            client.push("joints", now_ns(), [0, 0, 0])
+            wait_until(lambda number=number: client.timeline.statistics().received > number)
+        wait_until(lambda: client.push("imu", now_ns(), [0, 0]))  # its thread lives
+        wait_until(lambda: server.rows[0].rings["imu"].count)
+        assert client.failure is None
 
 
 def test_without_a_server_connecting_fails_and_nothing_is_left(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_the_lease_of_each_row_is_its_own() -> None:
     stage_c, collector = StageC(config, CopyDecoder(), Delay(0)), Collector()
     stage_c.intake = intake
     now, lease_ns = now_ns(), round(config.actions.lease_ms * NS_PER_MS)
-    flight = Flight(0, 0, 0, EnvelopeRecord(), received_ns=now)
+    flight = Flight(0, 0, 0, EnvelopeRecord(), received_ns=now, emit_ns=now)
     flight.owners = [
         Owner(True, (1, 0), now, now + lease_ns, now - lease_ns),
         Owner(True, (2, 0), now, now + lease_ns, now),

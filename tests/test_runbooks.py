@@ -1,5 +1,6 @@
 """The run-books keep up with the project: pages, commands, options, settings, quotes, metrics."""
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from test_metrics import Watched
 
 from ppstream import config_file
 from ppstream.model import PipelineForm
+from ppstream.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOKS = ROOT / "runbooks"
@@ -28,6 +30,8 @@ INLINE = re.compile(r"`((?:python|torchrun|tools/|--set)[^`]+)`")
 NUMBER = re.compile(r"-?\d[\d.]*")
 METRIC = re.compile(r"\bppstream_[a-z0-9_]+[a-z0-9]\b")
 GPU = re.compile(r"ppstream_gpu")
+REASON = re.compile(r"[A-Z][A-Z_]{2,}")
+DECIDES = ("verdict", "safety", "overlap")  # what gives a run its reasons
 #: Options stand in the tool, or in the module of ours that it calls.
 SOURCE = "".join(path.read_text() for path in sorted((ROOT / "ppstream").glob("*.py")))
 
@@ -57,6 +61,8 @@ def _joined(block: str) -> list[str]:
 
 def started(words: list[str]) -> tuple[str, list[str]] | None:
     """The tool or module that a command starts, and its own options."""
+    if words[:2] == ["ppstream", "run"]:
+        return "ppstream.launcher", words[1:]
     for at, word in enumerate(words):
         if word == "-m" and words[at + 1].startswith("ppstream"):
             return words[at + 1], words[at + 2 :]
@@ -155,3 +161,20 @@ def test_a_command_with_an_unknown_option_would_be_seen() -> None:
         ["--nonsense"],
     )
     assert '"--nonsense"' not in (ROOT / "tools/d_sweep.py").read_text()
+
+
+def test_every_reason_that_can_be_printed_has_a_page() -> None:
+    """Reasons are the words in capitals of whatever decides; and each has a sentence."""
+    sources = [ast.parse((ROOT / f"ppstream/{name}.py").read_text()) for name in DECIDES]
+    words = {node.value for tree in sources for node in ast.walk(tree) if _is_word(node)}
+    reasons = words - set(Verdict.__members__)
+    assert len(reasons) > 25
+    pages = "".join(page.read_text() for page in PAGES)
+    assert {reason for reason in reasons if f"`{reason}`" not in pages} == set()
+    said = (ROOT / "ppstream/statements.py").read_text()
+    own = {reason for reason in reasons if reason.startswith("SERVICE_")}  # of overlap.py
+    assert {reason for reason in reasons - own if f'"{reason}": ' not in said} == set()
+
+
+def _is_word(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and bool(REASON.fullmatch(str(node.value)))

@@ -25,7 +25,8 @@ INCONCLUSIVE = 2
 def test_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     simulate().write(tmp_path)
     log = tmp_path / "rank0.gen0.jsonl"
-    log.write_bytes(log.read_bytes()[:-40])
+    *envelopes, _ledger, _ = log.read_bytes().split(b"\n")
+    log.write_bytes(b"\n".join(envelopes)[:-40])
     run = read_run(tmp_path)
     assert run.torn_lines == 1
     assert len(run.envelopes) == 329
@@ -47,7 +48,7 @@ def test_text_that_is_no_log_is_refused_with_its_place(tmp_path: Path) -> None:
     simulate(n=12).write(tmp_path)
     with (tmp_path / "rank0.gen0.jsonl").open("a") as log:
         log.write("Segmentation fault\n")
-    with pytest.raises(LogError, match=r"rank0.gen0.jsonl:13: not JSON"):
+    with pytest.raises(LogError, match=r"rank0.gen0.jsonl:14: not JSON"):
         read_run(tmp_path)
 
 
@@ -59,10 +60,10 @@ def test_value_of_a_wrong_type_is_refused_with_its_place(tmp_path: Path) -> None
         read_run(tmp_path)
 
 
-def test_missing_policy_file_is_a_warning_while_durations_are_known(tmp_path: Path) -> None:
+def test_missing_policy_file_is_said_and_its_durations_are_not_believed(tmp_path: Path) -> None:
     simulate().write(tmp_path, policy_file=False)
     report = judge(read_run(tmp_path))
-    assert report.exit_code == HEALTHY
+    assert report.reasons == ["NOT_AUDITED"]
     assert sentence(report, "no log file of rank 1")
 
 
@@ -92,7 +93,7 @@ def test_foreign_log_with_keys_of_its_own_is_judged(tmp_path: Path) -> None:
         line |= {"gpu_temperature": [70, 71.5], "vendor": {"a": None}}
         line["tC0"] = line.pop("tDecode")  # the older name
         line["tA0"] = float(line["tA0"])
-        for name in ("run_id", "lane", "mode", "pacing", "epoch", "drop", "busy_link_ns"):
+        for name in ("lane", "mode", "pacing", "epoch", "drop", "busy_link_ns"):
             line.pop(name)
 
     golden.bend(foreign)
@@ -109,6 +110,10 @@ def test_foreign_log_with_keys_of_its_own_is_judged(tmp_path: Path) -> None:
         ({"d_in": None}, "topology.d_in is None"),
         ({"d_out": 0}, "topology.d_out is 0"),
         ({"threads": "many"}, "topology.threads is 'many'"),
+        ({"world_size": 1_000_000_000}, "topology.world_size is 1000000000, expected 1 to 1024"),
+        ({"world_size": -1}, "topology.world_size is -1"),
+        ({"d_in": 10**9}, "topology.d_in is 1000000000, expected 1 to 4096"),
+        ({"replicas": -2}, "topology.replicas is -2"),
     ],
 )
 def test_unusable_topology_is_refused(table: Fields, complaint: str, tmp_path: Path) -> None:
@@ -117,6 +122,32 @@ def test_unusable_topology_is_refused(table: Fields, complaint: str, tmp_path: P
     golden.write(tmp_path)
     with pytest.raises(LogError, match=re.escape(complaint)):
         read_run(tmp_path)
+
+
+def test_line_nested_beyond_any_log_is_refused_with_its_place(tmp_path: Path) -> None:
+    simulate(n=12).write(tmp_path)
+    with (tmp_path / "rank0.gen0.jsonl").open("a") as log:
+        log.write("[" * 100_000 + "\n")
+    with pytest.raises(LogError, match=r"rank0.gen0.jsonl:14: .* nested too deeply"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("value", [1 << 63, -(1 << 70), 1e300, float("nan")])
+def test_number_that_no_clock_shows_is_refused(value: float, tmp_path: Path) -> None:
+    golden = simulate(n=12)
+    golden.lines[4]["tEmit"] = value
+    golden.write(tmp_path)
+    with pytest.raises(LogError, match=r"rank0.gen0.jsonl:5: tEmit is .* integer of 64 bits"):
+        read_run(tmp_path)
+
+
+def test_exit_codes_are_read_and_a_torn_file_says_nothing(tmp_path: Path) -> None:
+    simulate().write(tmp_path)
+    ends = tmp_path / "exit.json"
+    ends.write_text('{"0": {"code": 30, "generation": 0}}')
+    assert judge(read_run(tmp_path)).reasons == ["CONTRADICTED"]
+    ends.write_text('{"0": {"code": 30,')
+    assert judge(read_run(tmp_path)).exit_code == HEALTHY
 
 
 def test_run_without_any_envelope_is_judged_not_crashed(tmp_path: Path) -> None:
@@ -139,8 +170,9 @@ def test_report_does_not_depend_on_how_a_log_is_split_into_files(
     parts = golden.write(tmp_path_factory.mktemp("parts"))
     (parts / "rank0.gen0.jsonl").unlink()
     ends = [0, *sorted(cuts), len(golden.lines)]
-    for i, (start, end) in enumerate(pairwise(ends)):
-        write_lines(parts / f"rank0.gen0.part{i}.jsonl", golden.lines[start:end])
+    lines = golden.rank0()
+    for i, (start, end) in enumerate(pairwise([*ends, len(lines)])):
+        write_lines(parts / f"rank0.gen0.part{i}.jsonl", lines[start:end])
     assert judge(read_run(parts)).as_dict() == judge(read_run(whole)).as_dict()
 
 

@@ -1,12 +1,17 @@
+import errno
+import fcntl
 import json
 import os
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ppstream.errors import ConfigError, ExitCode
-from ppstream.runs import Run
+from ppstream.runs import Run, launcher
 
 
 def begin(root: Path, keep: int = 20) -> Run:
@@ -21,11 +26,66 @@ def test_latest_points_at_the_newest_run(tmp_path):
     assert (tmp_path / "latest").resolve() == newest.directory
 
 
+def over(root: Path, keep: int = 20, *, age: int = 0, **fields) -> Run:
+    """A run whose ranks have ended; of a higher age, it is the older one."""
+    run = begin(root, keep)
+    run.describe(**fields)
+    os.close(run._held)
+    return Run(run.directory.rename(root / f"{2099 - age}0101T000000-{run.run_id[-6:]}"))
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir() if not path.is_symlink()}
+
+
 def test_only_the_newest_runs_are_kept(tmp_path):
-    runs = [begin(tmp_path, keep=3) for _ in range(6)]
-    left = {path.name for path in tmp_path.iterdir() if not path.is_symlink()}
-    assert len(left) == 4  # three old ones and the one just begun
-    assert runs[-1].directory.name in left
+    runs = [over(tmp_path, keep=3) for _ in range(6)]
+    assert len(names(tmp_path)) == 4  # three old ones and the one just begun
+    assert runs[-1].directory.name in names(tmp_path)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from ppstream.runs import Run, launcher
+Run.joined(Path(sys.argv[1]))
+print("holds", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_run_that_goes_on_is_not_deleted_and_one_that_was_killed_is(tmp_path):
+    """Two pipelines with one folder: twenty restarts of one leave the other's log alone."""
+    first = over(tmp_path, age=9)
+    command = [sys.executable, "-c", HOLD, str(first.directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout.readline() == "holds\n"
+        for _ in range(4):
+            over(tmp_path, keep=1)
+        assert first.directory.name in names(tmp_path)
+        assert (first.directory / "run.json").exists()
+        rank.kill()
+    over(tmp_path, keep=1)
+    assert first.directory.name not in names(tmp_path)
+
+
+def test_a_run_that_its_launcher_may_be_starting_anew_is_not_deleted(tmp_path):
+    between = over(tmp_path, age=9, launcher_restarts=3)  # this process's parent lives
+    ended = over(tmp_path, age=8, launcher_restarts=3, launcher_start=1)
+    over(tmp_path, keep=1)
+    over(tmp_path, keep=1)
+    assert between.directory.name in names(tmp_path)
+    assert ended.directory.name not in names(tmp_path)
+
+
+def test_where_there_are_no_locks_runs_are_deleted_as_ever(tmp_path, monkeypatch):
+    def refuse(fd, operation):
+        raise OSError(errno.ENOTSUP, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for _ in range(4):
+        over(tmp_path, keep=1)
+    assert len(names(tmp_path)) == 2
 
 
 def test_later_generation_finds_the_run_of_its_launcher_and_its_final_code(tmp_path):
@@ -40,8 +100,42 @@ def test_later_generation_finds_the_run_of_its_launcher_and_its_final_code(tmp_p
     assert found.final_code() is ExitCode.GATE_FAIL
 
 
-def test_foreign_launcher_finds_nothing(tmp_path):
-    begin(tmp_path).describe(launcher_pid=os.getpid() + 1_000_000)
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"launcher_pid": 1_000_000},
+        {"launcher_start": 1},  # the number was given again, in a container always the same one
+        {"boot_id": "another"},
+        {"launcher_start": None},  # written by an older version: its launcher is unknown
+    ],
+)
+def test_foreign_launcher_finds_nothing(tmp_path, other):
+    mine = begin(tmp_path)
+    assert Run.of_launcher(tmp_path).directory == mine.directory
+    path = mine.directory / "run.json"
+    manifest = json.loads(path.read_text()) | other
+    path.write_text(json.dumps({k: v for k, v in manifest.items() if v is not None}))
+    assert Run.of_launcher(tmp_path) is None
+
+
+def test_a_launcher_is_named_by_when_it_began():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as later:
+        names = [launcher(pid) for pid in (os.getpid(), os.getpid(), later.pid)]
+        assert names[0] == names[1]
+        assert names[0]["launcher_start"] < names[2]["launcher_start"]
+        assert len(names[0]["boot_id"]) == 36
+        later.stdin.close()
+
+
+def test_a_launcher_that_cannot_be_named_finds_nothing(tmp_path, monkeypatch):
+    begin(tmp_path).describe(launcher_start=None)
+    monkeypatch.setattr("ppstream.runs.start_time", lambda pid: None)
+    assert Run.of_launcher(tmp_path) is None
+
+
+def test_a_launcher_finds_the_run_of_its_children(tmp_path):
+    begin(tmp_path).describe(**launcher(os.getpid()))
+    assert Run.of_launcher(tmp_path, os.getpid()) is not None
     assert Run.of_launcher(tmp_path) is None
 
 
@@ -63,3 +157,27 @@ def test_folder_that_cannot_be_written_is_a_configuration_error(tmp_path):
     occupied.write_text("")
     with pytest.raises(ConfigError, match=r"log\.root: cannot write"):
         Run.create(occupied, 3)
+
+
+def test_a_folder_that_vanishes_is_named_and_leaves_no_half_file(tmp_path):
+    run = begin(tmp_path)
+    shutil.rmtree(run.directory)
+    with pytest.raises(ConfigError, match=r"cannot write to .*run\.json: No such file"):
+        run.describe(standalone={})
+    with pytest.raises(OSError, match="No such file"):
+        run.record_exit(0, ExitCode.DRAINED, "over")
+    assert not run.directory.exists()
+
+
+def test_a_full_disk_keeps_the_old_file_whole(tmp_path, monkeypatch):
+    run = begin(tmp_path)
+
+    def full(path, text):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match="No space left on device; make room"):
+        run.describe(standalone={})
+    assert [path.name for path in run.directory.iterdir()] == ["run.json"]
+    assert json.loads((run.directory / "run.json").read_text())["config"] == {"name": "x"}

@@ -80,3 +80,6 @@ def test_action_older_than_its_lease_at_emit_fails_in_service_only() -> None:
     assert counts(leased("ready")) == {"EXPIRED_EMIT": 330}
     assert counts(leased("bring-up")) == {}
     assert counts(leased("ready").bend(lambda line: line.update(drop="expired"))) == {}
+    replayed = leased("ready")
+    replayed.manifest["config"] = {"pipeline": {"windows": "scheduled"}}
+    assert counts(replayed) == {}

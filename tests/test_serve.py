@@ -6,18 +6,21 @@ import pytest
 
 from ppstream import config_file, serve
 from ppstream.errors import MEANINGS, ExitCode
+from ppstream.placement import ranks_wanted
 
 OLD_PYTHON = """
 import sys
 sys.modules["tomllib"] = None  # as in 3.10
 sys.version_info = (3, 10, 13, "final", 0)
-import ppstream.serve
-sys.exit(ppstream.serve.main([]))
+from ppstream import launcher, serve
+sys.exit(launcher.main(["run"]) if "run" in sys.argv else serve.main([]))
 """
 
 
-def test_an_old_python_is_told_at_once_which_one_it_needs():
-    ended = subprocess.run([sys.executable, "-c", OLD_PYTHON], capture_output=True, text=True)
+@pytest.mark.parametrize("command", [(), ("run",)])
+def test_an_old_python_is_told_at_once_which_one_it_needs(command):
+    start = [sys.executable, "-c", OLD_PYTHON, *command]
+    ended = subprocess.run(start, capture_output=True, text=True)
     assert ended.returncode == 11, ended.stderr
     assert "this is Python 3.10, rank 0 and policy ranks need 3.11 or newer" in ended.stderr
 
@@ -28,6 +31,19 @@ def test_a_missing_demo_extra_is_a_configuration_error_before_any_rank(monkeypat
     assert serve.main(["--config", "demo"]) == 11
     assert "pip install 'ppstream[demo]'" in capsys.readouterr().err
     assert serve.missing_packages(config_file.read("bench")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "count"),
+    [
+        ("bench", (), 2),
+        ("bench", ("placement.policy=cuda:0",), 2),
+        ("two_gpus", (), 2),
+        ("two_gpus", ("placement.policy=cuda:0",), 1),  # both on one GPU: nothing would overlap
+    ],
+)
+def test_the_placement_says_how_many_ranks_a_run_wants(name, settings, count):
+    assert ranks_wanted(config_file.read(name, settings)) == count
 
 
 def test_help_has_every_exit_code_and_its_meaning(capsys):

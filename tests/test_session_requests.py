@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +13,9 @@ from session_desk import Desk, hello, open_desk
 from ppstream import messages as m
 from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.config import PipelineConfig
+from ppstream.ledger_lines import write_reports
+from ppstream.session_requests import STATES_PER_S
+from ppstream.timestamps import EnvelopeRecord, TimestampLog
 
 Events = list[tuple[str, dict[str, Any]]]
 OFFSET_NS = -(10**15)
@@ -58,15 +63,6 @@ def test_a_robots_answer_gives_the_offset_of_its_clock_for_the_log(
     assert (name, fields["session"]) == ("robot_clock", session)
     assert fields["uncertainty_ns"] == 2 * NS_PER_MS
     assert abs(fields["offset_ns"] - OFFSET_NS) <= fields["uncertainty_ns"]
-
-
-def test_a_robot_of_the_minor_version_before_is_not_asked(desk: Desk) -> None:
-    robot = desk.robot()
-    desk.admit(robot, minor=m.WIRE_MINOR - 1)
-    desk.now_ns += NS_PER_S
-    desk.sessions.drain(desk.now_ns)
-    desk.sessions.set_phase("ready")
-    assert desk.hear(robot) == m.Phase("ready")
 
 
 def test_an_answer_from_the_future_is_ignored(desk: Desk, events: Events) -> None:
@@ -125,3 +121,84 @@ def test_an_instruction_too_long_for_the_wire_is_not_one(desk: Desk) -> None:
     desk.say(robot, m.Instruct(session, 2, "x" * (m.MAX_INSTRUCTION + 1)))
     assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
     assert hello().instruction == ""
+
+
+def test_how_a_robot_fares_is_for_the_log_bounded_and_printable(desk: Desk) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    state = m.RobotState(session, 2, 310_000_000, 1, "stop: \x1b[2J\nforged", 690_000_000)
+    desk.say(robot, state)
+    [told] = desk.sessions.reports
+    assert msgspec.structs.replace(told, fault=state.fault) == state
+    assert told.fault == "stop:  [2J forged"
+    desk.say(robot, *[state] * (STATES_PER_S + 4))
+    assert len(desk.sessions.reports) == STATES_PER_S
+    assert desk.sessions.statistics().reports_lost == 5
+    desk.now_ns += NS_PER_S
+    desk.say(robot, state)
+    assert len(desk.sessions.reports) == STATES_PER_S + 1
+
+
+def test_a_line_of_the_log_says_how_a_robot_fared(tmp_path: Path) -> None:
+    log = TimestampLog(tmp_path / "log", EnvelopeRecord, 8, run_id="r", generation=0)
+    report, state = m.Report(7, 0, 3, 25, 4), m.RobotState(7, 2, 310, 1, "stop: operator", 690)
+    before_ns = now_ns()
+    write_reports(log, deque([report, state]))
+    log.close()
+    first, second = map(msgspec.json.decode, (tmp_path / "log").read_bytes().splitlines())
+    assert (first["kind"], first["seq"]) == ("robot", 3)
+    assert before_ns <= second.pop("t") <= now_ns()
+    assert second == {
+        "kind": "robot_state",
+        "run_id": "r",
+        "generation": 0,
+        "session": 7,
+        "holds": 2,
+        "held_ns": 310,
+        "faults": 1,
+        "fault": "stop: operator",
+        "chunk_gap_ns": 690,
+    }
+
+
+IMPOSSIBLE = (-1, -(2**62), 2**53 + 1, 2**63 - 1)
+
+
+@pytest.mark.parametrize("value", IMPOSSIBLE)
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        *((m.Report, f) for f in m.Report.__struct_fields__ if f != "session"),
+        *((m.RobotState, f) for f in m.RobotState.__struct_fields__ if f.endswith("s")),
+        (m.Prefix, "delay_ns"),
+    ],
+)
+def test_a_duration_or_count_that_cannot_be_is_dropped_and_counted(
+    desk: Desk, kind: Any, field: str, value: int
+) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    good = {
+        m.Report: m.Report(session, 0, 0, 1, 1, 1, 1),
+        m.RobotState: m.RobotState(session, 1, 1, 1, "", 1),
+        m.Prefix: m.Prefix(session, 0, 0, 1, 0, 0, memoryview(bytes(8))),
+    }[kind]
+    largest = msgspec.structs.replace(good, **{field: 2**53})
+    desk.say(robot, largest)
+    told = list(desk.sessions.reports)
+    desk.say(robot, msgspec.structs.replace(good, **{field: value}))
+    assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
+    assert list(desk.sessions.reports) == told
+    assert desk.sessions.statistics().open == 1
+
+
+@pytest.mark.parametrize("robot_ns", [-(2**62) - 1, 2**62 + 1])
+def test_an_instant_that_no_clock_shows_is_dropped_and_counted(
+    desk: Desk, events: Events, robot_ns: int
+) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.say(robot, m.ClockReading(session, desk.now_ns, robot_ns))
+    desk.say(robot, m.Prefix(session, 0, robot_ns, 1, 0, 0, memoryview(bytes(8))))
+    assert desk.sessions.statistics().frames_dropped == {"undecodable": 2}
+    assert events == []

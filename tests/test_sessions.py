@@ -115,7 +115,7 @@ def test_another_contract_is_refused_with_the_difference(desk: Desk) -> None:
 
 @pytest.mark.parametrize(
     "frame",
-    [m.encoder.encode(hello(major=2)), msgspec.msgpack.encode([1, 2, 0, {"unlike": 1}])],
+    [m.encoder.encode(hello(major=2, minor=0)), msgspec.msgpack.encode([1, 2, 0, {"unlike": 1}])],
 )
 def test_another_major_version_is_refused_also_when_it_cannot_be_read(
     desk: Desk, frame: bytes
@@ -124,7 +124,7 @@ def test_another_major_version_is_refused_also_when_it_cannot_be_read(
     desk.say(robot, frame)
     answer = desk.hear(robot)
     assert answer.reason == "version"
-    assert "expected 1.0 or 1.1, got 2.0; upgrade ppstream on rank 0" in answer.details[0]
+    assert "expected 1.1 or 1.2, got 2.0; upgrade ppstream on rank 0" in answer.details[0]
 
 
 def test_a_refusal_always_fits_the_wire(desk: Desk) -> None:

@@ -193,6 +193,96 @@ def test_actions_that_are_not_finite_are_dropped_and_counted(form, tmp_path):
         assert all(np.isfinite(chunk[3]).all() for chunk in pipeline.collector.chunks)
 
 
+def rebind(out, wanted, returned):
+    out["actions"] = wanted
+
+
+def write_nothing(out, wanted, returned):
+    """An early return."""
+
+
+def write_half(out, wanted, returned):
+    out["actions"][:, :2].copy_(wanted[:, :2])
+
+
+def write_later(out, wanted, returned):
+    """From a thread, when the call has returned, and beside many later ones."""
+    array = out["actions"].numpy()
+
+    def write():
+        returned.wait(1)
+        until_s = time.monotonic() + 0.2
+        while time.monotonic() < until_s:
+            array.fill(7.0)
+            time.sleep(0)
+
+    threading.Thread(target=write, daemon=True).start()
+
+
+def write_again_later(out, wanted, returned):
+    """The call itself is fine; what its thread writes belongs to no call."""
+    out["actions"].copy_(wanted)
+    write_later(out, wanted, returned)
+
+
+class Careless(NewestValues):
+    """Leaves outputs out in its own way, in the calls of ``when``."""
+
+    def __init__(self, fail, when):
+        super().__init__()
+        self.fail, self.when = fail, when
+        self.returned = threading.Event()  # the call before
+
+    def __call__(self, window, out):
+        self.calls += 1
+        self.returned.set()
+        self.returned = threading.Event()
+        wanted = window["state.values"][:, -4:, :2]
+        if self.calls - 1 in self.when:
+            self.fail(out, wanted, self.returned)
+        else:
+            out["actions"].copy_(wanted)
+
+
+WAYS = [rebind, write_nothing, write_half, write_later]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fail", [*WAYS, write_again_later])
+def test_what_one_call_left_out_is_never_emitted(form, fail, recording, tmp_path):
+    """Neither its own envelope nor a later one carries anything but the answer to its window."""
+    expected, _ = scheduled_run("inline", recording, tmp_path)
+    overrides = ("pipeline.windows=scheduled", f"service.recording={recording}")
+    with build(form, Careless(fail, {40}), tmp_path, *overrides) as pipeline:
+        source = RecordedSource(recording, pipeline.config, pipeline.intake.rows, None)
+        pipeline.enter(source, Scheduled(source))
+        pipeline.rank0.run()
+        lines, chunks = pipeline.envelopes(), pipeline.collector.chunks
+    drops = {line["seq"]: line["drop"] for line in lines if "drop" in line}
+    assert drops == ({40: "unwritten"} if fail in WAYS else {})
+    wanted = [chunk for chunk in expected if chunk[1] not in drops]
+    assert len(chunks) == len(wanted) > 200
+    for one, other in zip(wanted, chunks, strict=True):
+        assert one[:3] == other[:3]
+        assert one[3].tobytes() == other[3].tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fail", WAYS)
+def test_a_policy_that_leaves_outputs_out_is_found_while_warming(form, fail, tmp_path):
+    with build(form, Careless(fail, range(1000)), tmp_path) as pipeline:
+        pipeline.saturate()
+        with pytest.raises(PolicyError, match=r"unwritten.*out\['actions'\]\.copy_\(x\)"):
+            pipeline.rank0.run(60)
+        faults = [line for line in pipeline.lines() if line.get("name") == "fault"]
+    assert pipeline.collector.chunks == []
+    assert {fault["fault"] for fault in faults} == {"unwritten"}
+    says = "out is read-only" if fail is rebind else "output 'actions': "
+    last = faults[0]["text"].strip().splitlines()[-1]
+    assert says in last
+    assert "write out['actions'].copy_(x)" in last
+
+
 def test_wrong_identity_in_a_result_is_a_protocol_error(tmp_path):
     with build("serial", NewestValues(), tmp_path) as pipeline:
         pipeline.saturate()

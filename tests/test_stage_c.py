@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
+from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.errors import PolicyError
+from ppstream.flight import Flight, Owner
 from ppstream.messages import ActionChunk
+from ppstream.timestamps import EnvelopeRecord
 
 
 class Chunks:
@@ -98,6 +102,40 @@ def test_a_chunk_tells_where_its_age_comes_from(tmp_path: Path, *, inline: bool)
         assert found.b_ns == line["B_ns"]
         assert min(found.wait_b_ns, found.links_ns, found.wait_c_ns, found.c_ns) >= 0
         assert line["tDecode"] <= line["tRx"] + found.server_ns <= line["tEmit"]
+
+
+class Blocked(Chunks):
+    """Loses its processor for longer than the lease on the way out."""
+
+    def emit(self, row: int, chunk: ActionChunk) -> None:
+        super().emit(row, chunk)
+        time.sleep(0.35)
+
+
+@pytest.mark.parametrize("form", ["serial", "split", "inline"])
+def test_the_lease_is_looked_at_as_of_the_stamp_of_the_emit(tmp_path: Path, form: str) -> None:
+    threads = "serial" if form == "inline" else form
+    settings = ("actions.lease_ms=300", f"pipeline.threads={threads}")
+    with pipeline(tmp_path, *settings, inline=form == "inline") as (running, _):
+        running.rank0.emitter = emitter = Blocked()
+        while not emitter.chunks:  # on a machine so busy that the first ones expire
+            running.rank0.run(1)
+        lines = [line for line in running.envelopes() if "drop" not in line]
+    assert len(lines) == len(emitter.chunks) > 0
+    for line in lines:
+        assert line["age_rank0_ns"] == line["tEmit"] - line["tRx"] <= 299 * NS_PER_MS
+
+
+def test_a_lease_ends_a_millisecond_early_to_the_nanosecond(tmp_path: Path) -> None:
+    with pipeline(tmp_path, "actions.lease_ms=300") as (running, emitter):
+        running.rank0.run(1)
+        stage_c, row = running.rank0.stage_c, running.intake.rows[0]
+        owner = Owner(True, (row.session, row.session_epoch), 0, 0)
+        flight = Flight(1, 0, 1, EnvelopeRecord(), [owner], received_ns=NS_PER_S)
+        flight.emit_ns = NS_PER_S + 299 * NS_PER_MS
+        assert stage_c.emit(flight, [0], emitter) is None
+        flight.emit_ns += 1
+        assert stage_c.emit(flight, [0], emitter) == "expired"
 
 
 def test_unless_asked_for_it_is_not_sent(tmp_path: Path) -> None:

@@ -49,12 +49,12 @@ class Body:
     def _hold(self) -> None:
         self.held_ns = now_ns()
 
-    def assert_safe_within_the_lease(self, fault_ns: int) -> None:
+    def assert_safe_within_the_lease(self, fault_ns: int, reason: str = "lease") -> None:
         """It held soon after what it had been given expired, and executed nothing behind that."""
         wait_until(lambda: self.loop.fault is not None)
         fault = self.loop.fault
         assert fault is not None
-        assert fault.reason == "lease"
+        assert fault.reason == reason
         assert fault.expired_ns is not None
         assert fault.expired_ns <= fault_ns + LEASE_NS
         assert self.executed_ns <= fault.expired_ns + SLACK_NS
@@ -104,8 +104,8 @@ def test_a_frozen_and_then_a_killed_server_leave_the_robot_safe(tmp_path: Path) 
         server.wait()
 
 
-@pytest.mark.parametrize("what", ["blocked", "dead"])
-def test_a_receiving_thread_that_is_lost_leaves_the_robot_safe(what: str) -> None:
+@pytest.mark.parametrize(("what", "reason"), [("blocked", "lease"), ("dead", "client")])
+def test_a_receiving_thread_that_is_lost_leaves_the_robot_safe(what: str, reason: str) -> None:
     lost_ns: list[int] = []
     lost, release = threading.Event(), threading.Event()
 
@@ -124,7 +124,7 @@ def test_a_receiving_thread_that_is_lost_leaves_the_robot_safe(what: str) -> Non
             body.assert_moving()
             lost.set()
             wait_until(lambda: lost_ns)
-            body.assert_safe_within_the_lease(lost_ns[0])
+            body.assert_safe_within_the_lease(lost_ns[0], reason)
             ticks = body.loop.statistics().ticks
             wait_until(lambda: body.loop.statistics().ticks > ticks + 20)  # it ticks on
         release.set()

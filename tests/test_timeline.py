@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from robot_rig import DT_NS, HORIZON, LEASE_NS, MS, make_chunk
 
+from ppstream.errors import ReceiverEndedError
 from ppstream.timeline import ActionTimeline
 
 
@@ -255,3 +256,132 @@ def test_an_outcome_says_how_old_the_oldest_action_was_and_how_long_it_waited() 
     timeline.clear()
     (outcome,) = timeline.take_outcomes(0)
     assert (outcome.age_ns, outcome.oldest_ns, outcome.dispatch_ns) == (12 * MS, 30 * MS, 8 * MS)
+
+
+moves = st.lists(
+    st.tuples(
+        st.integers(-60 * MS, 60 * MS),  # the clock goes on, or is set back
+        st.sampled_from(["chunk", "chunk", "session", "clear", "adopt", "plan", "nothing"]),
+        st.integers(-250 * MS, 250 * MS),  # its window's end, from the clock
+        st.integers(-20 * MS, 120 * MS),  # its first step, from the window's end
+        st.integers(-20 * MS, 200 * MS),  # its lease
+        st.integers(1, 6),  # its steps
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    moves=moves,
+    blend_ms=st.sampled_from([0.0, 5.0, 40.0, 300.0]),
+    max_age_ms=st.none() | st.just(70.0),
+)
+def test_nothing_is_executed_past_its_lease_or_maximum_age_whatever_comes_in_whatever_order(
+    moves: list[tuple[int, str, int, int, int, int]], blend_ms: float, max_age_ms: float | None
+) -> None:
+    """Each chunk's actions are a unit vector of its own: an action shows all it is mixed from."""
+    timeline = ActionTimeline(len(moves), blend_ms=blend_ms, max_age_ms=max_age_ms)
+    own_ns = None if max_age_ms is None else round(max_age_ms * MS)
+    limit_ns, session, now, latest = own_ns, 1, 10**12, 0
+    deadlines: dict[int, int] = {}
+    starts: dict[int, int] = {}
+    for seq, (step_ns, what, end, start, lease, horizon) in enumerate(moves):
+        now += step_ns
+        latest = max(latest, now)
+        if what == "session":
+            session += 1
+        elif what == "clear":
+            timeline.clear()
+        elif what == "adopt":
+            timeline.adopt(discrete=[seq], max_age_ns=abs(lease))
+            limits = [one for one in (own_ns, abs(lease)) if one]
+            limit_ns = min(limits, default=None)
+        elif what == "plan":
+            timeline.plan(now)
+        elif what == "chunk":
+            actions = np.zeros((horizon, len(moves)), np.float32)
+            actions[:, seq] = 1
+            end_ns = now + end
+            chunk = make_chunk(
+                seq,
+                session=session,
+                end_ns=end_ns,
+                start_ns=end_ns + start,
+                expires_ns=end_ns + lease,
+                horizon=horizon,
+                actions=memoryview(actions.tobytes()),
+            )
+            timeline.merge(chunk, now)
+            starts[seq] = chunk.start_ns
+            age_ns = lease if limit_ns is None else min(lease, limit_ns)
+            deadlines[seq] = end_ns + age_ns
+        due = timeline.action_at(now)
+        if due is not None:
+            shares = np.flatnonzero(due).tolist()
+            assert shares, "an action of nothing"
+            for share in shares:
+                assert now <= deadlines[share], f"{now - deadlines[share]} ns past its deadline"
+                assert starts[share] <= latest, "it has never begun"
+
+
+def test_holds_are_counted_for_those_who_ask_the_timeline_themselves() -> None:
+    timeline, told = ActionTimeline(2), []
+    timeline.on_trouble = lambda: told.append("trouble")
+    assert timeline.action_at(5) is None  # nothing was executed yet: nothing is owed
+    assert timeline.holds(5) == (0, 0, 0, "")
+    timeline.merge(make_chunk(), 0)
+    timeline.action_at(DT_NS)
+    for late in (1, 5, 9):
+        assert timeline.action_at(LEASE_NS + late) is None
+    assert timeline.holds(LEASE_NS + 11) == (1, 10, 0, "")
+    timeline.merge(make_chunk(1, end_ns=LEASE_NS), LEASE_NS)
+    timeline.action_at(LEASE_NS + DT_NS)
+    assert timeline.holds(2 * LEASE_NS) == (1, DT_NS - 1, 0, "")
+    assert told == ["trouble"]
+    timeline.clear()  # a new episode: nothing is owed until its first action
+    timeline.action_at(2 * LEASE_NS)
+    assert timeline.holds(3 * LEASE_NS) == (1, DT_NS - 1, 0, "")
+
+
+def test_a_hold_counts_only_while_the_run_is_ready_and_faults_count_once() -> None:
+    timeline, ready, told = ActionTimeline(2), [True], []
+    timeline.is_ready = lambda: ready[0]
+    timeline.on_trouble = lambda: told.append("trouble")
+    timeline.merge(make_chunk(), 0)
+    timeline.action_at(DT_NS)
+    timeline.held(20 * MS, "lease")
+    timeline.held(25 * MS, "lease")
+    ready[0] = False
+    timeline.held(30 * MS, "lease")
+    timeline.held(90 * MS, "lease")
+    assert timeline.holds(99 * MS) == (1, 10 * MS, 1, "lease")
+    ready[0] = True
+    timeline.held(100 * MS, "lease")
+    assert timeline.holds(101 * MS) == (2, 11 * MS, 1, "lease")
+    timeline.held(102 * MS)  # somebody cleared the fault, and nothing came yet
+    timeline.held(103 * MS, "lease")
+    assert timeline.holds(103 * MS) == (2, 13 * MS, 2, "lease")
+    assert len(told) == 3  # a hold and its fault in one, a hold, a fault
+
+
+def test_what_is_under_way_when_a_session_begins_belongs_to_it() -> None:
+    timeline = ActionTimeline(2)
+    timeline.merge(make_chunk(), 0)
+    timeline.action_at(DT_NS)
+    timeline.held(20 * MS, "lease")
+    timeline.begin_session()
+    assert timeline.holds(50 * MS) == (1, 30 * MS, 1, "lease")
+    timeline.merge(make_chunk(1, end_ns=50 * MS), 50 * MS)
+    timeline.action_at(60 * MS)
+    timeline.begin_session()
+    assert timeline.holds(70 * MS) == (0, 0, 0, "")
+
+
+def test_a_timeline_that_nothing_can_come_to_says_so() -> None:
+    timeline = timeline_of(make_chunk())
+    assert timeline.action_at(DT_NS) is not None
+    timeline.fail("the receiving thread ended: KeyError", "client: ended")
+    with pytest.raises(ReceiverEndedError, match="ended: KeyError"):
+        timeline.action_at(DT_NS + 1)
+    assert timeline.holds(DT_NS + 1).fault == "client: ended"

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
+from ppstream.intake import Intake, stream_lines
 from ppstream.specs import SlotLayout, TensorSpec
+from ppstream_kernels import MODES, resample
 
 LEASE = 100 * MS
 torch.set_num_threads(1)
@@ -76,6 +78,26 @@ def test_a_stream_behind_is_held_aged_and_masked_when_too_old() -> None:
     np.testing.assert_allclose(out["state.age_s"][0, :, 1], [0, 0, 0.01, 0.02], atol=1e-7)
     assert out["state.valid"][0, :, 1].tolist() == [True, True, True, False]
     assert out["state.valid"][0, :, 0].all()
+
+
+def test_targets_that_no_sample_could_fill_are_counted_by_stream_and_robots_that_are_there() -> (
+    None
+):
+    slow = stream("slow", dim=1, rate_hz=30, max_age_ms=15.0, max_gap_ms=12.0)
+    case = Input(config(stream("fast", dim=1), slow, steps=4, dt_ms=10, rows=2))
+    case.rows[0].open(7)  # nobody has the other row
+    push(case, "fast", *range(101))
+    push(case, "slow", 60, 70, 80)
+    for _ in range(2):
+        case.cutter.cut(case.slot(), [None, None], LEASE)  # targets at 70, 80, 90, 100: held 15 ms
+    assert (case.cutter.targets, case.cutter.invalid) == (8, {"fast": 0, "slow": 2})
+    lines = stream_lines(Intake(tuple(case.rows), case.cutter, case.banks))
+    assert lines["slow"]["targets"] == 8
+    assert lines["slow"]["invalid"] == 2
+    assert (lines["slow"]["holes"], lines["slow"]["longest_hole_ns"]) == (0, 0)
+    push(case, "slow", 100)
+    lines = stream_lines(Intake(tuple(case.rows), case.cutter, case.banks))
+    assert (lines["slow"]["holes"], lines["slow"]["longest_hole_ns"]) == (1, 20 * MS)
 
 
 def test_a_given_end_counts_and_newer_samples_stay_in_flight() -> None:
@@ -197,6 +219,30 @@ def test_a_window_equals_float64_interpolation(
     np.testing.assert_allclose(out["state.values"][0, :, 0], wanted, atol=2e-7)
     np.testing.assert_array_equal(out["state.valid"][0, :, 0], targets_ms >= times[0])
     case.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_window_follows_the_rules_of_the_op_on_all_that_was_sent(mode: str) -> None:
+    """Repeated stamps, quaternions of length 0, holes, and an end beyond the newest sample."""
+    limits = {"max_age_ms": 12.0, "max_gap_ms": 8.0}
+    case = one_row(stream(dim=4, interpolation=mode, **limits), steps=40, dt_ms=1)
+    times = [2, 4, 4, 4, 9, 11, 11, 20, 22, 24, 26]
+    values = np.random.default_rng(3).normal(size=(len(times), 4)).astype(np.float32)
+    values[8] = 0
+    stamps = at_ms(*times)
+    for number in range(len(times)):  # each a message of its own, as a driver that repeats sends
+        case.rows[0].reference.append(stamps[number : number + 1], values[number : number + 1], 0)
+    assert case.rows[0].reference.ledger.dropped == {"duplicate": 3}
+    out = case.slot()
+    case.cutter.cut(out, [40 * MS], LEASE)
+    sent = (torch.from_numpy(values)[None], torch.from_numpy(stamps)[None])
+    targets = torch.arange(1, 41)[None] * MS
+    wanted = resample(*sent, targets, mode=mode, max_gap_ns=8 * MS, max_age_ns=12 * MS)
+    assert torch.equal(out["state.values"], wanted.values)
+    assert torch.equal(out["state.valid"][..., 0], wanted.valid)
+    assert torch.equal(out["state.age_s"][..., 0], wanted.age_s)
+    held = wanted.valid[0, 26:]  # at 27 ms and on: held beyond the newest
+    assert int(held.sum()) == (8 if mode in ("previous", "nearest") else 12)
 
 
 EVENTS = st.lists(

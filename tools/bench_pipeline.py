@@ -124,8 +124,9 @@ def parent(results: Path | None, mode: str) -> int:
 def print_head() -> None:
     print(
         f"\n{'cell':9} {'A us':>5} {'B us':>5} {'rows':>4} {'D':>2} {'link':>6} {'credit':>6} |"
-        f" {'alone A':>7} {'B':>6} {'C':>5} | {'period':>7} {'strict':>6} {'over us':>7}"
-        f" {'compat':>6} {'S':>6} {'p99/p50':>7} {'age/P':>5} | {'cpu0':>5} {'cpu1':>5} | verdict",
+        f" {'alone A':>7} {'B':>6} {'C':>5} | {'period':>7} {'strict':>6} {'in run':>6}"
+        f" {'over us':>7} {'compat':>6} {'S':>6} {'p99/p50':>7} | {'pick-up':>7} {'p99':>6}"
+        f" {'age/P':>6} | {'cpu0':>5} {'cpu1':>5} | verdict",
         flush=True,
     )
 
@@ -136,8 +137,9 @@ def print_row(one: Any) -> None:
     print(
         f"{cell.name:9} {cell.a_us:5.0f} {cell.b_us:5.0f} {cell.rows:4} {cell.depth:2}"
         f" {cell.link:>6} {credit:>6} | {a:7.1f} {b:6.1f} {c:5.1f} | {one.period_us:7.1f}"
-        f" {one.strict:6.3f} {one.overhead_us:7.1f} {_or_na(one.compat)} {_or_na(one.primary)}"
-        f" {one.p99_us / one.p50_us:7.3f} {one.age_periods:5.2f} | {one.cpu_us[0]:5.0f}"
+        f" {one.strict:6.3f} {one.in_run:6.3f} {one.overhead_us:7.1f} {_or_na(one.compat)}"
+        f" {_or_na(one.primary)} {one.p99_us / one.p50_us:7.3f} | {one.picked_us[0]:7.1f}"
+        f" {one.picked_us[1]:6.0f} {one.age_periods:6.2f} | {one.cpu_us[0]:5.0f}"
         f" {one.cpu_us[1]:5.0f} | {one.verdict} {' '.join(one.bad_audits)}",
         flush=True,
     )
@@ -148,8 +150,9 @@ def print_serial(rows: list[dict[str, Any]]) -> None:
     for row in filter(is_serial, rows):
         alone_us = sum(row["alone_us"])
         print(
-            f"serial latency, {name_of(row)}: p50 {row['age_us']:.1f} us"
-            f" = A + B + C alone {alone_us:.1f} + {row['age_us'] - alone_us:.1f}"
+            f"serial latency, {name_of(row)}: p50 {row['latency_us']:.1f} us"
+            f" = A + B + C alone {alone_us:.1f} + {row['latency_us'] - alone_us:.1f};"
+            f" until the host has the actions {row['age_us']:.1f}"
         )
 
 
@@ -171,7 +174,7 @@ def targets_of(rows: list[dict[str, Any]]) -> list[Any]:
         if cell["link"] != "peer" or cell["credit"] != "before_window":
             continue
         if is_serial(row):
-            over_us = row["age_us"] - sum(row["alone_us"])
+            over_us = row["latency_us"] - sum(row["alone_us"])
             targets.append(Target(f"{name}: serial latency over A + B + C", SERIAL_US, over_us))
         if cell["depth"] == 1 and cell["name"] == "balanced" and row["compat"] is not None:
             targets.append(Target(f"{name}, D = 1: published score", 0.05, row["compat"]))

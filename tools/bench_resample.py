@@ -159,7 +159,7 @@ def _case(
     width = sum(source.values.shape[2] for source in sources)
     valid = torch.empty(*shape, streams, dtype=torch.bool)
     out = (torch.empty(*shape, width), valid, torch.empty(*shape, streams))
-    plan = ResamplePlan(sources, shape[1])
+    plan = ResamplePlan(sources, shape[1], distinct=True)  # as the pipeline's rings are
     exact = [resample_reference(s.numpy(), ns.numpy(), tgt_ns.numpy()).values for s, ns in plain]
 
     arrays = [(samples.numpy(), stamps_ns.numpy()) for samples, stamps_ns in plain]

@@ -25,11 +25,10 @@ PACKAGES: Final = {
 }
 STEP_LIMIT_S: Final = 180
 RUN_LIMIT_S: Final = 90
-TORCHRUN_GRACE_S: Final = 40  # it gives its ranks 30
+LAUNCHER_GRACE_S: Final = 40  # it gives its ranks 35
 
 TWO_RANKS: Final = (
-    *("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "ppstream.serve"),
-    *("--config", "ppstream_stages:bench.toml"),
+    *("run", "ppstream_stages:bench.toml"),
     *("--set", "service.duration_s=0.2", "--set", "service.endpoint=none"),
     *("--set", "bringup.envelopes=150"),
 )
@@ -90,7 +89,8 @@ def check_robot_side(wheel: Path, folder: Path) -> None:
     elsewhere = folder / "robot" / "elsewhere"
     elsewhere.mkdir()
     run(python, "-c", ROBOT_SIDE, cwd=elsewhere)
-    run(python.with_name("ppstream-report"), "--help", cwd=elsewhere, quiet=True)
+    for name in ("ppstream", "ppstream-report"):
+        run(python.with_name(name), "--help", cwd=elsewhere, quiet=True)
 
 
 def check_two_ranks(wheel: Path, folder: Path) -> None:
@@ -99,7 +99,7 @@ def check_two_ranks(wheel: Path, folder: Path) -> None:
     python = environment(folder / "serve", f"{wheel}[serve]")
     elsewhere = folder / "serve" / "elsewhere"
     elsewhere.mkdir()
-    run(python, *TWO_RANKS, cwd=elsewhere, limit_s=RUN_LIMIT_S)
+    run(python.with_name("ppstream"), *TWO_RANKS, cwd=elsewhere, limit_s=RUN_LIMIT_S)
     run(python.with_name("ppstream-report"), "logs/latest", cwd=elsewhere)
 
 
@@ -123,9 +123,9 @@ def run(
     try:
         code = child.wait(limit_s)
     except subprocess.TimeoutExpired:
-        child.terminate()  # torchrun then ends its ranks, the stuck ones after its own limit
+        child.terminate()  # the launcher then ends its ranks, the stuck ones after its own limit
         try:
-            child.wait(TORCHRUN_GRACE_S)
+            child.wait(LAUNCHER_GRACE_S)
         finally:
             child.kill()
         sys.exit(f"no end within {limit_s:g} s: {text}")

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from drill_scene import Scene
+from drill_scene import Failed, Scene
 
 from ppstream.clock import NS_PER_S, now_ns
 
 #: Who is stuck is named where all stacks are: the policy or decoder of the drill.
 FRONT_STACKS: Final = ("rank0.gen0.stacks.txt", "drill_policy.py")
 BACK_STACKS: Final = ("rank1.gen0.stacks.txt", "drill_policy.py")
+HELD_S: Final = 0.5  # that a robot stands still for certain
 SAFE_S: Final = 0.5  # lease (0.3 s), one tick, and what was on its way
 Seen = str | None  # None: not yet
 
@@ -123,6 +124,28 @@ def held(seconds: float) -> Callable[[Scene, int], Seen]:
         newest_ns = ticks[-1].at_ns if ticks else since_ns
         still_ns = newest_ns - (moved[-1] if moved else since_ns)
         return f"the robot held for {still_ns / 1e9:.1f} s" if still_ns > seconds * 1e9 else None
+
+    return look
+
+
+def told_fault(fault: str, safe_s: float) -> Callable[[Scene, int], Seen]:
+    """Seen once rank 0's log has a robot's fault that begins so, and the robot has held on.
+
+    It must hold within ``safe_s``, and may not move again by itself while that is looked at.
+    """
+
+    def look(scene: Scene, since_ns: int) -> Seen:
+        ticks = scene.ticks(since_ns)
+        held_ns = next((tick.at_ns for tick in ticks if not tick.moved), None)
+        told = [one for one in scene.lines() if one["kind"] == "robot_state"]
+        if held_ns is None or not told or not told[-1]["fault"].startswith(fault):
+            return None
+        if held_ns - since_ns > safe_s * NS_PER_S:
+            raise Failed(f"held after {(held_ns - since_ns) / 1e9:.3f} s, limit {safe_s:g} s")
+        if any(tick.moved for tick in ticks if tick.at_ns > held_ns):
+            raise Failed("it moved again by itself")
+        is_long = ticks[-1].at_ns - held_ns > HELD_S * NS_PER_S
+        return f"rank 0 was told: {told[-1]['fault'][:60]}" if is_long else None
 
     return look
 

@@ -110,6 +110,24 @@ GPU_RECOVERING: Final = (
         1.0,
         settings=WITHOUT_GRAPHS,
     ),
+    Recovering(
+        "policy-rebinds-once-on-gpu",
+        "F31",
+        "out['actions'] = x, once, while stage B is queued",
+        order("rebind", 1),
+        event("fault", fault="unwritten"),
+        1.0,
+        settings=WITHOUT_GRAPHS,
+    ),
+    Recovering(
+        "policy-writes-nothing-once-on-gpu",
+        "F31",
+        "nothing is queued that writes: rank 0 sees it in its copy of the result",
+        order("nothing", 1),
+        event("fault", fault="unwritten"),
+        1.0,
+        settings=WITHOUT_GRAPHS,
+    ),
 )
 
 GPU_ENDINGS: Final = (

@@ -39,6 +39,27 @@ class Mutant:
 
 MUTANTS: Final = (
     Mutant(
+        "the gate asks the times alone",
+        "ppstream/verdict.py",
+        "    if alone is not None and alone.s is not None and alone.s < gate.overlap_min:\n",
+        "    if False:\n",
+        "shared-lock",
+    ),
+    Mutant(
+        "service is judged beside bring-up",
+        "ppstream/overlap.py",
+        "    reasons = _service_reasons(run, ready)\n",
+        "    reasons: dict[str, str] = {}\n",
+        "worse-service",
+    ),
+    Mutant(
+        "the run's own verdict is compared",
+        "ppstream/verdict.py",
+        "    event = logged_verdict(run, window)\n    if event is not None:\n",
+        "    event = logged_verdict(run, window)\n    if event is not None and False:\n",
+        "forged-folder",
+    ),
+    Mutant(
         "a silent peer counts as frozen",
         "ppstream/control.py",
         "        if now_ns - self.last_heard_ns <= frozen_ns:\n",
@@ -48,8 +69,8 @@ MUTANTS: Final = (
     Mutant(
         "the survivor ends a frozen process",
         "ppstream/ends.py",
-        "        process.end()\n",
-        "",
+        "            process.end()\n            done =",
+        "            done =",
         "freeze-rank-0",
     ),
     Mutant(
@@ -74,6 +95,20 @@ MUTANTS: Final = (
         "policy-keeps-giving-nan",
     ),
     Mutant(
+        "outputs are filled before each call",
+        "ppstream/stage1.py",
+        "        outputs.fill()\n",
+        "",
+        "policy-writes-nothing-once",
+    ),
+    Mutant(
+        "what is left of the fill is looked for",
+        "ppstream/unwritten.py",
+        "            if look.finds() and (text := look.text(present)):\n                raise",
+        '            if look.finds() and (text := ""):\n                raise',
+        "policy-writes-half-once",
+    ),
+    Mutant(
         "an allocation that failed on the CPU is memory",
         "ppstream/policy_rank.py",
         " or CPU_MEMORY in str(error)",
@@ -90,7 +125,7 @@ MUTANTS: Final = (
     Mutant(
         "SIGUSR1 cuts the epoch",
         "ppstream/front.py",
-        "        ends.on_cut_signal(rank0.request_cut)\n",
+        "    ends.on_cut_signal(rank0.request_cut)\n",
         "",
         "cut-by-operator",
     ),
@@ -111,9 +146,51 @@ MUTANTS: Final = (
     Mutant(
         "hearts beat while idle",
         "ppstream/heartbeat.py",
-        "                self._peer.send(messages.Heartbeat(self._progress()))\n",
-        "                self._progress()\n",
+        "                    self._heart.offer(messages.Heartbeat(self._progress()))\n",
+        "                    self._progress()\n",
         "idle",
+    ),
+    Mutant(
+        "the other rank's process is watched, not its sockets alone",
+        "ppstream/heartbeat.py",
+        "            poll.register(self._process.fileno(), select.POLLIN)\n",
+        "            pass\n",
+        "kill-policy-rank-that-forked",
+    ),
+    Mutant(
+        "what a dead rank has forked is ended",
+        "ppstream/ends.py",
+        "        forks = _end_all(of_rank(1 - self.rank, os.environ, others))\n",
+        "        forks = [*others][:0]\n",
+        "kill-policy-rank-that-forked",
+    ),
+    Mutant(
+        "the launcher is watched",
+        "ppstream/lookout.py",
+        "                self._lose_launcher(gone)\n",
+        "                pass\n",
+        "launcher-killed",
+    ),
+    Mutant(
+        "a start that stands is watched",
+        "ppstream/ends.py",
+        '("the main thread", lambda: self._step).__enter__()',
+        '("the main thread", lambda: self._step)',
+        "build-never-ends",
+    ),
+    Mutant(
+        "a run that goes on is not deleted",
+        "ppstream/runs.py",
+        "    except BlockingIOError:\n        return True\n",
+        "    except BlockingIOError:\n        return False\n",
+        "log-kept-while-it-runs",
+    ),
+    Mutant(
+        "a launcher is known by more than its number",
+        "ppstream/runs.py",
+        '"launcher_start": start_time(pid)',
+        '"launcher_start": 1',
+        "launcher-number-again",
     ),
     Mutant(
         "ranks compare what they resolved",
@@ -158,6 +235,20 @@ MUTANTS: Final = (
         "stop-beside-scrapers",
     ),
     Mutant(
+        "a robot that was told to stop executes nothing",
+        "ppstream/control_loop.py",
+        "        if self._stopped is not None:\n",
+        "        if self._stopped is self:\n",
+        "emergency-stop",
+    ),
+    Mutant(
+        "no receiving thread ends in silence",
+        "ppstream/robot_link.py",
+        "            self._fail(error)\n",
+        "            pass\n",
+        "callback-raises",
+    ),
+    Mutant(
         "what the driver refuses ends the rank",
         "ppstream/memops.py",
         "    exit_code = ExitCode.POISONED\n",
@@ -168,7 +259,7 @@ MUTANTS: Final = (
     Mutant(
         "a stuck rank leaves NCCL's flight recorder",
         "ppstream/front.py",
-        "            end.keep_evidence(error.exit_code)\n",
+        "        end.keep_evidence(error.exit_code)\n",
         "",
         "stage-b-never-ends-nccl",
         needs_gpus=True,

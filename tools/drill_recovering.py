@@ -17,6 +17,7 @@ from drill_faults import (
     input_age,
     order,
     robot,
+    told_fault,
 )
 from drill_scene import Scene
 from drill_scraper import SCRAPERS
@@ -28,6 +29,7 @@ BEFORE: Final[
 ] = {}  # size of the log and ticks, when the disk was filled
 NOISE: Final = bytes(range(256)) * 8
 HOUR_S: Final = 3600.0
+BUTTON_S: Final = 0.1  # from the order on a pipe to the first tick that holds; a tick is 10 ms
 
 
 def pause_policy_rank(scene: Scene) -> None:
@@ -106,6 +108,38 @@ RECOVERING: Final = (
         "policy-gives-nan", "F37 BT39", "NaN once", order("nan", 1), dropped("non_finite"), 3.0
     ),
     Recovering(
+        "policy-rebinds-once",
+        "F31",
+        "out['actions'] = x, once",
+        order("rebind", 1),
+        event("fault", fault="unwritten"),
+        1.0,
+    ),
+    Recovering(
+        "policy-writes-nothing-once",
+        "F31",
+        "an early return: nothing is written",
+        order("nothing", 1),
+        event("fault", fault="unwritten"),
+        1.0,
+    ),
+    Recovering(
+        "policy-writes-half-once",
+        "F31",
+        "half of the steps are written",
+        order("half", 1),
+        event("fault", fault="unwritten"),
+        1.0,
+    ),
+    Recovering(
+        "policy-writes-later-once",
+        "F31",
+        "a thread writes some envelopes after the call has returned",
+        order("later", 1),
+        event("fault", fault="unwritten"),
+        1.0,
+    ),
+    Recovering(
         "policy-outlier",
         "F38 BT24",
         "one result takes 0.8 s, the lease is 0.3 s",
@@ -165,6 +199,27 @@ RECOVERING: Final = (
         after(1.0, "rank 0 goes on"),
         4.0,
         moves_s=6.0,
+    ),
+    Recovering(
+        "emergency-stop",
+        "robot",
+        "another thread of the robot calls loop.stop; chunks go on coming",
+        robot("stop", 1),
+        told_fault("stop: drill", BUTTON_S),
+        3.0,
+        undo=robot("clear", 1),
+        holds=True,
+    ),
+    Recovering(
+        "callback-raises",
+        "robot",
+        "the robot's on_chunk raises: its receiving thread ends; another robot comes",
+        robot("raise", 1),
+        told_fault("client: the receiving thread ended: RuntimeError", BUTTON_S),
+        3.0,
+        undo=replace_robot,
+        moves_s=15.0,
+        holds=True,
     ),
     Recovering(
         "robot-replaced",

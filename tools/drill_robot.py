@@ -1,11 +1,14 @@
 """The drill's robot, a process of its own: RobotClient and ControlLoop, nothing simulated.
 
-Prints one line per control tick: the time, ``moved`` or ``held``, and the age of the action. Orders
-come as lines on standard input, ``NAME VALUE``, and change how its sensors lie.
+Prints one line per control tick: the time, ``moved`` or ``held``, the age that the action claims,
+and its true age: each sample of the joints carries a count, the policy copies the newest one's into
+its actions, and only this robot knows when it was sent. Orders come as lines on standard input,
+``NAME VALUE``: they change how its sensors lie, press its stop button or break its callback.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Mapping
@@ -23,7 +26,8 @@ from ppstream.robot import RobotClient
 
 RATE_HZ: Final = 100.0
 STREAMS: Final = (("joints", 3), ("imu", 2))
-ACTIONS: Final = ("a", "b")
+ACTIONS: Final = ("a", "b", "count")
+KEPT: Final = 6000  # samples whose time is known: a minute
 IMU_EVERY: Final = 2  # ticks: 50 Hz
 CONNECT_S: Final = 60.0
 
@@ -34,6 +38,9 @@ class DrillRobot:
     def __init__(self, endpoint: str) -> None:
         self.orders: dict[str, float] = {}
         self._tick = 0
+        self._thread = threading.get_ident()  # that ticks
+        self._now_ns = 0  # as of its newest look at the clock
+        self._sent_ns: dict[int, int] = {}  # by count
         self._before: dict[str, np.ndarray[Any, Any]] = {}
         self.client = RobotClient(
             endpoint, robot="drill", streams=STREAMS, actions=ACTIONS, clock=self.clock
@@ -43,8 +50,11 @@ class DrillRobot:
         )
 
     def clock(self) -> int:
-        """The robot's clock, which can be set."""
-        return now_ns() + round(self.orders.get("clock_s", 0.0) * NS_PER_S)
+        """The robot's clock, which can be set; the loop asks it before it reads and decides."""
+        now = now_ns()
+        if threading.get_ident() == self._thread:
+            self._now_ns = now
+        return now + round(self.orders.get("clock_s", 0.0) * NS_PER_S)
 
     def read(self, stamp_ns: int) -> Mapping[str, Any]:
         """New samples; ``silent_joints`` and so on take them away or change them."""
@@ -55,22 +65,33 @@ class DrillRobot:
             is_due = self._tick % (every * (IMU_EVERY if name == "imu" else 1)) == 0
             if is_due and not self.orders.get(f"silent_{name}"):
                 samples[name] = self._values(name, dim)
+        self._sent_ns[self._tick] = self._now_ns
+        self._sent_ns.pop(self._tick - KEPT, None)
         if self.orders.get("twice"):
             self._say_again(stamp_ns, samples)
         return samples
 
-    def move(self, _action: Any) -> None:
+    def move(self, action: Any) -> None:
         executing = self.client.timeline.executing
         age_ms = executing.age_ns / NS_PER_MS if executing is not None else 0.0
-        print(f"{now_ns()} moved {age_ms:.3f}")
+        sent_ns = self._sent_ns.get(round(float(action[-1])))
+        true_ms = math.inf if sent_ns is None else (self._now_ns - sent_ns) / NS_PER_MS
+        print(f"{now_ns()} moved {age_ms:.3f} {true_ms:.3f}")
 
     def hold(self) -> None:
         print(f"{now_ns()} held")
 
     def obey(self) -> None:
         """Take orders until standard input ends; then this robot ends, too."""
+        at_once = {
+            "stop": lambda: self.loop.stop("drill"),
+            "clear": self.loop.clear_fault,
+            "raise": lambda: setattr(self.client, "on_chunk", _raise),
+        }
         for line in sys.stdin:
             name, value = line.split()
+            if name in at_once:
+                at_once[name]()
             self.orders[name] = float(value)
         self.loop.end()
 
@@ -78,6 +99,8 @@ class DrillRobot:
         if self.orders.get(f"stuck_{name}") and name in self._before:
             return self._before[name]
         values: np.ndarray[Any, Any] = np.sin(np.arange(dim, dtype=np.float32) + self._tick / 50)
+        if name == "joints":
+            values[0] = self._tick
         if self.orders.get(f"nan_{name}"):
             values[0] = np.nan
         self._before[name] = values
@@ -88,6 +111,10 @@ class DrillRobot:
         for name, values in samples.items():
             self.client.push(name, stamp_ns, values)  # the loop pushes it again
             self.client.push(name, stamp_ns - 5 * NS_PER_MS, values)
+
+
+def _raise(_chunk: Any) -> None:
+    raise RuntimeError("the drill breaks on_chunk")
 
 
 def main() -> int:

@@ -46,7 +46,8 @@ class Tick(NamedTuple):
 
     at_ns: int
     moved: bool
-    age_ms: float
+    age_ms: float = 0.0  # that its action claims
+    true_ms: float = 0.0  # since the newest sample was sent that it was computed from
 
 
 class Elsewhere:
@@ -81,6 +82,7 @@ class Scene:
         self._stack = ExitStack()
         self._seen: dict[int, tuple[int, list[dict[str, Any]]]] = {}
         self._ticks: dict[Path, tuple[int, list[Tick]]] = {}
+        self._stories: list[Path] = []  # of the robots, one after the other
         self.orders = folder / "orders"
         self.robot: subprocess.Popen[str] | None = None
         self.cable: Cable
@@ -154,7 +156,7 @@ class Scene:
         """Another robot of the same name, on the same cable."""
         command = [sys.executable, str(ROOT / "tools" / "drill_robot.py"), self.cable.endpoint]
         path = self.folder / f"robot{secrets.token_hex(3)}.txt"
-        self._robot_story = path
+        self._stories.append(path)
         with path.open("w") as output, (self.folder / "robot.err").open("a") as errors:
             robot = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True
@@ -195,14 +197,23 @@ class Scene:
         return any(not tick.moved for tick in self.ticks(since_ns)) or None
 
     def ticks(self, since_ns: int = 0) -> list[Tick]:
-        """The robot's ticks so far, oldest first."""
-        offset, ticks = self._ticks.get(self._robot_story, (0, []))
-        whole, offset = whole_lines(self._robot_story, offset)
+        """Ticks since a moment, oldest first, a replaced robot's, too; 0: all of the newest one."""
+        found: list[Tick] = []
+        for story in reversed(self._stories):
+            ticks = self._told(story)
+            found = ticks[bisect_left(ticks, since_ns, key=lambda tick: tick.at_ns) :] + found
+            if not since_ns or (ticks and ticks[0].at_ns < since_ns):
+                break
+        return found
+
+    def _told(self, story: Path) -> list[Tick]:
+        offset, ticks = self._ticks.get(story, (0, []))
+        whole, offset = whole_lines(story, offset)
         for line in whole:
-            at, kind, *age = line.split()
-            ticks.append(Tick(int(at), kind == b"moved", float(*age or "0")))
-        self._ticks[self._robot_story] = offset, ticks
-        return ticks[bisect_left(ticks, since_ns, key=lambda tick: tick.at_ns) :]
+            at, kind, *ages = line.split()
+            ticks.append(Tick(int(at), kind == b"moved", *map(float, ages)))
+        self._ticks[story] = offset, ticks
+        return ticks
 
     def log_path(self, rank: int, generation: int = 0) -> Path:
         return self.ranks.directory / f"rank{rank}.gen{generation}.jsonl"

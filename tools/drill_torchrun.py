@@ -23,7 +23,12 @@ LAUNCHER_END_S: Final = 60.0
 
 @contextmanager
 def launched(
-    output: Path, launcher: Sequence[str], settings: Sequence[str], prefix: Sequence[str] = ()
+    output: Path,
+    launcher: Sequence[str],
+    settings: Sequence[str],
+    prefix: Sequence[str] = (),
+    *,
+    config: str = CONFIG,
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Torchrun, and the mark by which its ranks are found; none of them outlives the block.
 
@@ -32,10 +37,11 @@ def launched(
         launcher: torchrun's own arguments.
         settings: as ``--set``.
         prefix: of the command, to run it elsewhere.
+        config: as ``--config``.
     """
     mark = secrets.token_hex(8)
     command = [*prefix, sys.executable, "-m", "torch.distributed.run", *launcher]
-    command += ["-m", "ppstream.serve", "--config", CONFIG]
+    command += ["-m", "ppstream.serve", "--config", config]
     for setting in settings:
         command += ["--set", setting]
     path = os.pathsep.join((*SOURCES, os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)

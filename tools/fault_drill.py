@@ -4,8 +4,9 @@ Starts two rank processes and a robot process with its own control loop, breaks 
 signals, orders to the policy, a proxy in the robot's connection or a full disk, and prints per
 fault what was expected and seen, how long it took, and whether the ledgers balance. Ends with 1
 when a fault misses its bound. What each fault is stands in ``drill_ending.py`` (the run ends),
-``drill_recovering.py`` (it goes on), ``drill_launches.py`` (launchers), ``drill_two_hosts.py`` and
-``drill_gpu.py`` (two GPUs, with ``--gpu``).
+``drill_recovering.py`` (it goes on), ``drill_launches.py`` (launchers), ``drill_contention.py``
+(gate and report must not be fooled), ``drill_two_hosts.py`` and ``drill_gpu.py`` (two GPUs, with
+``--gpu``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from bench_runs import POLL_S, ending_cleanly, environment
+from drill_contention import CONTENTION
 from drill_ending import ENDINGS
 from drill_faults import SAFE_S, Ending, Recovering
 from drill_gpu import GPU_ENDINGS, GPU_RECOVERING, GPU_SETTINGS, missing
@@ -38,8 +40,10 @@ QUICK: Final = (
     "freeze-policy-rank",
     "cut-by-operator",
     "policy-raises-once",
+    "policy-writes-nothing-once",
     "policy-outlier",
     "cable-cut",
+    "emergency-stop",
     "clock-jumps-forward",
 )
 
@@ -57,7 +61,7 @@ class Tier(NamedTuple):
         return (*self.recovering, *self.endings, *self.launches)
 
 
-CPU: Final = Tier(RECOVERING, ENDINGS, (*LAUNCHES, *HOSTS))
+CPU: Final = Tier(RECOVERING, ENDINGS, (*LAUNCHES, *CONTENTION, *HOSTS))
 GPU: Final = Tier(GPU_RECOVERING, GPU_ENDINGS, settings=GPU_SETTINGS)
 
 

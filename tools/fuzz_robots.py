@@ -136,6 +136,7 @@ def _seeds(session: int) -> tuple[bytes, ...]:
     known = (
         _hello("attacker"),
         m.Report(session, 1, 2, 3, 4),
+        m.RobotState(session, 1, 2, 3, "stop: fuzz", 4),
         m.Reset(session),
         m.Ping(session),
         m.Instruct(session, 1, "go"),

@@ -27,7 +27,7 @@ NATIVE: Final = re.compile(r"^(0x[0-9a-f]+|.*\((lib|.*\.so|.*\.c:))")
 CONVOY_WAIT_MIN: Final = 0.10  # of a thread's time spent on waiting for the GIL
 CONVOY_HOLD_MIN: Final = 0.30  # of the time that another thread runs
 #: Threads of a rank that nobody waits for; all others may be on the critical path.
-BACKGROUND: Final = ("timestamps", "heartbeat", "health", "memory", "watchdog")
+BACKGROUND: Final = ("timestamps", "heartbeat", "health", "lookout", "memory", "watchdog")
 BAD_INPUT: Final = 3
 
 

@@ -42,6 +42,7 @@ from ppstream.rendezvous import Listener, connect
 from ppstream.run_report import RunReport
 from ppstream.runlog import read_run
 from ppstream.runs import Run
+from ppstream.segments import ALONE
 from ppstream.stage1_device import Stage1Device
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import Stage1Record, TimestampLog
@@ -80,7 +81,10 @@ class Found(NamedTuple):
     primary: float | None
     p50_us: float
     p99_us: float
-    age_us: float  # from the start of A to the end of C; p50
+    in_run: float  # period over the slowest stage in the run
+    latency_us: float  # from the start of A to the end of C on the device; p50
+    picked_us: tuple[float, float]  # from there until the host has the actions; p50, p99
+    age_us: float  # from the start of A until the host has the actions; p50
     age_periods: float
     cpu_us: tuple[float, float]  # of rank 0 and the policy rank, per envelope
     bad_audits: list[str]
@@ -127,8 +131,10 @@ def run_cells(cells: Sequence[Cell], least: int, report: Any) -> None:
             listener = Listener(store)
             stack.callback(listener.close)
             peer = listener.accept(LIMIT_S)
+            peer.heart = listener.accept(LIMIT_S)
         else:
             peer = connect(store, LIMIT_S)
+            peer.heart = connect(store, LIMIT_S, expects_fds=False)
         first = configure(cells[0], least, root)
         beat = meeting.start_heartbeat(first, peer, lambda: 0, lambda: os._exit(20))
         stack.callback(beat.stop)
@@ -170,16 +176,25 @@ def _front(
         intake = build_intake(config)
         parts = rank0_parts(config, run, 0, stack)
         shape = link_shape(
-            config, intake.cutter.inputs, msgspec.convert(*_outputs(config)), store.generation
+            config,
+            intake.cutter.inputs,
+            msgspec.convert(*_outputs(config)),
+            store.generation,
+            int(store.get("ahead", LIMIT_S)),
         )
         rank0 = gpu_ranks.open_stage0(parts, placement, peer, store, shape)
         rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
         source = SyntheticSource(config, intake.rows[0], seed=0, start_ns=now_ns())
         warm_up(rank0, intake, source)
-        run.describe(standalone=time_standalone(rank0, config.bringup.standalone))
+        before = time_standalone(rank0, config.bringup.standalone)
+        run.describe(standalone=before)
         begun, cpu_ns = rank0.finished, time.process_time_ns()
         run_saturated(rank0, intake, source)
         cpu_ns = (time.process_time_ns() - cpu_ns) // (rank0.finished - begun)
+        rank0.log.mode = ALONE
+        after = time_standalone(rank0, config.bringup.standalone)
+        run.describe(standalone_after=after)
+        rank0.log.mode = config.mode
         source.close()
         rank0.log.flush()
         peer.send(Drain("cell over"))
@@ -187,11 +202,8 @@ def _front(
         assert isinstance(answer, Ready), answer
         assert rank0.link.close(), "a stream still waits"
         torch.cuda.synchronize()
-        log = read_run(run.directory)
-        report = judge(log, profile="bringup")
-        assert log.standalone is not None
-    alone = log.standalone
-    stages_ns = alone.a_ns, alone.b_ns, alone.c_ns
+        report = judge(read_run(run.directory), profile="bringup")
+    stages_ns = tuple((before[f"{k}_ns"] + after[f"{k}_ns"]) / 2 for k in "ABC")
     return _found(cell, report, stages_ns, cpu_ns, answer.facts["cpu_ns"])
 
 
@@ -207,13 +219,18 @@ def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
     placement = gpu_ranks.place_here(config, 2)
     policy = build_policy(config, torch.device("cuda", store.rank))
     intake = build_intake(config)
-    shape = link_shape(config, intake.cutter.inputs, policy.outputs, store.generation)
     run = Run(Path(store.get("run", LIMIT_S)))
+    device = torch.device("cuda", store.rank)
+    prepared = gpu_ranks.prepare_policy(policy, config, device, run.run_id)
+    store.set("ahead", str(prepared.ahead))
+    shape = link_shape(
+        config, intake.cutter.inputs, policy.outputs, store.generation, prepared.ahead
+    )
     log = TimestampLog(
         run.log_path(1, 0), Stage1Record, config.log.ring, run_id=run.run_id, generation=0
     )
     waiter = Waiter()
-    stage1 = gpu_ranks.open_stage1(config, policy, placement, peer, store, shape, log, waiter)
+    stage1 = gpu_ranks.open_stage1(config, prepared, placement, peer, store, shape, log, waiter)
     watched = Watched(stage1)
     stage1.run(lambda: False)
     assert stage1.link.close(), "a stream still waits"
@@ -243,15 +260,17 @@ class Watched:
 
 
 def _found(
-    cell: Cell, report: RunReport, alone: tuple[int, int, int], cpu0_ns: int, cpu1_ns: int
+    cell: Cell, report: RunReport, alone: Sequence[float], cpu0_ns: int, cpu1_ns: int
 ) -> Found:
     primary = report.primary
     assert primary is not None
     periods_us = sorted(
         ns * 1e-3 for segment in report.window.segments for ns in segment.periods_ns
     )
-    ages_us = sorted((e.tEmit - e.tA0) * 1e-3 for e in report.window.emitted if e.tEmit and e.tA0)
-    age_us = ages_us[len(ages_us) // 2]
+    whole = [(e.tA0 or 0, e.tEmit or 0, e.tPick or 0) for e in report.window.emitted]
+    latency_us = sorted((emit - begin) * 1e-3 for begin, emit, _ in whole)
+    picked_us = sorted((pick - emit) * 1e-3 for _, emit, pick in whole)
+    age_us = sorted((pick - begin) * 1e-3 for begin, _, pick in whole)[len(whole) // 2]
     period_us = primary.period_ns * 1e-3
     slowest_us = max(alone) * 1e-3
     return Found(
@@ -265,6 +284,9 @@ def _found(
         primary.s,
         periods_us[len(periods_us) // 2],
         periods_us[int(len(periods_us) * 0.99)],
+        primary.span_ns / primary.max_ns,
+        latency_us[len(whole) // 2],
+        (picked_us[len(whole) // 2], picked_us[int(len(whole) * 0.99)]),
         age_us,
         age_us / period_us,
         (cpu0_ns * 1e-3, cpu1_ns * 1e-3),

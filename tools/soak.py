@@ -111,7 +111,7 @@ def _run(scene: Scene, soak: Soak, rng: random.Random) -> None:
             soak.problems.append(f"{fault.name}: {error}")
             if any(code is not None for code in scene.codes()):
                 return
-        moved = [tick.age_ms for tick in scene.ticks(began_ns) if tick.moved]
+        moved = [tick.true_ms for tick in scene.ticks(began_ns) if tick.moved]
         soak.oldest_ms = max([soak.oldest_ms, *moved])
 
 

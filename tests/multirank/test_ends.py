@@ -1,7 +1,7 @@
 """How runs end, with real processes and real signals."""
 
-import os
 import re
+import shutil
 import signal
 import time
 
@@ -10,21 +10,25 @@ from multirank.ranks import JUDGED_AGAIN, Ranks
 
 pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 
-SERVE_ON = ("service.duration_s=none",)
+#: How fast a busy machine is proves nothing here.
+SERVE_ON = (
+    "service.duration_s=none",
+    "bringup.overlap_min=0",
+    "bringup.accept=['NOTHING_TO_HIDE']",
+)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """One run from start to drain, looked at by several tests."""
-    before = set(os.listdir("/tmp"))
-    with Ranks(tmp_path_factory.mktemp("logs")) as ranks:
+    with Ranks(tmp_path_factory.mktemp("logs"), judged=True) as ranks:
         codes = ranks.wait()
         assert codes != [31, 31], ranks.output()
-        yield ranks, codes, set(os.listdir("/tmp")) - before
+        yield ranks, codes
 
 
 def test_run_passes_the_gate_serves_and_drains(finished):
-    ranks, codes, _ = finished
+    ranks, codes = finished
     assert codes == [0, 0], ranks.output()
     assert {rank: end["name"] for rank, end in ranks.exits().items()} == {
         "0": "DRAINED",
@@ -36,20 +40,15 @@ def test_run_passes_the_gate_serves_and_drains(finished):
     assert verdict["verdict"] == "PASS"
 
 
-def test_no_socket_is_left_behind(finished):
-    left = {name for name in finished[2] if name.startswith("ppstream-")}
-    assert not left
-
-
 def test_every_envelope_stands_in_both_logs_exactly_once(finished):
-    ranks, _, _ = finished
+    ranks, _ = finished
     front = [(e["epoch"], e["seq"]) for e in ranks.lines(0) if e["kind"] == "envelope"]
     back = [(e["epoch"], e["seq"]) for e in ranks.lines(1) if e["kind"] == "stage1"]
     assert front == back == [(0, seq) for seq in range(len(front))]
 
 
 def test_ledger_balances_at_the_end(finished):
-    ranks, _, _ = finished
+    ranks, _ = finished
     ledgers = [line for line in ranks.lines(0) if line["kind"] == "ledger"]
     for line in ledgers:
         for entry in (*line["streams"].values(), line["envelopes"]):
@@ -61,7 +60,7 @@ def test_ledger_balances_at_the_end(finished):
 def test_standalone_stage_times_are_measured_not_copied(finished):
     import json
 
-    ranks, _, _ = finished
+    ranks, _ = finished
     standalone = json.loads((ranks.directory / "run.json").read_text())["standalone"]
     assert 2e6 < standalone["A_ns"] < 8e6
     assert 2e6 < standalone["C_ns"] < 8e6
@@ -86,6 +85,32 @@ def test_signal_to_both_ranks_drains_with_zero(tmp_path, number):
         assert ranks.wait(12) == [0, 0], ranks.output()
         assert time.monotonic() - began < 10
         assert [end["code"] for end in ranks.exits().values()] == [0, 0]
+
+
+def test_a_stop_while_warming_never_becomes_ready(tmp_path):
+    slow = ("policy.options.b_ms=50", "bringup.warmup_max=2000")
+    with Ranks(tmp_path, *SERVE_ON, *slow) as ranks:
+        ranks.wait_for_event("phase", phase="warming")
+        for process in ranks.processes:
+            process.terminate()
+        assert ranks.wait(12) == [0, 0], ranks.output()
+        phases = [line["phase"] for line in ranks.lines(0) if line.get("name") == "phase"]
+        assert phases == ["warming", "draining"]
+
+
+@pytest.mark.parametrize("killed", [None, 1])
+def test_a_run_whose_folder_is_deleted_ends_as_any_other(tmp_path, killed):
+    with Ranks(tmp_path, *SERVE_ON) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        shutil.rmtree(ranks.directory)
+        for process in ranks.processes if killed is None else ():
+            process.terminate()
+        if killed is not None:
+            ranks.processes[killed].kill()
+        assert ranks.wait(12) == ([0, 0] if killed is None else [20, -9]), ranks.output()
+        assert "Traceback" not in ranks.output()
+        assert ranks.output().count("rank 0: the end is not recorded") == 1
+        assert "ppstream: exit 0 DRAINED" in ranks.output() or killed is not None
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -125,11 +150,11 @@ NOTHING_TO_HIDE = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8"
 
 
 def test_nothing_to_hide_is_refused_with_31_and_a_later_generation_ends_at_once(tmp_path):
-    with Ranks(tmp_path, *NOTHING_TO_HIDE) as ranks:
+    with Ranks(tmp_path, *NOTHING_TO_HIDE, judged=True) as ranks:
         assert ranks.wait() == [31, 31], ranks.output()
         assert re.search(r"exit 31 GATE_INCONCLUSIVE .*NOTHING_TO_HIDE", ranks.output())
     began = time.monotonic()
-    with Ranks(tmp_path, env={"TORCHELASTIC_RESTART_COUNT": "1"}) as ranks:
+    with Ranks(tmp_path, env={"TORCHELASTIC_RESTART_COUNT": "1"}, judged=True) as ranks:
         assert ranks.wait() == [31, 31], ranks.output()
     assert time.monotonic() - began < 5  # two interpreters start; the ranks themselves take none
 
@@ -142,7 +167,7 @@ def test_nothing_to_hide_may_be_accepted(tmp_path):
 def test_serial_depth_fails_the_gate_with_30(tmp_path):
     """With one credit only C stays hidden behind B, as the model says."""
     shallow = ("pipeline.d_in=1", "simulate.a_ms=4", "simulate.c_ms=0.1", "bringup.envelopes=200")
-    with Ranks(tmp_path, *shallow) as ranks:
+    with Ranks(tmp_path, *shallow, judged=True) as ranks:
         assert ranks.wait() == [30, 30], ranks.output()
         assert re.search(r"exit 30 GATE_FAIL .*LOW_OVERLAP", ranks.output())
 

@@ -108,7 +108,7 @@ def actions_of_file(
 def test_bring_up_on_a_recording_repeats_it_and_passes(tmp_path):
     recording = made_recording(tmp_path / "recording.npz")  # 0.5 s, shorter than bring-up
     source = ("bringup.source=recording", f"bringup.recording={recording}")
-    with Ranks(tmp_path / "logs", *source, "bringup.envelopes=150") as ranks:
+    with Ranks(tmp_path / "logs", *source, "bringup.envelopes=150", judged=True) as ranks:
         assert ranks.wait() == [0, 0], ranks.output()
         verdict = ranks.wait_for_event("verdict")
     assert verdict["verdict"] == "PASS"

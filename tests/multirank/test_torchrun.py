@@ -9,7 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from multirank.ranks import CONFIG, JUDGED_AGAIN, Ranks, environment_without_ranks, free_port
+from multirank.ranks import (
+    CONFIG,
+    JUDGED_AGAIN,
+    SERVED,
+    Ranks,
+    environment_without_ranks,
+    free_port,
+)
 
 pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 
@@ -24,7 +31,7 @@ def torchrun(log_root: Path, *settings: str, options: tuple[str, ...] = ()) -> l
 
 
 def test_stop_signal_to_torchrun_drains_both_ranks_with_zero(tmp_path):
-    command = torchrun(tmp_path, "service.duration_s=none")
+    command = torchrun(tmp_path, "service.duration_s=none", SERVED)
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(
             command, stdout=stderr, stderr=stderr, env=environment_without_ranks()

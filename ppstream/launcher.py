@@ -1,0 +1,178 @@
+"""``ppstream run``: starts the ranks of a run on this host, and ends as the run ends.
+
+The ranks are those of ``serve.py``, started by torchrun's own agent, without restarts. This process
+owns the signals, the last line and the exit code; when it is killed the ranks leave by themselves.
+Several hosts, and restarts, are torchrun's: ``torchrun -m ppstream.serve``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Final
+
+from ppstream import config_file
+from ppstream.ends import CLOSE_GRACE_S, RankEnd
+from ppstream.errors import ConfigError, ExitCode
+from ppstream.peer_process import HeldProcess, ranks_of
+from ppstream.placement import ranks_wanted
+from ppstream.runs import Run
+from ppstream.serve import PYTHON_MIN, missing_packages, refuse, refuse_python
+
+if TYPE_CHECKING:
+    from ppstream.config import PipelineConfig
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: Rank 0 hears of a stop first, so that the other one's end is never taken for a failure.
+LEAD_S: Final = 0.2
+SPARE_S: Final = 5.0  # on top of what the ranks need to drain and close
+HERE: Final = "127.0.0.1"  # a host's own name may take a resolver seconds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and do what it asks for; returns the exit code."""
+    args = _parser().parse_args(argv)
+    if sys.version_info < PYTHON_MIN:
+        return refuse_python()
+    try:
+        config = config_file.load(args)
+        missing = missing_packages(config)
+        if find_spec("torch") is None:
+            missing.append("torch is not installed: pip install 'ppstream[serve]'")
+        if missing:
+            raise ConfigError(missing)
+    except ConfigError as error:
+        return refuse(error)
+    return Launch(config, args.nproc or ranks_wanted(config)).run(_rank_arguments(args))
+
+
+class Launch:
+    """One run of ``count`` ranks on this host; the main thread waits and takes signals."""
+
+    def __init__(self, config: PipelineConfig, count: int) -> None:
+        self._config = config
+        self._count = count
+        self._asked: int | None = None  # the signal that asked the run to stop
+        self._failures: Mapping[int, int] = {}
+        self._fault: BaseException | None = None
+        self._over = threading.Event()
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Start the ranks with these arguments, and return how the run ended."""
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._stop)
+        threading.Thread(target=self._launch, args=(arguments,), daemon=True).start()
+        self._over.wait()
+        if self._fault is not None:
+            RankEnd(0).say(ExitCode.INTERNAL, f"the ranks could not be started: {self._fault}")
+            return int(ExitCode.INTERNAL)
+        code = self._code()
+        if code is not ExitCode.DRAINED:
+            RankEnd(0).say(code, self._reason())
+        return int(code)
+
+    def _launch(self, arguments: Sequence[str]) -> None:
+        logging.disable()  # the agent's forty lines say nothing that ours do not
+        try:
+            self._failures = _run_agent(self._count, arguments)
+        except BaseException as error:  # noqa: BLE001 - the top of a thread: the main one says it
+            self._fault = error
+        self._over.set()
+
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        """Ask the ranks to drain; once, however often the signal comes."""
+        if self._asked is None:
+            self._asked = number
+            threading.Thread(target=self._ask, daemon=True).start()
+
+    def _ask(self) -> None:
+        """Pass the stop on, also to ranks that start only now; end those that do not heed it."""
+        number = signal.SIGINT if self._asked == signal.SIGINT else signal.SIGTERM
+        limit_s = self._config.liveness.drain_s + CLOSE_GRACE_S + SPARE_S
+        asked: list[HeldProcess] = []
+        for _ in range(round(limit_s / LEAD_S)):
+            pid = ranks_of(os.getpid()).get(len(asked))  # rank 0, and the next a moment later
+            process = HeldProcess.of(pid) if pid is not None else None
+            if process is not None:
+                process.signal(number)
+                asked.append(process)
+            if self._over.wait(LEAD_S):
+                return
+        for process in asked:
+            process.end()
+
+    def _code(self) -> ExitCode:
+        """Rank 0's; a rank that was killed has none, and is a lost one."""
+        code = self._failures.get(0, 0)
+        if self._asked is not None and -code in STOP_SIGNALS:  # it had not begun
+            return ExitCode.DRAINED
+        return ExitCode(code) if code in set(ExitCode) else ExitCode.PEER_LOST
+
+    def _reason(self) -> str:
+        """Where to look; why, rank 0 has said itself unless it was killed."""
+        killed = "rank 0 was killed; " if self._failures.get(0, 0) < 0 else ""
+        run = Run.of_launcher(Path(self._config.log.root), os.getpid())
+        return f"{killed}{'the lines above' if run is None else run.directory}"
+
+
+def _run_agent(count: int, arguments: Sequence[str]) -> dict[int, int]:
+    """Run the ranks to their end; returns the exit codes of those that failed, by rank."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{HERE}:0",
+        local_addr=HERE,
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", "ppstream.serve", *arguments)
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    return {}
+
+
+def _rank_arguments(args: argparse.Namespace) -> list[str]:
+    settings = [part for setting in args.overrides for part in ("--set", setting)]
+    return ["--config", args.config, *settings]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ppstream", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="start a run, and end as it ends",
+        description="Live sensors to actions: starts the ranks of a run on this host. Drains on "
+        "SIGTERM, SIGINT and SIGHUP; its exit code is rank 0's (ppstream-serve --help).",
+    )
+    run.add_argument("config", nargs="?", default=config_file.DEFAULT, help=config_file.NAMES)
+    config_file.add_override_argument(run)
+    run.add_argument(
+        "--nproc",
+        type=int,
+        choices=(1, 2),
+        help="ranks: 1 runs the unpipelined twin (default: what the placement asks for)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Lookout: a thread of a rank that sees its launcher, or the other rank, end or stop.
+
+It runs from the first moment, beside imports, builds and loops, and leaves for a main thread that
+does not. Silence means nothing until a run is warm: until then a stopped rank is known by its
+state, and the launcher would wait 30 s more to end it. One that a debugger holds (``t``) is left
+alone: somebody is looking at it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.errors import ExitCode, PeerLostError
+from ppstream.peer_process import HeldProcess, children, of_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ppstream.ends import RankEnd
+
+INTERVAL_MS: Final = 100
+LAUNCHER_GRACE_S: Final = 1.5  # to drain, when the launcher is gone
+LAUNCHER_LOST: Final = "LAUNCHER_LOST"  # how the reason of such an end begins
+
+
+def launcher(environment: Mapping[str, str]) -> HeldProcess | None:
+    """The process that a launcher started this rank from; None: no launcher did, or none is seen.
+
+    Raises:
+        PeerLostError: it is gone.
+    """
+    is_launched = "TORCHELASTIC_RUN_ID" in environment or _world_size(environment) > 1
+    try:
+        return HeldProcess.parent() if is_launched else None
+    except ProcessLookupError as error:
+        raise PeerLostError(f"{LAUNCHER_LOST}: {error}") from error
+
+
+class Lookout:
+    """Watches from ``start`` to the end of the process.
+
+    Args:
+        end: this rank's, told of what is seen; ``end.lookout`` is set.
+        environment: of this rank: the launcher's variables name the run.
+        frozen_ms: a rank that was stopped for so long before it served is ended.
+    """
+
+    def __init__(self, end: RankEnd, environment: Mapping[str, str], frozen_ms: float) -> None:
+        self._end = end
+        self._environment = environment
+        self._stopped_looks_max = frozen_ms / INTERVAL_MS
+        self._stopped_looks = 0
+        self._launcher = launcher(environment)
+        self._has_sibling = _world_size(environment) > 1
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._deadline_ns: int | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
+        end.lookout = self
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def on_phase(self, phase: str) -> None:
+        """Past ``warming`` silence tells what state told: the other rank's is no longer asked."""
+        if phase != "warming":
+            self._has_sibling = False
+
+    def leave_by(self, seconds: float) -> None:
+        """Leave as ``end.told()`` says unless somebody else has by then; any thread.
+
+        An earlier moment stays.
+        """
+        with self._lock:
+            due_ns = now_ns() + round(seconds * NS_PER_S)
+            self._deadline_ns = min(due_ns, self._deadline_ns or due_ns)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def take_time(self) -> None:
+        """Nobody has to leave by a certain moment any more."""
+        with self._lock:
+            self._deadline_ns = None
+
+    def _run(self) -> None:
+        while True:
+            self._look_while_it_can()
+            time.sleep(INTERVAL_MS / 1000)
+
+    def _look_while_it_can(self) -> None:
+        try:
+            self._look()
+        except Exception as error:  # noqa: BLE001 - no memory or descriptor now, perhaps later
+            self._end.complain("its lookout begins anew", error)
+
+    def _look(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        if self._launcher is not None:
+            poll.register(self._launcher.fileno(), select.POLLIN)
+        while True:
+            ready = dict(poll.poll(self._wait_ms()))
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            if self._launcher is not None and self._launcher.fileno() in ready:
+                gone, self._launcher = self._launcher, None
+                poll.unregister(gone.fileno())
+                self._lose_launcher(gone)
+            if self._has_sibling:
+                self._look_at_sibling()
+            if (due_ns := self._deadline_ns) is not None and now_ns() >= due_ns:
+                self._leave()
+
+    def _leave(self) -> None:
+        code, reason = ExitCode.PEER_LOST, "this rank's main thread did not leave in time"
+        try:
+            code, reason = self._end.told()
+        finally:
+            self._end.leave(code, reason)
+
+    def _wait_ms(self) -> float | None:
+        waits: list[float] = [INTERVAL_MS] if self._has_sibling else []
+        if (due_ns := self._deadline_ns) is not None:
+            waits.append(max(0, due_ns - now_ns()) / NS_PER_MS)
+        return min(waits, default=None)
+
+    def _lose_launcher(self, process: HeldProcess) -> None:
+        """Nobody is left to start, stop or see this run: drain what is on its way, and leave."""
+        reason = f"{LAUNCHER_LOST}: process {process.pid}, which started this rank, is gone"
+        self.leave_by(LAUNCHER_GRACE_S if self._end.lose_launcher(reason) else 0.0)
+
+    def _look_at_sibling(self) -> None:
+        end = self._end
+        if end.peer_process is None:
+            found = of_rank(1 - end.rank, self._environment, children(os.getppid()))
+            end.peer_process = next(found, None)
+        if end.peer_process is None:
+            return
+        if end.peer_process.wait_gone(0):
+            self._has_sibling = False
+            end.leave_when_lost()
+            return
+        self._stopped_looks += 1
+        if end.peer_process.state() != "T":
+            self._stopped_looks = 0
+        if self._stopped_looks > self._stopped_looks_max:
+            what = f"rank {1 - end.rank} was stopped before it served"
+            end.peer_lost = what  # before it is ended: the main thread will see no more than that
+            end.leave(ExitCode.PEER_LOST, what + end.see_peer_out(0.0))
+
+
+def _world_size(environment: Mapping[str, str]) -> int:
+    return int(environment.get("WORLD_SIZE", "1"))

@@ -1,0 +1,296 @@
+"""Proof that a call of the policy wrote its outputs: nothing of what stood there before is left.
+
+Memory is used again and again, so what a call leaves out is an old result. Every output is
+therefore filled before each call, and looked at behind it. Up to ``WHOLE_BYTES`` that is all of it;
+of a larger one ``SAMPLE_BYTES`` in each ``STRIDE_BYTES`` of every row, first and last ones among
+them. Rows of absent robots are not looked at.
+
+    float         a NaN with a payload that no arithmetic makes: a NaN of the policy's is no match
+    int32, int64  a large number drawn for the run
+    uint8         the same, 8 bytes of it in a row (``preflight.py`` wants a multiple of 8)
+    bool          a byte that is neither 0 nor 1
+
+The host fills and looks at its own memory (``Outputs``). On a GPU the fill is queued in front of
+the policy, in its graph (``FilledPolicy``); rank 0 looks at its copy of the result (``Results``).
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from ppstream.errors import PolicyError
+from ppstream.headers import RAISED, UNWRITTEN
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ppstream.slots import Slot
+    from ppstream.specs import TensorSpec
+    from ppstream.stage import Policy
+
+WHOLE_BYTES: Final = 64 << 10
+STRIDE_BYTES: Final = 64 << 10
+SAMPLE_BYTES: Final = 64  # one line of a cache
+FLOATS: Final = 0x7FFD_7FFD  # a quiet NaN as float16, bfloat16, float32, and twice as float64
+BOOLS: Final = 0x7D7D_7D7D
+INTEGERS: Final = 0x5EAF_1E55  # where no run draws one
+UINT8_BYTES: Final = 8  # that are compared as one
+
+HOW_TO_WRITE: Final = (
+    "out['actions'] = x only binds a name: write out['actions'].copy_(x); an early return, a "
+    "thread that writes after the call, or a use of what out held before, ends here, too"
+)
+REBINDING: Final = frozenset({TypeError, AttributeError})  # what a mapping that is read-only raises
+
+_storage_references: Final[Any] = torch._C._storage_Use_Count  # torch does not annotate it
+
+Rows = Sequence[bool] | np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class UnwrittenError(PolicyError):
+    """A call of the policy left an output, or a part of one, as it was before."""
+
+
+def failure(error: Exception) -> int:
+    """What a result's header says of an exception in stage B."""
+    return UNWRITTEN if isinstance(error, UnwrittenError) else RAISED
+
+
+def drawn_for(run_id: str) -> int:
+    """What integers of a run are filled with: the same on all its ranks, 31 bits, above 2^30."""
+    return zlib.crc32(run_id.encode()) >> 2 | 1 << 30
+
+
+def rebinding(error: Exception) -> UnwrittenError | None:
+    """What to tell a policy that tried to put tensors of its own into ``out``; None: it did not."""
+    if type(error) in REBINDING and "mappingproxy" in str(error):
+        return UnwrittenError(f"out is read-only: {HOW_TO_WRITE}")
+    return None
+
+
+class _Layout(NamedTuple):
+    """Which words of an output ``[B, *shape]`` are filled and looked at, and with what."""
+
+    pattern: bytes  # of four bytes, repeated
+    word_bytes: int
+    shape: tuple[int, int, int]  # rows, samples of a row, words of a sample
+    strides: tuple[int, int]  # bytes from row to row, and from sample to sample
+    is_whole: bool  # each row is one sample
+
+    @classmethod
+    def of(cls, tensor: Tensor, integers: int) -> _Layout:
+        if tensor.is_floating_point():
+            filling = FLOATS
+        else:
+            filling = BOOLS if tensor.dtype is torch.bool else integers
+        pattern = filling.to_bytes(4, "little")
+        size = UINT8_BYTES if tensor.dtype is torch.uint8 else tensor.element_size()
+        rows = tensor.shape[0]
+        row_bytes = tensor.nbytes // rows
+        if tensor.nbytes <= WHOLE_BYTES:
+            shape = (rows, 1, row_bytes // size)
+            return cls(pattern, size, shape, (row_bytes, row_bytes), is_whole=True)
+        size = size if row_bytes % 8 else 8  # the fewer words the better
+        sample_bytes = min(SAMPLE_BYTES, row_bytes)
+        behind_bytes = row_bytes - sample_bytes
+        steps = max(1, -(-behind_bytes // STRIDE_BYTES))
+        step_bytes = behind_bytes // steps // SAMPLE_BYTES * SAMPLE_BYTES
+        shape = (rows, steps + 1, sample_bytes // size)
+        return cls(pattern, size, shape, (row_bytes, step_bytes), is_whole=False)
+
+
+class _Look:
+    """Looks at one output in host memory; its calls are few, since each finds cold caches."""
+
+    def __init__(self, name: str, tensor: Tensor, integers: int) -> None:
+        layout, memory = _Layout.of(tensor, integers), _bytes(tensor)
+        dtype = np.dtype(f"u{layout.word_bytes}")
+        sample = np.dtype((np.void, layout.shape[2] * layout.word_bytes))
+        filling = layout.pattern * (sample.itemsize // 4 + 1)
+        self.name = name
+        word = np.frombuffer(filling[:4] * 2, dtype, 1)
+        self._is_whole = layout.is_whole
+        self._samples = np.ndarray(layout.shape[:2], sample, memory, 0, layout.strides)
+        self._filling = np.frombuffer(filling, sample, 1)
+        self._word = word.reshape(())  # an array: compared without conversion
+        self._seen = self._samples if layout.is_whole else np.empty(layout.shape[:2], sample)
+        self._words = self._seen.view(dtype).reshape(layout.shape)
+        self._hit_bytes = bytearray(self._words.size)
+        self._hits = np.frombuffer(self._hit_bytes, dtype=np.bool_).reshape(layout.shape)
+
+    def fill(self) -> None:
+        self._samples[...] = self._filling
+
+    def finds(self) -> bool:
+        """Whether anything is left, in any row."""
+        if not self._is_whole:
+            self._seen[...] = self._samples  # line by line: the next is fetched meanwhile
+        np.equal(self._words, self._word, self._hits)
+        return True in self._hit_bytes
+
+    def text(self, present: Rows) -> str:
+        """How much ``finds`` found in the rows that are present; empty: nothing."""
+        hits = self._hits[np.asarray(present, dtype=np.bool_)]
+        count = int(np.count_nonzero(hits))
+        if not count:
+            return ""
+        share = f"{count} of {hits.size} words ({count / hits.size:.0%})"
+        return f"output {self.name!r}: {share} were not written by this call; {HOW_TO_WRITE}"
+
+
+class Outputs:
+    """What the policy writes of one slot in host memory, filled before each call, then looked at.
+
+    The policy is given memory of this object's own, and what it wrote is copied: nothing that it
+    keeps reaches a result later. An output above ``WHOLE_BYTES`` is the slot itself.
+
+    Args:
+        slot: where the result goes.
+        integers: what integers are filled with.
+
+    Attributes:
+        given: the mapping to hand to the policy.
+        slot: as it came.
+    """
+
+    def __init__(self, slot: Slot, integers: int) -> None:
+        self.slot = slot
+        self._fills: list[tuple[memoryview, bytes]] = []
+        self._samples: list[_Look] = []
+        self._copies: list[tuple[memoryview, memoryview]] = []
+        self._own: list[tuple[Tensor, int]] = []  # and the address of its storage
+        self._looks = tuple(_Look(name, t, integers) for name, t in slot.tensors.items())
+        self.given: Mapping[str, Tensor] = MappingProxyType(
+            {look.name: self._give(look, slot.tensors[look.name], integers) for look in self._looks}
+        )
+        self._references = self._referred()
+
+    def _give(self, look: _Look, tensor: Tensor, integers: int) -> Tensor:
+        if tensor.nbytes > WHOLE_BYTES:
+            self._samples.append(look)
+            return tensor
+        own = torch.empty_like(tensor)
+        memory = _bytes(own).data
+        pattern = _Layout.of(tensor, integers).pattern * (len(memory) // 4 + 1)
+        self._fills.append((memory, pattern[: len(memory)]))
+        self._copies.append((_bytes(tensor).data, memory))
+        self._own.append((own, own.untyped_storage()._cdata))
+        return own
+
+    def fill(self) -> None:
+        """Before a call."""
+        for memory, pattern in self._fills:
+            memory[:] = pattern
+        for look in self._samples:
+            look.fill()
+
+    def hand_over(self, present: Rows) -> None:
+        """Behind a call: what was written is in the slot, and was looked at there.
+
+        Raises:
+            UnwrittenError: something of a row that is present was not written.
+        """
+        for slot, memory in self._copies:
+            slot[:] = memory
+        for look in self._looks:
+            if look.finds() and (text := look.text(present)):
+                raise UnwrittenError(text)
+
+    def is_kept(self) -> bool:
+        """Whether the policy, or a thread of its, still refers to memory it was given."""
+        return self._referred() != self._references
+
+    def _referred(self) -> int:
+        """References to the mapping, its tensors, their views and arrays."""
+        count = sys.getrefcount(self.given)
+        for own, storage in self._own:
+            count += sys.getrefcount(own) + _storage_references(storage)
+        return count
+
+
+class Results:
+    """Looks at results that come from a GPU, in rank 0's own copies of them."""
+
+    def __init__(self, integers: int) -> None:
+        self._integers = integers
+        self._slots: dict[int, tuple[Slot, tuple[_Look, ...]]] = {}
+
+    def unwritten(self, slot: Slot, present: Rows) -> str:
+        """What the policy left out in rows that are present; empty: nothing."""
+        known = self._slots.get(id(slot))
+        if known is None:
+            looks = (_Look(name, t, self._integers) for name, t in slot.tensors.items())
+            known = self._slots[id(slot)] = slot, tuple(looks)
+        for look in known[1]:
+            if look.finds() and (text := look.text(present)):
+                return text
+        return ""
+
+
+class FilledPolicy:
+    """Runs like ``policy``, on outputs in a GPU's memory that it fills first, on the same stream.
+
+    Between a policy and its graphs, so that the fill is recorded with it. What it does not find,
+    ``Results`` does.
+    """
+
+    def __init__(self, policy: Policy, integers: int) -> None:
+        self.inputs: tuple[TensorSpec, ...] = policy.inputs
+        self.outputs: tuple[TensorSpec, ...] = policy.outputs
+        self.name = type(policy).__name__
+        self._policy = policy
+        self._integers = integers
+        self._fills: dict[int, tuple[Mapping[str, Tensor], list[tuple[Tensor, int]]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the policy has or says: ``stateless``, ``instruct``."""
+        return getattr(self._policy, name)
+
+    def reset(self, rows: Tensor) -> None:
+        """As the policy does."""
+        self._policy.reset(rows)
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """Fill, then run the policy; both only queue.
+
+        Raises:
+            UnwrittenError: the policy tried to put tensors of its own into ``out``.
+        """
+        known = self._fills.get(id(out))
+        if known is None:
+            known = self._fills[id(out)] = out, [_words(t, self._integers) for t in out.values()]
+        for words, word in known[1]:
+            words.fill_(word)
+        try:
+            self._policy(window, out)
+        except Exception as error:
+            if why := rebinding(error):
+                raise why from error
+            raise
+
+
+def _words(tensor: Tensor, integers: int) -> tuple[Tensor, int]:
+    """What of a tensor is filled, and with what, as one kernel can do it."""
+    layout = _Layout.of(tensor, integers)
+    size = min(4, layout.word_bytes)
+    dtype = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[size]
+    words = tensor.detach().view(-1).view(dtype)
+    if not layout.is_whole:
+        rows, samples, count = layout.shape
+        row, sample = (stride // size for stride in layout.strides)
+        words = words.as_strided(
+            (rows, samples, count * layout.word_bytes // size), (row, sample, 1)
+        )
+    return words, int.from_bytes(layout.pattern[:size], "little")
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The memory of a contiguous tensor on the host."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()

@@ -1,0 +1,196 @@
+"""``ppstream run`` with real ranks and signals: its code, its last line, and who outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from multirank.ranks import CONFIG, JUDGED_AGAIN, SERVED, Ranks, environment_without_ranks
+from robot_rig import wait_until
+
+from ppstream.peer_process import HeldProcess, ranks_of
+
+pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
+
+SERVE_ON = ("service.duration_s=none", SERVED)
+STANDING = (
+    "policy.target=standing_policy:build",
+    "policy.options.inner=ppstream_stages.simulated:build",
+    "policy.options.build_s=60",
+)
+TOOLS = str(Path(__file__).resolve().parents[2] / "tools")
+END_LIMIT_S = 60.0
+GONE_LIMIT_S = 2.5  # ranks whose launcher is gone
+
+
+class Launched:
+    """``ppstream run`` as a process, its output, and its ranks."""
+
+    def __init__(self, folder: Path, *settings: str, options: tuple[str, ...] = ()) -> None:
+        self.output = folder / "output"
+        command = [sys.executable, "-m", "ppstream.launcher", "run", str(CONFIG), *options]
+        for setting in (f"log.root={folder}", *settings):
+            command += ["--set", setting]
+        path = f"{TOOLS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                env=environment_without_ranks() | {"PYTHONPATH": path},
+                start_new_session=True,
+            )
+        self.log = Ranks.of_log(folder, [self.output])
+        self.ranks: list[HeldProcess] = []
+
+    def has_ranks(self, count: int = 2) -> bool:
+        pids = ranks_of(self.process.pid)
+        if len(pids) < count:
+            return False
+        self.ranks = [held for _, pid in sorted(pids.items()) if (held := HeldProcess.of(pid))]
+        return len(self.ranks) == count
+
+    def wait_for_phase(self, phase: str) -> None:
+        wait_until(self.has_ranks, seconds=40)
+        wait_until((self.log.log_root / "latest").exists, seconds=40)
+        self.log.wait_for_event("phase", phase=phase)
+
+    def wait(self, limit_s: float = END_LIMIT_S) -> int:
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {limit_s} s:\n{self.text()}") from None
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def last_line(self) -> str:
+        return self.text().splitlines()[-1]
+
+
+@contextmanager
+def launched(folder: Path, *settings: str, **more: tuple[str, ...]) -> Iterator[Launched]:
+    run = Launched(folder, *settings, **more)
+    try:
+        yield run
+        text = run.text()
+        assert "Traceback" not in text, text
+        assert "torch" not in text.replace("torchrun", ""), text
+    finally:
+        run.has_ranks()
+        for process in (run.process, *run.ranks):
+            (process.kill if isinstance(process, subprocess.Popen) else process.end)()
+        run.process.wait()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_that_drains_by_itself_ends_with_0_and_our_line(tmp_path: Path, count: int) -> None:
+    with launched(tmp_path, SERVED, options=(f"--nproc={count}",)) as run:
+        assert run.wait() == 0, run.text()
+        assert run.last_line() == "ppstream: exit 0 DRAINED service.duration_s is over"
+        assert len(run.log.exits()) == count
+
+
+def test_a_refused_run_ends_with_its_code_and_says_why_last(tmp_path: Path) -> None:
+    idle = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8")
+    with launched(tmp_path, *idle) as run:
+        assert run.wait() == 31, run.text()
+        *_, said, last = run.text().splitlines()
+        assert said.startswith("ppstream: exit 31 GATE_INCONCLUSIVE bring-up verdict")
+        assert last == f"ppstream: exit 31 GATE_INCONCLUSIVE {run.log.directory}"
+        assert "first to fail: rank 1" not in run.text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_drains_with_0(tmp_path: Path, number: int) -> None:
+    """To the whole group, as a terminal sends Ctrl-C; and again, as impatient people do."""
+    with launched(tmp_path, *SERVE_ON) as run:
+        run.wait_for_phase("ready")
+        for _ in range(3):
+            os.killpg(run.process.pid, number)
+            time.sleep(0.02)
+        assert run.wait(15) == 0, run.text()
+        assert run.last_line().startswith("ppstream: exit 0 DRAINED SIG")
+        assert {end["code"] for end in run.log.exits().values()} == {0}
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0, 3.0])
+def test_a_stop_signal_at_any_moment_of_the_start_ends_with_0(
+    tmp_path: Path, after_s: float
+) -> None:
+    with launched(tmp_path, *SERVE_ON) as run:
+        if after_s:
+            wait_until(run.has_ranks, seconds=40)
+            time.sleep(after_s)
+        run.process.terminate()
+        assert run.wait(30) == 0 or (not after_s and run.process.returncode == -signal.SIGTERM)
+
+
+def test_a_stop_signal_while_the_policy_is_built_is_heard_by_both_ranks(tmp_path: Path) -> None:
+    with launched(tmp_path, *SERVE_ON, *STANDING) as run:
+        wait_until(lambda: "the build takes" in run.text(), seconds=40)
+        run.process.terminate()
+        began = time.monotonic()
+        assert run.wait(15) == 0, run.text()
+        assert time.monotonic() - began < 5
+        assert {rank: end["code"] for rank, end in run.log.exits().items()} == {"0": 0, "1": 0}
+
+
+def test_a_mistake_in_the_configuration_starts_nothing(tmp_path: Path) -> None:
+    with launched(tmp_path, "pipeline.d_in=0", "window.steps='x'") as run:
+        assert run.wait() == 11
+        assert run.text().count("pipeline.d_in") == 1
+        assert "window.steps" in run.text()
+        assert run.last_line() == "ppstream: exit 11 CONFIG 2 problem(s), listed above"
+    assert not (tmp_path / "latest").exists()
+
+
+def test_a_killed_rank_0_is_a_lost_one(tmp_path: Path) -> None:
+    with launched(tmp_path, *SERVE_ON) as run:
+        run.wait_for_phase("ready")
+        run.ranks[0].end()
+        assert run.wait(15) == 20, run.text()
+        assert run.last_line().startswith("ppstream: exit 20 PEER_LOST rank 0 was killed; ")
+
+
+@pytest.mark.parametrize("phase", ["warming", "ready"])
+def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path, phase: str) -> None:
+    """And a run that was warming never becomes ready; one whose launcher is stopped goes on."""
+    slow = ("policy.options.b_ms=50", "bringup.warmup_max=2000")
+    with launched(tmp_path, *SERVE_ON, *(slow if phase == "warming" else ())) as run:
+        run.wait_for_phase(phase)
+        run.process.send_signal(signal.SIGSTOP)
+        assert not any(rank.wait_gone(0.5) for rank in run.ranks)
+        run.process.send_signal(signal.SIGCONT)
+        assert not any(rank.wait_gone(0.5) for rank in run.ranks)
+        began = time.monotonic()
+        run.process.kill()
+        assert all(rank.wait_gone(10) for rank in run.ranks), run.text()
+        assert time.monotonic() - began < GONE_LIMIT_S
+        for end in run.log.exits().values():
+            assert end["code"] == 20
+            assert end["reason"].startswith("LAUNCHER_LOST")
+        phases = [line["phase"] for line in run.log.lines(0) if line.get("name") == "phase"]
+        assert ("ready" in phases) == (phase == "ready")
+        assert "first to fail" not in run.text()
+
+
+def test_ranks_leave_when_their_launcher_is_killed_while_the_policy_is_built(
+    tmp_path: Path,
+) -> None:
+    """User code holds the policy rank's main thread, and rank 0's waits for it."""
+    with launched(tmp_path, *SERVE_ON, *STANDING) as run:
+        wait_until(lambda: "the build takes" in run.text(), seconds=40)
+        wait_until(run.has_ranks)
+        began = time.monotonic()
+        run.process.kill()
+        assert all(rank.wait_gone(10) for rank in run.ranks), run.text()
+        assert time.monotonic() - began < GONE_LIMIT_S
+        assert {end["code"] for end in run.log.exits().values()} == {20}

@@ -1,0 +1,145 @@
+"""CPUs that may be used, from affinity and cgroups of both versions; waits for one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ppstream.cpus import Machine, MachineMeter, RunDelay, usable_cpus
+
+OWN = len(os.sched_getaffinity(0))
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({}, OWN),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, OWN),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 0.5),
+        (
+            {  # the parent's quota is the smaller one
+                "proc/self/cgroup": "0::/pod/run\n",
+                "sys/fs/cgroup/pod/run/cpu.max": "90000 100000\n",
+                "sys/fs/cgroup/pod/cpu.max": "25000 100000\n",
+            },
+            0.25,
+        ),
+        (  # the path is the host's, the mount the container's own
+            {"proc/self/cgroup": "0::/host/x\n", "sys/fs/cgroup/cpu.max": "30000 100000\n"},
+            0.3,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:memory:/\n4:cpu,cpuacct:/docker/x\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us": "40000\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000\n",
+            },
+            0.4,
+        ),
+        (
+            {
+                "proc/self/cgroup": "1:cpu:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            OWN,
+        ),
+    ],
+)
+def test_quota_of_every_cgroup_above_limits_the_cpus(
+    files: dict[str, str], cpus: float, tmp_path: Path
+) -> None:
+    assert usable_cpus(root=tree(tmp_path, files)) == cpus
+
+
+def test_affinity_of_another_process_adds_its_cpus(tmp_path: Path) -> None:
+    everything = os.sched_getaffinity(0)
+    if len(everything) < 2:
+        pytest.skip("needs two CPUs")
+    first = min(everything)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        try:
+            os.sched_setaffinity(0, {first})
+            assert usable_cpus(root=tmp_path) == 1
+            assert usable_cpus((other.pid,), tmp_path) == len(everything)
+            os.sched_setaffinity(other.pid, {first})
+            assert usable_cpus((other.pid,), tmp_path) == 1  # both on one
+            assert usable_cpus((1 << 22,), tmp_path) == 1  # nobody
+        finally:
+            os.sched_setaffinity(0, everything)
+            assert other.stdin is not None
+            other.stdin.close()
+
+
+def test_steal_is_a_share_of_the_time_since_construction(tmp_path: Path) -> None:
+    stat = "cpu  100 0 100 {idle} 0 0 0 {steal} 5 5\nintr 1 2 3\n"
+    root = tree(tmp_path, {"proc/stat": stat.format(idle=800, steal=100)})
+    meter = MachineMeter(2, root=root)
+    assert meter.read().steal_share is None
+    tree(tmp_path, {"proc/stat": stat.format(idle=875, steal=125)})
+    assert meter.read().steal_share == 0.25
+    assert MachineMeter(2, root=tmp_path / "nowhere").read().steal_share is None
+
+
+def test_cpus_that_others_use_are_the_usable_ones_less_our_own(tmp_path: Path) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    usable = f"cpu{cpus[0]} {{user}} 0 0 {{idle}} 0 0 0 0 0 0\n"
+    busy = "cpu 9 9 9 9 9 9 9 9 9 9\n" + usable + "cpu4095 {user} 0 0 0 0 0 0 0 0 0\n"
+    own = f"proc/{os.getpid()}/stat"
+    stat = "1 (a ) name) S" + " 0" * 10 + " {user} {system} 0\n"
+    files = {"proc/stat": busy.format(user=0, idle=0), own: stat.format(user=7, system=2)}
+    meter = MachineMeter(2, root=tree(tmp_path, files))
+    assert meter.read().others_cpus is None
+    files = {"proc/stat": busy.format(user=90, idle=10), own: stat.format(user=37, system=12)}
+    tree(tmp_path, files)
+    assert meter.read().others_cpus == 0.5  # 90 used, 40 of it by this process
+    meter.restart()
+    assert meter.read().others_cpus is None
+
+
+def test_machine_says_when_threads_have_to_share_a_cpu() -> None:
+    assert Machine(2, 2, 8.6, 0.12).text() == "load 8.6 on 2 usable CPUs, 12% stolen"
+    assert Machine(4, 2, 8.6, 0.0, 1.26).text().endswith("0% stolen, other programs take 1.3")
+    assert Machine(1, 2, 8.6, None).text() == (
+        "load 8.6 on 1 usable CPU, steal unknown: 2 threads work at the same time and share them"
+    )
+
+
+def test_thread_beside_a_busy_one_on_its_cpu_was_runnable_without_it() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    busy = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    waited: list[int] = []
+
+    def work() -> None:
+        os.sched_setaffinity(0, {cpu})  # of this thread alone
+        delay = RunDelay()
+        assert delay.take_ns() is None
+        delay.begin()
+        while not waited or waited[-1] < 3_000_000:
+            sum(range(20_000))
+            waited.append((waited[-1] if waited else 0) + (delay.take_ns() or 0))
+
+    with subprocess.Popen(busy, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            os.sched_setaffinity(other.pid, {cpu})
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join(60)
+            assert waited[-1] >= 3_000_000
+        finally:
+            other.kill()
