@@ -15,11 +15,13 @@ from ppstream.errors import ProtocolError, WatchdogError
 from ppstream.meeting import receive
 from ppstream.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
 from ppstream.rank0 import Rank0
+from ppstream.user_code import Fault
 
 if TYPE_CHECKING:
     from ppstream.control import Peer
     from ppstream.flight import Flight
 
+POLICY_RANK: Final = 1
 RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
 
 
@@ -44,8 +46,8 @@ class Paired(Rank0):
         """
         match frame:
             case PolicyFault():
-                self.stage_c.last_fault = frame.kind
-                self.log.event("fault", stage="B", fault=frame.kind, text=frame.text)
+                fault = Fault(frame.kind, frame.kind, frame.what, frame.place, frame.text)
+                self.log_fault("B", fault, POLICY_RANK, index=frame.index)
             case Instructed():
                 self._instructed(frame.id, frame.fault)
                 self.waiter.wake()

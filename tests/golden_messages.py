@@ -82,7 +82,9 @@ CONTROL: Final[dict[str, Any]] = {
     "ready": m.Ready({"link": "host"}),
     "heartbeat": m.Heartbeat(12),
     "bell": m.Bell(300),
-    "policy_fault": m.PolicyFault(5, "exception", "text"),
+    "policy_fault": m.PolicyFault(
+        5, "exception", "text", "ValueError: no", "policy.py:7 in __call__"
+    ),
     "measure": m.Measure(30),
     "measured": m.Measured((1, 2, 3)),
     "drain": m.Drain("duration"),

@@ -11,6 +11,7 @@ import pytest
 
 from ppstream.check import describe
 from ppstream.config import PipelineConfig
+from ppstream.decode import build as build_decoder
 from ppstream.errors import ConfigError
 from ppstream.serve import main
 from ppstream.specs import TensorSpec
@@ -46,6 +47,10 @@ class GivenPolicy:
         self.inputs = inputs
         self.outputs = outputs
 
+    def reset(self, rows: object) -> None: ...
+
+    def __call__(self, window: object, out: object) -> None: ...
+
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -60,7 +65,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return GivenPolicy(module.inputs, module.outputs)
 
     module.build = build
-    module.build_decoder = lambda options, actions: None
+    module.build_decoder = build_decoder
     monkeypatch.setitem(__import__("sys").modules, "given_policy", module)
     return module
 
