@@ -31,6 +31,7 @@ class Paired(Rank0):
     def __init__(self, *rank0_parts: Any, peer: Peer) -> None:
         super().__init__(*rank0_parts)
         self.peer = peer
+        self.peer_log_refused = ""  # why its log could not be written, when it was asked last
         self._instructed: Callable[[int, str], None]  # set before anything can be answered
         self._frozen_ns = round(self.config.liveness.frozen_ms * NS_PER_MS)
 
@@ -91,4 +92,5 @@ class Paired(Rank0):
             frame = receive(self.peer, self._start_ns)
         if not isinstance(frame, Measured):
             raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
+        self.peer_log_refused = frame.log_refused
         return frame.durations_ns

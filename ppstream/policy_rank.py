@@ -98,7 +98,8 @@ class PolicyRank(ABC):
                 fault = self._instructable.instruct(frame.id, frame.text)
                 self.peer.send(Instructed(frame.id, fault))
             case Measure():
-                self.peer.send(Measured(self.measure(frame.repeats)))
+                durations_ns = self.measure(frame.repeats)
+                self.peer.send(Measured(durations_ns, self.log.statistics().refused))
 
     def tell_fault(self, index: int, error: BaseException) -> None:
         """The policy raised on envelope ``index``: rank 0 hears why before it has the result.

@@ -77,6 +77,7 @@ class Measured(ControlFrame, frozen=True, tag=9):
     """Standalone durations of stage B."""
 
     durations_ns: tuple[int, ...]
+    log_refused: Text = ""  # why the sender's log could not be written; empty: it could
 
 
 class Drain(ControlFrame, frozen=True, tag=10):

@@ -52,6 +52,7 @@ RUN_KEYS = {
     "queues",
     "critical_path",
     "drops",
+    "faults",
     "service",
     "statements",
     "claims",
