@@ -146,7 +146,7 @@ class ActionRules:
             found = np.abs(np.diff(actions, order, axis=0))
             step, index = _worst(found / most)
             unit_s = self._dt_s**order
-            rate, limit = found[step, index] / unit_s, most[index] / unit_s
+            rate, limit = found[step, index] / unit_s, most[index] / unit_s / (1 + ROUNDING)
             text = f"{rate:g} units/s{'2' * (order - 1)} at step {step + order}, limit "
             text += f"{limit:g} (actions.{violation})"
         return f"action {self._names[index]!r} is {text}"

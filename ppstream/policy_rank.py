@@ -24,7 +24,7 @@ from ppstream.messages import (
 from ppstream.policy_compile import RecompileMeter
 from ppstream.stage import POLICY
 from ppstream.unwritten import UnwrittenError
-from ppstream.user_code import Fault, FirstFaults, fault_of
+from ppstream.user_code import Fault, FirstFaults, fault_of, is_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -123,5 +123,5 @@ def check_timed(durations: Sequence[int], repeats: int) -> None:
 
 def policy_fault(error: BaseException) -> Fault:
     """What a policy raised; kind ``unwritten``, ``memory`` or ``exception``. Raises as above."""
-    kind = "unwritten" if isinstance(error, UnwrittenError) else ""
+    kind = "unwritten" if is_a(error, UnwrittenError) else ""
     return fault_of(error, POLICY, kind)

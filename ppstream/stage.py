@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ppstream.errors import ConfigError, PpstreamError
-from ppstream.user_code import UserExitError, fault_of, traceback_of
+from ppstream.user_code import UserExitError, fault_of, is_a, traceback_of
 
 logger = logging.getLogger("ppstream")
 
@@ -144,7 +144,7 @@ def call_target(path: str, target: str, what: str, call: Callable[[Any], Any]) -
 
 def refused(error: BaseException, who: str) -> BaseException:
     """What to raise for what user code raised before a run: a problem of the configuration."""
-    is_ours = isinstance(error, PpstreamError | KeyboardInterrupt)  # a person's Ctrl-C
+    is_ours = is_a(error, PpstreamError, KeyboardInterrupt)  # a person's Ctrl-C
     try:
         fault = fault_of(error, who)
     except UserExitError as left:

@@ -27,7 +27,7 @@ import torch
 
 from ppstream.errors import PolicyError
 from ppstream.headers import RAISED, UNWRITTEN
-from ppstream.user_code import said
+from ppstream.user_code import is_a, said
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ class UnwrittenError(PolicyError):
 
 def failure(error: BaseException) -> int:
     """What a result's header says of an exception in stage B."""
-    return UNWRITTEN if isinstance(error, UnwrittenError) else RAISED
+    return UNWRITTEN if is_a(error, UnwrittenError) else RAISED
 
 
 def drawn_for(run_id: str) -> int:

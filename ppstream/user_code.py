@@ -90,15 +90,21 @@ def fault_of(error: BaseException, who: str, kind: str = "") -> Fault:
         UserExitError: it was ``sys.exit()``, which asks for the end of the process.
     """
     place = place_of(error)
-    if isinstance(error, SystemExit):
+    if is_a(error, SystemExit):
+        code = _safely(repr, getattr(error, "code", None))
         where = f" at {place}" if place else ""
-        raise UserExitError(f"{who} called sys.exit({_safely(repr, error.code)}){where}") from None
+        raise UserExitError(f"{who} called sys.exit({_cut(code, WHAT_MAX)}){where}") from None
     name = _clean(type(error).__name__)[:MAX_PLACE]
     message = said(error)
     if not kind:
         kind = "memory" if _is_memory(error, message) else "exception"
     what = _cut(" ".join(f"{name}: {message}".split()).removesuffix(":"), WHAT_MAX)
     return Fault(kind, name, what, place, traceback_of(error))
+
+
+def is_a(error: BaseException, *types: type) -> bool:
+    """As ``isinstance``, which asks the object itself and so may raise."""
+    return issubclass(type(error), types)
 
 
 def said(error: BaseException, most: int = MAX_TEXT) -> str:
@@ -113,8 +119,8 @@ def traceback_of(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """``file:line in function`` of the innermost frame that is neither a library's nor ours."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return _tail(_clean(f"{error.filename}:{error.lineno}"))
+    if is_a(error, SyntaxError) and (file := getattr(error, "filename", None)):
+        return _tail(_safely(str, f"{file}:{getattr(error, 'lineno', 0)}"))
     frames = [(step.tb_frame.f_code, step.tb_lineno) for step in _steps(error.__traceback__)]
     own = [found for found in frames if not found[0].co_filename.startswith(NOT_THE_USERS)]
     code, line = next(reversed(own or frames), (None, 0))
@@ -135,7 +141,10 @@ def _is_memory(error: BaseException, message: str) -> bool:
 
 
 def _format(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error, limit=-FRAMES))
+    try:
+        return "".join(traceback.format_exception(error, limit=-FRAMES))
+    except BaseException:  # noqa: BLE001 - it asks the exception more than its text
+        return "".join(traceback.format_tb(error.__traceback__, -FRAMES)) + type(error).__name__
 
 
 def _safely(text_of: Any, value: object) -> str:
