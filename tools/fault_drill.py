@@ -40,6 +40,8 @@ QUICK: Final = (
     "freeze-policy-rank",
     "cut-by-operator",
     "policy-raises-once",
+    "policy-raises-oddly",
+    "policy-calls-exit",
     "policy-writes-nothing-once",
     "policy-outlier",
     "cable-cut",
