@@ -65,16 +65,8 @@ class FirstFaults:
             return False
         self._seen.add(key)
         text = f"\n{fault.text.rstrip()}" if fault.text else ""
-        first = "" if fault.name == fault.kind else f" {fault.name}"
-        logger.error(
-            "rank %d, stage %s: the first %s%s: %s%s",
-            self._rank,
-            stage,
-            fault.kind,
-            first,
-            fault.line,
-            text,
-        )
+        told = self._rank, stage, fault.kind, fault.line, text
+        logger.error("rank %d, stage %s: the first %s: %s%s", *told)
         return True
 
 

@@ -159,7 +159,7 @@ def test_the_first_of_each_kind_is_printed_once_and_kinds_are_bounded(
     assert [faults.tell("B", fault) for _ in range(3)] == [True, False, False]
     assert faults.tell("C", fault)
     (first, second) = caplog.messages
-    assert first.startswith("rank 1, stage B: the first exception RuntimeError: RuntimeError: brea")
+    assert first.startswith("rank 1, stage B: the first exception: RuntimeError: breaker says no ")
     assert f" at {fault.place}\nTraceback (most recent call last)" in first
     assert "stage C" in second
     kinds = [faults.tell("B", Fault("exception", f"E{n}", f"E{n}")) for n in range(100)]
