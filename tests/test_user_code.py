@@ -197,7 +197,7 @@ class OddDecoder:
 
 def build(form: str, policy: NewestValues, folder: Path) -> PipelineInProcess:
     threads = "serial" if form == "inline" else form
-    config = small_config(f"pipeline.threads={threads}")
+    config = small_config(f"pipeline.threads={threads}", "actions.lease_ms=60000")  # never expired
     return PipelineInProcess(config, policy, folder, inline=form == "inline")
 
 
@@ -310,7 +310,7 @@ def test_the_first_chunk_that_breaks_a_rule_is_told_with_what_was_measured(
     setting: str, rule: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     more = ("actions.high=[3,3]", "actions.on_limit=drop") if rule == "limit" else ()
-    config = small_config(setting, *more)
+    config = small_config(setting, "actions.lease_ms=60000", *more)
     with PipelineInProcess(config, NewestValues(), tmp_path, inline=True) as pipeline:
         pipeline.saturate()
         with pytest.raises(PolicyError, match=f"the last: {rule}, the first time: {says}"):
@@ -326,7 +326,7 @@ def test_the_first_action_that_is_not_finite_is_named(tmp_path: Path) -> None:
             super().__call__(window, out)
             out["actions"][0, 2, 1] = float("nan")
 
-    config = small_config()
+    config = small_config("actions.lease_ms=60000")
     with PipelineInProcess(config, Nan(), tmp_path, inline=True) as pipeline:
         pipeline.saturate()
         with pytest.raises(PolicyError, match="non_finite, the first time: action 'b' is nan"):
