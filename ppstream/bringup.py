@@ -16,7 +16,7 @@ import msgspec
 from ppstream.block_timing import time_blocks
 from ppstream.clock import now_ns
 from ppstream.cpus import MachineMeter
-from ppstream.errors import GateFailedError, GateInconclusiveError
+from ppstream.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
 from ppstream.inline import Inline
 from ppstream.overlap import judge
 from ppstream.pacing import Saturated
@@ -107,7 +107,11 @@ def tell_machine(rank0: Rank0, meter: MachineMeter) -> None:
 def gate(rank0: Rank0, run: Run) -> None:
     """Judge what was logged so far, with the function that the report uses."""
     rank0.log.flush()
-    report = judge(read_run(run.directory), profile="bringup")
+    try:
+        report = judge(read_run(run.directory), profile="bringup")
+    except LogError:
+        check_disk(rank0, run)
+        raise
     overlap = None if report.primary is None else report.primary.s
     rank0.log.event(
         "verdict",
@@ -117,7 +121,28 @@ def gate(rank0: Rank0, run: Run) -> None:
         accepted=report.accepted,
     )
     logger.info("bring-up %s: %s", report.verdict.name, report.statements[0])
+    if report.exit_code:
+        check_disk(rank0, run)
     pass_or_raise(report)
+
+
+def check_disk(rank0: Rank0, run: Run) -> None:
+    """What a disk did not take nobody can judge.
+
+    Raises:
+        ConfigError: the log of a rank lacks lines for that; they are lost, whatever there is now.
+    """
+    refused = {0: rank0.log.statistics().refused}
+    if isinstance(rank0, Paired):
+        refused[1] = rank0.peer_log_refused
+    problems = [
+        f"log.root: cannot write to {run.log_path(rank, rank0.log.generation)}: {why}; lines of "
+        "bring-up are lost, so it cannot be judged; make room, or set log.root elsewhere"
+        for rank, why in refused.items()
+        if why
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _source(config: PipelineConfig, intake: Intake) -> SyntheticRobots | RecordedSource:

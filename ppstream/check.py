@@ -12,6 +12,7 @@ from typing import Final
 
 from ppstream import cuda_start
 from ppstream.config import PipelineConfig
+from ppstream.config_problems import rank_problems
 from ppstream.errors import ConfigError
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
@@ -19,10 +20,9 @@ from ppstream.keys import server_keys
 from ppstream.link_device import AHEAD, slot_count
 from ppstream.model import PipelineForm, StageTimes, latency, limiting_term, period
 from ppstream.placement import Placement, RankPlan, place
-from ppstream.preflight import build_policy, policy_problems
+from ppstream.preflight import build_decoder, build_policy, policy_problems
 from ppstream.slots import LinkShape
 from ppstream.specs import SlotLayout
-from ppstream.stage import load
 
 NAME_WIDTH: Final = 16
 VALUE_BYTES: Final = 4  # rings keep float32 whatever a stream sends
@@ -39,11 +39,10 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
         local_world_size: ranks on this host; all of them when None.
 
     Raises:
-        ConfigError: holds every problem found. What the policy's own ``build`` raises passes
-            through.
+        ConfigError: holds every problem found.
     """
     inputs = build_intake(config).cutter.inputs
-    found: list[str] = []
+    found = rank_problems(config, world_size)
     with _collecting(found):
         placement = place(
             config,
@@ -58,7 +57,7 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
     with _collecting(found):
         server_keys(config.service.secret_key, config.service.allowed_keys)
     with _collecting(found):
-        load(config.decode.target)(config.decode.options, config.actions)
+        build_decoder(config)
     if found:
         raise ConfigError(found)
     shape = link_shape(config, inputs, policy.outputs, 0, ahead=AHEAD)  # at most

@@ -12,10 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from ppstream.action_problems import action_rule_problems
+from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.config import CHANNELS, MAX_DIM, PipelineConfig, StreamConfig
 from ppstream.endpoints import endpoint_problem, is_local
 
+SHORTEST_NS: Final = 1  # clocks and stamps count whole nanoseconds
+LONGEST_NS: Final = 365 * 24 * 3600 * NS_PER_S  # added to any stamp of the wire it fits 64 bits
+#: By the end of a setting's name.
+UNITS_NS: Final = {"_ms": NS_PER_MS, "_s": NS_PER_S}
+PORT_MAX: Final = 65535
 RING_SAMPLES_MAX: Final = 1 << 22  # a longer ring is a mistyped rate or window
 STREAMS_MAX: Final = 256  # the wire numbers streams with one byte
 ACTIONS_MAX: Final = 1024
@@ -34,8 +42,10 @@ CODE_IN_WEIGHTS: Final = {
 
 def problems(config: PipelineConfig) -> list[str]:
     """Every disagreement in ``config``, each ``path: got ..., want ...``; empty: it can be used."""
+    durations = list(_duration_problems("", config))
     return [
-        *_stream_problems(config),
+        *durations,
+        *(() if durations else _stream_problems(config)),  # which reckon with them
         *_action_problems(config),
         *_pacing_problems(config),
         *_source_problems(config),
@@ -45,6 +55,40 @@ def problems(config: PipelineConfig) -> list[str]:
         *_limit_problems(config),
         *_device_problems(config),
     ]
+
+
+def rank_problems(config: PipelineConfig, world_size: int) -> list[str]:
+    """What ``config`` and the number of ranks must agree on."""
+    port = config.metrics.port
+    most = PORT_MAX - world_size + 1
+    if port is None or port <= most:
+        return []
+    return [
+        f"metrics.port: got {port}, want {most} at most with {world_size} ranks: rank r listens at "
+        "port + r"
+    ]
+
+
+def _duration_problems(path: str, part: object) -> Iterator[str]:
+    """Durations and rates that are no whole nanoseconds, or longer than anything lasts."""
+    if isinstance(part, tuple):
+        for index, item in enumerate(part):
+            yield from _duration_problems(f"{path}[{index}]", item)
+    if not isinstance(part, msgspec.Struct):
+        return
+    for name in part.__struct_fields__:
+        value, at = getattr(part, name), f"{path}.{name}".removeprefix(".")
+        unit_ns = next((ns for end, ns in UNITS_NS.items() if name.endswith(end)), None)
+        if isinstance(value, msgspec.Struct | tuple):
+            yield from _duration_problems(at, value)
+        elif not isinstance(value, float) or not value:
+            continue
+        elif unit_ns and not SHORTEST_NS <= value * unit_ns <= LONGEST_NS:
+            least, most = SHORTEST_NS / unit_ns, LONGEST_NS / unit_ns
+            yield f"{at}: got {value:g}, want {least:g} (1 ns) to {most:g} (a year)"
+        elif name.endswith("_hz") and not SHORTEST_NS <= NS_PER_S / value <= LONGEST_NS:
+            least, most = NS_PER_S / LONGEST_NS, NS_PER_S / SHORTEST_NS
+            yield f"{at}: got {value:g}, want {least:.1g} (one a year) to {most:g} (1 ns apart)"
 
 
 def _stream_problems(config: PipelineConfig) -> Iterator[str]:

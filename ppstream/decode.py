@@ -110,7 +110,8 @@ class ActionRules:
             for index, name in enumerate(actions.names)
             if name in actions.discrete
         ]
-        dt_s = round(actions.dt_ms * NS_PER_MS) / NS_PER_S
+        dt_s = self._dt_s = round(actions.dt_ms * NS_PER_MS) / NS_PER_S
+        self._names = actions.names
         self._step_max = self._most(velocity, dt_s)
         self._bend_max = self._most(acceleration, dt_s * dt_s)
 
@@ -127,6 +128,28 @@ class ActionRules:
         if found.violation is None and (violation := self._rate_violation(actions)) is not None:
             return Enforced(found.clipped, violation)
         return found
+
+    def explain(self, actions: Array, violation: Violation) -> str:
+        """Where ``actions``, as ``enforce`` left them, break a rule: the worst place, in words."""
+        if violation == "non_finite":
+            step, index = np.argwhere(~np.isfinite(actions))[0]
+            text = f"{actions[step, index]:g} at step {step}, want a finite number"
+        elif violation == "limit":
+            low, high = self._low[0], self._high[0]
+            step, index = _worst(np.maximum(actions - high, low - actions))
+            text = f"{actions[step, index]:g} at step {step}, limits {low[index]:g} to "
+            text += f"{high[index]:g}; actions.on_limit = 'clip' would clip it"
+        else:
+            order = 1 if violation == "velocity" else 2
+            most = self._step_max if order == 1 else self._bend_max
+            assert most is not None, f"{violation} without a limit"
+            found = np.abs(np.diff(actions, order, axis=0))
+            step, index = _worst(found / most)
+            unit_s = self._dt_s**order
+            rate, limit = found[step, index] / unit_s, most[index] / unit_s / (1 + ROUNDING)
+            text = f"{rate:g} units/s{'2' * (order - 1)} at step {step + order}, limit "
+            text += f"{limit:g} (actions.{violation})"
+        return f"action {self._names[index]!r} is {text}"
 
     def _correct(self, actions: Array) -> Enforced:
         """The careful way, for a chunk in which something is to be switched or clipped."""
@@ -166,6 +189,11 @@ class ActionRules:
 
 def _is_above(differences: Array, most: Array) -> bool:
     return bool((np.abs(differences) > most).any())
+
+
+def _worst(excess: Array) -> tuple[int, int]:
+    step, index = np.unravel_index(int(np.argmax(excess)), excess.shape)
+    return int(step), int(index)
 
 
 def _nearest(values: Array, wanted: Array) -> Array:

@@ -20,6 +20,7 @@ from ppstream.errors import FINAL_CODES, ExitCode, PeerLostError, PpstreamError
 from ppstream.messages import Goodbye
 from ppstream.peer_process import HeldProcess, command, descendants, everybody, of_rank
 from ppstream.runs import OTHER_LEFT, Run
+from ppstream.user_code import UserExitError, fault_of, said
 from ppstream.watchdog import Mark, Watchdog, where
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ ZOMBIE_S: Final = 0.1  # from the end of a process's sockets to its own
 TELL_LIMIT_S: Final = 2.0  # a disk or terminal that stands cannot hold up the end
 HELD_SHARE: Final = 0.75  # of frozen_ms: stacks are written before the other rank ends this one
 STDERR: Final = 2
+REASON_MAX: Final = 1 << 16  # characters: a configuration may have many problems
 CLEANER: Final = "multiprocessing.resource_tracker"  # leaves by itself when its work is done
 COMMAND_SHOWN: Final = 80  # characters
 
@@ -297,13 +299,16 @@ class RankEnd:
 
 
 def how_it_ends(error: BaseException) -> tuple[ExitCode, str]:
-    """How a rank ends because of ``error``."""
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - a text of user code's
-        text = "its text cannot be shown"
+    """How a rank ends because of ``error``, in text that can be written and sent."""
     if isinstance(error, PpstreamError):
-        return error.exit_code, text
+        return error.exit_code, said(error, REASON_MAX)
+    if isinstance(error, SystemExit):
+        try:
+            fault_of(error, "code of this rank")
+        except UserExitError as left:
+            error = left
+        return ExitCode.POLICY_OUTPUT, str(error)
+    text = said(error)
     if isinstance(error, MemoryError):
         return ExitCode.OUT_OF_MEMORY, text or "memory ran out on this rank"
     return ExitCode.INTERNAL, f"{type(error).__name__}: {text}"

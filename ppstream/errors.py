@@ -37,7 +37,7 @@ MEANINGS: Final = {
     ExitCode.POISONED: "the link can no longer be trusted: restart",
     ExitCode.PROTOCOL: "a frame or header broke the contract: two versions, or a bug",
     ExitCode.OUT_OF_MEMORY: "memory ran out: a smaller policy, batch or ring",
-    ExitCode.POLICY_OUTPUT: "liveness.policy_errors_max results in a row were unusable",
+    ExitCode.POLICY_OUTPUT: "too many unusable results in a row, or user code called sys.exit()",
     ExitCode.GATE_FAIL: "bring-up: overlap or safety failed: read the report",
     ExitCode.GATE_INCONCLUSIVE: "bring-up: overlap could not be proven: read the report",
 }

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from ppstream import cuda_start, meeting
+from ppstream.config_problems import rank_problems
 from ppstream.cuda_streams import stream as cuda_stream
 from ppstream.cuda_streams import torch_stream
 from ppstream.device_clock import DeviceClock
+from ppstream.errors import ConfigError
 from ppstream.link_device import run_ahead
 from ppstream.link_latency import measure
 from ppstream.links import BACK, FRONT, OPEN_TIMEOUT_S, open_device
@@ -52,8 +54,11 @@ def place_here(config: PipelineConfig, world_size: int) -> Placement:
     """The placement of this run's ranks, as this process sees its devices.
 
     Raises:
-        ConfigError: as ``place``, or CUDA would start with too few connections.
+        ConfigError: as ``place``, there are more ranks than ports, or CUDA would start with too few
+            connections.
     """
+    if found := rank_problems(config, world_size):
+        raise ConfigError(found)
     return place(
         config,
         world_size,

@@ -12,7 +12,7 @@ from ppstream.records import RunLog, Topology
 from ppstream.report_series import input_ages_ns
 from ppstream.report_words import ms
 from ppstream.run_report import RunReport, Service
-from ppstream.standing import quantiles
+from ppstream.standing import FaultSeen, quantiles
 
 Cell = tuple[str, str]  # text and class
 _ASKS: Final = {
@@ -123,6 +123,14 @@ def drop_table(found: Mapping[str, object]) -> str:
         word = ("ledger off", "n bad") if found["imbalance"] else ("balances", "n good")
         rows.append(("received = used + dropped + in flight", word))
     return table((), rows)
+
+
+def fault_table(faults: Sequence[FaultSeen]) -> str:
+    rows: list[Sequence[str | Cell]] = []
+    for found in faults:
+        count = ("", "n") if found.n is None else (f"{found.n}", "n")
+        rows.append((f"{found.stage}: {found.kind}", count, found.what, found.place))
+    return table(("stage and kind", "in all", "the first one", "at"), rows)
 
 
 def service_table(service: Service) -> str:

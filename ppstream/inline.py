@@ -6,14 +6,13 @@ and the way to run on one device. Same stages, same records, no overlap.
 
 from __future__ import annotations
 
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from ppstream import trace
 from ppstream.clock import now_ns, thread_cpu_ns
 from ppstream.flight import Flight
 from ppstream.headers import FAILURES
-from ppstream.policy_rank import fault_kind
+from ppstream.policy_rank import check_timed, policy_fault
 from ppstream.rank0 import Rank0
 from ppstream.standalone import time_on_host
 from ppstream.unwritten import failure
@@ -70,21 +69,7 @@ class Inline(Rank0):
         record = flight.record
         tb0 = record.tSend = now_ns()
         self.credits.commit(tb0)
-        failed = 0
-        if trace.on:
-            trace.B.push(flight.epoch, flight.seq)
-        try:
-            self.stage_b(flight.epoch, self.envelope, self.result)
-        except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
-            failed = failure(error)
-            self.stage_c.last_fault = fault_kind(error)
-            text = "".join(traceback.format_exception(error))
-            self.log.event(
-                "fault", stage="B", seq=flight.seq, fault=self.stage_c.last_fault, text=text
-            )
-        finally:
-            if trace.on:
-                trace.B.pop()
+        failed = self.run_policy(flight.epoch, flight.seq)
         tb1 = record.tRecv = now_ns()
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
         self.credits.receive(tb1)
@@ -92,6 +77,20 @@ class Inline(Rank0):
         self._previous_tb1 = tb1
         self.book_stage_b(record, [tb0, tb1, tb1 - tb0, 0, 0, 0, idle_ns, tb1 - tb0, 0])
         return FAILURES[failed]
+
+    def run_policy(self, epoch: int, seq: int) -> int:
+        """Returns which of ``FAILURES`` it was."""
+        if trace.on:
+            trace.B.push(epoch, seq)
+        try:
+            self.stage_b(epoch, self.envelope, self.result)
+        except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
+            self.tell_fault("B", policy_fault(error), seq=seq)
+            return failure(error)
+        finally:
+            if trace.on:
+                trace.B.pop()
+        return 0
 
     def finish(self, flight: Flight, drop: str | None) -> None:
         cpu_ns = thread_cpu_ns()
@@ -126,6 +125,7 @@ class Inline(Rank0):
         durations = []
         for _ in range(repeats):
             began = now_ns()
-            self.stage_b(self.epoch, self.envelope, self.result)
-            durations.append(now_ns() - began)
+            if not self.run_policy(self.epoch, self._seq - 1):
+                durations.append(now_ns() - began)
+        check_timed(durations, repeats)
         return durations

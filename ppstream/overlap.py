@@ -28,6 +28,7 @@ from ppstream.standing import (
     deadlines,
     drops,
     emit_gaps,
+    first_faults,
     latencies_ns,
     pick_ups_ns,
     quantiles,
@@ -115,6 +116,7 @@ def judge(
         unnamed=dict(evidence.unnamed),
         cpu=stage_cpu(window),
         machine=evidence.machine,
+        faults=first_faults(run),
         input_source=_input_source(bringup, window),
     )
 

@@ -15,11 +15,13 @@ from ppstream.errors import ProtocolError, WatchdogError
 from ppstream.meeting import receive
 from ppstream.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
 from ppstream.rank0 import Rank0
+from ppstream.user_code import Fault
 
 if TYPE_CHECKING:
     from ppstream.control import Peer
     from ppstream.flight import Flight
 
+POLICY_RANK: Final = 1
 RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
 
 
@@ -29,6 +31,7 @@ class Paired(Rank0):
     def __init__(self, *rank0_parts: Any, peer: Peer) -> None:
         super().__init__(*rank0_parts)
         self.peer = peer
+        self.peer_log_refused = ""  # why its log could not be written, when it was asked last
         self._instructed: Callable[[int, str], None]  # set before anything can be answered
         self._frozen_ns = round(self.config.liveness.frozen_ms * NS_PER_MS)
 
@@ -44,8 +47,8 @@ class Paired(Rank0):
         """
         match frame:
             case PolicyFault():
-                self.stage_c.last_fault = frame.kind
-                self.log.event("fault", stage="B", fault=frame.kind, text=frame.text)
+                fault = Fault(frame.kind, frame.kind, frame.what, frame.place, frame.text)
+                self.log_fault("B", fault, POLICY_RANK, index=frame.index)
             case Instructed():
                 self._instructed(frame.id, frame.fault)
                 self.waiter.wake()
@@ -89,4 +92,5 @@ class Paired(Rank0):
             frame = receive(self.peer, self._start_ns)
         if not isinstance(frame, Measured):
             raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
+        self.peer_log_refused = frame.log_refused
         return frame.durations_ns

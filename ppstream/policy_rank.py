@@ -5,16 +5,13 @@ How envelopes are answered is the loops': ``stage1.py`` on a CPU, ``stage1_devic
 
 from __future__ import annotations
 
-import traceback
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Protocol
 
-import torch
-
 from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.ends import PeerLeftError
+from ppstream.errors import PolicyError
 from ppstream.messages import (
-    MAX_TEXT,
     Drain,
     Goodbye,
     Instructed,
@@ -25,16 +22,19 @@ from ppstream.messages import (
     PolicyFault,
 )
 from ppstream.policy_compile import RecompileMeter
+from ppstream.stage import POLICY
 from ppstream.unwritten import UnwrittenError
+from ppstream.user_code import Fault, FirstFaults, fault_of, is_a
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ppstream.config import PipelineConfig
     from ppstream.control import Peer
     from ppstream.timestamps import TimestampLog
 
-CPU_MEMORY: Final = "can't allocate memory"  # torch has no type for it: a RuntimeError that says so
+
+RANK: Final = 1  # of the policy rank: there is one
 
 
 class Instructable(Protocol):
@@ -62,6 +62,7 @@ class PolicyRank(ABC):
         self.drain_reason: str | None = None
         self.on_phase: list[Callable[[str], None]] = []
         self._instructable = stage_b
+        self._faults = FirstFaults(RANK)
         self._meter = RecompileMeter() if config.policy.compile else None
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self._start_ns = round(config.liveness.start_s * NS_PER_S)
@@ -97,17 +98,30 @@ class PolicyRank(ABC):
                 fault = self._instructable.instruct(frame.id, frame.text)
                 self.peer.send(Instructed(frame.id, fault))
             case Measure():
-                self.peer.send(Measured(self.measure(frame.repeats)))
+                durations_ns = self.measure(frame.repeats)
+                self.peer.send(Measured(durations_ns, self.log.statistics().refused))
 
-    def tell_fault(self, index: int, error: Exception) -> None:
-        """The policy raised on envelope ``index``: rank 0 hears why before it has the result."""
-        text = "".join(traceback.format_exception(error))[-MAX_TEXT:]
-        self.peer.send(PolicyFault(index, fault_kind(error), text))
+    def tell_fault(self, index: int, error: BaseException) -> None:
+        """The policy raised on envelope ``index``: rank 0 hears why before it has the result.
+
+        Raises:
+            UserExitError: it called ``sys.exit()``.
+        """
+        fault = policy_fault(error)
+        text = fault.text if self._faults.tell("B", fault) else ""
+        self.peer.send(PolicyFault(index, fault.kind, text, fault.what, fault.place))
 
 
-def fault_kind(error: Exception) -> str:
-    """What a policy's exception is called in the log: ``unwritten``, ``memory``, ``exception``."""
-    if isinstance(error, UnwrittenError):
-        return "unwritten"
-    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return "memory" if is_memory or CPU_MEMORY in str(error) else "exception"
+def check_timed(durations: Sequence[int], repeats: int) -> None:
+    """Raises PolicyError when none of the calls that were to be timed came to a result."""
+    if repeats and not durations:
+        raise PolicyError(
+            f"stage B failed in all {repeats} calls in which it was to be timed alone; the first "
+            "of each kind is told above"
+        )
+
+
+def policy_fault(error: BaseException) -> Fault:
+    """What a policy raised; kind ``unwritten``, ``memory`` or ``exception``. Raises as above."""
+    kind = "unwritten" if is_a(error, UnwrittenError) else ""
+    return fault_of(error, POLICY, kind)

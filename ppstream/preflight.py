@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from ppstream.errors import ConfigError
 from ppstream.specs import TensorSpec
-from ppstream.stage import load
+from ppstream.stage import call_target, refused
 from ppstream.unwritten import UINT8_BYTES
 
 if TYPE_CHECKING:
     import torch
 
     from ppstream.config import PipelineConfig
-    from ppstream.stage import BuildPolicy, Policy
+    from ppstream.stage import Decoder, Policy
 
 ACTIONS: Final = "actions"
 
@@ -30,19 +30,54 @@ def build_policy(config: PipelineConfig, device: torch.device) -> Policy:
     Its ``build`` gets the options and, under ``weights``, the path of the weights or None.
 
     Raises:
-        ConfigError: there is no such object, or it takes no instructions though the configuration
-            wants them taken. What ``build`` itself raises passes through.
+        ConfigError: as ``stage.call_target``; it made no policy, or one that takes no instructions
+            though the configuration wants them taken.
     """
-    build: BuildPolicy = load(config.policy.target)
-    policy = build({**config.policy.options, "weights": config.policy.weights}, device)
-    if config.policy.instructions and not callable(getattr(policy, "instruct", None)):
+    target, path = config.policy.target, "policy.target"
+    given = {**config.policy.options, "weights": config.policy.weights}, device
+    made = call_target(path, target, "build(options, device)", lambda maker: maker(*given))
+    try:
+        lacks = list(_lacks(made, ("reset",), ("inputs", "outputs")))
+        takes_texts = callable(getattr(made, "instruct", None))
+    except BaseException as error:  # noqa: BLE001 - user code: a property may raise
+        raise refused(error, f"{path}: {target}") from None
+    if lacks:
+        raise ConfigError([_made(path, target, made, "a policy", lacks)])
+    if config.policy.instructions and not takes_texts:
         raise ConfigError(
-            [
-                f"policy.instructions: got true, but {config.policy.target} has no method "
-                "instruct(number, text)"
-            ]
+            [f"policy.instructions: got true, but {target} has no method instruct(number, text)"]
         )
-    return policy
+    return cast("Policy", made)
+
+
+def build_decoder(config: PipelineConfig) -> Decoder:
+    """The decoder that ``config`` names.
+
+    Raises:
+        ConfigError: as ``stage.call_target``, or it made no decoder.
+    """
+    decode, path = config.decode, "decode.target"
+    target, given = decode.target, (decode.options, config.actions)
+    made = call_target(path, target, "build(options, actions)", lambda maker: maker(*given))
+    if lacks := list(_lacks(made, ("reset",))):
+        raise ConfigError([_made(path, target, made, "a decoder", lacks)])
+    return cast("Decoder", made)
+
+
+def _lacks(made: Any, methods: Sequence[str], specs: Sequence[str] = ()) -> Iterator[str]:
+    """What an object needs and has not, to be called as a stage."""
+    if not callable(made):
+        yield "__call__"
+    yield from (f"{name}()" for name in methods if not callable(getattr(made, name, None)))
+    for name in specs:
+        found = getattr(made, name, None)
+        if not isinstance(found, tuple | list) or any(type(s) is not TensorSpec for s in found):
+            yield f"{name}, a tuple of TensorSpec"
+
+
+def _made(path: str, target: str, made: object, what: str, lacks: Sequence[str]) -> str:
+    kind = "None" if made is None else f"a {type(made).__name__}"
+    return f"{path}: {target} returned {kind}, want {what}: it has no {'; no '.join(lacks)}"
 
 
 def policy_problems(

@@ -17,6 +17,7 @@ from ppstream.flight import Flight
 from ppstream.ledger_lines import write_ledger, write_reports
 from ppstream.stage_c import Nobody
 from ppstream.time_book import LINK, TimeBook
+from ppstream.user_code import Fault, FirstFaults
 from ppstream.watchdog import Mark, is_patient
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ class Rank0(ABC):
         self.mark = Mark("rank 0's loop", lambda: f"epoch {self.epoch}, seq {self._seq}")
         self.marks: tuple[Mark, ...] = (self.mark,)  # of every thread of the loop
         self._start_limit: int | None = None
+        self._faults = FirstFaults(0)
+        stage_c.on_fault = self.tell_fault
+        stage_c.on_refused = self._tell_refused
         self._drain_limit_ns = round(config.liveness.drain_s * NS_PER_S)
         self._drain_until_ns: int | None = None
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
@@ -212,6 +216,24 @@ class Rank0(ABC):
         self.log.commit(record)
         self.finished += 1
         self.stage_c.count(drop)
+
+    def tell_fault(self, stage: str, fault: Fault, **fields: int) -> None:
+        """A fault that this rank has found: print the first of its kind, and log it."""
+        if not self._faults.tell(stage, fault):
+            fault = fault._replace(text="")
+        self.log_fault(stage, fault, 0, **fields)
+
+    def log_fault(self, stage: str, fault: Fault, rank: int, **fields: int) -> None:
+        """One event, before the envelope it is about is counted."""
+        self.stage_c.last_fault = fault
+        kind, _, what, place, text = fault
+        told = {"what": what, "place": place, "text": text}
+        self.log.event("fault", stage=stage, rank=rank, fault=kind, **fields, **told)
+
+    def _tell_refused(self, fault: Fault) -> None:
+        """No failure of a call, so no fault: actions that are finite and within rules are asked."""
+        self._faults.tell("C", fault)
+        self.log.event("refused", rank=0, rule=fault.kind, what=fault.what)
 
     def _first_action(self, since_cut_ns: int) -> None:
         """The new epoch has reached a robot."""

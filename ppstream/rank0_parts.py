@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.config import PipelineConfig, SimulateConfig
 from ppstream.credits import CreditLedger
+from ppstream.preflight import build_decoder
 from ppstream.runs import Run
 from ppstream.simulate import Delay
-from ppstream.stage import load
 from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC
 from ppstream.timestamps import EnvelopeRecord, TimestampLog
@@ -45,7 +45,7 @@ def rank0_parts(config: PipelineConfig, run: Run, generation: int, stack: ExitSt
     simulate = config.simulate
     delay_a = _delay(simulate, simulate.a_ms, simulate.seed)
     delay_c = _delay(simulate, simulate.c_ms, simulate.seed + 1)
-    decoder = load(config.decode.target)(config.decode.options, config.actions)
+    decoder = build_decoder(config)
     credit_ledger = CreditLedger(config.pipeline.d_in, config.pipeline.d_out)
     stage_c = StageC(config, decoder, delay_c)
     return Rank0Parts(config, StageA(config, delay_a), stage_c, credit_ledger, log, waiter)

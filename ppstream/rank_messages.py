@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ppstream.wire import ControlFrame, Id, InstructionText, Name, Text
+from ppstream.wire import ControlFrame, Id, InstructionText, Name, PlaceText, Text
 
 
 class RankHello(ControlFrame, frozen=True, tag=1):
@@ -62,7 +62,9 @@ class PolicyFault(ControlFrame, frozen=True, tag=7):
 
     index: int
     kind: Name  # exception | memory | unwritten
-    text: Text
+    text: Text  # its traceback, of the first one of a kind; empty: what and place say enough
+    what: Text = ""
+    place: PlaceText = ""
 
 
 class Measure(ControlFrame, frozen=True, tag=8):
@@ -75,6 +77,7 @@ class Measured(ControlFrame, frozen=True, tag=9):
     """Standalone durations of stage B."""
 
     durations_ns: tuple[int, ...]
+    log_refused: Text = ""  # why the sender's log could not be written; empty: it could
 
 
 class Drain(ControlFrame, frozen=True, tag=10):

@@ -10,7 +10,6 @@ disorder are what a replay is for. Who plays it is ``sources.py`` (rank 0) or ``
 from __future__ import annotations
 
 import heapq
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,12 +17,20 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ppstream.errors import ConfigError
+from ppstream.user_code import said
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.config import StreamConfig
 
+DAMAGE_CHARS: Final = 300
+KINDS: Final = {".mcap": "MCAP", ".bag": "a ROS bag", ".ulg": "ULog"}
+#: For a file that is damaged, by its suffix.
+REMEDIES: Final = {
+    ".mcap": "`mcap recover FILE` keeps what is whole",
+    ".bag": "`rosbag reindex FILE` may mend it, or copy it again",
+}
 STAMPS_KEY: Final = ".stamps_ns"
 VALUES_KEY: Final = ".values"
 
@@ -153,10 +160,29 @@ def load_recording(
         robot: whose samples, of a run with several robots.
 
     Raises:
-        ConfigError: the file cannot be read, is not of a known form, or needs a package that is
-            missing; with every problem found.
+        ConfigError: the file cannot be read, is damaged or not of a known form, or needs a package
+            that is missing; with every problem found.
     """
     path = Path(path)
+    try:
+        return _load(path, streams, robot)
+    except ConfigError:
+        raise
+    except Exception as error:  # what readers raise on damaged files has no end
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: Exception, where: str = "") -> ConfigError:
+    """What to say of a file that a reader gave up on."""
+    what = " ".join(f"{type(error).__name__}: {said(error)}".split())[:DAMAGE_CHARS]
+    kind = KINDS.get(path.suffix, "a ROS bag" if path.is_dir() else ".npz or .npy")
+    if isinstance(error, OSError) and error.strerror:
+        return ConfigError([f"{path}: cannot be read as {kind}: {error.strerror}"])
+    remedy = REMEDIES.get(path.suffix, "copy or record it again")
+    return ConfigError([f"{path}: cannot be read as {kind}: {where}{what}; if damaged, {remedy}"])
+
+
+def _load(path: Path, streams: Sequence[StreamConfig], robot: str | None) -> Recording:
     if path.is_dir() or path.suffix == ".bag":
         from ppstream.recording_ros import load_bag
 
@@ -173,13 +199,10 @@ def load_recording(
 
 
 def _load_numpy(path: Path) -> Recording:
-    try:
-        with path.open("rb") as file:
-            found = np.load(file, allow_pickle=False)
-            if not isinstance(found, np.ndarray):
-                found = dict(found)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigError([f"{path}: cannot be read as .npz or .npy: {error}"]) from error
+    with path.open("rb") as file:
+        found = np.load(file, allow_pickle=False)
+        if not isinstance(found, np.ndarray):
+            found = dict(found)
     if isinstance(found, np.ndarray):
         return Recording(_franka_tracks(path, found))
     return Recording(_npz_tracks(path, found))

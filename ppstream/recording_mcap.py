@@ -7,6 +7,7 @@ A file that ends early, because its run was killed or its disk was full, is read
 from __future__ import annotations
 
 import itertools
+import logging
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,13 +28,15 @@ from ppstream.record_messages import (
     need_mcap,
     parse_topic,
 )
-from ppstream.recording import Recording, Step, Track
+from ppstream.recording import Recording, Step, Track, unreadable
 from ppstream.recording_fields import FieldReader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.config import StreamConfig
+
+logger = logging.getLogger("ppstream")
 
 DECODERS: Final[dict[str, msgspec.json.Decoder[Any]]] = {
     SAMPLES: msgspec.json.Decoder(SampleBatch),
@@ -85,7 +88,7 @@ def read_mcap(path: Path) -> Iterator[Found | Noted]:
     """Messages and metadata in the order of the file, as far as it is whole.
 
     Raises:
-        ConfigError: it cannot be opened, or does not begin as an MCAP file.
+        ConfigError: it cannot be opened, does not begin as an MCAP file, or is damaged inside.
     """
     from mcap.records import Channel, Message, Metadata, Schema
 
@@ -105,22 +108,25 @@ def read_mcap(path: Path) -> Iterator[Found | Noted]:
 
 
 def _records(path: Path) -> Iterator[Any]:
-    from mcap.exceptions import McapError
+    from mcap.exceptions import EndOfFile
     from mcap.stream_reader import StreamReader
 
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
-    begun = False
-    with file:
-        try:
-            for record in StreamReader(file, validate_crcs=True).records:
-                begun = True
-                yield record
-        except (McapError, ValueError, EOFError, struct.error) as error:
-            if not begun:
-                raise ConfigError([f"{path}: is no MCAP file: {error}"]) from error
+    whole = 0  # records
+    with path.open("rb") as file:
+        found = StreamReader(file, validate_crcs=True).records
+        while True:
+            try:
+                record = next(found, None)
+            except Exception as error:
+                is_short = isinstance(error, EndOfFile | struct.error) and not file.read(1)
+                if whole and is_short:
+                    logger.warning("%s ends early: its first %d records are read", path, whole)
+                    return
+                raise unreadable(path, error, f"record {whole + 1}: ") from error
+            if record is None:
+                return
+            whole += 1
+            yield record
 
 
 def _of_others(

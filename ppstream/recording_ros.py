@@ -24,19 +24,16 @@ def load_bag(path: Path, streams: Sequence[StreamConfig]) -> Recording:
         ConfigError: ``rosbags`` is not installed, or the bag lacks what is asked for.
     """
     need_rosbags()
-    from rosbags.highlevel import AnyReader, AnyReaderError
+    from rosbags.highlevel import AnyReader
     from rosbags.typesys import Stores, get_typestore
 
     fields = FieldReader(path, streams)
-    try:
-        with AnyReader([path], default_typestore=get_typestore(Stores.LATEST)) as reader:
-            topics = {connection.topic for connection in reader.connections}
-            chosen = [c for c in reader.connections if c.topic in fields.topics]
-            for connection, at_ns, data in reader.messages(connections=chosen) if chosen else ():
-                message = reader.deserialize(data, connection.msgtype)
-                fields.take(connection.topic, message, at_ns)
-    except (AnyReaderError, OSError, ValueError) as error:
-        raise ConfigError([f"{path}: cannot be read as a ROS bag: {error}"]) from error
+    with AnyReader([path], default_typestore=get_typestore(Stores.LATEST)) as reader:
+        topics = {connection.topic for connection in reader.connections}
+        chosen = [c for c in reader.connections if c.topic in fields.topics]
+        for connection, at_ns, data in reader.messages(connections=chosen) if chosen else ():
+            message = reader.deserialize(data, connection.msgtype)
+            fields.take(connection.topic, message, at_ns)
     return Recording(fields.tracks(topics))
 
 

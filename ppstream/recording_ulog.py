@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from ppstream.recording import Recording, Track
 
 if TYPE_CHECKING:
     from ppstream.config import StreamConfig
+
+logger = logging.getLogger("ppstream")
 
 NS_PER_US: Final = 1000
 TOPIC: Final = re.compile(r"(?P<name>[^\[\]]+)(\[(?P<instance>\d+)\])?\Z")
@@ -33,12 +36,11 @@ def load_ulog(path: Path, streams: Sequence[StreamConfig]) -> Recording:
         raise ConfigError(
             ["ULog needs a package that is not installed: pip install 'ppstream[replay]'"]
         ) from error
-    try:
-        with path.open("rb") as file:
-            found = ULog(file).data_list
-    except Exception as error:
-        raise ConfigError([f"{path}: cannot be read as ULog: {error}"]) from error
-    topics = {(topic.name, topic.multi_id): topic.data for topic in found}
+    with path.open("rb") as file:
+        log = ULog(file)
+    if log.file_corruption:
+        logger.warning("%s is damaged: what is whole of it is read", path)
+    topics = {(topic.name, topic.multi_id): topic.data for topic in log.data_list}
     problems: list[str] = []
     tracks = {s.name: track for s in streams if (track := _track(path, s, topics, problems))}
     if problems:

@@ -25,7 +25,7 @@ from ppstream.report_compare import compare_folders, comparison_dict, comparison
 from ppstream.report_html import Judged, render_page
 from ppstream.report_text import ASCII, render
 from ppstream.run_report import RunReport
-from ppstream.runlog import find_runs, read_run
+from ppstream.runlog import decoded, find_runs, read_run
 from ppstream.verdict import SEVERITY, Verdict
 
 SCHEMA: Final = "ppstream.report/1"
@@ -72,7 +72,7 @@ def _write_files(options: argparse.Namespace, judged: Sequence[Judged]) -> None:
     if options.json is not None:
         _write_json(options.json, report_dict(judged))
     if options.html is not None:
-        options.html.write_text(render_page(judged), encoding="utf-8")
+        _write(options.html, render_page(judged))
     if options.perfetto is not None and judged:
         run = judged[-1][0]
         left_out = write_trace(options.perfetto, run)
@@ -105,9 +105,10 @@ def _claims_beside(folder: Path) -> list[object]:
     if not path.is_file():
         return []
     try:
-        return claims_of(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, ClaimError) as error:
-        raise ClaimError(f"{path}: {error}") from error
+        return claims_of(decoded(path.read_text(encoding="utf-8"), str(path)))
+    except (ValueError, ClaimError, LogError) as error:
+        told = str(error).removeprefix(f"{path}: ")
+        raise ClaimError(f"{path}: {told}") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,6 +144,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _show(text: str) -> None:
     """Print, in plain ASCII where the terminal cannot do better."""
+    if sys.stdout is None:  # closed by whoever started this: the exit code is wanted alone
+        return
     encoding = sys.stdout.encoding or "utf-8"
     try:
         text.encode(encoding)
@@ -164,7 +167,14 @@ def _severity(report: RunReport) -> int:
 
 
 def _write_json(path: Path, document: Any) -> None:
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    _write(path, json.dumps(document, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:  # a full disk has no file's name
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from ppstream.html_sections import (
     claims_table,
     depth_note,
     drop_table,
+    fault_table,
     key,
     score_table,
     service_table,
@@ -141,6 +142,12 @@ def _sections(run: RunLog, report: RunReport, claims: Sequence[Finding]) -> Iter
         audit_table(report.audits),
     )
     yield _section("What went nowhere", "Every drop has a reason.", drop_table(report.drops))
+    if report.faults:
+        yield _section(
+            "What failed",
+            "Policies and decoders that raised or left outputs out, and chunks against the rules.",
+            fault_table(report.faults),
+        )
     if report.service is not None:
         yield _section(
             "Service",

@@ -15,7 +15,7 @@ from ppstream.report_series import input_ages_ns, latency_parts, periods_ns
 from ppstream.report_words import gib, ms, why_scores_differ
 from ppstream.run_report import RunReport, Service
 from ppstream.scores import Compat, Primary
-from ppstream.standing import Quantiles, quantiles
+from ppstream.standing import FaultSeen, Quantiles, quantiles
 
 WIDTH: Final = 100
 LABEL: Final = 13  # columns of a row's name
@@ -53,6 +53,7 @@ def render(report: RunReport, claims: Sequence[Finding] = ()) -> str:
         *_time_lines(report),
         *_path_lines(report.critical_path),
         *_drop_lines(report.drops),
+        *_fault_lines(report.faults),
         *_service_lines(report.service),
         *_device_lines(report.on_device),
         *_memory_lines(report.memory),
@@ -230,6 +231,11 @@ def _drop_lines(found: Mapping[str, object]) -> Iterator[str]:
     if found["imbalance"] is not None:
         parts.append("ledger off" if found["imbalance"] else "ledger balances")
     yield from _row("items", parts)
+
+
+def _fault_lines(faults: Sequence[FaultSeen]) -> Iterator[str]:
+    for place, fault in enumerate(faults):
+        yield from _wrapped_row("" if place else "first faults", str(fault))
 
 
 def _service_lines(service: Service | None) -> Iterator[str]:

@@ -14,7 +14,7 @@ from ppstream.records import Ledger, RobotState
 from ppstream.safety import QueueMaxima
 from ppstream.scores import Compat, Primary
 from ppstream.segments import Window
-from ppstream.standing import Gaps, Quantiles
+from ppstream.standing import FaultSeen, Gaps, Quantiles
 from ppstream.statements import Model
 from ppstream.thread_time import StageCpu, Unnamed
 from ppstream.verdict import Gate, Verdict, is_accepted
@@ -82,6 +82,7 @@ class RunReport:
     unnamed: dict[str, Unnamed] = field(default_factory=dict)  # by thread
     cpu: dict[str, StageCpu] = field(default_factory=dict)  # by stage
     machine: Machine | None = None  # during bring-up
+    faults: list[FaultSeen] = field(default_factory=list)  # of user code, the first of each kind
     input_source: str = ""  # of the judged phase: synthetic, recorded; empty: robots
 
     @property
@@ -127,6 +128,7 @@ class RunReport:
             },
             "critical_path": self.critical_path,
             "drops": self.drops,
+            "faults": [found._asdict() for found in self.faults],
             "service": _service_dict(self.service, self.age),
             "statements": self.statements,
             "memory": [asdict(use) for use in self.memory],

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ppstream.errors import LogError
 from ppstream.log_lines import Line, check_schema, parse_run, ranks_of
@@ -103,13 +103,22 @@ def _text(path: Path) -> str:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _object(text: str, where: str) -> Json:
+def decoded(text: str, where: str) -> Any:
+    """What JSON text says.
+
+    Raises:
+        LogError: it is none, or nested too deeply.
+    """
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
         raise LogError(f"{where}: not JSON: {error}") from error
     except RecursionError:
         raise LogError(f"{where}: not a log: its JSON is nested too deeply") from None
+
+
+def _object(text: str, where: str) -> Json:
+    value = decoded(text, where)
     if not isinstance(value, dict):
         raise LogError(f"{where}: expected an object, found {type(value).__name__}")
     return value

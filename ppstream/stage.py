@@ -5,17 +5,19 @@ Nothing here runs a stage: ``stage0.py`` and ``stage1.py`` do.
 
 from __future__ import annotations
 
-import traceback
+import logging
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ppstream.errors import ConfigError
-from ppstream.messages import MAX_TEXT
+from ppstream.errors import ConfigError, PpstreamError
+from ppstream.user_code import UserExitError, fault_of, is_a, traceback_of
+
+logger = logging.getLogger("ppstream")
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor, device
+    from torch import Tensor
 
     from ppstream.specs import TensorSpec
 
@@ -48,7 +50,8 @@ class Policy(Protocol):
         """Write every output in place into ``out``; neither may be kept after returning.
 
         Tensors are ``[B, *shape]`` and live in the link's slots. On a GPU: current stream, no host
-        synchronisation. An exception is one failed envelope, counted, and told to the robot.
+        synchronisation. An exception is one failed envelope, counted, and told to the robot, also
+        a KeyboardInterrupt; ``sys.exit()`` ends the run.
 
         ``out`` is read-only: ``out["actions"] = x`` raises, ``out["actions"].copy_(x)`` writes. It
         holds no older result but what proves (``unwritten.py``) that this call wrote each output of
@@ -69,27 +72,34 @@ class Decoder(Protocol):
 
         ``result`` maps the policy's output names to that row's arrays (read only, valid during the
         call). Non-finite values are caught behind this call, and limits enforced; both are counted.
+        An exception is no action for this row, counted as ``decoder_error``.
         """
 
 
 def told(policy: Policy, number: int, text: str) -> str:
-    """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
+    """Have the policy take in a text that rows will name by ``number``; the fault, or ''.
+
+    Raises:
+        UserExitError: it called ``sys.exit()``.
+    """
     try:
         policy.instruct(number, text)  # type: ignore[attr-defined] # checked when built
-    except Exception as error:  # noqa: BLE001 - user code: the row keeps what it followed
-        return "".join(traceback.format_exception(error))[-MAX_TEXT:]
+    except BaseException as error:  # noqa: BLE001 - user code: the row keeps what it followed
+        return fault_of(error, POLICY).text
     return ""
 
 
-BuildPolicy = Callable[[Mapping[str, Any], "device"], Policy]
+#: Who did it, in errors.
+POLICY: Final = "the policy"
+DECODER: Final = "the decoder"
 
 
 def load(target: str) -> Any:
     """The object named ``module:attr``.
 
     Raises:
-        ConfigError: the name is malformed, or the module or attribute does not exist. An exception
-            raised *inside* the module while it is imported passes through with its traceback.
+        ConfigError: the name is malformed, the module or attribute does not exist, or the module
+            raised while it was imported; then its traceback is printed.
     """
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
@@ -97,10 +107,49 @@ def load(target: str) -> Any:
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
-        raise ConfigError([f"{target!r}: there is no module {error.name!r} to import"]) from error
+        if error.name is not None and module_name.startswith(error.name):
+            missing = f"{target!r}: there is no module {error.name!r} to import"
+            raise ConfigError([missing]) from error
+        raise refused(error, f"{target!r}: the import of {module_name!r}") from None
+    except BaseException as error:  # noqa: BLE001 - user code
+        raise refused(error, f"{target!r}: the import of {module_name!r}") from None
     try:
         return getattr(module, attribute)
     except AttributeError as error:
         raise ConfigError([f"{target!r}: module {module_name!r} has no {attribute!r}"]) from error
+
+
+def call_target(path: str, target: str, what: str, call: Callable[[Any], Any]) -> Any:
+    """What the object named ``target`` makes; ``call`` calls it.
+
+    Args:
+        path: of the setting that names it, for errors.
+        target: ``module:attr``.
+        what: it has to make, and how; for errors.
+        call: is given the object.
+
+    Raises:
+        ConfigError: as ``load``, it cannot be called, or raised; then its traceback is printed.
+            Errors of ours, a KeyboardInterrupt, and memory that ran out pass through.
+    """
+    maker = load(target)
+    if not callable(maker):
+        kind = type(maker).__name__
+        raise ConfigError([f"{path}: {target} is a {kind}, which cannot be called; want {what}"])
+    try:
+        return call(maker)
+    except BaseException as error:  # noqa: BLE001 - user code
+        raise refused(error, f"{path}: {target}") from None
+
+
+def refused(error: BaseException, who: str) -> BaseException:
+    """What to raise for what user code raised before a run: a problem of the configuration."""
+    is_ours = is_a(error, PpstreamError, KeyboardInterrupt)  # a person's Ctrl-C
+    try:
+        fault = fault_of(error, who)
+    except UserExitError as left:
+        return ConfigError([str(left)])
+    if is_ours or fault.kind == "memory":
+        return error
+    logger.error("%s raised\n%s", who, traceback_of(error))
+    return ConfigError([f"{who} raised {fault.line}"])

@@ -42,6 +42,7 @@ from ppstream.stage_events import Rank0Times, book_rank0
 from ppstream.timestamps import EnvelopeRecord
 from ppstream.underway import Underway
 from ppstream.unwritten import Results, drawn_for
+from ppstream.user_code import Fault
 from ppstream.watchdog import watched
 
 if TYPE_CHECKING:
@@ -183,8 +184,7 @@ class Stage0Device(Paired):
         text = self._results.unwritten(result, [owner.present for owner in flight.owners])
         if not text:
             return None
-        self.stage_c.last_fault = "unwritten"
-        self.log.event("fault", stage="B", seq=flight.seq, fault="unwritten", text=text)
+        self.tell_fault("B", Fault("unwritten", "unwritten", text), seq=flight.seq)
         return "unwritten"
 
     def _read_header(self, flight: Flight, header: list[int]) -> str | None:

@@ -215,7 +215,7 @@ class Stage1Device(PolicyRank):
         self._is_launching = True
         try:
             self._parts.stage_b(place.envelope, place.result)
-        except Exception as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
+        except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             self.tell_fault(index, error)
             return failure(error)
         finally:

@@ -6,7 +6,7 @@ A result that may not be used is dropped with its reason; a dropped one is never
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -17,13 +17,24 @@ from ppstream.decode import ActionRules
 from ppstream.errors import PolicyError, PolicyMemoryError
 from ppstream.messages import ActionChunk
 from ppstream.provenance import Provenance
+from ppstream.stage import DECODER
 from ppstream.unwritten import HOW_TO_WRITE
+from ppstream.user_code import Fault, fault_of
 
 EMIT_MARGIN_NS: Final = NS_PER_MS  # an action is refused this long before its lease ends
 #: Why a result cannot be used, whoever would get it; so many in a row end the run.
 UNUSABLE: Final = frozenset(
-    {"policy_error", "unwritten", "non_finite", "limit", "velocity", "acceleration"}
+    {
+        "policy_error",
+        "unwritten",
+        "decoder_error",
+        "non_finite",
+        "limit",
+        "velocity",
+        "acceleration",
+    }
 )
+RAISED: Final = frozenset({"policy_error", "decoder_error", "unwritten"})  # a fault was told first
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
@@ -93,7 +104,10 @@ class StageC:
         self._skips_answered = config.batch.rows > 1
         self._answered: list[object] = [None] * config.batch.rows  # newest episode and window end
         self._unusable_in_a_row = 0
-        self.last_fault = ""  # kind of the policy's newest one, told before its result
+        self.last_fault: Fault | None = None  # told before its envelope is counted
+        self.on_fault: Callable[..., None]  # told the stage, a Fault, and which envelope's
+        self.on_refused: Callable[[Fault], None]  # the first chunk that breaks an action rule
+        self._refused: dict[str, Fault] = {}  # by rule
         self._clipped = 0
         self.emitted = 0
         self.dropped: Counter[str] = Counter()
@@ -112,14 +126,29 @@ class StageC:
         for row, owner in enumerate(flight.owners):
             if not owner.present or self._has_answer(row, owner):
                 continue
-            if self._episodes[row] != owner.episode:
-                self._episodes[row] = owner.episode
-                self._decoder.reset(row)
-            arrays = {name: values[row] for name, values in result.items()}
-            self._decoder(row, arrays, self._actions[row])
-            self._broken[row] = self._enforce(row)
+            self._broken[row] = self._run_decoder(row, flight, result) or self._enforce(row)
             decoded.append(row)
         return decoded
+
+    def _run_decoder(
+        self, row: int, flight: Flight, result: Mapping[str, np.ndarray[Any, Any]]
+    ) -> str | None:
+        """Have it write the row's actions; returns why they cannot be used, or None.
+
+        Raises:
+            UserExitError: it called ``sys.exit()``.
+        """
+        episode = flight.owners[row].episode
+        try:
+            if self._episodes[row] != episode:
+                self._decoder.reset(row)
+                self._episodes[row] = episode
+            arrays = {name: values[row] for name, values in result.items()}
+            self._decoder(row, arrays, self._actions[row])
+        except BaseException as error:  # noqa: BLE001 - user code: one row fails, the run goes on
+            self.on_fault("C", fault_of(error, DECODER), seq=flight.seq)
+            return "decoder_error"
+        return None
 
     def emit(self, flight: Flight, rows: list[int], emitter: Emitter) -> str | None:
         """Hand over the decoded rows that may be executed; returns why none was, or None.
@@ -154,13 +183,19 @@ class StageC:
         if drop in UNUSABLE:
             self._unusable_in_a_row += 1
             if self._unusable_in_a_row >= self._errors_max:
-                is_memory = drop == "policy_error" and self.last_fault == "memory"
-                hint = f": {HOW_TO_WRITE}" if drop == "unwritten" else ""
-                raise (PolicyMemoryError if is_memory else PolicyError)(
-                    f"{self._unusable_in_a_row} results in a row could not be used (the last: "
-                    f"{drop}), limit {self._errors_max}; see the policy rank's log, or raise "
-                    f"liveness.policy_errors_max{hint}"
-                )
+                raise self._too_many(drop)
+
+    def _too_many(self, drop: str) -> PolicyError:
+        is_raised = drop in RAISED
+        fault = self.last_fault if is_raised else self._refused.get(drop)
+        is_memory = is_raised and fault is not None and fault.kind == "memory"
+        first = "" if is_raised else ", the first time"
+        why = "" if fault is None else f"{first}: {fault.line}"
+        hint = f"; {HOW_TO_WRITE}" if drop == "unwritten" and HOW_TO_WRITE not in why else ""
+        return (PolicyMemoryError if is_memory else PolicyError)(
+            f"{self._unusable_in_a_row} results in a row could not be used, limit "
+            f"liveness.policy_errors_max = {self._errors_max}; the last: {drop}{why}{hint}"
+        )
 
     def statistics(self) -> StageCStatistics:
         return StageCStatistics(
@@ -187,6 +222,10 @@ class StageC:
         self._clipped += clipped
         if violation is not None:
             self._violations[violation] += 1
+            if violation not in self._refused:
+                what = rules.explain(self._actions[row], violation)
+                self._refused[violation] = Fault(violation, violation, what)
+                self.on_refused(self._refused[violation])
         return violation
 
     def _chunk(self, flight: Flight, row: int) -> ActionChunk:

@@ -13,6 +13,8 @@ from ppstream.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
 from ppstream.scores import between, stage_a_ns, stage_b_ns, stage_c_ns
 from ppstream.segments import ALONE, Window
 
+FAULTS_MAX: Final = 16  # kinds that are shown
+FAULT_CHARS: Final = 400
 P99_MIN: Final = 1000  # values; fewer say nothing about the 99th percentile
 #: Drops that say nothing against a run: nobody was there, or what was asked for had changed.
 HARMLESS: Final = frozenset({"absent", "answered", "not_ready", "session_reset", "stale"})
@@ -135,6 +137,49 @@ def drops(run: RunLog, envelopes: Iterable[Envelope]) -> dict[str, object]:
         if run.ledgers
         else None,
     }
+
+
+class FaultSeen(NamedTuple):
+    """The first failure of its kind in user code, or the first chunk that broke an action rule."""
+
+    stage: str
+    kind: str
+    n: int | None  # of this kind; None: its drops are counted, not its events
+    what: str
+    place: str
+    rank: int
+
+    def __str__(self) -> str:
+        times = "" if self.n is None else f", {self.n} in all"
+        place = f" at {self.place}" if self.place else ""
+        return f"{self.kind} in stage {self.stage} (rank {self.rank}{times}): {self.what}{place}"
+
+
+def first_faults(run: RunLog) -> list[FaultSeen]:
+    """The first of each kind, in the order in which they came."""
+    found: dict[tuple[str, str], FaultSeen] = {}
+    for event in run.events:
+        fields, is_fault = event.fields, event.name == "fault"
+        if not is_fault and event.name != "refused":
+            continue
+        stage, kind = (_shown(fields.get(name)) for name in ("stage", "fault"))
+        key = (stage or "B", kind or "exception") if is_fault else ("C", _shown(fields.get("rule")))
+        seen = found.get(key)
+        if seen is not None:
+            found[key] = seen._replace(n=None if seen.n is None else seen.n + 1)
+        elif len(found) < FAULTS_MAX:
+            text = str(fields.get("text") or "").strip().rpartition("\n")[2]  # of older logs
+            what, place = _shown(fields.get("what") or text), _shown(fields.get("place"))
+            rank = fields.get("rank")
+            n = 1 if is_fault else None
+            found[key] = FaultSeen(*key, n, what, place, rank if type(rank) is int else 0)
+    return list(found.values())
+
+
+def _shown(value: object) -> str:
+    """What a log says in words, which may be anything."""
+    text = "" if value is None else str(value)[:FAULT_CHARS]
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _sample_ledgers(ledgers: Iterable[Ledger]) -> list[Ledger]:

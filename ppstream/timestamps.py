@@ -128,6 +128,7 @@ class LogStatistics(msgspec.Struct, frozen=True):
     written: int
     lost: int  # the ring was full, or the disk refused
     write_errors: int
+    refused: str = ""  # why the disk did so last; empty: it never did
 
 
 class TimestampLog:
@@ -163,6 +164,7 @@ class TimestampLog:
         self.on_dry: Callable[[], None] | None = None
         self.watchers: list[Watcher] = []
         self.run_id = run_id
+        self.generation = generation
         self._constant = {"run_id": run_id, "generation": generation}
         self._blank = record(
             kind=kind, run_id=run_id, generation=generation, lane=0, mode="throughput"
@@ -176,6 +178,7 @@ class TimestampLog:
         self._written = 0
         self._lost = 0
         self._write_errors = 0
+        self._refused = ""
         self._torn = False  # the last write stopped in the middle of a line
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, FILE_MODE)
         self._wake = threading.Event()
@@ -248,7 +251,7 @@ class TimestampLog:
             os.close(self._file)
 
     def statistics(self) -> LogStatistics:
-        return LogStatistics(self._written, self._lost, self._write_errors)
+        return LogStatistics(self._written, self._lost, self._write_errors, self._refused)
 
     def _drain(self) -> None:
         while not self._closing:
@@ -291,8 +294,9 @@ class TimestampLog:
         try:
             while data:
                 data = data[os.write(self._file, data) :]
-        except OSError:  # disk full or gone: the run matters more than its log
+        except OSError as error:  # disk full or gone: the run matters more than its log
             self._write_errors += 1
+            self._refused = error.strerror or type(error).__name__
             self._lost += lines
             self._torn = True
         else:

@@ -27,6 +27,7 @@ import torch
 
 from ppstream.errors import PolicyError
 from ppstream.headers import RAISED, UNWRITTEN
+from ppstream.user_code import is_a, said
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,9 +59,9 @@ class UnwrittenError(PolicyError):
     """A call of the policy left an output, or a part of one, as it was before."""
 
 
-def failure(error: Exception) -> int:
+def failure(error: BaseException) -> int:
     """What a result's header says of an exception in stage B."""
-    return UNWRITTEN if isinstance(error, UnwrittenError) else RAISED
+    return UNWRITTEN if is_a(error, UnwrittenError) else RAISED
 
 
 def drawn_for(run_id: str) -> int:
@@ -68,9 +69,9 @@ def drawn_for(run_id: str) -> int:
     return zlib.crc32(run_id.encode()) >> 2 | 1 << 30
 
 
-def rebinding(error: Exception) -> UnwrittenError | None:
+def rebinding(error: BaseException) -> UnwrittenError | None:
     """What to tell a policy that tried to put tensors of its own into ``out``; None: it did not."""
-    if type(error) in REBINDING and "mappingproxy" in str(error):
+    if type(error) in REBINDING and "mappingproxy" in said(error):
         return UnwrittenError(f"out is read-only: {HOW_TO_WRITE}")
     return None
 
@@ -270,7 +271,7 @@ class FilledPolicy:
             words.fill_(word)
         try:
             self._policy(window, out)
-        except Exception as error:
+        except BaseException as error:
             if why := rebinding(error):
                 raise why from error
             raise

@@ -19,6 +19,7 @@ MAX_TEXT = 4096
 MAX_DETAILS = 256  # lines of a refusal
 MAX_INSTRUCTION = 1024  # characters
 MAX_FAULT = 256  # characters
+MAX_PLACE = 256  # characters: a file, a line and a function
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # fits the int64 of an envelope's rows
 Ns = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Instant = Annotated[int, Meta(ge=-(2**62), le=2**62)]  # of a robot: differences fit int64
@@ -28,6 +29,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 InstructionText = Annotated[str, Meta(max_length=MAX_INSTRUCTION)]
 FaultText = Annotated[str, Meta(max_length=MAX_FAULT)]
+PlaceText = Annotated[str, Meta(max_length=MAX_PLACE)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -82,9 +82,11 @@ CONTROL: Final[dict[str, Any]] = {
     "ready": m.Ready({"link": "host"}),
     "heartbeat": m.Heartbeat(12),
     "bell": m.Bell(300),
-    "policy_fault": m.PolicyFault(5, "exception", "text"),
+    "policy_fault": m.PolicyFault(
+        5, "exception", "text", "ValueError: no", "policy.py:7 in __call__"
+    ),
     "measure": m.Measure(30),
-    "measured": m.Measured((1, 2, 3)),
+    "measured": m.Measured((1, 2, 3), "No space left on device"),
     "drain": m.Drain("duration"),
     "goodbye": m.Goodbye(0, "drained"),
     "phase_change": m.PhaseChange("ready"),

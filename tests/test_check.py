@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from ppstream.check import describe
 from ppstream.config import PipelineConfig
+from ppstream.decode import build as build_decoder
 from ppstream.errors import ConfigError
 from ppstream.serve import main
 from ppstream.specs import TensorSpec
@@ -46,6 +48,10 @@ class GivenPolicy:
         self.inputs = inputs
         self.outputs = outputs
 
+    def reset(self, rows: object) -> None: ...
+
+    def __call__(self, window: object, out: object) -> None: ...
+
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -60,7 +66,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return GivenPolicy(module.inputs, module.outputs)
 
     module.build = build
-    module.build_decoder = lambda options, actions: None
+    module.build_decoder = build_decoder
     monkeypatch.setitem(__import__("sys").modules, "given_policy", module)
     return module
 
@@ -132,6 +138,39 @@ def test_every_problem_is_found_at_once(given: ModuleType) -> None:
         "and actions.names want actions [16, 2] float32",
         "'given_policy:decode': module 'given_policy' has no 'decode'",
     ]
+
+
+def test_every_problem_of_user_code_is_found_at_once(
+    given: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build_decoder(_options: object, _actions: object) -> None:
+        sys.exit("no calibration")
+
+    given.build, given.build_decoder = lambda options, device: None, build_decoder
+    with pytest.raises(ConfigError) as caught:
+        describe(config(metrics={"port": 65535}), 2)
+    port, policy, decoder = caught.value.problems
+    assert port == (
+        "metrics.port: got 65535, want 65534 at most with 2 ranks: rank r listens at port + r"
+    )
+    assert policy.startswith("policy.target: given_policy:build returned None, want a policy: it ")
+    assert "no __call__; no reset(); no inputs, a tuple of TensorSpec; no outputs" in policy
+    said = "decode.target: given_policy:build_decoder called sys.exit('no calibration') at "
+    assert decoder.startswith(said + __file__)
+
+
+def test_the_last_port_is_the_last_rank_s(given: ModuleType) -> None:
+    assert "no problem found" in describe(config(metrics={"port": 65534}), 2)
+    assert "no problem found" in describe(config(metrics={"port": 65535}), 1)
+
+
+@pytest.mark.parametrize("lacking", ["reset", "inputs", "outputs"])
+def test_a_policy_that_lacks_a_part_is_a_problem(given: ModuleType, lacking: str) -> None:
+    made = GivenPolicy(given.inputs, given.outputs)
+    setattr(made, lacking, None)
+    given.build = lambda options, device: made
+    with pytest.raises(ConfigError, match=f"returned a GivenPolicy, want a policy: .* {lacking}"):
+        describe(config(), 2)
 
 
 @pytest.mark.parametrize(

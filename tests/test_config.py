@@ -51,6 +51,12 @@ def test_plain_configuration_has_no_problem() -> None:
     ("changes", "said"),
     [
         ({"streams": []}, "streams: got 0 of them, want 1 to 256"),
+        ({"actions__dt_ms": 1e-9}, "actions.dt_ms: got 1e-09, want 1e-06 (1 ns) to 3.1536e+10"),
+        ({"window__dt_ms": 1e-7}, "window.dt_ms: got 1e-07, want 1e-06 (1 ns)"),
+        ({"liveness__start_s": 1e300}, "liveness.start_s: got 1e+300, want 1e-09 (1 ns) to 3.15"),
+        ({"streams__1__max_age_ms": 1e12}, "streams[1].max_age_ms: got 1e+12, want 1e-06 (1 ns)"),
+        ({"streams__0__rate_hz": 1e10}, "streams[0].rate_hz: got 1e+10, want 3e-08 (one a year)"),
+        ({"streams__0__rate_hz": 5e-324}, "streams[0].rate_hz: got 4.94066e-324, want 3e-08"),
         ({"streams__2__name": "joints"}, "streams: got 'joints' 2 times, want each name once"),
         (
             {"streams__0__reference": True, "streams__2__reference": True},

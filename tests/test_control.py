@@ -281,7 +281,7 @@ def test_hostile_bytes_raise_only_typed_errors_and_never_hang() -> None:
             passed += 1
         peer.close()
     assert raised > 6000
-    assert passed > 500
+    assert passed > 400
 
 
 # ---- the other side stops ---------------------------------------------------------------------

@@ -142,7 +142,7 @@ def test_an_error_whose_text_cannot_be_shown_is_told_all_the_same(peers):
     ours, theirs = peers
     with pytest.raises(Mute), telling(ours):
         raise Mute
-    assert theirs.receive(10**9) == Goodbye(1, "Mute: its text cannot be shown")
+    assert theirs.receive(10**9) == Goodbye(1, "Mute: <its text cannot be shown: ValueError>")
 
 
 def test_silence_is_frozen_and_a_sign_of_life_by_another_way_counts(peers):
@@ -311,7 +311,10 @@ def test_a_stop_signal_behind_a_dead_rank_is_no_stop():
 
 
 def test_user_code_that_exits_is_an_end_with_a_reason():
-    assert how_it_ends(SystemExit(3)) == (ExitCode.INTERNAL, "SystemExit: 3")
+    assert how_it_ends(SystemExit(3)) == (
+        ExitCode.POLICY_OUTPUT,
+        "code of this rank called sys.exit(3)",
+    )
     assert how_it_ends(MemoryError())[0] is ExitCode.OUT_OF_MEMORY
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,94 @@ def test_a_file_that_is_no_recording_is_a_config_error_with_its_name(
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=name):
         load_recording(path, [mapped("q", "/q", "x")])
+
+
+# ---- damaged files ---------------------------------------------------------------------------
+
+DAMAGES = 40  # of each kind of file, drawn from one seed
+BEGINNING = 300  # bytes: magic, headers and sizes
+
+
+def damaged(path: Path, draw: random.Random) -> bytes:
+    """As a bad disk or a broken copy leaves a file: some bytes are others, or the end is gone."""
+    data = bytearray(path.read_bytes())
+    for _ in range(draw.choice((1, 2, 8))):
+        at = draw.randrange(draw.choice((min(len(data), BEGINNING), len(data))))
+        data[at] = draw.randrange(256)
+    return bytes(data[: draw.randrange(len(data))] if draw.random() < 0.3 else data)
+
+
+def write_npz(path: Path, save: Any = np.savez) -> Path:
+    save(
+        path, **{"q.stamps_ns": np.arange(50), "q.values": np.random.default_rng(1).random((50, 3))}
+    )
+    return path
+
+
+def write_npy(path: Path) -> Path:
+    np.save(path, np.random.default_rng(1).random((20, 42)))
+    return path
+
+
+def given_bag(_path: Path) -> Path:
+    if DATA is None:
+        pytest.skip("PPSTREAM_TEST_DATA names no recordings")
+    return Path(DATA) / "husky_imu_odom_gps.bag"
+
+
+POSE = mapped("q", "/pose", "joints", dim=2)
+IMU = mapped("imu", "/imu", "angular_velocity.x")
+HUSKY = mapped("imu", "/imu/data", *IMU_FIELDS, dim=4, rate_hz=30)
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "package", "wanted"),
+    [
+        (write_json, "run.mcap", "mcap", POSE),
+        (lambda path: next(write_ros2(path.parent, "MCAP").glob("*.mcap")), "x", "rosbags", IMU),
+        (write_npz, "run.npz", "numpy", POSE),
+        (lambda path: write_npz(path, np.savez_compressed), "run.npz", "numpy", POSE),
+        (write_npy, "run.npy", "numpy", POSE),
+        (given_bag, "", "rosbags", HUSKY),
+    ],
+    ids=["mcap", "ros-2-mcap", "npz", "npz-compressed", "npy", "ros-1-bag"],
+)
+@pytest.mark.filterwarnings("ignore")  # of the readers, before they give up
+def test_a_damaged_file_is_read_or_one_error_with_its_name(
+    tmp_path: Path, write: Any, name: str, package: str, wanted: StreamConfig
+) -> None:
+    pytest.importorskip(package)
+    whole = write(tmp_path / name)
+    load_recording(whole, [wanted])
+    draw = random.Random(20)
+    refused = 0
+    for _ in range(DAMAGES):
+        path = tmp_path / f"damaged{whole.suffix}"
+        path.write_bytes(damaged(whole, draw))
+        try:
+            load_recording(path, [wanted])
+        except ConfigError as error:
+            refused += 1
+            (problem,) = error.problems
+            assert problem.startswith(str(path))
+            assert "\n" not in problem
+    assert refused > DAMAGES / 4
+
+
+def test_an_mcap_file_that_ends_early_is_read_as_far_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_json(tmp_path / "run.mcap")
+    data = path.read_bytes()
+    path.write_bytes(data[: data.rindex(b"\x02")])  # its summary is cut
+    assert len(load_recording(path, [mapped("q", "/pose", "joints")]).tracks["q"].stamps_ns) == 3
+    assert "run.mcap ends early" in caplog.text
+
+
+def test_a_damaged_chunk_is_named_and_nothing_behind_it_is_lost_in_silence(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "run.mcap")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"\x28\xb5\x2f\xfd") + 12] ^= 0xFF  # behind zstandard's magic number
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"run\.mcap: .*record \d+: .*mcap recover FILE"):
+        load_recording(path, [mapped("q", "/pose", "joints")])

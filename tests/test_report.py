@@ -52,6 +52,7 @@ RUN_KEYS = {
     "queues",
     "critical_path",
     "drops",
+    "faults",
     "service",
     "statements",
     "claims",
@@ -407,9 +408,11 @@ def test_report_audits_its_own_figures_and_the_claims_beside_the_log(
     (run,) = json.loads(out.read_text())["runs"]
     assert run["claims"]["n"] == 8
     assert "speed-up: ratio is claimed to be 3" in run["claims"]["broken"][0]
-    beside.write_text("{")
-    assert main([str(tmp_path)]) == BAD_INPUT
-    assert "claims.json" in capsys.readouterr().err
+    for broken, says in (("{", "not JSON"), ("[" * 100_000, "nested too deeply")):
+        beside.write_text(broken)
+        assert main([str(tmp_path)]) == BAD_INPUT
+        told = capsys.readouterr().err
+        assert f"claims.json: {says}" in told.replace("not a log: its JSON is ", "")
 
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--perfetto"])
@@ -432,6 +435,22 @@ def test_reader_that_has_enough_changes_no_verdict(tmp_path: Path) -> None:
         assert done.wait(60) == HEALTHY
 
 
+def test_a_closed_or_full_standard_output_is_no_traceback(tmp_path: Path) -> None:
+    simulate().write(tmp_path)
+    tool = f"{sys.executable} {CHECKOUT / 'tools' / 'overlap_report.py'} {tmp_path}"
+    for redirect, code, says in (
+        (">&-", HEALTHY, ""),
+        (">/dev/full", BAD_INPUT, "cannot write standard output: No space left on device\n"),
+        (
+            "--html /dev/full >/dev/null",
+            BAD_INPUT,
+            "cannot write /dev/full: No space left on device\n",
+        ),
+    ):
+        done = subprocess.run(f"{tool} {redirect}", shell=True, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (code, says)
+
+
 def test_equal_stamps_and_none_at_all_are_reported(tmp_path: Path) -> None:
     golden = simulate()
     golden.bend(lambda line: line.update({k: 7 for k in line if k[0] == "t" and k[1].isupper()}))
@@ -451,6 +470,42 @@ def test_impossible_reports_of_robots_are_left_out_and_said() -> None:
     assert report.as_dict()["oldest_action_ms"]["age"] == pytest.approx(40)
     assert sentence(report, "4 reports of robots left out")
     assert report.verdict.name == "PASS"
+
+
+def test_the_first_fault_of_each_kind_is_shown_with_rank_place_and_count(tmp_path: Path) -> None:
+    golden = simulate()
+    fault = {"kind": "event", "name": "fault", "stage": "B", "rank": 1, "fault": "exception"}
+    fault |= {"t": 5, "place": "arm.py:7 in act"}
+    golden.extra += [fault | {"what": "ValueError: \x1b[2J" + "x" * 9000}]
+    golden.extra += [fault | {"what": "KeyError: 3"}] * 24
+    golden.extra += [fault | {"stage": "C", "rank": 0, "what": "OSError: 5", "place": ""}]
+    golden.extra += [{"kind": "event", "name": "refused", "t": 5, "rule": "limit", "what": "7 > 1"}]
+    golden.extra += [{"kind": "event", "name": "fault", "t": 5, "text": "Traceback\nOldError: x\n"}]
+    golden.extra += [fault | {"fault": f"kind{n}"} for n in range(100)]
+    report = report_of(golden)
+    text = " ".join(render(report).split())
+    assert "first faults exception in stage B (rank 1, 26 in all): ValueError: [2Jxxx" in text
+    assert "KeyError" not in text
+    assert (
+        "exception in stage C (rank 0, 1 in all): OSError: 5 limit in stage C (rank 0): 7 >" in text
+    )
+    assert "kind0 in stage B (rank 1, 1 in all): at arm.py:7 in act" in text
+    assert len(report.faults) == 16
+    assert all(len(line) <= 100 for line in render(report).splitlines())
+    faults = report.as_dict()["faults"]
+    assert isinstance(faults, list)
+    assert faults[2] == {
+        "stage": "C",
+        "kind": "limit",
+        "n": None,
+        "what": "7 > 1",
+        "place": "",
+        "rank": 0,
+    }
+    page = tmp_path / "page.html"
+    main([str(golden.write(tmp_path)), "--html", str(page)])
+    assert "<td>B: exception</td>" in page.read_text()
+    assert "What failed" in page.read_text()
 
 
 def test_service_tells_outages_holes_and_what_robots_say() -> None:

@@ -17,6 +17,7 @@ from test_metrics import Watched
 
 from ppstream import config_file
 from ppstream.model import PipelineForm
+from ppstream.stage_c import UNUSABLE
 from ppstream.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,6 +175,11 @@ def test_every_reason_that_can_be_printed_has_a_page() -> None:
     said = (ROOT / "ppstream/statements.py").read_text()
     own = {reason for reason in reasons if reason.startswith("SERVICE_")}  # of overlap.py
     assert {reason for reason in reasons - own if f'"{reason}": ' not in said} == set()
+
+
+def test_every_reason_of_a_drop_by_user_code_has_a_page() -> None:
+    page = (BOOKS / "policy-faults.md").read_text()
+    assert {reason for reason in UNUSABLE if f"`{reason}`" not in page} == set()
 
 
 def _is_word(node: ast.AST) -> bool:

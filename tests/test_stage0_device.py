@@ -432,7 +432,7 @@ def test_what_the_policy_leaves_out_once_is_not_emitted(
         ("unwritten", 30),
     ]
     assert (
-        f"output 'actions': {8 if share == '100%' else 4} of 8 words ({share})" in faults[0]["text"]
+        f"output 'actions': {8 if share == '100%' else 4} of 8 words ({share})" in faults[0]["what"]
     )
 
 

@@ -14,6 +14,12 @@ def stop_decoding(scene: Scene) -> None:
     (scene.folder.parent / "decode").touch()
 
 
+def leave_decoding(scene: Scene) -> None:
+    part = scene.folder.parent / "decode.part"
+    part.write_text("exit")
+    part.replace(scene.folder.parent / "decode")
+
+
 def stop_both(scene: Scene) -> None:
     for rank in (0, 1):
         scene.signal(rank, signal.SIGTERM)
@@ -83,6 +89,28 @@ ENDINGS: Final = (
         (20, -6),
         2.0,
         "first to fail: rank 1: it left no exit code",
+    ),
+    Ending(
+        "policy-calls-exit",
+        "F18",
+        "the policy calls sys.exit(3)",
+        order("exit", 1),
+        (20, 26),
+        2.0,
+        "exit 26 POLICY_OUTPUT the policy called sys.exit(3) at ",
+    ),
+    Ending(
+        "decoder-calls-exit",
+        "F18",
+        "the decoder on rank 0 calls sys.exit(3)",
+        leave_decoding,
+        (26, 20),
+        2.0,
+        "exit 26 POLICY_OUTPUT the decoder called sys.exit(3) at ",
+        settings=(
+            "decode.target=drill_policy:build_decoder",
+            "decode.options.orders={folder}/decode",
+        ),
     ),
     Ending(
         "link-refuses",

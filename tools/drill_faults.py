@@ -81,7 +81,7 @@ def cable(**state: Any) -> Callable[[Scene], None]:
 def event(name: str, **fields: Any) -> Callable[[Scene, int], Seen]:
     def look(scene: Scene, since_ns: int) -> Seen:
         line = scene.event(since_ns, name, **fields)
-        hidden = {"kind", "run_id", "generation", "t", "text"}
+        hidden = {"kind", "run_id", "generation", "t", "text", "place"}
         shown = () if line is None else ((k, v) for k, v in line.items() if k not in hidden)
         return ", ".join(f"{k} {v}" for k, v in shown) or None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -36,6 +37,7 @@ STOP_S: Final = 5.0
 KILLED_S: Final = 2.0
 BEREFT_S: Final = 2.5  # ranks whose launcher was killed
 LEASE_S: Final = 0.3  # of the drill's configuration
+FULL_BYTES: Final = 40_000  # of a log: more than run.json, which can still be written
 STANDS_S: Final = 90.0  # longer than all heartbeats that a socket holds take
 LAUNCHER: Final = ("--nproc-per-node=2",)
 STANDING: Final = (
@@ -88,7 +90,7 @@ def killed_in_bring_up(folder: Path, outcome: Outcome) -> None:
         until("bring-up", READY_LIMIT_S, lambda: log.exists() and BRING_UP in log.read_bytes())
         ranks.processes[1].kill()
         at = time.monotonic()
-        until("the end", 5.0, lambda: all(p.poll() is not None for p in ranks.processes))
+        until("the end", 5.0, lambda: _are_gone(ranks))
         outcome.gone_s = time.monotonic() - at
         outcome.codes = tuple(process.returncode for process in ranks.processes)
         if outcome.codes != (20, -9) or outcome.gone_s > KILLED_S:
@@ -98,12 +100,38 @@ def killed_in_bring_up(folder: Path, outcome: Outcome) -> None:
     outcome.seen = "rank 0 ended with 20"
 
 
+def disk_full_in_bring_up(folder: Path, outcome: Outcome) -> None:
+    """The log of one rank, then of the other, takes no byte more while overlap is being proven."""
+    for rank in (0, 1):
+        (own := folder / str(rank)).mkdir()
+        log = own / "latest" / f"rank{rank}.gen0.jsonl"
+        with _pair(own, "bringup.envelopes=1000") as (ranks, mark):
+            until("bring-up", READY_LIMIT_S, lambda log=log: _is_long(log))
+            limits = log.stat().st_size, resource.RLIM_INFINITY
+            resource.prlimit(ranks.processes[rank].pid, resource.RLIMIT_FSIZE, limits)
+            until("the end", READY_LIMIT_S, lambda ranks=ranks: _are_gone(ranks))
+            outcome.codes = tuple(process.returncode for process in ranks.processes)
+            says = f"log.root: cannot write to {log.resolve()}: File too large"
+            if outcome.codes != (11, 11) or says not in ranks.output():
+                raise Failed(f"codes {outcome.codes}:\n{ranks.output()[-1500:]}")
+            outcome.orphans = no_orphans(mark)
+    outcome.seen = "11 at the gate, file and reason named, of each rank's log"
+
+
+def _are_gone(ranks: RankPair) -> bool:
+    return all(process.poll() is not None for process in ranks.processes)
+
+
+def _is_long(log: Path) -> bool:
+    return log.exists() and log.stat().st_size > FULL_BYTES and BRING_UP in log.read_bytes()
+
+
 def policy_never_wrote(folder: Path, outcome: Outcome) -> None:
     """No call of the policy writes its actions: found while warming, and said what to do."""
     orders = folder / "orders"
     orders.write_text("nothing 1000000")
     with _pair(folder, f"policy.options.orders={orders}") as (ranks, mark):
-        until("the end", READY_LIMIT_S, lambda: all(p.poll() is not None for p in ranks.processes))
+        until("the end", READY_LIMIT_S, lambda: _are_gone(ranks))
         outcome.codes = tuple(process.returncode for process in ranks.processes)
         output = ranks.output()
         if outcome.codes != (26, 20) or "write out['actions'].copy_(x)" not in output:
@@ -389,7 +417,7 @@ def _expect(
     ranks: RankPair, mark: str, outcome: Outcome, codes: tuple[int, int], limit_s: float
 ) -> None:
     """Both ranks end with these codes, nothing was sent, and no process of theirs is left."""
-    until("the end", limit_s, lambda: all(p.poll() is not None for p in ranks.processes))
+    until("the end", limit_s, lambda: _are_gone(ranks))
     outcome.codes = tuple(process.returncode for process in ranks.processes)
     if outcome.codes != codes:
         raise Failed(f"codes {outcome.codes}:\n{ranks.output()[-1500:]}")
@@ -408,6 +436,7 @@ LAUNCHES: Final = (
     Launch(
         "policy-never-wrote", "F31", "no call writes actions", "26, not ready", policy_never_wrote
     ),
+    Launch("disk-full-in-bring-up", "F44", "no byte more", "11, named", disk_full_in_bring_up),
     Launch("killed-in-handshake", "F20", "SIGKILL to rank 1, not met", "20", killed_in_handshake),
     Launch("launcher-killed", "", "SIGKILL to torchrun, ready", "20 in 2.5 s", launcher_killed),
     Launch(

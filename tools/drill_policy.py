@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -104,6 +105,21 @@ def _raise(_actions: Tensor) -> None:
     raise RuntimeError("the drill told this policy to fail")
 
 
+class _OddError(BaseException):
+    """Neither an Exception, nor one that can say what it is."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+def _raise_oddly(_actions: Tensor) -> None:
+    raise _OddError
+
+
+def _exit(_actions: Tensor) -> None:
+    sys.exit(3)
+
+
 def _not_a_number(actions: Tensor) -> None:
     actions[..., 0] = math.nan
 
@@ -190,6 +206,8 @@ CARELESS: Final[dict[str, Callable[[Any, Tensor], None]]] = {
 }
 FAULTS: Final[dict[str, Callable[[Tensor], None]]] = {
     "raise": _raise,
+    "raise-oddly": _raise_oddly,
+    "exit": _exit,
     "nan": _not_a_number,
     "shape": _wrong_shape,
     "memory": _no_memory,
@@ -210,7 +228,7 @@ def build(config: Mapping[str, Any], device: torch.device) -> DrillPolicy:
 
 
 class EndlessDecoder:
-    """Copies actions until the file ``orders`` is there; then it never comes back."""
+    """Copies actions until the file ``orders`` is there; then it leaves, or never comes back."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._orders = Path(options["orders"])
@@ -221,6 +239,8 @@ class EndlessDecoder:
     def __call__(self, row: int, result: Mapping[str, Any], out: Any) -> None:
         out[:] = result["actions"]
         while self._orders.exists():
+            if self._orders.read_text() == "exit":
+                sys.exit(3)
             time.sleep(0)
 
 

@@ -97,6 +97,14 @@ RECOVERING: Final = (
         "policy-raises-once", "F18 BT19", "one exception", order("raise", 1), event("fault"), 1.0
     ),
     Recovering(
+        "policy-raises-oddly",
+        "F18",
+        "an exception that is no Exception, and whose text raises",
+        order("raise-oddly", 1),
+        event("fault", stage="B", rank=1, fault="exception"),
+        1.0,
+    ),
+    Recovering(
         "policy-wrong-shape",
         "F18",
         "actions of another shape",

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bench_runs import POLL_S, ending_cleanly, environment
+from bench_runs import POLL_S, ROOT, ending_cleanly, environment
 from drill_contention import CONTENTION
 from drill_ending import ENDINGS
 from drill_faults import SAFE_S, Ending, Recovering
@@ -40,6 +40,8 @@ QUICK: Final = (
     "freeze-policy-rank",
     "cut-by-operator",
     "policy-raises-once",
+    "policy-raises-oddly",
+    "policy-calls-exit",
     "policy-writes-nothing-once",
     "policy-outlier",
     "cable-cut",
@@ -208,6 +210,7 @@ def _judge_end(scene: Scene, fault: Ending, outcome: Outcome) -> None:
         line for line in output.splitlines() if line.startswith("ppstream: ") and "exit" in line
     ]
     outcome.seen = said[0].removeprefix("ppstream: ") if said else "nothing said"
+    outcome.seen = outcome.seen.replace(f"{ROOT}/", "")
     pairs = zip(fault.codes, outcome.codes, strict=True)
     if any(wanted is not None and wanted != found for wanted, found in pairs):
         outcome.missed = f"codes {outcome.codes}"

@@ -1,6 +1,7 @@
 """How runs end, with real processes and real signals."""
 
 import re
+import resource
 import shutil
 import signal
 import time
@@ -111,6 +112,21 @@ def test_a_run_whose_folder_is_deleted_ends_as_any_other(tmp_path, killed):
         assert "Traceback" not in ranks.output()
         assert ranks.output().count("rank 0: the end is not recorded") == 1
         assert "ppstream: exit 0 DRAINED" in ranks.output() or killed is not None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_is_full_in_bring_up_is_named_by_the_gate(tmp_path, rank):
+    with Ranks(tmp_path, *SERVE_ON, "bringup.envelopes=300") as ranks:
+        ranks.wait_for_event("phase", phase="bring-up")
+        log = ranks.directory / f"rank{rank}.gen0.jsonl"
+        while log.stat().st_size < 16_384:  # run.json is less, and can still be written
+            time.sleep(0.02)
+        limits = log.stat().st_size, resource.RLIM_INFINITY
+        resource.prlimit(ranks.processes[rank].pid, resource.RLIMIT_FSIZE, limits)
+        assert ranks.wait() == [11, 11], ranks.output()
+        refused = f"exit 11 CONFIG log.root: cannot write to {log}: File too large; lines of bring"
+        assert refused in ranks.output()
+        assert ranks.output().count("make room, or set log.root elsewhere") > 0
 
 
 @pytest.mark.parametrize("killed", [0, 1])
