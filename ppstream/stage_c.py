@@ -144,6 +144,7 @@ class StageC:
                 self._decoder.reset(row)
                 self._episodes[row] = episode
             arrays = {name: values[row] for name, values in result.items()}
+            self._actions[row].fill(np.nan)  # what it leaves out is refused, not executed again
             self._decoder(row, arrays, self._actions[row])
         except BaseException as error:  # noqa: BLE001 - user code: one row fails, the run goes on
             self.on_fault("C", fault_of(error, DECODER), seq=flight.seq)

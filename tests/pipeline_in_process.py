@@ -84,13 +84,18 @@ def small_config(*overrides: str, **parts: Any) -> PipelineConfig:
     return msgspec.structs.replace(config, **parts)
 
 
+#: No heart beats here, and a thread may be off its core for long.
+PATIENT = {"frozen_ms": 100_000, "watchdog_s": 200}
+
+
 class PipelineInProcess:
     """``rank0`` is a Stage0 (or its twin) with ``policy`` behind it; a context manager."""
 
     def __init__(
         self, config: PipelineConfig, policy: NewestValues, directory: Path, *, inline: bool = False
     ) -> None:
-        self.config = config
+        liveness = msgspec.structs.replace(config.liveness, **PATIENT)
+        config = self.config = msgspec.structs.replace(config, liveness=liveness)
         self.policy = policy
         self.intake = build_intake(config)
         self.collector = Collector()

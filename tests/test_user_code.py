@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
+from ppstream.decode import CopyDecoder
 from ppstream.ends import how_it_ends
 from ppstream.errors import ConfigError, ExitCode, PolicyError
 from ppstream.messages import PolicyFault, encoder
@@ -248,6 +249,31 @@ def test_a_decoder_s_exception_is_one_failed_envelope_told_once(
     assert (first["stage"], first["rank"], first["seq"], second["seq"]) == ("C", 0, 5, 7)
     assert says in first["what"]
     assert len([text for text in caplog.messages if "stage C: the first" in text]) == 1
+
+
+class ForgetfulDecoder(CopyDecoder):
+    """Leaves out the last row of a chunk, and every fourth chunk."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, row: int, result: Any, actions: Any) -> None:
+        self.calls += 1
+        if self.calls % 4 == 0:
+            return
+        actions[:-1] = result["actions"][:-1]
+        if self.calls % 4 != 2:
+            actions[-1] = result["actions"][-1]
+
+
+def test_what_a_decoder_leaves_out_is_never_an_older_chunk(tmp_path: Path) -> None:
+    with build("inline", NewestValues(), tmp_path) as pipeline:
+        pipeline.rank0.stage_c._decoder = ForgetfulDecoder()
+        pipeline.saturate()
+        pipeline.rank0.run(8)
+        drops = {e["seq"]: e.get("drop") for e in pipeline.lines() if e["kind"] == "envelope"}
+    assert [seq for seq, drop in drops.items() if drop == "non_finite"] == [1, 3, 5, 7]
+    assert [seq for seq, drop in drops.items() if drop is None] == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize("form", FORMS)
