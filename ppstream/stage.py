@@ -70,6 +70,8 @@ class Decoder(Protocol):
     def __call__(self, row: int, result: Mapping[str, np.ndarray], actions: np.ndarray) -> None:
         """Write the row's action chunk, ``[horizon, action_dim]`` float32, into ``actions``.
 
+        They hold NaN before the call, no older chunk.
+
         ``result`` maps the policy's output names to that row's arrays (read only, valid during the
         call). Non-finite values are caught behind this call, and limits enforced; both are counted.
         An exception is no action for this row, counted as ``decoder_error``.
