@@ -146,13 +146,13 @@ IDLE_ENDS = [
     (cut, freeze(1)),
 ]
 FORMS = {
-    "peer, d_in 1": ("pipeline.d_in=1",),
-    "peer, d_in 2": ("pipeline.d_in=2",),
-    "peer, d_in 3": ("pipeline.d_in=3",),
+    "peer-1": ("pipeline.d_in=1",),
+    "peer-2": ("pipeline.d_in=2",),
+    "peer-3": ("pipeline.d_in=3",),
     "nccl": ("link.kind=nccl",),
     "pinned": ("link.kind=pinned",),
-    "without a graph": ("policy.graph=false",),
-    "stage A": ("simulate.a_ms=15", "decode.target=gpu.many_kernels:build_decoder"),
+    "no-graph": ("policy.graph=false",),
+    "stage-a": ("simulate.a_ms=15", "decode.target=gpu.many_kernels:build_decoder"),
 }
 
 
@@ -178,7 +178,7 @@ def test_a_policy_of_many_kernels_earns_ready_and_serves(tmp_path: Path, kernels
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_idle_run_of_many_kernels_hears_all_it_is_told(tmp_path: Path, form: str) -> None:
-    kernels = 1 if form == "stage A" else 5000
+    kernels = 1 if form == "stage-a" else 5000
 
     def run(number: int) -> None:
         act, end = IDLE_ENDS[number]
