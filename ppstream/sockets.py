@@ -22,6 +22,7 @@ from ppstream.socket_guard import SocketGuard
 
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the connection
 MAX_DRAIN: Final = 256  # frames taken while holding the lock; about 1 ms
+MAX_DRAIN_BYTES: Final = 1 << 20  # of them; the frame that reaches it is the last one
 SERVER_SEND_FRAMES: Final = 64  # per robot, in ZeroMQ; kernel buffers come on top
 SERVER_RECEIVE_FRAMES: Final = 256  # per robot, not yet drained
 CLIENT_SEND_FRAMES: Final = 256
@@ -51,6 +52,7 @@ class SharedSocket:
     that the system chose for ``:0``.
     ``wake`` is called, from any thread and outside the lock, when there is something to drain that
     ``fd`` will not announce. ``malformed`` counts messages that were not exactly one frame.
+    ``has_more``: a limit ended the last drain.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class SharedSocket:
         self._closed = False
         self.wake: Callable[[], None] = _nothing
         self.malformed = 0
+        self.has_more = False
         self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         for option, value in options.items():
             self._socket.set(option, value)
@@ -95,19 +98,25 @@ class SharedSocket:
         return sent
 
     def drain(self, limit: int = MAX_DRAIN) -> list[Frame]:
-        """All messages that are there, at most ``limit``; for the owner alone, never waits."""
+        """All messages that are there, at most ``limit``; for the owner alone, never waits.
+
+        They end with the one that makes them ``MAX_DRAIN_BYTES``: a sender of large frames that is
+        as quick as their copies could else keep the caller for as long as it likes.
+        """
         frames: list[Frame] = []
+        self.has_more = False
         with self._lock:
             if self._closed:
                 return frames
             try:
-                self._take(frames)
+                left = MAX_DRAIN_BYTES - self._take(frames)
                 if not self._is_readable():
                     return frames  # the common case; an exception would cost twice the question
-                while len(frames) < limit:
-                    self._take(frames)
+                while len(frames) < limit and left > 0:
+                    left -= self._take(frames)
             except zmq.Again:
                 return frames
+        self.has_more = True
         self.wake()  # the limit ended it, and the edge is spent
         return frames
 
@@ -145,15 +154,18 @@ class SharedSocket:
     def _is_readable(self) -> bool:
         return bool(_integer(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
-    def _take(self, frames: list[Frame]) -> None:
+    def _take(self, frames: list[Frame]) -> int:
+        """Receive one message; returns its bytes."""
         peer = self._socket.recv(zmq.NOBLOCK) if self._routed else b""
         body = self._socket.recv(zmq.NOBLOCK)  # parts of one message arrive together
         if not self._socket.get(zmq.RCVMORE):
             frames.append(Frame(peer, body))
-            return
+            return len(body)
         self.malformed += 1
+        size = len(body)
         while self._socket.get(zmq.RCVMORE):
-            self._socket.recv(zmq.NOBLOCK)
+            size += len(self._socket.recv(zmq.NOBLOCK))
+        return size
 
 
 def bind_server(

@@ -9,7 +9,14 @@ import zmq
 from robot_rig import ANY_PORT, wait_until
 
 from ppstream.errors import ConfigError
-from ppstream.sockets import MAX_DRAIN, MAX_FRAME_BYTES, Frame, bind_server, connect_client
+from ppstream.sockets import (
+    MAX_DRAIN,
+    MAX_DRAIN_BYTES,
+    MAX_FRAME_BYTES,
+    Frame,
+    bind_server,
+    connect_client,
+)
 from ppstream.waiter import Waiter
 
 
@@ -86,6 +93,21 @@ def test_a_drain_that_hits_its_limit_asks_to_be_called_again() -> None:
         frames = server.drain(limit=20)
         taken += len(frames)
         assert woken.is_set() == (len(frames) == 20)
+    client.close()
+    server.close()
+
+
+def test_a_drain_of_large_frames_ends_with_the_one_that_reaches_its_bytes() -> None:
+    server = bind_server(ANY_PORT)
+    client = connect_client(server.endpoint)
+    for _ in range(6):
+        wait_until(lambda: client.send(bytes(MAX_DRAIN_BYTES // 2)))
+    sizes: list[int] = []
+    while sum(sizes) < 6:
+        select.select([server.fd], [], [], 0.1)
+        sizes.append(len(server.drain()))
+        assert sizes[-1] <= 2
+        assert server.has_more or sizes[-1] < 2
     client.close()
     server.close()
 
