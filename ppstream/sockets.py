@@ -23,6 +23,7 @@ from ppstream.socket_guard import SocketGuard
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the connection
 MAX_DRAIN: Final = 256  # frames taken while holding the lock; about 1 ms
 MAX_DRAIN_BYTES: Final = 1 << 20  # of them; the frame that reaches it is the last one
+COPIED_BYTES: Final = 1 << 16  # a copy of 1 MiB takes 0.1 to 1 ms, and may be of a flood's
 SERVER_SEND_FRAMES: Final = 64  # per robot, in ZeroMQ; kernel buffers come on top
 SERVER_RECEIVE_FRAMES: Final = 256  # per robot, not yet drained
 CLIENT_SEND_FRAMES: Final = 256
@@ -35,10 +36,10 @@ HANDSHAKE_MS: Final = 2000  # a connection that does not say who it is ends
 
 
 class Frame(NamedTuple):
-    """One message: who sent it (empty on a robot's side) and its bytes."""
+    """One message: who sent it (empty on a robot's side) and its bytes, where they arrived."""
 
     peer: bytes
-    body: bytes
+    body: bytes | memoryview
 
 
 def _nothing() -> None:
@@ -157,14 +158,15 @@ class SharedSocket:
     def _take(self, frames: list[Frame]) -> int:
         """Receive one message; returns its bytes."""
         peer = self._socket.recv(zmq.NOBLOCK) if self._routed else b""
-        body = self._socket.recv(zmq.NOBLOCK)  # parts of one message arrive together
-        if not self._socket.get(zmq.RCVMORE):
-            frames.append(Frame(peer, body))
-            return len(body)
+        part = self._socket.recv(zmq.NOBLOCK, copy=False)  # parts of one message arrive together
+        size = len(part)
+        if not part.more:
+            frames.append(Frame(peer, part.bytes if size < COPIED_BYTES else part.buffer))
+            return size
         self.malformed += 1
-        size = len(body)
-        while self._socket.get(zmq.RCVMORE):
-            size += len(self._socket.recv(zmq.NOBLOCK))
+        while part.more:
+            part = self._socket.recv(zmq.NOBLOCK, copy=False)
+            size += len(part)
         return size
 
 

@@ -112,6 +112,20 @@ def test_a_drain_of_large_frames_ends_with_the_one_that_reaches_its_bytes() -> N
     server.close()
 
 
+def test_a_large_frame_is_handed_over_where_it_arrived_and_stays_whole() -> None:
+    server = bind_server(ANY_PORT)
+    client = connect_client(server.endpoint)
+    sent = [bytes([number]) * MAX_DRAIN_BYTES for number in range(3)]
+    frames: list[Frame] = []
+    for body in sent:
+        wait_until(lambda body=body: client.send(body))
+    wait_until(lambda: frames.extend(server.drain()) or len(frames) == 3)
+    assert all(isinstance(frame.body, memoryview) for frame in frames)
+    client.close()
+    server.close()
+    assert [bytes(frame.body) for frame in frames] == sent
+
+
 def test_a_message_of_several_frames_is_counted_and_the_next_one_read() -> None:
     server = bind_server(ANY_PORT)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
