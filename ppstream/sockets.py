@@ -125,7 +125,8 @@ class SharedSocket:
         """Connections turned away or ended, by reason; for the owner, about once a second."""
         if self._guard is None or self._closed:
             return {}
-        self._guard.look()
+        with self._lock:
+            self._guard.look(self._socket)
         return dict(self._guard.refused)
 
     def close(self) -> None:
