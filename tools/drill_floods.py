@@ -6,6 +6,7 @@ flood itself, a process of its own: bare sockets, nothing of the client's own li
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import sys
@@ -175,7 +176,8 @@ def kept(kind: str) -> Callable[[Scene, int], Seen]:
         oldest_ms = max((tick.age_ms for tick in moved), default=0.0)
         text = (
             f"{sent} sent; the robot moved in {len(moved)} of {len(ticks)} ticks, "
-            f"by actions up to {oldest_ms:.0f} ms old"
+            f"by actions up to {oldest_ms:.0f} ms old; load {os.getloadavg()[0]:.1f} on "
+            f"{os.cpu_count()} CPUs"
         )
         if len(moved) < KEPT_MIN * len(ticks) or not ticks:
             raise Failed(text)
