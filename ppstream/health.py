@@ -12,7 +12,6 @@ import json
 import logging
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from ppstream.clock import NS_PER_S, now_ns
 from ppstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,21 +88,21 @@ class _Server(ThreadingTCPServer):
     request_queue_size = 128  # connections that wait to be accepted: that is soon
 
     def __init__(self, *where: Any) -> None:
-        self._open: dict[socket, float] = {}  # since when, oldest first
+        self._open: dict[socket, int] = {}  # since when, oldest first
         super().__init__(*where)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Hang up on the oldest when there are too many."""
         for oldest in [*self._open][: 1 - REQUESTS_MAX]:  # all but so many
             self._hang_up(oldest)
-        self._open[request] = time.monotonic()
+        self._open[request] = now_ns()
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
         """Hang up when the limit is over, also on a client that sends a byte now and then."""
-        late = time.monotonic() - REQUEST_LIMIT_S
-        for request, since in [*self._open.items()]:
-            if since < late:
+        late_ns = now_ns() - round(REQUEST_LIMIT_S * NS_PER_S)
+        for request, since_ns in [*self._open.items()]:
+            if since_ns < late_ns:
                 self._hang_up(request)
 
     def server_close(self) -> None:
