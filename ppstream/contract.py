@@ -40,7 +40,7 @@ def objection(config: PipelineConfig, hello: Hello) -> tuple[str | None, list[st
     return ("contract" if lines else None), lines
 
 
-def foreign_version(body: bytes) -> str | None:
+def foreign_version(body: bytes | memoryview) -> str | None:
     """What to tell a Hello that cannot be read when its version is why; None: it is not."""
     try:
         version = hello_version.decode(body)

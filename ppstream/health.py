@@ -1,7 +1,8 @@
 """One rank's door for Prometheus and probes: ``/metrics``, ``/healthz``, ``/readyz`` on loopback.
 
-One thread serves one request after the other, each with a time limit in all, so no client can hold
-more than that thread, or that for long. Nothing can be changed through it. Other hosts reach it
+Each request has a thread and a time limit in all, and of too many at once the oldest is hung up on,
+so requests that do not end keep nobody who asks and reads. One at a time is answered: what it costs
+the rank does not grow with their number. Nothing can be changed through it. Other hosts reach it
 through a collector of this one, or a tunnel.
 """
 
@@ -16,13 +17,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from socket import SHUT_RDWR, socket
-from socketserver import TCPServer
+from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from ppstream.clock import NS_PER_S, now_ns
 from ppstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ logger = logging.getLogger("ppstream")
 
 HOST: Final = "127.0.0.1"
 REQUEST_LIMIT_S: Final = 2.0
+REQUESTS_MAX: Final = 16  # at once
+LOOK_S: Final = 0.2  # between two looks at what is over its limit
 READY: Final = frozenset({"ready", "degraded"})
 
 
@@ -54,9 +58,8 @@ class HealthServer:
         ProcessCollector(registry=registry)
         GCCollector(registry=registry)
         registry.register(collector)
-        handler = type(
-            "Handler", (_Handler,), {"registry": registry, "health": staticmethod(health)}
-        )
+        own = {"registry": registry, "health": staticmethod(health), "turn": threading.Lock()}
+        handler = type("Handler", (_Handler,), own)
         try:
             self._server = _Server((HOST, port), handler)
         except OSError as error:
@@ -68,7 +71,7 @@ class HealthServer:
             ) from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="health", daemon=True
+            target=self._server.serve_forever, args=(LOOK_S,), name="health", daemon=True
         )
         self._thread.start()
 
@@ -79,18 +82,43 @@ class HealthServer:
         self._thread.join(REQUEST_LIMIT_S)
 
 
-class _Server(TCPServer):
+class _Server(ThreadingTCPServer):
     allow_reuse_address = True  # a restarted rank takes its port again at once
+    daemon_threads = True  # none keeps the rank
+    request_queue_size = 128  # connections that wait to be accepted: that is soon
 
-    def finish_request(self, request: Any, client_address: Any) -> None:
+    def __init__(self, *where: Any) -> None:
+        self._open: dict[socket, int] = {}  # since when, oldest first
+        super().__init__(*where)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Hang up on the oldest when there are too many."""
+        for oldest in [*self._open][: 1 - REQUESTS_MAX]:  # all but so many
+            self._hang_up(oldest)
+        self._open[request] = now_ns()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
         """Hang up when the limit is over, also on a client that sends a byte now and then."""
-        timer = threading.Timer(REQUEST_LIMIT_S, _hang_up, (request,))
-        timer.daemon = True
-        timer.start()
-        try:
-            super().finish_request(request, client_address)
-        finally:
-            timer.cancel()
+        late_ns = now_ns() - round(REQUEST_LIMIT_S * NS_PER_S)
+        for request, since_ns in [*self._open.items()]:
+            if since_ns < late_ns:
+                self._hang_up(request)
+
+    def server_close(self) -> None:
+        """Free the port, and hang up on everybody."""
+        super().server_close()
+        for request in [*self._open]:
+            self._hang_up(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def _hang_up(self, request: socket) -> None:
+        self._open.pop(request, None)
+        with suppress(OSError):  # it has ended by itself
+            request.shutdown(SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         if isinstance(sys.exception(), ConnectionError):
@@ -98,14 +126,10 @@ class _Server(TCPServer):
         logger.error("the request of %s failed:\n%s", client_address, traceback.format_exc())
 
 
-def _hang_up(request: socket) -> None:
-    with suppress(OSError):  # it has ended by itself
-        request.shutdown(SHUT_RDWR)
-
-
 class _Handler(BaseHTTPRequestHandler):
     registry: CollectorRegistry
     health: Callable[[], Mapping[str, Any]]
+    turn: threading.Lock
     server_version = "ppstream"
     sys_version = ""
 
@@ -113,9 +137,12 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         if path == "/metrics":
             encode, kind = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, kind, encode(self.registry))
+            with self.turn:
+                body = encode(self.registry)
+            self._answer(200, kind, body)
         elif path in ("/healthz", "/readyz"):
-            said = dict(self.health())
+            with self.turn:
+                said = dict(self.health())
             ok = path == "/healthz" or said["phase"] in READY
             body = json.dumps(said, indent=1).encode() + b"\n"
             self._answer(200 if ok else 503, "application/json", body)

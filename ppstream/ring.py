@@ -155,31 +155,41 @@ class SensorRing:
         return is_typed and stamps.ndim == 1 and values.shape == (len(stamps), self._dim)
 
     def _append_some(self, stamps: NDArray[np.int64], values: NDArray[Any], rx_ns: int) -> int:
-        """The careful way, for a message in which something is wrong: sample by sample."""
+        """The careful way, for a message in which something is wrong: by arrays, too."""
         if stamps.item(-1) > self.newest_ns and self._clock.is_stale(stamps.item(-1), rx_ns):
             self.ledger.refuse(STALE, len(stamps))
             return 0
-        finite: list[bool] = np.all(_representable(values), axis=1).tolist()
+        if not self._is_image:
+            finite = _representable(values).all(axis=1)
+            if bad := len(stamps) - int(np.count_nonzero(finite)):
+                self.ledger.refuse(NON_FINITE, bad)
+                stamps, values = stamps[finite], values[finite]
         taken = 0
-        begin = 0  # of the run of good samples not stored yet
-        newest_ns = self.newest_ns
-        for index, stamp_ns in enumerate(stamps.tolist()):
-            reason = self._fault(stamp_ns, newest_ns, rx_ns, is_finite=finite[index])
-            if reason is None:
-                newest_ns = stamp_ns
-                continue
-            taken += self._store(stamps[begin:index], values[begin:index], rx_ns)
-            begin = index + 1
-            self.ledger.refuse(reason, 1)
-            if reason in (LATE, FUTURE) and self._clock.rejects():
-                newest_ns = NEVER_NS
-        return taken + self._store(stamps[begin:], values[begin:], rx_ns)
+        while len(stamps):
+            judged = self._clock.judge(stamps, self.newest_ns, rx_ns)
+            n = len(judged.good)
+            taken += self._store(stamps[:n][judged.good], values[:n][judged.good], rx_ns)
+            for reason, count in zip((LATE, DUPLICATE, FUTURE, STALE), judged[1:], strict=True):
+                if count:
+                    self.ledger.refuse(reason, count)
+            if n < len(stamps):
+                taken += self._append_one(stamps[n : n + 1], values[n : n + 1], rx_ns)
+            stamps, values = stamps[n + 1 :], values[n + 1 :]
+        return taken
 
-    def _fault(self, stamp_ns: int, newest_ns: int, rx_ns: int, *, is_finite: bool) -> str | None:
-        if not is_finite:
-            return NON_FINITE
-        if stamp_ns <= newest_ns:
-            return DUPLICATE if stamp_ns == newest_ns else LATE
+    def _append_one(self, stamp: NDArray[np.int64], value: NDArray[Any], rx_ns: int) -> int:
+        """A sample that changes how the next ones are judged."""
+        reason = self._fault(stamp.item(), rx_ns)
+        if reason is None:
+            return self._store(stamp, value, rx_ns)
+        self.ledger.refuse(reason, 1)
+        if reason in (LATE, FUTURE):
+            self._clock.rejects()
+        return 0
+
+    def _fault(self, stamp_ns: int, rx_ns: int) -> str | None:
+        if stamp_ns <= self.newest_ns:
+            return DUPLICATE if stamp_ns == self.newest_ns else LATE
         if self._clock.accepts(stamp_ns, rx_ns):
             return None
         return STALE if self._clock.is_stale(stamp_ns, rx_ns) else FUTURE
@@ -207,11 +217,13 @@ class SensorRing:
         self._heads[self._row] = oldest % capacity
         if self.settled < oldest:
             self._lose_before(oldest, OVERWRITTEN)
-        before_ns, self.newest_ns = self.newest_ns, stamps.item(n - 1)
-        if before_ns != NEVER_NS and self.newest_ns - before_ns > self._gap_ns:
-            for step_ns in np.diff(stamps, prepend=before_ns).tolist():
-                if step_ns > self._gap_ns:
-                    self.ledger.add_hole(step_ns)
+        before_ns = stamps.item(0) if self.newest_ns == NEVER_NS else self.newest_ns
+        self.newest_ns = stamps.item(n - 1)
+        if self.newest_ns - before_ns > self._gap_ns:
+            steps_ns = np.diff(stamps, prepend=before_ns)
+            holes_ns = steps_ns[steps_ns > self._gap_ns]
+            if len(holes_ns):
+                self.ledger.add_holes(len(holes_ns), int(holes_ns.max()))
         self.newest_rx_ns = rx_ns
         return n
 

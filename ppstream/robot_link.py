@@ -186,7 +186,7 @@ class RobotLink:
             due_ns = min(due_ns, other_ns)
         return max(0, due_ns - now_ns())
 
-    def _receive(self, body: bytes) -> None:
+    def _receive(self, body: bytes | memoryview) -> None:
         try:
             message = to_robot.decode(body)
         except DECODE_ERRORS:

@@ -16,6 +16,7 @@ NON_FINITE: Final = "non_finite"  # NaN, infinite, or too large for float32
 DUPLICATE: Final = "duplicate"  # the newest sample's stamp again: the first one counts
 LATE: Final = "late"  # older than the newest sample
 FUTURE: Final = "future"  # further ahead than time can have passed
+RATE: Final = "rate"  # beyond what a robot may send of the stream in a second
 STALE: Final = "stale"  # it waited on the way for longer than any window reaches back
 # Accepted, but in no window:
 PASSED_OVER: Final = "passed_over"  # older than all that the first window since then needed
@@ -59,10 +60,10 @@ class SampleLedger:
         self.in_flight -= samples
         self.refuse(reason, samples)
 
-    def add_hole(self, ns: int) -> None:
-        """So much time without a sample, more than ``max_gap_ms``."""
-        self.holes += 1
-        self.longest_hole_ns = max(self.longest_hole_ns, ns)
+    def add_holes(self, holes: int, longest_ns: int) -> None:
+        """So many times without a sample for more than ``max_gap_ms``."""
+        self.holes += holes
+        self.longest_hole_ns = max(self.longest_hole_ns, longest_ns)
 
     def settle(self, used: int, passed_over: int) -> None:
         """A window was cut: these samples are in flight no more."""

@@ -23,16 +23,33 @@ NO_BYTES: Final = -1  # no raw sample has this size: an encoded stream's frames 
 
 
 class SessionStream:
-    """Where the samples of one declared stream go, and how many bytes one has, unless encoded."""
+    """Where the samples of one declared stream go, and how many bytes one has, unless encoded.
 
-    __slots__ = ("dim", "dtype", "is_encoded", "ring", "sample_bytes")
+    ``samples_left`` may still come before the next second begins.
+    """
 
-    def __init__(self, ring: SensorRing, encoding: str = RAW) -> None:
+    __slots__ = (
+        "_samples_per_s",
+        "dim",
+        "dtype",
+        "is_encoded",
+        "ring",
+        "sample_bytes",
+        "samples_left",
+    )
+
+    def __init__(self, ring: SensorRing, encoding: str, samples_per_s: int) -> None:
         self.ring = ring
+        self._samples_per_s = samples_per_s
+        self.refill()
         self.dim = ring.stream.dim
         self.dtype: np.dtype[Any] = np.dtype(ring.stream.dtype)
         self.is_encoded = encoding != RAW
         self.sample_bytes = NO_BYTES if self.is_encoded else self.dim * self.dtype.itemsize
+
+    def refill(self) -> None:
+        """A second is over."""
+        self.samples_left = self._samples_per_s
 
 
 @dataclass(slots=True)

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from ppstream.clock import NS_PER_S
+from ppstream.session_limits import frames_per_second, samples_per_second
 from ppstream.session_records import Session, SessionStream
 
 if TYPE_CHECKING:
+    from ppstream.config import PipelineConfig
     from ppstream.messages import Hello
     from ppstream.ring import RowInput
 
@@ -24,12 +26,15 @@ class SessionTable:
 
     Args:
         rows: places of robots.
-        frames_per_s: what a robot may send in a second; ``refill`` begins the next one.
+        config: says what a robot may send in a second; ``refill`` begins the next one.
     """
 
-    def __init__(self, rows: Sequence[RowInput], frames_per_s: int) -> None:
+    def __init__(self, rows: Sequence[RowInput], config: PipelineConfig) -> None:
         self._rows = rows
-        self._frames_per_s = frames_per_s
+        self._frames_per_s = frames_per_second(config)
+        self._samples_per_s = {
+            stream.name: samples_per_second(config, stream) for stream in config.streams
+        }
         self._at: list[Session | None] = [None] * len(rows)
         self._of: dict[bytes, Session] = {}
 
@@ -79,7 +84,10 @@ class SessionTable:
             row=row,
             hello=hello,
             streams=[
-                SessionStream(row.rings[stream.name], stream.encoding) for stream in hello.streams
+                SessionStream(
+                    row.rings[stream.name], stream.encoding, self._samples_per_s[stream.name]
+                )
+                for stream in hello.streams
             ],
             heard_ns=now_ns,
             frames_left=self._frames_per_s,
@@ -92,6 +100,8 @@ class SessionTable:
         """A second is over: everybody may speak again."""
         for session in self._of.values():
             session.frames_left = self._frames_per_s
+            for stream in session.streams:
+                stream.refill()
 
     def close(self, session: Session) -> None:
         """Free its row."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ppstream.clock import NS_PER_MS, NS_PER_S
+from ppstream.clock import NS_PER_MS, NS_PER_S, Clock
+from ppstream.clock import now_ns as clock_ns
 from ppstream.contract import foreign_version, objection, welcome
 from ppstream.errors import ConfigError
 from ppstream.keys import server_keys
@@ -31,18 +32,23 @@ from ppstream.messages import (
     encoder,
     from_robot,
 )
-from ppstream.session_limits import STRANGER_FRAMES_PER_S, frame_bytes_max, frames_per_second
+from ppstream.sample_ledger import RATE
+from ppstream.session_limits import (
+    DRAIN_FRAMES,
+    DRAIN_NS,
+    STRANGER_FRAMES_PER_S,
+    frame_bytes_max,
+)
 from ppstream.session_records import Session, SessionCounts, SessionStatistics
 from ppstream.session_requests import SessionRequests
 from ppstream.session_table import SILENCE_NS, SessionTable
-from ppstream.sockets import MAX_DRAIN, Frame, bind_server
+from ppstream.sockets import Frame, bind_server
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
     from ppstream.ring import RowInput
 
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
-CALM_FRAMES: Final = 4  # of each robot, taken at once while somebody floods
 SERVING: Final = frozenset({"ready", "degraded"})  # phases in which samples and actions flow
 ENDING: Final = frozenset({"draining", "stopped"})  # phases in which nobody is admitted
 
@@ -57,6 +63,7 @@ class Sessions:
     Args:
         config: the run's configuration; ``service.endpoint`` must not be None.
         rows: one place per robot.
+        clock: tells when a drain has lasted long enough.
 
     Raises:
         ConfigError: the endpoint cannot be bound, or a key file cannot be used.
@@ -64,22 +71,20 @@ class Sessions:
 
     exhausted: Final = False
 
-    def __init__(self, config: PipelineConfig, rows: Sequence[RowInput]) -> None:
+    def __init__(
+        self, config: PipelineConfig, rows: Sequence[RowInput], clock: Clock = clock_ns
+    ) -> None:
         if config.service.endpoint is None:
             raise ConfigError(["service.endpoint: none is configured, so no robot can connect"])
         self._config = config
-        self._table = SessionTable(rows, frames_per_second(config))
+        self._clock = clock
+        self._table = SessionTable(rows, config)
         keys = server_keys(config.service.secret_key, config.service.allowed_keys)
         self._socket = bind_server(config.service.endpoint, keys, frame_bytes_max(config))
         self._phase = "starting"
         self._lost_due_ns = 0
         self._second_ns = 0  # when the next one begins
         self._strangers_left = STRANGER_FRAMES_PER_S
-        self._over = 0  # frames of one drain that were over somebody's limit
-        # In a flood few frames are taken at once: ZeroMQ takes from all robots in turn, so that
-        # each is heard, and the flood waits at its sender.
-        self._calm_frames = CALM_FRAMES * (1 + len(rows))
-        self._drain_frames = MAX_DRAIN
         self._counts = SessionCounts()
         self.requests = SessionRequests(config, self._table, self._counts, self._send, self._wake)
         self.reports = self.requests.reports  # for the log
@@ -99,23 +104,25 @@ class Sessions:
         return self._table.next_silent_ns()
 
     def drain(self, now_ns: int) -> int:
-        """Handle the frames that are there, about a millisecond's worth at most.
+        """Handle the frames that are there, for ``DRAIN_NS`` and one more reading at most.
+
+        ZeroMQ takes from all connections in turn, so each robot is heard beside one that floods.
 
         Returns:
             How many samples the rings accepted.
         """
         if now_ns >= self._second_ns:
             self._begin_second(now_ns)
-        limit = self._drain_frames
-        frames = self._socket.drain(limit)
+        taken = self.requests.take()
+        until_ns = self._clock() + DRAIN_NS
+        while frames := self._socket.drain(DRAIN_FRAMES):
+            for frame in frames:
+                taken += self._take(frame, now_ns)
+            if not self._socket.has_more or self._clock() >= until_ns:
+                break
         if self._socket.malformed:
             self._counts.frames_dropped["malformed"] = self._socket.malformed
-        taken = self.requests.take()
-        self._over = 0
-        for frame in frames:
-            taken += self._take(frame, now_ns)
-        self._drain_frames = self._calm_frames if 2 * self._over > limit else MAX_DRAIN
-        if len(frames) < limit:  # else more is waiting: nobody can be called silent yet
+        if not self._socket.has_more:  # else nobody can be called silent yet
             for session in self._table.silent(now_ns):
                 self._close(session, "silent")
         return taken
@@ -170,7 +177,6 @@ class Sessions:
         else:
             session.frames_left = left = session.frames_left - 1
         if left < 0:  # before it is read: a flood costs others no more than this
-            self._over += 1
             self._drop("rate")
             return 0
         try:
@@ -208,6 +214,10 @@ class Sessions:
         if not session.is_serving:
             self._counts.samples_early += n
             return 0
+        if n > stream.samples_left:
+            stream.ring.refuse(RATE, n)
+            return 0
+        stream.samples_left -= n
         if rest or len(message.values) != n * stream.sample_bytes:
             if stream.is_encoded:
                 self.requests.frame(session, stream, message, now_ns)

@@ -1,14 +1,18 @@
 """SocketGuard: who may connect to a server's socket, and how many were turned away.
 
 With keys, a thread of pyzmq's answers for every connection whether its public key is allowed; the
-connection is encrypted or it is none. Refusals are counted from the socket's own events. Messages
-are not looked at here.
+connection is encrypted or it is none. Refusals are counted from the socket's own events, which wait
+without a bound, since a full queue would stop the socket's thread: when more come in a second than
+are read, as they do when no descriptor is left, nothing is told until the next one. Messages are
+not looked at here.
 """
 
 from __future__ import annotations
 
 import logging
+import struct
 from collections import Counter
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -26,7 +30,10 @@ EVENTS: Final = {
     zmq.Event.ACCEPT_FAILED: "accept",  # no descriptor left
     zmq.Event.DISCONNECTED: "closed",  # by either side; an oversized frame is one reason
 }
-EVENTS_PER_LOOK: Final = 1000  # a flood of connections cannot keep the caller
+EVENTS_PER_LOOK: Final = 1000  # some ms: a flood of connections cannot keep the caller
+UNCOUNTED: Final = "uncounted"  # seconds of which only the first events were counted
+_event: Final = struct.Struct("=H")  # begins an event's first part
+_names: Final = count()
 
 logger = logging.getLogger("ppstream.auth")
 
@@ -40,35 +47,46 @@ class SocketGuard:
     """
 
     def __init__(self, socket: zmq.Socket[bytes], keys: ServerKeys | None) -> None:
-        from zmq.utils.monitor import parse_monitor_message
-
-        self._parse = parse_monitor_message
         self.refused: Counter[str] = Counter()
         self._allowed = {} if keys is None else keys.allowed
         self._authenticator: ThreadAuthenticator | None = None
         if keys is not None:
             self._authenticator = self._demand(socket, keys)
-        self._monitor = _monitor(socket)
+        self._monitor: zmq.Socket[bytes] | None = _monitor(socket)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether ``key`` may connect; asked by the authenticator's thread."""
         return key in self._allowed
 
-    def look(self) -> None:
+    def look(self, socket: zmq.Socket[bytes]) -> None:
         """Count what was turned away since; for the socket's owner, about once a second."""
+        if self._monitor is None:  # a flood stopped it
+            try:
+                self._monitor = _monitor(socket)
+            except zmq.ZMQError:  # it needs descriptors, too
+                self.refused[UNCOUNTED] += 1
+            return
         for _ in range(EVENTS_PER_LOOK):
             try:
-                event = self._parse(self._monitor.recv_multipart(zmq.NOBLOCK))
+                event, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self.refused[EVENTS[zmq.Event(event["event"])]] += 1
+            self.refused[EVENTS[zmq.Event(*_event.unpack_from(event))]] += 1
+        self.refused[UNCOUNTED] += 1
+        self._stop_monitor(socket)
 
     def stop(self, socket: zmq.Socket[bytes]) -> None:
         """Close what was opened here."""
-        socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._stop_monitor(socket)
         if self._authenticator is not None:
             self._authenticator.stop()
+
+    def _stop_monitor(self, socket: zmq.Socket[bytes]) -> None:
+        """What it has not told yet is forgotten with it."""
+        if self._monitor is not None:
+            socket.disable_monitor()  # first: the socket's thread would wait for a reader
+            self._monitor.close(linger=0)
+            self._monitor = None
 
     def _demand(self, socket: zmq.Socket[bytes], keys: ServerKeys) -> ThreadAuthenticator:
         """Encrypt; from now on only allowed keys connect, and nobody if the thread is not there."""
@@ -86,12 +104,16 @@ class SocketGuard:
 
 def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     """A socket with the events of ``socket``."""
-    address = f"inproc://monitor-{id(socket)}"
+    address = f"inproc://monitor-{next(_names)}"  # one that stopped may not have gone yet
     wanted = 0
     for event in EVENTS:
         wanted |= event
-    socket.monitor(address, wanted)
     monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
     monitor.set(zmq.RCVHWM, 0)  # a full one would stop the socket's own thread
+    try:
+        socket.monitor(address, wanted)
+    except zmq.ZMQError:
+        monitor.close()
+        raise
     monitor.connect(address)
     return monitor

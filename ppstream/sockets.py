@@ -22,6 +22,8 @@ from ppstream.socket_guard import SocketGuard
 
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the connection
 MAX_DRAIN: Final = 256  # frames taken while holding the lock; about 1 ms
+MAX_DRAIN_BYTES: Final = 1 << 20  # of them; the frame that reaches it is the last one
+COPIED_BYTES: Final = 1 << 16  # a copy of 1 MiB takes 0.1 to 1 ms, and may be of a flood's
 SERVER_SEND_FRAMES: Final = 64  # per robot, in ZeroMQ; kernel buffers come on top
 SERVER_RECEIVE_FRAMES: Final = 256  # per robot, not yet drained
 CLIENT_SEND_FRAMES: Final = 256
@@ -34,10 +36,10 @@ HANDSHAKE_MS: Final = 2000  # a connection that does not say who it is ends
 
 
 class Frame(NamedTuple):
-    """One message: who sent it (empty on a robot's side) and its bytes."""
+    """One message: who sent it (empty on a robot's side) and its bytes, where they arrived."""
 
     peer: bytes
-    body: bytes
+    body: bytes | memoryview
 
 
 def _nothing() -> None:
@@ -51,6 +53,7 @@ class SharedSocket:
     that the system chose for ``:0``.
     ``wake`` is called, from any thread and outside the lock, when there is something to drain that
     ``fd`` will not announce. ``malformed`` counts messages that were not exactly one frame.
+    ``has_more``: a limit ended the last drain.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class SharedSocket:
         self._closed = False
         self.wake: Callable[[], None] = _nothing
         self.malformed = 0
+        self.has_more = False
         self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         for option, value in options.items():
             self._socket.set(option, value)
@@ -95,19 +99,25 @@ class SharedSocket:
         return sent
 
     def drain(self, limit: int = MAX_DRAIN) -> list[Frame]:
-        """All messages that are there, at most ``limit``; for the owner alone, never waits."""
+        """All messages that are there, at most ``limit``; for the owner alone, never waits.
+
+        They end with the one that makes them ``MAX_DRAIN_BYTES``: a sender of large frames that is
+        as quick as their copies could else keep the caller for as long as it likes.
+        """
         frames: list[Frame] = []
+        self.has_more = False
         with self._lock:
             if self._closed:
                 return frames
             try:
-                self._take(frames)
+                left = MAX_DRAIN_BYTES - self._take(frames)
                 if not self._is_readable():
                     return frames  # the common case; an exception would cost twice the question
-                while len(frames) < limit:
-                    self._take(frames)
+                while len(frames) < limit and left > 0:
+                    left -= self._take(frames)
             except zmq.Again:
                 return frames
+        self.has_more = True
         self.wake()  # the limit ended it, and the edge is spent
         return frames
 
@@ -115,7 +125,8 @@ class SharedSocket:
         """Connections turned away or ended, by reason; for the owner, about once a second."""
         if self._guard is None or self._closed:
             return {}
-        self._guard.look()
+        with self._lock:
+            self._guard.look(self._socket)
         return dict(self._guard.refused)
 
     def close(self) -> None:
@@ -145,15 +156,19 @@ class SharedSocket:
     def _is_readable(self) -> bool:
         return bool(_integer(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
-    def _take(self, frames: list[Frame]) -> None:
+    def _take(self, frames: list[Frame]) -> int:
+        """Receive one message; returns its bytes."""
         peer = self._socket.recv(zmq.NOBLOCK) if self._routed else b""
-        body = self._socket.recv(zmq.NOBLOCK)  # parts of one message arrive together
-        if not self._socket.get(zmq.RCVMORE):
-            frames.append(Frame(peer, body))
-            return
+        part = self._socket.recv(zmq.NOBLOCK, copy=False)  # parts of one message arrive together
+        size = len(part)
+        if not part.more:
+            frames.append(Frame(peer, part.bytes if size < COPIED_BYTES else part.buffer))
+            return size
         self.malformed += 1
-        while self._socket.get(zmq.RCVMORE):
-            self._socket.recv(zmq.NOBLOCK)
+        while part.more:
+            part = self._socket.recv(zmq.NOBLOCK, copy=False)
+            size += len(part)
+        return size
 
 
 def bind_server(

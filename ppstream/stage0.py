@@ -179,12 +179,12 @@ class Stage0(Paired):
         if not ready or not self._source_fds:
             self.look()
             return
-        if not self._result_fds.issuperset(ready):
-            self.take_in()
-        if not self._is_split:
+        if not self._is_split:  # results first: what robots sent may be much
             if not self._result_fds.isdisjoint(ready):
                 self.observe()
             self.check_peer(now_ns())
+        if not self._result_fds.issuperset(ready):
+            self.take_in()
 
     def is_idle(self) -> bool:
         has_result = not self._is_split and not self._received.empty()

@@ -10,7 +10,7 @@ import numpy as np
 from robot_rig import ACTIONS, make_config, make_rows, wait_until
 
 from ppstream import messages as m
-from ppstream.clock import NS_PER_S
+from ppstream.clock import NS_PER_S, Clock, now_ns
 from ppstream.config import PipelineConfig
 from ppstream.sessions import Sessions
 from ppstream.sockets import SharedSocket, connect_client
@@ -22,11 +22,16 @@ class Desk:
     """Sessions driven by hand: time is passed in, robots are bare sockets."""
 
     def __init__(
-        self, config: PipelineConfig | None = None, *, rows: int = 1, phase: str | None = "ready"
+        self,
+        config: PipelineConfig | None = None,
+        *,
+        rows: int = 1,
+        phase: str | None = "ready",
+        clock: Clock = now_ns,
     ) -> None:
         self.config = config or make_config(rows=rows)
         self.rows = make_rows(self.config)
-        self.sessions = Sessions(self.config, self.rows)
+        self.sessions = Sessions(self.config, self.rows, clock)
         self.now_ns = 10 * NS_PER_S
         self._robots: list[SharedSocket] = []
         if phase is not None:

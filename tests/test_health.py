@@ -50,19 +50,75 @@ def drip(server):
                 time.sleep(LIMIT_S / 10)
 
     client = socket.create_connection(("127.0.0.1", server.port))
-    threading.Thread(target=send, daemon=True).start()
+    dripping = threading.Thread(target=send, daemon=True)
+    dripping.start()
     time.sleep(LIMIT_S / 3)  # it is being served by now
+    return dripping
 
 
 def test_a_request_that_never_ends_is_hung_up_on(server):
-    drip(server)
-    with urlopen(f"http://127.0.0.1:{server.port}/healthz", timeout=20 * LIMIT_S) as answer:
-        assert answer.status == 200
+    dripping = drip(server)
+    assert asked(server) == 200
+    dripping.join(20 * LIMIT_S)
+    assert not dripping.is_alive()
 
 
-def test_the_door_closes_while_a_request_does_not_end(server):
-    drip(server)
+def test_the_door_closes_while_a_request_does_not_end_and_hangs_up(monkeypatch, server):
+    monkeypatch.setattr(health, "REQUEST_LIMIT_S", 3600)
+    dripping = drip(server)
     assert close(server)
+    dripping.join(20 * LIMIT_S)
+    assert not dripping.is_alive()
+
+
+def asked(server, path="healthz"):
+    with urlopen(f"http://127.0.0.1:{server.port}/{path}", timeout=20 * LIMIT_S) as answer:
+        return answer.status
+
+
+def ended(client):
+    with suppress(ConnectionError):
+        while client.recv(4096):
+            pass
+    return True
+
+
+def test_many_requests_that_do_not_end_keep_nobody_who_asks_and_the_oldest_go_first(monkeypatch):
+    monkeypatch.setattr(health, "REQUEST_LIMIT_S", 3600)  # no time ends them
+    server = HealthServer(0, Nothing(), lambda: {"phase": "ready"})
+    halves = []
+    for _ in range(44):
+        halves.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+        halves[-1].sendall(b"GET /metr")
+        assert asked(server) == 200
+    assert asked(server, "metrics") == 200
+    assert all(map(ended, halves[: 44 - health.REQUESTS_MAX]))
+    newest = halves[-1]
+    newest.sendall(b"ics HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert newest.recv(12) == b"HTTP/1.0 200"
+    assert close(server)
+    for half in halves:
+        half.close()
+
+
+def test_answers_are_made_one_at_a_time():
+    inside, most = [], []
+
+    def slow():
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+        return {"phase": "ready"}
+
+    server = HealthServer(0, Nothing(), slow)
+    threads = [threading.Thread(target=asked, args=(server,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert close(server)
+    assert most == [1] * 8
 
 
 def test_a_client_that_dies_is_its_own_affair_and_a_broken_answer_is_told(server, caplog):

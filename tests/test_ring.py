@@ -10,7 +10,8 @@ from stream_cases import MS, Input, at_ms, config, ramp, stream
 
 from ppstream.intake import balances
 from ppstream.ring import RowInput, SensorRing
-from ppstream.robot_clock import JUMP_SAMPLES, NEVER_NS
+from ppstream.ring_bank import RingBank
+from ppstream.robot_clock import BACKLOG_NS, FUTURE_LIMIT_NS, JUMP_SAMPLES, NEVER_NS
 
 RX = 123 * MS
 
@@ -391,3 +392,86 @@ def test_how_samples_are_grouped_into_messages_does_not_matter(
             ring.append(stamps, np.array([[v] for _, v in part], dtype=np.float32), RX)
     assert held(rings[0]) == held(rings[1])
     assert rings[0].ledger.as_dict() == rings[1].ledger.as_dict()
+
+
+class SlowRing(SensorRing):
+    """Judges a message in which something is wrong sample by sample: the rule, plainly."""
+
+    def _append_some(self, stamps: Any, values: Any, rx_ns: int) -> int:
+        clock, last_ns = self._clock, stamps.item(-1)
+        if last_ns > self.newest_ns and clock.is_stale(last_ns, rx_ns):
+            self.ledger.refuse("stale", len(stamps))
+            return 0
+        taken = 0
+        for index, stamp_ns in enumerate(stamps.tolist()):
+            reason = None
+            if not np.isfinite(values[index]).all():
+                reason = "non_finite"
+            elif stamp_ns <= self.newest_ns:
+                reason = "duplicate" if stamp_ns == self.newest_ns else "late"
+            elif not clock.accepts(stamp_ns, rx_ns):
+                reason = "stale" if clock.is_stale(stamp_ns, rx_ns) else "future"
+            if reason is None:
+                taken += self._store(stamps[index : index + 1], values[index : index + 1], rx_ns)
+                continue
+            self.ledger.refuse(reason, 1)
+            if reason in ("late", "future"):
+                clock.rejects()
+        return taken
+
+
+LIMIT_MS = FUTURE_LIMIT_NS // MS
+STALE_MS = 300
+#: Where a run of samples begins, beside the newest before it, and how far apart they are.
+OFFSETS = st.sampled_from([-5_000_000, -2000, -STALE_MS, -7, -1, 0, 1, 10, 700, LIMIT_MS, 90_000])
+STEPS = st.sampled_from([-40, -1, 0, 1, 5, 600, LIMIT_MS - 1, LIMIT_MS, LIMIT_MS + 1, 1 << 32])
+RUNS = st.lists(st.tuples(OFFSETS, STEPS, st.integers(1, 60)), min_size=1, max_size=4)
+#: Runs, one behind the other or mixed; each n-th sample bad; time until it arrives; which ring.
+MESSAGES = st.tuples(
+    RUNS,
+    st.booleans(),
+    st.sampled_from([0, 0, 1, 2, 7]),
+    st.sampled_from([0, 5, 400, BACKLOG_NS // MS + 1, 11_000]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(MESSAGES, min_size=1, max_size=8), st.sampled_from([3, 100, 300]), st.booleans())
+def test_a_message_judged_by_arrays_is_judged_as_sample_by_sample(
+    messages: list[Any], capacity: int, real_time: bool
+) -> None:
+    both = [two_rings(kind, capacity, real_time) for kind in (SensorRing, SlowRing)]
+    rx_ns, newest_ns = 500 * MS, 0
+    for runs, mixed, bad_every, passed_ms, other in messages:
+        rx_ns += passed_ms * MS
+        parts = [
+            newest_ns + (offset + step * np.arange(count, dtype=np.int64)) * MS
+            for offset, step, count in runs
+        ]
+        stamps = np.concatenate(parts)
+        if mixed:
+            stamps = stamps[np.argsort(np.concatenate([np.arange(len(part)) for part in parts]))]
+        values = np.ones((len(stamps), 1), np.float32)
+        values[:: bad_every or len(stamps) + 1] = np.nan if bad_every else 1
+        taken = [row.rings["b" if other else "a"].append(stamps, values, rx_ns) for row in both]
+        assert taken[0] == taken[1]
+        clocks = [{**vars(row.clock), "_on_jump": None} for row in both]
+        assert clocks[0] == clocks[1]
+        for name in ("a", "b"):
+            ours, slow = both[0].rings[name], both[1].rings[name]
+            assert held(ours) == held(slow)
+            assert ours.ledger.as_dict() == slow.ledger.as_dict()
+            assert ours.ledger.holes == slow.ledger.holes
+            assert ours.ledger.longest_hole_ns == slow.ledger.longest_hole_ns
+            ours.check()
+        newest_ns = max(newest_ns, both[0].rings["a"].newest_ns)
+
+
+def two_rings(kind: type[SensorRing], capacity: int, real_time: bool) -> RowInput:
+    case = config(stream("a", dim=1), stream("b", dim=1))
+    banks = {one.name: RingBank(one, 1, capacity) for one in case.streams}
+    row = RowInput(banks, 0, "a", STALE_MS * MS)
+    row.rings = {name: kind(bank, 0, row.clock) for name, bank in banks.items()}
+    row.open(7, is_real_time=real_time)
+    return row

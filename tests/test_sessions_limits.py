@@ -12,15 +12,19 @@ from session_desk import STREAMS, Desk, hello, open_desk, samples
 from ppstream import messages as m
 from ppstream.clock import NS_PER_S
 from ppstream.session_limits import (
+    DRAIN_FRAMES,
+    DRAIN_NS,
     HEADER_BYTES,
     PUSH_BYTES,
     STRANGER_FRAMES_PER_S,
     frame_bytes_max,
     frames_per_second,
+    samples_per_second,
 )
-from ppstream.sessions import CALM_FRAMES
 
-LIMIT = frames_per_second(make_config(rows=2))
+CONFIG = make_config(rows=2)
+LIMIT = frames_per_second(CONFIG)
+SAMPLES_LIMIT = samples_per_second(CONFIG, CONFIG.streams[0])
 
 
 @pytest.fixture
@@ -159,24 +163,56 @@ def test_so_many_robots_are_admitted_as_there_are_rows(rows: int, answer: str | 
         assert (heard.reason if isinstance(heard, m.Refused) else None) == answer
 
 
-def test_in_a_flood_few_frames_are_taken_at_once_and_afterwards_as_many_as_come(
-    desk: Desk,
+@pytest.mark.parametrize(("extra", "over"), [(-1, 0), (0, 0), (1, 1)])
+def test_a_robot_may_send_so_many_samples_of_a_stream_a_second_and_not_one_more(
+    desk: Desk, extra: int, over: int
 ) -> None:
     robot = desk.robot()
     session = desk.admit(robot).session
-    desk.say(robot, *[m.Ping(session)] * (LIMIT + 300))  # the last drain was over the limit
+    half = range(1, SAMPLES_LIMIT // 2 + 1)
+    rest = range(half.stop, SAMPLES_LIMIT + 1 + extra)
+    desk.say(robot, samples(session, *half), samples(session, *rest), samples(session, 1, stream=1))
+    ledger = desk.rows[0].rings["joints"].ledger
+    assert ledger.received == SAMPLES_LIMIT + extra
+    assert ledger.dropped.get("rate", 0) == over * len(rest)  # a frame is one or none
+    assert desk.rows[0].rings["imu"].ledger.in_flight == 1  # each stream has a limit of its own
+    desk.now_ns += NS_PER_S
+    desk.say(robot, samples(session, 10**6))  # the next second begins
+    assert ledger.dropped.get("rate", 0) == over * len(rest)
 
-    def taken_at_once(count: int) -> int:
-        for _ in range(count):
+
+def test_a_ring_full_may_come_at_once_and_a_lone_robot_s_samples_have_no_limit() -> None:
+    stream = CONFIG.streams[0]
+    assert CONFIG.ring_samples(stream) + 4 * stream.rate_hz == SAMPLES_LIMIT
+    assert samples_per_second(make_config(rows=1), stream) > 10**9
+
+
+@pytest.mark.parametrize(("look_ns", "readings"), [(0, 4), (DRAIN_NS // 2, 2), (DRAIN_NS, 1)])
+def test_a_drain_ends_when_its_time_is_over_and_asks_for_another(
+    look_ns: int, readings: int
+) -> None:
+    looks = iter(range(0, 1 << 62, look_ns) if look_ns else iter(int, 1))
+    with open_desk(rows=2, clock=lambda: next(looks)) as desk:
+        robot = desk.robot()
+        session = desk.admit(robot).session
+        for _ in range(4 * DRAIN_FRAMES):
             wait_until(lambda: robot.send(m.encoder.encode(m.Ping(session))))
         time.sleep(0.05)  # all of it lies in the socket
+        woken: list[int] = []
+        desk.sessions.set_wake(lambda: woken.append(1))
         before = desk.sessions.statistics().frames_received
         desk.sessions.drain(desk.now_ns)
-        return desk.sessions.statistics().frames_received - before
+        taken = desk.sessions.statistics().frames_received - before
+        assert taken == readings * DRAIN_FRAMES
+        assert woken
 
-    assert taken_at_once(100) == CALM_FRAMES * (1 + 2)
-    desk.now_ns += NS_PER_S
-    desk.say(robot)
-    while taken_at_once(0):
-        pass
-    assert taken_at_once(100) == 100
+
+def test_robots_are_heard_in_turn_beside_one_that_fills_its_socket(desk: Desk) -> None:
+    loud, quiet = desk.robot(), desk.robot()
+    flood = desk.admit(loud, robot="loud").session
+    session = desk.admit(quiet, robot="quiet").session
+    for _ in range(20 * DRAIN_FRAMES):
+        loud.send(m.encoder.encode(m.Ping(flood)))
+    wait_until(lambda: quiet.send(m.encoder.encode(samples(session, 1))))
+    time.sleep(0.05)  # all of it lies in the socket
+    assert desk.sessions.drain(desk.now_ns) == 1

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import json
+import os
+import resource
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +20,7 @@ from robot_rig import ANY_PORT, make_client, make_config, serving, wait_until
 from ppstream.config_problems import problems
 from ppstream.errors import ConfigError, PeerLostError
 from ppstream.keys import ClientKeys, ServerKeys, allow, client_keys, make_pair
+from ppstream.socket_guard import EVENTS_PER_LOOK
 from ppstream.sockets import MAX_FRAME_BYTES, SharedSocket, bind_server, connect_client
 
 ANYWHERE = "tcp://0.0.0.0:*"
@@ -140,6 +147,87 @@ def test_hundreds_of_broken_connections_are_counted_and_robots_still_served() ->
     assert counts["handshake"] > 100
 
 
+def test_a_flood_of_events_leaves_no_backlog_and_what_comes_behind_it_is_counted() -> None:
+    """No descriptor is left, so each try to accept a connection tells that it failed, for ever."""
+    found = subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    flood = json.loads(found.stdout)
+    assert flood["refused"]["accept"] > 0
+    assert flood["refused"]["uncounted"] > 1
+    assert flood["backlog"] <= EVENTS_PER_LOOK
+    assert flood["grown_mib"] < 48  # 2 s of it are 60 MiB and more that nobody reads
+    assert flood["counted_behind_it"] == 1
+
+
+def flood_of_accepts() -> None:
+    """More connections than descriptors, and a robot that is in; prints what became of it."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+    statm = os.open("/proc/self/statm", os.O_RDONLY)
+
+    def resident_mib() -> float:
+        return int(os.pread(statm, 100, 0).split()[1]) * resource.getpagesize() / (1 << 20)
+
+    server = bind_server(ANY_PORT)
+    client = connect_client(server.endpoint)
+    wait_until(lambda: client.send(b"first") and server.drain())
+    port = server.endpoint.rpartition(":")[2]
+    script = (
+        "import resource, socket, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (1024, {most}))\n"
+        f"held = [socket.create_connection(('127.0.0.1', {port})) for _ in range(150)]\n"
+        "print('open', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    flood = subprocess.Popen([sys.executable, "-c", script], **pipes)
+    assert flood.stdin is not None
+    assert flood.stdout is not None
+    flood.stdout.readline()
+    wait_until(lambda: server.refused().get("accept"))
+    before_mib, grown_mib = resident_mib(), 0.0
+    for _ in range(20):
+        time.sleep(0.1)  # what comes between two looks is all that may wait
+        refused = server.refused()
+        grown_mib = max(grown_mib, resident_mib() - before_mib)
+    wait_until(lambda: client.send(b"still here"))
+    wait_until(server.drain)
+    flood.stdin.close()
+    flood.wait()
+    flood.stdout.close()
+    quiet, last = 0, server.refused()
+    for _ in range(60):  # they are accepted now, and end
+        time.sleep(0.05)
+        quiet = quiet + 1 if (now := server.refused()) == last else 0
+        last = now
+        if quiet == 5:
+            break
+    backlog = sum(last.values()) - sum(refused.values())
+    raw = socket.create_connection(("127.0.0.1", int(port)))
+    raw.sendall(b"no ZeroMQ at all" * 8)
+    raw.close()
+    wait_until(lambda: server.refused() != last)
+    behind = server.refused()
+    print(
+        json.dumps(
+            {
+                "refused": refused,
+                "backlog": backlog,
+                "grown_mib": grown_mib,
+                "counted_behind_it": behind.get("handshake", 0) - last.get("handshake", 0),
+            }
+        )
+    )
+    client.close()
+    server.close()
+
+
 def make_keys(folder: Path) -> dict[str, str]:
     make_pair("server", folder)
     allow(folder / "allowed", "arm", make_pair("arm", folder))
@@ -184,3 +272,7 @@ def test_a_configuration_without_its_keys_is_refused(
     lines = problems(msgspec.structs.replace(config, service=service))
     found = [line for line in lines if line.startswith("service.")]
     assert [problem in line for line in found] == ([] if problem is None else [True])
+
+
+if __name__ == "__main__":
+    flood_of_accepts()

@@ -9,7 +9,14 @@ import zmq
 from robot_rig import ANY_PORT, wait_until
 
 from ppstream.errors import ConfigError
-from ppstream.sockets import MAX_DRAIN, MAX_FRAME_BYTES, Frame, bind_server, connect_client
+from ppstream.sockets import (
+    MAX_DRAIN,
+    MAX_DRAIN_BYTES,
+    MAX_FRAME_BYTES,
+    Frame,
+    bind_server,
+    connect_client,
+)
 from ppstream.waiter import Waiter
 
 
@@ -88,6 +95,35 @@ def test_a_drain_that_hits_its_limit_asks_to_be_called_again() -> None:
         assert woken.is_set() == (len(frames) == 20)
     client.close()
     server.close()
+
+
+def test_a_drain_of_large_frames_ends_with_the_one_that_reaches_its_bytes() -> None:
+    server = bind_server(ANY_PORT)
+    client = connect_client(server.endpoint)
+    for _ in range(6):
+        wait_until(lambda: client.send(bytes(MAX_DRAIN_BYTES // 2)))
+    sizes: list[int] = []
+    while sum(sizes) < 6:
+        select.select([server.fd], [], [], 0.1)
+        sizes.append(len(server.drain()))
+        assert sizes[-1] <= 2
+        assert server.has_more or sizes[-1] < 2
+    client.close()
+    server.close()
+
+
+def test_a_large_frame_is_handed_over_where_it_arrived_and_stays_whole() -> None:
+    server = bind_server(ANY_PORT)
+    client = connect_client(server.endpoint)
+    sent = [bytes([number]) * MAX_DRAIN_BYTES for number in range(3)]
+    frames: list[Frame] = []
+    for body in sent:
+        wait_until(lambda body=body: client.send(body))
+    wait_until(lambda: frames.extend(server.drain()) or len(frames) == 3)
+    assert all(isinstance(frame.body, memoryview) for frame in frames)
+    client.close()
+    server.close()
+    assert [bytes(frame.body) for frame in frames] == sent
 
 
 def test_a_message_of_several_frames_is_counted_and_the_next_one_read() -> None:

@@ -361,3 +361,20 @@ def test_a_slow_policy_is_given_its_time_in_one_process_too(tmp_path):
         pipeline.saturate()
         rank0.run(30)
         assert rank0.standstill_ns > 5 * 15_000_000
+
+
+@pytest.mark.parametrize("form", THREADS)
+def test_behind_a_wait_results_are_looked_at_before_samples_are_taken_in(
+    form, tmp_path, monkeypatch
+):
+    with build(form, NewestValues(), tmp_path) as pipeline:
+        rank0, did = pipeline.rank0, []
+        monkeypatch.setattr(rank0, "observe", lambda: did.append("results"))
+        monkeypatch.setattr(rank0, "take_in", lambda: did.append("samples"))
+        source_fd = -1  # of robots: any that is not a result's
+        rank0._source_fds = (source_fd,)
+        try:
+            rank0.look_at([source_fd, *rank0._result_fds])
+        finally:
+            rank0._source_fds = ()
+        assert did == (["results", "samples"] if form == "serial" else ["samples"])

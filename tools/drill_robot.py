@@ -24,18 +24,17 @@ from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.control_loop import ControlLoop
 from ppstream.robot import RobotClient
 
-RATE_HZ: Final = 100.0
 STREAMS: Final = (("joints", 3), ("imu", 2))
 ACTIONS: Final = ("a", "b", "count")
 KEPT: Final = 6000  # samples whose time is known: a minute
-IMU_EVERY: Final = 2  # ticks: 50 Hz
+IMU_EVERY: Final = 2  # ticks
 CONNECT_S: Final = 60.0
 
 
 class DrillRobot:
     """Sensors that can be told to lie, and a body that notes each tick."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, rate_hz: float) -> None:
         self.orders: dict[str, float] = {}
         self._tick = 0
         self._thread = threading.get_ident()  # that ticks
@@ -46,7 +45,7 @@ class DrillRobot:
             endpoint, robot="drill", streams=STREAMS, actions=ACTIONS, clock=self.clock
         )
         self.loop = ControlLoop(
-            RATE_HZ, self.read, self.move, self.client, hold=self.hold, resume=True
+            rate_hz, self.read, self.move, self.client, hold=self.hold, resume=True
         )
 
     def clock(self) -> int:
@@ -118,9 +117,9 @@ def _raise(_chunk: Any) -> None:
 
 
 def main() -> int:
-    """Connect to the endpoint given, and tick until standard input ends."""
+    """Connect to the endpoint given, and tick at the rate given until standard input ends."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    robot = DrillRobot(sys.argv[1])
+    robot = DrillRobot(sys.argv[1], float(sys.argv[2]))
     threading.Thread(target=robot.obey, daemon=True).start()
     with robot.client:
         robot.client.connect(CONNECT_S)

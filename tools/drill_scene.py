@@ -25,6 +25,8 @@ from drill_logs import imbalance, parsed, whole_lines
 from drill_processes import MARK, marked
 from drill_proxy import Cable
 
+from ppstream.config_file import read
+
 CONFIG: Final = str(ROOT / "tools" / "drill.toml")
 READY_LIMIT_S: Final = 90.0
 END_LIMIT_S: Final = 30.0
@@ -154,7 +156,9 @@ class Scene:
 
     def start_robot(self) -> subprocess.Popen[str]:
         """Another robot of the same name, on the same cable."""
-        command = [sys.executable, str(ROOT / "tools" / "drill_robot.py"), self.cable.endpoint]
+        rate_hz = str(read(CONFIG, self._settings).reference.rate_hz)
+        program = str(ROOT / "tools" / "drill_robot.py")
+        command = [sys.executable, program, self.cable.endpoint, rate_hz]
         path = self.folder / f"robot{secrets.token_hex(3)}.txt"
         self._stories.append(path)
         with path.open("w") as output, (self.folder / "robot.err").open("a") as errors:
@@ -163,6 +167,12 @@ class Scene:
             )
         self._stack.callback(_end, robot)
         return robot
+
+    def start_beside(self, name: str, command: Sequence[str]) -> None:
+        """A Python program that ends with the scene; what it prints stands in ``name``.txt."""
+        with (self.folder / f"{name}.txt").open("w") as output:
+            program = subprocess.Popen([sys.executable, *command], stdout=output)
+        self._stack.callback(_end, program)
 
     def limit_files(self, rank: int, more_bytes: int | None) -> None:
         """No file of the rank may grow by more: its disk is full. None: there is room again."""
@@ -277,8 +287,8 @@ def started(folder: Path, settings: Sequence[str] = (), *, robot: bool = True) -
     raise Failed(f"refused {STARTS_MAX} times:\n{refused}")
 
 
-def _end(robot: subprocess.Popen[str]) -> None:
-    robot.kill()
-    robot.wait()
-    assert robot.stdin is not None
-    robot.stdin.close()
+def _end(program: subprocess.Popen[Any]) -> None:
+    program.kill()
+    program.wait()
+    if program.stdin is not None:
+        program.stdin.close()

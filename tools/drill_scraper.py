@@ -18,7 +18,8 @@ REQUEST: Final = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 HALF: Final = REQUEST[:9]
 DYING: Final = 20
 MANY: Final = 200
-SCRAPE_S: Final = 8.0  # a good scraper waits so long
+HALVES: Final = 44
+SCRAPE_S: Final = 2.0  # a good scraper waits so long: it is answered in some ms
 UNDISTURBED_TICKS: Final = 100  # of the robot
 DRIP_S: Final = 0.5  # a byte each: always in time for a limit on single reads
 TINY: Final = 1  # byte of a receive buffer; the kernel makes it its least
@@ -59,6 +60,14 @@ def many(scene: Scene) -> None:
     leaving = threading.Timer(1.0, leave, (scene,))
     leaving.daemon = True
     leaving.start()
+
+
+def half_requests(scene: Scene) -> None:
+    """Each begins to ask, and goes no further."""
+    for _ in range(HALVES):
+        client = _connected(_port(scene, 0))
+        client.sendall(HALF)
+        OPEN.append(client)
 
 
 def leave(_scene: Scene) -> None:
@@ -133,5 +142,6 @@ SCRAPERS: Final = (
     _scraper("scraper-drips", "it asks for /metrics, a byte each half second, for ever", dripping),
     _scraper("scraper-never-reads", "it asks for /metrics, and never reads", unread),
     _scraper("scraper-dies", "40 requests for /metrics that end in a reset", dying),
+    _scraper("scrapers-half", "44 begin to ask for /metrics, and go no further", half_requests),
     _scraper("scrapers-many", "200 connect to /metrics at once, say nothing, leave", many),
 )

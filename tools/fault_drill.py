@@ -4,7 +4,8 @@ Starts two rank processes and a robot process with its own control loop, breaks 
 signals, orders to the policy, a proxy in the robot's connection or a full disk, and prints per
 fault what was expected and seen, how long it took, and whether the ledgers balance. Ends with 1
 when a fault misses its bound. What each fault is stands in ``drill_ending.py`` (the run ends),
-``drill_recovering.py`` (it goes on), ``drill_launches.py`` (launchers), ``drill_contention.py``
+``drill_recovering.py`` (it goes on), ``drill_floods.py`` (others flood), ``drill_launches.py``
+(launchers), ``drill_contention.py``
 (gate and report must not be fooled), ``drill_two_hosts.py`` and ``drill_gpu.py`` (two GPUs, with
 ``--gpu``).
 """
@@ -26,6 +27,7 @@ from bench_runs import POLL_S, ROOT, ending_cleanly, environment
 from drill_contention import CONTENTION
 from drill_ending import ENDINGS
 from drill_faults import SAFE_S, Ending, Recovering
+from drill_floods import FLOODS
 from drill_gpu import GPU_ENDINGS, GPU_RECOVERING, GPU_SETTINGS, missing
 from drill_judging import NOT_STARTED, ORPHAN_S, Outcome, judge_ledger, judge_robot, table, tell
 from drill_launches import LAUNCHES, Launch
@@ -63,7 +65,7 @@ class Tier(NamedTuple):
         return (*self.recovering, *self.endings, *self.launches)
 
 
-CPU: Final = Tier(RECOVERING, ENDINGS, (*LAUNCHES, *CONTENTION, *HOSTS))
+CPU: Final = Tier((*RECOVERING, *FLOODS), ENDINGS, (*LAUNCHES, *CONTENTION, *HOSTS))
 GPU: Final = Tier(GPU_RECOVERING, GPU_ENDINGS, settings=GPU_SETTINGS)
 
 
