@@ -15,12 +15,11 @@ from ppstream.flight import Flight
 from ppstream.headers import FAILURES
 from ppstream.policy_rank import fault_kind
 from ppstream.rank0 import Rank0
-from ppstream.standalone import time_on_host
 from ppstream.unwritten import failure
 from ppstream.watchdog import stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ppstream.slots import Slot
     from ppstream.stage1 import StageB
@@ -118,14 +117,3 @@ class Inline(Rank0):
 
     def wait_cause(self) -> str:
         return "input"
-
-    def measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
-        return time_on_host(self, self.envelope, self.result, repeats)
-
-    def measure_b(self, repeats: int) -> Sequence[int]:
-        durations = []
-        for _ in range(repeats):
-            began = now_ns()
-            self.stage_b(self.epoch, self.envelope, self.result)
-            durations.append(now_ns() - began)
-        return durations

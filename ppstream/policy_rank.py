@@ -69,7 +69,7 @@ class PolicyRank(ABC):
 
     @abstractmethod
     def measure(self, repeats: int) -> tuple[int, ...]:
-        """Durations of stage B alone; with 0, none, and the log is complete on disk."""
+        """Device times of stage B on the newest envelopes; with 0 the log is complete on disk."""
 
     def change_phase(self, phase: str) -> None:
         """Rank 0 has entered it."""
