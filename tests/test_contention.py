@@ -130,7 +130,8 @@ def test_where_threads_share_a_cpu_waiting_for_it_is_no_work() -> None:
     assert report.reasons == ["CONTENDED"]
     assert score(report) == pytest.approx(0.0, abs=0.05)
     assert sentence(report, "this machine in bring-up").endswith(
-        "on 1 usable CPU, 0% stolen: 2 threads work at the same time and share them"
+        "on 1 usable CPU, 0% stolen, other programs take 1.0: 2 threads work at the same time and "
+        "share them"
     )
 
 
@@ -189,12 +190,12 @@ def test_time_alone_counts_by_its_parts_as_long_as_the_run_s_at_most() -> None:
 
 
 def test_waits_for_a_cpu_alone_do_not_count_beside_those_of_the_run() -> None:
-    """A busy machine, before and in the run, and a lock: the wait for a CPU counts once."""
-    golden = alone(simulate(stages(0.5, 30, 29), n=360), 0.5, 15, 14)
+    """A machine that was busier before, and a lock in the run: the wait for a CPU counts once."""
+    golden = alone(simulate(stages(0.5, 30, 29), n=360), 0.5, 30, 29)
     golden.bend(lambda line: line.update(cpu_c_ns=ms(10), delay_c_ns=ms(4)))
     for line in golden.policy_lines:
         line |= {"cpu_b_ns": ms(11), "delay_b_ns": ms(4)}
-    one_by_one(golden, (0.5, 11, 10), (0, 4, 4))
+    one_by_one(golden, (0.5, 11, 10), (0, 19, 19))
     report = judged(machine(golden, 2, 2, others_cpus=1.0))
     assert report.reasons == ["CONTENDED"]
     assert score(report) == pytest.approx(-0.04, abs=0.05)
