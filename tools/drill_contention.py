@@ -39,6 +39,7 @@ CALIBRATED_NS: Final = 20 * NS_PER_MS  # of CPU time
 PAUSE_NS: Final = 4 * NS_PER_MS
 SLOWER_MS: Final = 9
 OTHERS: Final = 2
+BESIDE_OTHERS: Final = (30, 31)  # a busy machine may leave too little to judge
 BUSY_LIMIT_S: Final = 240.0
 PATIENT: Final = "actions.lease_ms=3000"  # beside others nothing is late
 BUSY: Final = "print(flush=True)\nwhile True: pass"
@@ -91,15 +92,14 @@ def _worker(kind: str, lock: str) -> Callable[[float], None]:
 
     def locked(ms: float) -> None:
         nonlocal ended_ns
-        paused = now_ns() - ended_ns > PAUSE_NS
+        if kind == "slower-alone" and now_ns() - ended_ns > PAUSE_NS:
+            ms += SLOWER_MS
         fcntl.flock(file, fcntl.LOCK_EX)
         if kind == "lock":
             time.sleep(ms / 1000)
         else:
             work(ms)
         fcntl.flock(file, fcntl.LOCK_UN)
-        if kind == "slower-alone" and paused:
-            work(SLOWER_MS)
         ended_ns = now_ns()
 
     return locked
@@ -181,7 +181,7 @@ def shared_lock(folder: Path, outcome: Outcome) -> None:
 def one_lock_beside_others(folder: Path, outcome: Outcome) -> None:
     """The same, at work, while other programs take what CPUs there are."""
     with _others():
-        _refused(_stages("locked-work", 0.0, 12, 9, folder), folder, outcome)
+        _refused(_stages("locked-work", 0.0, 12, 9, folder), folder, outcome, BESIDE_OTHERS)
 
 
 def one_cpu_of_two(folder: Path, outcome: Outcome) -> None:
@@ -189,7 +189,7 @@ def one_cpu_of_two(folder: Path, outcome: Outcome) -> None:
     if len(os.sched_getaffinity(0)) < OTHERS:
         raise Failed("needs two CPUs")
     with _others():
-        _refused(_stages("pinned", 0.0, 12, 9, folder), folder, outcome)
+        _refused(_stages("pinned", 0.0, 12, 9, folder), folder, outcome, BESIDE_OTHERS)
 
 
 def slower_alone(folder: Path, outcome: Outcome) -> None:
@@ -211,10 +211,12 @@ def _others() -> Iterator[None]:
         yield
 
 
-def _refused(stages: Sequence[str], folder: Path, outcome: Outcome) -> None:
+def _refused(
+    stages: Sequence[str], folder: Path, outcome: Outcome, codes: Sequence[int] = (30,)
+) -> None:
     with RankPair(folder, CONFIG, (*stages, *GATE, *NOBODY, PATIENT)) as ranks:
         ranks.wait(BUSY_LIMIT_S)
-        _expect_contended(folder, ranks.output(), outcome)
+        _expect_contended(folder, ranks.output(), outcome, codes)
 
 
 def one_interpreter(folder: Path, outcome: Outcome) -> None:
@@ -264,14 +266,17 @@ def forge(run: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _expect_contended(folder: Path, output: str, outcome: Outcome) -> None:
+def _expect_contended(
+    folder: Path, output: str, outcome: Outcome, codes: Sequence[int] = (30,)
+) -> None:
     directory = (folder / "latest").resolve()
     ends: dict[str, Any] = {}
     with suppress(OSError):
         ends = json.loads((directory / "exit.json").read_text())
     outcome.codes = tuple(end["code"] for _, end in sorted(ends.items()))
     outcome.seen = _line(output, "CONTENDED: by")
-    if outcome.codes != (30, 30) or CONTENDED not in output:
+    refused = len(outcome.codes) == 2 and set(outcome.codes) <= set(codes)
+    if not refused or (CONTENDED if codes == (30,) else "CONTENDED: by") not in output:
         raise Failed(f"codes {outcome.codes}:\n{output[-2500:]}")
     judge_ledger(outcome, imbalances(directory))
 

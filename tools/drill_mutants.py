@@ -46,13 +46,6 @@ MUTANTS: Final = (
         "shared-lock",
     ),
     Mutant(
-        "threads are excused where each finds a CPU",
-        "ppstream/contention.py",
-        "    if waited <= 0 or not machine.holds(threads):\n",
-        "    if waited <= 0:\n",
-        "one-cpu-of-two",
-    ),
-    Mutant(
         "a wait for a CPU alone is no work",
         "ppstream/contention.py",
         "    return _Parts(cpu, delay, _each(sub, most, delay))\n",
