@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import statistics
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +22,7 @@ from ppstream.inline import Inline
 from ppstream.overlap import judge
 from ppstream.pacing import Saturated
 from ppstream.paired import Paired
-from ppstream.peer_process import HeldProcess
+from ppstream.peer_process import HeldProcess, everybody, of_rank
 from ppstream.runlog import read_run
 from ppstream.segments import ALONE
 from ppstream.sources import RecordedSource
@@ -29,6 +30,8 @@ from ppstream.synthetic import SyntheticRobots
 from ppstream.verdict import Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ppstream.config import PipelineConfig
     from ppstream.intake import Intake
     from ppstream.rank0 import Rank0
@@ -74,10 +77,8 @@ def bring_up(rank0: Rank0, intake: Intake, robots: Source | None, run: Run) -> N
     run_saturated(rank0, intake, source)
     tell_machine(rank0, meter)
     if rank0.stop_reason is None:
-        rank0.log.mode = ALONE  # where envelopes are sent for it, they are none to be judged
         after = time_standalone(rank0, rank0.config.bringup.standalone)
         run.describe(standalone_after=after)
-        rank0.log.mode = rank0.config.mode
     made_up.close()
     if rank0.stop_reason is None:
         gate(rank0, run)
@@ -86,19 +87,27 @@ def bring_up(rank0: Rank0, intake: Intake, robots: Source | None, run: Run) -> N
 def machine_meter(rank0: Rank0) -> MachineMeter:
     """Of this host, with the threads of the run that work here at the same time."""
     if not isinstance(rank0, Paired):
-        return MachineMeter(1)
+        return MachineMeter(1, family=_of_this_run)
     threads = 2 if rank0.config.pipeline.threads == "split" else 1
     process = HeldProcess.at_end_of(rank0.peer.fileno())
     if process is None:  # the policy rank has a host of its own
-        return MachineMeter(threads)
-    meter = MachineMeter(threads + 1, (process.pid,))
+        return MachineMeter(threads, family=_of_this_run)
+    meter = MachineMeter(threads + 1, (process.pid,), _of_this_run)
     process.close()
     return meter
 
 
+def _of_this_run() -> Iterator[int]:
+    """The ranks here, and all that they have started."""
+    for rank in range(2):
+        for process in of_rank(rank, os.environ, everybody()):
+            process.close()
+            yield process.pid
+
+
 def tell_machine(rank0: Rank0, meter: MachineMeter) -> None:
     """Log how busy the host is, and say it where threads have to share a CPU."""
-    machine = meter.read()
+    machine = meter.read(rank0.thread_cpus())
     rank0.log.event("machine", **machine._asdict())
     if machine.is_short and rank0.phase == "starting":
         logger.warning("%s", machine.text())
@@ -175,10 +184,14 @@ def warm_up(rank0: Rank0, intake: Intake, source: Source) -> None:
 def time_standalone(rank0: Rank0, repeats: int) -> dict[str, int]:
     """Durations of each stage while nothing else runs: ``A_ns`` is a median, ``A_mean_ns`` a mean.
 
-    The mean is what the run's own times are compared with: a stage may be slow now and then.
+    The mean is what the run's own times are compared with: a stage may be slow now and then. Empty
+    where no envelope came through.
     """
-    durations_a, durations_c = rank0.measure_own(repeats)
-    durations = {"A": durations_a, "B": rank0.measure_b(repeats), "C": durations_c}
+    mode, rank0.log.mode = rank0.log.mode, ALONE  # none of these envelopes is to be judged
+    durations = rank0.measure(repeats)
+    rank0.log.mode = mode
+    if not all(durations.values()):
+        return {}
     medians = {f"{k}_ns": round(statistics.median(ns)) for k, ns in durations.items()}
     return medians | {f"{k}_mean_ns": round(statistics.fmean(ns)) for k, ns in durations.items()}
 

@@ -8,20 +8,22 @@ idles, against the measured period P.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from operator import sub
-from statistics import fmean
-from typing import Final
+from operator import add, sub
+from typing import Final, NamedTuple
 
 from ppstream.cpus import Machine
 from ppstream.model import StageTimes
-from ppstream.records import RunLog, Topology
-from ppstream.scores import Primary
-from ppstream.segments import Window
+from ppstream.records import Envelope, RunLog, Topology
+from ppstream.scores import Primary, mean_times, resource_names
+from ppstream.segments import ALONE, BRING_UP, Window
 
 SHORT_SHARE: Final = 0.05  # of the period: a shorter stage cannot be what overlap is about
+MOVED_MAX: Final = 0.25  # of a stage alone, between both measurements
+MOVED_NS: Final = 1_000_000  # and at least so much
+NOTHING: Final = StageTimes(0.0, 0.0, 0.0)
 PAIR_CLAIMED: Final = 0.5  # two resources whose stamps score this ran beside each other, they say
 PAIR_COST_MIN: Final = 1.25  # of the period, if they ran in turn: else there is little to tell
 
@@ -34,13 +36,14 @@ class Alone:
     their stamps. No time alone counts for more than the run's own: measuring slowly buys nothing.
     """
 
-    times: StageTimes  # means of both measurements, of a, b and c
-    fair: StageTimes  # what the score is made from
+    times: StageTimes  # as measured, of a, b and c
+    fair: StageTimes  # what the score is made from: no stage buys anything by being slow alone
     s: float | None
     ceiling: float  # Sigma / M
     strict: float  # period over the slowest resource
     stretch: dict[str, float]  # of stages that count: the run's time over the time alone
     moved: dict[str, float]  # the time alone behind bring-up over the one before; {}: one was made
+    slower: dict[str, float]  # CPU time and sleep alone over what of it counts
 
     @property
     def in_turn_ns(self) -> float:
@@ -51,17 +54,20 @@ class Alone:
 def alone(run: RunLog, window: Window, score: Primary, machine: Machine | None) -> Alone | None:
     """The score by stage times alone; None where none were measured, or nothing could overlap.
 
-    The mean of the measurements before and behind bring-up counts. The larger one would be bought
-    by one slow measurement, as clocks that ramp up make it; the smaller would refuse a device that
-    has grown warm.
+    The mean of the measurements before and behind bring-up counts: the smaller would refuse a
+    device that has grown warm. Where they are far apart the smaller one does: the larger would be
+    bought by one slow measurement, as clocks that ramp up make it.
     """
     measured = [found for found in (run.standalone, run.standalone_after) if found is not None]
     topology, ran = run.topology, score.times
     if not measured or topology.world_size == 1:
         return None
-    a_ns, b_ns, c_ns = (fmean(column) for column in zip(*measured, strict=True))
-    times = StageTimes(a_ns, b_ns / topology.replicas, c_ns)
-    fair = _fair(window, score, times, machine)
+    each = [StageTimes(a_ns, b_ns / topology.replicas, c_ns) for a_ns, b_ns, c_ns in measured]
+    times = _both(each)
+    parts = _parts(window.measured, topology)
+    found = [_parts(lines, topology) for lines in _lines_alone(run, window) if lines]
+    slow, own = _own(parts, [one for one in found if one is not None], times, ran)
+    fair = _each(min, ran, _each(add, own, _waits(parts, own, score, topology, machine)))
     resources = _resources(fair, topology)
     return Alone(
         times=times,
@@ -70,61 +76,110 @@ def alone(run: RunLog, window: Window, score: Primary, machine: Machine | None) 
         ceiling=sum(resources) / max(resources) if max(resources) else 1.0,
         strict=score.period_ns / max(1.0, *_resources(times, topology)),
         stretch={
-            k.upper(): getattr(ran, k) / own
+            k.upper(): getattr(ran, k) / took
             for k in "abc"
-            if (own := getattr(times, k)) > 0 and getattr(ran, k) > SHORT_SHARE * score.period_ns
+            if (took := getattr(times, k)) > 0 and getattr(ran, k) > SHORT_SHARE * score.period_ns
         },
         moved={k: b / a for k, a, b in zip("ABC", measured[0], measured[-1], strict=True) if a}
         if len(measured) > 1
         else {},
+        slower={k.upper(): getattr(slow, k) / most for k in "abc" if (most := getattr(own, k)) > 0},
     )
 
 
-def _fair(window: Window, score: Primary, alone: StageTimes, machine: Machine | None) -> StageTimes:
-    """Times alone as they would be in the run, with nothing beside them but what others do.
+def _both(measured: Sequence[StageTimes]) -> StageTimes:
+    """Of the measurement before bring-up and the one behind it."""
 
-    None is more than the run's own. Where the stages themselves want more CPUs than there are,
-    their wait for one is no work, and they fall to their CPU time. Where they would find CPUs
-    enough, others make them wait, alone as in the run: what these used is added to the times alone.
+    def both(one: float, other: float) -> float:
+        return min(one, other) if is_apart(one, other) else (one + other) / 2
+
+    return _each(both, measured[0], measured[-1])
+
+
+def is_apart(one_ns: float, other_ns: float) -> bool:
+    """Two times that ought to be one time."""
+    return abs(one_ns - other_ns) > max(MOVED_NS, MOVED_MAX * min(one_ns, other_ns))
+
+
+class _Parts(NamedTuple):
+    """What a stage's time is made of, on average; host threads only."""
+
+    cpu: StageTimes
+    delay: StageTimes  # runnable without a CPU
+    rest: StageTimes  # asleep, or waiting for anything else
+
+
+def _own(
+    ran: _Parts | None, alone: Sequence[_Parts], times: StageTimes, whole: StageTimes
+) -> tuple[StageTimes, StageTimes]:
+    """What the stages take with the machine to themselves, and what of that counts.
+
+    Waits for a CPU do not.
+    CPU time and the rest of it count as long as they lasted alone, or in the run where that was
+    less: whoever works or sleeps longer alone than in the run buys nothing.
     """
-    ran = score.times
-    if machine is None:
-        return _each(min, alone, ran)
-    cpu, delay = _per_envelope(window, ran)
-    work = _each(min, ran, _each(max, cpu, _each(sub, ran, delay)))
-    pairs = zip(_resources(cpu, window.topology), _resources(work, window.topology), strict=True)
-    wanted = sum(cpu_ns / work_ns for cpu_ns, work_ns in pairs if work_ns > 0)
-    if wanted > machine.usable_cpus:
-        return _each(min, alone, work)
-    waited = delay.a + delay.b + delay.c
-    taken = (machine.others_cpus or 0.0) * score.period_ns
-    share = min(1.0, taken / waited) if waited > 0 else 0.0
-    return _each(min, ran, _each(lambda own, late: own + share * late, alone, delay))
+    if ran is None:
+        return times, _each(min, times, whole)
+    if not alone:  # its lines are not there
+        return times, _each(min, times, _each(add, ran.cpu, ran.rest))
+    cpu, rest = (_both([getattr(one, name) for one in alone]) for name in ("cpu", "rest"))
+    counts = _each(add, _each(min, cpu, ran.cpu), _each(min, rest, ran.rest))
+    return _each(add, cpu, rest), counts
+
+
+def _lines_alone(run: RunLog, window: Window) -> tuple[list[Envelope], list[Envelope]]:
+    """Envelopes that went one by one, before bring-up and behind it."""
+    lines = [e for e in run.envelopes if e.mode == ALONE and e.generation == window.generation]
+    sent = [e for e in lines if e.is_emitted]
+    return [e for e in sent if e.phase != BRING_UP], [e for e in sent if e.phase == BRING_UP]
+
+
+def _waits(
+    ran: _Parts | None, own: StageTimes, score: Primary, topology: Topology, machine: Machine | None
+) -> StageTimes:
+    """Of the waits for a CPU in the run, what others can have caused.
+
+    Where the run's own threads would find CPUs enough, wherever each of them may run, that is as
+    much as other programs used of these CPUs: a busy machine is no contention. Else it is nothing:
+    the threads wait for each other.
+    """
+    if ran is None or machine is None:
+        return NOTHING
+    pairs = zip(_resources(ran.cpu, topology), _resources(own, topology), strict=True)
+    wanted = [min(1.0, cpu_ns / own_ns) if own_ns > 0 else 0.0 for cpu_ns, own_ns in pairs]
+    late = ran.delay
+    waited = late.a + late.b + late.c
+    threads = dict(zip(resource_names(topology), wanted, strict=False))  # the last is a device
+    if waited <= 0 or not machine.holds(threads):
+        return NOTHING
+    share = min(1.0, (machine.others_cpus or 0.0) * score.period_ns / waited)
+    return StageTimes(share * late.a, share * late.b, share * late.c)
 
 
 def _each(of: Callable[[float, float], float], one: StageTimes, other: StageTimes) -> StageTimes:
     return StageTimes(of(one.a, other.a), of(one.b, other.b), of(one.c, other.c))
 
 
-def _per_envelope(window: Window, ran: StageTimes) -> tuple[StageTimes, StageTimes]:
-    """CPU time of the stages, and what their threads were runnable without a CPU."""
-    lines, n = window.measured, window.n
+def _parts(lines: Sequence[Envelope], topology: Topology) -> _Parts | None:
+    """Of these lines; None where the CPU time of a stage is not known."""
+    n = sum(e.is_emitted for e in lines)
     policy = [e.stage1 for e in lines if e.stage1 is not None]
-    cpu_a, cpu_b, cpu_c, delay_a, delay_b, delay_c = (
-        sum(ns or 0 for ns in values) / n
-        for values in (
-            (e.cpu_a_ns for e in lines),
-            (line.cpu_b_ns for line in policy),
-            (e.cpu_c_ns for e in lines if e.is_emitted),
-            (e.run_delay_ns for e in lines),
-            (line.run_delay_ns for line in policy),
-            (e.run_delay_c_ns for e in lines),
-        )
+    if not n or not policy or None in [e.cpu_a_ns for e in lines] + [b.cpu_b_ns for b in policy]:
+        return None
+    whole = mean_times(lines, n, topology)
+    of_b = topology.replicas * len(policy)
+    cpu_a, cpu_c, late_a, late_c = (
+        sum(getattr(e, name) or 0 for e in lines) / n
+        for name in ("cpu_a_ns", "cpu_c_ns", "delay_a_ns", "delay_c_ns")
     )
-    if window.topology.threads == "serial":  # one thread waits in both, as long as each lasts
-        whole = (ran.a + ran.c) or 1.0
-        delay_a, delay_c = delay_a * ran.a / whole, delay_a * ran.c / whole
-    return StageTimes(cpu_a, cpu_b, cpu_c), StageTimes(delay_a, delay_b, delay_c)
+    cpu_b, late_b = (
+        sum(getattr(line, name) or 0 for line in policy) / of_b
+        for name in ("cpu_b_ns", "delay_b_ns")
+    )
+    cpu = _each(min, whole, StageTimes(cpu_a, cpu_b, cpu_c))
+    most = _each(sub, whole, cpu)
+    delay = _each(min, most, StageTimes(late_a, late_b, late_c))
+    return _Parts(cpu, delay, _each(sub, most, delay))
 
 
 def _resources(times: StageTimes, topology: Topology) -> tuple[float, ...]:

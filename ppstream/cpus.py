@@ -6,9 +6,11 @@ Reads affinity, cgroup quotas, ``/proc/stat`` and ``schedstat``. What a file doe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, combinations
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 SCHEDSTAT: Final = "/proc/thread-self/schedstat"
@@ -17,7 +19,8 @@ IDLE: Final = 3  # of the fields of /proc/stat, as the next
 IO_WAIT: Final = 4
 STEAL: Final = 7  # what a hypervisor took
 COUNTED: Final = 8  # user to steal; guest time is in user already
-UTIME: Final = 11  # of /proc/PID/stat behind the name; system time follows
+UTIME: Final = 11  # of /proc/PID/stat behind the name
+TIMES: Final = 4  # from there: user and system, of itself and of children that have ended
 
 
 class Machine(NamedTuple):
@@ -28,11 +31,35 @@ class Machine(NamedTuple):
     load_1min: float
     steal_share: float | None  # of all its CPUs' time; None: no time passed, or not known
     others_cpus: float | None = None  # that programs other than the run used, of the usable ones
+    thread_cpus: Mapping[str, Sequence[int]] = MappingProxyType({})  # that each thread may use
 
     @property
     def is_short(self) -> bool:
         """Threads that work at the same time have to share a CPU."""
-        return self.usable_cpus < self.busy_threads
+        return self.usable_cpus < self.busy_threads or bool(self.confined)
+
+    @property
+    def confined(self) -> tuple[str, ...]:
+        """The fewest threads that may use fewer CPUs than they are."""
+        return next((some for some in self._sets() if len(some) > self.cpus_for(some)), ())
+
+    def holds(self, wanted: Mapping[str, float]) -> bool:
+        """Whether there are CPUs for what each thread wants of one, wherever it may run."""
+        return all(
+            sum(wanted.get(name, 0.0) for name in some) <= self.cpus_for(some)
+            for some in (*self._sets(), tuple(wanted))
+        )
+
+    def cpus_for(self, threads: Sequence[str]) -> float:
+        """CPUs that these threads may use together."""
+        if not all(name in self.thread_cpus for name in threads):
+            return self.usable_cpus
+        cpus = {cpu for name in threads for cpu in self.thread_cpus[name]}
+        return min(self.usable_cpus, len(cpus))
+
+    def _sets(self) -> Iterator[tuple[str, ...]]:
+        names = tuple(self.thread_cpus)
+        return chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1))
 
     def text(self) -> str:
         """For people, as in a refusal."""
@@ -41,6 +68,10 @@ class Machine(NamedTuple):
         load = f"load {self.load_1min:.1f} on {cpus}, {stolen}"
         if self.others_cpus is not None:
             load += f", other programs take {self.others_cpus:.1f}"
+        if confined := self.confined:
+            shared = {cpu for name in confined for cpu in self.thread_cpus[name]}
+            listed = ", ".join(map(str, sorted(shared)))
+            return f"{load}: {' and '.join(confined)} may use CPU {listed} only, and share it"
         if not self.is_short:
             return load
         return f"{load}: {self.busy_threads:g} threads work at the same time and share them"
@@ -52,13 +83,21 @@ class MachineMeter:
     Args:
         busy_threads: of the run on this host, that work at the same time.
         pids: further processes of the run, whose CPUs count as usable, beside this one.
+        family: finds what these have started: it is of the run, too.
         root: where ``proc`` and ``sys`` are, for tests.
     """
 
-    def __init__(self, busy_threads: int, pids: Iterable[int] = (), root: Path = Path("/")) -> None:
+    def __init__(
+        self,
+        busy_threads: int,
+        pids: Iterable[int] = (),
+        family: Callable[[], Iterable[int]] = tuple,
+        root: Path = Path("/"),
+    ) -> None:
         self._pids = (os.getpid(), *pids)
+        self._family = family
         self._root = root
-        self._cpus = _affinity(pids)
+        self._cpus = _names(_affinity(pids))
         self._usable = usable_cpus(pids, root)
         self._busy_threads = busy_threads
         self.restart()
@@ -67,8 +106,13 @@ class MachineMeter:
         """Count from now on."""
         self._begun, self._own = _ticks(self._root), self._own_ticks()
 
-    def read(self) -> Machine:
-        """Since the restart; the load is the kernel's own mean of a minute."""
+    def read(self, thread_cpus: Mapping[str, Sequence[int]] = MappingProxyType({})) -> Machine:
+        """Since the restart; the load is the kernel's own mean of a minute.
+
+        Args:
+            thread_cpus: that each thread of the run may use. What others used of these counts.
+        """
+        cpus = _names(cpu for listed in thread_cpus.values() for cpu in listed) or self._cpus
         now, steal, others = _ticks(self._root), None, None
         passed = {
             cpu: [b - a for a, b in zip(self._begun[cpu], now[cpu], strict=True)]
@@ -76,19 +120,20 @@ class MachineMeter:
         }
         if (whole := passed.get("cpu")) is not None and sum(whole) > 0:
             steal = whole[STEAL] / sum(whole)
-        usable = [ticks for cpu, ticks in passed.items() if cpu in self._cpus]
+        usable = [ticks for cpu, ticks in passed.items() if cpu in cpus]
         if usable and (length := sum(map(sum, usable)) / len(usable)) > 0:
             used = sum(sum(ticks) - ticks[IDLE] - ticks[IO_WAIT] for ticks in usable)
             others = max(0.0, used - (self._own_ticks() - self._own)) / length
-        return Machine(self._usable, self._busy_threads, os.getloadavg()[0], steal, others)
+        load = os.getloadavg()[0]
+        return Machine(self._usable, self._busy_threads, load, steal, others, thread_cpus)
 
     def _own_ticks(self) -> int:
-        """CPU time of the run's processes so far, user and system."""
+        """CPU time so far of the run's processes and of what they have started, user and system."""
         ticks = 0
-        for pid in self._pids:
+        for pid in {*self._pids, *self._family()}:
             with suppress(OSError, ValueError, IndexError):
                 fields = (self._root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                ticks += int(fields[UTIME]) + int(fields[UTIME + 1])
+                ticks += sum(map(int, fields[UTIME : UTIME + TIMES]))
         return ticks
 
 
@@ -110,12 +155,16 @@ def usable_cpus(pids: Iterable[int] = (), root: Path = Path("/")) -> float:
     return min([float(len(_affinity(pids))), *_quotas(root)])
 
 
-def _affinity(pids: Iterable[int]) -> set[str]:
-    """As ``/proc/stat`` names them."""
+def _affinity(pids: Iterable[int]) -> set[int]:
     cpus = set(os.sched_getaffinity(0))
     for pid in pids:
         with suppress(OSError):  # gone, or another user's
             cpus |= os.sched_getaffinity(pid)
+    return cpus
+
+
+def _names(cpus: Iterable[int]) -> set[str]:
+    """As ``/proc/stat`` has them."""
     return {f"cpu{cpu}" for cpu in cpus}
 
 
@@ -160,6 +209,7 @@ class RunDelay:
     def __init__(self) -> None:
         self._fd = -1
         self._seen_ns = 0
+        self._entered_ns: int | None = None
 
     def begin(self) -> None:
         """The calling thread is the one from now on, and starts at 0."""
@@ -173,8 +223,24 @@ class RunDelay:
 
     def take_ns(self) -> int | None:
         """The time since this was last asked; None where the kernel does not count it."""
-        if self._fd < 0:
+        now_ns = self._read_ns()
+        if now_ns is None:
             return None
-        now_ns = int(os.pread(self._fd, SCHEDSTAT_BYTES, 0).split()[1])
         taken_ns, self._seen_ns = now_ns - self._seen_ns, now_ns
         return taken_ns
+
+    def enter(self) -> None:
+        """A stage begins."""
+        self._entered_ns = self._read_ns()
+
+    def leave(self) -> int | None:
+        """It ends; returns the time since it began, which ``take_ns`` will tell as well."""
+        now_ns = self._read_ns()
+        if now_ns is None or self._entered_ns is None:
+            return None
+        return now_ns - self._entered_ns
+
+    def _read_ns(self) -> int | None:
+        if self._fd < 0:
+            return None
+        return int(os.pread(self._fd, SCHEDSTAT_BYTES, 0).split()[1])

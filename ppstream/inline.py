@@ -12,14 +12,13 @@ from ppstream import trace
 from ppstream.clock import now_ns, thread_cpu_ns
 from ppstream.flight import Flight
 from ppstream.headers import FAILURES
-from ppstream.policy_rank import check_timed, policy_fault
+from ppstream.policy_rank import policy_fault
 from ppstream.rank0 import Rank0
-from ppstream.standalone import time_on_host
 from ppstream.unwritten import failure
 from ppstream.watchdog import stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ppstream.slots import Slot
     from ppstream.stage1 import StageB
@@ -117,15 +116,3 @@ class Inline(Rank0):
 
     def wait_cause(self) -> str:
         return "input"
-
-    def measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
-        return time_on_host(self, self.envelope, self.result, repeats)
-
-    def measure_b(self, repeats: int) -> Sequence[int]:
-        durations = []
-        for _ in range(repeats):
-            began = now_ns()
-            if not self.run_policy(self.epoch, self._seq - 1):
-                durations.append(now_ns() - began)
-        check_timed(durations, repeats)
-        return durations

@@ -7,7 +7,7 @@ prints. The parts stand in their own files: ``segments`` (what is measured), ``s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from ppstream.audits import audit_all
@@ -20,7 +20,7 @@ from ppstream.model import deeper, limiting_term, period, window_star
 from ppstream.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
 from ppstream.run_report import OldestAction, RunReport, Service
 from ppstream.safety import QueueMaxima, queue_maxima, safety_counts
-from ppstream.scores import Primary, compat, form_of, primary
+from ppstream.scores import Primary, compat, form_of, primary, resource_names
 from ppstream.segments import BRING_UP, Window, select_window
 from ppstream.standing import (
     HARMLESS,
@@ -193,11 +193,23 @@ def _machine(run: RunLog, window: Window) -> Machine | None:
         if event.name == "machine" and event.generation == window.generation:
             cpus, threads, load, steal, others = (
                 value if isinstance(value := event.fields.get(name), int | float) else None
-                for name in Machine._fields
+                for name in Machine._fields[:-1]
             )
             if cpus is not None and threads is not None and load is not None:
-                return Machine(cpus, threads, load, steal, others)
+                listed = _thread_cpus(event.fields, resource_names(window.topology))
+                return Machine(cpus, threads, load, steal, others, listed)
     return None
+
+
+def _thread_cpus(fields: Json, threads: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Of the threads that work at the same time; what is no list of CPUs is not known."""
+    listed = _mapping(fields.get("thread_cpus"))
+    found = {name: value for name in threads if isinstance(value := listed.get(name), list)}
+    return {
+        name: tuple(cpus)
+        for name, cpus in found.items()
+        if cpus and all(isinstance(cpu, int) for cpu in cpus)
+    }
 
 
 def _model(score: Primary | None, window: Window) -> Model | None:

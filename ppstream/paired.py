@@ -6,6 +6,7 @@ Envelopes are not sent here: that is the links' and the loops', ``stage0.py`` on
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,7 @@ from ppstream.ends import PeerLeftError
 from ppstream.errors import ProtocolError, WatchdogError
 from ppstream.meeting import receive
 from ppstream.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
+from ppstream.peer_process import HeldProcess
 from ppstream.rank0 import Rank0
 from ppstream.user_code import Fault
 
@@ -84,8 +86,20 @@ class Paired(Rank0):
                 "beats: stage B, a device or the link is stuck"
             )
 
-    def measure_b(self, repeats: int) -> Sequence[int]:
-        self.peer.send(Measure(repeats))
+    def thread_cpus(self) -> dict[str, list[int]]:
+        process = HeldProcess.at_end_of(self.peer.fileno())
+        if process is None:  # the policy rank has a host of its own
+            return {}
+        try:
+            return {"mesh": sorted(os.sched_getaffinity(process.pid))}
+        except OSError:  # gone
+            return {}
+        finally:
+            process.close()
+
+    def newest_b(self, envelopes: int) -> Sequence[int]:
+        """Device times of stage B on the newest envelopes; the policy rank's log is on disk."""
+        self.peer.send(Measure(envelopes))
         frame = receive(self.peer, self._start_ns)
         while isinstance(frame, PolicyFault):
             self.take_frame(frame)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.ends import PeerLeftError
-from ppstream.errors import PolicyError
 from ppstream.messages import (
     Drain,
     Goodbye,
@@ -27,7 +26,7 @@ from ppstream.unwritten import UnwrittenError
 from ppstream.user_code import Fault, FirstFaults, fault_of, is_a
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ppstream.config import PipelineConfig
     from ppstream.control import Peer
@@ -70,7 +69,7 @@ class PolicyRank(ABC):
 
     @abstractmethod
     def measure(self, repeats: int) -> tuple[int, ...]:
-        """Durations of stage B alone; with 0, none, and the log is complete on disk."""
+        """Device times of stage B on the newest envelopes; with 0 the log is complete on disk."""
 
     def change_phase(self, phase: str) -> None:
         """Rank 0 has entered it."""
@@ -110,15 +109,6 @@ class PolicyRank(ABC):
         fault = policy_fault(error)
         text = fault.text if self._faults.tell("B", fault) else ""
         self.peer.send(PolicyFault(index, fault.kind, text, fault.what, fault.place))
-
-
-def check_timed(durations: Sequence[int], repeats: int) -> None:
-    """Raises PolicyError when none of the calls that were to be timed came to a result."""
-    if repeats and not durations:
-        raise PolicyError(
-            f"stage B failed in all {repeats} calls in which it was to be timed alone; the first "
-            "of each kind is told above"
-        )
 
 
 def policy_fault(error: BaseException) -> Fault:

@@ -87,6 +87,7 @@ class Rank0(ABC):
         self._next_ledger_ns = 0
         self.times = TimeBook()  # of the thread that runs stage A, as the next
         self.run_delay = RunDelay()
+        self._alone: list[tuple[int, int, int]] | None = None  # stage times, while they are asked
 
     @property
     def standstill_ns(self) -> int:
@@ -103,13 +104,21 @@ class Rank0(ABC):
         Returns when nothing is in flight. Raises what ends a run (``PeerLostError`` ...).
         """
 
-    @abstractmethod
-    def measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
-        """Durations of stage A and of stage C alone, in ns; nothing is in flight."""
+    def measure(self, repeats: int) -> dict[str, Sequence[int]]:
+        """Durations of A, B and C with nothing beside them, in ns; nothing is in flight.
 
-    @abstractmethod
-    def measure_b(self, repeats: int) -> Sequence[int]:
-        """Durations of stage B alone on the newest envelope, in ns; nothing is in flight."""
+        Envelopes of the running stream go through one by one: a policy gets what it gets in the
+        run. Their lines tell more; the policy rank's are on its disk, too.
+        """
+        self._alone = []
+        self.run(repeats)
+        columns: list[Sequence[int]] = list(zip(*self._alone, strict=True))
+        self._alone = None
+        return dict(zip("ABC", columns or ((), (), ()), strict=True))
+
+    def thread_cpus(self) -> dict[str, list[int]]:
+        """CPUs that each thread of the loop may use, by the resource that it is, if known."""
+        return {}
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
         """Take a text to the policy; ``done`` hears that it has it, or the fault, on any thread."""
@@ -213,6 +222,8 @@ class Rank0(ABC):
         self.credits.emit(at_ns)
         self.credits.book(record, at_ns)
         record.w_emit_ns = 0  # an emitter never blocks
+        if self._alone is not None and drop is None:
+            self._alone.append(_stage_times(record))
         self.log.commit(record)
         self.finished += 1
         self.stage_c.count(drop)
@@ -320,3 +331,11 @@ class Rank0(ABC):
     def write_ledger(self) -> None:
         """One ledger line: samples by stream, and envelopes."""
         write_ledger(self)
+
+
+def _stage_times(record: EnvelopeRecord) -> tuple[int, int, int]:
+    """Of an envelope that was emitted: A, B and C."""
+    begun, built, decoding, ended = (
+        stamp or 0 for stamp in (record.tA0, record.tA1, record.tDecode, record.tEmit)
+    )
+    return built - begun, record.B_ns or 0, ended - decoding

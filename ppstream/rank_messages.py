@@ -68,13 +68,13 @@ class PolicyFault(ControlFrame, frozen=True, tag=7):
 
 
 class Measure(ControlFrame, frozen=True, tag=8):
-    """Time stage B alone, ``repeats`` times, on the last envelope received."""
+    """Tell stage B's times on a device, of the newest ``repeats`` envelopes; write out the log."""
 
     repeats: int
 
 
 class Measured(ControlFrame, frozen=True, tag=9):
-    """Standalone durations of stage B."""
+    """Durations of stage B on its device; none where the results' headers have them."""
 
     durations_ns: tuple[int, ...]
     log_refused: Text = ""  # why the sender's log could not be written; empty: it could

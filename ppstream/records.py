@@ -57,6 +57,7 @@ class Stage1:
     busy_link_ns: int | None = None
     cpu_b_ns: int | None = None  # of the loop's thread, within B
     run_delay_ns: int | None = None  # that thread was runnable without a CPU
+    delay_b_ns: int | None = None  # of that, within B
     recompiles: int | None = None  # since the previous line
 
 
@@ -102,6 +103,8 @@ class Envelope:
     cpu_c_ns: int | None = None
     run_delay_ns: int | None = None
     run_delay_c_ns: int | None = None
+    delay_a_ns: int | None = None
+    delay_c_ns: int | None = None
     outstanding: int | None = None
     outstanding_max: int | None = None
     outstanding_ns_total: int | None = None

@@ -9,7 +9,8 @@ what a stage waits for inside, ``contention.py`` knows more.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Final
 
@@ -289,13 +290,16 @@ def _free_transport_ns(window: Window) -> float:
     return fmean(free) if free else 0.0
 
 
-def _mean_times(window: Window, transport_ns: float) -> StageTimes:
-    """Means over the window; one number for both transfers is all that the stamps give."""
-    envelopes, n, half = window.measured, window.n, transport_ns / 2
+def mean_times(envelopes: Sequence[Envelope], n: int, topology: Topology) -> StageTimes:
+    """Mean times of ``n`` emits, links left out; what was dropped between them took time, too."""
     return StageTimes(
         a=sum(map(stage_a_ns, envelopes)) / n,
-        b=sum(map(stage_b_ns, envelopes)) / n / window.topology.replicas,
+        b=sum(map(stage_b_ns, envelopes)) / n / topology.replicas,
         c=sum(map(stage_c_ns, envelopes)) / n,
-        x_in=half,
-        x_out=half,
     )
+
+
+def _mean_times(window: Window, transport_ns: float) -> StageTimes:
+    """Means over the window; one number for both transfers is all that the stamps give."""
+    half = transport_ns / 2
+    return replace(mean_times(window.measured, window.n, window.topology), x_in=half, x_out=half)

@@ -7,6 +7,7 @@ the newest window second. The unpipelined twin is in ``inline.py``.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
@@ -22,7 +23,6 @@ from ppstream.flight import Flight
 from ppstream.headers import DURATIONS, EPOCH, FAILED, FAILURES
 from ppstream.paired import Paired
 from ppstream.rank0 import WAIT_MAX_NS
-from ppstream.standalone import time_on_host
 from ppstream.time_book import LINK, TimeBook
 from ppstream.waiter import Waiter
 from ppstream.watchdog import Mark, stage_b_limit_ns, watched
@@ -51,7 +51,8 @@ class Stage0(Paired):
         self._is_split = self.config.pipeline.threads == "split"
         self._lead = sys.maxsize if self._is_split else SERIAL_LEAD
         self._times_c = TimeBook() if self._is_split else self.times  # of the thread that runs C
-        self._run_delay_c = RunDelay()  # of that thread, if it has one of its own
+        self._run_delay_c = RunDelay() if self._is_split else self.run_delay
+        self._thread_cpus: dict[str, list[int]] = {}  # as each thread's newest run ended
         self._results = Waiter() if self._is_split else self.waiter  # who waits for results
         self._result_fds = {peer.fileno(), *link.fds}
         for fd in self._result_fds:
@@ -66,6 +67,7 @@ class Stage0(Paired):
             self.run_split()
         else:
             self.run_serial()
+        self._thread_cpus["r0A" if self._is_split else "r0"] = sorted(os.sched_getaffinity(0))
 
     # ---- one thread: A and C in turn -------------------------------------------------------
 
@@ -127,6 +129,7 @@ class Stage0(Paired):
                 self._times_c.end("result")
             self.finish(flight)
             self.waiter.wake()
+        self._thread_cpus["r0C"] = sorted(os.sched_getaffinity(0))
 
     def _guarded(self, work: Callable[[threading.Event], None], ended: threading.Event) -> None:
         """Top of a thread: what goes wrong in it ends the run on the thread that started it."""
@@ -154,7 +157,9 @@ class Stage0(Paired):
         """Credit first, newest window second: stage A into the next slot, and off it goes."""
         flight = self.next_flight()
         slot = self.link.envelope(flight.index)
+        self.run_delay.enter()
         self.stage_a.build(flight, slot.tensors, self.pacing.started())
+        flight.record.delay_a_ns = self.run_delay.leave()
         self.times.stage(flight.record.tA0 or 0, flight.record.tA1 or 0)
         slot.header[EPOCH] = flight.epoch, flight.seq
         self.book_input_waits(flight)
@@ -222,7 +227,8 @@ class Stage0(Paired):
     def finish(self, flight: Flight) -> None:
         """Stage C and emit, unless the result is stale or carries no actions."""
         slot = self.link.result(flight.index)
-        cpu_ns = thread_cpu_ns()
+        delay, cpu_ns = self._run_delay_c, thread_cpu_ns()
+        delay.enter()
         flight.record.tDecode = self._times_c.begin()
         self.credits.begin_decode(flight.record.tDecode)
         self._room.set()  # a place in D_out is free
@@ -240,6 +246,7 @@ class Stage0(Paired):
         else:  # a dropped envelope has no end of C in the log: its time is not stage C's
             ended_ns = self._times_c.end(LINK)
         flight.record.cpu_c_ns = thread_cpu_ns() - cpu_ns
+        flight.record.delay_c_ns = delay.leave()
         flight.record.w_result_ns = self._times_c.take_ns("result")
         if self._is_split:
             flight.record.busy_link_c_ns = self._times_c.take_ns(LINK)
@@ -257,9 +264,15 @@ class Stage0(Paired):
         self._usual_b_ns += ((flight.record.B_ns or 0) - self._usual_b_ns) // 8
         return FAILURES[header[FAILED]]
 
-    def measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
-        newest = self.started - 1
-        return time_on_host(self, self.link.envelope(newest), self.link.result(newest), repeats)
+    def measure(self, repeats: int) -> dict[str, Sequence[int]]:
+        lead, self._lead = self._lead, 1
+        durations = super().measure(repeats)
+        self._lead = lead
+        self.newest_b(0)
+        return durations
+
+    def thread_cpus(self) -> dict[str, list[int]]:
+        return self._thread_cpus | super().thread_cpus()
 
     def check_peer(self, now: int) -> None:
         """As ``check_policy_rank``, of whose results are owed now."""

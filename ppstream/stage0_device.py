@@ -111,7 +111,7 @@ class Stage0Device(Paired):
             else:
                 self.rest_until(self.next_ns())
         if self.phase == "bring-up" and self.log.mode == "throughput":  # else nobody judges
-            self.measure_b(0)  # what the policy rank knows of these envelopes is in its file
+            self.newest_b(0)  # what the policy rank knows of these envelopes is in its file
 
     # ---- one envelope: queued ------------------------------------------------------------------
 
@@ -253,8 +253,18 @@ class Stage0Device(Paired):
 
     # ---- standalone stage times -----------------------------------------------------------------
 
-    def measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
-        """Device times of stage A and of stage C alone; nothing is in flight."""
+    def measure(self, repeats: int) -> dict[str, Sequence[int]]:
+        """Device times: A and C by themselves, B on envelopes that are sent one by one.
+
+        On the policy rank the next receipts and stages B stand queued already: nothing could be
+        run beside them, least of all the same graphs.
+        """
+        durations_a, durations_c = self._measure_own(repeats)
+        for _ in range(repeats):
+            self.run(1)
+        return {"A": durations_a, "B": self.newest_b(repeats), "C": durations_c}
+
+    def _measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
         newest = (None,) * len(self.intake.rows)
         index = self.started
         marks = self._underway.marks(index)
@@ -271,17 +281,6 @@ class Stage0Device(Paired):
             marks.c1.wait()
             durations_c.append(_between_ns(marks.c0, marks.c1))
         return durations_a, durations_c
-
-    def measure_b(self, repeats: int) -> Sequence[int]:
-        """Device times of stage B on envelopes that are sent one by one.
-
-        On the policy rank the next receipts and stages B stand queued already: nothing could be
-        run beside them, least of all the same graphs. With 0 it only waits until that rank's log
-        is complete.
-        """
-        for _ in range(repeats):
-            self.run(1)
-        return super().measure_b(repeats)
 
 
 def _between_ns(begin: Event, end: Event) -> int:

@@ -14,9 +14,9 @@ import torch
 from ppstream import trace
 from ppstream.clock import NS_PER_S, now_ns, thread_cpu_ns
 from ppstream.cpus import RunDelay
-from ppstream.errors import PeerLostError, ProtocolError
+from ppstream.errors import PeerLostError
 from ppstream.headers import BEHIND_LINK, EPOCH, FAILURES
-from ppstream.policy_rank import PolicyRank, check_timed
+from ppstream.policy_rank import PolicyRank
 from ppstream.stage import told
 from ppstream.time_book import LINK, TimeBook
 from ppstream.unwritten import INTEGERS, Outputs, failure, rebinding
@@ -116,7 +116,6 @@ class Stage1(PolicyRank):
         self.times = TimeBook()
         self.run_delay = RunDelay()
         self._previous_tb1 = 0
-        self._last: int | None = None  # index of the newest envelope, for standalone timing
         self._waiting: deque[tuple[int, int]] = deque()  # envelopes that came, and when
         for fd in (peer.fileno(), *link.fds):
             waiter.register(fd)
@@ -173,11 +172,12 @@ class Stage1(PolicyRank):
         envelope, result = self.link.envelope(index), self.link.result(index)
         epoch, seq = envelope.header[EPOCH].tolist()
         self._serving = epoch, seq
+        self.run_delay.enter()
         cpu_ns = thread_cpu_ns()
         tb0 = self.times.begin()
         failed = self.run_policy(index, epoch, envelope, result)
         tb1 = self.times.end()
-        cpu_ns = thread_cpu_ns() - cpu_ns
+        cpu_ns, delay_ns = thread_cpu_ns() - cpu_ns, self.run_delay.leave()
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
         idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
         wait_ns, busy_ns = self.times.take_ns("input"), self.times.take_ns(LINK)
@@ -187,9 +187,8 @@ class Stage1(PolicyRank):
         stamps = (tb0, tb1, tb1 - tb0, 0, wait_ns, 0, idle_ns, residence_ns, busy_ns)
         result.header[BEHIND_LINK] = (epoch, seq, failed, *stamps)
         self.link.reply(index)
-        self._last = index
         self.progress += 1
-        self.write_line(epoch, seq, stamps, cpu_ns, failed=failed)
+        self.write_line(epoch, seq, stamps, (cpu_ns, delay_ns), failed=failed)
 
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> int:
         """Returns the header's ``failed``; rank 0 is told why before it gets the result."""
@@ -215,34 +214,28 @@ class Stage1(PolicyRank):
         self.times.end("input")
 
     def measure(self, repeats: int) -> tuple[int, ...]:
-        """Stage B alone, on the newest envelope, while rank 0 does nothing; the log is on disk."""
+        """The log is on disk: stage B's times stand there, and in each result's header."""
         self.log.flush()
-        if self._last is None:
-            raise ProtocolError("asked to time stage B before any envelope came")
-        envelope, result = self.link.envelope(self._last), self.link.result(self._last)
-        durations = []
-        for _ in range(repeats):
-            self.mark.turns += 1
-            began = now_ns()
-            if not self.run_policy(self._last, int(envelope.header[EPOCH][0]), envelope, result):
-                durations.append(now_ns() - began)
-        check_timed(durations, repeats)
-        self._previous_tb1 = 0
-        self.times = TimeBook()
-        self.run_delay.take_ns()
-        return tuple(durations)
+        return ()
 
     def _at(self) -> str:
         return "" if self._serving is None else "epoch {}, seq {}".format(*self._serving)
 
     def write_line(
-        self, epoch: int, seq: int, stamps: tuple[int, ...], cpu_ns: int, *, failed: int
+        self,
+        epoch: int,
+        seq: int,
+        stamps: tuple[int, ...],
+        of_cpu: tuple[int, int | None],
+        *,
+        failed: int,
     ) -> None:
         record = self.log.take()
         record.epoch, record.seq, record.phase = epoch, seq, self.phase
         record.tB0, record.tB1, _, _, record.wait_input_ns, record.wait_output_ns, *rest = stamps
         record.idle_ns, record.residence_ns, record.busy_link_ns = rest
-        record.cpu_b_ns, record.run_delay_ns = cpu_ns, self.run_delay.take_ns()
+        record.cpu_b_ns, record.delay_b_ns = of_cpu
+        record.run_delay_ns = self.run_delay.take_ns()
         record.drop = FAILURES[failed]
         if self._meter is not None:
             record.recompiles = self._meter.take()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ppstream.contention import MOVED_MAX, MOVED_NS
 from ppstream.model import Deeper, PipelineForm
 from ppstream.scores import (
     CEILING_MIN,
@@ -36,8 +37,6 @@ from ppstream.verdict import (
 
 SAME: Final = 0.005  # a relative difference that rounds to nothing
 STRICT_MIN: Final = 0.995  # a period below the slowest stage alone: that stage was not alone
-MOVED_MAX: Final = 0.25  # of a stage alone, between both measurements
-MOVED_NS: Final = 1_000_000  # and at least so much
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +131,12 @@ def _alone(f: Findings) -> Iterator[str]:
         off_ns = abs(ratio - 1) * times[stage]
         if abs(ratio - 1) > MOVED_MAX and off_ns > MOVED_NS:
             yield f"{stage} alone took {ratio:.2f} x as long behind bring-up as before it"
+    for stage, ratio in alone.slower.items():
+        if ratio > 1 + MOVED_MAX and (1 - 1 / ratio) * times[stage] > MOVED_NS:
+            yield (
+                f"{stage} worked or slept {ratio:.2f} x as long alone as in the run: what it did "
+                "beyond that does not count"
+            )
 
 
 def _limits(f: Findings) -> Iterator[str]:

@@ -71,6 +71,8 @@ class EnvelopeRecord(msgspec.Struct, gc=False, omit_defaults=True):
     cpu_c_ns: int | None = None  # of C's, within C
     run_delay_ns: int | None = None  # A's thread was runnable without a CPU, since the last line
     run_delay_c_ns: int | None = None  # C's, if it has one of its own
+    delay_a_ns: int | None = None  # of the former, within A
+    delay_c_ns: int | None = None  # of C's thread, within C
     outstanding: int | None = None
     q_decode: int | None = None
     outstanding_max: int | None = None
@@ -108,6 +110,7 @@ class Stage1Record(msgspec.Struct, gc=False, omit_defaults=True):
     busy_link_ns: int | None = None
     cpu_b_ns: int | None = None  # CPU time of the loop's thread, within B
     run_delay_ns: int | None = None  # it was runnable without a CPU, since the last line
+    delay_b_ns: int | None = None  # of that, within B
     allocs: int | None = None
     recompiles: int | None = None
     drop: str | None = None

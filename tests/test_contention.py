@@ -25,10 +25,19 @@ def alone(golden: GoldenRun, *times: float, after: Sequence[float] = ()) -> Gold
     return golden
 
 
-def machine(golden: GoldenRun, cpus: float, threads: int) -> GoldenRun:
+def machine(golden: GoldenRun, cpus: float, threads: int, **more: Any) -> GoldenRun:
     fields = {"usable_cpus": cpus, "busy_threads": threads, "load_1min": 2.0, "steal_share": 0.0}
-    golden.extra.append({"kind": "event", "name": "machine"} | fields)
+    golden.extra.append({"kind": "event", "name": "machine"} | fields | more)
     return golden
+
+
+def one_by_one(golden: GoldenRun, cpu: Sequence[float], late: Sequence[float] = (0, 0, 0)) -> None:
+    """The first envelopes went one by one: CPU time, and waits for one, of A, B and C in ms."""
+    for line, policy in zip(golden.lines[:20], golden.policy_lines, strict=False):
+        line |= {"mode": "alone", "phase": "warming"}
+        line |= {f"cpu_{k}_ns": ms(cpu[i]) for i, k in ((0, "a"), (2, "c"))}
+        line |= {f"delay_{k}_ns": ms(late[i]) for i, k in ((0, "a"), (2, "c"))}
+        policy |= {"cpu_b_ns": ms(cpu[1]), "delay_b_ns": ms(late[1])}
 
 
 def score(report: RunReport) -> float:
@@ -91,7 +100,7 @@ def test_measuring_slowly_buys_nothing() -> None:
     contended = alone(simulate(stages(8, 20, 10)), 4, 10, 5)
     assert score(judged(contended)) < 0.0
     one_slow = alone(simulate(stages(8, 20, 10)), 4, 10, 5, after=(8, 20, 10))
-    assert judged(one_slow).reasons == []  # half of the lie counts: 0.63
+    assert judged(one_slow).reasons == ["CONTENDED"]
     assert "B alone took 2.00 x as long" in sentence(judged(one_slow), "B alone")
 
 
@@ -112,25 +121,26 @@ def test_period_below_the_slowest_stage_alone_warns_of_the_measurement() -> None
 def test_where_threads_share_a_cpu_waiting_for_it_is_no_work() -> None:
     """Other programs slow the stages down alone, too: the times alone are no witness there."""
     golden = simulate(stages(0, 20, 20))
-    golden.bend(lambda line: line.update(run_delay_ns=ms(10), cpu_c_ns=ms(10)))
+    golden.bend(lambda line: line.update(delay_c_ns=ms(10), cpu_c_ns=ms(10)))
     for line in golden.policy_lines:
-        line |= {"run_delay_ns": ms(10), "cpu_b_ns": ms(10)}
-    assert judged(machine(golden, cpus=2, threads=2)).verdict is Verdict.PASS
+        line |= {"delay_b_ns": ms(10), "cpu_b_ns": ms(10)}
+    assert judged(machine(golden, cpus=2, threads=2, others_cpus=1.0)).verdict is Verdict.PASS
     golden.extra.clear()
-    report = judged(machine(golden, cpus=1, threads=2))
+    report = judged(machine(golden, cpus=1, threads=2, others_cpus=1.0))
     assert report.reasons == ["CONTENDED"]
     assert score(report) == pytest.approx(0.0, abs=0.05)
     assert sentence(report, "this machine in bring-up").endswith(
-        "on 1 usable CPU, 0% stolen: 2 threads work at the same time and share them"
+        "on 1 usable CPU, 0% stolen, other programs take 1.0: 2 threads work at the same time and "
+        "share them"
     )
 
 
 def test_wait_for_a_cpu_that_others_used_counts_alone_as_well() -> None:
     """A busy machine: every stage waits 5 ms for a CPU, which was not so when it was alone."""
     golden = alone(simulate(stages(2, 15, 9)), 1, 10, 4)
-    golden.bend(lambda line: line.update(run_delay_ns=ms(5), cpu_a_ns=ms(1), cpu_c_ns=ms(4)))
+    golden.bend(lambda line: line.update(delay_a_ns=ms(1), delay_c_ns=ms(5), cpu_c_ns=ms(4)))
     for line in golden.policy_lines:
-        line |= {"run_delay_ns": ms(5), "cpu_b_ns": ms(10)}
+        line |= {"delay_b_ns": ms(5), "cpu_b_ns": ms(10)}
     assert judged(machine(golden, cpus=2, threads=2)).reasons == ["CONTENDED"]  # nobody else ran
     golden.extra[0]["others_cpus"] = 0.7
     report = judged(golden)
@@ -141,9 +151,54 @@ def test_wait_for_a_cpu_that_others_used_counts_alone_as_well() -> None:
     assert "other programs take 0.1" in sentence(judged(golden), "this machine")
     golden.extra[0]["others_cpus"] = 0.7
     for line in golden.policy_lines:
-        line |= {"run_delay_ns": 0}  # it was a lock
-    golden.bend(lambda line: line.update(run_delay_ns=0))
+        line |= {"delay_b_ns": 0}  # it was a lock
+    golden.bend(lambda line: line.update(delay_a_ns=0, delay_c_ns=0))
     assert judged(golden).reasons == ["CONTENDED"]
+
+
+def test_threads_that_may_run_on_one_cpu_only_wait_for_each_other() -> None:
+    """The machine has two CPUs, and other programs on them: they excuse nothing."""
+    golden = simulate(stages(0, 20, 20))
+    golden.bend(lambda line: line.update(delay_c_ns=ms(10), cpu_c_ns=ms(10)))
+    for line in golden.policy_lines:
+        line |= {"delay_b_ns": ms(10), "cpu_b_ns": ms(10)}
+    machine(golden, 2, 2, others_cpus=1.0, thread_cpus={"r0": [0, 1], "mesh": [0]})
+    assert judged(golden).verdict is Verdict.PASS
+    golden.extra[0]["thread_cpus"] = {"r0": [0], "mesh": [0]}
+    assert judged(golden).reasons == ["CONTENDED"]
+    assert sentence(judged(golden), "this machine").endswith(
+        "r0 and mesh may use CPU 0 only, and share it"
+    )
+    golden.extra[0]["thread_cpus"] = {"r0": "?", "mesh": []}  # what is no list says nothing
+    assert judged(golden).verdict is Verdict.PASS
+
+
+def test_time_alone_counts_by_its_parts_as_long_as_the_run_s_at_most() -> None:
+    """A lock in the run, and alone as much work more, or as much wait for a CPU."""
+    contended = stages(0.5, 21, 20)
+    for cpu, late in (((0.5, 21, 20), (0, 0, 0)), ((0.5, 11, 10), (0, 10, 10))):
+        golden = alone(simulate(contended, n=360), 0.5, 21, 20)
+        golden.bend(lambda line: line.update(cpu_c_ns=ms(10)))
+        for line in golden.policy_lines:
+            line["cpu_b_ns"] = ms(11)
+        one_by_one(golden, cpu, late)
+        report = judged(golden)
+        assert report.reasons == ["CONTENDED"]
+        assert score(report) == pytest.approx(0.0, abs=0.05)
+        slower = [text for text in report.statements if "worked or slept" in text]
+        assert len(slower) == (2 if late == (0, 0, 0) else 0)
+
+
+def test_waits_for_a_cpu_alone_do_not_count_beside_those_of_the_run() -> None:
+    """A machine that was busier before, and a lock in the run: the wait for a CPU counts once."""
+    golden = alone(simulate(stages(0.5, 30, 29), n=360), 0.5, 30, 29)
+    golden.bend(lambda line: line.update(cpu_c_ns=ms(10), delay_c_ns=ms(4)))
+    for line in golden.policy_lines:
+        line |= {"cpu_b_ns": ms(11), "delay_b_ns": ms(4)}
+    one_by_one(golden, (0.5, 11, 10), (0, 19, 19))
+    report = judged(machine(golden, 2, 2, others_cpus=1.0))
+    assert report.reasons == ["CONTENDED"]
+    assert score(report) == pytest.approx(-0.04, abs=0.05)
 
 
 def test_too_few_cpus_are_said_beside_a_pass() -> None:

@@ -118,6 +118,40 @@ def test_machine_says_when_threads_have_to_share_a_cpu() -> None:
     )
 
 
+def test_cpus_are_found_for_every_set_of_threads() -> None:
+    apart = {"r0A": [0, 1], "r0C": [1], "mesh": [0, 1, 2]}
+    machine = Machine(3, 3, 1.0, 0.0, 0.0, apart)
+    assert machine.holds({"r0A": 1, "r0C": 1, "mesh": 1})
+    assert machine.confined == ()
+    assert not machine.is_short
+    together = machine._replace(thread_cpus=apart | {"r0A": [1]})
+    assert not together.holds({"r0A": 0.9, "r0C": 0.2, "mesh": 0})
+    assert together.holds({"r0A": 0.7, "r0C": 0.2, "mesh": 1})
+    assert together.confined == ("r0A", "r0C")
+    assert together.text().endswith("r0A and r0C may use CPU 1 only, and share it")
+    assert not Machine(1.5, 2, 1.0, 0.0, 0.0, apart).holds({"r0A": 1, "mesh": 1})  # a quota
+    assert not Machine(1, 2, 1.0, 0.0).holds({"r0": 1, "mesh": 1})  # nobody knows which
+
+
+def test_what_the_run_has_started_is_no_other_program(tmp_path: Path) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    stat = "1 (a) S" + " 0" * 10 + " {user} 0 {ended} 0\n"
+    line = f"cpu{cpu} {{user}} 0 0 {{idle}} 0 0 0 0 0 0\n"
+
+    def at(user: int, own: int, child: int) -> Path:
+        files = {"proc/stat": line.format(user=user, idle=user // 9)}
+        files[f"proc/{os.getpid()}/stat"] = stat.format(user=own, ended=own)
+        return tree(tmp_path, files | {"proc/77/stat": stat.format(user=child, ended=0)})
+
+    found: list[int] = []
+    meter = MachineMeter(2, family=lambda: found, root=at(0, 0, 0))
+    at(90, 10, 50)
+    assert meter.read({"r0": [cpu]}).others_cpus == 0.7  # 10 itself, 10 children that have ended
+    found.append(77)
+    assert meter.read({"r0": [cpu]}).others_cpus == 0.2
+    assert meter.read({"r0": [cpu + 4000]}).others_cpus is None
+
+
 def test_thread_beside_a_busy_one_on_its_cpu_was_runnable_without_it() -> None:
     cpu = min(os.sched_getaffinity(0))
     busy = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]

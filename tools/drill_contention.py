@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,7 +26,7 @@ from drill_scene import CONFIG, READY_LIMIT_S, Failed, started
 from drill_torchrun import expect_end, launched
 
 from ppstream import simulate
-from ppstream.clock import NS_PER_MS, thread_cpu_ns
+from ppstream.clock import NS_PER_MS, now_ns, thread_cpu_ns
 from ppstream.specs import TensorSpec
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ GATE: Final = ("bringup.overlap_min=0.3", "bringup.accept=[]", "bringup.standalo
 NOBODY: Final = ("service.endpoint=none", "service.duration_s=0.05")
 GATE_LIMIT_S: Final = 90.0
 CALIBRATED_NS: Final = 20 * NS_PER_MS  # of CPU time
+PAUSE_NS: Final = 4 * NS_PER_MS
+SLOWER_MS: Final = 9
+OTHERS: Final = 2
+BESIDE_OTHERS: Final = (30, 31)  # a busy machine may leave too little to judge
+BUSY_LIMIT_S: Final = 240.0
+PATIENT: Final = "actions.lease_ms=3000"  # beside others nothing is late
+BUSY: Final = "print(flush=True)\nwhile True: pass"
 SERVED_S: Final = 6.0
 CONTENDED: Final = "bring-up verdict FAIL: CONTENDED"
 REPORT: Final = ROOT / "tools" / "overlap_report.py"
@@ -59,18 +67,42 @@ def _steps_per_ms() -> float:
 
 
 def _worker(kind: str, lock: str) -> Callable[[float], None]:
-    """Spends so many ms: ``work`` of CPU time, or ``lock``: asleep, with the file's lock held."""
-    if kind == "lock":
-        file = Path(lock).open("w")  # noqa: SIM115 - as long as the process
+    """Spends so many ms: of CPU time, or asleep (``lock``).
 
-        def spend(ms: float) -> None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            time.sleep(ms / 1000)
-            fcntl.flock(file, fcntl.LOCK_UN)
-
-        return spend
+    ``lock``, ``locked-work`` and ``slower-alone`` hold the file's lock meanwhile. ``pinned`` keeps
+    its thread to one CPU. ``slower-alone`` works longer after a pause, as there is none in the run.
+    """
     per_ms = _steps_per_ms()
-    return lambda ms: _count(round(ms * per_ms))
+
+    def work(ms: float) -> None:
+        _count(round(ms * per_ms))
+
+    if kind == "work":
+        return work
+    if kind == "pinned":
+        first = min(os.sched_getaffinity(0))
+
+        def pinned(ms: float) -> None:
+            os.sched_setaffinity(0, {first})
+            work(ms)
+
+        return pinned
+    file = Path(lock).open("w")  # noqa: SIM115 - as long as the process
+    ended_ns = now_ns()
+
+    def locked(ms: float) -> None:
+        nonlocal ended_ns
+        if kind == "slower-alone" and now_ns() - ended_ns > PAUSE_NS:
+            ms += SLOWER_MS
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if kind == "lock":
+            time.sleep(ms / 1000)
+        else:
+            work(ms)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        ended_ns = now_ns()
+
+    return locked
 
 
 class WorkingPolicy:
@@ -146,6 +178,47 @@ def shared_lock(folder: Path, outcome: Outcome) -> None:
         _expect_contended(folder, ranks.output(), outcome)
 
 
+def one_lock_beside_others(folder: Path, outcome: Outcome) -> None:
+    """The same, at work, while other programs take what CPUs there are."""
+    with _others():
+        _refused(_stages("locked-work", 0.0, 12, 9, folder), folder, outcome, BESIDE_OTHERS)
+
+
+def one_cpu_of_two(folder: Path, outcome: Outcome) -> None:
+    """Both threads keep to one CPU, the machine has more, and other programs run on them."""
+    if len(os.sched_getaffinity(0)) < OTHERS:
+        raise Failed("needs two CPUs")
+    with _others():
+        _refused(_stages("pinned", 0.0, 12, 9, folder), folder, outcome, BESIDE_OTHERS)
+
+
+def slower_alone(folder: Path, outcome: Outcome) -> None:
+    """One lock, and the stages work longer where they are timed alone."""
+    _refused(_stages("slower-alone", 0.0, 12, 9, folder), folder, outcome)
+
+
+@contextmanager
+def _others() -> Iterator[None]:
+    """Other programs, which work as long as they may."""
+    with ExitStack() as stack:
+        for _ in range(OTHERS):
+            other = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE)
+            )
+            stack.callback(other.kill)
+            assert other.stdout is not None
+            other.stdout.readline()
+        yield
+
+
+def _refused(
+    stages: Sequence[str], folder: Path, outcome: Outcome, codes: Sequence[int] = (30,)
+) -> None:
+    with RankPair(folder, CONFIG, (*stages, *GATE, *NOBODY, PATIENT)) as ranks:
+        ranks.wait(BUSY_LIMIT_S)
+        _expect_contended(folder, ranks.output(), outcome, codes)
+
+
 def one_interpreter(folder: Path, outcome: Outcome) -> None:
     """A and C have a thread each, and both hold the interpreter while they work."""
     settings = (*_stages("work", 8, 4, 8, folder), *GATE, *NOBODY, "pipeline.threads=split")
@@ -193,14 +266,17 @@ def forge(run: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _expect_contended(folder: Path, output: str, outcome: Outcome) -> None:
+def _expect_contended(
+    folder: Path, output: str, outcome: Outcome, codes: Sequence[int] = (30,)
+) -> None:
     directory = (folder / "latest").resolve()
     ends: dict[str, Any] = {}
     with suppress(OSError):
         ends = json.loads((directory / "exit.json").read_text())
     outcome.codes = tuple(end["code"] for _, end in sorted(ends.items()))
     outcome.seen = _line(output, "CONTENDED: by")
-    if outcome.codes != (30, 30) or CONTENDED not in output:
+    refused = len(outcome.codes) == 2 and set(outcome.codes) <= set(codes)
+    if not refused or (CONTENDED if codes == (30,) else "CONTENDED: by") not in output:
         raise Failed(f"codes {outcome.codes}:\n{output[-2500:]}")
     judge_ledger(outcome, imbalances(directory))
 
@@ -219,6 +295,21 @@ def _report(directory: Path) -> tuple[int, str]:
 CONTENTION: Final = (
     Launch("one-cpu", "", "both ranks under taskset -c 0", "30 CONTENDED", one_cpu),
     Launch("shared-lock", "", "policy and decoder take one lock", "30 CONTENDED", shared_lock),
+    Launch(
+        "lock-beside-others",
+        "",
+        "they take one lock, two other programs run",
+        "30 CONTENDED",
+        one_lock_beside_others,
+    ),
+    Launch(
+        "one-cpu-of-two",
+        "",
+        "both threads pin themselves to one CPU",
+        "30 CONTENDED",
+        one_cpu_of_two,
+    ),
+    Launch("slower-alone", "", "one lock, slower where timed alone", "30 CONTENDED", slower_alone),
     Launch("one-interpreter", "", "A and C work in Python", "30 CONTENDED", one_interpreter),
     Launch("worse-service", "", "B slower once it serves", "no PASS", worse_service),
     Launch("forged-folder", "", "stamps rewritten as ideal", "no PASS", forged_folder),

@@ -46,6 +46,20 @@ MUTANTS: Final = (
         "shared-lock",
     ),
     Mutant(
+        "a wait for a CPU alone is no work",
+        "ppstream/contention.py",
+        "    return _Parts(cpu, delay, _each(sub, most, delay))\n",
+        "    return _Parts(cpu, delay, most)\n",
+        "lock-beside-others",
+    ),
+    Mutant(
+        "no time alone counts beyond the run's",
+        "ppstream/contention.py",
+        "    counts = _each(add, _each(min, cpu, ran.cpu), _each(min, rest, ran.rest))\n",
+        "    counts = _each(add, cpu, rest)\n",
+        "slower-alone",
+    ),
+    Mutant(
         "service is judged beside bring-up",
         "ppstream/overlap.py",
         "    reasons = _service_reasons(run, ready)\n",

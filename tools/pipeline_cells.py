@@ -42,7 +42,6 @@ from ppstream.rendezvous import Listener, connect
 from ppstream.run_report import RunReport
 from ppstream.runlog import read_run
 from ppstream.runs import Run
-from ppstream.segments import ALONE
 from ppstream.stage1_device import Stage1Device
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import Stage1Record, TimestampLog
@@ -191,10 +190,8 @@ def _front(
         begun, cpu_ns = rank0.finished, time.process_time_ns()
         run_saturated(rank0, intake, source)
         cpu_ns = (time.process_time_ns() - cpu_ns) // (rank0.finished - begun)
-        rank0.log.mode = ALONE
         after = time_standalone(rank0, config.bringup.standalone)
         run.describe(standalone_after=after)
-        rank0.log.mode = config.mode
         source.close()
         rank0.log.flush()
         peer.send(Drain("cell over"))
