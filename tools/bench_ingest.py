@@ -90,6 +90,7 @@ def _append_rows() -> list[dict[str, Any]]:
     config = _config((_stream("joints", DIM),))
     append_us: dict[int, list[float]] = {size: [] for size in SIZES}
     whole_us: dict[int, list[float]] = {size: [] for size in SIZES}
+    bad_us: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
         for size in SIZES:
             ring = _open(build_intake(config)).rows[0].rings["joints"]
@@ -98,10 +99,15 @@ def _append_rows() -> list[dict[str, Any]]:
             append_us[size].append(_mean_us(partial(_append, ring), arrays))
             ring.clear("bench")
             whole_us[size].append(_mean_us(partial(_take, ring), frames))
+        for bad, arrays in _bad_messages().items():
+            ring = _open(build_intake(config)).rows[0].rings["joints"]
+            bad_us.setdefault(bad, []).append(_mean_us(partial(_append, ring), arrays))
     return [
         _row(f"{what}, {size} x {DIM}", each, "µs/message")
         for what, took_us in (("append", append_us), ("decode + append", whole_us))
         for size, each in took_us.items()
+    ] + [
+        _row(f"append, {SIZES[-1]} x {DIM}, {bad}", us, "µs/message") for bad, us in bad_us.items()
     ]
 
 
@@ -133,6 +139,17 @@ def _messages(size: int, count: int) -> list[tuple[Array, Array]]:
     values = rng.standard_normal((size, DIM)).astype(np.float32)
     steps = np.arange(size, dtype=np.int64)
     return [((steps + index * size) * NS_PER_MS, values) for index in range(count)]
+
+
+def _bad_messages() -> dict[str, list[tuple[Array, Array]]]:
+    """The largest size, as one who floods would send them."""
+    good = _messages(SIZES[-1], BATCHES)
+    holed = good[0][1].copy()
+    holed[::2] = np.nan
+    return {
+        "half of it NaN": [(stamps, holed) for stamps, _ in good],
+        "newest first": [(stamps[::-1].copy(), values) for stamps, values in good],
+    }
 
 
 # ---- through sockets --------------------------------------------------------------------------
