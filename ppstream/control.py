@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream import messages
 from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.errors import PeerFrozenError, PeerLostError, ProtocolError, WatchdogError
+from ppstream.errors import (
+    PeerFrozenError,
+    PeerLeftError,
+    PeerLostError,
+    PpstreamError,
+    ProtocolError,
+    WatchdogError,
+)
 from ppstream.frame_sender import FrameSender
 from ppstream.frames import FrameReader
 
@@ -180,12 +187,23 @@ class Peer:
         """The next frame of ``inbox``, waiting for it; for set-up, not for the loop.
 
         Raises:
+            PeerLeftError: the peer says that it leaves.
             PeerLostError: the peer is gone, or said nothing within ``timeout_ns``.
             WatchdogError: it said nothing within ``timeout_ns`` though its heart beats.
             ProtocolError: as ``pump``.
         """
         self._pump_until(lambda: bool(self.inbox), timeout_ns, "a frame")
-        return self.inbox.popleft()
+        frame = self.inbox.popleft()
+        if isinstance(frame, messages.Goodbye):
+            raise PeerLeftError(frame.code, frame.reason)
+        return frame
+
+    def last_words(self) -> PeerLeftError | None:
+        """Why the peer left, if it said so before its end was noticed in another way."""
+        with suppress(PpstreamError):
+            self.pump()
+        goodbye = self.goodbye
+        return None if goodbye is None else PeerLeftError(goodbye.code, goodbye.reason)
 
     def receive_fds(self, count: int, timeout_ns: int) -> list[int]:
         """``count`` descriptors that the peer passed, close-on-exec, owned by the caller.

@@ -16,10 +16,17 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream import flight_recorder
 from ppstream.clock import NS_PER_MS, NS_PER_S
-from ppstream.errors import FINAL_CODES, ExitCode, PeerLostError, PpstreamError
+from ppstream.errors import (
+    OTHER_LEFT,
+    ExitCode,
+    PeerLeftError,
+    PeerLostError,
+    PpstreamError,
+    StoppedEarlyError,
+)
 from ppstream.messages import Goodbye
 from ppstream.peer_process import HeldProcess, command, descendants, everybody, of_rank
-from ppstream.runs import OTHER_LEFT, Run
+from ppstream.runs import Run
 from ppstream.user_code import UserExitError, fault_of, said
 from ppstream.watchdog import Mark, Watchdog, where
 
@@ -40,24 +47,6 @@ STDERR: Final = 2
 REASON_MAX: Final = 1 << 16  # characters: a configuration may have many problems
 CLEANER: Final = "multiprocessing.resource_tracker"  # leaves by itself when its work is done
 COMMAND_SHOWN: Final = 80  # characters
-
-
-class StoppedEarlyError(PpstreamError):
-    """A signal came before anything was started: leave, there is nothing to drain."""
-
-    exit_code = ExitCode.DRAINED
-
-
-class PeerLeftError(PeerLostError):
-    """The other rank said why it leaves; what restarting cannot improve is our end, too."""
-
-    def __init__(self, goodbye: Goodbye) -> None:
-        self.goodbye = goodbye
-        code = ExitCode(goodbye.code)
-        is_ours = code is ExitCode.DRAINED or code in FINAL_CODES
-        self.exit_code = code if is_ours else ExitCode.PEER_LOST
-        self.said = f"exit {goodbye.code} {code.name} {goodbye.reason}"
-        super().__init__(f"{OTHER_LEFT} {goodbye.code} {code.name}: {goodbye.reason}")
 
 
 class RankEnd:
@@ -206,7 +195,7 @@ class RankEnd:
             code, reason = self.decided
             return code, f"{reason}{stands} and did not close within {CLOSE_GRACE_S:g} s"
         if self.peer is not None and (goodbye := self.peer.goodbye) is not None:
-            left = PeerLeftError(goodbye)
+            left = PeerLeftError(goodbye.code, goodbye.reason)
             self.peer_said = left.said
             return left.exit_code, str(left)
         return self.settled(ExitCode.PEER_LOST, f"{self._how_gone()}{stands}")

@@ -43,6 +43,10 @@ MEANINGS: Final = {
 }
 
 #: Restarting does not improve these: a later generation ends at once with the same code.
+MAX_TEXT: Final = 4096  # characters of what went wrong, wherever it is told
+MAX_PLACE: Final = 256  # characters: a file, a line and a function
+OTHER_LEFT: Final = "the other rank left with"  # how a reason begins that is the other rank's
+
 FINAL_CODES = frozenset(
     {ExitCode.HANDSHAKE, ExitCode.CONFIG, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE}
 )
@@ -88,6 +92,28 @@ class PeerLostError(PpstreamError):
     """The other side's control socket reached its end."""
 
     exit_code = ExitCode.PEER_LOST
+
+
+class PeerLeftError(PeerLostError):
+    """The other rank said why it leaves; what restarting cannot improve is our end, too.
+
+    Args:
+        code: its exit code, as it said it.
+        reason: as it said it.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        theirs = ExitCode(code)
+        is_ours = theirs is ExitCode.DRAINED or theirs in FINAL_CODES
+        self.exit_code = theirs if is_ours else ExitCode.PEER_LOST
+        self.said = f"exit {code} {theirs.name} {reason}"
+        super().__init__(f"{OTHER_LEFT} {code} {theirs.name}: {reason}")
+
+
+class StoppedEarlyError(PpstreamError):
+    """A signal came before anything was started: leave, there is nothing to drain."""
+
+    exit_code = ExitCode.DRAINED
 
 
 class PeerFrozenError(PeerLostError):

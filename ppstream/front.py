@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Final
 
 import msgspec
@@ -23,7 +23,7 @@ from ppstream.bringup import bring_up
 from ppstream.clock import NS_PER_S
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
-from ppstream.errors import ConfigError, PpstreamError
+from ppstream.errors import ConfigError, PeerLeftError, PpstreamError
 from ppstream.headers import link_shape
 from ppstream.inline import Inline
 from ppstream.intake import Intake, build_intake
@@ -212,7 +212,8 @@ def _release_policy_rank(rank0: Rank0) -> None:
     """Nothing is in flight: let the policy rank go, and wait until it says goodbye."""
     if isinstance(rank0, Paired):
         rank0.peer.send(Drain(rank0.stop_reason or "the recording has ended"))
-        rank0.peer.receive(GOODBYE_LIMIT_NS)
+        with suppress(PeerLeftError):
+            rank0.peer.receive(GOODBYE_LIMIT_NS)
 
 
 def begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:

@@ -28,7 +28,6 @@ RESULT_HEADER: Final = (
     "busy_link_ns",
 )
 FAILED: Final = 4
-RAISED, UNWRITTEN = 1, 2  # what a policy's failure is in a result's header
 FAILURES: Final = (None, "policy_error", "unwritten")  # and the reason of the drop
 DURATIONS: Final = slice(5, None)
 BEHIND_LINK: Final = slice(2, None)  # all that the policy rank writes, in one assignment

@@ -25,8 +25,8 @@ from ppstream.ends import CLOSE_GRACE_S, RankEnd
 from ppstream.errors import ConfigError, ExitCode
 from ppstream.peer_process import HeldProcess, ranks_of
 from ppstream.placement import ranks_wanted
+from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
 from ppstream.runs import Run
-from ppstream.serve import PYTHON_MIN, missing_packages, refuse, refuse_python
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig

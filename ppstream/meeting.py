@@ -19,13 +19,12 @@ from ppstream import handshake
 from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
-from ppstream.ends import PeerLeftError, how_it_ends
+from ppstream.ends import how_it_ends
 from ppstream.errors import ConfigError, HandshakeError, PeerLostError, PpstreamError, ProtocolError
 from ppstream.heartbeat import Heartbeat
 from ppstream.links import LauncherStore
 from ppstream.messages import (
     WIRE_MAJOR,
-    Control,
     Goodbye,
     RankHeart,
     RankHello,
@@ -48,22 +47,6 @@ def ranks_on_this_host(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
 
 
-def receive(peer: Peer, timeout_ns: int) -> Control:
-    """The next frame; raises PeerLeftError when the other rank says that it leaves."""
-    frame = peer.receive(timeout_ns)
-    if isinstance(frame, Goodbye):
-        raise PeerLeftError(frame)
-    return frame
-
-
-def last_words(peer: Peer) -> PeerLeftError | None:
-    """Why the other rank left, if it said so before its end was noticed in another way."""
-    with suppress(PpstreamError):
-        peer.pump()
-    goodbye = peer.goodbye
-    return PeerLeftError(goodbye) if goodbye is not None else None
-
-
 @contextmanager
 def telling(peer: Peer) -> Iterator[None]:
     """Tell the other rank why this one ends, unless it went first; then what it said is the reason.
@@ -74,7 +57,7 @@ def telling(peer: Peer) -> Iterator[None]:
     try:
         yield
     except PeerLostError as error:
-        raise last_words(peer) or error from None
+        raise peer.last_words() or error from None
     except BaseException as error:
         code, text = how_it_ends(error)
         with suppress(PpstreamError):
@@ -100,7 +83,7 @@ def admit(config: PipelineConfig, store: LauncherStore, listener: Listener, run:
     """
     limit_s = config.liveness.handshake_s
     peer = listener.accept(limit_s)
-    hello = receive(peer, round(limit_s * NS_PER_S))
+    hello = peer.receive(round(limit_s * NS_PER_S))
     if not isinstance(hello, RankHello) or hello.token != store.get(TOKEN_KEY, limit_s):
         raise ProtocolError("a stranger connected to the control socket: it does not know the run")
     try:
@@ -133,7 +116,7 @@ def agree_on_tensors(
         PeerLeftError: the policy could not be built.
         WatchdogError: it was not built within ``liveness.start_s``.
     """
-    ready = receive(peer, build_limit_ns(config) + SPARE_NS)
+    ready = peer.receive(build_limit_ns(config) + SPARE_NS)
     if not isinstance(ready, Ready):
         raise ProtocolError(f"expected Ready from the policy rank, got {type(ready).__name__}")
     built = msgspec.convert(ready.facts, _Built)
@@ -176,7 +159,7 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
         )
     )
     peer.heart.send(RankHeart(token))
-    answer = receive(peer, round(limit_s * NS_PER_S))
+    answer = peer.receive(round(limit_s * NS_PER_S))
     if isinstance(answer, RankRefused):
         raise HandshakeError("\n".join(answer.difference))
     if not isinstance(answer, RankWelcome):
@@ -201,7 +184,7 @@ def offer_tensors(
 
 def offered(config: PipelineConfig, peer: Peer) -> tuple[TensorSpec, ...]:
     """Rank 0's answer: the tensors of every envelope, in slot order."""
-    answer = receive(peer, build_limit_ns(config) + SPARE_NS)
+    answer = peer.receive(build_limit_ns(config) + SPARE_NS)
     if not isinstance(answer, Ready):
         raise ProtocolError(f"expected Ready from rank 0, got {type(answer).__name__}")
     return msgspec.convert(answer.facts["inputs"], tuple[TensorSpec, ...])

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from ppstream.errors import MAX_TEXT
 from ppstream.rank_messages import (
     Bell,
     Control,
@@ -60,7 +61,6 @@ from ppstream.wire import (
     MAX_FAULT,
     MAX_INSTRUCTION,
     MAX_NAME,
-    MAX_TEXT,
     WIRE_MAJOR,
     WIRE_MINOR,
     fault_text,

@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ppstream.clock import NS_PER_MS, NS_PER_S
-from ppstream.ends import PeerLeftError
-from ppstream.errors import ProtocolError, WatchdogError
-from ppstream.meeting import receive
+from ppstream.errors import PeerLeftError, ProtocolError, WatchdogError
 from ppstream.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
 from ppstream.peer_process import HeldProcess
 from ppstream.rank0 import Rank0
@@ -55,7 +53,7 @@ class Paired(Rank0):
                 self._instructed(frame.id, frame.fault)
                 self.waiter.wake()
             case Goodbye():
-                raise PeerLeftError(frame)
+                raise PeerLeftError(frame.code, frame.reason)
 
     def check_policy_rank(self, now: int, oldest: Flight | None, limit_ns: int) -> None:
         """Raise when the policy rank is silent, or a result overdue, for longer than allowed.
@@ -100,10 +98,10 @@ class Paired(Rank0):
     def newest_b(self, envelopes: int) -> Sequence[int]:
         """Device times of stage B on the newest envelopes; the policy rank's log is on disk."""
         self.peer.send(Measure(envelopes))
-        frame = receive(self.peer, self._start_ns)
+        frame = self.peer.receive(self._start_ns)
         while isinstance(frame, PolicyFault):
             self.take_frame(frame)
-            frame = receive(self.peer, self._start_ns)
+            frame = self.peer.receive(self._start_ns)
         if not isinstance(frame, Measured):
             raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
         self.peer_log_refused = frame.log_refused

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.clock import NS_PER_MS, NS_PER_S
-from ppstream.ends import PeerLeftError
+from ppstream.errors import PeerLeftError
 from ppstream.messages import (
     Drain,
     Goodbye,
@@ -90,7 +90,7 @@ class PolicyRank(ABC):
             case Drain():
                 self.drain_reason = frame.reason
             case Goodbye():
-                raise PeerLeftError(frame)
+                raise PeerLeftError(frame.code, frame.reason)
             case PhaseChange():
                 self.change_phase(frame.phase)
             case Instruction():

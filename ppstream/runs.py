@@ -18,11 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ppstream.errors import FINAL_CODES, ConfigError, ExitCode
+from ppstream.errors import FINAL_CODES, OTHER_LEFT, ConfigError, ExitCode
 from ppstream.peer_process import start_time
 
 SCHEMA: Final = "ppstream.log/1"
-OTHER_LEFT: Final = "the other rank left with"  # how a reason begins that is the other rank's
 ROBOT_STORY: Final = "robot.txt"  # what the embedded robot says at its end
 DIRECTORY_MODE: Final = 0o750
 LOCK_TRIES: Final = 50

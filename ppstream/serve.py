@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -33,6 +32,7 @@ from ppstream.errors import (
     PeerFrozenError,
 )
 from ppstream.lookout import Lookout
+from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
 from ppstream.runs import ROBOT_STORY, Run
 
 if TYPE_CHECKING:
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 #: Ends behind a bring-up: there is something to report.
 REPORTED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE)
-
-PYTHON_MIN: Final = (3, 11)
-DEMO_ROBOTS: Final = "ppstream_stages."  # simulated with what the extra ``demo`` brings
 
 #: What the extra ``serve`` brings.
 SERVE_PACKAGES: Final = ("torch", "safetensors", "nvtx", "prometheus_client")
@@ -72,21 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return refuse(error) if rank == 0 else int(ExitCode.CONFIG)  # all read the same file
     return run_rank(config, rank)
-
-
-def refuse_python() -> int:
-    """Say which Python is needed; returns the exit code."""
-    found, wanted = (".".join(map(str, v[:2])) for v in (sys.version_info, PYTHON_MIN))
-    text = f"this is Python {found}, rank 0 and policy ranks need {wanted} or newer"
-    RankEnd(0).say(ExitCode.CONFIG, f"{text}; a robot's side (ppstream.robot) runs here")
-    return int(ExitCode.CONFIG)
-
-
-def refuse(error: ConfigError) -> int:
-    """Say every problem of a configuration; returns the exit code."""
-    print(error, file=sys.stderr, flush=True)
-    RankEnd(0).say(ExitCode.CONFIG, f"{len(error.problems)} problem(s), listed above")
-    return int(ExitCode.CONFIG)
 
 
 def run_rank(config: PipelineConfig, rank: int) -> int:
@@ -151,14 +133,6 @@ def end_of(error: BaseException, end: RankEnd) -> tuple[ExitCode, str]:
     except Exception as failure:  # noqa: BLE001 - nothing changes the code
         end.complain("the end is not told in full", failure)
     return code, reason
-
-
-def missing_packages(config: PipelineConfig) -> list[str]:
-    """What is not installed though the configuration needs it: known before any rank starts."""
-    robot = config.demo.robot if config.demo is not None else ""
-    if robot.startswith(DEMO_ROBOTS) and find_spec("mujoco") is None:
-        return [f"demo.robot: {robot} needs mujoco: pip install 'ppstream[demo]', or demo = none"]
-    return []
 
 
 def print_report(run: Run) -> None:

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 from ppstream.errors import PolicyError
-from ppstream.headers import RAISED, UNWRITTEN
 from ppstream.user_code import is_a, said
 
 if TYPE_CHECKING:
@@ -36,6 +35,10 @@ if TYPE_CHECKING:
     from ppstream.specs import TensorSpec
     from ppstream.stage import Policy
 
+RAISED, UNWRITTEN = (
+    1,
+    2,
+)  # a policy's failure in a result's header: an index of ``headers.FAILURES``
 WHOLE_BYTES: Final = 64 << 10
 STRIDE_BYTES: Final = 64 << 10
 SAMPLE_BYTES: Final = 64  # one line of a cache

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
-from ppstream.errors import PolicyError
-from ppstream.wire import MAX_PLACE, MAX_TEXT
+import ppstream
+from ppstream.errors import MAX_PLACE, MAX_TEXT, PolicyError
 
 logger = logging.getLogger("ppstream")
 
@@ -28,7 +28,7 @@ CPU_MEMORY: Final = "can't allocate memory"  # torch has no type for it: a Runti
 #: Code of others: where in it an exception was raised says less than who called it.
 NOT_THE_USERS: Final = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).parent) + os.sep,
+    str(Path(ppstream.__file__).parent) + os.sep,
 )
 
 

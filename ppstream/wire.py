@@ -10,16 +10,16 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from ppstream.errors import MAX_PLACE, MAX_TEXT
+
 WIRE_MAJOR: Final = 1
 WIRE_MINOR: Final = 2  # rank 0 serves robots of this minor version and of the one before
 
 MAX_NAME = 64
 MAX_DIM = 1 << 24  # values of one sample; a frame of a camera is the largest
-MAX_TEXT = 4096
 MAX_DETAILS = 256  # lines of a refusal
 MAX_INSTRUCTION = 1024  # characters
 MAX_FAULT = 256  # characters
-MAX_PLACE = 256  # characters: a file, a line and a function
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # fits the int64 of an envelope's rows
 Ns = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Instant = Annotated[int, Meta(ge=-(2**62), le=2**62)]  # of a robot: differences fit int64

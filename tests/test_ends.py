@@ -83,7 +83,7 @@ def test_a_rank_that_said_nothing_is_named_and_one_that_did_is_quoted(tmp_path, 
 
 def test_a_rank_that_was_told_of_a_failure_is_not_the_first_to_fail(tmp_path):
     run = Run(tmp_path)
-    run.record_exit(1, ExitCode.GATE_FAIL, str(PeerLeftError(Goodbye(30, "LOW_OVERLAP"))))
+    run.record_exit(1, ExitCode.GATE_FAIL, str(PeerLeftError(30, "LOW_OVERLAP")))
     assert run.first_to_fail(0) is None
     run.record_exit(0, ExitCode.GATE_FAIL, "LOW_OVERLAP")
     assert run.first_to_fail(0)[0] == 0

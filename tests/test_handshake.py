@@ -78,7 +78,7 @@ def test_where_the_policy_rank_runs_and_on_what_is_kept(tmp_path):
     kept = json.loads((tmp_path / "run.json").read_text())["policy_rank"]
     assert kept == facts(CONFIG)["informational"]
     assert {"host", "boot_id", "pid", "python", "torch"} <= kept.keys()
-    assert isinstance(meeting.receive(far, 10**9), RankWelcome)
+    assert isinstance(far.receive(10**9), RankWelcome)
     assert near.heart is hearts[0]
     for peer in (near, far, hearts[1]):
         peer.close()

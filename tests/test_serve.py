@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from ppstream import config_file, serve
+from ppstream import config_file, requirements, serve
 from ppstream.errors import MEANINGS, ExitCode
 from ppstream.placement import ranks_wanted
 
@@ -30,7 +30,7 @@ def test_a_missing_demo_extra_is_a_configuration_error_before_any_rank(monkeypat
     monkeypatch.setattr(serve, "find_spec", lambda name: (name != "mujoco" and found(name)) or None)
     assert serve.main(["--config", "demo"]) == 11
     assert "pip install 'ppstream[demo]'" in capsys.readouterr().err
-    assert serve.missing_packages(config_file.read("bench")) == []
+    assert requirements.missing_packages(config_file.read("bench")) == []
 
 
 @pytest.mark.parametrize(

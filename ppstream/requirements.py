@@ -1,0 +1,39 @@
+"""What a rank needs before it starts: a Python, packages, a configuration without problems."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+from ppstream.ends import RankEnd
+from ppstream.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from ppstream.config import PipelineConfig
+
+PYTHON_MIN: Final = (3, 11)
+DEMO_ROBOTS: Final = "ppstream_stages."  # simulated with what the extra ``demo`` brings
+
+
+def refuse_python() -> int:
+    """Say which Python is needed; returns the exit code."""
+    found, wanted = (".".join(map(str, v[:2])) for v in (sys.version_info, PYTHON_MIN))
+    text = f"this is Python {found}, rank 0 and policy ranks need {wanted} or newer"
+    RankEnd(0).say(ExitCode.CONFIG, f"{text}; a robot's side (ppstream.robot) runs here")
+    return int(ExitCode.CONFIG)
+
+
+def refuse(error: ConfigError) -> int:
+    """Say every problem of a configuration; returns the exit code."""
+    print(error, file=sys.stderr, flush=True)
+    RankEnd(0).say(ExitCode.CONFIG, f"{len(error.problems)} problem(s), listed above")
+    return int(ExitCode.CONFIG)
+
+
+def missing_packages(config: PipelineConfig) -> list[str]:
+    """What is not installed though the configuration needs it: known before any rank starts."""
+    robot = config.demo.robot if config.demo is not None else ""
+    if robot.startswith(DEMO_ROBOTS) and find_spec("mujoco") is None:
+        return [f"demo.robot: {robot} needs mujoco: pip install 'ppstream[demo]', or demo = none"]
+    return []
