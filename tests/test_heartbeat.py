@@ -20,7 +20,7 @@ from test_control import WAIT_NS, PairOfPeers, pump_until, repeat, tcp_pair, two
 from ppstream import messages
 from ppstream.clock import NS_PER_MS, NS_PER_S, ManualClock, now_ns
 from ppstream.control import Peer
-from ppstream.errors import PeerFrozenError, PeerLostError, WatchdogError
+from ppstream.errors import PeerFrozenError, PeerLeftError, PeerLostError, WatchdogError
 from ppstream.heartbeat import Heartbeat
 from ppstream.messages import Goodbye, Measured, PhaseChange
 from ppstream.peer_process import HeldProcess
@@ -203,7 +203,8 @@ def test_a_goodbye_is_heard_by_the_heart_while_both_loops_stand(peers: PairOfPee
         far.send(Goodbye(21, "x" * (2 * messages.MAX_TEXT)))
         wait_until(lambda: near.goodbye is not None)
         assert near.goodbye == Goodbye(21, "x" * messages.MAX_TEXT)
-        assert near.receive(WAIT_NS) == near.goodbye  # the loop is told, too
+        with pytest.raises(PeerLeftError, match="21 WATCHDOG: xxx"):  # the loop is told, too
+            near.receive(WAIT_NS)
 
 
 def test_a_full_socket_is_waited_for_while_the_heart_beats() -> None:

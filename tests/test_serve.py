@@ -27,7 +27,9 @@ def test_an_old_python_is_told_at_once_which_one_it_needs(command):
 
 def test_a_missing_demo_extra_is_a_configuration_error_before_any_rank(monkeypatch, capsys):
     found = importlib.util.find_spec
-    monkeypatch.setattr(serve, "find_spec", lambda name: (name != "mujoco" and found(name)) or None)
+    monkeypatch.setattr(
+        requirements, "find_spec", lambda name: (name != "mujoco" and found(name)) or None
+    )
     assert serve.main(["--config", "demo"]) == 11
     assert "pip install 'ppstream[demo]'" in capsys.readouterr().err
     assert requirements.missing_packages(config_file.read("bench")) == []
