@@ -31,7 +31,7 @@ def test_states_of_a_thread_make_up_its_samples() -> None:
 
 @pytest.mark.parametrize("name", gil_report.BACKGROUND)
 def test_background_threads_of_a_rank_are_never_called_a_convoy(name: str, tmp_path: Path) -> None:
-    sources = (GOLDEN.parent.parent / "ppstream").glob("*.py")
+    sources = (GOLDEN.parent.parent / "ppstream").rglob("*.py")
     assert any(f'name="{name}"' in source.read_text() for source in sources)
     text = CONVOY.read_text().replace(": loop", f": {name}")
     (tmp_path / "raw").write_text(text)

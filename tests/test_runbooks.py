@@ -38,7 +38,7 @@ GPU = re.compile(r"ppstream_gpu")
 REASON = re.compile(r"[A-Z][A-Z_]{2,}")
 DECIDES = ("verdict", "safety", "overlap")  # what gives a run its reasons
 #: Options stand in the tool, or in the module of ours that it calls.
-SOURCE = "".join(path.read_text() for path in sorted((ROOT / "ppstream").glob("*.py")))
+SOURCE = "".join(path.read_text() for path in sorted((ROOT / "ppstream").rglob("*.py")))
 
 
 def ids(path: Path) -> str:
