@@ -13,9 +13,9 @@ _HOME = {
     "ControlLoop": "ppstream.control_loop",
     "PipelineConfig": "ppstream.config",
     "Policy": "ppstream.stage",
-    "PpstreamError": "ppstream.errors",
+    "PpstreamError": "ppstream.core.errors",
     "RobotClient": "ppstream.robot",
-    "TensorSpec": "ppstream.specs",
+    "TensorSpec": "ppstream.core.specs",
 }
 __all__ = [
     "ActionTimeline",

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 
 SIGHTINGS_MAX: Final = 64  # more than envelopes that can be in flight
 BELL_BYTES_MIN: Final = 7  # of a doorbell on the control socket: length, tag, index

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 
 if TYPE_CHECKING:
     from ppstream.timestamps import TimestampLog

@@ -9,10 +9,11 @@ from typing import Final
 import torch
 
 from ppstream import cuda_start, ends, gpu_ranks, meeting
-from ppstream.clock import NS_PER_S, now_ns
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
-from ppstream.errors import ExitCode
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import ExitCode
+from ppstream.core.waiter import Waiter
 from ppstream.front import SWITCH_INTERVAL_S
 from ppstream.headers import link_shape
 from ppstream.links import LauncherStore, join_store, open_back
@@ -25,7 +26,6 @@ from ppstream.stage import Policy
 from ppstream.stage1 import Stage1
 from ppstream.stage1_device import Stage1Device
 from ppstream.timestamps import Stage1Record, TimestampLog
-from ppstream.waiter import Waiter
 from ppstream.watching import Watching
 
 OUTLIVE_DRAIN_S: Final = 2.0  # rank 0 says drain within drain_s; alone, this rank leaves later

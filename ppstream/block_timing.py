@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream.attribution import Attribution, end_of_stream
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 from ppstream.inline import Inline
 from ppstream.pacing import Saturated
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from ppstream.block_timing import time_blocks
-from ppstream.clock import now_ns
-from ppstream.cpus import MachineMeter
-from ppstream.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
+from ppstream.core.clock import now_ns
+from ppstream.core.cpus import MachineMeter
+from ppstream.core.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
 from ppstream.inline import Inline
 from ppstream.overlap import judge
 from ppstream.pacing import Saturated

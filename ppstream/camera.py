@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.config import CHANNELS
-from ppstream.specs import TensorSpec
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.specs import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

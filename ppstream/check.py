@@ -13,7 +13,8 @@ from typing import Final
 from ppstream import cuda_start
 from ppstream.config import PipelineConfig
 from ppstream.config_problems import rank_problems
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
+from ppstream.core.specs import SlotLayout
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.keys import server_keys
@@ -22,7 +23,6 @@ from ppstream.model import PipelineForm, StageTimes, latency, limiting_term, per
 from ppstream.placement import Placement, RankPlan, place
 from ppstream.preflight import build_decoder, build_policy, policy_problems
 from ppstream.slots import LinkShape
-from ppstream.specs import SlotLayout
 
 NAME_WIDTH: Final = 16
 VALUE_BYTES: Final = 4  # rings keep float32 whatever a stream sends

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ppstream.errors import ClaimError
+from ppstream.core.errors import ClaimError
 
 Json = Mapping[str, object]
 

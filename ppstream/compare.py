@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ppstream.bootstrap import BLOCK, RESAMPLES, SEED, TAIL, Row, block_length, block_sums
-from ppstream.errors import CompareError
+from ppstream.core.errors import CompareError
 from ppstream.records import Json, RunLog
 from ppstream.run_report import RunReport
 from ppstream.scores import between

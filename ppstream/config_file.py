@@ -21,7 +21,7 @@ from ppstream.config import PipelineConfig
 from ppstream.config_problems import problems
 from ppstream.config_text import as_toml
 from ppstream.config_walk import find_problems, normalise
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 
 __all__ = ["add_arguments", "as_toml", "load", "locate", "read"]
 

@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 
 from ppstream.action_problems import action_rule_problems
-from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.config import CHANNELS, MAX_DIM, PipelineConfig, StreamConfig
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.endpoints import endpoint_problem, is_local
 
 SHORTEST_NS: Final = 1  # clocks and stamps count whole nanoseconds

@@ -14,7 +14,7 @@ from itertools import combinations
 from operator import add, sub
 from typing import Final, NamedTuple
 
-from ppstream.cpus import Machine
+from ppstream.core.cpus import Machine
 from ppstream.model import StageTimes
 from ppstream.records import Envelope, RunLog, Topology
 from ppstream.scores import Primary, mean_times, resource_names

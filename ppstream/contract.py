@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ppstream.clock import NS_PER_MS
 from ppstream.config import PipelineConfig, RobotLimits, StreamConfig
+from ppstream.core.clock import NS_PER_MS
 from ppstream.messages import (
     DECODE_ERRORS,
     WIRE_MAJOR,

@@ -17,8 +17,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ppstream import messages
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.errors import (
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.errors import (
     PeerFrozenError,
     PeerLeftError,
     PeerLostError,
@@ -32,7 +32,7 @@ from ppstream.frames import FrameReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ppstream.clock import Clock
+    from ppstream.core.clock import Clock
 
 UNREAD_FRAMES_MAX: Final = 4096  # a peer that floods its reader breaks the contract
 READS_PER_PUMP_MAX: Final = 64  # a flood cannot keep the caller inside pump()

@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
-from ppstream.clock import NS_PER_MS, NS_PER_S, Clock, Ticker, now_ns
-from ppstream.durations import Bin, Durations, Quantiles
-from ppstream.errors import PpstreamError, ReceiverEndedError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, Ticker, now_ns
+from ppstream.core.durations import Bin, Durations, Quantiles
+from ppstream.core.errors import PpstreamError, ReceiverEndedError
+from ppstream.core.realtime import NotPermittedError, RealTime, RealTimeScope
 from ppstream.garbage import Garbage
 from ppstream.playing import Actions
-from ppstream.realtime import NotPermittedError, RealTime, RealTimeScope
 from ppstream.timeline import ActionTimeline
 from ppstream.timeline_counts import oldest_text
 

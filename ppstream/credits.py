@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ppstream.errors import ProtocolError
+from ppstream.core.errors import ProtocolError
 
 if TYPE_CHECKING:
     from ppstream.timestamps import EnvelopeRecord

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ppstream.core.errors import ConfigError
 from ppstream.cuda_streams import stream
-from ppstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig

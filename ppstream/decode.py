@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
 
-from ppstream.clock import NS_PER_MS, NS_PER_S
-from ppstream.errors import ConfigError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ppstream.config import ActionConfig, RobotLimits

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from ppstream.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 
 if TYPE_CHECKING:
     from typing import Self

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream.camera import affine, camera_names
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
 from ppstream.executed_prefix import DELAY, VALUES
 from ppstream.window import INSTRUCTION_INPUTS, ROW_FIELDS, group_names, stream_source
 from ppstream_kernels import ResamplePlan, StreamSource, cuda_rings

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
 from ppstream.device_blocks import NEWEST, RING_WORDS, ROW_WORDS
 from ppstream.window import WindowInfo
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from ppstream.clock import NS_PER_S
-from ppstream.clock import now_ns as clock_now_ns
+from ppstream.core.clock import NS_PER_S
+from ppstream.core.clock import now_ns as clock_now_ns
+from ppstream.core.errors import ProtocolError, WatchdogError
 from ppstream.device_blocks import commitment_shape
 from ppstream.device_kernels import RECORDS, WindowKernels
 from ppstream.device_records import TakenWindow, WindowBook
 from ppstream.device_rings import DeviceRings
-from ppstream.errors import ProtocolError, WatchdogError
 from ppstream.window import input_specs
 from ppstream_kernels import cuda_rings
 

@@ -15,8 +15,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream import flight_recorder
-from ppstream.clock import NS_PER_MS, NS_PER_S
-from ppstream.errors import (
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.errors import (
     OTHER_LEFT,
     ExitCode,
     PeerLeftError,
@@ -24,10 +24,10 @@ from ppstream.errors import (
     PpstreamError,
     StoppedEarlyError,
 )
+from ppstream.core.user_code import UserExitError, fault_of, said
 from ppstream.messages import Goodbye
 from ppstream.peer_process import HeldProcess, command, descendants, everybody, of_rank
 from ppstream.runs import Run
-from ppstream.user_code import UserExitError, fault_of, said
 from ppstream.watchdog import Mark, Watchdog, where
 
 if TYPE_CHECKING:

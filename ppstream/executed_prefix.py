@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from ppstream.clock import NS_PER_MS
-from ppstream.specs import TensorSpec
+from ppstream.core.clock import NS_PER_MS
+from ppstream.core.specs import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from ppstream.clock import NS_PER_MS, NS_PER_S, Clock
-from ppstream.durations import Durations, Quantiles
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
+from ppstream.core.durations import Durations, Quantiles
 from ppstream.messages import FromRobot, Prefix, Report, RobotState, Welcome, fault_text
 from ppstream.timeline import ActionTimeline
 

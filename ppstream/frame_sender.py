@@ -11,8 +11,8 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from ppstream import messages
-from ppstream.clock import NS_PER_MS, NS_PER_S
-from ppstream.errors import PeerLostError, ProtocolError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.frames import FRAME_BYTES_MAX, LENGTH
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Final
 
-from ppstream.errors import ProtocolError
+from ppstream.core.errors import ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

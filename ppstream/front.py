@@ -20,10 +20,11 @@ import torch
 import ppstream
 from ppstream import cuda_start, ends, gpu_ranks, meeting
 from ppstream.bringup import bring_up
-from ppstream.clock import NS_PER_S
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
-from ppstream.errors import ConfigError, PeerLeftError, PpstreamError
+from ppstream.core.clock import NS_PER_S
+from ppstream.core.errors import ConfigError, PeerLeftError, PpstreamError
+from ppstream.core.specs import TensorSpec
 from ppstream.headers import link_shape
 from ppstream.inline import Inline
 from ppstream.intake import Intake, build_intake
@@ -37,7 +38,6 @@ from ppstream.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.runs import Run, boot_id
 from ppstream.service import Service
 from ppstream.slots import new_slots
-from ppstream.specs import TensorSpec
 from ppstream.stage0 import Stage0
 from ppstream.stage0_device import Stage0Device
 from ppstream.watching import Watching

@@ -11,7 +11,7 @@ import gc
 from types import TracebackType
 from typing import Final
 
-from ppstream.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 
 EVERY_NS: Final = NS_PER_S
 OVERDUE_NS: Final = 30 * NS_PER_S  # then it is collected though a tick may be missed: memory ends

@@ -13,10 +13,10 @@ import torch
 
 from ppstream import cuda_start, meeting
 from ppstream.config_problems import rank_problems
+from ppstream.core.errors import ConfigError
 from ppstream.cuda_streams import stream as cuda_stream
 from ppstream.cuda_streams import torch_stream
 from ppstream.device_clock import DeviceClock
-from ppstream.errors import ConfigError
 from ppstream.link_device import run_ahead
 from ppstream.link_latency import measure
 from ppstream.links import BACK, FRONT, OPEN_TIMEOUT_S, open_device
@@ -38,12 +38,12 @@ from ppstream.unwritten import drawn_for
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
     from ppstream.control import Peer
+    from ppstream.core.waiter import Waiter
     from ppstream.links import DeviceLink, LauncherStore
     from ppstream.rank0_parts import Rank0Parts
     from ppstream.slots import LinkShape
     from ppstream.stage import Policy
     from ppstream.timestamps import TimestampLog
-    from ppstream.waiter import Waiter
 
 logger = logging.getLogger("ppstream")
 

@@ -19,7 +19,7 @@ import msgspec
 
 import ppstream
 from ppstream.config import PipelineConfig
-from ppstream.errors import HandshakeError
+from ppstream.core.errors import HandshakeError
 from ppstream.messages import WIRE_MAJOR, WIRE_MINOR
 from ppstream.runs import boot_id
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from ppstream.config import PipelineConfig
+from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.slots import LinkShape
-from ppstream.specs import SlotLayout, TensorSpec
 
 ENVELOPE_HEADER: Final = ("index", "generation", "epoch", "seq")
 EPOCH: Final = slice(2, 4)  # epoch and seq, in both headers

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from ppstream.clock import NS_PER_S, now_ns
-from ppstream.errors import ConfigError
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector

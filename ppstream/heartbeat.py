@@ -13,14 +13,14 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from ppstream import messages
-from ppstream.clock import NS_PER_MS, now_ns
-from ppstream.errors import PpstreamError
+from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.errors import PpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ppstream.clock import Clock
     from ppstream.control import Peer
+    from ppstream.core.clock import Clock
     from ppstream.peer_process import HeldProcess
 
 STOP_LIMIT_S: Final = 5.0

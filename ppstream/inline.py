@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ppstream import trace
-from ppstream.clock import now_ns, thread_cpu_ns
+from ppstream.core.clock import now_ns, thread_cpu_ns
 from ppstream.flight import Flight
 from ppstream.headers import FAILURES
 from ppstream.policy_rank import policy_fault

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
 from ppstream.ring import RowInput
 from ppstream.ring_bank import RingBank
 from ppstream.sample_ledger import Balance, SampleLedger, total

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppstream import kineto, nsys_export
-from ppstream.errors import LogError
+from ppstream.core.errors import LogError
 from ppstream.kernel_findings import WARM_UP, Findings, Sum, bottleneck, findings
 from ppstream.kernel_trace import Trace
 

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 
 KEY_CHARACTERS: Final = 40
 ROBOTS_MAX: Final = 4096  # of one allow-list

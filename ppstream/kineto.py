@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ppstream.errors import LogError
+from ppstream.core.errors import LogError
 from ppstream.kernel_trace import Copy, Range, Trace, Work
 
 NS_PER_US: Final = 1000

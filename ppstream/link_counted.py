@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from ppstream.clock import NS_PER_MS, now_ns
+from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.errors import ProtocolError
+from ppstream.core.specs import ALIGNMENT_BYTES
 from ppstream.cuda_streams import stream
-from ppstream.errors import ProtocolError
 from ppstream.link_device import Headers, new_device_slots
 from ppstream.memops import WRAP
-from ppstream.specs import ALIGNMENT_BYTES
 from ppstream_kernels.cuda_put import Route
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ppstream.core.specs import SlotLayout
     from ppstream.link_device import DeviceSlot
     from ppstream.memops import CudaStream
     from ppstream.slots import LinkShape
-    from ppstream.specs import SlotLayout
 
 COUNTER_BYTES: Final = 256  # of a counter: a line of its own
 COUNTED_BYTES: Final = 4  # of them, that are compared

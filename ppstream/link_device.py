@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
 from ppstream.slots import GENERATION, INDEX, make_slots
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ppstream.core.specs import SlotLayout
     from ppstream.memops import CudaStream
     from ppstream.slots import LinkShape, Slot
-    from ppstream.specs import SlotLayout
 
 #: Envelopes that a host queues beyond D_in, at most: it may be late by as many periods.
 AHEAD: Final = 6

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ppstream.arrivals import StampedArrivals
-from ppstream.clock import now_ns
-from ppstream.errors import PeerLostError, ProtocolError
+from ppstream.core.clock import now_ns
+from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.slots import INDEX, LinkShape, Order, Slot, new_slots
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, Work
 
     from ppstream.control import Peer
-    from ppstream.specs import SlotLayout
+    from ppstream.core.specs import SlotLayout
 
 FRONT: Final = 0  # ranks inside each group
 BACK: Final = 1

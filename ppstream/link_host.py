@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ppstream.arrivals import SocketArrivals
-from ppstream.clock import NS_PER_S
-from ppstream.errors import ConfigError, ProtocolError
+from ppstream.core.clock import NS_PER_S
+from ppstream.core.errors import ConfigError, ProtocolError
 from ppstream.memory import available_bytes
 from ppstream.slots import LinkShape, Order, Slot, make_slots
 

@@ -14,8 +14,8 @@ import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ppstream.clock import NS_PER_S, now_ns
-from ppstream.errors import PeerLostError
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import PeerLostError
 from ppstream.link_device import FRONT
 from ppstream.memops import Event
 

@@ -43,8 +43,8 @@ import torch
 import torch.distributed as dist
 
 from ppstream import flight_recorder
+from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.cuda_streams import stream as own_stream
-from ppstream.errors import PeerLostError, ProtocolError
 from ppstream.link_device import FRONT, Headers, layouts, new_device_slots, slot_count
 
 if TYPE_CHECKING:

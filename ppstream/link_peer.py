@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ppstream.errors import ProtocolError
+from ppstream.core.errors import ProtocolError
 from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
 from ppstream.link_device import BACK, FRONT, device_slots, layouts, slot_count
 from ppstream.memops import MappedMemory, Memory

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ppstream.errors import ConfigError, PeerLostError, ProtocolError
+from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError
 from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
 from ppstream.link_device import FRONT, layouts, new_device_slots, slot_count
 from ppstream.memops import register_host, unregister_host

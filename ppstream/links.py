@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ppstream.arrivals import Arrivals
 from ppstream.control import Peer
-from ppstream.errors import ConfigError, PeerLostError
+from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.link_device import BACK, FRONT, DeviceLink
 from ppstream.link_gloo import GlooBack, GlooFront
 from ppstream.link_host import HostBack, HostFront

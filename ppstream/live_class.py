@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from ppstream.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.log_lines import Line, parse_run
 from ppstream.pieces import Pieces
 from ppstream.scores import primary
@@ -21,7 +21,7 @@ from ppstream.segments import select_window
 from ppstream.verdict import N_MIN, classify
 
 if TYPE_CHECKING:
-    from ppstream.clock import Clock
+    from ppstream.core.clock import Clock
     from ppstream.tallies import Rank0Tally
     from ppstream.timestamps import EnvelopeRecord
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Final, NamedTuple
 
-from ppstream.errors import LogError
+from ppstream.core.errors import LogError
 from ppstream.records import (
     ENVELOPES,
     TOTAL,

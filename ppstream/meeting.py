@@ -16,11 +16,18 @@ from typing import Final
 import msgspec
 
 from ppstream import handshake
-from ppstream.clock import NS_PER_MS, NS_PER_S
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.errors import (
+    ConfigError,
+    HandshakeError,
+    PeerLostError,
+    PpstreamError,
+    ProtocolError,
+)
+from ppstream.core.specs import TensorSpec
 from ppstream.ends import how_it_ends
-from ppstream.errors import ConfigError, HandshakeError, PeerLostError, PpstreamError, ProtocolError
 from ppstream.heartbeat import Heartbeat
 from ppstream.links import LauncherStore
 from ppstream.messages import (
@@ -36,7 +43,6 @@ from ppstream.peer_process import HeldProcess
 from ppstream.preflight import policy_problems
 from ppstream.rendezvous import Listener, connect
 from ppstream.runs import Run, boot_id
-from ppstream.specs import TensorSpec
 
 TOKEN_KEY: Final = "run/token"  # known to the launcher's ranks alone
 SPARE_NS: Final = 2 * NS_PER_S  # the rank that builds notices first: it knows more

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ppstream.clock import NS_PER_MS
-from ppstream.errors import ConfigError, ExitCode, PpstreamError
+from ppstream.core.clock import NS_PER_MS
+from ppstream.core.errors import ConfigError, ExitCode, PpstreamError
 
 NOT_READY: Final = 600  # CUDA_ERROR_NOT_READY: queued, not an error
 GREATER_OR_EQUAL: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ: cyclic, in 32 bits

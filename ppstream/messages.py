@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from ppstream.errors import MAX_TEXT
+from ppstream.core.errors import MAX_TEXT
 from ppstream.rank_messages import (
     Bell,
     Control,

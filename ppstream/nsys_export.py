@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
-from ppstream.errors import LogError
+from ppstream.core.errors import LogError
 from ppstream.kernel_trace import Copy, Range, Trace, Work
 
 MAGIC: Final = b"SQLite format 3\0"

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ppstream.errors import SpecError
+from ppstream.core.errors import SpecError
 from ppstream.messages import StreamDeclaration
 
 Values: TypeAlias = np.ndarray[Any, Any]

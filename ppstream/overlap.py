@@ -12,9 +12,9 @@ from typing import Final
 
 from ppstream.audits import audit_all
 from ppstream.contention import alone
-from ppstream.cpus import Machine
+from ppstream.core.cpus import Machine
+from ppstream.core.errors import LogError
 from ppstream.device_times import clocks_seen, stages_on_device
-from ppstream.errors import LogError
 from ppstream.memory_use import memory_use
 from ppstream.model import deeper, limiting_term, period, window_star
 from ppstream.records import ENVELOPES, TOTAL, Envelope, Json, RunLog

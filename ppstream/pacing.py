@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ppstream.clock import NS_PER_S, Ticker
+from ppstream.core.clock import NS_PER_S, Ticker
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig

@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ppstream.clock import NS_PER_MS, NS_PER_S
-from ppstream.errors import PeerLeftError, ProtocolError, WatchdogError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.errors import PeerLeftError, ProtocolError, WatchdogError
+from ppstream.core.user_code import Fault
 from ppstream.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
 from ppstream.peer_process import HeldProcess
 from ppstream.rank0 import Rank0
-from ppstream.user_code import Fault
 
 if TYPE_CHECKING:
     from ppstream.control import Peer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 
 PIECE_NS: Final = 100_000  # half of a short stage's time
 PAUSE_S: Final = 0.0001

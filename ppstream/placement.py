@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ppstream.config import LinkConfig, PipelineConfig
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 
 RANKS_MAX: Final = 2  # rank 0 and one policy rank
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppstream.specs import TensorSpec
+    from ppstream.core.specs import TensorSpec
     from ppstream.stage import Policy
 
 

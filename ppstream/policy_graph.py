@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from ppstream.clock import NS_PER_MS
-from ppstream.errors import ConfigError
+from ppstream.core.clock import NS_PER_MS
+from ppstream.core.errors import ConfigError
 from ppstream.memops import graph_nodes
 from ppstream.policy_compile import compiled
 from ppstream.unwritten import INTEGERS, FilledPolicy
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config import PolicyConfig
-    from ppstream.specs import TensorSpec
+    from ppstream.core.specs import TensorSpec
     from ppstream.stage import Policy
 
 WARM_UP_CALLS: Final = 3  # before recording: libraries choose their kernels, compilers compile

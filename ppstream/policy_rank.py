@@ -8,8 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ppstream.clock import NS_PER_MS, NS_PER_S
-from ppstream.errors import PeerLeftError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.errors import PeerLeftError
+from ppstream.core.user_code import Fault, FirstFaults, fault_of, is_a
 from ppstream.messages import (
     Drain,
     Goodbye,
@@ -23,7 +24,6 @@ from ppstream.messages import (
 from ppstream.policy_compile import RecompileMeter
 from ppstream.stage import POLICY
 from ppstream.unwritten import UnwrittenError
-from ppstream.user_code import Fault, FirstFaults, fault_of, is_a
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppstream.specs import TensorSpec
+    from ppstream.core.specs import TensorSpec
     from ppstream.stage import Policy
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ppstream.errors import ConfigError
-from ppstream.specs import TensorSpec
+from ppstream.core.errors import ConfigError
+from ppstream.core.specs import TensorSpec
 from ppstream.stage import call_target, refused
 from ppstream.unwritten import UINT8_BYTES
 

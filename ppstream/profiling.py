@@ -30,7 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from ppstream import attribution, trace
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 
 if TYPE_CHECKING:
     from ppstream.config_watching import ProfileConfig

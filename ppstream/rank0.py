@@ -11,17 +11,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from ppstream.clock import NS_PER_S, now_ns
-from ppstream.cpus import RunDelay
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.cpus import RunDelay
+from ppstream.core.user_code import Fault, FirstFaults
 from ppstream.flight import Flight
 from ppstream.ledger_lines import write_ledger, write_reports
 from ppstream.stage_c import Nobody
 from ppstream.time_book import LINK, TimeBook
-from ppstream.user_code import Fault, FirstFaults
 from ppstream.watchdog import Mark, is_patient
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
+    from ppstream.core.waiter import Waiter
     from ppstream.credits import CreditLedger
     from ppstream.intake import Intake
     from ppstream.pacing import Pacing
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from ppstream.stage_a import StageA
     from ppstream.stage_c import Emitter, StageC
     from ppstream.timestamps import EnvelopeRecord, TimestampLog
-    from ppstream.waiter import Waiter
 
 LEDGER_INTERVAL_NS: Final = NS_PER_S
 WAIT_MAX_NS: Final = NS_PER_S // 10  # no wait is longer: limits are looked at this often

@@ -6,14 +6,14 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.config import PipelineConfig, SimulateConfig
+from ppstream.core.simulated_delay import Delay
+from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
 from ppstream.preflight import build_decoder
 from ppstream.runs import Run
-from ppstream.simulate import Delay
 from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC
 from ppstream.timestamps import EnvelopeRecord, TimestampLog
-from ppstream.waiter import Waiter
 
 if TYPE_CHECKING:
     from ppstream.stage_a_device import DeviceStageA

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
 from ppstream.record_items import Cleared, Cut, Emitted, Item, Line, Samples
 from ppstream.record_messages import (
     ACTIONS,

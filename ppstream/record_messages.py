@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 
 METADATA: Final = "ppstream"  # name of the record that says whose recording it is
 VERSION: Final = 1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 from ppstream.record_items import Cleared, Cut, Emitted, Item, Line, RowTap, Samples
 
 if TYPE_CHECKING:

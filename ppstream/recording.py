@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from ppstream.errors import ConfigError
-from ppstream.user_code import said
+from ppstream.core.errors import ConfigError
+from ppstream.core.user_code import said
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ppstream.clock import NS_PER_S
-from ppstream.errors import ConfigError
+from ppstream.core.clock import NS_PER_S
+from ppstream.core.errors import ConfigError
 from ppstream.recording import Track
 
 if TYPE_CHECKING:

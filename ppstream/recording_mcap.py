@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream.record_messages import (
     METADATA,
     RESETS,

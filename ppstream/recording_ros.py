@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream.recording import Recording
 from ppstream.recording_fields import FieldReader
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream.recording import Recording, Track
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppstream.claims import Finding, claims_of
-from ppstream.errors import ClaimError, CompareError, LogError
+from ppstream.core.errors import ClaimError, CompareError, LogError
 from ppstream.overlap import judge
 from ppstream.perfetto import write_trace
 from ppstream.records import RunLog

@@ -6,8 +6,8 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
+from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.ends import RankEnd
-from ppstream.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
 from ppstream.robot_clock import NEVER_NS, RobotClock
 from ppstream.sample_ledger import (
     CLOCK_JUMP,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from ppstream.clock import NS_PER_MS, Clock, now_ns
-from ppstream.errors import PpstreamError
+from ppstream.core.clock import NS_PER_MS, Clock, now_ns
+from ppstream.core.errors import PpstreamError
 from ppstream.feedback import Feedback
 from ppstream.keys import ClientKeys
 from ppstream.messages import ActionChunk, Conditioned, Reset, Samples

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from ppstream.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_S
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from ppstream.clock import Clock, now_ns
-from ppstream.errors import HandshakeError, PeerLostError, ReceiverEndedError
+from ppstream.core.clock import Clock, now_ns
+from ppstream.core.errors import HandshakeError, PeerLostError, ReceiverEndedError
+from ppstream.core.waiter import Waiter
 from ppstream.keys import ClientKeys
 from ppstream.messages import (
     DECODE_ERRORS,
@@ -28,7 +29,6 @@ from ppstream.messages import (
 )
 from ppstream.robot_session import HOPELESS, RobotSession
 from ppstream.sockets import connect_client
-from ppstream.waiter import Waiter
 
 logger = logging.getLogger("ppstream")
 

@@ -11,9 +11,9 @@ from typing import Final
 
 import msgspec
 
-from ppstream.clock import NS_PER_MS, NS_PER_S
-from ppstream.durations import Durations
-from ppstream.errors import SpecError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.durations import Durations
+from ppstream.core.errors import SpecError
 from ppstream.messages import (
     MAX_NAME,
     WIRE_MAJOR,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppstream.clock import NS_PER_MS
-from ppstream.durations import Quantiles
+from ppstream.core.clock import NS_PER_MS
+from ppstream.core.durations import Quantiles
 from ppstream.timeline_counts import TimelineStatistics
 
 

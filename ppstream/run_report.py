@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from ppstream.audits import Audit
 from ppstream.contention import Alone
-from ppstream.cpus import Machine
+from ppstream.core.cpus import Machine
 from ppstream.device_times import ClockSeen, StageOnDevice
 from ppstream.memory_use import MemoryUse
 from ppstream.records import Ledger, RobotState

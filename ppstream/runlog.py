@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ppstream.errors import LogError
+from ppstream.core.errors import LogError
 from ppstream.log_lines import Line, check_schema, parse_run, ranks_of
 from ppstream.records import Json, RunLog
 

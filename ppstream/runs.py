@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ppstream.errors import FINAL_CODES, OTHER_LEFT, ConfigError, ExitCode
+from ppstream.core.errors import FINAL_CODES, OTHER_LEFT, ConfigError, ExitCode
 from ppstream.peer_process import start_time
 
 SCHEMA: Final = "ppstream.log/1"

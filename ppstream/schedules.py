@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ppstream.clock import NS_PER_MS
-from ppstream.errors import ConfigError
+from ppstream.core.clock import NS_PER_MS
+from ppstream.core.errors import ConfigError
 from ppstream.recording import Recording, Step
 
 if TYPE_CHECKING:

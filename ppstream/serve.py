@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream import block_report, config_file, report
 from ppstream.config_text import as_toml
+from ppstream.core.errors import (
+    FINAL_CODES,
+    MEANINGS,
+    ConfigError,
+    ExitCode,
+    PeerFrozenError,
+)
 from ppstream.ends import (
     SEE_OUT_S,
     RankEnd,
     ignore_cut_signal,
     ignore_signals,
     on_signals,
-)
-from ppstream.errors import (
-    FINAL_CODES,
-    MEANINGS,
-    ConfigError,
-    ExitCode,
-    PeerFrozenError,
 )
 from ppstream.lookout import Lookout
 from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python

@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ppstream.action_file import ActionFile
-from ppstream.clock import now_ns
 from ppstream.config import DemoConfig, PipelineConfig
-from ppstream.errors import ConfigError
+from ppstream.core.clock import now_ns
+from ppstream.core.errors import ConfigError
 from ppstream.intake import build_intake
 from ppstream.pacing import Pacing, Scheduled, service_pacing
 from ppstream.peer_process import bound_command

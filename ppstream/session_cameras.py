@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 
 if TYPE_CHECKING:
     from ppstream.config import ImageConfig

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig, StreamConfig

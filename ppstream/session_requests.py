@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from ppstream.clock import NS_PER_S, Clock, now_ns
+from ppstream.core.clock import NS_PER_S, Clock, now_ns
 from ppstream.instructions import Instructions
 from ppstream.messages import (
     ClockQuestion,

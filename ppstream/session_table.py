@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from ppstream.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_S
 from ppstream.session_limits import frames_per_second, samples_per_second
 from ppstream.session_records import Session, SessionStream
 

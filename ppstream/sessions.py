@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ppstream.clock import NS_PER_MS, NS_PER_S, Clock
-from ppstream.clock import now_ns as clock_ns
 from ppstream.contract import foreign_version, objection, welcome
-from ppstream.errors import ConfigError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
+from ppstream.core.clock import now_ns as clock_ns
+from ppstream.core.errors import ConfigError
 from ppstream.keys import server_keys
 from ppstream.messages import (
     DECODE_ERRORS,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppstream.errors import ProtocolError
+from ppstream.core.errors import ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from ppstream.specs import SlotLayout
+    from ppstream.core.specs import SlotLayout
 
 #: Both headers begin with these; a link writes them when it sends, checks them when it receives.
 INDEX = 0

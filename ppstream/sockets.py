@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 import zmq
 
+from ppstream.core.errors import ConfigError
 from ppstream.endpoints import is_local
-from ppstream.errors import ConfigError
 from ppstream.keys import ClientKeys, ServerKeys, public_half
 from ppstream.socket_guard import SocketGuard
 

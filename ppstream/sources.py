@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ppstream.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_S
 from ppstream.recording import load_recording
 from ppstream.sample_ledger import CLOCK_JUMP
 from ppstream.schedules import schedule_of

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ppstream.errors import ConfigError, PpstreamError
-from ppstream.user_code import UserExitError, fault_of, is_a, traceback_of
+from ppstream.core.errors import ConfigError, PpstreamError
+from ppstream.core.user_code import UserExitError, fault_of, is_a, traceback_of
 
 logger = logging.getLogger("ppstream")
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from ppstream.specs import TensorSpec
+    from ppstream.core.specs import TensorSpec
 
 
 class Policy(Protocol):

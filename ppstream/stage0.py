@@ -16,15 +16,15 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from ppstream import trace
-from ppstream.clock import now_ns, thread_cpu_ns
-from ppstream.cpus import RunDelay
-from ppstream.errors import ProtocolError
+from ppstream.core.clock import now_ns, thread_cpu_ns
+from ppstream.core.cpus import RunDelay
+from ppstream.core.errors import ProtocolError
+from ppstream.core.waiter import Waiter
 from ppstream.flight import Flight
 from ppstream.headers import DURATIONS, EPOCH, FAILED, FAILURES
 from ppstream.paired import Paired
 from ppstream.rank0 import WAIT_MAX_NS
 from ppstream.time_book import LINK, TimeBook
-from ppstream.waiter import Waiter
 from ppstream.watchdog import Mark, stage_b_limit_ns, watched
 
 if TYPE_CHECKING:

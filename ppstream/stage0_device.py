@@ -28,21 +28,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ppstream.clock import NS_PER_MS, now_ns
-from ppstream.errors import ProtocolError
+from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.errors import ProtocolError
+from ppstream.core.realtime import end_timeouts_on_time
+from ppstream.core.user_code import Fault
 from ppstream.flight import Flight
 from ppstream.headers import FAILED, FAILURES
 from ppstream.link_device import most_queued, run_ahead
 from ppstream.paired import Paired
 from ppstream.rank0 import WAIT_MAX_NS
-from ppstream.realtime import end_timeouts_on_time
 from ppstream.slots import GENERATION, INDEX
 from ppstream.stage0_queueing import Queueing
 from ppstream.stage_events import Rank0Times, book_rank0
 from ppstream.timestamps import EnvelopeRecord
 from ppstream.underway import Underway
 from ppstream.unwritten import Results, drawn_for
-from ppstream.user_code import Fault
 from ppstream.watchdog import watched
 
 if TYPE_CHECKING:

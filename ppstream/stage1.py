@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream import trace
-from ppstream.clock import NS_PER_S, now_ns, thread_cpu_ns
-from ppstream.cpus import RunDelay
-from ppstream.errors import PeerLostError
+from ppstream.core.clock import NS_PER_S, now_ns, thread_cpu_ns
+from ppstream.core.cpus import RunDelay
+from ppstream.core.errors import PeerLostError
 from ppstream.headers import BEHIND_LINK, EPOCH, FAILURES
 from ppstream.policy_rank import PolicyRank
 from ppstream.stage import told
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from ppstream.config import PipelineConfig
     from ppstream.control import Peer
+    from ppstream.core.waiter import Waiter
     from ppstream.links import BackLink, Slot
     from ppstream.stage import Policy
     from ppstream.timestamps import TimestampLog
-    from ppstream.waiter import Waiter
 
 WAIT_NS: Final = NS_PER_S // 10
 EPISODE: Final = slice(0, 2)  # session, session_epoch: the columns of ``rows`` that name an episode

@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from ppstream import trace
-from ppstream.clock import NS_PER_MS, now_ns
+from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.errors import PeerLostError, ProtocolError
+from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.cuda_streams import stream
 from ppstream.device_clock import DeviceClock
-from ppstream.errors import PeerLostError, ProtocolError
 from ppstream.headers import EPOCH, FAILURES
 from ppstream.link_device import most_queued
 from ppstream.memops import Event
 from ppstream.policy_rank import PolicyRank
-from ppstream.realtime import end_timeouts_on_time
 from ppstream.slots import GENERATION, INDEX
 from ppstream.stage1_queueing import Place, places, sends_from_b
 from ppstream.stage_events import PolicyTimes, book_policy
@@ -45,11 +45,11 @@ from ppstream.watchdog import Mark, is_patient, watched
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
     from ppstream.control import Peer
+    from ppstream.core.waiter import Waiter
     from ppstream.link_device import DeviceLink
     from ppstream.slots import LinkShape
     from ppstream.stage_b_device import DeviceStageB
     from ppstream.timestamps import Stage1Record, TimestampLog
-    from ppstream.waiter import Waiter
 
 POLL_NS: Final = 50_000  # while an envelope may come that stage B is not queued ahead of
 EARLY_NS: Final = 500_000  # such a stage B is queued so long before the one that runs should end

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ppstream import trace
-from ppstream.clock import NS_PER_MS, now_ns, thread_cpu_ns
+from ppstream.core.clock import NS_PER_MS, now_ns, thread_cpu_ns
 from ppstream.flight import name_rows, owners_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config import PipelineConfig
+    from ppstream.core.simulated_delay import Delay
     from ppstream.flight import Flight
     from ppstream.intake import Intake
     from ppstream.recorder import Recorder
-    from ppstream.simulate import Delay
 
 
 class StageA:

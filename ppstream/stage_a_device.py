@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ppstream.clock import NS_PER_MS, now_ns
+from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.device_window import DeviceWindow
 from ppstream.flight import Owner, RowNames, name_rows, names_of
 

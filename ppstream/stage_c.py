@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
+from ppstream.core.errors import PolicyError, PolicyMemoryError
+from ppstream.core.user_code import Fault, fault_of
 from ppstream.decode import ActionRules
-from ppstream.errors import PolicyError, PolicyMemoryError
 from ppstream.messages import ActionChunk
 from ppstream.provenance import Provenance
 from ppstream.stage import DECODER
 from ppstream.unwritten import HOW_TO_WRITE
-from ppstream.user_code import Fault, fault_of
 
 EMIT_MARGIN_NS: Final = NS_PER_MS  # an action is refused this long before its lease ends
 #: Why a result cannot be used, whoever would get it; so many in a row end the run.
@@ -38,9 +38,9 @@ RAISED: Final = frozenset({"policy_error", "decoder_error", "unwritten"})  # a f
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
+    from ppstream.core.simulated_delay import Delay
     from ppstream.flight import Flight, Owner
     from ppstream.intake import Intake
-    from ppstream.simulate import Delay
     from ppstream.stage import Decoder
 
 

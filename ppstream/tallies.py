@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ppstream.histograms import LABELS_MAX, OTHER, Histograms, Recent, Values
+from ppstream.core.histograms import LABELS_MAX, OTHER, Histograms, Recent, Values
 from ppstream.pieces import Pieces
 
 if TYPE_CHECKING:

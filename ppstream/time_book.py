@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 
 LINK: Final = "link"
 

@@ -14,8 +14,8 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from ppstream.clock import NS_PER_MS
-from ppstream.errors import ReceiverEndedError
+from ppstream.core.clock import NS_PER_MS
+from ppstream.core.errors import ReceiverEndedError
 from ppstream.fading import Fading, Part, blended
 from ppstream.messages import ActionChunk
 from ppstream.playing import Actions, Mask, Outcome, Playing

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
 from ppstream.playing import Outcome
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 
 logger = logging.getLogger("ppstream")
 

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from ppstream.errors import PolicyError
-from ppstream.user_code import is_a, said
+from ppstream.core.errors import PolicyError
+from ppstream.core.user_code import is_a, said
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ppstream.core.specs import TensorSpec
     from ppstream.slots import Slot
-    from ppstream.specs import TensorSpec
     from ppstream.stage import Policy
 
 RAISED, UNWRITTEN = (

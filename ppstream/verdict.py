@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from ppstream.audits import Audit
 from ppstream.contention import Alone
-from ppstream.cpus import Machine
+from ppstream.core.cpus import Machine
 from ppstream.model import period
 from ppstream.records import Event, RunLog
 from ppstream.scores import CEILING_MIN, Primary, form_of, missing_stages

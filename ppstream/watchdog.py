@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 
-from ppstream.clock import NS_PER_S, Clock, now_ns
+from ppstream.core.clock import NS_PER_S, Clock, now_ns
 
 INTERVAL_NS: Final = NS_PER_S // 4  # between two looks
 USUAL_FACTOR: Final = 5  # stage B may take so many times its usual time

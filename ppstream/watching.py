@@ -13,7 +13,7 @@ import torch
 
 from ppstream import profiling
 from ppstream.attribution import Attribution, end_of_stream
-from ppstream.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.memory_lines import MemoryLines
 from ppstream.profiling import Profiler
 from ppstream.tallies import PolicyTally, Rank0Tally, Tally

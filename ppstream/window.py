@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from ppstream.camera import CameraCutter, camera_specs
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
+from ppstream.core.specs import TensorSpec
 from ppstream.executed_prefix import PrefixWriter, prefix_specs
 from ppstream.robot_clock import NEVER_NS
-from ppstream.specs import TensorSpec
 from ppstream_kernels import ResamplePlan, StreamSource
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from ppstream.errors import MAX_PLACE, MAX_TEXT
+from ppstream.core.errors import MAX_PLACE, MAX_TEXT
 
 WIRE_MAJOR: Final = 1
 WIRE_MINOR: Final = 2  # rank 0 serves robots of this minor version and of the one before

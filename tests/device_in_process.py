@@ -25,20 +25,21 @@ from linked_ends import linked
 from pipeline_in_process import Collector, NewestValues
 
 from ppstream import link_counted, memops, stage1_device
-from ppstream.clock import now_ns
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
+from ppstream.core.clock import now_ns
+from ppstream.core.errors import PeerLostError
+from ppstream.core.simulated_delay import Delay
+from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
 from ppstream.decode import CopyDecoder
 from ppstream.device_clock import DeviceClock
-from ppstream.errors import PeerLostError
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.link_device import run_ahead
 from ppstream.memops import Call, CudaStream, DeviceProbe
 from ppstream.messages import Drain
 from ppstream.pacing import Pacing, Saturated
-from ppstream.simulate import Delay
 from ppstream.slots import LinkShape
 from ppstream.sources import Source
 from ppstream.stage import told
@@ -50,7 +51,6 @@ from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.unwritten import FilledPolicy, drawn_for
-from ppstream.waiter import Waiter
 
 RUN_ID = "r"
 LOAD_LIMIT_S = 3.0

@@ -18,29 +18,29 @@ import numpy as np
 import torch
 
 from ppstream import config_file
-from ppstream.clock import now_ns
 from ppstream.config import PipelineConfig
 from ppstream.control import Peer
+from ppstream.core.clock import now_ns
+from ppstream.core.errors import PeerLostError
+from ppstream.core.simulated_delay import Delay
+from ppstream.core.specs import TensorSpec
+from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
 from ppstream.decode import CopyDecoder
-from ppstream.errors import PeerLostError
 from ppstream.headers import link_shape
 from ppstream.inline import Inline
 from ppstream.intake import build_intake
 from ppstream.link_host import HostBack, HostFront
 from ppstream.messages import ActionChunk, Drain
 from ppstream.pacing import Pacing, Saturated
-from ppstream.simulate import Delay
 from ppstream.slots import new_slots
 from ppstream.sources import Source
-from ppstream.specs import TensorSpec
 from ppstream.stage0 import Stage0
 from ppstream.stage1 import Stage1, StageB
 from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
-from ppstream.waiter import Waiter
 
 SMALL = Path(__file__).parent / "multirank" / "small.toml"
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from multirank.ranks import Ranks
 
-from ppstream.clock import NS_PER_S
-from ppstream.errors import ExitCode
+from ppstream.core.clock import NS_PER_S
+from ppstream.core.errors import ExitCode
 from ppstream.overlap import judge
 from ppstream.recording import load_recording
 from ppstream.run_report import RunReport

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ppstream.clock import now_ns
 from ppstream.config import (
     ActionConfig,
     BatchConfig,
@@ -20,12 +19,13 @@ from ppstream.config import (
     StreamConfig,
     WindowConfig,
 )
+from ppstream.core.clock import now_ns
+from ppstream.core.waiter import Waiter
 from ppstream.messages import ActionChunk
 from ppstream.ring import RowInput
 from ppstream.ring_bank import RingBank
 from ppstream.robot import RobotClient
 from ppstream.sessions import Sessions
-from ppstream.waiter import Waiter
 
 MS = 1_000_000
 STREAMS = (("joints", 3), ("imu", 2, "float64"))

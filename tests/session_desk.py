@@ -10,8 +10,8 @@ import numpy as np
 from robot_rig import ACTIONS, make_config, make_rows, wait_until
 
 from ppstream import messages as m
-from ppstream.clock import NS_PER_S, Clock, now_ns
 from ppstream.config import PipelineConfig
+from ppstream.core.clock import NS_PER_S, Clock, now_ns
 from ppstream.sessions import Sessions
 from ppstream.sockets import SharedSocket, connect_client
 

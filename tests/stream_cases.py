@@ -16,9 +16,9 @@ from ppstream.config import (
     StreamConfig,
     WindowConfig,
 )
+from ppstream.core.specs import SlotLayout
 from ppstream.ring import RowInput
 from ppstream.ring_bank import RingBank
-from ppstream.specs import SlotLayout
 from ppstream.window import WindowCutter
 
 MS = 1_000_000

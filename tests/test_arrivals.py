@@ -4,7 +4,7 @@ import time
 import pytest
 
 from ppstream.arrivals import SocketArrivals
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 
 BELL = b"\x03\0\0\0\x92\x06\x05"  # as short as a doorbell can be
 

@@ -10,9 +10,9 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from ppstream import attribution, block_report, block_timing, config_problems
 from ppstream.attribution import BLOCKS_MAX, Attribution, block, end_of_stream
 from ppstream.block_timing import STOP_REASON, time_blocks
-from ppstream.clock import now_ns
 from ppstream.config_file import read
-from ppstream.errors import ConfigError
+from ppstream.core.clock import now_ns
+from ppstream.core.errors import ConfigError
 from ppstream.overlap import judge
 from ppstream.policy_compile import compile_counts
 from ppstream.runlog import read_run

@@ -17,7 +17,7 @@ from test_attribution import OnlyLabelled
 from ppstream import block_report, block_timing
 from ppstream.attribution import Attribution, block
 from ppstream.block_timing import STOP_REASON, time_blocks
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 from ppstream.memops import Event
 from ppstream.messages import PhaseChange
 from ppstream.synthetic import SyntheticSource

@@ -34,7 +34,7 @@ from d_sweep_cells import Row as DepthRow
 
 from ppstream.claims import audit_claims
 from ppstream.control_loop import LoopStatistics
-from ppstream.durations import Bin, Quantiles
+from ppstream.core.durations import Bin, Quantiles
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 #: Whatever prints numbers that people quote belongs here.

@@ -9,7 +9,7 @@ from golden_runs import GoldenRun, ms, simulate, stages
 from judging import judged
 
 from ppstream.bringup import Beside, pass_or_raise
-from ppstream.errors import ExitCode, GateFailedError, GateInconclusiveError
+from ppstream.core.errors import ExitCode, GateFailedError, GateInconclusiveError
 from ppstream.model import PipelineForm
 from ppstream.run_report import RunReport
 

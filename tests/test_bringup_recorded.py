@@ -19,9 +19,9 @@ from recorded_runs import CONFIG, arm_recording
 from ppstream import config_file
 from ppstream.bringup import bring_up
 from ppstream.check import describe
-from ppstream.errors import ConfigError, GateFailedError
+from ppstream.core.errors import ConfigError, GateFailedError
+from ppstream.core.specs import TensorSpec
 from ppstream.recording import load_recording
-from ppstream.specs import TensorSpec
 
 A_S, B_S, C_S = 0.006, 0.008, 0.0005
 STEPS, DT_NS, SEEN = 64, 4_000_000, 16  # of the window; how many of its newest are looked at

@@ -13,8 +13,8 @@ from stream_cases import MS, Input, at_ms, config, ramp, stream
 
 from ppstream import config_file
 from ppstream.config import ImageConfig
-from ppstream.errors import ConfigError
-from ppstream.specs import TensorSpec
+from ppstream.core.errors import ConfigError
+from ppstream.core.specs import TensorSpec
 from ppstream.synthetic import SyntheticSource
 
 torch.set_num_threads(1)

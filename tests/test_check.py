@@ -12,10 +12,10 @@ import pytest
 
 from ppstream.check import describe
 from ppstream.config import PipelineConfig
+from ppstream.core.errors import ConfigError
+from ppstream.core.specs import TensorSpec
 from ppstream.decode import build as build_decoder
-from ppstream.errors import ConfigError
 from ppstream.serve import main
-from ppstream.specs import TensorSpec
 
 TABLE: dict[str, Any] = {
     "name": "arm",

@@ -12,7 +12,7 @@ import claims_audit
 import pytest
 
 from ppstream.claims import RULES, audit_claims, claims_of
-from ppstream.errors import ClaimError
+from ppstream.core.errors import ClaimError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 

@@ -1,6 +1,6 @@
 import pytest
 
-from ppstream.clock import ManualClock, Ticker
+from ppstream.core.clock import ManualClock, Ticker
 
 
 def test_late_tick_does_not_shift_the_ones_behind_it():

@@ -7,7 +7,7 @@ import torch
 from multirank.ranks import CONFIG
 
 from ppstream import config_file
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream_stages.simulated import build
 
 GPUS = ("placement.rank0=cuda:0", "placement.policy=cuda:1")

@@ -11,7 +11,7 @@ import pytest
 from ppstream.config import PipelineConfig
 from ppstream.config_file import add_arguments, load, locate, read
 from ppstream.config_text import as_toml
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 
 PLAIN = """
 name = "arm"

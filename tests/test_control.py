@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from ppstream import messages
-from ppstream.clock import NS_PER_MS, NS_PER_S, ManualClock, now_ns
 from ppstream.control import UNREAD_FRAMES_MAX, Peer
-from ppstream.errors import PeerLostError, ProtocolError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, ManualClock, now_ns
+from ppstream.core.errors import PeerLostError, ProtocolError
+from ppstream.core.waiter import Waiter
 from ppstream.frames import BUFFER_BYTES, FRAME_BYTES_MAX
 from ppstream.heartbeat import Heartbeat
 from ppstream.messages import Bell, Drain, Goodbye, Measured, PhaseChange
-from ppstream.waiter import Waiter
 
 PairOfPeers = tuple[Peer, Peer]
 WAIT_NS = 5 * NS_PER_S

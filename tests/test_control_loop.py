@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from robot_rig import DT_NS, LEASE_NS, MS, make_chunk, wait_until
 
-from ppstream.clock import ManualClock
 from ppstream.control_loop import ControlLoop, Fault
-from ppstream.errors import PpstreamError, ReceiverEndedError
-from ppstream.realtime import NotPermittedError, RealTime
+from ppstream.core.clock import ManualClock
+from ppstream.core.errors import PpstreamError, ReceiverEndedError
+from ppstream.core.realtime import NotPermittedError, RealTime
 from ppstream.timeline import ActionTimeline
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppstream.cpus import Machine, MachineMeter, RunDelay, usable_cpus
+from ppstream.core.cpus import Machine, MachineMeter, RunDelay, usable_cpus
 
 OWN = len(os.sched_getaffinity(0))
 

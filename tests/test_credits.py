@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppstream.core.errors import ProtocolError
 from ppstream.credits import CreditLedger
-from ppstream.errors import ProtocolError
 from ppstream.timestamps import EnvelopeRecord
 
 

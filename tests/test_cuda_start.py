@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ppstream import cuda_start
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 
 
 def test_connections_are_asked_for_where_nobody_did() -> None:

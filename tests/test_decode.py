@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppstream.config import ActionConfig, RobotLimits
+from ppstream.core.errors import ConfigError
 from ppstream.decode import ActionRules, Enforced, build
-from ppstream.errors import ConfigError
 
 ACTIONS = ActionConfig(
     names=("a", "b"), horizon=3, dt_ms=10, low=(-1.0, -2.0), high=(1.0, 2.0), lease_ms=100

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppstream.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_S
 from ppstream.device_clock import (
     BRACKET_MAX_NS,
     KEPT_NS,

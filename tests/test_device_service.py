@@ -11,7 +11,7 @@ import pytest
 from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
 
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 from ppstream.pacing import OnSample
 from ppstream.robot import RobotClient
 from ppstream.sessions import Sessions

@@ -1,4 +1,4 @@
-from ppstream.durations import Durations, Quantiles
+from ppstream.core.durations import Durations, Quantiles
 
 
 def test_nothing_measured_is_all_zero() -> None:

@@ -7,11 +7,11 @@ import threading
 import pytest
 from pipeline_in_process import small_config
 
-from ppstream.clock import NS_PER_S
 from ppstream.config_problems import problems
 from ppstream.control import Peer
+from ppstream.core.clock import NS_PER_S
+from ppstream.core.errors import ExitCode, PeerFrozenError, PeerLostError, PolicyError
 from ppstream.ends import Course, PeerLeftError, RankEnd, StoppedEarlyError, how_it_ends
-from ppstream.errors import ExitCode, PeerFrozenError, PeerLostError, PolicyError
 from ppstream.meeting import telling
 from ppstream.messages import Goodbye
 from ppstream.peer_process import HeldProcess
@@ -327,7 +327,7 @@ LEAVING = """
 import os, resource, shutil, signal, sys, threading, time
 from pathlib import Path
 from ppstream import ends, runs
-from ppstream.errors import ExitCode
+from ppstream.core.errors import ExitCode
 from ppstream.runs import Run
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

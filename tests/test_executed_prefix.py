@@ -8,12 +8,12 @@ import pytest
 import torch
 from robot_rig import DT_NS, MS, make_config, make_rows
 
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
+from ppstream.core.specs import SlotLayout
 from ppstream.executed_prefix import Commitment, PrefixWriter, commitment, prefix_specs
 from ppstream.intake import build_intake
 from ppstream.messages import Hello, Prefix
 from ppstream.session_records import Session
-from ppstream.specs import SlotLayout
 
 STEPS = 3
 

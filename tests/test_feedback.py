@@ -17,8 +17,8 @@ from robot_rig import (
 )
 
 from ppstream import messages as m
-from ppstream.clock import ManualClock, now_ns
 from ppstream.contract import welcome
+from ppstream.core.clock import ManualClock, now_ns
 from ppstream.feedback import Feedback
 from ppstream.sockets import bind_server
 from ppstream.timeline import ActionTimeline

@@ -10,8 +10,8 @@ import pytest
 from pipeline_in_process import small_config
 
 from ppstream import flight_recorder
+from ppstream.core.errors import ExitCode
 from ppstream.ends import RankEnd, start_watchdog
-from ppstream.errors import ExitCode
 from ppstream.runs import Run
 from ppstream.watchdog import Mark
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppstream.errors import ProtocolError
+from ppstream.core.errors import ProtocolError
 from ppstream.frames import FRAME_BYTES_MAX, LENGTH, FrameReader
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 from ppstream.garbage import EVERY_NS, OVERDUE_NS, Garbage
 
 

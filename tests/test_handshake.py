@@ -16,7 +16,7 @@ from ppstream.config import (
     WindowConfig,
 )
 from ppstream.control import Peer
-from ppstream.errors import HandshakeError, ProtocolError
+from ppstream.core.errors import HandshakeError, ProtocolError
 from ppstream.handshake import compare, facts
 from ppstream.messages import WIRE_MAJOR, Drain, Heartbeat, RankHeart, RankHello, RankWelcome
 from ppstream.runs import Run

@@ -3,7 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ppstream.histograms import (
+from ppstream.core.histograms import (
     BUCKETS_NS,
     LABELS_MAX,
     OTHER,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ppstream import kernel_report
-from ppstream.errors import LogError
+from ppstream.core.errors import LogError
 from ppstream.kernel_findings import Findings, bottleneck, findings
 from ppstream.kernel_trace import Range, Trace, Work, category
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream.keys import (
     FILE_BYTES_MAX,
     ROBOTS_MAX,

@@ -15,12 +15,12 @@ from fake_wait import FakeWaits
 from linked_ends import driven_by, linked
 
 from ppstream import link_counted, link_latency
-from ppstream.errors import PeerLostError, ProtocolError
+from ppstream.core.errors import PeerLostError, ProtocolError
+from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.link_counted import CountedLink
 from ppstream.link_device import BACK, FRONT
 from ppstream.memops import CudaStream, Event
 from ppstream.slots import LinkShape
-from ppstream.specs import SlotLayout, TensorSpec
 
 HEADER = ("index", "generation", "epoch", "seq")
 GENERATION = 7

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from fake_cuda import FakeDriver
 
 from ppstream import link_nccl, memops
-from ppstream.errors import PeerLostError
+from ppstream.core.errors import PeerLostError
+from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.link_device import BACK, FRONT
 from ppstream.link_nccl import NOTE_VALUES, PARKED_BYTES, NcclLink
 from ppstream.memops import CudaStream
 from ppstream.slots import LinkShape
-from ppstream.specs import SlotLayout, TensorSpec
 
 HEADER = ("index", "generation", "epoch", "seq")
 HEADER_BYTES, NOTE_BYTES = 64, NOTE_VALUES * 8

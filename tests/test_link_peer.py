@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from ppstream.core.specs import SlotLayout
 from ppstream.link_device import slot_count
 from ppstream.link_peer import PUT_BYTES, put_limit
 from ppstream.slots import LinkShape
-from ppstream.specs import SlotLayout
 
 LARGE = 1 << 24
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from fake_cuda import FakeDriver
 from linked_ends import driven_by
 
+from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.link_device import BACK, FRONT
 from ppstream.link_pinned import PinnedLink
 from ppstream.links import LauncherStore
 from ppstream.memops import CudaStream, Event
 from ppstream.slots import LinkShape
-from ppstream.specs import SlotLayout, TensorSpec
 
 HEADER = ("index", "generation", "epoch", "seq")
 LIMIT_S = 10.0

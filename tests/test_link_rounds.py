@@ -14,10 +14,10 @@ from fake_cuda import FakeDriver, queue_call
 from fake_put import FakePuts
 from linked_ends import driven_by, linked
 
+from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.link_counted import CountedLink
 from ppstream.memops import CudaStream
 from ppstream.slots import LinkShape
-from ppstream.specs import SlotLayout, TensorSpec
 
 ROUNDS, TRIPS = 3, 5
 WAY_S = (0.002, 0.006)  # of either end's sends

@@ -21,10 +21,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ppstream.clock import NS_PER_S, now_ns
 from ppstream.control import Peer
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError, SpecError
+from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
-from ppstream.errors import ConfigError, PeerLostError, ProtocolError, SpecError
 from ppstream.links import (
     BackLink,
     FrontLink,
@@ -36,8 +38,6 @@ from ppstream.links import (
 )
 from ppstream.memory import available_bytes
 from ppstream.rendezvous import Listener, connect
-from ppstream.specs import SlotLayout, TensorSpec
-from ppstream.waiter import Waiter
 
 HEADER = ("index", "generation", "epoch", "seq")
 KINDS = ("host", "gloo")
@@ -53,8 +53,8 @@ import sys, time
 import torch
 from ppstream.links import LinkShape, join_store, open_back
 from ppstream.rendezvous import connect
-from ppstream.specs import SlotLayout, TensorSpec
-from ppstream.waiter import Waiter
+from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.waiter import Waiter
 torch.set_num_threads(1)
 kind, size, envelopes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 store = join_store()

@@ -4,7 +4,7 @@ import pytest
 from test_tallies import MS, envelope
 
 from ppstream import live_class
-from ppstream.clock import NS_PER_S, ManualClock
+from ppstream.core.clock import NS_PER_S, ManualClock
 from ppstream.live_class import MADE_ANEW_NS, LiveClass
 from ppstream.pieces import Pieces
 from ppstream.tallies import Rank0Tally

@@ -22,8 +22,8 @@ from multirank.ranks import Ranks, free_port
 from robot_rig import wait_until
 
 from ppstream import lookout
+from ppstream.core.errors import ExitCode, PeerLostError
 from ppstream.ends import RankEnd
-from ppstream.errors import ExitCode, PeerLostError
 from ppstream.lookout import Lookout
 from ppstream.peer_process import HeldProcess, children, of_rank
 

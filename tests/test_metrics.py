@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ppstream import gpu_memory
 from ppstream import metric_families as show
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
+from ppstream.core.histograms import Histograms
 from ppstream.health import HealthServer
-from ppstream.histograms import Histograms
 from ppstream.metrics_gpu import memory_families
 from ppstream.pieces import Pieces
 from ppstream.session_records import SessionCounts

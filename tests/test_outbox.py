@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppstream.errors import SpecError
+from ppstream.core.errors import SpecError
 from ppstream.outbox import BATCH_SAMPLES, Batch, Outbox
 
 STREAMS = [("joints", 2), ("imu", 1, "float64")]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from pipeline_in_process import small_config
 
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
 from ppstream.intake import build_intake
 from ppstream.pacing import OnSample, OnTick, Saturated, service_pacing
 

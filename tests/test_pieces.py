@@ -1,7 +1,7 @@
 import pytest
 
 from ppstream import pieces
-from ppstream.clock import ManualClock
+from ppstream.core.clock import ManualClock
 from ppstream.pieces import PAUSE_S, PIECE_NS, Pieces
 
 

@@ -14,7 +14,7 @@ from ppstream.config import (
     StreamConfig,
     WindowConfig,
 )
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream.placement import Placement, RankPlan, place
 
 

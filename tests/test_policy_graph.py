@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ppstream.config import PolicyConfig
+from ppstream.core.specs import TensorSpec
 from ppstream.policy_compile import RecompileMeter, compiled
 from ppstream.policy_graph import GraphedPolicy, prepared_policy
-from ppstream.specs import TensorSpec
 from ppstream.unwritten import FilledPolicy
 
 torch.set_num_threads(1)

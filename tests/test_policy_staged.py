@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ppstream.core.specs import TensorSpec
 from ppstream.policy_staged import StagedPolicy
-from ppstream.specs import TensorSpec
 
 ROWS = 2
 

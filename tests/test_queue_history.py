@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ppstream.core.errors import ProtocolError
 from ppstream.credits import CreditLedger
-from ppstream.errors import ProtocolError
 from ppstream.queue_history import Move, QueueHistory
 from ppstream.timestamps import EnvelopeRecord
 

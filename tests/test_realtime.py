@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
-from ppstream.realtime import NotPermittedError, RealTime, RealTimeScope, end_timeouts_on_time
+from ppstream.core.realtime import NotPermittedError, RealTime, RealTimeScope, end_timeouts_on_time
 
 #: What a user without any privilege is told; a process of its own, since there is no way back.
 UNPRIVILEGED = """
 import os, resource, sys
-from ppstream.realtime import NotPermittedError, RealTime, RealTimeScope
+from ppstream.core.realtime import NotPermittedError, RealTime, RealTimeScope
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096))
 resource.setrlimit(resource.RLIMIT_RTPRIO, (0, 0))
 if os.getuid() == 0:

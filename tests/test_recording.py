@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from stream_cases import MS, at_ms, ramp, stream
 
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream.recording import Recording, Track, load_recording
 
 DATA = os.environ.get("PPSTREAM_TEST_DATA")

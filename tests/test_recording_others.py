@@ -14,7 +14,7 @@ import pytest
 from stream_cases import MS, Input, config, stream
 
 from ppstream.config import RecordedAs, StreamConfig
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream.recording import Track, load_recording
 from ppstream.recording_fields import FieldReader, nanoseconds
 from ppstream.sources import RecordedSource

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ppstream import rendezvous
-from ppstream.clock import NS_PER_S
-from ppstream.errors import ConfigError, PeerLostError
+from ppstream.core.clock import NS_PER_S
+from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.messages import Drain
 from ppstream.rendezvous import ADDRESS_KEY, KEEPALIVE_S, Listener, connect
 

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream.clock import now_ns
 from ppstream.config import PipelineConfig, RecordConfig, ServiceConfig
 from ppstream.config_file import as_toml
-from ppstream.errors import ExitCode
+from ppstream.core.clock import now_ns
+from ppstream.core.errors import ExitCode
+from ppstream.core.waiter import Waiter
 from ppstream.messages import ActionChunk
 from ppstream.record_file import open_recorder
 from ppstream.sessions import Sessions
-from ppstream.waiter import Waiter
 
 TOOL = Path(__file__).parent.parent / "tools" / "replay.py"
 DATA = os.environ.get("PPSTREAM_TEST_DATA")

@@ -22,10 +22,10 @@ from robot_rig import (
     wait_until,
 )
 
-from ppstream.clock import NS_PER_S, now_ns
 from ppstream.config import RobotLimits
 from ppstream.control_loop import ControlLoop
-from ppstream.errors import (
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import (
     HandshakeError,
     PeerLostError,
     PpstreamError,

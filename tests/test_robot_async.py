@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from robot_rig import make_client, serving, wait_until
 
-from ppstream.clock import now_ns
-from ppstream.errors import PeerLostError, PpstreamError
+from ppstream.core.clock import now_ns
+from ppstream.core.errors import PeerLostError, PpstreamError
 from ppstream.robot_async import AsyncRobotClient
 
 

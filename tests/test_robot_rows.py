@@ -13,8 +13,10 @@ import numpy as np
 from pipeline_in_process import Collector, NewestValues, PipelineInProcess, small_config
 from robot_rig import make_client, wait_until
 
-from ppstream.clock import NS_PER_MS, now_ns
 from ppstream.config import PolicyConfig
+from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.core.simulated_delay import Delay
+from ppstream.core.specs import TensorSpec
 from ppstream.decode import CopyDecoder
 from ppstream.flight import Flight, Owner
 from ppstream.intake import build_intake
@@ -22,8 +24,6 @@ from ppstream.messages import ActionChunk
 from ppstream.pacing import OnTick
 from ppstream.robot import RobotClient
 from ppstream.sessions import Sessions
-from ppstream.simulate import Delay
-from ppstream.specs import TensorSpec
 from ppstream.stage_c import StageC
 from ppstream.timestamps import EnvelopeRecord
 

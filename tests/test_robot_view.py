@@ -13,7 +13,7 @@ from PIL import Image
 from robot_rig import MS, make_chunk
 
 from ppstream import config_file
-from ppstream.errors import ExitCode
+from ppstream.core.errors import ExitCode
 from ppstream.record_file import RecordFile
 from ppstream.record_items import Cut, Emitted, Item, Line, Samples
 

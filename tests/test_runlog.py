@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judging import sentence
 
-from ppstream.errors import LogError
+from ppstream.core.errors import LogError
 from ppstream.overlap import judge
 from ppstream.report_text import render
 from ppstream.runlog import find_runs, read_run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppstream.errors import ConfigError, ExitCode
+from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.runs import Run, launcher
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from robot_rig import make_config
 
-from ppstream.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_S
 from ppstream.intake import build_intake
 from ppstream.sensor_state import SensorState
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ppstream import config_file, requirements, serve
-from ppstream.errors import MEANINGS, ExitCode
+from ppstream.core.errors import MEANINGS, ExitCode
 from ppstream.placement import ranks_wanted
 
 OLD_PYTHON = """

@@ -14,8 +14,8 @@ from session_desk import STREAMS, Desk, hello, open_desk
 
 from ppstream import messages as m
 from ppstream import session_cameras
-from ppstream.clock import now_ns
 from ppstream.config import ImageConfig, PipelineConfig, StreamConfig
+from ppstream.core.clock import now_ns
 from ppstream.session_cameras import decode
 
 HEIGHT, WIDTH = 16, 24

@@ -2,8 +2,8 @@ import statistics
 
 import pytest
 
-from ppstream.clock import now_ns
-from ppstream.simulate import Delay
+from ppstream.core.clock import now_ns
+from ppstream.core.simulated_delay import Delay
 
 
 @pytest.mark.parametrize("law", ["constant", "uniform", "tail"])

@@ -18,7 +18,7 @@ from fuzz_frames import HUGE, fuzz_connections, handshake
 from robot_rig import ANY_PORT, make_client, make_config, serving, wait_until
 
 from ppstream.config_problems import problems
-from ppstream.errors import ConfigError, PeerLostError
+from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.keys import ClientKeys, ServerKeys, allow, client_keys, make_pair
 from ppstream.socket_guard import EVENTS_PER_LOOK
 from ppstream.sockets import MAX_FRAME_BYTES, SharedSocket, bind_server, connect_client

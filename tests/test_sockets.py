@@ -8,7 +8,8 @@ import pytest
 import zmq
 from robot_rig import ANY_PORT, wait_until
 
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
+from ppstream.core.waiter import Waiter
 from ppstream.sockets import (
     MAX_DRAIN,
     MAX_DRAIN_BYTES,
@@ -17,7 +18,6 @@ from ppstream.sockets import (
     bind_server,
     connect_client,
 )
-from ppstream.waiter import Waiter
 
 
 @pytest.fixture(params=["tcp", "ipc"])

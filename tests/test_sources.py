@@ -11,7 +11,7 @@ from stream_cases import MS, Input, at_ms, config, ramp, stream
 from torch import Tensor
 
 from ppstream.config import PipelineConfig
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream.sources import OWN_SESSION, RecordedSource, Source
 
 DATA = os.environ.get("PPSTREAM_TEST_DATA")

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from ppstream.errors import SpecError
-from ppstream.specs import ALIGNMENT_BYTES, SlotLayout, TensorSpec
+from ppstream.core.errors import SpecError
+from ppstream.core.specs import ALIGNMENT_BYTES, SlotLayout, TensorSpec
 
 SPECS = (
     TensorSpec("q.values", (3, 5)),

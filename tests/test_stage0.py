@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream.errors import PeerLostError, PolicyError, ProtocolError
+from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError
 from ppstream.pacing import OnSample, Scheduled
 from ppstream.sources import RecordedSource
 from ppstream.synthetic import SyntheticSource

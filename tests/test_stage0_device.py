@@ -16,8 +16,8 @@ from pipeline_in_process import NewestValues, small_config
 
 from ppstream import stage0_device
 from ppstream.bringup import time_standalone
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.errors import PeerLostError, PolicyError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.errors import PeerLostError, PolicyError
 from ppstream.link_device import run_ahead
 from ppstream.pacing import OnSample, OnTick
 from ppstream.synthetic import SyntheticSource

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppstream.specs import TensorSpec
+from ppstream.core.specs import TensorSpec
 from ppstream.stage_b_device import DeviceStageB
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from ppstream.histograms import LABELS_MAX, OTHER, Histogram
+from ppstream.core.histograms import LABELS_MAX, OTHER, Histogram
 from ppstream.pieces import Pieces
 from ppstream.tallies import BLOCK, CHUNK, JUDGED, WAITS, PolicyTally, Rank0Tally, Tally, take_all
 from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog

@@ -8,7 +8,7 @@ from golden_runs import GoldenRun, PipelineForm, simulate
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
 from ppstream import time_book
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
 from ppstream.link_host import HostBack, HostFront
 from ppstream.segments import select_window
 from ppstream.stage_c import StageC

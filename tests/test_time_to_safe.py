@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from robot_rig import LEASE_NS, MS, make_client, make_config, serving, wait_until
 
-from ppstream.clock import now_ns
 from ppstream.control_loop import ControlLoop
+from ppstream.core.clock import now_ns
 from ppstream.robot import RobotClient
 
 RATE_HZ = 200.0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from robot_rig import DT_NS, HORIZON, LEASE_NS, MS, make_chunk
 
-from ppstream.errors import ReceiverEndedError
+from ppstream.core.errors import ReceiverEndedError
 from ppstream.timeline import ActionTimeline
 
 

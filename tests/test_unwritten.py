@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.slots import Slot, new_slots
-from ppstream.specs import SlotLayout, TensorSpec
 from ppstream.unwritten import (
     FLOATS,
     SAMPLE_BYTES,

@@ -13,12 +13,8 @@ import msgspec
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream.decode import CopyDecoder
-from ppstream.ends import how_it_ends
-from ppstream.errors import ConfigError, ExitCode, PolicyError
-from ppstream.messages import PolicyFault, encoder
-from ppstream.stage import call_target, load, told
-from ppstream.user_code import (
+from ppstream.core.errors import ConfigError, ExitCode, PolicyError
+from ppstream.core.user_code import (
     SHOWN_MAX,
     WHAT_MAX,
     Fault,
@@ -28,6 +24,10 @@ from ppstream.user_code import (
     place_of,
     said,
 )
+from ppstream.decode import CopyDecoder
+from ppstream.ends import how_it_ends
+from ppstream.messages import PolicyFault, encoder
+from ppstream.stage import call_target, load, told
 from ppstream.wire import MAX_PLACE, MAX_TEXT
 
 FORMS = ["inline", "serial", "split"]

@@ -9,7 +9,7 @@ import pytest
 from golden_runs import Fields, GoldenRun, ms, simulate, stages
 from judging import all_audits_pass, judged, period_ms, sentence
 
-from ppstream.errors import LogError
+from ppstream.core.errors import LogError
 from ppstream.log_lines import parse_run
 from ppstream.model import PipelineForm, StageTimes
 from ppstream.overlap import judge

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-import ppstream.waiter
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.waiter import Waiter
+import ppstream.core.waiter
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.waiter import Waiter
 
 LONG_NS = 10 * NS_PER_S
 
@@ -26,7 +26,7 @@ def waiter() -> Iterator[Waiter]:
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to wait: descriptors above FD_SETSIZE leave only poll."""
     if request.param == "poll":
-        monkeypatch.setattr(ppstream.waiter, "FD_SETSIZE", 0)
+        monkeypatch.setattr(ppstream.core.waiter, "FD_SETSIZE", 0)
 
 
 @pytest.mark.usefixtures("either")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ppstream.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_S
 from ppstream.watchdog import INTERVAL_NS, Mark, Watchdog, is_patient, stage_b_limit_ns, watched
 
 LIMIT_NS = NS_PER_S

@@ -26,7 +26,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from bench_claims import Claim, product, throughput, write_audited
 
-from ppstream.clock import NS_PER_MS
 from ppstream.config import (
     ActionConfig,
     BatchConfig,
@@ -36,10 +35,11 @@ from ppstream.config import (
     StreamConfig,
     WindowConfig,
 )
+from ppstream.core.clock import NS_PER_MS
+from ppstream.core.specs import SlotLayout
 from ppstream.device_window import DeviceWindow
 from ppstream.ring import RowInput
 from ppstream.ring_bank import RingBank
-from ppstream.specs import SlotLayout
 
 SLOTS = 3
 PLAIN = (

@@ -24,7 +24,6 @@ import torch
 from bench_claims import Timed, median_rate, write_audited
 
 from ppstream import messages
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.config import (
     ActionConfig,
     PipelineConfig,
@@ -34,14 +33,15 @@ from ppstream.config import (
     WindowConfig,
 )
 from ppstream.config_file import as_toml
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.specs import SlotLayout
+from ppstream.core.waiter import Waiter
 from ppstream.intake import Intake, build_intake
 from ppstream.ring import SensorRing
 from ppstream.robot import RobotClient
 from ppstream.runs import hardware
 from ppstream.sessions import Sessions
-from ppstream.specs import SlotLayout
 from ppstream.synthetic import SyntheticSource
-from ppstream.waiter import Waiter
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

@@ -33,8 +33,10 @@ from bench_runs import (
 )
 
 from ppstream import config_file
-from ppstream.clock import now_ns
 from ppstream.config import PipelineConfig
+from ppstream.core.clock import now_ns
+from ppstream.core.simulated_delay import Delay
+from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
 from ppstream.decode import CopyDecoder
 from ppstream.headers import link_shape
@@ -42,14 +44,12 @@ from ppstream.inline import Inline
 from ppstream.intake import build_intake
 from ppstream.pacing import Saturated
 from ppstream.preflight import build_policy
-from ppstream.simulate import Delay
 from ppstream.slots import new_slots
 from ppstream.stage1 import StageB
 from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, TimestampLog
-from ppstream.waiter import Waiter
 
 RING: Final = 8192
 BATCH: Final = 200  # records timed together

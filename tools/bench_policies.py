@@ -22,9 +22,9 @@ import msgspec
 import torch
 from bench_runs import Target, print_environment, print_targets, spread
 
-from ppstream.simulate import Delay
+from ppstream.core.simulated_delay import Delay
+from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.slots import Slot, new_slots
-from ppstream.specs import SlotLayout, TensorSpec
 from ppstream.unwritten import INTEGERS, FilledPolicy, Outputs, Results
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from bench_claims import Claim, bandwidth, ratio, throughput
 from bench_runs import Target, ending_cleanly, print_environment, print_targets, write_json
 
 from ppstream import config_file
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.config import PipelineConfig, RecordConfig, StreamConfig
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.flight import Flight, Owner
 from ppstream.intake import build_intake
 from ppstream.messages import ActionChunk

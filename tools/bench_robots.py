@@ -35,8 +35,8 @@ from bench_runs import (
 )
 from robot_faults import LEASE_MS, RATE_HZ, SafeTime, measure_faults
 
-from ppstream.clock import now_ns
 from ppstream.control_loop import LoopStatistics
+from ppstream.core.clock import now_ns
 from ppstream.messages import ActionChunk
 from ppstream.robot import RobotClient
 

@@ -34,7 +34,7 @@ import torch
 import zmq
 from bench_claims import Claim, write_audited
 
-from ppstream.errors import ExitCode
+from ppstream.core.errors import ExitCode
 from ppstream.overlap import judge
 from ppstream.run_report import RunReport
 from ppstream.runlog import read_run

@@ -49,11 +49,11 @@ from ppstream.config import (
     StreamConfig,
     WindowConfig,
 )
+from ppstream.core.specs import SlotLayout
 from ppstream.device_window import DeviceWindow
 from ppstream.policy_graph import GraphedPolicy
 from ppstream.ring import RowInput
 from ppstream.ring_bank import RingBank
-from ppstream.specs import SlotLayout
 from ppstream_kernels import ResamplePlan, StreamSource
 
 BATCH, SAMPLES, STEPS = 32, 500, 250

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ppstream.claims import RULES, Finding, audit_claims, claims_of
-from ppstream.errors import ClaimError
+from ppstream.core.errors import ClaimError
 
 BAD_INPUT = 3
 

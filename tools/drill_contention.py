@@ -25,9 +25,9 @@ from drill_logs import imbalances
 from drill_scene import CONFIG, READY_LIMIT_S, Failed, started
 from drill_torchrun import expect_end, launched
 
-from ppstream import simulate
-from ppstream.clock import NS_PER_MS, now_ns, thread_cpu_ns
-from ppstream.specs import TensorSpec
+from ppstream.core import simulated_delay
+from ppstream.core.clock import NS_PER_MS, now_ns, thread_cpu_ns
+from ppstream.core.specs import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +135,7 @@ class WorkingDecoder:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         spend = _worker(options["kind"], options["lock"])
-        simulate.Delay.spend = lambda delay: spend(delay.draw_ns() / NS_PER_MS)  # type: ignore[method-assign]
+        simulated_delay.Delay.spend = lambda delay: spend(delay.draw_ns() / NS_PER_MS)  # type: ignore[method-assign]
 
     def reset(self, row: int) -> None:
         """Nothing to forget."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from drill_scene import Failed, Scene
 
-from ppstream.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 
 #: Who is stuck is named where all stacks are: the policy or decoder of the drill.
 FRONT_STACKS: Final = ("rank0.gen0.stacks.txt", "drill_policy.py")

@@ -9,7 +9,7 @@ from typing import Final
 
 from drill_scene import Scene
 
-from ppstream.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_S
 
 NOT_STARTED: Final = "there was no run to inject it into: "
 COLUMNS: Final = (

@@ -131,14 +131,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a text that raises is shown all the same",
-        "ppstream/user_code.py",
+        "ppstream/core/user_code.py",
         "    except BaseException as failure:  # noqa: BLE001 - sys.exit() in a __str__, too\n",
         "    except ZeroDivisionError as failure:\n",
         "policy-raises-oddly",
     ),
     Mutant(
         "an exit in a policy is an end that says so",
-        "ppstream/user_code.py",
+        "ppstream/core/user_code.py",
         "    if is_a(error, SystemExit):\n",
         "    if is_a(error, ZeroDivisionError):\n",
         "policy-calls-exit",
@@ -166,7 +166,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "an allocation that failed on the CPU is memory",
-        "ppstream/user_code.py",
+        "ppstream/core/user_code.py",
         " or CPU_MEMORY in message",
         "",
         "policy-out-of-memory",

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ppstream.core.specs import TensorSpec
 from ppstream.link_host import HostBack
 from ppstream.memops import DeviceError
 from ppstream.simulate_gpu import GpuWork
-from ppstream.specs import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

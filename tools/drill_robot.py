@@ -20,8 +20,8 @@ sys.path.append(str(ROOT))  # behind an installation, if there is one
 
 import numpy as np
 
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.control_loop import ControlLoop
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.robot import RobotClient
 
 STREAMS: Final = (("joints", 3), ("imu", 2))

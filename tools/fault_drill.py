@@ -35,7 +35,7 @@ from drill_recovering import RECOVERING
 from drill_scene import END_LIMIT_S, Failed, Scene, started
 from drill_two_hosts import HOSTS
 
-from ppstream.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 
 #: One of each mechanism, for CI.
 QUICK: Final = (

@@ -27,9 +27,9 @@ from fuzz_robots import HANG_S, HOSTILE_SHARE, fuzz_sessions
 from mutations import HOSTILE, mutated
 
 from ppstream import messages as m
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.control import Peer
-from ppstream.errors import PeerLostError, ProtocolError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.frames import LENGTH
 from ppstream.keys import ServerKeys
 from ppstream.sockets import SharedSocket, bind_server, connect_client

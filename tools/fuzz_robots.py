@@ -18,7 +18,6 @@ import numpy as np
 from mutations import HOSTILE, mutated
 
 from ppstream import messages as m
-from ppstream.clock import NS_PER_S
 from ppstream.config import (
     ActionConfig,
     BatchConfig,
@@ -28,6 +27,7 @@ from ppstream.config import (
     StreamConfig,
     WindowConfig,
 )
+from ppstream.core.clock import NS_PER_S
 from ppstream.intake import build_intake
 from ppstream.sessions import Sessions
 from ppstream.sockets import SharedSocket, connect_client

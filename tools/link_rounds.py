@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.cuda_streams import stream as own_stream
 from ppstream.link_nccl import NcclLink
 from ppstream.link_peer import PeerLink
@@ -22,7 +23,6 @@ from ppstream.link_pinned import PinnedLink
 from ppstream.links import BACK, FRONT, LauncherStore
 from ppstream.memops import CudaStream, Event, checked, driver
 from ppstream.slots import LinkShape
-from ppstream.specs import SlotLayout, TensorSpec
 
 ROUNDS: Final = 9
 TRIPS: Final = 60  # queued together: far below what a stream takes

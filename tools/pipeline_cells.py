@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from ppstream import config_file, cuda_start, gpu_ranks, meeting
 from ppstream.bringup import run_saturated, time_standalone, warm_up
-from ppstream.clock import now_ns
 from ppstream.config import PipelineConfig
+from ppstream.core.clock import now_ns
+from ppstream.core.waiter import Waiter
 from ppstream.front import begin_run
 from ppstream.headers import link_shape
 from ppstream.heartbeat import Heartbeat
@@ -45,7 +46,6 @@ from ppstream.runs import Run
 from ppstream.stage1_device import Stage1Device
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import Stage1Record, TimestampLog
-from ppstream.waiter import Waiter
 
 BASE: Final = _ROOT / "stages" / "ppstream_stages" / "bench_gpus.toml"
 STEPS: Final = 125  # x 270 values: 135 KB a row, 4.3 MB with 32
@@ -205,7 +205,7 @@ def _front(
 
 
 def _outputs(config: PipelineConfig) -> tuple[Any, Any]:
-    from ppstream.specs import TensorSpec
+    from ppstream.core.specs import TensorSpec
 
     actions = config.actions
     spec = {"name": "actions", "shape": (actions.horizon, len(actions.names))}

@@ -14,10 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.config import PipelineConfig
 from ppstream.config_file import add_arguments, load
-from ppstream.errors import ConfigError, PeerLostError, PpstreamError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
 from ppstream.messages import ActionChunk
 from ppstream.recording import Message, Recording, load_recording
 from ppstream.robot import RobotClient

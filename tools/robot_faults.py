@@ -22,8 +22,8 @@ import numpy as np
 from bench_latency import NAMES, STATE_DIM, rank_settings, wait_ready
 from bench_runs import RankPair
 
-from ppstream.clock import NS_PER_S, now_ns
 from ppstream.control_loop import ControlLoop
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.messages import ActionChunk
 from ppstream.robot import RobotClient
 

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 from robot_view_lockstep import record_lockstep
 
-from ppstream.clock import NS_PER_MS, NS_PER_S
-from ppstream.errors import ConfigError, ExitCode, PpstreamError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.errors import ConfigError, ExitCode, PpstreamError
 from ppstream.recording_mcap import Found, read_mcap
 from ppstream_stages.cartpole.layout import ACTION_DT_NS, FALL_ANGLE_RAD, FALL_POSITION_M, HORIZON
 

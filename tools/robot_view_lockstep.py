@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ppstream import config_file
-from ppstream.clock import NS_PER_MS
+from ppstream.core.clock import NS_PER_MS
 from ppstream.record_file import RecordFile
 from ppstream.record_items import Cut, Emitted, Item, Samples
 from ppstream_stages.cartpole import decode, policy

@@ -25,7 +25,7 @@ from drill_faults import Recovering, dropped, robot
 from drill_recovering import HOUR_S, RECOVERING
 from drill_scene import Failed, Scene, started
 
-from ppstream.clock import NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 
 SAMPLE_S: Final = 5.0
 CALM_S: Final = (2.0, 5.0)

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ppstream.specs import TensorSpec
+from ppstream.core.specs import TensorSpec
 
 ACTIONS: Final = 7  # values of one
 

@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from ppstream.config import Count
-from ppstream.errors import ConfigError
-from ppstream.specs import TensorSpec
+from ppstream.core.errors import ConfigError
+from ppstream.core.specs import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

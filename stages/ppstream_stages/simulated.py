@@ -12,10 +12,10 @@ import msgspec
 from msgspec import Meta
 
 from ppstream.config import Count, NonNegative
-from ppstream.errors import ConfigError
-from ppstream.simulate import Delay
+from ppstream.core.errors import ConfigError
+from ppstream.core.simulated_delay import Delay
+from ppstream.core.specs import TensorSpec
 from ppstream.simulate_gpu import GpuWork
-from ppstream.specs import TensorSpec
 
 if TYPE_CHECKING:
     import torch

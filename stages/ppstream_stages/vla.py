@@ -22,8 +22,8 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from ppstream.attribution import block
 from ppstream.config import Count
-from ppstream.errors import ConfigError
-from ppstream.specs import TensorSpec
+from ppstream.core.errors import ConfigError
+from ppstream.core.specs import TensorSpec
 
 # B=row T=step of the window D=value S=stream V=camera N=tokens F=feature H=horizon A=action
 

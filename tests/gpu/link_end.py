@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from ppstream import cuda_start
+from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.link_latency import measure
 from ppstream.link_nccl import NcclLink
 from ppstream.link_peer import PeerLink
 from ppstream.links import BACK, FRONT, LauncherStore, join_store, open_device
 from ppstream.memops import CudaStream, Event
 from ppstream.slots import LinkShape
-from ppstream.specs import SlotLayout, TensorSpec
 
 MESSAGES = 200
 HEADER = ("index", "generation", "epoch", "seq")

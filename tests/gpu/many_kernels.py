@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ppstream import simulate_gpu
+from ppstream.core.specs import TensorSpec
 from ppstream.decode import CopyDecoder
-from ppstream.specs import TensorSpec
 
 SIDE = 64
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream.clock import now_ns
 from ppstream.config import ImageConfig
+from ppstream.core.clock import now_ns
+from ppstream.core.errors import ProtocolError
+from ppstream.core.specs import SlotLayout
 from ppstream.device_blocks import COMMITMENT_WORDS
 from ppstream.device_window import DeviceWindow
-from ppstream.errors import ProtocolError
 from ppstream.executed_prefix import Commitment
-from ppstream.specs import SlotLayout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ppstream.config import PolicyConfig
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
+from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.link_device import new_device_slots
 from ppstream.policy_compile import RecompileMeter
 from ppstream.policy_graph import GraphedPolicy, prepared_policy
 from ppstream.slots import new_slots
-from ppstream.specs import SlotLayout, TensorSpec
 from ppstream.unwritten import INTEGERS, Results, UnwrittenError
 from ppstream_stages.act import build
 

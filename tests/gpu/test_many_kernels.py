@@ -17,7 +17,7 @@ import pytest
 import torch
 from multirank.ranks import Ranks
 
-from ppstream.clock import now_ns
+from ppstream.core.clock import now_ns
 from ppstream.robot import RobotClient
 
 CONFIG = Path(__file__).parents[2] / "stages" / "ppstream_stages" / "bench_gpus.toml"

@@ -15,7 +15,7 @@ import torch
 from multirank.ranks import Ranks
 
 from ppstream import config_file
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.robot import RobotClient
 
 pytestmark = [

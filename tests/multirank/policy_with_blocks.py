@@ -3,7 +3,7 @@
 import time
 
 from ppstream.attribution import block
-from ppstream.specs import TensorSpec
+from ppstream.core.specs import TensorSpec
 
 
 class TwoBlocks:

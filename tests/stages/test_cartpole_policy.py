@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ppstream.config_file import read
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream.intake import build_intake
 from ppstream.stage import load
 from ppstream_stages.cartpole.layout import DIM, FORCE_MAX_N, HORIZON, STREAMS, WINDOW_STEPS

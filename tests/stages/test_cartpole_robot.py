@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ppstream.clock import now_ns
 from ppstream.config import PipelineConfig
 from ppstream.config_file import read
+from ppstream.core.clock import now_ns
 from ppstream.intake import Intake, build_intake
 from ppstream.sessions import Sessions
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream_stages.echo import build
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from robot_rig import make_config, serving, wait_until
 
-from ppstream.clock import now_ns
-from ppstream.errors import HandshakeError
+from ppstream.core.clock import now_ns
+from ppstream.core.errors import HandshakeError
 from ppstream_stages.examples.lerobot_follower import follow, motors_of
 from ppstream_stages.examples.ros2_node import PolicyBridge
 

@@ -4,7 +4,7 @@ from statistics import median
 import pytest
 import torch
 
-from ppstream.errors import ConfigError
+from ppstream.core.errors import ConfigError
 from ppstream_stages.simulated import build
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ppstream.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.durations import Durations
-from ppstream.errors import PpstreamError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.durations import Durations
+from ppstream.core.errors import PpstreamError
 from ppstream.robot import RobotClient
 from ppstream.robot_statistics import ClientStatistics
 from ppstream_stages.cartpole.layout import ACTION, STREAMS

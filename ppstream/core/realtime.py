@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
-from ppstream.errors import PpstreamError
+from ppstream.core.errors import PpstreamError
 
 logger = logging.getLogger("ppstream")
 

@@ -9,7 +9,7 @@ import random
 import time
 from typing import Final, Literal
 
-from ppstream.clock import NS_PER_MS, now_ns
+from ppstream.core.clock import NS_PER_MS, now_ns
 
 TAIL_SHARE: Final = 0.02  # of draws are TAIL_FACTOR times longer
 TAIL_FACTOR: Final = 4.0

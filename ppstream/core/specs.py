@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ppstream.errors import SpecError
+from ppstream.core.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

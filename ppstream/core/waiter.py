@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from ppstream.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
 
 #: select(2) cannot name higher descriptors; poll(2) can, but ends a wait up to 1 ms late
 #: (measured medians: poll +0.2 to +1.0 ms, select +0.1 ms at any time-out).

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import ppstream
-from ppstream.errors import MAX_PLACE, MAX_TEXT, PolicyError
+from ppstream.core.errors import MAX_PLACE, MAX_TEXT, PolicyError
 
 logger = logging.getLogger("ppstream")
 
