@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ppstream.messages import ActionChunk
+from ppstream.wire.messages import ActionChunk
 
 
 class ActionFile:

@@ -17,7 +17,6 @@ from ppstream.core.waiter import Waiter
 from ppstream.front import SWITCH_INTERVAL_S
 from ppstream.headers import link_shape
 from ppstream.links import LauncherStore, join_store, open_back
-from ppstream.messages import Goodbye
 from ppstream.placement import Placement
 from ppstream.preflight import build_policy
 from ppstream.runs import Run
@@ -27,6 +26,7 @@ from ppstream.stage1 import Stage1
 from ppstream.stage1_device import Stage1Device
 from ppstream.timestamps import Stage1Record, TimestampLog
 from ppstream.watching import Watching
+from ppstream.wire.messages import Goodbye
 
 OUTLIVE_DRAIN_S: Final = 2.0  # rank 0 says drain within drain_s; alone, this rank leaves later
 

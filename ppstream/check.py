@@ -17,12 +17,12 @@ from ppstream.core.errors import ConfigError
 from ppstream.core.specs import SlotLayout
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
-from ppstream.keys import server_keys
 from ppstream.link_device import AHEAD, slot_count
 from ppstream.model import PipelineForm, StageTimes, latency, limiting_term, period
 from ppstream.placement import Placement, RankPlan, place
 from ppstream.preflight import build_decoder, build_policy, policy_problems
 from ppstream.slots import LinkShape
+from ppstream.wire.keys import server_keys
 
 NAME_WIDTH: Final = 16
 VALUE_BYTES: Final = 4  # rings keep float32 whatever a stream sends

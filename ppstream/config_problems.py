@@ -17,7 +17,7 @@ import msgspec
 from ppstream.action_problems import action_rule_problems
 from ppstream.config import CHANNELS, MAX_DIM, PipelineConfig, StreamConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
-from ppstream.endpoints import endpoint_problem, is_local
+from ppstream.wire.endpoints import endpoint_problem, is_local
 
 SHORTEST_NS: Final = 1  # clocks and stamps count whole nanoseconds
 LONGEST_NS: Final = 365 * 24 * 3600 * NS_PER_S  # added to any stamp of the wire it fits 64 bits

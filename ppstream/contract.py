@@ -12,7 +12,7 @@ from typing import Final
 
 from ppstream.config import PipelineConfig, RobotLimits, StreamConfig
 from ppstream.core.clock import NS_PER_MS
-from ppstream.messages import (
+from ppstream.wire.messages import (
     DECODE_ERRORS,
     WIRE_MAJOR,
     WIRE_MINOR,

@@ -16,7 +16,6 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from ppstream import messages
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import (
     PeerFrozenError,
@@ -28,6 +27,7 @@ from ppstream.core.errors import (
 )
 from ppstream.frame_sender import FrameSender
 from ppstream.frames import FrameReader
+from ppstream.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

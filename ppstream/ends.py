@@ -25,10 +25,10 @@ from ppstream.core.errors import (
     StoppedEarlyError,
 )
 from ppstream.core.user_code import UserExitError, fault_of, said
-from ppstream.messages import Goodbye
 from ppstream.peer_process import HeldProcess, command, descendants, everybody, of_rank
 from ppstream.runs import Run
 from ppstream.watchdog import Mark, Watchdog, where
+from ppstream.wire.messages import Goodbye
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig

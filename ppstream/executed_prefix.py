@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config import ActionConfig
-    from ppstream.messages import Prefix
     from ppstream.ring import RowInput
+    from ppstream.wire.messages import Prefix
 
 ACTION_BYTES: Final = 4  # float32
 VALUES: Final = "executed_prefix"

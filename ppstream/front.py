@@ -29,7 +29,6 @@ from ppstream.headers import link_shape
 from ppstream.inline import Inline
 from ppstream.intake import Intake, build_intake
 from ppstream.links import LauncherStore, join_store, open_front
-from ppstream.messages import Drain, PhaseChange
 from ppstream.paired import Paired
 from ppstream.placement import Placement
 from ppstream.preflight import build_policy, policy_problems
@@ -41,6 +40,7 @@ from ppstream.slots import new_slots
 from ppstream.stage0 import Stage0
 from ppstream.stage0_device import Stage0Device
 from ppstream.watching import Watching
+from ppstream.wire.messages import Drain, PhaseChange
 
 logger = logging.getLogger("ppstream")
 

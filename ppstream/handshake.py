@@ -20,8 +20,8 @@ import msgspec
 import ppstream
 from ppstream.config import PipelineConfig
 from ppstream.core.errors import HandshakeError
-from ppstream.messages import WIRE_MAJOR, WIRE_MINOR
 from ppstream.runs import boot_id
+from ppstream.wire.messages import WIRE_MAJOR, WIRE_MINOR
 
 RANK0_ONLY: Final = frozenset({"service", "bringup", "decode", "log", "demo", "simulate"})
 TEST_HOOK_PREFIX: Final = "PPSTREAM_TEST_"

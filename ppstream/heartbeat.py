@@ -12,9 +12,9 @@ import select
 import threading
 from typing import TYPE_CHECKING, Final
 
-from ppstream import messages
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import PpstreamError
+from ppstream.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable

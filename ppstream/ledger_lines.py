@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ppstream.intake import stream_lines
-from ppstream.messages import Report
+from ppstream.wire.messages import Report
 
 if TYPE_CHECKING:
     from collections import deque

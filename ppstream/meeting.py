@@ -30,7 +30,11 @@ from ppstream.core.specs import TensorSpec
 from ppstream.ends import how_it_ends
 from ppstream.heartbeat import Heartbeat
 from ppstream.links import LauncherStore
-from ppstream.messages import (
+from ppstream.peer_process import HeldProcess
+from ppstream.preflight import policy_problems
+from ppstream.rendezvous import Listener, connect
+from ppstream.runs import Run, boot_id
+from ppstream.wire.messages import (
     WIRE_MAJOR,
     Goodbye,
     RankHeart,
@@ -39,10 +43,6 @@ from ppstream.messages import (
     RankWelcome,
     Ready,
 )
-from ppstream.peer_process import HeldProcess
-from ppstream.preflight import policy_problems
-from ppstream.rendezvous import Listener, connect
-from ppstream.runs import Run, boot_id
 
 TOKEN_KEY: Final = "run/token"  # known to the launcher's ranks alone
 SPARE_NS: Final = 2 * NS_PER_S  # the rank that builds notices first: it knows more

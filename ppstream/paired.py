@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, ProtocolError, WatchdogError
 from ppstream.core.user_code import Fault
-from ppstream.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
 from ppstream.peer_process import HeldProcess
 from ppstream.rank0 import Rank0
+from ppstream.wire.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
 
 if TYPE_CHECKING:
     from ppstream.control import Peer

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from ppstream.messages import ActionChunk
-    from ppstream.provenance import Provenance
+    from ppstream.wire.messages import ActionChunk
+    from ppstream.wire.provenance import Provenance
 
 Actions: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]

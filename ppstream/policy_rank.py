@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError
 from ppstream.core.user_code import Fault, FirstFaults, fault_of, is_a
-from ppstream.messages import (
+from ppstream.policy_compile import RecompileMeter
+from ppstream.stage import POLICY
+from ppstream.unwritten import UnwrittenError
+from ppstream.wire.messages import (
     Drain,
     Goodbye,
     Instructed,
@@ -21,9 +24,6 @@ from ppstream.messages import (
     PhaseChange,
     PolicyFault,
 )
-from ppstream.policy_compile import RecompileMeter
-from ppstream.stage import POLICY
-from ppstream.unwritten import UnwrittenError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

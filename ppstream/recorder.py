@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.flight import Flight
-    from ppstream.messages import ActionChunk
     from ppstream.ring import RowInput
     from ppstream.stage_c import Emitter
+    from ppstream.wire.messages import ActionChunk
 
 logger = logging.getLogger("ppstream")
 

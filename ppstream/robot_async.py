@@ -12,9 +12,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
-from ppstream.messages import ActionChunk
 from ppstream.outbox import Values
 from ppstream.robot import RobotClient
+from ppstream.wire.messages import ActionChunk
 
 SLICE_S: Final = 0.25  # of a wait in a thread: a cancelled one is over this soon
 

@@ -16,8 +16,9 @@ from typing import Final
 from ppstream.core.clock import Clock, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError, ReceiverEndedError
 from ppstream.core.waiter import Waiter
-from ppstream.keys import ClientKeys
-from ppstream.messages import (
+from ppstream.robot_session import HOPELESS, RobotSession
+from ppstream.wire.keys import ClientKeys
+from ppstream.wire.messages import (
     DECODE_ERRORS,
     ActionChunk,
     Bye,
@@ -27,8 +28,7 @@ from ppstream.messages import (
     encoder,
     to_robot,
 )
-from ppstream.robot_session import HOPELESS, RobotSession
-from ppstream.sockets import connect_client
+from ppstream.wire.zmq_socket import connect_client
 
 logger = logging.getLogger("ppstream")
 

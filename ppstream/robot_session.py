@@ -14,7 +14,8 @@ import msgspec
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.durations import Durations
 from ppstream.core.errors import SpecError
-from ppstream.messages import (
+from ppstream.robot_statistics import Reconnecting
+from ppstream.wire.messages import (
     MAX_NAME,
     WIRE_MAJOR,
     WIRE_MINOR,
@@ -31,7 +32,6 @@ from ppstream.messages import (
     encoder,
     from_robot,
 )
-from ppstream.robot_statistics import Reconnecting
 
 logger = logging.getLogger("ppstream")
 

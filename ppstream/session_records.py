@@ -15,8 +15,8 @@ from ppstream.executed_prefix import commitment
 from ppstream.session_clock import OffsetEstimate
 
 if TYPE_CHECKING:
-    from ppstream.messages import Hello, Prefix
     from ppstream.ring import RowInput, SensorRing
+    from ppstream.wire.messages import Hello, Prefix
 
 RAW: Final = "raw"
 NO_BYTES: Final = -1  # no raw sample has this size: an encoded stream's frames are looked at apart

@@ -14,7 +14,9 @@ import numpy as np
 
 from ppstream.core.clock import NS_PER_S, Clock, now_ns
 from ppstream.instructions import Instructions
-from ppstream.messages import (
+from ppstream.sample_ledger import CLOSED, SHAPE
+from ppstream.session_cameras import EncodedFrame, FrameDecoder, decoder_problem
+from ppstream.wire.messages import (
     ClockQuestion,
     ClockReading,
     Conditioned,
@@ -29,8 +31,6 @@ from ppstream.messages import (
     ToRobot,
     fault_text,
 )
-from ppstream.sample_ledger import CLOSED, SHAPE
-from ppstream.session_cameras import EncodedFrame, FrameDecoder, decoder_problem
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig

@@ -15,8 +15,8 @@ from ppstream.session_records import Session, SessionStream
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig
-    from ppstream.messages import Hello
     from ppstream.ring import RowInput
+    from ppstream.wire.messages import Hello
 
 SILENCE_NS: Final = 5 * NS_PER_S  # a robot that says nothing for longer has left
 

@@ -16,8 +16,18 @@ from ppstream.contract import foreign_version, objection, welcome
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.clock import now_ns as clock_ns
 from ppstream.core.errors import ConfigError
-from ppstream.keys import server_keys
-from ppstream.messages import (
+from ppstream.sample_ledger import RATE
+from ppstream.session_limits import (
+    DRAIN_FRAMES,
+    DRAIN_NS,
+    STRANGER_FRAMES_PER_S,
+    frame_bytes_max,
+)
+from ppstream.session_records import Session, SessionCounts, SessionStatistics
+from ppstream.session_requests import SessionRequests
+from ppstream.session_table import SILENCE_NS, SessionTable
+from ppstream.wire.keys import server_keys
+from ppstream.wire.messages import (
     DECODE_ERRORS,
     MAX_DETAILS,
     MAX_TEXT,
@@ -32,17 +42,7 @@ from ppstream.messages import (
     encoder,
     from_robot,
 )
-from ppstream.sample_ledger import RATE
-from ppstream.session_limits import (
-    DRAIN_FRAMES,
-    DRAIN_NS,
-    STRANGER_FRAMES_PER_S,
-    frame_bytes_max,
-)
-from ppstream.session_records import Session, SessionCounts, SessionStatistics
-from ppstream.session_requests import SessionRequests
-from ppstream.session_table import SILENCE_NS, SessionTable
-from ppstream.sockets import Frame, bind_server
+from ppstream.wire.zmq_socket import Frame, bind_server
 
 if TYPE_CHECKING:
     from ppstream.config import PipelineConfig

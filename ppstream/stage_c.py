@@ -16,10 +16,10 @@ from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import PolicyError, PolicyMemoryError
 from ppstream.core.user_code import Fault, fault_of
 from ppstream.decode import ActionRules
-from ppstream.messages import ActionChunk
-from ppstream.provenance import Provenance
 from ppstream.stage import DECODER
 from ppstream.unwritten import HOW_TO_WRITE
+from ppstream.wire.messages import ActionChunk
+from ppstream.wire.provenance import Provenance
 
 EMIT_MARGIN_NS: Final = NS_PER_MS  # an action is refused this long before its lease ends
 #: Why a result cannot be used, whoever would get it; so many in a row end the run.

@@ -17,9 +17,9 @@ import numpy as np
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ReceiverEndedError
 from ppstream.fading import Fading, Part, blended
-from ppstream.messages import ActionChunk
 from ppstream.playing import Actions, Mask, Outcome, Playing
 from ppstream.timeline_counts import HoldCounts, Holds, TimelineCounts, TimelineStatistics
+from ppstream.wire.messages import ActionChunk
 
 Refusal = Literal[
     "malformed", "non_finite", "out_of_order", "expired", "too_old", "superseded", "future"

@@ -38,7 +38,6 @@ from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.link_device import run_ahead
 from ppstream.memops import Call, CudaStream, DeviceProbe
-from ppstream.messages import Drain
 from ppstream.pacing import Pacing, Saturated
 from ppstream.slots import LinkShape
 from ppstream.sources import Source
@@ -51,6 +50,7 @@ from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.unwritten import FilledPolicy, drawn_for
+from ppstream.wire.messages import Drain
 
 RUN_ID = "r"
 LOAD_LIMIT_S = 3.0

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ppstream import messages as m
-from ppstream.provenance import Provenance
+from ppstream.wire import messages as m
+from ppstream.wire.provenance import Provenance
 
 GOLDEN: Final = Path(__file__).parent / "golden"
 NEWEST: Final = f"{m.WIRE_MAJOR}.{m.WIRE_MINOR}"

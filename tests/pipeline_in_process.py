@@ -31,7 +31,6 @@ from ppstream.headers import link_shape
 from ppstream.inline import Inline
 from ppstream.intake import build_intake
 from ppstream.link_host import HostBack, HostFront
-from ppstream.messages import ActionChunk, Drain
 from ppstream.pacing import Pacing, Saturated
 from ppstream.slots import new_slots
 from ppstream.sources import Source
@@ -41,6 +40,7 @@ from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.wire.messages import ActionChunk, Drain
 
 SMALL = Path(__file__).parent / "multirank" / "small.toml"
 

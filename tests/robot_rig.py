@@ -21,11 +21,11 @@ from ppstream.config import (
 )
 from ppstream.core.clock import now_ns
 from ppstream.core.waiter import Waiter
-from ppstream.messages import ActionChunk
 from ppstream.ring import RowInput
 from ppstream.ring_bank import RingBank
 from ppstream.robot import RobotClient
 from ppstream.sessions import Sessions
+from ppstream.wire.messages import ActionChunk
 
 MS = 1_000_000
 STREAMS = (("joints", 3), ("imu", 2, "float64"))

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from robot_rig import ACTIONS, make_config, make_rows, wait_until
 
-from ppstream import messages as m
 from ppstream.config import PipelineConfig
 from ppstream.core.clock import NS_PER_S, Clock, now_ns
 from ppstream.sessions import Sessions
-from ppstream.sockets import SharedSocket, connect_client
+from ppstream.wire import messages as m
+from ppstream.wire.zmq_socket import SharedSocket, connect_client
 
 STREAMS = (m.StreamDeclaration("joints", 3, "float32"), m.StreamDeclaration("imu", 2, "float64"))
 

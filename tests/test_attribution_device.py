@@ -19,8 +19,8 @@ from ppstream.attribution import Attribution, block
 from ppstream.block_timing import STOP_REASON, time_blocks
 from ppstream.core.clock import now_ns
 from ppstream.memops import Event
-from ppstream.messages import PhaseChange
 from ppstream.synthetic import SyntheticSource
+from ppstream.wire.messages import PhaseChange
 
 ENCODE_S = 0.001
 ENVELOPES = 150

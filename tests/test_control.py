@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from ppstream import messages
 from ppstream.control import UNREAD_FRAMES_MAX, Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, ManualClock, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.core.waiter import Waiter
 from ppstream.frames import BUFFER_BYTES, FRAME_BYTES_MAX
 from ppstream.heartbeat import Heartbeat
-from ppstream.messages import Bell, Drain, Goodbye, Measured, PhaseChange
+from ppstream.wire import messages
+from ppstream.wire.messages import Bell, Drain, Goodbye, Measured, PhaseChange
 
 PairOfPeers = tuple[Peer, Peer]
 WAIT_NS = 5 * NS_PER_S

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppstream.endpoints import IPC_PATH_MAX_BYTES, endpoint_problem, is_local
+from ppstream.wire.endpoints import IPC_PATH_MAX_BYTES, endpoint_problem, is_local
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ExitCode, PeerFrozenError, PeerLostError, PolicyError
 from ppstream.ends import Course, PeerLeftError, RankEnd, StoppedEarlyError, how_it_ends
 from ppstream.meeting import telling
-from ppstream.messages import Goodbye
 from ppstream.peer_process import HeldProcess
 from ppstream.runs import Run
 from ppstream.watchdog import Mark, Watchdog
+from ppstream.wire.messages import Goodbye
 
 
 class OtherProcess(HeldProcess):

@@ -12,8 +12,8 @@ from ppstream.core.clock import now_ns
 from ppstream.core.specs import SlotLayout
 from ppstream.executed_prefix import Commitment, PrefixWriter, commitment, prefix_specs
 from ppstream.intake import build_intake
-from ppstream.messages import Hello, Prefix
 from ppstream.session_records import Session
+from ppstream.wire.messages import Hello, Prefix
 
 STEPS = 3
 

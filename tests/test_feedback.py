@@ -16,12 +16,12 @@ from robot_rig import (
     wait_until,
 )
 
-from ppstream import messages as m
 from ppstream.contract import welcome
 from ppstream.core.clock import ManualClock, now_ns
 from ppstream.feedback import Feedback
-from ppstream.sockets import bind_server
 from ppstream.timeline import ActionTimeline
+from ppstream.wire import messages as m
+from ppstream.wire.zmq_socket import bind_server
 
 SESSION = 7
 

@@ -18,8 +18,8 @@ from ppstream.config import (
 from ppstream.control import Peer
 from ppstream.core.errors import HandshakeError, ProtocolError
 from ppstream.handshake import compare, facts
-from ppstream.messages import WIRE_MAJOR, Drain, Heartbeat, RankHeart, RankHello, RankWelcome
 from ppstream.runs import Run
+from ppstream.wire.messages import WIRE_MAJOR, Drain, Heartbeat, RankHeart, RankHello, RankWelcome
 
 CONFIG = PipelineConfig(
     name="x",

@@ -17,14 +17,14 @@ import pytest
 from robot_rig import wait_until
 from test_control import WAIT_NS, PairOfPeers, pump_until, repeat, tcp_pair, two_peers, unix_pair
 
-from ppstream import messages
 from ppstream.control import Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, ManualClock, now_ns
 from ppstream.core.errors import PeerFrozenError, PeerLeftError, PeerLostError, WatchdogError
 from ppstream.core.waiter import Waiter
 from ppstream.heartbeat import Heartbeat
-from ppstream.messages import Goodbye, Measured, PhaseChange
 from ppstream.peer_process import HeldProcess
+from ppstream.wire import messages
+from ppstream.wire.messages import Goodbye, Measured, PhaseChange
 
 #: A rank that beats its heart until somebody ends it; told to fork, it leaves a child its sockets.
 BEATING_RANK = """

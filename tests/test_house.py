@@ -50,7 +50,7 @@ MAY_IMPORT: Final = {
         "ppstream/link_nccl.py",
     },
     # the robot wire, both of its ends and nothing between the ranks
-    "zmq": {"ppstream/sockets.py", "ppstream/socket_guard.py", "ppstream/keys.py"},
+    "zmq": {"ppstream/wire/zmq_socket.py", "ppstream/wire/zmq_auth.py", "ppstream/wire/keys.py"},
 }
 
 Rule = Callable[[str, ast.Module], Iterator[str]]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ppstream.core.errors import ConfigError
-from ppstream.keys import (
+from ppstream.wire.keys import (
     FILE_BYTES_MAX,
     ROBOTS_MAX,
     allow,

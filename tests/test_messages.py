@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from golden_messages import NEWEST, VERSIONS, path_of
 
-from ppstream import messages as m
+from ppstream.wire import messages as m
 
 CASES = [
     pytest.param(family, version, decoder, name, message, id=f"{family}-{version}-{name}")

@@ -12,8 +12,8 @@ import pytest
 from ppstream import rendezvous
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError, PeerLostError
-from ppstream.messages import Drain
 from ppstream.rendezvous import ADDRESS_KEY, KEEPALIVE_S, Listener, connect
+from ppstream.wire.messages import Drain
 
 STRANGER = """
 import os, socket, sys

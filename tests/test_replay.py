@@ -21,9 +21,9 @@ from ppstream.config_file import as_toml
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter
-from ppstream.messages import ActionChunk
 from ppstream.record_file import open_recorder
 from ppstream.sessions import Sessions
+from ppstream.wire.messages import ActionChunk
 
 TOOL = Path(__file__).parent.parent / "tools" / "replay.py"
 DATA = os.environ.get("PPSTREAM_TEST_DATA")

@@ -32,7 +32,7 @@ from ppstream.core.errors import (
     ReceiverEndedError,
     SpecError,
 )
-from ppstream.messages import ActionChunk, Report, RobotState
+from ppstream.wire.messages import ActionChunk, Report, RobotState
 
 
 @pytest.fixture(params=["tcp", "ipc"])

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from robot_rig import ACTIONS, LEASE_NS, MS, make_chunk
 
-from ppstream import messages as m
 from ppstream.core.errors import SpecError
 from ppstream.robot_session import RETRY_NS, STUCK_NS, RobotSession
+from ppstream.wire import messages as m
 
 STREAMS = (m.StreamDeclaration("joints", 3, "float32"),)
 SILENCE_NS = 4000 * MS

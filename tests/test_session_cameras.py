@@ -12,11 +12,11 @@ from PIL import Image
 from robot_rig import ACTIONS, make_client, make_config, serving, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk
 
-from ppstream import messages as m
 from ppstream import session_cameras
 from ppstream.config import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.clock import now_ns
 from ppstream.session_cameras import decode
+from ppstream.wire import messages as m
 
 HEIGHT, WIDTH = 16, 24
 DIM = HEIGHT * WIDTH * 3

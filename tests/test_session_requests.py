@@ -10,12 +10,12 @@ import pytest
 from robot_rig import make_client, make_config, serving, wait_until
 from session_desk import Desk, hello, open_desk
 
-from ppstream import messages as m
 from ppstream.config import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.ledger_lines import write_reports
 from ppstream.session_requests import STATES_PER_S
 from ppstream.timestamps import EnvelopeRecord, TimestampLog
+from ppstream.wire import messages as m
 
 Events = list[tuple[str, dict[str, Any]]]
 OFFSET_NS = -(10**15)

@@ -9,10 +9,10 @@ from fuzz_robots import fuzz_sessions
 from robot_rig import MS, make_chunk, make_config, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk, samples
 
-from ppstream import messages as m
 from ppstream.core.errors import ConfigError
 from ppstream.session_table import SILENCE_NS
 from ppstream.sessions import Sessions
+from ppstream.wire import messages as m
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 from robot_rig import make_config, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk, samples
 
-from ppstream import messages as m
 from ppstream.core.clock import NS_PER_S
 from ppstream.session_limits import (
     DRAIN_FRAMES,
@@ -21,6 +20,7 @@ from ppstream.session_limits import (
     frames_per_second,
     samples_per_second,
 )
+from ppstream.wire import messages as m
 
 CONFIG = make_config(rows=2)
 LIMIT = frames_per_second(CONFIG)

@@ -19,9 +19,9 @@ from robot_rig import ANY_PORT, make_client, make_config, serving, wait_until
 
 from ppstream.config_problems import problems
 from ppstream.core.errors import ConfigError, PeerLostError
-from ppstream.keys import ClientKeys, ServerKeys, allow, client_keys, make_pair
-from ppstream.socket_guard import EVENTS_PER_LOOK
-from ppstream.sockets import MAX_FRAME_BYTES, SharedSocket, bind_server, connect_client
+from ppstream.wire.keys import ClientKeys, ServerKeys, allow, client_keys, make_pair
+from ppstream.wire.zmq_auth import EVENTS_PER_LOOK
+from ppstream.wire.zmq_socket import MAX_FRAME_BYTES, SharedSocket, bind_server, connect_client
 
 ANYWHERE = "tcp://0.0.0.0:*"
 SERVER, ARM, STRANGER = (zmq.curve_keypair() for _ in range(3))

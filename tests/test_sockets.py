@@ -10,7 +10,7 @@ from robot_rig import ANY_PORT, wait_until
 
 from ppstream.core.errors import ConfigError
 from ppstream.core.waiter import Waiter
-from ppstream.sockets import (
+from ppstream.wire.zmq_socket import (
     MAX_DRAIN,
     MAX_DRAIN_BYTES,
     MAX_FRAME_BYTES,

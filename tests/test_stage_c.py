@@ -14,8 +14,8 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PolicyError
 from ppstream.flight import Flight, Owner
-from ppstream.messages import ActionChunk
 from ppstream.timestamps import EnvelopeRecord
+from ppstream.wire.messages import ActionChunk
 
 
 class Chunks:

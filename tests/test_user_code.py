@@ -26,9 +26,9 @@ from ppstream.core.user_code import (
 )
 from ppstream.decode import CopyDecoder
 from ppstream.ends import how_it_ends
-from ppstream.messages import PolicyFault, encoder
 from ppstream.stage import call_target, load, told
-from ppstream.wire import MAX_PLACE, MAX_TEXT
+from ppstream.wire.fields import MAX_PLACE, MAX_TEXT
+from ppstream.wire.messages import PolicyFault, encoder
 
 FORMS = ["inline", "serial", "split"]
 

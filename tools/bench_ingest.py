@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from bench_claims import Timed, median_rate, write_audited
 
-from ppstream import messages
 from ppstream.config import (
     ActionConfig,
     PipelineConfig,
@@ -42,6 +41,7 @@ from ppstream.robot import RobotClient
 from ppstream.runs import hardware
 from ppstream.sessions import Sessions
 from ppstream.synthetic import SyntheticSource
+from ppstream.wire import messages
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

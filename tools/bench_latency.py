@@ -36,8 +36,8 @@ from bench_runs import (
     write_json,
 )
 
-from ppstream.messages import ActionChunk
 from ppstream.robot import RobotClient
+from ppstream.wire.messages import ActionChunk
 
 RATE_HZ: Final = 50
 WARM: Final = 50  # ticks that are not counted

@@ -35,10 +35,10 @@ from ppstream.config import PipelineConfig, RecordConfig, StreamConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.flight import Flight, Owner
 from ppstream.intake import build_intake
-from ppstream.messages import ActionChunk
 from ppstream.record_file import open_recorder
 from ppstream.recorder import Recorder
 from ppstream.timestamps import EnvelopeRecord
+from ppstream.wire.messages import ActionChunk
 
 STREAMS: Final = 10
 RATE_HZ: Final = 1000

@@ -31,8 +31,8 @@ from bench_claims import Claim, shares
 from bench_latency import NAMES, READY_LIMIT_S, US, rank_settings
 from bench_runs import RankPair, Spread, ending_cleanly, print_environment, spread, write_json
 
-from ppstream.messages import ActionChunk
 from ppstream.robot import RobotClient
+from ppstream.wire.messages import ActionChunk
 
 COUNTS: Final = (1, 8, 32)
 CASES: Final = ("all well", "one frozen", "one killed", "one floods")

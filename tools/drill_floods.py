@@ -26,8 +26,8 @@ from drill_faults import Recovering, Seen
 from drill_robot import ACTIONS, STREAMS
 from drill_scene import Failed, Scene
 
-from ppstream import messages as m
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.wire import messages as m
 
 FLOOD_S: Final = 2.0
 KEPT_MIN: Final = 0.95  # of the good robot's ticks: they execute an action

@@ -26,13 +26,13 @@ import zmq
 from fuzz_robots import HANG_S, HOSTILE_SHARE, fuzz_sessions
 from mutations import HOSTILE, mutated
 
-from ppstream import messages as m
 from ppstream.control import Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.frames import LENGTH
-from ppstream.keys import ServerKeys
-from ppstream.sockets import SharedSocket, bind_server, connect_client
+from ppstream.wire import messages as m
+from ppstream.wire.keys import ServerKeys
+from ppstream.wire.zmq_socket import SharedSocket, bind_server, connect_client
 
 FRAMES: Final = 1_000_000
 CONNECTIONS: Final = 2_000

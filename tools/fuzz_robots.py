@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 from mutations import HOSTILE, mutated
 
-from ppstream import messages as m
 from ppstream.config import (
     ActionConfig,
     BatchConfig,
@@ -30,7 +29,8 @@ from ppstream.config import (
 from ppstream.core.clock import NS_PER_S
 from ppstream.intake import build_intake
 from ppstream.sessions import Sessions
-from ppstream.sockets import SharedSocket, connect_client
+from ppstream.wire import messages as m
+from ppstream.wire.zmq_socket import SharedSocket, connect_client
 
 BATCH: Final = 400  # frames sent before they are looked at
 HANG_S: Final = 20.0

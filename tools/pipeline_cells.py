@@ -35,7 +35,6 @@ from ppstream.headers import link_shape
 from ppstream.heartbeat import Heartbeat
 from ppstream.intake import build_intake
 from ppstream.links import LauncherStore, join_store
-from ppstream.messages import Drain, Measure, PhaseChange, Ready
 from ppstream.overlap import judge
 from ppstream.preflight import build_policy
 from ppstream.rank0_parts import rank0_parts
@@ -46,6 +45,7 @@ from ppstream.runs import Run
 from ppstream.stage1_device import Stage1Device
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import Stage1Record, TimestampLog
+from ppstream.wire.messages import Drain, Measure, PhaseChange, Ready
 
 BASE: Final = _ROOT / "stages" / "ppstream_stages" / "bench_gpus.toml"
 STEPS: Final = 125  # x 270 values: 135 KB a row, 4.3 MB with 32

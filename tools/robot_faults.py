@@ -24,8 +24,8 @@ from bench_runs import RankPair
 
 from ppstream.control_loop import ControlLoop
 from ppstream.core.clock import NS_PER_S, now_ns
-from ppstream.messages import ActionChunk
 from ppstream.robot import RobotClient
+from ppstream.wire.messages import ActionChunk
 
 RATE_HZ: Final = 500.0
 LEASE_MS: Final = 200.0  # of rank_settings

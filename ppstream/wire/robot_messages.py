@@ -10,8 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ppstream.provenance import Provenance
-from ppstream.wire import (
+from ppstream.wire.fields import (
     MAX_DETAILS,
     MAX_DIM,
     Count,
@@ -25,6 +24,7 @@ from ppstream.wire import (
     Span,
     Text,
 )
+from ppstream.wire.provenance import Provenance
 
 # ---- robot -> rank 0 ------------------------------------------------------------------------
 

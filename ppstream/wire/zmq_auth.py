@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
-from ppstream.keys import ServerKeys
+from ppstream.wire.keys import ServerKeys
 
 if TYPE_CHECKING:  # both bring asyncio along, which a robot's process need not load
     from zmq.auth.thread import ThreadAuthenticator

@@ -14,7 +14,17 @@ from typing import Final
 import msgspec
 
 from ppstream.core.errors import MAX_TEXT
-from ppstream.rank_messages import (
+from ppstream.wire.fields import (
+    MAX_DETAILS,
+    MAX_DIM,
+    MAX_FAULT,
+    MAX_INSTRUCTION,
+    MAX_NAME,
+    WIRE_MAJOR,
+    WIRE_MINOR,
+    fault_text,
+)
+from ppstream.wire.rank_messages import (
     Bell,
     Control,
     Drain,
@@ -32,7 +42,7 @@ from ppstream.rank_messages import (
     RankWelcome,
     Ready,
 )
-from ppstream.robot_messages import (
+from ppstream.wire.robot_messages import (
     ActionChunk,
     Bye,
     ClockQuestion,
@@ -54,16 +64,6 @@ from ppstream.robot_messages import (
     StreamDeclaration,
     ToRobot,
     Welcome,
-)
-from ppstream.wire import (
-    MAX_DETAILS,
-    MAX_DIM,
-    MAX_FAULT,
-    MAX_INSTRUCTION,
-    MAX_NAME,
-    WIRE_MAJOR,
-    WIRE_MINOR,
-    fault_text,
 )
 
 __all__ = [

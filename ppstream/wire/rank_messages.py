@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ppstream.wire import ControlFrame, Id, InstructionText, Name, PlaceText, Text
+from ppstream.wire.fields import ControlFrame, Id, InstructionText, Name, PlaceText, Text
 
 
 class RankHello(ControlFrame, frozen=True, tag=1):

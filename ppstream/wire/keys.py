@@ -2,7 +2,7 @@
 
 A secret key lies in ``NAME.secret`` (readable by its owner alone), its public half in
 ``NAME.public``; a server's allow-list is a text file with ``name key`` on each line. What is done
-with keys on a socket is ``sockets.py``'s.
+with keys on a socket is ``zmq_socket.py``'s.
 """
 
 from __future__ import annotations

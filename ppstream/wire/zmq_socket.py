@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 import zmq
 
 from ppstream.core.errors import ConfigError
-from ppstream.endpoints import is_local
-from ppstream.keys import ClientKeys, ServerKeys, public_half
-from ppstream.socket_guard import SocketGuard
+from ppstream.wire.endpoints import is_local
+from ppstream.wire.keys import ClientKeys, ServerKeys, public_half
+from ppstream.wire.zmq_auth import SocketGuard
 
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the connection
 MAX_DRAIN: Final = 256  # frames taken while holding the lock; about 1 ms
