@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _HOME = {
     "ActionTimeline": "ppstream.timeline",
     "ControlLoop": "ppstream.control_loop",
-    "PipelineConfig": "ppstream.config",
+    "PipelineConfig": "ppstream.config.schema",
     "Policy": "ppstream.stage",
     "PpstreamError": "ppstream.core.errors",
     "RobotClient": "ppstream.robot",

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from ppstream import cuda_start, ends, gpu_ranks, meeting
-from ppstream.config import PipelineConfig
+from ppstream.config.schema import PipelineConfig
 from ppstream.control import Peer
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ExitCode

@@ -32,7 +32,7 @@ from ppstream.verdict import Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.intake import Intake
     from ppstream.rank0 import Rank0
     from ppstream.run_report import RunReport

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ppstream.config import CHANNELS
+from ppstream.config.schema import CHANNELS
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.specs import TensorSpec
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppstream.config import ImageConfig, StreamConfig
+    from ppstream.config.schema import ImageConfig, StreamConfig
     from ppstream.ring import SensorRing
     from ppstream.ring_bank import RingBank
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from ppstream import cuda_start
-from ppstream.config import PipelineConfig
-from ppstream.config_problems import rank_problems
+from ppstream.config.rules import rank_problems
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import SlotLayout
 from ppstream.headers import link_shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ppstream.config import PipelineConfig, RobotLimits, StreamConfig
+from ppstream.config.schema import PipelineConfig, RobotLimits, StreamConfig
 from ppstream.core.clock import NS_PER_MS
 from ppstream.wire.messages import (
     DECODE_ERRORS,

@@ -20,7 +20,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.cuda_streams import stream
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
 
 CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 CONNECTIONS_MIN: Final = 32

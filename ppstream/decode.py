@@ -15,7 +15,7 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ppstream.config import ActionConfig, RobotLimits
+    from ppstream.config.schema import ActionConfig, RobotLimits
 
 Array = np.ndarray[Any, Any]
 Violation = Literal["non_finite", "limit", "velocity", "acceleration"]

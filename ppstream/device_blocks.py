@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ppstream.config import ActionConfig
+    from ppstream.config.schema import ActionConfig
     from ppstream.executed_prefix import Commitment
     from ppstream.ring import RowInput, SensorRing
     from ppstream.ring_bank import RingBank

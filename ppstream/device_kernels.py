@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from ppstream.config import PipelineConfig, StreamConfig
+    from ppstream.config.schema import PipelineConfig, StreamConfig
     from ppstream.device_rings import DeviceRings
 
 RECORDS: Final = 128  # windows queued and not yet taken at most: more than a link has slots

@@ -16,7 +16,7 @@ from ppstream.window import WindowInfo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.ring import RowInput, SensorRing
     from ppstream.window import Ages
 

@@ -31,7 +31,7 @@ from ppstream.watchdog import Mark, Watchdog, where
 from ppstream.wire.messages import Goodbye
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.control import Peer
     from ppstream.lookout import Lookout
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppstream.config import ActionConfig
+    from ppstream.config.schema import ActionConfig
     from ppstream.ring import RowInput
     from ppstream.wire.messages import Prefix
 

@@ -20,7 +20,7 @@ import torch
 import ppstream
 from ppstream import cuda_start, ends, gpu_ranks, meeting
 from ppstream.bringup import bring_up
-from ppstream.config import PipelineConfig
+from ppstream.config.schema import PipelineConfig
 from ppstream.control import Peer
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError, PeerLeftError, PpstreamError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from ppstream import cuda_start, meeting
-from ppstream.config_problems import rank_problems
+from ppstream.config.rules import rank_problems
 from ppstream.core.errors import ConfigError
 from ppstream.cuda_streams import stream as cuda_stream
 from ppstream.cuda_streams import torch_stream
@@ -36,7 +36,7 @@ from ppstream.stage_b_device import DeviceStageB
 from ppstream.unwritten import drawn_for
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.control import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.links import DeviceLink, LauncherStore

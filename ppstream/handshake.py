@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 import ppstream
-from ppstream.config import PipelineConfig
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import HandshakeError
 from ppstream.runs import boot_id
 from ppstream.wire.messages import WIRE_MAJOR, WIRE_MINOR

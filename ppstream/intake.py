@@ -17,7 +17,7 @@ from ppstream.window import WindowCutter
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
 
 
 class Intake(NamedTuple):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
-from ppstream import config_file
+from ppstream.config import load
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.ends import CLOSE_GRACE_S, RankEnd
 from ppstream.peer_process import HeldProcess, ranks_of
@@ -29,7 +29,7 @@ from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_p
 from ppstream.runs import Run
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Rank 0 hears of a stop first, so that the other one's end is never taken for a failure.
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.version_info < PYTHON_MIN:
         return refuse_python()
     try:
-        config = config_file.load(args)
+        config = load.load(args)
         missing = missing_packages(config)
         if find_spec("torch") is None:
             missing.append("torch is not installed: pip install 'ppstream[serve]'")
@@ -163,8 +163,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Live sensors to actions: starts the ranks of a run on this host. Drains on "
         "SIGTERM, SIGINT and SIGHUP; its exit code is rank 0's (ppstream-serve --help).",
     )
-    run.add_argument("config", nargs="?", default=config_file.DEFAULT, help=config_file.NAMES)
-    config_file.add_override_argument(run)
+    run.add_argument("config", nargs="?", default=load.DEFAULT, help=load.NAMES)
+    load.add_override_argument(run)
     run.add_argument(
         "--nproc",
         type=int,

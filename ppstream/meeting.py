@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from ppstream import handshake
-from ppstream.config import PipelineConfig
+from ppstream.config.schema import PipelineConfig
 from ppstream.control import Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from ppstream.core.clock import NS_PER_S, Ticker
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.ring import RowInput
     from ppstream.sources import RecordedSource
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ppstream.config import LinkConfig, PipelineConfig
+from ppstream.config.schema import LinkConfig, PipelineConfig
 from ppstream.core.errors import ConfigError
 
 RANKS_MAX: Final = 2  # rank 0 and one policy rank

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ppstream.config import PolicyConfig
+    from ppstream.config.schema import PolicyConfig
     from ppstream.core.specs import TensorSpec
     from ppstream.stage import Policy
 

@@ -28,7 +28,7 @@ from ppstream.wire.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.control import Peer
     from ppstream.timestamps import TimestampLog
 

@@ -18,7 +18,7 @@ from ppstream.unwritten import UINT8_BYTES
 if TYPE_CHECKING:
     import torch
 
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.stage import Decoder, Policy
 
 ACTIONS: Final = "actions"

@@ -33,7 +33,7 @@ from ppstream import attribution, trace
 from ppstream.core.clock import now_ns
 
 if TYPE_CHECKING:
-    from ppstream.config_watching import ProfileConfig
+    from ppstream.config.config_watching import ProfileConfig
     from ppstream.timestamps import TimestampLog
 
 logger = logging.getLogger("ppstream")

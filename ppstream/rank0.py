@@ -21,7 +21,7 @@ from ppstream.time_book import LINK, TimeBook
 from ppstream.watchdog import Mark, is_patient
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.core.waiter import Waiter
     from ppstream.credits import CreditLedger
     from ppstream.intake import Intake

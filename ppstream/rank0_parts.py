@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
-from ppstream.config import PipelineConfig, SimulateConfig
+from ppstream.config.schema import PipelineConfig, SimulateConfig
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger

@@ -41,7 +41,7 @@ from ppstream.record_messages import (
 from ppstream.recorder import Recorder
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig, StreamConfig
+    from ppstream.config.schema import PipelineConfig, StreamConfig
 
 CHUNK_BYTES: Final = 1 << 17  # what a killed run loses at most
 FILE_MODE: Final = 0o640

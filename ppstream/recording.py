@@ -22,7 +22,7 @@ from ppstream.core.user_code import said
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ppstream.config import StreamConfig
+    from ppstream.config.schema import StreamConfig
 
 DAMAGE_CHARS: Final = 300
 KINDS: Final = {".mcap": "MCAP", ".bag": "a ROS bag", ".ulg": "ULog"}

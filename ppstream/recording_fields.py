@@ -19,7 +19,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.recording import Track
 
 if TYPE_CHECKING:
-    from ppstream.config import StreamConfig
+    from ppstream.config.schema import StreamConfig
 
 STAMP: Final = ("header", "stamp")
 PARTS: Final = ("sec", "nanosec")  # of a stamp; in JSON also nsec

@@ -34,7 +34,7 @@ from ppstream.recording_fields import FieldReader
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ppstream.config import StreamConfig
+    from ppstream.config.schema import StreamConfig
 
 logger = logging.getLogger("ppstream")
 

@@ -11,7 +11,7 @@ from ppstream.recording import Recording
 from ppstream.recording_fields import FieldReader
 
 if TYPE_CHECKING:
-    from ppstream.config import StreamConfig
+    from ppstream.config.schema import StreamConfig
 
 
 def load_bag(path: Path, streams: Sequence[StreamConfig]) -> Recording:

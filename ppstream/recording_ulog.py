@@ -14,7 +14,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.recording import Recording, Track
 
 if TYPE_CHECKING:
-    from ppstream.config import StreamConfig
+    from ppstream.config.schema import StreamConfig
 
 logger = logging.getLogger("ppstream")
 

@@ -10,7 +10,7 @@ from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.ends import RankEnd
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
 
 PYTHON_MIN: Final = (3, 11)
 DEMO_ROBOTS: Final = "ppstream_stages."  # simulated with what the extra ``demo`` brings

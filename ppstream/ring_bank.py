@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from ppstream.config import StreamConfig
+    from ppstream.config.schema import StreamConfig
 
 
 class RingBank:

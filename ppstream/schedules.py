@@ -16,7 +16,7 @@ from ppstream.recording import Recording, Step
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
 
 
 class Schedule(Protocol):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig, StreamConfig
+    from ppstream.config.schema import PipelineConfig, StreamConfig
     from ppstream.intake import Intake
     from ppstream.ring import RowInput, SensorRing
     from ppstream.ring_bank import RingBank

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ppstream import block_report, config_file, report
-from ppstream.config_text import as_toml
+from ppstream import block_report, report
+from ppstream.config import load
+from ppstream.config.to_toml import as_toml
 from ppstream.core.errors import (
     FINAL_CODES,
     MEANINGS,
@@ -36,7 +37,7 @@ from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_p
 from ppstream.runs import ROBOT_STORY, Run
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
 
 #: Ends behind a bring-up: there is something to report.
 REPORTED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE)
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     logging.basicConfig(level=logging.INFO, format="ppstream: %(message)s", stream=sys.stderr)
     try:
-        config = config_file.load(args)
+        config = load.load(args)
         if missing := missing_packages(config):
             raise ConfigError(missing)
         if args.print_config:
@@ -154,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         "torchrun --nproc-per-node=2 -m ppstream.serve [--config FILE]",
         epilog=f"exit codes of a rank (torchrun itself returns 0 or 1):\n{codes}",
     )
-    config_file.add_arguments(parser)
+    load.add_arguments(parser)
     parser.add_argument(
         "--check", action="store_true", help="print the placement and what it needs; start nothing"
     )

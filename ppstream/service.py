@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ppstream.action_file import ActionFile
-from ppstream.config import DemoConfig, PipelineConfig
+from ppstream.config.schema import DemoConfig, PipelineConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.intake import build_intake

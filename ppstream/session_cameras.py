@@ -20,7 +20,7 @@ import numpy as np
 from ppstream.core.clock import now_ns
 
 if TYPE_CHECKING:
-    from ppstream.config import ImageConfig
+    from ppstream.config.schema import ImageConfig
     from ppstream.session_records import Session, SessionStream
 
 THREADS_MAX: Final = 4

@@ -15,7 +15,7 @@ import numpy as np
 from ppstream.core.clock import NS_PER_MS
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig, StreamConfig
+    from ppstream.config.schema import PipelineConfig, StreamConfig
 
 PUSH_BYTES: Final = 1 << 20  # a robot sends no more samples at once than fit
 HEADER_BYTES: Final = 1 << 16  # of any message, beside its samples

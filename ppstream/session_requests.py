@@ -33,7 +33,7 @@ from ppstream.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.session_records import Session, SessionCounts, SessionStream
     from ppstream.session_table import SessionTable
 

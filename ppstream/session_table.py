@@ -14,7 +14,7 @@ from ppstream.session_limits import frames_per_second, samples_per_second
 from ppstream.session_records import Session, SessionStream
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.ring import RowInput
     from ppstream.wire.messages import Hello
 

@@ -45,7 +45,7 @@ from ppstream.wire.messages import (
 from ppstream.wire.zmq_socket import Frame, bind_server
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.ring import RowInput
 
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood

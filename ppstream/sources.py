@@ -17,7 +17,7 @@ from ppstream.schedules import schedule_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.ring import RowInput
 
 #: The session of rows that no robot owns; robots' sessions are positive.

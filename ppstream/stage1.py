@@ -25,7 +25,7 @@ from ppstream.watchdog import Mark, is_patient, stage_b_limit_ns, watched
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.control import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.links import BackLink, Slot

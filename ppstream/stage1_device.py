@@ -43,7 +43,7 @@ from ppstream.unwritten import failure
 from ppstream.watchdog import Mark, is_patient, watched
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.control import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.link_device import DeviceLink

@@ -12,7 +12,7 @@ from ppstream.flight import name_rows, owners_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.core.simulated_delay import Delay
     from ppstream.flight import Flight
     from ppstream.intake import Intake

@@ -16,7 +16,7 @@ from ppstream.flight import Owner, RowNames, name_rows, names_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.device_records import TakenWindow
     from ppstream.flight import Flight
     from ppstream.intake import Intake

@@ -37,7 +37,7 @@ UNUSABLE: Final = frozenset(
 RAISED: Final = frozenset({"policy_error", "decoder_error", "unwritten"})  # a fault was told first
 
 if TYPE_CHECKING:
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.core.simulated_delay import Delay
     from ppstream.flight import Flight, Owner
     from ppstream.intake import Intake

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ppstream.config import PipelineConfig, StreamConfig
+    from ppstream.config.schema import PipelineConfig, StreamConfig
     from ppstream.ring import RowInput
 
 BLOCK: Final = 256  # samples invented at a time

@@ -21,7 +21,7 @@ from ppstream.tallies import PolicyTally, Rank0Tally, Tally
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
-    from ppstream.config import PipelineConfig
+    from ppstream.config.schema import PipelineConfig
     from ppstream.credits import CreditLedger
     from ppstream.metrics import Rank0Collector
     from ppstream.runs import Run

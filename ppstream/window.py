@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from ppstream.config import PipelineConfig, StreamConfig
+    from ppstream.config.schema import PipelineConfig, StreamConfig
     from ppstream.ring import RowInput
     from ppstream.ring_bank import RingBank
 

@@ -25,7 +25,7 @@ from linked_ends import linked
 from pipeline_in_process import Collector, NewestValues
 
 from ppstream import link_counted, memops, stage1_device
-from ppstream.config import PipelineConfig
+from ppstream.config.schema import PipelineConfig
 from ppstream.control import Peer
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError

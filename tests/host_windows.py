@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ppstream.config import PipelineConfig
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS
 from ppstream.flight import Flight, name_rows, owners_of
 from ppstream.intake import Intake

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import torch
 
-from ppstream import config_file
-from ppstream.config import PipelineConfig
+from ppstream.config import load
+from ppstream.config.schema import PipelineConfig
 from ppstream.control import Peer
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError
@@ -80,7 +80,7 @@ class Collector:
 
 def small_config(*overrides: str, **parts: Any) -> PipelineConfig:
     """tests/multirank/small.toml without simulated time."""
-    config = config_file.read(str(SMALL), ("simulate.a_ms=0", "simulate.c_ms=0", *overrides))
+    config = load.read(str(SMALL), ("simulate.a_ms=0", "simulate.c_ms=0", *overrides))
     return msgspec.structs.replace(config, **parts)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ppstream.config import (
+from ppstream.config.schema import (
     ActionConfig,
     BatchConfig,
     PipelineConfig,

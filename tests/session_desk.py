@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from robot_rig import ACTIONS, make_config, make_rows, wait_until
 
-from ppstream.config import PipelineConfig
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_S, Clock, now_ns
 from ppstream.sessions import Sessions
 from ppstream.wire import messages as m

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ppstream.config import (
+from ppstream.config.schema import (
     ActionConfig,
     BatchConfig,
     PipelineConfig,

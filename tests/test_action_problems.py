@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ppstream.action_problems import action_rule_problems
-from ppstream.config import ActionConfig
+from ppstream.config.action_problems import action_rule_problems
+from ppstream.config.schema import ActionConfig
 
 PLAIN: dict[str, Any] = {
     "names": ("x", "gripper"),

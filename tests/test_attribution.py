@@ -7,10 +7,11 @@ import pytest
 import torch
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream import attribution, block_report, block_timing, config_problems
+from ppstream import attribution, block_report, block_timing
 from ppstream.attribution import BLOCKS_MAX, Attribution, block, end_of_stream
 from ppstream.block_timing import STOP_REASON, time_blocks
-from ppstream.config_file import read
+from ppstream.config import rules
+from ppstream.config.load import read
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.overlap import judge
@@ -240,6 +241,6 @@ def test_blocks_on_gpus_are_refused_where_they_would_not_be_seen() -> None:
         "policy.compile",
     ]
     eager = (*asked, "policy.graph=false")
-    assert config_problems.problems(read(small, eager)) == []
+    assert rules.problems(read(small, eager)) == []
     both = (*eager, 'placement.rank0="cuda:0"', 'simulate.kind="gpu"')
-    assert config_problems.problems(read(small, both)) == []
+    assert rules.problems(read(small, both)) == []

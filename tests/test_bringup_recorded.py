@@ -16,9 +16,9 @@ from device_in_process import DevicePipeline
 from pipeline_in_process import NewestValues
 from recorded_runs import CONFIG, arm_recording
 
-from ppstream import config_file
 from ppstream.bringup import bring_up
 from ppstream.check import describe
+from ppstream.config import load
 from ppstream.core.errors import ConfigError, GateFailedError
 from ppstream.core.specs import TensorSpec
 from ppstream.recording import load_recording
@@ -59,7 +59,7 @@ class Bench:
             "actions.lease_ms=60000",
             "liveness={frozen_ms = 60000, watchdog_s = 90}",  # nobody beats here
         )
-        self.config = config_file.read(str(CONFIG), settings)
+        self.config = load.read(str(CONFIG), settings)
         self.policy = Arm()
         self.pipeline = DevicePipeline(self.config, self.policy, folder, patch, a_s=A_S, c_s=C_S)
         self.run: Any = SimpleNamespace(directory=folder, describe=self._describe)
@@ -109,11 +109,11 @@ def test_depth_one_is_refused_because_only_stage_c_is_hidden(bench: Any) -> None
 def test_the_shipped_policy_fits_the_arm_that_was_recorded(tmp_path: Path) -> None:
     cpus = ("placement.rank0=cpu", "placement.policy=cpu", "simulate.kind=sleep")
     recording = f"bringup.recording={arm_recording(tmp_path)}"
-    text = describe(config_file.read(str(CONFIG), (recording, *cpus)), 2)
+    text = describe(load.read(str(CONFIG), (recording, *cpus)), 2)
     assert "ppstream_stages.act:build" in text
     assert "no problem found" in text
 
 
 def test_without_its_recording_the_configuration_says_what_is_missing() -> None:
     with pytest.raises(ConfigError, match=r"bringup\.recording: missing, want a file"):
-        config_file.read("recorded_arm")
+        load.read("recorded_arm")

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream import config_file
-from ppstream.config import ImageConfig
+from ppstream.config import load
+from ppstream.config.schema import ImageConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
 from ppstream.synthetic import SyntheticSource
@@ -191,7 +191,7 @@ target = "nobody:build"
 """
     )
     with pytest.raises(ConfigError) as found:
-        config_file.read(str(file))
+        load.read(str(file))
     text = "\n".join(found.value.problems)
     for wanted in (
         "streams[0].dim: got 5 float32, want it left out: a frame of 480 x 640 has 921600 uint8",

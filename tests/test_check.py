@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ppstream.check import describe
-from ppstream.config import PipelineConfig
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
 from ppstream.decode import build as build_decoder

@@ -14,7 +14,7 @@ from test_check import TABLE, config, given, row  # noqa: F401 - a fixture
 
 from ppstream import cuda_start
 from ppstream.check import describe
-from ppstream.config import PipelineConfig
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 
 GPUS = {"rank0": "cuda:0", "policy": "cuda:1"}

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ppstream.config import PipelineConfig
-from ppstream.config_problems import problems
+from ppstream.config.rules import problems
+from ppstream.config.schema import PipelineConfig
 
 PLAIN: dict[str, Any] = {
     "name": "arm",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from multirank.ranks import CONFIG
 
-from ppstream import config_file
+from ppstream.config import load
 from ppstream.core.errors import ConfigError
 from ppstream_stages.simulated import build
 
@@ -15,14 +15,14 @@ GPUS = ("placement.rank0=cuda:0", "placement.policy=cuda:1")
 
 def problems(*settings: str) -> list[str]:
     try:
-        config_file.read(str(CONFIG), settings)
+        load.read(str(CONFIG), settings)
     except ConfigError as error:
         return error.problems
     return []
 
 
 def test_devices_are_the_cpu_unless_named() -> None:
-    placement = config_file.read(str(CONFIG), ()).placement
+    placement = load.read(str(CONFIG), ()).placement
     assert (placement.rank0, placement.policy) == ("cpu", "cpu")
 
 

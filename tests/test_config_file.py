@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ppstream.config import PipelineConfig
-from ppstream.config_file import add_arguments, load, locate, read
-from ppstream.config_text import as_toml
+from ppstream.config.load import add_arguments, load, locate, read
+from ppstream.config.schema import PipelineConfig
+from ppstream.config.to_toml import as_toml
 from ppstream.core.errors import ConfigError
 
 PLAIN = """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppstream.config import ActionConfig, RobotLimits
+from ppstream.config.schema import ActionConfig, RobotLimits
 from ppstream.core.errors import ConfigError
 from ppstream.decode import ActionRules, Enforced, build
 

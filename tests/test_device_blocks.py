@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream.config import ImageConfig
+from ppstream.config.schema import ImageConfig
 from ppstream.device_blocks import (
     COMMITMENT_WORDS,
     GUARD,

@@ -7,7 +7,7 @@ import threading
 import pytest
 from pipeline_in_process import small_config
 
-from ppstream.config_problems import problems
+from ppstream.config.rules import problems
 from ppstream.control import Peer
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ExitCode, PeerFrozenError, PeerLostError, PolicyError

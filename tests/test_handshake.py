@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ppstream import meeting
-from ppstream.config import (
+from ppstream.config.schema import (
     ActionConfig,
     PipelineConfig,
     PipelineShape,

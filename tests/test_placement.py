@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ppstream.config import (
+from ppstream.config.schema import (
     ActionConfig,
     LinkConfig,
     PipelineConfig,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppstream.config import PolicyConfig
+from ppstream.config.schema import PolicyConfig
 from ppstream.core.specs import TensorSpec
 from ppstream.policy_compile import RecompileMeter, compiled
 from ppstream.policy_graph import GraphedPolicy, prepared_policy

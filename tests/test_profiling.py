@@ -12,7 +12,7 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
 from ppstream import kernel_report, profiling, trace
 from ppstream.attribution import block
-from ppstream.config_watching import ProfileConfig
+from ppstream.config.config_watching import ProfileConfig
 from ppstream.kernel_findings import findings
 from ppstream.profiling import Profiler
 from ppstream.timestamps import EnvelopeRecord, TimestampLog

@@ -11,7 +11,7 @@ from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
 
 from ppstream import kernel_report, profiling, trace
-from ppstream.config_watching import ProfileConfig
+from ppstream.config.config_watching import ProfileConfig
 from ppstream.kernel_findings import findings
 from ppstream.profiling import Profiler
 

@@ -25,7 +25,7 @@ from mcap.stream_reader import StreamReader
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from robot_rig import MS, make_chunk, make_config, make_rows, wait_until
 
-from ppstream.config import PipelineConfig, RecordConfig
+from ppstream.config.schema import PipelineConfig, RecordConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.pacing import OnSample, Scheduled

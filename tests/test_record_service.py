@@ -18,7 +18,7 @@ from mcap.reader import make_reader
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from robot_rig import MS, wait_until
 
-from ppstream.config import PipelineConfig, RecordConfig, ServiceConfig
+from ppstream.config.schema import PipelineConfig, RecordConfig, ServiceConfig
 from ppstream.core.clock import now_ns
 from ppstream.robot import RobotClient
 from ppstream.runs import Run

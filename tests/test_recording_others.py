@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from stream_cases import MS, Input, config, stream
 
-from ppstream.config import RecordedAs, StreamConfig
+from ppstream.config.schema import RecordedAs, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.recording import Track, load_recording
 from ppstream.recording_fields import FieldReader, nanoseconds

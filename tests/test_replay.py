@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream.config import PipelineConfig, RecordConfig, ServiceConfig
-from ppstream.config_file import as_toml
+from ppstream.config.load import as_toml
+from ppstream.config.schema import PipelineConfig, RecordConfig, ServiceConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter

@@ -22,7 +22,7 @@ from robot_rig import (
     wait_until,
 )
 
-from ppstream.config import RobotLimits
+from ppstream.config.schema import RobotLimits
 from ppstream.control_loop import ControlLoop
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import (

@@ -13,7 +13,7 @@ import numpy as np
 from pipeline_in_process import Collector, NewestValues, PipelineInProcess, small_config
 from robot_rig import make_client, wait_until
 
-from ppstream.config import PolicyConfig
+from ppstream.config.schema import PolicyConfig
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.specs import TensorSpec

@@ -12,7 +12,7 @@ import robot_view
 from PIL import Image
 from robot_rig import MS, make_chunk
 
-from ppstream import config_file
+from ppstream.config import load
 from ppstream.core.errors import ExitCode
 from ppstream.record_file import RecordFile
 from ppstream.record_items import Cut, Emitted, Item, Line, Samples
@@ -40,7 +40,7 @@ def record_fall(path: Path) -> Path:
         else:
             fields = {"kind": "event", "name": "drop", "epoch": 1, "seq": number}
             items.append(Line(came_ns + 120 * MS, {**fields, "reason": "expired"}))
-    file = RecordFile(path, config_file.read("demo"), "run")
+    file = RecordFile(path, load.read("demo"), "run")
     file.write(items)
     file.close()
     return path

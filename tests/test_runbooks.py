@@ -15,7 +15,7 @@ from golden_runs import simulate, stages
 from judging import judged
 from test_metrics import Watched
 
-from ppstream import config_file
+from ppstream.config import load
 from ppstream.model import PipelineForm
 from ppstream.stage_c import UNUSABLE
 from ppstream.verdict import Verdict
@@ -113,7 +113,7 @@ def test_every_setting_it_shows_is_accepted(page: Path) -> None:
     for words in commands(page):
         pairs = [after for word, after in pairwise(words) if word == "--set"]
         if pairs:
-            config_file.read(SMALL, tuple(pairs))
+            load.read(SMALL, tuple(pairs))
 
 
 def test_quoted_sentences_are_what_the_report_says() -> None:

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from ppstream import config_file, requirements, serve
+from ppstream import requirements, serve
+from ppstream.config import load
 from ppstream.core.errors import MEANINGS, ExitCode
 from ppstream.placement import ranks_wanted
 
@@ -32,7 +33,7 @@ def test_a_missing_demo_extra_is_a_configuration_error_before_any_rank(monkeypat
     )
     assert serve.main(["--config", "demo"]) == 11
     assert "pip install 'ppstream[demo]'" in capsys.readouterr().err
-    assert requirements.missing_packages(config_file.read("bench")) == []
+    assert requirements.missing_packages(load.read("bench")) == []
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_a_missing_demo_extra_is_a_configuration_error_before_any_rank(monkeypat
     ],
 )
 def test_the_placement_says_how_many_ranks_a_run_wants(name, settings, count):
-    assert ranks_wanted(config_file.read(name, settings)) == count
+    assert ranks_wanted(load.read(name, settings)) == count
 
 
 def test_help_has_every_exit_code_and_its_meaning(capsys):

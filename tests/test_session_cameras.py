@@ -13,7 +13,7 @@ from robot_rig import ACTIONS, make_client, make_config, serving, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk
 
 from ppstream import session_cameras
-from ppstream.config import ImageConfig, PipelineConfig, StreamConfig
+from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.clock import now_ns
 from ppstream.session_cameras import decode
 from ppstream.wire import messages as m

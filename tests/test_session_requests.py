@@ -10,7 +10,7 @@ import pytest
 from robot_rig import make_client, make_config, serving, wait_until
 from session_desk import Desk, hello, open_desk
 
-from ppstream.config import PipelineConfig
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.ledger_lines import write_reports
 from ppstream.session_requests import STATES_PER_S

@@ -17,7 +17,7 @@ import zmq
 from fuzz_frames import HUGE, fuzz_connections, handshake
 from robot_rig import ANY_PORT, make_client, make_config, serving, wait_until
 
-from ppstream.config_problems import problems
+from ppstream.config.rules import problems
 from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.wire.keys import ClientKeys, ServerKeys, allow, client_keys, make_pair
 from ppstream.wire.zmq_auth import EVENTS_PER_LOOK

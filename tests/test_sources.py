@@ -10,7 +10,7 @@ import torch
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 from torch import Tensor
 
-from ppstream.config import PipelineConfig
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.sources import OWN_SESSION, RecordedSource, Source
 

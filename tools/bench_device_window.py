@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from bench_claims import Claim, product, throughput, write_audited
 
-from ppstream.config import (
+from ppstream.config.schema import (
     ActionConfig,
     BatchConfig,
     ImageConfig,

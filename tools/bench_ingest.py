@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from bench_claims import Timed, median_rate, write_audited
 
-from ppstream.config import (
+from ppstream.config.load import as_toml
+from ppstream.config.schema import (
     ActionConfig,
     PipelineConfig,
     PolicyConfig,
@@ -31,7 +32,6 @@ from ppstream.config import (
     StreamConfig,
     WindowConfig,
 )
-from ppstream.config_file import as_toml
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.specs import SlotLayout
 from ppstream.core.waiter import Waiter

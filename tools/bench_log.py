@@ -32,8 +32,8 @@ from bench_runs import (
     write_json,
 )
 
-from ppstream import config_file
-from ppstream.config import PipelineConfig
+from ppstream.config import load
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
@@ -164,9 +164,7 @@ def write(log: TimestampLog, count: int) -> None:
 
 def loop_periods_us(folder: Path, blocks: int, block: int) -> dict[str, list[float]]:
     """Mean µs per envelope of each block, with the log and without, in ABBA order."""
-    config = config_file.read(
-        "bench", ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=0")
-    )
+    config = load.read("bench", ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=0"))
     found: dict[str, list[float]] = {"log on": [], "no log": []}
     with ExitStack() as stack:
         log = _log(folder / "loop.jsonl")

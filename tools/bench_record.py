@@ -30,8 +30,8 @@ import torch
 from bench_claims import Claim, bandwidth, ratio, throughput
 from bench_runs import Target, ending_cleanly, print_environment, print_targets, write_json
 
-from ppstream import config_file
-from ppstream.config import PipelineConfig, RecordConfig, StreamConfig
+from ppstream.config import load
+from ppstream.config.schema import PipelineConfig, RecordConfig, StreamConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.flight import Flight, Owner
 from ppstream.intake import build_intake
@@ -169,7 +169,7 @@ def settings(path: Path | None) -> PipelineConfig:
         StreamConfig(name=f"s{number}", dim=DIM, rate_hz=RATE_HZ) for number in range(STREAMS)
     )
     record = RecordConfig(file=None if path is None else str(path))
-    return msgspec.structs.replace(config_file.read("bench"), streams=streams, record=record)
+    return msgspec.structs.replace(load.read("bench"), streams=streams, record=record)
 
 
 def turns_of(config: PipelineConfig, *, single: bool) -> Iterator[Turn]:

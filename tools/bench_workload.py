@@ -41,7 +41,7 @@ from bench_claims import Claim, ratio, shares, write_audited
 from workload_policies import ACTIONS, Policy, mlp, transformer
 from workload_profile import Step, kernel_us, wall_us
 
-from ppstream.config import (
+from ppstream.config.schema import (
     ActionConfig,
     BatchConfig,
     PipelineConfig,

@@ -39,7 +39,7 @@ from d_sweep_cells import (
     recommend,
 )
 
-from ppstream import config_file
+from ppstream.config import load
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.preflight import build_policy
@@ -134,7 +134,7 @@ def read_pass(report: RunReport) -> Pass:
 
 def slot_bytes(cell: Cell) -> int:
     """What the slots of both directions take."""
-    config = config_file.read("bench", _settings(cell, "sleep"))
+    config = load.read("bench", _settings(cell, "sleep"))
     policy = build_policy(config, torch.device("cpu"))
     shape = link_shape(config, build_intake(config).cutter.inputs, policy.outputs, 0)
     envelopes = shape.envelope_slots * shape.envelope.slot_bytes

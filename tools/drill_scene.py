@@ -25,7 +25,7 @@ from drill_logs import imbalance, parsed, whole_lines
 from drill_processes import MARK, marked
 from drill_proxy import Cable
 
-from ppstream.config_file import read
+from ppstream.config.load import read
 
 CONFIG: Final = str(ROOT / "tools" / "drill.toml")
 READY_LIMIT_S: Final = 90.0

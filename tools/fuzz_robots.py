@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 from mutations import HOSTILE, mutated
 
-from ppstream.config import (
+from ppstream.config.schema import (
     ActionConfig,
     BatchConfig,
     PipelineConfig,

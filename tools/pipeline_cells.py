@@ -25,9 +25,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ppstream import config_file, cuda_start, gpu_ranks, meeting
+from ppstream import cuda_start, gpu_ranks, meeting
 from ppstream.bringup import run_saturated, time_standalone, warm_up
-from ppstream.config import PipelineConfig
+from ppstream.config import load
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.waiter import Waiter
 from ppstream.front import begin_run
@@ -111,7 +112,7 @@ def configure(cell: Cell, least: int, root: str) -> PipelineConfig:
         "bringup.warmup_max=120",
         "log.keep=1000",
     )
-    return config_file.read(str(BASE), settings)
+    return load.read(str(BASE), settings)
 
 
 def run_cells(cells: Sequence[Cell], least: int, report: Any) -> None:

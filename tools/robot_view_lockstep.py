@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ppstream import config_file
+from ppstream.config import load
 from ppstream.core.clock import NS_PER_MS
 from ppstream.record_file import RecordFile
 from ppstream.record_items import Cut, Emitted, Item, Samples
@@ -37,7 +37,7 @@ ROBOT: Final = "cartpole"
 
 def record_lockstep(path: Path, depth: int, seconds: float, seed: int = 0) -> Path:
     """Record an episode in which ``depth`` envelopes may be on their way; returns ``path``."""
-    config = config_file.read("demo")
+    config = load.read("demo")
     control = unpipelined(
         policy.build({}, torch.device("cpu")), decode.build(config.decode.options, config.actions)
     )

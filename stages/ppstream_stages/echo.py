@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from ppstream.config import Count
+from ppstream.config.schema import Count
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
 

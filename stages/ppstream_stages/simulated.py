@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ppstream.config import Count, NonNegative
+from ppstream.config.schema import Count, NonNegative
 from ppstream.core.errors import ConfigError
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.specs import TensorSpec

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from ppstream.attribution import block
-from ppstream.config import Count
+from ppstream.config.schema import Count
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream.config import ImageConfig
+from ppstream.config.schema import ImageConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.core.specs import SlotLayout

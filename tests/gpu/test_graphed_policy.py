@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppstream.config import PolicyConfig
+from ppstream.config.schema import PolicyConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.link_device import new_device_slots

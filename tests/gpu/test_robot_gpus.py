@@ -14,7 +14,7 @@ import pytest
 import torch
 from multirank.ranks import Ranks
 
-from ppstream import config_file
+from ppstream.config import load
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.robot import RobotClient
 
@@ -39,7 +39,7 @@ class Robot:
     """Sends what is due, and keeps how old each action was when it came."""
 
     def __init__(self, endpoint: str, shipped: str) -> None:
-        config = config_file.read(shipped)
+        config = load.read(shipped)
         self.sent = {stream.name: 0 for stream in config.streams}
         self.ages_ms: list[float] = []
         self._values = {
@@ -79,7 +79,7 @@ def ready_lines(ranks: Ranks) -> Iterator[dict[str, Any]]:
 def test_three_cameras_of_a_real_robot_arrive_whole_at_30_hz(tmp_path: Path, shipped: str) -> None:
     endpoint = f"ipc://{tmp_path}/r"
     settings = (f"service.endpoint={endpoint}", "service.duration_s=60")
-    with Ranks(tmp_path, *settings, config=config_file.locate(shipped)) as ranks:
+    with Ranks(tmp_path, *settings, config=load.locate(shipped)) as ranks:
         robot = Robot(endpoint, shipped)
         with robot.client as client:
             client.connect(READY_LIMIT_S)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ppstream.config_file import read
+from ppstream.config.load import read
 from ppstream_stages.cartpole import decode, policy
 from ppstream_stages.cartpole.lockstep import Controller, simulate, unpipelined
 

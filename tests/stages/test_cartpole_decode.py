@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ppstream.config_file import read
+from ppstream.config.load import read
 from ppstream.stage import load
 from ppstream_stages.cartpole import plant
 from ppstream_stages.cartpole.decode import PredictiveDecoder, build

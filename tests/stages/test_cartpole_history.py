@@ -1,8 +1,8 @@
 import numpy as np
 import torch
 
-from ppstream.config import PipelineConfig
-from ppstream.config_file import read
+from ppstream.config.load import read
+from ppstream.config.schema import PipelineConfig
 from ppstream.intake import build_intake
 from ppstream_stages.cartpole.history import History
 from ppstream_stages.cartpole.layout import STREAMS, WINDOW_DT_NS, WINDOW_STEPS

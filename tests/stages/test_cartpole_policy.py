@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ppstream.config_file import read
+from ppstream.config.load import read
 from ppstream.core.errors import ConfigError
 from ppstream.intake import build_intake
 from ppstream.stage import load

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ppstream.config import PipelineConfig
-from ppstream.config_file import read
+from ppstream.config.load import read
+from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import now_ns
 from ppstream.intake import Intake, build_intake
 from ppstream.sessions import Sessions

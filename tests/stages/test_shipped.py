@@ -1,4 +1,4 @@
-from ppstream.config_file import read
+from ppstream.config.load import read
 from ppstream_stages.cartpole import layout, plant
 
 

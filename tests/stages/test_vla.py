@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ppstream.attribution import give_blocks_to
-from ppstream.config_file import read
+from ppstream.config.load import read
 from ppstream.core.errors import ConfigError
 from ppstream.preflight import policy_problems
 from ppstream.window import input_specs

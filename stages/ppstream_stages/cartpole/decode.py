@@ -14,7 +14,7 @@ import numpy as np
 from ppstream_stages.cartpole import plant
 
 if TYPE_CHECKING:
-    from ppstream.config import ActionConfig
+    from ppstream.config.schema import ActionConfig
 
 # K=proposal N=candidate H=horizon P=step of the prediction
 

@@ -1,13 +1,13 @@
 """What the rules of ``[actions]`` must agree on: rates, switched actions, single robots, ages.
 
-A part of ``config_problems.py``, which knows the names and limits themselves.
+A part of ``rules.py``, which knows the names and limits themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppstream.config import ActionConfig, RobotLimits
+from ppstream.config.schema import ActionConfig, RobotLimits
 
 
 def action_rule_problems(actions: ActionConfig) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Check plain TOML values against the configuration's structs: every problem, each at its path.
 
 msgspec stops at the first error; this walks on. It only judges values one by one: what they must
-agree on stands in ``config_problems.py``.
+agree on stands in ``rules.py``.
 """
 
 from __future__ import annotations

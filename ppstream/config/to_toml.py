@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from ppstream.config import PipelineConfig
-from ppstream.config_walk import NONE
+from ppstream.config.schema import PipelineConfig
+from ppstream.config.validate import NONE
 
 
 def as_toml(config: PipelineConfig) -> str:

@@ -1,7 +1,7 @@
 """PipelineConfig: everything that shapes a run, in one frozen struct.
 
 This file says what may be set, what it means and the bounds of each value on its own;
-``config_problems.py`` knows what values must agree on, ``config_file.py`` reads TOML and the
+``rules.py`` knows what values must agree on, ``load.py`` reads TOML and the
 command line. A value that encodes a design choice of the user's robot or policy has no default.
 """
 
@@ -13,9 +13,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from ppstream.config_recording import RecordConfig, RecordedAs
-from ppstream.config_values import Count as Count
-from ppstream.config_values import (
+from ppstream.config.config_recording import RecordConfig, RecordedAs
+from ppstream.config.config_watching import MetricsConfig, ProfileConfig
+from ppstream.config.field_types import Count as Count
+from ppstream.config.field_types import (
     Device,
     FilePath,
     Interpolation,
@@ -26,8 +27,7 @@ from ppstream.config_values import (
     Target,
     Text,
 )
-from ppstream.config_values import NonNegative as NonNegative
-from ppstream.config_watching import MetricsConfig, ProfileConfig
+from ppstream.config.field_types import NonNegative as NonNegative
 
 CHANNELS: Final = 3  # of a frame: red, green, blue
 MAX_DIM: Final = 1 << 20  # values of a sample: a frame of 480 x 640 has 921600

@@ -1,4 +1,4 @@
-"""What is recorded of a run, and where recordings have streams. Part of ``config.py``."""
+"""What is recorded of a run, and where recordings have streams. Part of ``schema.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ppstream.config_values import FilePath, Name, Positive, Text
+from ppstream.config.field_types import FilePath, Name, Positive, Text
 
 
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,6 +1,6 @@
 """What the values of a configuration must agree on: ``problems`` lists every disagreement.
 
-The bounds of a single value stand in ``config.py``. Nothing here changes a configuration, imports
+The bounds of a single value stand in ``schema.py``. Nothing here changes a configuration, imports
 user code or opens a file; it only asks whether named files exist.
 """
 
@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from ppstream.action_problems import action_rule_problems
-from ppstream.config import CHANNELS, MAX_DIM, PipelineConfig, StreamConfig
+from ppstream.config.action_problems import action_rule_problems
+from ppstream.config.schema import CHANNELS, MAX_DIM, PipelineConfig, StreamConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.wire.endpoints import endpoint_problem, is_local
 

@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import msgspec
 
-from ppstream.config import PipelineConfig
-from ppstream.config_problems import problems
-from ppstream.config_text import as_toml
-from ppstream.config_walk import find_problems, normalise
+from ppstream.config.rules import problems
+from ppstream.config.schema import PipelineConfig
+from ppstream.config.to_toml import as_toml
+from ppstream.config.validate import find_problems, normalise
 from ppstream.core.errors import ConfigError
 
 __all__ = ["add_arguments", "as_toml", "load", "locate", "read"]

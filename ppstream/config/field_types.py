@@ -1,6 +1,6 @@
 """What values of a configuration are made of: bounded numbers, names and paths.
 
-What they mean stands in ``config.py``.
+What they mean stands in ``schema.py``.
 """
 
 from __future__ import annotations

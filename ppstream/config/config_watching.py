@@ -1,4 +1,4 @@
-"""What may be watched of a run while it goes on: metrics and profiles. Part of ``config.py``."""
+"""What may be watched of a run while it goes on: metrics and profiles. Part of ``schema.py``."""
 
 from __future__ import annotations
 
