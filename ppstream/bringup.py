@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
+from ppstream.analysis.segments import ALONE
+from ppstream.analysis.verdict import Verdict
 from ppstream.block_timing import time_blocks
 from ppstream.core.clock import now_ns
 from ppstream.core.cpus import MachineMeter
 from ppstream.core.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
 from ppstream.inline import Inline
-from ppstream.overlap import judge
 from ppstream.pacing import Saturated
 from ppstream.paired import Paired
 from ppstream.peer_process import HeldProcess, everybody, of_rank
-from ppstream.runlog import read_run
-from ppstream.segments import ALONE
 from ppstream.sources import RecordedSource
 from ppstream.synthetic import SyntheticRobots
-from ppstream.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ppstream.analysis.run_report import RunReport
     from ppstream.config.schema import PipelineConfig
     from ppstream.intake import Intake
     from ppstream.rank0 import Rank0
-    from ppstream.run_report import RunReport
     from ppstream.runs import Run
     from ppstream.sources import Source
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from ppstream import cuda_start
+from ppstream.analysis.period_model import PipelineForm, StageTimes, latency, limiting_term, period
 from ppstream.config.rules import rank_problems
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
@@ -18,7 +19,6 @@ from ppstream.core.specs import SlotLayout
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.link_device import AHEAD, slot_count
-from ppstream.model import PipelineForm, StageTimes, latency, limiting_term, period
 from ppstream.placement import Placement, RankPlan, place
 from ppstream.preflight import build_decoder, build_policy, policy_problems
 from ppstream.slots import LinkShape

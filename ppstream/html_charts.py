@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from ppstream.analysis.run_report import RunReport
 from ppstream.report_series import (
     Bins,
     Depth,
@@ -20,7 +21,6 @@ from ppstream.report_series import (
     periods_ns,
     queue_levels,
 )
-from ppstream.run_report import RunReport
 from ppstream.svg import Drawing, Scale, steps
 
 WIDTH: Final = 510.0

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ppstream.device_times import ClockSeen, StageOnDevice
+from ppstream.analysis.device_times import ClockSeen, StageOnDevice
+from ppstream.analysis.memory_use import GIB, GpuUse, MemoryUse, by_rank, with_gpu
+from ppstream.analysis.records import Memory, RunLog
 from ppstream.html_sections import Cell, table
-from ppstream.memory_use import GIB, GpuUse, MemoryUse, by_rank, with_gpu
-from ppstream.records import Memory, RunLog
 from ppstream.report_series import over_time
 from ppstream.report_words import gib, ms
 from ppstream.svg import Drawing, Scale

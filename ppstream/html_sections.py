@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Final
 
-from ppstream.audits import Audit
-from ppstream.claims import Finding
-from ppstream.records import RunLog, Topology
+from ppstream.analysis.audits import Audit
+from ppstream.analysis.claims import Finding
+from ppstream.analysis.records import RunLog, Topology
+from ppstream.analysis.run_report import RunReport, Service
+from ppstream.analysis.run_statistics import FaultSeen, quantiles
 from ppstream.report_series import input_ages_ns
 from ppstream.report_words import ms
-from ppstream.run_report import RunReport, Service
-from ppstream.standing import FaultSeen, quantiles
 
 Cell = tuple[str, str]  # text and class
 _ASKS: Final = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ppstream.analysis.records import Envelope, RunLog, Topology
 from ppstream.rank_clock import policy_clock
-from ppstream.records import Envelope, RunLog, Topology
 from ppstream.report_series import Stretch
 from ppstream.spans import LINK_IN, LINK_OUT, POLICY, WAIT, Span, spans_of
 from ppstream.svg import Drawing, Scale, steps

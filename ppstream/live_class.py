@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from ppstream.analysis.log_parser import Line, parse_run
+from ppstream.analysis.scores import primary
+from ppstream.analysis.segments import select_window
+from ppstream.analysis.verdict import N_MIN, classify
 from ppstream.core.clock import NS_PER_S, now_ns
-from ppstream.log_lines import Line, parse_run
 from ppstream.pieces import Pieces
-from ppstream.scores import primary
-from ppstream.segments import select_window
-from ppstream.verdict import N_MIN, classify
 
 if TYPE_CHECKING:
     from ppstream.core.clock import Clock

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ppstream.records import Envelope, RunLog
+from ppstream.analysis.records import Envelope, RunLog
 
 NS_PER_US = 1_000
 

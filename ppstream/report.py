@@ -15,18 +15,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ppstream.claims import Finding, claims_of
+from ppstream.analysis.claims import Finding, claims_of
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import decoded, find_runs, read_run
+from ppstream.analysis.records import RunLog
+from ppstream.analysis.run_report import RunReport
+from ppstream.analysis.verdict import SEVERITY, Verdict
 from ppstream.core.errors import ClaimError, CompareError, LogError
-from ppstream.overlap import judge
 from ppstream.perfetto import write_trace
-from ppstream.records import RunLog
 from ppstream.report_claims import CLAIMS_FILE, audit_report
 from ppstream.report_compare import compare_folders, comparison_dict, comparison_text
 from ppstream.report_html import Judged, render_page
 from ppstream.report_text import ASCII, render
-from ppstream.run_report import RunReport
-from ppstream.runlog import decoded, find_runs, read_run
-from ppstream.verdict import SEVERITY, Verdict
 
 SCHEMA: Final = "ppstream.report/1"
 BAD_INPUT: Final = 3

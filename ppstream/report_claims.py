@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from statistics import fmean
 from typing import Any, Final
 
-from ppstream.claims import Finding, audit_claims
-from ppstream.records import Envelope
+from ppstream.analysis.claims import Finding, audit_claims
+from ppstream.analysis.records import Envelope
+from ppstream.analysis.run_report import RunReport
+from ppstream.analysis.scores import between
+from ppstream.analysis.segments import ALONE
 from ppstream.report_series import latency_parts
-from ppstream.run_report import RunReport
-from ppstream.scores import between
-from ppstream.segments import ALONE
 
 CLAIMS_FILE: Final = "claims.json"
 PERTURBED_MIN: Final = 20  # periods of a profiled mode before its disagreement means anything

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ppstream.compare import SEVERAL, Comparison, Difference, Side, compare
-from ppstream.overlap import judge
-from ppstream.runlog import find_runs, read_run
+from ppstream.analysis.compare import SEVERAL, Comparison, Difference, Side, compare
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import find_runs, read_run
 
 
 def compare_folders(a: Path, b: Path, *, phase: str | None = None) -> Comparison:

@@ -12,7 +12,9 @@ from html import escape
 from typing import Final
 
 from ppstream import html_charts as charts
-from ppstream.claims import Finding
+from ppstream.analysis.claims import Finding
+from ppstream.analysis.records import RunLog
+from ppstream.analysis.run_report import RunReport
 from ppstream.html_device import device_note, device_table, memory_charts, memory_table
 from ppstream.html_sections import (
     audit_table,
@@ -27,10 +29,8 @@ from ppstream.html_sections import (
 )
 from ppstream.html_stretch import stretch_note, timeline
 from ppstream.html_style import STYLE
-from ppstream.records import RunLog
 from ppstream.report_series import stretch_of
 from ppstream.report_words import ms, why_scores_differ
-from ppstream.run_report import RunReport
 
 WORDS: Final = {"PASS": "✓ PASS", "FAIL": "✗ FAIL", "INCONCLUSIVE": "? INCONCLUSIVE"}
 HATCH: Final = (

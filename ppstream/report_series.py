@@ -12,7 +12,7 @@ from itertools import accumulate
 from statistics import fmean, median
 from typing import Final, NamedTuple
 
-from ppstream.model import (
+from ppstream.analysis.period_model import (
     PipelineForm,
     StageTimes,
     latency,
@@ -20,9 +20,9 @@ from ppstream.model import (
     period,
     recurrence,
 )
-from ppstream.records import Envelope
-from ppstream.scores import Primary, between, form_of
-from ppstream.segments import Segment, Window
+from ppstream.analysis.records import Envelope
+from ppstream.analysis.scores import Primary, between, form_of
+from ppstream.analysis.segments import Segment, Window
 
 STRETCH: Final = 8  # envelopes of the representative stretch
 BINS: Final = 48

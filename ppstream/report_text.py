@@ -6,16 +6,16 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from ppstream.audits import Audit
-from ppstream.claims import Finding
-from ppstream.device_times import StageOnDevice
-from ppstream.memory_use import MemoryUse
-from ppstream.records import Ledger, RobotState
+from ppstream.analysis.audits import Audit
+from ppstream.analysis.claims import Finding
+from ppstream.analysis.device_times import StageOnDevice
+from ppstream.analysis.memory_use import MemoryUse
+from ppstream.analysis.records import Ledger, RobotState
+from ppstream.analysis.run_report import RunReport, Service
+from ppstream.analysis.run_statistics import FaultSeen, Quantiles, quantiles
+from ppstream.analysis.scores import Compat, Primary
 from ppstream.report_series import input_ages_ns, latency_parts, periods_ns
 from ppstream.report_words import gib, ms, why_scores_differ
-from ppstream.run_report import RunReport, Service
-from ppstream.scores import Compat, Primary
-from ppstream.standing import FaultSeen, Quantiles, quantiles
 
 WIDTH: Final = 100
 LABEL: Final = 13  # columns of a row's name

@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Final
 
-from ppstream.run_report import RunReport
-from ppstream.scores import between
+from ppstream.analysis.run_report import RunReport
+from ppstream.analysis.scores import between
 
 APART: Final = 0.05  # scores nearer than this say the same
 LONG_WAIT: Final = 0.10  # of the published stage 0

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
+from ppstream.analysis.records import Envelope, Topology
 from ppstream.rank_clock import ClockOffset
-from ppstream.records import Envelope, Topology
 
 POLICY: Final = "B"
 LINK_IN: Final = "link in"

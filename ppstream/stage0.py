@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from ppstream.control import Peer
     from ppstream.links import FrontLink
 
-SERIAL_LEAD: Final = 2  # envelopes in the system: one thread can use no more (model.py)
+SERIAL_LEAD: Final = (
+    2  # envelopes in the system: one thread can use no more (analysis/period_model.py)
+)
 IDLE_S: Final = 0.1
 
 

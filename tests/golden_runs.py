@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ppstream.log_lines import Line, parse_run
-from ppstream.model import PipelineForm, Schedule, StageTimes, recurrence
-from ppstream.records import RunLog
+from ppstream.analysis.log_parser import Line, parse_run
+from ppstream.analysis.period_model import PipelineForm, Schedule, StageTimes, recurrence
+from ppstream.analysis.records import RunLog
 
 MS = 1_000_000
 POLICY_CLOCK_NS = 7_000_000_000_000  # the policy rank's clock is another one

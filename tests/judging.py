@@ -6,8 +6,8 @@ from typing import Any
 
 from golden_runs import MS, GoldenRun
 
-from ppstream.overlap import judge
-from ppstream.run_report import RunReport
+from ppstream.analysis.judge import judge
+from ppstream.analysis.run_report import RunReport
 
 
 def judged(golden: GoldenRun, **options: Any) -> RunReport:

@@ -11,7 +11,7 @@ from typing import Any
 
 from golden_runs import Fields, GoldenRun, manifest
 
-from ppstream.model import PipelineForm
+from ppstream.analysis.period_model import PipelineForm
 
 FRAME = 16  # bytes: seq, padding
 JOIN_S = 30.0

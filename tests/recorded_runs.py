@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from multirank.ranks import Ranks
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
+from ppstream.analysis.run_report import RunReport
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ExitCode
-from ppstream.overlap import judge
 from ppstream.recording import load_recording
-from ppstream.run_report import RunReport
-from ppstream.runlog import read_run
 
 CONFIG = Path(__file__).parents[1] / "stages" / "ppstream_stages" / "recorded_arm.toml"
 DATA = os.environ.get("PPSTREAM_TEST_DATA")

@@ -8,18 +8,18 @@ import torch
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
 from ppstream import attribution, block_report, block_timing
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
+from ppstream.analysis.verdict import Verdict
 from ppstream.attribution import BLOCKS_MAX, Attribution, block, end_of_stream
 from ppstream.block_timing import STOP_REASON, time_blocks
 from ppstream.config import rules
 from ppstream.config.load import read
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
-from ppstream.overlap import judge
 from ppstream.policy_compile import compile_counts
-from ppstream.runlog import read_run
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, TimestampLog
-from ppstream.verdict import Verdict
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ from typing import Final
 import pytest
 from golden_runs import Fields, GoldenRun, jittered, ms, simulate, stages
 
-from ppstream.audits import Audit, audit_all
-from ppstream.model import PipelineForm
-from ppstream.segments import Segment, Window, select_window
+from ppstream.analysis.audits import Audit, audit_all
+from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.segments import Segment, Window, select_window
 
 SPLIT = PipelineForm("split")
 JUST_IN_TIME = PipelineForm("split", d_in=1)

@@ -32,7 +32,7 @@ from bench_runs import Spread, Target, write_json
 from d_sweep_cells import Cell, Stages
 from d_sweep_cells import Row as DepthRow
 
-from ppstream.claims import audit_claims
+from ppstream.analysis.claims import audit_claims
 from ppstream.control_loop import LoopStatistics
 from ppstream.core.durations import Bin, Quantiles
 

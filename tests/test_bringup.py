@@ -8,10 +8,10 @@ import pytest
 from golden_runs import GoldenRun, ms, simulate, stages
 from judging import judged
 
+from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.run_report import RunReport
 from ppstream.bringup import Beside, pass_or_raise
 from ppstream.core.errors import ExitCode, GateFailedError, GateInconclusiveError
-from ppstream.model import PipelineForm
-from ppstream.run_report import RunReport
 
 SERIAL = PipelineForm("serial", "decode_first")
 

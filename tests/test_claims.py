@@ -11,7 +11,7 @@ from typing import Any
 import claims_audit
 import pytest
 
-from ppstream.claims import RULES, audit_claims, claims_of
+from ppstream.analysis.claims import RULES, audit_claims, claims_of
 from ppstream.core.errors import ClaimError
 
 CHECKOUT = Path(__file__).resolve().parent.parent

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from golden_runs import GoldenRun, jittered, simulate, stages
 
+from ppstream.analysis.period_model import PipelineForm
 from ppstream.core.errors import CompareError
-from ppstream.model import PipelineForm
 from ppstream.report import main
 from ppstream.report_compare import compare_folders, comparison_text
 

@@ -9,9 +9,9 @@ import pytest
 from golden_runs import GoldenRun, ms, simulate, stages
 from judging import judged, overlap, sentence
 
-from ppstream.model import PipelineForm, StageTimes
-from ppstream.run_report import RunReport
-from ppstream.verdict import Verdict
+from ppstream.analysis.period_model import PipelineForm, StageTimes
+from ppstream.analysis.run_report import RunReport
+from ppstream.analysis.verdict import Verdict
 
 SPLIT = PipelineForm("split")
 

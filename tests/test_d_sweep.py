@@ -23,7 +23,7 @@ from d_sweep_cells import (
 from golden_runs import MS, simulate
 from judging import judged
 
-from ppstream.model import StageTimes
+from ppstream.analysis.period_model import StageTimes
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 

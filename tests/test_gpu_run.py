@@ -21,13 +21,13 @@ from test_alerts import BOARD, RULES
 from test_report_html import Reader
 from trace_format import problems
 
-from ppstream.overlap import judge
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
+from ppstream.analysis.records import RunLog
+from ppstream.analysis.run_report import RunReport
 from ppstream.perfetto import trace_events
-from ppstream.records import RunLog
 from ppstream.report import main
 from ppstream.report_text import WIDTH, render
-from ppstream.run_report import RunReport
-from ppstream.runlog import read_run
 
 GOLDEN = Path(__file__).parent / "golden"
 

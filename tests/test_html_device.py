@@ -11,8 +11,8 @@ from golden_gpus import memory_line, on_gpus
 from golden_runs import GoldenRun, ms, simulate
 from test_report_html import complete, page
 
-from ppstream.memory_use import memory_use
-from ppstream.overlap import judge
+from ppstream.analysis.judge import judge
+from ppstream.analysis.memory_use import memory_use
 from ppstream.report_text import WIDTH, render
 
 

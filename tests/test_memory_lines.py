@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ppstream import gpu_memory, memory_lines
-from ppstream.log_lines import Line, parse_run
+from ppstream.analysis.log_parser import Line, parse_run
 from ppstream.memory_lines import MemoryLines
 from ppstream.metrics_gpu import gpu_families
 from ppstream.timestamps import EnvelopeRecord, TimestampLog

@@ -8,7 +8,7 @@ import metrics_in_runs
 import pytest
 from metrics_in_runs import Round, Watched
 
-from ppstream.claims import audit_claims
+from ppstream.analysis.claims import audit_claims
 
 SMALL = str(Path(__file__).parent / "multirank" / "small.toml")
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ppstream.model import (
+from ppstream.analysis.period_model import (
     Deeper,
     PipelineForm,
     StageTimes,

@@ -7,9 +7,9 @@ from golden_runs import Fields, ms, period_17, simulate, stages
 from judging import all_audits_pass, broken, judged, overlap, period_ms, published
 from live_pipeline import run_live
 
-from ppstream.model import PipelineForm
+from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.verdict import Verdict
 from ppstream.report_series import latency_parts
-from ppstream.verdict import Verdict
 
 SPLIT = PipelineForm("split")
 UNPIPELINED = PipelineForm("serial", "decode_first")

@@ -15,7 +15,7 @@ from golden_runs import POLICY_CLOCK_NS, START_NS, GoldenRun, jittered, ms, simu
 from trace_format import problems
 
 from ppstream import perfetto
-from ppstream.model import PipelineForm
+from ppstream.analysis.period_model import PipelineForm
 from ppstream.perfetto import trace_events, write_trace
 from ppstream.report import main
 

@@ -20,7 +20,7 @@ import pytest
 from golden_runs import simulate
 from headless_browser import MISSING, Browser, find_browser
 
-from ppstream.model import PipelineForm
+from ppstream.analysis.period_model import PipelineForm
 from ppstream.perfetto import write_trace
 
 UI = os.environ.get("PPSTREAM_PERFETTO_UI")

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judging import broken, judged, overlap, period_ms, published
 
-from ppstream.model import PipelineForm
-from ppstream.verdict import Verdict
+from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.verdict import Verdict
 
 FORMS = st.builds(
     PipelineForm,

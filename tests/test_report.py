@@ -14,12 +14,12 @@ import pytest
 from golden_runs import GoldenRun, jittered, ms, period_17, simulate, stages
 from judging import sentence
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.run_report import RunReport
 from ppstream.html_sections import service_table
-from ppstream.model import PipelineForm
-from ppstream.overlap import judge
 from ppstream.report import main
 from ppstream.report_text import WIDTH, render
-from ppstream.run_report import RunReport
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 HEALTHY = 0

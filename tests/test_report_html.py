@@ -15,8 +15,8 @@ from golden_runs import GoldenRun, jittered, ms, simulate, stages
 from headless_browser import MISSING, Browser, find_browser
 
 from ppstream import html_style
-from ppstream.model import PipelineForm
-from ppstream.overlap import judge
+from ppstream.analysis.judge import judge
+from ppstream.analysis.period_model import PipelineForm
 from ppstream.report import main
 from ppstream.report_claims import audit_report
 from ppstream.report_html import render_page

@@ -7,8 +7,9 @@ from statistics import fmean
 import pytest
 from golden_runs import jittered, ms, simulate, stages
 
-from ppstream.model import PipelineForm, StageTimes
-from ppstream.overlap import judge
+from ppstream.analysis.judge import judge
+from ppstream.analysis.period_model import PipelineForm, StageTimes
+from ppstream.analysis.segments import Window, select_window
 from ppstream.report_claims import audit_report
 from ppstream.report_series import (
     POINTS,
@@ -22,7 +23,6 @@ from ppstream.report_series import (
     stretch_of,
 )
 from ppstream.report_words import why_scores_differ
-from ppstream.segments import Window, select_window
 
 SPLIT = PipelineForm("split")
 

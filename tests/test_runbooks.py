@@ -15,10 +15,10 @@ from golden_runs import simulate, stages
 from judging import judged
 from test_metrics import Watched
 
+from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.verdict import Verdict
 from ppstream.config import load
-from ppstream.model import PipelineForm
 from ppstream.stage_c import UNUSABLE
-from ppstream.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOKS = ROOT / "runbooks"
@@ -126,7 +126,7 @@ def test_quoted_sentences_are_what_the_report_says() -> None:
         {"times": stages(2, 5, 2, t_in=20)},
     ]
     said = {NUMBER.sub("#", s) for run in runs for s in judged(simulate(**run)).statements}
-    source = (ROOT / "ppstream/statements.py").read_text()
+    source = (ROOT / "ppstream/analysis/statements.py").read_text()
     quoted = [
         line.removeprefix("· ")
         for page in PAGES
@@ -176,8 +176,8 @@ def test_every_reason_that_can_be_printed_has_a_page() -> None:
     assert len(reasons) > 25
     pages = "".join(page.read_text() for page in PAGES)
     assert {reason for reason in reasons if f"`{reason}`" not in pages} == set()
-    said = (ROOT / "ppstream/statements.py").read_text()
-    own = {reason for reason in reasons if reason.startswith("SERVICE_")}  # of overlap.py
+    said = (ROOT / "ppstream/analysis/statements.py").read_text()
+    own = {reason for reason in reasons if reason.startswith("SERVICE_")}  # of analysis/judge.py
     assert {reason for reason in reasons - own if f'"{reason}": ' not in said} == set()
 
 

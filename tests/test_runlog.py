@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judging import sentence
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import find_runs, read_run
 from ppstream.core.errors import LogError
-from ppstream.overlap import judge
 from ppstream.report_text import render
-from ppstream.runlog import find_runs, read_run
 
 HEALTHY = 0
 FAIL = 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from golden_runs import GoldenRun, ms, simulate
 
-from ppstream.overlap import judge
-from ppstream.safety import safety_counts
-from ppstream.verdict import Verdict
+from ppstream.analysis.judge import judge
+from ppstream.analysis.safety_counts import safety_counts
+from ppstream.analysis.verdict import Verdict
 
 
 def counts(golden: GoldenRun) -> dict[str, int]:

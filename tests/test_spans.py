@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from golden_runs import POLICY_CLOCK_NS, START_NS, GoldenRun, jittered, ms, simulate, stages
 
-from ppstream.model import PipelineForm
+from ppstream.analysis.period_model import PipelineForm
 from ppstream.rank_clock import policy_clock
 from ppstream.spans import WAIT, Span, Spans, spans_of, track_names
 

@@ -8,11 +8,11 @@ from golden_runs import GoldenRun, PipelineForm, simulate
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
 from ppstream import time_book
+from ppstream.analysis.segments import select_window
+from ppstream.analysis.thread_time import Threads
 from ppstream.core.clock import NS_PER_MS
 from ppstream.link_host import HostBack, HostFront
-from ppstream.segments import select_window
 from ppstream.stage_c import StageC
-from ppstream.thread_time import Threads
 from ppstream.time_book import LINK, TimeBook
 
 LOST_S = 0.002

@@ -9,11 +9,11 @@ import pytest
 from golden_runs import Fields, GoldenRun, ms, simulate, stages
 from judging import all_audits_pass, judged, period_ms, sentence
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_parser import parse_run
+from ppstream.analysis.period_model import PipelineForm, StageTimes
+from ppstream.analysis.verdict import Verdict
 from ppstream.core.errors import LogError
-from ppstream.log_lines import parse_run
-from ppstream.model import PipelineForm, StageTimes
-from ppstream.overlap import judge
-from ppstream.verdict import Verdict
 
 SPLIT = PipelineForm("split")
 UNPIPELINED = PipelineForm("serial", "decode_first")

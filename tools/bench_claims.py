@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # behind an installation
 
-from ppstream.claims import audit_claims
+from ppstream.analysis.claims import audit_claims
 
 Claim = dict[str, Any]
 Round = TypeVar("Round")

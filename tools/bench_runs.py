@@ -34,10 +34,10 @@ import torch
 import zmq
 from bench_claims import Claim, write_audited
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
+from ppstream.analysis.run_report import RunReport
 from ppstream.core.errors import ExitCode
-from ppstream.overlap import judge
-from ppstream.run_report import RunReport
-from ppstream.runlog import read_run
 from ppstream.runs import hardware
 
 #: Rank 0's ends behind a whole bring-up: the run can be judged.

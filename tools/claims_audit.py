@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ppstream.claims import RULES, Finding, audit_claims, claims_of
+from ppstream.analysis.claims import RULES, Finding, audit_claims, claims_of
 from ppstream.core.errors import ClaimError
 
 BAD_INPUT = 3

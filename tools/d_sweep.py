@@ -39,12 +39,12 @@ from d_sweep_cells import (
     recommend,
 )
 
+from ppstream.analysis.run_report import RunReport
+from ppstream.analysis.run_statistics import latencies_ns
 from ppstream.config import load
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.preflight import build_policy
-from ppstream.run_report import RunReport
-from ppstream.standing import latencies_ns
 
 DEPTHS: Final = (1, 2, 3, 4)
 THREADS: Final = ("serial", "split")

@@ -18,13 +18,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from golden_runs import GoldenRun, simulate, stages
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.run_report import RunReport
 from ppstream.html_stretch import timeline
 from ppstream.html_style import STYLE
-from ppstream.model import PipelineForm
-from ppstream.overlap import judge
 from ppstream.report_html import HATCH
 from ppstream.report_series import stretch_of
-from ppstream.run_report import RunReport
 
 FOLDER: Final = ROOT / "runbooks" / "pictures"
 

@@ -22,8 +22,8 @@ import numpy as np
 from bench_claims import Claim, ratio
 from bench_runs import BRING_UP_ONLY, MEASURED, RankPair, Target
 
-from ppstream.overlap import judge
-from ppstream.runlog import read_run
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
 
 RANKS: Final = 2
 LOOK_S: Final = 0.05

@@ -26,6 +26,9 @@ import torch
 import torch.distributed as dist
 
 from ppstream import cuda_start, gpu_ranks, meeting
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
+from ppstream.analysis.run_report import RunReport
 from ppstream.bringup import run_saturated, time_standalone, warm_up
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
@@ -36,12 +39,9 @@ from ppstream.headers import link_shape
 from ppstream.heartbeat import Heartbeat
 from ppstream.intake import build_intake
 from ppstream.links import LauncherStore, join_store
-from ppstream.overlap import judge
 from ppstream.preflight import build_policy
 from ppstream.rank0_parts import rank0_parts
 from ppstream.rendezvous import Listener, connect
-from ppstream.run_report import RunReport
-from ppstream.runlog import read_run
 from ppstream.runs import Run
 from ppstream.stage1_device import Stage1Device
 from ppstream.synthetic import SyntheticSource

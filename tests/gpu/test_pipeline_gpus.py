@@ -15,8 +15,8 @@ from gpu.sync_watch import FROM, UNTIL
 from multirank.ranks import Ranks, environment_without_ranks, free_port
 from recorded_runs import arm_recording, assert_as_the_model_says, assert_played, brought_up
 
-from ppstream.overlap import judge
-from ppstream.runlog import read_run
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
 
 CONFIG = Path(__file__).parents[2] / "stages" / "ppstream_stages" / "bench_gpus.toml"
 SETTINGS = ("service.endpoint=none", "service.duration_s=30", "bringup.envelopes=200")

@@ -9,10 +9,10 @@ from drill_contention import CONTENTION
 from fault_drill import drill
 from multirank.ranks import Ranks
 
-from ppstream.overlap import judge
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
+from ppstream.analysis.verdict import Verdict
 from ppstream.report import main
-from ppstream.runlog import read_run
-from ppstream.verdict import Verdict
 
 pytestmark = pytest.mark.multirank
 

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Final, NamedTuple
 
-from ppstream.core.errors import LogError
-from ppstream.records import (
+from ppstream.analysis.records import (
     ENVELOPES,
     TOTAL,
     Envelope,
@@ -27,6 +26,7 @@ from ppstream.records import (
     Standalone,
     Topology,
 )
+from ppstream.core.errors import LogError
 
 SCHEMA: Final = "ppstream.log/"
 SCHEMA_MAJOR: Final = 1

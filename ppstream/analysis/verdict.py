@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from ppstream.audits import Audit
-from ppstream.contention import Alone
+from ppstream.analysis.audits import Audit
+from ppstream.analysis.contention import Alone
+from ppstream.analysis.period_model import period
+from ppstream.analysis.records import Event, RunLog
+from ppstream.analysis.run_statistics import Quantiles, Spoilt, wait_share
+from ppstream.analysis.scores import CEILING_MIN, Primary, form_of, missing_stages
+from ppstream.analysis.segments import BRING_UP, Window
+from ppstream.analysis.thread_time import Unnamed
 from ppstream.core.cpus import Machine
-from ppstream.model import period
-from ppstream.records import Event, RunLog
-from ppstream.scores import CEILING_MIN, Primary, form_of, missing_stages
-from ppstream.segments import BRING_UP, Window
-from ppstream.standing import Quantiles, Spoilt, wait_share
-from ppstream.thread_time import Unnamed
 
 N_MIN: Final = 100
 WAIT_MAX: Final = 0.05  # share of the window

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Final
 
-from ppstream.bootstrap import Row, interval
-from ppstream.model import PipelineForm, StageTimes
-from ppstream.records import Envelope, Topology
-from ppstream.segments import Segment, Window
+from ppstream.analysis.bootstrap import Row, interval
+from ppstream.analysis.period_model import PipelineForm, StageTimes
+from ppstream.analysis.records import Envelope, Topology
+from ppstream.analysis.segments import Segment, Window
 
 COMPAT_SCORE_MIN: Final = 0.30
 RATIO_FLOOR_NS: Final = 1_000  # of the published ratio's denominator

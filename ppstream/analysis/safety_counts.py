@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, pairwise
 from typing import Final, NamedTuple
 
-from ppstream.records import Envelope, RunLog
+from ppstream.analysis.records import Envelope, RunLog
 
 #: An emit that was under way when the cut came may be stamped this much behind it.
 CUT_SLACK_NS: Final = 1_000_000

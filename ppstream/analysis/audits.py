@@ -15,10 +15,10 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from ppstream.records import Envelope, RunLog
-from ppstream.scores import between
-from ppstream.segments import Window
-from ppstream.thread_time import Threads, stage_cpu, unlogged_waits
+from ppstream.analysis.records import Envelope, RunLog
+from ppstream.analysis.scores import between
+from ppstream.analysis.segments import Window
+from ppstream.analysis.thread_time import Threads, stage_cpu, unlogged_waits
 
 EPS: Final = 0.02  # of the window
 SMALL_NS: Final = 50_000  # per envelope: what threads lose between two stamps

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ppstream.records import Memory, RunLog
+from ppstream.analysis.records import Memory, RunLog
 
 GIB: Final = 1 << 30
 GROWN_BYTES: Final = 64 << 20  # of RAM while serving: less is what any process does

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ppstream.contention import MOVED_MAX, MOVED_NS
-from ppstream.model import Deeper, PipelineForm
-from ppstream.scores import (
+from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
+from ppstream.analysis.period_model import Deeper, PipelineForm
+from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns, wait_share
+from ppstream.analysis.scores import (
     CEILING_MIN,
     COMPAT_SCORE_MIN,
     STAGE_MIN_NS,
@@ -17,9 +18,8 @@ from ppstream.scores import (
     form_of,
     missing_stages,
 )
-from ppstream.segments import BRING_UP
-from ppstream.standing import Spoilt, judged, usual_stages_ns, wait_share
-from ppstream.verdict import (
+from ppstream.analysis.segments import BRING_UP
+from ppstream.analysis.verdict import (
     ACCEPTABLE,
     EFFICIENCY_MIN,
     MODEL_MAX,

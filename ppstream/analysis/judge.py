@@ -10,19 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from ppstream.audits import audit_all
-from ppstream.contention import alone
-from ppstream.core.cpus import Machine
-from ppstream.core.errors import LogError
-from ppstream.device_times import clocks_seen, stages_on_device
-from ppstream.memory_use import memory_use
-from ppstream.model import deeper, limiting_term, period, window_star
-from ppstream.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
-from ppstream.run_report import OldestAction, RunReport, Service
-from ppstream.safety import QueueMaxima, queue_maxima, safety_counts
-from ppstream.scores import Primary, compat, form_of, primary, resource_names
-from ppstream.segments import BRING_UP, Window, select_window
-from ppstream.standing import (
+from ppstream.analysis.audits import audit_all
+from ppstream.analysis.contention import alone
+from ppstream.analysis.device_times import clocks_seen, stages_on_device
+from ppstream.analysis.memory_use import memory_use
+from ppstream.analysis.period_model import deeper, limiting_term, period, window_star
+from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
+from ppstream.analysis.run_report import OldestAction, RunReport, Service
+from ppstream.analysis.run_statistics import (
     HARMLESS,
     critical_path,
     deadlines,
@@ -35,9 +30,12 @@ from ppstream.standing import (
     spoilt,
     usual_stages_ns,
 )
-from ppstream.statements import Findings, Model, ms, statements
-from ppstream.thread_time import stage_cpu, unnamed
-from ppstream.verdict import (
+from ppstream.analysis.safety_counts import QueueMaxima, queue_maxima, safety_counts
+from ppstream.analysis.scores import Primary, compat, form_of, primary, resource_names
+from ppstream.analysis.segments import BRING_UP, Window, select_window
+from ppstream.analysis.statements import Findings, Model, ms, statements
+from ppstream.analysis.thread_time import stage_cpu, unnamed
+from ppstream.analysis.verdict import (
     ACCEPTABLE,
     N_MIN,
     OVERLAP_MIN,
@@ -48,6 +46,8 @@ from ppstream.verdict import (
     decide,
     worse,
 )
+from ppstream.core.cpus import Machine
+from ppstream.core.errors import LogError
 
 MODEL_ERROR: Final = 0.03  # of the period: the closed form is good for that on healthy runs
 MODEL_ERROR_NS: Final = 20_000  # where stages are short

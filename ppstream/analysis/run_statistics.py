@@ -9,9 +9,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
-from ppstream.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
-from ppstream.scores import between, stage_a_ns, stage_b_ns, stage_c_ns
-from ppstream.segments import ALONE, Window
+from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
+from ppstream.analysis.scores import between, stage_a_ns, stage_b_ns, stage_c_ns
+from ppstream.analysis.segments import ALONE, Window
 
 FAULTS_MAX: Final = 16  # kinds that are shown
 FAULT_CHARS: Final = 400

@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 from statistics import fmean, median, pstdev
 from typing import Final
 
-from ppstream.records import Envelope, RunLog, Topology
+from ppstream.analysis.records import Envelope, RunLog, Topology
 
 BRING_UP: Final = "bring-up"
 ALONE: Final = "alone"  # mode of envelopes that went one by one, to time a stage by itself

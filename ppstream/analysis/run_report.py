@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Final, NamedTuple
 
-from ppstream.audits import Audit
-from ppstream.contention import Alone
+from ppstream.analysis.audits import Audit
+from ppstream.analysis.contention import Alone
+from ppstream.analysis.device_times import ClockSeen, StageOnDevice
+from ppstream.analysis.memory_use import MemoryUse
+from ppstream.analysis.records import Ledger, RobotState
+from ppstream.analysis.run_statistics import FaultSeen, Gaps, Quantiles
+from ppstream.analysis.safety_counts import QueueMaxima
+from ppstream.analysis.scores import Compat, Primary
+from ppstream.analysis.segments import Window
+from ppstream.analysis.statements import Model
+from ppstream.analysis.thread_time import StageCpu, Unnamed
+from ppstream.analysis.verdict import Gate, Verdict, is_accepted
 from ppstream.core.cpus import Machine
-from ppstream.device_times import ClockSeen, StageOnDevice
-from ppstream.memory_use import MemoryUse
-from ppstream.records import Ledger, RobotState
-from ppstream.safety import QueueMaxima
-from ppstream.scores import Compat, Primary
-from ppstream.segments import Window
-from ppstream.standing import FaultSeen, Gaps, Quantiles
-from ppstream.statements import Model
-from ppstream.thread_time import StageCpu, Unnamed
-from ppstream.verdict import Gate, Verdict, is_accepted
 
 MS: Final = 1e-6  # per ns
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from ppstream.analysis.log_parser import Line, check_schema, parse_run, ranks_of
+from ppstream.analysis.records import Json, RunLog
 from ppstream.core.errors import LogError
-from ppstream.log_lines import Line, check_schema, parse_run, ranks_of
-from ppstream.records import Json, RunLog
 
 MANIFEST: Final = "run.json"
 EXITS: Final = "exit.json"

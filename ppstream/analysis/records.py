@@ -1,6 +1,6 @@
 """One run's log as typed records: what stands in the lines, before anything is judged.
 
-Data only: ``log_lines.py`` makes them from decoded lines, ``runlog.py`` reads those from disk.
+Data only: ``log_parser.py`` makes them from decoded lines, ``log_reader.py`` reads those from disk.
 """
 
 from __future__ import annotations

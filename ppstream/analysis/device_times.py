@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from ppstream.records import RunLog
-from ppstream.scores import between
-from ppstream.segments import Window
-from ppstream.standing import Quantiles, quantiles
+from ppstream.analysis.records import RunLog
+from ppstream.analysis.run_statistics import Quantiles, quantiles
+from ppstream.analysis.scores import between
+from ppstream.analysis.segments import Window
 
 APART_MAX: Final = 0.10  # device and host further apart than this is worth a word
 

@@ -11,9 +11,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from ppstream.records import Envelope, RunLog, Stage1
-from ppstream.scores import between, stage_a_ns, stage_c_ns
-from ppstream.segments import Segment, Window
+from ppstream.analysis.records import Envelope, RunLog, Stage1
+from ppstream.analysis.scores import between, stage_a_ns, stage_c_ns
+from ppstream.analysis.segments import Segment, Window
 
 WAITS_A: Final = ("w_input_ns", "w_credit_ns", "w_slot_ns")
 WAITS_C: Final = ("w_result_ns", "w_emit_ns")

@@ -14,11 +14,11 @@ from itertools import combinations
 from operator import add, sub
 from typing import Final, NamedTuple
 
+from ppstream.analysis.period_model import StageTimes
+from ppstream.analysis.records import Envelope, RunLog, Topology
+from ppstream.analysis.scores import Primary, mean_times, resource_names
+from ppstream.analysis.segments import ALONE, BRING_UP, Window
 from ppstream.core.cpus import Machine
-from ppstream.model import StageTimes
-from ppstream.records import Envelope, RunLog, Topology
-from ppstream.scores import Primary, mean_times, resource_names
-from ppstream.segments import ALONE, BRING_UP, Window
 
 SHORT_SHARE: Final = 0.05  # of the period: a shorter stage cannot be what overlap is about
 MOVED_MAX: Final = 0.25  # of a stage alone, between both measurements

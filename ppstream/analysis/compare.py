@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from ppstream.bootstrap import BLOCK, RESAMPLES, SEED, TAIL, Row, block_length, block_sums
+from ppstream.analysis.bootstrap import BLOCK, RESAMPLES, SEED, TAIL, Row, block_length, block_sums
+from ppstream.analysis.records import Json, RunLog
+from ppstream.analysis.run_report import RunReport
+from ppstream.analysis.scores import between
+from ppstream.analysis.segments import Window
 from ppstream.core.errors import CompareError
-from ppstream.records import Json, RunLog
-from ppstream.run_report import RunReport
-from ppstream.scores import between
-from ppstream.segments import Window
 
 #: Parts of the configuration that make it another workload: nothing fair can be said across them.
 WORKLOAD: Final = (
