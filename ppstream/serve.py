@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ppstream import block_report, report
 from ppstream.config import load
 from ppstream.config.to_toml import as_toml
 from ppstream.core.errors import (
@@ -33,6 +32,7 @@ from ppstream.ends import (
     on_signals,
 )
 from ppstream.lookout import Lookout
+from ppstream.report import attribution, cli
 from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
 from ppstream.runs import ROBOT_STORY, Run
 
@@ -138,8 +138,8 @@ def end_of(error: BaseException, end: RankEnd) -> tuple[ExitCode, str]:
 
 def print_report(run: Run) -> None:
     """What the report tool says of this run, and below it what the embedded robot says."""
-    report.main([str(run.directory)])
-    if blocks := block_report.report(run.directory):
+    cli.main([str(run.directory)])
+    if blocks := attribution.report(run.directory):
         print(blocks)
     story = run.directory / ROBOT_STORY
     if story.exists():

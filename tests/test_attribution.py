@@ -7,7 +7,7 @@ import pytest
 import torch
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream import attribution, block_report, block_timing
+from ppstream import attribution, block_timing
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.verdict import Verdict
@@ -18,6 +18,7 @@ from ppstream.config.load import read
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.policy_compile import compile_counts
+from ppstream.report import attribution as block_report
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, TimestampLog
 

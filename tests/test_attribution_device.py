@@ -14,11 +14,12 @@ from fake_cuda import queue_call
 from pipeline_in_process import NewestValues, small_config
 from test_attribution import OnlyLabelled
 
-from ppstream import block_report, block_timing
+from ppstream import block_timing
 from ppstream.attribution import Attribution, block
 from ppstream.block_timing import STOP_REASON, time_blocks
 from ppstream.core.clock import now_ns
 from ppstream.memops import Event
+from ppstream.report import attribution
 from ppstream.synthetic import SyntheticSource
 from ppstream.wire.messages import PhaseChange
 
@@ -84,7 +85,7 @@ def test_each_envelope_has_its_blocks_at_the_time_of_the_device(run: Any) -> Non
     # a line each, also where two were queued before one was finished; the first had begun before
     assert len(blocks) == len(totals) - 1
     pipeline.rank0.log.flush()
-    text = block_report.report(folder)
+    text = attribution.report(folder)
     assert text is not None
     rows = {line.split()[0]: line.split() for line in text.splitlines()[3:9]}
     assert list(rows) == ["A", "B", "encode", "decode", "(in", "C"]

@@ -12,8 +12,8 @@ from golden_runs import GoldenRun, jittered, simulate, stages
 
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.core.errors import CompareError
-from ppstream.report import main
-from ppstream.report_compare import compare_folders, comparison_text
+from ppstream.report.cli import main
+from ppstream.report.comparison import compare_folders, comparison_text
 
 CONFIG: dict[str, Any] = {
     "name": "one",

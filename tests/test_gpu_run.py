@@ -25,9 +25,9 @@ from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_report import RunReport
-from ppstream.perfetto import trace_events
-from ppstream.report import main
-from ppstream.report_text import WIDTH, render
+from ppstream.report.cli import main
+from ppstream.report.perfetto import trace_events
+from ppstream.report.text import WIDTH, render
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -13,7 +13,7 @@ from test_report_html import complete, page
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.memory_use import memory_use
-from ppstream.report_text import WIDTH, render
+from ppstream.report.text import WIDTH, render
 
 
 def test_page_says_what_device_and_host_disagree_on() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ppstream import kernel_report
 from ppstream.core.errors import LogError
-from ppstream.kernel_findings import Findings, bottleneck, findings
-from ppstream.kernel_trace import Range, Trace, Work, category
+from ppstream.report.kernels import cli
+from ppstream.report.kernels.findings import Findings, bottleneck, findings
+from ppstream.report.kernels.trace import Range, Trace, Work, category
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_TRACE = Path(__file__).parent / "golden/kineto-cpu.json.gz"  # of torch 2.13, 4 passes
@@ -20,7 +20,7 @@ US = 1000
 
 
 def found(path: Path, **options: Any) -> Findings:
-    return findings(kernel_report.read(path), **options)
+    return findings(cli.read(path), **options)
 
 
 # ---- a real trace of the CPU --------------------------------------------------------------------
@@ -257,9 +257,9 @@ def test_stale_export_is_refused_with_the_command_that_renews_it(tmp_path: Path)
     before = export.stat().st_mtime
     os.utime(report, (before + 10, before + 10))
     with pytest.raises(LogError, match=r"older than run\.nsys-rep.*--force-overwrite true"):
-        kernel_report.read(export)
+        cli.read(export)
     os.utime(report, (before - 10, before - 10))
-    assert kernel_report.read(export).is_gpu
+    assert cli.read(export).is_gpu
 
 
 def test_placeholders_and_broken_files_are_named(tmp_path: Path) -> None:
@@ -287,9 +287,9 @@ def test_placeholders_and_broken_files_are_named(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_bytes(content)
         with pytest.raises(LogError, match=text):
-            kernel_report.read(path)
+            cli.read(path)
     with pytest.raises(LogError, match="No such file"):
-        kernel_report.read(tmp_path / "nowhere")
+        cli.read(tmp_path / "nowhere")
 
 
 # ---- the tool ------------------------------------------------------------------------------------
@@ -312,12 +312,12 @@ def test_tool_needs_nothing_installed_and_writes_json(tmp_path: Path) -> None:
 
 def test_bad_input_is_exit_3_and_one_line(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "x.json").write_bytes(gzip.compress(b"no"))
-    assert kernel_report.main([str(tmp_path / "x.json")]) == 3
+    assert cli.main([str(tmp_path / "x.json")]) == 3
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_text_of_a_gpu_trace_shows_everything(gpu_trace: Path, capsys: Any) -> None:
-    assert kernel_report.main([str(gpu_trace)]) == 0
+    assert cli.main([str(gpu_trace)]) == 0
     text = capsys.readouterr().out
     for part in ("left out: 4 kernels", "launch-bound index", "passes 2 of range B: 4.0 kernels"):
         assert part in text

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from test_kernel_report import event
 
-from ppstream import kernel_report
-from ppstream.kernel_findings import Findings, bottleneck, enclosing, findings
-from ppstream.kernel_trace import category
+from ppstream.report.kernels import cli
+from ppstream.report.kernels.findings import Findings, bottleneck, enclosing, findings
+from ppstream.report.kernels.trace import category
 
 GOLDEN = Path(__file__).parent / "golden"
 BLOCKS = ("embed", "encoder", "decoder", "head")
@@ -25,7 +25,7 @@ PASSES = 4  # envelopes in rank 1's trace
 
 
 def found(rank: int) -> Findings:
-    return findings(kernel_report.read(GOLDEN / f"kineto-gpu-rank{rank}.json.gz"))
+    return findings(cli.read(GOLDEN / f"kineto-gpu-rank{rank}.json.gz"))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_work_without_a_call_is_of_the_innermost_range_on_its_stream(tmp_path: P
         events.append(event("kernel", f"k{start}.{stream}", start, start + 5, tid=stream))
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    trace = kernel_report.read(path)
+    trace = cli.read(path)
     within = enclosing(trace.ranges, trace.work)
     assert within == [("A",), ("A", "frames"), ("A",), (), ()]
 
@@ -138,12 +138,12 @@ def test_work_without_a_call_is_of_the_innermost_range_on_its_stream(tmp_path: P
 def test_text_of_a_real_trace_tells_its_kernels_apart(
     policy: Findings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert kernel_report.main([str(GOLDEN / "kineto-gpu-rank1.json.gz"), "--top", "99"]) == 0
+    assert cli.main([str(GOLDEN / "kineto-gpu-rank1.json.gz"), "--top", "99"]) == 0
     text = capsys.readouterr().out.splitlines()
     assert "passes 4 of range B: 129.0 kernels and 375.8 us of work an envelope" in text
     begin = next(k for k, line in enumerate(text) if line.startswith("by kernel"))
     rows = text[begin + 1 : begin + 1 + len(policy.kernels)]
-    shown = [row[: kernel_report.NAME_WIDTH] for row in rows]
+    shown = [row[: cli.NAME_WIDTH] for row in rows]
     assert len(set(shown)) == len(policy.kernels)
     heads = [line for line in text if " share " in line]
     assert len({line.index(" share ") for line in heads}) == 1  # all tables in the same columns
@@ -152,7 +152,7 @@ def test_text_of_a_real_trace_tells_its_kernels_apart(
 def test_runbook_quotes_this_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "profile.rank1.gen0.0.json"
     plain.write_bytes(gzip.decompress((GOLDEN / "kineto-gpu-rank1.json.gz").read_bytes()))
-    assert kernel_report.main([str(plain)]) == 0
+    assert cli.main([str(plain)]) == 0
     said = capsys.readouterr().out.splitlines()
     quote = PAGE.read_text().partition(f"```\n{plain.name}")[2].partition("\n```")[0]
     lines = (plain.name + quote).splitlines()

@@ -9,7 +9,7 @@ from live_pipeline import run_live
 
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.verdict import Verdict
-from ppstream.report_series import latency_parts
+from ppstream.report.series import latency_parts
 
 SPLIT = PipelineForm("split")
 UNPIPELINED = PipelineForm("serial", "decode_first")

@@ -14,10 +14,10 @@ from golden_gpus import on_gpus
 from golden_runs import POLICY_CLOCK_NS, START_NS, GoldenRun, jittered, ms, simulate, stages
 from trace_format import problems
 
-from ppstream import perfetto
 from ppstream.analysis.period_model import PipelineForm
-from ppstream.perfetto import trace_events, write_trace
-from ppstream.report import main
+from ppstream.report import perfetto
+from ppstream.report.cli import main
+from ppstream.report.perfetto import trace_events, write_trace
 
 SERIAL_INLINE = PipelineForm("serial", "decode_first")
 

@@ -21,7 +21,7 @@ from golden_runs import simulate
 from headless_browser import MISSING, Browser, find_browser
 
 from ppstream.analysis.period_model import PipelineForm
-from ppstream.perfetto import write_trace
+from ppstream.report.perfetto import write_trace
 
 UI = os.environ.get("PPSTREAM_PERFETTO_UI")
 LIMIT_S = 40.0

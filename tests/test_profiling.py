@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream import kernel_report, profiling, trace
+from ppstream import profiling, trace
 from ppstream.attribution import block
 from ppstream.config.config_watching import ProfileConfig
-from ppstream.kernel_findings import findings
 from ppstream.profiling import Profiler
+from ppstream.report.kernels import cli
+from ppstream.report.kernels.findings import findings
 from ppstream.timestamps import EnvelopeRecord, TimestampLog
 
 SHORT = ProfileConfig(wait=2, warmup=2, active=5)
@@ -72,7 +73,7 @@ def test_signal_profiles_a_live_run_and_says_so_in_every_record(tmp_path: Path) 
     assert modes == ["throughput"] * 10 + ["trace"] * 9 + ["throughput"] * 31
     states = [line["state"] for line in lines if line.get("name") == "profile"]
     assert states == ["begins", "written", "ended"]
-    found = findings(kernel_report.read(tmp_path / "profile.rank0.gen0.0.json"))
+    found = findings(cli.read(tmp_path / "profile.rank0.gen0.0.json"))
     assert {s.name for s in found.stages} == {"B", "newest"}
     calls = {s.name: s.calls for s in found.ranges}
     assert all(calls[name] == 5 for name in ("A", "B", "newest", "C"))

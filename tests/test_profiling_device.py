@@ -10,10 +10,11 @@ import pytest
 from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
 
-from ppstream import kernel_report, profiling, trace
+from ppstream import profiling, trace
 from ppstream.config.config_watching import ProfileConfig
-from ppstream.kernel_findings import findings
 from ppstream.profiling import Profiler
+from ppstream.report.kernels import cli
+from ppstream.report.kernels.findings import findings
 
 PATIENT = ("liveness.frozen_ms=60000", "liveness.watchdog_s=90")  # no heartbeats in these tests
 SHORT = ProfileConfig(wait=2, warmup=2, active=5)
@@ -103,7 +104,7 @@ def test_the_profiler_changes_its_state_only_where_nothing_is_queued(
     assert busy == [[]] * CHANGES
     assert ended["held_ms"] > 0
     assert modes[0] == modes[-1] == "throughput"
-    found = findings(kernel_report.read(tmp_path / f"profile.rank{rank}.gen0.0.json"))
+    found = findings(cli.read(tmp_path / f"profile.rank{rank}.gen0.0.json"))
     calls = {s.name: s.calls for s in found.ranges}
     names = ("A", "send", "recv", "C") if rank == 0 else ("B",)
     assert set(names) <= set(calls)

@@ -17,9 +17,9 @@ from judging import sentence
 from ppstream.analysis.judge import judge
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.run_report import RunReport
-from ppstream.html_sections import service_table
-from ppstream.report import main
-from ppstream.report_text import WIDTH, render
+from ppstream.report.cli import main
+from ppstream.report.html.tables import service_table
+from ppstream.report.text import WIDTH, render
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 HEALTHY = 0
@@ -92,7 +92,7 @@ def test_tool_runs_from_a_checkout_with_nothing_installed(tmp_path: Path) -> Non
 def test_text_stays_readable_on_a_terminal_without_unicode(tmp_path: Path) -> None:
     simulate(n=150).write(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "ppstream.report", str(tmp_path)],
+        [sys.executable, "-m", "ppstream.report.cli", str(tmp_path)],
         cwd=CHECKOUT,
         env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(CHECKOUT)},
         capture_output=True,

@@ -14,12 +14,12 @@ from golden_gpus import on_gpus
 from golden_runs import GoldenRun, jittered, ms, simulate, stages
 from headless_browser import MISSING, Browser, find_browser
 
-from ppstream import html_style
 from ppstream.analysis.judge import judge
 from ppstream.analysis.period_model import PipelineForm
-from ppstream.report import main
-from ppstream.report_claims import audit_report
-from ppstream.report_html import render_page
+from ppstream.report.cli import main
+from ppstream.report.html import style
+from ppstream.report.html.page import render_page
+from ppstream.report.self_audit import audit_report
 
 VOID: Final = {"meta", "br", "hr", "img", "link", "input"}
 OPTIONAL: Final = {"th"}  # their end may be left out
@@ -194,7 +194,7 @@ BLIND: Final = {
 
 
 def colours(theme: str) -> dict[str, tuple[float, ...]]:
-    found = re.findall(r"--([\w-]+):#([0-9a-f]{6})\b", getattr(html_style, theme))
+    found = re.findall(r"--([\w-]+):#([0-9a-f]{6})\b", getattr(style, theme))
     return {name: tuple(int(v[i : i + 2], 16) / 255 for i in (0, 2, 4)) for name, v in found}
 
 

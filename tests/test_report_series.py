@@ -10,8 +10,9 @@ from golden_runs import jittered, ms, simulate, stages
 from ppstream.analysis.judge import judge
 from ppstream.analysis.period_model import PipelineForm, StageTimes
 from ppstream.analysis.segments import Window, select_window
-from ppstream.report_claims import audit_report
-from ppstream.report_series import (
+from ppstream.report.formatting import why_scores_differ
+from ppstream.report.self_audit import audit_report
+from ppstream.report.series import (
     POINTS,
     bins_of,
     depth_curve,
@@ -22,7 +23,6 @@ from ppstream.report_series import (
     queue_levels,
     stretch_of,
 )
-from ppstream.report_words import why_scores_differ
 
 SPLIT = PipelineForm("split")
 

@@ -15,7 +15,7 @@ from judging import sentence
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import find_runs, read_run
 from ppstream.core.errors import LogError
-from ppstream.report_text import render
+from ppstream.report.text import render
 
 HEALTHY = 0
 FAIL = 1

@@ -9,8 +9,8 @@ import pytest
 from golden_runs import POLICY_CLOCK_NS, START_NS, GoldenRun, jittered, ms, simulate, stages
 
 from ppstream.analysis.period_model import PipelineForm
-from ppstream.rank_clock import policy_clock
-from ppstream.spans import WAIT, Span, Spans, spans_of, track_names
+from ppstream.report.clock_alignment import policy_clock
+from ppstream.report.spans import WAIT, Span, Spans, spans_of, track_names
 
 SPLIT = PipelineForm("split")
 

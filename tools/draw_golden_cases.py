@@ -21,10 +21,10 @@ from golden_runs import GoldenRun, simulate, stages
 from ppstream.analysis.judge import judge
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.run_report import RunReport
-from ppstream.html_stretch import timeline
-from ppstream.html_style import STYLE
-from ppstream.report_html import HATCH
-from ppstream.report_series import stretch_of
+from ppstream.report.html.page import HATCH
+from ppstream.report.html.style import STYLE
+from ppstream.report.html.timeline import timeline
+from ppstream.report.series import stretch_of
 
 FOLDER: Final = ROOT / "runbooks" / "pictures"
 

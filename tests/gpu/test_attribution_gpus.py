@@ -16,8 +16,9 @@ import pytest
 import torch
 from multirank.ranks import Ranks
 
-from ppstream import block_report, kernel_report
-from ppstream.kernel_findings import findings
+from ppstream.report import attribution
+from ppstream.report.kernels import cli
+from ppstream.report.kernels.findings import findings
 
 CONFIG = Path(__file__).parents[2] / "stages" / "ppstream_stages" / "two_gpus.toml"
 BLOCKS = ["embed", "encoder", "decoder", "head"]  # of ppstream_stages.act
@@ -53,7 +54,7 @@ def test_blocks_of_a_policy_on_a_gpu_are_timed(
 ) -> None:
     with Ranks(tmp_path, *ATTRIBUTION, *settings, world_size=world_size, config=CONFIG) as ranks:
         assert ranks.wait(LIMIT_S) == [0] * world_size, ranks.output()
-        table = block_report.report(ranks.directory)
+        table = attribution.report(ranks.directory)
         assert table is not None
         print(table)
         assert table in ranks.output()
@@ -102,8 +103,8 @@ def test_profiles_of_both_ranks_while_receipts_stand_queued(tmp_path: Path, grap
         for rank, name in ((0, "A"), (1, "B")):
             for number in (0, 1):
                 path = ranks.directory / f"profile.rank{rank}.gen0.{number}.json"
-                found = findings(kernel_report.read(path))
-                print("\n".join(kernel_report.lines(found, 5)))
+                found = findings(cli.read(path))
+                print("\n".join(cli.lines(found, 5)))
                 assert found.is_gpu
                 assert found.kernels, "no kernel was recorded"
                 calls = {s.name: s.calls for s in found.ranges}

@@ -12,7 +12,7 @@ from multirank.ranks import Ranks
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.verdict import Verdict
-from ppstream.report import main
+from ppstream.report.cli import main
 
 pytestmark = pytest.mark.multirank
 

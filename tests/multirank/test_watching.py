@@ -9,7 +9,7 @@ import pytest
 from multirank.ranks import JUDGED_AGAIN, Ranks
 from test_metrics import get
 
-from ppstream import block_report
+from ppstream.report import attribution
 
 pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 
@@ -53,7 +53,7 @@ def test_each_rank_has_its_own_door(ranks):
 
 
 def test_blocks_of_the_policy_rank_stand_in_the_table_that_rank_0_prints(ranks):
-    table = block_report.report(ranks.directory)
+    table = attribution.report(ranks.directory)
     rows = [line.split() for line in table.splitlines()]
     names = [row[0] for row in rows[3:]]
     assert names == ["A", "B", "encode", "decode", "(in", "C"]

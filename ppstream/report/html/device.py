@@ -11,10 +11,10 @@ from typing import Final
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import GIB, GpuUse, MemoryUse, by_rank, with_gpu
 from ppstream.analysis.records import Memory, RunLog
-from ppstream.html_sections import Cell, table
-from ppstream.report_series import over_time
-from ppstream.report_words import gib, ms
-from ppstream.svg import Drawing, Scale
+from ppstream.report.formatting import gib, ms
+from ppstream.report.html.svg import Drawing, Scale
+from ppstream.report.html.tables import Cell, table
+from ppstream.report.series import over_time
 
 WIDTH: Final = 510.0
 LEFT: Final = 56.0

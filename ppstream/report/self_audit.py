@@ -15,7 +15,7 @@ from ppstream.analysis.records import Envelope
 from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.scores import between
 from ppstream.analysis.segments import ALONE
-from ppstream.report_series import latency_parts
+from ppstream.report.series import latency_parts
 
 CLAIMS_FILE: Final = "claims.json"
 PERTURBED_MIN: Final = 20  # periods of a profiled mode before its disagreement means anything

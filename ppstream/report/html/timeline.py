@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from ppstream.analysis.records import Envelope, RunLog, Topology
-from ppstream.rank_clock import policy_clock
-from ppstream.report_series import Stretch
-from ppstream.spans import LINK_IN, LINK_OUT, POLICY, WAIT, Span, spans_of
-from ppstream.svg import Drawing, Scale, steps
+from ppstream.report.clock_alignment import policy_clock
+from ppstream.report.html.svg import Drawing, Scale, steps
+from ppstream.report.series import Stretch
+from ppstream.report.spans import LINK_IN, LINK_OUT, POLICY, WAIT, Span, spans_of
 
 WIDTH: Final = 1060.0
 LEFT: Final = 116.0

@@ -11,8 +11,8 @@ from ppstream.analysis.claims import Finding
 from ppstream.analysis.records import RunLog, Topology
 from ppstream.analysis.run_report import RunReport, Service
 from ppstream.analysis.run_statistics import FaultSeen, quantiles
-from ppstream.report_series import input_ages_ns
-from ppstream.report_words import ms
+from ppstream.report.formatting import ms
+from ppstream.report.series import input_ages_ns
 
 Cell = tuple[str, str]  # text and class
 _ASKS: Final = {

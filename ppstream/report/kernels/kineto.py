@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppstream.core.errors import LogError
-from ppstream.kernel_trace import Copy, Range, Trace, Work
+from ppstream.report.kernels.trace import Copy, Range, Trace, Work
 
 NS_PER_US: Final = 1000
 RANGES: Final = ("user_annotation",)

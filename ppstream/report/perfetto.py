@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppstream.analysis.records import Envelope, Event, RunLog
-from ppstream.rank_clock import ClockOffset, policy_clock
-from ppstream.spans import LINK_IN, LINK_OUT, POLICY, WAIT, Span, spans_of
+from ppstream.report.clock_alignment import ClockOffset, policy_clock
+from ppstream.report.spans import LINK_IN, LINK_OUT, POLICY, WAIT, Span, spans_of
 
 #: The newest envelopes of a longer run: some 20 events each, and viewers take a few hundred MB.
 ENVELOPES_MAX: Final = 20_000

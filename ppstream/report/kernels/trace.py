@@ -1,6 +1,6 @@
 """What a profiler saw of one process, whoever wrote it: work, copies and named ranges. Pure.
 
-``kineto.py`` and ``nsys_export.py`` fill it, ``kernel_findings.py`` computes from it. Work is
+``kineto.py`` and ``nsys.py`` fill it, ``findings.py`` computes from it. Work is
 kernels of a GPU, or, in a trace without any, operators of the CPU with their own time.
 """
 

@@ -22,11 +22,11 @@ from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.verdict import SEVERITY, Verdict
 from ppstream.core.errors import ClaimError, CompareError, LogError
-from ppstream.perfetto import write_trace
-from ppstream.report_claims import CLAIMS_FILE, audit_report
-from ppstream.report_compare import compare_folders, comparison_dict, comparison_text
-from ppstream.report_html import Judged, render_page
-from ppstream.report_text import ASCII, render
+from ppstream.report.comparison import compare_folders, comparison_dict, comparison_text
+from ppstream.report.html.page import Judged, render_page
+from ppstream.report.perfetto import write_trace
+from ppstream.report.self_audit import CLAIMS_FILE, audit_report
+from ppstream.report.text import ASCII, render
 
 SCHEMA: Final = "ppstream.report/1"
 BAD_INPUT: Final = 3

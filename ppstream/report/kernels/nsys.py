@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppstream.core.errors import LogError
-from ppstream.kernel_trace import Copy, Range, Trace, Work
+from ppstream.report.kernels.trace import Copy, Range, Trace, Work
 
 MAGIC: Final = b"SQLite format 3\0"
 KERNELS: Final = "CUPTI_ACTIVITY_KIND_KERNEL"

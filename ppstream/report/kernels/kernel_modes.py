@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from ppstream.kernel_trace import Work
+from ppstream.report.kernels.trace import Work
 
 MODES_RATIO: Final = 1.5  # two speeds are this far apart
 MODES_CALLS_MIN: Final = 20

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from ppstream import kineto, nsys_export
 from ppstream.core.errors import LogError
-from ppstream.kernel_findings import WARM_UP, Findings, Sum, bottleneck, findings
-from ppstream.kernel_trace import Trace
+from ppstream.report.kernels import kineto, nsys
+from ppstream.report.kernels.findings import WARM_UP, Findings, Sum, bottleneck, findings
+from ppstream.report.kernels.trace import Trace
 
 BAD_INPUT: Final = 3
 HEAD_BYTES: Final = 64
@@ -44,9 +44,9 @@ def read(path: Path) -> Trace:
         raise LogError(f"{path}: empty: the profiler ended before it wrote anything")
     if head.startswith(b"version https://git-lfs"):
         raise LogError(f"{path}: a Git LFS placeholder, not the trace itself: git lfs pull")
-    if head.startswith(nsys_export.MAGIC):
-        return nsys_export.read(path)
-    if path.suffix in nsys_export.REPORTS:
+    if head.startswith(nsys.MAGIC):
+        return nsys.read(path)
+    if path.suffix in nsys.REPORTS:
         raise LogError(f"{path}: a report to be exported: nsys export --type sqlite {path}")
     if head[:2] == b"\x1f\x8b" or head.lstrip()[:1] in (b"{", b"["):
         return kineto.read(path)

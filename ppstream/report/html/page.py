@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Final
 
-from ppstream import html_charts as charts
 from ppstream.analysis.claims import Finding
 from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_report import RunReport
-from ppstream.html_device import device_note, device_table, memory_charts, memory_table
-from ppstream.html_sections import (
+from ppstream.report.formatting import ms, why_scores_differ
+from ppstream.report.html import charts
+from ppstream.report.html.device import device_note, device_table, memory_charts, memory_table
+from ppstream.report.html.style import STYLE
+from ppstream.report.html.tables import (
     audit_table,
     claims_table,
     depth_note,
@@ -27,10 +29,8 @@ from ppstream.html_sections import (
     service_table,
     stream_table,
 )
-from ppstream.html_stretch import stretch_note, timeline
-from ppstream.html_style import STYLE
-from ppstream.report_series import stretch_of
-from ppstream.report_words import ms, why_scores_differ
+from ppstream.report.html.timeline import stretch_note, timeline
+from ppstream.report.series import stretch_of
 
 WORDS: Final = {"PASS": "✓ PASS", "FAIL": "✗ FAIL", "INCONCLUSIVE": "? INCONCLUSIVE"}
 HATCH: Final = (

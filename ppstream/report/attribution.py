@@ -1,7 +1,8 @@
 """What a run in attribution mode found: shares of A, of B's named blocks and of C, as text.
 
 Its times were taken with a wait at both ends of each block, so shares hold and the period does not;
-the perturbation says by how much. Standard library only: ``python -m ppstream.block_report RUN``.
+the perturbation says by how much. Standard library only: ``python -m ppstream.report.attribution
+RUN``.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def _parts(name: str) -> Iterator[tuple[str, str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if len(arguments) != 1:
-        print("usage: python -m ppstream.block_report LOGS/RUN", file=sys.stderr)
+        print("usage: python -m ppstream.report.attribution LOGS/RUN", file=sys.stderr)
         return 3
     try:
         found = report(Path(arguments[0]))

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ppstream.analysis.run_report import RunReport
-from ppstream.report_series import (
+from ppstream.report.html.svg import Drawing, Scale, steps
+from ppstream.report.series import (
     Bins,
     Depth,
     Point,
@@ -21,7 +22,6 @@ from ppstream.report_series import (
     periods_ns,
     queue_levels,
 )
-from ppstream.svg import Drawing, Scale, steps
 
 WIDTH: Final = 510.0
 LEFT: Final = 44.0

@@ -14,8 +14,8 @@ from ppstream.analysis.records import Ledger, RobotState
 from ppstream.analysis.run_report import RunReport, Service
 from ppstream.analysis.run_statistics import FaultSeen, Quantiles, quantiles
 from ppstream.analysis.scores import Compat, Primary
-from ppstream.report_series import input_ages_ns, latency_parts, periods_ns
-from ppstream.report_words import gib, ms, why_scores_differ
+from ppstream.report.formatting import gib, ms, why_scores_differ
+from ppstream.report.series import input_ages_ns, latency_parts, periods_ns
 
 WIDTH: Final = 100
 LABEL: Final = 13  # columns of a row's name

@@ -10,8 +10,8 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Final, NamedTuple
 
-from ppstream.kernel_modes import Modes, two_speeds
-from ppstream.kernel_trace import WAITING, Copy, Range, Trace, Work, category
+from ppstream.report.kernels.kernel_modes import Modes, two_speeds
+from ppstream.report.kernels.trace import WAITING, Copy, Range, Trace, Work, category
 
 WARM_UP: Final = "warm"  # ranges with this in their name are left out, with all inside them
 PREFIX: Final = "ppstream:"  # of the loops' own ranges in a torch.profiler trace

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Final
 
 from ppstream.analysis.records import Envelope, Topology
-from ppstream.rank_clock import ClockOffset
+from ppstream.report.clock_alignment import ClockOffset
 
 POLICY: Final = "B"
 LINK_IN: Final = "link in"

@@ -1,0 +1,5 @@
+"""Shows what ``analysis`` found: text, page, Perfetto, comparisons. The standard library only.
+
+Not here: any judgement; numbers come from ``analysis`` as they are.
+Start reading at ``cli.py`` and ``text.py``.
+"""
