@@ -9,12 +9,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "ActionTimeline": "ppstream.timeline",
-    "ControlLoop": "ppstream.control_loop",
+    "ActionTimeline": "ppstream.robot.timeline",
+    "ControlLoop": "ppstream.robot.control_loop",
     "PipelineConfig": "ppstream.config.schema",
     "Policy": "ppstream.stage",
     "PpstreamError": "ppstream.core.errors",
-    "RobotClient": "ppstream.robot",
+    "RobotClient": "ppstream.robot.client",
     "TensorSpec": "ppstream.core.specs",
 }
 __all__ = [

@@ -23,7 +23,7 @@ from ppstream.core.clock import now_ns
 from ppstream.core.waiter import Waiter
 from ppstream.ring import RowInput
 from ppstream.ring_bank import RingBank
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
 from ppstream.sessions import Sessions
 from ppstream.wire.messages import ActionChunk
 

@@ -33,8 +33,8 @@ from d_sweep_cells import Cell, Stages
 from d_sweep_cells import Row as DepthRow
 
 from ppstream.analysis.claims import audit_claims
-from ppstream.control_loop import LoopStatistics
 from ppstream.core.durations import Bin, Quantiles
+from ppstream.robot.control_loop import LoopStatistics
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 #: Whatever prints numbers that people quote belongs here.

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from robot_rig import DT_NS, LEASE_NS, MS, make_chunk, wait_until
 
-from ppstream.control_loop import ControlLoop, Fault
 from ppstream.core.clock import ManualClock
 from ppstream.core.errors import PpstreamError, ReceiverEndedError
 from ppstream.core.realtime import NotPermittedError, RealTime
-from ppstream.timeline import ActionTimeline
+from ppstream.robot.control_loop import ControlLoop, Fault
+from ppstream.robot.timeline import ActionTimeline
 
 
 class Robot:
@@ -427,7 +427,7 @@ def test_an_action_is_what_the_policy_said() -> None:
 
 def test_the_robots_side_never_imports_torch() -> None:
     code = (
-        "import sys, ppstream.robot_async, ppstream.control_loop;"
+        "import sys, ppstream.robot.async_client, ppstream.robot.control_loop;"
         "bad = {'torch', 'ppstream.config.schema', 'ppstream.sessions'} & set(sys.modules);"
         "assert not bad, bad"
     )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from robot_rig import DT_NS, LEASE_NS, MS, make_chunk
 
-from ppstream.timeline import ActionTimeline
+from ppstream.robot.timeline import ActionTimeline
 
 BLEND_NS = 20 * MS
 

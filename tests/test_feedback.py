@@ -18,8 +18,8 @@ from robot_rig import (
 
 from ppstream.contract import welcome
 from ppstream.core.clock import ManualClock, now_ns
-from ppstream.feedback import Feedback
-from ppstream.timeline import ActionTimeline
+from ppstream.robot.feedback import Feedback
+from ppstream.robot.timeline import ActionTimeline
 from ppstream.wire import messages as m
 from ppstream.wire.zmq_socket import bind_server
 

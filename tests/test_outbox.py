@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ppstream.core.errors import SpecError
-from ppstream.outbox import BATCH_SAMPLES, Batch, Outbox
+from ppstream.robot.outbox import BATCH_SAMPLES, Batch, Outbox
 
 STREAMS = [("joints", 2), ("imu", 1, "float64")]
 

@@ -20,7 +20,7 @@ from robot_rig import MS, wait_until
 
 from ppstream.config.schema import PipelineConfig, RecordConfig, ServiceConfig
 from ppstream.core.clock import now_ns
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
 from ppstream.runs import Run
 from ppstream.service import Service
 

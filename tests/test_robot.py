@@ -23,7 +23,6 @@ from robot_rig import (
 )
 
 from ppstream.config.schema import RobotLimits
-from ppstream.control_loop import ControlLoop
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import (
     HandshakeError,
@@ -32,6 +31,7 @@ from ppstream.core.errors import (
     ReceiverEndedError,
     SpecError,
 )
+from ppstream.robot.control_loop import ControlLoop
 from ppstream.wire.messages import ActionChunk, Report, RobotState
 
 

@@ -10,7 +10,7 @@ from robot_rig import make_client, serving, wait_until
 
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError, PpstreamError
-from ppstream.robot_async import AsyncRobotClient
+from ppstream.robot.async_client import AsyncRobotClient
 
 
 def test_what_waits_is_awaited_and_chunks_are_iterated() -> None:

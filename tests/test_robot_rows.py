@@ -21,7 +21,7 @@ from ppstream.decode import CopyDecoder
 from ppstream.flight import Flight, Owner
 from ppstream.intake import build_intake
 from ppstream.pacing import OnTick
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
 from ppstream.sessions import Sessions
 from ppstream.stage_c import StageC
 from ppstream.timestamps import EnvelopeRecord

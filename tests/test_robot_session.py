@@ -6,7 +6,7 @@ import pytest
 from robot_rig import ACTIONS, LEASE_NS, MS, make_chunk
 
 from ppstream.core.errors import SpecError
-from ppstream.robot_session import RETRY_NS, STUCK_NS, RobotSession
+from ppstream.robot.session import RETRY_NS, STUCK_NS, RobotSession
 from ppstream.wire import messages as m
 
 STREAMS = (m.StreamDeclaration("joints", 3, "float32"),)

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from robot_rig import LEASE_NS, MS, make_client, make_config, serving, wait_until
 
-from ppstream.control_loop import ControlLoop
 from ppstream.core.clock import now_ns
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
+from ppstream.robot.control_loop import ControlLoop
 
 RATE_HZ = 200.0
 SLACK_NS = 500 * MS  # a loaded machine runs the loop's thread late; it is not what is tested

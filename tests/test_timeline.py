@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from robot_rig import DT_NS, HORIZON, LEASE_NS, MS, make_chunk
 
 from ppstream.core.errors import ReceiverEndedError
-from ppstream.timeline import ActionTimeline
+from ppstream.robot.timeline import ActionTimeline
 
 
 def timeline_of(*chunks: Any, now_ns: int = 0) -> ActionTimeline:

@@ -31,8 +31,8 @@ from bench_runs import (
     write_json,
 )
 
-from ppstream.control_loop import ControlLoop, LoopStatistics
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
+from ppstream.robot.control_loop import ControlLoop, LoopStatistics
 
 RATE_HZ: Final = 500.0
 TICKS: Final = 1250  # of one block; two pairs of blocks give n = 5000 of each way

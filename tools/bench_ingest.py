@@ -37,7 +37,7 @@ from ppstream.core.specs import SlotLayout
 from ppstream.core.waiter import Waiter
 from ppstream.intake import Intake, build_intake
 from ppstream.ring import SensorRing
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
 from ppstream.runs import hardware
 from ppstream.sessions import Sessions
 from ppstream.synthetic import SyntheticSource

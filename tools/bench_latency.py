@@ -36,7 +36,7 @@ from bench_runs import (
     write_json,
 )
 
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
 from ppstream.wire.messages import ActionChunk
 
 RATE_HZ: Final = 50

@@ -35,9 +35,9 @@ from bench_runs import (
 )
 from robot_faults import LEASE_MS, RATE_HZ, SafeTime, measure_faults
 
-from ppstream.control_loop import LoopStatistics
 from ppstream.core.clock import now_ns
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
+from ppstream.robot.control_loop import LoopStatistics
 from ppstream.wire.messages import ActionChunk
 
 ROBOTS: Final = (1, 8, 32)

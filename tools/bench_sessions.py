@@ -31,7 +31,7 @@ from bench_claims import Claim, shares
 from bench_latency import NAMES, READY_LIMIT_S, US, rank_settings
 from bench_runs import RankPair, Spread, ending_cleanly, print_environment, spread, write_json
 
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
 from ppstream.wire.messages import ActionChunk
 
 COUNTS: Final = (1, 8, 32)

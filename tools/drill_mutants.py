@@ -299,14 +299,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a robot that was told to stop executes nothing",
-        "ppstream/control_loop.py",
+        "ppstream/robot/control_loop.py",
         "        if self._stopped is not None:\n",
         "        if self._stopped is self:\n",
         "emergency-stop",
     ),
     Mutant(
         "no receiving thread ends in silence",
-        "ppstream/robot_link.py",
+        "ppstream/robot/connection.py",
         "            self._fail(error)\n",
         "            pass\n",
         "callback-raises",

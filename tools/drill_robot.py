@@ -20,9 +20,9 @@ sys.path.append(str(ROOT))  # behind an installation, if there is one
 
 import numpy as np
 
-from ppstream.control_loop import ControlLoop
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
+from ppstream.robot.control_loop import ControlLoop
 
 STREAMS: Final = (("joints", 3), ("imu", 2))
 ACTIONS: Final = ("a", "b", "count")

@@ -19,7 +19,7 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
 from ppstream.recording import Message, Recording, load_recording
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
 from ppstream.wire.messages import ActionChunk
 
 FORMS = ".mcap, .npz, Franka .npy, PX4 .ulg, ROS 1 .bag, or the folder of a ROS 2 bag"

@@ -22,9 +22,9 @@ import numpy as np
 from bench_latency import NAMES, STATE_DIM, rank_settings, wait_ready
 from bench_runs import RankPair
 
-from ppstream.control_loop import ControlLoop
 from ppstream.core.clock import NS_PER_S, now_ns
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
+from ppstream.robot.control_loop import ControlLoop
 from ppstream.wire.messages import ActionChunk
 
 RATE_HZ: Final = 500.0

@@ -18,7 +18,7 @@ import torch
 from multirank.ranks import Ranks
 
 from ppstream.core.clock import now_ns
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
 
 CONFIG = Path(__file__).parents[2] / "stages" / "ppstream_stages" / "bench_gpus.toml"
 SETTINGS = (

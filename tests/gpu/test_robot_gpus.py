@@ -16,7 +16,7 @@ from multirank.ranks import Ranks
 
 from ppstream.config import load
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,8 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from ppstream.control_loop import ControlLoop, LoopStatistics
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
+from ppstream.robot.control_loop import ControlLoop, LoopStatistics
 
 RATE_HZ: Final = 50.0
 POSITION: Final = ".pos"  # LeRobot names a motor's position "<motor>.pos"

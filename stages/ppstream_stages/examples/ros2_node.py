@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ppstream.control_loop import ControlLoop
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
+from ppstream.robot.control_loop import ControlLoop
 
 RATE_HZ: Final = 100.0
 NS_PER_S: Final = 1_000_000_000

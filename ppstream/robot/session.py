@@ -14,7 +14,7 @@ import msgspec
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.durations import Durations
 from ppstream.core.errors import SpecError
-from ppstream.robot_statistics import Reconnecting
+from ppstream.robot.statistics import Reconnecting
 from ppstream.wire.messages import (
     MAX_NAME,
     WIRE_MAJOR,

@@ -15,7 +15,7 @@ from typing import Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.durations import Durations, Quantiles
-from ppstream.timeline import ActionTimeline
+from ppstream.robot.timeline import ActionTimeline
 from ppstream.wire.messages import FromRobot, Prefix, Report, RobotState, Welcome, fault_text
 
 MAX_REPORTS: Final = 256  # waiting to be sent

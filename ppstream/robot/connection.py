@@ -16,7 +16,7 @@ from typing import Final
 from ppstream.core.clock import Clock, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError, ReceiverEndedError
 from ppstream.core.waiter import Waiter
-from ppstream.robot_session import HOPELESS, RobotSession
+from ppstream.robot.session import HOPELESS, RobotSession
 from ppstream.wire.keys import ClientKeys
 from ppstream.wire.messages import (
     DECODE_ERRORS,

@@ -2,7 +2,7 @@
 
 All instants are the robot's clock and are passed in; nothing here reads a clock or opens a socket.
 A newer chunk replaces everything from now on, or from its first step when that is still to come:
-at once, or blended over a stated time. The arithmetic of a single chunk is ``playing.py``'s.
+at once, or blended over a stated time. The arithmetic of a single chunk is ``chunk_playback.py``'s.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ReceiverEndedError
-from ppstream.fading import Fading, Part, blended
-from ppstream.playing import Actions, Mask, Outcome, Playing
-from ppstream.timeline_counts import HoldCounts, Holds, TimelineCounts, TimelineStatistics
+from ppstream.robot.chunk_playback import Actions, Mask, Outcome, Playing
+from ppstream.robot.fading import Fading, Part, blended
+from ppstream.robot.timeline_counts import HoldCounts, Holds, TimelineCounts, TimelineStatistics
 from ppstream.wire.messages import ActionChunk
 
 Refusal = Literal[

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ppstream.playing import Actions, Playing, mixed
+from ppstream.robot.chunk_playback import Actions, Playing, mixed
 
 MAX_FADING: Final = 16  # replaced within one blend; then the least of them is let go
 

@@ -19,10 +19,10 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, Ticker, now_ns
 from ppstream.core.durations import Bin, Durations, Quantiles
 from ppstream.core.errors import PpstreamError, ReceiverEndedError
 from ppstream.core.realtime import NotPermittedError, RealTime, RealTimeScope
-from ppstream.garbage import Garbage
-from ppstream.playing import Actions
-from ppstream.timeline import ActionTimeline
-from ppstream.timeline_counts import oldest_text
+from ppstream.robot.chunk_playback import Actions
+from ppstream.robot.gc_control import Garbage
+from ppstream.robot.timeline import ActionTimeline
+from ppstream.robot.timeline_counts import oldest_text
 
 OnExpiry = Literal["hold", "stop", "home"]
 FaultReason = Literal["lease", "phase", "client", "loop", "stop"]

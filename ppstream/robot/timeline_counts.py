@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.playing import Outcome
+from ppstream.robot.chunk_playback import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
-from ppstream.outbox import Values
-from ppstream.robot import RobotClient
+from ppstream.robot.client import RobotClient
+from ppstream.robot.outbox import Values
 from ppstream.wire.messages import ActionChunk
 
 SLICE_S: Final = 0.25  # of a wait in a thread: a cancelled one is over this soon

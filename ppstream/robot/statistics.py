@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.durations import Quantiles
-from ppstream.timeline_counts import TimelineStatistics
+from ppstream.robot.timeline_counts import TimelineStatistics
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from typing import Any
 
 from ppstream.core.clock import NS_PER_MS, Clock, now_ns
 from ppstream.core.errors import PpstreamError
-from ppstream.feedback import Feedback
-from ppstream.outbox import Batch, Outbox, Stream, Values
-from ppstream.robot_link import RobotLink
-from ppstream.robot_session import RobotSession
-from ppstream.robot_statistics import ClientStatistics
-from ppstream.timeline import ActionTimeline
+from ppstream.robot.connection import RobotLink
+from ppstream.robot.feedback import Feedback
+from ppstream.robot.outbox import Batch, Outbox, Stream, Values
+from ppstream.robot.session import RobotSession
+from ppstream.robot.statistics import ClientStatistics
+from ppstream.robot.timeline import ActionTimeline
 from ppstream.wire.keys import ClientKeys
 from ppstream.wire.messages import ActionChunk, Conditioned, Reset, Samples
 

@@ -1,0 +1,5 @@
+"""The robot's own process: client, timeline of actions, control loop. No torch.
+
+Not here: rank 0's side of a session; see ``sessions``.
+Start reading at ``client.py``, then ``control_loop.py``.
+"""
