@@ -10,7 +10,7 @@ import torch
 
 from ppstream import cuda_start, ends, gpu_ranks, meeting
 from ppstream.config.schema import PipelineConfig
-from ppstream.control import Peer
+from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter

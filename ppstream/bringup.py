@@ -19,13 +19,13 @@ from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.segments import ALONE
 from ppstream.analysis.verdict import Verdict
 from ppstream.block_timing import time_blocks
+from ppstream.control.peer_process import HeldProcess, everybody, of_rank
 from ppstream.core.clock import now_ns
 from ppstream.core.cpus import MachineMeter
 from ppstream.core.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
 from ppstream.inline import Inline
 from ppstream.pacing import Saturated
 from ppstream.paired import Paired
-from ppstream.peer_process import HeldProcess, everybody, of_rank
 from ppstream.sources import RecordedSource
 from ppstream.synthetic import SyntheticRobots
 

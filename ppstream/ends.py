@@ -15,6 +15,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream import flight_recorder
+from ppstream.control.peer_process import HeldProcess, command, descendants, everybody, of_rank
+from ppstream.control.watchdog import Mark, Watchdog, where
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import (
     OTHER_LEFT,
@@ -25,15 +27,13 @@ from ppstream.core.errors import (
     StoppedEarlyError,
 )
 from ppstream.core.user_code import UserExitError, fault_of, said
-from ppstream.peer_process import HeldProcess, command, descendants, everybody, of_rank
 from ppstream.runs import Run
-from ppstream.watchdog import Mark, Watchdog, where
 from ppstream.wire.messages import Goodbye
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
-    from ppstream.control import Peer
-    from ppstream.lookout import Lookout
+    from ppstream.control.lookout import Lookout
+    from ppstream.control.peer import Peer
 
 LOST_GRACE_S: Final = 1.0  # a rank whose peer is gone leaves by itself within this, or is made to
 CLOSE_GRACE_S: Final = 25.0  # to close all it has opened, once it has decided; torchrun gives 30 s

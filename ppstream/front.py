@@ -21,7 +21,7 @@ import ppstream
 from ppstream import cuda_start, ends, gpu_ranks, meeting
 from ppstream.bringup import bring_up
 from ppstream.config.schema import PipelineConfig
-from ppstream.control import Peer
+from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError, PeerLeftError, PpstreamError
 from ppstream.core.specs import TensorSpec

@@ -37,7 +37,7 @@ from ppstream.unwritten import drawn_for
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
-    from ppstream.control import Peer
+    from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.links import DeviceLink, LauncherStore
     from ppstream.rank0_parts import Rank0Parts

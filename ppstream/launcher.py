@@ -21,9 +21,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from ppstream.config import load
+from ppstream.control.peer_process import HeldProcess, ranks_of
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.ends import CLOSE_GRACE_S, RankEnd
-from ppstream.peer_process import HeldProcess, ranks_of
 from ppstream.placement import ranks_wanted
 from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
 from ppstream.runs import Run

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store, Work
 
-    from ppstream.control import Peer
+    from ppstream.control.peer import Peer
     from ppstream.core.specs import SlotLayout
 
 FRONT: Final = 0  # ranks inside each group

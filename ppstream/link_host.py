@@ -21,7 +21,7 @@ from ppstream.memory import available_bytes
 from ppstream.slots import LinkShape, Order, Slot, make_slots
 
 if TYPE_CHECKING:
-    from ppstream.control import Peer
+    from ppstream.control.peer import Peer
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MIB: Final = 1 << 20

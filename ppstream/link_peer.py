@@ -57,7 +57,7 @@ from ppstream_kernels.cuda_put import Puts
 from ppstream_kernels.cuda_wait import Waits
 
 if TYPE_CHECKING:
-    from ppstream.rendezvous import Store
+    from ppstream.control.rendezvous import Store
     from ppstream.slots import LinkShape
 
 PUT_BYTES: Final = 1 << 16  # of a slot; any where d_in = 1: there the way counts, not A beside it

@@ -21,7 +21,7 @@ from ppstream.link_device import FRONT, layouts, new_device_slots, slot_count
 from ppstream.memops import register_host, unregister_host
 
 if TYPE_CHECKING:
-    from ppstream.rendezvous import Store
+    from ppstream.control.rendezvous import Store
     from ppstream.slots import LinkShape
 
 OFFER, TAKEN = "pinned/offer", "pinned/taken"

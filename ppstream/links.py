@@ -1,8 +1,8 @@
 """The link between rank 0 and a policy rank: one interface, chosen once at start by placement.
 
 A link moves envelopes and results through slots and says when one is complete; permission to send
-is the ledger's (credits.py), liveness the control socket's (control.py). This file also joins the
-launcher's store. The links themselves are ``link_host.py`` and ``link_gloo.py``.
+is the ledger's (credits.py), liveness the control socket's (control/peer.py). This file also joins
+the launcher's store. The links themselves are ``link_host.py`` and ``link_gloo.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch.distributed as dist
 
 from ppstream.arrivals import Arrivals
-from ppstream.control import Peer
+from ppstream.control.peer import Peer
 from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.link_device import BACK, FRONT, DeviceLink
 from ppstream.link_gloo import GlooBack, GlooFront

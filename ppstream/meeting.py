@@ -17,7 +17,10 @@ import msgspec
 
 from ppstream import handshake
 from ppstream.config.schema import PipelineConfig
-from ppstream.control import Peer
+from ppstream.control.heartbeat import Heartbeat
+from ppstream.control.peer import Peer
+from ppstream.control.peer_process import HeldProcess
+from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import (
     ConfigError,
@@ -28,11 +31,8 @@ from ppstream.core.errors import (
 )
 from ppstream.core.specs import TensorSpec
 from ppstream.ends import how_it_ends
-from ppstream.heartbeat import Heartbeat
 from ppstream.links import LauncherStore
-from ppstream.peer_process import HeldProcess
 from ppstream.preflight import policy_problems
-from ppstream.rendezvous import Listener, connect
 from ppstream.runs import Run, boot_id
 from ppstream.wire.messages import (
     WIRE_MAJOR,

@@ -10,15 +10,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from ppstream.control.peer_process import HeldProcess
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, ProtocolError, WatchdogError
 from ppstream.core.user_code import Fault
-from ppstream.peer_process import HeldProcess
 from ppstream.rank0 import Rank0
 from ppstream.wire.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
 
 if TYPE_CHECKING:
-    from ppstream.control import Peer
+    from ppstream.control.peer import Peer
     from ppstream.flight import Flight
 
 POLICY_RANK: Final = 1

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.control import Peer
+    from ppstream.control.peer import Peer
     from ppstream.timestamps import TimestampLog
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from ppstream.control.watchdog import Mark, is_patient
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.user_code import Fault, FirstFaults
@@ -18,7 +19,6 @@ from ppstream.flight import Flight
 from ppstream.ledger_lines import write_ledger, write_reports
 from ppstream.stage_c import Nobody
 from ppstream.time_book import LINK, TimeBook
-from ppstream.watchdog import Mark, is_patient
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig

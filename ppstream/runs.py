@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from ppstream.control.peer_process import start_time
 from ppstream.core.errors import FINAL_CODES, OTHER_LEFT, ConfigError, ExitCode
-from ppstream.peer_process import start_time
 
 SCHEMA: Final = "ppstream.log/1"
 ROBOT_STORY: Final = "robot.txt"  # what the embedded robot says at its end

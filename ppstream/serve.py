@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.config import load
 from ppstream.config.to_toml import as_toml
+from ppstream.control.lookout import Lookout
 from ppstream.core.errors import (
     FINAL_CODES,
     MEANINGS,
@@ -31,7 +32,6 @@ from ppstream.ends import (
     ignore_signals,
     on_signals,
 )
-from ppstream.lookout import Lookout
 from ppstream.report import attribution, cli
 from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
 from ppstream.runs import ROBOT_STORY, Run

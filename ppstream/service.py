@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.action_file import ActionFile
 from ppstream.config.schema import DemoConfig, PipelineConfig
+from ppstream.control.peer_process import bound_command
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.intake import build_intake
 from ppstream.pacing import Pacing, Scheduled, service_pacing
-from ppstream.peer_process import bound_command
 from ppstream.rank0 import Rank0
 from ppstream.record_file import open_recorder
 from ppstream.runs import ROBOT_STORY, Run

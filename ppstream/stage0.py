@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from ppstream import trace
+from ppstream.control.watchdog import Mark, stage_b_limit_ns, watched
 from ppstream.core.clock import now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import ProtocolError
@@ -25,10 +26,9 @@ from ppstream.headers import DURATIONS, EPOCH, FAILED, FAILURES
 from ppstream.paired import Paired
 from ppstream.rank0 import WAIT_MAX_NS
 from ppstream.time_book import LINK, TimeBook
-from ppstream.watchdog import Mark, stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
-    from ppstream.control import Peer
+    from ppstream.control.peer import Peer
     from ppstream.links import FrontLink
 
 SERIAL_LEAD: Final = (

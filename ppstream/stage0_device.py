@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from ppstream.control.watchdog import watched
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
@@ -43,7 +44,6 @@ from ppstream.stage_events import Rank0Times, book_rank0
 from ppstream.timestamps import EnvelopeRecord
 from ppstream.underway import Underway
 from ppstream.unwritten import Results, drawn_for
-from ppstream.watchdog import watched
 
 if TYPE_CHECKING:
     from ppstream.memops import Event

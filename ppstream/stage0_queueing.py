@@ -15,7 +15,7 @@ from ppstream.memops import Routine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ppstream.control import Peer
+    from ppstream.control.peer import Peer
     from ppstream.device_clock import DeviceClock
     from ppstream.flight import Flight
     from ppstream.link_device import DeviceLink, DeviceSlot

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream import trace
+from ppstream.control.watchdog import Mark, is_patient, stage_b_limit_ns, watched
 from ppstream.core.clock import NS_PER_S, now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import PeerLostError
@@ -20,13 +21,12 @@ from ppstream.policy_rank import PolicyRank
 from ppstream.stage import told
 from ppstream.time_book import LINK, TimeBook
 from ppstream.unwritten import INTEGERS, Outputs, failure, rebinding
-from ppstream.watchdog import Mark, is_patient, stage_b_limit_ns, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.control import Peer
+    from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.links import BackLink, Slot
     from ppstream.stage import Policy

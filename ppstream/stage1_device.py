@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from ppstream import trace
+from ppstream.control.watchdog import Mark, is_patient, watched
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
@@ -40,11 +41,10 @@ from ppstream.slots import GENERATION, INDEX
 from ppstream.stage1_queueing import Place, places, sends_from_b
 from ppstream.stage_events import PolicyTimes, book_policy
 from ppstream.unwritten import failure
-from ppstream.watchdog import Mark, is_patient, watched
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
-    from ppstream.control import Peer
+    from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.link_device import DeviceLink
     from ppstream.slots import LinkShape

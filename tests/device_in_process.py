@@ -26,7 +26,7 @@ from pipeline_in_process import Collector, NewestValues
 
 from ppstream import link_counted, memops, stage1_device
 from ppstream.config.schema import PipelineConfig
-from ppstream.control import Peer
+from ppstream.control.peer import Peer
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError
 from ppstream.core.simulated_delay import Delay

@@ -19,7 +19,7 @@ import torch
 
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
-from ppstream.control import Peer
+from ppstream.control.peer import Peer
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError
 from ppstream.core.simulated_delay import Delay

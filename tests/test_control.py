@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from ppstream.control import UNREAD_FRAMES_MAX, Peer
+from ppstream.control.framing import BUFFER_BYTES, FRAME_BYTES_MAX
+from ppstream.control.heartbeat import Heartbeat
+from ppstream.control.peer import UNREAD_FRAMES_MAX, Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, ManualClock, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.core.waiter import Waiter
-from ppstream.frames import BUFFER_BYTES, FRAME_BYTES_MAX
-from ppstream.heartbeat import Heartbeat
 from ppstream.wire import messages
 from ppstream.wire.messages import Bell, Drain, Goodbye, Measured, PhaseChange
 

@@ -8,14 +8,14 @@ import pytest
 from pipeline_in_process import small_config
 
 from ppstream.config.rules import problems
-from ppstream.control import Peer
+from ppstream.control.peer import Peer
+from ppstream.control.peer_process import HeldProcess
+from ppstream.control.watchdog import Mark, Watchdog
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ExitCode, PeerFrozenError, PeerLostError, PolicyError
 from ppstream.ends import Course, PeerLeftError, RankEnd, StoppedEarlyError, how_it_ends
 from ppstream.meeting import telling
-from ppstream.peer_process import HeldProcess
 from ppstream.runs import Run
-from ppstream.watchdog import Mark, Watchdog
 from ppstream.wire.messages import Goodbye
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from ppstream.control.framing import FRAME_BYTES_MAX, LENGTH, FrameReader
 from ppstream.core.errors import ProtocolError
-from ppstream.frames import FRAME_BYTES_MAX, LENGTH, FrameReader
 
 
 def feed(reader: FrameReader, data: bytes) -> list[int]:

@@ -15,7 +15,7 @@ from ppstream.config.schema import (
     StreamConfig,
     WindowConfig,
 )
-from ppstream.control import Peer
+from ppstream.control.peer import Peer
 from ppstream.core.errors import HandshakeError, ProtocolError
 from ppstream.handshake import compare, facts
 from ppstream.runs import Run

@@ -17,20 +17,20 @@ import pytest
 from robot_rig import wait_until
 from test_control import WAIT_NS, PairOfPeers, pump_until, repeat, tcp_pair, two_peers, unix_pair
 
-from ppstream.control import Peer
+from ppstream.control.heartbeat import Heartbeat
+from ppstream.control.peer import Peer
+from ppstream.control.peer_process import HeldProcess
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, ManualClock, now_ns
 from ppstream.core.errors import PeerFrozenError, PeerLeftError, PeerLostError, WatchdogError
 from ppstream.core.waiter import Waiter
-from ppstream.heartbeat import Heartbeat
-from ppstream.peer_process import HeldProcess
 from ppstream.wire import messages
 from ppstream.wire.messages import Goodbye, Measured, PhaseChange
 
 #: A rank that beats its heart until somebody ends it; told to fork, it leaves a child its sockets.
 BEATING_RANK = """
 import os, socket, sys, time
-from ppstream.control import Peer
-from ppstream.heartbeat import Heartbeat
+from ppstream.control.peer import Peer
+from ppstream.control.heartbeat import Heartbeat
 peer, peer.heart = (Peer(socket.socket(fileno=int(fd))) for fd in sys.argv[1:3])
 if "forks" not in sys.argv or os.fork():
     Heartbeat(peer, 10_000_000, lambda: 7).start()

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ppstream.control import Peer
+from ppstream.control.peer import Peer
+from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError, SpecError
 from ppstream.core.specs import SlotLayout, TensorSpec
@@ -37,7 +38,6 @@ from ppstream.links import (
     open_front,
 )
 from ppstream.memory import available_bytes
-from ppstream.rendezvous import Listener, connect
 
 HEADER = ("index", "generation", "epoch", "seq")
 KINDS = ("host", "gloo")
@@ -52,7 +52,7 @@ ECHO_RANK = """
 import sys, time
 import torch
 from ppstream.links import LinkShape, join_store, open_back
-from ppstream.rendezvous import connect
+from ppstream.control.rendezvous import connect
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.core.waiter import Waiter
 torch.set_num_threads(1)

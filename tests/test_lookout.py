@@ -21,11 +21,11 @@ from multirank.ranks import CONFIG as SMALL
 from multirank.ranks import Ranks, free_port
 from robot_rig import wait_until
 
-from ppstream import lookout
+from ppstream.control import lookout
+from ppstream.control.lookout import Lookout
+from ppstream.control.peer_process import HeldProcess, children, of_rank
 from ppstream.core.errors import ExitCode, PeerLostError
 from ppstream.ends import RankEnd
-from ppstream.lookout import Lookout
-from ppstream.peer_process import HeldProcess, children, of_rank
 
 RUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711", "TORCHELASTIC_RESTART_COUNT": "0"}
 LAUNCHED = RUN | {"WORLD_SIZE": "2", "RANK": "0"}
@@ -301,7 +301,7 @@ def test_a_rank_that_has_decided_keeps_its_code_and_is_given_time_to_close(
 #: Rank 0: starts a robot that says where it is, and is killed.
 STARTER = """
 import os, subprocess, sys
-from ppstream.peer_process import bound_command
+from ppstream.control.peer_process import bound_command
 subprocess.Popen(bound_command("lookout_robot", "--endpoint", "x"))
 sys.stdin.read()
 """

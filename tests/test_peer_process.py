@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ppstream.peer_process import HeldProcess
+from ppstream.control.peer_process import HeldProcess
 
 CONNECT = """
 import socket, sys, time

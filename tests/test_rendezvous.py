@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ppstream import rendezvous
+from ppstream.control import rendezvous
+from ppstream.control.rendezvous import ADDRESS_KEY, KEEPALIVE_S, Listener, connect
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError, PeerLostError
-from ppstream.rendezvous import ADDRESS_KEY, KEEPALIVE_S, Listener, connect
 from ppstream.wire.messages import Drain
 
 STRANGER = """

@@ -6,8 +6,15 @@ import time
 
 import pytest
 
+from ppstream.control.watchdog import (
+    INTERVAL_NS,
+    Mark,
+    Watchdog,
+    is_patient,
+    stage_b_limit_ns,
+    watched,
+)
 from ppstream.core.clock import NS_PER_S
-from ppstream.watchdog import INTERVAL_NS, Mark, Watchdog, is_patient, stage_b_limit_ns, watched
 
 LIMIT_NS = NS_PER_S
 

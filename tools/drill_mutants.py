@@ -75,7 +75,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a silent peer counts as frozen",
-        "ppstream/control.py",
+        "ppstream/control/peer.py",
         "        if now_ns - self.last_heard_ns <= frozen_ns:\n",
         "        if frozen_ns:\n",
         "freeze-policy-rank",
@@ -89,7 +89,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the watchdog looks",
-        "ppstream/watchdog.py",
+        "ppstream/control/watchdog.py",
         "            self.look()\n",
         "",
         "policy-never-ends",
@@ -201,14 +201,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "hearts beat while idle",
-        "ppstream/heartbeat.py",
+        "ppstream/control/heartbeat.py",
         "                    self._heart.offer(messages.Heartbeat(self._progress()))\n",
         "                    self._progress()\n",
         "idle",
     ),
     Mutant(
         "the other rank's process is watched, not its sockets alone",
-        "ppstream/heartbeat.py",
+        "ppstream/control/heartbeat.py",
         "            poll.register(self._process.fileno(), select.POLLIN)\n",
         "            pass\n",
         "kill-policy-rank-that-forked",
@@ -222,7 +222,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the launcher is watched",
-        "ppstream/lookout.py",
+        "ppstream/control/lookout.py",
         "                self._lose_launcher(gone)\n",
         "                pass\n",
         "launcher-killed",

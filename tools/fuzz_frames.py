@@ -26,10 +26,10 @@ import zmq
 from fuzz_robots import HANG_S, HOSTILE_SHARE, fuzz_sessions
 from mutations import HOSTILE, mutated
 
-from ppstream.control import Peer
+from ppstream.control.framing import LENGTH
+from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
-from ppstream.frames import LENGTH
 from ppstream.wire import messages as m
 from ppstream.wire.keys import ServerKeys
 from ppstream.wire.zmq_socket import SharedSocket, bind_server, connect_client

@@ -32,16 +32,16 @@ from ppstream.analysis.run_report import RunReport
 from ppstream.bringup import run_saturated, time_standalone, warm_up
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
+from ppstream.control.heartbeat import Heartbeat
+from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import now_ns
 from ppstream.core.waiter import Waiter
 from ppstream.front import begin_run
 from ppstream.headers import link_shape
-from ppstream.heartbeat import Heartbeat
 from ppstream.intake import build_intake
 from ppstream.links import LauncherStore, join_store
 from ppstream.preflight import build_policy
 from ppstream.rank0_parts import rank0_parts
-from ppstream.rendezvous import Listener, connect
 from ppstream.runs import Run
 from ppstream.stage1_device import Stage1Device
 from ppstream.synthetic import SyntheticSource

@@ -1,4 +1,4 @@
-"""Control frames between ranks: length-prefixed, on a socket of their own; see ``control.py``.
+"""Control frames between ranks: length-prefixed, on a socket of their own; see ``control/peer.py``.
 
 Ranks of one run have one version, so an unknown field is an error. ``messages.py`` hands them on.
 """

@@ -15,7 +15,7 @@ import pytest
 from multirank.ranks import CONFIG, JUDGED_AGAIN, SERVED, Ranks, environment_without_ranks
 from robot_rig import wait_until
 
-from ppstream.peer_process import HeldProcess, ranks_of
+from ppstream.control.peer_process import HeldProcess, ranks_of
 
 pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 

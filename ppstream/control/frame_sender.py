@@ -10,9 +10,9 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Final
 
+from ppstream.control.framing import FRAME_BYTES_MAX, LENGTH
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLostError, ProtocolError
-from ppstream.frames import FRAME_BYTES_MAX, LENGTH
 from ppstream.wire import messages
 
 if TYPE_CHECKING:

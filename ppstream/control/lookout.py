@@ -14,9 +14,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from ppstream.control.peer_process import HeldProcess, children, of_rank
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ExitCode, PeerLostError
-from ppstream.peer_process import HeldProcess, children, of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

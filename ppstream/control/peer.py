@@ -1,6 +1,6 @@
 """Peer: the other rank at the end of a control socket: typed frames, doorbells, typed death.
 
-A frame (frames.py) holds one messages.Control; an empty one carries descriptors and nothing else.
+A frame (framing.py) holds one messages.Control; an empty one carries descriptors and nothing else.
 Tensors never travel here, and nothing here decides what a death means. How two ranks find each
 other is ``rendezvous.py``; that a rank lives, whatever its loop does, is said on a second socket,
 its heart (``heartbeat.py``).
@@ -16,6 +16,8 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from ppstream.control.frame_sender import FrameSender
+from ppstream.control.framing import FrameReader
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import (
     PeerFrozenError,
@@ -25,8 +27,6 @@ from ppstream.core.errors import (
     ProtocolError,
     WatchdogError,
 )
-from ppstream.frame_sender import FrameSender
-from ppstream.frames import FrameReader
 from ppstream.wire import messages
 
 if TYPE_CHECKING:

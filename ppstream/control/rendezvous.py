@@ -13,10 +13,10 @@ import socket
 from contextlib import suppress
 from typing import Final, Protocol
 
-from ppstream.control import Peer
+from ppstream.control.peer import Peer
+from ppstream.control.peer_process import user_at_end_of
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError
-from ppstream.peer_process import user_at_end_of
 
 ADDRESS_KEY: Final = "control/address"
 BACKLOG: Final = 16

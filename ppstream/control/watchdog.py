@@ -1,7 +1,7 @@
 """Watchdog: notices a thread of this process that makes no progress, and says which, and where.
 
 Every watched loop counts its turns in a ``Mark``; a thread that owns no lock compares. The other
-rank is not its business: that is the heartbeat's (``control.py``, ``heartbeat.py``). While the
+rank is not its business: that is the heartbeat's (``peer.py``, ``heartbeat.py``). While the
 interpreter itself is held, by a call into C that never lets go of it, no Python thread can run: the
 stacks are then written by a timer that needs none, and the other rank notices the silence.
 """

@@ -19,9 +19,9 @@ from ppstream.wire import messages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ppstream.control import Peer
+    from ppstream.control.peer import Peer
+    from ppstream.control.peer_process import HeldProcess
     from ppstream.core.clock import Clock
-    from ppstream.peer_process import HeldProcess
 
 STOP_LIMIT_S: Final = 5.0
 AWAY_BEATS: Final = 2  # so long without a look, this process was stopped, or its interpreter held
