@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.executed_prefix import Commitment
-    from ppstream.record_items import RowTap
+    from ppstream.recording.items import RowTap
     from ppstream.ring_bank import RingBank
 
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-from ppstream.action_file import ActionFile
 from ppstream.config.schema import DemoConfig, PipelineConfig
 from ppstream.control.peer_process import bound_command
 from ppstream.core.clock import now_ns
@@ -21,14 +20,15 @@ from ppstream.core.errors import ConfigError
 from ppstream.intake import build_intake
 from ppstream.pacing import Pacing, Scheduled, service_pacing
 from ppstream.rank0 import Rank0
-from ppstream.record_file import open_recorder
+from ppstream.recording.action_file import ActionFile
+from ppstream.recording.mcap_writer import open_recorder
 from ppstream.runs import ROBOT_STORY, Run
 from ppstream.sensor_state import Change, SensorState
 from ppstream.sessions import Sessions
 from ppstream.sources import RecordedSource, Source
 
 if TYPE_CHECKING:
-    from ppstream.recorder import Recorder
+    from ppstream.recording.recorder import Recorder
     from ppstream.stage_c import Emitter
 
 logger = logging.getLogger("ppstream")

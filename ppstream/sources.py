@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.core.clock import NS_PER_S
-from ppstream.recording import load_recording
+from ppstream.recording.recording import load_recording
+from ppstream.recording.window_schedule import schedule_of
 from ppstream.sample_ledger import CLOCK_JUMP
-from ppstream.schedules import schedule_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ppstream.core.simulated_delay import Delay
     from ppstream.flight import Flight
     from ppstream.intake import Intake
-    from ppstream.recorder import Recorder
+    from ppstream.recording.recorder import Recorder
 
 
 class StageA:

@@ -21,7 +21,7 @@ from ppstream.check import describe
 from ppstream.config import load
 from ppstream.core.errors import ConfigError, GateFailedError
 from ppstream.core.specs import TensorSpec
-from ppstream.recording import load_recording
+from ppstream.recording.recording import load_recording
 
 A_S, B_S, C_S = 0.006, 0.008, 0.0005
 STEPS, DT_NS, SEEN = 64, 4_000_000, 16  # of the window; how many of its newest are looked at

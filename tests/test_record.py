@@ -29,11 +29,11 @@ from ppstream.config.schema import PipelineConfig, RecordConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.pacing import OnSample, Scheduled
-from ppstream.record_file import RecordFile, open_recorder
-from ppstream.record_items import Line, Samples
-from ppstream.record_messages import Body, json_schema, parse_topic, topic
-from ppstream.recorder import Recorder
-from ppstream.recording import load_recording
+from ppstream.recording.items import Line, Samples
+from ppstream.recording.mcap_schema import Body, json_schema, parse_topic, topic
+from ppstream.recording.mcap_writer import RecordFile, open_recorder
+from ppstream.recording.recorder import Recorder
+from ppstream.recording.recording import load_recording
 from ppstream.sources import RecordedSource
 from ppstream.synthetic import SyntheticSource
 

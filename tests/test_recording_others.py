@@ -15,8 +15,8 @@ from stream_cases import MS, Input, config, stream
 
 from ppstream.config.schema import RecordedAs, StreamConfig
 from ppstream.core.errors import ConfigError
-from ppstream.recording import Track, load_recording
-from ppstream.recording_fields import FieldReader, nanoseconds
+from ppstream.recording.field_reader import FieldReader, nanoseconds
+from ppstream.recording.recording import Track, load_recording
 from ppstream.sources import RecordedSource
 
 DATA = os.environ.get("PPSTREAM_TEST_DATA")

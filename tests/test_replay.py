@@ -21,7 +21,7 @@ from ppstream.config.schema import PipelineConfig, RecordConfig, ServiceConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter
-from ppstream.record_file import open_recorder
+from ppstream.recording.mcap_writer import open_recorder
 from ppstream.sessions import Sessions
 from ppstream.wire.messages import ActionChunk
 

@@ -14,8 +14,8 @@ from robot_rig import MS, make_chunk
 
 from ppstream.config import load
 from ppstream.core.errors import ExitCode
-from ppstream.record_file import RecordFile
-from ppstream.record_items import Cut, Emitted, Item, Line, Samples
+from ppstream.recording.items import Cut, Emitted, Item, Line, Samples
+from ppstream.recording.mcap_writer import RecordFile
 
 S = 1000 * MS
 ROBOT_NS = 7 * S  # the robot's clock is so far ahead of rank 0's

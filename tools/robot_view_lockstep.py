@@ -17,8 +17,8 @@ import torch
 
 from ppstream.config import load
 from ppstream.core.clock import NS_PER_MS
-from ppstream.record_file import RecordFile
-from ppstream.record_items import Cut, Emitted, Item, Samples
+from ppstream.recording.items import Cut, Emitted, Item, Samples
+from ppstream.recording.mcap_writer import RecordFile
 from ppstream_stages.cartpole import decode, policy
 from ppstream_stages.cartpole.layout import LEASE_NS
 from ppstream_stages.cartpole.lockstep import (

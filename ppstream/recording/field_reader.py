@@ -16,7 +16,7 @@ import numpy as np
 
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError
-from ppstream.recording import Track
+from ppstream.recording.recording import Track
 
 if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig

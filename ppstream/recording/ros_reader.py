@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppstream.core.errors import ConfigError
-from ppstream.recording import Recording
-from ppstream.recording_fields import FieldReader
+from ppstream.recording.field_reader import FieldReader
+from ppstream.recording.recording import Recording
 
 if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig

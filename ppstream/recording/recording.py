@@ -1,8 +1,8 @@
 """Recording: sensor streams read from a file, as they were recorded.
 
 Read here are ``.npz`` with ``<stream>.stamps_ns`` (int64 ``[n]``) and ``<stream>.values`` (floats
-``[n, dim]``) for each stream, and the ``.npy`` table of a Franka arm; ``recording_mcap.py``,
-``recording_ulog.py`` and ``recording_ros.py`` read others. Nothing is repaired: gaps, repeats and
+``[n, dim]``) for each stream, and the ``.npy`` table of a Franka arm; ``mcap_reader.py``,
+``ulog_reader.py`` and ``ros_reader.py`` read others. Nothing is repaired: gaps, repeats and
 disorder are what a replay is for. Who plays it is ``sources.py`` (rank 0) or ``tools/replay.py``
 (as a robot); no torch here.
 """
@@ -184,15 +184,15 @@ def unreadable(path: Path, error: Exception, where: str = "") -> ConfigError:
 
 def _load(path: Path, streams: Sequence[StreamConfig], robot: str | None) -> Recording:
     if path.is_dir() or path.suffix == ".bag":
-        from ppstream.recording_ros import load_bag
+        from ppstream.recording.ros_reader import load_bag
 
         return load_bag(path, streams)
     if path.suffix == ".mcap":
-        from ppstream.recording_mcap import load_mcap
+        from ppstream.recording.mcap_reader import load_mcap
 
         return load_mcap(path, streams, robot)
     if path.suffix == ".ulg":
-        from ppstream.recording_ulog import load_ulog
+        from ppstream.recording.ulog_reader import load_ulog
 
         return load_ulog(path, streams)
     return _load_numpy(path)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ppstream.core.errors import ConfigError
-from ppstream.recording import Recording, Track
+from ppstream.recording.recording import Recording, Track
 
 if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig

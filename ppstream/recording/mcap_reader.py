@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from ppstream.core.errors import ConfigError
-from ppstream.record_messages import (
+from ppstream.recording.field_reader import FieldReader
+from ppstream.recording.mcap_schema import (
     METADATA,
     RESETS,
     SAMPLES,
@@ -28,8 +29,7 @@ from ppstream.record_messages import (
     need_mcap,
     parse_topic,
 )
-from ppstream.recording import Recording, Step, Track, unreadable
-from ppstream.recording_fields import FieldReader
+from ppstream.recording.recording import Recording, Step, Track, unreadable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -151,7 +151,7 @@ def _decoder(path: Path, found: Found) -> Callable[[bytes], object]:
     if found.encoding == "json":
         return msgspec.json.Decoder().decode
     if found.encoding == "cdr" and found.schema is not None:
-        from ppstream.recording_ros import cdr_decoder
+        from ppstream.recording.ros_reader import cdr_decoder
 
         return cdr_decoder(found.schema.name, found.schema.encoding, found.schema.data.decode())
     raise ConfigError(

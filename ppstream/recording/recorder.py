@@ -2,7 +2,7 @@
 
 The loops copy some hundred bytes into a bounded queue and never wait. When the disk, or the reader
 of a pipe, is slower than the run or gone, what does not fit is dropped and counted, and the run
-goes on. What a recording looks like is ``record_file.py``'s.
+goes on. What a recording looks like is ``mcap_writer.py``'s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from ppstream.core.clock import now_ns
-from ppstream.record_items import Cleared, Cut, Emitted, Item, Line, RowTap, Samples
+from ppstream.recording.items import Cleared, Cut, Emitted, Item, Line, RowTap, Samples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.record_items import Cleared, Cut, Emitted, Item, Line, Samples
-from ppstream.record_messages import (
+from ppstream.recording.items import Cleared, Cut, Emitted, Item, Line, Samples
+from ppstream.recording.mcap_schema import (
     ACTIONS,
     EVENTS_TOPIC,
     METADATA,
@@ -38,7 +38,7 @@ from ppstream.record_messages import (
     need_mcap,
     topic,
 )
-from ppstream.recorder import Recorder
+from ppstream.recording.recorder import Recorder
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig, StreamConfig

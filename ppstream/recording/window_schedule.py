@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
-from ppstream.recording import Recording, Step
+from ppstream.recording.recording import Recording, Step
 
 if TYPE_CHECKING:
     from pathlib import Path
