@@ -8,12 +8,13 @@ from typing import Final
 
 import torch
 
-from ppstream import cuda_start, ends, gpu_ranks, meeting
+from ppstream import ends, gpu_ranks, meeting
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter
+from ppstream.cuda import startup
 from ppstream.front import SWITCH_INTERVAL_S
 from ppstream.headers import link_shape
 from ppstream.links import LauncherStore, join_store, open_back
@@ -77,7 +78,7 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
             on_gpu: gpu_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
                 if device.type == "cuda":
-                    cuda_start.start(device)
+                    startup.start(device)
                 policy = build_policy(config, device)
                 if placement.is_device_ordered:
                     on_gpu = gpu_ranks.prepare_policy(policy, config, device, end.run.run_id)

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from ppstream import cuda_start
 from ppstream.analysis.period_model import PipelineForm, StageTimes, latency, limiting_term, period
 from ppstream.config.rules import rank_problems
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import SlotLayout
+from ppstream.cuda import startup
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.link_device import AHEAD, slot_count
@@ -48,11 +48,11 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
             config,
             world_size,
             local_world_size or world_size,
-            has_peer_access=cuda_start.peer_access(config),
+            has_peer_access=startup.peer_access(config),
         )
-        found += cuda_start.missing(config)
+        found += startup.missing(config)
     with _collecting(found):
-        policy = build_policy(config, cuda_start.device_to_build_on(config))
+        policy = build_policy(config, startup.device_to_build_on(config))
         found += policy_problems(config, inputs, policy.inputs, policy.outputs)
     with _collecting(found):
         server_keys(config.service.secret_key, config.service.allowed_keys)
@@ -111,14 +111,14 @@ def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]
         return
     yield "\ndevices"
     for plan in plans:
-        about = cuda_start.facts(plan.device)
+        about = startup.facts(plan.device)
         if about is not None:
             memory = f"{_bytes(about.memory_bytes)}, {about.capability}"
             yield _row(plan.device, f"{about.name}, {memory}, for rank {plan.rank}")
     if len(plans) > 1:
-        reached = "yes, both ways" if cuda_start.peer_access(config) else "no"
+        reached = "yes, both ways" if startup.peer_access(config) else "no"
         yield _row("peer access", reached)
-    for name, text in cuda_start.versions():
+    for name, text in startup.versions():
         yield _row(name, text)
 
 

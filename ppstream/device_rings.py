@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from ppstream.core.errors import ConfigError
-from ppstream.cuda_streams import torch_stream
+from ppstream.cuda.streams import torch_stream
 from ppstream.device_blocks import GUARD, WORD_BYTES, BlockWriter, FramePiece
 from ppstream_kernels import cuda_rings
 

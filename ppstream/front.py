@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 import ppstream
-from ppstream import cuda_start, ends, gpu_ranks, meeting
+from ppstream import ends, gpu_ranks, meeting
 from ppstream.bringup import bring_up
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError, PeerLeftError, PpstreamError
 from ppstream.core.specs import TensorSpec
+from ppstream.cuda import startup
 from ppstream.headers import link_shape
 from ppstream.inline import Inline
 from ppstream.intake import Intake, build_intake
@@ -187,7 +188,7 @@ def _inline(
 ) -> Inline:
     device = torch.device(config.placement.policy)
     if device.type == "cuda":
-        cuda_start.start(device)
+        startup.start(device)
     policy = build_policy(config, device)
     if problems := policy_problems(config, inputs, policy.inputs, policy.outputs):
         raise ConfigError(problems)

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ppstream.cuda_start import started
+from ppstream.cuda.startup import started
 
 
 class GpuMemory(NamedTuple):

@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ppstream import cuda_start, meeting
+from ppstream import meeting
 from ppstream.config.rules import rank_problems
 from ppstream.core.errors import ConfigError
-from ppstream.cuda_streams import stream as cuda_stream
-from ppstream.cuda_streams import torch_stream
-from ppstream.device_clock import DeviceClock
+from ppstream.cuda import startup
+from ppstream.cuda.busy_kernel import GpuWork
+from ppstream.cuda.device_clock import DeviceClock
+from ppstream.cuda.driver import DeviceProbe
+from ppstream.cuda.streams import stream as cuda_stream
+from ppstream.cuda.streams import torch_stream
 from ppstream.link_device import run_ahead
 from ppstream.link_latency import measure
 from ppstream.links import BACK, FRONT, OPEN_TIMEOUT_S, open_device
-from ppstream.memops import DeviceProbe
 from ppstream.placement import Placement, place
 from ppstream.policy_graph import GraphedPolicy, prepared_policy
 from ppstream.policy_staged import StagedPolicy, zeros
-from ppstream.simulate_gpu import GpuWork
 from ppstream.stage0_device import Stage0Device
 from ppstream.stage0_queueing import Parts as FrontParts
 from ppstream.stage0_queueing import Streams
@@ -63,7 +64,7 @@ def place_here(config: PipelineConfig, world_size: int) -> Placement:
         config,
         world_size,
         meeting.ranks_on_this_host(world_size),
-        has_peer_access=cuda_start.peer_access(config),
+        has_peer_access=startup.peer_access(config),
     )
 
 
@@ -81,7 +82,7 @@ def open_stage0(
     """
     config = parts.config
     device = torch.device(placement.ranks[0].device)
-    cuda_start.start(device)
+    startup.start(device)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     stream = torch_stream("a")
     torch.cuda.set_stream(stream)

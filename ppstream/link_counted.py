@@ -18,17 +18,17 @@ import torch
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.core.specs import ALIGNMENT_BYTES
-from ppstream.cuda_streams import stream
+from ppstream.cuda.driver import WRAP
+from ppstream.cuda.streams import stream
 from ppstream.link_device import Headers, new_device_slots
-from ppstream.memops import WRAP
 from ppstream_kernels.cuda_put import Route
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ppstream.core.specs import SlotLayout
+    from ppstream.cuda.driver import CudaStream
     from ppstream.link_device import DeviceSlot
-    from ppstream.memops import CudaStream
     from ppstream.slots import LinkShape
 
 COUNTER_BYTES: Final = 256  # of a counter: a line of its own

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.core.specs import SlotLayout
-    from ppstream.memops import CudaStream
+    from ppstream.cuda.driver import CudaStream
     from ppstream.slots import LinkShape, Slot
 
 #: Envelopes that a host queues beyond D_in, at most: it may be late by as many periods.

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError
+from ppstream.cuda.driver import Event
 from ppstream.link_device import FRONT
-from ppstream.memops import Event
 
 if TYPE_CHECKING:
     from ppstream.link_device import DeviceLink

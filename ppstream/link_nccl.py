@@ -44,7 +44,7 @@ import torch.distributed as dist
 
 from ppstream import flight_recorder
 from ppstream.core.errors import PeerLostError, ProtocolError
-from ppstream.cuda_streams import stream as own_stream
+from ppstream.cuda.streams import stream as own_stream
 from ppstream.link_device import FRONT, Headers, layouts, new_device_slots, slot_count
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store
 
-    from ppstream.memops import CudaStream
+    from ppstream.cuda.driver import CudaStream
     from ppstream.slots import LinkShape
 
 SETTINGS: Final = {

@@ -16,9 +16,9 @@ interpreter's lock, cannot be repeated with a new process, and needs a process g
 
 What faults of GPUs ask for, one by one:
 
-1. *32 connections*: ``cuda_start.py`` sets and checks it, and ``cuda_streams.py`` gives those that
-   wait, and those that must move meanwhile, a connection each. At most two streams of a rank wait
-   for a counter: the link's, on which only receipts are queued, and that of a stage that has
+1. *32 connections*: ``cuda/startup.py`` sets and checks it, and ``cuda/streams.py`` gives those
+   that wait, and those that must move meanwhile, a connection each. At most two streams of a rank
+   wait for a counter: the link's, on which only receipts are queued, and that of a stage that has
    nothing to do before the slot is there; or, of a lone envelope, A's and C's.
 2. *Load and allocate first*: the kernels of sends and waits have run once before the link is open,
    and the loops run every stage on every slot before they queue a wait.
@@ -50,9 +50,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream.core.errors import ProtocolError
+from ppstream.cuda.driver import MappedMemory, Memory
 from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
 from ppstream.link_device import BACK, FRONT, device_slots, layouts, slot_count
-from ppstream.memops import MappedMemory, Memory
 from ppstream_kernels.cuda_put import Puts
 from ppstream_kernels.cuda_wait import Waits
 

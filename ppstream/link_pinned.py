@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError
+from ppstream.cuda.driver import register_host, unregister_host
 from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
 from ppstream.link_device import FRONT, layouts, new_device_slots, slot_count
-from ppstream.memops import register_host, unregister_host
 
 if TYPE_CHECKING:
     from ppstream.control.rendezvous import Store

@@ -15,7 +15,7 @@ import torch
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
-from ppstream.memops import graph_nodes
+from ppstream.cuda.driver import graph_nodes
 from ppstream.policy_compile import compiled
 from ppstream.unwritten import INTEGERS, FilledPolicy
 

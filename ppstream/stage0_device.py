@@ -46,7 +46,7 @@ from ppstream.underway import Underway
 from ppstream.unwritten import Results, drawn_for
 
 if TYPE_CHECKING:
-    from ppstream.memops import Event
+    from ppstream.cuda.driver import Event
     from ppstream.slots import Slot
     from ppstream.stage0_queueing import Parts
     from ppstream.stage_a_device import DeviceStageA

@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream import trace
+from ppstream.cuda.driver import Routine
 from ppstream.link_device import pinned_slots
-from ppstream.memops import Routine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ppstream.control.peer import Peer
-    from ppstream.device_clock import DeviceClock
+    from ppstream.cuda.busy_kernel import GpuWork
+    from ppstream.cuda.device_clock import DeviceClock
+    from ppstream.cuda.driver import CudaStream, Event
     from ppstream.flight import Flight
     from ppstream.link_device import DeviceLink, DeviceSlot
-    from ppstream.memops import CudaStream, Event
-    from ppstream.simulate_gpu import GpuWork
     from ppstream.slots import LinkShape, Slot
     from ppstream.stage_a_device import DeviceStageA
     from ppstream.underway import Marks

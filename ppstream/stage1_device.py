@@ -31,11 +31,11 @@ from ppstream.control.watchdog import Mark, is_patient, watched
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
-from ppstream.cuda_streams import stream
-from ppstream.device_clock import DeviceClock
+from ppstream.cuda.device_clock import DeviceClock
+from ppstream.cuda.driver import Event
+from ppstream.cuda.streams import stream
 from ppstream.headers import EPOCH, FAILURES
 from ppstream.link_device import most_queued
-from ppstream.memops import Event
 from ppstream.policy_rank import PolicyRank
 from ppstream.slots import GENERATION, INDEX
 from ppstream.stage1_queueing import Place, places, sends_from_b

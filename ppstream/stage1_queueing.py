@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ppstream.memops import Event, Routine
+from ppstream.cuda.driver import Event, Routine
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ppstream.cuda.driver import CudaStream
     from ppstream.link_device import DeviceLink, DeviceSlot
-    from ppstream.memops import CudaStream
 
 
 class Place(NamedTuple):

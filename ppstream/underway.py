@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ppstream.memops import Event
+from ppstream.cuda.driver import Event
 from ppstream.queue_history import Move, QueueHistory
 from ppstream.rhythm import Rhythm
 from ppstream.stage_events import Rank0Times
 
 if TYPE_CHECKING:
     from ppstream.credits import CreditLedger
-    from ppstream.device_clock import DeviceClock
+    from ppstream.cuda.device_clock import DeviceClock
     from ppstream.flight import Flight
 
 

@@ -24,7 +24,7 @@ from host_windows import HostWindows
 from linked_ends import linked
 from pipeline_in_process import Collector, NewestValues
 
-from ppstream import link_counted, memops, stage1_device
+from ppstream import link_counted, stage1_device
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.peer import Peer
 from ppstream.core.clock import now_ns
@@ -32,12 +32,13 @@ from ppstream.core.errors import PeerLostError
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
+from ppstream.cuda import driver
+from ppstream.cuda.device_clock import DeviceClock
+from ppstream.cuda.driver import Call, CudaStream, DeviceProbe
 from ppstream.decode import CopyDecoder
-from ppstream.device_clock import DeviceClock
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.link_device import run_ahead
-from ppstream.memops import Call, CudaStream, DeviceProbe
 from ppstream.pacing import Pacing, Saturated
 from ppstream.slots import LinkShape
 from ppstream.sources import Source
@@ -133,7 +134,7 @@ class DevicePipeline:
     ) -> None:
         self._a_s, self._c_s, self._a_kernels = a_s, c_s, a_kernels
         self.driver = FakeDriver()
-        patch.setattr(memops, "driver", lambda: self.driver)
+        patch.setattr(driver, "driver", lambda: self.driver)
         for module in (link_counted, stage1_device):
             patch.setattr(module, "stream", lambda role: CudaStream())
         patch.setattr("torch.cuda.synchronize", lambda device=None: None)

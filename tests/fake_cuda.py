@@ -1,10 +1,10 @@
 """A CUDA driver without a GPU: streams are threads, device memory is this process's own.
 
-As much of cuda.bindings.driver as ``memops.py`` calls for loops and counted links, with its order:
-what is queued on a stream runs one after the other, and streams wait for events and values only.
-Time is CLOCK_MONOTONIC, but for how late a thread wakes up: what a stream does begins when it was
-queued, or when what it waited for happened, whichever is later, and what is no kernel takes 1 µs.
-So stamps keep the order that a device would give them, however busy the machine is.
+As much of cuda.bindings.driver as ``cuda/driver.py`` calls for loops and counted links, with its
+order: what is queued on a stream runs one after the other, and streams wait for events and values
+only. Time is CLOCK_MONOTONIC, but for how late a thread wakes up: what a stream does begins when it
+was queued, or when what it waited for happened, whichever is later, and what is no kernel takes 1
+µs. So stamps keep the order that a device would give them, however busy the machine is.
 Not a model of speed, and kernels are plain functions (``queue_call``).
 """
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS
+from ppstream.cuda.driver import CudaStream
 from ppstream.flight import Flight, name_rows, owners_of
 from ppstream.intake import Intake
 from ppstream.link_device import DeviceSlot, pinned_slots
-from ppstream.memops import CudaStream
 from ppstream.slots import LinkShape
 from ppstream.window import WindowInfo
 

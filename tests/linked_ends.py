@@ -10,10 +10,11 @@ import pytest
 import torch
 from fake_cuda import FakeDriver
 
-from ppstream import link_counted, memops
+from ppstream import link_counted
+from ppstream.cuda import driver
+from ppstream.cuda.driver import CudaStream
 from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
 from ppstream.link_device import device_slots, slot_count
-from ppstream.memops import CudaStream
 from ppstream.slots import LinkShape
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ D = TypeVar("D", bound=FakeDriver)
 @contextmanager
 def driven_by(fake: D, patch: pytest.MonkeyPatch) -> Iterator[D]:
     """Counted links ask ``fake``; nothing that it did may have failed."""
-    patch.setattr(memops, "driver", lambda: fake)
+    patch.setattr(driver, "driver", lambda: fake)
     patch.setattr(link_counted, "stream", lambda role: CudaStream())
     patch.setattr("torch.cuda.synchronize", lambda device=None: None)
     yield fake

@@ -18,7 +18,7 @@ from ppstream import block_timing
 from ppstream.attribution import Attribution, block
 from ppstream.block_timing import STOP_REASON, time_blocks
 from ppstream.core.clock import now_ns
-from ppstream.memops import Event
+from ppstream.cuda.driver import Event
 from ppstream.report import attribution
 from ppstream.synthetic import SyntheticSource
 from ppstream.wire.messages import PhaseChange

@@ -12,10 +12,10 @@ import pytest
 import torch
 from test_check import TABLE, config, given, row  # noqa: F401 - a fixture
 
-from ppstream import cuda_start
 from ppstream.check import describe
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
+from ppstream.cuda import startup
 
 GPUS = {"rank0": "cuda:0", "policy": "cuda:1"}
 
@@ -60,7 +60,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64 << 10, 64 << 10))
-    monkeypatch.setenv(cuda_start.CONNECTIONS, "32")
+    monkeypatch.setenv(startup.CONNECTIONS, "32")
     return found
 
 
@@ -88,7 +88,7 @@ def test_what_drives_the_gpus_is_named_by_version() -> None:
     assert row(text, "driver") == "driver 580.159.04, for CUDA 13.1"
     assert row(text, "NVRTC") == "NVRTC 13.0"
     assert row(text, "lockable") == "lockable memory 64 KiB"
-    assert row(text, cuda_start.CONNECTIONS) == f"{cuda_start.CONNECTIONS} 32"
+    assert row(text, startup.CONNECTIONS) == f"{startup.CONNECTIONS} 32"
 
 
 @pytest.mark.parametrize("reaches", [set(), {(0, 1)}, {(1, 0)}])

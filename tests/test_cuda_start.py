@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from ppstream import cuda_start
 from ppstream.core.errors import ConfigError
+from ppstream.cuda import startup
 
 
 def test_connections_are_asked_for_where_nobody_did() -> None:
     environment: dict[str, str] = {}
-    cuda_start.settle_connections(environment)
+    startup.settle_connections(environment)
     assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    cuda_start.settle_connections(environment)  # and again, by the other door
+    startup.settle_connections(environment)  # and again, by the other door
 
 
 @pytest.mark.parametrize("asked", ["1", "8", "31", "many", ""])
 def test_too_few_connections_are_refused(asked: str) -> None:
     with pytest.raises(ConfigError, match=r"CUDA_DEVICE_MAX_CONNECTIONS.*want 32"):
-        cuda_start.settle_connections({"CUDA_DEVICE_MAX_CONNECTIONS": asked})
+        startup.settle_connections({"CUDA_DEVICE_MAX_CONNECTIONS": asked})
 
 
 def test_connections_are_refused_when_cuda_is_ahead_of_them(
@@ -26,4 +26,4 @@ def test_connections_are_refused_when_cuda_is_ahead_of_them(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     with pytest.raises(ConfigError, match="CUDA has started already"):
-        cuda_start.settle_connections({})
+        startup.settle_connections({})

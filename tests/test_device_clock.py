@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ppstream.core.clock import NS_PER_S
-from ppstream.device_clock import (
+from ppstream.cuda.device_clock import (
     BRACKET_MAX_NS,
     KEPT_NS,
     RENEW_NS,

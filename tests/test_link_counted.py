@@ -17,9 +17,9 @@ from linked_ends import driven_by, linked
 from ppstream import link_counted, link_latency
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.cuda.driver import CudaStream, Event
 from ppstream.link_counted import CountedLink
 from ppstream.link_device import BACK, FRONT
-from ppstream.memops import CudaStream, Event
 from ppstream.slots import LinkShape
 
 HEADER = ("index", "generation", "epoch", "seq")

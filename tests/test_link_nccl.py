@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from fake_cuda import FakeDriver
 
-from ppstream import link_nccl, memops
+from ppstream import link_nccl
 from ppstream.core.errors import PeerLostError
 from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.cuda import driver as memops
+from ppstream.cuda.driver import CudaStream
 from ppstream.link_device import BACK, FRONT
 from ppstream.link_nccl import NOTE_VALUES, PARKED_BYTES, NcclLink
-from ppstream.memops import CudaStream
 from ppstream.slots import LinkShape
 
 HEADER = ("index", "generation", "epoch", "seq")

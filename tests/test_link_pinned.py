@@ -14,10 +14,10 @@ from fake_cuda import FakeDriver
 from linked_ends import driven_by
 
 from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.cuda.driver import CudaStream, Event
 from ppstream.link_device import BACK, FRONT
 from ppstream.link_pinned import PinnedLink
 from ppstream.links import LauncherStore
-from ppstream.memops import CudaStream, Event
 from ppstream.slots import LinkShape
 
 HEADER = ("index", "generation", "epoch", "seq")

@@ -15,8 +15,8 @@ from fake_put import FakePuts
 from linked_ends import driven_by, linked
 
 from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.cuda.driver import CudaStream
 from ppstream.link_counted import CountedLink
-from ppstream.memops import CudaStream
 from ppstream.slots import LinkShape
 
 ROUNDS, TRIPS = 3, 5

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 from fake_cuda import FakeDriver, queue_call
 
-from ppstream import memops
-from ppstream.memops import Call, CudaStream, DeviceError, Event, Routine
+from ppstream.cuda import driver as memops
+from ppstream.cuda.driver import Call, CudaStream, DeviceError, Event, Routine
 
 
 @pytest.fixture

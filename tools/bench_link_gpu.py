@@ -101,13 +101,13 @@ def child(ways: list[str], output: Path) -> int:
     import torch
     from link_rounds import throw
 
-    from ppstream import cuda_start
+    from ppstream.cuda import startup
     from ppstream.links import join_store
 
     store = join_store()
     is_front = store.rank == 0
     device = torch.device("cuda", store.rank)
-    cuda_start.start(device)
+    startup.start(device)
     rows: list[dict[str, Any]] = []
     names = {size: name for name, size in SIZES.items()}
     if is_front:

@@ -271,7 +271,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a link that refuses has a code of its own",
-        "ppstream/memops.py",
+        "ppstream/cuda/driver.py",
         "    exit_code = ExitCode.POISONED\n",
         "",
         "link-refuses",
@@ -313,7 +313,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "what the driver refuses ends the rank",
-        "ppstream/memops.py",
+        "ppstream/cuda/driver.py",
         "    exit_code = ExitCode.POISONED\n",
         "",
         "policy-reads-beyond-memory",

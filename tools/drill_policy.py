@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ppstream.core.specs import TensorSpec
+from ppstream.cuda.busy_kernel import GpuWork
+from ppstream.cuda.driver import DeviceError
 from ppstream.link_host import HostBack
-from ppstream.memops import DeviceError
-from ppstream.simulate_gpu import GpuWork
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from ppstream.core.specs import SlotLayout, TensorSpec
-from ppstream.cuda_streams import stream as own_stream
+from ppstream.cuda.driver import CudaStream, Event, checked, driver
+from ppstream.cuda.streams import stream as own_stream
 from ppstream.link_nccl import NcclLink
 from ppstream.link_peer import PeerLink
 from ppstream.link_pinned import PinnedLink
 from ppstream.links import BACK, FRONT, LauncherStore
-from ppstream.memops import CudaStream, Event, checked, driver
 from ppstream.slots import LinkShape
 
 ROUNDS: Final = 9

@@ -25,7 +25,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ppstream import cuda_start, gpu_ranks, meeting
+from ppstream import gpu_ranks, meeting
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.run_report import RunReport
@@ -36,6 +36,7 @@ from ppstream.control.heartbeat import Heartbeat
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import now_ns
 from ppstream.core.waiter import Waiter
+from ppstream.cuda import startup
 from ppstream.front import begin_run
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
@@ -123,8 +124,8 @@ def run_cells(cells: Sequence[Cell], least: int, report: Any) -> None:
     sys.setswitchinterval(0.0005)
     torch.set_num_threads(1)
     store = join_store()
-    cuda_start.settle_connections()
-    cuda_start.start(torch.device("cuda", store.rank))
+    startup.settle_connections()
+    startup.start(torch.device("cuda", store.rank))
     root = _shared_folder(store)
     with ExitStack() as stack:
         if store.rank == 0:

@@ -15,7 +15,7 @@ from ppstream.config.schema import Count, NonNegative
 from ppstream.core.errors import ConfigError
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.specs import TensorSpec
-from ppstream.simulate_gpu import GpuWork
+from ppstream.cuda.busy_kernel import GpuWork
 
 if TYPE_CHECKING:
     import torch

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ppstream import cuda_start
 from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.cuda import startup
+from ppstream.cuda.driver import CudaStream, Event
 from ppstream.link_latency import measure
 from ppstream.link_nccl import NcclLink
 from ppstream.link_peer import PeerLink
 from ppstream.links import BACK, FRONT, LauncherStore, join_store, open_device
-from ppstream.memops import CudaStream, Event
 from ppstream.slots import LinkShape
 
 MESSAGES = 200
@@ -59,7 +59,7 @@ class End:
         self.store = join_store()
         self.is_front = self.store.rank == 0
         self.device = torch.device("cuda", self.store.rank)
-        cuda_start.start(self.device)
+        startup.start(self.device)
         torch.cuda.set_stream(torch.cuda.Stream())
         self.stream = CudaStream(torch.cuda.current_stream().cuda_stream)
         self.events = [[Event() for _ in range(3)] for _ in range(MESSAGES)]

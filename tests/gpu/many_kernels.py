@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppstream import simulate_gpu
 from ppstream.core.specs import TensorSpec
+from ppstream.cuda import busy_kernel
 from ppstream.decode import CopyDecoder
 
 SIDE = 64
@@ -79,5 +79,5 @@ def build_decoder(options: Mapping[str, Any], actions: Any) -> CopyDecoder:
         self.kernels.count = count
         self.kernels.queue()
 
-    simulate_gpu.GpuWork._products = products  # type: ignore[method-assign]
+    busy_kernel.GpuWork._products = products  # type: ignore[method-assign]
     return CopyDecoder()

@@ -20,7 +20,7 @@ READ_LIMIT_S = 0.5
 OTHER_THREAD = """
 import threading, torch
 from ppstream import cuda_start, gpu_memory
-from ppstream.memops import driver
+from ppstream.cuda.driver import driver
 device = torch.device("cuda", torch.cuda.device_count() - 1)
 cuda_start.start(device)
 held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
@@ -47,10 +47,11 @@ def test_another_thread_reads_this_ranks_device_and_touches_no_other() -> None:
 
 
 def test_reading_does_not_wait_for_a_stream_that_waits() -> None:
-    from ppstream import cuda_start, gpu_memory
-    from ppstream.cuda_streams import stream
+    from ppstream import gpu_memory
+    from ppstream.cuda import startup
+    from ppstream.cuda.streams import stream
 
-    cuda_start.start(torch.device("cuda:0"))
+    startup.start(torch.device("cuda:0"))
     gpu_memory.note_allocator()
     gpu_memory.note_room()  # loads what it needs
     gate = torch.zeros(1, dtype=torch.int32, device="cuda:0")

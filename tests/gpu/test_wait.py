@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ppstream.memops import CudaStream, Event
+from ppstream.cuda.driver import CudaStream, Event
 from ppstream_kernels.cuda_put import Puts, Route
 from ppstream_kernels.cuda_wait import Waits
 

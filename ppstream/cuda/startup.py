@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from ppstream.core.errors import ConfigError
-from ppstream.cuda_streams import stream
+from ppstream.cuda.streams import stream
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.memops import Call
+from ppstream.cuda.driver import Call
 
 if TYPE_CHECKING:
-    from ppstream.memops import CudaStream
+    from ppstream.cuda.driver import CudaStream
 
 SIDE: Final = 512  # of a product: some 3 µs on a large GPU
 TIMED: Final = 400  # products that the calibration times

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 
-from ppstream.memops import CudaStream
+from ppstream.cuda.driver import CudaStream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

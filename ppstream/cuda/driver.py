@@ -73,7 +73,7 @@ class Event:
 
 
 class CudaStream:
-    """A queue of one device. ``cuda_streams.py`` says which there are, and who may wait on them.
+    """A queue of one device. ``streams.py`` says which there are, and who may wait on them.
 
     Args:
         handle: an existing stream; None creates one on the current device.
