@@ -12,7 +12,7 @@ _HOME = {
     "ActionTimeline": "ppstream.robot.timeline",
     "ControlLoop": "ppstream.robot.control_loop",
     "PipelineConfig": "ppstream.config.schema",
-    "Policy": "ppstream.stage",
+    "Policy": "ppstream.policy.protocol",
     "PpstreamError": "ppstream.core.errors",
     "RobotClient": "ppstream.robot.client",
     "TensorSpec": "ppstream.core.specs",

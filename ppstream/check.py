@@ -20,7 +20,7 @@ from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.link_device import AHEAD, slot_count
 from ppstream.placement import Placement, RankPlan, place
-from ppstream.preflight import build_decoder, build_policy, policy_problems
+from ppstream.policy.compatibility import build_decoder, build_policy, policy_problems
 from ppstream.slots import LinkShape
 from ppstream.wire.keys import server_keys
 

@@ -32,7 +32,7 @@ from ppstream.intake import Intake, build_intake
 from ppstream.links import LauncherStore, join_store, open_front
 from ppstream.paired import Paired
 from ppstream.placement import Placement
-from ppstream.preflight import build_policy, policy_problems
+from ppstream.policy.compatibility import build_policy, policy_problems
 from ppstream.rank0 import Rank0
 from ppstream.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.runs import Run, boot_id

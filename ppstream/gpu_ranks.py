@@ -24,8 +24,9 @@ from ppstream.link_device import run_ahead
 from ppstream.link_latency import measure
 from ppstream.links import BACK, FRONT, OPEN_TIMEOUT_S, open_device
 from ppstream.placement import Placement, place
-from ppstream.policy_graph import GraphedPolicy, prepared_policy
-from ppstream.policy_staged import StagedPolicy, zeros
+from ppstream.policy.graphed import GraphedPolicy, prepared_policy
+from ppstream.policy.host_staged import StagedPolicy, zeros
+from ppstream.policy.unwritten import drawn_for
 from ppstream.stage0_device import Stage0Device
 from ppstream.stage0_queueing import Parts as FrontParts
 from ppstream.stage0_queueing import Streams
@@ -34,16 +35,15 @@ from ppstream.stage1_device import Parts as BackParts
 from ppstream.stage1_device import Stage1Device
 from ppstream.stage_a_device import RingWindows
 from ppstream.stage_b_device import DeviceStageB
-from ppstream.unwritten import drawn_for
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.links import DeviceLink, LauncherStore
+    from ppstream.policy.protocol import Policy
     from ppstream.rank0_parts import Rank0Parts
     from ppstream.slots import LinkShape
-    from ppstream.stage import Policy
     from ppstream.timestamps import TimestampLog
 
 logger = logging.getLogger("ppstream")

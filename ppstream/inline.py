@@ -13,9 +13,9 @@ from ppstream.control.watchdog import stage_b_limit_ns, watched
 from ppstream.core.clock import now_ns, thread_cpu_ns
 from ppstream.flight import Flight
 from ppstream.headers import FAILURES
+from ppstream.policy.unwritten import failure
 from ppstream.policy_rank import policy_fault
 from ppstream.rank0 import Rank0
-from ppstream.unwritten import failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -32,7 +32,7 @@ from ppstream.core.errors import (
 from ppstream.core.specs import TensorSpec
 from ppstream.ends import how_it_ends
 from ppstream.links import LauncherStore
-from ppstream.preflight import policy_problems
+from ppstream.policy.compatibility import policy_problems
 from ppstream.runs import Run, boot_id
 from ppstream.wire.messages import (
     WIRE_MAJOR,

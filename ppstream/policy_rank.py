@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError
 from ppstream.core.user_code import Fault, FirstFaults, fault_of, is_a
-from ppstream.policy_compile import RecompileMeter
-from ppstream.stage import POLICY
-from ppstream.unwritten import UnwrittenError
+from ppstream.policy.compiled import RecompileMeter
+from ppstream.policy.protocol import POLICY
+from ppstream.policy.unwritten import UnwrittenError
 from ppstream.wire.messages import (
     Drain,
     Goodbye,

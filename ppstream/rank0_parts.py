@@ -9,7 +9,7 @@ from ppstream.config.schema import PipelineConfig, SimulateConfig
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
-from ppstream.preflight import build_decoder
+from ppstream.policy.compatibility import build_decoder
 from ppstream.runs import Run
 from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC

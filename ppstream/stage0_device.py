@@ -37,13 +37,13 @@ from ppstream.flight import Flight
 from ppstream.headers import FAILED, FAILURES
 from ppstream.link_device import most_queued, run_ahead
 from ppstream.paired import Paired
+from ppstream.policy.unwritten import Results, drawn_for
 from ppstream.rank0 import WAIT_MAX_NS
 from ppstream.slots import GENERATION, INDEX
 from ppstream.stage0_queueing import Queueing
 from ppstream.stage_events import Rank0Times, book_rank0
 from ppstream.timestamps import EnvelopeRecord
 from ppstream.underway import Underway
-from ppstream.unwritten import Results, drawn_for
 
 if TYPE_CHECKING:
     from ppstream.cuda.driver import Event

@@ -17,10 +17,10 @@ from ppstream.core.clock import NS_PER_S, now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import PeerLostError
 from ppstream.headers import BEHIND_LINK, EPOCH, FAILURES
+from ppstream.policy.protocol import told
+from ppstream.policy.unwritten import INTEGERS, Outputs, failure, rebinding
 from ppstream.policy_rank import PolicyRank
-from ppstream.stage import told
 from ppstream.time_book import LINK, TimeBook
-from ppstream.unwritten import INTEGERS, Outputs, failure, rebinding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.links import BackLink, Slot
-    from ppstream.stage import Policy
+    from ppstream.policy.protocol import Policy
     from ppstream.timestamps import TimestampLog
 
 WAIT_NS: Final = NS_PER_S // 10

@@ -36,11 +36,11 @@ from ppstream.cuda.driver import Event
 from ppstream.cuda.streams import stream
 from ppstream.headers import EPOCH, FAILURES
 from ppstream.link_device import most_queued
+from ppstream.policy.unwritten import failure
 from ppstream.policy_rank import PolicyRank
 from ppstream.slots import GENERATION, INDEX
 from ppstream.stage1_queueing import Place, places, sends_from_b
 from ppstream.stage_events import PolicyTimes, book_policy
-from ppstream.unwritten import failure
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig

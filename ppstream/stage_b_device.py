@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ppstream.stage import told
+from ppstream.policy.protocol import told
 
 if TYPE_CHECKING:
     from ppstream.link_device import DeviceSlot
-    from ppstream.stage import Policy
+    from ppstream.policy.protocol import Policy
 
 EPISODE: Final = slice(0, 2)  # session, session_epoch: the columns of ``rows`` that name an episode
 EPOCH_FIELD: Final = 2  # of the envelope's header

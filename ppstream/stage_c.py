@@ -16,8 +16,8 @@ from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import PolicyError, PolicyMemoryError
 from ppstream.core.user_code import Fault, fault_of
 from ppstream.decode import ActionRules
-from ppstream.stage import DECODER
-from ppstream.unwritten import HOW_TO_WRITE
+from ppstream.policy.protocol import DECODER
+from ppstream.policy.unwritten import HOW_TO_WRITE
 from ppstream.wire.messages import ActionChunk
 from ppstream.wire.provenance import Provenance
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ppstream.core.simulated_delay import Delay
     from ppstream.flight import Flight, Owner
     from ppstream.intake import Intake
-    from ppstream.stage import Decoder
+    from ppstream.policy.protocol import Decoder
 
 
 class Emitter(Protocol):

@@ -40,9 +40,10 @@ from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.link_device import run_ahead
 from ppstream.pacing import Pacing, Saturated
+from ppstream.policy.protocol import told
+from ppstream.policy.unwritten import FilledPolicy, drawn_for
 from ppstream.slots import LinkShape
 from ppstream.sources import Source
-from ppstream.stage import told
 from ppstream.stage0_device import Stage0Device
 from ppstream.stage0_queueing import Parts, Streams
 from ppstream.stage1_device import Parts as BackParts
@@ -50,7 +51,6 @@ from ppstream.stage1_device import Stage1Device
 from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
-from ppstream.unwritten import FilledPolicy, drawn_for
 from ppstream.wire.messages import Drain
 
 RUN_ID = "r"

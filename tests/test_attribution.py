@@ -17,7 +17,7 @@ from ppstream.config import rules
 from ppstream.config.load import read
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
-from ppstream.policy_compile import compile_counts
+from ppstream.policy.compiled import compile_counts
 from ppstream.report import attribution as block_report
 from ppstream.synthetic import SyntheticSource
 from ppstream.timestamps import EnvelopeRecord, TimestampLog

@@ -21,7 +21,7 @@ HOT: Final = {
     "device_rings.py": ("ingest", "order", "hold"),
     "device_window.py": ("ingest", "enqueue", "take"),
     "device_records.py": ("take",),
-    "policy_graph.py": ("__call__",),
+    "policy/graphed.py": ("__call__",),
     "stage_a_device.py": ("ingest", "enqueue", "settle"),
     "stage_b_device.py": ("__call__",),
     "stage0_device.py": ("start", "finish", "look", "rest_until", "next_ns"),
@@ -33,7 +33,7 @@ HOT: Final = {
     "trace.py": ("push", "pop"),
 }
 #: Reached from a hot entry, but only before the run is warm.
-COLD: Final = {("device_window.py", "prepare"), ("policy_graph.py", "prepare")}
+COLD: Final = {("device_window.py", "prepare"), ("policy/graphed.py", "prepare")}
 
 WAITS: Final = {"synchronize", "item", "cpu", "numpy", "nonzero", "is_nonzero", "allclose", "equal"}
 MAKES: Final = {

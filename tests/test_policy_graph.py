@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ppstream.config.schema import PolicyConfig
 from ppstream.core.specs import TensorSpec
-from ppstream.policy_compile import RecompileMeter, compiled
-from ppstream.policy_graph import GraphedPolicy, prepared_policy
-from ppstream.unwritten import FilledPolicy
+from ppstream.policy.compiled import RecompileMeter, compiled
+from ppstream.policy.graphed import GraphedPolicy, prepared_policy
+from ppstream.policy.unwritten import FilledPolicy
 
 torch.set_num_threads(1)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ppstream.core.specs import TensorSpec
-from ppstream.policy_staged import StagedPolicy
+from ppstream.policy.host_staged import StagedPolicy
 
 ROWS = 2
 

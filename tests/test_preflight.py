@@ -1,7 +1,7 @@
 from pipeline_in_process import small_config
 
 from ppstream.core.specs import TensorSpec
-from ppstream.preflight import policy_problems
+from ppstream.policy.compatibility import policy_problems
 from ppstream.window import input_specs
 
 ACTIONS = TensorSpec("actions", (4, 2))

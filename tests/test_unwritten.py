@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppstream.core.specs import SlotLayout, TensorSpec
-from ppstream.slots import Slot, new_slots
-from ppstream.unwritten import (
+from ppstream.policy.unwritten import (
     FLOATS,
     SAMPLE_BYTES,
     STRIDE_BYTES,
@@ -26,6 +25,7 @@ from ppstream.unwritten import (
     drawn_for,
     rebinding,
 )
+from ppstream.slots import Slot, new_slots
 
 torch.set_num_threads(1)
 INTEGERS = drawn_for("2026-01-01T00-00-00-abcd")

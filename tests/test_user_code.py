@@ -26,7 +26,7 @@ from ppstream.core.user_code import (
 )
 from ppstream.decode import CopyDecoder
 from ppstream.ends import how_it_ends
-from ppstream.stage import call_target, load, told
+from ppstream.policy.protocol import call_target, load, told
 from ppstream.wire.fields import MAX_PLACE, MAX_TEXT
 from ppstream.wire.messages import PolicyFault, encoder
 

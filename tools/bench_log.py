@@ -43,7 +43,7 @@ from ppstream.headers import link_shape
 from ppstream.inline import Inline
 from ppstream.intake import build_intake
 from ppstream.pacing import Saturated
-from ppstream.preflight import build_policy
+from ppstream.policy.compatibility import build_policy
 from ppstream.slots import new_slots
 from ppstream.stage1 import StageB
 from ppstream.stage_a import StageA

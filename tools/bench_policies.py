@@ -2,8 +2,9 @@
 
 Named in settings as ``bench_policies:build_reading``, which reads heavy envelopes, and
 ``bench_policies:build_echo``, which does no work. Run as a tool it times what each call of a policy
-pays for the fill before it and the look behind it (``ppstream/unwritten.py``): on the host around
-calls that write everything, on a GPU as the difference that the fill makes to the replay of graphs.
+pays for the fill before it and the look behind it (``ppstream/policy/unwritten.py``): on the host
+around calls that write everything, on a GPU as the difference that the fill makes to the replay of
+graphs.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from bench_runs import Target, print_environment, print_targets, spread
 
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.policy.unwritten import INTEGERS, FilledPolicy, Outputs, Results
 from ppstream.slots import Slot, new_slots
-from ppstream.unwritten import INTEGERS, FilledPolicy, Outputs, Results
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -51,7 +51,7 @@ from ppstream.config.schema import (
 )
 from ppstream.core.specs import SlotLayout
 from ppstream.device_window import DeviceWindow
-from ppstream.policy_graph import GraphedPolicy
+from ppstream.policy.graphed import GraphedPolicy
 from ppstream.ring import RowInput
 from ppstream.ring_bank import RingBank
 from ppstream_kernels import ResamplePlan, StreamSource

@@ -117,7 +117,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "what is left of the fill is looked for",
-        "ppstream/unwritten.py",
+        "ppstream/policy/unwritten.py",
         "            if look.finds() and (text := look.text(present)):\n                raise",
         '            if look.finds() and (text := ""):\n                raise',
         "policy-writes-half-once",

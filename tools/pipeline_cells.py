@@ -41,7 +41,7 @@ from ppstream.front import begin_run
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.links import LauncherStore, join_store
-from ppstream.preflight import build_policy
+from ppstream.policy.compatibility import build_policy
 from ppstream.rank0_parts import rank0_parts
 from ppstream.runs import Run
 from ppstream.stage1_device import Stage1Device

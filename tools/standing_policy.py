@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ppstream.stage import load
+from ppstream.policy.protocol import load
 
 if TYPE_CHECKING:
     import torch

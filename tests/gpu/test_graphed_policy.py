@@ -11,10 +11,10 @@ from ppstream.config.schema import PolicyConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.link_device import new_device_slots
-from ppstream.policy_compile import RecompileMeter
-from ppstream.policy_graph import GraphedPolicy, prepared_policy
+from ppstream.policy.compiled import RecompileMeter
+from ppstream.policy.graphed import GraphedPolicy, prepared_policy
+from ppstream.policy.unwritten import INTEGERS, Results, UnwrittenError
 from ppstream.slots import new_slots
-from ppstream.unwritten import INTEGERS, Results, UnwrittenError
 from ppstream_stages.act import build
 
 pytestmark = [

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from ppstream.config.load import read
-from ppstream.stage import load
+from ppstream.policy.protocol import load
 from ppstream_stages.cartpole import plant
 from ppstream_stages.cartpole.decode import PredictiveDecoder, build
 from ppstream_stages.cartpole.layout import FORCE_MAX_N, HORIZON

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from ppstream.policy.protocol import Decoder, Policy
 from ppstream.robot.timeline import ActionTimeline
-from ppstream.stage import Decoder, Policy
 from ppstream.wire.messages import ActionChunk
 from ppstream_stages.cartpole.history import History, Window
 from ppstream_stages.cartpole.layout import ACTION_DT_NS, HORIZON, LEASE_NS

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.core.specs import TensorSpec
-    from ppstream.stage import Policy
+    from ppstream.policy.protocol import Policy
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 

@@ -16,8 +16,8 @@ import torch
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
 from ppstream.cuda.driver import graph_nodes
-from ppstream.policy_compile import compiled
-from ppstream.unwritten import INTEGERS, FilledPolicy
+from ppstream.policy.compiled import compiled
+from ppstream.policy.unwritten import INTEGERS, FilledPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import PolicyConfig
     from ppstream.core.specs import TensorSpec
-    from ppstream.stage import Policy
+    from ppstream.policy.protocol import Policy
 
 WARM_UP_CALLS: Final = 3  # before recording: libraries choose their kernels, compilers compile
 TIMED_CALLS: Final = 3

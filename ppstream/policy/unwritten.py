@@ -7,7 +7,7 @@ them. Rows of absent robots are not looked at.
 
     float         a NaN with a payload that no arithmetic makes: a NaN of the policy's is no match
     int32, int64  a large number drawn for the run
-    uint8         the same, 8 bytes of it in a row (``preflight.py`` wants a multiple of 8)
+    uint8         the same, 8 bytes of it in a row (``compatibility.py`` wants a multiple of 8)
     bool          a byte that is neither 0 nor 1
 
 The host fills and looks at its own memory (``Outputs``). On a GPU the fill is queued in front of
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.core.specs import TensorSpec
+    from ppstream.policy.protocol import Policy
     from ppstream.slots import Slot
-    from ppstream.stage import Policy
 
 RAISED, UNWRITTEN = (
     1,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.core.specs import TensorSpec
-    from ppstream.stage import Policy
+    from ppstream.policy.protocol import Policy
 
 
 class CompileCounts(NamedTuple):

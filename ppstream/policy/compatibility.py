@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
-from ppstream.stage import call_target, refused
-from ppstream.unwritten import UINT8_BYTES
+from ppstream.policy.protocol import call_target, refused
+from ppstream.policy.unwritten import UINT8_BYTES
 
 if TYPE_CHECKING:
     import torch
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.stage import Decoder, Policy
+    from ppstream.policy.protocol import Decoder, Policy
 
 ACTIONS: Final = "actions"
 
