@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ppstream.attribution import Attribution, end_of_stream
 from ppstream.core.clock import now_ns
 from ppstream.inline import Inline
+from ppstream.observe.attribution import Attribution, end_of_stream
 from ppstream.pacing import Saturated
 
 if TYPE_CHECKING:

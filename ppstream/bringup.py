@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from ppstream.analysis.run_report import RunReport
     from ppstream.config.schema import PipelineConfig
     from ppstream.intake import Intake
+    from ppstream.observe.run_folder import Run
     from ppstream.rank0 import Rank0
-    from ppstream.runs import Run
     from ppstream.sources import Source
 
 logger = logging.getLogger("ppstream")

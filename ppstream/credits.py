@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from ppstream.core.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from ppstream.timestamps import EnvelopeRecord
+    from ppstream.observe.log_writer import EnvelopeRecord
 
 DECODING_MAX: Final = 1  # stage C is serial
 

@@ -27,7 +27,7 @@ from ppstream.core.errors import (
     StoppedEarlyError,
 )
 from ppstream.core.user_code import UserExitError, fault_of, said
-from ppstream.runs import Run
+from ppstream.observe.run_folder import Run
 from ppstream.wire.messages import Goodbye
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ppstream.timestamps import EnvelopeRecord
+from ppstream.observe.log_writer import EnvelopeRecord
 
 if TYPE_CHECKING:
     from ppstream.ring import RowInput

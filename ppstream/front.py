@@ -30,12 +30,12 @@ from ppstream.headers import link_shape
 from ppstream.inline import Inline
 from ppstream.intake import Intake, build_intake
 from ppstream.links import LauncherStore, join_store, open_front
+from ppstream.observe.run_folder import Run, boot_id
 from ppstream.paired import Paired
 from ppstream.placement import Placement
 from ppstream.policy.compatibility import build_policy, policy_problems
 from ppstream.rank0 import Rank0
 from ppstream.rank0_parts import Rank0Parts, rank0_parts
-from ppstream.runs import Run, boot_id
 from ppstream.service import Service
 from ppstream.slots import new_slots
 from ppstream.stage0 import Stage0

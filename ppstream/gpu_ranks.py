@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.links import DeviceLink, LauncherStore
+    from ppstream.observe.log_writer import TimestampLog
     from ppstream.policy.protocol import Policy
     from ppstream.rank0_parts import Rank0Parts
     from ppstream.slots import LinkShape
-    from ppstream.timestamps import TimestampLog
 
 logger = logging.getLogger("ppstream")
 

@@ -20,7 +20,7 @@ import msgspec
 import ppstream
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import HandshakeError
-from ppstream.runs import boot_id
+from ppstream.observe.run_folder import boot_id
 from ppstream.wire.messages import WIRE_MAJOR, WIRE_MINOR
 
 RANK0_ONLY: Final = frozenset({"service", "bringup", "decode", "log", "demo", "simulate"})

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ppstream import trace
 from ppstream.control.watchdog import stage_b_limit_ns, watched
 from ppstream.core.clock import now_ns, thread_cpu_ns
 from ppstream.flight import Flight
 from ppstream.headers import FAILURES
+from ppstream.observe import nvtx_ranges
 from ppstream.policy.unwritten import failure
 from ppstream.policy_rank import policy_fault
 from ppstream.rank0 import Rank0
@@ -79,27 +79,27 @@ class Inline(Rank0):
 
     def run_policy(self, epoch: int, seq: int) -> int:
         """Returns which of ``FAILURES`` it was."""
-        if trace.on:
-            trace.B.push(epoch, seq)
+        if nvtx_ranges.on:
+            nvtx_ranges.B.push(epoch, seq)
         try:
             self.stage_b(epoch, self.envelope, self.result)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             self.tell_fault("B", policy_fault(error), seq=seq)
             return failure(error)
         finally:
-            if trace.on:
-                trace.B.pop()
+            if nvtx_ranges.on:
+                nvtx_ranges.B.pop()
         return 0
 
     def finish(self, flight: Flight, drop: str | None) -> None:
         cpu_ns = thread_cpu_ns()
         flight.record.tDecode = now_ns()
         self.credits.begin_decode(flight.record.tDecode)
-        if trace.on:
-            trace.C.push(flight.epoch, flight.seq)
+        if nvtx_ranges.on:
+            nvtx_ranges.C.push(flight.epoch, flight.seq)
         drop = drop or self.decode_and_emit(flight, self.result)
-        if trace.on:
-            trace.C.pop()
+        if nvtx_ranges.on:
+            nvtx_ranges.C.pop()
         flight.record.cpu_c_ns = thread_cpu_ns() - cpu_ns
         flight.record.w_result_ns = 0  # it is there at once
         ended_ns = self.times.end(at_ns=flight.emit_ns if drop is None else None)

@@ -24,9 +24,9 @@ from ppstream.config import load
 from ppstream.control.peer_process import HeldProcess, ranks_of
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.ends import CLOSE_GRACE_S, RankEnd
+from ppstream.observe.run_folder import Run
 from ppstream.placement import ranks_wanted
 from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
-from ppstream.runs import Run
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig

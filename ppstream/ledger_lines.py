@@ -12,9 +12,9 @@ from ppstream.wire.messages import Report
 if TYPE_CHECKING:
     from collections import deque
 
+    from ppstream.observe.log_writer import TimestampLog
     from ppstream.rank0 import Rank0
     from ppstream.session_requests import Told
-    from ppstream.timestamps import TimestampLog
 
 
 def write_reports(log: TimestampLog, reports: deque[Told]) -> None:

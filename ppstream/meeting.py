@@ -32,8 +32,8 @@ from ppstream.core.errors import (
 from ppstream.core.specs import TensorSpec
 from ppstream.ends import how_it_ends
 from ppstream.links import LauncherStore
+from ppstream.observe.run_folder import Run, boot_id
 from ppstream.policy.compatibility import policy_problems
-from ppstream.runs import Run, boot_id
 from ppstream.wire.messages import (
     WIRE_MAJOR,
     Goodbye,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
-    from ppstream.timestamps import TimestampLog
+    from ppstream.observe.log_writer import TimestampLog
 
 
 RANK: Final = 1  # of the policy rank: there is one

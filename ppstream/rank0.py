@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ppstream.core.waiter import Waiter
     from ppstream.credits import CreditLedger
     from ppstream.intake import Intake
+    from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
     from ppstream.pacing import Pacing
     from ppstream.session_requests import Told
     from ppstream.slots import Slot
     from ppstream.sources import Source
     from ppstream.stage_a import StageA
     from ppstream.stage_c import Emitter, StageC
-    from ppstream.timestamps import EnvelopeRecord, TimestampLog
 
 LEDGER_INTERVAL_NS: Final = NS_PER_S
 WAIT_MAX_NS: Final = NS_PER_S // 10  # no wait is longer: limits are looked at this often

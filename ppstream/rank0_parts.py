@@ -9,11 +9,11 @@ from ppstream.config.schema import PipelineConfig, SimulateConfig
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
+from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
+from ppstream.observe.run_folder import Run
 from ppstream.policy.compatibility import build_decoder
-from ppstream.runs import Run
 from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC
-from ppstream.timestamps import EnvelopeRecord, TimestampLog
 
 if TYPE_CHECKING:
     from ppstream.stage_a_device import DeviceStageA

@@ -32,9 +32,9 @@ from ppstream.ends import (
     ignore_signals,
     on_signals,
 )
+from ppstream.observe.run_folder import ROBOT_STORY, Run
 from ppstream.report import attribution, cli
 from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
-from ppstream.runs import ROBOT_STORY, Run
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig

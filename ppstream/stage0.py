@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
-from ppstream import trace
 from ppstream.control.watchdog import Mark, stage_b_limit_ns, watched
 from ppstream.core.clock import now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
@@ -23,6 +22,7 @@ from ppstream.core.errors import ProtocolError
 from ppstream.core.waiter import Waiter
 from ppstream.flight import Flight
 from ppstream.headers import DURATIONS, EPOCH, FAILED, FAILURES
+from ppstream.observe import nvtx_ranges
 from ppstream.paired import Paired
 from ppstream.rank0 import WAIT_MAX_NS
 from ppstream.time_book import LINK, TimeBook
@@ -168,11 +168,11 @@ class Stage0(Paired):
         self._committed.append(flight)
         flight.sent_ns = flight.record.tSend = now_ns()
         self.credits.commit(flight.sent_ns)
-        if trace.on:
-            trace.SEND.push(flight.epoch, flight.seq)
+        if nvtx_ranges.on:
+            nvtx_ranges.SEND.push(flight.epoch, flight.seq)
         self.link.commit(flight.index)
-        if trace.on:
-            trace.SEND.pop()
+        if nvtx_ranges.on:
+            nvtx_ranges.SEND.pop()
 
     def look(self) -> None:
         self.take_in()
@@ -216,15 +216,15 @@ class Stage0(Paired):
             flight = self._committed.popleft()
             if flight.index != index:
                 raise ProtocolError(f"result {index} came, {flight.index} is owed next")
-            if trace.on:
-                trace.RECV.push(flight.epoch, flight.seq)
+            if nvtx_ranges.on:
+                nvtx_ranges.RECV.push(flight.epoch, flight.seq)
             self.peer.last_heard_ns = flight.record.tRecv = now_ns()  # a result is a sign of life
             self.credits.receive(flight.record.tRecv)
             if self._is_split:
                 self.waiter.wake()  # the credit is another thread's; the next envelope goes first
             self._received.put(flight)
-            if trace.on:
-                trace.RECV.pop()
+            if nvtx_ranges.on:
+                nvtx_ranges.RECV.pop()
 
     def finish(self, flight: Flight) -> None:
         """Stage C and emit, unless the result is stale or carries no actions."""
@@ -238,11 +238,11 @@ class Stage0(Paired):
         if flight.epoch != self.epoch:
             drop = "stale"
         elif drop is None:
-            if trace.on:
-                trace.C.push(flight.epoch, flight.seq)
+            if nvtx_ranges.on:
+                nvtx_ranges.C.push(flight.epoch, flight.seq)
             drop = self.decode_and_emit(flight, slot)
-            if trace.on:
-                trace.C.pop()
+            if nvtx_ranges.on:
+                nvtx_ranges.C.pop()
         if drop is None:  # the emitter's own time is the link's
             ended_ns = self._times_c.end(at_ns=flight.emit_ns)
         else:  # a dropped envelope has no end of C in the log: its time is not stage C's

@@ -36,13 +36,13 @@ from ppstream.core.user_code import Fault
 from ppstream.flight import Flight
 from ppstream.headers import FAILED, FAILURES
 from ppstream.link_device import most_queued, run_ahead
+from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.paired import Paired
 from ppstream.policy.unwritten import Results, drawn_for
 from ppstream.rank0 import WAIT_MAX_NS
 from ppstream.slots import GENERATION, INDEX
 from ppstream.stage0_queueing import Queueing
 from ppstream.stage_events import Rank0Times, book_rank0
-from ppstream.timestamps import EnvelopeRecord
 from ppstream.underway import Underway
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ppstream import trace
 from ppstream.cuda.driver import Routine
 from ppstream.link_device import pinned_slots
+from ppstream.observe import nvtx_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,25 +157,25 @@ class Queueing:
     def envelope(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         """Queue everything that will happen to ``flight``."""
         place = self._places[flight.index % len(self._places)]
-        if trace.on:
-            trace.A.push(flight.epoch, flight.seq)
+        if nvtx_ranges.on:
+            nvtx_ranges.A.push(flight.epoch, flight.seq)
         self._queue_a(place, flight, ends_ns)
-        if trace.on:
-            trace.A.pop()
-            trace.SEND.push(flight.epoch, flight.seq)
+        if nvtx_ranges.on:
+            nvtx_ranges.A.pop()
+            nvtx_ranges.SEND.push(flight.epoch, flight.seq)
         self._queue_send(place, flight)
-        if trace.on:
-            trace.SEND.pop()
-            trace.RECV.push(flight.epoch, flight.seq)
+        if nvtx_ranges.on:
+            nvtx_ranges.SEND.pop()
+            nvtx_ranges.RECV.push(flight.epoch, flight.seq)
         place.before_receipt()
         self._link.queue_receive(flight.index, self._receives_on)
         place.behind_receipt()
-        if trace.on:
-            trace.RECV.pop()
-            trace.C.push(flight.epoch, flight.seq)
+        if nvtx_ranges.on:
+            nvtx_ranges.RECV.pop()
+            nvtx_ranges.C.push(flight.epoch, flight.seq)
         place.c()
-        if trace.on:
-            trace.C.pop()
+        if nvtx_ranges.on:
+            nvtx_ranges.C.pop()
 
     def stage_a(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         """Stage A alone, between its two events."""

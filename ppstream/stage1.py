@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ppstream import trace
 from ppstream.control.watchdog import Mark, is_patient, stage_b_limit_ns, watched
 from ppstream.core.clock import NS_PER_S, now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import PeerLostError
 from ppstream.headers import BEHIND_LINK, EPOCH, FAILURES
+from ppstream.observe import nvtx_ranges
 from ppstream.policy.protocol import told
 from ppstream.policy.unwritten import INTEGERS, Outputs, failure, rebinding
 from ppstream.policy_rank import PolicyRank
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.links import BackLink, Slot
+    from ppstream.observe.log_writer import TimestampLog
     from ppstream.policy.protocol import Policy
-    from ppstream.timestamps import TimestampLog
 
 WAIT_NS: Final = NS_PER_S // 10
 EPISODE: Final = slice(0, 2)  # session, session_epoch: the columns of ``rows`` that name an episode
@@ -193,16 +193,16 @@ class Stage1(PolicyRank):
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> int:
         """Returns the header's ``failed``; rank 0 is told why before it gets the result."""
         self.link.arrivals.watch()
-        if trace.on:
-            trace.B.push(epoch, int(envelope.header[EPOCH][1]))
+        if nvtx_ranges.on:
+            nvtx_ranges.B.push(epoch, int(envelope.header[EPOCH][1]))
         try:
             self.stage_b(epoch, envelope, result)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             self.tell_fault(index, error)
             return failure(error)
         finally:
-            if trace.on:
-                trace.B.pop()
+            if nvtx_ranges.on:
+                nvtx_ranges.B.pop()
             self.link.arrivals.rest()
         return 0
 

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ppstream import trace
 from ppstream.control.watchdog import Mark, is_patient, watched
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
@@ -36,6 +35,7 @@ from ppstream.cuda.driver import Event
 from ppstream.cuda.streams import stream
 from ppstream.headers import EPOCH, FAILURES
 from ppstream.link_device import most_queued
+from ppstream.observe import nvtx_ranges
 from ppstream.policy.unwritten import failure
 from ppstream.policy_rank import PolicyRank
 from ppstream.slots import GENERATION, INDEX
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.link_device import DeviceLink
+    from ppstream.observe.log_writer import Stage1Record, TimestampLog
     from ppstream.slots import LinkShape
     from ppstream.stage_b_device import DeviceStageB
-    from ppstream.timestamps import Stage1Record, TimestampLog
 
 POLL_NS: Final = 50_000  # while an envelope may come that stage B is not queued ahead of
 EARLY_NS: Final = 500_000  # such a stage B is queued so long before the one that runs should end
@@ -210,8 +210,10 @@ class Stage1Device(PolicyRank):
 
     def run_policy(self, index: int, place: Place) -> int:
         """Queue stage B; returns the header's ``failed``: rank 0 is told why."""
-        if trace.on:
-            trace.B.push(0, index)  # epoch and seq are on their way: the host does not know them
+        if nvtx_ranges.on:
+            nvtx_ranges.B.push(
+                0, index
+            )  # epoch and seq are on their way: the host does not know them
         self._is_launching = True
         try:
             self._parts.stage_b(place.envelope, place.result)
@@ -220,8 +222,8 @@ class Stage1Device(PolicyRank):
             return failure(error)
         finally:
             self._is_launching = False
-            if trace.on:
-                trace.B.pop()
+            if nvtx_ranges.on:
+                nvtx_ranges.B.pop()
         return 0
 
     def finish(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ppstream import trace
 from ppstream.core.clock import NS_PER_MS, now_ns, thread_cpu_ns
 from ppstream.flight import name_rows, owners_of
+from ppstream.observe import nvtx_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,16 +39,16 @@ class StageA:
         record = flight.record
         cpu_ns = thread_cpu_ns()
         record.tA0 = now_ns()
-        if trace.on:
-            trace.A.push(flight.epoch, flight.seq)
+        if nvtx_ranges.on:
+            nvtx_ranges.A.push(flight.epoch, flight.seq)
         info = self.intake.cutter.cut(tensors, ends_ns, self._lease_ns)
         self._simulated.spend()
         flight.received_ns = record.tRx = info.newest_rx_ns
         flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
         record.input_age_ns = info.input_age_ns
         name_rows(flight)
-        if trace.on:
-            trace.A.pop()
+        if nvtx_ranges.on:
+            nvtx_ranges.A.pop()
         if self.recorder is not None:
             self.recorder.windows(flight)
         record.tA1 = now_ns()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ppstream.timestamps import EnvelopeRecord, Stage1Record
+    from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record
 
 
 class Rank0Times(NamedTuple):

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppstream import profiling
-from ppstream.attribution import Attribution, end_of_stream
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
-from ppstream.memory_lines import MemoryLines
-from ppstream.profiling import Profiler
-from ppstream.tallies import PolicyTally, Rank0Tally, Tally
+from ppstream.observe import profiler
+from ppstream.observe.attribution import Attribution, end_of_stream
+from ppstream.observe.live_counters import PolicyTally, Rank0Tally, Tally
+from ppstream.observe.memory import MemoryLines
+from ppstream.observe.profiler import Profiler
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.credits import CreditLedger
-    from ppstream.metrics import Rank0Collector
-    from ppstream.runs import Run
+    from ppstream.observe.log_writer import TimestampLog
+    from ppstream.observe.metrics import Rank0Collector
+    from ppstream.observe.run_folder import Run
     from ppstream.sessions import Sessions
-    from ppstream.timestamps import TimestampLog
 
 logger = logging.getLogger("ppstream")
 
@@ -57,7 +57,7 @@ class Watching:
         if config.mode == "throughput":
             Profiler(config.profile, log, run.directory, rank, generation).listen()
         else:  # a profile would disturb what is timed
-            profiling.ignore_signal()
+            profiler.ignore_signal()
             if rank > 0:  # rank 0 times its blocks where it runs the phases: block_timing.py
                 device = torch.device(config.placement.policy)
                 log.watchers.append(Attribution(log, end_of_stream(device)))
@@ -79,9 +79,9 @@ class Watching:
         credit_ledger: CreditLedger | None,
     ) -> None:
         # imported here: the client costs 60 ms, and a run without metrics does not need it
-        from ppstream.health import HealthServer
-        from ppstream.live_class import LiveClass
-        from ppstream.metrics import PolicyCollector, Rank0Collector
+        from ppstream.observe.health_server import HealthServer
+        from ppstream.observe.live_class import LiveClass
+        from ppstream.observe.metrics import PolicyCollector, Rank0Collector
 
         tally: Tally
         collector: Collector

@@ -39,6 +39,7 @@ from ppstream.decode import CopyDecoder
 from ppstream.headers import link_shape
 from ppstream.intake import build_intake
 from ppstream.link_device import run_ahead
+from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.pacing import Pacing, Saturated
 from ppstream.policy.protocol import told
 from ppstream.policy.unwritten import FilledPolicy, drawn_for
@@ -50,7 +51,6 @@ from ppstream.stage1_device import Parts as BackParts
 from ppstream.stage1_device import Stage1Device
 from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
-from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.wire.messages import Drain
 
 RUN_ID = "r"

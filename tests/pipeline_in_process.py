@@ -31,6 +31,7 @@ from ppstream.headers import link_shape
 from ppstream.inline import Inline
 from ppstream.intake import build_intake
 from ppstream.link_host import HostBack, HostFront
+from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.pacing import Pacing, Saturated
 from ppstream.slots import new_slots
 from ppstream.sources import Source
@@ -39,7 +40,6 @@ from ppstream.stage1 import Stage1, StageB
 from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
-from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.wire.messages import ActionChunk, Drain
 
 SMALL = Path(__file__).parent / "multirank" / "small.toml"

@@ -7,20 +7,21 @@ import pytest
 import torch
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream import attribution, block_timing
+from ppstream import block_timing
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.verdict import Verdict
-from ppstream.attribution import BLOCKS_MAX, Attribution, block, end_of_stream
 from ppstream.block_timing import STOP_REASON, time_blocks
 from ppstream.config import rules
 from ppstream.config.load import read
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
+from ppstream.observe import attribution
+from ppstream.observe.attribution import BLOCKS_MAX, Attribution, block, end_of_stream
+from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
 from ppstream.policy.compiled import compile_counts
 from ppstream.report import attribution as block_report
 from ppstream.synthetic import SyntheticSource
-from ppstream.timestamps import EnvelopeRecord, TimestampLog
 
 CPU = torch.device("cpu")
 

@@ -15,10 +15,10 @@ from pipeline_in_process import NewestValues, small_config
 from test_attribution import OnlyLabelled
 
 from ppstream import block_timing
-from ppstream.attribution import Attribution, block
 from ppstream.block_timing import STOP_REASON, time_blocks
 from ppstream.core.clock import now_ns
 from ppstream.cuda.driver import Event
+from ppstream.observe.attribution import Attribution, block
 from ppstream.report import attribution
 from ppstream.synthetic import SyntheticSource
 from ppstream.wire.messages import PhaseChange

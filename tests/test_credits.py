@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ppstream.core.errors import ProtocolError
 from ppstream.credits import CreditLedger
-from ppstream.timestamps import EnvelopeRecord
+from ppstream.observe.log_writer import EnvelopeRecord
 
 
 def test_a_full_pipe_gives_no_credit() -> None:

@@ -15,7 +15,7 @@ from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ExitCode, PeerFrozenError, PeerLostError, PolicyError
 from ppstream.ends import Course, PeerLeftError, RankEnd, StoppedEarlyError, how_it_ends
 from ppstream.meeting import telling
-from ppstream.runs import Run
+from ppstream.observe.run_folder import Run
 from ppstream.wire.messages import Goodbye
 
 
@@ -328,7 +328,7 @@ import os, resource, shutil, signal, sys, threading, time
 from pathlib import Path
 from ppstream import ends, runs
 from ppstream.core.errors import ExitCode
-from ppstream.runs import Run
+from ppstream.observe.run_folder import Run
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = Path(sys.argv[1])

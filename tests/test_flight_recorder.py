@@ -13,7 +13,7 @@ from ppstream import flight_recorder
 from ppstream.control.watchdog import Mark
 from ppstream.core.errors import ExitCode
 from ppstream.ends import RankEnd, start_watchdog
-from ppstream.runs import Run
+from ppstream.observe.run_folder import Run
 
 TRACE = b'{"entries": [{"p2p_seq_id": 7, "state": "scheduled"}], "version": "2.10"}'
 ON = {"TORCH_FR_BUFFER_SIZE": "256"}

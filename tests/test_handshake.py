@@ -18,7 +18,7 @@ from ppstream.config.schema import (
 from ppstream.control.peer import Peer
 from ppstream.core.errors import HandshakeError, ProtocolError
 from ppstream.handshake import compare, facts
-from ppstream.runs import Run
+from ppstream.observe.run_folder import Run
 from ppstream.wire.messages import WIRE_MAJOR, Drain, Heartbeat, RankHeart, RankHello, RankWelcome
 
 CONFIG = PipelineConfig(

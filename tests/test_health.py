@@ -11,8 +11,8 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.registry import Collector
 
-from ppstream import health
-from ppstream.health import HealthServer
+from ppstream.observe import health_server
+from ppstream.observe.health_server import HealthServer
 
 LIMIT_S = 0.3
 RESET = struct.pack("ii", 1, 0)
@@ -25,7 +25,7 @@ class Nothing(Collector):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(health, "REQUEST_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(health_server, "REQUEST_LIMIT_S", LIMIT_S)
     server = HealthServer(0, Nothing(), lambda: {"phase": "ready"})
     yield server
     close(server)
@@ -64,7 +64,7 @@ def test_a_request_that_never_ends_is_hung_up_on(server):
 
 
 def test_the_door_closes_while_a_request_does_not_end_and_hangs_up(monkeypatch, server):
-    monkeypatch.setattr(health, "REQUEST_LIMIT_S", 3600)
+    monkeypatch.setattr(health_server, "REQUEST_LIMIT_S", 3600)
     dripping = drip(server)
     assert close(server)
     dripping.join(20 * LIMIT_S)
@@ -84,7 +84,7 @@ def ended(client):
 
 
 def test_many_requests_that_do_not_end_keep_nobody_who_asks_and_the_oldest_go_first(monkeypatch):
-    monkeypatch.setattr(health, "REQUEST_LIMIT_S", 3600)  # no time ends them
+    monkeypatch.setattr(health_server, "REQUEST_LIMIT_S", 3600)  # no time ends them
     server = HealthServer(0, Nothing(), lambda: {"phase": "ready"})
     halves = []
     for _ in range(44):
@@ -92,7 +92,7 @@ def test_many_requests_that_do_not_end_keep_nobody_who_asks_and_the_oldest_go_fi
         halves[-1].sendall(b"GET /metr")
         assert asked(server) == 200
     assert asked(server, "metrics") == 200
-    assert all(map(ended, halves[: 44 - health.REQUESTS_MAX]))
+    assert all(map(ended, halves[: 44 - health_server.REQUESTS_MAX]))
     newest = halves[-1]
     newest.sendall(b"ics HTTP/1.1\r\nHost: x\r\n\r\n")
     assert newest.recv(12) == b"HTTP/1.0 200"

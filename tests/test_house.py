@@ -39,7 +39,7 @@ WALL_CLOCKS: Final = {
     "datetime.datetime.utcnow",
 }
 MAY_READ_A_CLOCK: Final = {"ppstream/core/clock.py"}  # logic takes now_ns
-MAY_READ_WALL_TIME: Final = {"ppstream/runs.py"}  # a run's name and dates, for people
+MAY_READ_WALL_TIME: Final = {"ppstream/observe/run_folder.py"}  # a run's name and dates, for people
 MAY_IMPORT: Final = {
     # links: the only place that may know how ranks find and reach each other through torch
     "torch.distributed": {

@@ -3,11 +3,11 @@ from itertools import groupby
 import pytest
 from test_tallies import MS, envelope
 
-from ppstream import live_class
 from ppstream.core.clock import NS_PER_S, ManualClock
-from ppstream.live_class import MADE_ANEW_NS, LiveClass
-from ppstream.pieces import Pieces
-from ppstream.tallies import Rank0Tally
+from ppstream.observe import live_class
+from ppstream.observe.gil_pauses import Pieces
+from ppstream.observe.live_class import MADE_ANEW_NS, LiveClass
+from ppstream.observe.live_counters import Rank0Tally
 
 TOPOLOGY = {"world_size": 2, "d_in": 2, "d_out": 2, "threads": "serial"}
 MANIFEST = {"schema": "ppstream.log/1", "topology": TOPOLOGY}

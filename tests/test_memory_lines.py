@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from ppstream import gpu_memory, memory_lines
 from ppstream.analysis.log_parser import Line, parse_run
-from ppstream.memory_lines import MemoryLines
-from ppstream.metrics_gpu import gpu_families
-from ppstream.timestamps import EnvelopeRecord, TimestampLog
+from ppstream.observe import gpu_memory
+from ppstream.observe import memory as memory_lines
+from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
+from ppstream.observe.memory import MemoryLines
+from ppstream.observe.metrics_gpu import gpu_families
 
 MIB = 1 << 20
 

@@ -13,15 +13,15 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from ppstream import gpu_memory
-from ppstream import metric_families as show
 from ppstream.core.errors import ConfigError
 from ppstream.core.histograms import Histograms
-from ppstream.health import HealthServer
-from ppstream.metrics_gpu import memory_families
-from ppstream.pieces import Pieces
+from ppstream.observe import gpu_memory
+from ppstream.observe import metric_families as show
+from ppstream.observe.gil_pauses import Pieces
+from ppstream.observe.health_server import HealthServer
+from ppstream.observe.log_writer import Stage1Record, TimestampLog
+from ppstream.observe.metrics_gpu import memory_families
 from ppstream.session_records import SessionCounts
-from ppstream.timestamps import Stage1Record, TimestampLog
 from ppstream.watching import Watching
 
 ENVELOPES = 60
@@ -218,10 +218,10 @@ def test_client_that_says_nothing_holds_others_up_for_a_bounded_time(
 ) -> None:
     import socket
 
-    from ppstream import health
+    from ppstream.observe import health_server
 
-    assert health.REQUEST_LIMIT_S <= 2
-    monkeypatch.setattr(health, "REQUEST_LIMIT_S", 0.2)
+    assert health_server.REQUEST_LIMIT_S <= 2
+    monkeypatch.setattr(health_server, "REQUEST_LIMIT_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.port)):
         done = threading.Event()
 

@@ -30,7 +30,7 @@ HOT: Final = {
     "underway.py": ("add", "is_oldest_done", "oldest_due_ns", "finish"),
     "link_counted.py": ("queue_header", "queue_send", "queue_receive", "queue_wait"),
     "link_nccl.py": ("queue_header", "queue_send", "queue_receive"),
-    "trace.py": ("push", "pop"),
+    "observe/nvtx_ranges.py": ("push", "pop"),
 }
 #: Reached from a hot entry, but only before the run is warm.
 COLD: Final = {("device_window.py", "prepare"), ("policy/graphed.py", "prepare")}

@@ -1,8 +1,8 @@
 import pytest
 
-from ppstream import pieces
 from ppstream.core.clock import ManualClock
-from ppstream.pieces import PAUSE_S, PIECE_NS, Pieces
+from ppstream.observe import gil_pauses
+from ppstream.observe.gil_pauses import PAUSE_S, PIECE_NS, Pieces
 
 
 def test_a_pause_is_made_when_a_piece_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,8 +13,8 @@ def test_a_pause_is_made_when_a_piece_is_long_enough(monkeypatch: pytest.MonkeyP
         slept.append(seconds)
         clock.advance(10 * PIECE_NS)  # the sleep is no part of the next piece
 
-    monkeypatch.setattr(pieces, "now_ns", clock)
-    monkeypatch.setattr(pieces.time, "sleep", sleep)
+    monkeypatch.setattr(gil_pauses, "now_ns", clock)
+    monkeypatch.setattr(gil_pauses.time, "sleep", sleep)
     work = Pieces()
     clock.advance(PIECE_NS - 1)
     work.pause()

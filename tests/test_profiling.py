@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream import profiling, trace
-from ppstream.attribution import block
 from ppstream.config.config_watching import ProfileConfig
-from ppstream.profiling import Profiler
+from ppstream.observe import nvtx_ranges
+from ppstream.observe import profiler as profiling
+from ppstream.observe.attribution import block
+from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
+from ppstream.observe.profiler import Profiler
 from ppstream.report.kernels import cli
 from ppstream.report.kernels.findings import findings
-from ppstream.timestamps import EnvelopeRecord, TimestampLog
 
 SHORT = ProfileConfig(wait=2, warmup=2, active=5)
 
@@ -78,7 +79,7 @@ def test_signal_profiles_a_live_run_and_says_so_in_every_record(tmp_path: Path) 
     calls = {s.name: s.calls for s in found.ranges}
     assert all(calls[name] == 5 for name in ("A", "B", "newest", "C"))
     assert (found.pass_name, found.passes) == ("B", 5)
-    assert not trace.on
+    assert not nvtx_ranges.on
     assert block("a") is block("b")
 
 

@@ -10,9 +10,10 @@ import pytest
 from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
 
-from ppstream import profiling, trace
 from ppstream.config.config_watching import ProfileConfig
-from ppstream.profiling import Profiler
+from ppstream.observe import nvtx_ranges
+from ppstream.observe import profiler as profiling
+from ppstream.observe.profiler import Profiler
 from ppstream.report.kernels import cli
 from ppstream.report.kernels.findings import findings
 
@@ -61,15 +62,15 @@ def only_ranges_of(rank: int, patch: pytest.MonkeyPatch) -> None:
     """Ranges are a process's: the other rank's, on its thread, stay silent."""
     steps = ("A", "SEND", "RECV", "C") if rank == 0 else ("B",)
     for step in ("A", "SEND", "B", "RECV", "C"):
-        patch.setattr(trace, step, Silent())
-    patch.setattr(trace, "on", True)
+        patch.setattr(nvtx_ranges, step, Silent())
+    patch.setattr(nvtx_ranges, "on", True)
 
     def annotate(make: Any) -> None:
         for step in steps:
             name = step if len(step) == 1 else step.lower()
-            setattr(trace, step, Silent() if make is None else make(name))
+            setattr(nvtx_ranges, step, Silent() if make is None else make(name))
 
-    patch.setattr(trace, "annotate", annotate)
+    patch.setattr(nvtx_ranges, "annotate", annotate)
 
 
 def run_until_written(pipeline: DevicePipeline, *profilers: Any) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from ppstream.core.errors import ProtocolError
 from ppstream.credits import CreditLedger
+from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.queue_history import Move, QueueHistory
-from ppstream.timestamps import EnvelopeRecord
 
 
 def test_moves_are_booked_by_time_however_they_became_known() -> None:

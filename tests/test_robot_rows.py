@@ -20,11 +20,11 @@ from ppstream.core.specs import TensorSpec
 from ppstream.decode import CopyDecoder
 from ppstream.flight import Flight, Owner
 from ppstream.intake import build_intake
+from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pacing import OnTick
 from ppstream.robot.client import RobotClient
 from ppstream.sessions import Sessions
 from ppstream.stage_c import StageC
-from ppstream.timestamps import EnvelopeRecord
 from ppstream.wire.messages import ActionChunk
 
 STREAMS = (("joints", 3), ("imu", 2))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ppstream.core.errors import ConfigError, ExitCode
-from ppstream.runs import Run, launcher
+from ppstream.observe.run_folder import Run, launcher
 
 
 def begin(root: Path, keep: int = 20) -> Run:
@@ -47,7 +47,7 @@ def test_only_the_newest_runs_are_kept(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from ppstream.runs import Run, launcher
+from ppstream.observe.run_folder import Run, launcher
 Run.joined(Path(sys.argv[1]))
 print("holds", flush=True)
 time.sleep(60)
@@ -129,7 +129,7 @@ def test_a_launcher_is_named_by_when_it_began():
 
 def test_a_launcher_that_cannot_be_named_finds_nothing(tmp_path, monkeypatch):
     begin(tmp_path).describe(launcher_start=None)
-    monkeypatch.setattr("ppstream.runs.start_time", lambda pid: None)
+    monkeypatch.setattr("ppstream.observe.run_folder.start_time", lambda pid: None)
     assert Run.of_launcher(tmp_path) is None
 
 

@@ -10,8 +10,8 @@ from pipeline_in_process import small_config
 
 from ppstream.device_records import TakenWindow
 from ppstream.flight import Flight, Owner
+from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.stage_a_device import RingWindows
-from ppstream.timestamps import EnvelopeRecord
 from ppstream.window import WindowInfo
 
 LEASE = 60_000_000_000

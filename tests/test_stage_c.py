@@ -14,7 +14,7 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PolicyError
 from ppstream.flight import Flight, Owner
-from ppstream.timestamps import EnvelopeRecord
+from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.wire.messages import ActionChunk
 
 

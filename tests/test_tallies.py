@@ -5,9 +5,18 @@ import numpy as np
 import pytest
 
 from ppstream.core.histograms import LABELS_MAX, OTHER, Histogram
-from ppstream.pieces import Pieces
-from ppstream.tallies import BLOCK, CHUNK, JUDGED, WAITS, PolicyTally, Rank0Tally, Tally, take_all
-from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.observe.gil_pauses import Pieces
+from ppstream.observe.live_counters import (
+    BLOCK,
+    CHUNK,
+    JUDGED,
+    WAITS,
+    PolicyTally,
+    Rank0Tally,
+    Tally,
+    take_all,
+)
+from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
 
 MS = 1_000_000
 LEASE_NS = 20 * MS

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ppstream.timestamps import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ppstream import trace
+from ppstream.observe import nvtx_ranges
 
 TOOL = Path(__file__).with_name("nvtx_injection.c")
 ENVELOPES = 6
@@ -48,7 +48,7 @@ def lines_of(tool: Path, program: str, folder: Path) -> list[str]:
 
 
 def test_without_a_tool_a_range_costs_a_flag() -> None:
-    assert not trace.on
+    assert not nvtx_ranges.on
     pair = "if trace.on: trace.A.push(1, 2)\nif trace.on: trace.A.pop()"
     cost_s = min(timeit.repeat(pair, "from ppstream import trace", number=20_000, repeat=5))
     assert cost_s / 20_000 < 2e-6  # 0.02 us measured; the bound is for a machine that is busy

@@ -9,7 +9,7 @@ import pytest
 from ppstream import underway
 from ppstream.credits import CreditLedger
 from ppstream.flight import Flight
-from ppstream.timestamps import EnvelopeRecord
+from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.underway import Marks, Underway
 
 

@@ -36,9 +36,9 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.specs import SlotLayout
 from ppstream.core.waiter import Waiter
 from ppstream.intake import Intake, build_intake
+from ppstream.observe.run_folder import hardware
 from ppstream.ring import SensorRing
 from ppstream.robot.client import RobotClient
-from ppstream.runs import hardware
 from ppstream.sessions import Sessions
 from ppstream.synthetic import SyntheticSource
 from ppstream.wire import messages

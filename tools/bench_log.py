@@ -42,6 +42,7 @@ from ppstream.decode import CopyDecoder
 from ppstream.headers import link_shape
 from ppstream.inline import Inline
 from ppstream.intake import build_intake
+from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
 from ppstream.pacing import Saturated
 from ppstream.policy.compatibility import build_policy
 from ppstream.slots import new_slots
@@ -49,7 +50,6 @@ from ppstream.stage1 import StageB
 from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC
 from ppstream.synthetic import SyntheticSource
-from ppstream.timestamps import EnvelopeRecord, TimestampLog
 
 RING: Final = 8192
 BATCH: Final = 200  # records timed together

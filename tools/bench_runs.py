@@ -38,7 +38,7 @@ from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.run_report import RunReport
 from ppstream.core.errors import ExitCode
-from ppstream.runs import hardware
+from ppstream.observe.run_folder import hardware
 
 #: Rank 0's ends behind a whole bring-up: the run can be judged.
 MEASURED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE)

@@ -28,7 +28,7 @@ from drill_torchrun import expect_end, launched, no_orphans, rank_pids, until
 from ppstream.control.lookout import LAUNCHER_LOST
 from ppstream.control.peer_process import ranks_of
 from ppstream.core.clock import now_ns
-from ppstream.runs import Run
+from ppstream.observe.run_folder import Run
 
 IDLE_PERIODS: Final = 3  # of the watchdog
 WATCHDOG_S: Final = 3.0  # of the drill's configuration

@@ -194,7 +194,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a full disk stops no log thread",
-        "ppstream/timestamps.py",
+        "ppstream/observe/log_writer.py",
         "        except OSError as error:  # disk",
         "        except ZeroDivisionError as error:  # disk",
         "disk-full",
@@ -236,14 +236,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a run that goes on is not deleted",
-        "ppstream/runs.py",
+        "ppstream/observe/run_folder.py",
         "    except BlockingIOError:\n        return True\n",
         "    except BlockingIOError:\n        return False\n",
         "log-kept-while-it-runs",
     ),
     Mutant(
         "a launcher is known by more than its number",
-        "ppstream/runs.py",
+        "ppstream/observe/run_folder.py",
         '"launcher_start": start_time(pid)',
         '"launcher_start": 1',
         "launcher-number-again",
@@ -278,7 +278,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "each request for the metrics has a thread",
-        "ppstream/health.py",
+        "ppstream/observe/health_server.py",
         "class _Server(ThreadingTCPServer):\n",
         "class _Server(ThreadingTCPServer.__bases__[1]):\n",
         "scrapers-half",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bench_device_window as bench
 import torch
 
-from ppstream import trace
+from ppstream.observe import nvtx_ranges
 
 WINDOWS = 6
 
@@ -20,17 +20,17 @@ def main() -> None:
         robot.feed((turn + 1) * 300_000_000, frames=True)
         while not robot.window.ingest(0):
             pass
-        if trace.on:
-            trace.A.push(0, turn)
+        if nvtx_ranges.on:
+            nvtx_ranges.A.push(0, turn)
         robot.window.enqueue(robot.slots[turn % len(robot.slots)], robot.stream)
-        if trace.on:
-            trace.A.pop()
+        if nvtx_ranges.on:
+            nvtx_ranges.A.pop()
         robot.stream.synchronize()
         assert robot.window.take().present == [True] * 3
     torch.zeros(7, device="cuda").sin_()
     torch.cuda.synchronize()
     robot.window.close()
-    print(f"ran {WINDOWS} windows, NVTX {'on' if trace.on else 'off'}")
+    print(f"ran {WINDOWS} windows, NVTX {'on' if nvtx_ranges.on else 'off'}")
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ def test_another_thread_reads_this_ranks_device_and_touches_no_other() -> None:
 
 
 def test_reading_does_not_wait_for_a_stream_that_waits() -> None:
-    from ppstream import gpu_memory
     from ppstream.cuda import startup
     from ppstream.cuda.streams import stream
+    from ppstream.observe import gpu_memory
 
     startup.start(torch.device("cuda:0"))
     gpu_memory.note_allocator()

@@ -2,8 +2,8 @@
 
 import time
 
-from ppstream.attribution import block
 from ppstream.core.specs import TensorSpec
+from ppstream.observe.attribution import block
 
 
 class TwoBlocks:

@@ -15,16 +15,16 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 import ppstream
-from ppstream import metric_families as show
-from ppstream.live_class import CLASSES, LiveClass
-from ppstream.metrics_gpu import gpu_families
-from ppstream.metrics_robots import robot_families
-from ppstream.tallies import PolicyTally, Rank0Tally, Tally
+from ppstream.observe import metric_families as show
+from ppstream.observe.live_class import CLASSES, LiveClass
+from ppstream.observe.live_counters import PolicyTally, Rank0Tally, Tally
+from ppstream.observe.metrics_gpu import gpu_families
+from ppstream.observe.metrics_robots import robot_families
 
 if TYPE_CHECKING:
     from ppstream.credits import CreditLedger
+    from ppstream.observe.log_writer import TimestampLog
     from ppstream.sessions import Sessions
-    from ppstream.timestamps import TimestampLog
 
 PHASES: Final = (
     "starting",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from ppstream import gpu_memory
-from ppstream import metric_families as show
+from ppstream.observe import gpu_memory
+from ppstream.observe import metric_families as show
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from ppstream.gpu_memory import GpuMemory
+    from ppstream.observe.gpu_memory import GpuMemory
 
 KINDS: Final = ("allocated", "allocated_max", "reserved", "non_torch", "free", "total")
 

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppstream.core.histograms import LABELS_MAX, OTHER, Histograms, Recent, Values
-from ppstream.pieces import Pieces
+from ppstream.observe.gil_pauses import Pieces
 
 if TYPE_CHECKING:
-    from ppstream.timestamps import EnvelopeRecord, Stage1Record
+    from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record
 
 CHUNK: Final = 512  # records: as many again would save little, and each is 2 KB that is kept
 BLOCK: Final = 8  # of them are read in one go: some 30 µs, so a piece is little more than 100

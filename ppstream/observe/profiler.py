@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from ppstream import attribution, trace
 from ppstream.core.clock import now_ns
+from ppstream.observe import attribution, nvtx_ranges
 
 if TYPE_CHECKING:
     from ppstream.config.config_watching import ProfileConfig
-    from ppstream.timestamps import TimestampLog
+    from ppstream.observe.log_writer import TimestampLog
 
 logger = logging.getLogger("ppstream")
 
@@ -111,7 +111,7 @@ class Profiler:
         self._held_ns = 0
         self._log.mode = "trace"
         self._log.event("profile", state="begins", cycles=self._cycles)
-        trace.annotate(_Annotation)
+        nvtx_ranges.annotate(_Annotation)
         attribution.give_blocks_to(_annotated_block)
         # else a later call to CUDA takes the tracer out again, whatever is queued then
         os.environ.setdefault("TEARDOWN_CUPTI", "0")
@@ -161,7 +161,7 @@ class Profiler:
             self._end()
 
     def _end(self) -> None:
-        trace.annotate(None)
+        nvtx_ranges.annotate(None)
         attribution.give_blocks_to(None)
         self._running, self._is_wanted = None, False
         self._log.mode, self._log.on_take = "throughput", None

@@ -12,10 +12,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ppstream import gpu_memory
+from ppstream.observe import gpu_memory
 
 if TYPE_CHECKING:
-    from ppstream.timestamps import TimestampLog
+    from ppstream.observe.log_writer import TimestampLog
 
 INTERVAL_S: Final = 1.0
 CLOSE_LIMIT_S: Final = 1.0

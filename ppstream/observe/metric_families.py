@@ -14,7 +14,7 @@ from prometheus_client.core import (
 from prometheus_client.samples import Sample
 
 from ppstream.core.histograms import BUCKETS_NS, Histogram, Values, quantiles_ns
-from ppstream.pieces import Pieces
+from ppstream.observe.gil_pauses import Pieces
 
 S: Final = 1e-9  # per ns
 QUANTILES: Final = (0.5, 0.95, 0.99)

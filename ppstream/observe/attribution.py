@@ -19,7 +19,7 @@ import torch
 from ppstream.core.clock import now_ns
 
 if TYPE_CHECKING:
-    from ppstream.timestamps import TimestampLog
+    from ppstream.observe.log_writer import TimestampLog
 
 BLOCKS_MAX: Final = 256  # different names of one rank; later ones are timed as part of their outer
 NAME_SEPARATOR: Final = "/"  # between an outer block and one within it

@@ -18,12 +18,12 @@ from ppstream.analysis.scores import primary
 from ppstream.analysis.segments import select_window
 from ppstream.analysis.verdict import N_MIN, classify
 from ppstream.core.clock import NS_PER_S, now_ns
-from ppstream.pieces import Pieces
+from ppstream.observe.gil_pauses import Pieces
 
 if TYPE_CHECKING:
     from ppstream.core.clock import Clock
-    from ppstream.tallies import Rank0Tally
-    from ppstream.timestamps import EnvelopeRecord
+    from ppstream.observe.live_counters import Rank0Tally
+    from ppstream.observe.log_writer import EnvelopeRecord
 
 CLASSES: Final = (
     "output-limited",

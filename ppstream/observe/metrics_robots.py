@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ppstream import metric_families as show
+from ppstream.observe import metric_families as show
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -2,7 +2,7 @@
 
 The domain is ``ppstream``; a range is named ``A``, ``send``, ``B``, ``recv`` or ``C``, and its
 payload is ``epoch << 32 | seq``. ``on`` says whether anybody listens: a loop asks that one flag and
-calls nothing otherwise. While torch.profiler records (``profiling.py``), the steps go there
+calls nothing otherwise. While torch.profiler records (``profiler.py``), the steps go there
 instead. What happened when without a profiler stands in the time-stamp log.
 """
 
