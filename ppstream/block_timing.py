@@ -19,9 +19,9 @@ from ppstream.observe.attribution import Attribution, end_of_stream
 from ppstream.pacing import Saturated
 
 if TYPE_CHECKING:
-    from ppstream.intake import Intake
+    from ppstream.ingest.intake import Intake
+    from ppstream.ingest.sources import Source
     from ppstream.rank0 import Rank0
-    from ppstream.sources import Source
 
 logger = logging.getLogger("ppstream")
 

@@ -23,21 +23,21 @@ from ppstream.control.peer_process import HeldProcess, everybody, of_rank
 from ppstream.core.clock import now_ns
 from ppstream.core.cpus import MachineMeter
 from ppstream.core.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
+from ppstream.ingest.sources import RecordedSource
+from ppstream.ingest.synthetic import SyntheticRobots
 from ppstream.inline import Inline
 from ppstream.pacing import Saturated
 from ppstream.paired import Paired
-from ppstream.sources import RecordedSource
-from ppstream.synthetic import SyntheticRobots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ppstream.analysis.run_report import RunReport
     from ppstream.config.schema import PipelineConfig
-    from ppstream.intake import Intake
+    from ppstream.ingest.intake import Intake
+    from ppstream.ingest.sources import Source
     from ppstream.observe.run_folder import Run
     from ppstream.rank0 import Rank0
-    from ppstream.sources import Source
 
 logger = logging.getLogger("ppstream")
 

@@ -17,7 +17,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.core.specs import SlotLayout
 from ppstream.cuda import startup
 from ppstream.headers import link_shape
-from ppstream.intake import build_intake
+from ppstream.ingest.intake import build_intake
 from ppstream.link_device import AHEAD, slot_count
 from ppstream.placement import Placement, RankPlan, place
 from ppstream.policy.compatibility import build_decoder, build_policy, policy_problems

@@ -27,8 +27,8 @@ from ppstream.core.errors import ConfigError, PeerLeftError, PpstreamError
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
 from ppstream.headers import link_shape
+from ppstream.ingest.intake import Intake, build_intake
 from ppstream.inline import Inline
-from ppstream.intake import Intake, build_intake
 from ppstream.links import LauncherStore, join_store, open_front
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.paired import Paired

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ppstream.intake import stream_lines
+from ppstream.ingest.intake import stream_lines
 from ppstream.wire.messages import Report
 
 if TYPE_CHECKING:

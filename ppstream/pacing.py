@@ -14,8 +14,8 @@ from ppstream.core.clock import NS_PER_S, Ticker
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
-    from ppstream.ring import RowInput
-    from ppstream.sources import RecordedSource
+    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.sources import RecordedSource
 
 
 _is_present: Final = attrgetter("present")

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.core.waiter import Waiter
     from ppstream.credits import CreditLedger
-    from ppstream.intake import Intake
+    from ppstream.ingest.intake import Intake
+    from ppstream.ingest.sources import Source
     from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
     from ppstream.pacing import Pacing
     from ppstream.session_requests import Told
     from ppstream.slots import Slot
-    from ppstream.sources import Source
     from ppstream.stage_a import StageA
     from ppstream.stage_c import Emitter, StageC
 

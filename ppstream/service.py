@@ -17,15 +17,15 @@ from ppstream.config.schema import DemoConfig, PipelineConfig
 from ppstream.control.peer_process import bound_command
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
-from ppstream.intake import build_intake
+from ppstream.ingest.intake import build_intake
+from ppstream.ingest.sensor_health import Change, SensorState
+from ppstream.ingest.sources import RecordedSource, Source
 from ppstream.observe.run_folder import ROBOT_STORY, Run
 from ppstream.pacing import Pacing, Scheduled, service_pacing
 from ppstream.rank0 import Rank0
 from ppstream.recording.action_file import ActionFile
 from ppstream.recording.mcap_writer import open_recorder
-from ppstream.sensor_state import Change, SensorState
 from ppstream.sessions import Sessions
-from ppstream.sources import RecordedSource, Source
 
 if TYPE_CHECKING:
     from ppstream.recording.recorder import Recorder

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ppstream.executed_prefix import commitment
+from ppstream.ingest.executed_prefix import commitment
 from ppstream.session_clock import OffsetEstimate
 
 if TYPE_CHECKING:
-    from ppstream.ring import RowInput, SensorRing
+    from ppstream.ingest.ring import RowInput, SensorRing
     from ppstream.wire.messages import Hello, Prefix
 
 RAW: Final = "raw"

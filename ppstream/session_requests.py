@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from ppstream.core.clock import NS_PER_S, Clock, now_ns
+from ppstream.ingest.sample_ledger import CLOSED, SHAPE
 from ppstream.instructions import Instructions
-from ppstream.sample_ledger import CLOSED, SHAPE
 from ppstream.session_cameras import EncodedFrame, FrameDecoder, decoder_problem
 from ppstream.wire.messages import (
     ClockQuestion,

@@ -15,7 +15,7 @@ from ppstream.session_records import Session, SessionStream
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
-    from ppstream.ring import RowInput
+    from ppstream.ingest.ring import RowInput
     from ppstream.wire.messages import Hello
 
 SILENCE_NS: Final = 5 * NS_PER_S  # a robot that says nothing for longer has left

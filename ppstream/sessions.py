@@ -16,7 +16,7 @@ from ppstream.contract import foreign_version, objection, welcome
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.clock import now_ns as clock_ns
 from ppstream.core.errors import ConfigError
-from ppstream.sample_ledger import RATE
+from ppstream.ingest.sample_ledger import RATE
 from ppstream.session_limits import (
     DRAIN_FRAMES,
     DRAIN_NS,
@@ -46,7 +46,7 @@ from ppstream.wire.zmq_socket import Frame, bind_server
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
-    from ppstream.ring import RowInput
+    from ppstream.ingest.ring import RowInput
 
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
 SERVING: Final = frozenset({"ready", "degraded"})  # phases in which samples and actions flow

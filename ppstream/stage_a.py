@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.core.simulated_delay import Delay
     from ppstream.flight import Flight
-    from ppstream.intake import Intake
+    from ppstream.ingest.intake import Intake
     from ppstream.recording.recorder import Recorder
 
 

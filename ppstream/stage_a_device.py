@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ppstream.core.clock import NS_PER_MS, now_ns
-from ppstream.device_window import DeviceWindow
 from ppstream.flight import Owner, RowNames, name_rows, names_of
+from ppstream.ingest.device.window import DeviceWindow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.device_records import TakenWindow
     from ppstream.flight import Flight
-    from ppstream.intake import Intake
+    from ppstream.ingest.device.window_records import TakenWindow
+    from ppstream.ingest.intake import Intake
     from ppstream.link_device import DeviceSlot
 
 
@@ -49,7 +49,7 @@ class DeviceStageA(Protocol):
 
 
 class RingWindows:
-    """Windows of rings on the GPU (DeviceStageA): ``device_window.py``, one for each intake.
+    """Windows of rings on the GPU (DeviceStageA): ``ingest/device/window.py``, one for each intake.
 
     Args:
         config: streams and window.

@@ -37,20 +37,20 @@ from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.driver import Call, CudaStream, DeviceProbe
 from ppstream.decode import CopyDecoder
 from ppstream.headers import link_shape
-from ppstream.intake import build_intake
+from ppstream.ingest.intake import build_intake
+from ppstream.ingest.sources import Source
+from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.link_device import run_ahead
 from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.pacing import Pacing, Saturated
 from ppstream.policy.protocol import told
 from ppstream.policy.unwritten import FilledPolicy, drawn_for
 from ppstream.slots import LinkShape
-from ppstream.sources import Source
 from ppstream.stage0_device import Stage0Device
 from ppstream.stage0_queueing import Parts, Streams
 from ppstream.stage1_device import Parts as BackParts
 from ppstream.stage1_device import Stage1Device
 from ppstream.stage_c import StageC
-from ppstream.synthetic import SyntheticSource
 from ppstream.wire.messages import Drain
 
 RUN_ID = "r"

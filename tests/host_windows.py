@@ -11,10 +11,10 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS
 from ppstream.cuda.driver import CudaStream
 from ppstream.flight import Flight, name_rows, owners_of
-from ppstream.intake import Intake
+from ppstream.ingest.intake import Intake
+from ppstream.ingest.window import WindowInfo
 from ppstream.link_device import DeviceSlot, pinned_slots
 from ppstream.slots import LinkShape
-from ppstream.window import WindowInfo
 
 
 class HostWindows:

@@ -17,9 +17,9 @@ from ppstream.config.schema import (
     WindowConfig,
 )
 from ppstream.core.specs import SlotLayout
-from ppstream.ring import RowInput
-from ppstream.ring_bank import RingBank
-from ppstream.window import WindowCutter
+from ppstream.ingest.ring import RowInput
+from ppstream.ingest.ring_bank import RingBank
+from ppstream.ingest.window import WindowCutter
 
 MS = 1_000_000
 

@@ -16,12 +16,12 @@ from ppstream.config import rules
 from ppstream.config.load import read
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
+from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.observe import attribution
 from ppstream.observe.attribution import BLOCKS_MAX, Attribution, block, end_of_stream
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
 from ppstream.policy.compiled import compile_counts
 from ppstream.report import attribution as block_report
-from ppstream.synthetic import SyntheticSource
 
 CPU = torch.device("cpu")
 

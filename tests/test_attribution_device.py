@@ -18,9 +18,9 @@ from ppstream import block_timing
 from ppstream.block_timing import STOP_REASON, time_blocks
 from ppstream.core.clock import now_ns
 from ppstream.cuda.driver import Event
+from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.observe.attribution import Attribution, block
 from ppstream.report import attribution
-from ppstream.synthetic import SyntheticSource
 from ppstream.wire.messages import PhaseChange
 
 ENCODE_S = 0.001

@@ -15,7 +15,7 @@ from ppstream.config import load
 from ppstream.config.schema import ImageConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
-from ppstream.synthetic import SyntheticSource
+from ppstream.ingest.synthetic import SyntheticSource
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
 from ppstream.config.schema import ImageConfig
-from ppstream.device_blocks import (
+from ppstream.ingest.device.sample_blocks import (
     COMMITMENT_WORDS,
     GUARD,
     HEADER_WORDS,
@@ -22,8 +22,8 @@ from ppstream.device_blocks import (
     WORD_BYTES,
     BlockWriter,
 )
-from ppstream.device_records import WindowBook
-from ppstream.executed_prefix import Commitment
+from ppstream.ingest.device.window_records import WindowBook
+from ppstream.ingest.executed_prefix import Commitment
 
 torch.set_num_threads(1)
 

@@ -10,8 +10,8 @@ from robot_rig import DT_NS, MS, make_config, make_rows
 
 from ppstream.core.clock import now_ns
 from ppstream.core.specs import SlotLayout
-from ppstream.executed_prefix import Commitment, PrefixWriter, commitment, prefix_specs
-from ppstream.intake import build_intake
+from ppstream.ingest.executed_prefix import Commitment, PrefixWriter, commitment, prefix_specs
+from ppstream.ingest.intake import build_intake
 from ppstream.session_records import Session
 from ppstream.wire.messages import Hello, Prefix
 

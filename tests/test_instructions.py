@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from robot_rig import make_config, make_rows
 
+from ppstream.ingest.ring import RowInput
 from ppstream.instructions import TEXTS_MAX, Instructions
-from ppstream.ring import RowInput
 
 
 class Policy:

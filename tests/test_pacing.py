@@ -3,7 +3,7 @@ import pytest
 from pipeline_in_process import small_config
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.intake import build_intake
+from ppstream.ingest.intake import build_intake
 from ppstream.pacing import OnSample, OnTick, Saturated, service_pacing
 
 

@@ -1,8 +1,8 @@
 from pipeline_in_process import small_config
 
 from ppstream.core.specs import TensorSpec
+from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import policy_problems
-from ppstream.window import input_specs
 
 ACTIONS = TensorSpec("actions", (4, 2))
 VALUES = TensorSpec("state.values", (8, 5))

@@ -28,14 +28,14 @@ from robot_rig import MS, make_chunk, make_config, make_rows, wait_until
 from ppstream.config.schema import PipelineConfig, RecordConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
+from ppstream.ingest.sources import RecordedSource
+from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.pacing import OnSample, Scheduled
 from ppstream.recording.items import Line, Samples
 from ppstream.recording.mcap_schema import Body, json_schema, parse_topic, topic
 from ppstream.recording.mcap_writer import RecordFile, open_recorder
 from ppstream.recording.recorder import Recorder
 from ppstream.recording.recording import load_recording
-from ppstream.sources import RecordedSource
-from ppstream.synthetic import SyntheticSource
 
 WINDOWS = 150
 

@@ -15,9 +15,9 @@ from stream_cases import MS, Input, config, stream
 
 from ppstream.config.schema import RecordedAs, StreamConfig
 from ppstream.core.errors import ConfigError
+from ppstream.ingest.sources import RecordedSource
 from ppstream.recording.field_reader import FieldReader, nanoseconds
 from ppstream.recording.recording import Track, load_recording
-from ppstream.sources import RecordedSource
 
 DATA = os.environ.get("PPSTREAM_TEST_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="PPSTREAM_TEST_DATA names no recordings")

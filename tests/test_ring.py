@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream.intake import balances
-from ppstream.ring import RowInput, SensorRing
-from ppstream.ring_bank import RingBank
-from ppstream.robot_clock import BACKLOG_NS, FUTURE_LIMIT_NS, JUMP_SAMPLES, NEVER_NS
+from ppstream.ingest.intake import balances
+from ppstream.ingest.ring import RowInput, SensorRing
+from ppstream.ingest.ring_bank import RingBank
+from ppstream.ingest.stamp_filter import BACKLOG_NS, FUTURE_LIMIT_NS, JUMP_SAMPLES, NEVER_NS
 
 RX = 123 * MS
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppstream.robot_clock import FUTURE_LIMIT_NS, JUMP_SAMPLES, NEVER_NS, RobotClock
+from ppstream.ingest.stamp_filter import FUTURE_LIMIT_NS, JUMP_SAMPLES, NEVER_NS, RobotClock
 
 S = 1_000_000_000
 

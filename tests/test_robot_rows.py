@@ -19,7 +19,7 @@ from ppstream.core.simulated_delay import Delay
 from ppstream.core.specs import TensorSpec
 from ppstream.decode import CopyDecoder
 from ppstream.flight import Flight, Owner
-from ppstream.intake import build_intake
+from ppstream.ingest.intake import build_intake
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pacing import OnTick
 from ppstream.robot.client import RobotClient

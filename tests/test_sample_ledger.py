@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppstream.sample_ledger import SampleLedger, total
+from ppstream.ingest.sample_ledger import SampleLedger, total
 
 
 def filled() -> SampleLedger:

@@ -3,8 +3,8 @@ import pytest
 from robot_rig import make_config
 
 from ppstream.core.clock import NS_PER_S
-from ppstream.intake import build_intake
-from ppstream.sensor_state import SensorState
+from ppstream.ingest.intake import build_intake
+from ppstream.ingest.sensor_health import SensorState
 
 MS = 1_000_000
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
-from ppstream.sources import OWN_SESSION, RecordedSource, Source
+from ppstream.ingest.sources import OWN_SESSION, RecordedSource, Source
 
 DATA = os.environ.get("PPSTREAM_TEST_DATA")
 S = 1000 * MS

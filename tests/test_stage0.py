@@ -8,9 +8,9 @@ import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
 from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError
+from ppstream.ingest.sources import RecordedSource
+from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.pacing import OnSample, Scheduled
-from ppstream.sources import RecordedSource
-from ppstream.synthetic import SyntheticSource
 
 THREADS = ["serial", "split"]
 FORMS = [*THREADS, "inline"]

@@ -18,9 +18,9 @@ from ppstream import stage0_device
 from ppstream.bringup import time_standalone
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError, PolicyError
+from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.link_device import run_ahead
 from ppstream.pacing import OnSample, OnTick
-from ppstream.synthetic import SyntheticSource
 from ppstream.underway import SIGHT_NS
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from pipeline_in_process import small_config
 
-from ppstream.device_records import TakenWindow
 from ppstream.flight import Flight, Owner
+from ppstream.ingest.device.window_records import TakenWindow
+from ppstream.ingest.window import WindowInfo
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.stage_a_device import RingWindows
-from ppstream.window import WindowInfo
 
 LEASE = 60_000_000_000
 

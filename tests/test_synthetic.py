@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from stream_cases import MS, Input, config, stream
 
-from ppstream.ring import SensorRing
-from ppstream.sources import OWN_SESSION, Source
-from ppstream.synthetic import CLOCK_OFFSET_NS, SyntheticRobots, SyntheticSource
+from ppstream.ingest.ring import SensorRing
+from ppstream.ingest.sources import OWN_SESSION, Source
+from ppstream.ingest.synthetic import CLOCK_OFFSET_NS, SyntheticRobots, SyntheticSource
 
 S = 1000 * MS
 HOST = 5_000 * S

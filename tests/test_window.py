@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
 from ppstream.core.specs import SlotLayout, TensorSpec
-from ppstream.intake import Intake, stream_lines
+from ppstream.ingest.intake import Intake, stream_lines
 from ppstream_kernels import MODES, resample
 
 LEASE = 100 * MS

@@ -37,9 +37,9 @@ from ppstream.config.schema import (
 )
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.specs import SlotLayout
-from ppstream.device_window import DeviceWindow
-from ppstream.ring import RowInput
-from ppstream.ring_bank import RingBank
+from ppstream.ingest.device.window import DeviceWindow
+from ppstream.ingest.ring import RowInput
+from ppstream.ingest.ring_bank import RingBank
 
 SLOTS = 3
 PLAIN = (

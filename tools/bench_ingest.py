@@ -35,12 +35,12 @@ from ppstream.config.schema import (
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.specs import SlotLayout
 from ppstream.core.waiter import Waiter
-from ppstream.intake import Intake, build_intake
+from ppstream.ingest.intake import Intake, build_intake
+from ppstream.ingest.ring import SensorRing
+from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.observe.run_folder import hardware
-from ppstream.ring import SensorRing
 from ppstream.robot.client import RobotClient
 from ppstream.sessions import Sessions
-from ppstream.synthetic import SyntheticSource
 from ppstream.wire import messages
 
 Array: TypeAlias = np.ndarray[Any, Any]

@@ -40,8 +40,9 @@ from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
 from ppstream.decode import CopyDecoder
 from ppstream.headers import link_shape
+from ppstream.ingest.intake import build_intake
+from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.inline import Inline
-from ppstream.intake import build_intake
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
 from ppstream.pacing import Saturated
 from ppstream.policy.compatibility import build_policy
@@ -49,7 +50,6 @@ from ppstream.slots import new_slots
 from ppstream.stage1 import StageB
 from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC
-from ppstream.synthetic import SyntheticSource
 
 RING: Final = 8192
 BATCH: Final = 200  # records timed together

@@ -34,7 +34,7 @@ from ppstream.config import load
 from ppstream.config.schema import PipelineConfig, RecordConfig, StreamConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.flight import Flight, Owner
-from ppstream.intake import build_intake
+from ppstream.ingest.intake import build_intake
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.recording.recorder import Recorder

@@ -50,10 +50,10 @@ from ppstream.config.schema import (
     WindowConfig,
 )
 from ppstream.core.specs import SlotLayout
-from ppstream.device_window import DeviceWindow
+from ppstream.ingest.device.window import DeviceWindow
+from ppstream.ingest.ring import RowInput
+from ppstream.ingest.ring_bank import RingBank
 from ppstream.policy.graphed import GraphedPolicy
-from ppstream.ring import RowInput
-from ppstream.ring_bank import RingBank
 from ppstream_kernels import ResamplePlan, StreamSource
 
 BATCH, SAMPLES, STEPS = 32, 500, 250

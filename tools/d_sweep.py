@@ -43,7 +43,7 @@ from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.run_statistics import latencies_ns
 from ppstream.config import load
 from ppstream.headers import link_shape
-from ppstream.intake import build_intake
+from ppstream.ingest.intake import build_intake
 from ppstream.policy.compatibility import build_policy
 
 DEPTHS: Final = (1, 2, 3, 4)

@@ -187,7 +187,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a clock that jumped starts anew",
-        "ppstream/robot_clock.py",
+        "ppstream/ingest/stamp_filter.py",
         "        if self._rejected < JUMP_SAMPLES:\n",
         "        if self._rejected:\n",
         "clock-jumps-forward",

@@ -39,14 +39,14 @@ from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
 from ppstream.front import begin_run
 from ppstream.headers import link_shape
-from ppstream.intake import build_intake
+from ppstream.ingest.intake import build_intake
+from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links import LauncherStore, join_store
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.policy.compatibility import build_policy
 from ppstream.rank0_parts import rank0_parts
 from ppstream.stage1_device import Stage1Device
-from ppstream.synthetic import SyntheticSource
 from ppstream.wire.messages import Drain, Measure, PhaseChange, Ready
 
 BASE: Final = _ROOT / "stages" / "ppstream_stages" / "bench_gpus.toml"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ppstream.ring import RowInput
+    from ppstream.ingest.ring import RowInput
     from ppstream.wire.messages import ActionChunk
 
 ITEM_BYTES: Final = 200  # of an item without its arrays

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.flight import Flight
-    from ppstream.ring import RowInput
+    from ppstream.ingest.ring import RowInput
     from ppstream.stage_c import Emitter
     from ppstream.wire.messages import ActionChunk
 

@@ -12,9 +12,9 @@ from ppstream.config.schema import ImageConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.core.specs import SlotLayout
-from ppstream.device_blocks import COMMITMENT_WORDS
-from ppstream.device_window import DeviceWindow
-from ppstream.executed_prefix import Commitment
+from ppstream.ingest.device.sample_blocks import COMMITMENT_WORDS
+from ppstream.ingest.device.window import DeviceWindow
+from ppstream.ingest.executed_prefix import Commitment
 
 pytestmark = [
     pytest.mark.gpu,

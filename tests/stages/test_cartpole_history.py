@@ -3,7 +3,7 @@ import torch
 
 from ppstream.config.load import read
 from ppstream.config.schema import PipelineConfig
-from ppstream.intake import build_intake
+from ppstream.ingest.intake import build_intake
 from ppstream_stages.cartpole.history import History
 from ppstream_stages.cartpole.layout import STREAMS, WINDOW_DT_NS, WINDOW_STEPS
 from ppstream_stages.cartpole.physics import CartPole, Sample

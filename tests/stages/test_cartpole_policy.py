@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from ppstream.config.load import read
 from ppstream.core.errors import ConfigError
-from ppstream.intake import build_intake
+from ppstream.ingest.intake import build_intake
 from ppstream.policy.protocol import load
 from ppstream_stages.cartpole.layout import DIM, FORCE_MAX_N, HORIZON, STREAMS, WINDOW_STEPS
 from ppstream_stages.cartpole.policy import VIEWS, WEIGHTS, CartPolePolicy, build, seen_by_views

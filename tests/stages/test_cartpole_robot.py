@@ -10,7 +10,7 @@ import pytest
 from ppstream.config.load import read
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import now_ns
-from ppstream.intake import Intake, build_intake
+from ppstream.ingest.intake import Intake, build_intake
 from ppstream.sessions import Sessions
 
 LIMIT_S = 30.0

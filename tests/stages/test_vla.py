@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from ppstream.config.load import read
 from ppstream.core.errors import ConfigError
+from ppstream.ingest.window import input_specs
 from ppstream.observe.attribution import give_blocks_to
 from ppstream.policy.compatibility import policy_problems
-from ppstream.window import input_specs
 from ppstream_stages.vla import Network, Options, build
 
 torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """What moves the rings to a GPU: blocks of new samples, and tables that say what a window may use.
 
 A block is one piece of pinned memory that one copy takes over: the table, then the new samples of
-every ring, piece by piece. Nothing here touches a GPU: ``device_rings.py`` sends blocks, and
+every ring, piece by piece. Nothing here touches a GPU: ``rings.py`` sends blocks, and
 ``ppstream_kernels/rings.cu`` reads them; the layouts stand in both places.
 
 Rings on the GPU are ``GUARD`` times as long as here, so that what arrives while a window reads its
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.config.schema import ActionConfig
-    from ppstream.executed_prefix import Commitment
-    from ppstream.ring import RowInput, SensorRing
-    from ppstream.ring_bank import RingBank
+    from ppstream.ingest.executed_prefix import Commitment
+    from ppstream.ingest.ring import RowInput, SensorRing
+    from ppstream.ingest.ring_bank import RingBank
 
 GUARD: Final = 2
 NEWEST: Final = -(2**63)  # of a row's end: at the newest sample of the reference stream

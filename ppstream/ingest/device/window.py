@@ -15,11 +15,11 @@ import torch
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.clock import now_ns as clock_now_ns
 from ppstream.core.errors import ProtocolError, WatchdogError
-from ppstream.device_blocks import commitment_shape
-from ppstream.device_kernels import RECORDS, WindowKernels
-from ppstream.device_records import TakenWindow, WindowBook
-from ppstream.device_rings import DeviceRings
-from ppstream.window import input_specs
+from ppstream.ingest.device.rings import DeviceRings
+from ppstream.ingest.device.sample_blocks import commitment_shape
+from ppstream.ingest.device.window_kernels import RECORDS, WindowKernels
+from ppstream.ingest.device.window_records import TakenWindow, WindowBook
+from ppstream.ingest.window import input_specs
 from ppstream_kernels import cuda_rings
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.ring import RowInput
-    from ppstream.ring_bank import RingBank
+    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.ring_bank import RingBank
 
 FIXED_LIMIT_NS: Final = 5 * NS_PER_S  # for a window whose end was given
 

@@ -10,15 +10,15 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.device_blocks import NEWEST, RING_WORDS, ROW_WORDS
-from ppstream.window import WindowInfo
+from ppstream.ingest.device.sample_blocks import NEWEST, RING_WORDS, ROW_WORDS
+from ppstream.ingest.window import WindowInfo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.ring import RowInput, SensorRing
-    from ppstream.window import Ages
+    from ppstream.ingest.ring import RowInput, SensorRing
+    from ppstream.ingest.window import Ages
 
 
 class TakenWindow(NamedTuple):
@@ -95,6 +95,6 @@ class WindowBook:
 
 
 def _numbers(words: list[int], begin: int, row: int, names: Sequence[str]) -> list[int]:
-    """Those of one row that ``names`` names, as ``device_blocks.py`` lays them out."""
+    """Those of one row that ``names`` names, as ``sample_blocks.py`` lays them out."""
     at = begin + len(names) * row
     return words[at : at + len(names)]

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import ImageConfig, StreamConfig
-    from ppstream.ring import SensorRing
-    from ppstream.ring_bank import RingBank
+    from ppstream.ingest.ring import SensorRing
+    from ppstream.ingest.ring_bank import RingBank
 
 WHITE: Final = 255.0
 

@@ -16,7 +16,7 @@ import torch
 
 from ppstream.core.errors import ConfigError
 from ppstream.cuda.streams import torch_stream
-from ppstream.device_blocks import GUARD, WORD_BYTES, BlockWriter, FramePiece
+from ppstream.ingest.device.sample_blocks import GUARD, WORD_BYTES, BlockWriter, FramePiece
 from ppstream_kernels import cuda_rings
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from ppstream.ring import RowInput
-    from ppstream.ring_bank import RingBank
+    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.ring_bank import RingBank
 
 BLOCKS: Final = 8  # of pinned memory: so many copies may be on their way
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.ring import RowInput
-from ppstream.ring_bank import RingBank
-from ppstream.sample_ledger import Balance, SampleLedger, total
-from ppstream.window import WindowCutter
+from ppstream.ingest.ring import RowInput
+from ppstream.ingest.ring_bank import RingBank
+from ppstream.ingest.sample_ledger import Balance, SampleLedger, total
+from ppstream.ingest.window import WindowCutter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

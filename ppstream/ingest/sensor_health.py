@@ -1,6 +1,6 @@
 """SensorState: how each stream of each robot is doing, judged once a second, told when it changes.
 
-It only looks: samples are refused by ``ring.py`` and ``robot_clock.py``, and what is missing in a
+It only looks: samples are refused by ``ring.py`` and ``stamp_filter.py``, and what is missing in a
 window is masked by ``window.py``, whether anybody looks here or not.
 """
 
@@ -13,9 +13,9 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig, StreamConfig
-    from ppstream.intake import Intake
-    from ppstream.ring import RowInput, SensorRing
-    from ppstream.ring_bank import RingBank
+    from ppstream.ingest.intake import Intake
+    from ppstream.ingest.ring import RowInput, SensorRing
+    from ppstream.ingest.ring_bank import RingBank
 
 #: ``silent``: nothing accepted for longer than the stream's ``max_age_ms``; ``refused``: more than
 #: half of what came was; ``slow``: less than half the nominal rate; ``unchanged``: the same values

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import ActionConfig
-    from ppstream.ring import RowInput
+    from ppstream.ingest.ring import RowInput
     from ppstream.wire.messages import Prefix
 
 ACTION_BYTES: Final = 4  # float32

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
-from ppstream.camera import CameraCutter, camera_specs
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.specs import TensorSpec
-from ppstream.executed_prefix import PrefixWriter, prefix_specs
-from ppstream.robot_clock import NEVER_NS
+from ppstream.ingest.camera_frames import CameraCutter, camera_specs
+from ppstream.ingest.executed_prefix import PrefixWriter, prefix_specs
+from ppstream.ingest.stamp_filter import NEVER_NS
 from ppstream_kernels import ResamplePlan, StreamSource
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import PipelineConfig, StreamConfig
-    from ppstream.ring import RowInput
-    from ppstream.ring_bank import RingBank
+    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.ring_bank import RingBank
 
 VIEWS_MAX: Final = 64  # more than a link has slots
 
@@ -72,7 +72,7 @@ class WindowCutter:
 
     ``inputs`` are the tensors of an envelope that ``cut`` fills, shapes per row: for each group g
     ``g.values [T, sum of D]`` float32, ``g.valid [T, S]`` bool and ``g.age_s [T, S]`` float32, then
-    the frames of cameras (``camera.py``), ``present []`` bool and ``rows [4]`` int64
+    the frames of cameras (``camera_frames.py``), ``present []`` bool and ``rows [4]`` int64
     (``ROW_FIELDS``).
 
     ``targets`` and ``invalid`` (by stream) count what was asked of the rings since the start, and

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.robot_clock import NEVER_NS, RobotClock
-from ppstream.sample_ledger import (
+from ppstream.ingest.sample_ledger import (
     CLOCK_JUMP,
     CLOSED,
     DUPLICATE,
@@ -26,15 +25,16 @@ from ppstream.sample_ledger import (
     STALE,
     SampleLedger,
 )
+from ppstream.ingest.stamp_filter import NEVER_NS, RobotClock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-    from ppstream.executed_prefix import Commitment
+    from ppstream.ingest.executed_prefix import Commitment
+    from ppstream.ingest.ring_bank import RingBank
     from ppstream.recording.items import RowTap
-    from ppstream.ring_bank import RingBank
 
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 _INT64: Final = np.dtype(np.int64)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ppstream.camera import affine, camera_names
 from ppstream.core.clock import NS_PER_MS
-from ppstream.executed_prefix import DELAY, VALUES
-from ppstream.window import INSTRUCTION_INPUTS, ROW_FIELDS, group_names, stream_source
+from ppstream.ingest.camera_frames import affine, camera_names
+from ppstream.ingest.executed_prefix import DELAY, VALUES
+from ppstream.ingest.window import INSTRUCTION_INPUTS, ROW_FIELDS, group_names, stream_source
 from ppstream_kernels import ResamplePlan, StreamSource, cuda_rings
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import PipelineConfig, StreamConfig
-    from ppstream.device_rings import DeviceRings
+    from ppstream.ingest.device.rings import DeviceRings
 
 RECORDS: Final = 128  # windows queued and not yet taken at most: more than a link has slots
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
-from ppstream.sources import OWN_SESSION
+from ppstream.ingest.sources import OWN_SESSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.config.schema import PipelineConfig, StreamConfig
-    from ppstream.ring import RowInput
+    from ppstream.ingest.ring import RowInput
 
 BLOCK: Final = 256  # samples invented at a time
 FRAMES: Final = 8  # of a camera
