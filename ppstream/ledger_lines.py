@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ppstream.observe.log_writer import TimestampLog
     from ppstream.rank0 import Rank0
-    from ppstream.session_requests import Told
+    from ppstream.sessions.requests import Told
 
 
 def write_reports(log: TimestampLog, reports: deque[Told]) -> None:

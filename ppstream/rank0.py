@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ppstream.ingest.sources import Source
     from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
     from ppstream.pacing import Pacing
-    from ppstream.session_requests import Told
+    from ppstream.sessions.requests import Told
     from ppstream.slots import Slot
     from ppstream.stage_a import StageA
     from ppstream.stage_c import Emitter, StageC

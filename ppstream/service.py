@@ -25,7 +25,7 @@ from ppstream.pacing import Pacing, Scheduled, service_pacing
 from ppstream.rank0 import Rank0
 from ppstream.recording.action_file import ActionFile
 from ppstream.recording.mcap_writer import open_recorder
-from ppstream.sessions import Sessions
+from ppstream.sessions.server import Sessions
 
 if TYPE_CHECKING:
     from ppstream.recording.recorder import Recorder

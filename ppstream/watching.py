@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ppstream.observe.log_writer import TimestampLog
     from ppstream.observe.metrics import Rank0Collector
     from ppstream.observe.run_folder import Run
-    from ppstream.sessions import Sessions
+    from ppstream.sessions.server import Sessions
 
 logger = logging.getLogger("ppstream")
 

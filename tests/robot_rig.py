@@ -24,7 +24,7 @@ from ppstream.core.waiter import Waiter
 from ppstream.ingest.ring import RowInput
 from ppstream.ingest.ring_bank import RingBank
 from ppstream.robot.client import RobotClient
-from ppstream.sessions import Sessions
+from ppstream.sessions.server import Sessions
 from ppstream.wire.messages import ActionChunk
 
 MS = 1_000_000

@@ -11,7 +11,7 @@ from robot_rig import ACTIONS, make_config, make_rows, wait_until
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_S, Clock, now_ns
-from ppstream.sessions import Sessions
+from ppstream.sessions.server import Sessions
 from ppstream.wire import messages as m
 from ppstream.wire.zmq_socket import SharedSocket, connect_client
 

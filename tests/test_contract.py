@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from robot_rig import ACTIONS, make_config
 
-from ppstream.contract import objection
+from ppstream.sessions.contract import objection
 from ppstream.wire.messages import WIRE_MINOR, Hello, StreamDeclaration
 
 JOINTS, IMU = StreamDeclaration("joints", 3, "float32"), StreamDeclaration("imu", 2, "float64")

@@ -14,7 +14,7 @@ from pipeline_in_process import NewestValues, small_config
 from ppstream.core.clock import now_ns
 from ppstream.pacing import OnSample
 from ppstream.robot.client import RobotClient
-from ppstream.sessions import Sessions
+from ppstream.sessions.server import Sessions
 
 PERIOD_NS, SAMPLES = 4_000_000, 250
 

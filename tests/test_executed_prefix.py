@@ -12,7 +12,7 @@ from ppstream.core.clock import now_ns
 from ppstream.core.specs import SlotLayout
 from ppstream.ingest.executed_prefix import Commitment, PrefixWriter, commitment, prefix_specs
 from ppstream.ingest.intake import build_intake
-from ppstream.session_records import Session
+from ppstream.sessions.session import Session
 from ppstream.wire.messages import Hello, Prefix
 
 STEPS = 3

@@ -16,10 +16,10 @@ from robot_rig import (
     wait_until,
 )
 
-from ppstream.contract import welcome
 from ppstream.core.clock import ManualClock, now_ns
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.timeline import ActionTimeline
+from ppstream.sessions.contract import welcome
 from ppstream.wire import messages as m
 from ppstream.wire.zmq_socket import bind_server
 

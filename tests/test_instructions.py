@@ -6,7 +6,7 @@ import pytest
 from robot_rig import make_config, make_rows
 
 from ppstream.ingest.ring import RowInput
-from ppstream.instructions import TEXTS_MAX, Instructions
+from ppstream.sessions.instructions import TEXTS_MAX, Instructions
 
 
 class Policy:

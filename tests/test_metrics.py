@@ -21,7 +21,7 @@ from ppstream.observe.gil_pauses import Pieces
 from ppstream.observe.health_server import HealthServer
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
 from ppstream.observe.metrics_gpu import memory_families
-from ppstream.session_records import SessionCounts
+from ppstream.sessions.session import SessionCounts
 from ppstream.watching import Watching
 
 ENVELOPES = 60

@@ -22,7 +22,7 @@ from ppstream.core.clock import now_ns
 from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter
 from ppstream.recording.mcap_writer import open_recorder
-from ppstream.sessions import Sessions
+from ppstream.sessions.server import Sessions
 from ppstream.wire.messages import ActionChunk
 
 TOOL = Path(__file__).parent.parent / "tools" / "replay.py"

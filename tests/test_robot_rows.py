@@ -23,7 +23,7 @@ from ppstream.ingest.intake import build_intake
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pacing import OnTick
 from ppstream.robot.client import RobotClient
-from ppstream.sessions import Sessions
+from ppstream.sessions.server import Sessions
 from ppstream.stage_c import StageC
 from ppstream.wire.messages import ActionChunk
 

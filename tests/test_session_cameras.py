@@ -12,10 +12,10 @@ from PIL import Image
 from robot_rig import ACTIONS, make_client, make_config, serving, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk
 
-from ppstream import session_cameras
 from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.clock import now_ns
-from ppstream.session_cameras import decode
+from ppstream.sessions import jpeg_decoder
+from ppstream.sessions.jpeg_decoder import decode
 from ppstream.wire import messages as m
 
 HEIGHT, WIDTH = 16, 24
@@ -68,7 +68,7 @@ def hold_decoding(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert may_decode.wait(10)
         return decode(data, image)
 
-    monkeypatch.setattr(session_cameras, "decode", slowly)
+    monkeypatch.setattr(jpeg_decoder, "decode", slowly)
     return may_decode
 
 

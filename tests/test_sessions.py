@@ -10,8 +10,8 @@ from robot_rig import MS, make_chunk, make_config, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk, samples
 
 from ppstream.core.errors import ConfigError
-from ppstream.session_table import SILENCE_NS
-from ppstream.sessions import Sessions
+from ppstream.sessions.server import Sessions
+from ppstream.sessions.table import SILENCE_NS
 from ppstream.wire import messages as m
 
 

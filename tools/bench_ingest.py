@@ -40,7 +40,7 @@ from ppstream.ingest.ring import SensorRing
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.observe.run_folder import hardware
 from ppstream.robot.client import RobotClient
-from ppstream.sessions import Sessions
+from ppstream.sessions.server import Sessions
 from ppstream.wire import messages
 
 Array: TypeAlias = np.ndarray[Any, Any]

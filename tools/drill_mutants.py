@@ -285,14 +285,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a drain ends when its time is over",
-        "ppstream/session_limits.py",
+        "ppstream/sessions/session_limits.py",
         "DRAIN_NS: Final = NS_PER_MS",
         "DRAIN_NS: Final = 10**9",
         "flood-strangers",
     ),
     Mutant(
         "frames have a limit by the second",
-        "ppstream/sessions.py",
+        "ppstream/sessions/server.py",
         "        if left < 0:",
         "        if left == 1 << 62:",
         "flood-decreasing",

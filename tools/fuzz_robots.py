@@ -28,7 +28,7 @@ from ppstream.config.schema import (
 )
 from ppstream.core.clock import NS_PER_S
 from ppstream.ingest.intake import build_intake
-from ppstream.sessions import Sessions
+from ppstream.sessions.server import Sessions
 from ppstream.wire import messages as m
 from ppstream.wire.zmq_socket import SharedSocket, connect_client
 

@@ -1,7 +1,8 @@
 """SensorRing: the newest history of one stream of one robot; RowInput: all rings of one robot.
 
 A ring has one writer and one reader, the same thread: there are no locks. Which samples a ring
-takes is decided here; who may send them is ``sessions.py``'s, which slice is used ``window.py``'s.
+takes is decided here; who may send them is ``sessions/server.py``'s, which slice is used
+``window.py``'s.
 """
 
 from __future__ import annotations

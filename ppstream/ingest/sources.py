@@ -1,7 +1,7 @@
 """Where samples come from: the Source protocol, and RecordedSource, which plays a recording.
 
 A source writes into the rings of the rows it was given, on the thread that asks it to. Robots are
-``sessions.py``'s, invented samples ``synthetic.py``'s.
+``sessions/server.py``'s, invented samples ``synthetic.py``'s.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ppstream.observe.metrics_robots import robot_families
 if TYPE_CHECKING:
     from ppstream.credits import CreditLedger
     from ppstream.observe.log_writer import TimestampLog
-    from ppstream.sessions import Sessions
+    from ppstream.sessions.server import Sessions
 
 PHASES: Final = (
     "starting",

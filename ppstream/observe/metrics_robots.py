@@ -10,7 +10,7 @@ from ppstream.observe import metric_families as show
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from ppstream.session_records import SessionStatistics
+    from ppstream.sessions.session import SessionStatistics
 
 
 def robot_families(said: SessionStatistics) -> Iterator[Metric]:

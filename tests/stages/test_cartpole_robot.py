@@ -11,7 +11,7 @@ from ppstream.config.load import read
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import now_ns
 from ppstream.ingest.intake import Intake, build_intake
-from ppstream.sessions import Sessions
+from ppstream.sessions.server import Sessions
 
 LIMIT_S = 30.0
 

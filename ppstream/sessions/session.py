@@ -1,6 +1,6 @@
 """What rank 0 remembers of robots: one record per open session, and the counts of all of them.
 
-Plain records; ``sessions.py`` decides.
+Plain records; ``server.py`` decides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ppstream.ingest.executed_prefix import commitment
-from ppstream.session_clock import OffsetEstimate
+from ppstream.sessions.session_clock import OffsetEstimate
 
 if TYPE_CHECKING:
     from ppstream.ingest.ring import RowInput, SensorRing

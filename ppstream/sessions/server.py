@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ppstream.contract import foreign_version, objection, welcome
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.clock import now_ns as clock_ns
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.sample_ledger import RATE
-from ppstream.session_limits import (
+from ppstream.sessions.contract import foreign_version, objection, welcome
+from ppstream.sessions.requests import SessionRequests
+from ppstream.sessions.session import Session, SessionCounts, SessionStatistics
+from ppstream.sessions.session_limits import (
     DRAIN_FRAMES,
     DRAIN_NS,
     STRANGER_FRAMES_PER_S,
     frame_bytes_max,
 )
-from ppstream.session_records import Session, SessionCounts, SessionStatistics
-from ppstream.session_requests import SessionRequests
-from ppstream.session_table import SILENCE_NS, SessionTable
+from ppstream.sessions.table import SILENCE_NS, SessionTable
 from ppstream.wire.keys import server_keys
 from ppstream.wire.messages import (
     DECODE_ERRORS,

@@ -14,8 +14,8 @@ import numpy as np
 
 from ppstream.core.clock import NS_PER_S, Clock, now_ns
 from ppstream.ingest.sample_ledger import CLOSED, SHAPE
-from ppstream.instructions import Instructions
-from ppstream.session_cameras import EncodedFrame, FrameDecoder, decoder_problem
+from ppstream.sessions.instructions import Instructions
+from ppstream.sessions.jpeg_decoder import EncodedFrame, FrameDecoder, decoder_problem
 from ppstream.wire.messages import (
     ClockQuestion,
     ClockReading,
@@ -34,8 +34,8 @@ from ppstream.wire.messages import (
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
-    from ppstream.session_records import Session, SessionCounts, SessionStream
-    from ppstream.session_table import SessionTable
+    from ppstream.sessions.session import Session, SessionCounts, SessionStream
+    from ppstream.sessions.table import SessionTable
 
 MAX_REPORTS: Final = 4096  # waiting for the log
 STATES_PER_S: Final = 20  # of each robot, into the log; one that behaves sends ten at most

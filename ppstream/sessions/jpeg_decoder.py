@@ -2,7 +2,7 @@
 
 Of each camera the newest frame counts: one that waits is replaced by the next. Pillow decodes, and
 lets other threads run meanwhile. Which ring a frame goes to, and whether its robot is still here,
-is for ``sessions.py`` to say.
+is for ``server.py`` to say.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppstream.core.clock import now_ns
 
 if TYPE_CHECKING:
     from ppstream.config.schema import ImageConfig
-    from ppstream.session_records import Session, SessionStream
+    from ppstream.sessions.session import Session, SessionStream
 
 THREADS_MAX: Final = 4
 JOIN_S: Final = 2.0

@@ -1,6 +1,6 @@
 """SessionTable: which robot holds which row, and whether there is room for another.
 
-No socket, no clock and no answers: ``sessions.py`` asks and speaks.
+No socket, no clock and no answers: ``server.py`` asks and speaks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_S
-from ppstream.session_limits import frames_per_second, samples_per_second
-from ppstream.session_records import Session, SessionStream
+from ppstream.sessions.session import Session, SessionStream
+from ppstream.sessions.session_limits import frames_per_second, samples_per_second
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
