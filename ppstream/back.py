@@ -16,14 +16,14 @@ from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
 from ppstream.front import SWITCH_INTERVAL_S
-from ppstream.headers import link_shape
-from ppstream.links import LauncherStore, join_store, open_back
+from ppstream.links.factory import LauncherStore, join_store, open_back
+from ppstream.links.headers import link_shape
+from ppstream.links.slots import LinkShape
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.placement import Placement
 from ppstream.policy.compatibility import build_policy
 from ppstream.policy.protocol import Policy
-from ppstream.slots import LinkShape
 from ppstream.stage1 import Stage1
 from ppstream.stage1_device import Stage1Device
 from ppstream.watching import Watching

@@ -16,12 +16,12 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import SlotLayout
 from ppstream.cuda import startup
-from ppstream.headers import link_shape
 from ppstream.ingest.intake import build_intake
-from ppstream.link_device import AHEAD, slot_count
+from ppstream.links.device_link import AHEAD, slot_count
+from ppstream.links.headers import link_shape
+from ppstream.links.slots import LinkShape
 from ppstream.placement import Placement, RankPlan, place
 from ppstream.policy.compatibility import build_decoder, build_policy, policy_problems
-from ppstream.slots import LinkShape
 from ppstream.wire.keys import server_keys
 
 NAME_WIDTH: Final = 16

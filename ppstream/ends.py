@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ppstream import flight_recorder
 from ppstream.control.peer_process import HeldProcess, command, descendants, everybody, of_rank
 from ppstream.control.watchdog import Mark, Watchdog, where
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
@@ -27,6 +26,7 @@ from ppstream.core.errors import (
     StoppedEarlyError,
 )
 from ppstream.core.user_code import UserExitError, fault_of, said
+from ppstream.links import nccl_dump
 from ppstream.observe.run_folder import Run
 from ppstream.wire.messages import Goodbye
 
@@ -159,7 +159,7 @@ class RankEnd:
         """What NCCL was at, if this rank ends because something is stuck: before links close."""
         if code is ExitCode.WATCHDOG and self.run is not None:
             name = f"rank{self.rank}.gen{self.generation}.nccl.json"
-            flight_recorder.write(self.run.directory / name)
+            nccl_dump.write(self.run.directory / name)
 
     # ---- what decides it -----------------------------------------------------------------------
 

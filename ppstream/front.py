@@ -26,10 +26,11 @@ from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError, PeerLeftError, PpstreamError
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
-from ppstream.headers import link_shape
 from ppstream.ingest.intake import Intake, build_intake
 from ppstream.inline import Inline
-from ppstream.links import LauncherStore, join_store, open_front
+from ppstream.links.factory import LauncherStore, join_store, open_front
+from ppstream.links.headers import link_shape
+from ppstream.links.slots import new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.paired import Paired
 from ppstream.placement import Placement
@@ -37,7 +38,6 @@ from ppstream.policy.compatibility import build_policy, policy_problems
 from ppstream.rank0 import Rank0
 from ppstream.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.service import Service
-from ppstream.slots import new_slots
 from ppstream.stage0 import Stage0
 from ppstream.stage0_device import Stage0Device
 from ppstream.watching import Watching

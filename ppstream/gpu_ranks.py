@@ -20,9 +20,9 @@ from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.driver import DeviceProbe
 from ppstream.cuda.streams import stream as cuda_stream
 from ppstream.cuda.streams import torch_stream
-from ppstream.link_device import run_ahead
-from ppstream.link_latency import measure
-from ppstream.links import BACK, FRONT, OPEN_TIMEOUT_S, open_device
+from ppstream.links.device_link import run_ahead
+from ppstream.links.factory import BACK, FRONT, OPEN_TIMEOUT_S, open_device
+from ppstream.links.latency_probe import measure
 from ppstream.placement import Placement, place
 from ppstream.policy.graphed import GraphedPolicy, prepared_policy
 from ppstream.policy.host_staged import StagedPolicy, zeros
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
-    from ppstream.links import DeviceLink, LauncherStore
+    from ppstream.links.factory import DeviceLink, LauncherStore
+    from ppstream.links.slots import LinkShape
     from ppstream.observe.log_writer import TimestampLog
     from ppstream.policy.protocol import Policy
     from ppstream.rank0_parts import Rank0Parts
-    from ppstream.slots import LinkShape
 
 logger = logging.getLogger("ppstream")
 

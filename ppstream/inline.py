@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ppstream.control.watchdog import stage_b_limit_ns, watched
 from ppstream.core.clock import now_ns, thread_cpu_ns
 from ppstream.flight import Flight
-from ppstream.headers import FAILURES
+from ppstream.links.headers import FAILURES
 from ppstream.observe import nvtx_ranges
 from ppstream.policy.unwritten import failure
 from ppstream.policy_rank import policy_fault
@@ -20,7 +20,7 @@ from ppstream.rank0 import Rank0
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ppstream.slots import Slot
+    from ppstream.links.slots import Slot
     from ppstream.stage1 import StageB
 
 

@@ -31,7 +31,7 @@ from ppstream.core.errors import (
 )
 from ppstream.core.specs import TensorSpec
 from ppstream.ends import how_it_ends
-from ppstream.links import LauncherStore
+from ppstream.links.factory import LauncherStore
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.policy.compatibility import policy_problems
 from ppstream.wire.messages import (

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from ppstream.credits import CreditLedger
     from ppstream.ingest.intake import Intake
     from ppstream.ingest.sources import Source
+    from ppstream.links.slots import Slot
     from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
     from ppstream.pacing import Pacing
     from ppstream.sessions.requests import Told
-    from ppstream.slots import Slot
     from ppstream.stage_a import StageA
     from ppstream.stage_c import Emitter, StageC
 

@@ -21,7 +21,7 @@ from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import ProtocolError
 from ppstream.core.waiter import Waiter
 from ppstream.flight import Flight
-from ppstream.headers import DURATIONS, EPOCH, FAILED, FAILURES
+from ppstream.links.headers import DURATIONS, EPOCH, FAILED, FAILURES
 from ppstream.observe import nvtx_ranges
 from ppstream.paired import Paired
 from ppstream.rank0 import WAIT_MAX_NS
@@ -29,7 +29,7 @@ from ppstream.time_book import LINK, TimeBook
 
 if TYPE_CHECKING:
     from ppstream.control.peer import Peer
-    from ppstream.links import FrontLink
+    from ppstream.links.factory import FrontLink
 
 SERIAL_LEAD: Final = (
     2  # envelopes in the system: one thread can use no more (analysis/period_model.py)

@@ -34,20 +34,20 @@ from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.core.user_code import Fault
 from ppstream.flight import Flight
-from ppstream.headers import FAILED, FAILURES
-from ppstream.link_device import most_queued, run_ahead
+from ppstream.links.device_link import most_queued, run_ahead
+from ppstream.links.headers import FAILED, FAILURES
+from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.paired import Paired
 from ppstream.policy.unwritten import Results, drawn_for
 from ppstream.rank0 import WAIT_MAX_NS
-from ppstream.slots import GENERATION, INDEX
 from ppstream.stage0_queueing import Queueing
 from ppstream.stage_events import Rank0Times, book_rank0
 from ppstream.underway import Underway
 
 if TYPE_CHECKING:
     from ppstream.cuda.driver import Event
-    from ppstream.slots import Slot
+    from ppstream.links.slots import Slot
     from ppstream.stage0_queueing import Parts
     from ppstream.stage_a_device import DeviceStageA
 

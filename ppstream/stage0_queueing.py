@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.cuda.driver import Routine
-from ppstream.link_device import pinned_slots
+from ppstream.links.device_link import pinned_slots
 from ppstream.observe import nvtx_ranges
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ppstream.cuda.device_clock import DeviceClock
     from ppstream.cuda.driver import CudaStream, Event
     from ppstream.flight import Flight
-    from ppstream.link_device import DeviceLink, DeviceSlot
-    from ppstream.slots import LinkShape, Slot
+    from ppstream.links.device_link import DeviceLink, DeviceSlot
+    from ppstream.links.slots import LinkShape, Slot
     from ppstream.stage_a_device import DeviceStageA
     from ppstream.underway import Marks
 

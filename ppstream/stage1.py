@@ -15,7 +15,7 @@ from ppstream.control.watchdog import Mark, is_patient, stage_b_limit_ns, watche
 from ppstream.core.clock import NS_PER_S, now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import PeerLostError
-from ppstream.headers import BEHIND_LINK, EPOCH, FAILURES
+from ppstream.links.headers import BEHIND_LINK, EPOCH, FAILURES
 from ppstream.observe import nvtx_ranges
 from ppstream.policy.protocol import told
 from ppstream.policy.unwritten import INTEGERS, Outputs, failure, rebinding
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
-    from ppstream.links import BackLink, Slot
+    from ppstream.links.factory import BackLink, Slot
     from ppstream.observe.log_writer import TimestampLog
     from ppstream.policy.protocol import Policy
 

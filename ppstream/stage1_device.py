@@ -33,12 +33,12 @@ from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.driver import Event
 from ppstream.cuda.streams import stream
-from ppstream.headers import EPOCH, FAILURES
-from ppstream.link_device import most_queued
+from ppstream.links.device_link import most_queued
+from ppstream.links.headers import EPOCH, FAILURES
+from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe import nvtx_ranges
 from ppstream.policy.unwritten import failure
 from ppstream.policy_rank import PolicyRank
-from ppstream.slots import GENERATION, INDEX
 from ppstream.stage1_queueing import Place, places, sends_from_b
 from ppstream.stage_events import PolicyTimes, book_policy
 
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
-    from ppstream.link_device import DeviceLink
+    from ppstream.links.device_link import DeviceLink
+    from ppstream.links.slots import LinkShape
     from ppstream.observe.log_writer import Stage1Record, TimestampLog
-    from ppstream.slots import LinkShape
     from ppstream.stage_b_device import DeviceStageB
 
 POLL_NS: Final = 50_000  # while an envelope may come that stage B is not queued ahead of

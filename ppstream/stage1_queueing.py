@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.cuda.driver import CudaStream
-    from ppstream.link_device import DeviceLink, DeviceSlot
+    from ppstream.links.device_link import DeviceLink, DeviceSlot
 
 
 class Place(NamedTuple):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ppstream.flight import Flight
     from ppstream.ingest.device.window_records import TakenWindow
     from ppstream.ingest.intake import Intake
-    from ppstream.link_device import DeviceSlot
+    from ppstream.links.device_link import DeviceSlot
 
 
 class DeviceStageA(Protocol):

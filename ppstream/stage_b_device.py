@@ -14,7 +14,7 @@ import torch
 from ppstream.policy.protocol import told
 
 if TYPE_CHECKING:
-    from ppstream.link_device import DeviceSlot
+    from ppstream.links.device_link import DeviceSlot
     from ppstream.policy.protocol import Policy
 
 EPISODE: Final = slice(0, 2)  # session, session_epoch: the columns of ``rows`` that name an episode

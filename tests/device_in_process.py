@@ -24,7 +24,7 @@ from host_windows import HostWindows
 from linked_ends import linked
 from pipeline_in_process import Collector, NewestValues
 
-from ppstream import link_counted, stage1_device
+from ppstream import stage1_device
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.peer import Peer
 from ppstream.core.clock import now_ns
@@ -36,16 +36,17 @@ from ppstream.cuda import driver
 from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.driver import Call, CudaStream, DeviceProbe
 from ppstream.decode import CopyDecoder
-from ppstream.headers import link_shape
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import SyntheticSource
-from ppstream.link_device import run_ahead
+from ppstream.links import device_counters
+from ppstream.links.device_link import run_ahead
+from ppstream.links.headers import link_shape
+from ppstream.links.slots import LinkShape
 from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.pacing import Pacing, Saturated
 from ppstream.policy.protocol import told
 from ppstream.policy.unwritten import FilledPolicy, drawn_for
-from ppstream.slots import LinkShape
 from ppstream.stage0_device import Stage0Device
 from ppstream.stage0_queueing import Parts, Streams
 from ppstream.stage1_device import Parts as BackParts
@@ -135,7 +136,7 @@ class DevicePipeline:
         self._a_s, self._c_s, self._a_kernels = a_s, c_s, a_kernels
         self.driver = FakeDriver()
         patch.setattr(driver, "driver", lambda: self.driver)
-        for module in (link_counted, stage1_device):
+        for module in (device_counters, stage1_device):
             patch.setattr(module, "stream", lambda role: CudaStream())
         patch.setattr("torch.cuda.synchronize", lambda device=None: None)
         self.config, self.policy = config, policy

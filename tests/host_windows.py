@@ -13,8 +13,8 @@ from ppstream.cuda.driver import CudaStream
 from ppstream.flight import Flight, name_rows, owners_of
 from ppstream.ingest.intake import Intake
 from ppstream.ingest.window import WindowInfo
-from ppstream.link_device import DeviceSlot, pinned_slots
-from ppstream.slots import LinkShape
+from ppstream.links.device_link import DeviceSlot, pinned_slots
+from ppstream.links.slots import LinkShape
 
 
 class HostWindows:

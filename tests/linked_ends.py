@@ -10,12 +10,12 @@ import pytest
 import torch
 from fake_cuda import FakeDriver
 
-from ppstream import link_counted
 from ppstream.cuda import driver
 from ppstream.cuda.driver import CudaStream
-from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
-from ppstream.link_device import device_slots, slot_count
-from ppstream.slots import LinkShape
+from ppstream.links import device_counters
+from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, Places
+from ppstream.links.device_link import device_slots, slot_count
+from ppstream.links.slots import LinkShape
 
 CPU = torch.device("cpu")
 D = TypeVar("D", bound=FakeDriver)
@@ -25,7 +25,7 @@ D = TypeVar("D", bound=FakeDriver)
 def driven_by(fake: D, patch: pytest.MonkeyPatch) -> Iterator[D]:
     """Counted links ask ``fake``; nothing that it did may have failed."""
     patch.setattr(driver, "driver", lambda: fake)
-    patch.setattr(link_counted, "stream", lambda role: CudaStream())
+    patch.setattr(device_counters, "stream", lambda role: CudaStream())
     patch.setattr("torch.cuda.synchronize", lambda device=None: None)
     yield fake
     fake.close()

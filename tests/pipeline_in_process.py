@@ -27,15 +27,15 @@ from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
 from ppstream.decode import CopyDecoder
-from ppstream.headers import link_shape
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.inline import Inline
-from ppstream.link_host import HostBack, HostFront
+from ppstream.links.headers import link_shape
+from ppstream.links.host import HostBack, HostFront
+from ppstream.links.slots import new_slots
 from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.pacing import Pacing, Saturated
-from ppstream.slots import new_slots
 from ppstream.stage0 import Stage0
 from ppstream.stage1 import Stage1, StageB
 from ppstream.stage_a import StageA

@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from ppstream.arrivals import SocketArrivals
 from ppstream.core.clock import now_ns
+from ppstream.links.arrivals import SocketArrivals
 
 BELL = b"\x03\0\0\0\x92\x06\x05"  # as short as a doorbell can be
 

@@ -9,10 +9,10 @@ import time
 import pytest
 from pipeline_in_process import small_config
 
-from ppstream import flight_recorder
 from ppstream.control.watchdog import Mark
 from ppstream.core.errors import ExitCode
 from ppstream.ends import RankEnd, start_watchdog
+from ppstream.links import nccl_dump
 from ppstream.observe.run_folder import Run
 
 TRACE = b'{"entries": [{"p2p_seq_id": 7, "state": "scheduled"}], "version": "2.10"}'
@@ -30,13 +30,13 @@ def with_torch(monkeypatch, **functions):
     monkeypatch.setattr(importlib, "import_module", lambda name: Library(**functions))
 
 
-@pytest.mark.parametrize("name", flight_recorder.DUMPS)
+@pytest.mark.parametrize("name", nccl_dump.DUMPS)
 def test_what_torch_kept_is_written_as_json(monkeypatch, tmp_path, name):
     with_torch(monkeypatch, **{name: lambda: TRACE})
     path = tmp_path / "rank1.gen0.nccl.json"
-    assert flight_recorder.write(path, ON)
+    assert nccl_dump.write(path, ON)
     assert json.loads(path.read_bytes())["entries"][0]["p2p_seq_id"] == 7
-    assert stat.S_IMODE(path.stat().st_mode) & ~flight_recorder.FILE_MODE == 0
+    assert stat.S_IMODE(path.stat().st_mode) & ~nccl_dump.FILE_MODE == 0
 
 
 def refuse():
@@ -56,7 +56,7 @@ def test_where_there_is_none_nothing_is_written_or_said(
     monkeypatch, tmp_path, capfd, environment, functions
 ):
     with_torch(monkeypatch, **functions)
-    assert not flight_recorder.write(tmp_path / "trace.json", environment)
+    assert not nccl_dump.write(tmp_path / "trace.json", environment)
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
@@ -64,19 +64,19 @@ def test_where_there_is_none_nothing_is_written_or_said(
 def test_a_recorder_that_hangs_does_not_hold_up_the_end(monkeypatch, tmp_path):
     released = threading.Event()
     with_torch(monkeypatch, _dump_nccl_trace_json=released.wait)
-    monkeypatch.setattr(flight_recorder, "LIMIT_S", 0.05)
+    monkeypatch.setattr(nccl_dump, "LIMIT_S", 0.05)
     began = time.monotonic()
-    assert not flight_recorder.write(tmp_path / "trace.json", ON)
+    assert not nccl_dump.write(tmp_path / "trace.json", ON)
     assert time.monotonic() - began < 2.0
     released.set()
 
 
 def test_it_is_switched_on_unless_somebody_asked_for_a_size():
     environment = {}
-    flight_recorder.switch_on(environment)
-    assert environment == {"TORCH_FR_BUFFER_SIZE": flight_recorder.KEPT}
+    nccl_dump.switch_on(environment)
+    assert environment == {"TORCH_FR_BUFFER_SIZE": nccl_dump.KEPT}
     asked = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-    flight_recorder.switch_on(asked)
+    nccl_dump.switch_on(asked)
     assert asked == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ppstream import gpu_ranks
-from ppstream.link_latency import Latency
-from ppstream.links import BACK, FRONT
+from ppstream.links.factory import BACK, FRONT
+from ppstream.links.latency_probe import Latency
 
 
 @pytest.mark.parametrize("side", [FRONT, BACK])

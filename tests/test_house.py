@@ -44,10 +44,10 @@ MAY_IMPORT: Final = {
     # links: the only place that may know how ranks find and reach each other through torch
     "torch.distributed": {
         "ppstream/launcher.py",
-        "ppstream/links.py",
-        "ppstream/link_gloo.py",
-        "ppstream/link_host.py",
-        "ppstream/link_nccl.py",
+        "ppstream/links/factory.py",
+        "ppstream/links/gloo.py",
+        "ppstream/links/host.py",
+        "ppstream/links/nccl.py",
     },
     # the robot wire, both of its ends and nothing between the ranks
     "zmq": {"ppstream/wire/zmq_socket.py", "ppstream/wire/zmq_auth.py", "ppstream/wire/keys.py"},

@@ -14,13 +14,13 @@ from fake_put import FakePuts
 from fake_wait import FakeWaits
 from linked_ends import driven_by, linked
 
-from ppstream import link_counted, link_latency
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.cuda.driver import CudaStream, Event
-from ppstream.link_counted import CountedLink
-from ppstream.link_device import BACK, FRONT
-from ppstream.slots import LinkShape
+from ppstream.links import device_counters, latency_probe
+from ppstream.links.device_counters import CountedLink
+from ppstream.links.device_link import BACK, FRONT
+from ppstream.links.slots import LinkShape
 
 HEADER = ("index", "generation", "epoch", "seq")
 GENERATION = 7
@@ -142,7 +142,7 @@ def test_a_wait_ends_with_close_whatever_the_count(
 def test_close_waits_for_streams_of_stages_that_the_link_used(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_counted, "RELEASE_LIMIT_NS", 20_000_000)
+    monkeypatch.setattr(device_counters, "RELEASE_LIMIT_NS", 20_000_000)
     front, _ = ends(puts=False)
     own = CudaStream()
     queue_call(own, lambda: time.sleep(0.3))  # a stage that never comes to its wait
@@ -198,10 +198,10 @@ def test_latency_is_half_a_round_trip_and_costs_no_index(driver: FakeDriver, put
     front, back = ends(puts=puts)
     found: list[Any] = []
     thread = threading.Thread(
-        target=lambda: found.append(link_latency.measure(back, BACK, LIMIT_S)), daemon=True
+        target=lambda: found.append(latency_probe.measure(back, BACK, LIMIT_S)), daemon=True
     )
     thread.start()
-    latency = link_latency.measure(front, FRONT, LIMIT_S)
+    latency = latency_probe.measure(front, FRONT, LIMIT_S)
     thread.join(LIMIT_S)
     assert latency.note_bytes == 64
     for one in (latency, *found):
@@ -222,9 +222,11 @@ def test_a_round_trip_counts_both_ways(driver: FakeDriver, monkeypatch: pytest.M
             send()
 
         monkeypatch.setattr(end, "queue_note", held)
-    thread = threading.Thread(target=lambda: link_latency.measure(back, BACK, LIMIT_S), daemon=True)
+    thread = threading.Thread(
+        target=lambda: latency_probe.measure(back, BACK, LIMIT_S), daemon=True
+    )
     thread.start()
-    latency = link_latency.measure(front, FRONT, LIMIT_S)
+    latency = latency_probe.measure(front, FRONT, LIMIT_S)
     thread.join(LIMIT_S)
     assert 6_000_000 <= latency.one_way_ns < 9_000_000
 
@@ -232,10 +234,10 @@ def test_a_round_trip_counts_both_ways(driver: FakeDriver, monkeypatch: pytest.M
 def test_rounds_in_which_devices_wake_up_do_not_count(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds_ns = iter([2_000_000, 90_000, 20_000.5, *[22_000] * link_latency.ROUNDS])
-    monkeypatch.setattr(link_latency, "_round", lambda *_: next(rounds_ns))
+    rounds_ns = iter([2_000_000, 90_000, 20_000.5, *[22_000] * latency_probe.ROUNDS])
+    monkeypatch.setattr(latency_probe, "_round", lambda *_: next(rounds_ns))
     front, _ = ends(puts=True)
-    assert link_latency.measure(front, FRONT, LIMIT_S) == (10_000, 64)
+    assert latency_probe.measure(front, FRONT, LIMIT_S) == (10_000, 64)
 
 
 def test_a_peer_that_does_not_answer_notes_is_lost_and_holds_nothing_up(
@@ -244,7 +246,7 @@ def test_a_peer_that_does_not_answer_notes_is_lost_and_holds_nothing_up(
     front, _ = ends(puts=True)
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="answers no notes"):
-        link_latency.measure(front, FRONT, 0.1)
+        latency_probe.measure(front, FRONT, 0.1)
     assert time.monotonic() - began < 2
     assert front.receiving.is_idle()
     assert front.sending.is_idle()

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from fake_cuda import FakeDriver
 
-from ppstream import link_nccl
 from ppstream.core.errors import PeerLostError
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.cuda import driver as memops
 from ppstream.cuda.driver import CudaStream
-from ppstream.link_device import BACK, FRONT
-from ppstream.link_nccl import NOTE_VALUES, PARKED_BYTES, NcclLink
-from ppstream.slots import LinkShape
+from ppstream.links import nccl
+from ppstream.links.device_link import BACK, FRONT
+from ppstream.links.nccl import NOTE_VALUES, PARKED_BYTES, NcclLink
+from ppstream.links.slots import LinkShape
 
 HEADER = ("index", "generation", "epoch", "seq")
 HEADER_BYTES, NOTE_BYTES = 64, NOTE_VALUES * 8
@@ -53,8 +53,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, int]
     found: list[tuple[str, str, int]] = []
     driver = FakeDriver()
     monkeypatch.setattr(memops, "driver", lambda: driver)
-    monkeypatch.setattr(link_nccl, "own_stream", lambda role: CudaStream())
-    monkeypatch.setattr(link_nccl, "_group", lambda store, name, *_: Group(name, found))
+    monkeypatch.setattr(nccl, "own_stream", lambda role: CudaStream())
+    monkeypatch.setattr(nccl, "_group", lambda store, name, *_: Group(name, found))
     monkeypatch.setattr(NcclLink, "_on", lambda self, stream: nullcontext())
     yield found
     driver.close()
@@ -121,7 +121,7 @@ def test_close_gives_up_both_communicators_at_the_same_time(
 def test_close_says_when_an_abort_does_not_end(
     calls: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_nccl, "ABORT_LIMIT_S", 0.05)
+    monkeypatch.setattr(nccl, "ABORT_LIMIT_S", 0.05)
     end, released = link(FRONT, 64), threading.Event()
     end._incoming.abort = released.wait
     end._outgoing.abort = lambda: None

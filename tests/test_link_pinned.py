@@ -15,10 +15,10 @@ from linked_ends import driven_by
 
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.cuda.driver import CudaStream, Event
-from ppstream.link_device import BACK, FRONT
-from ppstream.link_pinned import PinnedLink
-from ppstream.links import LauncherStore
-from ppstream.slots import LinkShape
+from ppstream.links.device_link import BACK, FRONT
+from ppstream.links.factory import LauncherStore
+from ppstream.links.pinned_memory import PinnedLink
+from ppstream.links.slots import LinkShape
 
 HEADER = ("index", "generation", "epoch", "seq")
 LIMIT_S = 10.0

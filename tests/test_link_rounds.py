@@ -16,8 +16,8 @@ from linked_ends import driven_by, linked
 
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.cuda.driver import CudaStream
-from ppstream.link_counted import CountedLink
-from ppstream.slots import LinkShape
+from ppstream.links.device_counters import CountedLink
+from ppstream.links.slots import LinkShape
 
 ROUNDS, TRIPS = 3, 5
 WAY_S = (0.002, 0.006)  # of either end's sends

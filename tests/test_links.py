@@ -28,7 +28,7 @@ from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError, Spec
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
-from ppstream.links import (
+from ppstream.links.factory import (
     BackLink,
     FrontLink,
     LauncherStore,
@@ -37,7 +37,7 @@ from ppstream.links import (
     open_back,
     open_front,
 )
-from ppstream.memory import available_bytes
+from ppstream.links.memory import available_bytes
 
 HEADER = ("index", "generation", "epoch", "seq")
 KINDS = ("host", "gloo")
@@ -51,7 +51,7 @@ sys.setswitchinterval(0.0005)
 ECHO_RANK = """
 import sys, time
 import torch
-from ppstream.links import LinkShape, join_store, open_back
+from ppstream.links.factory import LinkShape, join_store, open_back
 from ppstream.control.rendezvous import connect
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.core.waiter import Waiter

@@ -28,8 +28,8 @@ HOT: Final = {
     "stage1_device.py": ("queue_receipt", "queue", "finish", "rest"),
     "stage0_queueing.py": ("envelope",),
     "underway.py": ("add", "is_oldest_done", "oldest_due_ns", "finish"),
-    "link_counted.py": ("queue_header", "queue_send", "queue_receive", "queue_wait"),
-    "link_nccl.py": ("queue_header", "queue_send", "queue_receive"),
+    "links/device_counters.py": ("queue_header", "queue_send", "queue_receive", "queue_wait"),
+    "links/nccl.py": ("queue_header", "queue_send", "queue_receive"),
     "observe/nvtx_ranges.py": ("push", "pop"),
 }
 #: Reached from a hot entry, but only before the run is warm.

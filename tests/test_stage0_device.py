@@ -19,7 +19,7 @@ from ppstream.bringup import time_standalone
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError, PolicyError
 from ppstream.ingest.synthetic import SyntheticSource
-from ppstream.link_device import run_ahead
+from ppstream.links.device_link import run_ahead
 from ppstream.pacing import OnSample, OnTick
 from ppstream.underway import SIGHT_NS
 

@@ -11,7 +11,7 @@ from ppstream import time_book
 from ppstream.analysis.segments import select_window
 from ppstream.analysis.thread_time import Threads
 from ppstream.core.clock import NS_PER_MS
-from ppstream.link_host import HostBack, HostFront
+from ppstream.links.host import HostBack, HostFront
 from ppstream.stage_c import StageC
 from ppstream.time_book import LINK, TimeBook
 

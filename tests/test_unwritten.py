@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.links.slots import Slot, new_slots
 from ppstream.policy.unwritten import (
     FLOATS,
     SAMPLE_BYTES,
@@ -25,7 +26,6 @@ from ppstream.policy.unwritten import (
     drawn_for,
     rebinding,
 )
-from ppstream.slots import Slot, new_slots
 
 torch.set_num_threads(1)
 INTEGERS = drawn_for("2026-01-01T00-00-00-abcd")

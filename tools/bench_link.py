@@ -29,7 +29,7 @@ from ppstream.control.peer import Peer
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.core.waiter import Waiter
-from ppstream.links import LinkShape, join_store, open_back, open_front
+from ppstream.links.factory import LinkShape, join_store, open_back, open_front
 
 SIZES: Final = {"1 KB": 1 << 10, "64 KB": 1 << 16, "1 MB": 1 << 20, "8 MB": 8 << 20}
 KINDS: Final = ("host", "gloo", "socket")

@@ -102,7 +102,7 @@ def child(ways: list[str], output: Path) -> int:
     from link_rounds import throw
 
     from ppstream.cuda import startup
-    from ppstream.links import join_store
+    from ppstream.links.factory import join_store
 
     store = join_store()
     is_front = store.rank == 0
@@ -169,7 +169,7 @@ def print_crossing(rows: list[dict[str, Any]]) -> None:
 
 def targets_of(rows: list[dict[str, Any]]) -> list[Target]:
     """Of the ways that the ``peer`` link takes at that size: one with D_in = 1, one with more."""
-    from ppstream.link_peer import put_limit
+    from ppstream.links.peer_memory import put_limit
 
     targets = []
     for row in rows:

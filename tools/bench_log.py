@@ -39,14 +39,14 @@ from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
 from ppstream.credits import CreditLedger
 from ppstream.decode import CopyDecoder
-from ppstream.headers import link_shape
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.inline import Inline
+from ppstream.links.headers import link_shape
+from ppstream.links.slots import new_slots
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
 from ppstream.pacing import Saturated
 from ppstream.policy.compatibility import build_policy
-from ppstream.slots import new_slots
 from ppstream.stage1 import StageB
 from ppstream.stage_a import StageA
 from ppstream.stage_c import StageC

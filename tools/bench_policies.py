@@ -25,8 +25,8 @@ from bench_runs import Target, print_environment, print_targets, spread
 
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.links.slots import Slot, new_slots
 from ppstream.policy.unwritten import INTEGERS, FilledPolicy, Outputs, Results
-from ppstream.slots import Slot, new_slots
 
 if TYPE_CHECKING:
     from torch import Tensor

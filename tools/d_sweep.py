@@ -42,8 +42,8 @@ from d_sweep_cells import (
 from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.run_statistics import latencies_ns
 from ppstream.config import load
-from ppstream.headers import link_shape
 from ppstream.ingest.intake import build_intake
+from ppstream.links.headers import link_shape
 from ppstream.policy.compatibility import build_policy
 
 DEPTHS: Final = (1, 2, 3, 4)

@@ -23,7 +23,7 @@ import torch
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda.busy_kernel import GpuWork
 from ppstream.cuda.driver import DeviceError
-from ppstream.link_host import HostBack
+from ppstream.links.host import HostBack
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.cuda.driver import CudaStream, Event, checked, driver
 from ppstream.cuda.streams import stream as own_stream
-from ppstream.link_nccl import NcclLink
-from ppstream.link_peer import PeerLink
-from ppstream.link_pinned import PinnedLink
-from ppstream.links import BACK, FRONT, LauncherStore
-from ppstream.slots import LinkShape
+from ppstream.links.factory import BACK, FRONT, LauncherStore
+from ppstream.links.nccl import NcclLink
+from ppstream.links.peer_memory import PeerLink
+from ppstream.links.pinned_memory import PinnedLink
+from ppstream.links.slots import LinkShape
 
 ROUNDS: Final = 9
 TRIPS: Final = 60  # queued together: far below what a stream takes

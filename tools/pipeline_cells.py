@@ -38,10 +38,10 @@ from ppstream.core.clock import now_ns
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
 from ppstream.front import begin_run
-from ppstream.headers import link_shape
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.synthetic import SyntheticSource
-from ppstream.links import LauncherStore, join_store
+from ppstream.links.factory import LauncherStore, join_store
+from ppstream.links.headers import link_shape
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.policy.compatibility import build_policy

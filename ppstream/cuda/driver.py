@@ -3,7 +3,7 @@
 Thin and quick: every call here queues and returns; none waits for the device but ``Event.wait``.
 Functions of the driver are bound once to what calls them.
 Needs cuda-bindings, which CUDA builds of torch bring along, and the device's primary context,
-which torch makes. What is queued where, and why, is ``link_peer.py``'s and the loops'.
+which torch makes. What is queued where, and why, is ``links/peer_memory.py``'s and the loops'.
 """
 
 from __future__ import annotations

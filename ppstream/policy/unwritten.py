@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.core.specs import TensorSpec
+    from ppstream.links.slots import Slot
     from ppstream.policy.protocol import Policy
-    from ppstream.slots import Slot
 
 RAISED, UNWRITTEN = (
     1,

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.cuda import startup
 from ppstream.cuda.driver import CudaStream, Event
-from ppstream.link_latency import measure
-from ppstream.link_nccl import NcclLink
-from ppstream.link_peer import PeerLink
-from ppstream.links import BACK, FRONT, LauncherStore, join_store, open_device
-from ppstream.slots import LinkShape
+from ppstream.links.factory import BACK, FRONT, LauncherStore, join_store, open_device
+from ppstream.links.latency_probe import measure
+from ppstream.links.nccl import NcclLink
+from ppstream.links.peer_memory import PeerLink
+from ppstream.links.slots import LinkShape
 
 MESSAGES = 200
 HEADER = ("index", "generation", "epoch", "seq")

@@ -51,14 +51,14 @@ import torch
 
 from ppstream.core.errors import ProtocolError
 from ppstream.cuda.driver import MappedMemory, Memory
-from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
-from ppstream.link_device import BACK, FRONT, device_slots, layouts, slot_count
+from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, Places
+from ppstream.links.device_link import BACK, FRONT, device_slots, layouts, slot_count
 from ppstream_kernels.cuda_put import Puts
 from ppstream_kernels.cuda_wait import Waits
 
 if TYPE_CHECKING:
     from ppstream.control.rendezvous import Store
-    from ppstream.slots import LinkShape
+    from ppstream.links.slots import LinkShape
 
 PUT_BYTES: Final = 1 << 16  # of a slot; any where d_in = 1: there the way counts, not A beside it
 

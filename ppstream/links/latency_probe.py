@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError
 from ppstream.cuda.driver import Event
-from ppstream.link_device import FRONT
+from ppstream.links.device_link import FRONT
 
 if TYPE_CHECKING:
-    from ppstream.link_device import DeviceLink
+    from ppstream.links.device_link import DeviceLink
 
 ROUNDS: Final = 8
 TRIPS: Final = 30  # of a round

@@ -3,7 +3,7 @@
 Slots and counters lie in host memory that both processes map and both devices reach. A send copies
 to the host and counts there; the receiver's stream waits for the count, and fetches the slot. No
 CPU on the path. The memory has no name: the policy rank opens rank 0's descriptor, and nothing is
-left behind by a kill. Rules of ``link_peer.py`` apply as they are.
+left behind by a kill. Rules of ``peer_memory.py`` apply as they are.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError
 from ppstream.cuda.driver import register_host, unregister_host
-from ppstream.link_counted import COUNTER_BYTES, CountedLink, Places
-from ppstream.link_device import FRONT, layouts, new_device_slots, slot_count
+from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, Places
+from ppstream.links.device_link import FRONT, layouts, new_device_slots, slot_count
 
 if TYPE_CHECKING:
     from ppstream.control.rendezvous import Store
-    from ppstream.slots import LinkShape
+    from ppstream.links.slots import LinkShape
 
 OFFER, TAKEN = "pinned/offer", "pinned/taken"
 

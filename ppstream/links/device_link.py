@@ -3,8 +3,8 @@
 Each end owns the slots that its peer writes, and sends from slots of its own. The host queues
 sends and receipts ahead of the data; who waits for whom is decided on the devices, by counters.
 Which slot an index uses follows from the credits, as in ``slots.py``, with one count of slots for
-both directions. The links themselves are ``link_peer.py``, ``link_pinned.py`` and
-``link_nccl.py``; what ends a wait for a peer that is gone is the control socket's owner, who calls
+both directions. The links themselves are ``peer_memory.py``, ``pinned_memory.py`` and
+``nccl.py``; what ends a wait for a peer that is gone is the control socket's owner, who calls
 ``close``.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.slots import GENERATION, INDEX, make_slots
+from ppstream.links.slots import GENERATION, INDEX, make_slots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ppstream.core.specs import SlotLayout
     from ppstream.cuda.driver import CudaStream
-    from ppstream.slots import LinkShape, Slot
+    from ppstream.links.slots import LinkShape, Slot
 
 #: Envelopes that a host queues beyond D_in, at most: it may be late by as many periods.
 AHEAD: Final = 6

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 import torch.distributed as dist
 
-from ppstream.arrivals import StampedArrivals
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
-from ppstream.slots import INDEX, LinkShape, Order, Slot, new_slots
+from ppstream.links.arrivals import StampedArrivals
+from ppstream.links.slots import INDEX, LinkShape, Order, Slot, new_slots
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from typing import Final
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.specs import SlotLayout, TensorSpec
-from ppstream.slots import LinkShape
+from ppstream.links.slots import LinkShape
 
 ENVELOPE_HEADER: Final = ("index", "generation", "epoch", "seq")
 EPOCH: Final = slice(2, 4)  # epoch and seq, in both headers

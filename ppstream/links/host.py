@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from ppstream.arrivals import SocketArrivals
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError, ProtocolError
-from ppstream.memory import available_bytes
-from ppstream.slots import LinkShape, Order, Slot, make_slots
+from ppstream.links.arrivals import SocketArrivals
+from ppstream.links.memory import available_bytes
+from ppstream.links.slots import LinkShape, Order, Slot, make_slots
 
 if TYPE_CHECKING:
     from ppstream.control.peer import Peer

@@ -14,7 +14,7 @@ the robots rest. Both are told so:
   default aborts the communicator and ends the process, untyped;
 * ``TORCH_NCCL_DUMP_ON_TIMEOUT=0``, ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=0``: torch would hold up
   every further call of a group that timed out for a minute, four times the default, so that ranks
-  can write what they were at; here ``flight_recorder.py`` does, when a rank ends;
+  can write what they were at; here ``nccl_dump.py`` does, when a rank ends;
 * ``TORCH_NCCL_BLOCKING_WAIT=0``: with 1, as some launchers set it, a wait would hold up the host;
 * ``TORCH_NCCL_ENABLE_MONITORING=0``: torch's monitor ends a process whose watching thread stands
   still, as it does behind a driver call that waits; ``watchdog.py`` decides that here;
@@ -42,10 +42,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from ppstream import flight_recorder
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.cuda.streams import stream as own_stream
-from ppstream.link_device import FRONT, Headers, layouts, new_device_slots, slot_count
+from ppstream.links import nccl_dump
+from ppstream.links.device_link import FRONT, Headers, layouts, new_device_slots, slot_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from ppstream.cuda.driver import CudaStream
-    from ppstream.slots import LinkShape
+    from ppstream.links.slots import LinkShape
 
 SETTINGS: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -178,7 +178,7 @@ class NcclLink:
     def _connect(self, *, first: bool) -> None:
         """Join both directions, in one order: a communicator's first call waits for the peer.
 
-        What they carry is received before anything else is queued: ``link_latency.py`` waits for
+        What they carry is received before anything else is queued: ``latency_probe.py`` waits for
         the notes behind it.
         """
         for is_sending in (first, not first):
@@ -199,7 +199,7 @@ class NcclLink:
 
 def _group(store: Store, name: str, rank: int, timeout: timedelta) -> Any:
     os.environ.update(SETTINGS)
-    flight_recorder.switch_on()
+    nccl_dump.switch_on()
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     prefixed = dist.PrefixStore(f"nccl/{name}", store)  # type: ignore[attr-defined]

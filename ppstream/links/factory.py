@@ -2,7 +2,7 @@
 
 A link moves envelopes and results through slots and says when one is complete; permission to send
 is the ledger's (credits.py), liveness the control socket's (control/peer.py). This file also joins
-the launcher's store. The links themselves are ``link_host.py`` and ``link_gloo.py``.
+the launcher's store. The links themselves are ``host.py`` and ``gloo.py``.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch.distributed as dist
 
-from ppstream.arrivals import Arrivals
 from ppstream.control.peer import Peer
 from ppstream.core.errors import ConfigError, PeerLostError
-from ppstream.link_device import BACK, FRONT, DeviceLink
-from ppstream.link_gloo import GlooBack, GlooFront
-from ppstream.link_host import HostBack, HostFront
-from ppstream.link_nccl import NcclLink
-from ppstream.link_peer import PeerLink
-from ppstream.link_pinned import PinnedLink
-from ppstream.slots import LinkShape, Slot
+from ppstream.links.arrivals import Arrivals
+from ppstream.links.device_link import BACK, FRONT, DeviceLink
+from ppstream.links.gloo import GlooBack, GlooFront
+from ppstream.links.host import HostBack, HostFront
+from ppstream.links.nccl import NcclLink
+from ppstream.links.peer_memory import PeerLink
+from ppstream.links.pinned_memory import PinnedLink
+from ppstream.links.slots import LinkShape, Slot
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +166,7 @@ def open_device(
         shape: the same on both ends.
         device: of this rank; current, and CUDA has started on it.
         timeout_s: bound of the peer's coming.
-        looks: of ``peer``: streams of stages wait by a kernel (``link_peer.py``).
+        looks: of ``peer``: streams of stages wait by a kernel (``peer_memory.py``).
 
     Raises:
         ConfigError: unknown kind.

@@ -20,7 +20,7 @@ from ppstream.core.errors import ProtocolError
 from ppstream.core.specs import ALIGNMENT_BYTES
 from ppstream.cuda.driver import WRAP
 from ppstream.cuda.streams import stream
-from ppstream.link_device import Headers, new_device_slots
+from ppstream.links.device_link import Headers, new_device_slots
 from ppstream_kernels.cuda_put import Route
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from ppstream.core.specs import SlotLayout
     from ppstream.cuda.driver import CudaStream
-    from ppstream.link_device import DeviceSlot
-    from ppstream.slots import LinkShape
+    from ppstream.links.device_link import DeviceSlot
+    from ppstream.links.slots import LinkShape
 
 COUNTER_BYTES: Final = 256  # of a counter: a line of its own
 COUNTED_BYTES: Final = 4  # of them, that are compared
