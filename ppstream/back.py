@@ -21,11 +21,11 @@ from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
 from ppstream.observe.run_folder import Run
+from ppstream.pipeline.device.stage1 import Stage1Device
+from ppstream.pipeline.stage1 import Stage1
 from ppstream.placement import Placement
 from ppstream.policy.compatibility import build_policy
 from ppstream.policy.protocol import Policy
-from ppstream.stage1 import Stage1
-from ppstream.stage1_device import Stage1Device
 from ppstream.watching import Watching
 from ppstream.wire.messages import Goodbye
 

@@ -19,7 +19,6 @@ import torch
 
 import ppstream
 from ppstream import ends, gpu_ranks, meeting
-from ppstream.bringup import bring_up
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S
@@ -27,19 +26,20 @@ from ppstream.core.errors import ConfigError, PeerLeftError, PpstreamError
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
 from ppstream.ingest.intake import Intake, build_intake
-from ppstream.inline import Inline
 from ppstream.links.factory import LauncherStore, join_store, open_front
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import new_slots
 from ppstream.observe.run_folder import Run, boot_id
-from ppstream.paired import Paired
+from ppstream.pipeline.bringup import bring_up
+from ppstream.pipeline.device.stage0 import Stage0Device
+from ppstream.pipeline.inline import Inline
+from ppstream.pipeline.rank0 import Rank0
+from ppstream.pipeline.rank0_peer import Paired
+from ppstream.pipeline.service import Service
+from ppstream.pipeline.stage0 import Stage0
 from ppstream.placement import Placement
 from ppstream.policy.compatibility import build_policy, policy_problems
-from ppstream.rank0 import Rank0
 from ppstream.rank0_parts import Rank0Parts, rank0_parts
-from ppstream.service import Service
-from ppstream.stage0 import Stage0
-from ppstream.stage0_device import Stage0Device
 from ppstream.watching import Watching
 from ppstream.wire.messages import Drain, PhaseChange
 

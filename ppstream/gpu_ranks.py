@@ -23,18 +23,18 @@ from ppstream.cuda.streams import torch_stream
 from ppstream.links.device_link import run_ahead
 from ppstream.links.factory import BACK, FRONT, OPEN_TIMEOUT_S, open_device
 from ppstream.links.latency_probe import measure
+from ppstream.pipeline.device.stage0 import Stage0Device
+from ppstream.pipeline.device.stage0_queue import Parts as FrontParts
+from ppstream.pipeline.device.stage0_queue import Streams
+from ppstream.pipeline.device.stage1 import Parts as BackParts
+from ppstream.pipeline.device.stage1 import Stage1Device
+from ppstream.pipeline.device.stage_a import RingWindows
+from ppstream.pipeline.device.stage_b import DeviceStageB
+from ppstream.pipeline.stage1 import StageB
 from ppstream.placement import Placement, place
 from ppstream.policy.graphed import GraphedPolicy, prepared_policy
 from ppstream.policy.host_staged import StagedPolicy, zeros
 from ppstream.policy.unwritten import drawn_for
-from ppstream.stage0_device import Stage0Device
-from ppstream.stage0_queueing import Parts as FrontParts
-from ppstream.stage0_queueing import Streams
-from ppstream.stage1 import StageB
-from ppstream.stage1_device import Parts as BackParts
-from ppstream.stage1_device import Stage1Device
-from ppstream.stage_a_device import RingWindows
-from ppstream.stage_b_device import DeviceStageB
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from ppstream.config.schema import PipelineConfig, SimulateConfig
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
-from ppstream.credits import CreditLedger
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
 from ppstream.observe.run_folder import Run
+from ppstream.pipeline.credits import CreditLedger
+from ppstream.pipeline.stage_a import StageA
+from ppstream.pipeline.stage_c import StageC
 from ppstream.policy.compatibility import build_decoder
-from ppstream.stage_a import StageA
-from ppstream.stage_c import StageC
 
 if TYPE_CHECKING:
-    from ppstream.stage_a_device import DeviceStageA
+    from ppstream.pipeline.device.stage_a import DeviceStageA
 
 
 class Rank0Parts(NamedTuple):

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.credits import CreditLedger
     from ppstream.observe.log_writer import TimestampLog
     from ppstream.observe.metrics import Rank0Collector
     from ppstream.observe.run_folder import Run
+    from ppstream.pipeline.credits import CreditLedger
     from ppstream.sessions.server import Sessions
 
 logger = logging.getLogger("ppstream")

@@ -24,18 +24,15 @@ from host_windows import HostWindows
 from linked_ends import linked
 from pipeline_in_process import Collector, NewestValues
 
-from ppstream import stage1_device
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.peer import Peer
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
-from ppstream.credits import CreditLedger
 from ppstream.cuda import driver
 from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.driver import Call, CudaStream, DeviceProbe
-from ppstream.decode import CopyDecoder
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import SyntheticSource
@@ -44,14 +41,17 @@ from ppstream.links.device_link import run_ahead
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape
 from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
-from ppstream.pacing import Pacing, Saturated
+from ppstream.pipeline.credits import CreditLedger
+from ppstream.pipeline.decode import CopyDecoder
+from ppstream.pipeline.device import stage1 as stage1_device
+from ppstream.pipeline.device.stage0 import Stage0Device
+from ppstream.pipeline.device.stage0_queue import Parts, Streams
+from ppstream.pipeline.device.stage1 import Parts as BackParts
+from ppstream.pipeline.device.stage1 import Stage1Device
+from ppstream.pipeline.pacing import Pacing, Saturated
+from ppstream.pipeline.stage_c import StageC
 from ppstream.policy.protocol import told
 from ppstream.policy.unwritten import FilledPolicy, drawn_for
-from ppstream.stage0_device import Stage0Device
-from ppstream.stage0_queueing import Parts, Streams
-from ppstream.stage1_device import Parts as BackParts
-from ppstream.stage1_device import Stage1Device
-from ppstream.stage_c import StageC
 from ppstream.wire.messages import Drain
 
 RUN_ID = "r"

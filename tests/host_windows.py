@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS
 from ppstream.cuda.driver import CudaStream
-from ppstream.flight import Flight, name_rows, owners_of
 from ppstream.ingest.intake import Intake
 from ppstream.ingest.window import WindowInfo
 from ppstream.links.device_link import DeviceSlot, pinned_slots
 from ppstream.links.slots import LinkShape
+from ppstream.pipeline.flight import Flight, name_rows, owners_of
 
 
 class HostWindows:

@@ -25,21 +25,21 @@ from ppstream.core.errors import PeerLostError
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
-from ppstream.credits import CreditLedger
-from ppstream.decode import CopyDecoder
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import SyntheticSource
-from ppstream.inline import Inline
 from ppstream.links.headers import link_shape
 from ppstream.links.host import HostBack, HostFront
 from ppstream.links.slots import new_slots
 from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
-from ppstream.pacing import Pacing, Saturated
-from ppstream.stage0 import Stage0
-from ppstream.stage1 import Stage1, StageB
-from ppstream.stage_a import StageA
-from ppstream.stage_c import StageC
+from ppstream.pipeline.credits import CreditLedger
+from ppstream.pipeline.decode import CopyDecoder
+from ppstream.pipeline.inline import Inline
+from ppstream.pipeline.pacing import Pacing, Saturated
+from ppstream.pipeline.stage0 import Stage0
+from ppstream.pipeline.stage1 import Stage1, StageB
+from ppstream.pipeline.stage_a import StageA
+from ppstream.pipeline.stage_c import StageC
 from ppstream.wire.messages import ActionChunk, Drain
 
 SMALL = Path(__file__).parent / "multirank" / "small.toml"

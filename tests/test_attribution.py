@@ -7,11 +7,9 @@ import pytest
 import torch
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream import block_timing
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.verdict import Verdict
-from ppstream.block_timing import STOP_REASON, time_blocks
 from ppstream.config import rules
 from ppstream.config.load import read
 from ppstream.core.clock import now_ns
@@ -20,6 +18,8 @@ from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.observe import attribution
 from ppstream.observe.attribution import BLOCKS_MAX, Attribution, block, end_of_stream
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
+from ppstream.pipeline import block_timing
+from ppstream.pipeline.block_timing import STOP_REASON, time_blocks
 from ppstream.policy.compiled import compile_counts
 from ppstream.report import attribution as block_report
 
@@ -227,7 +227,7 @@ def test_rank_0_waits_for_a_device_only_where_it_runs_the_policy(
         asked.append(str(device))
         return lambda: None
 
-    monkeypatch.setattr("ppstream.block_timing.end_of_stream", recorded)
+    monkeypatch.setattr("ppstream.pipeline.block_timing.end_of_stream", recorded)
     settings = ('placement.policy="cuda:1"', "policy.graph=false")
     attributed(tmp_path, monkeypatch, *settings, inline=inline)
     assert asked == [device]

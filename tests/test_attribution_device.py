@@ -14,12 +14,12 @@ from fake_cuda import queue_call
 from pipeline_in_process import NewestValues, small_config
 from test_attribution import OnlyLabelled
 
-from ppstream import block_timing
-from ppstream.block_timing import STOP_REASON, time_blocks
 from ppstream.core.clock import now_ns
 from ppstream.cuda.driver import Event
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.observe.attribution import Attribution, block
+from ppstream.pipeline import block_timing
+from ppstream.pipeline.block_timing import STOP_REASON, time_blocks
 from ppstream.report import attribution
 from ppstream.wire.messages import PhaseChange
 

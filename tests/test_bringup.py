@@ -10,8 +10,8 @@ from judging import judged
 
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.run_report import RunReport
-from ppstream.bringup import Beside, pass_or_raise
 from ppstream.core.errors import ExitCode, GateFailedError, GateInconclusiveError
+from ppstream.pipeline.bringup import Beside, pass_or_raise
 
 SERIAL = PipelineForm("serial", "decode_first")
 

@@ -16,11 +16,11 @@ from device_in_process import DevicePipeline
 from pipeline_in_process import NewestValues
 from recorded_runs import CONFIG, arm_recording
 
-from ppstream.bringup import bring_up
 from ppstream.check import describe
 from ppstream.config import load
 from ppstream.core.errors import ConfigError, GateFailedError
 from ppstream.core.specs import TensorSpec
+from ppstream.pipeline.bringup import bring_up
 from ppstream.recording.recording import load_recording
 
 A_S, B_S, C_S = 0.006, 0.008, 0.0005

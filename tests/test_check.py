@@ -14,7 +14,7 @@ from ppstream.check import describe
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
-from ppstream.decode import build as build_decoder
+from ppstream.pipeline.decode import build as build_decoder
 from ppstream.serve import main
 
 TABLE: dict[str, Any] = {

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppstream.core.errors import ProtocolError
-from ppstream.credits import CreditLedger
 from ppstream.observe.log_writer import EnvelopeRecord
+from ppstream.pipeline.credits import CreditLedger
 
 
 def test_a_full_pipe_gives_no_credit() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ppstream.config.schema import ActionConfig, RobotLimits
 from ppstream.core.errors import ConfigError
-from ppstream.decode import ActionRules, Enforced, build
+from ppstream.pipeline.decode import ActionRules, Enforced, build
 
 ACTIONS = ActionConfig(
     names=("a", "b"), horizon=3, dt_ms=10, low=(-1.0, -2.0), high=(1.0, 2.0), lease_ms=100

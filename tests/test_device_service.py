@@ -12,7 +12,7 @@ from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
 
 from ppstream.core.clock import now_ns
-from ppstream.pacing import OnSample
+from ppstream.pipeline.pacing import OnSample
 from ppstream.robot.client import RobotClient
 from ppstream.sessions.server import Sessions
 

@@ -27,7 +27,6 @@ from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError, SpecError
 from ppstream.core.specs import SlotLayout, TensorSpec
 from ppstream.core.waiter import Waiter
-from ppstream.credits import CreditLedger
 from ppstream.links.factory import (
     BackLink,
     FrontLink,
@@ -38,6 +37,7 @@ from ppstream.links.factory import (
     open_front,
 )
 from ppstream.links.memory import available_bytes
+from ppstream.pipeline.credits import CreditLedger
 
 HEADER = ("index", "generation", "epoch", "seq")
 KINDS = ("host", "gloo")

@@ -4,7 +4,7 @@ from pipeline_in_process import small_config
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.ingest.intake import build_intake
-from ppstream.pacing import OnSample, OnTick, Saturated, service_pacing
+from ppstream.pipeline.pacing import OnSample, OnTick, Saturated, service_pacing
 
 
 @pytest.fixture

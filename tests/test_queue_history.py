@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ppstream.core.errors import ProtocolError
-from ppstream.credits import CreditLedger
 from ppstream.observe.log_writer import EnvelopeRecord
-from ppstream.queue_history import Move, QueueHistory
+from ppstream.pipeline.credits import CreditLedger
+from ppstream.pipeline.device.queue_history import Move, QueueHistory
 
 
 def test_moves_are_booked_by_time_however_they_became_known() -> None:

@@ -30,7 +30,7 @@ from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticSource
-from ppstream.pacing import OnSample, Scheduled
+from ppstream.pipeline.pacing import OnSample, Scheduled
 from ppstream.recording.items import Line, Samples
 from ppstream.recording.mcap_schema import Body, json_schema, parse_topic, topic
 from ppstream.recording.mcap_writer import RecordFile, open_recorder

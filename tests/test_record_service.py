@@ -21,8 +21,8 @@ from robot_rig import MS, wait_until
 from ppstream.config.schema import PipelineConfig, RecordConfig, ServiceConfig
 from ppstream.core.clock import now_ns
 from ppstream.observe.run_folder import Run
+from ppstream.pipeline.service import Service
 from ppstream.robot.client import RobotClient
-from ppstream.service import Service
 
 ORIGIN_NS = 10**17  # of the robot's clock
 

@@ -17,14 +17,14 @@ from ppstream.config.schema import PolicyConfig
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.specs import TensorSpec
-from ppstream.decode import CopyDecoder
-from ppstream.flight import Flight, Owner
 from ppstream.ingest.intake import build_intake
 from ppstream.observe.log_writer import EnvelopeRecord
-from ppstream.pacing import OnTick
+from ppstream.pipeline.decode import CopyDecoder
+from ppstream.pipeline.flight import Flight, Owner
+from ppstream.pipeline.pacing import OnTick
+from ppstream.pipeline.stage_c import StageC
 from ppstream.robot.client import RobotClient
 from ppstream.sessions.server import Sessions
-from ppstream.stage_c import StageC
 from ppstream.wire.messages import ActionChunk
 
 STREAMS = (("joints", 3), ("imu", 2))

@@ -18,7 +18,7 @@ from test_metrics import Watched
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.verdict import Verdict
 from ppstream.config import load
-from ppstream.stage_c import UNUSABLE
+from ppstream.pipeline.stage_c import UNUSABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOKS = ROOT / "runbooks"

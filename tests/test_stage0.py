@@ -10,7 +10,7 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticSource
-from ppstream.pacing import OnSample, Scheduled
+from ppstream.pipeline.pacing import OnSample, Scheduled
 
 THREADS = ["serial", "split"]
 FORMS = [*THREADS, "inline"]

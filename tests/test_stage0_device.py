@@ -14,14 +14,14 @@ import pytest
 from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
 
-from ppstream import stage0_device
-from ppstream.bringup import time_standalone
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError, PolicyError
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.device_link import run_ahead
-from ppstream.pacing import OnSample, OnTick
-from ppstream.underway import SIGHT_NS
+from ppstream.pipeline.bringup import time_standalone
+from ppstream.pipeline.device import stage0
+from ppstream.pipeline.device.in_flight import SIGHT_NS
+from ppstream.pipeline.pacing import OnSample, OnTick
 
 
 @pytest.fixture
@@ -585,7 +585,7 @@ def test_nothing_of_a_cut_epoch_is_emitted_though_envelopes_leave_no_rest(
 ) -> None:
     """Envelopes that are over while the robot's side is slow are not emitted behind the cut."""
     for limit in ("GLANCE_NS", "LOOK_NS"):  # no look falls due by the clock
-        monkeypatch.setattr(stage0_device, limit, NS_PER_S)
+        monkeypatch.setattr(stage0, limit, NS_PER_S)
     asked: list[int] = []
     behind: list[int] = []
     with build("pipeline.d_in=3", "pipeline.d_out=3") as pipeline:

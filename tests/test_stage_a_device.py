@@ -8,11 +8,11 @@ import pytest
 import torch
 from pipeline_in_process import small_config
 
-from ppstream.flight import Flight, Owner
 from ppstream.ingest.device.window_records import TakenWindow
 from ppstream.ingest.window import WindowInfo
 from ppstream.observe.log_writer import EnvelopeRecord
-from ppstream.stage_a_device import RingWindows
+from ppstream.pipeline.device.stage_a import RingWindows
+from ppstream.pipeline.flight import Flight, Owner
 
 LEASE = 60_000_000_000
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppstream.core.specs import TensorSpec
-from ppstream.stage_b_device import DeviceStageB
+from ppstream.pipeline.device.stage_b import DeviceStageB
 
 CPU = torch.device("cpu")
 

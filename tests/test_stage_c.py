@@ -13,8 +13,8 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PolicyError
-from ppstream.flight import Flight, Owner
 from ppstream.observe.log_writer import EnvelopeRecord
+from ppstream.pipeline.flight import Flight, Owner
 from ppstream.wire.messages import ActionChunk
 
 

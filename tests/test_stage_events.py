@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record
-from ppstream.stage_events import PolicyTimes, Rank0Times, book_policy, book_rank0
+from ppstream.pipeline.device.event_times import PolicyTimes, Rank0Times, book_policy, book_rank0
 
 BEFORE = Rank0Times(a0=0, a1=100, committed=101, received=300, c0=305, c1=350)
 TIMES = Rank0Times(a0=400, a1=500, committed=503, received=700, c0=710, c1=760)

@@ -7,13 +7,13 @@ import pytest
 from golden_runs import GoldenRun, PipelineForm, simulate
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream import time_book
 from ppstream.analysis.segments import select_window
 from ppstream.analysis.thread_time import Threads
 from ppstream.core.clock import NS_PER_MS
 from ppstream.links.host import HostBack, HostFront
-from ppstream.stage_c import StageC
-from ppstream.time_book import LINK, TimeBook
+from ppstream.pipeline import time_accounting
+from ppstream.pipeline.stage_c import StageC
+from ppstream.pipeline.time_accounting import LINK, TimeBook
 
 LOST_S = 0.002
 
@@ -21,7 +21,7 @@ LOST_S = 0.002
 @pytest.fixture
 def book(monkeypatch):
     readings = iter((0, 100, 130, 150, 190, 200))
-    monkeypatch.setattr(time_book, "now_ns", lambda: next(readings))
+    monkeypatch.setattr(time_accounting, "now_ns", lambda: next(readings))
     return TimeBook()
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from ppstream import underway
-from ppstream.credits import CreditLedger
-from ppstream.flight import Flight
 from ppstream.observe.log_writer import EnvelopeRecord
-from ppstream.underway import Marks, Underway
+from ppstream.pipeline.credits import CreditLedger
+from ppstream.pipeline.device import in_flight
+from ppstream.pipeline.device.in_flight import Marks, Underway
+from ppstream.pipeline.flight import Flight
 
 
 class At:
@@ -44,7 +44,7 @@ class Rig:
     def __init__(
         self, patch: pytest.MonkeyPatch, d_in: int = 2, d_out: int = 2, *, a_looks: bool = False
     ) -> None:
-        patch.setattr(underway, "Event", At)
+        patch.setattr(in_flight, "Event", At)
         self.ledger, self.clock = CreditLedger(d_in, d_out), Clock()
         clock: Any = self.clock
         self.underway = Underway(self.ledger, clock, 9, a_looks=a_looks)
@@ -53,7 +53,7 @@ class Rig:
         self.underway.add(Flight(index, 0, index, EnvelopeRecord()), index)
         return self.underway.marks(index)
 
-    def finish(self) -> underway.Queued:
+    def finish(self) -> in_flight.Queued:
         assert self.underway.is_oldest_done()
         one = self.underway.finish()
         self.ledger.emit(one.times.c1)

@@ -24,8 +24,8 @@ from ppstream.core.user_code import (
     place_of,
     said,
 )
-from ppstream.decode import CopyDecoder
 from ppstream.ends import how_it_ends
+from ppstream.pipeline.decode import CopyDecoder
 from ppstream.policy.protocol import call_target, load, told
 from ppstream.wire.fields import MAX_PLACE, MAX_TEXT
 from ppstream.wire.messages import PolicyFault, encoder

@@ -37,19 +37,19 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
-from ppstream.credits import CreditLedger
-from ppstream.decode import CopyDecoder
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.synthetic import SyntheticSource
-from ppstream.inline import Inline
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import new_slots
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
-from ppstream.pacing import Saturated
+from ppstream.pipeline.credits import CreditLedger
+from ppstream.pipeline.decode import CopyDecoder
+from ppstream.pipeline.inline import Inline
+from ppstream.pipeline.pacing import Saturated
+from ppstream.pipeline.stage1 import StageB
+from ppstream.pipeline.stage_a import StageA
+from ppstream.pipeline.stage_c import StageC
 from ppstream.policy.compatibility import build_policy
-from ppstream.stage1 import StageB
-from ppstream.stage_a import StageA
-from ppstream.stage_c import StageC
 
 RING: Final = 8192
 BATCH: Final = 200  # records timed together

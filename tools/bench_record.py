@@ -33,9 +33,9 @@ from bench_runs import Target, ending_cleanly, print_environment, print_targets,
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig, RecordConfig, StreamConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.flight import Flight, Owner
 from ppstream.ingest.intake import build_intake
 from ppstream.observe.log_writer import EnvelopeRecord
+from ppstream.pipeline.flight import Flight, Owner
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.recording.recorder import Recorder
 from ppstream.wire.messages import ActionChunk

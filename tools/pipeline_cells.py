@@ -29,7 +29,6 @@ from ppstream import gpu_ranks, meeting
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.run_report import RunReport
-from ppstream.bringup import run_saturated, time_standalone, warm_up
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.heartbeat import Heartbeat
@@ -44,9 +43,10 @@ from ppstream.links.factory import LauncherStore, join_store
 from ppstream.links.headers import link_shape
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
 from ppstream.observe.run_folder import Run
+from ppstream.pipeline.bringup import run_saturated, time_standalone, warm_up
+from ppstream.pipeline.device.stage1 import Stage1Device
 from ppstream.policy.compatibility import build_policy
 from ppstream.rank0_parts import rank0_parts
-from ppstream.stage1_device import Stage1Device
 from ppstream.wire.messages import Drain, Measure, PhaseChange, Ready
 
 BASE: Final = _ROOT / "stages" / "ppstream_stages" / "bench_gpus.toml"

@@ -137,7 +137,7 @@ class PolicyConfig(_Part, frozen=True):
 class DecodeConfig(_Part, frozen=True):
     """Stage C: ``module:attr`` of a ``build(options, actions)`` function; the default copies."""
 
-    target: Target = "ppstream.decode:build"
+    target: Target = "ppstream.pipeline.decode:build"
     options: dict[str, Any] = {}
 
 

@@ -22,8 +22,8 @@ from ppstream.observe.metrics_gpu import gpu_families
 from ppstream.observe.metrics_robots import robot_families
 
 if TYPE_CHECKING:
-    from ppstream.credits import CreditLedger
     from ppstream.observe.log_writer import TimestampLog
+    from ppstream.pipeline.credits import CreditLedger
     from ppstream.sessions.server import Sessions
 
 PHASES: Final = (

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ppstream.flight import Flight
     from ppstream.ingest.ring import RowInput
-    from ppstream.stage_c import Emitter
+    from ppstream.pipeline.flight import Flight
+    from ppstream.pipeline.stage_c import Emitter
     from ppstream.wire.messages import ActionChunk
 
 logger = logging.getLogger("ppstream")

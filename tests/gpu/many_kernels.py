@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import busy_kernel
-from ppstream.decode import CopyDecoder
+from ppstream.pipeline.decode import CopyDecoder
 
 SIDE = 64
 

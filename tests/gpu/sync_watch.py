@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ppstream.decode import CopyDecoder
+from ppstream.pipeline.decode import CopyDecoder
 from ppstream_stages import simulated
 
 FROM, UNTIL = 100, 260  # envelopes: behind warm-up and the stages timed alone, within bring-up

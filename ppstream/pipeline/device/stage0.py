@@ -33,23 +33,23 @@ from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.core.user_code import Fault
-from ppstream.flight import Flight
 from ppstream.links.device_link import most_queued, run_ahead
 from ppstream.links.headers import FAILED, FAILURES
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe.log_writer import EnvelopeRecord
-from ppstream.paired import Paired
+from ppstream.pipeline.device.event_times import Rank0Times, book_rank0
+from ppstream.pipeline.device.in_flight import Underway
+from ppstream.pipeline.device.stage0_queue import Queueing
+from ppstream.pipeline.flight import Flight
+from ppstream.pipeline.rank0 import WAIT_MAX_NS
+from ppstream.pipeline.rank0_peer import Paired
 from ppstream.policy.unwritten import Results, drawn_for
-from ppstream.rank0 import WAIT_MAX_NS
-from ppstream.stage0_queueing import Queueing
-from ppstream.stage_events import Rank0Times, book_rank0
-from ppstream.underway import Underway
 
 if TYPE_CHECKING:
     from ppstream.cuda.driver import Event
     from ppstream.links.slots import Slot
-    from ppstream.stage0_queueing import Parts
-    from ppstream.stage_a_device import DeviceStageA
+    from ppstream.pipeline.device.stage0_queue import Parts
+    from ppstream.pipeline.device.stage_a import DeviceStageA
 
 LOOK_NS: Final = 5 * NS_PER_MS  # at the latest; sooner when something comes or falls due
 POLL_NS: Final = 20_000  # an envelope that is late is looked for so often

@@ -1,4 +1,4 @@
-"""What rank 0 queues for one envelope, on four streams; the picture stands in ``stage0_device.py``.
+"""What rank 0 queues for one envelope, on four streams; the picture stands in ``stage0.py``.
 
 Nothing here waits, and nothing looks at what has happened. What is the same each time a slot is
 used, which is nearly all of it, is put together once.
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ppstream.cuda.busy_kernel import GpuWork
     from ppstream.cuda.device_clock import DeviceClock
     from ppstream.cuda.driver import CudaStream, Event
-    from ppstream.flight import Flight
     from ppstream.links.device_link import DeviceLink, DeviceSlot
     from ppstream.links.slots import LinkShape, Slot
-    from ppstream.stage_a_device import DeviceStageA
-    from ppstream.underway import Marks
+    from ppstream.pipeline.device.in_flight import Marks
+    from ppstream.pipeline.device.stage_a import DeviceStageA
+    from ppstream.pipeline.flight import Flight
 
 
 class Streams(NamedTuple):

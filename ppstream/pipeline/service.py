@@ -21,15 +21,15 @@ from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sensor_health import Change, SensorState
 from ppstream.ingest.sources import RecordedSource, Source
 from ppstream.observe.run_folder import ROBOT_STORY, Run
-from ppstream.pacing import Pacing, Scheduled, service_pacing
-from ppstream.rank0 import Rank0
+from ppstream.pipeline.pacing import Pacing, Scheduled, service_pacing
+from ppstream.pipeline.rank0 import Rank0
 from ppstream.recording.action_file import ActionFile
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.sessions.server import Sessions
 
 if TYPE_CHECKING:
+    from ppstream.pipeline.stage_c import Emitter
     from ppstream.recording.recorder import Recorder
-    from ppstream.stage_c import Emitter
 
 logger = logging.getLogger("ppstream")
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections import deque
 
     from ppstream.observe.log_writer import TimestampLog
-    from ppstream.rank0 import Rank0
+    from ppstream.pipeline.rank0 import Rank0
     from ppstream.sessions.requests import Told
 
 

@@ -1,6 +1,7 @@
 """What the loops of a policy rank share: its phase, the frames it is sent, and how it ends.
 
-How envelopes are answered is the loops': ``stage1.py`` on a CPU, ``stage1_device.py`` on a GPU.
+How envelopes are answered is the loops': ``stage1.py`` on a CPU, ``pipeline/device/stage1.py`` on a
+GPU.
 """
 
 from __future__ import annotations

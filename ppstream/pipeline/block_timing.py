@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream.core.clock import now_ns
-from ppstream.inline import Inline
 from ppstream.observe.attribution import Attribution, end_of_stream
-from ppstream.pacing import Saturated
+from ppstream.pipeline.inline import Inline
+from ppstream.pipeline.pacing import Saturated
 
 if TYPE_CHECKING:
     from ppstream.ingest.intake import Intake
     from ppstream.ingest.sources import Source
-    from ppstream.rank0 import Rank0
+    from ppstream.pipeline.rank0 import Rank0
 
 logger = logging.getLogger("ppstream")
 

@@ -15,23 +15,23 @@ from ppstream.control.watchdog import Mark, is_patient
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.user_code import Fault, FirstFaults
-from ppstream.flight import Flight
-from ppstream.ledger_lines import write_ledger, write_reports
-from ppstream.stage_c import Nobody
-from ppstream.time_book import LINK, TimeBook
+from ppstream.pipeline.flight import Flight
+from ppstream.pipeline.ledger_lines import write_ledger, write_reports
+from ppstream.pipeline.stage_c import Nobody
+from ppstream.pipeline.time_accounting import LINK, TimeBook
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.core.waiter import Waiter
-    from ppstream.credits import CreditLedger
     from ppstream.ingest.intake import Intake
     from ppstream.ingest.sources import Source
     from ppstream.links.slots import Slot
     from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
-    from ppstream.pacing import Pacing
+    from ppstream.pipeline.credits import CreditLedger
+    from ppstream.pipeline.pacing import Pacing
+    from ppstream.pipeline.stage_a import StageA
+    from ppstream.pipeline.stage_c import Emitter, StageC
     from ppstream.sessions.requests import Told
-    from ppstream.stage_a import StageA
-    from ppstream.stage_c import Emitter, StageC
 
 LEDGER_INTERVAL_NS: Final = NS_PER_S
 WAIT_MAX_NS: Final = NS_PER_S // 10  # no wait is longer: limits are looked at this often

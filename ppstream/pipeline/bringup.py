@@ -18,16 +18,16 @@ from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.segments import ALONE
 from ppstream.analysis.verdict import Verdict
-from ppstream.block_timing import time_blocks
 from ppstream.control.peer_process import HeldProcess, everybody, of_rank
 from ppstream.core.clock import now_ns
 from ppstream.core.cpus import MachineMeter
 from ppstream.core.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticRobots
-from ppstream.inline import Inline
-from ppstream.pacing import Saturated
-from ppstream.paired import Paired
+from ppstream.pipeline.block_timing import time_blocks
+from ppstream.pipeline.inline import Inline
+from ppstream.pipeline.pacing import Saturated
+from ppstream.pipeline.rank0_peer import Paired
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ppstream.ingest.intake import Intake
     from ppstream.ingest.sources import Source
     from ppstream.observe.run_folder import Run
-    from ppstream.rank0 import Rank0
+    from ppstream.pipeline.rank0 import Rank0
 
 logger = logging.getLogger("ppstream")
 

@@ -15,7 +15,7 @@ import numpy as np
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import PolicyError, PolicyMemoryError
 from ppstream.core.user_code import Fault, fault_of
-from ppstream.decode import ActionRules
+from ppstream.pipeline.decode import ActionRules
 from ppstream.policy.protocol import DECODER
 from ppstream.policy.unwritten import HOW_TO_WRITE
 from ppstream.wire.messages import ActionChunk
@@ -39,8 +39,8 @@ RAISED: Final = frozenset({"policy_error", "decoder_error", "unwritten"})  # a f
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.core.simulated_delay import Delay
-    from ppstream.flight import Flight, Owner
     from ppstream.ingest.intake import Intake
+    from ppstream.pipeline.flight import Flight, Owner
     from ppstream.policy.protocol import Decoder
 
 

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ppstream.credits import CreditLedger
+    from ppstream.pipeline.credits import CreditLedger
 
 
 class Move(IntEnum):

@@ -1,7 +1,7 @@
 """Paired: rank 0 with a policy rank behind it: what is said between them while a run goes on.
 
 Envelopes are not sent here: that is the links' and the loops', ``stage0.py`` on a CPU and
-``stage0_device.py`` on a GPU.
+``pipeline/device/stage0.py`` on a GPU.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ppstream.control.peer_process import HeldProcess
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, ProtocolError, WatchdogError
 from ppstream.core.user_code import Fault
-from ppstream.rank0 import Rank0
+from ppstream.pipeline.rank0 import Rank0
 from ppstream.wire.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
 
 if TYPE_CHECKING:
     from ppstream.control.peer import Peer
-    from ppstream.flight import Flight
+    from ppstream.pipeline.flight import Flight
 
 POLICY_RANK: Final = 1
 RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more

@@ -17,10 +17,10 @@ from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import PeerLostError
 from ppstream.links.headers import BEHIND_LINK, EPOCH, FAILURES
 from ppstream.observe import nvtx_ranges
+from ppstream.pipeline.policy_rank import PolicyRank
+from ppstream.pipeline.time_accounting import LINK, TimeBook
 from ppstream.policy.protocol import told
 from ppstream.policy.unwritten import INTEGERS, Outputs, failure, rebinding
-from ppstream.policy_rank import PolicyRank
-from ppstream.time_book import LINK, TimeBook
 
 if TYPE_CHECKING:
     from collections.abc import Callable

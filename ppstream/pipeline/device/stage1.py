@@ -37,10 +37,10 @@ from ppstream.links.device_link import most_queued
 from ppstream.links.headers import EPOCH, FAILURES
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe import nvtx_ranges
+from ppstream.pipeline.device.event_times import PolicyTimes, book_policy
+from ppstream.pipeline.device.stage1_queue import Place, places, sends_from_b
+from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.unwritten import failure
-from ppstream.policy_rank import PolicyRank
-from ppstream.stage1_queueing import Place, places, sends_from_b
-from ppstream.stage_events import PolicyTimes, book_policy
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ppstream.links.device_link import DeviceLink
     from ppstream.links.slots import LinkShape
     from ppstream.observe.log_writer import Stage1Record, TimestampLog
-    from ppstream.stage_b_device import DeviceStageB
+    from ppstream.pipeline.device.stage_b import DeviceStageB
 
 POLL_NS: Final = 50_000  # while an envelope may come that stage B is not queued ahead of
 EARLY_NS: Final = 500_000  # such a stage B is queued so long before the one that runs should end

@@ -1,6 +1,6 @@
 """What the policy rank queues for one envelope, on three streams, put together once for each slot.
 
-The picture stands in ``stage1_device.py``. The policy and the link are not in it: they differ from
+The picture stands in ``stage1.py``. The policy and the link are not in it: they differ from
 one use of a slot to the next.
 """
 

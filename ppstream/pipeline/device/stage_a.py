@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ppstream.core.clock import NS_PER_MS, now_ns
-from ppstream.flight import Owner, RowNames, name_rows, names_of
 from ppstream.ingest.device.window import DeviceWindow
+from ppstream.pipeline.flight import Owner, RowNames, name_rows, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.flight import Flight
     from ppstream.ingest.device.window_records import TakenWindow
     from ppstream.ingest.intake import Intake
     from ppstream.links.device_link import DeviceSlot
+    from ppstream.pipeline.flight import Flight
 
 
 class DeviceStageA(Protocol):

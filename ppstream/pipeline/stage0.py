@@ -20,12 +20,12 @@ from ppstream.core.clock import now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import ProtocolError
 from ppstream.core.waiter import Waiter
-from ppstream.flight import Flight
 from ppstream.links.headers import DURATIONS, EPOCH, FAILED, FAILURES
 from ppstream.observe import nvtx_ranges
-from ppstream.paired import Paired
-from ppstream.rank0 import WAIT_MAX_NS
-from ppstream.time_book import LINK, TimeBook
+from ppstream.pipeline.flight import Flight
+from ppstream.pipeline.rank0 import WAIT_MAX_NS
+from ppstream.pipeline.rank0_peer import Paired
+from ppstream.pipeline.time_accounting import LINK, TimeBook
 
 if TYPE_CHECKING:
     from ppstream.control.peer import Peer

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from ppstream.control.watchdog import stage_b_limit_ns, watched
 from ppstream.core.clock import now_ns, thread_cpu_ns
-from ppstream.flight import Flight
 from ppstream.links.headers import FAILURES
 from ppstream.observe import nvtx_ranges
+from ppstream.pipeline.flight import Flight
+from ppstream.pipeline.policy_rank import policy_fault
+from ppstream.pipeline.rank0 import Rank0
 from ppstream.policy.unwritten import failure
-from ppstream.policy_rank import policy_fault
-from ppstream.rank0 import Rank0
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ppstream.links.slots import Slot
-    from ppstream.stage1 import StageB
+    from ppstream.pipeline.stage1 import StageB
 
 
 class Inline(Rank0):

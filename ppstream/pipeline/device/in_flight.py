@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.cuda.driver import Event
-from ppstream.queue_history import Move, QueueHistory
-from ppstream.rhythm import Rhythm
-from ppstream.stage_events import Rank0Times
+from ppstream.pipeline.device.event_times import Rank0Times
+from ppstream.pipeline.device.queue_history import Move, QueueHistory
+from ppstream.pipeline.device.rhythm import Rhythm
 
 if TYPE_CHECKING:
-    from ppstream.credits import CreditLedger
     from ppstream.cuda.device_clock import DeviceClock
-    from ppstream.flight import Flight
+    from ppstream.pipeline.credits import CreditLedger
+    from ppstream.pipeline.flight import Flight
 
 
 SIGHT_NS: Final = 20_000  # A that began sooner before the receipt's event did not wait for it

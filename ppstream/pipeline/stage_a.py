@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ppstream.core.clock import NS_PER_MS, now_ns, thread_cpu_ns
-from ppstream.flight import name_rows, owners_of
 from ppstream.observe import nvtx_ranges
+from ppstream.pipeline.flight import name_rows, owners_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.core.simulated_delay import Delay
-    from ppstream.flight import Flight
     from ppstream.ingest.intake import Intake
+    from ppstream.pipeline.flight import Flight
     from ppstream.recording.recorder import Recorder
 
 
