@@ -25,16 +25,16 @@ from ppstream.core.errors import (
     ExitCode,
     PeerFrozenError,
 )
-from ppstream.ends import (
+from ppstream.launch.rank_exit import (
     SEE_OUT_S,
     RankEnd,
     ignore_cut_signal,
     ignore_signals,
     on_signals,
 )
+from ppstream.launch.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
 from ppstream.observe.run_folder import ROBOT_STORY, Run
 from ppstream.report import attribution, cli
-from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(as_toml(config), end="")
             return 0
         if args.check:
-            from ppstream.check import describe
+            from ppstream.launch.dry_run import describe
 
             text = describe(config, max(world_size, args.ranks))
             if rank == 0:  # every rank has looked: say it once
@@ -105,12 +105,12 @@ def _run(config: PipelineConfig, end: RankEnd, run: Run | None) -> tuple[ExitCod
         ignore_cut_signal()
         Lookout(end, os.environ, config.liveness.frozen_ms).start()
         if end.rank == 0:
-            from ppstream.front import run_front
+            from ppstream.launch.run_rank0 import run_front
 
             run = run or Run.create(Path(config.log.root), config.log.keep)
             reason = run_front(config, end, run)
         else:
-            from ppstream.back import run_back
+            from ppstream.launch.run_policy_rank import run_back
 
             reason = run_back(config, end)
     except BaseException as error:  # noqa: BLE001 - the top of the process: say it, and leave

@@ -16,10 +16,10 @@ from device_in_process import DevicePipeline
 from pipeline_in_process import NewestValues
 from recorded_runs import CONFIG, arm_recording
 
-from ppstream.check import describe
 from ppstream.config import load
 from ppstream.core.errors import ConfigError, GateFailedError
 from ppstream.core.specs import TensorSpec
+from ppstream.launch.dry_run import describe
 from ppstream.pipeline.bringup import bring_up
 from ppstream.recording.recording import load_recording
 

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from ppstream.check import describe
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
+from ppstream.launch.dry_run import describe
 from ppstream.pipeline.decode import build as build_decoder
 from ppstream.serve import main
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from test_check import TABLE, config, given, row  # noqa: F401 - a fixture
 
-from ppstream.check import describe
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.cuda import startup
+from ppstream.launch.dry_run import describe
 
 GPUS = {"rank0": "cuda:0", "policy": "cuda:1"}
 

@@ -11,7 +11,7 @@ from pipeline_in_process import small_config
 
 from ppstream.control.watchdog import Mark
 from ppstream.core.errors import ExitCode
-from ppstream.ends import RankEnd, start_watchdog
+from ppstream.launch.rank_exit import RankEnd, start_watchdog
 from ppstream.links import nccl_dump
 from ppstream.observe.run_folder import Run
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppstream import gpu_ranks
+from ppstream.launch import device_ranks
 from ppstream.links.factory import BACK, FRONT
 from ppstream.links.latency_probe import Latency
 
@@ -23,17 +23,17 @@ def test_the_log_says_which_link_why_and_how_quick(
     asked: list[Any] = []
     events: list[Any] = []
     monkeypatch.setattr(
-        gpu_ranks,
+        device_ranks,
         "open_device",
         lambda kind, side, *_, looks: asked.append((kind, side, looks)) or link,
     )
-    monkeypatch.setattr(gpu_ranks, "measure", lambda *_: Latency(3456, 64))
+    monkeypatch.setattr(device_ranks, "measure", lambda *_: Latency(3456, 64))
     placement: Any = SimpleNamespace(link="pinned", why="no peer access")
     log: Any = SimpleNamespace(event=lambda name, **fields: events.append((name, fields)))
     store: Any = None
     config: Any = SimpleNamespace(link=SimpleNamespace(wait=waits))
     with caplog.at_level(logging.INFO, logger="ppstream"):
-        opened = gpu_ranks._open_link(
+        opened = device_ranks._open_link(
             config, placement, side, store, store, torch.device("cpu"), log
         )
     assert opened is link

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from ppstream import meeting
 from ppstream.config.schema import (
     ActionConfig,
     PipelineConfig,
@@ -17,7 +16,8 @@ from ppstream.config.schema import (
 )
 from ppstream.control.peer import Peer
 from ppstream.core.errors import HandshakeError, ProtocolError
-from ppstream.handshake import compare, facts
+from ppstream.launch import handshake
+from ppstream.launch.config_facts import compare, facts
 from ppstream.observe.run_folder import Run
 from ppstream.wire.messages import WIRE_MAJOR, Drain, Heartbeat, RankHeart, RankHello, RankWelcome
 
@@ -74,7 +74,7 @@ def test_where_the_policy_rank_runs_and_on_what_is_kept(tmp_path):
     hearts[1].send(RankHeart("token"))
     coming = iter((near, hearts[0]))
     listener = SimpleNamespace(accept=lambda limit_s: next(coming))
-    assert meeting.admit(CONFIG, store, listener, Run(tmp_path)) is near
+    assert handshake.admit(CONFIG, store, listener, Run(tmp_path)) is near
     kept = json.loads((tmp_path / "run.json").read_text())["policy_rank"]
     assert kept == facts(CONFIG)["informational"]
     assert {"host", "boot_id", "pid", "python", "torch"} <= kept.keys()
@@ -94,7 +94,7 @@ def test_a_stranger_s_heart_is_refused(tmp_path, frame):
     hearts[1].send(Drain("the next frame"))
     coming = iter((near, hearts[0]))
     with pytest.raises(ProtocolError, match="a stranger"):
-        meeting.admit(
+        handshake.admit(
             CONFIG, store, SimpleNamespace(accept=lambda limit_s: next(coming)), Run(tmp_path)
         )
     for peer in (near, far, hearts[1]):

@@ -43,7 +43,7 @@ MAY_READ_WALL_TIME: Final = {"ppstream/observe/run_folder.py"}  # a run's name a
 MAY_IMPORT: Final = {
     # links: the only place that may know how ranks find and reach each other through torch
     "torch.distributed": {
-        "ppstream/launcher.py",
+        "ppstream/launch/launcher.py",
         "ppstream/links/factory.py",
         "ppstream/links/gloo.py",
         "ppstream/links/host.py",

@@ -25,7 +25,7 @@ from ppstream.control import lookout
 from ppstream.control.lookout import Lookout
 from ppstream.control.peer_process import HeldProcess, children, of_rank
 from ppstream.core.errors import ExitCode, PeerLostError
-from ppstream.ends import RankEnd
+from ppstream.launch.rank_exit import RankEnd
 
 RUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711", "TORCHELASTIC_RESTART_COUNT": "0"}
 LAUNCHED = RUN | {"WORLD_SIZE": "2", "RANK": "0"}
@@ -283,8 +283,8 @@ def test_a_lookout_that_fails_begins_anew(
 def test_a_rank_that_has_decided_keeps_its_code_and_is_given_time_to_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ppstream.ends.LOST_GRACE_S", 0.2)
-    monkeypatch.setattr("ppstream.ends.CLOSE_GRACE_S", 1.0)
+    monkeypatch.setattr("ppstream.launch.rank_exit.LOST_GRACE_S", 0.2)
+    monkeypatch.setattr("ppstream.launch.rank_exit.CLOSE_GRACE_S", 1.0)
     with looking({}) as end:
         end.leave_when_lost()
         with pytest.raises(PeerLostError), end.closing():

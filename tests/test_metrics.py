@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ppstream.core.errors import ConfigError
 from ppstream.core.histograms import Histograms
+from ppstream.launch.monitoring import Watching
 from ppstream.observe import gpu_memory
 from ppstream.observe import metric_families as show
 from ppstream.observe.gil_pauses import Pieces
@@ -22,7 +23,6 @@ from ppstream.observe.health_server import HealthServer
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
 from ppstream.observe.metrics_gpu import memory_families
 from ppstream.sessions.session import SessionCounts
-from ppstream.watching import Watching
 
 ENVELOPES = 60
 

@@ -15,7 +15,7 @@ from ppstream.config.schema import (
     WindowConfig,
 )
 from ppstream.core.errors import ConfigError
-from ppstream.placement import Placement, RankPlan, place
+from ppstream.launch.placement import Placement, RankPlan, place
 
 
 def placed(

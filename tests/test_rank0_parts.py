@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from pipeline_in_process import small_config
 
+from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.rank0 import Rank0
-from ppstream.rank0_parts import Rank0Parts, rank0_parts
 
 GPUS = ("placement.rank0=cuda:0", "placement.policy=cuda:1")
 

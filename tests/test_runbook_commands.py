@@ -24,7 +24,7 @@ LOOKS: Final = {"--check", "--print-config", "--help", "--list"}  # start nothin
 #: What runs the others; a benchmark's numbers stand in measured.md, its parts are tried there.
 ELSEWHERE: Final = {
     "ppstream.serve": "tests/multirank/test_torchrun.py",
-    "ppstream.launcher": "tests/multirank/test_launcher.py",
+    "ppstream.launch.launcher": "tests/multirank/test_launcher.py",
     "tools/d_sweep.py": "tests/test_d_sweep.py",
     "tools/draw_golden_cases.py": "tests/test_golden_pictures.py",
     "tools/drill_": "tests/multirank/test_faults.py",  # parts of the next

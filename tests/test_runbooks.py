@@ -67,7 +67,7 @@ def _joined(block: str) -> list[str]:
 def started(words: list[str]) -> tuple[str, list[str]] | None:
     """The tool or module that a command starts, and its own options."""
     if words[:2] == ["ppstream", "run"]:
-        return "ppstream.launcher", words[1:]
+        return "ppstream.launch.launcher", words[1:]
     for at, word in enumerate(words):
         if word == "-m" and words[at + 1].startswith("ppstream"):
             return words[at + 1], words[at + 2 :]

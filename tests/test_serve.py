@@ -4,10 +4,11 @@ import sys
 
 import pytest
 
-from ppstream import requirements, serve
+from ppstream import serve
 from ppstream.config import load
 from ppstream.core.errors import MEANINGS, ExitCode
-from ppstream.placement import ranks_wanted
+from ppstream.launch import requirements
+from ppstream.launch.placement import ranks_wanted
 
 OLD_PYTHON = """
 import sys

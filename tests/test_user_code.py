@@ -24,7 +24,7 @@ from ppstream.core.user_code import (
     place_of,
     said,
 )
-from ppstream.ends import how_it_ends
+from ppstream.launch.rank_exit import how_it_ends
 from ppstream.pipeline.decode import CopyDecoder
 from ppstream.policy.protocol import call_target, load, told
 from ppstream.wire.fields import MAX_PLACE, MAX_TEXT

@@ -36,7 +36,7 @@ from bench_claims import Claim, ratio
 from bench_runs import ending_cleanly, print_environment, print_targets, spread, write_json
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream.watching import Watching
+from ppstream.launch.monitoring import Watching
 
 SWITCH_INTERVAL_S: Final = 0.0005  # as both ranks set it
 US: Final = 1e-3  # per ns
@@ -203,7 +203,7 @@ def scraping(scraper: Scraper) -> Iterator[None]:
 
 
 def watch(config: Any, pipeline: PipelineInProcess, folder: Path, stack: ExitStack) -> None:
-    """Put onto both ranks what front.py and back.py put there."""
+    """Put onto both ranks what launch/run_rank0.py and launch/run_policy_rank.py put there."""
     topology = {"world_size": metrics_in_runs.RANKS, "d_in": 2, "d_out": 2, "threads": "serial"}
     manifest = {"schema": "ppstream.log/1", "topology": topology}
     (folder / "run.json").write_text(json.dumps(manifest))

@@ -82,7 +82,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the survivor ends a frozen process",
-        "ppstream/ends.py",
+        "ppstream/launch/rank_exit.py",
         "            process.end()\n            done =",
         "            done =",
         "freeze-rank-0",
@@ -173,14 +173,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the rank that failed first is named",
-        "ppstream/ends.py",
+        "ppstream/launch/rank_exit.py",
         "            self.say_who_failed_first(code)\n",
         "            pass\n",
         "kill-policy-rank",
     ),
     Mutant(
         "SIGUSR1 cuts the epoch",
-        "ppstream/front.py",
+        "ppstream/launch/run_rank0.py",
         "    ends.on_cut_signal(rank0.request_cut)\n",
         "",
         "cut-by-operator",
@@ -215,7 +215,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "what a dead rank has forked is ended",
-        "ppstream/ends.py",
+        "ppstream/launch/rank_exit.py",
         "        forks = _end_all(of_rank(1 - self.rank, os.environ, others))\n",
         "        forks = [*others][:0]\n",
         "kill-policy-rank-that-forked",
@@ -229,7 +229,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a start that stands is watched",
-        "ppstream/ends.py",
+        "ppstream/launch/rank_exit.py",
         '("the main thread", lambda: self._step).__enter__()',
         '("the main thread", lambda: self._step)',
         "build-never-ends",
@@ -250,7 +250,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "ranks compare what they resolved",
-        "ppstream/handshake.py",
+        "ppstream/launch/config_facts.py",
         "    if lines:\n",
         "    if lines is None:\n",
         "ranks-differ",
@@ -264,7 +264,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "an open network must be declared",
-        "ppstream/placement.py",
+        "ppstream/launch/placement.py",
         "    if not link.trusted_network:\n",
         "    if link is None:\n",
         "untrusted-network",
@@ -321,7 +321,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a stuck rank leaves NCCL's flight recorder",
-        "ppstream/front.py",
+        "ppstream/launch/run_rank0.py",
         "        end.keep_evidence(error.exit_code)\n",
         "",
         "stage-b-never-ends-nccl",

@@ -25,7 +25,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ppstream import gpu_ranks, meeting
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.run_report import RunReport
@@ -36,9 +35,11 @@ from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import now_ns
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
-from ppstream.front import begin_run
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.synthetic import SyntheticSource
+from ppstream.launch import device_ranks, handshake
+from ppstream.launch.rank0_parts import rank0_parts
+from ppstream.launch.run_rank0 import begin_run
 from ppstream.links.factory import LauncherStore, join_store
 from ppstream.links.headers import link_shape
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
@@ -46,7 +47,6 @@ from ppstream.observe.run_folder import Run
 from ppstream.pipeline.bringup import run_saturated, time_standalone, warm_up
 from ppstream.pipeline.device.stage1 import Stage1Device
 from ppstream.policy.compatibility import build_policy
-from ppstream.rank0_parts import rank0_parts
 from ppstream.wire.messages import Drain, Measure, PhaseChange, Ready
 
 BASE: Final = _ROOT / "stages" / "ppstream_stages" / "bench_gpus.toml"
@@ -137,7 +137,7 @@ def run_cells(cells: Sequence[Cell], least: int, report: Any) -> None:
             peer = connect(store, LIMIT_S)
             peer.heart = connect(store, LIMIT_S, expects_fds=False)
         first = configure(cells[0], least, root)
-        beat = meeting.start_heartbeat(first, peer, lambda: 0, lambda: os._exit(20))
+        beat = handshake.start_heartbeat(first, peer, lambda: 0, lambda: os._exit(20))
         stack.callback(beat.stop)
         for number, cell in enumerate(cells):
             config = configure(cell, least, root)
@@ -169,7 +169,7 @@ def _part(store: LauncherStore, beat: Heartbeat) -> None:
 def _front(
     config: PipelineConfig, cell: Cell, peer: Any, store: LauncherStore, root: Path
 ) -> Found:
-    placement = gpu_ranks.place_here(config, 2)
+    placement = device_ranks.place_here(config, 2)
     run = Run.create(root, config.log.keep)
     store.set("run", str(run.directory))
     begin_run(run, config, placement)
@@ -183,7 +183,7 @@ def _front(
             store.generation,
             int(store.get("ahead", LIMIT_S)),
         )
-        rank0 = gpu_ranks.open_stage0(parts, placement, peer, store, shape)
+        rank0 = device_ranks.open_stage0(parts, placement, peer, store, shape)
         rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
         source = SyntheticSource(config, intake.rows[0], seed=0, start_ns=now_ns())
         warm_up(rank0, intake, source)
@@ -197,7 +197,7 @@ def _front(
         source.close()
         rank0.log.flush()
         peer.send(Drain("cell over"))
-        answer = meeting.receive(peer, round(LIMIT_S * 1e9))
+        answer = handshake.receive(peer, round(LIMIT_S * 1e9))
         assert isinstance(answer, Ready), answer
         assert rank0.link.close(), "a stream still waits"
         torch.cuda.synchronize()
@@ -215,12 +215,12 @@ def _outputs(config: PipelineConfig) -> tuple[Any, Any]:
 
 
 def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
-    placement = gpu_ranks.place_here(config, 2)
+    placement = device_ranks.place_here(config, 2)
     policy = build_policy(config, torch.device("cuda", store.rank))
     intake = build_intake(config)
     run = Run(Path(store.get("run", LIMIT_S)))
     device = torch.device("cuda", store.rank)
-    prepared = gpu_ranks.prepare_policy(policy, config, device, run.run_id)
+    prepared = device_ranks.prepare_policy(policy, config, device, run.run_id)
     store.set("ahead", str(prepared.ahead))
     shape = link_shape(
         config, intake.cutter.inputs, policy.outputs, store.generation, prepared.ahead
@@ -229,7 +229,7 @@ def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
         run.log_path(1, 0), Stage1Record, config.log.ring, run_id=run.run_id, generation=0
     )
     waiter = Waiter()
-    stage1 = gpu_ranks.open_stage1(config, prepared, placement, peer, store, shape, log, waiter)
+    stage1 = device_ranks.open_stage1(config, prepared, placement, peer, store, shape, log, waiter)
     watched = Watched(stage1)
     stage1.run(lambda: False)
     assert stage1.link.close(), "a stream still waits"

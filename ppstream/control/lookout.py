@@ -21,7 +21,7 @@ from ppstream.core.errors import ExitCode, PeerLostError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ppstream.ends import RankEnd
+    from ppstream.launch.rank_exit import RankEnd
 
 INTERVAL_MS: Final = 100
 LAUNCHER_GRACE_S: Final = 1.5  # to drain, when the launcher is gone

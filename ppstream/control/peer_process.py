@@ -2,7 +2,7 @@
 
 Held are the other rank, so that a survivor never leaves it behind, the launcher, and whoever
 started a robot. A later process that was given the same number is never taken for a held one. When
-to end one is ``ends.py``'s and ``lookout.py``'s.
+to end one is ``launch/rank_exit.py``'s and ``lookout.py``'s.
 """
 
 from __future__ import annotations

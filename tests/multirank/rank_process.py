@@ -15,7 +15,12 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-PRELOADED = ["ppstream.back", "ppstream.check", "ppstream.front", "ppstream.serve"]
+PRELOADED = [
+    "ppstream.launch.run_policy_rank",
+    "ppstream.launch.dry_run",
+    "ppstream.launch.run_rank0",
+    "ppstream.serve",
+]
 
 
 class RankProcess:

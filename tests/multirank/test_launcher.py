@@ -35,7 +35,7 @@ class Launched:
 
     def __init__(self, folder: Path, *settings: str, options: tuple[str, ...] = ()) -> None:
         self.output = folder / "output"
-        command = [sys.executable, "-m", "ppstream.launcher", "run", str(CONFIG), *options]
+        command = [sys.executable, "-m", "ppstream.launch.launcher", "run", str(CONFIG), *options]
         for setting in (f"log.root={folder}", *settings):
             command += ["--set", setting]
         path = f"{TOOLS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

@@ -15,7 +15,6 @@ from typing import Final
 
 import msgspec
 
-from ppstream import handshake
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.heartbeat import Heartbeat
 from ppstream.control.peer import Peer
@@ -30,7 +29,8 @@ from ppstream.core.errors import (
     ProtocolError,
 )
 from ppstream.core.specs import TensorSpec
-from ppstream.ends import how_it_ends
+from ppstream.launch import config_facts
+from ppstream.launch.rank_exit import how_it_ends
 from ppstream.links.factory import LauncherStore
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.policy.compatibility import policy_problems
@@ -97,7 +97,7 @@ def admit(config: PipelineConfig, store: LauncherStore, listener: Listener, run:
             raise HandshakeError(
                 f"generation: rank 0 has {store.generation}, rank {hello.rank} {hello.generation}"
             )
-        handshake.compare(handshake.facts(config), hello.facts, hello.rank)
+        config_facts.compare(config_facts.facts(config), hello.facts, hello.rank)
     except HandshakeError as error:
         peer.send(RankRefused(tuple(str(error).splitlines())))
         raise
@@ -149,7 +149,7 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
     limit_s = config.liveness.handshake_s
     peer = connect(store, limit_s)
     peer.heart = connect(store, limit_s, expects_fds=False)
-    facts = handshake.facts(config)
+    facts = config_facts.facts(config)
     here = facts["informational"]["host"]
     token = store.get(TOKEN_KEY, limit_s)
     peer.send(

@@ -17,10 +17,10 @@ from ppstream.core.errors import ConfigError
 from ppstream.core.specs import SlotLayout
 from ppstream.cuda import startup
 from ppstream.ingest.intake import build_intake
+from ppstream.launch.placement import Placement, RankPlan, place
 from ppstream.links.device_link import AHEAD, slot_count
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape
-from ppstream.placement import Placement, RankPlan, place
 from ppstream.policy.compatibility import build_decoder, build_policy, policy_problems
 from ppstream.wire.keys import server_keys
 

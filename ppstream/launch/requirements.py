@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.errors import ConfigError, ExitCode
-from ppstream.ends import RankEnd
+from ppstream.launch.rank_exit import RankEnd
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig

@@ -8,14 +8,16 @@ from typing import Final
 
 import torch
 
-from ppstream import ends, gpu_ranks, meeting
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
-from ppstream.front import SWITCH_INTERVAL_S
+from ppstream.launch import device_ranks, handshake, rank_exit
+from ppstream.launch.monitoring import Watching
+from ppstream.launch.placement import Placement
+from ppstream.launch.run_rank0 import SWITCH_INTERVAL_S
 from ppstream.links.factory import LauncherStore, join_store, open_back
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape
@@ -23,10 +25,8 @@ from ppstream.observe.log_writer import Stage1Record, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.device.stage1 import Stage1Device
 from ppstream.pipeline.stage1 import Stage1
-from ppstream.placement import Placement
 from ppstream.policy.compatibility import build_policy
 from ppstream.policy.protocol import Policy
-from ppstream.watching import Watching
 from ppstream.wire.messages import Goodbye
 
 OUTLIVE_DRAIN_S: Final = 2.0  # rank 0 says drain within drain_s; alone, this rank leaves later
@@ -47,7 +47,7 @@ class Patience:
         return self._asked_ns is not None and now_ns() - self._asked_ns > self._limit_ns
 
 
-def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
+def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
     """A whole run on the policy rank; returns why it drained.
 
     Raises:
@@ -56,14 +56,14 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with ExitStack() as stack, end.closing():
         store = join_store(timeout_s=config.liveness.handshake_s)
-        placement = gpu_ranks.place_here(config, store.world_size)
-        peer, end.run = meeting.introduce(config, store)
+        placement = device_ranks.place_here(config, store.world_size)
+        peer, end.run = handshake.introduce(config, store)
         stack.callback(peer.close)
         end.met(peer)
         patience = Patience(config.liveness.drain_s + OUTLIVE_DRAIN_S)
-        ends.on_signals(patience.asked)
+        rank_exit.on_signals(patience.asked)
         loop: list[Stage1 | Stage1Device] = []  # one, once it exists
-        beat = meeting.start_heartbeat(
+        beat = handshake.start_heartbeat(
             config,
             peer,
             lambda: loop[0].progress if loop else 0,
@@ -71,20 +71,20 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
             end.peer_process,
         )
         stack.callback(beat.stop)
-        course = ends.Course(config)
-        stack.callback(ends.start_watchdog(config, course, end).stop)
-        with meeting.telling(peer):
+        course = rank_exit.Course(config)
+        stack.callback(rank_exit.start_watchdog(config, course, end).stop)
+        with handshake.telling(peer):
             device = torch.device(placement.ranks[-1].device)
-            on_gpu: gpu_ranks.PreparedPolicy | None = None
+            on_gpu: device_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
                 if device.type == "cuda":
                     startup.start(device)
                 policy = build_policy(config, device)
                 if placement.is_device_ordered:
-                    on_gpu = gpu_ranks.prepare_policy(policy, config, device, end.run.run_id)
+                    on_gpu = device_ranks.prepare_policy(policy, config, device, end.run.run_id)
             ahead = 0 if on_gpu is None else on_gpu.ahead
-            meeting.offer_tensors(peer, policy.inputs, policy.outputs, ahead)
-            inputs = meeting.offered(config, peer)
+            handshake.offer_tensors(peer, policy.inputs, policy.outputs, ahead)
+            inputs = handshake.offered(config, peer)
             shape = link_shape(config, inputs, policy.outputs, store.generation, ahead)
             log = _log(config, end.run, store, stack)
             Watching(config, end.run, log, stack, rank=store.rank, generation=store.generation)
@@ -108,7 +108,7 @@ def run_back(config: PipelineConfig, end: ends.RankEnd) -> str:
 
 def _open(
     config: PipelineConfig,
-    policy: Policy | gpu_ranks.PreparedPolicy,
+    policy: Policy | device_ranks.PreparedPolicy,
     placement: Placement,
     peer: Peer,
     store: LauncherStore,
@@ -117,11 +117,11 @@ def _open(
     waiter: Waiter,
 ) -> Stage1 | Stage1Device:
     """This rank's loop, over a link that is open."""
-    if isinstance(policy, gpu_ranks.PreparedPolicy):
-        return gpu_ranks.open_stage1(config, policy, placement, peer, store, shape, log, waiter)
+    if isinstance(policy, device_ranks.PreparedPolicy):
+        return device_ranks.open_stage1(config, policy, placement, peer, store, shape, log, waiter)
     assert placement.link is not None
     device = torch.device(placement.ranks[-1].device)
-    stage_b = gpu_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
+    stage_b = device_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
     link = open_back(placement.link, peer, store, shape)
     return Stage1(config, stage_b, link, peer, log, waiter)
 

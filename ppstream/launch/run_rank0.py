@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 import ppstream
-from ppstream import ends, gpu_ranks, meeting
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S
@@ -26,6 +25,10 @@ from ppstream.core.errors import ConfigError, PeerLeftError, PpstreamError
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
 from ppstream.ingest.intake import Intake, build_intake
+from ppstream.launch import device_ranks, handshake, rank_exit
+from ppstream.launch.monitoring import Watching
+from ppstream.launch.placement import Placement
+from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import LauncherStore, join_store, open_front
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import new_slots
@@ -37,10 +40,7 @@ from ppstream.pipeline.rank0 import Rank0
 from ppstream.pipeline.rank0_peer import Paired
 from ppstream.pipeline.service import Service
 from ppstream.pipeline.stage0 import Stage0
-from ppstream.placement import Placement
 from ppstream.policy.compatibility import build_policy, policy_problems
-from ppstream.rank0_parts import Rank0Parts, rank0_parts
-from ppstream.watching import Watching
 from ppstream.wire.messages import Drain, PhaseChange
 
 logger = logging.getLogger("ppstream")
@@ -49,7 +49,7 @@ SWITCH_INTERVAL_S: Final = 0.0005  # a busy Python thread delays another by this
 GOODBYE_LIMIT_NS: Final = 3 * NS_PER_S
 
 
-def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run) -> str:
+def run_front(config: PipelineConfig, end: rank_exit.RankEnd, run: Run) -> str:
     """A whole run on rank 0; returns why it drained.
 
     Raises:
@@ -58,14 +58,14 @@ def run_front(config: PipelineConfig, end: ends.RankEnd, run: Run) -> str:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    placement = gpu_ranks.place_here(config, world_size)
+    placement = device_ranks.place_here(config, world_size)
     begin_run(run, config, placement)
     end.run = run
-    course = ends.Course(config)
+    course = rank_exit.Course(config)
     with ExitStack() as stack, end.closing():
-        stack.callback(ends.start_watchdog(config, course, end).stop)
+        stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         met = None if placement.is_inline else _meet(config, course, end, run, stack)
-        with meeting.telling(met[0]) if met is not None else nullcontext():
+        with handshake.telling(met[0]) if met is not None else nullcontext():
             return _serve(config, placement, course, end, run, met, stack)
 
 
@@ -73,23 +73,27 @@ Met = tuple[Peer, LauncherStore]
 
 
 def _meet(
-    config: PipelineConfig, course: ends.Course, end: ends.RankEnd, run: Run, stack: ExitStack
+    config: PipelineConfig,
+    course: rank_exit.Course,
+    end: rank_exit.RankEnd,
+    run: Run,
+    stack: ExitStack,
 ) -> Met:
     """The policy rank; before anything is built that may take its time."""
     store = join_store(timeout_s=config.liveness.handshake_s)
-    listener = meeting.listen(store, _own_address(store.world_size))
+    listener = handshake.listen(store, _own_address(store.world_size))
     stack.callback(listener.close)
     logger.info("handshake")
-    peer = meeting.admit(config, store, listener, run)
+    peer = handshake.admit(config, store, listener, run)
     stack.callback(peer.close)
     listener.close()
-    with meeting.telling(peer):
+    with handshake.telling(peer):
         end.met(peer)
 
         def finished() -> int:
             return course.loop.finished if isinstance(course.loop, Rank0) else 0
 
-        beat = meeting.start_heartbeat(
+        beat = handshake.start_heartbeat(
             config, peer, finished, end.leave_when_lost, end.peer_process
         )
         stack.callback(beat.stop)
@@ -99,8 +103,8 @@ def _meet(
 def _serve(
     config: PipelineConfig,
     placement: Placement,
-    course: ends.Course,
-    end: ends.RankEnd,
+    course: rank_exit.Course,
+    end: rank_exit.RankEnd,
     run: Run,
     met: Met | None,
     stack: ExitStack,
@@ -129,8 +133,8 @@ def _serve(
     course.loop = rank0
     rank0.on_phase.append(lambda phase: logger.info("%s", phase))
     end.on_stop = rank0.request_stop
-    ends.on_signals(rank0.request_stop)
-    ends.on_cut_signal(rank0.request_cut)
+    rank_exit.on_signals(rank0.request_stop)
+    rank_exit.on_cut_signal(rank0.request_cut)
     try:
         with Service(config, run, rank0) as service:
             watching.show_robots(service.sessions)
@@ -154,19 +158,19 @@ def _pipelined(
     parts: Rank0Parts,
     placement: Placement,
     intake: Intake,
-    course: ends.Course,
+    course: rank_exit.Course,
     met: Met,
     stack: ExitStack,
 ) -> Stage0 | Stage0Device:
     peer, store = met
     inputs = intake.cutter.inputs
-    outputs, ahead = meeting.agree_on_tensors(config, peer, inputs)
-    peer.send(meeting.accepted(inputs))
+    outputs, ahead = handshake.agree_on_tensors(config, peer, inputs)
+    peer.send(handshake.accepted(inputs))
     shape = link_shape(config, inputs, outputs, store.generation, ahead)
     rank0: Stage0 | Stage0Device
     with course.step("the link and its slots"):
         if placement.is_device_ordered:
-            rank0 = gpu_ranks.open_stage0(parts, placement, peer, store, shape)
+            rank0 = device_ranks.open_stage0(parts, placement, peer, store, shape)
         else:
             assert placement.link is not None
             rank0 = Stage0(*parts, link=open_front(placement.link, peer, store, shape), peer=peer)
@@ -178,7 +182,7 @@ def _pipelined(
 
 def _own_address(world_size: int) -> str | None:
     """This host's address for policy ranks elsewhere; None: all ranks are on this host."""
-    if meeting.ranks_on_this_host(world_size) >= world_size:
+    if handshake.ranks_on_this_host(world_size) >= world_size:
         return None
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
@@ -195,7 +199,7 @@ def _inline(
     shape = link_shape(config, inputs, policy.outputs, generation)
     return Inline(
         *parts,
-        stage_b=gpu_ranks.stage_b_on_host_slots(policy, config, device, parts.log.run_id),
+        stage_b=device_ranks.stage_b_on_host_slots(policy, config, device, parts.log.run_id),
         envelope=new_slots(shape.envelope, 1)[0],
         result=new_slots(shape.result, 1)[0],
     )

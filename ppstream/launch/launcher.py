@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Final
 from ppstream.config import load
 from ppstream.control.peer_process import HeldProcess, ranks_of
 from ppstream.core.errors import ConfigError, ExitCode
-from ppstream.ends import CLOSE_GRACE_S, RankEnd
+from ppstream.launch.placement import ranks_wanted
+from ppstream.launch.rank_exit import CLOSE_GRACE_S, RankEnd
+from ppstream.launch.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
 from ppstream.observe.run_folder import Run
-from ppstream.placement import ranks_wanted
-from ppstream.requirements import PYTHON_MIN, missing_packages, refuse, refuse_python
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ppstream import meeting
 from ppstream.config.rules import rank_problems
 from ppstream.core.errors import ConfigError
 from ppstream.cuda import startup
@@ -20,6 +19,8 @@ from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.driver import DeviceProbe
 from ppstream.cuda.streams import stream as cuda_stream
 from ppstream.cuda.streams import torch_stream
+from ppstream.launch import handshake
+from ppstream.launch.placement import Placement, place
 from ppstream.links.device_link import run_ahead
 from ppstream.links.factory import BACK, FRONT, OPEN_TIMEOUT_S, open_device
 from ppstream.links.latency_probe import measure
@@ -31,7 +32,6 @@ from ppstream.pipeline.device.stage1 import Stage1Device
 from ppstream.pipeline.device.stage_a import RingWindows
 from ppstream.pipeline.device.stage_b import DeviceStageB
 from ppstream.pipeline.stage1 import StageB
-from ppstream.placement import Placement, place
 from ppstream.policy.graphed import GraphedPolicy, prepared_policy
 from ppstream.policy.host_staged import StagedPolicy, zeros
 from ppstream.policy.unwritten import drawn_for
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
+    from ppstream.launch.rank0_parts import Rank0Parts
     from ppstream.links.factory import DeviceLink, LauncherStore
     from ppstream.links.slots import LinkShape
     from ppstream.observe.log_writer import TimestampLog
     from ppstream.policy.protocol import Policy
-    from ppstream.rank0_parts import Rank0Parts
 
 logger = logging.getLogger("ppstream")
 
@@ -63,7 +63,7 @@ def place_here(config: PipelineConfig, world_size: int) -> Placement:
     return place(
         config,
         world_size,
-        meeting.ranks_on_this_host(world_size),
+        handshake.ranks_on_this_host(world_size),
         has_peer_access=startup.peer_access(config),
     )
 
