@@ -1,30 +1,67 @@
 """ppstream: live sensors in, timed and gated action chunks out, over a two-rank pipeline.
 
-Names are loaded on first use, so that a robot's process never imports torch.
+What users need is importable from here, and loaded on first use, so that a robot's process never
+imports torch. The packages below are ours to move.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ppstream.config.schema import PipelineConfig as PipelineConfig
+    from ppstream.core.errors import ConfigError as ConfigError
+    from ppstream.core.errors import PpstreamError as PpstreamError
+    from ppstream.core.realtime import RealTime as RealTime
+    from ppstream.core.specs import TensorSpec as TensorSpec
+    from ppstream.observe.attribution import block as block
+    from ppstream.policy.protocol import Decoder as Decoder
+    from ppstream.policy.protocol import Policy as Policy
+    from ppstream.robot.async_client import AsyncRobotClient as AsyncRobotClient
+    from ppstream.robot.client import RobotClient as RobotClient
+    from ppstream.robot.control_loop import ControlLoop as ControlLoop
+    from ppstream.robot.control_loop import LoopStatistics as LoopStatistics
+    from ppstream.robot.statistics import ClientStatistics as ClientStatistics
+    from ppstream.robot.timeline import ActionTimeline as ActionTimeline
+    from ppstream.wire.keys import client_keys as client_keys
+    from ppstream.wire.messages import ActionChunk as ActionChunk
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "ActionChunk": "ppstream.wire.messages",
     "ActionTimeline": "ppstream.robot.timeline",
+    "AsyncRobotClient": "ppstream.robot.async_client",
+    "ClientStatistics": "ppstream.robot.statistics",
+    "ConfigError": "ppstream.core.errors",
     "ControlLoop": "ppstream.robot.control_loop",
+    "Decoder": "ppstream.policy.protocol",
+    "LoopStatistics": "ppstream.robot.control_loop",
     "PipelineConfig": "ppstream.config.schema",
     "Policy": "ppstream.policy.protocol",
     "PpstreamError": "ppstream.core.errors",
+    "RealTime": "ppstream.core.realtime",
     "RobotClient": "ppstream.robot.client",
     "TensorSpec": "ppstream.core.specs",
+    "block": "ppstream.observe.attribution",
+    "client_keys": "ppstream.wire.keys",
 }
 __all__ = [
+    "ActionChunk",
     "ActionTimeline",
+    "AsyncRobotClient",
+    "ClientStatistics",
+    "ConfigError",
     "ControlLoop",
+    "Decoder",
+    "LoopStatistics",
     "PipelineConfig",
     "Policy",
     "PpstreamError",
+    "RealTime",
     "RobotClient",
     "TensorSpec",
+    "block",
+    "client_keys",
 ]
 
 

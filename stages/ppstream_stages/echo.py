@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from ppstream import ConfigError, TensorSpec
 from ppstream.config.schema import Count
-from ppstream.core.errors import ConfigError
-from ppstream.core.specs import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from ppstream import ConfigError, TensorSpec
 from ppstream.config.schema import Count, NonNegative
-from ppstream.core.errors import ConfigError
 from ppstream.core.simulated_delay import Delay
-from ppstream.core.specs import TensorSpec
 from ppstream.cuda.busy_kernel import GpuWork
 
 if TYPE_CHECKING:

@@ -20,10 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
+from ppstream import ConfigError, TensorSpec, block
 from ppstream.config.schema import Count
-from ppstream.core.errors import ConfigError
-from ppstream.core.specs import TensorSpec
-from ppstream.observe.attribution import block
 
 # B=row T=step of the window D=value S=stream V=camera N=tokens F=feature H=horizon A=action
 

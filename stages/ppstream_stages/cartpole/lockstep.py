@@ -12,9 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from ppstream.policy.protocol import Decoder, Policy
-from ppstream.robot.timeline import ActionTimeline
-from ppstream.wire.messages import ActionChunk
+from ppstream import ActionChunk, ActionTimeline, Decoder, Policy
 from ppstream_stages.cartpole.history import History, Window
 from ppstream_stages.cartpole.layout import ACTION_DT_NS, HORIZON, LEASE_NS
 from ppstream_stages.cartpole.physics import CartPole

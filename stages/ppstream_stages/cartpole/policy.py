@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from ppstream.core.errors import ConfigError
-from ppstream.core.specs import TensorSpec
-from ppstream.observe.attribution import block
+from ppstream import ConfigError, TensorSpec, block
 from ppstream_stages.cartpole.layout import DIM, FORCE_MAX_N, HORIZON, STREAMS, WINDOW_STEPS
 
 # B=row V=view T=step of the window D=value S=stream F=feature H=horizon N=4 numbers of the state

@@ -20,11 +20,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from ppstream import ClientStatistics, PpstreamError, RobotClient
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.durations import Durations
-from ppstream.core.errors import PpstreamError
-from ppstream.robot.client import RobotClient
-from ppstream.robot.statistics import ClientStatistics
 from ppstream_stages.cartpole.layout import ACTION, STREAMS
 from ppstream_stages.cartpole.physics import CartPole, Sample
 

@@ -13,8 +13,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from ppstream.robot.client import RobotClient
-from ppstream.robot.control_loop import ControlLoop, LoopStatistics
+from ppstream import ControlLoop, LoopStatistics, RobotClient
 
 RATE_HZ: Final = 50.0
 POSITION: Final = ".pos"  # LeRobot names a motor's position "<motor>.pos"

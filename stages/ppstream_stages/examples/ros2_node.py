@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ppstream.robot.client import RobotClient
-from ppstream.robot.control_loop import ControlLoop
+from ppstream import ControlLoop, RobotClient
 
 RATE_HZ: Final = 100.0
 NS_PER_S: Final = 1_000_000_000
