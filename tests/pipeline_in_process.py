@@ -112,17 +112,19 @@ class PipelineInProcess:
             return
         ours, theirs = socket.socketpair()
         front, back = Peer(ours), Peer(theirs, expects_fds=True)
-        self.rank0 = Stage0(*parts, link=HostFront(front, shape), peer=front)
+        ends = HostFront(front, shape), HostBack(back, shape, 5.0)
+        self.rank0 = Stage0(*parts, link=ends[0], peer=front)
         self.back_socket = theirs
         log = TimestampLog(
             directory / "rank1.gen0.jsonl", Stage1Record, 1024, run_id="r", generation=0
         )
         waiter = Waiter()
         self.policy_log = log
-        stage1 = Stage1(config, stage_b, HostBack(back, shape, 5.0), back, log, waiter)
+        stage1 = Stage1(config, stage_b, ends[1], back, log, waiter)
         self._thread = threading.Thread(target=self._serve, args=(stage1,))
         self._thread.start()
-        for close in (front.close, back.close, log.close, waiter.close):
+        closing = (front, back, log, waiter, *ends)
+        for close in (part.close for part in closing):
             self._stack.callback(close)
 
     def __enter__(self) -> PipelineInProcess:
