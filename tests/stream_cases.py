@@ -16,10 +16,10 @@ from ppstream.config.schema import (
     StreamConfig,
     WindowConfig,
 )
-from ppstream.core.specs import SlotLayout
 from ppstream.ingest.ring import RowInput
 from ppstream.ingest.ring_bank import RingBank
 from ppstream.ingest.window import WindowCutter
+from ppstream.links.slots import SlotLayout
 
 MS = 1_000_000
 

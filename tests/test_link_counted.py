@@ -15,12 +15,12 @@ from fake_wait import FakeWaits
 from linked_ends import driven_by, linked
 
 from ppstream.core.errors import PeerLostError, ProtocolError
-from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaStream, Event
 from ppstream.links import device_counters, latency_probe
 from ppstream.links.device_counters import CountedLink
 from ppstream.links.device_link import BACK, FRONT
-from ppstream.links.slots import LinkShape
+from ppstream.links.slots import LinkShape, SlotLayout
 
 HEADER = ("index", "generation", "epoch", "seq")
 GENERATION = 7

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from ppstream.core.specs import SlotLayout
 from ppstream.links.device_link import slot_count
 from ppstream.links.peer_memory import PUT_BYTES, put_limit
-from ppstream.links.slots import LinkShape
+from ppstream.links.slots import LinkShape, SlotLayout
 
 LARGE = 1 << 24
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from fake_cuda import FakeDriver
 from linked_ends import driven_by
 
-from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaStream, Event
 from ppstream.links.device_link import BACK, FRONT
 from ppstream.links.factory import LauncherStore
 from ppstream.links.pinned_memory import PinnedLink
-from ppstream.links.slots import LinkShape
+from ppstream.links.slots import LinkShape, SlotLayout
 
 HEADER = ("index", "generation", "epoch", "seq")
 LIMIT_S = 10.0

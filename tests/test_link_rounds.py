@@ -14,10 +14,10 @@ from fake_cuda import FakeDriver, queue_call
 from fake_put import FakePuts
 from linked_ends import driven_by, linked
 
-from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaStream
 from ppstream.links.device_counters import CountedLink
-from ppstream.links.slots import LinkShape
+from ppstream.links.slots import LinkShape, SlotLayout
 
 ROUNDS, TRIPS = 3, 5
 WAY_S = (0.002, 0.006)  # of either end's sends

@@ -25,7 +25,7 @@ from ppstream.control.peer import Peer
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError, SpecError
-from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
 from ppstream.links.factory import (
     BackLink,
@@ -37,6 +37,7 @@ from ppstream.links.factory import (
     open_front,
 )
 from ppstream.links.memory import available_bytes
+from ppstream.links.slots import SlotLayout
 from ppstream.pipeline.credits import CreditLedger
 
 HEADER = ("index", "generation", "epoch", "seq")
@@ -53,7 +54,8 @@ import sys, time
 import torch
 from ppstream.links.factory import LinkShape, join_store, open_back
 from ppstream.control.rendezvous import connect
-from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.specs import TensorSpec
+from ppstream.links.slots import SlotLayout
 from ppstream.core.waiter import Waiter
 torch.set_num_threads(1)
 kind, size, envelopes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

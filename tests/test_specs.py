@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from ppstream.core.errors import SpecError
-from ppstream.core.specs import ALIGNMENT_BYTES, SlotLayout, TensorSpec
+from ppstream.core.specs import TensorSpec
+from ppstream.links.slots import ALIGNMENT_BYTES, SlotLayout
 
 SPECS = (
     TensorSpec("q.values", (3, 5)),

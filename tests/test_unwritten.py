@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppstream.core.specs import SlotLayout, TensorSpec
-from ppstream.links.slots import Slot, new_slots
+from ppstream.core.specs import TensorSpec
+from ppstream.links.slots import Slot, SlotLayout, new_slots
 from ppstream.policy.unwritten import (
     FLOATS,
     SAMPLE_BYTES,

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.specs import TensorSpec
 from ppstream.ingest.intake import Intake, stream_lines
+from ppstream.links.slots import SlotLayout
 from ppstream_kernels import MODES, resample
 
 LEASE = 100 * MS

@@ -36,10 +36,10 @@ from ppstream.config.schema import (
     WindowConfig,
 )
 from ppstream.core.clock import NS_PER_MS
-from ppstream.core.specs import SlotLayout
 from ppstream.ingest.device.window import DeviceWindow
 from ppstream.ingest.ring import RowInput
 from ppstream.ingest.ring_bank import RingBank
+from ppstream.links.slots import SlotLayout
 
 SLOTS = 3
 PLAIN = (

@@ -33,11 +33,11 @@ from ppstream.config.schema import (
     WindowConfig,
 )
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.core.specs import SlotLayout
 from ppstream.core.waiter import Waiter
 from ppstream.ingest.intake import Intake, build_intake
 from ppstream.ingest.ring import SensorRing
 from ppstream.ingest.synthetic import SyntheticSource
+from ppstream.links.slots import SlotLayout
 from ppstream.observe.run_folder import hardware
 from ppstream.robot.client import RobotClient
 from ppstream.sessions.server import Sessions

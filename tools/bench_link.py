@@ -27,9 +27,10 @@ from bench_claims import Claim, ratio, write_audited
 
 from ppstream.control.peer import Peer
 from ppstream.control.rendezvous import Listener, connect
-from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
 from ppstream.links.factory import LinkShape, join_store, open_back, open_front
+from ppstream.links.slots import SlotLayout
 
 SIZES: Final = {"1 KB": 1 << 10, "64 KB": 1 << 16, "1 MB": 1 << 20, "8 MB": 8 << 20}
 KINDS: Final = ("host", "gloo", "socket")

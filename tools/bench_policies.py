@@ -24,8 +24,8 @@ import torch
 from bench_runs import Target, print_environment, print_targets, spread
 
 from ppstream.core.simulated_delay import Delay
-from ppstream.core.specs import SlotLayout, TensorSpec
-from ppstream.links.slots import Slot, new_slots
+from ppstream.core.specs import TensorSpec
+from ppstream.links.slots import Slot, SlotLayout, new_slots
 from ppstream.policy.unwritten import INTEGERS, FilledPolicy, Outputs, Results
 
 if TYPE_CHECKING:

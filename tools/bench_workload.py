@@ -49,10 +49,10 @@ from ppstream.config.schema import (
     StreamConfig,
     WindowConfig,
 )
-from ppstream.core.specs import SlotLayout
 from ppstream.ingest.device.window import DeviceWindow
 from ppstream.ingest.ring import RowInput
 from ppstream.ingest.ring_bank import RingBank
+from ppstream.links.slots import SlotLayout
 from ppstream.policy.graphed import GraphedPolicy
 from ppstream_kernels import ResamplePlan, StreamSource
 

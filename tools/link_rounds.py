@@ -15,14 +15,14 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaStream, Event, checked, driver
 from ppstream.cuda.streams import stream as own_stream
 from ppstream.links.factory import BACK, FRONT, LauncherStore
 from ppstream.links.nccl import NcclLink
 from ppstream.links.peer_memory import PeerLink
 from ppstream.links.pinned_memory import PinnedLink
-from ppstream.links.slots import LinkShape
+from ppstream.links.slots import LinkShape, SlotLayout
 
 ROUNDS: Final = 9
 TRIPS: Final = 60  # queued together: far below what a stream takes

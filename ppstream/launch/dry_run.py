@@ -14,13 +14,12 @@ from ppstream.analysis.period_model import PipelineForm, StageTimes, latency, li
 from ppstream.config.rules import rank_problems
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
-from ppstream.core.specs import SlotLayout
 from ppstream.cuda import startup
 from ppstream.ingest.intake import build_intake
 from ppstream.launch.placement import Placement, RankPlan, place
 from ppstream.links.device_link import AHEAD, slot_count
 from ppstream.links.headers import link_shape
-from ppstream.links.slots import LinkShape
+from ppstream.links.slots import LinkShape, SlotLayout
 from ppstream.policy.compatibility import build_decoder, build_policy, policy_problems
 from ppstream.wire.keys import server_keys
 

@@ -17,19 +17,18 @@ import torch
 
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import ProtocolError
-from ppstream.core.specs import ALIGNMENT_BYTES
 from ppstream.cuda.driver import WRAP
 from ppstream.cuda.streams import stream
 from ppstream.links.device_link import Headers, new_device_slots
+from ppstream.links.slots import ALIGNMENT_BYTES
 from ppstream_kernels.cuda_put import Route
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ppstream.core.specs import SlotLayout
     from ppstream.cuda.driver import CudaStream
     from ppstream.links.device_link import DeviceSlot
-    from ppstream.links.slots import LinkShape
+    from ppstream.links.slots import LinkShape, SlotLayout
 
 COUNTER_BYTES: Final = 256  # of a counter: a line of its own
 COUNTED_BYTES: Final = 4  # of them, that are compared

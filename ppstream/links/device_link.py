@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ppstream.core.specs import SlotLayout
     from ppstream.cuda.driver import CudaStream
-    from ppstream.links.slots import LinkShape, Slot
+    from ppstream.links.slots import LinkShape, Slot, SlotLayout
 
 #: Envelopes that a host queues beyond D_in, at most: it may be late by as many periods.
 AHEAD: Final = 6

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, Work
 
     from ppstream.control.peer import Peer
-    from ppstream.core.specs import SlotLayout
+    from ppstream.links.slots import SlotLayout
 
 FRONT: Final = 0  # ranks inside each group
 BACK: Final = 1

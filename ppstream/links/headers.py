@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from ppstream.config.schema import PipelineConfig
-from ppstream.core.specs import SlotLayout, TensorSpec
-from ppstream.links.slots import LinkShape
+from ppstream.core.specs import TensorSpec
+from ppstream.links.slots import LinkShape, SlotLayout
 
 ENVELOPE_HEADER: Final = ("index", "generation", "epoch", "seq")
 EPOCH: Final = slice(2, 4)  # epoch and seq, in both headers

@@ -10,11 +10,12 @@ were emitted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppstream.core.errors import ProtocolError
+from ppstream.core.errors import ProtocolError, SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,11 +23,60 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from ppstream.core.specs import SlotLayout
+    from ppstream.core.specs import TensorSpec
+
 
 #: Both headers begin with these; a link writes them when it sends, checks them when it receives.
 INDEX = 0
 GENERATION = 1
+ALIGNMENT_BYTES = 64
+
+
+class SlotLayout:
+    """Where the header and each tensor lie in a slot of ``slot_bytes`` bytes.
+
+    One contiguous block: a header row of int64 first, then the tensors, each on a boundary of
+    ``ALIGNMENT_BYTES``.
+
+    Args:
+        header: names of the int64 header fields, in order.
+        tensors: the envelope's tensors, in order.
+        rows: the batch dimension B that is put before each spec's shape.
+    """
+
+    def __init__(self, header: tuple[str, ...], tensors: tuple[TensorSpec, ...], rows: int) -> None:
+        names = [spec.name for spec in tensors]
+        if len(set(names)) != len(names):
+            raise SpecError(f"tensor names of an envelope must be unique, got {names}")
+        self.header = header
+        self.tensors = tensors
+        self.rows = rows
+        self.offsets: dict[str, int] = {}
+        position = _aligned(len(header) * 8)
+        for spec in tensors:
+            self.offsets[spec.name] = position
+            position = _aligned(position + spec.bytes_for(rows))
+        self.slot_bytes = position
+
+    def views(self, slot: Tensor) -> Mapping[str, Tensor]:
+        """Named tensors ``[rows, *shape]`` that share memory with ``slot``, a uint8 tensor.
+
+        Read-only: a name cannot be bound to other memory.
+        """
+        views: dict[str, Tensor] = {}
+        for spec in self.tensors:
+            start = self.offsets[spec.name]
+            flat = slot[start : start + spec.bytes_for(self.rows)].view(getattr(torch, spec.dtype))
+            views[spec.name] = flat.view(self.rows, *spec.shape)
+        return MappingProxyType(views)
+
+    def header_view(self, slot: Tensor) -> Tensor:
+        """The header as an int64 tensor ``[len(header)]`` that shares memory with ``slot``."""
+        return slot[: len(self.header) * 8].view(torch.int64)
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(slots=True)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
 from ppstream.cuda.driver import CudaStream, Event
 from ppstream.links.factory import BACK, FRONT, LauncherStore, join_store, open_device
 from ppstream.links.latency_probe import measure
 from ppstream.links.nccl import NcclLink
 from ppstream.links.peer_memory import PeerLink
-from ppstream.links.slots import LinkShape
+from ppstream.links.slots import LinkShape, SlotLayout
 
 MESSAGES = 200
 HEADER = ("index", "generation", "epoch", "seq")

@@ -11,10 +11,10 @@ from stream_cases import MS, Input, at_ms, config, ramp, stream
 from ppstream.config.schema import ImageConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ProtocolError
-from ppstream.core.specs import SlotLayout
 from ppstream.ingest.device.sample_blocks import COMMITMENT_WORDS
 from ppstream.ingest.device.window import DeviceWindow
 from ppstream.ingest.executed_prefix import Commitment
+from ppstream.links.slots import SlotLayout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ppstream.config.schema import PolicyConfig
 from ppstream.core.errors import ConfigError
-from ppstream.core.specs import SlotLayout, TensorSpec
+from ppstream.core.specs import TensorSpec
 from ppstream.links.device_link import new_device_slots
-from ppstream.links.slots import new_slots
+from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.policy.compiled import RecompileMeter
 from ppstream.policy.graphed import GraphedPolicy, prepared_policy
 from ppstream.policy.unwritten import INTEGERS, Results, UnwrittenError
