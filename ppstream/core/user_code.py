@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
-import ppstream
 from ppstream.core.errors import MAX_PLACE, MAX_TEXT, PolicyError
 
 logger = logging.getLogger("ppstream")
@@ -28,7 +27,7 @@ CPU_MEMORY: Final = "can't allocate memory"  # torch has no type for it: a Runti
 #: Code of others: where in it an exception was raised says less than who called it.
 NOT_THE_USERS: Final = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
-    str(Path(ppstream.__file__).parent) + os.sep,
+    str(Path(__file__).parent.parent) + os.sep,
 )
 
 
