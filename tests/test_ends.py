@@ -185,7 +185,7 @@ def test_a_rank_with_a_stacks_file_keeps_it_private(tmp_path):
     run = Run.create(tmp_path, keep=3)
     path = run.stacks_path(0, 1)
     assert path.name == "rank0.gen1.stacks.txt"
-    watchdog = Watchdog(list, lambda: 1, lambda text: None, path, held_ns=10**9, patient_ns=10**9)
+    watchdog = Watchdog(list, lambda: 1, lambda text: None, path)
     assert path.stat().st_mode & 0o777 == 0o640
     watchdog.stop()
 

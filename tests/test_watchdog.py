@@ -30,8 +30,6 @@ class Clocked:
             lambda: LIMIT_NS,
             self.told.append,
             path / "stacks.txt",
-            held_ns=60 * NS_PER_S,
-            patient_ns=600 * NS_PER_S,
             clock=lambda: self.now_ns,
         )
 
@@ -136,8 +134,7 @@ def test_the_thread_tells_once_of_a_real_standstill(tmp_path):
 
     limit_ns = NS_PER_S // 10
     path = tmp_path / "stacks.txt"
-    waits = {"held_ns": 60 * NS_PER_S, "patient_ns": 600 * NS_PER_S}
-    watchdog = Watchdog(lambda: [mark], lambda: limit_ns, tell, path, **waits)
+    watchdog = Watchdog(lambda: [mark], lambda: limit_ns, tell, path)
     watchdog.start()
     with mark:
         assert told.wait(10)

@@ -3,7 +3,8 @@
 Every watched loop counts its turns in a ``Mark``; a thread that owns no lock compares. The other
 rank is not its business: that is the heartbeat's (``peer.py``, ``heartbeat.py``). While the
 interpreter itself is held, by a call into C that never lets go of it, no Python thread can run: the
-stacks are then written by a timer that needs none, and the other rank notices the silence.
+other rank notices the silence, and has this one write its stacks by SIGQUIT before it ends it. A
+timer could write them, too, but reads frames of threads that may be running after all.
 """
 
 from __future__ import annotations
@@ -96,8 +97,6 @@ class Watchdog:
         limit_ns: how long a running one may stand still, as of now.
         on_stuck: called once, on the watchdog's thread, with what is stuck; must not return to it.
         stacks: file for the stacks of all threads; also written on SIGQUIT.
-        held_ns: the stacks are written, too, when no Python thread could run for so long.
-        patient_ns: not while the limit is this or more: then a call may hold the interpreter.
     """
 
     def __init__(
@@ -107,16 +106,12 @@ class Watchdog:
         on_stuck: Callable[[str], None],
         stacks: Path,
         *,
-        held_ns: int,
-        patient_ns: int,
         clock: Clock = now_ns,
     ) -> None:
         self._marks = marks
         self._limit_ns = limit_ns
         self._on_stuck = on_stuck
         self._path = stacks
-        self._held_s = held_ns / NS_PER_S
-        self._patient_ns = patient_ns
         self._clock = clock
         self._still: dict[Mark, tuple[int, int]] = {}  # turns, and for how long unchanged
         self._looked_ns = clock()
@@ -137,7 +132,6 @@ class Watchdog:
         if self._thread.ident is not None:
             self._thread.join()
         faulthandler.unregister(signal.SIGQUIT)
-        faulthandler.cancel_dump_traceback_later()
         is_empty = os.fstat(self._file).st_size == 0
         os.close(self._file)
         self._file = -1
@@ -166,8 +160,6 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._end.wait(INTERVAL_NS / NS_PER_S):
-            if self._limit_ns() < self._patient_ns:  # else it may be compiling
-                faulthandler.dump_traceback_later(self._held_s, file=self._file)
             self.look()
 
     def _tell(self, mark: Mark, still_ns: int) -> None:

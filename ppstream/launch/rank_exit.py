@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.control.peer_process import HeldProcess, command, descendants, everybody, of_rank
 from ppstream.control.watchdog import Mark, Watchdog, where
-from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import (
     OTHER_LEFT,
     ExitCode,
@@ -42,7 +42,7 @@ BEREFT_SEE_OUT_S: Final = 0.7  # the same when the launcher is gone: nobody else
 WAIT_SPARE_NS: Final = 4 * NS_PER_S  # a thread that waits for the other rank's is never named first
 ZOMBIE_S: Final = 0.1  # from the end of a process's sockets to its own
 TELL_LIMIT_S: Final = 2.0  # a disk or terminal that stands cannot hold up the end
-HELD_SHARE: Final = 0.75  # of frozen_ms: stacks are written before the other rank ends this one
+STACKS_S: Final = 0.1  # for a rank that is about to be ended to write its stacks
 STDERR: Final = 2
 REASON_MAX: Final = 1 << 16  # characters: a configuration may have many problems
 CLEANER: Final = "multiprocessing.resource_tracker"  # leaves by itself when its work is done
@@ -275,6 +275,8 @@ class RankEnd:
             if is_patient:
                 return ""
             state = process.state()
+            process.signal(signal.SIGQUIT)  # its stacks, also where its interpreter is held
+            process.wait_gone(STACKS_S)
             process.end()
             done = f"; its process {process.pid} (state {state}) was ended"
         others = (pid for pid in everybody() if pid != process.pid)
@@ -391,8 +393,6 @@ def start_watchdog(config: PipelineConfig, loop: Loop, end: RankEnd) -> Watchdog
         lambda: loop.standstill_ns,
         leave,
         end.run.stacks_path(end.rank, end.generation),
-        held_ns=round(HELD_SHARE * config.liveness.frozen_ms * NS_PER_MS),
-        patient_ns=round(config.liveness.start_s * NS_PER_S),
     )
     watchdog.start()
     return watchdog
