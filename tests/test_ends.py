@@ -326,7 +326,7 @@ def test_user_code_that_exits_is_an_end_with_a_reason():
 LEAVING = """
 import os, resource, shutil, signal, sys, threading, time
 from pathlib import Path
-from ppstream import ends, runs
+from ppstream.launch import rank_exit as ends; from ppstream.observe import run_folder as runs
 from ppstream.core.errors import ExitCode
 from ppstream.observe.run_folder import Run
 

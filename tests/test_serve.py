@@ -14,7 +14,8 @@ OLD_PYTHON = """
 import sys
 sys.modules["tomllib"] = None  # as in 3.10
 sys.version_info = (3, 10, 13, "final", 0)
-from ppstream import launcher, serve
+from ppstream import serve
+from ppstream.launch import launcher
 sys.exit(launcher.main(["run"]) if "run" in sys.argv else serve.main([]))
 """
 

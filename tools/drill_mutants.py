@@ -181,7 +181,7 @@ MUTANTS: Final = (
     Mutant(
         "SIGUSR1 cuts the epoch",
         "ppstream/launch/run_rank0.py",
-        "    ends.on_cut_signal(rank0.request_cut)\n",
+        "    rank_exit.on_cut_signal(rank0.request_cut)\n",
         "",
         "cut-by-operator",
     ),

@@ -19,7 +19,7 @@ READ_LIMIT_S = 0.5
 #: A rank on the last device; a thread whose current device is the first one reads.
 OTHER_THREAD = """
 import threading, torch
-from ppstream import cuda_start, gpu_memory
+from ppstream.cuda import startup as cuda_start; from ppstream.observe import gpu_memory
 from ppstream.cuda.driver import driver
 device = torch.device("cuda", torch.cuda.device_count() - 1)
 cuda_start.start(device)
