@@ -59,7 +59,7 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
         build_decoder(config)
     if found:
         raise ConfigError(found)
-    shape = link_shape(config, inputs, policy.outputs, 0, ahead=AHEAD)  # at most
+    shape = link_shape(config, inputs, policy.outputs, 0, ahead=AHEAD)  # the most that a GPU takes
     envelopes, results = _slot_counts(placement, shape)
     slot_bytes = envelopes * shape.envelope.slot_bytes + results * shape.result.slot_bytes
     lines = [
@@ -67,12 +67,17 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
         *_placement_lines(config, placement),
         *_device_lines(config, placement),
         *_stream_lines(config),
-        *_slot_lines("envelope", shape.envelope, envelopes),
-        *_slot_lines("result", shape.result, results),
+        *_slot_lines("envelope", shape.envelope, envelopes, placement),
+        *_slot_lines("result", shape.result, results, placement),
         *_memory_lines(config, placement, slot_bytes),
         *_period_lines(config, placement),
     ]
     return "\n".join(lines)
+
+
+def _most(placement: Placement) -> str:
+    """On GPUs slots follow from the policy's kernels, which are counted when it is recorded."""
+    return "up to " if placement.is_device_ordered else ""
 
 
 def _slot_counts(placement: Placement, shape: LinkShape) -> tuple[int, int]:
@@ -151,9 +156,9 @@ def _stream_lines(config: PipelineConfig) -> Iterator[str]:
         )
 
 
-def _slot_lines(what: str, layout: SlotLayout, slots: int) -> Iterator[str]:
+def _slot_lines(what: str, layout: SlotLayout, slots: int, placement: Placement) -> Iterator[str]:
     plural = "" if slots == 1 else "s"
-    yield f"\n{what}: {slots} slot{plural} of {_bytes(layout.slot_bytes)}"
+    yield f"\n{what}: {_most(placement)}{slots} slot{plural} of {_bytes(layout.slot_bytes)}"
     yield _row("header", f"[{len(layout.header)}] int64, {_bytes(8 * len(layout.header))}")
     for spec in layout.tensors:
         size = _bytes(spec.bytes_for(layout.rows))
@@ -175,7 +180,7 @@ def _memory_lines(config: PipelineConfig, placement: Placement, slot_bytes: int)
     owner = owners.get(placement.link or "", "" if placement.is_inline else "on each rank")
     yield "\nmemory, besides what torch and the policy take"
     yield _row("rings", f"{_bytes(rings)} on rank 0")
-    yield _row("slots", f"{_bytes(slot_bytes)} {owner}".rstrip())
+    yield _row("slots", f"{_most(placement)}{_bytes(slot_bytes)} {owner}".rstrip())
 
 
 def _period_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
