@@ -21,8 +21,7 @@ from ppstream.config.schema import (
 )
 from ppstream.core.clock import now_ns
 from ppstream.core.waiter import Waiter
-from ppstream.ingest.ring import RowInput
-from ppstream.ingest.ring_bank import RingBank
+from ppstream.ingest.ring import RingBank, RowInput
 from ppstream.robot.client import RobotClient
 from ppstream.sessions.server import Sessions
 from ppstream.wire.messages import ActionChunk

@@ -16,8 +16,7 @@ from ppstream.config.schema import (
     StreamConfig,
     WindowConfig,
 )
-from ppstream.ingest.ring import RowInput
-from ppstream.ingest.ring_bank import RingBank
+from ppstream.ingest.ring import RingBank, RowInput
 from ppstream.ingest.window import WindowCutter
 from ppstream.links.slots import SlotLayout
 

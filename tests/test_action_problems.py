@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ppstream.config.action_problems import action_rule_problems
+from ppstream.config.rules import action_rule_problems
 from ppstream.config.schema import ActionConfig
 
 PLAIN: dict[str, Any] = {

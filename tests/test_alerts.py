@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from test_metrics import Watched, get
 
-from ppstream.observe import gpu_memory
-from ppstream.observe.metrics_gpu import memory_families
+from ppstream.observe import memory as gpu_memory
+from ppstream.observe.metrics import memory_families
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "runbooks/prometheus/alerts.yml"

@@ -18,8 +18,8 @@ from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.observe import attribution
 from ppstream.observe.attribution import BLOCKS_MAX, Attribution, block, end_of_stream
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
-from ppstream.pipeline import block_timing
-from ppstream.pipeline.block_timing import STOP_REASON, time_blocks
+from ppstream.pipeline import bringup as block_timing
+from ppstream.pipeline.bringup import STOP_REASON, time_blocks
 from ppstream.policy.compiled import compile_counts
 from ppstream.report import attribution as block_report
 
@@ -227,7 +227,7 @@ def test_rank_0_waits_for_a_device_only_where_it_runs_the_policy(
         asked.append(str(device))
         return lambda: None
 
-    monkeypatch.setattr("ppstream.pipeline.block_timing.end_of_stream", recorded)
+    monkeypatch.setattr("ppstream.pipeline.bringup.end_of_stream", recorded)
     settings = ('placement.policy="cuda:1"', "policy.graph=false")
     attributed(tmp_path, monkeypatch, *settings, inline=inline)
     assert asked == [device]

@@ -18,8 +18,8 @@ from ppstream.core.clock import now_ns
 from ppstream.cuda.driver import Event
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.observe.attribution import Attribution, block
-from ppstream.pipeline import block_timing
-from ppstream.pipeline.block_timing import STOP_REASON, time_blocks
+from ppstream.pipeline import bringup as block_timing
+from ppstream.pipeline.bringup import STOP_REASON, time_blocks
 from ppstream.report import attribution
 from ppstream.wire.messages import PhaseChange
 

@@ -17,7 +17,7 @@ from ppstream.config.schema import (
 from ppstream.control.peer import Peer
 from ppstream.core.errors import HandshakeError, ProtocolError
 from ppstream.launch import handshake
-from ppstream.launch.config_facts import compare, facts
+from ppstream.launch.handshake import compare, facts
 from ppstream.observe.run_folder import Run
 from ppstream.wire.messages import WIRE_MAJOR, Drain, Heartbeat, RankHeart, RankHello, RankWelcome
 

@@ -3,7 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ppstream.core.histograms import (
+from ppstream.core.durations import (
     BUCKETS_NS,
     LABELS_MAX,
     OTHER,

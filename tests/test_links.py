@@ -36,7 +36,7 @@ from ppstream.links.factory import (
     open_back,
     open_front,
 )
-from ppstream.links.memory import available_bytes
+from ppstream.links.host import available_bytes
 from ppstream.links.slots import SlotLayout
 from ppstream.pipeline.credits import CreditLedger
 

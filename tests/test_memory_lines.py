@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from ppstream.analysis.log_parser import Line, parse_run
-from ppstream.observe import gpu_memory
+from ppstream.observe import memory as gpu_memory
 from ppstream.observe import memory as memory_lines
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
 from ppstream.observe.memory import MemoryLines
-from ppstream.observe.metrics_gpu import gpu_families
+from ppstream.observe.metrics import gpu_families
 
 MIB = 1 << 20
 

@@ -13,15 +13,15 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
+from ppstream.core.durations import Histograms
 from ppstream.core.errors import ConfigError
-from ppstream.core.histograms import Histograms
 from ppstream.launch.monitoring import Watching
-from ppstream.observe import gpu_memory
+from ppstream.observe import memory as gpu_memory
 from ppstream.observe import metric_families as show
 from ppstream.observe.gil_pauses import Pieces
 from ppstream.observe.health_server import HealthServer
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
-from ppstream.observe.metrics_gpu import memory_families
+from ppstream.observe.metrics import memory_families
 from ppstream.sessions.session import SessionCounts
 
 ENVELOPES = 60

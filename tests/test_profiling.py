@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
-from ppstream.config.config_watching import ProfileConfig
+from ppstream.config.schema import ProfileConfig
 from ppstream.observe import nvtx_ranges
 from ppstream.observe import profiler as profiling
 from ppstream.observe.attribution import block

@@ -10,7 +10,7 @@ import pytest
 from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
 
-from ppstream.config.config_watching import ProfileConfig
+from ppstream.config.schema import ProfileConfig
 from ppstream.observe import nvtx_ranges
 from ppstream.observe import profiler as profiling
 from ppstream.observe.profiler import Profiler

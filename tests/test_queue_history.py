@@ -7,7 +7,7 @@ import pytest
 from ppstream.core.errors import ProtocolError
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.credits import CreditLedger
-from ppstream.pipeline.device.queue_history import Move, QueueHistory
+from ppstream.pipeline.device.in_flight import Move, QueueHistory
 
 
 def test_moves_are_booked_by_time_however_they_became_known() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppstream.pipeline.device.rhythm import Rhythm
+from ppstream.pipeline.device.in_flight import Rhythm
 
 GAP, ALONE = 200, 650
 

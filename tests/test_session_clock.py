@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppstream.sessions.session_clock import READINGS, OffsetEstimate
+from ppstream.sessions.session import READINGS, OffsetEstimate
 
 TRUE_OFFSET = -(10**15)
 DELAYS = st.lists(st.tuples(st.integers(0, 10**8), st.integers(0, 10**8)), min_size=1, max_size=40)

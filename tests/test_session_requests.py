@@ -13,7 +13,7 @@ from session_desk import Desk, hello, open_desk
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
-from ppstream.pipeline.ledger_lines import write_reports
+from ppstream.pipeline.rank0 import write_reports
 from ppstream.sessions.requests import STATES_PER_S
 from ppstream.wire import messages as m
 

@@ -10,7 +10,7 @@ from robot_rig import make_config, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk, samples
 
 from ppstream.core.clock import NS_PER_S
-from ppstream.sessions.session_limits import (
+from ppstream.sessions.table import (
     DRAIN_FRAMES,
     DRAIN_NS,
     HEADER_BYTES,

@@ -4,7 +4,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from ppstream.core.histograms import LABELS_MAX, OTHER, Histogram
+from ppstream.core.durations import LABELS_MAX, OTHER, Histogram
 from ppstream.observe.gil_pauses import Pieces
 from ppstream.observe.live_counters import (
     BLOCK,

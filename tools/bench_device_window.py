@@ -37,8 +37,7 @@ from ppstream.config.schema import (
 )
 from ppstream.core.clock import NS_PER_MS
 from ppstream.ingest.device.window import DeviceWindow
-from ppstream.ingest.ring import RowInput
-from ppstream.ingest.ring_bank import RingBank
+from ppstream.ingest.ring import RingBank, RowInput
 from ppstream.links.slots import SlotLayout
 
 SLOTS = 3

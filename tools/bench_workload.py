@@ -50,8 +50,7 @@ from ppstream.config.schema import (
     WindowConfig,
 )
 from ppstream.ingest.device.window import DeviceWindow
-from ppstream.ingest.ring import RowInput
-from ppstream.ingest.ring_bank import RingBank
+from ppstream.ingest.ring import RingBank, RowInput
 from ppstream.links.slots import SlotLayout
 from ppstream.policy.graphed import GraphedPolicy
 from ppstream_kernels import ResamplePlan, StreamSource

@@ -250,7 +250,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "ranks compare what they resolved",
-        "ppstream/launch/config_facts.py",
+        "ppstream/launch/handshake.py",
         "    if lines:\n",
         "    if lines is None:\n",
         "ranks-differ",
@@ -285,7 +285,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a drain ends when its time is over",
-        "ppstream/sessions/session_limits.py",
+        "ppstream/sessions/table.py",
         "DRAIN_NS: Final = NS_PER_MS",
         "DRAIN_NS: Final = 10**9",
         "flood-strangers",

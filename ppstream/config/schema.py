@@ -3,6 +3,10 @@
 This file says what may be set, what it means and the bounds of each value on its own;
 ``rules.py`` knows what values must agree on, ``load.py`` reads TOML and the
 command line. A value that encodes a design choice of the user's robot or policy has no default.
+
+What is recorded of a run, and where recordings have streams. Part of ``schema.py``.
+
+What may be watched of a run while it goes on: metrics and profiles. Part of ``schema.py``.
 """
 
 from __future__ import annotations
@@ -13,8 +17,6 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from ppstream.config.config_recording import RecordConfig, RecordedAs
-from ppstream.config.config_watching import MetricsConfig, ProfileConfig
 from ppstream.config.field_types import Count as Count
 from ppstream.config.field_types import (
     Device,
@@ -33,6 +35,43 @@ CHANNELS: Final = 3  # of a frame: red, green, blue
 MAX_DIM: Final = 1 << 20  # values of a sample: a frame of 480 x 640 has 921600
 RING_MARGIN: Final = 2.0  # a stream may run at twice its nominal rate before a ring is too short
 RING_SPARE_SAMPLES: Final = 16  # of very slow streams: a few samples whatever the arithmetic says
+
+
+class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Samples, windows' headers, action chunks and faults of a run, as MCAP."""
+
+    file: FilePath | None = None  # .mcap, or a named pipe that a viewer reads; none: no recording
+    queue_mb: Positive = 64.0  # waiting for the disk; what comes on top is dropped and counted
+    robot: Name | None = None  # whose samples are replayed of a recording with several robots
+
+
+class RecordedAs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a PX4 ULog, a ROS bag or an MCAP file made by others has a stream's samples."""
+
+    topic: Text  # of a ULog: sensor_combined, or sensor_combined[1] for its second instance
+    fields: Annotated[tuple[Text, ...], Meta(min_length=1)]  # pose.position.x, gyro_rad[0], or q:
+    # all values of an array, in order
+    stamp: Text | None = None  # of each message; none: header.stamp, else when it was logged
+
+
+class MetricsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Prometheus metrics and health of each rank, on loopback alone."""
+
+    port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # of rank 0; rank r has port + r
+    # 0: any free port, told in the log's event "metrics"; none: nothing listens
+
+
+class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """torch.profiler on a running rank: SIGUSR2 starts it, or ``after``."""
+
+    after: Annotated[int, Meta(ge=0)] | None = None  # envelopes behind ready; none: SIGUSR2 alone
+    wait: Annotated[int, Meta(ge=0)] = 5  # envelopes that are left alone,
+    warmup: Annotated[int, Meta(ge=0)] = 5  # then traced and thrown away,
+    active: Annotated[int, Meta(ge=1, le=10_000)] = 20  # then kept,
+    repeat: Annotated[int, Meta(ge=1, le=100)] = 1  # so many times: one trace each
+    shapes: bool = False  # of operators' inputs; costs time
+    memory: bool = False  # allocations; costs time
+    stacks: bool = False  # Python's; costs much time
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

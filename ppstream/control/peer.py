@@ -16,8 +16,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from ppstream.control.frame_sender import FrameSender
-from ppstream.control.framing import FrameReader
+from ppstream.control.framing import FrameReader, FrameSender
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import (
     PeerFrozenError,

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import ImageConfig, StreamConfig
-    from ppstream.ingest.ring import SensorRing
-    from ppstream.ingest.ring_bank import RingBank
+    from ppstream.ingest.ring import RingBank, SensorRing
 
 WHITE: Final = 255.0
 

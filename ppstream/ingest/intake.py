@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.ingest.ring import RowInput
-from ppstream.ingest.ring_bank import RingBank
+from ppstream.ingest.ring import RingBank, RowInput
 from ppstream.ingest.sample_ledger import Balance, SampleLedger, total
 from ppstream.ingest.window import WindowCutter
 

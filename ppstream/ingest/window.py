@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import PipelineConfig, StreamConfig
-    from ppstream.ingest.ring import RowInput
-    from ppstream.ingest.ring_bank import RingBank
+    from ppstream.ingest.ring import RingBank, RowInput
 
 VIEWS_MAX: Final = 64  # more than a link has slots
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ppstream.core.histograms import LABELS_MAX, OTHER, Histograms, Recent, Values
+from ppstream.core.durations import LABELS_MAX, OTHER, Histograms, Recent, Values
 from ppstream.observe.gil_pauses import Pieces
 
 if TYPE_CHECKING:

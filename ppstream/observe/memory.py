@@ -1,18 +1,33 @@
 """One ``memory`` line a second in a rank's log: RAM, and the GPU's memory if there is one.
 
-A thread of its own writes them. It never asks torch's allocator (``gpu_memory.py`` says why): it
+A thread of its own writes them. It never asks torch's allocator (``host.py`` says why): it
 has the loop's thread note its counters at the next envelope, and writes what was noted last. While
 no envelope begins nothing new is noted, and next to nothing allocated.
+
+The memory of this process's GPU in numbers: what torch holds, what others hold, what is left.
+
+Counters of torch's allocator, and what the device says is free: what is neither free nor reserved
+belongs to CUDA itself, to libraries or to other processes.
+
+Who may ask is a matter of life and death. Out of memory, the allocator gives cached memory back,
+which waits for the whole device, also for streams that wait for another rank; it keeps its lock
+meanwhile, and asking for its counters takes that lock without giving up the interpreter. Asked by
+another thread, no thread would run from then on, no heartbeat and no watchdog. So the loop's own
+thread reads them, between envelopes (``TimestampLog.take``), and everybody is shown the newest.
 """
 
 from __future__ import annotations
 
 import resource
 import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ppstream.observe import gpu_memory
+import torch
+
+from ppstream.cuda.startup import started
+from ppstream.observe import memory as gpu_memory
 
 if TYPE_CHECKING:
     from ppstream.observe.log_writer import TimestampLog
@@ -20,6 +35,79 @@ if TYPE_CHECKING:
 INTERVAL_S: Final = 1.0
 CLOSE_LIMIT_S: Final = 1.0
 STATM: Final = Path("/proc/self/statm")
+
+
+class GpuMemory(NamedTuple):
+    """Bytes now, and counts since the process began."""
+
+    allocated_bytes: int  # in tensors
+    allocated_max_bytes: int  # the most so far
+    reserved_bytes: int  # what torch keeps from CUDA; the rest of it is cache
+    non_torch_bytes: int  # neither reserved nor free
+    free_bytes: int
+    total_bytes: int
+    allocations: int  # blocks asked of torch's allocator
+    segments: int  # asked of CUDA: each one may stall the device
+    alloc_retries: int  # caches emptied because memory ran short
+    ooms: int  # allocations refused
+
+
+class _Newest:
+    """Each half replaced whole by its one writer; any thread reads."""
+
+    allocator: Mapping[str, Any] | None = None
+    room: tuple[int, int] | None = None  # free and total bytes
+
+
+_newest: Final = _Newest()
+
+
+def note_allocator() -> None:
+    """Read the allocator's counters; for the thread that allocates, some 20 µs."""
+    device = started()
+    if device is not None:
+        _newest.allocator = torch.cuda.memory_stats_as_nested_dict(device)
+
+
+def note_room() -> None:
+    """Ask the device what is free; may last as long as the device is stuck, the interpreter free.
+
+    The rank's device becomes the calling thread's current one: in a new thread that is the first
+    one, whatever the rank's own thread has chosen, and going back there would start CUDA on it.
+    """
+    device = started()
+    if device is not None:
+        torch.cuda.set_device(device)
+        _newest.room = torch.cuda.mem_get_info(device)
+
+
+def newest() -> tuple[torch.device, GpuMemory] | None:
+    """The device that this process started CUDA on, and what was noted last; calls nothing."""
+    device = started()
+    if device is None or _newest.allocator is None or _newest.room is None:
+        return None
+    return device, memory(_newest.allocator, *_newest.room)
+
+
+def memory(said: Mapping[str, Any], free: int, total: int) -> GpuMemory:
+    """From torch's nested ``memory_stats`` and the device's free and total bytes."""
+
+    def count(name: str, what: str) -> int:
+        return int(said.get(name, {}).get("all", {}).get(what, 0))
+
+    reserved = count("reserved_bytes", "current")
+    return GpuMemory(
+        allocated_bytes=count("allocated_bytes", "current"),
+        allocated_max_bytes=count("allocated_bytes", "peak"),
+        reserved_bytes=reserved,
+        non_torch_bytes=max(0, total - free - reserved),
+        free_bytes=free,
+        total_bytes=total,
+        allocations=count("allocation", "allocated"),
+        segments=count("segment", "allocated"),
+        alloc_retries=int(said.get("num_alloc_retries", 0)),
+        ooms=int(said.get("num_ooms", 0)),
+    )
 
 
 class MemoryLines:

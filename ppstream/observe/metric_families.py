@@ -13,7 +13,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.samples import Sample
 
-from ppstream.core.histograms import BUCKETS_NS, Histogram, Values, quantiles_ns
+from ppstream.core.durations import BUCKETS_NS, Histogram, Values, quantiles_ns
 from ppstream.observe.gil_pauses import Pieces
 
 S: Final = 1e-9  # per ns

@@ -2,6 +2,10 @@
 
 A scrape reads what the log's drain thread tallied and every ``statistics()``, on the thread of the
 health server, in pieces. The loops take no part. Durations are seconds; labels are bounded.
+
+Prometheus families of a GPU's memory; none where CUDA is not in use by this process.
+
+Prometheus families of the robots on rank 0, from ``Sessions.statistics()``.
 """
 
 from __future__ import annotations
@@ -15,16 +19,19 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 import ppstream
+from ppstream.observe import memory as gpu_memory
 from ppstream.observe import metric_families as show
 from ppstream.observe.live_class import CLASSES, LiveClass
 from ppstream.observe.live_counters import PolicyTally, Rank0Tally, Tally
-from ppstream.observe.metrics_gpu import gpu_families
-from ppstream.observe.metrics_robots import robot_families
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from ppstream.observe.log_writer import TimestampLog
+    from ppstream.observe.memory import GpuMemory
     from ppstream.pipeline.credits import CreditLedger
     from ppstream.sessions.server import Sessions
+    from ppstream.sessions.session import SessionStatistics
 
 PHASES: Final = (
     "starting",
@@ -37,6 +44,56 @@ PHASES: Final = (
 )
 VERDICTS: Final = ("PASS", "FAIL", "INCONCLUSIVE")
 S: Final = show.S
+KINDS: Final = ("allocated", "allocated_max", "reserved", "non_torch", "free", "total")
+
+
+def gpu_families() -> Iterator[Metric]:
+    """Of this rank's device, as noted last, some second ago; asks neither CUDA nor torch."""
+    found = gpu_memory.newest()
+    if found is not None:
+        yield from memory_families(found[1])
+
+
+def memory_families(now: GpuMemory) -> Iterator[Metric]:
+    bytes_of = {kind: getattr(now, f"{kind}_bytes") for kind in KINDS}
+    yield show.gauges("ppstream_gpu_memory_bytes", "Memory of the GPU.", "kind", bytes_of)
+    yield show.counter(
+        "ppstream_gpu_allocations",
+        "Blocks asked of torch's allocator; flat once a run is warm.",
+        now.allocations,
+    )
+    yield show.counter(
+        "ppstream_gpu_segments",
+        "Segments asked of CUDA: each one may stall the device.",
+        now.segments,
+    )
+    yield show.counter(
+        "ppstream_gpu_alloc_retries",
+        "Caches emptied because memory ran short.",
+        now.alloc_retries,
+    )
+    yield show.counter("ppstream_gpu_ooms", "Allocations refused.", now.ooms)
+
+
+def robot_families(said: SessionStatistics) -> Iterator[Metric]:
+    """Sessions, frames and chunks; what was dropped stands in ``ppstream_dropped_total``."""
+    yield show.gauge("ppstream_robots", "Robots with a session.", said.open)
+    yield show.counter("ppstream_sessions_opened", "Sessions that began.", said.opened)
+    yield show.counters(
+        "ppstream_sessions_closed", "Sessions that ended, by reason.", "reason", said.closed
+    )
+    yield show.counters(
+        "ppstream_sessions_refused", "Hellos refused, by reason.", "reason", said.refused
+    )
+    yield show.counters(
+        "ppstream_connections_refused",
+        "What never came to speak, by reason.",
+        "reason",
+        said.connections_refused,
+    )
+    yield show.counter("ppstream_frames_received", "Frames from robots.", said.frames_received)
+    yield show.counter("ppstream_episodes_reset", "Episodes that robots began.", said.resets)
+    yield show.counter("ppstream_chunks_sent", "Action chunks sent.", said.chunks_sent)
 
 
 class RankCollector(Collector):

@@ -33,7 +33,7 @@ from ppstream.core.clock import now_ns
 from ppstream.observe import attribution, nvtx_ranges
 
 if TYPE_CHECKING:
-    from ppstream.config.config_watching import ProfileConfig
+    from ppstream.config.schema import ProfileConfig
     from ppstream.observe.log_writer import TimestampLog
 
 logger = logging.getLogger("ppstream")

@@ -2,6 +2,8 @@
 
 Phases, epochs, flights, waits and counts live here; the order of work does not: read
 ``stage0.py`` (pipelined) and ``inline.py`` (its twin) for that.
+
+What rank 0 writes into its log beside envelopes: robots' reports, and the ledger each second.
 """
 
 from __future__ import annotations
@@ -11,16 +13,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from ppstream.control.watchdog import Mark, is_patient
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.user_code import Fault, FirstFaults
+from ppstream.ingest.intake import stream_lines
 from ppstream.pipeline.flight import Flight
-from ppstream.pipeline.ledger_lines import write_ledger, write_reports
 from ppstream.pipeline.stage_c import Nobody
 from ppstream.pipeline.time_accounting import LINK, TimeBook
+from ppstream.wire.messages import Report
 
 if TYPE_CHECKING:
+    from collections import deque
+
     from ppstream.config.schema import PipelineConfig
     from ppstream.core.waiter import Waiter
     from ppstream.ingest.intake import Intake
@@ -35,6 +42,28 @@ if TYPE_CHECKING:
 
 LEDGER_INTERVAL_NS: Final = NS_PER_S
 WAIT_MAX_NS: Final = NS_PER_S // 10  # no wait is longer: limits are looked at this often
+
+
+def write_reports(log: TimestampLog, reports: deque[Told]) -> None:
+    """What robots measured of chunks, and how they fared (``robot_state``), in their own clocks."""
+    while reports:
+        told = reports.popleft()
+        kind = "robot" if isinstance(told, Report) else "robot_state"
+        log.line(kind, **msgspec.structs.asdict(told))
+
+
+def write_ledger(rank0: Rank0) -> None:
+    """One ledger line: samples by stream, and envelopes."""
+    rank0.log.line(
+        "ledger",
+        streams=stream_lines(rank0.intake),
+        envelopes={
+            "received": rank0.started,
+            "used": rank0.stage_c.emitted,
+            "dropped": dict(rank0.stage_c.dropped),
+            "in_flight": rank0.started - rank0.finished,
+        },
+    )
 
 
 class Rank0(ABC):

@@ -21,8 +21,8 @@ from ppstream.core.errors import PpstreamError, ReceiverEndedError
 from ppstream.core.realtime import NotPermittedError, RealTime, RealTimeScope
 from ppstream.robot.chunk_playback import Actions
 from ppstream.robot.gc_control import Garbage
+from ppstream.robot.statistics import oldest_text
 from ppstream.robot.timeline import ActionTimeline
-from ppstream.robot.timeline_counts import oldest_text
 
 OnExpiry = Literal["hold", "stop", "home"]
 FaultReason = Literal["lease", "phase", "client", "loop", "stop"]

@@ -1,12 +1,164 @@
-"""What a RobotClient counts, as one record, and the line of it that people read."""
+"""What a RobotClient counts, as one record, and the line of it that people read.
+
+What an ActionTimeline counts, and the records it shows; plain numbers, nothing is decided.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.durations import Quantiles
-from ppstream.robot.timeline_counts import TimelineStatistics
+from ppstream.robot.chunk_playback import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineStatistics:
+    """Counts since the start: received = refused + executed + superseded + pending.
+
+    ``executed``: at least one step was; ``superseded``: none, a newer chunk came first.
+    ``oldest_ns``: window end to execution of the oldest action executed; ``max_age_ns``: what it
+    may be at most, 0 when the lease alone says; ``too_old``: how often an action was refused for
+    it though its lease still ran.
+    """
+
+    received: int
+    refused: dict[str, int]
+    executed: int
+    superseded: int
+    pending: int
+    steps_executed: int
+    steps_skipped: int
+    oldest_ns: int
+    max_age_ns: int
+    too_old: int
+
+    def oldest_text(self) -> str:
+        """For people: ``oldest action executed: 41.3 ms of 60``."""
+        return oldest_text(self.oldest_ns, self.max_age_ns)
+
+
+def oldest_text(oldest_ns: int, max_age_ns: int) -> str:
+    """For people; an age of 0 says that no action was executed."""
+    if not oldest_ns:
+        return "no action executed"
+    limit = f" of {max_age_ns / NS_PER_MS:g}" if max_age_ns else ""
+    return f"oldest action executed: {oldest_ns / NS_PER_MS:.1f} ms{limit}"
+
+
+class Holds(NamedTuple):
+    """How a robot fared since its session began.
+
+    ``holds``: times it began to hold though the run was ready and it had executed actions of this
+    episode; ``held_ns``: how long, the hold under way included. ``fault``: the newest of
+    ``faults``, in words.
+    """
+
+    holds: int
+    held_ns: int
+    faults: int
+    fault: str
+
+
+@dataclass(slots=True)
+class HoldCounts:
+    """The running counts of ``Holds``; guarded by the timeline's lock.
+
+    A hold or a fault that is under way when a session begins belongs to it.
+    """
+
+    holds: int = 0
+    held_ns: int = 0  # of holds that are over
+    faults: int = 0
+    fault: str = ""
+    _since_ns: int | None = None  # the hold under way
+    _newest_ns: int = 0  # when it was last seen to go on
+    _standing: str = ""  # the fault under way
+    _has_executed: bool = False
+
+    def execute(self, at_ns: int) -> None:
+        """An action is executed: nothing is held, no fault stands."""
+        self.pause(at_ns)
+        self._has_executed = True
+        self._standing = ""
+
+    def hold(self, at_ns: int) -> bool:
+        """Nothing is executed though the run is ready; True when a hold begins by that."""
+        self._newest_ns = at_ns
+        if self._since_ns is not None or not self._has_executed:
+            return False
+        self._since_ns = at_ns
+        self.holds += 1
+        return True
+
+    def stand(self, fault: str) -> bool:
+        """The fault that stands now, empty: none; True when it latched since the last call."""
+        is_new = fault not in ("", self._standing)
+        self._standing = fault
+        if is_new:
+            self.faults += 1
+            self.fault = fault
+        return is_new
+
+    def pause(self, at_ns: int) -> None:
+        """The hold under way, if any, is over or not counted any longer."""
+        if self._since_ns is not None:
+            self.held_ns += max(0, at_ns - self._since_ns)
+            self._since_ns = None
+
+    def begin_episode(self) -> None:
+        """Nothing is owed until the next action."""
+        self.pause(self._newest_ns)
+        self._has_executed = False
+
+    def begin_session(self) -> None:
+        self.holds = int(self._since_ns is not None)
+        self.faults = int(self._standing != "")
+        self.held_ns, self.fault = 0, self._standing
+
+    def so_far(self, now_ns: int) -> Holds:
+        running_ns = 0 if self._since_ns is None else max(0, now_ns - self._since_ns)
+        return Holds(self.holds, self.held_ns + running_ns, self.faults, self.fault)
+
+
+@dataclass(slots=True)
+class TimelineCounts:
+    """The running counts; guarded by the timeline's lock."""
+
+    received: int = 0
+    executed: int = 0
+    superseded: int = 0
+    steps_executed: int = 0
+    steps_skipped: int = 0
+    oldest_ns: int = 0
+    too_old: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def end(self, outcome: Outcome) -> None:
+        """A chunk ended."""
+        self.steps_executed += outcome.executed
+        self.steps_skipped += outcome.skipped
+        if outcome.executed:
+            self.executed += 1
+        else:
+            self.superseded += 1
+
+    def statistics(self, pending: int, max_age_ns: int) -> TimelineStatistics:
+        """A copy."""
+        return TimelineStatistics(
+            received=self.received,
+            refused=dict(self.refused),
+            executed=self.executed,
+            superseded=self.superseded,
+            pending=pending,
+            steps_executed=self.steps_executed,
+            steps_skipped=self.steps_skipped,
+            oldest_ns=self.oldest_ns,
+            max_age_ns=max_age_ns,
+            too_old=self.too_old,
+        )
 
 
 @dataclass(frozen=True, slots=True)

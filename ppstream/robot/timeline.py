@@ -16,9 +16,8 @@ import numpy as np
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ReceiverEndedError
-from ppstream.robot.chunk_playback import Actions, Mask, Outcome, Playing
-from ppstream.robot.fading import Fading, Part, blended
-from ppstream.robot.timeline_counts import HoldCounts, Holds, TimelineCounts, TimelineStatistics
+from ppstream.robot.chunk_playback import Actions, Fading, Mask, Outcome, Part, Playing, blended
+from ppstream.robot.statistics import HoldCounts, Holds, TimelineCounts, TimelineStatistics
 from ppstream.wire.messages import ActionChunk
 
 Refusal = Literal[

@@ -19,13 +19,14 @@ from ppstream.ingest.sample_ledger import RATE
 from ppstream.sessions.contract import foreign_version, objection, welcome
 from ppstream.sessions.requests import SessionRequests
 from ppstream.sessions.session import Session, SessionCounts, SessionStatistics
-from ppstream.sessions.session_limits import (
+from ppstream.sessions.table import (
     DRAIN_FRAMES,
     DRAIN_NS,
+    SILENCE_NS,
     STRANGER_FRAMES_PER_S,
+    SessionTable,
     frame_bytes_max,
 )
-from ppstream.sessions.table import SILENCE_NS, SessionTable
 from ppstream.wire.keys import server_keys
 from ppstream.wire.messages import (
     DECODE_ERRORS,

@@ -19,7 +19,7 @@ READ_LIMIT_S = 0.5
 #: A rank on the last device; a thread whose current device is the first one reads.
 OTHER_THREAD = """
 import threading, torch
-from ppstream.cuda import startup as cuda_start; from ppstream.observe import gpu_memory
+from ppstream.cuda import startup as cuda_start; from ppstream.observe import memory as gpu_memory
 from ppstream.cuda.driver import driver
 device = torch.device("cuda", torch.cuda.device_count() - 1)
 cuda_start.start(device)
@@ -49,7 +49,7 @@ def test_another_thread_reads_this_ranks_device_and_touches_no_other() -> None:
 def test_reading_does_not_wait_for_a_stream_that_waits() -> None:
     from ppstream.cuda import startup
     from ppstream.cuda.streams import stream
-    from ppstream.observe import gpu_memory
+    from ppstream.observe import memory as gpu_memory
 
     startup.start(torch.device("cuda:0"))
     gpu_memory.note_allocator()

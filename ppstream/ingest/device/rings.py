@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from ppstream.ingest.ring import RowInput
-    from ppstream.ingest.ring_bank import RingBank
+    from ppstream.ingest.ring import RingBank, RowInput
 
 BLOCKS: Final = 8  # of pinned memory: so many copies may be on their way
 

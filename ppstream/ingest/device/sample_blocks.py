@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import ActionConfig
     from ppstream.ingest.executed_prefix import Commitment
-    from ppstream.ingest.ring import RowInput, SensorRing
-    from ppstream.ingest.ring_bank import RingBank
+    from ppstream.ingest.ring import RingBank, RowInput, SensorRing
 
 GUARD: Final = 2
 NEWEST: Final = -(2**63)  # of a row's end: at the newest sample of the reference stream

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.ingest.ring import RowInput
-    from ppstream.ingest.ring_bank import RingBank
+    from ppstream.ingest.ring import RingBank, RowInput
 
 FIXED_LIMIT_NS: Final = 5 * NS_PER_S  # for a window whose end was given
 

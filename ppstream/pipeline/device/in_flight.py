@@ -2,24 +2,99 @@
 
 Finished in order, each when its last event is done; by then moves of later envelopes may be known,
 too. They are booked on the ledger by time: its counts at each emit are those of the devices.
+
+Rhythm: when the next envelope should be done, from how those before it came.
+
+The end of an event has no descriptor: whoever waits for one sleeps and looks. Sleeping until it
+should be there, and only then looking often, costs a wake-up an envelope instead of one each 20 µs.
+Pure; any clock, as long as it is one.
+
+QueueHistory: moves of envelopes between queues, in the order in which the device made them.
+
+On a device-ordered link the host learns of a move when its event is done, and of those of several
+envelopes at once. The ledger wants them by time. Pure, and no ledger itself.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.cuda.driver import Event
 from ppstream.pipeline.device.event_times import Rank0Times
-from ppstream.pipeline.device.queue_history import Move, QueueHistory
-from ppstream.pipeline.device.rhythm import Rhythm
 
 if TYPE_CHECKING:
     from ppstream.cuda.device_clock import DeviceClock
     from ppstream.pipeline.credits import CreditLedger
     from ppstream.pipeline.flight import Flight
 
-
 SIGHT_NS: Final = 20_000  # A that began sooner before the receipt's event did not wait for it
+SHIFT: Final = 2  # a quarter of what is new: one late envelope moves little
+LEAST_NS: Final = 1_000  # so that what is usually nothing can grow
+
+
+class Rhythm:
+    """Of envelopes that are queued and done in order."""
+
+    def __init__(self) -> None:
+        self._done_ns = 0  # the newest one was
+        self._gap_ns = 0  # usually, between two of which the second stood queued
+        self._alone_ns = 0  # usually, from queueing one behind nothing until it is done
+
+    def done(self, queued_ns: int, done_ns: int) -> None:
+        """The envelope that was queued at ``queued_ns`` was done at ``done_ns``."""
+        if queued_ns < self._done_ns:
+            self._gap_ns = _towards(self._gap_ns, done_ns - self._done_ns)
+        else:
+            self._alone_ns = _towards(self._alone_ns, done_ns - queued_ns)
+        self._done_ns = done_ns
+
+    def due_ns(self, queued_ns: int) -> int:
+        """When the oldest that is not done, which was queued at ``queued_ns``, should be."""
+        if queued_ns < self._done_ns:
+            return self._done_ns + self._gap_ns
+        return queued_ns + self._alone_ns
+
+
+def _towards(usual_ns: int, seen_ns: int) -> int:
+    """A share of what is new; an outlier counts for twice the usual, or others would come late."""
+    if not usual_ns:
+        return seen_ns
+    most_ns = 2 * usual_ns + LEAST_NS
+    return usual_ns + (((seen_ns if seen_ns < most_ns else most_ns) - usual_ns) >> SHIFT)
+
+
+class Move(IntEnum):
+    """What happened; of two at one instant, the one that makes room goes first."""
+
+    EMIT = 0
+    DECODE = 1
+    RECEIVE = 2
+    COMMIT = 3
+
+
+class QueueHistory:
+    """Moves that are known and not yet booked."""
+
+    def __init__(self, ledger: CreditLedger) -> None:
+        self._book = (ledger.emit, ledger.begin_decode, ledger.receive, ledger.commit)  # by Move
+        self._known: list[tuple[int, Move]] = []
+
+    def add(self, at_ns: int, move: Move) -> None:
+        """``move`` happened at ``at_ns``."""
+        heappush(self._known, (at_ns, move))
+
+    def book_until(self, until_ns: int) -> None:
+        """Book every known move up to ``until_ns``, oldest first.
+
+        Raises:
+            ProtocolError: a bound was exceeded, or a move had no envelope to move.
+        """
+        known = self._known
+        while known and known[0][0] <= until_ns:
+            at_ns, move = heappop(known)
+            self._book[move](at_ns)
 
 
 class Marks(NamedTuple):
