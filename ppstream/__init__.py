@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from ppstream.robot.statistics import ClientStatistics as ClientStatistics
     from ppstream.robot.timeline import ActionTimeline as ActionTimeline
     from ppstream.wire.keys import client_keys as client_keys
-    from ppstream.wire.messages import ActionChunk as ActionChunk
+    from ppstream.wire.robot_messages import ActionChunk as ActionChunk
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "ActionChunk": "ppstream.wire.messages",
+    "ActionChunk": "ppstream.wire.robot_messages",
     "ActionTimeline": "ppstream.robot.timeline",
     "AsyncRobotClient": "ppstream.robot.async_client",
     "ClientStatistics": "ppstream.robot.statistics",

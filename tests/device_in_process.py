@@ -52,7 +52,7 @@ from ppstream.pipeline.pacing import Pacing, Saturated
 from ppstream.pipeline.stage_c import StageC
 from ppstream.policy.protocol import told
 from ppstream.policy.unwritten import FilledPolicy, drawn_for
-from ppstream.wire.messages import Drain
+from ppstream.wire.rank_messages import Drain
 
 RUN_ID = "r"
 LOAD_LIMIT_S = 3.0

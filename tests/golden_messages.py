@@ -12,11 +12,13 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ppstream.wire import messages as m
-from ppstream.wire.provenance import Provenance
+from ppstream.wire import rank_messages
+from ppstream.wire import robot_messages as m
+from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR, encoder
+from ppstream.wire.robot_messages import Provenance
 
 GOLDEN: Final = Path(__file__).parent / "golden"
-NEWEST: Final = f"{m.WIRE_MAJOR}.{m.WIRE_MINOR}"
+NEWEST: Final = f"{WIRE_MAJOR}.{WIRE_MINOR}"
 STAMPS: Final = memoryview(bytes(range(8)))
 VALUES: Final = memoryview(bytes(range(12)))
 JOINTS: Final = m.StreamDeclaration("joints", 7, "float32")
@@ -75,23 +77,25 @@ TO_ROBOT_1_2: Final[dict[str, Any]] = TO_ROBOT_1_1 | {
 }
 #: Between ranks of one run both ends are one version: only the newest counts.
 CONTROL: Final[dict[str, Any]] = {
-    "rank_hello": m.RankHello(1, "token", 0, 1, "host", "boot", 42, {"config": {"a.b": 1}}),
-    "rank_welcome": m.RankWelcome("run", "logs/run"),
-    "rank_refused": m.RankRefused(("a.b: 1 here, 2 there",)),
-    "rank_heart": m.RankHeart("token"),
-    "ready": m.Ready({"link": "host"}),
-    "heartbeat": m.Heartbeat(12),
-    "bell": m.Bell(300),
-    "policy_fault": m.PolicyFault(
+    "rank_hello": rank_messages.RankHello(
+        1, "token", 0, 1, "host", "boot", 42, {"config": {"a.b": 1}}
+    ),
+    "rank_welcome": rank_messages.RankWelcome("run", "logs/run"),
+    "rank_refused": rank_messages.RankRefused(("a.b: 1 here, 2 there",)),
+    "rank_heart": rank_messages.RankHeart("token"),
+    "ready": rank_messages.Ready({"link": "host"}),
+    "heartbeat": rank_messages.Heartbeat(12),
+    "bell": rank_messages.Bell(300),
+    "policy_fault": rank_messages.PolicyFault(
         5, "exception", "text", "ValueError: no", "policy.py:7 in __call__"
     ),
-    "measure": m.Measure(30),
-    "measured": m.Measured((1, 2, 3), "No space left on device"),
-    "drain": m.Drain("duration"),
-    "goodbye": m.Goodbye(0, "drained"),
-    "phase_change": m.PhaseChange("ready"),
-    "instruction": m.Instruction(5, "pick up the cube"),
-    "instructed": m.Instructed(5, "too long"),
+    "measure": rank_messages.Measure(30),
+    "measured": rank_messages.Measured((1, 2, 3), "No space left on device"),
+    "drain": rank_messages.Drain("duration"),
+    "goodbye": rank_messages.Goodbye(0, "drained"),
+    "phase_change": rank_messages.PhaseChange("ready"),
+    "instruction": rank_messages.Instruction(5, "pick up the cube"),
+    "instructed": rank_messages.Instructed(5, "too long"),
 }
 
 #: Family, version, its decoder, its rows.
@@ -102,7 +106,7 @@ VERSIONS: Final = (
     ("to_robot", "1.1", m.to_robot, TO_ROBOT_1_1),
     ("from_robot", "1.2", m.from_robot, FROM_ROBOT_1_2),
     ("to_robot", "1.2", m.to_robot, TO_ROBOT_1_2),
-    ("control", "1.2", m.control, CONTROL),
+    ("control", "1.2", rank_messages.control, CONTROL),
 )
 
 
@@ -113,4 +117,4 @@ def path_of(family: str, version: str, name: str) -> Path:
 if __name__ == "__main__":
     for family, version, _, rows in VERSIONS:
         for name, message in rows.items() if version == NEWEST else ():
-            path_of(family, version, name).write_bytes(m.encoder.encode(message))
+            path_of(family, version, name).write_bytes(encoder.encode(message))

@@ -40,7 +40,8 @@ from ppstream.pipeline.stage0 import Stage0
 from ppstream.pipeline.stage1 import Stage1, StageB
 from ppstream.pipeline.stage_a import StageA
 from ppstream.pipeline.stage_c import StageC
-from ppstream.wire.messages import ActionChunk, Drain
+from ppstream.wire.rank_messages import Drain
+from ppstream.wire.robot_messages import ActionChunk
 
 SMALL = Path(__file__).parent / "multirank" / "small.toml"
 

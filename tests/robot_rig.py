@@ -24,7 +24,7 @@ from ppstream.core.waiter import Waiter
 from ppstream.ingest.ring import RingBank, RowInput
 from ppstream.robot.client import RobotClient
 from ppstream.sessions.server import Sessions
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 MS = 1_000_000
 STREAMS = (("joints", 3), ("imu", 2, "float64"))

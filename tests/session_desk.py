@@ -12,7 +12,8 @@ from robot_rig import ACTIONS, make_config, make_rows, wait_until
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_S, Clock, now_ns
 from ppstream.sessions.server import Sessions
-from ppstream.wire import messages as m
+from ppstream.wire import robot_messages as m
+from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.zmq_socket import SharedSocket, connect_client
 
 STREAMS = (m.StreamDeclaration("joints", 3, "float32"), m.StreamDeclaration("imu", 2, "float64"))
@@ -45,7 +46,7 @@ class Desk:
         """Send and have it handled; returns how many samples were accepted."""
         before = self.sessions.statistics().frames_received
         for message in messages:
-            body = message if isinstance(message, bytes) else m.encoder.encode(message)
+            body = message if isinstance(message, bytes) else encoder.encode(message)
             wait_until(lambda body=body: robot.send(body))
         taken: list[int] = []
         wanted = before + len(messages)
@@ -85,7 +86,7 @@ class Desk:
 
 def hello(**changes: Any) -> m.Hello:
     fields: dict[str, Any] = {"robot": "arm", "streams": STREAMS, "actions": ACTIONS}
-    return m.Hello(**{"major": m.WIRE_MAJOR, "minor": m.WIRE_MINOR, **fields, **changes})
+    return m.Hello(**{"major": WIRE_MAJOR, "minor": WIRE_MINOR, **fields, **changes})
 
 
 def samples(session: int, *stamps_ns: int, stream: int = 0) -> m.Samples:

@@ -21,7 +21,7 @@ from ppstream.observe.attribution import Attribution, block
 from ppstream.pipeline import bringup as block_timing
 from ppstream.pipeline.bringup import STOP_REASON, time_blocks
 from ppstream.report import attribution
-from ppstream.wire.messages import PhaseChange
+from ppstream.wire.rank_messages import PhaseChange
 
 ENCODE_S = 0.001
 ENVELOPES = 150

@@ -6,7 +6,8 @@ import pytest
 from robot_rig import ACTIONS, make_config
 
 from ppstream.sessions.contract import objection
-from ppstream.wire.messages import WIRE_MINOR, Hello, StreamDeclaration
+from ppstream.wire.fields import WIRE_MINOR
+from ppstream.wire.robot_messages import Hello, StreamDeclaration
 
 JOINTS, IMU = StreamDeclaration("joints", 3, "float32"), StreamDeclaration("imu", 2, "float64")
 

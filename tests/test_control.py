@@ -18,8 +18,9 @@ from ppstream.control.peer import UNREAD_FRAMES_MAX, Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, ManualClock, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.core.waiter import Waiter
-from ppstream.wire import messages
-from ppstream.wire.messages import Bell, Drain, Goodbye, Measured, PhaseChange
+from ppstream.wire import rank_messages
+from ppstream.wire.fields import encoder
+from ppstream.wire.rank_messages import Bell, Drain, Goodbye, Measured, PhaseChange
 
 PairOfPeers = tuple[Peer, Peer]
 WAIT_NS = 5 * NS_PER_S
@@ -91,7 +92,7 @@ def test_frames_are_sorted_in_order(peers: PairOfPeers) -> None:
     near, far = peers
     near.send(PhaseChange("warming"))
     near.ring(3)
-    near.send(messages.Heartbeat(41))
+    near.send(rank_messages.Heartbeat(41))
     near.ring(4)
     near.send(Drain("done"))
     pump_until(far, lambda: len(far.inbox) == 2)
@@ -117,7 +118,7 @@ def test_frames_of_any_size_arrive_whole(peers: PairOfPeers) -> None:
 
 def test_a_frame_may_come_byte_by_byte(raw: tuple[socket.socket, Peer]) -> None:
     sock, peer = raw
-    data = framed(messages.encoder.encode(Goodbye(20, "gone"))) * 3
+    data = framed(encoder.encode(Goodbye(20, "gone"))) * 3
     for at in range(len(data)):
         sock.send(data[at : at + 1])
         peer.pump()
@@ -159,7 +160,7 @@ def test_frames_read_together_with_the_end_are_delivered_first(
 ) -> None:
     sock, peer = raw
     texts = ["x" * 4096] * 15 + ["y" * 3952]
-    data = b"".join(framed(messages.encoder.encode(Drain(text))) for text in texts)
+    data = b"".join(framed(encoder.encode(Drain(text))) for text in texts)
     assert len(data) == BUFFER_BYTES  # so that one pump reads them all, and looks once more
     sock.sendall(data)
     sock.close()
@@ -199,7 +200,7 @@ def test_an_oversized_frame_is_refused_by_both_ends(raw: tuple[socket.socket, Pe
     with pytest.raises(ProtocolError, match="limit 1048576"):
         peer.send(Measured(tuple(range(10**9, 10**9 + 300_000))))
     peer.send(Drain("still in step"))
-    assert messages.control.decode(sock.recv(100)[4:]) == Drain("still in step")
+    assert rank_messages.control.decode(sock.recv(100)[4:]) == Drain("still in step")
     sock.send(struct.pack("<I", FRAME_BYTES_MAX + 1))
     for _ in range(2):
         with pytest.raises(ProtocolError, match="limit 1048576"):
@@ -217,7 +218,7 @@ def test_an_empty_frame_without_descriptors_breaks_the_contract(
 
 def test_a_flood_of_unread_frames_breaks_the_contract(raw: tuple[socket.socket, Peer]) -> None:
     sock, peer = raw
-    data = framed(messages.encoder.encode(Bell(1)))
+    data = framed(encoder.encode(Bell(1)))
     for _ in range(UNREAD_FRAMES_MAX):
         sock.send(data)
         peer.pump()
@@ -233,13 +234,13 @@ def hostile_frames(count: int) -> Iterator[bytes]:
     """Random, truncated, mutated, oversized, deeply nested and badly spelt frames."""
     draw = random.Random(20)
     good = [
-        messages.encoder.encode(frame)
+        encoder.encode(frame)
         for frame in (
             Bell(2**40),
             Measured((1, 2, 3)),
             Goodbye(0, "text"),
-            messages.Ready({"a": [1, {"b": "c"}]}),
-            messages.RankHello(1, "t", 0, 1, "h", "b", 2, {"equal": {"k": None}}),
+            rank_messages.Ready({"a": [1, {"b": "c"}]}),
+            rank_messages.RankHello(1, "t", 0, 1, "h", "b", 2, {"equal": {"k": None}}),
         )
     ]
     for _ in range(count):
@@ -291,7 +292,7 @@ def test_a_beating_peer_is_alive_however_long_the_owner_was_busy() -> None:
     near, far = socket.socketpair()
     clock = ManualClock()
     peer, other = Peer(near, clock=clock), Peer(far)
-    other.send(messages.Heartbeat(1))
+    other.send(rank_messages.Heartbeat(1))
     clock.advance(60 * NS_PER_S)
     peer.check_alive(clock(), NS_PER_S)
     clock.advance(NS_PER_S)
@@ -332,7 +333,7 @@ def test_a_beat_that_was_cut_by_a_full_socket_is_completed_first() -> None:
     sent = sum(offered)
 
     def next_one() -> bool:
-        sender.offer(messages.Heartbeat(sent))
+        sender.offer(rank_messages.Heartbeat(sent))
         return receiver.peer_progress == sent
 
     waiter = Waiter()

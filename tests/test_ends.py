@@ -16,7 +16,7 @@ from ppstream.core.errors import ExitCode, PeerFrozenError, PeerLostError, Polic
 from ppstream.launch.handshake import telling
 from ppstream.launch.rank_exit import Course, PeerLeftError, RankEnd, StoppedEarlyError, how_it_ends
 from ppstream.observe.run_folder import Run
-from ppstream.wire.messages import Goodbye
+from ppstream.wire.rank_messages import Goodbye
 
 
 class OtherProcess(HeldProcess):

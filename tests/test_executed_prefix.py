@@ -13,7 +13,7 @@ from ppstream.ingest.executed_prefix import Commitment, PrefixWriter, commitment
 from ppstream.ingest.intake import build_intake
 from ppstream.links.slots import SlotLayout
 from ppstream.sessions.session import Session
-from ppstream.wire.messages import Hello, Prefix
+from ppstream.wire.robot_messages import Hello, Prefix
 
 STEPS = 3
 

@@ -20,7 +20,8 @@ from ppstream.core.clock import ManualClock, now_ns
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.timeline import ActionTimeline
 from ppstream.sessions.contract import welcome
-from ppstream.wire import messages as m
+from ppstream.wire import robot_messages as m
+from ppstream.wire.fields import MAX_FAULT, WIRE_MINOR, encoder
 from ppstream.wire.zmq_socket import bind_server
 
 SESSION = 7
@@ -29,7 +30,7 @@ SESSION = 7
 class Robot:
     """A timeline, and what its feedback sends by a clock that is told to move."""
 
-    def __init__(self, minor: int = m.WIRE_MINOR) -> None:
+    def __init__(self, minor: int = WIRE_MINOR) -> None:
         self.clock = ManualClock(10**12)
         self.timeline = ActionTimeline(2)
         self.feedback = Feedback(self.timeline, self.clock)
@@ -38,7 +39,7 @@ class Robot:
         self.is_full = False
         self.open(SESSION, minor)
 
-    def open(self, session: int, minor: int = m.WIRE_MINOR) -> None:
+    def open(self, session: int, minor: int = WIRE_MINOR) -> None:
         config = make_config()
         answer = welcome(config, "arm", session, "ready", LEASE_NS)
         self.feedback.adopt(msgspec.structs.replace(answer, minor=minor))
@@ -151,8 +152,8 @@ def test_a_fault_is_said_in_characters_that_print() -> None:
     robot = Robot()
     robot.timeline.held(robot.clock(), "stop: \udcff\x1b[2J " + "x" * 1000)
     robot.tell()
-    assert robot.sent[-1].fault == "stop:   [2J " + "x" * (m.MAX_FAULT - 12)
-    assert m.from_robot.decode(m.encoder.encode(robot.sent[-1])) == robot.sent[-1]
+    assert robot.sent[-1].fault == "stop:   [2J " + "x" * (MAX_FAULT - 12)
+    assert m.from_robot.decode(encoder.encode(robot.sent[-1])) == robot.sent[-1]
 
 
 def test_a_clock_that_was_set_back_makes_no_duration_that_rank_0_refuses() -> None:
@@ -166,10 +167,10 @@ def test_a_clock_that_was_set_back_makes_no_duration_that_rank_0_refuses() -> No
     robot.feedback.send_reports(robot.send)
     assert [report.age_ns for report in robot.sent] == [0, 0]
     for message in robot.sent:
-        assert m.from_robot.decode(m.encoder.encode(message)) == message
+        assert m.from_robot.decode(encoder.encode(message)) == message
 
 
-@pytest.mark.parametrize("minor", [m.WIRE_MINOR, 1])
+@pytest.mark.parametrize("minor", [WIRE_MINOR, 1])
 def test_a_server_that_does_not_know_the_message_is_not_sent_it(minor: int) -> None:
     server = bind_server(ANY_PORT)
     heard: list[Any] = []
@@ -188,11 +189,11 @@ def test_a_server_that_does_not_know_the_message_is_not_sent_it(minor: int) -> N
             wait_until(lambda: hear(m.Hello))
             answer = welcome(make_config(), "arm", SESSION, "ready", 5000 * MS)
             answer = msgspec.structs.replace(answer, minor=minor)
-            server.send(m.encoder.encode(answer), peers[0])
+            server.send(encoder.encode(answer), peers[0])
             wait_until(lambda: client.connected)
             end_ns = now_ns() - DT_NS
             chunk = make_chunk(session=SESSION, end_ns=end_ns, expires_ns=end_ns + 40 * MS)
-            server.send(m.encoder.encode(chunk), peers[0])
+            server.send(encoder.encode(chunk), peers[0])
             wait_until(lambda: client.timeline.action_at(now_ns()) is not None)
             wait_until(lambda: client.timeline.action_at(now_ns()) is None)  # it holds
             wait_until(lambda: client.timeline.holds(now_ns()).held_ns > 150 * MS)

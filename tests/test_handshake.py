@@ -19,7 +19,8 @@ from ppstream.core.errors import HandshakeError, ProtocolError
 from ppstream.launch import handshake
 from ppstream.launch.handshake import compare, facts
 from ppstream.observe.run_folder import Run
-from ppstream.wire.messages import WIRE_MAJOR, Drain, Heartbeat, RankHeart, RankHello, RankWelcome
+from ppstream.wire.fields import WIRE_MAJOR
+from ppstream.wire.rank_messages import Drain, Heartbeat, RankHeart, RankHello, RankWelcome
 
 CONFIG = PipelineConfig(
     name="x",

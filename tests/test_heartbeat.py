@@ -21,10 +21,15 @@ from ppstream.control.heartbeat import Heartbeat
 from ppstream.control.peer import Peer
 from ppstream.control.peer_process import HeldProcess
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, ManualClock, now_ns
-from ppstream.core.errors import PeerFrozenError, PeerLeftError, PeerLostError, WatchdogError
+from ppstream.core.errors import (
+    MAX_TEXT,
+    PeerFrozenError,
+    PeerLeftError,
+    PeerLostError,
+    WatchdogError,
+)
 from ppstream.core.waiter import Waiter
-from ppstream.wire import messages
-from ppstream.wire.messages import Goodbye, Measured, PhaseChange
+from ppstream.wire.rank_messages import Goodbye, Measured, PhaseChange
 
 #: A rank that beats its heart until somebody ends it; told to fork, it leaves a child its sockets.
 BEATING_RANK = """
@@ -200,9 +205,9 @@ def test_time_in_which_this_process_stood_is_no_silence_of_the_peer() -> None:
 def test_a_goodbye_is_heard_by_the_heart_while_both_loops_stand(peers: PairOfPeers) -> None:
     near, far = peers
     with beating(near, NS_PER_S, lambda: 0):
-        far.send(Goodbye(21, "x" * (2 * messages.MAX_TEXT)))
+        far.send(Goodbye(21, "x" * (2 * MAX_TEXT)))
         wait_until(lambda: near.goodbye is not None)
-        assert near.goodbye == Goodbye(21, "x" * messages.MAX_TEXT)
+        assert near.goodbye == Goodbye(21, "x" * MAX_TEXT)
         with pytest.raises(PeerLeftError, match="21 WATCHDOG: xxx"):  # the loop is told, too
             near.receive(WAIT_NS)
 

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from golden_messages import NEWEST, VERSIONS, path_of
 
-from ppstream.wire import messages as m
+from ppstream.wire import rank_messages
+from ppstream.wire import robot_messages as m
+from ppstream.wire.fields import DECODE_ERRORS, encoder
 
 CASES = [
     pytest.param(family, version, decoder, name, message, id=f"{family}-{version}-{name}")
@@ -24,7 +26,7 @@ def test_bytes_of_every_minor_version_still_decode(
     golden = path_of(family, version, name).read_bytes()
     assert decoder.decode(golden) == message
     if version == NEWEST:
-        assert m.encoder.encode(message) == golden
+        assert encoder.encode(message) == golden
 
 
 @pytest.mark.parametrize(
@@ -62,18 +64,18 @@ def test_a_hello_without_the_newer_fields_still_opens_a_session() -> None:
     ("decoder", "message"), [(m.from_robot, m.Ping(7)), (m.to_robot, m.Phase("ready"))]
 )
 def test_fields_of_a_newer_robot_wire_are_skipped(decoder: Any, message: Any) -> None:
-    fields = msgspec.msgpack.decode(m.encoder.encode(message))
-    assert decoder.decode(msgspec.msgpack.encode([*fields, {"new": [1]}])) == message
+    values = msgspec.msgpack.decode(encoder.encode(message))
+    assert decoder.decode(msgspec.msgpack.encode([*values, {"new": [1]}])) == message
 
 
 def test_a_control_frame_with_an_unknown_field_is_an_error() -> None:
     with pytest.raises(msgspec.ValidationError):
-        m.control.decode(msgspec.msgpack.encode([6, 300, "new"]))
+        rank_messages.control.decode(msgspec.msgpack.encode([6, 300, "new"]))
 
 
 def test_the_version_of_a_hello_can_be_read_when_the_rest_cannot() -> None:
     foreign = msgspec.msgpack.encode([1, 2, 3, {"robot": "arm"}])
-    with pytest.raises(m.DECODE_ERRORS):
+    with pytest.raises(DECODE_ERRORS):
         m.from_robot.decode(foreign)
     assert m.hello_version.decode(foreign) == m.HelloVersion(2, 3)
 
@@ -86,7 +88,7 @@ def test_the_version_of_a_hello_can_be_read_when_the_rest_cannot() -> None:
         pytest.param(b"\xdd\x7f\xff\xff\xff\x06", id="array of 2 billion"),
         pytest.param(b"\x95\x02\x07\x00\xc6\xff\xff\xff\xff", id="4 GiB of stamps"),
         pytest.param(b"\x91" * 100_000, id="deep nest"),
-        pytest.param(m.encoder.encode(m.Lost(7)), id="an answer, not a question"),
+        pytest.param(encoder.encode(m.Lost(7)), id="an answer, not a question"),
         pytest.param(msgspec.msgpack.encode([6, -1]), id="negative session"),
         pytest.param(msgspec.msgpack.encode([6, 2**63]), id="session beyond int64"),
         pytest.param(msgspec.msgpack.encode([1, 1, 0, "x" * 65, [], []]), id="name too long"),
@@ -94,5 +96,5 @@ def test_the_version_of_a_hello_can_be_read_when_the_rest_cannot() -> None:
     ],
 )
 def test_a_hostile_frame_raises_only_what_is_caught(frame: bytes) -> None:
-    with pytest.raises(m.DECODE_ERRORS):
+    with pytest.raises(DECODE_ERRORS):
         m.from_robot.decode(frame)

@@ -13,7 +13,7 @@ from ppstream.control import rendezvous
 from ppstream.control.rendezvous import ADDRESS_KEY, KEEPALIVE_S, Listener, connect
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError, PeerLostError
-from ppstream.wire.messages import Drain
+from ppstream.wire.rank_messages import Drain
 
 STRANGER = """
 import os, socket, sys

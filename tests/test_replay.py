@@ -23,7 +23,7 @@ from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.sessions.server import Sessions
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 TOOL = Path(__file__).parent.parent / "tools" / "replay.py"
 DATA = os.environ.get("PPSTREAM_TEST_DATA")

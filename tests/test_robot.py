@@ -32,7 +32,7 @@ from ppstream.core.errors import (
     SpecError,
 )
 from ppstream.robot.control_loop import ControlLoop
-from ppstream.wire.messages import ActionChunk, Report, RobotState
+from ppstream.wire.robot_messages import ActionChunk, Report, RobotState
 
 
 @pytest.fixture(params=["tcp", "ipc"])

@@ -25,7 +25,7 @@ from ppstream.pipeline.pacing import OnTick
 from ppstream.pipeline.stage_c import StageC
 from ppstream.robot.client import RobotClient
 from ppstream.sessions.server import Sessions
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 STREAMS = (("joints", 3), ("imu", 2))
 TICK_HZ = 200.0

@@ -7,7 +7,7 @@ from robot_rig import ACTIONS, LEASE_NS, MS, make_chunk
 
 from ppstream.core.errors import SpecError
 from ppstream.robot.session import RETRY_NS, STUCK_NS, RobotSession
-from ppstream.wire import messages as m
+from ppstream.wire import robot_messages as m
 
 STREAMS = (m.StreamDeclaration("joints", 3, "float32"),)
 SILENCE_NS = 4000 * MS

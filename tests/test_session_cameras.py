@@ -16,7 +16,7 @@ from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.clock import now_ns
 from ppstream.sessions import jpeg_decoder
 from ppstream.sessions.jpeg_decoder import decode
-from ppstream.wire import messages as m
+from ppstream.wire import robot_messages as m
 
 HEIGHT, WIDTH = 16, 24
 DIM = HEIGHT * WIDTH * 3

@@ -15,7 +15,8 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
 from ppstream.pipeline.rank0 import write_reports
 from ppstream.sessions.requests import STATES_PER_S
-from ppstream.wire import messages as m
+from ppstream.wire import robot_messages as m
+from ppstream.wire.fields import MAX_INSTRUCTION, WIRE_MINOR
 
 Events = list[tuple[str, dict[str, Any]]]
 OFFSET_NS = -(10**15)
@@ -51,7 +52,7 @@ def test_a_robots_answer_gives_the_offset_of_its_clock_for_the_log(
     desk: Desk, events: Events
 ) -> None:
     robot = desk.robot()
-    session = desk.admit(robot, minor=m.WIRE_MINOR).session
+    session = desk.admit(robot, minor=WIRE_MINOR).session
     desk.now_ns += NS_PER_S
     desk.sessions.drain(desk.now_ns)
     question = desk.hear(robot)
@@ -117,8 +118,8 @@ def test_a_robot_client_answers_with_the_clock_that_stamps_its_samples(events: E
 def test_an_instruction_too_long_for_the_wire_is_not_one(desk: Desk) -> None:
     robot = desk.robot()
     session = desk.admit(robot).session
-    desk.say(robot, m.Instruct(session, 1, "x" * m.MAX_INSTRUCTION))
-    desk.say(robot, m.Instruct(session, 2, "x" * (m.MAX_INSTRUCTION + 1)))
+    desk.say(robot, m.Instruct(session, 1, "x" * MAX_INSTRUCTION))
+    desk.say(robot, m.Instruct(session, 2, "x" * (MAX_INSTRUCTION + 1)))
     assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
     assert hello().instruction == ""
 

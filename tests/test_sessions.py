@@ -12,7 +12,8 @@ from session_desk import STREAMS, Desk, hello, open_desk, samples
 from ppstream.core.errors import ConfigError
 from ppstream.sessions.server import Sessions
 from ppstream.sessions.table import SILENCE_NS
-from ppstream.wire import messages as m
+from ppstream.wire import robot_messages as m
+from ppstream.wire.fields import MAX_DETAILS, encoder
 
 
 @pytest.fixture
@@ -115,7 +116,10 @@ def test_another_contract_is_refused_with_the_difference(desk: Desk) -> None:
 
 @pytest.mark.parametrize(
     "frame",
-    [m.encoder.encode(hello(major=2, minor=0)), msgspec.msgpack.encode([1, 2, 0, {"unlike": 1}])],
+    [
+        encoder.encode(hello(major=2, minor=0)),
+        msgspec.msgpack.encode([1, 2, 0, {"unlike": 1}]),
+    ],
 )
 def test_another_major_version_is_refused_also_when_it_cannot_be_read(
     desk: Desk, frame: bytes
@@ -131,7 +135,7 @@ def test_a_refusal_always_fits_the_wire(desk: Desk) -> None:
     robot = desk.robot()
     streams = tuple(m.StreamDeclaration(f"s{n}", 1, "float32") for n in range(256))
     desk.say(robot, hello(streams=streams, actions=("x" * 64,) * 1024))
-    assert len(desk.hear(robot).details) == m.MAX_DETAILS
+    assert len(desk.hear(robot).details) == MAX_DETAILS
 
 
 def test_when_all_rows_are_taken_a_further_robot_is_refused(desk: Desk) -> None:
@@ -195,7 +199,7 @@ def test_frames_that_wait_in_the_socket_count_before_silence_does(desk: Desk) ->
     robot = desk.robot()
     session = desk.admit(robot).session
     desk.now_ns += 10 * SILENCE_NS
-    assert robot.send(m.encoder.encode(m.Ping(session)))
+    assert robot.send(encoder.encode(m.Ping(session)))
     wait_until(lambda: _is_readable(desk.sessions.fds[0]))
     desk.sessions.drain(desk.now_ns)
     assert desk.rows[0].session == session

@@ -20,7 +20,8 @@ from ppstream.sessions.table import (
     frames_per_second,
     samples_per_second,
 )
-from ppstream.wire import messages as m
+from ppstream.wire import robot_messages as m
+from ppstream.wire.fields import MAX_DIM, MAX_INSTRUCTION, MAX_NAME, WIRE_MAJOR, WIRE_MINOR, encoder
 
 CONFIG = make_config(rows=2)
 LIMIT = frames_per_second(CONFIG)
@@ -83,12 +84,12 @@ def test_the_largest_frame_holds_a_push_and_a_sample(dim: int, limit: int) -> No
 @pytest.mark.parametrize(
     ("version", "advice"),
     [
-        ((m.WIRE_MAJOR, m.WIRE_MINOR), None),
-        ((m.WIRE_MAJOR, m.WIRE_MINOR - 1), None),
-        ((m.WIRE_MAJOR, m.WIRE_MINOR + 1), "upgrade ppstream on rank 0"),
-        ((m.WIRE_MAJOR, m.WIRE_MINOR - 2), "upgrade ppstream on the robot"),
-        ((m.WIRE_MAJOR + 1, 0), "upgrade ppstream on rank 0"),
-        ((m.WIRE_MAJOR - 1, 7), "upgrade ppstream on the robot"),
+        ((WIRE_MAJOR, WIRE_MINOR), None),
+        ((WIRE_MAJOR, WIRE_MINOR - 1), None),
+        ((WIRE_MAJOR, WIRE_MINOR + 1), "upgrade ppstream on rank 0"),
+        ((WIRE_MAJOR, WIRE_MINOR - 2), "upgrade ppstream on the robot"),
+        ((WIRE_MAJOR + 1, 0), "upgrade ppstream on rank 0"),
+        ((WIRE_MAJOR - 1, 7), "upgrade ppstream on the robot"),
     ],
 )
 def test_this_minor_version_and_the_one_before_are_served(
@@ -99,7 +100,7 @@ def test_this_minor_version_and_the_one_before_are_served(
     answer = desk.hear(robot)
     if advice is None:
         assert isinstance(answer, m.Welcome)
-        assert (answer.major, answer.minor) == (m.WIRE_MAJOR, m.WIRE_MINOR)
+        assert (answer.major, answer.minor) == (WIRE_MAJOR, WIRE_MINOR)
     else:
         assert answer.reason == "version"
         assert f"got {version[0]}.{version[1]}; {advice}" in answer.details[0]
@@ -108,11 +109,11 @@ def test_this_minor_version_and_the_one_before_are_served(
 @pytest.mark.parametrize(
     ("changes", "fits"),
     [
-        ({"robot": "x" * m.MAX_NAME}, True),
-        ({"robot": "x" * (m.MAX_NAME + 1)}, False),
+        ({"robot": "x" * MAX_NAME}, True),
+        ({"robot": "x" * (MAX_NAME + 1)}, False),
         ({"robot": ""}, False),
-        ({"instruction": "x" * m.MAX_INSTRUCTION}, True),
-        ({"instruction": "x" * (m.MAX_INSTRUCTION + 1)}, False),
+        ({"instruction": "x" * MAX_INSTRUCTION}, True),
+        ({"instruction": "x" * (MAX_INSTRUCTION + 1)}, False),
     ],
 )
 def test_texts_of_a_hello_have_a_longest_form(
@@ -146,7 +147,7 @@ def test_names_of_actions_and_values_of_a_sample_have_a_largest_number(
     desk: Desk, over: int, fits: bool
 ) -> None:
     desk.say(desk.robot(), hello(actions=("a",) * (1024 + over)))
-    wide = m.StreamDeclaration("joints", m.MAX_DIM + over, "float32")
+    wide = m.StreamDeclaration("joints", MAX_DIM + over, "float32")
     desk.say(desk.robot(), hello(streams=(wide,)))
     statistics = desk.sessions.statistics()
     assert statistics.refused == ({"contract": 2} if fits else {})
@@ -196,7 +197,7 @@ def test_a_drain_ends_when_its_time_is_over_and_asks_for_another(
         robot = desk.robot()
         session = desk.admit(robot).session
         for _ in range(4 * DRAIN_FRAMES):
-            wait_until(lambda: robot.send(m.encoder.encode(m.Ping(session))))
+            wait_until(lambda: robot.send(encoder.encode(m.Ping(session))))
         time.sleep(0.05)  # all of it lies in the socket
         woken: list[int] = []
         desk.sessions.set_wake(lambda: woken.append(1))
@@ -212,7 +213,7 @@ def test_robots_are_heard_in_turn_beside_one_that_fills_its_socket(desk: Desk) -
     flood = desk.admit(loud, robot="loud").session
     session = desk.admit(quiet, robot="quiet").session
     for _ in range(20 * DRAIN_FRAMES):
-        loud.send(m.encoder.encode(m.Ping(flood)))
-    wait_until(lambda: quiet.send(m.encoder.encode(samples(session, 1))))
+        loud.send(encoder.encode(m.Ping(flood)))
+    wait_until(lambda: quiet.send(encoder.encode(samples(session, 1))))
     time.sleep(0.05)  # all of it lies in the socket
     assert desk.sessions.drain(desk.now_ns) == 1

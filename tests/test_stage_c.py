@@ -15,7 +15,7 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PolicyError
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.flight import Flight, Owner
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 
 class Chunks:

@@ -27,8 +27,8 @@ from ppstream.core.user_code import (
 from ppstream.launch.rank_exit import how_it_ends
 from ppstream.pipeline.decode import CopyDecoder
 from ppstream.policy.protocol import call_target, load, told
-from ppstream.wire.fields import MAX_PLACE, MAX_TEXT
-from ppstream.wire.messages import PolicyFault, encoder
+from ppstream.wire.fields import MAX_PLACE, MAX_TEXT, encoder
+from ppstream.wire.rank_messages import PolicyFault
 
 FORMS = ["inline", "serial", "split"]
 

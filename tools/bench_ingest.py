@@ -41,7 +41,8 @@ from ppstream.links.slots import SlotLayout
 from ppstream.observe.run_folder import hardware
 from ppstream.robot.client import RobotClient
 from ppstream.sessions.server import Sessions
-from ppstream.wire import messages
+from ppstream.wire import robot_messages
+from ppstream.wire.fields import encoder
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -123,15 +124,15 @@ def _append(ring: SensorRing, arrays: tuple[Array, Array]) -> int:
 
 
 def _take(ring: SensorRing, frame: bytes) -> int:
-    message = messages.from_robot.decode(frame)
-    assert isinstance(message, messages.Samples)
+    message = robot_messages.from_robot.decode(frame)
+    assert isinstance(message, robot_messages.Samples)
     stamps = np.frombuffer(message.stamps, np.int64)
     values = np.frombuffer(message.values, np.float32).reshape(len(stamps), DIM)
     return ring.append(stamps, values, now_ns())
 
 
 def _encoded(stamps: Array, values: Array) -> bytes:
-    return messages.encoder.encode(messages.Samples(1, 0, stamps.data, values.data))
+    return encoder.encode(robot_messages.Samples(1, 0, stamps.data, values.data))
 
 
 def _messages(size: int, count: int) -> list[tuple[Array, Array]]:

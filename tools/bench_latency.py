@@ -37,7 +37,7 @@ from bench_runs import (
 )
 
 from ppstream.robot.client import RobotClient
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 RATE_HZ: Final = 50
 WARM: Final = 50  # ticks that are not counted

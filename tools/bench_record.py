@@ -38,7 +38,7 @@ from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.flight import Flight, Owner
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.recording.recorder import Recorder
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 STREAMS: Final = 10
 RATE_HZ: Final = 1000

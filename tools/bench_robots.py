@@ -38,7 +38,7 @@ from robot_faults import LEASE_MS, RATE_HZ, SafeTime, measure_faults
 from ppstream.core.clock import now_ns
 from ppstream.robot.client import RobotClient
 from ppstream.robot.control_loop import LoopStatistics
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 ROBOTS: Final = (1, 8, 32)
 ROBOT_HZ: Final = 10.0  # of each: 32 of them are 320 observations a second

@@ -32,7 +32,7 @@ from bench_latency import NAMES, READY_LIMIT_S, US, rank_settings
 from bench_runs import RankPair, Spread, ending_cleanly, print_environment, spread, write_json
 
 from ppstream.robot.client import RobotClient
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 COUNTS: Final = (1, 8, 32)
 CASES: Final = ("all well", "one frozen", "one killed", "one floods")

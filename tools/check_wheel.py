@@ -34,7 +34,7 @@ TWO_RANKS: Final = (
 )
 ROBOT_SIDE: Final = """
 import sys
-import ppstream.robot, ppstream.analysis.judge, ppstream.wire.messages
+import ppstream.robot, ppstream.analysis.judge, ppstream.wire.robot_messages
 assert "torch" not in sys.modules
 assert "site-packages" in ppstream.__file__, ppstream.__file__
 """

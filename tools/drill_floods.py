@@ -27,7 +27,8 @@ from drill_robot import ACTIONS, STREAMS
 from drill_scene import Failed, Scene
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.wire import messages as m
+from ppstream.wire import robot_messages as m
+from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR, encoder
 
 FLOOD_S: Final = 2.0
 KEPT_MIN: Final = 0.95  # of the good robot's ticks: they execute an action
@@ -52,7 +53,7 @@ class Flood:
         self._context = zmq.Context()
         self._socket = self._dealer()
         streams = tuple(m.StreamDeclaration(stream, dim, "float32") for stream, dim in STREAMS)
-        hello = m.encoder.encode(m.Hello(m.WIRE_MAJOR, m.WIRE_MINOR, name, streams, ACTIONS))
+        hello = encoder.encode(m.Hello(WIRE_MAJOR, WIRE_MINOR, name, streams, ACTIONS))
         self._session = 0
         while not self._session:
             self._socket.send(hello)
@@ -80,7 +81,7 @@ class Flood:
     def leave(self) -> None:
         """Free the row."""
         time.sleep(LEAVE_S)
-        self._socket.send(m.encoder.encode(m.Bye(self._session)))
+        self._socket.send(encoder.encode(m.Bye(self._session)))
         self._context.destroy(linger=1000)
 
     # ---- what is sent ----------------------------------------------------------------------------
@@ -123,11 +124,11 @@ class Flood:
 
     def pings(self) -> Iterator[bytes]:
         """The smallest frames."""
-        return cycle([m.encoder.encode(m.Ping(self._session))])
+        return cycle([encoder.encode(m.Ping(self._session))])
 
     def strangers(self) -> Iterator[bytes]:
         """Frames without a session, and some that are none."""
-        return cycle([m.encoder.encode(m.Ping(1)), NOISE])
+        return cycle([encoder.encode(m.Ping(1)), NOISE])
 
     def connect(self, until_ns: int) -> int:
         """Open connections, say noise, and leave."""
@@ -143,7 +144,7 @@ class Flood:
         if values is None:
             values = np.ones((len(stamps), STREAMS[0][1]), np.float32)
         raw = memoryview(stamps.astype(np.int64).tobytes()), memoryview(values.tobytes())
-        return m.encoder.encode(m.Samples(self._session, 0, *raw))
+        return encoder.encode(m.Samples(self._session, 0, *raw))
 
     def _dealer(self) -> zmq.Socket[bytes]:
         dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)

@@ -30,7 +30,8 @@ from ppstream.control.framing import LENGTH
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
-from ppstream.wire import messages as m
+from ppstream.wire import rank_messages
+from ppstream.wire.fields import encoder
 from ppstream.wire.keys import ServerKeys
 from ppstream.wire.zmq_socket import SharedSocket, bind_server, connect_client
 
@@ -77,15 +78,15 @@ def fuzz_control(frames: int, seed: int) -> dict[str, int]:
     """
     rng = random.Random(seed)
     seeds = [
-        m.encoder.encode(message)
+        encoder.encode(message)
         for message in (
-            m.Heartbeat(3),
-            m.Bell(7),
-            m.PolicyFault(5, "exception", "text"),
-            m.Measured((1, 2, 3)),
-            m.Instruction(1, "go"),
-            m.Goodbye(0, "drained"),
-            m.Ready({"inputs": [1, 2]}),
+            rank_messages.Heartbeat(3),
+            rank_messages.Bell(7),
+            rank_messages.PolicyFault(5, "exception", "text"),
+            rank_messages.Measured((1, 2, 3)),
+            rank_messages.Instruction(1, "go"),
+            rank_messages.Goodbye(0, "drained"),
+            rank_messages.Ready({"inputs": [1, 2]}),
         )
     ]
     counts: Counter[str] = Counter()

@@ -29,7 +29,8 @@ from ppstream.config.schema import (
 from ppstream.core.clock import NS_PER_S
 from ppstream.ingest.intake import build_intake
 from ppstream.sessions.server import Sessions
-from ppstream.wire import messages as m
+from ppstream.wire import robot_messages as m
+from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.zmq_socket import SharedSocket, connect_client
 
 BATCH: Final = 400  # frames sent before they are looked at
@@ -87,7 +88,7 @@ def _attack(
             assert time.monotonic() < deadline, "frames were lost"
         return taken
 
-    deliver(good, m.encoder.encode(_hello("good")))
+    deliver(good, encoder.encode(_hello("good")))
     settle()
     good_session = 0
     deadline = time.monotonic() + HANG_S
@@ -109,7 +110,7 @@ def _attack(
         deliver(good, _samples(good_session, now))
         accepted += settle()
         if rng.random() < 0.5:
-            deliver(attacker, m.encoder.encode(_hello("attacker")))
+            deliver(attacker, encoder.encode(_hello("attacker")))
             settle()
     batches = -(-frames // BATCH)
     assert accepted == batches, f"the robot was served {accepted} times of {batches}"
@@ -143,17 +144,17 @@ def _seeds(session: int) -> tuple[bytes, ...]:
         m.ClockReading(session, 1, 2),
         m.Phase("ready"),
     )
-    return (*map(m.encoder.encode, known), _samples(session, NS_PER_S))
+    return (*map(encoder.encode, known), _samples(session, NS_PER_S))
 
 
 def _hello(robot: str) -> m.Hello:
     streams = (m.StreamDeclaration("joints", DIM, "float32"),)
-    return m.Hello(m.WIRE_MAJOR, m.WIRE_MINOR, robot, streams, ("a",))
+    return m.Hello(WIRE_MAJOR, WIRE_MINOR, robot, streams, ("a",))
 
 
 def _samples(session: int, stamp_ns: int) -> bytes:
     stamps, values = np.array((stamp_ns,)), np.zeros((1, DIM), np.float32)
-    return m.encoder.encode(m.Samples(session, 0, stamps.data, values.data))
+    return encoder.encode(m.Samples(session, 0, stamps.data, values.data))
 
 
 def fuzz_config(endpoint: str) -> PipelineConfig:

@@ -47,7 +47,7 @@ from ppstream.observe.run_folder import Run
 from ppstream.pipeline.bringup import run_saturated, time_standalone, warm_up
 from ppstream.pipeline.device.stage1 import Stage1Device
 from ppstream.policy.compatibility import build_policy
-from ppstream.wire.messages import Drain, Measure, PhaseChange, Ready
+from ppstream.wire.rank_messages import Drain, Measure, PhaseChange, Ready
 
 BASE: Final = _ROOT / "stages" / "ppstream_stages" / "bench_gpus.toml"
 STEPS: Final = 125  # x 270 values: 135 KB a row, 4.3 MB with 32

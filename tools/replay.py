@@ -20,7 +20,7 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
 from ppstream.recording.recording import Message, Recording, load_recording
 from ppstream.robot.client import RobotClient
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 FORMS = ".mcap, .npz, Franka .npy, PX4 .ulg, ROS 1 .bag, or the folder of a ROS 2 bag"
 REFUSED_PAUSE_S = 0.001  # between two attempts while nobody can take samples

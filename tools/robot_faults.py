@@ -25,7 +25,7 @@ from bench_runs import RankPair
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.robot.client import RobotClient
 from ppstream.robot.control_loop import ControlLoop
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 RATE_HZ: Final = 500.0
 LEASE_MS: Final = 200.0  # of rank_settings

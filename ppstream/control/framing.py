@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLostError, ProtocolError
-from ppstream.wire import messages
+from ppstream.wire import rank_messages
+from ppstream.wire.fields import encoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +48,9 @@ class FrameSender:
         self._rest = b""  # of a frame that was offered: it goes first
         self._broken: PeerLostError | None = None
 
-    def send(self, frame: messages.Control, is_alive: Callable[[], bool] = lambda: False) -> None:
+    def send(
+        self, frame: rank_messages.Control, is_alive: Callable[[], bool] = lambda: False
+    ) -> None:
         """Hand one frame to the kernel; waits only while the peer's buffer is full.
 
         Args:
@@ -68,7 +71,7 @@ class FrameSender:
         finally:
             self._lock.release()
 
-    def offer(self, frame: messages.Control) -> bool:
+    def offer(self, frame: rank_messages.Control) -> bool:
         """Hand one frame to the kernel if it has room now; returns False when it is dropped.
 
         Raises:
@@ -102,9 +105,9 @@ class FrameSender:
         finally:
             self._lock.release()
 
-    def _encoded(self, frame: messages.Control) -> bytearray:
+    def _encoded(self, frame: rank_messages.Control) -> bytearray:
         outgoing = self._outgoing
-        messages.encoder.encode_into(frame, outgoing, LENGTH.size)
+        encoder.encode_into(frame, outgoing, LENGTH.size)
         length = len(outgoing) - LENGTH.size
         if length > FRAME_BYTES_MAX:
             raise ProtocolError(

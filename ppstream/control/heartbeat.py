@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import PpstreamError
-from ppstream.wire import messages
+from ppstream.wire import rank_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +113,7 @@ class Heartbeat:
         while True:
             try:
                 if self._clock() >= due_ns:
-                    self._heart.offer(messages.Heartbeat(self._progress()))
+                    self._heart.offer(rank_messages.Heartbeat(self._progress()))
                     due_ns = self._clock() + self._interval_ns
                 ready = dict(poll.poll(max(0.0, due_ns - self._clock()) / NS_PER_MS))
                 if self._stop_fd in ready:

@@ -1,9 +1,9 @@
 """Peer: the other rank at the end of a control socket: typed frames, doorbells, typed death.
 
-A frame (framing.py) holds one messages.Control; an empty one carries descriptors and nothing else.
-Tensors never travel here, and nothing here decides what a death means. How two ranks find each
-other is ``rendezvous.py``; that a rank lives, whatever its loop does, is said on a second socket,
-its heart (``heartbeat.py``).
+A frame (framing.py) holds one rank_messages.Control; an empty one carries descriptors and nothing
+else. Tensors never travel here, and nothing here decides what a death means. How two ranks find
+each other is ``rendezvous.py``; that a rank lives, whatever its loop does, is said on a second
+socket, its heart (``heartbeat.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from ppstream.control.framing import FrameReader, FrameSender
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import (
+    MAX_TEXT,
     PeerFrozenError,
     PeerLeftError,
     PeerLostError,
@@ -26,7 +27,8 @@ from ppstream.core.errors import (
     ProtocolError,
     WatchdogError,
 )
-from ppstream.wire import messages
+from ppstream.wire import rank_messages
+from ppstream.wire.fields import DECODE_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,7 +78,7 @@ class Peer:
         sock.settimeout(0)
         self.name = name
         self.bells: deque[int] = deque()
-        self.inbox: deque[messages.Control] = deque()
+        self.inbox: deque[rank_messages.Control] = deque()
         self.last_heard_ns = clock()
         self.peer_progress = 0
         self.bytes_read = 0
@@ -105,12 +107,12 @@ class Peer:
         return str(self._socket.getsockname()[0])
 
     @property
-    def goodbye(self) -> messages.Goodbye | None:
+    def goodbye(self) -> rank_messages.Goodbye | None:
         """Why the peer leaves, once it has said so and this rank has read it."""
         heard = (*self.inbox, *(self.heart.inbox if self.heart is not None else ()))
-        return next((frame for frame in heard if isinstance(frame, messages.Goodbye)), None)
+        return next((frame for frame in heard if isinstance(frame, rank_messages.Goodbye)), None)
 
-    def send(self, frame: messages.Control) -> None:
+    def send(self, frame: rank_messages.Control) -> None:
         """Hand one frame to the kernel; waits only while the peer's buffer is full.
 
         A goodbye waits for nothing, and goes to the heart, too: the peer's loop may stand.
@@ -120,8 +122,8 @@ class Peer:
                 did not beat.
             ProtocolError: the frame is larger than ``frames.FRAME_BYTES_MAX``.
         """
-        if isinstance(frame, messages.Goodbye):
-            frame = messages.Goodbye(frame.code, frame.reason[: messages.MAX_TEXT])
+        if isinstance(frame, rank_messages.Goodbye):
+            frame = rank_messages.Goodbye(frame.code, frame.reason[:MAX_TEXT])
             if self.heart is not None:
                 self.heart.offer(frame)
             self.offer(frame)
@@ -130,9 +132,9 @@ class Peer:
 
     def ring(self, index: int) -> None:
         """Ring the doorbell: the slot data of ``index`` is complete. Raises as ``send``."""
-        self._send(messages.Bell(index))
+        self._send(rank_messages.Bell(index))
 
-    def offer(self, frame: messages.Control) -> bool:
+    def offer(self, frame: rank_messages.Control) -> bool:
         """Hand one frame to the kernel if it has room now; returns False when it is dropped.
 
         Raises:
@@ -182,7 +184,7 @@ class Peer:
         elif self._end is not None:
             raise self._end
 
-    def receive(self, timeout_ns: int) -> messages.Control:
+    def receive(self, timeout_ns: int) -> rank_messages.Control:
         """The next frame of ``inbox``, waiting for it; for set-up, not for the loop.
 
         Raises:
@@ -193,7 +195,7 @@ class Peer:
         """
         self._pump_until(lambda: bool(self.inbox), timeout_ns, "a frame")
         frame = self.inbox.popleft()
-        if isinstance(frame, messages.Goodbye):
+        if isinstance(frame, rank_messages.Goodbye):
             raise PeerLeftError(frame.code, frame.reason)
         return frame
 
@@ -275,7 +277,7 @@ class Peer:
                 raise PeerLostError(text)
             readable.poll(left_ns / NS_PER_MS)
 
-    def _send(self, frame: messages.Control) -> None:
+    def _send(self, frame: rank_messages.Control) -> None:
         try:
             self._sender.send(frame, self._is_beating)
         except PeerLostError:
@@ -326,12 +328,12 @@ class Peer:
             self._carriers -= 1
             return
         try:
-            frame = messages.control.decode(data)
-        except messages.DECODE_ERRORS as error:
+            frame = rank_messages.control.decode(data)
+        except DECODE_ERRORS as error:
             raise ProtocolError(f"{self.name} sent a frame that cannot be read: {error}") from error
-        if type(frame) is messages.Bell:
+        if type(frame) is rank_messages.Bell:
             self.bells.append(frame.index)
-        elif type(frame) is messages.Heartbeat:
+        elif type(frame) is rank_messages.Heartbeat:
             self.peer_progress = frame.progress
         else:
             self.inbox.append(frame)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import ActionConfig
     from ppstream.ingest.ring import RowInput
-    from ppstream.wire.messages import Prefix
+    from ppstream.wire.robot_messages import Prefix
 
 ACTION_BYTES: Final = 4  # float32
 VALUES: Final = "executed_prefix"

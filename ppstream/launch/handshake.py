@@ -44,9 +44,8 @@ from ppstream.launch.rank_exit import how_it_ends
 from ppstream.links.factory import LauncherStore
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.policy.compatibility import policy_problems
-from ppstream.wire.messages import (
-    WIRE_MAJOR,
-    WIRE_MINOR,
+from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR
+from ppstream.wire.rank_messages import (
     Goodbye,
     RankHeart,
     RankHello,

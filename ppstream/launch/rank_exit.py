@@ -28,7 +28,7 @@ from ppstream.core.errors import (
 from ppstream.core.user_code import UserExitError, fault_of, said
 from ppstream.links import nccl_dump
 from ppstream.observe.run_folder import Run
-from ppstream.wire.messages import Goodbye
+from ppstream.wire.rank_messages import Goodbye
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig

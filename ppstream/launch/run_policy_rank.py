@@ -27,7 +27,7 @@ from ppstream.pipeline.device.stage1 import Stage1Device
 from ppstream.pipeline.stage1 import Stage1
 from ppstream.policy.compatibility import build_policy
 from ppstream.policy.protocol import Policy
-from ppstream.wire.messages import Goodbye
+from ppstream.wire.rank_messages import Goodbye
 
 OUTLIVE_DRAIN_S: Final = 2.0  # rank 0 says drain within drain_s; alone, this rank leaves later
 

@@ -41,7 +41,7 @@ from ppstream.pipeline.rank0_peer import Paired
 from ppstream.pipeline.service import Service
 from ppstream.pipeline.stage0 import Stage0
 from ppstream.policy.compatibility import build_policy, policy_problems
-from ppstream.wire.messages import Drain, PhaseChange
+from ppstream.wire.rank_messages import Drain, PhaseChange
 
 logger = logging.getLogger("ppstream")
 

@@ -15,7 +15,7 @@ from ppstream.core.user_code import Fault, FirstFaults, fault_of, is_a
 from ppstream.policy.compiled import RecompileMeter
 from ppstream.policy.protocol import POLICY
 from ppstream.policy.unwritten import UnwrittenError
-from ppstream.wire.messages import (
+from ppstream.wire.rank_messages import (
     Drain,
     Goodbye,
     Instructed,

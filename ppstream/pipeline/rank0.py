@@ -23,7 +23,7 @@ from ppstream.ingest.intake import stream_lines
 from ppstream.pipeline.flight import Flight
 from ppstream.pipeline.stage_c import Nobody
 from ppstream.pipeline.time_accounting import LINK, TimeBook
-from ppstream.wire.messages import Report
+from ppstream.wire.robot_messages import Report
 
 if TYPE_CHECKING:
     from collections import deque

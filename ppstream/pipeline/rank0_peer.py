@@ -15,7 +15,14 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, ProtocolError, WatchdogError
 from ppstream.core.user_code import Fault
 from ppstream.pipeline.rank0 import Rank0
-from ppstream.wire.messages import Goodbye, Instructed, Instruction, Measure, Measured, PolicyFault
+from ppstream.wire.rank_messages import (
+    Goodbye,
+    Instructed,
+    Instruction,
+    Measure,
+    Measured,
+    PolicyFault,
+)
 
 if TYPE_CHECKING:
     from ppstream.control.peer import Peer

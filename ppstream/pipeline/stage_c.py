@@ -18,8 +18,7 @@ from ppstream.core.user_code import Fault, fault_of
 from ppstream.pipeline.decode import ActionRules
 from ppstream.policy.protocol import DECODER
 from ppstream.policy.unwritten import HOW_TO_WRITE
-from ppstream.wire.messages import ActionChunk
-from ppstream.wire.provenance import Provenance
+from ppstream.wire.robot_messages import ActionChunk, Provenance
 
 EMIT_MARGIN_NS: Final = NS_PER_MS  # an action is refused this long before its lease ends
 #: Why a result cannot be used, whoever would get it; so many in a row end the run.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 
 class ActionFile:

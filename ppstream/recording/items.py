@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.ingest.ring import RowInput
-    from ppstream.wire.messages import ActionChunk
+    from ppstream.wire.robot_messages import ActionChunk
 
 ITEM_BYTES: Final = 200  # of an item without its arrays
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ppstream.ingest.ring import RowInput
     from ppstream.pipeline.flight import Flight
     from ppstream.pipeline.stage_c import Emitter
-    from ppstream.wire.messages import ActionChunk
+    from ppstream.wire.robot_messages import ActionChunk
 
 logger = logging.getLogger("ppstream")
 

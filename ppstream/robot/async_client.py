@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ppstream.robot.client import RobotClient
 from ppstream.robot.outbox import Values
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 SLICE_S: Final = 0.25  # of a wait in a thread: a cancelled one is over this soon
 

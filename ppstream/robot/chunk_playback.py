@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from ppstream.wire.messages import ActionChunk
-    from ppstream.wire.provenance import Provenance
+    from ppstream.wire.robot_messages import ActionChunk, Provenance
 
 Actions: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]

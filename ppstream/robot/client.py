@@ -21,7 +21,7 @@ from ppstream.robot.session import RobotSession
 from ppstream.robot.statistics import ClientStatistics
 from ppstream.robot.timeline import ActionTimeline
 from ppstream.wire.keys import ClientKeys
-from ppstream.wire.messages import ActionChunk, Conditioned, Reset, Samples
+from ppstream.wire.robot_messages import ActionChunk, Conditioned, Reset, Samples
 
 
 class RobotClient:

@@ -17,15 +17,14 @@ from ppstream.core.clock import Clock, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError, ReceiverEndedError
 from ppstream.core.waiter import Waiter
 from ppstream.robot.session import HOPELESS, RobotSession
+from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.keys import ClientKeys
-from ppstream.wire.messages import (
-    DECODE_ERRORS,
+from ppstream.wire.robot_messages import (
     ActionChunk,
     Bye,
     ClockQuestion,
     ClockReading,
     FromRobot,
-    encoder,
     to_robot,
 )
 from ppstream.wire.zmq_socket import connect_client

@@ -16,7 +16,8 @@ from typing import Final
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.durations import Durations, Quantiles
 from ppstream.robot.timeline import ActionTimeline
-from ppstream.wire.messages import FromRobot, Prefix, Report, RobotState, Welcome, fault_text
+from ppstream.wire.fields import fault_text
+from ppstream.wire.robot_messages import FromRobot, Prefix, Report, RobotState, Welcome
 
 MAX_REPORTS: Final = 256  # waiting to be sent
 STATE_SINCE_MINOR: Final = 2  # an older rank 0 does not know RobotState

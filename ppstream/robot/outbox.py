@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from ppstream.core.errors import SpecError
-from ppstream.wire.messages import StreamDeclaration
+from ppstream.wire.robot_messages import StreamDeclaration
 
 Values: TypeAlias = np.ndarray[Any, Any]
 #: name and values per sample; the dtype is float32 unless given: ("wrist", 6, "float64")

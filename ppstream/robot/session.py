@@ -15,10 +15,8 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.durations import Durations
 from ppstream.core.errors import SpecError
 from ppstream.robot.statistics import Reconnecting
-from ppstream.wire.messages import (
-    MAX_NAME,
-    WIRE_MAJOR,
-    WIRE_MINOR,
+from ppstream.wire.fields import MAX_NAME, WIRE_MAJOR, WIRE_MINOR, encoder
+from ppstream.wire.robot_messages import (
     ActionChunk,
     Conditioned,
     Hello,
@@ -29,7 +27,6 @@ from ppstream.wire.messages import (
     Refused,
     StreamDeclaration,
     Welcome,
-    encoder,
     from_robot,
 )
 

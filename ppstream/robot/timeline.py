@@ -18,7 +18,7 @@ from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ReceiverEndedError
 from ppstream.robot.chunk_playback import Actions, Fading, Mask, Outcome, Part, Playing, blended
 from ppstream.robot.statistics import HoldCounts, Holds, TimelineCounts, TimelineStatistics
-from ppstream.wire.messages import ActionChunk
+from ppstream.wire.robot_messages import ActionChunk
 
 Refusal = Literal[
     "malformed", "non_finite", "out_of_order", "expired", "too_old", "superseded", "future"

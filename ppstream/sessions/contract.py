@@ -12,15 +12,8 @@ from typing import Final
 
 from ppstream.config.schema import PipelineConfig, RobotLimits, StreamConfig
 from ppstream.core.clock import NS_PER_MS
-from ppstream.wire.messages import (
-    DECODE_ERRORS,
-    WIRE_MAJOR,
-    WIRE_MINOR,
-    Hello,
-    StreamDeclaration,
-    Welcome,
-    hello_version,
-)
+from ppstream.wire.fields import DECODE_ERRORS, WIRE_MAJOR, WIRE_MINOR
+from ppstream.wire.robot_messages import Hello, StreamDeclaration, Welcome, hello_version
 
 MINORS_SERVED: Final = (WIRE_MINOR - 1, WIRE_MINOR)
 ENCODINGS: Final = ("raw", "jpeg")

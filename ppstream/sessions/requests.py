@@ -16,7 +16,8 @@ from ppstream.core.clock import NS_PER_S, Clock, now_ns
 from ppstream.ingest.sample_ledger import CLOSED, SHAPE
 from ppstream.sessions.instructions import Instructions
 from ppstream.sessions.jpeg_decoder import EncodedFrame, FrameDecoder, decoder_problem
-from ppstream.wire.messages import (
+from ppstream.wire.fields import fault_text
+from ppstream.wire.robot_messages import (
     ClockQuestion,
     ClockReading,
     Conditioned,
@@ -29,7 +30,6 @@ from ppstream.wire.messages import (
     RobotState,
     Samples,
     ToRobot,
-    fault_text,
 )
 
 if TYPE_CHECKING:

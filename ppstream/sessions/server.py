@@ -14,7 +14,7 @@ import numpy as np
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.clock import now_ns as clock_ns
-from ppstream.core.errors import ConfigError
+from ppstream.core.errors import MAX_TEXT, ConfigError
 from ppstream.ingest.sample_ledger import RATE
 from ppstream.sessions.contract import foreign_version, objection, welcome
 from ppstream.sessions.requests import SessionRequests
@@ -27,11 +27,9 @@ from ppstream.sessions.table import (
     SessionTable,
     frame_bytes_max,
 )
+from ppstream.wire.fields import DECODE_ERRORS, MAX_DETAILS, encoder
 from ppstream.wire.keys import server_keys
-from ppstream.wire.messages import (
-    DECODE_ERRORS,
-    MAX_DETAILS,
-    MAX_TEXT,
+from ppstream.wire.robot_messages import (
     ActionChunk,
     Bye,
     Hello,
@@ -40,7 +38,6 @@ from ppstream.wire.messages import (
     Refused,
     Samples,
     ToRobot,
-    encoder,
     from_robot,
 )
 from ppstream.wire.zmq_socket import Frame, bind_server

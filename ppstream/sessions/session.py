@@ -21,7 +21,7 @@ from ppstream.ingest.executed_prefix import commitment
 
 if TYPE_CHECKING:
     from ppstream.ingest.ring import RowInput, SensorRing
-    from ppstream.wire.messages import Hello, Prefix
+    from ppstream.wire.robot_messages import Hello, Prefix
 
 RAW: Final = "raw"
 NO_BYTES: Final = -1  # no raw sample has this size: an encoded stream's frames are looked at apart

@@ -1,6 +1,6 @@
 """Words of the wire: bounded numbers and texts, and the two kinds of struct that travel.
 
-What is said with them stands in ``messages.py`` (robots) and ``rank_messages.py`` (ranks).
+What is said with them stands in ``robot_messages.py`` (robots) and ``rank_messages.py`` (ranks).
 """
 
 from __future__ import annotations
@@ -43,3 +43,9 @@ class ControlFrame(Message, frozen=True, forbid_unknown_fields=True):
 def fault_text(text: str) -> str:
     """The beginning of ``text`` as it may travel and be shown: characters that print, alone."""
     return "".join(one if one.isprintable() else " " for one in text[:MAX_FAULT])
+
+
+encoder: Final = msgspec.msgpack.Encoder()
+
+#: Everything a hostile frame can make a decoder raise.
+DECODE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -1,11 +1,11 @@
 """Control frames between ranks: length-prefixed, on a socket of their own; see ``control/peer.py``.
 
-Ranks of one run have one version, so an unknown field is an error. ``messages.py`` hands them on.
+Ranks of one run have one version, so an unknown field is an error.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -136,3 +136,6 @@ Control = (
     | Instructed
     | RankHeart
 )
+
+
+control: Final[msgspec.msgpack.Decoder[Control]] = msgspec.msgpack.Decoder(Control)

@@ -1,13 +1,20 @@
 """The robot's wire: what a robot and rank 0 say to each other, one message per ZeroMQ frame.
 
-New fields are appended with defaults and skipped by whoever does not know them; golden bytes of
-every minor version stand under ``tests/golden``. ``messages.py`` hands them on with their decoders.
+Every struct is array-like with an integer tag: new fields are appended with defaults and skipped by
+whoever does not know them, nothing is renamed or removed; golden bytes of every minor version stand
+under ``tests/golden``. Robot clocks stamp samples; no instant of one clock is compared with
+another's.
+
+Provenance: where the age of one action chunk comes from, part by part.
+
+Durations only, each measured by one clock: no part needs two clocks that agree.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
+import msgspec
 from msgspec import Meta
 
 from ppstream.wire.fields import (
@@ -24,9 +31,32 @@ from ppstream.wire.fields import (
     Span,
     Text,
 )
-from ppstream.wire.provenance import Provenance
 
 # ---- robot -> rank 0 ------------------------------------------------------------------------
+
+
+class Provenance(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What rank 0 knows of a chunk's age when it emits it; in nanoseconds.
+
+    ``input_age_ns``: by stream, from the newest sample used to the window's end, both stamped by
+    the robot; a stream without a sample is missing. The others follow one another on rank 0's way,
+    from the arrival of the newest reference sample to the emit; their sum is ``server_ns``.
+    """
+
+    input_age_ns: dict[str, int]
+    wait_a_ns: int  # for a credit and for stage A
+    a_ns: int  # stage A, to the commit of the envelope
+    links_ns: int  # both ways together: only their sum can be measured without a common clock
+    wait_b_ns: int  # in D_in, on the policy rank
+    b_ns: int  # stage B
+    wait_c_ns: int  # in D_out
+    c_ns: int  # stage C, to the emit
+
+    @property
+    def server_ns(self) -> int:
+        """From the newest reference sample's arrival to the emit."""
+        stages_ns = self.a_ns + self.b_ns + self.c_ns
+        return stages_ns + self.wait_a_ns + self.links_ns + self.wait_b_ns + self.wait_c_ns
 
 
 class StreamDeclaration(Message, frozen=True):
@@ -244,3 +274,8 @@ class Conditioned(Message, frozen=True, tag=23):
 
 
 ToRobot = Welcome | Refused | Phase | ActionChunk | Lost | ClockQuestion | Conditioned
+
+
+from_robot: Final[msgspec.msgpack.Decoder[FromRobot]] = msgspec.msgpack.Decoder(FromRobot)
+to_robot: Final[msgspec.msgpack.Decoder[ToRobot]] = msgspec.msgpack.Decoder(ToRobot)
+hello_version: Final = msgspec.msgpack.Decoder(HelloVersion)
