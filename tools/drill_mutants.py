@@ -202,7 +202,7 @@ MUTANTS: Final = (
     Mutant(
         "hearts beat while idle",
         "ppstream/control/heartbeat.py",
-        "                    self._heart.offer(messages.Heartbeat(self._progress()))\n",
+        "                    self._heart.offer(rank_messages.Heartbeat(self._progress()))\n",
         "                    self._progress()\n",
         "idle",
     ),
