@@ -45,24 +45,7 @@ _HOME = {
     "block": "ppstream.observe.attribution",
     "client_keys": "ppstream.wire.keys",
 }
-__all__ = [
-    "ActionChunk",
-    "ActionTimeline",
-    "AsyncRobotClient",
-    "ClientStatistics",
-    "ConfigError",
-    "ControlLoop",
-    "Decoder",
-    "LoopStatistics",
-    "PipelineConfig",
-    "Policy",
-    "PpstreamError",
-    "RealTime",
-    "RobotClient",
-    "TensorSpec",
-    "block",
-    "client_keys",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import torch
 from msgspec import Meta
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from ppstream import ConfigError, TensorSpec, block
+from ppstream import TensorSpec, block
 from ppstream.config.schema import Count
+from ppstream_stages.building import load_weights, options_of
 
 # B=row T=step of the window D=value S=stream N=tokens Q=queries F=feature H=horizon n=frames
 
@@ -187,19 +187,10 @@ def build(config: Mapping[str, Any], device: torch.device) -> ActPolicy:
     Raises:
         ConfigError: an option is missing, unknown or not allowed, or the weights do not fit.
     """
-    try:
-        options = msgspec.convert(config, Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError([f"policy.options: {error}"]) from error
+    options = options_of(config, Options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         network = Transformer(options)
     if options.weights is not None:
-        try:
-            network.load_state_dict(load_file(options.weights))
-        except (OSError, RuntimeError) as error:
-            text = " ".join(str(error).split())
-            raise ConfigError(
-                [f"policy.weights: {options.weights} does not fit this policy: {text}"]
-            ) from error
+        load_weights(network, options.weights)
     return ActPolicy(options, network, device)

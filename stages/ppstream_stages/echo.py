@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from ppstream import ConfigError, TensorSpec
+from ppstream import TensorSpec
 from ppstream.config.schema import Count
+from ppstream_stages.building import options_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,8 +56,5 @@ def build(config: Mapping[str, Any], device: torch.device) -> EchoPolicy:
     Raises:
         ConfigError: an option is missing, unknown or not allowed.
     """
-    try:
-        options = msgspec.convert(config, Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError([f"policy.options: {error}"]) from error
+    options = options_of(config, Options)
     return EchoPolicy(options, device)

@@ -15,6 +15,7 @@ from ppstream import ConfigError, TensorSpec
 from ppstream.config.schema import Count, NonNegative
 from ppstream.core.simulated_delay import Delay
 from ppstream.cuda.busy_kernel import GpuWork
+from ppstream_stages.building import options_of
 
 if TYPE_CHECKING:
     import torch
@@ -63,10 +64,7 @@ def build(config: Mapping[str, Any], device: torch.device) -> SimulatedPolicy:
     Raises:
         ConfigError: an option is missing, unknown or not allowed, or the device is no GPU.
     """
-    try:
-        options = msgspec.convert(config, Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError([f"policy.options: {error}"]) from error
+    options = options_of(config, Options)
     return SimulatedPolicy(options, device)
 
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import torch
 from msgspec import Meta
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from ppstream import ConfigError, TensorSpec, block
 from ppstream.config.schema import Count
+from ppstream_stages.building import load_weights, options_of
 
 # B=row T=step of the window D=value S=stream V=camera N=tokens F=feature H=horizon A=action
 
@@ -284,10 +284,7 @@ def build(config: Mapping[str, Any], device: torch.device) -> VlaPolicy:
     Raises:
         ConfigError: an option is missing, unknown or not allowed, or the weights do not fit.
     """
-    try:
-        options = msgspec.convert(config, Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError([f"policy.options: {error}"]) from error
+    options = options_of(config, Options)
     if problems := _problems(options):
         raise ConfigError(problems)
     with torch.device("meta"):
@@ -296,13 +293,7 @@ def build(config: Mapping[str, Any], device: torch.device) -> VlaPolicy:
     if options.weights is None:
         network.draw(options.seed)
     else:
-        try:
-            network.load_state_dict(load_file(options.weights))
-        except (OSError, RuntimeError) as error:
-            text = " ".join(str(error).split())
-            raise ConfigError(
-                [f"policy.weights: {options.weights} does not fit this policy: {text}"]
-            ) from error
+        load_weights(network, options.weights)
     return VlaPolicy(options, network, device)
 
 

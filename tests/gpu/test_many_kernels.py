@@ -85,12 +85,14 @@ class Robot:
 
 
 @contextmanager
-def served(folder: Path, *settings: str) -> Iterator[tuple[Ranks, Robot]]:
+def served(folder: Path, kernels: int, *settings: str) -> Iterator[tuple[Ranks, Robot]]:
     """A run that is ready, and a robot that it serves."""
     folder.mkdir()
+    envelopes = ENVELOPES_OF_SHORT if kernels <= SHORT else ENVELOPES
     endpoint = f"ipc://{folder}/r"
     service = ("pipeline.pacing=sample", f"service.endpoint={endpoint}", "service.duration_s=600")
-    with Ranks(folder, *SETTINGS, *settings, *service, config=CONFIG) as ranks:
+    asked = (*SETTINGS, f"bringup.envelopes={envelopes}", *settings, *service)
+    with Ranks(folder, *asked, config=CONFIG) as ranks:
         ranks.wait_for_event("phase", READY_LIMIT_S, phase="ready")
         robot = Robot(endpoint)
         with robot.client as client:
@@ -159,13 +161,8 @@ FORMS = {
 @pytest.mark.parametrize("kernels", [100, 1000, 5000, 20_000])
 def test_a_policy_of_many_kernels_earns_ready_and_serves(tmp_path: Path, kernels: int) -> None:
     def run(depth: int) -> None:
-        envelopes = ENVELOPES_OF_SHORT if kernels <= SHORT else ENVELOPES
-        settings = (
-            f"policy.options={{kernels={kernels}}}",
-            f"pipeline.d_in={depth}",
-            f"bringup.envelopes={envelopes}",
-        )
-        with served(tmp_path / str(depth), *settings) as (ranks, robot):
+        settings = (f"policy.options={{kernels={kernels}}}", f"pipeline.d_in={depth}")
+        with served(tmp_path / str(depth), kernels, *settings) as (ranks, robot):
             for _ in range(ANSWERS):
                 assert robot.is_answered(), ranks.output()
             expected = stop(ranks)
@@ -185,9 +182,8 @@ def test_an_idle_run_of_many_kernels_hears_all_it_is_told(tmp_path: Path, form: 
         settings = (
             f"policy.options={{kernels={kernels}, instructions=true}}",
             "policy.instructions=true",
-            f"bringup.envelopes={ENVELOPES_OF_SHORT if kernels <= SHORT else ENVELOPES}",
         )
-        with served(tmp_path / str(number), *FORMS[form], *settings) as (ranks, robot):
+        with served(tmp_path / str(number), kernels, *FORMS[form], *settings) as (ranks, robot):
             assert robot.is_answered(), ranks.output()
             time.sleep(IDLE_S)
             act(ranks, robot)

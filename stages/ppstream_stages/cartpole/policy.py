@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from ppstream import ConfigError, TensorSpec, block
+from ppstream import TensorSpec, block
+from ppstream_stages.building import load_weights
 from ppstream_stages.cartpole.layout import DIM, FORCE_MAX_N, HORIZON, STREAMS, WINDOW_STEPS
 
 # B=row V=view T=step of the window D=value S=stream F=feature H=horizon N=4 numbers of the state
@@ -174,9 +174,5 @@ def build(config: Mapping[str, Any], device: torch.device) -> CartPolePolicy:
     torch.set_num_threads(int(config.get("threads", 1)))
     path = Path(config.get("weights") or WEIGHTS)
     network = HistoryTransformer()
-    try:
-        network.load_state_dict(load_file(path))
-    except (OSError, RuntimeError) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError([f"policy.weights: {path} does not fit this policy: {text}"]) from error
+    load_weights(network, path)
     return CartPolePolicy(network, device)
