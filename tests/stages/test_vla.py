@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from policy_calls import actions_of, blocks_of
 from safetensors.torch import save_file
 
 from ppstream.config.load import read
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.window import input_specs
-from ppstream.observe.attribution import give_blocks_to
 from ppstream.policy.compatibility import policy_problems
 from ppstream_stages.vla import Network, Options, build
 
@@ -42,17 +41,7 @@ PI0_PARAMETERS = 2.71e9  # image encoder, language model and action expert of th
 
 
 def run(config: dict[str, Any], seed: int = 0, **given: torch.Tensor) -> torch.Tensor:
-    policy = build(config, CPU)
-    generator = torch.Generator().manual_seed(seed)
-    window = {
-        spec.name: torch.ones(2, *spec.shape, dtype=torch.bool)
-        if spec.dtype == "bool"
-        else torch.rand(2, *spec.shape, generator=generator)
-        for spec in policy.inputs
-    } | given
-    out = {"actions": torch.full((2, *policy.outputs[0].shape), torch.nan)}
-    policy(window, out)
-    return out["actions"]
+    return actions_of(build(config, CPU), 1.0, seed, **given)
 
 
 def test_the_same_seed_gives_the_same_actions_and_another_does_not() -> None:
@@ -90,18 +79,9 @@ def test_every_denoising_step_changes_the_actions() -> None:
 
 
 def test_its_parts_are_named_blocks() -> None:
-    opened: list[str] = []
-
-    def opener(name: str) -> Any:
-        opened.append(name)
-        return nullcontext()
-
-    expected = run(SMALL)
-    give_blocks_to(opener)
-    try:
-        assert torch.equal(run(SMALL), expected)
-    finally:
-        give_blocks_to(None)
+    expected, seen = run(SMALL), []
+    opened = blocks_of(lambda: seen.append(run(SMALL)))
+    assert torch.equal(seen[0], expected)
     assert opened == BLOCKS
 
 
