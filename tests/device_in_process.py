@@ -22,7 +22,7 @@ from fake_put import FakePuts
 from fake_wait import FakeWaits
 from host_windows import HostWindows
 from linked_ends import linked
-from pipeline_in_process import Collector, NewestValues
+from pipeline_in_process import Collector, NewestValues, patient
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.peer import Peer
@@ -56,13 +56,11 @@ from ppstream.wire.rank_messages import Drain
 
 RUN_ID = "r"
 LOAD_LIMIT_S = 3.0
-#: Settings of every such pipeline: no heart beats here, and a thread may be off its core for long.
+#: Settings of every such pipeline.
 GPUS = (
     "placement.rank0=cuda:0",
     "placement.policy=cuda:1",
     "actions.lease_ms=60000",
-    "liveness.frozen_ms=100000",
-    "liveness.watchdog_s=200",
 )
 
 
@@ -139,6 +137,7 @@ class DevicePipeline:
         for module in (device_counters, stage1_device):
             patch.setattr(module, "stream", lambda role: CudaStream())
         patch.setattr("torch.cuda.synchronize", lambda device=None: None)
+        config = patient(config)
         self.config, self.policy = config, policy
         self.intake = build_intake(config)
         self.collector = Collector()

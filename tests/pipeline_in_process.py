@@ -85,8 +85,10 @@ def small_config(*overrides: str, **parts: Any) -> PipelineConfig:
     return msgspec.structs.replace(config, **parts)
 
 
-#: No heart beats here, and a thread may be off its core for long.
-PATIENT = {"frozen_ms": 100_000, "watchdog_s": 200}
+def patient(config: PipelineConfig) -> PipelineConfig:
+    """For ranks of one process: no heart beats there, and a thread may be off its core for long."""
+    liveness = msgspec.structs.replace(config.liveness, frozen_ms=100_000, watchdog_s=200)
+    return msgspec.structs.replace(config, liveness=liveness)
 
 
 class PipelineInProcess:
@@ -95,8 +97,7 @@ class PipelineInProcess:
     def __init__(
         self, config: PipelineConfig, policy: NewestValues, directory: Path, *, inline: bool = False
     ) -> None:
-        liveness = msgspec.structs.replace(config.liveness, **PATIENT)
-        config = self.config = msgspec.structs.replace(config, liveness=liveness)
+        config = self.config = patient(config)
         self.policy = policy
         self.intake = build_intake(config)
         self.collector = Collector()

@@ -57,7 +57,6 @@ class Bench:
             "bringup.envelopes=120",
             "bringup.standalone=20",
             "actions.lease_ms=60000",
-            "liveness={frozen_ms = 60000, watchdog_s = 90}",  # nobody beats here
         )
         self.config = load.read(str(CONFIG), settings)
         self.policy = Arm()

@@ -17,7 +17,6 @@ from ppstream.observe.profiler import Profiler
 from ppstream.report.kernels import cli
 from ppstream.report.kernels.findings import findings
 
-PATIENT = ("liveness.frozen_ms=60000", "liveness.watchdog_s=90")  # no heartbeats in these tests
 SHORT = ProfileConfig(wait=2, warmup=2, active=5)
 CHANGES = 4  # begin, warm up, record, stop
 
@@ -25,7 +24,7 @@ CHANGES = 4  # begin, warm up, record, stop
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(*, runs_ahead: bool) -> DevicePipeline:
-        config = small_config(*GPUS, *PATIENT)
+        config = small_config(*GPUS)
         return DevicePipeline(config, NewestValues(), tmp_path, monkeypatch, runs_ahead=runs_ahead)
 
     return make
