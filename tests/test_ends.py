@@ -3,6 +3,8 @@ import socket
 import subprocess
 import sys
 import threading
+from _thread import start_new_thread
+from contextlib import suppress
 
 import pytest
 from pipeline_in_process import small_config
@@ -308,8 +310,32 @@ def test_a_stop_signal_behind_a_dead_rank_is_no_stop():
     with pytest.raises(StoppedEarlyError):
         end.stop_early("SIGTERM")
     end.peer_process = OtherProcess(leaves=True)
-    with pytest.raises(PeerLostError, match="rank 1 ended before it had met this rank"):
+    with pytest.raises(StoppedEarlyError, match="rank 1 ended before it had met this rank") as told:
         end.stop_early("SIGTERM")
+    assert how_it_ends(told.value)[0] is ExitCode.PEER_LOST
+
+
+def test_a_stop_signal_inside_the_start_of_a_thread_breaks_neither(monkeypatch):
+    ignored = []
+    began = threading.Event()
+
+    def start(*of_thread):
+        start_new_thread(*of_thread)
+        RankEnd(0).stop_early("SIGTERM")  # where a signal may come: nobody waits for it yet
+
+    monkeypatch.setattr(threading, "_start_new_thread", start)
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    thread = threading.Thread(target=began.set, daemon=True)
+    with pytest.raises(StoppedEarlyError):
+        thread.start()
+    assert began.wait(10)
+    thread.join()
+    assert not ignored
+
+
+def test_user_code_that_catches_all_its_failures_does_not_swallow_a_stop():
+    with pytest.raises(StoppedEarlyError), suppress(Exception):
+        RankEnd(0).stop_early("SIGTERM")
 
 
 def test_user_code_that_exits_is_an_end_with_a_reason():

@@ -110,10 +110,20 @@ class PeerLeftError(PeerLostError):
         super().__init__(f"{OTHER_LEFT} {code} {theirs.name}: {reason}")
 
 
-class StoppedEarlyError(PpstreamError):
-    """A signal came before anything was started: leave, there is nothing to drain."""
+class StoppedEarlyError(BaseException):
+    """A signal came before anything was started: leave, there is nothing to drain.
 
-    exit_code = ExitCode.DRAINED
+    It is raised wherever the main thread happens to be, so it is no ``Exception``: neither a
+    thread's start nor user code may take it for a failure of its own.
+
+    Args:
+        reason: which signal, or who is gone.
+        exit_code: ``PEER_LOST`` where the launcher sent it because the other rank is gone.
+    """
+
+    def __init__(self, reason: str, exit_code: ExitCode = ExitCode.DRAINED) -> None:
+        self.exit_code = exit_code
+        super().__init__(reason)
 
 
 class PeerFrozenError(PeerLostError):

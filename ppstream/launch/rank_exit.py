@@ -21,7 +21,6 @@ from ppstream.core.errors import (
     OTHER_LEFT,
     ExitCode,
     PeerLeftError,
-    PeerLostError,
     PpstreamError,
     StoppedEarlyError,
 )
@@ -204,11 +203,11 @@ class RankEnd:
         """The answer to a signal while nothing is started yet.
 
         Raises:
-            StoppedEarlyError: somebody wants this run to stop.
-            PeerLostError: the launcher does, because the other rank is gone.
+            StoppedEarlyError: somebody wants this run to stop, or the launcher does because the
+                other rank is gone.
         """
         if self.peer_process is not None and self.peer_process.wait_gone(0):
-            raise PeerLostError(self._how_gone())
+            raise StoppedEarlyError(self._how_gone(), ExitCode.PEER_LOST)
         raise StoppedEarlyError(f"{name} before the run was ready")
 
     def because_of(self, error: BaseException) -> tuple[ExitCode, str]:
@@ -291,7 +290,7 @@ class RankEnd:
 
 def how_it_ends(error: BaseException) -> tuple[ExitCode, str]:
     """How a rank ends because of ``error``, in text that can be written and sent."""
-    if isinstance(error, PpstreamError):
+    if isinstance(error, PpstreamError | StoppedEarlyError):
         return error.exit_code, said(error, REASON_MAX)
     if isinstance(error, SystemExit):
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ppstream.core.errors import ConfigError, PpstreamError
+from ppstream.core.errors import ConfigError, PpstreamError, StoppedEarlyError
 from ppstream.core.user_code import UserExitError, fault_of, is_a, traceback_of
 
 logger = logging.getLogger("ppstream")
@@ -146,7 +146,7 @@ def call_target(path: str, target: str, what: str, call: Callable[[Any], Any]) -
 
 def refused(error: BaseException, who: str) -> BaseException:
     """What to raise for what user code raised before a run: a problem of the configuration."""
-    is_ours = is_a(error, PpstreamError, KeyboardInterrupt)  # a person's Ctrl-C
+    is_ours = is_a(error, PpstreamError, StoppedEarlyError, KeyboardInterrupt)
     try:
         fault = fault_of(error, who)
     except UserExitError as left:
