@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.config import load
 from ppstream.config.to_toml import as_toml
-from ppstream.control.lookout import Lookout
 from ppstream.core.errors import (
     FINAL_CODES,
     MEANINGS,
@@ -25,6 +24,7 @@ from ppstream.core.errors import (
     ExitCode,
     PeerFrozenError,
 )
+from ppstream.launch.lookout import Lookout
 from ppstream.launch.rank_exit import (
     SEE_OUT_S,
     RankEnd,

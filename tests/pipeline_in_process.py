@@ -37,8 +37,9 @@ from ppstream.pipeline.decode import CopyDecoder
 from ppstream.pipeline.inline import Inline
 from ppstream.pipeline.pacing import Pacing, Saturated
 from ppstream.pipeline.stage0 import Stage0
-from ppstream.pipeline.stage1 import Stage1, StageB
+from ppstream.pipeline.stage1 import Stage1
 from ppstream.pipeline.stage_a import StageA
+from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.stage_c import StageC
 from ppstream.wire.rank_messages import Drain
 from ppstream.wire.robot_messages import ActionChunk

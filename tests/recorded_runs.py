@@ -14,7 +14,7 @@ from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.run_report import RunReport
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ExitCode
-from ppstream.recording.recording import load_recording
+from ppstream.recording.load import load_recording
 
 CONFIG = Path(__file__).parents[1] / "stages" / "ppstream_stages" / "recorded_arm.toml"
 DATA = os.environ.get("PPSTREAM_TEST_DATA")

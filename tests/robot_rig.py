@@ -21,7 +21,8 @@ from ppstream.config.schema import (
 )
 from ppstream.core.clock import now_ns
 from ppstream.core.waiter import Waiter
-from ppstream.ingest.ring import RingBank, RowInput
+from ppstream.ingest.ring import RingBank
+from ppstream.ingest.rows import RowInput
 from ppstream.robot.client import RobotClient
 from ppstream.sessions.server import Sessions
 from ppstream.wire.robot_messages import ActionChunk

@@ -16,7 +16,8 @@ from ppstream.config.schema import (
     StreamConfig,
     WindowConfig,
 )
-from ppstream.ingest.ring import RingBank, RowInput
+from ppstream.ingest.ring import RingBank
+from ppstream.ingest.rows import RowInput
 from ppstream.ingest.window import WindowCutter
 from ppstream.links.slots import SlotLayout
 

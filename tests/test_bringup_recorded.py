@@ -21,7 +21,7 @@ from ppstream.core.errors import ConfigError, GateFailedError
 from ppstream.core.specs import TensorSpec
 from ppstream.launch.dry_run import describe
 from ppstream.pipeline.bringup import bring_up
-from ppstream.recording.recording import load_recording
+from ppstream.recording.load import load_recording
 
 A_S, B_S, C_S = 0.006, 0.008, 0.0005
 STEPS, DT_NS, SEEN = 64, 4_000_000, 16  # of the window; how many of its newest are looked at

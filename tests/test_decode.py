@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from ppstream.config.schema import ActionConfig, RobotLimits
 from ppstream.core.errors import ConfigError
-from ppstream.pipeline.decode import ActionRules, Enforced, build
+from ppstream.pipeline.action_limits import ActionRules, Enforced
+from ppstream.pipeline.decode import build
 
 ACTIONS = ActionConfig(
     names=("a", "b"), horizon=3, dt_ms=10, low=(-1.0, -2.0), high=(1.0, 2.0), lease_ms=100

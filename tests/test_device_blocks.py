@@ -23,7 +23,7 @@ from ppstream.ingest.device.sample_blocks import (
     BlockWriter,
 )
 from ppstream.ingest.device.window_records import WindowBook
-from ppstream.ingest.executed_prefix import Commitment
+from ppstream.ingest.rows import Commitment
 
 torch.set_num_threads(1)
 

@@ -14,9 +14,16 @@ from ppstream.control.peer import Peer
 from ppstream.control.peer_process import HeldProcess
 from ppstream.control.watchdog import Mark, Watchdog
 from ppstream.core.clock import NS_PER_S
-from ppstream.core.errors import ExitCode, PeerFrozenError, PeerLostError, PolicyError
+from ppstream.core.errors import (
+    ExitCode,
+    PeerFrozenError,
+    PeerLeftError,
+    PeerLostError,
+    PolicyError,
+    StoppedEarlyError,
+)
 from ppstream.launch.handshake import telling
-from ppstream.launch.rank_exit import Course, PeerLeftError, RankEnd, StoppedEarlyError, how_it_ends
+from ppstream.launch.rank_exit import Course, RankEnd, how_it_ends
 from ppstream.observe.run_folder import Run
 from ppstream.wire.rank_messages import Goodbye
 

@@ -9,8 +9,9 @@ import torch
 from robot_rig import DT_NS, MS, make_config, make_rows
 
 from ppstream.core.clock import now_ns
-from ppstream.ingest.executed_prefix import Commitment, PrefixWriter, commitment, prefix_specs
+from ppstream.ingest.executed_prefix import PrefixWriter, commitment, prefix_specs
 from ppstream.ingest.intake import build_intake
+from ppstream.ingest.rows import Commitment
 from ppstream.links.slots import SlotLayout
 from ppstream.sessions.session import Session
 from ppstream.wire.robot_messages import Hello, Prefix

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ppstream.launch import device_ranks
-from ppstream.links.factory import BACK, FRONT
+from ppstream.links.device_link import BACK, FRONT
 from ppstream.links.latency_probe import Latency
 
 

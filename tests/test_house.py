@@ -44,9 +44,8 @@ MAY_IMPORT: Final = {
     # links: the only place that may know how ranks find and reach each other through torch
     "torch.distributed": {
         "ppstream/launch/launcher.py",
-        "ppstream/links/factory.py",
+        "ppstream/control/launcher_store.py",
         "ppstream/links/gloo.py",
-        "ppstream/links/host.py",
         "ppstream/links/nccl.py",
     },
     # the robot wire, both of its ends and nothing between the ranks

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from robot_rig import make_config, make_rows
 
-from ppstream.ingest.ring import RowInput
+from ppstream.ingest.rows import RowInput
 from ppstream.sessions.instructions import TEXTS_MAX, Instructions
 
 

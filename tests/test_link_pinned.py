@@ -13,10 +13,10 @@ import torch.distributed as dist
 from fake_cuda import FakeDriver
 from linked_ends import driven_by
 
+from ppstream.control.launcher_store import LauncherStore
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaStream, Event
 from ppstream.links.device_link import BACK, FRONT
-from ppstream.links.factory import LauncherStore
 from ppstream.links.pinned_memory import PinnedLink
 from ppstream.links.slots import LinkShape, SlotLayout
 

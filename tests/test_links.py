@@ -21,23 +21,17 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError, SpecError
 from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
-from ppstream.links.factory import (
-    BackLink,
-    FrontLink,
-    LauncherStore,
-    LinkShape,
-    join_store,
-    open_back,
-    open_front,
-)
+from ppstream.links.factory import open_back, open_front
 from ppstream.links.host import available_bytes
-from ppstream.links.slots import SlotLayout
+from ppstream.links.protocol import BackLink, FrontLink
+from ppstream.links.slots import LinkShape, SlotLayout
 from ppstream.pipeline.credits import CreditLedger
 
 HEADER = ("index", "generation", "epoch", "seq")

@@ -21,10 +21,10 @@ from multirank.ranks import CONFIG as SMALL
 from multirank.ranks import Ranks, free_port
 from robot_rig import wait_until
 
-from ppstream.control import lookout
-from ppstream.control.lookout import Lookout
 from ppstream.control.peer_process import HeldProcess, children, of_rank
 from ppstream.core.errors import ExitCode, PeerLostError
+from ppstream.launch import lookout
+from ppstream.launch.lookout import Lookout
 from ppstream.launch.rank_exit import RankEnd
 
 RUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711", "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -32,10 +32,10 @@ from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.pipeline.pacing import OnSample, Scheduled
 from ppstream.recording.items import Line, Samples
+from ppstream.recording.load import load_recording
 from ppstream.recording.mcap_schema import Body, json_schema, parse_topic, topic
 from ppstream.recording.mcap_writer import RecordFile, open_recorder
 from ppstream.recording.recorder import Recorder
-from ppstream.recording.recording import load_recording
 
 WINDOWS = 150
 

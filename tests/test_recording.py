@@ -9,7 +9,8 @@ import pytest
 from stream_cases import MS, at_ms, ramp, stream
 
 from ppstream.core.errors import ConfigError
-from ppstream.recording.recording import Recording, Track, load_recording
+from ppstream.recording.load import load_recording
+from ppstream.recording.recording import Recording, Track
 
 DATA = os.environ.get("PPSTREAM_TEST_DATA")
 arm = pytest.mark.skipif(DATA is None, reason="PPSTREAM_TEST_DATA names no folder of recordings")

@@ -17,7 +17,8 @@ from ppstream.config.schema import RecordedAs, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.sources import RecordedSource
 from ppstream.recording.field_reader import FieldReader, nanoseconds
-from ppstream.recording.recording import Track, load_recording
+from ppstream.recording.load import load_recording
+from ppstream.recording.recording import Track
 
 DATA = os.environ.get("PPSTREAM_TEST_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="PPSTREAM_TEST_DATA names no recordings")

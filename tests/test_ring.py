@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
 from ppstream.ingest.intake import balances
-from ppstream.ingest.ring import RingBank, RowInput, SensorRing
+from ppstream.ingest.ring import RingBank, SensorRing
+from ppstream.ingest.rows import RowInput
 from ppstream.ingest.stamp_filter import BACKLOG_NS, FUTURE_LIMIT_NS, JUMP_SAMPLES, NEVER_NS
 
 RX = 123 * MS

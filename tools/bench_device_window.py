@@ -37,7 +37,8 @@ from ppstream.config.schema import (
 )
 from ppstream.core.clock import NS_PER_MS
 from ppstream.ingest.device.window import DeviceWindow
-from ppstream.ingest.ring import RingBank, RowInput
+from ppstream.ingest.ring import RingBank
+from ppstream.ingest.rows import RowInput
 from ppstream.links.slots import SlotLayout
 
 SLOTS = 3

@@ -25,12 +25,13 @@ import numpy as np
 import torch
 from bench_claims import Claim, ratio, write_audited
 
+from ppstream.control.launcher_store import join_store
 from ppstream.control.peer import Peer
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
-from ppstream.links.factory import LinkShape, join_store, open_back, open_front
-from ppstream.links.slots import SlotLayout
+from ppstream.links.factory import open_back, open_front
+from ppstream.links.slots import LinkShape, SlotLayout
 
 SIZES: Final = {"1 KB": 1 << 10, "64 KB": 1 << 16, "1 MB": 1 << 20, "8 MB": 8 << 20}
 KINDS: Final = ("host", "gloo", "socket")

@@ -101,8 +101,8 @@ def child(ways: list[str], output: Path) -> int:
     import torch
     from link_rounds import throw
 
+    from ppstream.control.launcher_store import join_store
     from ppstream.cuda import startup
-    from ppstream.links.factory import join_store
 
     store = join_store()
     is_front = store.rank == 0

@@ -46,8 +46,8 @@ from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
 from ppstream.pipeline.inline import Inline
 from ppstream.pipeline.pacing import Saturated
-from ppstream.pipeline.stage1 import StageB
 from ppstream.pipeline.stage_a import StageA
+from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.stage_c import StageC
 from ppstream.policy.compatibility import build_policy
 

@@ -35,7 +35,7 @@ from ppstream.config.schema import PipelineConfig, RecordConfig, StreamConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.ingest.intake import build_intake
 from ppstream.observe.log_writer import EnvelopeRecord
-from ppstream.pipeline.flight import Flight, Owner
+from ppstream.pipeline.flight import Owner
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.recording.recorder import Recorder
 from ppstream.wire.robot_messages import ActionChunk
@@ -204,7 +204,7 @@ def answer(recorder: Recorder, number: int, row: Any) -> None:
     record = EnvelopeRecord(phase="ready", tA0=now)
     end_ns = row.reference.newest_ns
     owner = Owner(present=True, episode=(1, 0), window_end_ns=end_ns, expires_ns=end_ns + NS_PER_S)
-    recorder.windows(Flight(number, 1, number, record, [owner]))
+    recorder.windows(record.tA0, 1, number, record.phase, [owner])
     chunk = ActionChunk(
         session=1,
         session_epoch=0,

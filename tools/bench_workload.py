@@ -50,7 +50,8 @@ from ppstream.config.schema import (
     WindowConfig,
 )
 from ppstream.ingest.device.window import DeviceWindow
-from ppstream.ingest.ring import RingBank, RowInput
+from ppstream.ingest.ring import RingBank
+from ppstream.ingest.rows import RowInput
 from ppstream.links.slots import SlotLayout
 from ppstream.policy.graphed import GraphedPolicy
 from ppstream_kernels import ResamplePlan, StreamSource

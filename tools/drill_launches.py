@@ -25,9 +25,9 @@ from drill_processes import MARK, marked
 from drill_scene import CONFIG, READY_LIMIT_S, Failed, Scene, started
 from drill_torchrun import expect_end, launched, no_orphans, rank_pids, until
 
-from ppstream.control.lookout import LAUNCHER_LOST
 from ppstream.control.peer_process import ranks_of
 from ppstream.core.clock import now_ns
+from ppstream.launch.lookout import LAUNCHER_LOST
 from ppstream.observe.run_folder import Run
 
 IDLE_PERIODS: Final = 3  # of the watchdog

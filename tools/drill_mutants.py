@@ -110,7 +110,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "outputs are filled before each call",
-        "ppstream/pipeline/stage1.py",
+        "ppstream/pipeline/stage_b.py",
         "        outputs.fill()\n",
         "",
         "policy-writes-nothing-once",
@@ -222,7 +222,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the launcher is watched",
-        "ppstream/control/lookout.py",
+        "ppstream/launch/lookout.py",
         "                self._lose_launcher(gone)\n",
         "                pass\n",
         "launcher-killed",

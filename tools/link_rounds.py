@@ -15,10 +15,11 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ppstream.control.launcher_store import LauncherStore
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaStream, Event, checked, driver
 from ppstream.cuda.streams import stream as own_stream
-from ppstream.links.factory import BACK, FRONT, LauncherStore
+from ppstream.links.device_link import BACK, FRONT
 from ppstream.links.nccl import NcclLink
 from ppstream.links.peer_memory import PeerLink
 from ppstream.links.pinned_memory import PinnedLink

@@ -31,6 +31,7 @@ from ppstream.analysis.run_report import RunReport
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.heartbeat import Heartbeat
+from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import now_ns
 from ppstream.core.waiter import Waiter
@@ -40,7 +41,6 @@ from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.launch import device_ranks, handshake
 from ppstream.launch.rank0_parts import rank0_parts
 from ppstream.launch.run_rank0 import begin_run
-from ppstream.links.factory import LauncherStore, join_store
 from ppstream.links.headers import link_shape
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
 from ppstream.observe.run_folder import Run

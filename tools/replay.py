@@ -18,7 +18,8 @@ from ppstream.config.load import add_arguments, load
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
-from ppstream.recording.recording import Message, Recording, load_recording
+from ppstream.recording.load import load_recording
+from ppstream.recording.recording import Message, Recording
 from ppstream.robot.client import RobotClient
 from ppstream.wire.robot_messages import ActionChunk
 

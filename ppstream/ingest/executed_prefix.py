@@ -9,12 +9,13 @@ own matter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.specs import TensorSpec
+from ppstream.ingest.rows import Commitment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import ActionConfig
-    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.rows import RowInput
     from ppstream.wire.robot_messages import Prefix
 
 ACTION_BYTES: Final = 4  # float32
@@ -30,16 +31,6 @@ VALUES: Final = "executed_prefix"
 DELAY: Final = "delay_steps"
 
 Array = np.ndarray[Any, Any]
-
-
-class Commitment(NamedTuple):
-    """A Prefix that can be used: ``actions [n, dim]`` float32, finite, n of at least 1."""
-
-    start_ns: int
-    dt_ns: int
-    expires_ns: int
-    delay_ns: int
-    actions: Array
 
 
 def commitment(said: Prefix, dim: int) -> Commitment | None:

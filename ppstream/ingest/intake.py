@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.ingest.ring import RingBank, RowInput
+from ppstream.ingest.ring import RingBank
+from ppstream.ingest.rows import RowInput
 from ppstream.ingest.sample_ledger import Balance, SampleLedger, total
 from ppstream.ingest.window import WindowCutter
 

@@ -1,13 +1,9 @@
-"""SensorRing: the newest history of one stream of one robot; RowInput: all rings of one robot.
+"""SensorRing: the newest history of one stream of one robot, in the memory of a RingBank.
 
 A ring has one writer and one reader, the same thread: there are no locks. Which samples a ring
 takes is decided here; who may send them is ``sessions/server.py``'s, which slice is used
-``window.py``'s.
-
-RingBank: the memory of one stream's rings, side by side for all rows.
-
-One bank is one argument of the resampling call, which so serves every row at once and reads the
-rings in place. What is written into it is ``ring.py``'s.
+``window.py``'s. A bank holds one stream's rings side by side for all rows: it is one argument of
+the resampling call, which so serves every row at once and reads the rings in place.
 """
 
 from __future__ import annotations
@@ -20,12 +16,9 @@ import torch
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.ingest.sample_ledger import (
-    CLOCK_JUMP,
-    CLOSED,
     DUPLICATE,
     FUTURE,
     LATE,
-    NEW_EPISODE,
     NON_FINITE,
     OVERWRITTEN,
     SHAPE,
@@ -35,12 +28,9 @@ from ppstream.ingest.sample_ledger import (
 from ppstream.ingest.stamp_filter import NEVER_NS, RobotClock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
 
     from ppstream.config.schema import StreamConfig
-    from ppstream.ingest.executed_prefix import Commitment
     from ppstream.recording.items import RowTap
 
 FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
@@ -287,65 +277,3 @@ def _representable(values: NDArray[Any]) -> NDArray[np.bool_]:
 
 def _increases(stamps: list[int]) -> bool:
     return all(map(lt, stamps, stamps[1:]))
-
-
-class RowInput:
-    """The place of one robot: a ring per stream, and whose they are.
-
-    ``session`` is 0 while the place is free; ``session_epoch`` counts the session's episodes.
-    ``instruction_id`` names the text that the policy follows for it (``instructions.py``), and
-    ``conditioning_epoch`` counts the robot's instructions.
-
-    Args:
-        banks: one per stream, by its name.
-        row: this place's index in them.
-        reference: the stream whose newest stamp ends the window.
-        stale_ns: samples that were so much longer on their way than others are refused.
-    """
-
-    def __init__(
-        self,
-        banks: Mapping[str, RingBank],
-        row: int,
-        reference: str,
-        stale_ns: int | None = None,
-    ) -> None:
-        self.clock = RobotClock(lambda: self._clear(CLOCK_JUMP), stale_ns)
-        self.rings = {name: SensorRing(bank, row, self.clock) for name, bank in banks.items()}
-        self.reference = self.rings[reference]
-        self.session = 0
-        self.session_epoch = 0
-        self.instruction_id = 0  # 0: none
-        self.conditioning_epoch = 0
-        self.robot = ""  # the name that its session said
-        self.commitment: Commitment | None = None  # what it executes meanwhile, as it last said
-
-    @property
-    def present(self) -> bool:
-        """Whether a window can be cut: somebody is here and the reference stream has a sample."""
-        return self.session != 0 and self.reference.count > 0
-
-    def open(self, session: int, *, is_real_time: bool = True) -> None:
-        """Give the free place to ``session``; false for a recording fed at any other speed."""
-        assert session != 0, "session 0 means nobody"
-        assert self.session == 0, f"session {session} opens a row that is {self.session}'s"
-        self.session = session
-        self.session_epoch = 0
-        self.clock.restart(is_real_time=is_real_time)
-
-    def close(self) -> None:
-        """The session is over: the place is free and the rings are empty."""
-        self._clear(CLOSED)
-        self.session = 0
-        self.session_epoch = 0
-        self.instruction_id = self.conditioning_epoch = 0
-
-    def new_episode(self) -> None:
-        """The robot starts anew: nothing older may reach a window. Its clock goes on."""
-        self._clear(NEW_EPISODE)
-        self.session_epoch += 1
-
-    def _clear(self, reason: str) -> None:
-        self.commitment = None
-        for ring in self.rings.values():
-            ring.clear(reason)

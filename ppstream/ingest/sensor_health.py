@@ -14,7 +14,8 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig, StreamConfig
     from ppstream.ingest.intake import Intake
-    from ppstream.ingest.ring import RingBank, RowInput, SensorRing
+    from ppstream.ingest.ring import RingBank, SensorRing
+    from ppstream.ingest.rows import RowInput
 
 #: ``silent``: nothing accepted for longer than the stream's ``max_age_ms``; ``refused``: more than
 #: half of what came was; ``slow``: less than half the nominal rate; ``unchanged``: the same values

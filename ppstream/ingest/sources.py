@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.core.clock import NS_PER_S
 from ppstream.ingest.sample_ledger import CLOCK_JUMP
-from ppstream.recording.recording import load_recording
+from ppstream.recording.load import load_recording
 from ppstream.recording.window_schedule import schedule_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.rows import RowInput
 
 #: The session of rows that no robot owns; robots' sessions are positive.
 OWN_SESSION: Final = -1

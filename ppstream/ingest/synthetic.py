@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.config.schema import PipelineConfig, StreamConfig
-    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.rows import RowInput
 
 BLOCK: Final = 256  # samples invented at a time
 FRAMES: Final = 8  # of a camera

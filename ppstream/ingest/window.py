@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import PipelineConfig, StreamConfig
-    from ppstream.ingest.ring import RingBank, RowInput
+    from ppstream.ingest.ring import RingBank
+    from ppstream.ingest.rows import RowInput
 
 VIEWS_MAX: Final = 64  # more than a link has slots
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from ppstream.config.rules import rank_problems
+from ppstream.control.launcher_store import OPEN_TIMEOUT_S
 from ppstream.core.errors import ConfigError
 from ppstream.cuda import startup
 from ppstream.cuda.busy_kernel import GpuWork
@@ -21,8 +22,8 @@ from ppstream.cuda.streams import stream as cuda_stream
 from ppstream.cuda.streams import torch_stream
 from ppstream.launch import handshake
 from ppstream.launch.placement import Placement, place
-from ppstream.links.device_link import run_ahead
-from ppstream.links.factory import BACK, FRONT, OPEN_TIMEOUT_S, open_device
+from ppstream.links.device_link import BACK, FRONT, run_ahead
+from ppstream.links.factory import open_device
 from ppstream.links.latency_probe import measure
 from ppstream.pipeline.device.stage0 import Stage0Device
 from ppstream.pipeline.device.stage0_queue import Parts as FrontParts
@@ -31,17 +32,18 @@ from ppstream.pipeline.device.stage1 import Parts as BackParts
 from ppstream.pipeline.device.stage1 import Stage1Device
 from ppstream.pipeline.device.stage_a import RingWindows
 from ppstream.pipeline.device.stage_b import DeviceStageB
-from ppstream.pipeline.stage1 import StageB
+from ppstream.pipeline.stage_b import StageB
 from ppstream.policy.graphed import GraphedPolicy, prepared_policy
 from ppstream.policy.host_staged import StagedPolicy, zeros
 from ppstream.policy.unwritten import drawn_for
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
+    from ppstream.control.launcher_store import LauncherStore
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
     from ppstream.launch.rank0_parts import Rank0Parts
-    from ppstream.links.factory import DeviceLink, LauncherStore
+    from ppstream.links.device_link import DeviceLink
     from ppstream.links.slots import LinkShape
     from ppstream.observe.log_writer import TimestampLog
     from ppstream.policy.protocol import Policy

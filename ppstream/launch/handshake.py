@@ -27,6 +27,7 @@ import msgspec
 import ppstream
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.heartbeat import Heartbeat
+from ppstream.control.launcher_store import LauncherStore
 from ppstream.control.peer import Peer
 from ppstream.control.peer_process import HeldProcess
 from ppstream.control.rendezvous import Listener, connect
@@ -41,7 +42,6 @@ from ppstream.core.errors import (
 from ppstream.core.specs import TensorSpec
 from ppstream.launch import handshake as config_facts
 from ppstream.launch.rank_exit import how_it_ends
-from ppstream.links.factory import LauncherStore
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.policy.compatibility import policy_problems
 from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR

@@ -31,7 +31,6 @@ from ppstream.wire.rank_messages import Goodbye
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
-    from ppstream.control.lookout import Lookout
     from ppstream.control.peer import Peer
 
 LOST_GRACE_S: Final = 1.0  # a rank whose peer is gone leaves by itself within this, or is made to
@@ -46,6 +45,16 @@ STDERR: Final = 2
 REASON_MAX: Final = 1 << 16  # characters: a configuration may have many problems
 CLEANER: Final = "multiprocessing.resource_tracker"  # leaves by itself when its work is done
 COMMAND_SHOWN: Final = 80  # characters
+
+
+class Deadline(Protocol):
+    """Ends the process at a moment, whatever its main thread does (``lookout.py``)."""
+
+    def on_phase(self, phase: str) -> None: ...
+
+    def leave_by(self, seconds: float) -> None: ...
+
+    def take_time(self) -> None: ...
 
 
 class RankEnd:
@@ -75,7 +84,7 @@ class RankEnd:
         self.peer_lost: str | None = None
         self.launcher_lost: str | None = None
         self.on_stop: Callable[[str], None] | None = None
-        self.lookout: Lookout | None = None
+        self.lookout: Deadline | None = None
         self._main_thread = threading.main_thread().ident or 0
         self._decided_by: BaseException | None = None
         self._leaving = threading.Lock()

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from ppstream.config.schema import PipelineConfig
+from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ExitCode
@@ -18,7 +19,7 @@ from ppstream.launch import device_ranks, handshake, rank_exit
 from ppstream.launch.monitoring import Watching
 from ppstream.launch.placement import Placement
 from ppstream.launch.run_rank0 import SWITCH_INTERVAL_S
-from ppstream.links.factory import LauncherStore, join_store, open_back
+from ppstream.links.factory import open_back
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape
 from ppstream.observe.log_writer import Stage1Record, TimestampLog

@@ -19,6 +19,7 @@ import torch
 
 import ppstream
 from ppstream.config.schema import PipelineConfig
+from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError, PeerLeftError, PpstreamError
@@ -29,7 +30,7 @@ from ppstream.launch import device_ranks, handshake, rank_exit
 from ppstream.launch.monitoring import Watching
 from ppstream.launch.placement import Placement
 from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
-from ppstream.links.factory import LauncherStore, join_store, open_front
+from ppstream.links.factory import open_front
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import new_slots
 from ppstream.observe.run_folder import Run, boot_id

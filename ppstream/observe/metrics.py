@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from prometheus_client.core import Metric
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
     from ppstream.observe.log_writer import TimestampLog
     from ppstream.observe.memory import GpuMemory
-    from ppstream.pipeline.credits import CreditLedger
-    from ppstream.sessions.server import Sessions
-    from ppstream.sessions.session import SessionStatistics
+    from ppstream.observe.statistics import CreditStatistics, SessionStatistics
 
 PHASES: Final = (
     "starting",
@@ -45,6 +43,24 @@ PHASES: Final = (
 VERDICTS: Final = ("PASS", "FAIL", "INCONCLUSIVE")
 S: Final = show.S
 KINDS: Final = ("allocated", "allocated_max", "reserved", "non_torch", "free", "total")
+
+
+class Queues(Protocol):
+    """The credit ledger."""
+
+    @property
+    def d_in(self) -> int: ...
+
+    @property
+    def d_out(self) -> int: ...
+
+    def statistics(self) -> CreditStatistics: ...
+
+
+class Robots(Protocol):
+    """The sessions of robots."""
+
+    def statistics(self) -> SessionStatistics: ...
 
 
 def gpu_families() -> Iterator[Metric]:
@@ -200,12 +216,12 @@ class Rank0Collector(RankCollector):
         log: TimestampLog,
         run: Mapping[str, str],
         *,
-        credit_ledger: CreditLedger,
+        credit_ledger: Queues,
         live_class: LiveClass,
         lease_s: float,
     ) -> None:
         super().__init__(tally, log, run)
-        self.sessions: Sessions | None = None
+        self.sessions: Robots | None = None
         self._rank0 = tally
         self._credits = credit_ledger
         self._live = live_class

@@ -8,27 +8,15 @@ may not go on is told so and waits elsewhere.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.errors import ProtocolError
+from ppstream.observe.statistics import CreditStatistics
 
 if TYPE_CHECKING:
     from ppstream.observe.log_writer import EnvelopeRecord
 
 DECODING_MAX: Final = 1  # stage C is serial
-
-
-@dataclass(frozen=True, slots=True)
-class CreditStatistics:
-    """Counts of one moment; the totals run since the start."""
-
-    outstanding: int
-    q_decode: int
-    in_system: int
-    committed: int
-    received: int
-    emitted: int
 
 
 class CreditLedger:

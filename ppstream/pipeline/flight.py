@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ppstream.observe.log_writer import EnvelopeRecord
 
 if TYPE_CHECKING:
-    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.rows import RowInput
 
 
 class Owner(NamedTuple):

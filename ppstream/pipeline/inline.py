@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ppstream.links.slots import Slot
-    from ppstream.pipeline.stage1 import StageB
+    from ppstream.pipeline.stage_b import StageB
 
 
 class Inline(Rank0):

@@ -14,7 +14,7 @@ from ppstream.core.clock import NS_PER_S, Ticker
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
-    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.rows import RowInput
     from ppstream.ingest.sources import RecordedSource
 
 

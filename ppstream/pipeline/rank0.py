@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from ppstream.pipeline.credits import CreditLedger
     from ppstream.pipeline.pacing import Pacing
     from ppstream.pipeline.stage_a import StageA
-    from ppstream.pipeline.stage_c import Emitter, StageC
+    from ppstream.pipeline.stage_c import StageC
     from ppstream.sessions.requests import Told
+    from ppstream.wire.robot_messages import Emitter
 
 LEDGER_INTERVAL_NS: Final = NS_PER_S
 WAIT_MAX_NS: Final = NS_PER_S // 10  # no wait is longer: limits are looked at this often

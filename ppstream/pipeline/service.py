@@ -28,8 +28,8 @@ from ppstream.recording.mcap_writer import open_recorder
 from ppstream.sessions.server import Sessions
 
 if TYPE_CHECKING:
-    from ppstream.pipeline.stage_c import Emitter
     from ppstream.recording.recorder import Recorder
+    from ppstream.wire.robot_messages import Emitter
 
 logger = logging.getLogger("ppstream")
 

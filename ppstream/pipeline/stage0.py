@@ -29,7 +29,7 @@ from ppstream.pipeline.time_accounting import LINK, TimeBook
 
 if TYPE_CHECKING:
     from ppstream.control.peer import Peer
-    from ppstream.links.factory import FrontLink
+    from ppstream.links.protocol import FrontLink
 
 SERIAL_LEAD: Final = (
     2  # envelopes in the system: one thread can use no more (analysis/period_model.py)

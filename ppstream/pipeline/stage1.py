@@ -1,15 +1,12 @@
 """THE loop of the policy rank: stage B, one envelope after the other, exactly one result each.
 
-``StageB`` runs the policy on a slot; ``Stage1`` receives, runs, replies. The inline twin uses the
-same ``StageB`` without a link.
+``Stage1`` receives, has ``StageB`` run the policy on the slot, replies.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING, Final
-
-import torch
 
 from ppstream.control.watchdog import Mark, is_patient, stage_b_limit_ns, watched
 from ppstream.core.clock import NS_PER_S, now_ns, thread_cpu_ns
@@ -18,9 +15,9 @@ from ppstream.core.errors import PeerLostError
 from ppstream.links.headers import BEHIND_LINK, EPOCH, FAILURES
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.policy_rank import PolicyRank
+from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.time_accounting import LINK, TimeBook
-from ppstream.policy.protocol import told
-from ppstream.policy.unwritten import INTEGERS, Outputs, failure, rebinding
+from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,70 +25,11 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
-    from ppstream.links.factory import BackLink, Slot
+    from ppstream.links.protocol import BackLink
+    from ppstream.links.slots import Slot
     from ppstream.observe.log_writer import TimestampLog
-    from ppstream.policy.protocol import Policy
 
 WAIT_NS: Final = NS_PER_S // 10
-EPISODE: Final = slice(0, 2)  # session, session_epoch: the columns of ``rows`` that name an episode
-
-
-class StageB:
-    """The policy behind one call; resets rows whose episode, or the run's epoch, changed.
-
-    Args:
-        policy: writes into host memory.
-        rows: the batch B.
-        integers: what integer outputs are filled with before each call.
-    """
-
-    def __init__(self, policy: Policy, rows: int, integers: int = INTEGERS) -> None:
-        self._policy = policy
-        self._inputs = [spec.name for spec in policy.inputs]
-        self._episodes: list[list[int]] | None = None
-        self._epoch = -1
-        self._rows = rows
-        self._integers = integers
-        self._outputs: dict[int, Outputs] = {}  # of each slot
-
-    def __call__(self, epoch: int, envelope: Slot, result: Slot) -> None:
-        """Have the policy write every output of ``result``. Raises whatever the policy raises.
-
-        Raises:
-            UnwrittenError: the policy left an output, or a part of one, as it was.
-        """
-        # a list of numbers is compared at a tenth of what comparing tensors costs
-        episodes = envelope.arrays["rows"][:, EPISODE].tolist()
-        if self._episodes is None or epoch != self._epoch:
-            self._reset([True] * self._rows)
-        elif episodes != self._episodes:
-            pairs = zip(episodes, self._episodes, strict=True)
-            self._reset([new != old for new, old in pairs])
-        self._episodes, self._epoch = episodes, epoch
-        outputs = self._outputs.get(id(result)) or self._outputs_of(result)
-        tensors = envelope.tensors
-        outputs.fill()
-        try:
-            self._policy({name: tensors[name] for name in self._inputs}, outputs.given)
-            outputs.hand_over(envelope.arrays["present"])
-        except BaseException as error:
-            del self._outputs[id(result)]  # as below
-            if why := rebinding(error):
-                raise why from error
-            raise
-        if outputs.is_kept():  # a thread of the policy's may yet write there: nobody shall read it
-            del self._outputs[id(result)]
-
-    def instruct(self, number: int, text: str) -> str:
-        """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
-        return told(self._policy, number, text)
-
-    def _outputs_of(self, result: Slot) -> Outputs:
-        outputs = self._outputs[id(result)] = Outputs(result, self._integers)
-        return outputs
-
-    def _reset(self, rows: list[bool]) -> None:
-        self._policy.reset(torch.tensor(rows))
 
 
 class Stage1(PolicyRank):

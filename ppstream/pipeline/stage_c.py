@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import PolicyError, PolicyMemoryError
 from ppstream.core.user_code import Fault, fault_of
-from ppstream.pipeline.decode import ActionRules
+from ppstream.pipeline.action_limits import ActionRules
 from ppstream.policy.protocol import DECODER
 from ppstream.policy.unwritten import HOW_TO_WRITE
-from ppstream.wire.robot_messages import ActionChunk, Provenance
+from ppstream.wire.robot_messages import ActionChunk, Emitter, Provenance
 
 EMIT_MARGIN_NS: Final = NS_PER_MS  # an action is refused this long before its lease ends
 #: Why a result cannot be used, whoever would get it; so many in a row end the run.
@@ -41,13 +41,6 @@ if TYPE_CHECKING:
     from ppstream.ingest.intake import Intake
     from ppstream.pipeline.flight import Flight, Owner
     from ppstream.policy.protocol import Decoder
-
-
-class Emitter(Protocol):
-    """Takes finished action chunks. Called from the thread that decodes; must not block."""
-
-    def emit(self, row: int, chunk: ActionChunk) -> str | None:
-        """Hand over; returns why it could not be, or None."""
 
 
 class Nobody:

@@ -20,7 +20,7 @@ import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.core.specs import TensorSpec
-    from ppstream.links.slots import Slot
     from ppstream.policy.protocol import Policy
 
 RAISED, UNWRITTEN = (
@@ -54,6 +53,14 @@ HOW_TO_WRITE: Final = (
 REBINDING: Final = frozenset({TypeError, AttributeError})  # what a mapping that is read-only raises
 
 _storage_references: Final[Any] = torch._C._storage_Use_Count  # torch does not annotate it
+
+
+class HasTensors(Protocol):
+    """A slot of a link."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
 
 Rows = Sequence[bool] | np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -164,7 +171,7 @@ class Outputs:
         slot: as it came.
     """
 
-    def __init__(self, slot: Slot, integers: int) -> None:
+    def __init__(self, slot: HasTensors, integers: int) -> None:
         self.slot = slot
         self._fills: list[tuple[memoryview, bytes]] = []
         self._samples: list[_Look] = []
@@ -224,9 +231,9 @@ class Results:
 
     def __init__(self, integers: int) -> None:
         self._integers = integers
-        self._slots: dict[int, tuple[Slot, tuple[_Look, ...]]] = {}
+        self._slots: dict[int, tuple[HasTensors, tuple[_Look, ...]]] = {}
 
-    def unwritten(self, slot: Slot, present: Rows) -> str:
+    def unwritten(self, slot: HasTensors, present: Rows) -> str:
         """What the policy left out in rows that are present; empty: nothing."""
         known = self._slots.get(id(slot))
         if known is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ppstream.ingest.ring import RowInput
+    from ppstream.config.schema import StreamConfig
     from ppstream.wire.robot_messages import ActionChunk
 
 ITEM_BYTES: Final = 200  # of an item without its arrays
@@ -83,10 +83,45 @@ class Taker(Protocol):
     def cleared(self, robot: str, reason: str) -> None: ...
 
 
+class Ring(Protocol):
+    """What is read, and set, of a stream's ring."""
+
+    stream: StreamConfig
+    tap: RowTap | None
+
+
+class Row(Protocol):
+    """What is read of a row of rings."""
+
+    robot: str
+
+    @property
+    def reference(self) -> Ring: ...
+
+    @property
+    def rings(self) -> Mapping[str, Ring]: ...
+
+
+class Window(Protocol):
+    """What is read of the owner of a row's window."""
+
+    @property
+    def present(self) -> bool: ...
+
+    @property
+    def episode(self) -> tuple[int, int]: ...
+
+    @property
+    def window_end_ns(self) -> int: ...
+
+    @property
+    def expires_ns(self) -> int: ...
+
+
 class RowTap:
     """What a row's rings tell: the taker, under the name of the robot that holds the row."""
 
-    def __init__(self, taker: Taker, row: RowInput, place: int) -> None:
+    def __init__(self, taker: Taker, row: Row, place: int) -> None:
         self._taker = taker
         self._row = row
         self._place = f"row{place}"

@@ -16,17 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from ppstream.core.clock import now_ns
-from ppstream.recording.items import Cleared, Cut, Emitted, Item, Line, RowTap, Samples
+from ppstream.recording.items import Cleared, Cut, Emitted, Item, Line, Row, RowTap, Samples, Window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from ppstream.ingest.ring import RowInput
-    from ppstream.pipeline.flight import Flight
-    from ppstream.pipeline.stage_c import Emitter
-    from ppstream.wire.robot_messages import ActionChunk
+    from ppstream.wire.robot_messages import ActionChunk, Emitter
 
 logger = logging.getLogger("ppstream")
 
@@ -82,7 +79,7 @@ class Recorder:
 
     # ---- what the loops call ---------------------------------------------------------------
 
-    def tap(self, rows: Sequence[RowInput]) -> None:
+    def tap(self, rows: Sequence[Row]) -> None:
         """Record what these rows' rings are given from now on; frames of cameras are not."""
         for row in rows:
             tap = RowTap(self, row, len(self._rows))
@@ -113,15 +110,16 @@ class Recorder:
     def cleared(self, robot: str, reason: str) -> None:
         self._offer(Cleared(robot, now_ns(), reason, dict(self._counts_of(robot))))
 
-    def windows(self, flight: Flight) -> None:
-        """The headers of a flight whose window was just cut."""
-        record = flight.record
-        for tap, owner in zip(self._rows, flight.owners, strict=True):
-            if owner.present:
+    def windows(
+        self, at_ns: int, epoch: int, seq: int, phase: str, windows: Sequence[Window]
+    ) -> None:
+        """One envelope's windows were just cut, one of each row."""
+        for tap, window in zip(self._rows, windows, strict=True):
+            if window.present:
                 robot = tap.robot
-                header = (robot, record.tA0 or 0, flight.epoch, flight.seq, record.phase)
-                ends = owner.episode, owner.window_end_ns, owner.expires_ns
-                self._offer(Cut(*header, *ends, dict(self._counts_of(robot))))
+                ends = window.episode, window.window_end_ns, window.expires_ns
+                counts = dict(self._counts_of(robot))
+                self._offer(Cut(robot, at_ns, epoch, seq, phase, *ends, counts))
 
     def emitter(self, emitter: Emitter | None) -> Emitter:
         """An emitter that records what it hands on to ``emitter``."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.rows import RowInput
 
 TEXTS_MAX: Final = 1024  # different texts of one run; the policy keeps all of them
 

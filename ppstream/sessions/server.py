@@ -16,9 +16,10 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.clock import now_ns as clock_ns
 from ppstream.core.errors import MAX_TEXT, ConfigError
 from ppstream.ingest.sample_ledger import RATE
+from ppstream.observe.statistics import SessionStatistics
 from ppstream.sessions.contract import foreign_version, objection, welcome
 from ppstream.sessions.requests import SessionRequests
-from ppstream.sessions.session import Session, SessionCounts, SessionStatistics
+from ppstream.sessions.session import Session, SessionCounts
 from ppstream.sessions.table import (
     DRAIN_FRAMES,
     DRAIN_NS,
@@ -44,7 +45,7 @@ from ppstream.wire.zmq_socket import Frame, bind_server
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
-    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.rows import RowInput
 
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
 SERVING: Final = frozenset({"ready", "degraded"})  # phases in which samples and actions flow

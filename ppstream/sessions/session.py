@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ppstream.ingest.executed_prefix import commitment
+from ppstream.observe.statistics import SessionStatistics
 
 if TYPE_CHECKING:
-    from ppstream.ingest.ring import RowInput, SensorRing
+    from ppstream.ingest.ring import SensorRing
+    from ppstream.ingest.rows import RowInput
     from ppstream.wire.robot_messages import Hello, Prefix
 
 RAW: Final = "raw"
@@ -128,34 +130,6 @@ class Session:
         if self.is_serving:
             self.is_serving = False
             self.row.close()
-
-
-@dataclass(frozen=True, slots=True)
-class SessionStatistics:
-    """Counts since the start.
-
-    Frames: ``frames_received = frames_handled + frames_dropped`` by reason. Samples that reached a
-    ring are in that ring's ledger; ``samples_early`` came before the run was ready.
-    ``connections_refused``: what never came to speak, by reason, and connections that ended.
-    Chunks: given to ``emit`` = ``chunks_sent + chunks_dropped`` by reason.
-    """
-
-    open: int
-    opened: int
-    closed: dict[str, int]
-    refused: dict[str, int]
-    frames_received: int
-    frames_handled: int
-    frames_dropped: dict[str, int]
-    connections_refused: dict[str, int]
-    samples_early: int
-    resets: int
-    instructions: int
-    images_decoded: int
-    image_decode_ns: int
-    reports_lost: int
-    chunks_sent: int
-    chunks_dropped: dict[str, int]
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from ppstream.sessions.session import Session, SessionStream
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig, StreamConfig
-    from ppstream.ingest.ring import RowInput
+    from ppstream.ingest.rows import RowInput
     from ppstream.wire.robot_messages import Hello
 
 SILENCE_NS: Final = 5 * NS_PER_S  # a robot that says nothing for longer has left

@@ -12,7 +12,7 @@ Durations only, each measured by one clock: no part needs two clocks that agree.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -247,6 +247,13 @@ class ActionChunk(Message, frozen=True, tag=20):
     horizon: Annotated[int, Meta(ge=1, le=65536)]
     actions: memoryview  # float32[horizon, len(actions of Hello)], little-endian
     provenance: Provenance | None = None  # only when the run is configured to send it
+
+
+class Emitter(Protocol):
+    """Takes finished action chunks. Called from the thread that decodes; must not block."""
+
+    def emit(self, row: int, chunk: ActionChunk) -> str | None:
+        """Hand over; returns why it could not be, or None."""
 
 
 class Lost(Message, frozen=True, tag=21):

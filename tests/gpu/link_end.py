@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
 from ppstream.cuda.driver import CudaStream, Event
-from ppstream.links.factory import BACK, FRONT, LauncherStore, join_store, open_device
+from ppstream.links.device_link import BACK, FRONT
+from ppstream.links.factory import open_device
 from ppstream.links.latency_probe import measure
 from ppstream.links.nccl import NcclLink
 from ppstream.links.peer_memory import PeerLink

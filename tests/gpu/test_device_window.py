@@ -13,7 +13,7 @@ from ppstream.core.clock import now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.ingest.device.sample_blocks import COMMITMENT_WORDS
 from ppstream.ingest.device.window import DeviceWindow
-from ppstream.ingest.executed_prefix import Commitment
+from ppstream.ingest.rows import Commitment
 from ppstream.links.slots import SlotLayout
 
 pytestmark = [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from multirank.ranks import CONFIG, JUDGED_AGAIN, Ranks
 
-from ppstream.recording.recording import load_recording
+from ppstream.recording.load import load_recording
 
 pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 

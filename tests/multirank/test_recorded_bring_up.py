@@ -14,7 +14,7 @@ from recorded_runs import (
     brought_up,
 )
 
-from ppstream.recording.recording import load_recording
+from ppstream.recording.load import load_recording
 
 pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 

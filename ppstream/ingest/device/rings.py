@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from ppstream.ingest.ring import RingBank, RowInput
+    from ppstream.ingest.ring import RingBank
+    from ppstream.ingest.rows import RowInput
 
 BLOCKS: Final = 8  # of pinned memory: so many copies may be on their way
 

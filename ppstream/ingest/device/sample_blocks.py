@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ppstream.config.schema import ActionConfig
-    from ppstream.ingest.executed_prefix import Commitment
-    from ppstream.ingest.ring import RingBank, RowInput, SensorRing
+    from ppstream.ingest.ring import RingBank, SensorRing
+    from ppstream.ingest.rows import Commitment, RowInput
 
 GUARD: Final = 2
 NEWEST: Final = -(2**63)  # of a row's end: at the newest sample of the reference stream

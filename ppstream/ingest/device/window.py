@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.ingest.ring import RingBank, RowInput
+    from ppstream.ingest.ring import RingBank
+    from ppstream.ingest.rows import RowInput
 
 FIXED_LIMIT_NS: Final = 5 * NS_PER_S  # for a window whose end was given
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ppstream.config.schema import PipelineConfig
-    from ppstream.ingest.ring import RowInput, SensorRing
+    from ppstream.ingest.ring import SensorRing
+    from ppstream.ingest.rows import RowInput
     from ppstream.ingest.window import Ages
 
 

@@ -1,0 +1,80 @@
+"""LauncherStore: the key-value store of the launcher, by which ranks find each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import torch.distributed as dist
+
+from ppstream.core.errors import ConfigError, PeerLostError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+OPEN_TIMEOUT_S: Final = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherStore:
+    """The launcher's key-value store as one generation of this run sees it (rendezvous.Store)."""
+
+    raw: Store
+    rank: int
+    world_size: int
+    generation: int
+
+    def set(self, key: str, value: str) -> None:
+        """Publish ``value`` for the ranks of this generation."""
+        self.raw.set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> str:
+        """What was published under ``key``, waiting for it.
+
+        Raises:
+            PeerLostError: nothing was published within ``timeout_s``, or the store is gone.
+        """
+        try:
+            self.raw.wait([key], timedelta(seconds=timeout_s))
+            return bytes(self.raw.get(key)).decode()
+        except dist.DistError as error:
+            raise PeerLostError(
+                f"no rank published {key!r} within {timeout_s:.1f} s: did every rank start?"
+            ) from error
+
+
+def join_store(
+    environment: Mapping[str, str] = os.environ, *, timeout_s: float = OPEN_TIMEOUT_S
+) -> LauncherStore:
+    """The store that torchrun's environment names; without torchrun's agent, rank 0 hosts it.
+
+    Raises:
+        ConfigError: the environment is incomplete or malformed.
+        PeerLostError: nobody serves the store within ``timeout_s``.
+    """
+    rank, world_size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
+    generation = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    has_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = environment.get("MASTER_ADDR", "127.0.0.1"), _number(environment, "MASTER_PORT")
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            world_size,
+            is_master=rank == 0 and not has_agent,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except dist.DistError as error:
+        raise PeerLostError(f"no store at {host}:{port} within {timeout_s:.1f} s") from error
+    prefixed = dist.PrefixStore(f"ppstream/{generation}", store)  # type: ignore[attr-defined]
+    return LauncherStore(prefixed, rank, world_size, generation)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdigit():
+        raise ConfigError([f"{name} is {text!r}, want a number: start the ranks with torchrun"])
+    return int(text)

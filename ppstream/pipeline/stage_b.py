@@ -1,0 +1,75 @@
+"""StageB: one call of the policy for one envelope, with resets, instructions and the row masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from ppstream.policy.protocol import told
+from ppstream.policy.unwritten import INTEGERS, Outputs, rebinding
+
+if TYPE_CHECKING:
+    from ppstream.links.slots import Slot
+    from ppstream.policy.protocol import Policy
+
+
+EPISODE: Final = slice(0, 2)  # session, session_epoch: the columns of ``rows`` that name an episode
+
+
+class StageB:
+    """The policy behind one call; resets rows whose episode, or the run's epoch, changed.
+
+    Args:
+        policy: writes into host memory.
+        rows: the batch B.
+        integers: what integer outputs are filled with before each call.
+    """
+
+    def __init__(self, policy: Policy, rows: int, integers: int = INTEGERS) -> None:
+        self._policy = policy
+        self._inputs = [spec.name for spec in policy.inputs]
+        self._episodes: list[list[int]] | None = None
+        self._epoch = -1
+        self._rows = rows
+        self._integers = integers
+        self._outputs: dict[int, Outputs] = {}  # of each slot
+
+    def __call__(self, epoch: int, envelope: Slot, result: Slot) -> None:
+        """Have the policy write every output of ``result``. Raises whatever the policy raises.
+
+        Raises:
+            UnwrittenError: the policy left an output, or a part of one, as it was.
+        """
+        # a list of numbers is compared at a tenth of what comparing tensors costs
+        episodes = envelope.arrays["rows"][:, EPISODE].tolist()
+        if self._episodes is None or epoch != self._epoch:
+            self._reset([True] * self._rows)
+        elif episodes != self._episodes:
+            pairs = zip(episodes, self._episodes, strict=True)
+            self._reset([new != old for new, old in pairs])
+        self._episodes, self._epoch = episodes, epoch
+        outputs = self._outputs.get(id(result)) or self._outputs_of(result)
+        tensors = envelope.tensors
+        outputs.fill()
+        try:
+            self._policy({name: tensors[name] for name in self._inputs}, outputs.given)
+            outputs.hand_over(envelope.arrays["present"])
+        except BaseException as error:
+            del self._outputs[id(result)]  # as below
+            if why := rebinding(error):
+                raise why from error
+            raise
+        if outputs.is_kept():  # a thread of the policy's may yet write there: nobody shall read it
+            del self._outputs[id(result)]
+
+    def instruct(self, number: int, text: str) -> str:
+        """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
+        return told(self._policy, number, text)
+
+    def _outputs_of(self, result: Slot) -> Outputs:
+        outputs = self._outputs[id(result)] = Outputs(result, self._integers)
+        return outputs
+
+    def _reset(self, rows: list[bool]) -> None:
+        self._policy.reset(torch.tensor(rows))
