@@ -46,7 +46,9 @@ sys.setswitchinterval(0.0005)
 ECHO_RANK = """
 import sys, time
 import torch
-from ppstream.links.factory import LinkShape, join_store, open_back
+from ppstream.control.launcher_store import join_store
+from ppstream.links.factory import open_back
+from ppstream.links.slots import LinkShape
 from ppstream.control.rendezvous import connect
 from ppstream.core.specs import TensorSpec
 from ppstream.links.slots import SlotLayout
