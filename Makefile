@@ -37,8 +37,8 @@ format: $(VENV)/.dev
 
 docs: build/docs/index.html
 
-build/docs/index.html: tools/make_docs.py $(SOURCES) | $(VENV)/.dev
-	$(BIN)/python tools/make_docs.py build/docs
+build/docs/index.html: tools/dev/make_docs.py $(SOURCES) | $(VENV)/.dev
+	$(BIN)/python tools/dev/make_docs.py build/docs
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

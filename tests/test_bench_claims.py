@@ -10,27 +10,27 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import bench_claims
-import bench_control_loop
-import bench_device_window
-import bench_latency
-import bench_link
-import bench_link_gpu
-import bench_metrics
-import bench_pipeline
-import bench_pipeline_cpu
-import bench_record
-import bench_resample
-import bench_robots
-import bench_sessions
-import bench_workload
+import claimed_numbers as bench_claims
 import claims_audit
 import d_sweep
 import pytest
-from bare_pipeline import BareRun
-from bench_runs import Spread, Target, write_json
+from bench import control_loop as bench_control_loop
+from bench import device_window as bench_device_window
+from bench import latency as bench_latency
+from bench import link as bench_link
+from bench import link_gpu as bench_link_gpu
+from bench import metrics_cost as bench_metrics
+from bench import pipeline_cpu as bench_pipeline_cpu
+from bench import pipeline_gpu as bench_pipeline
+from bench import record_cost as bench_record
+from bench import resample as bench_resample
+from bench import robots as bench_robots
+from bench import sessions as bench_sessions
+from bench import workload as bench_workload
+from bench.bare_pipeline import BareRun
 from d_sweep_cells import Cell, Stages
 from d_sweep_cells import Row as DepthRow
+from real_runs import Spread, Target, write_json
 
 from ppstream.analysis.claims import audit_claims
 from ppstream.core.durations import Bin, Quantiles
@@ -39,21 +39,21 @@ from ppstream.robot.control_loop import LoopStatistics
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 #: Whatever prints numbers that people quote belongs here.
 SCRIPTS = (
-    "bench_control_loop.py",
-    "bench_device_window.py",
-    "bench_ingest.py",
-    "bench_latency.py",
-    "bench_link.py",
-    "bench_link_gpu.py",
-    "bench_log.py",
-    "bench_metrics.py",
-    "bench_pipeline.py",
-    "bench_pipeline_cpu.py",
-    "bench_record.py",
-    "bench_resample.py",
-    "bench_robots.py",
-    "bench_sessions.py",
-    "bench_workload.py",
+    "bench/control_loop.py",
+    "bench/device_window.py",
+    "bench/ingest.py",
+    "bench/latency.py",
+    "bench/link.py",
+    "bench/link_gpu.py",
+    "bench/log_cost.py",
+    "bench/metrics_cost.py",
+    "bench/pipeline_gpu.py",
+    "bench/pipeline_cpu.py",
+    "bench/record_cost.py",
+    "bench/resample.py",
+    "bench/robots.py",
+    "bench/sessions.py",
+    "bench/workload.py",
     "d_sweep.py",
 )
 HALF = Spread(10, 2.0, 2.0, 3.0, 4.0)

@@ -1,12 +1,12 @@
-"""The cells of ``bench_pipeline.py``, and what is held against its rows."""
+"""The cells of ``bench/pipeline_gpu.py``, and what is held against its rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from bench_pipeline import beside_nccl, grid, targets_of
-from pipeline_cells import envelopes_of
+from bench.pipeline_gpu import beside_nccl, grid, targets_of
+from bench.pipeline_gpu_cells import envelopes_of
 
 
 def row(size_us: float, link: str, period_us: float, depth: int = 2) -> dict[str, Any]:

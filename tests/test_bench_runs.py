@@ -6,10 +6,10 @@ import signal
 import subprocess
 from pathlib import Path
 
-import bare_pipeline
 import pytest
-from bench_latency import PARTS, Answer, parts_of
-from bench_runs import RankPair, Target, ending_cleanly, spread, write_json
+from bench import bare_pipeline
+from bench.latency import PARTS, Answer, parts_of
+from real_runs import RankPair, Target, ending_cleanly, spread, write_json
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 

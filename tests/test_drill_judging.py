@@ -2,9 +2,9 @@ import math
 from typing import Any
 
 import pytest
-from drill_judging import Outcome, judge_robot, table
-from drill_mutants import MUTANTS, ROOT, Mutant
-from drill_scene import Tick
+from drill.judging import Outcome, judge_robot, table
+from drill.mutants import MUTANTS, ROOT, Mutant
+from drill.scene import Tick
 
 
 def test_the_table_has_a_row_for_each_fault_and_says_which_missed():

@@ -1,6 +1,6 @@
 import json
 
-from drill_logs import NOTHING_SENT, TAIL_MAX, imbalance, imbalances, parsed, whole_lines
+from drill.live_logs import NOTHING_SENT, TAIL_MAX, imbalance, imbalances, parsed, whole_lines
 
 
 def ledger(**changes):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-import draw_golden_cases
 import pytest
+from dev import draw_golden_cases
 
 PAGE = draw_golden_cases.ROOT / "runbooks" / "how-overlap-is-proven.md"
 
 
 @pytest.mark.parametrize("name", draw_golden_cases.CASES)
 def test_picture_and_row_are_up_to_date(name: str) -> None:
-    """Draw them again with ``python tools/draw_golden_cases.py``."""
+    """Draw them again with ``python tools/dev/draw_golden_cases.py``."""
     picture, row = draw_golden_cases.draw(name)
     file = draw_golden_cases.FOLDER / f"{name}.svg"
     assert file.read_text(encoding="utf-8") == picture

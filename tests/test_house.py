@@ -211,5 +211,5 @@ def test_folders_that_are_no_packages_stay_none() -> None:
 
 def test_no_tool_shadows_the_standard_library() -> None:
     """A tool's folder comes first on sys.path: tools/profile.py would break cProfile."""
-    tools = {file.stem for file in (ROOT / "tools").glob("*.py")}
+    tools = {file.stem for file in (ROOT / "tools").rglob("*.py")}
     assert tools & sys.stdlib_module_names == set()

@@ -1,4 +1,4 @@
-"""The rounds of ``bench_link_gpu.py`` over a driver of threads: what they time, in which order."""
+"""The rounds of ``bench/link_gpu.py`` over a driver of threads: what they time, in which order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
-import link_rounds
 import pytest
 import torch
+from bench import link_gpu_rounds as link_rounds
 from fake_cuda import FakeDriver, queue_call
 from fake_put import FakePuts
 from linked_ends import driven_by, linked

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import metrics_in_runs
 import pytest
-from metrics_in_runs import Round, Watched
+from bench import metrics_cost
+from bench.metrics_cost import Round, Watched
 
 from ppstream.analysis.claims import audit_claims
 
@@ -28,11 +28,11 @@ def ran(*periods_us: float) -> Round:
 def test_the_cost_is_the_median_of_rounds_and_can_be_audited(
     rounds: list[Round], tallies: float, both: float
 ) -> None:
-    assert metrics_in_runs.cost(rounds, "tallied") == pytest.approx(tallies)
-    assert metrics_in_runs.cost(rounds, "scraped") == pytest.approx(both)
-    met = [target.met for target in metrics_in_runs.targets_of(rounds)]
+    assert metrics_cost.cost(rounds, "tallied") == pytest.approx(tallies)
+    assert metrics_cost.cost(rounds, "scraped") == pytest.approx(both)
+    met = [target.met for target in metrics_cost.targets_of(rounds)]
     assert met == [tallies <= 0.01, both <= 0.01]
-    claims = metrics_in_runs.claims_of(rounds)
+    claims = metrics_cost.claims_of_runs(rounds)
     assert all(finding.holds for finding in audit_claims(claims))
     for claim in claims:
         claim["claimed"] += 0.01
@@ -42,7 +42,7 @@ def test_the_cost_is_the_median_of_rounds_and_can_be_audited(
 @pytest.mark.multirank
 def test_a_watched_bring_up_was_asked_while_its_envelopes_ran() -> None:
     settings = ("bringup.envelopes=150",)
-    found = metrics_in_runs.bring_up(SMALL, settings, rate=20.0)
+    found = metrics_cost.bring_up(SMALL, settings, rate=20.0)
     assert found.envelopes >= 150
     assert found.period_us > 4000  # two stages of 2 ms on one thread
     assert len(found.scrapes_ms) >= 4

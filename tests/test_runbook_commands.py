@@ -26,17 +26,17 @@ ELSEWHERE: Final = {
     "ppstream.serve": "tests/multirank/test_torchrun.py",
     "ppstream.launch.launcher": "tests/multirank/test_launcher.py",
     "tools/d_sweep.py": "tests/test_d_sweep.py",
-    "tools/draw_golden_cases.py": "tests/test_golden_pictures.py",
-    "tools/drill_": "tests/multirank/test_faults.py",  # parts of the next
-    "tools/fault_drill.py": "tests/multirank/test_faults.py",
+    "tools/dev/draw_golden_cases.py": "tests/test_golden_pictures.py",
+    "tools/drill/": "tests/multirank/test_faults.py",  # parts of the next
+    "tools/drill/fault_drill.py": "tests/multirank/test_faults.py",
     "tools/replay.py": "tests/test_replay.py",
     "tools/robot_view.py": "tests/test_robot_view.py",
     "tools/nsys_profile.sh": "tests/test_nsys_profile.py",
-    "tools/bench_": "tests/test_bench_claims.py",
+    "tools/bench/": "tests/test_bench_claims.py",
 }
 #: Need more minutes than a test has: their command line at least is understood.
-UNDERSTOOD: Final = ("tools/soak.py", "tools/drill_mutants.py")
-NEED_GPU: Final = ("tools/gpu_check.sh", "tools/window_once.py")  # and take no options
+UNDERSTOOD: Final = ("tools/drill/soak.py", "tools/drill/mutants.py")
+NEED_GPU: Final = ("tools/dev/gpu_check.sh", "tools/dev/gpu_once.py")  # and take no options of ours
 REPORT_CODES: Final = (0, 1, 2)  # a verdict, whatever it is
 LIMIT_S: Final = 100
 #: One interpreter for all lines of a tool: most of a line's time is the import of torch.

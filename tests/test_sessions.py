@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from fuzz_robots import fuzz_sessions
+from fuzz.robots import fuzz_sessions
 from robot_rig import MS, make_chunk, make_config, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk, samples
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from fuzz_frames import HUGE, fuzz_connections, handshake
+from fuzz.frames import HUGE, fuzz_connections, handshake
 from robot_rig import ANY_PORT, make_client, make_config, serving, wait_until
 
 from ppstream.config.rules import problems

@@ -1,6 +1,6 @@
 """A robot is safe within the lease whatever happens to the other side: real signals, one process.
 
-``tools/bench_robots.py`` measures the same against a whole run, fault by fault.
+``tools/bench/robots.py`` measures the same against a whole run, fault by fault.
 """
 
 from __future__ import annotations

@@ -17,14 +17,7 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from bench_claims import Claim, ratio
-from bench_runs import (
-    ending_cleanly,
-    measure_bring_up,
-    print_environment,
-    print_targets,
-    write_json,
-)
+from claimed_numbers import Claim, ratio
 from d_sweep_cells import (
     Advice,
     Cell,
@@ -37,6 +30,13 @@ from d_sweep_cells import (
     gap_targets,
     parse_stages,
     recommend,
+)
+from real_runs import (
+    ending_cleanly,
+    measure_bring_up,
+    print_environment,
+    print_targets,
+    write_json,
 )
 
 from ppstream.analysis.run_report import RunReport

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from bench_runs import Spread, Target, spread
+from real_runs import Spread, Target, spread
 
 GOOD_ENOUGH: Final = 1.02  # of the best period: deeper queues only cost latency
 GAP_MAX: Final = 0.03  # of the model's period,

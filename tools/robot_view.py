@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import msgspec
 import numpy as np
-from bench_runs import RankPair, ending_cleanly
 from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw, ImageFont
+from real_runs import RankPair, ending_cleanly
 from robot_view_lockstep import record_lockstep
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S

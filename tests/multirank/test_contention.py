@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from drill_contention import CONTENTION
-from fault_drill import drill
+from drill.contention import CONTENTION
+from drill.fault_drill import drill
 from multirank.ranks import Ranks
 
 from ppstream.analysis.judge import judge

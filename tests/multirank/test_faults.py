@@ -6,16 +6,16 @@ import subprocess
 import sys
 from collections import Counter
 
-import drill_gpu
-import drill_torchrun
-import fault_drill
 import pytest
-from drill_judging import Outcome
-from drill_launches import Launch
-from drill_logs import NOTHING_SENT
-from drill_processes import MARK, marked
-from drill_scene import Failed
-from fault_drill import CPU, GPU, QUICK, drill
+from drill import fault_drill
+from drill import gpu as drill_gpu
+from drill import torchrun as drill_torchrun
+from drill.fault_drill import CPU, GPU, QUICK, drill
+from drill.judging import Outcome
+from drill.launches import Launch
+from drill.live_logs import NOTHING_SENT
+from drill.processes import MARK, marked
+from drill.scene import Failed
 
 pytestmark = pytest.mark.multirank
 
@@ -31,7 +31,7 @@ def test_one_fault_of_each_mechanism_keeps_its_bounds(tmp_path):
 
 def test_a_bound_that_is_missed_is_said(tmp_path, monkeypatch):
     """The drill itself can fail: a fault whose evidence never comes."""
-    from drill_faults import Recovering
+    from drill.faults import Recovering
 
     class Calm:
         def codes(self):
@@ -84,7 +84,7 @@ def test_ranks_that_differ_are_gone_without_orphans_and_sent_nothing(tmp_path):
 
 def test_the_tier_of_two_gpus_says_that_it_needs_them(monkeypatch, capsys):
     monkeypatch.setattr(drill_gpu.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(sys, "argv", ["fault_drill.py", "--gpu"])
+    monkeypatch.setattr(sys, "argv", ["drill/fault_drill.py", "--gpu"])
     assert fault_drill.main() == 0
     assert capsys.readouterr().out == "skipped: needs two GPUs\n"
 

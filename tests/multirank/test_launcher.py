@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 
 SERVE_ON = ("service.duration_s=none", SERVED)
 STANDING = (
-    "policy.target=standing_policy:build",
+    "policy.target=drill.standing_policy:build",
     "policy.options.inner=ppstream_stages.simulated:build",
     "policy.options.build_s=60",
 )

@@ -13,7 +13,7 @@ from multirank.ranks import Ranks
 pytestmark = pytest.mark.multirank
 
 STANDING = (
-    "policy.target=standing_policy:build",
+    "policy.target=drill.standing_policy:build",
     "policy.options.inner=ppstream_stages.simulated:build",
     "liveness.heartbeat_ms=5",
     "bringup.overlap_min=0",
@@ -38,7 +38,10 @@ def test_a_first_call_that_outlasts_every_socket_is_waited_for(tmp_path):
 @pytest.mark.parametrize(
     ("option", "named"),
     [
-        ("build_s", "the main thread made no progress .* at the build of standing_policy:build"),
+        (
+            "build_s",
+            "the main thread made no progress .* at the build of drill.standing_policy",
+        ),
         ("first_s", "stage B made no progress .* at epoch 0, seq 0"),
     ],
 )

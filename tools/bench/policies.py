@@ -1,0 +1,218 @@
+"""Policies that only benchmarks need, and what it costs to prove that a policy wrote its outputs.
+
+Named in settings as ``bench.policies:build_reading``, which reads heavy envelopes, and
+``bench.policies:build_echo``, which does no work. Run as a tool it times what each call of a policy
+pays for the fill before it and the look behind it (``ppstream/policy/unwritten.py``): on the host
+around calls that write everything, on a GPU as the difference that the fill makes to the replay of
+graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
+
+
+import msgspec
+import torch
+from bench import gpu_timing
+from real_runs import Target, print_environment, print_targets, spread
+
+from ppstream.core.simulated_delay import Delay
+from ppstream.core.specs import TensorSpec
+from ppstream.links.slots import Slot, SlotLayout, new_slots
+from ppstream.policy.unwritten import INTEGERS, FilledPolicy, Outputs, Results
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+#: The session in ``rows`` of an envelope that no robot asked for.
+NOBODY: Final = -1
+BRING_UP_MS: Final = 20.0  # so long that the runtime around it is no part worth hiding
+#: Outputs, and the most µs that their proof may take: on the host, on a GPU.
+PROVEN: Final = (
+    (TensorSpec("actions", (50, 32)), 5.0, 1.0),
+    (TensorSpec("kv", (15 << 20 >> 1,), "bfloat16"), 20.0, 3.0),
+)
+CALLS: Final = 3000
+HERE: Final = (True,)  # the only row
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[policy.options]``: what is read, and the shape of the actions."""
+
+    group: str
+    steps: int
+    dim: int
+    b_ms: float = 0.0
+    horizon: int
+    action_dim: int
+    weights: None = None
+
+
+class ReadingPolicy:
+    """Copies ``<group>.values`` to its own memory, then sleeps; its actions are zeros."""
+
+    def __init__(self, options: Options) -> None:
+        self.inputs = (TensorSpec(f"{options.group}.values", (options.steps, options.dim)),)
+        self.outputs = (TensorSpec("actions", (options.horizon, options.action_dim)),)
+        self._own = torch.zeros((1, options.steps, options.dim))
+        self._delay = Delay(options.b_ms)
+
+    def reset(self, rows: Tensor) -> None:
+        """Nothing to forget."""
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        self._own.copy_(window[self.inputs[0].name])
+        self._delay.spend()
+        out["actions"].zero_()
+
+
+class EchoPolicy:
+    """Its actions are the newest input values, at once; but bring-up's envelopes take 20 ms.
+
+    Without any work there is nothing to overlap, and a gate that measures overlap among the
+    runtime's own microseconds says so. Robots' envelopes never wait here.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._values = f"{options.group}.values"
+        values = TensorSpec(self._values, (options.steps, options.dim))
+        self.inputs = (values, TensorSpec("rows", (4,), "int64"))
+        self.outputs = (TensorSpec("actions", (options.horizon, options.action_dim)),)
+        self._delay = Delay(BRING_UP_MS)
+        self._width = options.action_dim
+        self._is_serving = False
+
+    def reset(self, rows: Tensor) -> None:
+        """Nothing to forget."""
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        if not self._is_serving:  # looked at until the first robot's: then it costs nothing
+            self._is_serving = int(window["rows"][0, 0]) != NOBODY
+            if not self._is_serving:
+                self._delay.spend()
+        out["actions"].copy_(window[self._values][:, -1:, : self._width])
+
+
+def build_reading(config: Mapping[str, Any], device: torch.device) -> ReadingPolicy:
+    """A policy for one row, on the CPU whatever ``device`` says."""
+    return ReadingPolicy(msgspec.convert(config, Options))
+
+
+def build_echo(config: Mapping[str, Any], device: torch.device) -> EchoPolicy:
+    """As ``build_reading``; ``action_dim`` must not exceed ``dim``."""
+    return EchoPolicy(msgspec.convert(config, Options))
+
+
+class WritingPolicy:
+    """Copies ``source`` into its output."""
+
+    inputs: tuple[TensorSpec, ...] = ()
+
+    def __init__(self, output: TensorSpec, device: torch.device) -> None:
+        self.outputs = (output,)
+        self._name = output.name
+        dtype = getattr(torch, output.dtype)
+        self._source = torch.ones(1, *output.shape, dtype=dtype, device=device)
+
+    def reset(self, rows: Tensor) -> None:
+        """Nothing to forget."""
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        out[self._name].copy_(self._source)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what the proof costs here; 1 when a limit is missed."""
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args(argv)
+    torch.set_num_threads(1)
+    mode = f"{CALLS} calls on the host, p50"
+    mode += "; graphs on a GPU, outputs rotated out of L2" if torch.cuda.is_available() else ""
+    print_environment(mode)
+    rows = []
+    targets = []
+    for spec, host_us, gpu_us in PROVEN:
+        what = f"{spec.name}, {spec.bytes_for(1):,} bytes"
+        host = _host(spec)
+        rows.append({"output": what} | host)
+        added_us = host["added on the host us"]
+        targets.append(Target(f"{what}: fill and look on the host, us", host_us, added_us))
+        if torch.cuda.is_available():
+            found = _gpu(spec)
+            rows[-1] |= found
+            added_us = found["with the fill us"] - found["policy us"]
+            targets.append(Target(f"{what}: the fill on the GPU, us", gpu_us, added_us))
+    for row in rows:
+        print("  ".join(f"{name}: {value}" for name, value in row.items()))
+    print_targets(targets)
+    return 0 if all(target.met for target in targets) else 1
+
+
+class Unproven:
+    """Outputs that nobody fills or looks at: what the clock and cold caches take all the same."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.given = slot.tensors
+
+    def fill(self) -> None: ...
+
+    def hand_over(self, present: Sequence[bool]) -> None: ...
+
+    def is_kept(self) -> None: ...
+
+
+def _host(spec: TensorSpec) -> dict[str, float]:
+    """Medians of what is done around each call, with the proof and without, in turn."""
+    policy, slot = WritingPolicy(spec, torch.device("cpu")), _slot(spec)
+    results = Results(INTEGERS)
+    ways: dict[str, Any] = {"without us": Unproven(slot), "with us": Outputs(slot, INTEGERS)}
+    found: dict[str, list[float]] = {name: [] for name in (*ways, "rank 0's look behind a GPU us")}
+    for _ in range(CALLS if spec.bytes_for(1) < 1 << 20 else CALLS // 10):
+        for name, outputs in ways.items():
+            began = time.perf_counter_ns()
+            outputs.fill()
+            filled = time.perf_counter_ns()
+            policy({}, outputs.given)
+            written = time.perf_counter_ns()
+            outputs.hand_over(HERE)
+            outputs.is_kept()
+            found[name].append((time.perf_counter_ns() - written + filled - began) / 1e3)
+        policy({}, slot.tensors)
+        written = time.perf_counter_ns()
+        results.unwritten(slot, HERE)
+        found["rank 0's look behind a GPU us"].append((time.perf_counter_ns() - written) / 1e3)
+    medians = {name: round(spread(values).p50, 2) for name, values in found.items()}
+    return medians | {"added on the host us": medians["with us"] - medians["without us"]}
+
+
+def _gpu(spec: TensorSpec) -> dict[str, float]:
+    """µs of a replayed call without the fill, and with it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    policy = WritingPolicy(spec, device)
+    filled = FilledPolicy(policy, INTEGERS)
+    outs = [
+        {spec.name: torch.zeros_like(policy._source)}
+        for _ in range(gpu_timing.sets_for(spec.bytes_for(1)))
+    ]
+
+    def calls(run: Any) -> list[Callable[[], object]]:
+        return [lambda out=out: run({}, out) for out in outs]  # type: ignore[misc]
+
+    found = gpu_timing.graphed_us({"policy us": calls(policy), "with the fill us": calls(filled)})
+    return {name: round(us, 3) for name, us in found.items()}
+
+
+def _slot(spec: TensorSpec) -> Slot:
+    return new_slots(SlotLayout(("index",), (spec,), 1), 1)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Build the wheel and use it as a stranger would: installed elsewhere, started from elsewhere.
+
+Checks that it carries every file of the three packages and no other top-level name, that two ranks
+run and drain from it, and that a robot's side installs and imports without torch. Needs pip and the
+network, or wherever pip is told to look.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+CONSTRAINTS: Final = ROOT / "constraints.txt"
+PACKAGES: Final = {
+    "ppstream": ROOT / "ppstream",
+    "ppstream_kernels": ROOT / "kernels" / "ppstream_kernels",
+    "ppstream_stages": ROOT / "stages" / "ppstream_stages",
+}
+STEP_LIMIT_S: Final = 180
+RUN_LIMIT_S: Final = 90
+LAUNCHER_GRACE_S: Final = 40  # it gives its ranks 35
+
+TWO_RANKS: Final = (
+    *("run", "ppstream_stages:bench.toml"),
+    *("--set", "service.duration_s=0.2", "--set", "service.endpoint=none"),
+    *("--set", "bringup.envelopes=150"),
+)
+ROBOT_SIDE: Final = """
+import sys
+import ppstream.robot, ppstream.analysis.judge, ppstream.wire.robot_messages
+assert "torch" not in sys.modules
+assert "site-packages" in ppstream.__file__, ppstream.__file__
+"""
+
+
+def main() -> int:
+    """Run every check in a temporary folder; the first that fails says what it ran."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-ranks", action="store_true", help="skip the run on two ranks")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ppstream-wheel-") as name:
+        folder = Path(name)
+        wheel = build(folder)
+        check_contents(wheel)
+        check_robot_side(wheel, folder)
+        if not args.no_ranks:
+            check_two_ranks(wheel, folder)
+    say("the wheel is complete")
+    return 0
+
+
+def build(folder: Path) -> Path:
+    """The path of a new wheel in ``folder``."""
+    say("building the wheel")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT, cwd=ROOT)
+    (wheel,) = folder.glob("ppstream-*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path) -> None:
+    """Every file of the packages is in the wheel, and no other top-level name."""
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    strangers = {name.split("/")[0] for name in inside} - PACKAGES.keys()
+    if strangers:
+        sys.exit(f"the wheel has other top-level names: {', '.join(sorted(strangers))}")
+    wanted = {
+        f"{package}/{file.relative_to(folder).as_posix()}"
+        for package, folder in PACKAGES.items()
+        for file in folder.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    if missing := wanted - inside:
+        sys.exit(f"the wheel lacks: {', '.join(sorted(missing))}")
+    say(f"{wheel.name}: {len(inside)} files, {wheel.stat().st_size / 1e6:.1f} MB")
+
+
+def check_robot_side(wheel: Path, folder: Path) -> None:
+    """Without extras there is no torch, and the client, the score and the report work."""
+    say("installing it without extras, importing the robot's side")
+    python = environment(folder / "robot", str(wheel))
+    elsewhere = folder / "robot" / "elsewhere"
+    elsewhere.mkdir()
+    run(python, "-c", ROBOT_SIDE, cwd=elsewhere)
+    for name in ("ppstream", "ppstream-report"):
+        run(python.with_name(name), "--help", cwd=elsewhere, quiet=True)
+
+
+def check_two_ranks(wheel: Path, folder: Path) -> None:
+    """Two ranks of the installed wheel come up, pass the gate, serve and drain."""
+    say("installing it with [serve], running two ranks")
+    python = environment(folder / "serve", f"{wheel}[serve]")
+    elsewhere = folder / "serve" / "elsewhere"
+    elsewhere.mkdir()
+    run(python.with_name("ppstream"), *TWO_RANKS, cwd=elsewhere, limit_s=RUN_LIMIT_S)
+    run(python.with_name("ppstream-report"), "logs/latest", cwd=elsewhere)
+
+
+def environment(folder: Path, requirement: str) -> Path:
+    """The interpreter of a new virtual environment with ``requirement`` installed."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", "-c", CONSTRAINTS, requirement, cwd=folder)
+    return python
+
+
+def run(
+    *command: str | Path, cwd: Path, limit_s: float = STEP_LIMIT_S, quiet: bool = False
+) -> None:
+    """Run ``command`` in ``cwd``, or end with its exit status and what it was."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    text = " ".join(map(str, command))
+    child = subprocess.Popen(
+        command, cwd=cwd, env=clean, stdout=subprocess.DEVNULL if quiet else None
+    )
+    try:
+        code = child.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        child.terminate()  # the launcher then ends its ranks, the stuck ones after its own limit
+        try:
+            child.wait(LAUNCHER_GRACE_S)
+        finally:
+            child.kill()
+        sys.exit(f"no end within {limit_s:g} s: {text}")
+    if code:
+        sys.exit(f"exit {code} from: {text}")
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(f"check_wheel: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
