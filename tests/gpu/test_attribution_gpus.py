@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from multirank.ranks import Ranks
+from ranks import Ranks
 
 from ppstream.report import attribution
 from ppstream.report.kernels import cli

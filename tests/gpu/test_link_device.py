@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from multirank.ranks import environment_without_ranks, free_port
+from ranks import environment_without_ranks, free_port
 
 END = Path(__file__).with_name("link_end.py")
 LIMIT_S = 60

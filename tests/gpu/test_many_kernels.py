@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from multirank.ranks import Ranks
+from ranks import Ranks
 
 from ppstream.core.clock import now_ns
 from ppstream.robot.client import RobotClient
 
 CONFIG = Path(__file__).parents[2] / "stages" / "ppstream_stages" / "bench_gpus.toml"
 SETTINGS = (
-    "policy.target=gpu.many_kernels:build",
+    "policy.target=many_kernels:build",
     "simulate.a_ms=0",
     "simulate.c_ms=0",
     "bringup.standalone=5",
@@ -154,7 +154,7 @@ FORMS = {
     "nccl": ("link.kind=nccl",),
     "pinned": ("link.kind=pinned",),
     "no-graph": ("policy.graph=false",),
-    "stage-a": ("simulate.a_ms=15", "decode.target=gpu.many_kernels:build_decoder"),
+    "stage-a": ("simulate.a_ms=15", "decode.target=many_kernels:build_decoder"),
 }
 
 

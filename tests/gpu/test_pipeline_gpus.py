@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.sync_watch import FROM, UNTIL
-from multirank.ranks import Ranks, environment_without_ranks, free_port
+from ranks import Ranks, environment_without_ranks, free_port
 from recorded_runs import arm_recording, assert_as_the_model_says, assert_played, brought_up
+from sync_watch import FROM, UNTIL
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
@@ -90,9 +90,9 @@ def test_a_real_policy_on_a_recording_overlaps_at_two_and_collapses_at_one(tmp_p
 
 def test_no_loop_waits_for_its_gpu_or_allocates_once_it_is_warm(tmp_path: Path) -> None:
     settings = (
-        "policy.target=gpu.sync_watch:build_policy",
+        "policy.target=sync_watch:build_policy",
         f"policy.options.folder='{tmp_path}'",
-        "decode.target=gpu.sync_watch:build_decoder",
+        "decode.target=sync_watch:build_decoder",
         f"decode.options.folder='{tmp_path}'",
         "bringup.warmup_max=60",
         "bringup.standalone=20",

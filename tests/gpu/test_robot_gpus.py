@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from multirank.ranks import Ranks
+from ranks import Ranks
 
 from ppstream.config import load
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns

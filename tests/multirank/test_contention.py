@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from drill.contention import CONTENTION
 from drill.fault_drill import drill
-from multirank.ranks import Ranks
+from ranks import Ranks
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from multirank.ranks import JUDGED_AGAIN, Ranks
+from ranks import JUDGED_AGAIN, Ranks
 
 pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from multirank.ranks import CONFIG, JUDGED_AGAIN, Ranks
+from ranks import CONFIG, JUDGED_AGAIN, Ranks
 
 from ppstream.recording.load import load_recording
 

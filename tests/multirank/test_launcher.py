@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from multirank.ranks import CONFIG, JUDGED_AGAIN, SERVED, Ranks, environment_without_ranks
+from ranks import CONFIG, JUDGED_AGAIN, SERVED, Ranks, environment_without_ranks
 from robot_rig import wait_until
 
 from ppstream.control.peer_process import HeldProcess, ranks_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from multirank.ranks import JUDGED_AGAIN, Ranks
+from ranks import JUDGED_AGAIN, Ranks
 from recorded_runs import (
     CONFIG,
     arm_recording,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from multirank.ranks import Ranks
+from ranks import Ranks
 
 pytestmark = pytest.mark.multirank
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from multirank.ranks import (
+from ranks import (
     CONFIG,
     JUDGED_AGAIN,
     SERVED,

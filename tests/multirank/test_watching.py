@@ -6,26 +6,26 @@ import signal
 from pathlib import Path
 
 import pytest
-from multirank.ranks import JUDGED_AGAIN, Ranks
-from test_metrics import get
+from ranks import JUDGED_AGAIN, Ranks
+from watched_ranks import get
 
 from ppstream.report import attribution
 
 pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 
-TESTS = str(Path(__file__).resolve().parent.parent)
+SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
 ATTRIBUTION = (
     'mode="attribution"',
     "bringup.envelopes=100",
     "metrics.port=0",
-    'policy.target="multirank.policy_with_blocks:build"',
+    'policy.target="policy_with_blocks:build"',
     "policy.options={}",
 )
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    path = {"PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])}
+    path = {"PYTHONPATH": os.pathsep.join([SUPPORT, os.environ.get("PYTHONPATH", "")])}
     with Ranks(tmp_path_factory.mktemp("logs"), *ATTRIBUTION, env=path) as ranks:
         ranks.wait_for_event("phase", phase="bring-up")
         ranks.seen = [door(ranks, rank) for rank in (0, 1)]

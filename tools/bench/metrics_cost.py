@@ -30,7 +30,7 @@ from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/support"))
 
 import numpy as np
 import torch

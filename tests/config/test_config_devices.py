@@ -1,0 +1,55 @@
+"""What only a GPU can do is refused where a configuration names none, and the other way round."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import CONFIG
+
+from ppstream.config import load
+from ppstream.core.errors import ConfigError
+from ppstream_stages.simulated import build
+
+GPUS = ("placement.rank0=cuda:0", "placement.policy=cuda:1")
+
+
+def problems(*settings: str) -> list[str]:
+    try:
+        load.read(str(CONFIG), settings)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_devices_are_the_cpu_unless_named() -> None:
+    placement = load.read(str(CONFIG), ()).placement
+    assert (placement.rank0, placement.policy) == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU", "cuda:123"])
+def test_a_device_that_torch_would_not_read_is_refused(device: str) -> None:
+    (problem,) = problems(f"placement.policy={device}")
+    assert "placement.policy" in problem
+    assert "cuda:<number>" in problem
+
+
+def test_simulated_work_of_a_gpu_needs_one_on_rank_0() -> None:
+    assert any("simulate.kind: got 'gpu'" in line for line in problems("simulate.kind=gpu"))
+    assert not problems("simulate.kind=gpu", *GPUS)
+
+
+def test_a_sleeping_stage_a_is_refused_on_a_gpu() -> None:
+    (problem,) = problems(*GPUS)  # small.toml sleeps in A
+    assert "want 'gpu'" in problem
+
+
+def test_throughput_before_freshness_is_for_gpus() -> None:
+    credit = "pipeline.credit=after_window"
+    assert any("pipeline.credit" in line for line in problems(credit))
+    assert not problems(credit, "simulate.kind=gpu", *GPUS)
+
+
+def test_simulated_gpu_work_of_a_policy_is_refused_on_the_cpu() -> None:
+    options = {"b_ms": 1.0, "kind": "gpu", "horizon": 4, "action_dim": 2, "weights": None}
+    with pytest.raises(ConfigError, match=r"policy\.options\.kind: got 'gpu' on cpu"):
+        build(options, torch.device("cpu"))

@@ -1,0 +1,156 @@
+"""The run-books keep up with the project: pages, commands, options, settings, quotes, metrics."""
+
+import ast
+import re
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gil_report
+import pytest
+from documents import BOOKS, FENCE, PAGES, ROOT, SMALL, commands, started
+from golden_runs import simulate, stages
+from judging import judged
+from watched_ranks import Watched
+
+from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.verdict import Verdict
+from ppstream.config import load
+from ppstream.pipeline.stage_c import UNUSABLE
+
+HOUSE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+FILE = re.compile(r"(?<![\w/.-])((?:[\w-]+/)*[\w-]+\.(?:py|toml|sh|cu|md))\b")
+MADE_UP = {"my-arm.toml", "robot.toml", "NEW.toml", "my_policy.py", "convoy.py"}  # the reader's own
+ROOMS = ("ppstream", "kernels", "stages", "tools", "tests", "runbooks")
+FILES = [p for room in ROOMS for p in (ROOT / room).rglob("*.*")] + [*ROOT.glob("*.*")]
+#: How a file may be named: from the top, or from any folder on its way.
+PATHS = {"/".join(p.relative_to(ROOT).parts[n:]) for p in FILES for n in range(-6, 0)}
+LINES_MAX = 80
+WHOLE = {
+    "measured.md",
+    "README.md",
+    "how-overlap-is-proven.md",
+    "drill-table.md",
+}  # tables and pictures, not situations
+NUMBER = re.compile(r"-?\d[\d.]*")
+METRIC = re.compile(r"\bppstream_[a-z0-9_]+[a-z0-9]\b")
+GPU = re.compile(r"ppstream_gpu")
+REASON = re.compile(r"[A-Z][A-Z_]{2,}")
+DECIDES = ("verdict", "safety_counts", "judge")  # what gives a run its reasons
+#: Options stand in the tool, or in the module of ours that it calls.
+SOURCE = "".join(path.read_text() for path in sorted((ROOT / "ppstream").rglob("*.py")))
+
+
+def ids(path: Path) -> str:
+    return path.stem
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_page_is_short_and_linked(page: Path) -> None:
+    assert page.name in WHOLE or len(page.read_text().splitlines()) <= LINES_MAX
+    assert page.name == "README.md" or f"]({page.name})" in (BOOKS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", [*PAGES, *HOUSE], ids=ids)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    named = set(FILE.findall(page.read_text())) - MADE_UP
+    assert {name for name in named if name not in PATHS} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_option_it_shows_exists(page: Path) -> None:
+    unknown = []
+    for words in commands(page):
+        found = started(words)
+        if found is None:
+            continue
+        name, arguments = found
+        source = SOURCE + ((ROOT / name).read_text() if "/" in name else "")
+        options = {w.partition("=")[0] for w in arguments if w.startswith("--")} - {"--help"}
+        if not name.endswith(".sh"):  # it hands its own on
+            quoted = [(option, f'"{option}"', f'"{option[2:]}"') for option in options]
+            unknown += [(name, o) for o, a, b in quoted if a not in source and b not in source]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_setting_it_shows_is_accepted(page: Path) -> None:
+    for words in commands(page):
+        pairs = [after for word, after in pairwise(words) if word == "--set"]
+        if pairs:
+            load.read(SMALL, tuple(pairs))
+
+
+def test_quoted_sentences_are_what_the_report_says() -> None:
+    runs: list[dict[str, Any]] = [
+        {"form": PipelineForm("serial", "decode_first")},
+        {"form": PipelineForm("split", d_in=1)},
+        {"form": PipelineForm("split", d_in=6, d_out=6)},
+        {"times": stages(a=2, b=12, c=2)},
+        {"times": stages(5, 6, 6)},
+        {"times": stages(2, 5, 2, t_in=20)},
+    ]
+    said = {NUMBER.sub("#", s) for run in runs for s in judged(simulate(**run)).statements}
+    source = (ROOT / "ppstream/analysis/statements.py").read_text()
+    quoted = [
+        line.removeprefix("· ")
+        for page in PAGES
+        for block in FENCE.findall(page.read_text())
+        for line in block.splitlines()
+        if line.startswith("· ")
+    ]
+    assert len(quoted) > 10
+    unknown = [
+        q for q in quoted if NUMBER.sub("#", q) not in said and q.partition(":")[0] not in source
+    ]
+    live = "(A + x_in + B + x_out + C) / 2"  # of the live run in overhead-limited.md
+    assert [q for q in unknown if live not in q and "1.12 x max" not in q] == []
+
+
+def test_quoted_convoy_is_what_the_tool_says() -> None:
+    threads = gil_report.threads_of(ROOT / "tests/golden/pyspy-convoy.raw")
+    assert "\n".join(gil_report.lines(threads)) in (BOOKS / "gil-and-affinity.md").read_text()
+
+
+def test_every_metric_a_page_names_is_shown(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        watched = Watched(tmp_path, stack)
+        watched.run(10)
+        text = watched.get(0, "/metrics")[1] + watched.get(1, "/metrics")[1]
+    shown = set(METRIC.findall(text)) | {"ppstream_overlap_score"}
+    named = {name for page in PAGES for name in METRIC.findall(page.read_text())}
+    named -= {"ppstream_kernels", "ppstream_stages"}  # packages
+    missing = {n for n in named if not GPU.match(n) and not any(s.startswith(n) for s in shown)}
+    assert missing == set()
+    assert len(named) > 20
+
+
+def test_a_command_with_an_unknown_option_would_be_seen() -> None:
+    assert started(["python", "tools/d_sweep.py", "--nonsense"]) == (
+        "tools/d_sweep.py",
+        ["--nonsense"],
+    )
+    assert '"--nonsense"' not in (ROOT / "tools/d_sweep.py").read_text()
+
+
+def test_every_reason_that_can_be_printed_has_a_page() -> None:
+    """Reasons are the words in capitals of whatever decides; and each has a sentence."""
+    sources = [ast.parse((ROOT / f"ppstream/analysis/{name}.py").read_text()) for name in DECIDES]
+    words = {node.value for tree in sources for node in ast.walk(tree) if _is_word(node)}
+    reasons = words - set(Verdict.__members__)
+    assert len(reasons) > 25
+    pages = "".join(page.read_text() for page in PAGES)
+    assert {reason for reason in reasons if f"`{reason}`" not in pages} == set()
+    said = (ROOT / "ppstream/analysis/statements.py").read_text()
+    own = {reason for reason in reasons if reason.startswith("SERVICE_")}  # of analysis/judge.py
+    assert {reason for reason in reasons - own if f'"{reason}": ' not in said} == set()
+
+
+def test_every_reason_of_a_drop_by_user_code_has_a_page() -> None:
+    page = (BOOKS / "policy-faults.md").read_text()
+    assert {reason for reason in UNUSABLE if f"`{reason}`" not in page} == set()
+
+
+def _is_word(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and bool(REASON.fullmatch(str(node.value)))

@@ -1,0 +1,215 @@
+"""The house's own rules, read from the source: what no general linter knows.
+
+Every rule is a function from a parsed file to what breaks it; each is shown to catch something.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+ROOMS: Final = ("ppstream", "kernels", "stages", "tools")
+LINES_MAX: Final = 500
+FUNCTION_LINES_MAX: Final = 60
+NAMELESS: Final = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"}
+
+UNPICKLERS: Final = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+CODE_LOADERS: Final = {
+    "torch.jit.load",
+    "torch.export.load",
+    "torch.package.PackageImporter",
+    "torch._inductor.aoti_load_package",
+}
+CLOCKS: Final = {
+    f"time.{name}{suffix}"
+    for name in ("monotonic", "perf_counter", "process_time", "thread_time", "time")
+    for suffix in ("", "_ns")
+} | {"time.clock_gettime", "time.clock_gettime_ns"}
+WALL_CLOCKS: Final = {
+    "time.time",
+    "time.time_ns",
+    "datetime.datetime.now",
+    "datetime.datetime.today",
+    "datetime.datetime.utcnow",
+}
+MAY_READ_A_CLOCK: Final = {"ppstream/core/clock.py"}  # logic takes now_ns
+MAY_READ_WALL_TIME: Final = {"ppstream/observe/run_folder.py"}  # a run's name and dates, for people
+MAY_IMPORT: Final = {
+    # links: the only place that may know how ranks find and reach each other through torch
+    "torch.distributed": {
+        "ppstream/launch/launcher.py",
+        "ppstream/control/launcher_store.py",
+        "ppstream/links/gloo.py",
+        "ppstream/links/nccl.py",
+    },
+    # the robot wire, both of its ends and nothing between the ranks
+    "zmq": {"ppstream/wire/zmq_socket.py", "ppstream/wire/zmq_auth.py", "ppstream/wire/keys.py"},
+}
+
+Rule = Callable[[str, ast.Module], Iterator[str]]
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything that is imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def used(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of every attribute reached through an imported name."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound = [(a.asname or a.name.partition(".")[0], a) for a in node.names]
+            names |= {name: a.name if a.asname else name for name, a in bound}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and (text := dotted(node)):
+            first, _, rest = text.partition(".")
+            if first in names:
+                yield node.lineno, f"{names[first]}.{rest}".rstrip(".")
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
+        return f"{before}.{node.attr}"
+    return ""
+
+
+def nothing_unpickles(file: str, tree: ast.Module) -> Iterator[str]:
+    for line, name in imported(tree):
+        if name.split(".")[0] in UNPICKLERS:
+            yield f"{file}:{line} imports {name}: reading it can run code"
+    for line, name in used(tree):
+        if name in CODE_LOADERS:
+            yield f"{file}:{line} {name} can run code from a file"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) == "torch.load":
+            safe = [ast.unparse(k.value) for k in node.keywords if k.arg == "weights_only"]
+            if safe != ["True"]:
+                yield f"{file}:{node.lineno} torch.load without weights_only=True"
+
+
+def one_file_reads_the_clock(file: str, tree: ast.Module) -> Iterator[str]:
+    if not file.startswith("ppstream/"):
+        return  # a simulated stage, a demo robot and a tool measure for themselves
+    for line, name in used(tree):
+        if name in WALL_CLOCKS:
+            if file not in MAY_READ_WALL_TIME:
+                yield f"{file}:{line} {name}: wall time stands in logs and nowhere else"
+        elif name in CLOCKS and file not in MAY_READ_A_CLOCK:
+            yield f"{file}:{line} {name}: take now_ns, or clock.now_ns at the top of a loop"
+
+
+def each_third_party_library_has_its_room(file: str, tree: ast.Module) -> Iterator[str]:
+    if not file.startswith("ppstream/"):
+        return
+    for line, name in [*imported(tree), *used(tree)]:
+        for library, rooms in MAY_IMPORT.items():
+            if f"{name}.".startswith(f"{library}.") and file not in rooms:
+                yield f"{file}:{line} {name}: only {', '.join(sorted(rooms))} may use {library}"
+
+
+def functions_fit_a_screen(file: str, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES_MAX:
+                yield f"{file}:{node.lineno} {node.name} has {length} lines"
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    nothing_unpickles,
+    one_file_reads_the_clock,
+    each_third_party_library_has_its_room,
+    functions_fit_a_screen,
+)
+
+
+def source_files() -> list[Path]:
+    return sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def parsed() -> dict[str, ast.Module]:
+    return {f.relative_to(ROOT).as_posix(): ast.parse(f.read_text()) for f in source_files()}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_source_keeps_the_rule(rule: Rule, parsed: dict[str, ast.Module]) -> None:
+    assert len(parsed) > 10
+    assert [text for file, tree in parsed.items() for text in rule(file, tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (nothing_unpickles, "import pickle"),
+        (nothing_unpickles, "from pickle import loads"),
+        (nothing_unpickles, "import torch\ntorch.load(path)"),
+        (nothing_unpickles, "import torch\ntorch.load(path, weights_only=False)"),
+        (nothing_unpickles, "import torch\ntorch.export.load(path)"),
+        (nothing_unpickles, "from torch import jit\njit.load(path)"),
+        (one_file_reads_the_clock, "import time\nnow = time.monotonic_ns()"),
+        (one_file_reads_the_clock, "import time as t\nnow = t.perf_counter()"),
+        (one_file_reads_the_clock, "from time import monotonic\nnow = monotonic()"),
+        (one_file_reads_the_clock, "import time\nnow = time.time()"),
+        (one_file_reads_the_clock, "import datetime\nnow = datetime.datetime.now()"),
+        (one_file_reads_the_clock, "from datetime import datetime\nnow = datetime.now()"),
+        (each_third_party_library_has_its_room, "import torch.distributed as dist"),
+        (each_third_party_library_has_its_room, "from torch import distributed"),
+        (each_third_party_library_has_its_room, "import torch\ntorch.distributed.barrier()"),
+        (each_third_party_library_has_its_room, "def f():\n    import zmq.asyncio"),
+        (functions_fit_a_screen, "def f():\n" + "    x = 1\n" * 60),
+    ],
+)
+def test_rule_catches_what_it_is_for(rule: Rule, source: str) -> None:
+    assert list(rule("ppstream/somewhere.py", ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (nothing_unpickles, "import torch\ntorch.load(path, weights_only=True)"),
+        (one_file_reads_the_clock, "import time\ntime.sleep(0.1)"),
+        (one_file_reads_the_clock, "def f(time):\n    return time.time"),
+        (each_third_party_library_has_its_room, "import torch\nimport zmqtools"),
+        (functions_fit_a_screen, "def f():\n" + "    x = 1\n" * 59),
+    ],
+)
+def test_rule_lets_the_rest_pass(rule: Rule, source: str) -> None:
+    assert list(rule("ppstream/somewhere.py", ast.parse(source))) == []
+
+
+def test_every_file_is_one_concept_with_a_name() -> None:
+    lengths = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in source_files()}
+    assert {file: lines for file, lines in lengths.items() if lines > LINES_MAX} == {}
+    assert [f for f in source_files() if f.stem in NAMELESS or f.parent.name in NAMELESS] == []
+
+
+def test_every_file_says_what_it_is(parsed: dict[str, ast.Module]) -> None:
+    assert [file for file, tree in parsed.items() if not ast.get_docstring(tree)] == []
+
+
+def test_folders_that_are_no_packages_stay_none() -> None:
+    """A package named ``kernels`` would shadow Hugging Face's in the same environment."""
+    folders = ("kernels", "stages", "tools", "runbooks", "tests")
+    assert [folder for folder in folders if (ROOT / folder / "__init__.py").exists()] == []
+
+
+def test_no_tool_shadows_the_standard_library() -> None:
+    """A tool's folder comes first on sys.path: tools/profile.py would break cProfile."""
+    tools = {file.stem for file in (ROOT / "tools").rglob("*.py")}
+    assert tools & sys.stdlib_module_names == set()

@@ -1,0 +1,339 @@
+"""``--check`` says what would run, finds every problem at once, and starts nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+from collections.abc import Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from ppstream.config.schema import PipelineConfig
+from ppstream.core.errors import ConfigError
+from ppstream.core.specs import TensorSpec
+from ppstream.cuda import startup
+from ppstream.launch.dry_run import describe
+from ppstream.pipeline.decode import build as build_decoder
+from ppstream.serve import main
+
+TABLE: dict[str, Any] = {
+    "name": "arm",
+    "streams": [
+        {"name": "joints", "dim": 7, "rate_hz": 1000.0},
+        {"name": "imu", "dim": 6, "rate_hz": 200.0, "interpolation": "previous"},
+    ],
+    "window": {"steps": 32, "dt_ms": 4.0},
+    "actions": {
+        "names": ["x", "y"],
+        "horizon": 16,
+        "dt_ms": 10.0,
+        "low": [-1.0, -1.0],
+        "high": [1.0, 1.0],
+        "lease_ms": 200.0,
+    },
+    "policy": {"target": "given_policy:build", "options": {"b_ms": 10}},
+    "decode": {"target": "given_policy:build_decoder"},
+    "simulate": {"a_ms": 3.0, "c_ms": 2.0},
+}
+
+ACTIONS = TensorSpec("actions", (16, 2))
+VALUES = TensorSpec("state.values", (32, 13))
+
+
+class GivenPolicy:
+    """A policy that is all specification."""
+
+    def __init__(self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+
+    def reset(self, rows: object) -> None: ...
+
+    def __call__(self, window: object, out: object) -> None: ...
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that the configuration names; a test sets the specs its policy has."""
+    module = ModuleType("given_policy")
+    module.inputs = (VALUES, TensorSpec("present", (), "bool"))
+    module.outputs = (ACTIONS, TensorSpec("proposals", (8, 16, 2)))
+    module.received = []
+
+    def build(options: Mapping[str, Any], device: object) -> GivenPolicy:
+        module.received.append((dict(options), str(device)))
+        return GivenPolicy(module.inputs, module.outputs)
+
+    module.build = build
+    module.build_decoder = build_decoder
+    monkeypatch.setitem(__import__("sys").modules, "given_policy", module)
+    return module
+
+
+def config(**changes: Any) -> PipelineConfig:
+    return msgspec.convert(TABLE | changes, PipelineConfig)
+
+
+def row(text: str, name: str) -> str:
+    (line,) = (line for line in text.splitlines() if line.split()[:1] == [name])
+    return " ".join(line.split())
+
+
+def test_text_names_ranks_link_tensors_and_memory(given: ModuleType) -> None:
+    text = describe(config(), 2)
+    assert "rank 0 stage A + C (serial) on cpu" in " ".join(text.split())
+    assert "rank 1 stage B (given_policy:build) on cpu" in " ".join(text.split())
+    assert row(text, "link").startswith("link host: both ranks share one host")
+    assert "envelope: 3 slots of" in text
+    assert "result: 5 slots of" in text
+    assert row(text, "state.values") == "state.values [1, 32, 13] float32, 1.6 KiB"
+    assert row(text, "proposals") == "proposals [1, 8, 16, 2] float32, 1.0 KiB"
+    # 32 steps of 4 ms reach 124 ms, and 400 ms more, at twice 1000 Hz: 1048 samples and 16.
+    assert "ring of 1064 samples, ends the window" in row(text, "joints")
+    rings = 2 * (1064 * (7 * 4 + 8) + 226 * (6 * 4 + 8))
+    assert row(text, "rings") == f"rings {rings / 1024:.1f} KiB on rank 0"
+    assert row(text, "slots").endswith("shared by both ranks")
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_policy_gets_its_options_and_weights_on_the_planned_device(given: ModuleType) -> None:
+    describe(config(), 2)
+    assert given.received == [({"b_ms": 10, "weights": None}, "cpu")]
+
+
+def test_model_period_of_simulated_stages_depends_on_the_ranks(given: ModuleType) -> None:
+    assert row(describe(config(), 2), "period") == "period 10 ms = B"
+    assert row(describe(config(), 1), "period") == "period 15 ms = A + x_in + B + x_out + C"
+    narrow = config(pipeline={"d_in": 1})
+    assert row(describe(narrow, 2), "period") == "period 13 ms = (A + x_in + B + x_out) / D_in"
+
+
+def test_no_period_is_claimed_for_a_real_policy(given: ModuleType) -> None:
+    text = describe(config(policy={"target": "given_policy:build"}), 2)
+    assert "period" not in text
+
+
+def test_one_rank_has_one_slot_each_way_and_no_link(given: ModuleType) -> None:
+    text = describe(config(), 1)
+    assert "stage A + B + C (given_policy:build) on cpu" in text
+    assert row(text, "link") == "link none: one rank runs every stage in turn"
+    assert "envelope: 1 slot of" in text
+    assert "result: 1 slot of" in text
+    assert "D_in" not in row(text, "pacing")
+
+
+def test_every_problem_is_found_at_once(given: ModuleType) -> None:
+    given.inputs = (TensorSpec("state.value", (32, 13)), TensorSpec("present", (), "bool"))
+    given.outputs = (TensorSpec("actions", (8, 2)), TensorSpec("x", ()), TensorSpec("x", ()))
+    with pytest.raises(ConfigError) as caught:
+        describe(config(decode={"target": "given_policy:decode"}), 3)
+    assert caught.value.problems == [
+        "world size: got 3 ranks, want 2 (pipelined) or 1 (inline); "
+        "start with torchrun --nproc-per-node=2",
+        "policy.target: given_policy:build reads 'state.value', which no window has "
+        "(did you mean state.values?)",
+        "policy.target: given_policy:build names an output twice: actions, x, x",
+        "policy.target: given_policy:build writes actions [8, 2] float32, but actions.horizon "
+        "and actions.names want actions [16, 2] float32",
+        "'given_policy:decode': module 'given_policy' has no 'decode'",
+    ]
+
+
+def test_every_problem_of_user_code_is_found_at_once(
+    given: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build_decoder(_options: object, _actions: object) -> None:
+        sys.exit("no calibration")
+
+    given.build, given.build_decoder = lambda options, device: None, build_decoder
+    with pytest.raises(ConfigError) as caught:
+        describe(config(metrics={"port": 65535}), 2)
+    port, policy, decoder = caught.value.problems
+    assert port == (
+        "metrics.port: got 65535, want 65534 at most with 2 ranks: rank r listens at port + r"
+    )
+    assert policy.startswith("policy.target: given_policy:build returned None, want a policy: it ")
+    assert "no __call__; no reset(); no inputs, a tuple of TensorSpec; no outputs" in policy
+    said = "decode.target: given_policy:build_decoder called sys.exit('no calibration') at "
+    assert decoder.startswith(said + __file__)
+
+
+def test_the_last_port_is_the_last_rank_s(given: ModuleType) -> None:
+    assert "no problem found" in describe(config(metrics={"port": 65534}), 2)
+    assert "no problem found" in describe(config(metrics={"port": 65535}), 1)
+
+
+@pytest.mark.parametrize("lacking", ["reset", "inputs", "outputs"])
+def test_a_policy_that_lacks_a_part_is_a_problem(given: ModuleType, lacking: str) -> None:
+    made = GivenPolicy(given.inputs, given.outputs)
+    setattr(made, lacking, None)
+    given.build = lambda options, device: made
+    with pytest.raises(ConfigError, match=f"returned a GivenPolicy, want a policy: .* {lacking}"):
+        describe(config(), 2)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TensorSpec("state.values", (31, 13)),
+        TensorSpec("state.values", (32, 12)),
+        TensorSpec("state.values", (32, 13), "float64"),
+    ],
+)
+def test_input_of_another_shape_or_dtype_is_a_problem(given: ModuleType, spec: TensorSpec) -> None:
+    given.inputs = (spec,)
+    with pytest.raises(ConfigError, match=r"but streams and window make it state\.values \[32, 13"):
+        describe(config(), 2)
+
+
+def test_policy_without_actions_is_a_problem(given: ModuleType) -> None:
+    given.outputs = (TensorSpec("logits", (16, 2)),)
+    with pytest.raises(ConfigError, match=r"writes no actions, but actions\.horizon"):
+        describe(config(), 2)
+
+
+def test_module_that_is_not_installed_is_a_problem() -> None:
+    with pytest.raises(ConfigError, match="there is no module 'acme_absent' to import"):
+        describe(config(policy={"target": "acme_absent.policy:build"}), 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_a_launcher_one_rank_says_it_for_all(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--check", "--config", "bench"]) == 0
+    assert capsys.readouterr().out.count("nothing started") == (rank == 0)
+
+
+GPUS = {"rank0": "cuda:0", "policy": "cuda:1"}
+
+
+class Machine:
+    """What torch and the driver answer; a test may change it before it asks."""
+
+    def __init__(self) -> None:
+        self.gpus = 2
+        self.reaches = {(0, 1), (1, 0)}  # peer access, from one to the other
+        self.release = b"580.159.04"
+
+    def nvmlInit_v2(self) -> int:
+        return 0 if self.release else 9
+
+    def nvmlSystemGetDriverVersion(self, text: Any, size: int) -> int:
+        assert size >= 80
+        text.value = self.release
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine()
+    about = SimpleNamespace(name="NVIDIA H200", total_memory=140 << 30, major=9, minor=0)
+    answers: dict[str, Any] = {
+        "is_available": lambda: found.gpus > 0,
+        "device_count": lambda: found.gpus,
+        "get_device_properties": lambda index: about,
+        "can_device_access_peer": lambda *pair: pair in found.reaches,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    driver, nvrtc = ModuleType("driver"), ModuleType("nvrtc")
+    driver.cuDriverGetVersion = lambda: (0, 13010)  # type: ignore[attr-defined]
+    nvrtc.nvrtcVersion = lambda: (0, 13, 0)  # type: ignore[attr-defined]
+    for name, module in (("driver", driver), ("nvrtc", nvrtc)):
+        monkeypatch.setitem(sys.modules, f"cuda.bindings.{name}", module)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64 << 10, 64 << 10))
+    monkeypatch.setenv(startup.CONNECTIONS, "32")
+    return found
+
+
+def on_gpus(**changes: Any) -> PipelineConfig:
+    return config(**{"placement": GPUS, "simulate": {"kind": "gpu"}, **changes})
+
+
+@pytest.mark.usefixtures("given", "machine")
+def test_each_rank_has_its_device_and_the_link_its_reason() -> None:
+    text = describe(on_gpus(), 2)
+    assert row(text, "cuda:0") == "cuda:0 NVIDIA H200, 140.0 GiB, sm_90, for rank 0"
+    assert row(text, "cuda:1") == "cuda:1 NVIDIA H200, 140.0 GiB, sm_90, for rank 1"
+    assert "rank 0 stage A + C (streams of their own) on cuda:0" in " ".join(text.split())
+    assert "rank 1 stage B (given_policy:build) on cuda:1" in " ".join(text.split())
+    assert row(text, "peer") == "peer access yes, both ways"
+    link = "link peer: both GPUs are in one host and reach each other's memory"
+    assert row(text, "link") == link
+    assert sys.modules["given_policy"].received[0][1] == "cuda:1"  # where it will run
+
+
+@pytest.mark.usefixtures("given", "machine")
+def test_what_drives_the_gpus_is_named_by_version() -> None:
+    text = describe(on_gpus(), 2)
+    assert row(text, "torch") == f"torch {torch.__version__}, CUDA 13.0"
+    assert row(text, "driver") == "driver 580.159.04, for CUDA 13.1"
+    assert row(text, "NVRTC") == "NVRTC 13.0"
+    assert row(text, "lockable") == "lockable memory 64 KiB"
+    assert row(text, startup.CONNECTIONS) == f"{startup.CONNECTIONS} 32"
+
+
+@pytest.mark.parametrize("reaches", [set(), {(0, 1)}, {(1, 0)}])
+@pytest.mark.usefixtures("given")
+def test_peer_access_counts_only_both_ways(machine: Machine, reaches: set[tuple[int, int]]) -> None:
+    machine.reaches = reaches
+    text = describe(on_gpus(), 2)
+    assert row(text, "peer") == "peer access no"
+    assert row(text, "link").startswith("link pinned: both GPUs are in one host, but do not reach")
+
+
+@pytest.mark.usefixtures("given")
+def test_a_driver_whose_library_is_missing_still_says_its_cuda(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.release = b""
+    assert row(describe(on_gpus(), 2), "driver") == "driver for CUDA 13.1"
+
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert row(describe(on_gpus(), 2), "driver") == "driver for CUDA 13.1"
+
+
+@pytest.mark.usefixtures("given")
+def test_what_cannot_be_loaded_is_said_in_its_row(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    assert row(describe(on_gpus(), 2), "NVRTC").startswith("NVRTC not usable: ")
+
+
+@pytest.mark.usefixtures("given")
+def test_a_gpu_that_is_named_and_not_there_is_a_problem(machine: Machine) -> None:
+    machine.gpus = 1
+    with pytest.raises(ConfigError) as caught:
+        describe(on_gpus(), 2)
+    assert (
+        "placement.policy: got cuda:1, but this machine has 1 CUDA devices" in caught.value.problems
+    )
+
+
+@pytest.mark.usefixtures("given", "machine")
+def test_the_twin_on_one_gpu_has_no_peer_to_reach() -> None:
+    text = describe(on_gpus(), 1)
+    assert row(text, "cuda:1").endswith("for rank 0")
+    assert "peer access" not in text
+
+
+@pytest.mark.usefixtures("given", "machine")
+def test_nothing_is_said_of_gpus_where_none_is_used() -> None:
+    assert "NVRTC" not in describe(config(**TABLE), 2)

@@ -1,0 +1,127 @@
+"""Blocks on the device-ordered loops, over a driver of threads, while receipts stand queued."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_in_process import GPUS, DevicePipeline, QueuedPolicy
+from fake_cuda import queue_call
+from pipeline_in_process import NewestValues, small_config
+from policy_calls import OnlyLabelled
+
+from ppstream.core.clock import now_ns
+from ppstream.cuda.driver import Event
+from ppstream.ingest.synthetic import SyntheticSource
+from ppstream.observe.attribution import Attribution, block
+from ppstream.pipeline import bringup as block_timing
+from ppstream.pipeline.bringup import STOP_REASON, time_blocks
+from ppstream.report import attribution
+from ppstream.wire.rank_messages import PhaseChange
+
+ENCODE_S = 0.001
+ENVELOPES = 150
+
+
+class Settling:
+    """``end_of_stream`` of the fake device's stage B; counts what it meets."""
+
+    def __init__(self, pipeline: DevicePipeline) -> None:
+        self._stage1 = pipeline.stage1
+        self.calls = self.beside_waits = 0
+
+    def __call__(self) -> None:
+        stage1 = self._stage1
+        done = Event()
+        stage1._stream.record(done)
+        done.wait()
+        self.calls += 1
+        self.beside_waits += not stage1.link.receiving.is_idle()
+
+
+def queue_blocks(self: QueuedPolicy, envelope: Any, result: Any) -> None:
+    """Two blocks of work that is queued: on the host both take next to nothing."""
+    with block("encode"):
+        queue_call(self.stream, partial(time.sleep, ENCODE_S))
+    with block("decode"):
+        queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(QueuedPolicy, "__call__", queue_blocks)
+    monkeypatch.setattr(block_timing, "Attribution", OnlyLabelled)
+    config = small_config(
+        *GPUS, 'mode="attribution"', f"bringup.envelopes={ENVELOPES}", "policy.graph=false"
+    )
+    with DevicePipeline(
+        config, NewestValues(), tmp_path, monkeypatch, runs_ahead=False
+    ) as pipeline:
+        rank0 = pipeline.rank0
+        settling = Settling(pipeline)
+        log = pipeline.stage1.log
+        log.watchers.append(Attribution(log, settling))
+        rank0.on_phase.append(lambda phase: pipeline.front.send(PhaseChange(phase)))
+        source = SyntheticSource(config, pipeline.intake.rows[0], seed=1, start_ns=now_ns())
+        time_blocks(rank0, pipeline.intake, source)
+        assert rank0.stop_reason == STOP_REASON
+        yield pipeline, settling, tmp_path
+
+
+def test_each_envelope_has_its_blocks_at_the_time_of_the_device(run: Any) -> None:
+    pipeline, _, folder = run
+    lines = pipeline.lines(1)
+    blocks = [line["blocks"] for line in lines if line["kind"] == "blocks"]
+    assert len(blocks) > ENVELOPES // 2
+    for found in blocks:
+        assert list(found) == ["encode", "decode"]
+        assert found["encode"] * 1e-9 >= ENCODE_S
+    totals = [line for line in lines if line["kind"] == "stage1" and line["mode"] == "attribution"]
+    assert all(line["eB_ns"] * 1e-9 >= ENCODE_S for line in totals)
+    # a line each, also where two were queued before one was finished; the first had begun before
+    assert len(blocks) == len(totals) - 1
+    pipeline.rank0.log.flush()
+    text = attribution.report(folder)
+    assert text is not None
+    rows = {line.split()[0]: line.split() for line in text.splitlines()[3:9]}
+    assert list(rows) == ["A", "B", "encode", "decode", "(in", "C"]
+    assert int(rows["B"][1]) == len(totals)
+    share = {name: float(row[-1].rstrip("%")) for name, row in rows.items()}
+    assert sum(share[name] for name in "ABC") == pytest.approx(100, abs=0.2)
+    parts = (share["encode"], share["decode"], share["(in"])
+    assert sum(parts) == pytest.approx(share["B"], abs=0.2)
+    assert float(rows["encode"][2]) >= ENCODE_S * 1e3
+    assert "events of their own streams" in text
+
+
+def test_the_waits_of_the_link_stand_queued_meanwhile_and_nobody_waits_for_them(run: Any) -> None:
+    _, settling, _ = run
+    assert settling.calls > ENVELOPES
+    assert settling.beside_waits > 0
+
+
+def test_rank_0_is_attributed_and_its_perturbation_said(run: Any) -> None:
+    pipeline, _, _ = run
+    modes = {(line["phase"], line["mode"]) for line in pipeline.envelopes()}
+    assert modes == {("warming", "throughput"), ("bring-up", "attribution")}
+    (said,) = [line for line in pipeline.lines(0) if line.get("name") == "attribution"]
+    ratio = said["period_ns"] / said["throughput_period_ns"]
+    assert said["perturbation"] == pytest.approx(ratio, rel=1e-3)
+
+
+def test_a_block_is_nothing_outside_the_phase(run: Any) -> None:
+    pipeline, settling, _ = run
+    before = settling.calls
+    deadline = time.monotonic() + 5
+    while pipeline.stage1.log.mode != "throughput" and time.monotonic() < deadline:
+        pipeline.rank0.stop_reason = None
+        pipeline.rank0.run(1)
+        before = settling.calls
+    pipeline.rank0.stop_reason = None
+    pipeline.rank0.run(10)
+    assert settling.calls == before
+    assert torch.cuda.is_available() or block("a") is block("b")

@@ -1,0 +1,580 @@
+"""The report end to end: folders in, verdict, text, JSON and exit code out."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden_runs import GoldenRun, jittered, ms, period_17, simulate, stages
+from judging import sentence
+
+from ppstream.analysis.judge import judge
+from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.run_report import RunReport
+from ppstream.report.cli import main
+from ppstream.report.html.tables import service_table
+from ppstream.report.text import WIDTH, render
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+HEALTHY = 0
+FAIL = 1
+INCONCLUSIVE = 2
+BAD_INPUT = 3
+
+RUN_KEYS = {
+    "run_id",
+    "verdict",
+    "reasons",
+    "accepted",
+    "limits",
+    "n",
+    "warmup_skipped",
+    "class",
+    "compat",
+    "primary",
+    "alone",
+    "cpu",
+    "unnamed",
+    "machine",
+    "input_source",
+    "audits",
+    "latency_ms",
+    "pick_up_ms",
+    "age_ms",
+    "oldest_action_ms",
+    "model",
+    "queues",
+    "critical_path",
+    "drops",
+    "faults",
+    "service",
+    "statements",
+    "claims",
+    "memory",
+    "on_device",
+    "clocks",
+}
+
+
+def serialized() -> GoldenRun:
+    return simulate(form=PipelineForm("serial", "decode_first"))
+
+
+def report_of(golden: GoldenRun, **options: Any) -> RunReport:
+    return judge(golden.parse(), **options)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_tool_runs_from_a_checkout_with_nothing_installed(tmp_path: Path) -> None:
+    simulate().write(tmp_path / "logs" / "one")
+    tool = CHECKOUT / "tools" / "overlap_report.py"
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", str(tool), "logs"],  # -S: no site-packages at all
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == HEALTHY, done.stderr
+    assert "PASS" in done.stdout.splitlines()[1]
+    assert done.stderr == ""
+
+
+def test_text_stays_readable_on_a_terminal_without_unicode(tmp_path: Path) -> None:
+    simulate(n=150).write(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "ppstream.report.cli", str(tmp_path)],
+        cwd=CHECKOUT,
+        env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == HEALTHY, done.stderr
+    assert "?" not in done.stdout.decode("ascii")
+    assert "####" in done.stdout.decode("ascii")
+
+
+def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
+    simulate().write(tmp_path / "run")
+    out = tmp_path / "report.json"
+    assert main([str(tmp_path / "run"), "--json", str(out)]) == HEALTHY
+    found = json.loads(out.read_text())
+    assert set(found) == {"schema", "runs"}
+    assert found["schema"] == "ppstream.report/1"
+    (run,) = found["runs"]
+    assert set(run) == RUN_KEYS
+    assert set(run["compat"]) == {
+        "period_ms",
+        "stage0_ms",
+        "stage1_ms",
+        "hidden_ms",
+        "overlap_score",
+        "gate",
+    }
+    assert set(run["primary"]) == {
+        *("P_ms", "S", "S_low", "S_high", "S_all", "E", "G", "G_star"),
+        *("S_alone", "strict", "strict_in_run", "overhead", "bubble"),
+    }
+    assert set(run["audits"]) == {
+        *("conservation", "little", "bounds", "residence", "outstanding", "order", "credit"),
+        *("stamps", "ledger", "cpu"),
+    }
+    assert set(run["latency_ms"]) == {"p50", "p95", "p99", "max"}
+    assert set(run["model"]) == {"P_ms", "gap", "W_star", "formula"}
+    assert run["queues"] == {"d_in": 2, "d_out": 2, "outstanding_max": 2, "q_decode_max": 1}
+    assert run["primary"]["P_ms"] == pytest.approx(10.0)
+    assert run["latency_ms"]["p50"] == pytest.approx(20.0)
+    assert run["latency_ms"]["p99"] is None  # of fewer than 1000 envelopes nothing is known
+    assert run["audits"]["credit"]["ok"] is True
+    assert run["age_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("golden", "options", "code"),
+    [
+        (simulate(), [], HEALTHY),
+        (serialized(), [], FAIL),
+        (simulate(stages(t_in=40)), [], INCONCLUSIVE),
+        (simulate(form=PipelineForm(d_in=1)), ["--gate", "bringup"], HEALTHY),
+        (simulate(form=PipelineForm(d_in=1)), ["--gate", "release"], FAIL),
+        (simulate(), ["--phase", "ready"], INCONCLUSIVE),
+    ],
+)
+def test_exit_code_is_the_verdict(
+    golden: GoldenRun, options: list[str], code: int, tmp_path: Path
+) -> None:
+    golden.write(tmp_path)
+    assert main([str(tmp_path), *options]) == code
+
+
+def test_several_runs_are_all_reported_newest_last_and_the_worst_decides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day, (name, golden) in enumerate(
+        [("b", simulate()), ("c", simulate(stages(t_in=40))), ("a", serialized())], start=1
+    ):
+        golden.manifest |= {"run_id": name, "created_utc": f"2025-01-0{day}T00:00:00Z"}
+        golden.write(tmp_path / name)
+    (tmp_path / "latest").symlink_to("a")  # the same run, not a fourth one
+    (tmp_path / "notes").mkdir()
+    assert main([str(tmp_path)]) == FAIL
+    shown = re.findall(r"^(\w) · bring-up", capsys.readouterr().out, flags=re.MULTILINE)
+    assert shown == ["b", "c", "a"]
+    assert main([str(tmp_path / "latest")]) == FAIL
+    assert main([str(tmp_path / "c")]) == INCONCLUSIVE
+
+
+def test_unknown_schema_is_bad_input_and_does_not_hide_other_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate().write(tmp_path / "good")
+    future = simulate()
+    future.manifest["schema"] = "ppstream.log/2"
+    future.write(tmp_path / "future")
+    assert main([str(tmp_path)]) == BAD_INPUT
+    printed = capsys.readouterr()
+    assert "ppstream.log/2" in printed.err
+    assert "PASS" in printed.out
+
+
+@pytest.mark.parametrize("schema", ["ppstream.log/1.7", "ppstream.log/1"])
+def test_later_minor_schema_is_read(schema: str, tmp_path: Path) -> None:
+    golden = simulate()
+    golden.manifest["schema"] = schema
+    golden.write(tmp_path)
+    assert main([str(tmp_path)]) == HEALTHY
+
+
+@pytest.mark.parametrize("schema", [None, 1, "other.log/1", "ppstream.log/", "ppstream.log/10"])
+def test_other_schema_is_refused(schema: object, tmp_path: Path) -> None:
+    golden = simulate(n=12)
+    golden.manifest["schema"] = schema
+    golden.write(tmp_path)
+    assert main([str(tmp_path)]) == BAD_INPUT
+
+
+def test_folder_without_runs_is_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == BAD_INPUT
+    assert main([str(tmp_path / "nowhere")]) == BAD_INPUT
+    assert "no run here" in capsys.readouterr().err
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def every_kind_of_run() -> list[GoldenRun]:
+    inline = serialized()
+    inline.manifest["topology"]["world_size"] = 1
+    lying = simulate(form=PipelineForm("split", d_in=1))
+    lying.bend(lambda line: line.update(tA0=line["tA0"] - line["w_credit_ns"]))
+    return [
+        simulate(),
+        simulate(stages(c=20), PipelineForm("split")),
+        simulate(stages(t_in=40)),
+        simulate(stages(a=0.05, c=0.05)),
+        simulate(n=20),
+        simulate(phase="ready"),
+        serialized(),
+        inline,
+        lying,
+    ]
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_text_fits_a_hundred_columns_and_begins_with_the_verdict(number: int) -> None:
+    report = report_of(every_kind_of_run()[number])
+    lines = render(report).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[1].startswith(report.verdict.name)
+    assert all(reason in lines[1] for reason in report.reasons)
+    assert lines[4].startswith("· ")
+    assert json.loads(json.dumps(report.as_dict()))["verdict"]
+
+
+def test_headline_reads_as_the_contract_shows() -> None:
+    assert report_of(simulate()).statements[0] == (
+        "period 10.0 ms = 1.00 x max(stage), overlap 1.00 [1.00, 1.00] at D_in/D_out = 2/2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("golden", "begin", "advice"),
+    [
+        (simulate(stages(c=20), PipelineForm("split")), "rank 0 sets", "C is busy 100% of it"),
+        (simulate(), "the policy sets", "only a faster B helps"),
+        (simulate(form=PipelineForm(d_in=1)), "raise D_in from 1 to 2", "33% less period"),
+        (simulate(form=PipelineForm(d_in=1)), "raise D_in from 1 to 2", "actions 4.00 ms younger"),
+        (
+            simulate(stages(a=9.2), PipelineForm("split")),
+            "D_in 2 is deep enough",
+            "3 would gain 1%, less than the model can tell, for actions 9.80 ms older",
+        ),
+        (
+            simulate(stages(a=0.2, b=0.2, c=0.1, x=0.01), PipelineForm("split")),
+            "D_in 2 is deep enough",  # 5 % are 10 µs
+            "3 would gain 5%, less than the model can tell, for actions of the same age",
+        ),
+        (
+            simulate(jittered(stages(a=9.8), 400, seed=1), PipelineForm("split")),
+            "D_in 2 is deep enough",  # what was measured is 8 % off
+            "3 would gain 4%, less than the model can tell",
+        ),
+        (simulate(form=PipelineForm(d_in=4)), "D_in 4 is 2 too deep", "fresher actions"),
+        (serialized(), "the stages run in turn", "decoded"),
+        (simulate(stages(t_in=40)), "INPUT_LIMITED", "78% of the time"),
+        (simulate(stages(t_in=40)), "the published score 0.80 would have passed", "audits"),
+        (simulate(stages(a=0.05, c=0.05)), "NOTHING_TO_HIDE", "1.01x (needs 1.10x)"),
+        (simulate(n=60), "TOO_FEW", "49 envelopes after warm-up, 100 needed"),
+    ],
+)
+def test_sentences_say_what_limits_and_what_to_do(
+    golden: GoldenRun, begin: str, advice: str
+) -> None:
+    assert advice in sentence(report_of(golden), begin)
+
+
+def test_refusal_by_the_published_gate_alone_is_explained() -> None:
+    report = report_of(period_17())
+    assert report.exit_code == HEALTHY
+    said = sentence(report, "the published gate would have refused")
+    assert "17.0 ms lies nearer the sum of both stages" in said
+
+
+def test_age_comes_from_the_robots_alone() -> None:
+    golden = simulate()
+    assert report_of(golden).age is None
+    golden.extra += [
+        {"kind": "robot", "session": 1, "seq": k, "age_ns": ms(30 + k % 3)} for k in range(1200)
+    ]
+    found = report_of(golden).as_dict()["age_ms"]
+    assert found == pytest.approx({"p50": 31, "p95": 32, "p99": 32, "max": 32})
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_ledger_gives_drops_and_balance(nested: bool) -> None:
+    golden = simulate()
+    camera = {"received": 100, "used": 70, "dropped": {"late": 9, "gap": 0}, "in_flight": 20}
+    joint = {"received": 10, "used": 10, "dropped": {}, "in_flight": 0}
+    first = {"received": 1, "used": 0, "dropped": {}, "in_flight": 1}
+    if nested:
+        golden.extra.append({"kind": "ledger", "streams": {"camera": first, "joint": first}})
+        golden.extra.append({"kind": "ledger", "streams": {"camera": camera, "joint": joint}})
+    else:
+        golden.extra.append({"kind": "ledger", "stream": "camera"} | camera)
+        golden.extra.append({"kind": "ledger", "stream": "joint"} | joint)
+    report = report_of(golden)
+    assert report.drops["samples"] == {"late": 9}
+    assert report.drops["imbalance"] == {"camera": 1}
+    assert "camera +1" in sentence(report, "the ledger does not balance")
+
+
+def test_service_is_described_from_ready_lines() -> None:
+    golden = simulate(stages(t_in=40), PipelineForm("split"), phase="ready", pacing="sample")
+    golden.bend(lambda line: line.update(window_end_ns=ms(1), expires_ns=ms(101)))
+    golden.lines[200] |= {"drop": "expired", "age_rank0_ns": ms(120)}
+    golden.lines[201] |= {"drop": "expired", "age_rank0_ns": ms(130)}
+    service = report_of(golden).as_dict()["service"]
+    assert isinstance(service, dict)
+    assert set(service) == {
+        *("class", "latency_ms", "age_ms", "deadline", "utilisation", "drops"),
+        *("verdict", "reasons", "longest_without_chunk_ms", "robots", "streams"),
+    }
+    assert service["class"] == "input-limited"
+    assert service["deadline"]["misses"] == 2
+    assert service["deadline"]["longest_run"] == 2
+    assert service["utilisation"]["mesh"] == pytest.approx(0.25, abs=0.01)
+    assert service["drops"]["envelopes"] == {"expired": 2}
+
+
+def test_waiting_for_a_place_in_d_out_is_not_taken_for_transport() -> None:
+    golden = simulate(stages(c=20), PipelineForm("split", d_in=4, d_out=4))
+    # the policy rank commits each result at once; it is received when D_out has a place for it
+    golden.bend(lambda line: line.update(residence_ns=line["B_ns"]))
+    model = report_of(golden).as_dict()["model"]
+    assert model["formula"] == "C"
+    assert abs(model["gap"]) < 0.01
+
+
+def test_strict_is_the_period_over_the_slowest_stage_timed_alone() -> None:
+    golden = simulate()  # A 4, B 10, C 5: period 10 ms
+    alone = {"A_ns": 4_000_000, "B_ns": 8_000_000, "C_ns": 4_500_000}
+    with_alone = replace(golden, manifest=golden.manifest | {"standalone": alone})
+    strict = report_of(with_alone).as_dict()["primary"]["strict"]
+    assert strict == pytest.approx(10 / 8.5, rel=1e-3)
+    del golden.manifest["standalone"]
+    assert report_of(golden).as_dict()["primary"]["strict"] is None
+
+
+def test_age_is_of_executed_chunks_alone() -> None:
+    golden = simulate()
+    said = [
+        {"kind": "robot", "generation": 0, "seq": seq, "age_ns": age, "executed": executed}
+        for seq, (age, executed) in enumerate([(20_000_000, 3), (90_000_000, 0)])
+    ]
+    report = report_of(replace(golden, extra=[*golden.extra, *said]))
+    assert report.as_dict()["age_ms"]["max"] == pytest.approx(20)
+
+
+def test_the_oldest_action_that_a_robot_executed_is_told_beside_what_was_allowed() -> None:
+    golden = simulate()
+    assert report_of(golden).as_dict()["oldest_action_ms"] is None
+    said = [
+        {"kind": "robot", "seq": seq, "age_ns": ms(20), "executed": 3, "oldest_ns": oldest}
+        for seq, oldest in enumerate([31_000_000, 41_260_000, 0])
+    ]
+    golden.extra += said
+    golden.manifest["config"] = {"actions": {"lease_ms": 90.0, "max_age_ms": 60.0}}
+    report = report_of(golden)
+    assert report.as_dict()["oldest_action_ms"] == pytest.approx({"age": 41.26, "limit": 60.0})
+    assert "oldest action executed: 41.3 ms of 60" in render(report)
+
+
+def test_critical_path_names_the_last_predecessor() -> None:
+    path = report_of(simulate(stages(c=20), PipelineForm("split"))).critical_path
+    assert path["A"]["credit"] > 0.95
+    assert path["B"]["envelope"] > 0.95
+    assert path["C"]["previous C"] > 0.95
+    one_thread = report_of(simulate(form=PipelineForm(d_in=1))).critical_path
+    assert one_thread["C"]["A on the same thread"] > 0.95
+    slow_input = report_of(simulate(stages(t_in=40))).critical_path
+    assert slow_input["A"]["sensor"] > 0.95
+
+
+# ---- claims and files ----------------------------------------------------------------------------
+
+
+def test_report_audits_its_own_figures_and_the_claims_beside_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate().write(tmp_path)
+    beside = tmp_path / "claims.json"
+    wrong = {"kind": "ratio", "numbers": {"of": 10, "over": 5}, "claimed": 3, "what": "speed-up"}
+    beside.write_text(json.dumps([wrong]))
+    out = tmp_path / "report.json"
+    assert main([str(tmp_path), "--json", str(out)]) == HEALTHY  # no verdict: others' claims
+    assert "7 of 8 figures follow" in capsys.readouterr().out
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["claims"]["n"] == 8
+    assert "speed-up: ratio is claimed to be 3" in run["claims"]["broken"][0]
+    for broken, says in (("{", "not JSON"), ("[" * 100_000, "nested too deeply")):
+        beside.write_text(broken)
+        assert main([str(tmp_path)]) == BAD_INPUT
+        told = capsys.readouterr().err
+        assert f"claims.json: {says}" in told.replace("not a log: its JSON is ", "")
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--perfetto"])
+def test_a_file_that_cannot_be_written_is_bad_input(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(n=120).write(tmp_path)
+    assert main([str(tmp_path), option, str(tmp_path / "nowhere" / "x")]) == BAD_INPUT
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_reader_that_has_enough_changes_no_verdict(tmp_path: Path) -> None:
+    simulate().write(tmp_path)
+    tool = [sys.executable, str(CHECKOUT / "tools" / "overlap_report.py"), str(tmp_path)]
+    with subprocess.Popen(tool, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None
+        assert done.stderr is not None
+        done.stdout.close()  # before anything is printed
+        assert done.stderr.read() == ""
+        assert done.wait(60) == HEALTHY
+
+
+def test_a_closed_or_full_standard_output_is_no_traceback(tmp_path: Path) -> None:
+    simulate().write(tmp_path)
+    tool = f"{sys.executable} {CHECKOUT / 'tools' / 'overlap_report.py'} {tmp_path}"
+    for redirect, code, says in (
+        (">&-", HEALTHY, ""),
+        (">/dev/full", BAD_INPUT, "cannot write standard output: No space left on device\n"),
+        (
+            "--html /dev/full >/dev/null",
+            BAD_INPUT,
+            "cannot write /dev/full: No space left on device\n",
+        ),
+    ):
+        done = subprocess.run(f"{tool} {redirect}", shell=True, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (code, says)
+
+
+def test_equal_stamps_and_none_at_all_are_reported(tmp_path: Path) -> None:
+    golden = simulate()
+    golden.bend(lambda line: line.update({k: 7 for k in line if k[0] == "t" and k[1].isupper()}))
+    golden.write(tmp_path)
+    assert main([str(tmp_path)]) == INCONCLUSIVE
+    assert main(["--compare", str(tmp_path), str(tmp_path)]) == BAD_INPUT
+
+
+def test_impossible_reports_of_robots_are_left_out_and_said() -> None:
+    golden = simulate()
+    good = {"kind": "robot", "seq": 1, "age_ns": ms(30), "executed": 3, "oldest_ns": ms(40)}
+    wrong = [{"age_ns": -(2**62)}, {"age_ns": 2**62}, {"oldest_ns": -1}]
+    golden.extra += [good, *({**good, **change} for change in wrong)]
+    golden.extra.append({"kind": "robot_state", "session": 1, "held_ns": -5})
+    report = report_of(golden)
+    assert report.as_dict()["age_ms"]["max"] == pytest.approx(30)
+    assert report.as_dict()["oldest_action_ms"]["age"] == pytest.approx(40)
+    assert sentence(report, "4 reports of robots left out")
+    assert report.verdict.name == "PASS"
+
+
+def test_the_first_fault_of_each_kind_is_shown_with_rank_place_and_count(tmp_path: Path) -> None:
+    golden = simulate()
+    fault = {"kind": "event", "name": "fault", "stage": "B", "rank": 1, "fault": "exception"}
+    fault |= {"t": 5, "place": "arm.py:7 in act"}
+    golden.extra += [fault | {"what": "ValueError: \x1b[2J" + "x" * 9000}]
+    golden.extra += [fault | {"what": "KeyError: 3"}] * 24
+    golden.extra += [fault | {"stage": "C", "rank": 0, "what": "OSError: 5", "place": ""}]
+    golden.extra += [{"kind": "event", "name": "refused", "t": 5, "rule": "limit", "what": "7 > 1"}]
+    golden.extra += [{"kind": "event", "name": "fault", "t": 5, "text": "Traceback\nOldError: x\n"}]
+    golden.extra += [fault | {"fault": f"kind{n}"} for n in range(100)]
+    report = report_of(golden)
+    text = " ".join(render(report).split())
+    assert "first faults exception in stage B (rank 1, 26 in all): ValueError: [2Jxxx" in text
+    assert "KeyError" not in text
+    assert (
+        "exception in stage C (rank 0, 1 in all): OSError: 5 limit in stage C (rank 0): 7 >" in text
+    )
+    assert "kind0 in stage B (rank 1, 1 in all): at arm.py:7 in act" in text
+    assert len(report.faults) == 16
+    assert all(len(line) <= 100 for line in render(report).splitlines())
+    faults = report.as_dict()["faults"]
+    assert isinstance(faults, list)
+    assert faults[2] == {
+        "stage": "C",
+        "kind": "limit",
+        "n": None,
+        "what": "7 > 1",
+        "place": "",
+        "rank": 0,
+    }
+    page = tmp_path / "page.html"
+    main([str(golden.write(tmp_path)), "--html", str(page)])
+    assert "<td>B: exception</td>" in page.read_text()
+    assert "What failed" in page.read_text()
+
+
+def test_service_tells_outages_holes_and_what_robots_say() -> None:
+    golden = simulate(stages(t_in=40), phase="ready", pacing="sample")
+    for line in golden.lines[200:]:
+        line |= {k: v + ms(689) for k, v in line.items() if k[0] == "t" and k[1].isupper()}
+    golden.lines[200]["w_input_ns"] += ms(689)  # an idle robot is in no score, but it is an outage
+    golden.manifest["config"] = {"actions": {"lease_ms": 300.0}}
+    balance = {"received": 900, "used": 900, "dropped": {}, "in_flight": 0}
+    imu = balance | {"holes": 2, "longest_hole_ns": ms(164), "targets": 1000, "invalid": 15}
+    camera = balance | {"holes": 0, "longest_hole_ns": 0}
+    golden.extra = [golden.book() | {"streams": {"imu": imu, "camera": camera}}]
+    state = {"kind": "robot_state", "session": 0x2A, "t": 5, "holds": 3, "held_ns": ms(900)}
+    state |= {"faults": 1, "fault": "lease\x1b[2J", "chunk_gap_ns": ms(691)}
+    golden.extra += [state | {"holds": 1}, state]  # the newest counts
+    report = report_of(golden)
+    text = " ".join(render(report).split())
+    assert "longest without a new chunk 729 ms 1 above 300 ms" in text
+    assert "robot session 2a 3 holds for 900 ms 1 faults, the newest: lease?[2J" in text
+    assert "longest without a new chunk 691 ms" in text
+    assert "imu holes above max_gap_ms: 2, longest 164 ms 1.5% of targets invalid" in text
+    assert "camera holes above max_gap_ms: 0 invalid targets not counted" in text
+    service = report.as_dict()["service"]
+    assert isinstance(service, dict)
+    assert service["longest_without_chunk_ms"] == pytest.approx(729)
+    assert service["streams"]["imu"]["invalid_share"] == pytest.approx(0.015)
+    page = service_table(report.service) if report.service else ""
+    for shown in ("729 ms, 1 above 300 ms", "3 holds for 900 ms", "2 holes above max_gap_ms"):
+        assert shown in page
+
+
+def test_ages_of_made_up_input_are_marked() -> None:
+    golden = simulate().bend(lambda line: line.update(input_age_ns={"joints": ms(3)}))
+    assert "input (synthetic)" in render(report_of(golden))
+    golden.manifest["config"] = {"bringup": {"source": "recording"}}
+    assert "input (recorded)" in render(report_of(golden))
+    ready = simulate(phase="ready").bend(lambda line: line.update(input_age_ns={"joints": ms(3)}))
+    assert "input (" not in render(report_of(ready))
+
+
+def test_cpu_time_and_unnamed_time_are_printed_by_thread_and_stage() -> None:
+    golden = simulate(form=PipelineForm("split"))
+    golden.bend(lambda line: line.update(busy_link_ns=ms(1), run_delay_ns=ms(0.5), cpu_a_ns=ms(3)))
+    for line in golden.policy_lines:
+        line |= {"cpu_b_ns": ms(0.3), "run_delay_ns": None}
+    text = " ".join(render(report_of(golden)).split())
+    assert "unnamed r0A 10% (waits for a CPU: 5%) mesh 0% (waits for a CPU: unknown)" in text
+    assert "CPU A 75% of its time B 3% of its time C 100% of its time" in text
+
+
+def test_limits_and_what_is_accepted_are_printed() -> None:
+    golden = serialized()
+    golden.manifest["config"] = {"bringup": {"overlap_min": 0.2, "accept": ["LOW_OVERLAP", "X"]}}
+    report = report_of(golden)
+    text = render(report)
+    assert "S and S alone from 0.20   accepts LOW_OVERLAP" in text
+    assert text.splitlines()[1] == "FAIL   LOW_OVERLAP   accepted: SERVING"
+    assert "one rank would take 19.0 ms for A, B and C in turn" in " ".join(text.split())
+    assert (report.exit_code, report.as_dict()["accepted"]) == (HEALTHY, ["LOW_OVERLAP"])
+    golden.manifest["config"] = {}
+    refused = report_of(golden)
+    assert refused.exit_code == FAIL
+    assert 'serve anyway with bringup.accept = ["LOW_OVERLAP"]' in sentence(refused, "one rank")
+
+
+def test_terminal_says_what_the_page_draws() -> None:
+    golden = simulate(stages(c=20), PipelineForm("split"))
+    text = render(report_of(golden.bend(lambda line: line.update(input_age_ns={"joints": ms(3)}))))
+    assert re.search(r"period +p50 20\.0 ms", text)
+    assert re.search(r"mean of it +A 4\.00 ms .* B 10\.0 ms .* C 20\.0 ms", text, re.DOTALL)
+    assert re.search(r"joints +p50 3\.00 ms .* input", text)
+    assert "the published score 5.35 is not the primary 1.00" in text

@@ -1,0 +1,58 @@
+"""Calls of policies on made-up windows, and what they name as blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ppstream.observe.attribution import (
+    Attribution,
+    give_blocks_to,
+)
+
+ROWS = 2
+
+
+def actions_of(
+    policy: Any, valid_share: float, seed: int = 0, **given: torch.Tensor
+) -> torch.Tensor:
+    """``actions`` on random inputs, of which so many are valid; ``given`` ones replace them."""
+    generator = torch.Generator().manual_seed(seed)
+    window = {
+        spec.name: torch.rand(ROWS, *spec.shape, generator=generator) < valid_share
+        if spec.dtype == "bool"
+        else torch.rand(ROWS, *spec.shape, generator=generator)
+        for spec in policy.inputs
+    } | given
+    out = {"actions": torch.full((ROWS, *policy.outputs[0].shape), torch.nan)}
+    policy(window, out)
+    return out["actions"]
+
+
+def blocks_of(call: Callable[[], object]) -> list[str]:
+    """Names of the blocks that ``call`` opens, in order."""
+    opened: list[str] = []
+
+    def opener(name: str) -> Any:
+        opened.append(name)
+        return nullcontext()
+
+    give_blocks_to(opener)
+    try:
+        call()
+    finally:
+        give_blocks_to(None)
+    return opened
+
+
+class OnlyLabelled(Attribution):
+    """Rank 0's where the policy rank is in the same process, which has one opener of blocks."""
+
+    def start(self) -> None:
+        self._log.mode = "attribution"
+
+    def stop(self) -> None:
+        self._log.mode = "throughput"

@@ -1,0 +1,140 @@
+"""Starts the ranks of a run directly, with the environment that torchrun would set (it is slow)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Final
+
+import pytest
+from rank_process import RankProcess
+
+CONFIG = Path(__file__).with_name("small.toml")
+END_LIMIT_S = 40
+#: Whoever does not ask for overlap is served without: a busy machine may have none.
+SERVED: Final = "bringup.accept=['NOTHING_TO_HIDE', 'LOW_OVERLAP', 'CONTENDED']"
+#: Whoever does may be refused on a busy machine, rightly: so again.
+JUDGED_AGAIN = pytest.mark.flaky(reruns=2, reruns_delay=10, only_rerun=["LOW_OVERLAP", "CONTENDED"])
+RANK_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment_without_ranks() -> dict[str, str]:
+    """This process's environment, for a launcher that sets the ranks' part itself."""
+    return {key: value for key, value in os.environ.items() if key not in RANK_KEYS}
+
+
+class Ranks:
+    """``world_size`` ranks of one run; use as a context manager: none outlives it.
+
+    ``overrides`` is ``--set`` for every rank; ``only`` maps a rank to overrides of its own. With
+    ``judged`` the gate refuses what does not overlap, as it does by default elsewhere.
+    """
+
+    def __init__(
+        self,
+        log_root: Path,
+        *overrides: str,
+        world_size: int = 2,
+        only: dict[int, tuple[str, ...]] | None = None,
+        env: dict[str, str] | None = None,
+        config: Path = CONFIG,
+        judged: bool = False,
+    ) -> None:
+        log_root.mkdir(parents=True, exist_ok=True)
+        self.log_root = log_root
+        self.errors = [log_root / f"stderr{rank}" for rank in range(world_size)]
+        port = str(free_port())
+        self.processes = []
+        for rank in range(world_size):
+            mine = (*overrides, *(only or {}).get(rank, ()))
+            settings = [f"log.root={log_root}", *([] if judged else [SERVED]), *mine]
+            arguments = ["--config", str(config)]
+            arguments += [part for setting in settings for part in ("--set", setting)]
+            environment = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+                **(env or {}),
+            }
+            self.errors[rank].touch()
+            self.processes.append(RankProcess(arguments, environment, self.errors[rank]))
+
+    @classmethod
+    def of_log(cls, log_root: Path, errors: list[Path]) -> Ranks:
+        """Reads the run of ranks that somebody else started."""
+        ranks = cls.__new__(cls)
+        ranks.log_root, ranks.errors, ranks.processes = log_root, errors, []
+        return ranks
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+    def wait(self, limit_s: float = END_LIMIT_S) -> list[int]:
+        """Exit codes of all ranks; fails the test with their output when one does not end."""
+        deadline = time.monotonic() + limit_s
+        try:
+            return [
+                process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes
+            ]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"a rank did not end within {limit_s} s:\n{self.output()}"
+            ) from None
+
+    def wait_for_event(self, name: str, limit_s: float = END_LIMIT_S, **fields: object) -> dict:
+        """The first event of that name (and fields) in rank 0's log, as soon as it is there."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            for line in self.lines(0):
+                if line.get("name") == name and fields.items() <= line.items():
+                    return line
+            if any(process.poll() is not None for process in self.processes):
+                time.sleep(0.1)
+                if not any(line.get("name") == name for line in self.lines(0)):
+                    break
+            time.sleep(0.05)
+        raise AssertionError(f"no event {name} {fields} came:\n{self.output()}")
+
+    @property
+    def directory(self) -> Path:
+        return (self.log_root / "latest").resolve()
+
+    def lines(self, rank: int, generation: int = 0) -> list[dict]:
+        """Complete lines of one rank's log so far."""
+        path = self.directory / f"rank{rank}.gen{generation}.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line]
+
+    def envelopes(self, phase: str) -> list[dict]:
+        return [
+            line for line in self.lines(0) if line["kind"] == "envelope" and line["phase"] == phase
+        ]
+
+    def exits(self) -> dict[str, dict]:
+        return json.loads((self.directory / "exit.json").read_text())
+
+    def output(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in self.errors)
