@@ -10,7 +10,6 @@ import logging
 import subprocess
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from ppstream.config.schema import DemoConfig, PipelineConfig
@@ -68,12 +67,7 @@ class Service:
             self._actions = ActionFile(Path(service.actions_file), len(self.config.actions.names))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.sessions is not None:
             self.sessions.set_phase("stopped")
             self.sessions.close()

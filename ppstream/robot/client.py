@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from ppstream.core.clock import NS_PER_MS, Clock, now_ns
@@ -249,12 +248,7 @@ class RobotClient:
     def __enter__(self) -> RobotClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _connected_link(self) -> RobotLink:

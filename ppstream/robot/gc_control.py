@@ -8,7 +8,6 @@ the time it has left behind a tick. It frees nothing by itself: reference counts
 from __future__ import annotations
 
 import gc
-from types import TracebackType
 from typing import Final
 
 from ppstream.core.clock import NS_PER_S, now_ns
@@ -36,12 +35,7 @@ class Garbage:
         self._schedule(now_ns())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         gc.unfreeze()
         if self._was_enabled:
             gc.enable()

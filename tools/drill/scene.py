@@ -17,7 +17,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from drill.cable import Cable
@@ -129,12 +128,7 @@ class Scene:
         self.cable = Cable("127.0.0.1", port)
         self._stack.callback(self.cable.close)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     # ---- inject --------------------------------------------------------------------------------
