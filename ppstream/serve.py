@@ -122,7 +122,7 @@ def _run(config: PipelineConfig, end: RankEnd, run: Run | None) -> tuple[ExitCod
 
 
 def end_of(error: BaseException, end: RankEnd) -> tuple[ExitCode, str]:
-    """How a rank ends because of ``error``; one that nobody expected is printed in full."""
+    """Returns this rank's end for ``error``; one that nobody expected is printed in full."""
     if isinstance(error, ModuleNotFoundError) and error.name in SERVE_PACKAGES:
         return ExitCode.CONFIG, f"{error.name} is not installed: pip install 'ppstream[serve]'"
     code, reason = end.because_of(error)
@@ -137,7 +137,7 @@ def end_of(error: BaseException, end: RankEnd) -> tuple[ExitCode, str]:
 
 
 def print_report(run: Run) -> None:
-    """What the report tool says of this run, and below it what the embedded robot says."""
+    """Prints the run's report, and below it what the embedded robot printed."""
     cli.main([str(run.directory)])
     if blocks := attribution.report(run.directory):
         print(blocks)

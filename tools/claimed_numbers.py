@@ -1,4 +1,4 @@
-"""What every benchmark does with its own numbers: claim them, and redo the arithmetic at once.
+"""Claims of a benchmark's own numbers, whose arithmetic is redone at once.
 
 A script's JSON holds ``claims``, a list of ``{kind, numbers, claimed}`` that anybody can audit
 again with ``tools/claims_audit.py``. The numbers are those that the script prints.
@@ -22,7 +22,7 @@ Round = TypeVar("Round")
 
 
 class Timed(NamedTuple):
-    """What was done, and how long it took."""
+    """Work done, and how long it took."""
 
     items: int
     seconds: float

@@ -1,4 +1,4 @@
-"""How deep should the queues be? Period, latency and age by D, beside what the model expects.
+"""Sweep of queue depths: period, latency and age by D, beside what the model expects.
 
 Every cell (stage times, threads, D_in = D_out = D) is a run of two real ranks with simulated
 stages; its bring-up is the measurement, so cells that the gate refuses are measured, too. All cells
@@ -133,7 +133,7 @@ def read_pass(report: RunReport) -> Pass:
 
 
 def slot_bytes(cell: Cell) -> int:
-    """What the slots of both directions take."""
+    """Returns the bytes of the slots of both directions."""
     config = load.read("bench", _settings(cell, "sleep"))
     policy = build_policy(config, torch.device("cpu"))
     shape = link_shape(config, build_intake(config).cutter.inputs, policy.outputs, 0)

@@ -68,12 +68,12 @@ class Row:
 
     @property
     def gap(self) -> float:
-        """How much longer the period is than the model's, as a share of it."""
+        """Share of the model's period by which the measured one is longer."""
         return self.period_ms / self.model_ms - 1
 
 
 class Price(NamedTuple):
-    """What one cell has over another of the same stages and threads, with smaller D."""
+    """Difference of one cell from another of the same stages and threads, with smaller D."""
 
     over_depth: int
     saved_ms: float  # of the period
@@ -131,7 +131,7 @@ def recommend(rows: Sequence[Row]) -> list[Advice]:
 
 
 def gap_targets(rows: Iterable[Row]) -> list[Target]:
-    """What the model must explain, as gap in ms over the limit in ms (at most 1)."""
+    """Returns what the model must explain, as gap in ms over the limit in ms (at most 1)."""
     targets = []
     for row in rows:
         if max(row.cell.stages) < GAP_STAGE_MIN_MS:

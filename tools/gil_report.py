@@ -1,4 +1,4 @@
-"""Who waits for Python's lock: names a GIL convoy in a recording of py-spy.
+"""Finds which threads wait for Python's lock: names a GIL convoy in a recording of py-spy.
 
     py-spy record --native --idle --threads --format raw --rate 200 --duration 10 -o FILE --pid PID
     python tools/gil_report.py FILE

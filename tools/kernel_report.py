@@ -1,4 +1,4 @@
-"""Where the time of a profiler's trace goes, nothing installed: ``report/kernels/cli.py TRACE``."""
+"""Shares of time in a profiler's trace, nothing installed: ``tools/kernel_report.py TRACE``."""
 
 import sys
 from pathlib import Path

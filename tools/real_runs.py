@@ -1,4 +1,4 @@
-"""What the benchmarks share: two real ranks started from here and read back, spreads, targets.
+"""Two real ranks, started from here and read back, spreads and targets, for benchmarks.
 
 Not a benchmark itself. Ranks are started directly, with the environment that torchrun would set;
 whatever leaves a ``with`` block, Ctrl-C and SIGTERM included, leaves no process behind.
@@ -169,7 +169,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """How ``values`` spread; there must be one at least."""
+    """Returns the spread of ``values``; there must be one at least."""
     ordered = sorted(values)
     p50, p99 = (ordered[-(-percent * len(ordered) // 100) - 1] for percent in (50, 99))
     return Spread(len(ordered), sum(ordered) / len(ordered), p50, p99, ordered[-1])

@@ -57,7 +57,7 @@ RUN: Final = (  # settings of the demo for --run
 
 
 class View(NamedTuple):
-    """What is drawn of one recording; times in s since its first sample."""
+    """Series to draw of one recording; times in s since its first sample."""
 
     label: str
     at_s: NDArray[np.float64]  # [n], of positions and angles

@@ -72,7 +72,7 @@ class Blend:
 
 
 def output_of(values_BTW: Tensor) -> Output:
-    """Where a blend writes: contiguous values of any of the four dtypes."""
+    """Returns where a blend writes: contiguous values of any of the four dtypes."""
     return Output(values_BTW, _rows(_array(values_BTW)))
 
 
@@ -220,7 +220,7 @@ def _lerp_in_parts(stream: _Stream, rows_2M: Int64s, out: Output) -> None:
 
 
 class _Scratch(threading.local):
-    """Where samples are gathered: fresh memory of this size would cost a page fault per 4 KiB."""
+    """Memory in which samples are gathered: fresh memory would cost a page fault per 4 KiB."""
 
     def __init__(self) -> None:
         self._memory = np.empty(2 * _PART_BYTES, np.uint8)

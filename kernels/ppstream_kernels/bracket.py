@@ -1,4 +1,4 @@
-"""Where each target falls between the samples of its row: one search per target, for CPU tensors.
+"""Bracketing of each target by the samples of its row: one search per target, for CPU tensors.
 
 The result is index arithmetic in 64 bits only; values are not touched here.
 """

@@ -53,7 +53,7 @@ class CpuPlan:
         return partial(self._run, tgt_ns.numpy(), output_of(values), valid_SBT, age_s_SBT)
 
     def run(self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor) -> None:
-        """What ``bind`` prepares, once."""
+        """Runs what ``bind`` prepares, once."""
         self.bind(tgt_ns, values, valid, age_s)()
 
     def _run(

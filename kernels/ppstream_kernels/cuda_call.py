@@ -34,7 +34,7 @@ STREAM_ADDRESSES: Final = struct.Struct("=4Q")  # values, stamps_ns, counts, hea
 
 
 class Gpu(NamedTuple):
-    """What a tiling depends on."""
+    """Properties of a GPU that a tiling depends on."""
 
     multiprocessors: int
     capability: tuple[int, int]
@@ -52,7 +52,7 @@ class Form(NamedTuple):
 
 
 def stream_address_at(position: int) -> int:
-    """Where in ``Form.parameters`` the addresses of the ``position``-th stream begin."""
+    """Returns where in ``Form.parameters`` the addresses of the ``position``-th stream begin."""
     return _HEADER.size + position * _STREAM.size
 
 
@@ -160,7 +160,7 @@ def _strides(columns: Columns, s: int) -> tuple[int, ...]:
 
 
 def _pack(columns: Columns, s: int) -> int:
-    """How many values lie side by side, aligned, in every sample: up to 16 bytes."""
+    """Returns how many values lie side by side, aligned, in every sample: up to 16 bytes."""
     samples = columns.values[s]
     size, dim = samples.element_size(), samples.shape[2]
     if columns.modes[s] in _TURNING_MODES or samples.stride(2) != 1:

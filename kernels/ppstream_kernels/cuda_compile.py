@@ -22,7 +22,7 @@ _REMEDY: Final = "pip install 'ppstream[cuda]'"
 
 
 class Variant(NamedTuple):
-    """What the source is specialised for. The numbers are those of ``cuda_call``."""
+    """Constants that the source is specialised for. The numbers are those of ``cuda_call``."""
 
     streams: int  # most per launch
     out: int  # dtype of the values written

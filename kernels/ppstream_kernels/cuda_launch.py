@@ -70,7 +70,7 @@ class Prepared:
 def make_queue(
     prepared: Prepared, header: Addresses, streams: Sequence[Addresses]
 ) -> Callable[[], None]:
-    """What queues a launch with all its addresses, as often as wanted: one thread at a time.
+    """Returns a call that queues a launch with all its addresses; one thread at a time.
 
     Addresses are plain numbers: whoever queues a launch keeps the memory. The driver copies the
     arguments while it queues, also into a graph that is being captured.
@@ -145,7 +145,7 @@ def _driver_version() -> int:
 
 @cache
 def gpu(index: int) -> Gpu:
-    """What a tiling depends on, of the device with this index."""
+    """Returns what a tiling depends on, of the device with this index."""
     about = torch.cuda.get_device_properties(index)
     return Gpu(about.multi_processor_count, (about.major, about.minor))
 

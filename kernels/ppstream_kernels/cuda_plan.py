@@ -70,7 +70,7 @@ class Forms:
     def queue(
         self, columns: Columns, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
     ) -> Queue:
-        """What queues the writing of the last three, until one tensor lies elsewhere.
+        """Returns a call that queues writing the last three, until a tensor lies elsewhere.
 
         Outputs are values ``[B, T, sum of D]``, valid and age_s ``[B, T, S]``, contiguous;
         arguments are checked.

@@ -34,7 +34,7 @@ _FLAG: Final = 4  # bytes of a count of blocks
 
 
 class Route(NamedTuple):
-    """Where a message comes from and goes to."""
+    """Source and destination of a message."""
 
     source: int  # an address of this device
     target: int  # one that this device can write
@@ -80,7 +80,7 @@ class Puts:
         torch.cuda.synchronize(device)
 
     def write_header(self, message: int, numbers: Sequence[int]) -> None:
-        """What ``message`` begins with, in int64 words, until written again."""
+        """Writes the header of ``message``, in int64 words, until written again."""
         pack_header(self._memory, message, numbers)
 
     def queue(self, message: int, count: int, stream: Any) -> None:
@@ -104,18 +104,18 @@ def grid(size: int) -> tuple[int, int]:
 
 
 def pack_route(memory: Any, message: int, route: Route, counter: int, arrived: int) -> None:
-    """What stays the same from one sending of ``message`` to the next."""
+    """Packs what stays the same from one sending of ``message`` to the next."""
     source, target, size = route
     _FIXED.pack_into(memory, message * _MESSAGE, source, target, counter, arrived, size)
 
 
 def pack_count(memory: Any, message: int, count: int) -> None:
-    """What the counter is set to; its lower 32 bits."""
+    """Packs the value that the counter is set to; its lower 32 bits."""
     _COUNTED.pack_into(memory, message * _MESSAGE + _FIXED.size, count)
 
 
 def pack_header(memory: Any, message: int, numbers: Sequence[int]) -> None:
-    """What ``message`` begins with.
+    """Packs the header of ``message``.
 
     Raises:
         ValueError: it is too long.

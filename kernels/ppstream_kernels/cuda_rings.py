@@ -162,7 +162,7 @@ def begin(device: Device, call: BeginCall) -> Launch:
 
 
 def prefix(device: Device, call: PrefixCall, *, batch: int) -> Launch:
-    """What each robot of the batch executes while its next chunk is made."""
+    """Actions that each robot of the batch executes while its next chunk is made."""
     return Launch("prefix", device, (batch, 1, 1), _PREFIX.pack(*call))
 
 
@@ -214,7 +214,7 @@ class Recorded:
 
 
 def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call of the driver gave.
+    """Returns what a call of the driver gave.
 
     Raises:
         RuntimeError: it gave an error.

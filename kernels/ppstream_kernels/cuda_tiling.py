@@ -1,4 +1,4 @@
-"""How a launch is cut into tiles, one per block: a rule of sizes, not a table of shapes.
+"""Tiling of a launch, one tile per block: a rule of sizes, not a table of shapes.
 
 An item is what a thread reads and writes at once. Where few items meet many multiprocessors, the
 chain stamps -> search -> samples -> store is the cost: one item per thread, spread evenly. Where

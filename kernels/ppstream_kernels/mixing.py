@@ -1,4 +1,4 @@
-"""What lies between two samples, per mode, in float64 for numpy arrays."""
+"""Interpolation between two samples, per mode, in float64 for numpy arrays."""
 
 from __future__ import annotations
 

@@ -170,6 +170,6 @@ resample_streams_out = torch.ops.ppstream_kernels.resample_streams_out.default
 
 
 def is_implemented(dispatch_key: str) -> bool:
-    """Whether every op has an implementation for ``dispatch_key``, such as ``CUDA``."""
+    """True when every op has an implementation for ``dispatch_key``, such as ``CUDA``."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return all(has_kernel(f"{NAMESPACE}::{name}", dispatch_key) for name in _CPU)

@@ -14,7 +14,7 @@ from ppstream_kernels.source import Columns, StreamSource, to_columns
 
 
 class DevicePlan(Protocol):
-    """What a device contributes: everything prepared, and the call."""
+    """A device's part of a plan: everything prepared, and the call."""
 
     def run(self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor) -> None:
         """Writes values ``[B, T, sum of D]``, valid and age_s ``[B, T, S]``; checks no argument."""
@@ -26,7 +26,7 @@ class DevicePlan(Protocol):
 
 
 class MakePlan(Protocol):
-    """How a type of device prepares, from its streams and the number of targets."""
+    """Preparation for a type of device, from its streams and the number of targets."""
 
     def __call__(self, columns: Columns, targets: int, /, *, distinct: bool) -> DevicePlan: ...
 

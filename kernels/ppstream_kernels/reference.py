@@ -16,7 +16,7 @@ Row = list[float]
 
 
 class Reference(NamedTuple):
-    """What every implementation must come close to."""
+    """Reference that every implementation must come close to."""
 
     values: NDArray[np.float64]  # [B, T, D]
     valid: NDArray[np.bool_]  # [B, T]

@@ -50,12 +50,12 @@ def check_numbers(ring: Ring, counts: list[int], heads: list[int]) -> None:
 
 
 def search_row(stamps_ns_N: Int64s, head: int, count: int, tgt_ns_T: Int64s) -> Int64s:
-    """How many samples of one row are at or before each target."""
+    """Counts the samples of one row at or before each target."""
     return _search(stamps_ns_N, head, count, tgt_ns_T, "right")
 
 
 def may_hold_equals(ring: Ring) -> bool:
-    """Whether two samples may have equal stamps: a look at neighbours in the ring's memory.
+    """True when two samples may have equal stamps: compares neighbours in the ring's memory.
 
     Slots that hold nothing are looked at, too, and a long ring is not looked at: it may.
     """
@@ -67,7 +67,7 @@ def may_hold_equals(ring: Ring) -> bool:
 
 
 def first_of_equals(stamps_ns_N: Int64s, head: int, count: int, passed_T: Int64s) -> Int64s:
-    """How many samples of a row are older than the newest of each target's ``passed_T``, or 0.
+    """Counts the samples of a row older than the newest of each target's ``passed_T``, or 0.
 
     So it names the first, counted from the oldest, of all with that stamp.
     """
@@ -96,7 +96,7 @@ def search_rows(ring: Ring, tgt_ns_BT: Int64s, passed_BT: Int64s) -> None:
 def _search(
     stamps_ns_N: Int64s, head: int, count: int, at_ns_T: Int64s, side: Literal["left", "right"]
 ) -> Int64s:
-    """How many samples are before ``at_ns_T`` (left), or not behind (right).
+    """Counts the samples before ``at_ns_T`` (left), or not behind (right).
 
     A wrapped ring is two sorted pieces.
     """

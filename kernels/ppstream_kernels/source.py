@@ -1,4 +1,4 @@
-"""What is resampled: a stream's samples, how they are interpolated, how far they are trusted."""
+"""Input of resampling: a stream's samples, their interpolation, and how far they are trusted."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def ops_limit_ns(limit_ns: int | None) -> int:
 
 
 def seen(tensor: Tensor) -> str:
-    """How an error message shows a tensor."""
+    """Words a tensor for an error message."""
     return f"{list(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}"
 
 

@@ -1,4 +1,4 @@
-"""How far to trust the values: age of what is held, and whether bridge and age keep the limits.
+"""Trust in the values: age of what is held, and whether bridge and age keep the limits.
 
 For CPU tensors; the rules stand in ``resampling.py``.
 """

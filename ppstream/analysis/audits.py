@@ -372,7 +372,7 @@ def _counts(at: Iterable[Envelope], sent: list[int], came: list[int]) -> Iterato
 
 
 def _too_early_ns(e: Envelope, lane: dict[int, Envelope], window: Window) -> Iterator[int]:
-    """How much too early each step of one envelope was."""
+    """Returns by how much each step of one envelope was too early."""
     topology = window.topology
     giver, before, freed = (
         lane.get(e.seq - topology.d_in),

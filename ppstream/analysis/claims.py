@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a kind of claim is recomputed, and how far rounding may take it."""
+    """The arithmetic of one kind of claim, and how far rounding may take it."""
 
     needs: tuple[str, ...]
     recompute: Callable[[Numbers], float]

@@ -124,7 +124,7 @@ def _unusable(side: Side) -> Iterator[str]:
 
 
 def _unfair(a: Side, b: Side) -> Iterator[str]:
-    """What differs and must not, within a side and across both."""
+    """Yields what differs and must not, within a side and across both."""
     first = _matters(*a.runs[0])
     for side in (a, b):
         for run, report in side.runs:
@@ -161,7 +161,7 @@ def _hardware(run: RunLog) -> dict[str, object]:
 
 
 def _knobs(a: Side, b: Side) -> Iterator[str]:
-    """What was set differently on purpose: shape, links, versions."""
+    """Returns what was set differently on purpose: shape, links, versions."""
     (first, one), (second, two) = a.runs[0], b.runs[0]
     both = _matters(first, one), _matters(second, two)
     newer = [found for found in _differences(*both) if _is_newer(found[0], *both)]

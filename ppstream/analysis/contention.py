@@ -102,7 +102,7 @@ def is_apart(one_ns: float, other_ns: float) -> bool:
 
 
 class _Parts(NamedTuple):
-    """What a stage's time is made of, on average; host threads only."""
+    """Mean parts of a stage's time; host threads only."""
 
     cpu: StageTimes
     delay: StageTimes  # runnable without a CPU
@@ -112,7 +112,7 @@ class _Parts(NamedTuple):
 def _own(
     ran: _Parts | None, alone: Sequence[_Parts], times: StageTimes, whole: StageTimes
 ) -> tuple[StageTimes, StageTimes]:
-    """What the stages take with the machine to themselves, and what of that counts.
+    """Returns what the stages take with the machine to themselves, and what of that counts.
 
     Waits for a CPU do not.
     CPU time and the rest of it count as long as they lasted alone, or in the run where that was

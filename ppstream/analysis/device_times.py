@@ -30,7 +30,7 @@ class StageOnDevice:
 
     @property
     def apart(self) -> float | None:
-        """How much longer the host's median is, as a share of the device's."""
+        """Share of the device's median by which the host's median is longer."""
         if self.host is None or not self.device.p50:
             return None
         return self.host.p50 / self.device.p50 - 1
@@ -42,7 +42,7 @@ class StageOnDevice:
 
 @dataclass(frozen=True, slots=True)
 class ClockSeen:
-    """How device time was mapped to one rank's host clock: the worst of all its anchors."""
+    """Quality of the mapping from device to host clock of one rank: the worst of its anchors."""
 
     rank: int
     renewals: int

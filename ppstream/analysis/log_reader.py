@@ -104,7 +104,7 @@ def _text(path: Path) -> str:
 
 
 def decoded(text: str, where: str) -> Any:
-    """What JSON text says.
+    """Decodes JSON text.
 
     Raises:
         LogError: it is none, or nested too deeply.

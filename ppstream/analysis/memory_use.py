@@ -1,4 +1,4 @@
-"""What each rank held: the most of RAM and of its GPU, and what grew once it served. Pure."""
+"""Memory that each rank held: the most of RAM and of its GPU, and its growth in service. Pure."""
 
 from __future__ import annotations
 

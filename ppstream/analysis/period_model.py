@@ -43,7 +43,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class PipelineForm:
-    """What is fixed at start: threads, order of one thread, credit rule and both bounds."""
+    """Shape fixed at start: threads, order of one thread, credit rule and both bounds."""
 
     threads: str = "serial"  # serial | split
     order: str = "send_first"  # send_first | decode_first (serial only)
@@ -120,7 +120,7 @@ def latency(times: StageTimes, form: PipelineForm) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Deeper:
-    """What a larger D_in would give."""
+    """Effect that a larger D_in would have."""
 
     d_in: int
     gain: float  # of the period

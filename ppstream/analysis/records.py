@@ -18,7 +18,7 @@ ENVELOPES: Final = "envelopes"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How the ranks ran; the resources, audits and the model depend on it."""
+    """Shape of a run: the resources, audits and the model depend on it."""
 
     threads: str  # serial | split
     order: str  # send_first | decode_first
@@ -133,7 +133,7 @@ class Event(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What one rank's process held when it wrote a ``memory`` line; all but RAM is its GPU's."""
+    """Memory of one rank's process at a ``memory`` line; all but RAM is its GPU's."""
 
     rank: int
     generation: int

@@ -1,4 +1,4 @@
-"""What stands next to the score: latency, age, who waited for whom, drops, deadlines. Pure."""
+"""Run statistics beside the score: latency, age, critical path, drops, deadlines. Pure."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def first_faults(run: RunLog) -> list[FaultSeen]:
 
 
 def _shown(value: object) -> str:
-    """What a log says in words, which may be anything."""
+    """Returns a log's own words, which may be anything, as text that can be shown."""
     text = "" if value is None else str(value)[:FAULT_CHARS]
     return "".join(c if c.isprintable() else " " for c in text)
 
@@ -254,7 +254,7 @@ def emit_gaps(envelopes: Iterable[Envelope], limit_ns: int) -> Gaps | None:
 
 
 def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:
-    """How often an action was certainly too old on leaving rank 0; None without leases.
+    """Counts actions that were certainly too old on leaving rank 0; None without leases.
 
     The age is the one since arrival at rank 0, so true misses are at least as many.
     """

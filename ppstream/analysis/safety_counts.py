@@ -27,7 +27,7 @@ class QueueMaxima(NamedTuple):
 
 
 def safety_counts(run: RunLog) -> dict[str, int]:
-    """How often each hard promise was broken, by reason; only reasons that happened."""
+    """Counts broken hard promises by reason; only reasons that happened."""
     topology, maxima = run.topology, queue_maxima(run.envelopes)
     beyond = max(0, maxima.outstanding - topology.d_in, maxima.q_decode - topology.d_out)
     counts = {

@@ -59,7 +59,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is judged: segments of one generation and one choice of phases."""
+    """The judged span: segments of one generation and one choice of phases."""
 
     topology: Topology
     phases: frozenset[str | None]

@@ -1,4 +1,4 @@
-"""What a run means, in sentences for whoever is on call: what limits it, and what to do. Pure."""
+"""Diagnosis in sentences, for an engineer on call: what limits a run, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STRICT_MIN: Final = 0.995  # a period below the slowest stage alone: that stage 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the closed form expects from the window's own stage means."""
+    """Expectations of the closed form from the window's own stage means."""
 
     period_ns: float
     gap: float  # measured / expected - 1

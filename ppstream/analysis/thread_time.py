@@ -1,4 +1,4 @@
-"""Where each serial thread's time went: residuals and excess behind two of the audits.
+"""Time accounting of each serial thread: residuals and excess behind two of the audits.
 
 Pure. A segment is cut on emits, but a thread's time is summed between two of its own ends: of A on
 the thread that runs A, of C on a thread C of its own, of B on the policy rank. Whatever that thread

@@ -54,7 +54,7 @@ SEVERITY: Final = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL)
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What is asked of a run. The bring-up profile asks for safety and overlap only."""
+    """Requirements of a run. The bring-up profile asks for safety and overlap only."""
 
     profile: str = "bringup"  # bringup | release
     overlap_min: float = OVERLAP_MIN  # of S and of S alone
@@ -119,7 +119,7 @@ def is_accepted(verdict: Verdict, reasons: Iterable[str], accept: Iterable[str])
 
 
 def inconclusive_reasons(evidence: Evidence) -> list[str]:
-    """Why the score cannot be known, most fundamental first."""
+    """Yields the reasons why the score cannot be known, most fundamental first."""
     run, window, primary = evidence.run, evidence.window, evidence.primary
     if run.topology.world_size == 1:
         return ["INLINE"]
@@ -234,7 +234,7 @@ def logged_verdict(run: RunLog, window: Window) -> Event | None:
 
 
 def classify(window: Window, primary: Primary | None) -> str | None:
-    """What limits the run: the first that holds."""
+    """Returns the first class that holds: what limits the run."""
     if primary is None or window.topology.world_size == 1:
         return None
     busy = primary.utilisation

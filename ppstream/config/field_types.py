@@ -1,4 +1,4 @@
-"""What values of a configuration are made of: bounded numbers, names and paths.
+"""Types of a configuration's values: bounded numbers, names and paths.
 
 What they mean stands in ``schema.py``.
 """

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: a TOML file, ``--set`` on the command line, the defaults.
+"""Sources of a configuration: a TOML file, ``--set`` on the command line, the defaults.
 
 Precedence: command line > file > default; the environment changes nothing. A relative path in a
 file is relative to that file, one on the command line to the working directory. ``"none"`` stands
@@ -112,7 +112,7 @@ def locate(name: str) -> Path:
 
 
 def _module_folder(module: str) -> Path:
-    """Where the files beside ``module`` lie; the module itself is not run."""
+    """Finds the folder of ``module``'s files; the module itself is not run."""
     try:
         spec = find_spec(module)
     except (ModuleNotFoundError, ValueError):
@@ -157,7 +157,7 @@ def _override(table: dict[str, Any], item: str) -> str | None:
 
 
 def _entry(place: Any, step: str) -> Any:
-    """What ``step`` names: a table's key, a list's index, or the ``name`` of a list's table."""
+    """Finds what ``step`` names: a table's key, a list's index, or an entry's ``name``."""
     if isinstance(place, dict):
         return place.get(step)
     if step.isdigit():

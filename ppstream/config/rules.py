@@ -1,4 +1,4 @@
-"""What the values of a configuration must agree on: ``problems`` lists every disagreement.
+"""Rules between values of a configuration: ``problems`` lists every disagreement.
 
 The bounds of a single value stand in ``schema.py``. Nothing here changes a configuration, imports
 user code or opens a file; it only asks whether named files exist.
@@ -116,7 +116,7 @@ def problems(config: PipelineConfig) -> list[str]:
 
 
 def rank_problems(config: PipelineConfig, world_size: int) -> list[str]:
-    """What ``config`` and the number of ranks must agree on."""
+    """Yields disagreements between ``config`` and the number of ranks."""
     port = config.metrics.port
     most = PORT_MAX - world_size + 1
     if port is None or port <= most:
@@ -343,7 +343,7 @@ def _missing_file(path: str, name: str) -> Iterator[str]:
 
 
 def _device_problems(config: PipelineConfig) -> Iterator[str]:
-    """What only GPUs can do, and what they cannot."""
+    """Yields what only GPUs can do, and what they cannot."""
     simulate, is_gpu = config.simulate, config.placement.rank0 != "cpu"
     if simulate.kind == "gpu" and not is_gpu:
         yield "simulate.kind: got 'gpu', want a CUDA device as placement.rank0 or 'sleep' or 'spin'"

@@ -46,7 +46,7 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class RecordedAs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a PX4 ULog, a ROS bag or an MCAP file made by others has a stream's samples."""
+    """Location of a stream's samples in a PX4 ULog, a ROS bag or an MCAP file made by others."""
 
     topic: Text  # of a ULog: sensor_combined, or sensor_combined[1] for its second instance
     fields: Annotated[tuple[Text, ...], Meta(min_length=1)]  # pose.position.x, gyro_rad[0], or q:
@@ -144,7 +144,7 @@ class RobotLimits(_Part, frozen=True):
 
 
 class ActionConfig(_Part, frozen=True):
-    """What a policy's ``actions [horizon, len(names)]`` mean, and for how long they may be used."""
+    """Meaning of a policy's ``actions [horizon, len(names)]``, and how long they may be used."""
 
     names: tuple[Name, ...]
     horizon: Count
@@ -198,7 +198,7 @@ class PlacementConfig(_Part, frozen=True):
 
 
 class PipelineShape(_Part, frozen=True):
-    """How the two ranks run."""
+    """Shape of the pipeline of two ranks."""
 
     pacing: PacingRule = "sample"  # of the reference stream, else of the one named
     tick_hz: Positive | None = None  # needed by pacing = "tick"
@@ -210,7 +210,7 @@ class PipelineShape(_Part, frozen=True):
 
 
 class LinkConfig(_Part, frozen=True):
-    """How envelopes travel between the ranks; ``auto`` lets the placement choose."""
+    """Transport of envelopes between the ranks; ``auto`` lets the placement choose."""
 
     kind: Literal["auto", "host", "gloo", "peer", "pinned", "nccl"] = "auto"
     trusted_network: bool = False  # must be true for gloo between hosts: it is not encrypted
@@ -231,7 +231,7 @@ class BringupConfig(_Part, frozen=True):
 
 
 class ServiceConfig(_Part, frozen=True):
-    """What is served: robots that connect, or a recording instead of them."""
+    """Service: robots that connect, or a recording instead of them."""
 
     endpoint: Text | None = "tcp://127.0.0.1:5870"  # tcp:// or ipc://; none: no robot can connect
     recording: FilePath | None = None  # serve this recording as the only robot, then drain
@@ -256,7 +256,7 @@ class LivenessConfig(_Part, frozen=True):
 
 
 class LogConfig(_Part, frozen=True):
-    """Where run logs go."""
+    """Location of run logs."""
 
     root: FilePath = "logs"
     keep: Count = 20  # older runs are deleted

@@ -107,7 +107,7 @@ def _line(path: str, got: Any, wanted: str) -> str:
 
 
 def _wanted(kind: Kind) -> str:
-    """What would be right, in words: ``a whole number, at least 1, at most 64, or "none"``."""
+    """Words what would be right: ``a whole number, at least 1, at most 64, or "none"``."""
     if told := [meta.extra["want"] for meta in kind.bounds if meta.extra and "want" in meta.extra]:
         text = str(told[0])
     elif choices := _choices(kind):

@@ -157,7 +157,7 @@ class FrameReader:
         self._filled = 0
 
     def room(self) -> memoryview:
-        """Where the next bytes go; never empty."""
+        """Returns the memory for the next bytes; never empty."""
         return self._buffer[self._filled :]
 
     def frames(self, taken: int) -> Iterator[memoryview]:

@@ -31,7 +31,7 @@ class LauncherStore:
         self.raw.set(key, value)
 
     def get(self, key: str, timeout_s: float) -> str:
-        """What was published under ``key``, waiting for it.
+        """Returns the value published under ``key``, and waits for it.
 
         Raises:
             PeerLostError: nothing was published within ``timeout_s``, or the store is gone.

@@ -108,7 +108,7 @@ class Peer:
 
     @property
     def goodbye(self) -> rank_messages.Goodbye | None:
-        """Why the peer leaves, once it has said so and this rank has read it."""
+        """The peer's reason to leave, once it has sent one and this rank has read it."""
         heard = (*self.inbox, *(self.heart.inbox if self.heart is not None else ()))
         return next((frame for frame in heard if isinstance(frame, rank_messages.Goodbye)), None)
 
@@ -200,7 +200,7 @@ class Peer:
         return frame
 
     def last_words(self) -> PeerLeftError | None:
-        """Why the peer left, if it said so before its end was noticed in another way."""
+        """Returns the peer's reason to leave, if it sent one before its end was noticed."""
         with suppress(PpstreamError):
             self.pump()
         goodbye = self.goodbye
@@ -285,7 +285,7 @@ class Peer:
             raise
 
     def _is_beating(self) -> bool:
-        """Whether the peer's heart was heard a moment ago; not without one."""
+        """True when the peer's heart was heard a moment ago; not without one."""
         silent_ns = self._clock() - self.last_heard_ns
         return self.listen is not None and self.lost_ns is None and silent_ns < self._send_limit_ns
 

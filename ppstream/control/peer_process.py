@@ -77,7 +77,7 @@ class HeldProcess:
         return self._fd
 
     def wait_gone(self, limit_s: float) -> bool:
-        """Whether it has ended, waiting for it."""
+        """True when it has ended, waiting for it."""
         gone = select.poll()
         gone.register(self._fd, select.POLLIN)
         return bool(gone.poll(limit_s * MS_PER_S))
@@ -166,7 +166,7 @@ def everybody() -> Iterator[int]:
 
 
 def command(pid: int) -> str:
-    """What a process runs, for people."""
+    """Returns the command line of a process, for people."""
     return " ".join(_words(Path(f"/proc/{pid}/cmdline"), "\0")).strip()
 
 

@@ -1,4 +1,4 @@
-"""How a policy rank finds rank 0's control socket: an address published in the launcher's store.
+"""Discovery of rank 0's control socket: an address published in the launcher's store.
 
 On one host it is a UNIX socket that has a name and no file, so that no kill leaves one behind; only
 this user's processes are let in. Between hosts it is TCP on the given interface. Who may stay is
@@ -31,7 +31,7 @@ class Store(Protocol):
         """Publish ``value``."""
 
     def get(self, key: str, timeout_s: float) -> str:
-        """What was published, waiting for it.
+        """Returns the published value, and waits for it.
 
         Raises:
             PeerLostError: nothing was published within ``timeout_s``.

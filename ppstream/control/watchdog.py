@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Mark:
-    """What one thread's loop is at; written by that thread, read by the watchdog.
+    """Progress of one thread's loop; written by that thread, read by the watchdog.
 
     Attributes:
         turns: the loop adds one each time round, and at least each 0.1 s while it waits.
@@ -60,12 +60,12 @@ class Mark:
 
 
 def stage_b_limit_ns(watchdog_ns: int, usual_b_ns: int) -> int:
-    """How long stage B may take: the watchdog's limit, or 5 times its usual time."""
+    """Returns the time limit of stage B: the watchdog's, or 5 times its usual time."""
     return max(watchdog_ns, USUAL_FACTOR * usual_b_ns)
 
 
 def is_patient(phase: str, mode: str) -> bool:
-    """Whether a standstill may be long: first calls compile, and a profiler writes its trace."""
+    """True when a standstill may be long: first calls compile, and a profiler writes its trace."""
     return phase in ("starting", "warming") or mode != "throughput"
 
 

@@ -44,7 +44,7 @@ class Machine(NamedTuple):
         return next((some for some in self._sets() if len(some) > self.cpus_for(some)), ())
 
     def holds(self, wanted: Mapping[str, float]) -> bool:
-        """Whether there are CPUs for what each thread wants of one, wherever it may run."""
+        """True when there are CPUs for what each thread wants of one, wherever it may run."""
         return all(
             sum(wanted.get(name, 0.0) for name in some) <= self.cpus_for(some)
             for some in (*self._sets(), tuple(wanted))

@@ -74,7 +74,7 @@ class Histograms:
         self._counted = _Counted(np.zeros((0, _BINS), np.int64), np.zeros(0, np.int64))
 
     def rows(self, family: str, labels: Iterable[str] = ("",)) -> NDArray[np.intp]:
-        """Where ``add`` counts values of these labels."""
+        """Returns the rows in which ``add`` counts values of these labels."""
         rows = self._families.setdefault(family, _Rows(self._new))
         return np.fromiter(map(rows.__getitem__, labels), np.intp)
 
@@ -128,7 +128,7 @@ def quantiles_ns(values_ns: Values, shares: Iterable[float]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """What a set of durations looks like. ``p50_ns`` and ``p99_ns`` cover the last ``KEEP``.
+    """Summary of a set of durations. ``p50_ns`` and ``p99_ns`` cover the last ``KEEP``.
 
     All are 0 when ``count`` is 0.
     """
@@ -140,7 +140,7 @@ class Quantiles:
 
 
 class Bin(NamedTuple):
-    """How many durations were above the bin before and at most ``upto_ns``; None: no limit."""
+    """Number of durations above the bin before and at most ``upto_ns``; None: no limit."""
 
     upto_ns: int | None
     n: int

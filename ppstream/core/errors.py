@@ -1,4 +1,4 @@
-"""What can go wrong, by name, and the exit code each end of a rank carries.
+"""Errors by name, and the exit code that each end of a rank carries.
 
 Expected trouble is a value (a drop with its reason); an error is a promise that cannot be kept.
 """
@@ -10,7 +10,7 @@ from typing import Final
 
 
 class ExitCode(IntEnum):
-    """How a rank ended; torchrun itself returns 0 or 1, so ``exit.json`` carries this."""
+    """End of a rank; torchrun itself returns 0 or 1, so ``exit.json`` carries this."""
 
     DRAINED = 0
     INTERNAL = 1  # an exception nobody expected: a bug

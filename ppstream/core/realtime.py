@@ -30,7 +30,7 @@ class NotPermittedError(PpstreamError):
 
 @dataclass(frozen=True, slots=True)
 class RealTime:
-    """What to ask for, for as long as the loop runs.
+    """Real-time settings to ask for, for as long as the loop runs.
 
     Args:
         fifo_priority: 1 to 99: run the loop's thread under SCHED_FIFO, before every normal thread.
@@ -126,7 +126,7 @@ def end_timeouts_on_time() -> bool:
 
 
 def _asked(ask: Callable[[], None]) -> str | None:
-    """What was refused, in words, or None."""
+    """Returns what was refused, in words, or None."""
     try:
         ask()
     except NotPermittedError as error:

@@ -1,4 +1,4 @@
-"""What user code raises, as short text that can be shown, logged and sent; the first of each kind.
+"""Exceptions of user code as short text to show, log and send; the first of each kind.
 
 Policies and decoders may raise anything: an exception whose text raises, is no valid Unicode or
 has 8 MB, a KeyboardInterrupt, ``sys.exit()``. Nothing here raises for it but ``UserExitError``. How
@@ -46,7 +46,7 @@ class Fault(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What and where."""
+        """The fault and its place."""
         return f"{self.what} at {self.place}" if self.place else self.what
 
 
@@ -70,7 +70,7 @@ class FirstFaults:
 
 
 def fault_of(error: BaseException, who: str, kind: str = "") -> Fault:
-    """What ``error``, which user code raised, is.
+    """Describes ``error``, which user code raised.
 
     Args:
         error: as it was caught.
@@ -139,7 +139,7 @@ def _format(error: BaseException) -> str:
 
 
 def _safely(text_of: Any, value: object) -> str:
-    """What user code says of itself, which may raise anything."""
+    """Returns text that user code makes of itself, which may raise anything."""
     try:
         return _clean(text_of(value))
     except BaseException as failure:  # noqa: BLE001 - sys.exit() in a __str__, too

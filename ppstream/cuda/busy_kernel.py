@@ -50,7 +50,7 @@ class GpuWork:
         torch.cuda.synchronize(device)
 
     def calls(self, stream: CudaStream) -> tuple[Call, ...]:
-        """What queues one mean's worth of work on ``stream``, for a ``Routine``."""
+        """Returns the calls that queue one mean's work on ``stream``, for a ``Routine``."""
         if not self.products:
             return ()
         if hasattr(self._graph, "raw_cuda_graph_exec"):

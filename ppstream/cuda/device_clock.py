@@ -46,7 +46,7 @@ class Probe(Protocol[E]):
 
 
 class ClockState(NamedTuple):
-    """How good the mapping is; for the log."""
+    """Quality of the mapping; for the log."""
 
     bracket_ns: int  # the anchor lies somewhere in it: twice the bound of the constant error
     drift_ppb: int  # host clock against device clock

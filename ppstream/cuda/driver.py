@@ -1,4 +1,4 @@
-"""What the loops on GPUs ask of the CUDA driver: streams, events, copies, counters in memory.
+"""Calls of the CUDA driver for the loops on GPUs: streams, events, copies, counters in memory.
 
 Thin and quick: every call here queues and returns; none waits for the device but ``Event.wait``.
 Functions of the driver are bound once to what calls them.
@@ -44,7 +44,7 @@ class Event:
         self._query, self._elapsed = cuda.cuEventQuery, cuda.cuEventElapsedTime
 
     def is_done(self) -> bool:
-        """Whether what was queued before the newest ``record`` has finished.
+        """True when what was queued before the newest ``record`` has finished.
 
         The driver takes ten times as long for it as for ``ns_since``, which says it, too.
         """
@@ -95,15 +95,15 @@ class CudaStream:
         (self.handle,) = checked(created, "a stream")
 
     def to_record(self, event: Event) -> Call:
-        """What ``record`` does, as part of a ``Routine``."""
+        """Returns ``record`` as part of a ``Routine``."""
         return Call(partial(self._record, event.handle, self.handle), "recording an event")
 
     def to_wait_for(self, event: Event) -> Call:
-        """What ``wait_for`` does, as part of a ``Routine``."""
+        """Returns ``wait_for`` as part of a ``Routine``."""
         return Call(partial(self._wait_event, self.handle, event.handle, 0), "waiting for an event")
 
     def to_copy(self, target: int, source: int, size: int) -> Call:
-        """What ``copy`` does, as part of a ``Routine``."""
+        """Returns ``copy`` as part of a ``Routine``."""
         return Call(
             partial(self._copy, target, source, size, self.handle), f"a copy of {size} bytes"
         )
@@ -118,12 +118,12 @@ class CudaStream:
             raise _refused(error, "recording an event")
 
     def wait_for(self, event: Event) -> None:
-        """What is queued from now on begins after the newest ``record`` of ``event``."""
+        """Makes what is queued from now on begin after the newest ``record`` of ``event``."""
         if error := self._wait_event(self.handle, event.handle, 0)[0]:
             raise _refused(error, "waiting for an event")
 
     def wait_value(self, address: int, value: int) -> None:
-        """What is queued from now on begins when the 32 bits at ``address`` reach ``value``."""
+        """Holds what is queued from now on until the 32 bits at ``address`` reach ``value``."""
         if error := self._wait_value(self.handle, address, value % WRAP, GREATER_OR_EQUAL)[0]:
             raise _refused(error, "a wait for a counter")
 
@@ -138,7 +138,7 @@ class CudaStream:
             raise _refused(error, f"a copy of {size} bytes")
 
     def is_idle(self) -> bool:
-        """Whether everything queued has finished."""
+        """True when everything queued has finished."""
         error = driver().cuStreamQuery(self.handle)[0]
         if error == 0:
             return True
@@ -259,7 +259,7 @@ def driver() -> Any:
 
 
 def checked(result: tuple[Any, ...], what: str) -> tuple[Any, ...]:
-    """What a driver call returned behind its error code.
+    """Returns what a driver call gave behind its error code.
 
     Raises:
         DeviceError: the code says that it failed.

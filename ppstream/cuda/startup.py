@@ -1,4 +1,4 @@
-"""What a rank with a GPU settles before CUDA starts, and what it knows of its devices after.
+"""Settings of a rank with a GPU before CUDA starts, and facts about its devices after.
 
 With the default number of connections a stream that waits for another rank can hold up streams that
 do not: measured, with as few as one. The number counts when CUDA starts, so it is set first here,
@@ -87,7 +87,7 @@ def started() -> torch.device | None:
 
 
 def has_peer_access(device: str, other: str) -> bool:
-    """Whether two devices can reach each other's memory; False where either is not there."""
+    """True when two devices can reach each other's memory; False where either is not there."""
     if not torch.cuda.is_available():
         return False
     first, second = (torch.device(name).index or 0 for name in (device, other))
@@ -97,7 +97,7 @@ def has_peer_access(device: str, other: str) -> bool:
 
 
 def peer_access(config: PipelineConfig) -> bool:
-    """Whether the two devices that the configuration names reach each other's memory.
+    """True when the two devices that the configuration names reach each other's memory.
 
     Raises:
         ConfigError: as ``settle_connections``.
@@ -120,13 +120,13 @@ def missing(config: PipelineConfig) -> list[str]:
 
 
 def device_to_build_on(config: PipelineConfig) -> torch.device:
-    """Where ``--check`` builds the policy: its own device if it is there."""
+    """Returns the device on which ``--check`` builds the policy: its own if it is there."""
     device = config.placement.policy
     return torch.device(device if device == "cpu" or facts(device) is not None else "cpu")
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """What drives the GPUs here, by name; and how much memory may be page-locked."""
+    """Returns versions of what drives the GPUs here; and how much memory may be page-locked."""
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     yield "driver", _or_why(_driver_version)
     yield "NVRTC", _or_why(_nvrtc_version)
@@ -171,7 +171,7 @@ def _count_text() -> str:
 
 
 def facts(device: str) -> DeviceFacts | None:
-    """What is known of a device; None when it is not there."""
+    """Returns what is known of a device; None when it is not there."""
     index = torch.device(device).index or 0
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None

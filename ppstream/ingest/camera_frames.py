@@ -44,7 +44,7 @@ def camera_names(stream: StreamConfig) -> CameraNames:
 
 
 def camera_specs(stream: StreamConfig) -> tuple[TensorSpec, ...]:
-    """What an envelope holds of a camera."""
+    """Returns the specs of one camera's tensors in an envelope."""
     image, names = _image(stream), camera_names(stream)
     return (
         TensorSpec(names.frames, (image.frames, CHANNELS, *image.size), image.dtype),

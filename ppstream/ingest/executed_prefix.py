@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 
 def commitment(said: Prefix, dim: int) -> Commitment | None:
-    """What the robot says it executes, or None when that is nothing that can be executed."""
+    """Reads what the robot says it executes; None when nothing of it can be executed."""
     if not said.actions or len(said.actions) % (ACTION_BYTES * dim):
         return None
     actions = np.frombuffer(bytes(said.actions), dtype=np.float32).reshape(-1, dim)

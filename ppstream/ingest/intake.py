@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Intake(NamedTuple):
-    """What one source fills and stage A reads; for the thread that owns the input."""
+    """Rings that one source fills and stage A reads; for the thread that owns the input."""
 
     rows: tuple[RowInput, ...]
     cutter: WindowCutter

@@ -269,7 +269,7 @@ class SensorRing:
 
 
 def _representable(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where float32 can hold the value: finite, and not too large."""
+    """Marks values that float32 can hold: finite, and not too large."""
     is_float32 = values.itemsize == 4
     fits: NDArray[np.bool_] = np.isfinite(values) if is_float32 else np.abs(values) <= FLOAT32_MAX
     return fits

@@ -57,7 +57,7 @@ class RowInput:
 
     @property
     def present(self) -> bool:
-        """Whether a window can be cut: somebody is here and the reference stream has a sample."""
+        """True when a window can be cut: the row is taken and the reference stream has a sample."""
         return self.session != 0 and self.reference.count > 0
 
     def open(self, session: int, *, is_real_time: bool = True) -> None:

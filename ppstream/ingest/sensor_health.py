@@ -113,7 +113,7 @@ def _condition(stream: StreamConfig, ring: SensorRing, before: _Seen, now: _Seen
 
 
 def _is_unchanged(bank: RingBank, row: int, ring: SensorRing, samples: int) -> bool:
-    """Whether some of the newest ``samples``, evenly spread, all have the same values."""
+    """True when some of the newest ``samples``, evenly spread, all have the same values."""
     held = min(samples, ring.count)
     some = range(ring.accepted - held, ring.accepted, max(1, held // COMPARED))
     values = bank.values[row].numpy()[[number % bank.capacity for number in some]]

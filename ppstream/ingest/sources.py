@@ -1,4 +1,4 @@
-"""Where samples come from: the Source protocol, and RecordedSource, which plays a recording.
+"""Sources of samples: the Source protocol, and RecordedSource, which plays a recording.
 
 A source writes into the rings of the rows it was given, on the thread that asks it to. Robots are
 ``sessions/server.py``'s, invented samples ``synthetic.py``'s.
@@ -25,7 +25,7 @@ OWN_SESSION: Final = -1
 
 
 class Source(Protocol):
-    """What the thread that runs stage A polls and drains."""
+    """Samples for the thread that runs stage A, which polls and drains it."""
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class RecordedSource:
         return samples
 
     def window_ready(self, index: int) -> bool:
-        """Whether the recording's time has passed window ``index``, and there is one."""
+        """True when the recording's time has passed window ``index``, and there is one."""
         if index >= self.windows:
             return False
         return self._speed is None or self._schedule.end_ns(index) <= self._reached_ns

@@ -29,7 +29,7 @@ INT64: Final = np.iinfo(np.int64)
 
 
 class Judged(NamedTuple):
-    """What became of the first samples of a message: the rest is to be judged after them."""
+    """Fate of the first samples of a message: the rest is to be judged after them."""
 
     good: NDArray[np.bool_]  # of the samples judged; their stamps increase
     late: int
@@ -64,7 +64,7 @@ class RobotClock:
         self._begin_best(NEVER_NS, 0)
 
     def accepts(self, stamp_ns: int, rx_ns: int) -> bool:
-        """Whether ``stamp_ns`` is not ahead of its time nor stale; if so it counts as accepted."""
+        """True when ``stamp_ns`` is neither ahead of its time nor stale; then it is accepted."""
         lead_ns = stamp_ns - rx_ns
         if self._lead_ns is None:
             if stamp_ns > -NEVER_NS:
@@ -85,7 +85,7 @@ class RobotClock:
         return True
 
     def is_stale(self, stamp_ns: int, rx_ns: int) -> bool:
-        """Whether a sample that is newer than all before was too long on its way.
+        """True when a sample that is newer than all before was too long on its way.
 
         When that goes on for ``BACKLOG_NS``, it is no backlog that a reader catches up with: from
         then on the lead of the day counts.

@@ -42,7 +42,7 @@ Ages = dict[str, int | None] | dict[str, list[int | None]]
 
 
 class WindowInfo(NamedTuple):
-    """What a window was made of; all but ``newest_rx_ns`` in the robots' own clocks."""
+    """Contents of a window; all but ``newest_rx_ns`` in the robots' own clocks."""
 
     window_end_ns: list[int]  # per row, 0 where absent
     newest_rx_ns: int  # arrival of the newest reference sample used, rank 0's clock; 0: none
@@ -228,7 +228,7 @@ def group_names(group: str) -> tuple[str, str, str]:
 
 
 def input_specs(config: PipelineConfig) -> tuple[TensorSpec, ...]:
-    """What a window writes into an envelope, in order, whatever device cuts it."""
+    """Returns what a window writes into an envelope, in order, whatever device cuts it."""
     steps = config.window.steps
     specs = []
     for group, streams in config.groups.items():

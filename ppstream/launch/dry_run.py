@@ -109,7 +109,7 @@ def _placement_lines(config: PipelineConfig, placement: Placement) -> Iterator[s
 
 
 def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
-    """What the GPUs of the placement are, and what drives them; nothing without one."""
+    """Yields the GPUs of the placement and what drives them; nothing without one."""
     plans = [plan for plan in placement.ranks if plan.is_gpu]
     if not plans:
         return
@@ -166,7 +166,7 @@ def _slot_lines(what: str, layout: SlotLayout, slots: int, placement: Placement)
 
 
 def _memory_lines(config: PipelineConfig, placement: Placement, slot_bytes: int) -> Iterator[str]:
-    """What is allocated once at start; ``host`` slots are shared memory, ``gloo`` slots are not."""
+    """Yields what is allocated at start; only ``host`` slots are shared memory."""
     rings = sum(
         config.ring_samples(stream) * (VALUE_BYTES * stream.dim + STAMP_BYTES)
         for stream in config.streams

@@ -1,4 +1,4 @@
-"""How the two ranks meet and part: hello, comparison, welcome, the policy's tensors; goodbye.
+"""Handshake of the two ranks: hello, comparison, welcome, the policy's tensors; goodbye.
 
 Both sides of the conversation stand here, in the order it is held. Nothing but the launcher's store
 and the control sockets is used; no tensor moves before it is over.
@@ -107,7 +107,7 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], their_rank: int)
 
 
 def _fingerprint(path: str | None) -> str | None:
-    """What the weights are, wherever each host keeps them."""
+    """Identifies the weights, wherever each host keeps them."""
     if path is None:
         return None
     with Path(path).open("rb") as file:
@@ -125,7 +125,7 @@ def _flatten(value: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 def ranks_on_this_host(world_size: int) -> int:
-    """How many ranks of the run the launcher started here; all, unless it says otherwise."""
+    """Counts the ranks that the launcher started here; all, unless it says otherwise."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
 
 
@@ -208,7 +208,7 @@ def agree_on_tensors(
 
 
 def accepted(inputs: tuple[TensorSpec, ...]) -> Ready:
-    """What rank 0 answers: the tensors of every envelope, in slot order."""
+    """Returns rank 0's answer: the tensors of every envelope, in slot order."""
     return Ready({"inputs": msgspec.to_builtins(inputs)})
 
 
@@ -250,7 +250,7 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
 
 
 class _Built(msgspec.Struct, frozen=True):
-    """What the policy rank says of its policy in ``Ready.facts``."""
+    """The policy rank's description of its policy in ``Ready.facts``."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -273,7 +273,7 @@ def offered(config: PipelineConfig, peer: Peer) -> tuple[TensorSpec, ...]:
 
 
 def build_limit_ns(config: PipelineConfig) -> int:
-    """How long either rank may take to build what it runs."""
+    """Returns the time limit of either rank to build what it runs."""
     return round(config.liveness.start_s * NS_PER_S)
 
 

@@ -119,7 +119,7 @@ class Launch:
         return ExitCode(code) if code in set(ExitCode) else ExitCode.PEER_LOST
 
     def _reason(self) -> str:
-        """Where to look; why, rank 0 has said itself unless it was killed."""
+        """Returns where to look; rank 0 has printed the reason itself unless it was killed."""
         killed = "rank 0 was killed; " if self._failures.get(0, 0) < 0 else ""
         run = Run.of_launcher(Path(self._config.log.root), os.getpid())
         return f"{killed}{'the lines above' if run is None else run.directory}"

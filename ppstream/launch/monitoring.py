@@ -32,7 +32,7 @@ logger = logging.getLogger("ppstream")
 
 
 class Watching:
-    """What watches one rank from now until ``stack`` closes: its memory, and what is configured.
+    """Monitoring of one rank until ``stack`` closes: its memory, and what is configured.
 
     Raises:
         ConfigError: the port of the metrics is taken.

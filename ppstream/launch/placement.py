@@ -1,4 +1,4 @@
-"""Who runs what, where, over which link: decided once, from the configuration and what is there.
+"""Placement: which rank runs what, where, over which link; decided once, at start.
 
 Pure: nothing is started, opened or imported here; the answer is logged and printed by ``--check``.
 """
@@ -21,7 +21,7 @@ DEVICE_LINKS: Final = ("peer", "pinned", "nccl")  # between GPUs, ordered by the
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank does."""
+    """Role of one rank."""
 
     rank: int
     stages: tuple[Stage, ...]
@@ -52,7 +52,7 @@ class Placement:
 
 
 def ranks_wanted(config: PipelineConfig) -> int:
-    """How many ranks overlap something: one where both would share a GPU."""
+    """Returns how many ranks overlap something: one where both would share a GPU."""
     devices = config.placement
     return 1 if devices.rank0 == devices.policy != "cpu" else RANKS_MAX
 

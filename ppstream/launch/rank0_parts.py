@@ -1,4 +1,4 @@
-"""What the pipelined loops of rank 0 and their inline twin are all made of."""
+"""Parts common to the pipelined loops of rank 0 and their inline twin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank ends: signals become a wish to stop, and the end is written down before it happens.
+"""End of a rank: signals become a wish to stop, and the end is written down before it happens.
 
 Leaving needs nothing that can be gone: no file, no descriptor, no memory, no other rank.
 """
@@ -164,7 +164,7 @@ class RankEnd:
         _print(f"ppstream: first to fail: {text}")
 
     def keep_evidence(self, code: ExitCode) -> None:
-        """What NCCL was at, if this rank ends because something is stuck: before links close."""
+        """Keeps NCCL's record if this rank ends because something is stuck: before links close."""
         if code is ExitCode.WATCHDOG and self.run is not None:
             name = f"rank{self.rank}.gen{self.generation}.nccl.json"
             nccl_dump.write(self.run.directory / name)
@@ -177,7 +177,7 @@ class RankEnd:
         self.peer_process = self.peer_process or HeldProcess.at_end_of(peer.fileno())
 
     def settled(self, code: ExitCode, reason: str) -> tuple[ExitCode, str]:
-        """How this rank ends for whom its main thread ends with ``code``."""
+        """Returns this rank's end when its main thread ends with ``code``."""
         if self.launcher_lost is not None and code in (ExitCode.DRAINED, ExitCode.PEER_LOST):
             return ExitCode.PEER_LOST, self.launcher_lost
         if code is ExitCode.PEER_LOST and (drained := self._how_rank0_drained()):
@@ -187,7 +187,7 @@ class RankEnd:
         return code, reason
 
     def _how_rank0_drained(self) -> str | None:
-        """What rank 0 recorded, if it drained without finding the time to say so."""
+        """Returns what rank 0 recorded, if it drained without the time to send it."""
         if self.rank == 0 or self.run is None:
             return None
         end = self.run.ends().get("0", {})
@@ -195,7 +195,7 @@ class RankEnd:
         return f"{OTHER_LEFT} 0 DRAINED: {end.get('reason')}" if is_over else None
 
     def told(self) -> tuple[ExitCode, str]:
-        """How this rank ends when its main thread does not leave by itself."""
+        """Returns this rank's end when its main thread does not leave by itself."""
         stands = f"; this rank's main thread is in {where(self._main_thread)}"
         if self.launcher_lost is not None:
             return ExitCode.PEER_LOST, self.launcher_lost + self.see_peer_out(BEREFT_SEE_OUT_S)
@@ -220,7 +220,7 @@ class RankEnd:
         raise StoppedEarlyError(f"{name} before the run was ready")
 
     def because_of(self, error: BaseException) -> tuple[ExitCode, str]:
-        """How this rank ends because of ``error``; one of closing changes no end but a good one."""
+        """Returns this rank's end for ``error``; one of closing changes no end but a good one."""
         if isinstance(error, PeerLeftError):
             self.peer_said = error.said
         if self.decided is None or error is self._decided_by:
@@ -248,7 +248,7 @@ class RankEnd:
             self.lookout.leave_by(CLOSE_GRACE_S)
 
     def has_closed(self) -> None:
-        """What is left, as a report, takes the time it takes."""
+        """Lifts the deadline: what is left, as a report, takes the time it takes."""
         if self.lookout is not None and self.launcher_lost is None:
             self.lookout.take_time()
 
@@ -298,7 +298,7 @@ class RankEnd:
 
 
 def how_it_ends(error: BaseException) -> tuple[ExitCode, str]:
-    """How a rank ends because of ``error``, in text that can be written and sent."""
+    """Returns the exit code and reason for ``error``, in text that can be written and sent."""
     if isinstance(error, PpstreamError | StoppedEarlyError):
         return error.exit_code, said(error, REASON_MAX)
     if isinstance(error, SystemExit):
@@ -335,7 +335,7 @@ def _print(text: str) -> None:
 
 
 class Loop(Protocol):
-    """What the watchdog needs of a rank's loop."""
+    """A rank's loop, as the watchdog sees it."""
 
     @property
     def marks(self) -> Sequence[Mark]: ...

@@ -1,4 +1,4 @@
-"""What a rank needs before it starts: a Python, packages, a configuration without problems."""
+"""Requirements of a rank before it starts: a Python, packages, a configuration without problems."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refuse(error: ConfigError) -> int:
 
 
 def missing_packages(config: PipelineConfig) -> list[str]:
-    """What is not installed though the configuration needs it: known before any rank starts."""
+    """Lists packages that the configuration needs and that are not installed."""
     robot = config.demo.robot if config.demo is not None else ""
     if robot.startswith(DEMO_ROBOTS) and find_spec("mujoco") is None:
         return [f"demo.robot: {robot} needs mujoco: pip install 'ppstream[demo]', or demo = none"]

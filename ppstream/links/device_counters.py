@@ -1,4 +1,4 @@
-"""What the ``peer`` and ``pinned`` links are made of: copies, and counters that devices compare.
+"""Base of the ``peer`` and ``pinned`` links: copies, and counters that devices compare.
 
 A send moves a slot to where the receiver looks for it and then sets the receiver's counter: two
 commands of the copy engine, or one kernel (``ppstream_kernels.cuda_put``), which writes the header
@@ -143,7 +143,7 @@ class CountedLink:
         return True
 
     def queue_note(self) -> None:
-        """What the first slot holds in the place of its header."""
+        """Queues what the first slot holds in the place of its header."""
         self._send(self._note, self.receiving)
 
     def queue_note_receipt(self) -> None:

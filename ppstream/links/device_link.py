@@ -191,7 +191,7 @@ def run_ahead(nodes: int | None, stage_ns: int, d_in: int) -> int:
 
 
 def layouts(shape: LinkShape, side: str) -> tuple[SlotLayout, SlotLayout]:
-    """What ``side`` sends, and what it receives."""
+    """Returns the layouts that ``side`` sends and receives."""
     return (shape.envelope, shape.result) if side == FRONT else (shape.result, shape.envelope)
 
 

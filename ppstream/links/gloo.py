@@ -133,7 +133,7 @@ class GlooBack:
 
 
 class _Group(Protocol):
-    """What is used of a process group."""
+    """A process group, as far as it is used."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
 

@@ -62,7 +62,7 @@ def _groups() -> list[Path]:
 
 
 def _group_bytes(group: Path) -> int:
-    """What ``group`` may still take; page cache that can be dropped does not count as taken."""
+    """Returns the bytes that ``group`` may still take; droppable page cache is free."""
     for limit, usage, droppable in (V2, V1):
         try:
             allowed = int((group / limit).read_text())

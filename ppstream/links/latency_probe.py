@@ -1,4 +1,4 @@
-"""How quick a link between two GPUs is: notes thrown back and forth while it opens.
+"""Latency of a link between two GPUs: notes thrown back and forth while it opens.
 
 They are queued ahead, in one stream of each rank: a host is on the path only where it cannot keep
 up, as with ``nccl``. One way is half of a round trip by the clock of one device. Devices and wires

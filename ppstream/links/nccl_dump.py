@@ -52,7 +52,7 @@ def write(path: Path, environment: MutableMapping[str, str] = os.environ) -> boo
 
 
 def _dump() -> bytes:
-    """What torch kept, as JSON; empty where it keeps nothing."""
+    """Returns what torch kept, as JSON; empty where it keeps nothing."""
     library = importlib.import_module("torch._C._distributed_c10d")
     dumps: list[Callable[[], bytes]] = [
         found for name in DUMPS if (found := getattr(library, name, None)) is not None

@@ -33,7 +33,7 @@ ALIGNMENT_BYTES = 64
 
 
 class SlotLayout:
-    """Where the header and each tensor lie in a slot of ``slot_bytes`` bytes.
+    """Offsets of the header and each tensor in a slot of ``slot_bytes`` bytes.
 
     One contiguous block: a header row of int64 first, then the tensors, each on a boundary of
     ``ALIGNMENT_BYTES``.
@@ -98,7 +98,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class LinkShape:
-    """What both ends of a link must agree on.
+    """Shape of a link that both its ends must agree on.
 
     Args:
         envelope: layout from rank 0 to the policy rank.

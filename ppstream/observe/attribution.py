@@ -1,4 +1,4 @@
-"""Where the time of stage B goes, block by block: for attribution, never for a score.
+"""Time of stage B block by block: for attribution, never for a score.
 
 A policy names its blocks with ``with block("encode"):``; outside attribution mode, and outside a
 profile, that costs one call and does nothing. In attribution mode each block waits at both ends for
@@ -37,13 +37,13 @@ def block(name: str) -> AbstractContextManager[object]:
 
 
 def give_blocks_to(opener: BlockOpener | None) -> None:
-    """Who is asked for each block from now on; None: nobody."""
+    """Sets who is asked for each block from now on; None: nobody."""
     global _open
     _open = opener
 
 
 def end_of_stream(device: torch.device) -> Callable[[], None]:
-    """What waits until the stream in use on ``device`` has nothing to do; on the CPU it has not.
+    """Returns a wait for the stream in use on ``device`` to be idle; on the CPU there is none.
 
     Never for the whole device: receipts that stand queued there wait for envelopes to come.
     """

@@ -1,4 +1,4 @@
-"""What limits a run right now: the report's own functions on the newest envelopes.
+"""Live bottleneck: the report's own functions on the newest envelopes.
 
 The answer is made anew every 5 s at most, whoever asks. The 300 envelopes are read in pieces of
 about 100 µs; each step of judging is a piece by itself, of up to 5 ms. The tally is to have counted

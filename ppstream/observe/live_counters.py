@@ -1,4 +1,4 @@
-"""What a rank's log has seen, counted for whoever looks at the running pipeline. Pure.
+"""Live counters of a rank's log, for observers of the running pipeline. Pure.
 
 The log's drain thread calls ``record`` and ``line`` for everything it writes; the loops never come
 here. Records are kept and counted ``CHUNK`` at a time with numpy, or when somebody who wants to
@@ -41,7 +41,7 @@ _ages_of: Final = attrgetter("input_age_ns")
 
 
 class Tally(ABC):
-    """What both kinds of rank count: phases, events, drops, robots and ledgers from lines.
+    """Counters of both kinds of rank: phases, events, drops, robots and ledgers from lines.
 
     Args:
         waits: causes, each the name of a wait.

@@ -126,7 +126,7 @@ class Watcher(Protocol):
 
 
 class LogStatistics(msgspec.Struct, frozen=True):
-    """What became of the records so far."""
+    """Fate of the records so far."""
 
     written: int
     lost: int  # the ring was full, or the disk refused

@@ -136,7 +136,7 @@ class MemoryLines:
 
 
 def write_line(log: TimestampLog) -> None:
-    """What this process holds; ``device`` and what follows it only where CUDA is in use."""
+    """Writes what this process holds; ``device`` and what follows it only where CUDA is in use."""
     found = gpu_memory.newest()
     if found is None:
         log.line("memory", resident_bytes=resident_bytes())

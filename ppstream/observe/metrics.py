@@ -113,7 +113,7 @@ def robot_families(said: SessionStatistics) -> Iterator[Metric]:
 
 
 class RankCollector(Collector):
-    """What any rank shows: build, run, phase, stages, waits, drops, faults, log, memory."""
+    """Metrics of any rank: build, run, phase, stages, waits, drops, faults, log, memory."""
 
     def __init__(self, tally: Tally, log: TimestampLog, run: Mapping[str, str]) -> None:
         self._tally = tally
@@ -326,6 +326,6 @@ class Rank0Collector(RankCollector):
 
 
 def imbalance(balance: Mapping[str, Any]) -> int:
-    """What a ledger line does not account for."""
+    """Counts what a ledger line does not account for."""
     accounted: int = balance["used"] + balance["in_flight"] + sum(balance["dropped"].values())
     return int(balance["received"]) - accounted

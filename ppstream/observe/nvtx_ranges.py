@@ -23,7 +23,7 @@ COLOURS: Final = {  # 0xAARRGGBB: one per step, told apart by people who cannot 
 
 
 class Range(Protocol):
-    """What a loop calls around a step, while ``on``."""
+    """One NVTX range, which a loop opens and closes around a step while ``on``."""
 
     def push(self, epoch: int, seq: int) -> None: ...
 

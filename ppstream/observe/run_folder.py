@@ -139,7 +139,7 @@ class Run:
         return run
 
     def stacks_path(self, rank: int, generation: int) -> Path:
-        """Where the stacks of a stuck rank go."""
+        """Path for the stacks of a stuck rank."""
         return self.directory / f"rank{rank}.gen{generation}.stacks.txt"
 
     def record_exit(self, rank: int, code: ExitCode, reason: str, generation: int = 0) -> None:
@@ -152,7 +152,7 @@ class Run:
             _write(path, _read(path) | {str(rank): end})
 
     def ends(self) -> dict[str, dict[str, Any]]:
-        """How the ranks of this host have ended so far, by rank; empty where nobody could tell."""
+        """Returns the ends of this host's ranks so far, by rank; empty where none were recorded."""
         return _read(self.directory / "exit.json")
 
     def first_to_fail(self, generation: int) -> tuple[int, dict[str, Any]] | None:
@@ -171,7 +171,7 @@ class Run:
         return (rank, end) if end else None
 
     def final_code(self) -> ExitCode | None:
-        """How an earlier generation ended, when restarting cannot improve it."""
+        """Returns an earlier generation's exit code, when restarting cannot improve it."""
         codes = [ExitCode(end["code"]) for end in self.ends().values()]
         return next((code for code in codes if code in FINAL_CODES), None)
 
@@ -185,12 +185,12 @@ def boot_id() -> str:
 
 
 def launcher(pid: int) -> dict[str, Any]:
-    """What names a launcher for ever: its number, when it began, and on which boot of the host."""
+    """Identifies a launcher for ever: its number, when it began, and on which boot of the host."""
     return {"launcher_pid": pid, "launcher_start": start_time(pid), "boot_id": boot_id()}
 
 
 def hardware() -> dict[str, Any]:
-    """What numbers of this run were measured on."""
+    """Returns the hardware that this run's numbers were measured on."""
     return {
         "host": platform.node(),
         "machine": platform.machine(),
@@ -236,7 +236,7 @@ def _prune(root: Path, keep: int) -> None:
 
 
 def _goes_on(directory: Path, fd: int) -> bool:
-    """Whether a rank holds the folder, or will again: its launcher may be starting it anew."""
+    """True when a rank holds the folder, or will again: its launcher may be starting it anew."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

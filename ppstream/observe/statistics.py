@@ -1,4 +1,4 @@
-"""What the loops count and the metrics show; each is made by its owner's ``statistics()``."""
+"""Statistics that the loops count and the metrics show, made by ``statistics()`` of each."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ROUNDING: Final = 1e-5  # of a rate limit: float32 actions that just keep it mus
 
 
 class Enforced(NamedTuple):
-    """What was found: how many values were clipped, and why the chunk may not be used, or None."""
+    """Findings: how many values were clipped, and why the chunk may not be used, or None."""
 
     clipped: int
     violation: Violation | None
@@ -37,7 +37,7 @@ NOTHING: Final = Enforced(0, None)
 
 
 class ActionRules:
-    """What ``[actions]`` promises of every chunk, for one robot.
+    """Rules that ``[actions]`` sets for every chunk, for one robot.
 
     Args:
         actions: limits and rules in the units the robot executes.
@@ -82,7 +82,7 @@ class ActionRules:
         return found
 
     def explain(self, actions: Array, violation: Violation) -> str:
-        """Where ``actions``, as ``enforce`` left them, break a rule: the worst place, in words."""
+        """Words the worst place where ``actions``, as ``enforce`` left them, break a rule."""
         if violation == "non_finite":
             step, index = np.argwhere(~np.isfinite(actions))[0]
             text = f"{actions[step, index]:g} at step {step}, want a finite number"

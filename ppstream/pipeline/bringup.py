@@ -184,7 +184,7 @@ def gate(rank0: Rank0, run: Run) -> None:
 
 
 def check_disk(rank0: Rank0, run: Run) -> None:
-    """What a disk did not take nobody can judge.
+    """Refuses a run whose disk lost records: they cannot be judged.
 
     Raises:
         ConfigError: the log of a rank lacks lines for that; they are lost, whatever there is now.

@@ -42,11 +42,11 @@ class CreditLedger:
         self._committed = self._received = self._emitted = 0
 
     def may_commit(self) -> bool:
-        """Whether a credit is free; it stays free until this side commits."""
+        """True when a credit is free; it stays free until this side commits."""
         return self._outstanding.count < self.d_in
 
     def may_receive(self) -> bool:
-        """Whether a result may be received; it stays so until this side receives."""
+        """True when a result may be received; it stays so until this side receives."""
         return self._q_decode.count < self.d_out
 
     def commit(self, now_ns: int) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Owner(NamedTuple):
-    """Whose row this is, in that robot's clock."""
+    """Owner of a row, in that robot's clock."""
 
     present: bool
     episode: tuple[int, int]  # session, session_epoch
@@ -42,7 +42,7 @@ class Flight:
 
 
 def owners_of(rows: Iterable[RowInput], ends_ns: Sequence[int], lease_ns: int) -> list[Owner]:
-    """Whose each row is as its window, which ends there, is cut; for the rings' own thread."""
+    """Returns the owner of each row as its window is cut; for the rings' own thread."""
     return [
         Owner(
             row.present,

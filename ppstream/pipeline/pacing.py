@@ -27,7 +27,7 @@ class Pacing(Protocol):
     name: str  # as the log writes it: saturated | tick | sample | free
 
     def due(self, now_ns: int) -> bool:
-        """Whether A may begin now."""
+        """True when A may begin now."""
 
     def started(self) -> Sequence[int | None]:
         """A begins now. Returns each row's window end; None: the newest reference stamp."""

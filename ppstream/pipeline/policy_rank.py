@@ -1,4 +1,4 @@
-"""What the loops of a policy rank share: its phase, the frames it is sent, and how it ends.
+"""Base of the policy rank's loops: its phase, the frames it is sent, and how it ends.
 
 How envelopes are answered is the loops': ``stage1.py`` on a CPU, ``pipeline/device/stage1.py`` on a
 GPU.
@@ -113,6 +113,6 @@ class PolicyRank(ABC):
 
 
 def policy_fault(error: BaseException) -> Fault:
-    """What a policy raised; kind ``unwritten``, ``memory`` or ``exception``. Raises as above."""
+    """Describes what a policy raised: ``unwritten``, ``memory``, ``exception``. Raises as above."""
     kind = "unwritten" if is_a(error, UnwrittenError) else ""
     return fault_of(error, POLICY, kind)

@@ -1,4 +1,4 @@
-"""What the pipelined loops and their inline twin share: the state of a run on rank 0.
+"""State of a run on rank 0: the base of the pipelined loops and their inline twin.
 
 Phases, epochs, flights, waits and counts live here; the order of work does not: read
 ``stage0.py`` (pipelined) and ``inline.py`` (its twin) for that.
@@ -46,7 +46,7 @@ WAIT_MAX_NS: Final = NS_PER_S // 10  # no wait is longer: limits are looked at t
 
 
 def write_reports(log: TimestampLog, reports: deque[Told]) -> None:
-    """What robots measured of chunks, and how they fared (``robot_state``), in their own clocks."""
+    """Writes what robots measured of chunks and themselves (``robot_state``), by their clocks."""
     while reports:
         told = reports.popleft()
         kind = "robot" if isinstance(told, Report) else "robot_state"
@@ -121,7 +121,7 @@ class Rank0(ABC):
 
     @property
     def standstill_ns(self) -> int:
-        """How long a thread of the loop may stand still, as of now."""
+        """Time that a thread of the loop may stand still, as of now."""
         patient = is_patient(self.phase, self.log.mode)
         return self._start_ns if patient else self._watchdog_ns
 
@@ -164,11 +164,11 @@ class Rank0(ABC):
 
     @abstractmethod
     def is_idle(self) -> bool:
-        """Whether there is nothing to do now, and something to wait for."""
+        """True when there is nothing to do now, and something to wait for."""
 
     @abstractmethod
     def wait_cause(self) -> str:
-        """What a wait that begins now is for: ``input``, ``credit`` or ``result``."""
+        """Returns the cause of a wait that begins now: ``input``, ``credit`` or ``result``."""
 
     # ---- asked for from outside ------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class Rank0(ABC):
     # ---- the loop's bookkeeping --------------------------------------------------------------
 
     def may_begin(self) -> bool:
-        """Whether further envelopes are wanted at all."""
+        """True when further envelopes are wanted at all."""
         return (
             self.stop_reason is None
             and (self._start_limit is None or self.started < self._start_limit)

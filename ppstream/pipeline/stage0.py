@@ -147,7 +147,7 @@ class Stage0(Paired):
     # ---- the verbs of both --------------------------------------------------------------------
 
     def may_start(self) -> bool:
-        """Whether stage A may begin: wanted, with a credit, and due."""
+        """True when stage A may begin: wanted, with a credit, and due."""
         return (
             self.may_begin()
             and self.credits.may_commit()

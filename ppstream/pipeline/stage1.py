@@ -65,7 +65,7 @@ class Stage1(PolicyRank):
 
     @property
     def standstill_ns(self) -> int:
-        """How long the loop may stand still, as of now."""
+        """Time that the loop may stand still, as of now."""
         if is_patient(self.phase, self.log.mode):
             return self._start_ns
         return stage_b_limit_ns(self._watchdog_ns, self._usual_b_ns)

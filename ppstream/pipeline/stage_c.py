@@ -196,7 +196,7 @@ class StageC:
         )
 
     def _refuse(self, flight: Flight, row: int) -> str | None:
-        """Why this row's actions must not reach the robot, or None."""
+        """Returns the reason why this row's actions must not reach the robot, or None."""
         owner = flight.owners[row]
         place = self.intake.rows[row]
         if owner.episode != (place.session, place.session_epoch):
@@ -239,7 +239,7 @@ class StageC:
 
 
 def provenance_of(flight: Flight, row: int) -> Provenance:
-    """Where the age of a row's actions comes from, as they are emitted."""
+    """Returns the parts of the age of a row's actions, as they are emitted."""
     record, owner = flight.record, flight.owners[row]
     ages: dict[str, int] = {}
     for stream, found in (record.input_age_ns or {}).items():

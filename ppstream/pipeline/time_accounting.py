@@ -47,6 +47,6 @@ class TimeBook:
         self._since_ns = ended_ns
 
     def take_ns(self, cause: str) -> int:
-        """How much has gone to it since this was last asked."""
+        """Returns the time that has gone to it since the last call."""
         taken_ns, self._ns[cause] = self._ns[cause], 0
         return taken_ns

@@ -65,7 +65,7 @@ def build_decoder(config: PipelineConfig) -> Decoder:
 
 
 def _lacks(made: Any, methods: Sequence[str], specs: Sequence[str] = ()) -> Iterator[str]:
-    """What an object needs and has not, to be called as a stage."""
+    """Yields what an object lacks to be called as a stage."""
     if not callable(made):
         yield "__call__"
     yield from (f"{name}()" for name in methods if not callable(getattr(made, name, None)))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CompileCounts(NamedTuple):
-    """What torch's compiler did, in this process."""
+    """Counts of torch's compiler in this process."""
 
     graphs: int  # compiled: every one after the first is a recompile or follows a break
     breaks: int  # places where it gave up and ran Python

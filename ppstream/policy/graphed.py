@@ -160,7 +160,7 @@ class GraphedPolicy:
         return first, out[self._first_output].data_ptr()
 
     def _nodes_of_reset(self, rows: Tensor) -> int | None:
-        """What ``reset`` queues, which need not be fit for a graph."""
+        """Counts the nodes that ``reset`` queues, which need not be fit for a graph."""
         graph = _graph_to_count()
         if graph is None:
             return None

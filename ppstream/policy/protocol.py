@@ -122,7 +122,7 @@ def load(target: str) -> Any:
 
 
 def call_target(path: str, target: str, what: str, call: Callable[[Any], Any]) -> Any:
-    """What the object named ``target`` makes; ``call`` calls it.
+    """Returns what the object named ``target`` makes; ``call`` calls it.
 
     Args:
         path: of the setting that names it, for errors.
@@ -145,7 +145,7 @@ def call_target(path: str, target: str, what: str, call: Callable[[Any], Any]) -
 
 
 def refused(error: BaseException, who: str) -> BaseException:
-    """What to raise for what user code raised before a run: a problem of the configuration."""
+    """Returns what to raise for user code that raised before a run: a configuration problem."""
     is_ours = is_a(error, PpstreamError, StoppedEarlyError, KeyboardInterrupt)
     try:
         fault = fault_of(error, who)

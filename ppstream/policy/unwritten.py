@@ -70,17 +70,17 @@ class UnwrittenError(PolicyError):
 
 
 def failure(error: BaseException) -> int:
-    """What a result's header says of an exception in stage B."""
+    """Returns the code of a result's header for an exception in stage B."""
     return UNWRITTEN if is_a(error, UnwrittenError) else RAISED
 
 
 def drawn_for(run_id: str) -> int:
-    """What integers of a run are filled with: the same on all its ranks, 31 bits, above 2^30."""
+    """Draws the fill of a run's integers: the same on all its ranks, 31 bits, above 2^30."""
     return zlib.crc32(run_id.encode()) >> 2 | 1 << 30
 
 
 def rebinding(error: BaseException) -> UnwrittenError | None:
-    """What to tell a policy that tried to put tensors of its own into ``out``; None: it did not."""
+    """Words the remedy for a policy that put tensors of its own into ``out``; else None."""
     if type(error) in REBINDING and "mappingproxy" in said(error):
         return UnwrittenError(f"out is read-only: {HOW_TO_WRITE}")
     return None
@@ -140,14 +140,14 @@ class _Look:
         self._samples[...] = self._filling
 
     def finds(self) -> bool:
-        """Whether anything is left, in any row."""
+        """True when anything is left, in any row."""
         if not self._is_whole:
             self._seen[...] = self._samples  # line by line: the next is fetched meanwhile
         np.equal(self._words, self._word, self._hits)
         return True in self._hit_bytes
 
     def text(self, present: Rows) -> str:
-        """How much ``finds`` found in the rows that are present; empty: nothing."""
+        """Words how much ``finds`` found in the rows that are present; empty: nothing."""
         hits = self._hits[np.asarray(present, dtype=np.bool_)]
         count = int(np.count_nonzero(hits))
         if not count:
@@ -157,7 +157,7 @@ class _Look:
 
 
 class Outputs:
-    """What the policy writes of one slot in host memory, filled before each call, then looked at.
+    """Outputs of the policy in one slot of host memory, filled before each call, then checked.
 
     The policy is given memory of this object's own, and what it wrote is copied: nothing that it
     keeps reaches a result later. An output above ``WHOLE_BYTES`` is the slot itself.
@@ -215,7 +215,7 @@ class Outputs:
                 raise UnwrittenError(text)
 
     def is_kept(self) -> bool:
-        """Whether the policy, or a thread of its, still refers to memory it was given."""
+        """True when the policy, or a thread of its, still refers to memory it was given."""
         return self._referred() != self._references
 
     def _referred(self) -> int:
@@ -234,7 +234,7 @@ class Results:
         self._slots: dict[int, tuple[HasTensors, tuple[_Look, ...]]] = {}
 
     def unwritten(self, slot: HasTensors, present: Rows) -> str:
-        """What the policy left out in rows that are present; empty: nothing."""
+        """Words what the policy left out in rows that are present; empty: nothing."""
         known = self._slots.get(id(slot))
         if known is None:
             looks = (_Look(name, t, self._integers) for name, t in slot.tensors.items())
@@ -288,7 +288,7 @@ class FilledPolicy:
 
 
 def _words(tensor: Tensor, integers: int) -> tuple[Tensor, int]:
-    """What of a tensor is filled, and with what, as one kernel can do it."""
+    """Returns which part of a tensor is filled, and with what, as one kernel can do it."""
     layout = _Layout.of(tensor, integers)
     size = min(4, layout.word_bytes)
     dtype = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[size]

@@ -66,7 +66,7 @@ class FieldReader:
                     ) from error
 
     def tracks(self, topics: Iterable[str]) -> dict[str, Track]:
-        """What was collected.
+        """Returns what was collected.
 
         Args:
             topics: all that the file has, to say so when one is missing.
@@ -122,7 +122,7 @@ class _Wanted:
 
 
 def follow(message: object, steps: Sequence[str]) -> Any:
-    """What a path leads to, through attributes, keys and indices."""
+    """Follows a path through attributes, keys and indices."""
     for step in steps:
         if isinstance(message, Mapping):
             message = message[step]

@@ -1,4 +1,4 @@
-"""What the loops hand to the recorder: copies of what they took in, cut and emitted."""
+"""Items that the loops hand to the recorder: copies of what they took in, cut and emitted."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ class Taker(Protocol):
 
 
 class Ring(Protocol):
-    """What is read, and set, of a stream's ring."""
+    """A stream's ring, as far as it is read and set."""
 
     stream: StreamConfig
     tap: RowTap | None
 
 
 class Row(Protocol):
-    """What is read of a row of rings."""
+    """A row of rings, as far as it is read."""
 
     robot: str
 
@@ -103,7 +103,7 @@ class Row(Protocol):
 
 
 class Window(Protocol):
-    """What is read of the owner of a row's window."""
+    """Owner of a row's window, as far as it is read."""
 
     @property
     def present(self) -> bool: ...
@@ -119,7 +119,7 @@ class Window(Protocol):
 
 
 class RowTap:
-    """What a row's rings tell: the taker, under the name of the robot that holds the row."""
+    """Tap of a row's rings: calls the taker under the name of the robot that holds the row."""
 
     def __init__(self, taker: Taker, row: Row, place: int) -> None:
         self._taker = taker

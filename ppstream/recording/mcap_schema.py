@@ -1,4 +1,4 @@
-"""What a recording of a run holds: the messages, their topics, and the schemas viewers read.
+"""Schema of a run's recording: the messages, their topics, and the schemas viewers read.
 
 Arrays are flat and numbers plain, since viewers show no nested arrays. Instants named ``stamp`` or
 ``window_end`` are the robot's clock; ``received_ns`` and a message's log time are rank 0's.
@@ -78,7 +78,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a robot measured of an action chunk, in its own clock."""
+    """Durations that a robot measured of an action chunk, in its own clock."""
 
     session: int
     epoch: int
@@ -91,7 +91,7 @@ Body = SampleBatch | WindowHeader | Chunk | Reset | Event | Report
 
 
 def topic(robot: str, kind: str, stream: str = "") -> str:
-    """Where messages of a robot are: ``/arm/samples/joints``, ``/arm/windows``."""
+    """Returns the topic of a robot's messages: ``/arm/samples/joints``, ``/arm/windows``."""
     return f"/{robot}/{kind}/{stream}".rstrip("/")
 
 

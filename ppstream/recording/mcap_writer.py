@@ -67,7 +67,7 @@ def open_recorder(config: PipelineConfig, run_id: str) -> Recorder | None:
 
 
 class Message(NamedTuple):
-    """What is written, and when it happened."""
+    """A message to write, and when it happened."""
 
     at_ns: int
     topic: str

@@ -33,7 +33,7 @@ QUEUE_MAX: Final = 1 << 16  # items, whatever their size
 
 
 class Sink(Protocol):
-    """Where items go; called by the recorder's thread alone, may block and raise OSError."""
+    """Destination of items; called by the recorder's thread alone, may block and raise OSError."""
 
     def write(self, items: Sequence[Item]) -> None: ...
 

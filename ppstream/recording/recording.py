@@ -135,7 +135,7 @@ class Recording:
 
 
 def unreadable(path: Path, error: Exception, where: str = "") -> ConfigError:
-    """What to say of a file that a reader gave up on."""
+    """Words the error for a file that a reader gave up on."""
     what = " ".join(f"{type(error).__name__}: {said(error)}".split())[:DAMAGE_CHARS]
     kind = KINDS.get(path.suffix, "a ROS bag" if path.is_dir() else ".npz or .npy")
     if isinstance(error, OSError) and error.strerror:

@@ -25,10 +25,10 @@ class Schedule(Protocol):
     windows: int
 
     def end_ns(self, index: int) -> int:
-        """Where a window ends, robot clock."""
+        """Returns the end of a window, robot clock."""
 
     def before(self, index: int) -> Sequence[Step]:
-        """What happened between the window before and this one, which is the last of them."""
+        """Returns what happened since the window before this one, which is the last of them."""
 
 
 class Grid:
@@ -73,7 +73,7 @@ class AsCut:
 
 
 def schedule_of(path: str | Path, recording: Recording, config: PipelineConfig) -> Schedule:
-    """How scheduled windows of ``recording`` are cut.
+    """Returns the schedule of the windows of ``recording``.
 
     Raises:
         ConfigError: there is not one window in it, or samples that one needs were lost.

@@ -1,4 +1,4 @@
-"""What a run in attribution mode found: shares of A, of B's named blocks and of C, as text.
+"""Report of a run in attribution mode: shares of A, of B's named blocks and of C, as text.
 
 Its times were taken with a wait at both ends of each block, so shares hold and the period does not;
 the perturbation says by how much. Standard library only: ``python -m ppstream.report.attribution

@@ -100,7 +100,7 @@ def _claims_dict(claims: Sequence[Finding]) -> dict[str, object]:
 
 
 def _claims_beside(folder: Path) -> list[object]:
-    """What a benchmark or a profile claims about this very run; none without its file."""
+    """Returns a benchmark's or profile's claims about this very run; none without its file."""
     path = folder / CLAIMS_FILE
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""How far the policy rank's clock stands from rank 0's: for pictures and traces, never for a gate.
+"""Offset of the policy rank's clock from rank 0's: for pictures and traces, never for a gate.
 
 Pure. Ranks of one boot of one host share CLOCK_MONOTONIC. Otherwise causality alone bounds the
 offset: B cannot begin before its envelope was sent, nor end after its result was received. Drift

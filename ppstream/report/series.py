@@ -1,4 +1,4 @@
-"""What a picture of a run is drawn from: stretches, bins, parts and curves as numbers. Pure.
+"""Series that pictures of a run are drawn from: stretches, bins, parts and curves. Pure.
 
 Every series is bounded whatever the length of the run, so a page of an hour is no heavier than one
 of a minute. Nothing here decides anything.
@@ -57,7 +57,7 @@ class Point(NamedTuple):
 
 
 class Depth(NamedTuple):
-    """What the model expects of one D_in, the other times being as measured; in ns."""
+    """Expectation of the model for one D_in, the other times being as measured; in ns."""
 
     d_in: int
     period_ns: float

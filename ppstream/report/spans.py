@@ -1,4 +1,4 @@
-"""What every thread, link and queue did when: envelopes as spans on named tracks. Pure.
+"""Spans of every thread, link and queue: envelopes on named tracks. Pure.
 
 For pictures and traces. All instants are rank 0's clock; the policy rank's are moved there by the
 offset of ``rank_clock``. Waits are logged as durations: each is drawn where it ended, at the start
@@ -151,7 +151,7 @@ def _disjoint(spans: Sequence[Span]) -> tuple[list[Span], int]:
 
 
 def _between(work: Sequence[Span], waits: Sequence[Span]) -> Iterator[Span]:
-    """What of each wait lies in the gap that ends where it ends."""
+    """Yields the part of each wait that lies in the gap that ends where it ends."""
     at, free_ns = 0, 0  # free_ns: end of everything that was laid so far
     for wait in waits:
         while at < len(work) and work[at].start_ns < wait.end_ns:

@@ -59,7 +59,7 @@ class Fading:
             self._replaced = [part.playing for part in parts[:-1]]
 
     def parts(self, playing: Iterable[Playing], at_ns: int) -> list[Part]:
-        """What the action of the last of ``playing`` at ``at_ns`` is mixed from, oldest first."""
+        """Returns the parts of the newest of ``playing``'s action at ``at_ns``, oldest first."""
         chain = [*self._replaced, *playing]
         parts: list[Part] = []
         for index, newer in enumerate(chain):
@@ -81,7 +81,7 @@ class Fading:
         return min(weights, key=weights.__getitem__)
 
     def _share(self, older: Playing, newer: Playing, at_ns: int) -> float:
-        """How far ``newer`` has replaced ``older``: from 0 to 1 while they are blended."""
+        """Returns how far ``newer`` has replaced ``older``: from 0 to 1 while they are blended."""
         begin_ns = newer.takes_over_ns
         blend_ns = min(self._blend_ns, older.deadline_ns - begin_ns)
         if blend_ns <= 0:
@@ -102,7 +102,7 @@ def blended(parts: Sequence[Part], at_ns: int) -> Actions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one merged chunk.
+    """Fate of one merged chunk.
 
     ``age_ns``: from its window's end to the execution of its first action, or to its receipt when
     none was executed. ``oldest_ns``: same, to that of its last action, while it was blended from

@@ -109,12 +109,12 @@ class RobotClient:
 
     @property
     def connected(self) -> bool:
-        """Whether a session is open, as far as this side knows."""
+        """True when a session is open, as far as this side knows."""
         return self._session.session != 0
 
     @property
     def failure(self) -> str | None:
-        """What ended the receiving thread, with its traceback; None: it lives."""
+        """Error that ended the receiving thread, with its traceback; None: the thread runs."""
         return self.timeline.failure
 
     @property
@@ -124,7 +124,7 @@ class RobotClient:
 
     @property
     def ready(self) -> bool:
-        """Whether the phase permits to execute actions; the lease of each must permit it, too.
+        """True when the phase permits to execute actions; the lease of each must permit it, too.
 
         False for good once the receiving thread has ended.
         """
@@ -188,7 +188,7 @@ class RobotClient:
 
     @property
     def conditioned(self) -> Conditioned | None:
-        """What the server last said of an instruction."""
+        """The server's newest answer to an instruction."""
         return self._session.conditioned
 
     def executed(self, chunk: ActionChunk, at_ns: int) -> bool:

@@ -44,7 +44,7 @@ class ActionSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why the loop no longer executes actions.
+    """Reason why the loop no longer executes actions.
 
     ``lease``: the newest action chunk expired before another came; ``phase``: the run left the
     phases in which robots may move; ``client``: the client's receiving thread has ended, ``text``
@@ -167,7 +167,7 @@ class ControlLoop:
 
     @property
     def fault(self) -> Fault | None:
-        """Why no action is executed until ``clear_fault``; None: nothing stands in the way."""
+        """Reason why no action is executed until ``clear_fault``; None: there is none."""
         return self._stopped or self._fault
 
     def run(self, duration_s: float | None = None) -> LoopStatistics:

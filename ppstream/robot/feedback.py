@@ -70,13 +70,13 @@ class Feedback:
             return self._ages.quantiles(), self._dispatches.quantiles()
 
     def send_reports(self, send: Send) -> None:
-        """What was collected, whether anybody takes it or not."""
+        """Sends what was collected, whether or not a server takes it."""
         with suppress(IndexError):  # empty, perhaps because another thread was faster
             while True:
                 send(self._reports.popleft())
 
     def send_prefix(self, send: Send, session: int, session_epoch: int) -> None:
-        """What will be executed while the next chunk is on its way, if the policy asks for it."""
+        """Sends what will be executed until the next chunk comes, if the policy asks for it."""
         plan = self._timeline.plan(self._clock()) if self._tells_prefix else None
         if plan is not None:
             delay_ns = _possible(self._timeline.delay_ns)
@@ -100,7 +100,7 @@ class Feedback:
     def send_state(
         self, send: Send, session: int, now_ns: int, *, is_last: bool = False
     ) -> int | None:
-        """How the robot fares, if that changed and is due, or is the ``is_last`` that is told.
+        """Sends the robot's state if it changed and is due, or is the ``is_last`` one.
 
         Returns:
             When to ask again; None: rank 0 does not want to know, or there is no session.

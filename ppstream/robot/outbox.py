@@ -131,7 +131,7 @@ class _Gathering:
         return self._capacity - self._count
 
     def is_plain(self, stamp_ns: int, values: Any) -> bool:
-        """Whether one sample can be sent as it is: the quick way for the common case."""
+        """True when one sample can be sent as it is: the quick way for the common case."""
         return (
             type(values) is np.ndarray
             and values.dtype == self._dtype

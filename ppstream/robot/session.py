@@ -41,7 +41,7 @@ HOPELESS: Final = frozenset({"version", "contract"})  # asking again does not he
 
 
 class RobotSession:
-    """Who this robot is, and the session it holds (``session`` 0: none).
+    """Identity of this robot, and the session it holds (``session`` 0: none).
 
     The phase survives the loss of a session: what a robot may still execute is for the lease of its
     actions to say.
@@ -94,7 +94,7 @@ class RobotSession:
         return self.refused is not None and self.refused.reason in HOPELESS
 
     def reconnecting(self) -> Reconnecting:
-        """How a lost session is got back, and how long it took."""
+        """Describes how a lost session is got back, and how long it took."""
         refusal = None if self.session or self.refused is None else self.refused.reason
         return Reconnecting(self._attempts, self._retry_ns, refusal, self._outages.quantiles())
 
@@ -112,7 +112,7 @@ class RobotSession:
         return msgspec.structs.replace(self._hello, resumes=self._resumes)
 
     def was_sent(self, now_ns: int, *, sent: bool) -> None:
-        """What ``due`` gave was handed over, or there is no connection to take it.
+        """Notes that what ``due`` gave was handed over, or that there is no connection to take it.
 
         A connection that broke took its session along, since the server knows the next one by
         another address; but a full one looks the same, so it is given some time.
@@ -177,7 +177,7 @@ class RobotSession:
             self._hello_ns = now_ns
 
     def reject(self, chunk: ActionChunk) -> str | None:
-        """Why a chunk is not for this robot as it is now, or None.
+        """Returns the reason why a chunk is not for this robot as it is now, or None.
 
         ``session``: of another one; ``episode``: from before a reset; ``lease``: it claims more
         time than the server granted when the session opened.

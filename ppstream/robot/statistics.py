@@ -1,4 +1,4 @@
-"""What a RobotClient counts, as one record, and the line of it that people read.
+"""Counts of a RobotClient as one record, and the line of it that people read.
 
 What an ActionTimeline counts, and the records it shows; plain numbers, nothing is decided.
 """
@@ -49,7 +49,7 @@ def oldest_text(oldest_ns: int, max_age_ns: int) -> str:
 
 
 class Holds(NamedTuple):
-    """How a robot fared since its session began.
+    """Executed and held ticks of a robot since its session began.
 
     ``holds``: times it began to hold though the run was ready and it had executed actions of this
     episode; ``held_ns``: how long, the hold under way included. ``fault``: the newest of
@@ -163,7 +163,7 @@ class TimelineCounts:
 
 @dataclass(frozen=True, slots=True)
 class Reconnecting:
-    """How a client gets its session back.
+    """State of a client that gets its session back.
 
     ``attempts``: times it asked since it holds none; 0 while it holds one. ``pause_ns``: what it
     waits between two of them now. ``refusal``: the last answer, if it was one. ``outage``: from

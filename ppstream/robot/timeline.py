@@ -41,7 +41,7 @@ class Executing(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is executed from ``start_ns`` on unless a newer chunk comes: ``actions [n, dim]``."""
+    """Actions executed from ``start_ns`` on unless a newer chunk comes: ``actions [n, dim]``."""
 
     start_ns: int
     dt_ns: int
@@ -87,7 +87,7 @@ class ActionTimeline:
         self._holds = HoldCounts()
 
     def adopt(self, *, discrete: Sequence[int], max_age_ns: int) -> None:
-        """What the server says of chunks merged from now on; the smaller maximum age counts.
+        """Takes the server's settings for later chunks; the smaller maximum age counts.
 
         Args:
             discrete: indices of actions that are switched.
@@ -238,7 +238,7 @@ class ActionTimeline:
             self._holds.begin_episode()
 
     def take_outcomes(self, now_ns: int) -> list[Outcome]:
-        """What became of the chunks that ended by ``now_ns`` and since the last call."""
+        """Returns the fate of the chunks that ended by ``now_ns`` and since the last call."""
         with self._lock:
             self._forget_past(now_ns)
             outcomes = list(self._outcomes)
@@ -262,7 +262,7 @@ class ActionTimeline:
     # ---- under the lock ------------------------------------------------------------------------
 
     def _execute(self, playing: Playing, now_ns: int) -> list[Part]:
-        """What the action at ``now_ns`` is mixed from; it counts as executed."""
+        """Returns what the action at ``now_ns`` is mixed from; it counts as executed."""
         self._fading.forget(playing, now_ns)
         parts = self._fading.parts((playing,), now_ns)
         age_ns = now_ns - min(part.playing.chunk.window_end_ns for part in parts)

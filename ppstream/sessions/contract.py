@@ -20,7 +20,7 @@ ENCODINGS: Final = ("raw", "jpeg")
 
 
 def objection(config: PipelineConfig, hello: Hello) -> tuple[str | None, list[str]]:
-    """Why this robot can never be admitted (``version``, ``contract``), and what to change.
+    """Returns why this robot can never be admitted (``version``, ``contract``), and what to change.
 
     One line for each difference, with expected and got; None and no line when all agrees.
     """
@@ -34,7 +34,7 @@ def objection(config: PipelineConfig, hello: Hello) -> tuple[str | None, list[st
 
 
 def foreign_version(body: bytes | memoryview) -> str | None:
-    """What to tell a Hello that cannot be read when its version is why; None: it is not."""
+    """Words the refusal of a Hello that cannot be read because of its version; else None."""
     try:
         version = hello_version.decode(body)
     except DECODE_ERRORS:
@@ -54,7 +54,7 @@ def _version_line(major: int, minor: int) -> str | None:
 def welcome(
     config: PipelineConfig, robot: str, session: int, phase: str, silence_ns: int
 ) -> Welcome:
-    """What an admitted robot is told of the run."""
+    """Makes the message that tells an admitted robot of the run."""
     actions = config.actions
     own = actions.robots.get(robot, RobotLimits())
     return Welcome(

@@ -34,7 +34,7 @@ class _Wish(NamedTuple):
 
 
 class Instructions:
-    """What rows want and have; for the thread that owns the rows, but for ``confirm``.
+    """Texts that rows want and have; for the thread that owns the rows, but for ``confirm``.
 
     Args:
         tell: takes a number and its text to the policy, which answers by ``confirm``, perhaps at
@@ -71,7 +71,7 @@ class Instructions:
         self._answers.append((number, fault))
 
     def take_news(self) -> list[Change]:
-        """What changed since; the rows have it already."""
+        """Returns what changed since the last call; the rows have it already."""
         while self._answers:
             number, fault = self._answers.popleft()
             if fault:

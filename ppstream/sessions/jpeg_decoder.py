@@ -47,7 +47,7 @@ class DecodedFrame(NamedTuple):
 
 
 def decoder_problem() -> str | None:
-    """Why no JPEG can be decoded here, and what to do; None: it can be."""
+    """Returns the reason why no JPEG can be decoded here, and what to do; None: it can be."""
     if find_spec("PIL") is None:
         return "rank 0 has no JPEG decoder: pip install 'ppstream[camera]' there, or send raw"
     return None
@@ -93,7 +93,7 @@ class FrameDecoder:
         return self._lanes[hash(key) % len(self._lanes)].put(key, frame)
 
     def take(self) -> list[DecodedFrame]:
-        """What was decoded since, in order for each camera."""
+        """Returns what was decoded since the last call, in order for each camera."""
         done = []
         while self._done:
             done.append(self._done.popleft())

@@ -88,11 +88,11 @@ class SessionRequests:
         self._cameras = FrameDecoder(wake)
 
     def attach(self, instruct: Teach, log_event: LogEvent) -> None:
-        """Where texts go, whose fate the given function hears; and where the log is."""
+        """Sets where texts go, which function gets their fate, and where the log is."""
         self._teach, self._log_event = instruct, log_event
 
     def problem(self, hello: Hello) -> str | None:
-        """Why what the robot declares cannot be served here."""
+        """Returns the reason why what the robot declares cannot be served here."""
         is_jpeg = any(stream.encoding == "jpeg" for stream in hello.streams)
         return decoder_problem() if is_jpeg else None
 
@@ -139,7 +139,7 @@ class SessionRequests:
                 self._want(session)
 
     def reading(self, session: Session, message: ClockReading) -> None:
-        """What a robot's clock showed; the time of day is asked now, not of before it arrived."""
+        """Makes a record of a robot's clock; the time of day is asked now, not at arrival."""
         estimate = session.offset.add(message.asked_ns, message.robot_ns, self.clock())
         if estimate is not None:
             self._log_event("robot_clock", session=session.id, **estimate._asdict())

@@ -91,7 +91,7 @@ class Sessions:
 
     @property
     def endpoint(self) -> str:
-        """Where robots connect, with the port that the system chose for ``:0``."""
+        """Address that robots connect to, with the port that the system chose for ``:0``."""
         return self._socket.endpoint
 
     def set_wake(self, wake: Callable[[], None]) -> None:
@@ -258,7 +258,7 @@ class Sessions:
         self.requests.begin(session)
 
     def _begin_second(self, now_ns: int) -> None:
-        """What is done about once a second, not for each frame."""
+        """Does what is due about once a second, not for each frame."""
         self._second_ns = now_ns + NS_PER_S
         self._strangers_left = STRANGER_FRAMES_PER_S
         self._table.refill()

@@ -1,4 +1,4 @@
-"""What rank 0 remembers of robots: one record per open session, and the counts of all of them.
+"""Records of robots on rank 0: one per open session, and the counts of all of them.
 
 Plain records; ``server.py`` decides.
 
@@ -58,7 +58,7 @@ class OffsetEstimate:
 
 
 class SessionStream:
-    """Where the samples of one declared stream go, and how many bytes one has, unless encoded.
+    """Destination of one declared stream's samples, and the bytes of one, unless encoded.
 
     ``samples_left`` may still come before the next second begins.
     """
@@ -121,7 +121,7 @@ class Session:
             self.row.new_episode()
 
     def commit(self, said: Prefix) -> None:
-        """What the robot goes on to execute, for the next window; not of an earlier episode."""
+        """Takes what the robot executes next, for the next window; not of an earlier episode."""
         if self.is_serving and said.session_epoch == self.row.session_epoch:
             self.row.commitment = commitment(said, len(self.hello.actions))
 

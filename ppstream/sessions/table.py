@@ -43,7 +43,7 @@ def frame_bytes_max(config: PipelineConfig) -> int:
 
 
 def frames_per_second(config: PipelineConfig) -> int:
-    """What one robot may send; the rest is dropped unread.
+    """Limit of the frames that one robot may send; the rest is dropped unread.
 
     A lone robot may send all it can, a recording at full speed for one: there is nobody to delay.
     """
@@ -54,7 +54,7 @@ def frames_per_second(config: PipelineConfig) -> int:
 
 
 def samples_per_second(config: PipelineConfig, stream: StreamConfig) -> int:
-    """What one robot may send of a stream; a frame that goes beyond it is refused whole.
+    """Limit of a stream's samples that one robot may send; a frame beyond it is refused whole.
 
     A ring full comes on top: a robot may send at once what it has kept while it had no connection.
     """
@@ -84,15 +84,15 @@ class SessionTable:
         return len(self._of)
 
     def at(self, row: int) -> Session | None:
-        """Who holds a row."""
+        """Returns the session that holds a row."""
         return self._at[row]
 
     def at_session(self, session: int) -> Session | None:
-        """Who has this number."""
+        """Returns the session with this number."""
         return next((one for one in self._of.values() if one.id == session), None)
 
     def of(self, peer: bytes) -> Session | None:
-        """Who speaks on a connection."""
+        """Returns the session on a connection."""
         return self._of.get(peer)
 
     def all(self) -> list[Session]:
@@ -100,11 +100,11 @@ class SessionTable:
         return [*self._of.values()]
 
     def replaced_by(self, peer: bytes, hello: Hello) -> list[Session]:
-        """What ends when this Hello is accepted: the same connection's, and the one resumed."""
+        """Returns the sessions that this Hello ends: its connection's, and the resumed one."""
         return [s for s in self._of.values() if s.peer == peer or s.id == hello.resumes]
 
     def objection(self, hello: Hello) -> tuple[str | None, list[str]]:
-        """Why there is no place now (``name_in_use``, ``full``), and what would change that."""
+        """Returns why no place is free (``name_in_use``, ``full``), and what would change it."""
         if any(session.hello.robot == hello.robot for session in self._of.values()):
             line = (
                 f"robot {hello.robot!r} is connected; its name is free {SILENCE_NS / NS_PER_S:g} s"

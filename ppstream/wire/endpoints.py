@@ -17,7 +17,7 @@ _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s\[\]]+):(?P<port>\d{
 
 
 def endpoint_problem(endpoint: str) -> str | None:
-    """Why ``endpoint`` cannot be one, as ``got ..., want ...``; None: it can."""
+    """Returns the reason why ``endpoint`` cannot be one, as ``got ..., want ...``; None: it can."""
     if endpoint.startswith("ipc://"):
         length = len(endpoint.removeprefix("ipc://").encode())
         if 1 <= length <= IPC_PATH_MAX_BYTES:
@@ -30,7 +30,7 @@ def endpoint_problem(endpoint: str) -> str | None:
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether only programs of this host can reach it: a UNIX socket, or TCP on loopback.
+    """True when only programs of this host can reach it: a UNIX socket, or TCP on loopback.
 
     What cannot be told by the text alone, such as another name, counts as reachable from outside.
     """

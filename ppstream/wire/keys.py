@@ -29,7 +29,7 @@ OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 class ServerKeys(NamedTuple):
-    """What a server needs: its secret key, and the public keys it serves, with their names."""
+    """Keys of a server: its secret key, and the public keys it serves, with their names."""
 
     secret: bytes
     allowed: dict[bytes, str]
@@ -39,7 +39,7 @@ class ServerKeys(NamedTuple):
 
 
 class ClientKeys(NamedTuple):
-    """What a robot needs: its own secret key, and the public key of the server it trusts."""
+    """Keys of a robot: its own secret key, and the public key of the server it trusts."""
 
     secret: bytes
     server: bytes

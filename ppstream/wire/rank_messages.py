@@ -58,7 +58,7 @@ class Bell(ControlFrame, frozen=True, tag=6):
 
 
 class PolicyFault(ControlFrame, frozen=True, tag=7):
-    """Why the result of ``index`` carries no actions; sent before its doorbell."""
+    """Reason why the result of ``index`` carries no actions; sent before its doorbell."""
 
     index: int
     kind: Name  # exception | memory | unwritten

@@ -36,7 +36,7 @@ from ppstream.wire.fields import (
 
 
 class Provenance(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What rank 0 knows of a chunk's age when it emits it; in nanoseconds.
+    """Parts of a chunk's age that rank 0 knows when it emits it; in nanoseconds.
 
     ``input_age_ns``: by stream, from the newest sample used to the window's end, both stamped by
     the robot; a stream without a sample is missing. The others follow one another on rank 0's way,
@@ -60,7 +60,7 @@ class Provenance(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StreamDeclaration(Message, frozen=True):
-    """What the robot says it will send under a name.
+    """A stream that the robot announces.
 
     ``encoding`` (since 1.1) is ``raw``, or ``jpeg`` for a camera: then each message holds one
     frame, and ``values`` its JPEG file. ``dim`` and ``dtype`` are always those of a raw sample.
@@ -108,7 +108,7 @@ class Samples(Message, frozen=True, tag=2):
 
 
 class Report(Message, frozen=True, tag=3):
-    """What became of an action chunk on the robot, in durations of the robot's clock."""
+    """Fate of an action chunk on the robot, in durations of the robot's clock."""
 
     session: Id
     epoch: Count
@@ -149,7 +149,7 @@ class Instruct(Message, frozen=True, tag=7):
 
 
 class ClockReading(Message, frozen=True, tag=8):
-    """What the robot's clock showed when a ClockQuestion arrived (since 1.1)."""
+    """Reading of the robot's clock when a ClockQuestion arrived (since 1.1)."""
 
     session: Id
     asked_ns: Instant  # of the question
@@ -157,7 +157,7 @@ class ClockReading(Message, frozen=True, tag=8):
 
 
 class Prefix(Message, frozen=True, tag=9):
-    """What the robot executes from ``start_ns`` on unless a newer chunk comes (since 1.1).
+    """Actions that the robot executes from ``start_ns`` on unless a newer chunk comes (since 1.1).
 
     Sent after each chunk when ``Welcome.prefix_steps`` asks for it: the executed prefix and the
     measured delay of real-time chunking. Instants are the robot's clock.
@@ -173,7 +173,7 @@ class Prefix(Message, frozen=True, tag=9):
 
 
 class RobotState(Message, frozen=True, tag=10):
-    """How the robot fared since its session began (since 1.2), in durations of its clocks.
+    """Counts of the robot since its session began (since 1.2), in durations of its clocks.
 
     Sent once a second at most, and when it begins to hold or a fault latches. What is under way
     when a session begins, a hold, a fault or a wait for a chunk, belongs to it in full.
@@ -263,7 +263,7 @@ class Lost(Message, frozen=True, tag=21):
 
 
 class ClockQuestion(Message, frozen=True, tag=22):
-    """What does your clock show? For traces only; asked of robots that speak 1.1 or later."""
+    """Request for the robot's clock, for traces only; sent to robots that speak 1.1 or later."""
 
     session: Id
     asked_ns: Ns  # rank 0's clock, for it alone

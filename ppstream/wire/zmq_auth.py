@@ -55,7 +55,7 @@ class SocketGuard:
         self._monitor: zmq.Socket[bytes] | None = _monitor(socket)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether ``key`` may connect; asked by the authenticator's thread."""
+        """True when ``key`` may connect; asked by the authenticator's thread."""
         return key in self._allowed
 
     def look(self, socket: zmq.Socket[bytes]) -> None:
@@ -82,7 +82,7 @@ class SocketGuard:
             self._authenticator.stop()
 
     def _stop_monitor(self, socket: zmq.Socket[bytes]) -> None:
-        """What it has not told yet is forgotten with it."""
+        """Stops the monitor; what it has not reported yet is lost with it."""
         if self._monitor is not None:
             socket.disable_monitor()  # first: the socket's thread would wait for a reader
             self._monitor.close(linger=0)

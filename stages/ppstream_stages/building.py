@@ -1,4 +1,4 @@
-"""What building a policy of ours begins and ends with: its options, and its weights."""
+"""Common parts of building a policy: its options, and its weights."""
 
 from __future__ import annotations
 

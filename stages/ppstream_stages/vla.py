@@ -118,7 +118,7 @@ class DecoderLayer(nn.Module):
         return qkv[:, : self.heads], qkv[:, -2:-1], qkv[:, -1:]
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What ``x`` becomes, whose queries are ``q``, by keys and values of all that it sees."""
+        """Attends with queries ``q`` of ``x`` to the keys and values of all that it sees."""
         rows, tokens, _ = x.shape
         shape = (-1, self.heads, -1, -1)
         seen = scaled_dot_product_attention(q, k.expand(shape), v.expand(shape)).transpose(1, 2)

@@ -6,6 +6,7 @@ Every rule is a function from a parsed file to what breaks it; each is shown to 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,9 @@ MAY_IMPORT: Final = {
     # the robot wire, both of its ends and nothing between the ranks
     "zmq": {"ppstream/wire/zmq_socket.py", "ppstream/wire/zmq_auth.py", "ppstream/wire/keys.py"},
 }
+
+#: First words of a docstring that are refused.
+HEADLESS: Final = re.compile(r"(What|How|Whether|Where|Who|Whose|Why)\b")
 
 Rule = Callable[[str, ast.Module], Iterator[str]]
 
@@ -130,11 +134,21 @@ def functions_fit_a_screen(file: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{file}:{node.lineno} {node.name} has {length} lines"
 
 
+def docstrings_begin_with_a_verb_or_a_noun(file: str, tree: ast.Module) -> Iterator[str]:
+    """A headless relative ("What the loop asks of a link.") makes the reader look for its noun."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        text = (ast.get_docstring(node) or "") if isinstance(node, documented) else ""
+        if HEADLESS.match(text):
+            yield f"{file}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}"
+
+
 RULES: Final[tuple[Rule, ...]] = (
     nothing_unpickles,
     one_file_reads_the_clock,
     each_third_party_library_has_its_room,
     functions_fit_a_screen,
+    docstrings_begin_with_a_verb_or_a_noun,
 )
 
 
@@ -156,6 +170,8 @@ def test_source_keeps_the_rule(rule: Rule, parsed: dict[str, ast.Module]) -> Non
 @pytest.mark.parametrize(
     ("rule", "source"),
     [
+        (docstrings_begin_with_a_verb_or_a_noun, 'def f():\n    """Whether it is."""'),
+        (docstrings_begin_with_a_verb_or_a_noun, '"""What a link is."""'),
         (nothing_unpickles, "import pickle"),
         (nothing_unpickles, "from pickle import loads"),
         (nothing_unpickles, "import torch\ntorch.load(path)"),

@@ -1,4 +1,4 @@
-"""How late a robot's control loop ticks at 500 Hz, beside bare clock loops.
+"""Lateness of a robot's control loop at 500 Hz, beside bare clock loops.
 
 The robot pushes a sample each tick and executes what two real ranks send back; a bare loop only
 sleeps to the same deadlines. One runs in turn with it (ABBA), in the same process, while the ranks
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Lateness(NamedTuple):
-    """How late ticks began, in ms, and how many there were."""
+    """Lateness of ticks, in ms, and how many there were."""
 
     p50: float
     p99: float
@@ -94,7 +94,7 @@ class Lateness(NamedTuple):
 def rows_of(
     bare_ms: list[float], beside_ms: list[float], loop: LoopStatistics
 ) -> dict[str, Lateness]:
-    """What ``measure`` found, in ms."""
+    """Returns what ``measure`` found, in ms."""
     bare, beside, late = spread(bare_ms), spread(beside_ms), loop.lateness
     return {
         "control loop": Lateness(late.p50_ns * MS, late.p99_ns * MS, late.max_ns * MS, late.count),
@@ -113,7 +113,7 @@ def print_rows(rows: dict[str, Lateness], loop: LoopStatistics) -> None:
 
 
 def targets_of(rows: dict[str, Lateness]) -> list[Target]:
-    """What the control loop adds to a bare one, under the same load and under less."""
+    """Returns what the control loop adds to a bare one, under the same load and under less."""
     return [
         Target(f"p99 above a {way}, ms", ADDED_P99_MAX_MS, rows["control loop"].p99 - row.p99)
         for way, row in rows.items()
@@ -124,7 +124,7 @@ def targets_of(rows: dict[str, Lateness]) -> list[Target]:
 def claims_of(
     rows: dict[str, Lateness], targets: Sequence[Target], loop: LoopStatistics, *, asked: int
 ) -> list[Claim]:
-    """What each target says is added explains our p99; every tick asked for is accounted for."""
+    """Claims that what each target adds explains our p99, and accounts for every tick."""
     ours = rows["control loop"]
     others = [(way, row.p99) for way, row in rows.items() if way != "control loop"]
     return [

@@ -21,7 +21,7 @@ Calls = Sequence[Callable[[], object]]
 
 
 def sets_for(call_bytes: int) -> int:
-    """How many input sets make a call find nothing of its own in L2."""
+    """Returns how many input sets make a call find nothing of its own in L2."""
     return max(2, min(MOST_SETS, ROTATED_BYTES // call_bytes + 1))
 
 
@@ -69,7 +69,7 @@ def _replayed_us(graph: torch.cuda.CUDAGraph, calls: int, replays: int) -> float
 
 
 def host_us(call: Callable[[], object], calls: int = 300) -> float:
-    """What a call costs the calling thread, with the GPU idle enough never to push back; p50."""
+    """Measures a call's cost for the calling thread, on a GPU that never pushes back; p50."""
     times_us = []
     for _ in range(calls):
         start_ns = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""What taking samples in and cutting a window costs on one core: ``python tools/bench/ingest.py``.
+"""Cost of taking samples in and cutting a window on one core: ``python tools/bench/ingest.py``.
 
 Five measurements in CPU time of the thread that does the work, so that other processes matter
 little: ``ring.append`` alone; a message from its bytes to the ring (decode, all checks, append);

@@ -1,4 +1,4 @@
-"""How long a hand-off between two ranks takes, by size: ``host`` and ``gloo`` links, bare socket.
+"""Time of a hand-off between two ranks, by size: ``host`` and ``gloo`` links, bare socket.
 
 Two processes on one host throw one envelope back and forth: the payload travels both ways, written
 in place beforehand. One way is measured with the clock that both share (CLOCK_MONOTONIC), from just

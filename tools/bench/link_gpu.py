@@ -1,4 +1,4 @@
-"""How long a hand-off between two GPUs takes, by size and way: ``peer``, ``pinned`` and ``nccl``.
+"""Time of a hand-off between two GPUs, by size and way: ``peer``, ``pinned`` and ``nccl``.
 
 Two processes throw one slot back and forth; one way is half of a round trip, and everything was
 queued before a gate opened, so no host is on the path. The ways: ``put`` and ``copy`` are the
@@ -160,7 +160,7 @@ def costs_of(size: int, one_way_us: float, cpu_s: float, messages: int) -> dict[
 
 
 def print_crossing(rows: list[dict[str, Any]]) -> None:
-    """Where the kernel stops being quicker than the copy engine."""
+    """Prints where the kernel stops being quicker than the copy engine."""
     p50_us = {(row["way"], row["mode"], row["size"]): row["p50_us"] for row in rows}
     for mode in ("graph", "queued", "hops"):
         both = [size for size in SIZES if {("put", mode, size), ("copy", mode, size)} <= {*p50_us}]

@@ -1,4 +1,4 @@
-"""What the two ranks of ``bench/link_gpu.py`` do: throw one slot back and forth. Not a benchmark.
+"""Rounds of the two ranks of ``bench/link_gpu.py``: one slot back and forth. Not a benchmark.
 
 Everything of a round is queued before a gate opens, so no host is on the path; one way is half of
 a round trip by the events of one device.
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 class Thrown(NamedTuple):
-    """What a run gave at this end."""
+    """Result of a run at this end."""
 
     one_way_us: list[float]  # by round
     cpu_s: float  # of this end's thread, queueing
@@ -106,7 +106,7 @@ class Thrower:
         return span_ns / trips / 1e3, spent_s
 
     def _prepared(self, trips: int) -> Callable[[], None]:
-        """What queues the trips of a round."""
+        """Returns a call that queues the trips of a round."""
         stream = self._link.receiving
         if self._mode == "hops":
             return partial(self._trips_with_hops, trips)

@@ -1,4 +1,4 @@
-"""What the time-stamp log costs: per record on the loop's side, and in a real loop, on and off.
+"""Cost of the time-stamp log: per record on the loop's side, and in a real loop, on and off.
 
 ``take + fill + commit`` is what a loop does for an envelope; it is timed in CPU time of the calling
 thread, at a pace the drain thread keeps up with. ``sustained`` is how many records a second reach
@@ -150,7 +150,7 @@ def sustained(folder: Path) -> tuple[int, float]:
 
 
 def write(log: TimestampLog, count: int) -> None:
-    """What a loop does for ``count`` envelopes, and nothing else."""
+    """Does what a loop does for ``count`` envelopes, and nothing else."""
     for seq in range(count):
         record = log.take()
         record.epoch, record.seq, record.phase, record.pacing = 0, seq, "ready", "sample"

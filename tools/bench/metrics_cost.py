@@ -1,4 +1,4 @@
-"""What watching costs a loop: metrics and scrapes on against off, in blocks of one live run.
+"""Cost of metrics and scrapes for a loop, on against off, in blocks of one live run.
 
 Both ranks of a saturated pipeline run in this process, with stages that do no work, so whatever
 watching adds is added to every envelope. Off: no watcher, no scrape. Tallied: both ranks count.
@@ -156,7 +156,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def scrape_ms(port: int) -> float:
-    """How long one page of metrics takes.
+    """Measures how long one page of metrics takes.
 
     Raises:
         OSError: the rank does not answer.
@@ -168,7 +168,7 @@ def scrape_ms(port: int) -> float:
 
 
 def ports_of(directory: Path) -> list[int]:
-    """Where the ranks of a run can be asked; those that say so already."""
+    """Returns where the ranks of a run can be asked; those that have published it."""
     found = []
     for rank in range(RANKS):
         path = directory / f"rank{rank}.gen0.jsonl"
@@ -342,7 +342,7 @@ def differences(blocks: dict[str, list[float]], clock: str, way: str) -> list[fl
 def claims_of(
     blocks: dict[str, list[float]], added_us: dict[str, float], envelopes: int
 ) -> list[Claim]:
-    """What the median round's block took more, over its envelopes; of two, both together."""
+    """Claims what the median round's block took more, over its envelopes; of two, both together."""
     claims = []
     for name, claimed in added_us.items():
         clock, way = name.split(", ")

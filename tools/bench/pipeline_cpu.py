@@ -1,4 +1,4 @@
-"""What the pipeline adds to its largest stage, beside the same pipeline written by hand.
+"""Overhead of the pipeline over its largest stage, beside the same pipeline written by hand.
 
 Two simulated stages of X ms (stage 0 half in A and half in C), sleeping; D_in = D_out = 2, host
 link, time-stamp log on; also 8.6 MB per envelope, and stages without work. Period and stages are

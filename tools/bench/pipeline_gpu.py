@@ -1,4 +1,4 @@
-"""What the pipeline costs on two GPUs: stages of 30 to 700 µs, by balance, batch, depth and link.
+"""Overhead of the pipeline on two GPUs: stages of 30 to 700 µs, by balance, batch, depth and link.
 
 One pair of rank processes runs every cell, each a bring-up of the product with simulated stages on
 both devices; what is printed is what the report's own function says of its log. ``alone`` are the

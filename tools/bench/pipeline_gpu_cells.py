@@ -70,7 +70,7 @@ class Cell(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a cell measured; times in microseconds."""
+    """Measurements of a cell; times in microseconds."""
 
     cell: Cell
     n: int

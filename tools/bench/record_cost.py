@@ -1,4 +1,4 @@
-"""What recording a run costs: 10 streams of 1 kHz and 14 values, 50 windows and chunks a second.
+"""Cost of recording a run: 10 streams of 1 kHz and 14 values, 50 windows and chunks a second.
 
 ``recorder`` is the CPU time of the recorder's thread per second, ``hand-over`` what a message costs
 the thread that owns the rings, with the recorder and without. Messages hold 5 ms of a stream, as a
@@ -68,7 +68,7 @@ class Cost:
 
 
 class Turn(NamedTuple):
-    """What arrives at once: messages of every stream."""
+    """Messages of every stream that arrive at once."""
 
     stamps: list[Any]  # of each message
     values: list[list[Any]]  # of each stream's messages

@@ -181,7 +181,7 @@ def _case(
 
 
 def formula(src: Tensor, src_ns: Tensor, tgt_ns: Tensor) -> Tensor:
-    """What one writes without a library: searchsorted, index_select, lerp."""
+    """Resamples as one writes it without a library: searchsorted, index_select, lerp."""
     rows, slots, dim = src.shape
     after = torch.searchsorted(src_ns, tgt_ns, right=True).clamp_(1, slots - 1)
     before_ns = src_ns.gather(1, after - 1)

@@ -1,4 +1,4 @@
-"""What resampling on a GPU is measured against: ways that people write by hand, values only.
+"""Peers of resampling on a GPU: ways that people write by hand, values only.
 
 No validity, no age, no rings. Raw kernels are called bare, which is their best case.
 """

@@ -1,4 +1,4 @@
-"""What robots get: latency by their number, time to safe for each fault, reconnects, lateness.
+"""Service of robots: latency by their number, time to safe for each fault, reconnects, lateness.
 
 Real ranks, real clients, real signals; a policy without work, paced by the sample, over ipc.
 Latency is from an observation's stamp to its action in the callback, all robots at the same rate

@@ -1,4 +1,4 @@
-"""How long 1, 8 and 32 robots wait for their actions, beside one more that misbehaves.
+"""Time that 1, 8 and 32 robots wait for their actions, beside one more that misbehaves.
 
 Two real ranks serve all robots as rows of one batch, paced by their samples. Each robot pushes at
 its own moment; counted is the time from the push to its callback with the chunk that answers it, on
@@ -95,7 +95,7 @@ def answered(name: str, served: Served) -> Claim:
 
 
 def measure(count: int, options: argparse.Namespace) -> dict[str, Served]:
-    """What each case gave."""
+    """Measures each case."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
         endpoint = f"ipc://{name}/robots"

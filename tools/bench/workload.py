@@ -117,7 +117,7 @@ class Runtime:
         self._queued += 1
 
     def settle(self) -> None:
-        """What the host hears of windows, late."""
+        """Settles what the host learns of windows late."""
         torch.cuda.synchronize()
         for _ in range(self._queued):
             self.window.take()

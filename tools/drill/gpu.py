@@ -34,7 +34,7 @@ GPU_SETTINGS: Final = (
 
 
 def missing() -> str:
-    """Why this tier cannot run here; empty: it can."""
+    """Returns the reason why this tier cannot run here; empty: it can."""
     return "" if torch.cuda.device_count() >= GPUS else "needs two GPUs"
 
 

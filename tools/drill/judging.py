@@ -1,4 +1,4 @@
-"""What became of one fault: its outcome, and whether robot and ledgers are as they must be."""
+"""Judgement of one fault: its outcome, and whether robot and ledgers are as they must be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the drill reads of logs that are still written, and whether their ledgers balance."""
+"""Readers of logs that are still written, which check that their ledgers balance."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _lines(path: Path) -> list[Line]:
 
 
 def imbalance(front: Sequence[Line], back: Sequence[Line]) -> str:
-    """What rank 0's ledgers and both ranks' envelopes do not account for; empty: they balance."""
+    """Words what rank 0's ledgers and both ranks' envelopes lack; empty: they balance."""
     wrong = []
     for line in front:
         if line["kind"] == "ledger":

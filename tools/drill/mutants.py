@@ -348,7 +348,7 @@ def main() -> int:
 
 
 def _survives(mutant: Mutant) -> bool:
-    """Whether the fault keeps its bounds without the guard."""
+    """True when the fault keeps its bounds without the guard."""
     with tempfile.TemporaryDirectory(prefix="ppstream-mutant-") as name:
         copy = Path(name)
         for room in ROOMS:

@@ -180,7 +180,7 @@ def _read_beyond(actions: Tensor, at: int = FAR) -> None:
 
 
 def _rebind(out: Any, wanted: Tensor) -> None:
-    """What nearly everybody writes first."""
+    """Rebinds a name, as nearly everybody writes first."""
     out["actions"] = wanted
 
 

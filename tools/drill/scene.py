@@ -39,7 +39,7 @@ class Refused(Exception):
 
 
 class Failed(Exception):
-    """What was expected did not come; the message says what was seen instead."""
+    """An expectation that was not met; the message words what was seen instead."""
 
 
 class Tick(NamedTuple):
@@ -178,7 +178,7 @@ class Scene:
     # ---- see -----------------------------------------------------------------------------------
 
     def wait(self, what: str, limit_s: float, look: Callable[[], T | None]) -> T:
-        """What ``look`` finds, as soon as it does; raises Failed after ``limit_s``."""
+        """Returns what ``look`` finds, as soon as it does; raises Failed after ``limit_s``."""
         deadline = time.monotonic() + limit_s
         while (found := look()) is None:
             if time.monotonic() > deadline:
@@ -197,7 +197,7 @@ class Scene:
         self.wait("the robot moves", limit_s, look)
 
     def has_held_since(self, since_ns: int) -> bool | None:
-        """Whether the robot held at some tick; None: not yet."""
+        """True when the robot held at some tick; None: not yet."""
         return any(not tick.moved for tick in self.ticks(since_ns)) or None
 
     def ticks(self, since_ns: int = 0) -> list[Tick]:
@@ -245,7 +245,7 @@ class Scene:
         return sum(entry["dropped"].get(reason, 0) for entry in entries)
 
     def imbalance(self) -> str:
-        """What the ranks' logs do not account for; empty: they balance."""
+        """Words what the ranks' logs do not account for; empty: they balance."""
         back = list(self.lines(1))  # first: what it answered rank 0 has logged by then, or nearly
         return imbalance(list(self.lines()), back)
 

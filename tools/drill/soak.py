@@ -64,7 +64,7 @@ class Sample:
 
 @dataclass
 class Soak:
-    """What a run showed."""
+    """Findings of a run."""
 
     minutes: float
     faults: dict[str, int] = field(default_factory=dict)

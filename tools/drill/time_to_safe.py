@@ -1,4 +1,4 @@
-"""How long a robot needs to be safe, for each way in which the other side can fail it.
+"""Time that a robot needs to be safe, for each way in which the other side can fail it.
 
 Used by ``bench/robots.py``. A control loop at 500 Hz executes what two real ranks send; then one of
 them is killed or frozen by a real signal, or the client's receiving thread is blocked or ended.
@@ -93,7 +93,7 @@ class Body:
         return SafeTime(fault, last_ns / 1e6, safe_ns / 1e6, oldest_ns / 1e6, resumed=False)
 
     def resumes(self) -> bool:
-        """Whether it moves by itself once chunks come again."""
+        """True when it moves by itself once chunks come again."""
         received = self.client.timeline.statistics().received
         wait_for(
             lambda: self.client.timeline.statistics().received > received + MOVING, "no chunk came"

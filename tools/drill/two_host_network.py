@@ -24,7 +24,7 @@ class Host:
 
 
 def is_possible() -> bool:
-    """Whether this process may make network namespaces."""
+    """True when this process may make network namespaces."""
     return os.geteuid() == 0 and shutil.which("ip") is not None
 
 

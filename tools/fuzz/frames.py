@@ -165,7 +165,7 @@ def _greeting(rng: random.Random) -> bytes:
 
 
 def handshake(mechanism: bytes) -> bytes:
-    """What a peer that uses ``mechanism`` sends before its first frame."""
+    """Returns what a peer that uses ``mechanism`` sends before its first frame."""
     return SIGNATURE + mechanism.ljust(20, b"\0") + b"\0" * 32 + READY
 
 

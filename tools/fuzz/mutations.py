@@ -1,4 +1,4 @@
-"""What the fuzzers throw: mutated frames, and frames that once broke a decoder of this kind."""
+"""Ammunition of the fuzzers: mutated frames, and frames that once broke a decoder of this kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves the rings to a GPU: blocks of new samples, and tables that say what a window may use.
+"""Transfer of the rings to a GPU: blocks of new samples, and tables of what a window may use.
 
 A block is one piece of pinned memory that one copy takes over: the table, then the new samples of
 every ring, piece by piece. Nothing here touches a GPU: ``rings.py`` sends blocks, and
@@ -55,7 +55,7 @@ class FramePiece(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What is new, or as much of it as fits one block."""
+    """New samples, or as many of them as fit one block."""
 
     words: int  # of the block that count; 0: there is nothing to send
     frames: list[FramePiece]  # to be copied beside it

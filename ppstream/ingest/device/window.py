@@ -136,7 +136,7 @@ class DeviceWindow:
             self.rings.hold(self._done)
 
     def take(self) -> TakenWindow:
-        """What the window queued longest ago and not yet taken was made of; settles the ledgers.
+        """Returns the contents of the oldest queued window not yet taken; settles the ledgers.
 
         Windows of one table are made of the same samples: they are given the same object.
 

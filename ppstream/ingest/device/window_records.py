@@ -1,4 +1,4 @@
-"""What a window on a GPU was made of, from the table that it went by; books it on the ledgers.
+"""Contents of a window on a GPU, from the table that it went by; accounts for it in the ledgers.
 
 The host reads it when the envelope is complete: the rings have moved on since, may have been
 emptied, and their row may be another robot's.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TakenWindow(NamedTuple):
-    """What a complete envelope was made of."""
+    """Contents of a complete envelope."""
 
     info: WindowInfo
     present: list[bool]  # per row
@@ -52,7 +52,7 @@ class WindowBook:
         self._span_ns = (config.window.steps - 1) * round(config.window.dt_ms * NS_PER_MS)
 
     def take(self, words: list[int]) -> TakenWindow:
-        """What the window with this table used; settles the rings' ledgers."""
+        """Returns what the window with this table used; settles the rings' ledgers."""
         ends: list[int | None] = []  # None: the row was absent
         episodes, received_ns = [], []
         for row in range(self._rows):

@@ -1,4 +1,4 @@
-"""What one envelope's events say: stamps, durations and waits, as the log's contract has them.
+"""Times of one envelope from its events: the log's stamps, durations and waits.
 
 Pure: takes times that are mapped to the host's clock already. On a device-ordered link waits are
 the gaps between events, so each thread's time is conserved by construction; the credit, residence

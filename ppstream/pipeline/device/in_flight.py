@@ -66,7 +66,7 @@ def _towards(usual_ns: int, seen_ns: int) -> int:
 
 
 class Move(IntEnum):
-    """What happened; of two at one instant, the one that makes room goes first."""
+    """Kinds of queue transitions; of two at one instant, the one that makes room goes first."""
 
     EMIT = 0
     DECODE = 1
@@ -203,7 +203,7 @@ class Underway:
         return True
 
     def may_begin_now(self, *, is_fresh: bool) -> bool:
-        """Whether stage A of the next envelope has all it waits for, but one A before it at most.
+        """True when stage A of the next envelope has all it waits for, but one A before it at most.
 
         Args:
             is_fresh: A waits for its credit; else for the copy of the one before, which does.

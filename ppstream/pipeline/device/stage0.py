@@ -116,11 +116,11 @@ class Stage0Device(Paired):
     # ---- one envelope: queued ------------------------------------------------------------------
 
     def may_start(self) -> bool:
-        """Whether stage A may be queued: wanted, in bounds, and due."""
+        """True when stage A may be queued: wanted, in bounds, and due."""
         return self._has_room() and self.pacing.due(now_ns())
 
     def _has_room(self) -> bool:
-        """Whether a further envelope is wanted, and in bounds."""
+        """True when a further envelope is wanted, and in bounds."""
         return (
             len(self._underway) < self._most_underway
             and self.log.on_dry is None
@@ -212,7 +212,7 @@ class Stage0Device(Paired):
         return self._due_ns(now_ns() + WAIT_MAX_NS)
 
     def _due_ns(self, latest_ns: int) -> int:
-        """What falls due by the clock alone, and can then be taken; at the latest then."""
+        """Returns the latest instant at which something falls due by the clock alone."""
         source_ns = self.source.next_due_ns()
         pacing_ns = self.pacing.due_ns() if self._has_room() else None
         return min(latest_ns, source_ns or latest_ns, pacing_ns or latest_ns)

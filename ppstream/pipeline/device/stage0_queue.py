@@ -1,4 +1,4 @@
-"""What rank 0 queues for one envelope, on four streams; the picture stands in ``stage0.py``.
+"""Work that rank 0 queues for one envelope, on four streams; the picture stands in ``stage0.py``.
 
 Nothing here waits, and nothing looks at what has happened. What is the same each time a slot is
 used, which is nearly all of it, is put together once.
@@ -34,7 +34,7 @@ class Streams(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the loop needs besides Rank0's parts."""
+    """Parts that the loop needs besides Rank0's."""
 
     link: DeviceLink
     peer: Peer
@@ -151,7 +151,7 @@ class Queueing:
         return Routine(*before), Routine(*behind)
 
     def result(self, index: int) -> Slot:
-        """Where the result of ``index`` is in host memory once its last event is done."""
+        """Returns the result of ``index`` in host memory; valid once its last event is done."""
         return self._places[index % len(self._places)].result
 
     def envelope(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:

@@ -63,7 +63,7 @@ NEWEST: Final = 4096  # durations of stage B that are kept
 
 
 class Parts(NamedTuple):
-    """What the loop is made of."""
+    """Parts of the loop."""
 
     config: PipelineConfig
     stage_b: DeviceStageB
@@ -124,7 +124,7 @@ class Stage1Device(PolicyRank):
 
     @property
     def standstill_ns(self) -> int:
-        """How long the loop may stand still, as of now: it queues, and never waits for stage B."""
+        """Time that the loop may stand still, as of now: it queues, and never waits for stage B."""
         patient = is_patient(self.phase, self.log.mode)
         return self._start_ns if patient else self._watchdog_ns
 
@@ -177,7 +177,7 @@ class Stage1Device(PolicyRank):
         self._expected += 1
 
     def may_queue(self) -> bool:
-        """Whether stage B of the next envelope may be queued: no launch may wait for rank 0.
+        """True when stage B of the next envelope may be queued: no launch may wait for rank 0.
 
         Not ahead of envelopes: behind at most one that runs, so that launches seldom stand at all.
         """
@@ -251,7 +251,7 @@ class Stage1Device(PolicyRank):
         self.progress += 1
 
     def is_oldest_done(self) -> bool:
-        """Whether the oldest envelope is over: everything queued for it, on all three streams.
+        """True when the oldest envelope is over: everything queued for it, on all three streams.
 
         Stage B may see the count itself, sooner than the receiving stream does.
         """
@@ -283,7 +283,7 @@ class Stage1Device(PolicyRank):
         return max(POLL_NS, min(REST_NS, self._ahead // REST_SHARE * self._gap_ns))
 
     def _rest_of_seen_ns(self) -> int:
-        """Where stage B is queued once its envelope was seen: until shortly before it could begin.
+        """Returns the rest until shortly before a stage B could begin that is queued when seen.
 
         While one runs, that is when it should end; one that is queued behind it needs no host.
         While none is under way, the bell of the next one ends the rest.

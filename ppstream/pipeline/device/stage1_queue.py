@@ -1,4 +1,4 @@
-"""What the policy rank queues for one envelope, on three streams, put together once for each slot.
+"""Work that the policy rank queues for one envelope, on three streams, put together once per slot.
 
 The picture stands in ``stage1.py``. The policy and the link are not in it: they differ from
 one use of a slot to the next.
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 def sends_from_b(link: DeviceLink, d_in: int) -> bool:
-    """Whether results are sent on stage B's stream.
+    """True when results are sent on stage B's stream.
 
     Between two stages B a send takes time that only a lone envelope has no other use for.
     """

@@ -113,7 +113,7 @@ class RingWindows:
 
 
 def taken_owners(taken: TakenWindow, lease_ns: int) -> list[Owner]:
-    """Whose each row of a complete window was."""
+    """Returns the owner of each row of a complete window."""
     return [
         Owner(is_present, episode, end, end + lease_ns, received_ns)
         for is_present, episode, end, received_ns in zip(

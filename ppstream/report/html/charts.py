@@ -39,7 +39,7 @@ RESOURCES: Final = {
 
 
 def resources(report: RunReport) -> str:
-    """How busy each serial resource is."""
+    """Draws the utilisation of each serial resource."""
     score = report.primary
     if score is None:
         return ""
@@ -128,7 +128,7 @@ def _tops(drawing: Drawing, points: Sequence[Point], x: Scale, y: Scale) -> None
 
 
 def waterfall(report: RunReport) -> str:
-    """Where the time from A's start to emit goes, mean per part, each where the last one ended."""
+    """Draws the time from A's start to emit, mean per part, each where the last one ended."""
     parts = latency_parts(report.window)
     shown = {name: ns * MS for name, ns in parts.items() if abs(ns) >= 1000}
     if not shown:
@@ -205,7 +205,7 @@ def _depth_dot(drawing: Drawing, d: Depth, x: Scale, y: Scale, *, here: bool) ->
 
 
 def critical_path(path: Mapping[str, Mapping[str, float]]) -> str:
-    """What the starts of each stage waited for last."""
+    """Draws what the starts of each stage waited for last."""
     drawing = Drawing(WIDTH, 44.0 * len(path) + 4, "what each stage's starts waited for")
     x = Scale(0, 1, 26, RIGHT)
     for row, (stage, shares) in enumerate(path.items()):

@@ -131,7 +131,7 @@ def device_table(stages: Sequence[StageOnDevice]) -> str:
 
 
 def device_note(stages: Sequence[StageOnDevice], clocks: Sequence[ClockSeen]) -> str:
-    """What to make of it, and how exact the device's clock was mapped to the host's."""
+    """Words the finding, and how exact the device's clock was mapped to the host's."""
     said = [
         f"The host's {found.stage} takes {ms(found.host.p50)}, the device's {ms(found.device.p50)}."
         for found in stages

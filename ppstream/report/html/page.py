@@ -242,7 +242,7 @@ def _section(title: str, lead: str, body: str, *, wide: bool = False, after: str
 
 
 def _foot(run: RunLog) -> str:
-    """What the numbers belong to."""
+    """Renders what the numbers belong to."""
     topology = run.topology
     parts = [
         f"threads {topology.threads}, {topology.order.replace('_', ' ')}, credit "

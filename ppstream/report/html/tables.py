@@ -30,7 +30,7 @@ _ASKS: Final = {
 
 
 def key(topology: Topology) -> str:
-    """What the colours of the timeline mean."""
+    """Renders the meaning of the timeline's colours."""
     names = {"a": "A: window, resample", "c": "C: decode, emit", "b": "B: policy", "link": "link"}
     names |= {"wait": "waiting"}
     marks = [

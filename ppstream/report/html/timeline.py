@@ -49,7 +49,7 @@ def timeline(run: RunLog, stretch: Stretch) -> str:
 
 
 def stretch_note(run: RunLog, stretch: Stretch) -> str:
-    """How exact the policy rank's place in the picture is."""
+    """Words how exact the policy rank's place in the picture is."""
     if run.topology.world_size == 1:
         return "One process runs all stages in turn."
     clock = policy_clock(run, stretch.shown)

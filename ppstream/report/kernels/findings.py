@@ -1,4 +1,4 @@
-"""What a trace says: shares, stages, passes, copies, gaps, launches, and what limits it. Pure.
+"""Findings of a trace: shares, stages, passes, copies, gaps, launches, and what limits it. Pure.
 
 Kernels that run at two speeds: told apart by the shape of their launch, or within one. Pure.
 

@@ -67,7 +67,7 @@ def _is_step(event: dict[str, Any]) -> bool:
 
 
 class _Hosts:
-    """Where the host asked for a device's work."""
+    """Host calls that asked for a device's work."""
 
     def __init__(self, timed: Sequence[dict[str, Any]]) -> None:
         self.calls = {

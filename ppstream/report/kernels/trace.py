@@ -1,4 +1,4 @@
-"""What a profiler saw of one process, whoever wrote it: work, copies and named ranges. Pure.
+"""A profiler's trace of one process, whoever wrote it: work, copies and named ranges. Pure.
 
 ``kineto.py`` and ``nsys.py`` fill it, ``findings.py`` computes from it. Work is
 kernels of a GPU, or, in a trace without any, operators of the CPU with their own time.
@@ -90,5 +90,5 @@ class Trace:
 
 
 def category(name: str) -> str:
-    """What kind of work a kernel or operator does, by its name."""
+    """Returns the kind of work of a kernel or operator, by its name."""
     return next((kind for kind, pattern in CATEGORIES if pattern.search(name)), OTHER)

@@ -1,4 +1,4 @@
-"""What robot, policy, decoder and training agree on: streams, window, action chunk. No torch.
+"""Layout that robot, policy, decoder and training share: streams, window, action chunk. No torch.
 
 ``demo.toml`` says the same to the runtime; a test compares the two.
 """

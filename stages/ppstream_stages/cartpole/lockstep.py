@@ -41,7 +41,7 @@ def chunk_of(seq: int, end_ns: int, forces: Array) -> ActionChunk:
 
 
 class Result(NamedTuple):
-    """How a lock-step run ended."""
+    """Result of a lock-step run."""
 
     stood_s: float
     fell: bool

@@ -73,7 +73,7 @@ class CartPole:
 
     @property
     def stood_ns(self) -> int:
-        """How long the pole has stood since its release (until it fell)."""
+        """Time that the pole has stood since its release (until it fell)."""
         if self.released_step is None:
             return 0
         end = self.steps if self.fell_step is None else self.fell_step

@@ -45,7 +45,7 @@ AGE_SCALE_S: Final = 0.03
 
 
 class Seen(NamedTuple):
-    """What views may see, as factors 0 and 1: ``values [V, T, D]``, ``streams [V, T, S]``."""
+    """Inputs that views see, as factors 0 and 1: ``values [V, T, D]``, ``streams [V, T, S]``."""
 
     values: Tensor
     streams: Tensor

@@ -44,7 +44,7 @@ class Ages(msgspec.Struct, frozen=True):
 
 
 class Story(msgspec.Struct, frozen=True):
-    """What the robot tells at the end (``--report``)."""
+    """Summary that the robot prints at the end (``--report``)."""
 
     released: bool
     stood_s: float
@@ -176,7 +176,7 @@ class Robot:
             self.body.release()
 
     def _force(self, present_ns: int) -> float:
-        """What is due, or no force at all: a cart-pole can only hold still by doing nothing."""
+        """Returns the force that is due, or none: a cart-pole holds still by doing nothing."""
         action = self.client.timeline.action_at(present_ns)
         is_usable = action is not None and self.client.ready
         self._is_idle = self.body.released_step is not None and not is_usable

@@ -20,7 +20,7 @@ POSITION: Final = ".pos"  # LeRobot names a motor's position "<motor>.pos"
 
 
 class Follower(Protocol):
-    """What this needs of ``lerobot.robots.Robot``; positions are in the arm's own units."""
+    """Part of ``lerobot.robots.Robot`` that this needs; positions are in the arm's own units."""
 
     @property
     def action_features(self) -> Mapping[str, Any]: ...
