@@ -2,10 +2,6 @@
 
 The bounds of a single value stand in ``schema.py``. Nothing here changes a configuration, imports
 user code or opens a file; it only asks whether named files exist.
-
-What the rules of ``[actions]`` must agree on: rates, switched actions, single robots, ages.
-
-A part of ``rules.py``, which knows the names and limits themselves.
 """
 
 from __future__ import annotations

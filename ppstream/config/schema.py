@@ -1,12 +1,8 @@
 """PipelineConfig: everything that shapes a run, in one frozen struct.
 
-This file says what may be set, what it means and the bounds of each value on its own;
-``rules.py`` knows what values must agree on, ``load.py`` reads TOML and the
-command line. A value that encodes a design choice of the user's robot or policy has no default.
-
-What is recorded of a run, and where recordings have streams. Part of ``schema.py``.
-
-What may be watched of a run while it goes on: metrics and profiles. Part of ``schema.py``.
+Each field has its meaning and the bounds of its value; ``rules.py`` has the rules between values,
+``load.py`` reads TOML and the command line. A value that encodes a design choice of the user's
+robot or policy has no default.
 """
 
 from __future__ import annotations

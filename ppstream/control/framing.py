@@ -1,10 +1,8 @@
-"""FrameReader: a byte stream cut into frames of a 4-byte little-endian length and that many bytes.
+"""Frames on a byte stream: a 4-byte little-endian length, and that many bytes.
 
-It owns the receive buffer and knows nothing of sockets or of what a frame means.
-
-FrameSender: whole frames into a non-blocking stream socket, from any thread, never for ever.
-
-The counterpart of ``frames.FrameReader``: what is written here is what that one cuts.
+``FrameReader`` owns the receive buffer and cuts frames out of it; ``FrameSender`` writes whole
+frames into a non-blocking stream socket, from any thread, within a bounded time. Neither knows the
+meaning of a frame.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Durations: the last few thousand durations of one kind, for quantiles; histogram of all of them.
+"""Durations: quantiles of the last few thousand of one kind, and histograms of all of them.
 
-One writer; readers on other threads see a value that may be one add behind.
-
-Distributions of durations, counted by bucket, many values at a time. Pure.
-
-One thread at a time adds, any thread reads: what a reader takes is replaced whole, never changed.
+``Durations`` has one writer; readers on other threads see a value that may be one add behind.
+Histograms count many values at a time by bucket: one thread adds, any thread reads, since what a
+reader takes is replaced as a whole and never changed.
 """
 
 from __future__ import annotations

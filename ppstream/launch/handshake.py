@@ -1,13 +1,9 @@
 """Handshake of the two ranks: hello, comparison, welcome, the policy's tensors; goodbye.
 
-Both sides of the conversation stand here, in the order it is held. Nothing but the launcher's store
-and the control sockets is used; no tensor moves before it is over.
-
-The handshake: ranks compare what they resolved before any tensor moves.
-
-Facts are compared by key class: ``equal`` must agree on all ranks; ``informational`` ones of the
-policy rank are kept in run.json.
-What only rank 0 reads (sensors' service, bring-up, decode, logs) is not compared.
+Both sides of the conversation stand here, in the order it is held. It uses the launcher's store and
+the control sockets alone; no tensor moves before it is over. Facts are compared by key class:
+``equal`` must agree on all ranks; ``informational`` ones of the policy rank are kept in run.json.
+Settings that only rank 0 reads (sensors' service, bring-up, decode, logs) are not compared.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The ``host`` link: slots in shared memory, the doorbell a frame on the control socket.
 
-The memory has no name and is passed as a descriptor, so nothing is left behind by a kill; it is
-sized before it is used and sealed, so neither end can be hit by SIGBUS later. Nothing is copied.
-
-How much memory this process may still take, before it is taken.
-
-Linux grants shared memory first and kills processes later; asking beforehand turns that into a
-configuration error.
+The memory has no name and is passed as a descriptor, so a kill leaves nothing behind; it is sized
+before it is used and sealed, so neither end can be hit by SIGBUS later. Nothing is copied. Linux
+grants shared memory first and kills processes later: the link asks beforehand how much it may take
+and refuses with a configuration error.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""One ``memory`` line a second in a rank's log: RAM, and the GPU's memory if there is one.
+"""Memory of a rank: one ``memory`` line a second in its log, RAM and the GPU's if there is one.
 
-A thread of its own writes them. It never asks torch's allocator (``host.py`` says why): it
-has the loop's thread note its counters at the next envelope, and writes what was noted last. While
-no envelope begins nothing new is noted, and next to nothing allocated.
+The counters are torch's allocator's, beside what the device calls free; what is neither free nor
+reserved belongs to CUDA itself, to libraries or to other processes.
 
-The memory of this process's GPU in numbers: what torch holds, what others hold, what is left.
-
-Counters of torch's allocator, and what the device says is free: what is neither free nor reserved
-belongs to CUDA itself, to libraries or to other processes.
-
-Who may ask is a matter of life and death. Out of memory, the allocator gives cached memory back,
-which waits for the whole device, also for streams that wait for another rank; it keeps its lock
-meanwhile, and asking for its counters takes that lock without giving up the interpreter. Asked by
-another thread, no thread would run from then on, no heartbeat and no watchdog. So the loop's own
-thread reads them, between envelopes (``TimestampLog.take``), and everybody is shown the newest.
+Only the loop's thread may ask torch's allocator, between envelopes (``TimestampLog.take``). Out of
+memory, the allocator gives cached memory back, which waits for the whole device, also for streams
+that wait for another rank; it keeps its lock meanwhile, and asking for its counters takes that lock
+without giving up the interpreter. Asked by another thread, no heartbeat and no watchdog would run
+from then on. A thread writes the lines: it has the loop's thread note the counters at the next
+envelope, and writes the newest note. While no envelope begins nothing new is noted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Prometheus metrics of one rank: names, units and labels; families are made only for a scrape.
 
-A scrape reads what the log's drain thread tallied and every ``statistics()``, on the thread of the
-health server, in pieces. The loops take no part. Durations are seconds; labels are bounded.
-
-Prometheus families of a GPU's memory; none where CUDA is not in use by this process.
-
-Prometheus families of the robots on rank 0, from ``Sessions.statistics()``.
+A scrape reads the live counters and every ``statistics()`` on the health server's thread, in
+pieces; the loops take no part. Families of a GPU's memory appear where this process uses CUDA,
+families of robots on rank 0. Durations are seconds; labels are bounded.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 Everything runs through the real rings, stage A, link, policy and stage C up to, not including,
 emit. *Ready* is reached only past this file.
 
-A run in attribution mode: times blocks with the pipeline saturated, and what that costs it.
-
-Throughput, attribution, throughput in turn, so that a machine that slows down meanwhile is not
-taken for the price of attribution. Such a run never becomes *ready* and emits to nobody. On a
-device-ordered link A and C are timed by their own events as ever: the host waits in B alone.
+A run in attribution mode times blocks of the saturated pipeline instead, and what timing them
+costs: throughput, attribution, throughput in turn, so that a machine that slows down meanwhile is
+not taken for that cost. Such a run never becomes *ready* and emits nothing. On a device-ordered
+link A and C are timed by their own events as always: the host waits in B alone.
 """
 
 from __future__ import annotations

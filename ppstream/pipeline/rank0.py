@@ -1,9 +1,8 @@
 """State of a run on rank 0: the base of the pipelined loops and their inline twin.
 
-Phases, epochs, flights, waits and counts live here; the order of work does not: read
-``stage0.py`` (pipelined) and ``inline.py`` (its twin) for that.
-
-What rank 0 writes into its log beside envelopes: robots' reports, and the ledger each second.
+Phases, epochs, flights, waits and counts live here, and the log lines beside envelopes: robots'
+reports, and the ledger each second. The order of work does not: read ``stage0.py`` (pipelined) and
+``inline.py`` (its twin) for that.
 """
 
 from __future__ import annotations

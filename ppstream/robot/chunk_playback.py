@@ -1,14 +1,11 @@
-"""Playing: one merged action chunk, the actions it gives at any instant, and what became of it.
+"""Playback of action chunks: the actions that a merged chunk gives at any instant, and its fate.
 
-Plain arithmetic on one chunk; which of several is due, and for how long two are blended, is
-``timeline.py``'s. All instants are the robot's clock.
-
-Fading: the chunks that were replaced a moment ago and are still blended into the newer one.
-
-An action is a mixture with shares between 0 and 1, so it lies between the chunks it is made of:
-whatever limits they keep, it keeps. It begins at what was executed last and ends at the newer
-chunk. Bounded: in time by ``blend_ns`` and by how long the older chunk may be executed at all, in
-number by ``MAX_FADING``. Which chunk replaces which is ``timeline.py``'s to say.
+``Playing`` is plain arithmetic on one chunk. ``Fading`` holds the chunks that were replaced a
+moment ago and are still blended into the newer one. A blended action is a mixture with shares
+between 0 and 1, so it lies between its chunks and keeps whatever limits they keep; it begins at the
+action executed last and ends at the newer chunk. Blending is bounded: in time by ``blend_ns`` and by how
+long the older chunk may be executed, in number by ``MAX_FADING``. ``timeline.py`` decides which
+chunk is due and which replaces which. All instants are the robot's clock.
 """
 
 from __future__ import annotations

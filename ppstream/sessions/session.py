@@ -1,12 +1,8 @@
 """Records of robots on rank 0: one per open session, and the counts of all of them.
 
-Plain records; ``server.py`` decides.
-
-The offset between a robot's clock and rank 0's, with its uncertainty: for traces, nothing else.
-
-Rank 0 asks, the robot answers with what its clock shows. The answer was read somewhere between
-question and arrival, so half the round trip bounds the error. No sample, lease or action is ever
-judged by it.
+Plain records; ``server.py`` decides. A session's record has the offset between the robot's clock
+and rank 0's with its uncertainty, for traces alone: rank 0 asks, the robot answers with a reading
+of its clock, and half the round trip bounds the error. No sample, lease or action is judged by it.
 """
 
 from __future__ import annotations

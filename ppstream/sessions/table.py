@@ -1,11 +1,8 @@
-"""SessionTable: which robot holds which row, and whether there is room for another.
+"""SessionTable: which robot holds which row, whether there is room for another, and its limits.
 
-No socket, no clock and no answers: ``server.py`` asks and speaks.
-
-How much a robot may send: the largest frame, frames and samples per second, how long they take.
-
-Every limit has a reason in what the declared streams need, with room for a robot that sends each
-sample alone, in bursts, somewhat faster than it said.
+No socket, no clock and no answers: ``server.py`` asks and speaks. Limits are the largest frame,
+frames and samples per second; each has a reason in what the declared streams need, with room for a
+robot that sends each sample alone, in bursts, somewhat faster than it said.
 """
 
 from __future__ import annotations

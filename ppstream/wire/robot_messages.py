@@ -1,13 +1,9 @@
 """The robot's wire: what a robot and rank 0 say to each other, one message per ZeroMQ frame.
 
 Every struct is array-like with an integer tag: new fields are appended with defaults and skipped by
-whoever does not know them, nothing is renamed or removed; golden bytes of every minor version stand
-under ``tests/golden``. Robot clocks stamp samples; no instant of one clock is compared with
-another's.
-
-Provenance: where the age of one action chunk comes from, part by part.
-
-Durations only, each measured by one clock: no part needs two clocks that agree.
+older readers, nothing is renamed or removed; golden bytes of every minor version stand under
+``tests/golden``. Robot clocks stamp samples; no instant of one clock is compared with another's: a
+chunk's ``Provenance`` holds durations only, each measured by one clock.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
-"""Underway: envelopes that rank 0 has queued and not finished, their events, and what is known.
+"""Envelopes that rank 0 has queued on a GPU and not finished, and their events.
 
-Finished in order, each when its last event is done; by then moves of later envelopes may be known,
-too. They are booked on the ledger by time: its counts at each emit are those of the devices.
-
-Rhythm: when the next envelope should be done, from how those before it came.
-
-The end of an event has no descriptor: whoever waits for one sleeps and looks. Sleeping until it
-should be there, and only then looking often, costs a wake-up an envelope instead of one each 20 µs.
-Pure; any clock, as long as it is one.
-
-QueueHistory: moves of envelopes between queues, in the order in which the device made them.
-
-On a device-ordered link the host learns of a move when its event is done, and of those of several
-envelopes at once. The ledger wants them by time. Pure, and no ledger itself.
+They finish in order, each when its last event is done; by then the host may know queue transitions
+of later envelopes, too. ``QueueHistory`` applies transitions in device-time order, so that the
+ledger's counts at each emit match what the GPU saw. ``Rhythm`` estimates from earlier completions
+when the next envelope is done: an event has no descriptor to sleep on, so the loop sleeps until
+then, and only then polls, which saves a wake-up each 20 µs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Findings of a trace: shares, stages, passes, copies, gaps, launches, and what limits it. Pure.
 
-Kernels that run at two speeds: told apart by the shape of their launch, or within one. Pure.
-
-A mean over both hides them, and "warm-up" is a guess: two launch shapes are two kinds of work.
+Kernels that run at two speeds are told apart by the shape of their launch, or within one: a mean
+over both hides them, and "warm-up" is a guess, since two launch shapes are two kinds of work.
 """
 
 from __future__ import annotations
