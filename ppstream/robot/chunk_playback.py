@@ -3,9 +3,9 @@
 ``Playing`` is plain arithmetic on one chunk. ``Fading`` holds the chunks that were replaced a
 moment ago and are still blended into the newer one. A blended action is a mixture with shares
 between 0 and 1, so it lies between its chunks and keeps whatever limits they keep; it begins at the
-action executed last and ends at the newer chunk. Blending is bounded: in time by ``blend_ns`` and by how
-long the older chunk may be executed, in number by ``MAX_FADING``. ``timeline.py`` decides which
-chunk is due and which replaces which. All instants are the robot's clock.
+action executed last and ends at the newer chunk. Blending is bounded: in time by ``blend_ns`` and
+by how long the older chunk may be executed, in number by ``MAX_FADING``. ``timeline.py`` decides
+which chunk is due and which replaces which. All instants are the robot's clock.
 """
 
 from __future__ import annotations

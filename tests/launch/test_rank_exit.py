@@ -300,7 +300,7 @@ def test_what_the_other_rank_s_heart_said_is_the_reason_of_a_rank_whose_loop_sta
     end = RankEnd(0)
     end.met(ours)
     assert "the other rank's process is gone, and said nothing" in end.told()[1]
-    assert "test_ends.py" in end.told()[1]  # where this rank's main thread is
+    assert "test_rank_exit.py" in end.told()[1]  # where this rank's main thread is
     theirs.send(Goodbye(21, "stage B made no progress for 5.1 s; MainThread is in my.py:7 f"))
     ours.heart.pump()
     code, reason = end.told()

@@ -38,10 +38,7 @@ def test_a_first_call_that_outlasts_every_socket_is_waited_for(tmp_path):
 @pytest.mark.parametrize(
     ("option", "named"),
     [
-        (
-            "build_s",
-            "the main thread made no progress .* at the build of drill.standing_policy",
-        ),
+        ("build_s", "the main thread made no progress .* of drill.standing_policy:build"),
         ("first_s", "stage B made no progress .* at epoch 0, seq 0"),
     ],
 )
