@@ -17,6 +17,7 @@ from ppstream.analysis.records import (
     EnvelopeBook,
     EnvelopeLine,
     Event,
+    GpuMemory,
     Json,
     Ledger,
     Memory,
@@ -131,8 +132,7 @@ class _Sorted:
         elif kind == "ledger":
             self._ledger(line)
         elif kind == "memory":
-            values = (_int(line.fields, name, line.where) for name in Memory._fields[2:])
-            self.memory.append(Memory(line.rank, line.generation, *values))
+            self.memory.append(_memory(line))
         else:
             self.ignored += 1
 
@@ -149,15 +149,15 @@ class _Sorted:
 
     def _robot_state(self, line: Line) -> None:
         """The newest one of a session stands for all: its counts go on."""
-        found, names = line.fields, ("session", "holds", "held_ns", "faults", "chunk_gap_ns")
-        session, *counts = (_int(found, name, line.where) for name in names)
-        if any(n is not None and not 0 <= n <= COUNT_MAX for n in counts):
+        found = line.fields
+        session = _int(found, "session", line.where)
+        counts = {name: _int(found, name, line.where) for name in _ROBOT_COUNTS}
+        if any(n is not None and not 0 <= n <= COUNT_MAX for n in counts.values()):
             self.unbelievable += 1
             return
-        holds, held_ns, faults, gap_ns = counts
         said = _text(found.get("fault"))
         fault = "".join(c if c.isprintable() else "?" for c in said[:FAULT_CHARS]) if said else None
-        state = RobotState(session or 0, holds, held_ns, faults, fault, gap_ns)
+        state = RobotState(session or 0, fault=fault, **counts)
         self.states[line.generation, state.session] = state
 
     def _ledger(self, line: Line) -> None:
@@ -245,6 +245,8 @@ def _named(line: type, hint: object) -> tuple[str, ...]:
 _LINES: Final[tuple[type, ...]] = (EnvelopeLine, Stage1)
 _NUMBERS: Final = {line: _named(line, int | None) for line in _LINES}
 _TEXTS: Final = {line: _named(line, str | None) for line in _LINES}
+_MEMORY: Final = ("resident_bytes", *_named(GpuMemory, int))
+_ROBOT_COUNTS: Final = _named(RobotState, int | None)
 #: Both sides write these; rank 0's line wins, the policy rank's fills what it lacks.
 _SHARED: Final = tuple(words(EnvelopeLine))
 
@@ -320,6 +322,12 @@ def _event(line: Line) -> Event:
         phase=_text(found.get("phase")),
         fields=found,
     )
+
+
+def _memory(line: Line) -> Memory:
+    found, where = line.fields, line.where
+    numbers = {name: _int(found, name, where) or 0 for name in _MEMORY}
+    return Memory(rank=line.rank, generation=line.generation, t=_int(found, "t", where), **numbers)
 
 
 def _ledgers(line: Line) -> list[Ledger]:

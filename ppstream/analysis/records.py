@@ -207,23 +207,30 @@ class Event(NamedTuple):
     fields: Json = MappingProxyType({})  # the line as it stands
 
 
-class Memory(NamedTuple):
-    """What one rank's process held when it wrote a ``memory`` line; all but RAM is its GPU's."""
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """A rank's GPU in its ``memory`` line: bytes now, and counts since the process began."""
 
-    rank: int
-    generation: int
-    t: int | None
-    resident_bytes: int | None
-    allocated_bytes: int | None = None
-    allocated_max_bytes: int | None = None
-    reserved_bytes: int | None = None
-    non_torch_bytes: int | None = None
-    free_bytes: int | None = None
-    total_bytes: int | None = None
-    allocations: int | None = None  # since the process began, as the others below
-    segments: int | None = None
-    alloc_retries: int | None = None
-    ooms: int | None = None
+    allocated_bytes: int = 0  # in tensors
+    allocated_max_bytes: int = 0  # the most so far
+    reserved_bytes: int = 0  # what torch keeps from CUDA; the rest of it is cache
+    non_torch_bytes: int = 0  # neither reserved nor free
+    free_bytes: int = 0
+    total_bytes: int = 0
+    allocations: int = 0  # blocks asked of torch's allocator
+    segments: int = 0  # asked of CUDA: each one may stall the device
+    alloc_retries: int = 0  # caches emptied because memory ran short
+    ooms: int = 0  # allocations refused
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(GpuMemory):
+    """What one rank's process held when it wrote a ``memory`` line; no GPU: all of that is 0."""
+
+    rank: int = 0
+    generation: int = 0
+    t: int | None = None
+    resident_bytes: int = 0  # in RAM
 
 
 class Ledger(NamedTuple):
