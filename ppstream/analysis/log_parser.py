@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_type_hints
 
 from ppstream.analysis.records import (
     ENVELOPES,
     TOTAL,
     Envelope,
     EnvelopeBook,
+    EnvelopeLine,
     Event,
+    GpuMemory,
     Json,
     Ledger,
     Memory,
@@ -25,6 +26,7 @@ from ppstream.analysis.records import (
     Stage1,
     Standalone,
     Topology,
+    words,
 )
 from ppstream.core.errors import LogError
 
@@ -130,8 +132,7 @@ class _Sorted:
         elif kind == "ledger":
             self._ledger(line)
         elif kind == "memory":
-            values = (_int(line.fields, name, line.where) for name in Memory._fields[2:])
-            self.memory.append(Memory(line.rank, line.generation, *values))
+            self.memory.append(_memory(line))
         else:
             self.ignored += 1
 
@@ -148,15 +149,15 @@ class _Sorted:
 
     def _robot_state(self, line: Line) -> None:
         """The newest one of a session stands for all: its counts go on."""
-        found, names = line.fields, ("session", "holds", "held_ns", "faults", "chunk_gap_ns")
-        session, *counts = (_int(found, name, line.where) for name in names)
-        if any(n is not None and not 0 <= n <= COUNT_MAX for n in counts):
+        found = line.fields
+        session = _int(found, "session", line.where)
+        counts = {name: _int(found, name, line.where) for name in _ROBOT_COUNTS}
+        if any(n is not None and not 0 <= n <= COUNT_MAX for n in counts.values()):
             self.unbelievable += 1
             return
-        holds, held_ns, faults, gap_ns = counts
         said = _text(found.get("fault"))
         fault = "".join(c if c.isprintable() else "?" for c in said[:FAULT_CHARS]) if said else None
-        state = RobotState(session or 0, holds, held_ns, faults, fault, gap_ns)
+        state = RobotState(session or 0, fault=fault, **counts)
         self.states[line.generation, state.session] = state
 
     def _ledger(self, line: Line) -> None:
@@ -236,49 +237,55 @@ def ranks_of(manifest: Json) -> int:
     return len(ranks) if isinstance(ranks, list) and ranks else 2
 
 
-#: In the order of the record's fields, whose first eleven are read one by one.
-_NUMBERS: Final = [field.name for field in fields(Envelope)][11:]
-_STAGE1_FIELDS: Final = {field.name for field in fields(Stage1)}
+def _named(line: type, hint: object) -> tuple[str, ...]:
+    """The fields of ``line`` that are declared as ``hint``."""
+    return tuple(name for name, found in get_type_hints(line).items() if found == hint)
+
+
+_LINES: Final[tuple[type, ...]] = (EnvelopeLine, Stage1)
+_NUMBERS: Final = {line: _named(line, int | None) for line in _LINES}
+_TEXTS: Final = {line: _named(line, str | None) for line in _LINES}
+_MEMORY: Final = ("resident_bytes", *_named(GpuMemory, int))
+_ROBOT_COUNTS: Final = _named(RobotState, int | None)
 #: Both sides write these; rank 0's line wins, the policy rank's fills what it lacks.
-_SHARED_FIELDS: Final = _STAGE1_FIELDS & set(_NUMBERS) - {"busy_link_ns", "run_delay_ns"}
+_SHARED: Final = tuple(words(EnvelopeLine))
 
 
 def _envelope(line: Line) -> Envelope:
     found = line.fields
-    numbers = {name: _int(found, name, line.where) for name in _NUMBERS}
-    if numbers["tDecode"] is None:  # the older name of the same stamp
-        numbers["tDecode"] = _int(found, "tC0", line.where)
-    generation, lane, epoch, seq = _key(line)
-    stage1: Stage1 | None = None  # joined when all lines are known
-    return Envelope(
-        generation,
-        epoch,
-        lane,
-        seq,
-        str(found.get("mode") or "throughput"),
-        _text(found.get("phase")),
-        _text(found.get("pacing")),
-        _text(found.get("drop")),
-        _lease_ns(found.get("window_end_ns"), found.get("expires_ns")),
-        stage1,
-        _input_ages_ns(found.get("input_age_ns")),
-        *numbers.values(),
+    envelope = Envelope(
+        **_declared(EnvelopeLine, line),
+        input_age_ns=_input_ages_ns(found.get("input_age_ns")),
+        lease_ns=_lease_ns(found.get("window_end_ns"), found.get("expires_ns")),
     )
+    if envelope.tDecode is None:  # the older name of the same stamp
+        envelope.tDecode = _int(found, "tC0", line.where)
+    return envelope
 
 
 def _stage1(line: Line) -> Stage1:
-    return Stage1(**{name: _int(line.fields, name, line.where) for name in _STAGE1_FIELDS})
+    return Stage1(**_declared(Stage1, line))
+
+
+def _declared(kind: type, line: Line) -> dict[str, Any]:
+    """Numbers, texts and names of the line, by the fields that ``kind`` declares."""
+    found, where = line.fields, line.where
+    values: dict[str, Any] = {name: _int(found, name, where) for name in _NUMBERS[kind]}
+    for name in _TEXTS[kind]:
+        values[name] = _text(found.get(name))
+    values["kind"], values["run_id"] = _text(found.get("kind")), _text(found.get("run_id")) or ""
+    values["mode"] = _text(found.get("mode") or "throughput")
+    values["generation"], values["lane"], values["epoch"], values["seq"] = _key(line)
+    return values
 
 
 def _join(envelope: Envelope, stage1: Stage1 | None) -> Envelope:
-    if stage1 is None:
-        return envelope
-    lacking = {
-        name: getattr(stage1, name) for name in _SHARED_FIELDS if getattr(envelope, name) is None
-    }
-    if envelope.B_ns is None and stage1.tB0 is not None and stage1.tB1 is not None:
-        lacking["B_ns"] = stage1.tB1 - stage1.tB0
-    return replace(envelope, stage1=stage1, **lacking)
+    if stage1 is not None:
+        envelope.stage1 = stage1
+        for name in _SHARED:
+            if getattr(envelope, name) is None:
+                setattr(envelope, name, getattr(stage1, name))
+    return envelope
 
 
 def _key(line: Line) -> tuple[int, int, int, int]:
@@ -315,6 +322,12 @@ def _event(line: Line) -> Event:
         phase=_text(found.get("phase")),
         fields=found,
     )
+
+
+def _memory(line: Line) -> Memory:
+    found, where = line.fields, line.where
+    numbers = {name: _int(found, name, where) or 0 for name in _MEMORY}
+    return Memory(rank=line.rank, generation=line.generation, t=_int(found, "t", where), **numbers)
 
 
 def _ledgers(line: Line) -> list[Ledger]:
@@ -376,7 +389,8 @@ def _int(table: Json, key: str, where: str) -> int | None:
 
 
 def _text(value: object) -> str | None:
-    return None if value is None else str(value)
+    """Kept once, however many lines have it."""
+    return None if value is None else sys.intern(str(value))
 
 
 def _mapping(value: object) -> Json:

@@ -1,14 +1,19 @@
-"""One run's log as typed records: what stands in the lines, before anything is judged.
+"""The log's lines, declared once, and one run's log as typed records, before anything is judged.
 
-Data only: ``log_parser.py`` makes them from decoded lines, ``log_reader.py`` reads those from disk.
+``EnvelopeLine`` and ``Stage1`` declare every field of an envelope's two lines. All others take the
+fields from here by name: the records that the loops fill (``observe/log_writer.py``), the reader
+(``log_parser.py``) and the header of a result (``links/headers.py``). A new stamp is one line here,
+with a default: in the class of its line; in ``StageB`` if the policy rank tells rank 0 of it.
+
+Data only: ``log_parser.py`` makes records of decoded lines, ``log_reader.py`` reads the files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 Json = Mapping[str, object]
 
@@ -43,74 +48,144 @@ class Standalone(NamedTuple):
     c_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stage1:
+def told(word: int) -> Any:
+    """A field that travels in a result's header, in place ``word`` of what stage B tells rank 0.
+
+    Words are never given to another field; a new one takes the next number.
+    """
+    return field(default=None, metadata={"word": word})
+
+
+def words(line: type) -> dict[str, int]:
+    """The fields of ``line`` that travel in a result's header, with their words."""
+    return {f.name: f.metadata["word"] for f in fields(line) if "word" in f.metadata}
+
+
+@dataclass
+class Line:
+    """First fields of both lines of an envelope; keys are written in the order of the fields.
+
+    Instants are CLOCK_MONOTONIC of the rank that wrote the line, in nanoseconds; durations end in
+    ``_ns``. None: absent.
+    """
+
+    __slots__ = ()
+
+    kind: str = ""
+    run_id: str = ""
+    generation: int = -1  # of this start of the run
+    epoch: int = -1
+    lane: int = -1
+    seq: int = -1  # counts from 0 in each epoch
+    mode: str = ""  # throughput | attribution | trace: what the line's times are worth
+    phase: str | None = None  # warming | bring-up | ready | degraded | draining
+
+
+@dataclass
+class StageB:
+    """Measurements of the policy rank that it sends to rank 0: they stand in both lines."""
+
+    __slots__ = ()
+
+    eB_ns: int | None = told(3)  # B on the device; in the header 0 where there is none
+    wait_input_ns: int | None = told(4)  # the policy rank waited for this envelope
+    wait_output_ns: int | None = told(5)  # for a slot to put its result in
+    idle_ns: int | None = told(6)  # from the end of the B before to the begin of this one
+    residence_ns: int | None = told(7)  # from the complete envelope to the committed result
+
+
+@dataclass
+class _Rank0Stamps(Line):
+    __slots__ = ()
+
+    pacing: str | None = None  # saturated | tick | sample | free
+    tA0: int | None = None  # A begins
+    tA1: int | None = None  # A is over
+    tSend: int | None = None  # the envelope is committed to the link
+    tRecv: int | None = None  # its result is received
+    tDecode: int | None = None  # C begins
+    tEmit: int | None = None  # the actions are emitted; None: dropped
+    tPick: int | None = None  # the host has the actions, where tEmit is a device's
+    tRx: int | None = None  # arrival of the newest sample used
+    eA_ns: int | None = None  # A on the device
+    eC_ns: int | None = None  # C on the device
+    B_ns: int | None = told(2)  # tB1 - tB0
+    eB_ns: int | None = None  # declared in ``StageB``, as idle_ns is; written in this place
+    idle_ns: int | None = None
+
+
+@dataclass(slots=True)
+class EnvelopeLine(StageB, _Rank0Stamps):
+    """Rank 0's line of one envelope, written when it is emitted or dropped.
+
+    Waits are measured around the blocking call itself. Fields of rows are lists where a window has
+    several; those of the robot's clock are never compared with a stamp.
+    """
+
+    w_input_ns: int | None = None  # A waited for samples, or until it was due
+    w_credit_ns: int | None = None  # for a credit
+    w_slot_ns: int | None = None  # for a slot
+    w_result_ns: int | None = None  # C waited for a result
+    w_emit_ns: int | None = None  # for whoever takes the actions
+    busy_link_ns: int | None = None  # of the thread that runs A; serial: of the only one
+    busy_link_c_ns: int | None = None  # of the thread that runs C, if it has one of its own
+    cpu_a_ns: int | None = None  # CPU time of A's thread, within A
+    cpu_c_ns: int | None = None  # of C's, within C
+    run_delay_ns: int | None = None  # A's thread was runnable without a CPU, since the last line
+    run_delay_c_ns: int | None = None  # C's, if it has one of its own
+    delay_a_ns: int | None = None  # of the former, within A
+    delay_c_ns: int | None = None  # of C's thread, within C
+    outstanding: int | None = None  # envelopes committed and not answered, at emit
+    q_decode: int | None = None  # results received that C has not begun, at emit
+    outstanding_max: int | None = None  # since the last line
+    q_decode_max: int | None = None
+    outstanding_ns_total: int | None = None  # integral over time, of the whole run
+    q_decode_ns_total: int | None = None
+    age_rank0_ns: int | None = None  # tEmit - tRx
+    window_end_ns: int | list[int] | None = None  # of rows, robot's clock
+    expires_ns: int | list[int] | None = None  # of rows, robot's clock
+    session: int | list[int] | None = None  # of rows
+    session_epoch: int | list[int] | None = None  # of rows
+    input_age_ns: Mapping[str, Any] | None = None  # by stream: newest sample to the window's end
+    drop: str | None = None  # why it was not emitted
+
+
+@dataclass
+class _PolicyStamps(Line):
+    __slots__ = ()
+
+    tB0: int | None = told(0)  # B begins
+    tB1: int | None = told(1)  # B is over
+
+
+@dataclass(slots=True)
+class Stage1(StageB, _PolicyStamps):
     """The policy rank's own line of one envelope; instants are of that rank's clock."""
 
-    tB0: int | None = None
-    tB1: int | None = None
-    eB_ns: int | None = None
-    wait_input_ns: int | None = None
-    wait_output_ns: int | None = None
-    idle_ns: int | None = None
-    residence_ns: int | None = None
-    busy_link_ns: int | None = None
-    cpu_b_ns: int | None = None  # of the loop's thread, within B
-    run_delay_ns: int | None = None  # that thread was runnable without a CPU
+    busy_link_ns: int | None = told(8)  # of the loop's thread, inside send and receive calls
+    cpu_b_ns: int | None = None  # CPU time of the loop's thread, within B
+    run_delay_ns: int | None = None  # that thread was runnable without a CPU, since the last line
     delay_b_ns: int | None = None  # of that, within B
-    recompiles: int | None = None  # since the previous line
+    allocs: int | None = None
+    recompiles: int | None = None  # since the last line
+    drop: str | None = None  # why the policy gave no actions
+
+    @property
+    def B_ns(self) -> int | None:
+        """As rank 0's line has it."""
+        return None if self.tB0 is None or self.tB1 is None else self.tB1 - self.tB0
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """Rank 0's line of one envelope: integer nanoseconds of rank 0's clock, None where absent."""
+@dataclass(slots=True)
+class Envelope(EnvelopeLine):
+    """Rank 0's line of one envelope as it is read; the policy rank's fills what it lacks.
 
-    generation: int
-    epoch: int
-    lane: int
-    seq: int
-    mode: str
-    phase: str | None
-    pacing: str | None
-    drop: str | None
-    lease_ns: int | None  # shortest ``expires_ns - window_end_ns`` of its rows
+    Of the rows ``lease_ns`` is kept, and of ``input_age_ns`` the oldest row; the rows' own fields
+    stay None. Nobody changes it once it is in a ``RunLog``.
+    """
+
+    lease_ns: int | None = None  # shortest ``expires_ns - window_end_ns`` of its rows
     stage1: Stage1 | None = None
-    input_age_ns: Mapping[str, int] | None = None  # by stream, of the oldest row
-    tRx: int | None = None
-    tA0: int | None = None
-    tA1: int | None = None
-    tSend: int | None = None
-    tRecv: int | None = None
-    tDecode: int | None = None
-    tEmit: int | None = None
-    tPick: int | None = None
-    eA_ns: int | None = None
-    eC_ns: int | None = None
-    B_ns: int | None = None
-    eB_ns: int | None = None
-    idle_ns: int | None = None
-    wait_input_ns: int | None = None
-    wait_output_ns: int | None = None
-    residence_ns: int | None = None
-    w_input_ns: int | None = None
-    w_credit_ns: int | None = None
-    w_slot_ns: int | None = None
-    w_result_ns: int | None = None
-    w_emit_ns: int | None = None
-    busy_link_ns: int | None = None
-    busy_link_c_ns: int | None = None
-    cpu_a_ns: int | None = None
-    cpu_c_ns: int | None = None
-    run_delay_ns: int | None = None
-    run_delay_c_ns: int | None = None
-    delay_a_ns: int | None = None
-    delay_c_ns: int | None = None
-    outstanding: int | None = None
-    outstanding_max: int | None = None
-    outstanding_ns_total: int | None = None
-    q_decode_max: int | None = None
-    q_decode_ns_total: int | None = None
-    age_rank0_ns: int | None = None
 
     @property
     def is_emitted(self) -> bool:
@@ -132,23 +207,30 @@ class Event(NamedTuple):
     fields: Json = MappingProxyType({})  # the line as it stands
 
 
-class Memory(NamedTuple):
-    """Memory of one rank's process at a ``memory`` line; all but RAM is its GPU's."""
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """A rank's GPU in its ``memory`` line: bytes now, and counts since the process began."""
 
-    rank: int
-    generation: int
-    t: int | None
-    resident_bytes: int | None
-    allocated_bytes: int | None = None
-    allocated_max_bytes: int | None = None
-    reserved_bytes: int | None = None
-    non_torch_bytes: int | None = None
-    free_bytes: int | None = None
-    total_bytes: int | None = None
-    allocations: int | None = None  # since the process began, as the others below
-    segments: int | None = None
-    alloc_retries: int | None = None
-    ooms: int | None = None
+    allocated_bytes: int = 0  # in tensors
+    allocated_max_bytes: int = 0  # the most so far
+    reserved_bytes: int = 0  # what torch keeps from CUDA; the rest of it is cache
+    non_torch_bytes: int = 0  # neither reserved nor free
+    free_bytes: int = 0
+    total_bytes: int = 0
+    allocations: int = 0  # blocks asked of torch's allocator
+    segments: int = 0  # asked of CUDA: each one may stall the device
+    alloc_retries: int = 0  # caches emptied because memory ran short
+    ooms: int = 0  # allocations refused
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(GpuMemory):
+    """Memory of one rank's process at a ``memory`` line; without a GPU all of that is 0."""
+
+    rank: int = 0
+    generation: int = 0
+    t: int | None = None
+    resident_bytes: int = 0  # in RAM
 
 
 class Ledger(NamedTuple):

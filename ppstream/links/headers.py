@@ -6,31 +6,71 @@ The link writes and checks index and generation; the stages write the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ppstream.analysis.records import EnvelopeLine, Stage1, words
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.specs import TensorSpec
 from ppstream.links.slots import LinkShape, SlotLayout
 
-ENVELOPE_HEADER: Final = ("index", "generation", "epoch", "seq")
-EPOCH: Final = slice(2, 4)  # epoch and seq, in both headers
-RESULT_HEADER: Final = (
-    *ENVELOPE_HEADER,
-    "failed",  # not 0: the tensors mean nothing; which of ``FAILURES``
-    "tB0",
-    "tB1",
-    "B_ns",
-    "eB_ns",  # 0: no device time
-    "wait_input_ns",
-    "wait_output_ns",
-    "idle_ns",
-    "residence_ns",
-    "busy_link_ns",
-)
-FAILED: Final = 4
+
+class EnvelopeStatus(NamedTuple):
+    """Behind the link's own words of an envelope's header."""
+
+    epoch: int
+    seq: int
+
+
+class ResultStatus(NamedTuple):
+    """Behind the link's own words of a result's header."""
+
+    epoch: int
+    seq: int
+    failed: int  # not 0: the tensors mean nothing; which of ``FAILURES``
+
+
+_WORDS: Final = words(EnvelopeLine) | words(Stage1)
+#: What stage B tells rank 0, in the order of its words.
+TOLD: Final = tuple(sorted(_WORDS, key=_WORDS.__getitem__))
+ENVELOPE_HEADER: Final = ("index", "generation", *EnvelopeStatus._fields)
+RESULT_HEADER: Final = ("index", "generation", *ResultStatus._fields, *TOLD)
+EPOCH: Final = RESULT_HEADER.index("epoch")  # in both headers, as seq
+SEQ: Final = RESULT_HEADER.index("seq")
+FAILED: Final = RESULT_HEADER.index("failed")
 FAILURES: Final = (None, "policy_error", "unwritten")  # and the reason of the drop
-DURATIONS: Final = slice(5, None)
-BEHIND_LINK: Final = slice(2, None)  # all that the policy rank writes, in one assignment
+_TOLD_AT: Final = slice(FAILED + 1, None)
+_told_of: Final = attrgetter(*TOLD)
+_TO_RANK0: Final = tuple((name, RESULT_HEADER.index(name)) for name in words(EnvelopeLine))
+_TO_STAGE1: Final = tuple(words(Stage1))
+
+
+def untold() -> Stage1:
+    """Returns the measurements of a stage B that has not run."""
+    zeros: dict[str, Any] = dict.fromkeys(_TO_STAGE1, 0)
+    return Stage1(**zeros)
+
+
+def tell(header: NDArray[np.int64], stage1: Stage1) -> None:
+    """Write what stage B tells rank 0 into a result's header; none of it is None."""
+    header[_TOLD_AT] = _told_of(stage1)
+
+
+def take_told(header: Sequence[int], record: EnvelopeLine) -> None:
+    """Write what a result's header tells into rank 0's line."""
+    for name, word in _TO_RANK0:
+        setattr(record, name, header[word])
+    record.eB_ns = record.eB_ns or None
+
+
+def repeat_told(stage1: Stage1, record: Stage1) -> None:
+    """Write what stage B told rank 0 into the policy rank's own line."""
+    for name in _TO_STAGE1:
+        setattr(record, name, getattr(stage1, name))
+    record.eB_ns = record.eB_ns or None
 
 
 def link_shape(

@@ -12,12 +12,14 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 from msgspec.structs import replace
 
+from ppstream.analysis.records import EnvelopeLine, Stage1
 from ppstream.core.clock import now_ns
 
 logger = logging.getLogger("ppstream")
@@ -28,93 +30,32 @@ LINES_MAX: Final = 65536  # events waiting for the disk
 FILE_MODE: Final = 0o640
 
 
-class EnvelopeRecord(msgspec.Struct, gc=False, omit_defaults=True):
-    """One envelope as rank 0 saw it; every field as defined in the log's contract.
-
-    Instants are this rank's CLOCK_MONOTONIC in nanoseconds. Owned by the loop between
-    ``TimestampLog.take`` and ``commit``, by the log otherwise.
-    """
-
-    kind: str = ""
-    run_id: str = ""
-    generation: int = -1
-    epoch: int = -1
-    lane: int = -1
-    seq: int = -1
-    mode: str = ""
-    phase: str = ""
-    pacing: str = ""
-    tA0: int | None = None
-    tA1: int | None = None
-    tSend: int | None = None
-    tRecv: int | None = None
-    tDecode: int | None = None
-    tEmit: int | None = None
-    tPick: int | None = None  # the host has the actions, where tEmit is a device's
-    tRx: int | None = None
-    eA_ns: int | None = None
-    eC_ns: int | None = None
-    B_ns: int | None = None
-    eB_ns: int | None = None
-    idle_ns: int | None = None
-    wait_input_ns: int | None = None
-    wait_output_ns: int | None = None
-    residence_ns: int | None = None
-    w_input_ns: int | None = None
-    w_credit_ns: int | None = None
-    w_slot_ns: int | None = None
-    w_result_ns: int | None = None
-    w_emit_ns: int | None = None
-    busy_link_ns: int | None = None  # of the thread that runs A; serial: of the only one
-    busy_link_c_ns: int | None = None  # of the thread that runs C, if it has one of its own
-    cpu_a_ns: int | None = None  # CPU time of A's thread, within A
-    cpu_c_ns: int | None = None  # of C's, within C
-    run_delay_ns: int | None = None  # A's thread was runnable without a CPU, since the last line
-    run_delay_c_ns: int | None = None  # C's, if it has one of its own
-    delay_a_ns: int | None = None  # of the former, within A
-    delay_c_ns: int | None = None  # of C's thread, within C
-    outstanding: int | None = None
-    q_decode: int | None = None
-    outstanding_max: int | None = None
-    q_decode_max: int | None = None
-    outstanding_ns_total: int | None = None
-    q_decode_ns_total: int | None = None
-    age_rank0_ns: int | None = None
-    window_end_ns: int | list[int] | None = None
-    expires_ns: int | list[int] | None = None
-    session: int | list[int] | None = None
-    session_epoch: int | list[int] | None = None
-    input_age_ns: dict[str, Any] | None = None
-    drop: str | None = None
-    done: bool = False  # the log's own mark, never written
+def _record(name: str, line: type) -> Any:
+    """The fields of ``line`` as a struct that is quickly made, filled and written."""
+    declared = [(each.name, Any, each.default) for each in fields(line)]
+    return msgspec.defstruct(
+        name, [*declared, ("done", bool, False)], module=__name__, gc=False, omit_defaults=True
+    )
 
 
-class Stage1Record(msgspec.Struct, gc=False, omit_defaults=True):
-    """One envelope as the policy rank saw it."""
+if TYPE_CHECKING:
 
-    kind: str = ""
-    run_id: str = ""
-    generation: int = -1
-    epoch: int = -1
-    lane: int = -1
-    seq: int = -1
-    mode: str = ""
-    phase: str = ""
-    tB0: int | None = None
-    tB1: int | None = None
-    eB_ns: int | None = None
-    wait_input_ns: int | None = None
-    wait_output_ns: int | None = None
-    idle_ns: int | None = None
-    residence_ns: int | None = None
-    busy_link_ns: int | None = None
-    cpu_b_ns: int | None = None  # CPU time of the loop's thread, within B
-    run_delay_ns: int | None = None  # it was runnable without a CPU, since the last line
-    delay_b_ns: int | None = None  # of that, within B
-    allocs: int | None = None
-    recompiles: int | None = None
-    drop: str | None = None
-    done: bool = False  # the log's own mark, never written
+    class EnvelopeRecord(EnvelopeLine):
+        """One envelope as rank 0 saw it.
+
+        Owned by the loop between ``TimestampLog.take`` and ``commit``, by the log otherwise.
+        """
+
+        done: bool = False  # the log's own mark, never written
+
+    class Stage1Record(Stage1):
+        """One envelope as the policy rank saw it."""
+
+        done: bool = False  # the log's own mark, never written
+
+else:
+    EnvelopeRecord = _record("EnvelopeRecord", EnvelopeLine)
+    Stage1Record = _record("Stage1Record", Stage1)
 
 
 class Watcher(Protocol):
@@ -169,7 +110,8 @@ class TimestampLog:
         self.run_id = run_id
         self.generation = generation
         self._constant = {"run_id": run_id, "generation": generation}
-        self._blank = record(
+        make: Callable[..., Any] = record
+        self._blank = make(
             kind=kind, run_id=run_id, generation=generation, lane=0, mode="throughput"
         )
         self._ring = [replace(self._blank) for _ in range(size)]

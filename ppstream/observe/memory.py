@@ -16,11 +16,13 @@ from __future__ import annotations
 import resource
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ppstream.analysis.records import GpuMemory
 from ppstream.cuda.startup import started
 from ppstream.observe import memory as gpu_memory
 
@@ -30,21 +32,6 @@ if TYPE_CHECKING:
 INTERVAL_S: Final = 1.0
 CLOSE_LIMIT_S: Final = 1.0
 STATM: Final = Path("/proc/self/statm")
-
-
-class GpuMemory(NamedTuple):
-    """Bytes now, and counts since the process began."""
-
-    allocated_bytes: int  # in tensors
-    allocated_max_bytes: int  # the most so far
-    reserved_bytes: int  # what torch keeps from CUDA; the rest of it is cache
-    non_torch_bytes: int  # neither reserved nor free
-    free_bytes: int
-    total_bytes: int
-    allocations: int  # blocks asked of torch's allocator
-    segments: int  # asked of CUDA: each one may stall the device
-    alloc_retries: int  # caches emptied because memory ran short
-    ooms: int  # allocations refused
 
 
 class _Newest:
@@ -137,7 +124,7 @@ def write_line(log: TimestampLog) -> None:
         log.line("memory", resident_bytes=resident_bytes())
     else:
         device, now = found
-        log.line("memory", resident_bytes=resident_bytes(), device=str(device), **now._asdict())
+        log.line("memory", resident_bytes=resident_bytes(), device=str(device), **asdict(now))
 
 
 def resident_bytes() -> int:

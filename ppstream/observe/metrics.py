@@ -24,8 +24,8 @@ from ppstream.observe.live_counters import PolicyTally, Rank0Tally, Tally
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from ppstream.analysis.records import GpuMemory
     from ppstream.observe.log_writer import TimestampLog
-    from ppstream.observe.memory import GpuMemory
     from ppstream.observe.statistics import CreditStatistics, SessionStatistics
 
 PHASES: Final = (

@@ -72,9 +72,10 @@ class Inline(Rank0):
         tb1 = record.tRecv = now_ns()
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
         self.credits.receive(tb1)
-        idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
+        record.B_ns = record.residence_ns = tb1 - tb0
+        record.wait_input_ns = record.wait_output_ns = 0
+        record.idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
         self._previous_tb1 = tb1
-        self.book_stage_b(record, [tb0, tb1, tb1 - tb0, 0, 0, 0, idle_ns, tb1 - tb0, 0])
         return FAILURES[failed]
 
     def run_policy(self, epoch: int, seq: int) -> int:

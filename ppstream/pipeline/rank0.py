@@ -292,12 +292,6 @@ class Rank0(ABC):
             return "stale"
         return self.stage_c.emit(flight, rows, self.emitter)
 
-    def book_stage_b(self, record: EnvelopeRecord, durations: list[int]) -> None:
-        """Fields of the result's header behind its status, into the record."""
-        _, _, record.B_ns, e_b_ns, record.wait_input_ns, record.wait_output_ns, *rest = durations
-        record.eB_ns = e_b_ns or None
-        record.idle_ns, record.residence_ns, _ = rest
-
     def book_input_waits(self, flight: Flight) -> None:
         """Book the waits before stage A, and the link's time since, on this envelope."""
         record, take_ns = flight.record, self.times.take_ns

@@ -20,7 +20,7 @@ from ppstream.core.clock import now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import ProtocolError
 from ppstream.core.waiter import Waiter
-from ppstream.links.headers import DURATIONS, EPOCH, FAILED, FAILURES
+from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, take_told
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.flight import Flight
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
@@ -163,7 +163,7 @@ class Stage0(Paired):
         self.stage_a.build(flight, slot.tensors, self.pacing.started())
         flight.record.delay_a_ns = self.run_delay.leave()
         self.times.stage(flight.record.tA0 or 0, flight.record.tA1 or 0)
-        slot.header[EPOCH] = flight.epoch, flight.seq
+        slot.header[EPOCH], slot.header[SEQ] = flight.epoch, flight.seq
         self.book_input_waits(flight)
         self._committed.append(flight)
         flight.sent_ns = flight.record.tSend = now_ns()
@@ -257,12 +257,12 @@ class Stage0(Paired):
 
     def read_header(self, flight: Flight, header: list[int]) -> str | None:
         """Book stage B's durations; returns why the policy gave no actions, or None."""
-        if header[EPOCH] != [flight.epoch, flight.seq]:
+        if header[EPOCH] != flight.epoch or header[SEQ] != flight.seq:
             raise ProtocolError(
-                f"result {flight.index} answers epoch and seq {header[EPOCH]}, "
+                f"result {flight.index} answers epoch and seq {[header[EPOCH], header[SEQ]]}, "
                 f"owed are {[flight.epoch, flight.seq]}"
             )
-        self.book_stage_b(flight.record, header[DURATIONS])
+        take_told(header, flight.record)
         self._usual_b_ns += ((flight.record.B_ns or 0) - self._usual_b_ns) // 8
         return FAILURES[header[FAILED]]
 

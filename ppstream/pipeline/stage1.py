@@ -12,7 +12,7 @@ from ppstream.control.watchdog import Mark, is_patient, stage_b_limit_ns, watche
 from ppstream.core.clock import NS_PER_S, now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import PeerLostError
-from ppstream.links.headers import BEHIND_LINK, EPOCH, FAILURES
+from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, repeat_told, tell, untold
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.pipeline.stage_b import StageB
@@ -54,6 +54,7 @@ class Stage1(PolicyRank):
         self.times = TimeBook()
         self.run_delay = RunDelay()
         self._previous_tb1 = 0
+        self._told = untold()  # of the newest envelope
         self._waiting: deque[tuple[int, int]] = deque()  # envelopes that came, and when
         for fd in (peer.fileno(), *link.fds):
             waiter.register(fd)
@@ -108,7 +109,7 @@ class Stage1(PolicyRank):
     def serve(self, index: int, complete_ns: int) -> None:
         """Stage B on one envelope that was complete at ``complete_ns``, to committed result."""
         envelope, result = self.link.envelope(index), self.link.result(index)
-        epoch, seq = envelope.header[EPOCH].tolist()
+        epoch, seq = envelope.header.item(EPOCH), envelope.header.item(SEQ)
         self._serving = epoch, seq
         self.run_delay.enter()
         cpu_ns = thread_cpu_ns()
@@ -117,22 +118,25 @@ class Stage1(PolicyRank):
         tb1 = self.times.end()
         cpu_ns, delay_ns = thread_cpu_ns() - cpu_ns, self.run_delay.leave()
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
-        idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
-        wait_ns, busy_ns = self.times.take_ns("input"), self.times.take_ns(LINK)
+        told, header = self._told, result.header
+        told.tB0, told.tB1 = tb0, tb1
+        told.idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
+        told.wait_input_ns = self.times.take_ns("input")
+        told.busy_link_ns = self.times.take_ns(LINK)
         self._previous_tb1 = tb1
         # residence ends where the result is committed; the doorbell itself is the link's time
-        residence_ns = now_ns() - complete_ns
-        stamps = (tb0, tb1, tb1 - tb0, 0, wait_ns, 0, idle_ns, residence_ns, busy_ns)
-        result.header[BEHIND_LINK] = (epoch, seq, failed, *stamps)
+        told.residence_ns = now_ns() - complete_ns
+        header[EPOCH], header[SEQ], header[FAILED] = epoch, seq, failed
+        tell(header, told)
         self.link.reply(index)
         self.progress += 1
-        self.write_line(epoch, seq, stamps, (cpu_ns, delay_ns), failed=failed)
+        self.write_line(epoch, seq, cpu_ns, delay_ns, failed=failed)
 
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> int:
         """Returns the header's ``failed``; rank 0 is told why before it gets the result."""
         self.link.arrivals.watch()
         if nvtx_ranges.on:
-            nvtx_ranges.B.push(epoch, int(envelope.header[EPOCH][1]))
+            nvtx_ranges.B.push(epoch, int(envelope.header[SEQ]))
         try:
             self.stage_b(epoch, envelope, result)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
@@ -160,19 +164,12 @@ class Stage1(PolicyRank):
         return "" if self._serving is None else "epoch {}, seq {}".format(*self._serving)
 
     def write_line(
-        self,
-        epoch: int,
-        seq: int,
-        stamps: tuple[int, ...],
-        of_cpu: tuple[int, int | None],
-        *,
-        failed: int,
+        self, epoch: int, seq: int, cpu_ns: int, delay_ns: int | None, *, failed: int
     ) -> None:
         record = self.log.take()
         record.epoch, record.seq, record.phase = epoch, seq, self.phase
-        record.tB0, record.tB1, _, _, record.wait_input_ns, record.wait_output_ns, *rest = stamps
-        record.idle_ns, record.residence_ns, record.busy_link_ns = rest
-        record.cpu_b_ns, record.delay_b_ns = of_cpu
+        repeat_told(self._told, record)
+        record.cpu_b_ns, record.delay_b_ns = cpu_ns, delay_ns
         record.run_delay_ns = self.run_delay.take_ns()
         record.drop = FAILURES[failed]
         if self._meter is not None:

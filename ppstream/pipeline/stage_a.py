@@ -50,6 +50,7 @@ class StageA:
         if nvtx_ranges.on:
             nvtx_ranges.A.pop()
         if self.recorder is not None:
-            self.recorder.windows(record.tA0, flight.epoch, flight.seq, record.phase, flight.owners)
+            name = (flight.epoch, flight.seq, record.phase or "")
+            self.recorder.windows(record.tA0, *name, flight.owners)
         record.tA1 = now_ns()
         record.cpu_a_ns = thread_cpu_ns() - cpu_ns

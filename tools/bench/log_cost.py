@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -33,6 +33,7 @@ from real_runs import (
     write_json,
 )
 
+from ppstream.analysis.records import EnvelopeLine
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import now_ns
@@ -62,9 +63,9 @@ US: Final = 1e-3  # per ns
 ENVELOPE_US: Final = 100.0  # what an envelope without any stage work may cost in all
 #: Fields of EnvelopeRecord that a loop fills with integers, one by one.
 FILLED: Final = tuple(
-    name
-    for name in EnvelopeRecord.__struct_fields__
-    if name.startswith(("t", "w_")) or name.endswith("_ns")
+    field.name
+    for field in fields(EnvelopeLine)
+    if field.name.startswith(("t", "w_")) or field.name.endswith("_ns")
 )
 
 

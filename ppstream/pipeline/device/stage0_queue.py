@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ppstream.cuda.driver import Routine
 from ppstream.links.device_link import pinned_slots
+from ppstream.links.headers import EnvelopeStatus
 from ppstream.observe import nvtx_ranges
 
 if TYPE_CHECKING:
@@ -194,7 +195,8 @@ class Queueing:
         place.behind_a()
 
     def _queue_send(self, place: _Place, flight: Flight) -> None:
-        self._link.queue_header(flight.index, (flight.epoch, flight.seq))
+        status = EnvelopeStatus(epoch=flight.epoch, seq=flight.seq)
+        self._link.queue_header(flight.index, status)
         place.before_send()
         self._link.queue_send(flight.index, self._a if self._sends_from_a else None)
         place.behind_send()

@@ -34,7 +34,7 @@ from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.driver import Event
 from ppstream.cuda.streams import stream
 from ppstream.links.device_link import most_queued
-from ppstream.links.headers import EPOCH, FAILURES
+from ppstream.links.headers import EPOCH, FAILURES, SEQ, ResultStatus
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.device.event_times import PolicyTimes, book_policy
@@ -197,7 +197,8 @@ class Stage1Device(PolicyRank):
             self._stream.wait_for(place.complete)
         place.before_b()
         failed = self.run_policy(index, place)
-        link.queue_header(index, (0, 0, failed))  # a copy of its own need not wait for B
+        # a copy of its own need not wait for B, and so cannot know the envelope's name
+        link.queue_header(index, ResultStatus(epoch=0, seq=0, failed=failed))
         place.behind_b()
         link.queue_send(index, self._sends_on)
         place.behind_send()
@@ -239,7 +240,7 @@ class Stage1Device(PolicyRank):
         past_ns = self._parts.clock.past_ns
         times = PolicyTimes(past_ns(place.complete), past_ns(place.b0), past_ns(place.b1))
         record = self._records.popleft()
-        (record.epoch, record.seq), record.phase = header[EPOCH], self.phase
+        record.epoch, record.seq, record.phase = header[EPOCH], header[SEQ], self.phase
         book_policy(record, times, self._before)
         gap_ns = min(REST_NS, times.b1 - self._newest_ns)
         self._gap_ns += (gap_ns - self._gap_ns) // GAPS

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from ppstream.links.headers import EPOCH
 from ppstream.policy.protocol import told
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ppstream.policy.protocol import Policy
 
 EPISODE: Final = slice(0, 2)  # session, session_epoch: the columns of ``rows`` that name an episode
-EPOCH_FIELD: Final = 2  # of the envelope's header
 
 
 class DeviceStageB:
@@ -48,7 +48,7 @@ class DeviceStageB:
         return told(self._policy, number, text)
 
     def _reset(self, envelope: DeviceSlot) -> None:
-        self._epoch.copy_(envelope.header[EPOCH_FIELD])
+        self._epoch.copy_(envelope.header[EPOCH])
         self._episode.copy_(envelope.tensors["rows"][:, EPISODE])
         torch.ne(self._now, self._seen, out=self._differs)
         torch.any(self._differs, dim=1, out=self._is_new)

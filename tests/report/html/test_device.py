@@ -75,7 +75,7 @@ def test_growth_counts_from_ready_on_and_peaks_from_the_start() -> None:
 def test_newest_generation_of_a_rank_is_shown() -> None:
     parsed = with_memory(memory_line(1)).parse()
     (old,) = parsed.memory
-    new = old._replace(generation=1, resident_bytes=5)
+    new = replace(old, generation=1, resident_bytes=5)
     (use,) = memory_use(replace(parsed, memory=(old, new)))
     assert use.resident_max_bytes == 5
 

@@ -1,0 +1,172 @@
+"""One declaration of the log's lines: a stamp that is added there is written, sent and read."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import pytest
+from golden_runs import manifest
+
+from ppstream.analysis import records
+from ppstream.analysis.log_reader import read_run
+from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.records import EnvelopeLine, Stage1
+from ppstream.links.headers import RESULT_HEADER, TOLD
+from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.wire import robot_messages
+
+ROOT = Path(__file__).resolve().parent.parent
+# In the order of older logs and runs: nothing is renamed, removed or moved.
+BEGIN = "kind run_id generation epoch lane seq mode phase"
+RANK0 = """pacing tA0 tA1 tSend tRecv tDecode tEmit tPick tRx eA_ns eC_ns B_ns eB_ns idle_ns
+    wait_input_ns wait_output_ns residence_ns w_input_ns w_credit_ns w_slot_ns w_result_ns w_emit_ns
+    busy_link_ns busy_link_c_ns cpu_a_ns cpu_c_ns run_delay_ns run_delay_c_ns delay_a_ns delay_c_ns
+    outstanding q_decode outstanding_max q_decode_max outstanding_ns_total q_decode_ns_total
+    age_rank0_ns window_end_ns expires_ns session session_epoch input_age_ns drop"""
+POLICY = """tB0 tB1 eB_ns wait_input_ns wait_output_ns idle_ns residence_ns busy_link_ns
+    cpu_b_ns run_delay_ns delay_b_ns allocs recompiles drop"""
+HEADER = """index generation epoch seq failed
+    tB0 tB1 B_ns eB_ns wait_input_ns wait_output_ns idle_ns residence_ns busy_link_ns"""
+LINES: dict[type, type] = {EnvelopeLine: EnvelopeRecord, Stage1: Stage1Record}
+
+
+@pytest.mark.parametrize(("record", "own"), [(EnvelopeRecord, RANK0), (Stage1Record, POLICY)])
+def test_keys_of_a_line_are_those_of_older_logs_in_their_order(record: Any, own: str) -> None:
+    keys = [*BEGIN.split(), *own.split()]
+    written = msgspec.to_builtins(record(**dict.fromkeys(keys, 7)))
+    assert [key for key in written if key in keys] == keys
+    assert msgspec.json.encode(record()) == b"{}"  # what is absent costs no byte
+
+
+def test_words_of_a_results_header_stay_where_they_are() -> None:
+    words = HEADER.split()
+    assert list(RESULT_HEADER)[: len(words)] == words
+
+
+def test_words_are_counted_from_0_without_a_hole_and_given_once() -> None:
+    rank0, policy = records.words(EnvelopeLine), records.words(Stage1)
+    assert sorted((rank0 | policy).values()) == [*range(len(rank0 | policy))]
+    assert all(rank0[name] == policy[name] for name in rank0.keys() & policy.keys())
+
+
+def test_every_number_and_text_that_is_written_is_read(tmp_path: Path) -> None:
+    given: dict[type, dict[str, Any]] = {}
+    for rank, (line, record) in enumerate(LINES.items()):
+        hints = get_type_hints(line)
+        given[line] = {"epoch": 4, "seq": 5}
+        for n, name in enumerate(f.name for f in fields(line)):
+            if hints[name] in (int | None, str | None):
+                given[line][name] = 1000 * rank + n if hints[name] == int | None else f"a {name}"
+        path = tmp_path / f"rank{rank}.gen2.jsonl"
+        log = TimestampLog(path, record, 1, run_id="golden", generation=2)
+        filled = log.take()
+        for name, value in given[line].items():
+            setattr(filled, name, value)
+        log.commit(filled)
+        log.close()
+    (tmp_path / "run.json").write_text(json.dumps(manifest(PipelineForm())))
+    (envelope,) = read_run(tmp_path).envelopes
+    for read, line in ((envelope, EnvelopeLine), (envelope.stage1, Stage1)):
+        expected = given[line] | {"run_id": "golden", "generation": 2, "lane": 0}
+        assert {name: getattr(read, name) for name in expected} == expected
+
+
+def test_a_robots_account_is_read_by_the_names_of_its_message() -> None:
+    assert {*records.RobotState._fields} == {*robot_messages.RobotState.__struct_fields__}
+
+
+# ---- a new stamp is one line in one file ---------------------------------------------------------
+
+#: Fills the new stamp in the record of each line that has it.
+WRITE = """
+import sys
+from pathlib import Path
+import ppstream
+from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
+folder = Path(sys.argv[1])
+assert Path(ppstream.__file__).is_relative_to(folder), ppstream.__file__
+for rank, kind in enumerate((EnvelopeRecord, Stage1Record)):
+    log = TimestampLog(folder / f"rank{rank}.gen0.jsonl", kind, 4, run_id="golden", generation=0)
+    record = log.take()
+    record.seq = record.epoch = 0
+    if "new_ns" in kind.__struct_fields__:
+        record.new_ns = 77
+    log.commit(record)
+    log.close()
+"""
+#: Both loops over a real link; the policy rank's measures the new stamp.
+RUN = """
+import sys
+from pathlib import Path
+import ppstream
+import pipeline_in_process as whole
+folder = Path(sys.argv[1])
+assert Path(ppstream.__file__).is_relative_to(folder), ppstream.__file__
+class Measuring(whole.Stage1):
+    def run_policy(self, *envelope):
+        self._told.new_ns = 77
+        return super().run_policy(*envelope)
+whole.Stage1 = Measuring
+with whole.PipelineInProcess(whole.small_config(), whole.NewestValues(), folder) as pipeline:
+    pipeline.saturate()
+    pipeline.rank0.run(5)
+"""
+READ = """
+import json, sys
+from pathlib import Path
+from ppstream.analysis.log_reader import read_run
+both = [[getattr(line, "new_ns", "undeclared") for line in (envelope, envelope.stage1)]
+        for envelope in read_run(Path(sys.argv[1])).envelopes]
+print(json.dumps(both))
+"""
+
+
+@pytest.mark.parametrize(
+    ("declared_in", "line", "script", "read"),
+    [
+        ("EnvelopeLine", "new_ns: int | None = None", WRITE, [[77, "undeclared"]]),
+        ("Stage1", "new_ns: int | None = None", WRITE, [["undeclared", 77]]),
+        ("StageB", f"new_ns: int | None = told({len(TOLD)})", RUN, [[77, 77]] * 5),
+    ],
+)
+def test_a_new_stamp_is_one_line_in_one_file(
+    declared_in: str, line: str, script: str, read: list[Any], tmp_path: Path
+) -> None:
+    """Declared in a copy of the package, it goes from the record to the file and back."""
+    shutil.copytree(
+        ROOT / "ppstream", tmp_path / "ppstream", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    path = tmp_path / "ppstream/analysis/records.py"
+    lines = path.read_text().splitlines()
+    lines.insert(last_field(path.read_text(), declared_in), f"    {line}")
+    path.write_text("\n".join(lines) + "\n")
+    run = manifest(PipelineForm()) | ({"run_id": "r"} if script is RUN else {})
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    places = [tmp_path, ROOT / "kernels", ROOT / "stages", ROOT / "tests"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
+    for code in (script, READ):
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == read
+
+
+def last_field(source: str, name: str) -> int:
+    """The number of the line where the last field of class ``name`` ends."""
+    (found,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    return max(part.end_lineno or 0 for part in found.body if isinstance(part, ast.AnnAssign))
