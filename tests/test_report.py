@@ -330,6 +330,7 @@ def test_service_is_described_from_ready_lines() -> None:
     assert set(service) == {
         *("class", "latency_ms", "age_ms", "deadline", "utilisation", "drops"),
         *("verdict", "reasons", "longest_without_chunk_ms", "robots", "streams"),
+        "actions",
     }
     assert service["class"] == "input-limited"
     assert service["deadline"]["misses"] == 2

@@ -249,6 +249,7 @@ def _service(run: RunLog) -> Service | None:
         reasons=reasons,
         gaps=emit_gaps(ready, _lease_ns(run)),
         robots=run.robot_states,
+        rule_counts=run.rule_counts,
         streams=tuple(ledger for ledger in found if ledger.holes is not None),
     )
 

@@ -9,7 +9,7 @@ from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
-from ppstream.analysis.records import Ledger, RobotState
+from ppstream.analysis.records import Ledger, RobotState, RuleCounts
 from ppstream.analysis.run_statistics import FaultSeen, Gaps, Quantiles
 from ppstream.analysis.safety_counts import QueueMaxima
 from ppstream.analysis.scores import Compat, Primary
@@ -39,6 +39,7 @@ class Service:
     gaps: Gaps | None = None  # without a new chunk
     robots: tuple[RobotState, ...] = ()
     streams: tuple[Ledger, ...] = ()
+    rule_counts: RuleCounts | None = None  # ``actions`` in JSON
 
 
 class OldestAction(NamedTuple):
@@ -208,6 +209,7 @@ def _service_dict(service: Service | None, age: Quantiles | None) -> dict[str, o
         "reasons": list(service.reasons),
         "longest_without_chunk_ms": None if service.gaps is None else service.gaps.longest_ns * MS,
         "robots": [robot._asdict() for robot in service.robots],
+        "actions": None if service.rule_counts is None else service.rule_counts._asdict(),
         "streams": {ledger.stream: _stream_dict(ledger) for ledger in service.streams},
     }
 

@@ -70,7 +70,7 @@ def statements(findings: Findings) -> list[str]:
     """Sentences in the order a tired reader needs them."""
     advice = () if "BAD_INSTRUMENT" in findings.reasons else (_limit, _depth, _path)
     parts = (_served, _accepted, _headline, _reasons, _machine, _choice)
-    parts = (*parts, *advice, _alone, _published, _limits, _log)
+    parts = (*parts, *advice, _alone, _published, _limits, _rules, _log)
     return [sentence for part in parts for sentence in part(findings)]
 
 
@@ -389,6 +389,15 @@ def _log(f: Findings) -> Iterator[str]:
     if lost:
         where = ", ".join(f"{stream} {count:+d}" for stream, count in lost.items())
         yield f"the ledger does not balance ({where}): items vanished or were counted twice"
+
+
+def _rules(f: Findings) -> Iterator[str]:
+    found = f.evidence.run.rule_counts
+    if found is not None and (found.clipped_chunks or found.refused):
+        yield (
+            f"the rules of [actions] changed what the policy asked for: {found.text}; look at its "
+            "scaling before the limits"
+        )
 
 
 def _lacking(f: Findings, fields: list[str]) -> str:

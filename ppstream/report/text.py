@@ -255,6 +255,8 @@ def _service_lines(service: Service | None) -> Iterator[str]:
         parts.append(f"longest without a new chunk {ms(gaps.longest_ns)}")
         parts.append(f"{gaps.above} above {ms(gaps.limit_ns)}")
     yield from _row("service", parts)
+    if service.rule_counts is not None:
+        yield from _row("  actions", [service.rule_counts.text])
     for robot in service.robots:
         yield from _row("  robot", _robot_parts(robot))
     for stream in service.streams:

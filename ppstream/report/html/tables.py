@@ -149,6 +149,8 @@ def service_table(service: Service) -> str:
         gaps = service.gaps
         said = f"{ms(gaps.longest_ns)}, {gaps.above} above {ms(gaps.limit_ns)}"
         rows.append(("longest without a new chunk", said))
+    if service.rule_counts is not None:
+        rows.append(("rules of [actions]", service.rule_counts.text))
     for robot in service.robots:
         said = f"{robot.holds or 0} holds for {ms(robot.held_ns or 0)}, {robot.faults or 0} faults"
         fault = f", the newest: {robot.fault}" if robot.fault else ""
