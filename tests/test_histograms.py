@@ -71,11 +71,11 @@ def test_recent_quantiles_are_exact(chunk):
     for first in range(0, 2000, chunk):
         found.add("A", np.append(values[first : first + chunk], NONE))
     assert len(found["A"]) == RECENT
-    assert quantiles_ns(found["A"], (0.5, 0.95, 0.99)) == [1500, 1950, 1990]
+    assert quantiles_ns(found["A"]) == [1500, 1950, 1990]
 
 
 def test_without_values_there_are_no_quantiles():
     found = Recent()
     found.add("A", np.array([NONE]))
     assert found == {}
-    assert quantiles_ns(np.array([]), (0.5, 0.99)) == []
+    assert quantiles_ns(np.array([])) == []

@@ -95,7 +95,7 @@ def test_depth_curve_holds_what_was_measured_at_its_own_depth(form: PipelineForm
     here = next(depth for depth in curve if depth.d_in == 2)
     assert here.period_ns == pytest.approx(ms(10), rel=1e-3)
     assert report.latency is not None
-    assert here.latency_ns == pytest.approx(report.latency.p50, rel=1e-3)
+    assert here.latency_ns == pytest.approx(report.latency.p50_ns, rel=1e-3)
     assert curve[-1].latency_ns >= here.latency_ns
 
 

@@ -224,7 +224,7 @@ def _unknown_texts(f: Findings) -> dict[str, str]:
 
 def _score_texts(f: Findings, score: Primary) -> dict[str, str]:
     latency = f.evidence.latency
-    tail = "?" if latency is None else ms(latency.p99 or latency.max)
+    tail = "?" if latency is None else ms(latency.reported_p99_ns or latency.max_ns)
     expected = "?" if f.model is None else ms(f.model.period_ns)
     return {
         "LOW_OVERLAP": f"overlap {_interval(score)}, its lower end must reach "

@@ -12,9 +12,10 @@ from ppstream.analysis.device_times import StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
 from ppstream.analysis.records import Ledger, RobotState
 from ppstream.analysis.run_report import RunReport, Service
-from ppstream.analysis.run_statistics import FaultSeen, Quantiles, quantiles
+from ppstream.analysis.run_statistics import FaultSeen
 from ppstream.analysis.scores import Compat, Primary
-from ppstream.report.formatting import gib, ms, why_scores_differ
+from ppstream.core.quantiles import Quantiles, quantiles
+from ppstream.report.formatting import gib, ms, quantile_texts, why_scores_differ
 from ppstream.report.series import input_ages_ns, latency_parts, periods_ns
 
 WIDTH: Final = 100
@@ -286,8 +287,8 @@ def _device_lines(stages: Sequence[StageOnDevice]) -> Iterator[str]:
     """The device's medians, and the host's beside those that it sees differently."""
     parts = []
     for found in stages:
-        host = f" (host {ms(found.host.p50)})" if found.host and found.disagrees else ""
-        parts.append(f"{found.stage} {ms(found.device.p50)}{host}")
+        host = f" (host {ms(found.host.p50_ns)})" if found.host and found.disagrees else ""
+        parts.append(f"{found.stage} {ms(found.device.p50_ns)}{host}")
     if parts:
         yield from _row("device", parts)
 
@@ -312,8 +313,7 @@ def _memory_lines(uses: Sequence[MemoryUse]) -> Iterator[str]:
 def _quantile_parts(found: Quantiles | None) -> list[str]:
     if found is None:
         return ["NA"]
-    p99 = "NA" if found.p99 is None else ms(found.p99)
-    return [f"p50 {ms(found.p50)}", f"p95 {ms(found.p95)}", f"p99 {p99}", f"max {ms(found.max)}"]
+    return [f"{name} {text}" for name, text in quantile_texts(found).items()]
 
 
 def _row(label: str, parts: Iterable[str]) -> list[str]:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, Ticker, now_ns
-from ppstream.core.durations import Bin, Durations, Quantiles
+from ppstream.core.durations import Bin, Durations
 from ppstream.core.errors import PpstreamError, ReceiverEndedError
+from ppstream.core.quantiles import Quantiles
 from ppstream.core.realtime import NotPermittedError, RealTime, RealTimeScope
 from ppstream.robot.chunk_playback import Actions
 from ppstream.robot.gc_control import Garbage

@@ -110,9 +110,9 @@ def _figure_values(report: RunReport) -> Iterator[tuple[str, str]]:
         yield f"{score.efficiency:.2f}", "efficiency E"
         yield f"{score.gain:.2f} ×", f"gain, of {score.ceiling:.2f} × possible"
     if latency is not None:
-        yield ms(latency.p50), f"latency p50, p95 {ms(latency.p95)}, max {ms(latency.max)}"
+        yield ms(latency.p50_ns), f"latency p50, p95 {ms(latency.p95_ns)}, max {ms(latency.max_ns)}"
     if age is not None:
-        yield ms(age.p50), f"age at the robot p50, p95 {ms(age.p95)}, max {ms(age.max)}"
+        yield ms(age.p50_ns), f"age at the robot p50, p95 {ms(age.p95_ns)}, max {ms(age.max_ns)}"
 
 
 def _sections(run: RunLog, report: RunReport, claims: Sequence[Finding]) -> Iterator[str]:

@@ -10,8 +10,9 @@ from ppstream.analysis.audits import Audit
 from ppstream.analysis.claims import Finding
 from ppstream.analysis.records import RunLog, Topology
 from ppstream.analysis.run_report import RunReport, Service
-from ppstream.analysis.run_statistics import FaultSeen, quantiles
-from ppstream.report.formatting import ms
+from ppstream.analysis.run_statistics import FaultSeen
+from ppstream.core.quantiles import quantiles
+from ppstream.report.formatting import ms, quantile_texts
 from ppstream.report.series import input_ages_ns
 
 Cell = tuple[str, str]  # text and class
@@ -99,10 +100,10 @@ def stream_table(run: RunLog, report: RunReport) -> str:
         if found is None:
             continue
         limit = limits.get(stream)
-        late = limit is not None and found.max / 1e6 > limit
-        p99 = "NA" if found.p99 is None else ms(found.p99)
-        cells: list[str | Cell] = [stream, *((t, "n") for t in (ms(found.p50), ms(found.p95), p99))]
-        cells.append((ms(found.max), "n bad" if late else "n"))
+        late = limit is not None and found.max_ns / 1e6 > limit
+        *usual, most = quantile_texts(found).values()
+        cells: list[str | Cell] = [stream, *((text, "n") for text in usual)]
+        cells.append((most, "n bad" if late else "n"))
         cells.append(("" if limit is None else f"{limit:g} ms", "n"))
         rows.append(cells)
     return table(("stream", "p50", "p95", "p99", "max", "fresh up to"), rows, numbers=True)
@@ -138,10 +139,8 @@ def service_table(service: Service) -> str:
     for name, share in (service.utilisation or {}).items():
         rows.append((f"{name} busy", f"{share:.0%}"))
     if service.latency is not None:
-        latency = service.latency
-        p99 = "NA" if latency.p99 is None else ms(latency.p99)
-        said = f"p50 {ms(latency.p50)}, p95 {ms(latency.p95)}, p99 {p99}, max {ms(latency.max)}"
-        rows.append(("latency", said))
+        found = quantile_texts(service.latency).items()
+        rows.append(("latency", ", ".join(f"{name} {text}" for name, text in found)))
     if service.deadline is not None:
         n = service.deadline["n"]
         rows.append(("past their lease", f"{service.deadline['misses']} of {n}"))
