@@ -4,7 +4,7 @@ import gc
 import weakref
 
 from ppstream.core.clock import now_ns
-from ppstream.robot.gc_control import EVERY_NS, OVERDUE_NS, Garbage
+from ppstream.core.interpreter import EVERY_NS, OVERDUE_NS, Garbage
 
 
 class Node:

@@ -17,10 +17,10 @@ from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.core.durations import Histograms
 from ppstream.core.errors import ConfigError
+from ppstream.core.interpreter import Pieces
 from ppstream.launch.monitoring import Watching
 from ppstream.observe import memory as gpu_memory
 from ppstream.observe import metric_families as show
-from ppstream.observe.gil_pauses import Pieces
 from ppstream.observe.health_server import HealthServer
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
 from ppstream.observe.metrics import memory_families

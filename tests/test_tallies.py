@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ppstream.core.durations import LABELS_MAX, OTHER, Histogram
-from ppstream.observe.gil_pauses import Pieces
+from ppstream.core.interpreter import Pieces
 from ppstream.observe.live_counters import (
     BLOCK,
     CHUNK,

@@ -36,9 +36,9 @@ from bench_claims import Claim, ratio
 from bench_runs import ending_cleanly, print_environment, print_targets, spread, write_json
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
+from ppstream.core.interpreter import set_switch_interval
 from ppstream.launch.monitoring import Watching
 
-SWITCH_INTERVAL_S: Final = 0.0005  # as both ranks set it
 US: Final = 1e-3  # per ns
 WARM: Final = 200  # envelopes
 RUN_ENVELOPES: Final = 4000  # of one bring-up: seconds, so that scrapes fall into it
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.ranks is not None:
         return of_ranks(options)
     torch.set_num_threads(1)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_switch_interval()
     mode = f"both ranks in one process, blocks of {options.block} envelopes in turn"
     print_environment(mode)
     with ending_cleanly(), ExitStack() as stack:

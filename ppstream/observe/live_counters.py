@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppstream.core.durations import LABELS_MAX, OTHER, Histograms, Recent, Values
-from ppstream.observe.gil_pauses import Pieces
+from ppstream.core.interpreter import Pieces
 
 if TYPE_CHECKING:
     from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record

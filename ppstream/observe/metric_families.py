@@ -14,7 +14,7 @@ from prometheus_client.core import (
 from prometheus_client.samples import Sample
 
 from ppstream.core.durations import BUCKETS_NS, PERCENTS, Histogram, Values, quantiles_ns
-from ppstream.observe.gil_pauses import Pieces
+from ppstream.core.interpreter import Pieces
 
 S: Final = 1e-9  # per ns
 EDGES: Final = (*(f"{bound * S:g}" for bound in BUCKETS_NS), "+Inf")
