@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ppstream.analysis.audits import Audit
-from ppstream.analysis.claims import Finding
 from ppstream.analysis.device_times import StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
 from ppstream.analysis.records import Ledger, RobotState
@@ -28,8 +27,8 @@ SHOWN_NS: Final = 10_000  # a shorter part of the latency is left out
 RARE: Final = 0.005  # a share that rounds to nothing is not shown
 
 
-def render(report: RunReport, claims: Sequence[Finding] = ()) -> str:
-    """The whole report of one run; ``claims`` are its own figures after their audit."""
+def render(report: RunReport) -> str:
+    """The whole report of one run."""
     window = report.window
     phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
     head = f"{report.verdict.name}   {', '.join(report.reasons)}".rstrip()
@@ -49,7 +48,6 @@ def render(report: RunReport, claims: Sequence[Finding] = ()) -> str:
         *_resource_lines(report.primary),
         *_thread_lines(report),
         *_audit_lines(report.audits),
-        *_claim_lines(claims),
         *_queue_lines(report),
         *_time_lines(report),
         *_path_lines(report.critical_path),
@@ -201,15 +199,6 @@ def _time_lines(report: RunReport) -> Iterator[str]:
     source = f"input ({report.input_source})" if report.input_source else "input"
     for stream, ages in input_ages_ns(report.window.emitted).items():
         yield from _row(f"  {stream}"[: LABEL - 1], [*_quantile_parts(quantiles(ages)), source])
-
-
-def _claim_lines(claims: Sequence[Finding]) -> Iterator[str]:
-    if not claims:
-        return
-    broken = [finding.text for finding in claims if not finding.holds]
-    yield from _row("claims", [f"{len(claims) - len(broken)} of {len(claims)} figures follow"])
-    for text in broken:
-        yield from _wrapped_row("", f"BROKEN {text}")
 
 
 def _path_lines(path: Mapping[str, Mapping[str, float]]) -> Iterator[str]:

@@ -7,7 +7,6 @@ from html import escape
 from typing import Final
 
 from ppstream.analysis.audits import Audit
-from ppstream.analysis.claims import Finding
 from ppstream.analysis.records import RunLog, Topology
 from ppstream.analysis.run_report import RunReport, Service
 from ppstream.analysis.run_statistics import FaultSeen
@@ -159,16 +158,6 @@ def service_table(service: Service) -> str:
         invalid = "not counted" if invalid_share is None else f"{invalid_share:.1%}"
         said = f"{stream.holes} holes above max_gap_ms, {invalid} of targets invalid"
         rows.append((stream.stream, said))
-    return table((), rows)
-
-
-def claims_table(claims: Iterable[Finding]) -> str:
-    rows = [
-        (finding.what or finding.kind, ("follows", "good") if finding.holds else ("BROKEN", "bad"))
-        if finding.holds
-        else (finding.text, ("BROKEN", "bad"))
-        for finding in claims
-    ]
     return table((), rows)
 
 
