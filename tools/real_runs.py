@@ -38,6 +38,7 @@ from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.run_report import RunReport
 from ppstream.core.errors import ExitCode
+from ppstream.core.quantiles import nearest_rank
 from ppstream.observe.run_folder import hardware
 
 #: Rank 0's ends behind a whole bring-up: the run can be judged.
@@ -171,7 +172,7 @@ class Spread:
 def spread(values: Sequence[float]) -> Spread:
     """Returns the spread of ``values``; there must be one at least."""
     ordered = sorted(values)
-    p50, p99 = (ordered[-(-percent * len(ordered) // 100) - 1] for percent in (50, 99))
+    p50, p99 = (ordered[nearest_rank(len(ordered), percent)] for percent in (50, 99))
     return Spread(len(ordered), sum(ordered) / len(ordered), p50, p99, ordered[-1])
 
 

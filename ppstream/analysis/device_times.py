@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from ppstream.analysis.records import RunLog
-from ppstream.analysis.run_statistics import Quantiles, quantiles
 from ppstream.analysis.scores import between
 from ppstream.analysis.segments import Window
+from ppstream.core.quantiles import Quantiles, quantiles
 
 APART_MAX: Final = 0.10  # device and host further apart than this is worth a word
 
@@ -31,9 +31,9 @@ class StageOnDevice:
     @property
     def apart(self) -> float | None:
         """Share of the device's median by which the host's median is longer."""
-        if self.host is None or not self.device.p50:
+        if self.host is None or not self.device.p50_ns:
             return None
-        return self.host.p50 / self.device.p50 - 1
+        return self.host.p50_ns / self.device.p50_ns - 1
 
     @property
     def disagrees(self) -> bool:

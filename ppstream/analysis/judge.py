@@ -26,7 +26,6 @@ from ppstream.analysis.run_statistics import (
     first_faults,
     latencies_ns,
     pick_ups_ns,
-    quantiles,
     spoilt,
     usual_stages_ns,
 )
@@ -48,6 +47,7 @@ from ppstream.analysis.verdict import (
 )
 from ppstream.core.cpus import Machine
 from ppstream.core.errors import LogError
+from ppstream.core.quantiles import quantiles
 
 MODEL_ERROR: Final = 0.03  # of the period: the closed form is good for that on healthy runs
 MODEL_ERROR_NS: Final = 20_000  # where stages are short
@@ -249,6 +249,7 @@ def _service(run: RunLog) -> Service | None:
         reasons=reasons,
         gaps=emit_gaps(ready, _lease_ns(run)),
         robots=run.robot_states,
+        rule_counts=run.rule_counts,
         streams=tuple(ledger for ledger in found if ledger.holes is not None),
     )
 

@@ -22,6 +22,7 @@ from ppstream.analysis.records import (
     Ledger,
     Memory,
     RobotState,
+    RuleCounts,
     RunLog,
     Stage1,
     Standalone,
@@ -84,6 +85,7 @@ def parse_run(
         standalone_after=_standalone(manifest, "standalone_after"),
         ledgers=tuple(part for (at, _), part in found.ledgers.items() if at == newest),
         envelope_books=tuple(found.books),
+        rule_counts=found.rule_counts.get(newest),
         robot_states=tuple(found.states.values()),
         unbelievable=found.unbelievable,
         strangers=tuple(found.strangers),
@@ -107,6 +109,7 @@ class _Sorted:
         self.oldest_ns = 0
         self.ledgers: dict[tuple[int, str], Ledger] = {}
         self.books: list[EnvelopeBook] = []
+        self.rule_counts: dict[int, RuleCounts] = {}  # by generation
         self.states: dict[tuple[int, int], RobotState] = {}
         self.memory: list[Memory] = []
         self.unbelievable = self.ignored = 0
@@ -161,6 +164,9 @@ class _Sorted:
         self.states[line.generation, state.session] = state
 
     def _ledger(self, line: Line) -> None:
+        if "actions" in line.fields:
+            table = _mapping(line.fields["actions"])
+            self.rule_counts[line.generation] = _rule_counts(table, line.where)
         for part in _ledgers(line):
             self.ledgers[line.generation, part.stream] = part
             if part.stream == ENVELOPES:
@@ -353,6 +359,15 @@ def _ledger(name: str, table: Json, where: str) -> Ledger:
         targets=_int(table, "targets", where),
         invalid=_int(table, "invalid", where),
     )
+
+
+def _rule_counts(table: Json, where: str) -> RuleCounts:
+    refused = _mapping(table.get("refused"))
+    chunks, clipped_chunks, clipped_values = (
+        _int(table, name, where) or 0 for name in RuleCounts._fields[:-1]
+    )
+    by_rule = {rule: _int(refused, rule, where) or 0 for rule in refused}
+    return RuleCounts(chunks, clipped_chunks, clipped_values, by_rule)
 
 
 def _lease_ns(ends: object, expiries: object) -> int | None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ppstream.analysis.log_parser import Line, check_schema, parse_run, ranks_of
 from ppstream.analysis.records import Json, RunLog
@@ -46,17 +46,48 @@ def read_run(folder: Path) -> RunLog:
         LogError: a file is not readable, not in this format, or broken before its last line.
     """
     manifest = _object(_text(folder / MANIFEST), f"{folder / MANIFEST}")
-    files = {
-        path: (int(match[1]), int(match[2]))
-        for path in sorted(folder.iterdir())
-        if (match := _LOG_NAME.fullmatch(path.name))
-    }
-    ranks = {rank for rank, _ in files.values()}
+    files = log_files(folder)
+    ranks = {name.rank for name in files.values()}
     missing = tuple(rank for rank in range(ranks_of(manifest)) if rank not in ranks)
     torn: list[str] = []
-    lines = (line for path, place in files.items() for line in _lines(path, *place, torn))
-    run = parse_run(manifest, lines, missing_ranks=missing, exits=_exits(folder / EXITS))
+    run = parse_run(
+        manifest, read_lines(files, torn), missing_ranks=missing, exits=_exits(folder / EXITS)
+    )
     return replace(run, torn_lines=len(torn))
+
+
+class LogFile(NamedTuple):
+    """Owner of a log file."""
+
+    rank: int
+    generation: int
+
+
+def log_files(folder: Path) -> dict[Path, LogFile]:
+    """The rank files of a run, in order of their names.
+
+    Raises:
+        LogError: there is no such folder.
+    """
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise LogError(f"{folder}: cannot be read: {error.strerror}") from error
+    return {
+        path: LogFile(int(match[1]), int(match[2]))
+        for path in paths
+        if (match := _LOG_NAME.fullmatch(path.name))
+    }
+
+
+def read_lines(files: Mapping[Path, LogFile], torn: list[str]) -> Iterator[Line]:
+    """Every whole line of these files, one at a time; ``torn`` collects where the others stand.
+
+    Raises:
+        LogError: a file is not readable, or not in this format.
+    """
+    for path, name in files.items():
+        yield from _lines(path, *name, torn)
 
 
 def _exits(path: Path) -> Json:

@@ -257,6 +257,26 @@ class Ledger(NamedTuple):
         return self.invalid / self.targets if self.targets and self.invalid is not None else None
 
 
+class RuleCounts(NamedTuple):
+    """Counts of the chunks for robots that ``[actions]`` judged, as last written."""
+
+    chunks: int
+    clipped_chunks: int
+    clipped_values: int
+    refused: dict[str, int]  # chunks, by the rule that they break
+
+    @property
+    def text(self) -> str:
+        """Of how many chunks what was done."""
+        refused = sum(self.refused.values())
+        why = f" ({', '.join(f'{n} {rule}' for rule, n in self.refused.items())})"
+        return (
+            f"{self.clipped_chunks} of {self.chunks} chunks clipped"
+            + (f" ({self.clipped_values} values)" if self.clipped_values else "")
+            + (f", {refused} refused{why}" if refused else ", none refused")
+        )
+
+
 class EnvelopeBook(NamedTuple):
     """The ledger of envelopes at one moment of rank 0's clock."""
 
@@ -293,6 +313,7 @@ class RunLog:
     standalone_after: Standalone | None = None  # directly behind it
     ledgers: tuple[Ledger, ...] = ()  # of the newest generation
     envelope_books: tuple[EnvelopeBook, ...] = ()
+    rule_counts: RuleCounts | None = None  # of the newest generation; None: not logged
     robot_states: tuple[RobotState, ...] = ()  # by session
     unbelievable: int = 0  # reports of robots that are left out: their ages cannot be
     strangers: tuple[str, ...] = ()  # files with lines of another run, which are left out

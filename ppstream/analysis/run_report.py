@@ -9,8 +9,8 @@ from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
-from ppstream.analysis.records import Ledger, RobotState
-from ppstream.analysis.run_statistics import FaultSeen, Gaps, Quantiles
+from ppstream.analysis.records import Ledger, RobotState, RuleCounts
+from ppstream.analysis.run_statistics import FaultSeen, Gaps
 from ppstream.analysis.safety_counts import QueueMaxima
 from ppstream.analysis.scores import Compat, Primary
 from ppstream.analysis.segments import Window
@@ -18,6 +18,7 @@ from ppstream.analysis.statements import Model
 from ppstream.analysis.thread_time import StageCpu, Unnamed
 from ppstream.analysis.verdict import Gate, Verdict, is_accepted
 from ppstream.core.cpus import Machine
+from ppstream.core.quantiles import Quantiles
 
 MS: Final = 1e-6  # per ns
 
@@ -39,6 +40,7 @@ class Service:
     gaps: Gaps | None = None  # without a new chunk
     robots: tuple[RobotState, ...] = ()
     streams: tuple[Ledger, ...] = ()
+    rule_counts: RuleCounts | None = None  # ``actions`` in JSON
 
 
 class OldestAction(NamedTuple):
@@ -208,6 +210,7 @@ def _service_dict(service: Service | None, age: Quantiles | None) -> dict[str, o
         "reasons": list(service.reasons),
         "longest_without_chunk_ms": None if service.gaps is None else service.gaps.longest_ns * MS,
         "robots": [robot._asdict() for robot in service.robots],
+        "actions": None if service.rule_counts is None else service.rule_counts._asdict(),
         "streams": {ledger.stream: _stream_dict(ledger) for ledger in service.streams},
     }
 
@@ -237,5 +240,10 @@ def _device_dict(found: StageOnDevice) -> dict[str, object]:
 def _ms_dict(found: Quantiles | None) -> dict[str, object] | None:
     if found is None:
         return None
-    p99 = None if found.p99 is None else found.p99 * MS
-    return {"p50": found.p50 * MS, "p95": found.p95 * MS, "p99": p99, "max": found.max * MS}
+    p99_ns = found.reported_p99_ns
+    return {
+        "p50": found.p50_ns * MS,
+        "p95": found.p95_ns * MS,
+        "p99": None if p99_ns is None else p99_ns * MS,
+        "max": found.max_ns * MS,
+    }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
@@ -12,37 +11,14 @@ from typing import Final, NamedTuple
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
 from ppstream.analysis.scores import between, stage_a_ns, stage_b_ns, stage_c_ns
 from ppstream.analysis.segments import ALONE, Window
+from ppstream.core.quantiles import quantiles
 
 FAULTS_MAX: Final = 16  # kinds that are shown
 FAULT_CHARS: Final = 400
-P99_MIN: Final = 1000  # values; fewer say nothing about the 99th percentile
 #: Drops that say nothing against a run: nobody was there, or what was asked for had changed.
 HARMLESS: Final = frozenset({"absent", "answered", "not_ready", "session_reset", "stale"})
 SPOILT_SHARE: Final = 0.5  # of the envelopes: then the others are no picture of the run
 LAST_EVENT_NS: Final = 50_000  # a wait shorter than this was no wait
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Nearest-rank quantiles in ns; ``p99`` is None for fewer than ``P99_MIN`` values."""
-
-    n: int
-    p50: int
-    p95: int
-    p99: int | None
-    max: int
-
-
-def quantiles(values_ns: Sequence[int]) -> Quantiles | None:
-    if not values_ns:
-        return None
-    ordered = sorted(values_ns)
-
-    def at(percent: int) -> int:
-        return ordered[-(-percent * len(ordered) // 100) - 1]
-
-    p99 = at(99) if len(ordered) >= P99_MIN else None
-    return Quantiles(len(ordered), at(50), at(95), p99, ordered[-1])
 
 
 def latencies_ns(window: Window) -> list[int]:
@@ -268,13 +244,14 @@ def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:
             misses.append(True)
     if not misses:
         return None
-    slack = quantiles([-s for s in slack_ns])  # so that p95 is the slack that 95 % have at least
+    late = quantiles([-s for s in slack_ns])  # so that p95 is the slack that 95 % have at least
+    slack_ms = late and {"p50": -late.p50_ns / 1e6, "p95": -late.p95_ns / 1e6}
     return {
         "n": len(misses),
         "misses": sum(misses),
         "miss_rate": sum(misses) / len(misses),
         "longest_run": _longest_run(misses),
-        "slack_ms": None if slack is None else {"p50": -slack.p50 / 1e6, "p95": -slack.p95 / 1e6},
+        "slack_ms": slack_ms,
     }
 
 

@@ -70,7 +70,7 @@ def statements(findings: Findings) -> list[str]:
     """Sentences in the order a tired reader needs them."""
     advice = () if "BAD_INSTRUMENT" in findings.reasons else (_limit, _depth, _path)
     parts = (_served, _accepted, _headline, _reasons, _machine, _choice)
-    parts = (*parts, *advice, _alone, _published, _limits, _log)
+    parts = (*parts, *advice, _alone, _published, _limits, _rules, _log)
     return [sentence for part in parts for sentence in part(findings)]
 
 
@@ -224,7 +224,7 @@ def _unknown_texts(f: Findings) -> dict[str, str]:
 
 def _score_texts(f: Findings, score: Primary) -> dict[str, str]:
     latency = f.evidence.latency
-    tail = "?" if latency is None else ms(latency.p99 or latency.max)
+    tail = "?" if latency is None else ms(latency.reported_p99_ns or latency.max_ns)
     expected = "?" if f.model is None else ms(f.model.period_ns)
     return {
         "LOW_OVERLAP": f"overlap {_interval(score)}, its lower end must reach "
@@ -389,6 +389,15 @@ def _log(f: Findings) -> Iterator[str]:
     if lost:
         where = ", ".join(f"{stream} {count:+d}" for stream, count in lost.items())
         yield f"the ledger does not balance ({where}): items vanished or were counted twice"
+
+
+def _rules(f: Findings) -> Iterator[str]:
+    found = f.evidence.run.rule_counts
+    if found is not None and (found.clipped_chunks or found.refused):
+        yield (
+            f"the rules of [actions] changed what the policy asked for: {found.text}; look at its "
+            "scaling before the limits"
+        )
 
 
 def _lacking(f: Findings, fields: list[str]) -> str:

@@ -17,11 +17,12 @@ from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.period_model import period
 from ppstream.analysis.records import Event, RunLog
-from ppstream.analysis.run_statistics import Quantiles, Spoilt, wait_share
+from ppstream.analysis.run_statistics import Spoilt, wait_share
 from ppstream.analysis.scores import CEILING_MIN, Primary, form_of, missing_stages
 from ppstream.analysis.segments import BRING_UP, Window
 from ppstream.analysis.thread_time import Unnamed
 from ppstream.core.cpus import Machine
+from ppstream.core.quantiles import Quantiles
 
 N_MIN: Final = 100
 WAIT_MAX: Final = 0.05  # share of the window
@@ -183,7 +184,7 @@ def score_reasons(evidence: Evidence, gate: Gate) -> list[str]:
         )
     if gate.profile == "release":
         model_ns = period(primary.times, form_of(evidence.run.topology))
-        tail_ns = None if latency is None else latency.p99 or latency.max
+        tail_ns = None if latency is None else latency.reported_p99_ns or latency.max_ns
         found |= {
             "LOW_EFFICIENCY": primary.efficiency < EFFICIENCY_MIN,
             "OVER_MODEL": primary.period_ns > MODEL_MAX * model_ns,

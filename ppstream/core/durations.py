@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import count
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ppstream.core.quantiles import Quantiles, nearest_rank
+
+PERCENTS: Final = (50, 95, 99)  # as Quantiles has them
 KEEP: Final = 8192  # at 500 Hz: the last 16 s
 #: Upper ends of the histogram's bins: 1, 2 and 5 of every decade from 1 µs to 1 s.
 EDGES_NS: Final = (*(digit * 10**e for e in range(3, 9) for digit in (1, 2, 5)), 10**9)
@@ -114,27 +116,10 @@ class Recent(dict[str, Values]):
             self[label] = np.concatenate((self.get(label, found[:0]), found))[-RECENT:]
 
 
-def quantiles_ns(values_ns: Values, shares: Iterable[float]) -> list[int]:
+def quantiles_ns(values_ns: NDArray[Any], percents: Iterable[int] = PERCENTS) -> list[int]:
     """Nearest-rank quantiles; empty without values."""
     ordered = np.sort(values_ns)
-    return [
-        int(ordered[max(0, -int(-share * len(ordered) // 1) - 1)])
-        for share in shares
-        if len(ordered)
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Summary of a set of durations. ``p50_ns`` and ``p99_ns`` cover the last ``KEEP``.
-
-    All are 0 when ``count`` is 0.
-    """
-
-    count: int
-    p50_ns: int
-    p99_ns: int
-    max_ns: int
+    return [int(ordered[nearest_rank(len(ordered), q)]) for q in percents if len(ordered)]
 
 
 class Bin(NamedTuple):
@@ -160,12 +145,11 @@ class Durations:
         self._count += 1
 
     def quantiles(self) -> Quantiles:
-        """Nearest-rank quantiles: each is a duration that was seen."""
+        """Quantiles of the last ``keep`` durations; count and maximum of all of them."""
         if not self._count:
-            return Quantiles(0, 0, 0, 0)
-        seen = np.sort(self._last[: self._count])
-        p50, p99 = (int(seen[-(-percent * len(seen) // 100) - 1]) for percent in (50, 99))
-        return Quantiles(self._count, p50, p99, self._max_ns)
+            return Quantiles(0, 0, 0, 0, 0)
+        p50, p95, p99 = quantiles_ns(self._last[: self._count])
+        return Quantiles(self._count, p50, p95, p99, self._max_ns)
 
     def histogram(self) -> tuple[Bin, ...]:
         """Counts of all durations since the start, from the first used bin to the last."""

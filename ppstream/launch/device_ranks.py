@@ -6,14 +6,14 @@ Everything that loads, allocates or captures happens here, before a wait is queu
 from __future__ import annotations
 
 import logging
-import sys
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ppstream.config.rules import rank_problems
 from ppstream.control.launcher_store import OPEN_TIMEOUT_S
 from ppstream.core.errors import ConfigError
+from ppstream.core.interpreter import DEVICE_SWITCH_INTERVAL_S, set_switch_interval
 from ppstream.cuda import startup
 from ppstream.cuda.busy_kernel import GpuWork
 from ppstream.cuda.device_clock import DeviceClock
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppstream")
 
-SWITCH_INTERVAL_S: Final = 0.00001  # each call of the driver gives the turn away: it is back soon
-
 
 def place_here(config: PipelineConfig, world_size: int) -> Placement:
     """The placement of this run's ranks, as this process sees its devices.
@@ -85,7 +83,7 @@ def open_stage0(
     config = parts.config
     device = torch.device(placement.ranks[0].device)
     startup.start(device)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_switch_interval(DEVICE_SWITCH_INTERVAL_S)
     stream = torch_stream("a")
     torch.cuda.set_stream(stream)
     simulate = config.simulate
@@ -177,7 +175,7 @@ def open_stage1(
         ConfigError, DeviceError, PeerLostError, ProtocolError: as the link's opening. What the
             policy raises on its first slots passes through.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_switch_interval(DEVICE_SWITCH_INTERVAL_S)
     device = torch.device(placement.ranks[1].device)
     link = _open_link(config, placement, BACK, store, shape, device, log)
     policy = prepared.policy

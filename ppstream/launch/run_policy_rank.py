@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from typing import Final
 
@@ -13,12 +12,12 @@ from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ExitCode
+from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
 from ppstream.launch import device_ranks, handshake, rank_exit
 from ppstream.launch.monitoring import Watching
 from ppstream.launch.placement import Placement
-from ppstream.launch.run_rank0 import SWITCH_INTERVAL_S
 from ppstream.links.factory import open_back
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape
@@ -54,7 +53,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
     Raises:
         PpstreamError: what ended it otherwise; rank 0 was told, if it is there.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_switch_interval()
     with ExitStack() as stack, end.closing():
         store = join_store(timeout_s=config.liveness.handshake_s)
         placement = device_ranks.place_here(config, store.world_size)

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import os
 import platform
-import sys
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Final
 
@@ -23,6 +22,7 @@ from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError, PeerLeftError, PpstreamError
+from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
 from ppstream.ingest.intake import Intake, build_intake
@@ -46,7 +46,6 @@ from ppstream.wire.rank_messages import Drain, PhaseChange
 
 logger = logging.getLogger("ppstream")
 
-SWITCH_INTERVAL_S: Final = 0.0005  # a busy Python thread delays another by this, not by 5 ms
 GOODBYE_LIMIT_NS: Final = 3 * NS_PER_S
 
 
@@ -56,7 +55,7 @@ def run_front(config: PipelineConfig, end: rank_exit.RankEnd, run: Run) -> str:
     Raises:
         PpstreamError: what ended the run otherwise; the policy rank was told, if it is there.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_switch_interval()
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     placement = device_ranks.place_here(config, world_size)

@@ -18,7 +18,7 @@ from ppstream.analysis.scores import primary
 from ppstream.analysis.segments import select_window
 from ppstream.analysis.verdict import N_MIN, classify
 from ppstream.core.clock import NS_PER_S, now_ns
-from ppstream.observe.gil_pauses import Pieces
+from ppstream.core.interpreter import Pieces
 
 if TYPE_CHECKING:
     from ppstream.core.clock import Clock

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppstream.core.durations import LABELS_MAX, OTHER, Histograms, Recent, Values
-from ppstream.observe.gil_pauses import Pieces
+from ppstream.core.interpreter import Pieces
 
 if TYPE_CHECKING:
     from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record
@@ -62,6 +62,7 @@ class Tally(ABC):
         self.faults: Counter[str] = Counter()
         self.ledger: Mapping[str, Any] = {}
         self.streams: Mapping[str, Any] = {}
+        self.actions: Mapping[str, Any] = {}  # what the action rules did to chunks
         self.executed = 0  # action chunks that robots used
         self._numbers_of = attrgetter(*numbers)
         self._width = len(numbers)
@@ -82,6 +83,7 @@ class Tally(ABC):
             self._event(line)
         elif kind == "ledger":
             self.streams, self.ledger = line["streams"], line["envelopes"]
+            self.actions = line["actions"]
         elif kind == "robot" and line["executed"]:  # a chunk that was superseded has no such age
             self.executed += 1
             self._action_ages_ns.append(line["age_ns"])

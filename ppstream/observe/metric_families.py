@@ -13,11 +13,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.samples import Sample
 
-from ppstream.core.durations import BUCKETS_NS, Histogram, Values, quantiles_ns
-from ppstream.observe.gil_pauses import Pieces
+from ppstream.core.durations import BUCKETS_NS, PERCENTS, Histogram, Values, quantiles_ns
+from ppstream.core.interpreter import Pieces
 
 S: Final = 1e-9  # per ns
-QUANTILES: Final = (0.5, 0.95, 0.99)
 EDGES: Final = (*(f"{bound * S:g}" for bound in BUCKETS_NS), "+Inf")
 
 
@@ -89,8 +88,8 @@ def recent(name: str, text: str, label: str, found: Mapping[str, Values]) -> Met
     """Exact quantiles of the newest values, where a histogram only knows its buckets."""
     family = GaugeMetricFamily(name, text, labels=[label, "quantile"])
     for key, newest_ns in sorted(found.items()):
-        for share, value_ns in zip(QUANTILES, quantiles_ns(newest_ns, QUANTILES), strict=True):
-            family.add_metric([key, f"{share:g}"], value_ns * S)
+        for percent, value_ns in zip(PERCENTS, quantiles_ns(newest_ns), strict=True):
+            family.add_metric([key, f"{percent / 100:g}"], value_ns * S)
     return family
 
 

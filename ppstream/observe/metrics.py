@@ -230,6 +230,7 @@ class Rank0Collector(RankCollector):
         yield from self.queues()
         yield from self.ages()
         yield from self.ledger()
+        yield from self.rules()
         if self.sessions is not None:
             yield from robot_families(self.sessions.statistics())
 
@@ -307,6 +308,22 @@ class Rank0Collector(RankCollector):
             lost["envelopes"] = imbalance(envelopes)
         yield show.gauges(
             "ppstream_ledger_imbalance", "Received and not accounted for; 0.", "ledger", lost
+        )
+
+    def rules(self) -> Iterator[Metric]:
+        """Counts of chunks for robots that ``[actions]`` judged, as of the newest ledger line."""
+        said = self._rank0.actions
+        for name, key, text in (
+            ("chunks_checked", "chunks", "Chunks for robots, held to the rules of [actions]."),
+            ("chunks_clipped", "clipped_chunks", "Chunks with values clipped to their limits."),
+            ("values_clipped", "clipped_values", "Values of chunks, clipped to their limits."),
+        ):
+            yield show.counter(f"ppstream_{name}", text, said.get(key, 0))
+        yield show.counters(
+            "ppstream_chunks_refused",
+            "Chunks that broke a rule of [actions], by rule.",
+            "rule",
+            said.get("refused", {}),
         )
 
     def drops(self) -> dict[str, Mapping[str, float]]:

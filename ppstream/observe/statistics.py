@@ -18,6 +18,22 @@ class CreditStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class StageCStatistics:
+    """Counts since the start: envelopes of every phase, and chunks that were made for robots.
+
+    Chunks of bring-up reach no robot and are not counted. A chunk is one row of an envelope;
+    ``violations`` has those that a rule of ``[actions]`` refused, by rule.
+    """
+
+    emitted: int
+    dropped: dict[str, int]  # envelopes, by reason
+    chunks: int  # held to the rules
+    clipped_chunks: int  # of them, with a value outside its limits
+    clipped_values: int
+    violations: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class SessionStatistics:
     """Counts since the start.
 

@@ -11,7 +11,6 @@ link A and C are timed by their own events as always: the host waits in B alone.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import statistics
@@ -29,6 +28,7 @@ from ppstream.control.peer_process import HeldProcess, everybody, of_rank
 from ppstream.core.clock import now_ns
 from ppstream.core.cpus import MachineMeter
 from ppstream.core.errors import ConfigError, GateFailedError, GateInconclusiveError, LogError
+from ppstream.core.interpreter import freeze_garbage
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticRobots
 from ppstream.observe.attribution import Attribution, end_of_stream
@@ -224,8 +224,7 @@ def warm_up(rank0: Rank0, intake: Intake, source: Source) -> None:
         if len(newest) == WARM_BLOCKS and max(newest) - min(newest) < WARM_SPREAD * newest[-1]:
             break
     rank0.log.event("warm", envelopes=rank0.finished, period_ns=round(periods_ns[-1]))
-    gc.collect()
-    gc.freeze()  # what exists now lives to the end: later collections need not look at it
+    freeze_garbage()
 
 
 def time_standalone(rank0: Rank0, repeats: int) -> dict[str, int]:

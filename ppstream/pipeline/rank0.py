@@ -53,15 +53,22 @@ def write_reports(log: TimestampLog, reports: deque[Told]) -> None:
 
 
 def write_ledger(rank0: Rank0) -> None:
-    """One ledger line: samples by stream, and envelopes."""
+    """One ledger line: samples by stream, envelopes, and what the action rules did to chunks."""
+    found = rank0.stage_c.statistics()
     rank0.log.line(
         "ledger",
         streams=stream_lines(rank0.intake),
         envelopes={
             "received": rank0.started,
-            "used": rank0.stage_c.emitted,
-            "dropped": dict(rank0.stage_c.dropped),
+            "used": found.emitted,
+            "dropped": found.dropped,
             "in_flight": rank0.started - rank0.finished,
+        },
+        actions={
+            "chunks": found.chunks,
+            "clipped_chunks": found.clipped_chunks,
+            "clipped_values": found.clipped_values,
+            "refused": found.violations,
         },
     )
 

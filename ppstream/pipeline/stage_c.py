@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import PolicyError, PolicyMemoryError
 from ppstream.core.user_code import Fault, fault_of
+from ppstream.observe.statistics import StageCStatistics
 from ppstream.pipeline.action_limits import ActionRules
 from ppstream.policy.protocol import DECODER
 from ppstream.policy.unwritten import HOW_TO_WRITE
@@ -50,16 +50,6 @@ class Nobody:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class StageCStatistics:
-    """Counts since the start; ``violations`` of the action rules by reason, one for each row."""
-
-    emitted: int
-    clipped_values: int
-    violations: dict[str, int]
-    dropped: dict[str, int]
-
-
 class StageC:
     """Decodes results, one row after the other, on the thread that owns it.
 
@@ -86,7 +76,6 @@ class StageC:
             robot: ActionRules(config.actions, limits)
             for robot, limits in config.actions.robots.items()
         }
-        self._violations: Counter[str] = Counter()
         shape = (config.actions.horizon, len(config.actions.names))
         self._horizon = config.actions.horizon
         self._actions = [np.zeros(shape, dtype=np.float32) for _ in range(config.batch.rows)]
@@ -100,7 +89,9 @@ class StageC:
         self.on_fault: Callable[..., None]  # told the stage, a Fault, and which envelope's
         self.on_refused: Callable[[Fault], None]  # the first chunk that breaks an action rule
         self._refused: dict[str, Fault] = {}  # by rule
-        self._clipped = 0
+        self._clipped_of = [0] * config.batch.rows  # values, by decoded row
+        self._chunks = self._clipped_chunks = self._clipped_values = 0
+        self._violations: Counter[str] = Counter()
         self.emitted = 0
         self.dropped: Counter[str] = Counter()
         self.rows_dropped: Counter[str] = Counter()  # of envelopes that other rows may have used
@@ -118,6 +109,7 @@ class StageC:
         for row, owner in enumerate(flight.owners):
             if not owner.present or self._has_answer(row, owner):
                 continue
+            self._clipped_of[row] = 0
             self._broken[row] = self._run_decoder(row, flight, result) or self._enforce(row)
             decoded.append(row)
         return decoded
@@ -152,13 +144,16 @@ class StageC:
             return "answered" if any(owner.present for owner in flight.owners) else "absent"
         reason: str | None = None
         emitted = False
+        is_served = not isinstance(emitter, Nobody)
         for row in rows:
+            if is_served:
+                self._count_rules(row)
             reason = self._refuse(flight, row) or emitter.emit(row, self._chunk(flight, row))
             if reason is not None:
                 self.rows_dropped[reason] += 1
                 continue
             emitted = True
-            if self._skips_answered and not isinstance(emitter, Nobody):
+            if self._skips_answered and is_served:
                 self._answered[row] = flight.owners[row].episode, flight.owners[row].window_end_ns
         return None if emitted else reason
 
@@ -192,8 +187,24 @@ class StageC:
 
     def statistics(self) -> StageCStatistics:
         return StageCStatistics(
-            self.emitted, self._clipped, dict(self._violations), dict(self.dropped)
+            emitted=self.emitted,
+            dropped=dict(self.dropped),
+            chunks=self._chunks,
+            clipped_chunks=self._clipped_chunks,
+            clipped_values=self._clipped_values,
+            violations=dict(self._violations),
         )
+
+    def _count_rules(self, row: int) -> None:
+        """Count what the rules did to a decoded row's chunk."""
+        broken, clipped = self._broken[row], self._clipped_of[row]
+        if broken == "decoder_error":  # there was no chunk
+            return
+        self._chunks += 1
+        self._clipped_chunks += clipped > 0
+        self._clipped_values += clipped
+        if broken is not None:
+            self._violations[broken] += 1
 
     def _refuse(self, flight: Flight, row: int) -> str | None:
         """Returns the reason why this row's actions must not reach the robot, or None."""
@@ -211,14 +222,11 @@ class StageC:
     def _enforce(self, row: int) -> str | None:
         """Clip the row's actions; returns which rule they break all the same, or None."""
         rules = self._rules_of.get(self.intake.rows[row].robot, self._rules)
-        clipped, violation = rules.enforce(self._actions[row])
-        self._clipped += clipped
-        if violation is not None:
-            self._violations[violation] += 1
-            if violation not in self._refused:
-                what = rules.explain(self._actions[row], violation)
-                self._refused[violation] = Fault(violation, violation, what)
-                self.on_refused(self._refused[violation])
+        self._clipped_of[row], violation = rules.enforce(self._actions[row])
+        if violation is not None and violation not in self._refused:
+            what = rules.explain(self._actions[row], violation)
+            self._refused[violation] = Fault(violation, violation, what)
+            self.on_refused(self._refused[violation])
         return violation
 
     def _chunk(self, flight: Flight, row: int) -> ActionChunk:

@@ -7,13 +7,16 @@ RUN``.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
+
+from ppstream.analysis.log_reader import log_files, read_lines
+from ppstream.core.errors import LogError
+from ppstream.core.quantiles import quantiles
 
 MS: Final = 1e-6  # per ns
 UNNAMED: Final = "(in no block)"
@@ -39,12 +42,12 @@ class Timed(NamedTuple):
 
 
 def report(directory: Path) -> str | None:
-    """The table of the run's newest generation; None when it was not in attribution mode.
+    """The table of each rank's newest generation; None when it was not in attribution mode.
 
     Raises:
-        OSError: the folder has no log of rank 0.
+        LogError: the folder has no log of rank 0, or one that cannot be read.
     """
-    lines = list(_lines(directory))
+    lines = _newest_lines(directory)
     envelopes, policy = (
         [
             fields
@@ -113,46 +116,25 @@ def _text(rows: Sequence[Timed], said: Mapping[str, Any], *, is_on_device: bool)
     for row in rows:
         name = "  " * row.depth + row.name.rpartition("/")[2]
         share = f"{row.each_ns / whole_ns:7.1%}"
-        if row.name == UNNAMED or not row.values_ns:
+        found = quantiles(row.values_ns)
+        if row.name == UNNAMED or found is None:
             yield f"{name:28} {'':6} {'':9} {'':9} {'':9} {share}"
             continue
-        ordered = sorted(row.values_ns)
-        numbers = (fmean(ordered), _at(ordered, 50), _at(ordered, 99))
+        numbers = (fmean(row.values_ns), found.p50_ns, found.p99_ns)
         shown = " ".join(f"{value * MS:9.3f}" for value in numbers)
-        yield f"{name:28} {len(ordered):6} {shown} {share}"
+        yield f"{name:28} {found.count:6} {shown} {share}"
     if is_on_device:
         yield ON_DEVICE
 
 
-def _at(ordered: Sequence[int], percent: int) -> int:
-    return ordered[-(-percent * len(ordered) // 100) - 1]
-
-
-def _lines(directory: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rank and fields of every whole line of the newest generation."""
-    files: dict[int, tuple[int, Path]] = {}
-    for path in sorted(directory.glob("rank*.gen*.jsonl")):
-        rank, generation = (int(part[len(word) :]) for part, word in _parts(path.name))
-        files[rank] = max(files.get(rank, (generation, path)), (generation, path))
-    if 0 not in files:
-        raise FileNotFoundError(f"{directory} has no log of rank 0")
-    for rank, (_, path) in files.items():
-        for line in path.read_text().splitlines():
-            if (fields := _decoded(line)) is not None:
-                yield rank, fields
-
-
-def _decoded(line: str) -> dict[str, Any] | None:
-    try:
-        fields: dict[str, Any] = json.loads(line)
-    except ValueError:  # the torn last line of a rank that was killed
-        return None
-    return fields
-
-
-def _parts(name: str) -> Iterator[tuple[str, str]]:
-    rank, generation, _ = name.split(".")
-    yield from ((rank, "rank"), (generation, "gen"))
+def _newest_lines(directory: Path) -> list[tuple[int, Mapping[str, Any]]]:
+    """Rank and fields of every whole line of each rank's newest generation."""
+    files = log_files(directory)
+    newest = {name.rank: name.generation for name in sorted(files.values())}
+    if 0 not in newest:
+        raise LogError(f"{directory} has no log of rank 0")
+    kept = {path: name for path, name in files.items() if name.generation == newest[name.rank]}
+    return [(line.rank, line.fields) for line in read_lines(kept, torn=[])]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     try:
         found = report(Path(arguments[0]))
-    except OSError as error:
+    except LogError as error:
         print(error, file=sys.stderr)
         return 3
     print(found or 'this run was not in attribution mode: start one with --set mode="attribution"')

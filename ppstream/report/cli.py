@@ -15,17 +15,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ppstream.analysis.claims import Finding, claims_of
 from ppstream.analysis.judge import judge
-from ppstream.analysis.log_reader import decoded, find_runs, read_run
+from ppstream.analysis.log_reader import find_runs, read_run
 from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.verdict import SEVERITY, Verdict
-from ppstream.core.errors import ClaimError, CompareError, LogError
+from ppstream.core.errors import CompareError, LogError
 from ppstream.report.comparison import compare_folders, comparison_dict, comparison_text
 from ppstream.report.html.page import Judged, render_page
 from ppstream.report.perfetto import write_trace
-from ppstream.report.self_audit import CLAIMS_FILE, audit_report
 from ppstream.report.text import ASCII, render
 
 SCHEMA: Final = "ppstream.report/1"
@@ -40,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("give a run's folder (or a folder of runs), or --compare A B")
     try:
         return _compare(options) if options.compare is not None else _report(options)
-    except (LogError, ClaimError, CompareError) as error:
+    except (LogError, CompareError) as error:
         print(f"bad input: {error}", file=sys.stderr)
     except OSError as error:
         where = error.filename or "standard output"
@@ -55,16 +53,15 @@ def _report(options: argparse.Namespace) -> int:
         try:
             run = read_run(folder)
             report = judge(run, profile=options.gate, phase=options.phase)
-            claims = audit_report(report, run.envelopes, _claims_beside(folder))
-        except (LogError, ClaimError) as error:
+        except LogError as error:
             print(f"bad input: {error}", file=sys.stderr)
             refused = True
             continue
-        _show(render(report, claims))
+        _show(render(report))
         keep = options.html is not None or options.perfetto is not None
-        judged.append((run if keep else _without_lines(run), report, claims))
+        judged.append((run if keep else _without_lines(run), report))
     _write_files(options, judged)
-    return BAD_INPUT if refused else max((r for _, r, _ in judged), key=_severity).exit_code
+    return BAD_INPUT if refused else max((r for _, r in judged), key=_severity).exit_code
 
 
 def _write_files(options: argparse.Namespace, judged: Sequence[Judged]) -> None:
@@ -91,24 +88,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 def report_dict(judged: Iterable[Judged]) -> dict[str, object]:
     """The whole JSON form."""
-    runs = [report.as_dict() | {"claims": _claims_dict(claims)} for _, report, claims in judged]
-    return {"schema": SCHEMA, "runs": runs}
-
-
-def _claims_dict(claims: Sequence[Finding]) -> dict[str, object]:
-    return {"n": len(claims), "broken": [finding.text for finding in claims if not finding.holds]}
-
-
-def _claims_beside(folder: Path) -> list[object]:
-    """Returns a benchmark's or profile's claims about this very run; none without its file."""
-    path = folder / CLAIMS_FILE
-    if not path.is_file():
-        return []
-    try:
-        return claims_of(decoded(path.read_text(encoding="utf-8"), str(path)))
-    except (ValueError, ClaimError, LogError) as error:
-        told = str(error).removeprefix(f"{path}: ")
-        raise ClaimError(f"{path}: {told}") from error
+    return {"schema": SCHEMA, "runs": [report.as_dict() for _, report in judged]}
 
 
 def _parser() -> argparse.ArgumentParser:

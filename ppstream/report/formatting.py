@@ -7,6 +7,7 @@ from typing import Final
 
 from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.scores import between
+from ppstream.core.quantiles import Quantiles
 
 APART: Final = 0.05  # scores nearer than this say the same
 LONG_WAIT: Final = 0.10  # of the published stage 0
@@ -17,6 +18,17 @@ def ms(value_ns: float) -> str:
     value = value_ns / 1e6
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:.{digits}f} ms"
+
+
+def quantile_texts(found: Quantiles) -> dict[str, str]:
+    """Each quantile that a report shows, by its name."""
+    p99_ns = found.reported_p99_ns
+    return {
+        "p50": ms(found.p50_ns),
+        "p95": ms(found.p95_ns),
+        "p99": "NA" if p99_ns is None else ms(p99_ns),
+        "max": ms(found.max_ns),
+    }
 
 
 def gib(size: float) -> str:

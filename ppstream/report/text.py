@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ppstream.analysis.audits import Audit
-from ppstream.analysis.claims import Finding
 from ppstream.analysis.device_times import StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
 from ppstream.analysis.records import Ledger, RobotState
 from ppstream.analysis.run_report import RunReport, Service
-from ppstream.analysis.run_statistics import FaultSeen, Quantiles, quantiles
+from ppstream.analysis.run_statistics import FaultSeen
 from ppstream.analysis.scores import Compat, Primary
-from ppstream.report.formatting import gib, ms, why_scores_differ
+from ppstream.core.quantiles import Quantiles, quantiles
+from ppstream.report.formatting import gib, ms, quantile_texts, why_scores_differ
 from ppstream.report.series import input_ages_ns, latency_parts, periods_ns
 
 WIDTH: Final = 100
@@ -27,8 +27,8 @@ SHOWN_NS: Final = 10_000  # a shorter part of the latency is left out
 RARE: Final = 0.005  # a share that rounds to nothing is not shown
 
 
-def render(report: RunReport, claims: Sequence[Finding] = ()) -> str:
-    """The whole report of one run; ``claims`` are its own figures after their audit."""
+def render(report: RunReport) -> str:
+    """The whole report of one run."""
     window = report.window
     phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
     head = f"{report.verdict.name}   {', '.join(report.reasons)}".rstrip()
@@ -48,7 +48,6 @@ def render(report: RunReport, claims: Sequence[Finding] = ()) -> str:
         *_resource_lines(report.primary),
         *_thread_lines(report),
         *_audit_lines(report.audits),
-        *_claim_lines(claims),
         *_queue_lines(report),
         *_time_lines(report),
         *_path_lines(report.critical_path),
@@ -202,15 +201,6 @@ def _time_lines(report: RunReport) -> Iterator[str]:
         yield from _row(f"  {stream}"[: LABEL - 1], [*_quantile_parts(quantiles(ages)), source])
 
 
-def _claim_lines(claims: Sequence[Finding]) -> Iterator[str]:
-    if not claims:
-        return
-    broken = [finding.text for finding in claims if not finding.holds]
-    yield from _row("claims", [f"{len(claims) - len(broken)} of {len(claims)} figures follow"])
-    for text in broken:
-        yield from _wrapped_row("", f"BROKEN {text}")
-
-
 def _path_lines(path: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     parts = [
         f"{stage}: "
@@ -255,6 +245,8 @@ def _service_lines(service: Service | None) -> Iterator[str]:
         parts.append(f"longest without a new chunk {ms(gaps.longest_ns)}")
         parts.append(f"{gaps.above} above {ms(gaps.limit_ns)}")
     yield from _row("service", parts)
+    if service.rule_counts is not None:
+        yield from _row("  actions", [service.rule_counts.text])
     for robot in service.robots:
         yield from _row("  robot", _robot_parts(robot))
     for stream in service.streams:
@@ -284,8 +276,8 @@ def _device_lines(stages: Sequence[StageOnDevice]) -> Iterator[str]:
     """The device's medians, and the host's beside those that it sees differently."""
     parts = []
     for found in stages:
-        host = f" (host {ms(found.host.p50)})" if found.host and found.disagrees else ""
-        parts.append(f"{found.stage} {ms(found.device.p50)}{host}")
+        host = f" (host {ms(found.host.p50_ns)})" if found.host and found.disagrees else ""
+        parts.append(f"{found.stage} {ms(found.device.p50_ns)}{host}")
     if parts:
         yield from _row("device", parts)
 
@@ -310,8 +302,7 @@ def _memory_lines(uses: Sequence[MemoryUse]) -> Iterator[str]:
 def _quantile_parts(found: Quantiles | None) -> list[str]:
     if found is None:
         return ["NA"]
-    p99 = "NA" if found.p99 is None else ms(found.p99)
-    return [f"p50 {ms(found.p50)}", f"p95 {ms(found.p95)}", f"p99 {p99}", f"max {ms(found.max)}"]
+    return [f"{name} {text}" for name, text in quantile_texts(found).items()]
 
 
 def _row(label: str, parts: Iterable[str]) -> list[str]:

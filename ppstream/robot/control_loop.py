@@ -7,27 +7,25 @@ deadlines, and Python's garbage is collected between them. It plans no trajector
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, Ticker, now_ns
-from ppstream.core.durations import Bin, Durations, Quantiles
+from ppstream.core.durations import Bin, Durations
 from ppstream.core.errors import PpstreamError, ReceiverEndedError
+from ppstream.core.interpreter import Garbage, short_turns
+from ppstream.core.quantiles import Quantiles
 from ppstream.core.realtime import NotPermittedError, RealTime, RealTimeScope
 from ppstream.robot.chunk_playback import Actions
-from ppstream.robot.gc_control import Garbage
 from ppstream.robot.statistics import oldest_text
 from ppstream.robot.timeline import ActionTimeline
 
 OnExpiry = Literal["hold", "stop", "home"]
 FaultReason = Literal["lease", "phase", "client", "loop", "stop"]
-
-SWITCH_INTERVAL_S: Final = 0.0005  # a receiving thread gives the interpreter back this soon
 
 
 class ActionSource(Protocol):
@@ -184,10 +182,8 @@ class ControlLoop:
                 "this loop was ended, and an ended loop moves nothing: make another one; to stop "
                 "for a while use stop(reason), and clear_fault() to go on"
             )
-        interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(interval_s, SWITCH_INTERVAL_S))
         try:
-            with self._realtime, self._garbage:
+            with short_turns(), self._realtime, self._garbage:
                 self._run(None if duration_s is None else round(duration_s * NS_PER_S))
         except NotPermittedError:
             raise
@@ -195,7 +191,6 @@ class ControlLoop:
             self._break(error)
             raise
         finally:
-            sys.setswitchinterval(interval_s)
             self._hold()
         return self.statistics()
 

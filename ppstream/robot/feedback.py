@@ -14,7 +14,8 @@ from contextlib import suppress
 from typing import Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
-from ppstream.core.durations import Durations, Quantiles
+from ppstream.core.durations import Durations
+from ppstream.core.quantiles import Quantiles
 from ppstream.robot.timeline import ActionTimeline
 from ppstream.wire.fields import fault_text
 from ppstream.wire.robot_messages import FromRobot, Prefix, Report, RobotState, Welcome

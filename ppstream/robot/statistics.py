@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.core.durations import Quantiles
+from ppstream.core.quantiles import Quantiles
 from ppstream.robot.chunk_playback import Outcome
 
 

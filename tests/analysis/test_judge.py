@@ -88,10 +88,10 @@ def test_latency_ends_where_the_host_has_the_actions() -> None:
     without, report = judged(at_once), judged(later)
     assert without.latency is not None
     assert report.latency is not None
-    assert report.latency.p50 == without.latency.p50 + ms(3)
+    assert report.latency.p50_ns == without.latency.p50_ns + ms(3)
     assert without.pick_up is None
     assert report.pick_up is not None
-    assert (report.pick_up.p50, report.pick_up.max) == (ms(3), ms(3))
+    assert (report.pick_up.p50_ns, report.pick_up.max_ns) == (ms(3), ms(3))
     assert latency_parts(report.window)["pick-up"] == ms(3)
     assert "pick-up" not in latency_parts(without.window)
     assert report.primary == without.primary  # the device's stamps alone score
@@ -109,7 +109,7 @@ def test_decode_bound_split_threads_score_far_above_one(
     assert report.primary is not None
     assert report.primary.efficiency == pytest.approx(1.0)
     assert report.latency is not None
-    assert report.latency.p50 == ms(latency_ms)
+    assert report.latency.p50_ns == ms(latency_ms)
     assert report.verdict is Verdict.PASS
     assert report.limited_by == "stage0-limited"
     assert all_audits_pass(report)

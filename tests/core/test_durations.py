@@ -10,28 +10,28 @@ from ppstream.core.durations import (
     RECENT,
     Durations,
     Histograms,
-    Quantiles,
     Recent,
     quantiles_ns,
 )
+from ppstream.core.quantiles import Quantiles
 
 
 def test_nothing_measured_is_all_zero() -> None:
-    assert Durations().quantiles() == Quantiles(0, 0, 0, 0)
+    assert Durations().quantiles() == Quantiles(0, 0, 0, 0, 0)
 
 
 def test_quantiles_are_durations_that_were_seen() -> None:
     durations = Durations()
     for duration_ns in range(100, 0, -1):
         durations.add(duration_ns)
-    assert durations.quantiles() == Quantiles(100, 50, 99, 100)
+    assert durations.quantiles() == Quantiles(100, 50, 95, 99, 100)
 
 
 def test_quantiles_cover_the_last_ones_and_the_maximum_all() -> None:
     durations = Durations(keep=4)
     for duration_ns in (1000, 1, 2, 3, 4):
         durations.add(duration_ns)
-    assert durations.quantiles() == Quantiles(5, 2, 4, 1000)
+    assert durations.quantiles() == Quantiles(5, 2, 4, 4, 1000)
 
 
 def test_a_negative_maximum_is_kept() -> None:
@@ -109,11 +109,11 @@ def test_recent_quantiles_are_exact(chunk):
     for first in range(0, 2000, chunk):
         found.add("A", np.append(values[first : first + chunk], NONE))
     assert len(found["A"]) == RECENT
-    assert quantiles_ns(found["A"], (0.5, 0.95, 0.99)) == [1500, 1950, 1990]
+    assert quantiles_ns(found["A"]) == [1500, 1950, 1990]
 
 
 def test_without_values_there_are_no_quantiles():
     found = Recent()
     found.add("A", np.array([NONE]))
     assert found == {}
-    assert quantiles_ns(np.array([]), (0.5, 0.99)) == []
+    assert quantiles_ns(np.array([])) == []

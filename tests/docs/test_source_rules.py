@@ -39,6 +39,10 @@ WALL_CLOCKS: Final = {
     "datetime.datetime.today",
     "datetime.datetime.utcnow",
 }
+INTERPRETER: Final = "ppstream/core/interpreter.py"  # its table has every limit
+TURNS: Final = {"sys.setswitchinterval"} | {
+    f"gc.{name}" for name in ("collect", "disable", "enable", "freeze", "set_threshold", "unfreeze")
+}
 MAY_READ_A_CLOCK: Final = {"ppstream/core/clock.py"}  # logic takes now_ns
 MAY_READ_WALL_TIME: Final = {"ppstream/observe/run_folder.py"}  # a run's name and dates, for people
 MAY_IMPORT: Final = {
@@ -126,6 +130,12 @@ def each_third_party_library_has_its_room(file: str, tree: ast.Module) -> Iterat
                 yield f"{file}:{line} {name}: only {', '.join(sorted(rooms))} may use {library}"
 
 
+def one_file_says_who_holds_the_interpreter(file: str, tree: ast.Module) -> Iterator[str]:
+    for line, name in used(tree):
+        if name in TURNS and file != INTERPRETER:
+            yield f"{file}:{line} {name}: only {INTERPRETER} may use it"
+
+
 def functions_fit_a_screen(file: str, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -147,6 +157,7 @@ RULES: Final[tuple[Rule, ...]] = (
     nothing_unpickles,
     one_file_reads_the_clock,
     each_third_party_library_has_its_room,
+    one_file_says_who_holds_the_interpreter,
     functions_fit_a_screen,
     docstrings_begin_with_a_verb_or_a_noun,
 )
@@ -188,6 +199,8 @@ def test_source_keeps_the_rule(rule: Rule, parsed: dict[str, ast.Module]) -> Non
         (each_third_party_library_has_its_room, "from torch import distributed"),
         (each_third_party_library_has_its_room, "import torch\ntorch.distributed.barrier()"),
         (each_third_party_library_has_its_room, "def f():\n    import zmq.asyncio"),
+        (one_file_says_who_holds_the_interpreter, "import sys\nsys.setswitchinterval(0.001)"),
+        (one_file_says_who_holds_the_interpreter, "from gc import freeze\nfreeze()"),
         (functions_fit_a_screen, "def f():\n" + "    x = 1\n" * 60),
     ],
 )

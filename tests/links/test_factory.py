@@ -26,6 +26,7 @@ from ppstream.control.peer import Peer
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError, SpecError
+from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
 from ppstream.links.factory import open_back, open_front
@@ -40,7 +41,7 @@ WAIT_NS = 20 * NS_PER_S
 PAYLOADS = (1, 7, 64, 4096, 100_003, 1 << 20, 16 << 20)  # bytes
 
 torch.set_num_threads(1)
-sys.setswitchinterval(0.0005)
+set_switch_interval()
 
 #: A policy rank that answers each envelope with its bytes; "stop" makes it wait to be killed.
 ECHO_RANK = """

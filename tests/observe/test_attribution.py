@@ -144,6 +144,14 @@ def test_shares_are_those_of_the_newest_generation(tmp_path: Path) -> None:
     in_b = [("B", "50.0%"), ("encode", "25.0%"), ("(in", "25.0%")]
     in_c = [("C", "25.0%"), ("choose", "25.0%"), ("(in", "0.0%")]  # rank 0's blocks: a decoder's
     assert shares == [("A", "25.0%"), *in_b, *in_c]
+    (tmp_path / "rank1.gen1.jsonl").rename(tmp_path / "rank1.gen1.part0.jsonl")
+    assert block_report.report(tmp_path) == text
+
+
+def test_file_that_is_no_log_is_refused_by_its_line(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "rank0.gen0.jsonl").write_text("{}\nhello\n")
+    assert block_report.main([str(tmp_path)]) == 3
+    assert "rank0.gen0.jsonl:2: not JSON" in capsys.readouterr().err
 
 
 def test_blocks_are_averaged_over_the_envelopes_that_had_any(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ SILENT = (
     "ppstream_overlap_score",
     "ppstream_bringup_verdict",
     "ppstream_faults_total",
+    "ppstream_chunks_refused_total",
 )
 LABEL = re.compile(r"\{\{(\w+)\}\}|\$\{__field\.labels\.(\w+)\}")
 

@@ -4,8 +4,8 @@ import pytest
 from log_records import MS, envelope
 
 from ppstream.core.clock import NS_PER_S, ManualClock
+from ppstream.core.interpreter import Pieces
 from ppstream.observe import live_class
-from ppstream.observe.gil_pauses import Pieces
 from ppstream.observe.live_class import MADE_ANEW_NS, LiveClass
 from ppstream.observe.live_counters import Rank0Tally
 

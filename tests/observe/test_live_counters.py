@@ -6,7 +6,7 @@ import pytest
 from log_records import LEASE_NS, MS, envelope
 
 from ppstream.core.durations import LABELS_MAX, OTHER, Histogram
-from ppstream.observe.gil_pauses import Pieces
+from ppstream.core.interpreter import Pieces
 from ppstream.observe.live_counters import (
     BLOCK,
     CHUNK,
@@ -220,7 +220,7 @@ def test_lines_tell_phase_verdict_faults_ages_and_ledger():
     tally.line({"kind": "robot", "executed": 0, "age_ns": 9})
     tally.line({"kind": "robot", "executed": 3, "age_ns": 40 * MS})
     balance = {"received": 3, "used": 1, "in_flight": 1, "dropped": {"late": 1}}
-    tally.line({"kind": "ledger", "streams": {"imu": balance}, "envelopes": balance})
+    tally.line({"kind": "ledger", "streams": {"imu": balance}, "envelopes": balance, "actions": {}})
     tally.line({"kind": "blocks", "blocks": {}})
     tally.count()
     assert (tally.phase, tally.verdict, tally.overlap) == ("ready", "PASS", 0.9)

@@ -2,27 +2,30 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from pipeline_in_process import small_config
+from pipeline_in_process import NewestValues, small_config
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from watched_ranks import Watched, _port, get
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
 from ppstream.core.durations import Histograms
 from ppstream.core.errors import ConfigError
+from ppstream.core.interpreter import Pieces
 from ppstream.launch.monitoring import Watching
 from ppstream.observe import memory as gpu_memory
 from ppstream.observe import metric_families as show
-from ppstream.observe.gil_pauses import Pieces
 from ppstream.observe.health_server import HealthServer
 from ppstream.observe.log_writer import Stage1Record, TimestampLog
 from ppstream.observe.metrics import memory_families
+from ppstream.report.text import render
 
 ENVELOPES = 60
 
@@ -69,6 +72,52 @@ def test_robots_are_shown_on_rank_0(watched: Watched) -> None:
     assert seen["ppstream_robots", ()] == 1
     assert seen["ppstream_chunks_sent_total", ()] == 7
     assert seen["ppstream_dropped_total", ("episode", "chunk")] == 3
+
+
+class Constant(NewestValues):
+    """A policy that asks for one value, whatever it sees; each call may have its own."""
+
+    def __init__(self, value_of: Callable[[int], float]) -> None:
+        super().__init__()
+        self.value_of = value_of
+
+    def __call__(self, window: Any, out: Any) -> None:
+        out["actions"].fill_(self.value_of(self.calls))
+        self.calls += 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "value_of", "counts", "refused"),
+    [
+        ((), lambda call: 0.5, (12, 0, 0), {}),
+        ((), lambda call: 1.5 if call % 3 == 0 else 0.5, (12, 4, 32), {}),
+        (("actions.on_limit=drop",), lambda call: call % 3, (12, 0, 0), {"limit": 4}),
+    ],
+)
+def test_what_the_action_rules_did_is_the_same_in_log_scrape_and_report(
+    tmp_path: Any,
+    settings: tuple[str, ...],
+    value_of: Callable[[int], float],
+    counts: tuple[int, int, int],
+    refused: dict[str, int],
+) -> None:
+    with ExitStack() as stack:
+        watched = Watched(tmp_path, stack, *settings, policy=Constant(value_of))
+        watched.run(12)
+        seen = watched.samples(0)
+        lines = watched.pipeline.lines()
+    logged = next(line["actions"] for line in reversed(lines) if line["kind"] == "ledger")
+    report = judge(read_run(tmp_path))
+    said = report.as_dict()["service"]["actions"]
+    keys = ("chunks", "clipped_chunks", "clipped_values")
+    assert logged == said == dict(zip(keys, counts, strict=True)) | {"refused": refused}
+    names = ("chunks_checked", "chunks_clipped", "values_clipped")
+    assert tuple(seen[f"ppstream_{name}_total", ()] for name in names) == counts
+    rules = {k: n for (name, k), n in seen.items() if name == "ppstream_chunks_refused_total"}
+    assert rules == {(rule,): n for rule, n in refused.items()}
+    assert any(line.startswith("  actions ") for line in render(report).splitlines())
+    told = [text for text in report.statements if "the rules of [actions]" in text]
+    assert len(told) == (counts[1:] != (0, 0) or bool(refused))
 
 
 def test_buckets_add_up_and_are_seconds(watched: Watched) -> None:

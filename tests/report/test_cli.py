@@ -55,7 +55,6 @@ RUN_KEYS = {
     "faults",
     "service",
     "statements",
-    "claims",
     "memory",
     "on_device",
     "clocks",
@@ -330,6 +329,7 @@ def test_service_is_described_from_ready_lines() -> None:
     assert set(service) == {
         *("class", "latency_ms", "age_ms", "deadline", "utilisation", "drops"),
         *("verdict", "reasons", "longest_without_chunk_ms", "robots", "streams"),
+        "actions",
     }
     assert service["class"] == "input-limited"
     assert service["deadline"]["misses"] == 2
@@ -392,27 +392,7 @@ def test_critical_path_names_the_last_predecessor() -> None:
     assert slow_input["A"]["sensor"] > 0.95
 
 
-# ---- claims and files ----------------------------------------------------------------------------
-
-
-def test_report_audits_its_own_figures_and_the_claims_beside_the_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    simulate().write(tmp_path)
-    beside = tmp_path / "claims.json"
-    wrong = {"kind": "ratio", "numbers": {"of": 10, "over": 5}, "claimed": 3, "what": "speed-up"}
-    beside.write_text(json.dumps([wrong]))
-    out = tmp_path / "report.json"
-    assert main([str(tmp_path), "--json", str(out)]) == HEALTHY  # no verdict: others' claims
-    assert "7 of 8 figures follow" in capsys.readouterr().out
-    (run,) = json.loads(out.read_text())["runs"]
-    assert run["claims"]["n"] == 8
-    assert "speed-up: ratio is claimed to be 3" in run["claims"]["broken"][0]
-    for broken, says in (("{", "not JSON"), ("[" * 100_000, "nested too deeply")):
-        beside.write_text(broken)
-        assert main([str(tmp_path)]) == BAD_INPUT
-        told = capsys.readouterr().err
-        assert f"claims.json: {says}" in told.replace("not a log: its JSON is ", "")
+# ---- files ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--perfetto"])

@@ -10,7 +10,6 @@ from golden_runs import GoldenRun, jittered, ms, simulate, stages
 
 from ppstream.analysis.judge import judge
 from ppstream.report.html.page import render_page
-from ppstream.report.self_audit import audit_report
 
 VOID: Final = {"meta", "br", "hr", "img", "link", "input"}
 OPTIONAL: Final = {"th"}  # their end may be left out
@@ -36,8 +35,7 @@ def page(*goldens: GoldenRun) -> str:
     judged: list[Any] = []
     for golden in goldens:
         run = golden.parse()
-        report = judge(run)
-        judged.append((run, report, audit_report(report, run.envelopes)))
+        judged.append((run, judge(run)))
     return render_page(judged)
 
 

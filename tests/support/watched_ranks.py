@@ -17,9 +17,12 @@ from ppstream.sessions.session import SessionCounts
 class Watched:
     """Both ranks of a live pipeline in this process, each with its own door."""
 
-    def __init__(self, folder: Any, stack: ExitStack) -> None:
-        config = small_config("metrics.port=0")
-        self.pipeline = stack.enter_context(PipelineInProcess(config, NewestValues(), folder))
+    def __init__(
+        self, folder: Any, stack: ExitStack, *settings: str, policy: NewestValues | None = None
+    ) -> None:
+        config = small_config("metrics.port=0", *settings)
+        policy = policy or NewestValues()
+        self.pipeline = stack.enter_context(PipelineInProcess(config, policy, folder))
         manifest = {"topology": {"world_size": 2, "d_in": 2, "d_out": 2, "threads": "serial"}}
         (folder / "run.json").write_text(json.dumps({"schema": "ppstream.log/1", **manifest}))
         run = SimpleNamespace(run_id="r", directory=folder)

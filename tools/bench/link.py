@@ -29,6 +29,7 @@ from claimed_numbers import Claim, ratio, write_audited
 from ppstream.control.launcher_store import join_store
 from ppstream.control.peer import Peer
 from ppstream.control.rendezvous import Listener, connect
+from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
 from ppstream.links.factory import open_back, open_front
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sys.setswitchinterval(0.0005)
+    set_switch_interval()
     if arguments.child is not None:
         child(arguments.child)
         return

@@ -37,6 +37,7 @@ from ppstream.analysis.records import EnvelopeLine
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import now_ns
+from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
 from ppstream.ingest.intake import build_intake
@@ -58,7 +59,6 @@ BATCH: Final = 200  # records timed together
 PACE_S: Final = 0.02  # between batches: about the log's own interval
 SUSTAINED_RECORDS: Final = 60_000
 WARM: Final = 200  # envelopes
-SWITCH_INTERVAL_S: Final = 0.0005  # as both ranks set it
 US: Final = 1e-3  # per ns
 ENVELOPE_US: Final = 100.0  # what an envelope without any stage work may cost in all
 #: Fields of EnvelopeRecord that a loop fills with integers, one by one.
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_switch_interval()
     mode = f"one process, drain thread running, loop of {options.block} envelopes in turn"
     print_environment(mode)
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:

@@ -50,6 +50,7 @@ from real_runs import (
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
+from ppstream.core.interpreter import set_switch_interval
 from ppstream.launch.monitoring import Watching
 
 RANKS: Final = 2
@@ -229,7 +230,6 @@ def claims_of_runs(rounds: Sequence[Round]) -> list[Claim]:
     return claims
 
 
-SWITCH_INTERVAL_S: Final = 0.0005  # as both ranks set it
 US: Final = 1e-3  # per ns
 WARM: Final = 200  # envelopes
 RUN_ENVELOPES: Final = 4000  # of one bring-up: seconds, so that scrapes fall into it
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.ranks is not None:
         return of_ranks(options)
     torch.set_num_threads(1)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_switch_interval()
     mode = f"both ranks in one process, blocks of {options.block} envelopes in turn"
     print_environment(mode)
     with ending_cleanly(), ExitStack() as stack:

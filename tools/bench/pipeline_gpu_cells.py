@@ -34,6 +34,7 @@ from ppstream.control.heartbeat import Heartbeat
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import now_ns
+from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
 from ppstream.ingest.intake import build_intake
@@ -121,7 +122,7 @@ def run_cells(cells: Sequence[Cell], least: int, report: Any) -> None:
 
     A cell has ``least`` envelopes, or more, so that it lasts long enough.
     """
-    sys.setswitchinterval(0.0005)
+    set_switch_interval()
     torch.set_num_threads(1)
     store = join_store()
     startup.settle_connections()

@@ -34,6 +34,7 @@ from real_runs import Target, ending_cleanly, print_environment, print_targets, 
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig, RecordConfig, StreamConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.interpreter import set_switch_interval
 from ppstream.ingest.intake import build_intake
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.flight import Owner
@@ -48,7 +49,6 @@ TURN_MS: Final = 5  # between two messages of a stream, unless they hold one sam
 WINDOW_TURNS: Final = 4  # a window and a chunk every 20 ms
 HORIZON: Final = 16
 RECORDER_CPU: Final = 0.05  # of a core
-SWITCH_INTERVAL_S: Final = 0.0005  # as both ranks set it
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--single", action="store_true", help="one sample a message")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    set_switch_interval()
     torch.set_num_threads(1)
     mode = f"{STREAMS} streams of {RATE_HZ} Hz and {DIM} float32, paced, one process"
     print_environment(mode)

@@ -120,10 +120,11 @@ def device_table(stages: Sequence[StageOnDevice]) -> str:
     """Each stage by its device's clock, and by the host's where that is another measure."""
     rows: list[Sequence[str | Cell]] = []
     for found in stages:
-        host = "same events" if found.host is None else ms(found.host.p50)
+        host = "same events" if found.host is None else ms(found.host.p50_ns)
         apart = "" if found.apart is None else f"{found.apart:+.0%}"
         alone = "" if found.alone_ns is None else ms(found.alone_ns)
-        device = [(ms(ns), "n") for ns in (found.device.p50, found.device.p95, found.device.max)]
+        here = found.device
+        device = [(ms(ns), "n") for ns in (here.p50_ns, here.p95_ns, here.max_ns)]
         last: list[Cell] = [(host, "n"), (apart, "n bad" if found.disagrees else "n")]
         rows.append([found.stage, *device, (alone, "n"), *last])
     head = ("stage", "p50", "p95", "max", "alone", "host p50", "apart")
@@ -133,7 +134,8 @@ def device_table(stages: Sequence[StageOnDevice]) -> str:
 def device_note(stages: Sequence[StageOnDevice], clocks: Sequence[ClockSeen]) -> str:
     """Words the finding, and how exact the device's clock was mapped to the host's."""
     said = [
-        f"The host's {found.stage} takes {ms(found.host.p50)}, the device's {ms(found.device.p50)}."
+        f"The host's {found.stage} takes {ms(found.host.p50_ns)}, "
+        f"the device's {ms(found.device.p50_ns)}."
         for found in stages
         if found.host is not None and found.disagrees
     ]

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Final
 
-from ppstream.analysis.claims import Finding
 from ppstream.analysis.records import RunLog
 from ppstream.analysis.run_report import RunReport
 from ppstream.report.formatting import ms, why_scores_differ
@@ -20,7 +19,6 @@ from ppstream.report.html.device import device_note, device_table, memory_charts
 from ppstream.report.html.style import STYLE
 from ppstream.report.html.tables import (
     audit_table,
-    claims_table,
     depth_note,
     drop_table,
     fault_table,
@@ -40,7 +38,7 @@ HATCH: Final = (
     "</pattern></defs></svg>"
 )
 
-Judged = tuple[RunLog, RunReport, Sequence[Finding]]
+Judged = tuple[RunLog, RunReport]
 
 
 def render_page(judged: Sequence[Judged]) -> str:
@@ -63,14 +61,14 @@ def _index(judged: Sequence[Judged]) -> str:
         f'<tr><td><a href="#run{place}">{escape(report.run_id)}</a></td>'
         f"<td>{WORDS[report.verdict.name]}</td><td>{escape(', '.join(report.reasons))}</td>"
         f"<td class=n>{ms(report.primary.period_ns) if report.primary else 'NA'}</td></tr>"
-        for place, (_, report, _) in enumerate(judged)
+        for place, (_, report) in enumerate(judged)
     )
     head = "<tr><th>run<th>verdict<th>reasons<th class=n>period</tr>"
     return f"<nav><table>{head}{rows}</table></nav>"
 
 
-def _article(place: int, run: RunLog, report: RunReport, claims: Sequence[Finding]) -> str:
-    sections = "".join(_sections(run, report, claims))
+def _article(place: int, run: RunLog, report: RunReport) -> str:
+    sections = "".join(_sections(run, report))
     return (
         f'<article id="run{place}">{_head(report)}{_figures(report)}'
         f'<div class="cards">{sections}</div>{_foot(run)}</article>'
@@ -110,12 +108,12 @@ def _figure_values(report: RunReport) -> Iterator[tuple[str, str]]:
         yield f"{score.efficiency:.2f}", "efficiency E"
         yield f"{score.gain:.2f} ×", f"gain, of {score.ceiling:.2f} × possible"
     if latency is not None:
-        yield ms(latency.p50), f"latency p50, p95 {ms(latency.p95)}, max {ms(latency.max)}"
+        yield ms(latency.p50_ns), f"latency p50, p95 {ms(latency.p95_ns)}, max {ms(latency.max_ns)}"
     if age is not None:
-        yield ms(age.p50), f"age at the robot p50, p95 {ms(age.p95)}, max {ms(age.max)}"
+        yield ms(age.p50_ns), f"age at the robot p50, p95 {ms(age.p95_ns)}, max {ms(age.max_ns)}"
 
 
-def _sections(run: RunLog, report: RunReport, claims: Sequence[Finding]) -> Iterator[str]:
+def _sections(run: RunLog, report: RunReport) -> Iterator[str]:
     stretch = stretch_of(report.window)
     if stretch is not None and report.primary is not None:
         yield _section(
@@ -153,12 +151,6 @@ def _sections(run: RunLog, report: RunReport, claims: Sequence[Finding]) -> Iter
             "Service",
             "Here the input sets the period: described, not judged.",
             service_table(report.service),
-        )
-    if claims:
-        yield _section(
-            "Do the figures follow from each other?",
-            "This page's own numbers, redone by the claims audit.",
-            claims_table(claims),
         )
 
 

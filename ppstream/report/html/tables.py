@@ -7,11 +7,11 @@ from html import escape
 from typing import Final
 
 from ppstream.analysis.audits import Audit
-from ppstream.analysis.claims import Finding
 from ppstream.analysis.records import RunLog, Topology
 from ppstream.analysis.run_report import RunReport, Service
-from ppstream.analysis.run_statistics import FaultSeen, quantiles
-from ppstream.report.formatting import ms
+from ppstream.analysis.run_statistics import FaultSeen
+from ppstream.core.quantiles import quantiles
+from ppstream.report.formatting import ms, quantile_texts
 from ppstream.report.series import input_ages_ns
 
 Cell = tuple[str, str]  # text and class
@@ -99,10 +99,10 @@ def stream_table(run: RunLog, report: RunReport) -> str:
         if found is None:
             continue
         limit = limits.get(stream)
-        late = limit is not None and found.max / 1e6 > limit
-        p99 = "NA" if found.p99 is None else ms(found.p99)
-        cells: list[str | Cell] = [stream, *((t, "n") for t in (ms(found.p50), ms(found.p95), p99))]
-        cells.append((ms(found.max), "n bad" if late else "n"))
+        late = limit is not None and found.max_ns / 1e6 > limit
+        *usual, most = quantile_texts(found).values()
+        cells: list[str | Cell] = [stream, *((text, "n") for text in usual)]
+        cells.append((most, "n bad" if late else "n"))
         cells.append(("" if limit is None else f"{limit:g} ms", "n"))
         rows.append(cells)
     return table(("stream", "p50", "p95", "p99", "max", "fresh up to"), rows, numbers=True)
@@ -138,10 +138,8 @@ def service_table(service: Service) -> str:
     for name, share in (service.utilisation or {}).items():
         rows.append((f"{name} busy", f"{share:.0%}"))
     if service.latency is not None:
-        latency = service.latency
-        p99 = "NA" if latency.p99 is None else ms(latency.p99)
-        said = f"p50 {ms(latency.p50)}, p95 {ms(latency.p95)}, p99 {p99}, max {ms(latency.max)}"
-        rows.append(("latency", said))
+        found = quantile_texts(service.latency).items()
+        rows.append(("latency", ", ".join(f"{name} {text}" for name, text in found)))
     if service.deadline is not None:
         n = service.deadline["n"]
         rows.append(("past their lease", f"{service.deadline['misses']} of {n}"))
@@ -149,6 +147,8 @@ def service_table(service: Service) -> str:
         gaps = service.gaps
         said = f"{ms(gaps.longest_ns)}, {gaps.above} above {ms(gaps.limit_ns)}"
         rows.append(("longest without a new chunk", said))
+    if service.rule_counts is not None:
+        rows.append(("rules of [actions]", service.rule_counts.text))
     for robot in service.robots:
         said = f"{robot.holds or 0} holds for {ms(robot.held_ns or 0)}, {robot.faults or 0} faults"
         fault = f", the newest: {robot.fault}" if robot.fault else ""
@@ -158,16 +158,6 @@ def service_table(service: Service) -> str:
         invalid = "not counted" if invalid_share is None else f"{invalid_share:.1%}"
         said = f"{stream.holes} holes above max_gap_ms, {invalid} of targets invalid"
         rows.append((stream.stream, said))
-    return table((), rows)
-
-
-def claims_table(claims: Iterable[Finding]) -> str:
-    rows = [
-        (finding.what or finding.kind, ("follows", "good") if finding.holds else ("BROKEN", "bad"))
-        if finding.holds
-        else (finding.text, ("BROKEN", "bad"))
-        for finding in claims
-    ]
     return table((), rows)
 
 

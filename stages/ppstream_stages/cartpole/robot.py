@@ -23,6 +23,7 @@ import numpy as np
 from ppstream import ClientStatistics, PpstreamError, RobotClient
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.durations import Durations
+from ppstream.core.interpreter import set_switch_interval
 from ppstream_stages.cartpole.layout import ACTION, STREAMS
 from ppstream_stages.cartpole.physics import CartPole, Sample
 
@@ -231,7 +232,7 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    sys.setswitchinterval(0.0005)
+    set_switch_interval()
     try:
         story = robot.run()
     except PpstreamError as error:

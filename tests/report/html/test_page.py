@@ -34,7 +34,6 @@ SECTIONS: Final = (
     "Can the log be believed?",
     "What went nowhere",
     "Service",
-    "Do the figures follow from each other?",
 )
 
 

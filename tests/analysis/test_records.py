@@ -24,7 +24,7 @@ from ppstream.links.headers import RESULT_HEADER, TOLD
 from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
 from ppstream.wire import robot_messages
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # In the order of older logs and runs: nothing is renamed, removed or moved.
 BEGIN = "kind run_id generation epoch lane seq mode phase"
 RANK0 = """pacing tA0 tA1 tSend tRecv tDecode tEmit tPick tRx eA_ns eC_ns B_ns eB_ns idle_ns
@@ -151,7 +151,7 @@ def test_a_new_stamp_is_one_line_in_one_file(
     path.write_text("\n".join(lines) + "\n")
     run = manifest(PipelineForm()) | ({"run_id": "r"} if script is RUN else {})
     (tmp_path / "run.json").write_text(json.dumps(run))
-    places = [tmp_path, ROOT / "kernels", ROOT / "stages", ROOT / "tests"]
+    places = [tmp_path, ROOT / "kernels", ROOT / "stages", ROOT / "tests/support"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
     for code in (script, READ):
         command = [sys.executable, "-c", code, str(tmp_path)]

@@ -1,0 +1,124 @@
+"""Limits on how long a thread or the collector may hold the interpreter.
+
+Python runs one thread of a process at a time. A loop that gave its turn away for a system call gets
+it back when the other thread pauses, or after the switch interval; a collection of cyclic garbage
+stops every thread, in the middle of whatever tripped it. These are all the limits, and nothing else
+sets one:
+
+| who | holds it at most | limit |
+|---|---|---|
+| a thread of a rank | 0.5 ms while another waits; Python's own is 5 ms | `SWITCH_INTERVAL_S` |
+| ... whose loop is on a GPU | 0.01 ms: driver calls give turns away | `DEVICE_SWITCH_INTERVAL_S` |
+| a thread beside a robot's control loop | 0.5 ms while the loop runs | `short_turns` |
+| log, metrics, health beside a loop | 0.1 ms, then a pause of 0.1 ms | `Pieces` |
+| the collector in a rank | collects before ready; what exists then is left out | `freeze_garbage` |
+| the collector beside a control loop | once a second, in time left behind a tick | `Garbage` |
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Final
+
+from ppstream.core.clock import NS_PER_S, now_ns
+
+SWITCH_INTERVAL_S: Final = 0.0005
+DEVICE_SWITCH_INTERVAL_S: Final = 0.00001
+PIECE_NS: Final = 100_000  # half of a short stage's time
+PAUSE_S: Final = 0.0001
+EVERY_NS: Final = NS_PER_S
+OVERDUE_NS: Final = 30 * NS_PER_S  # then it is collected though a tick may be missed: memory ends
+MARGIN: Final = 2  # times the longest collection so far must be left
+
+
+def set_switch_interval(interval_s: float = SWITCH_INTERVAL_S) -> None:
+    """Limit the turns of all threads of this process from now on."""
+    sys.setswitchinterval(interval_s)
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Turns of ``SWITCH_INTERVAL_S`` at most in this block; what was set before holds again behind.
+
+    For a process that is not ours alone.
+    """
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(before_s, SWITCH_INTERVAL_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)
+
+
+class Pieces:
+    """The pieces of one thread's long work beside a loop, from now on.
+
+    A loop with a little slack does not notice pieces; one long stretch it would wait for.
+    """
+
+    def __init__(self) -> None:
+        self._began_ns = now_ns()
+
+    def pause(self) -> None:
+        """To be called every few µs of work: sleeps when the piece is long enough."""
+        if now_ns() - self._began_ns >= PIECE_NS:
+            time.sleep(PAUSE_S)
+            self._began_ns = now_ns()
+
+
+def freeze_garbage() -> None:
+    """Collect now; what exists then lives to the end, and no later collection looks at it."""
+    gc.collect()
+    gc.freeze()
+
+
+class Garbage:
+    """Collections at moments that a loop offers; a context manager for the loop's thread.
+
+    While it is entered, the whole process collects nothing by itself, and what existed before is
+    never looked at. It frees little: reference counts go on freeing the rest.
+    """
+
+    def __init__(self) -> None:
+        self.collections = 0
+        self.longest_ns = 0
+        self._due_ns = 0
+        self._overdue_ns = 0
+        self._was_enabled = True
+
+    def __enter__(self) -> Garbage:
+        self._was_enabled = gc.isenabled()
+        freeze_garbage()
+        gc.disable()
+        self._schedule(now_ns())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
+
+    def offer(self, now: int, left_ns: int) -> None:
+        """There is nothing to do for ``left_ns``: collect if it is due and fits, or is overdue."""
+        if now < self._due_ns:
+            return
+        if left_ns < MARGIN * self.longest_ns and now < self._overdue_ns:
+            return
+        gc.collect()
+        done = now_ns()
+        self.collections += 1
+        self.longest_ns = max(self.longest_ns, done - now)
+        self._schedule(done)
+
+    def _schedule(self, now: int) -> None:
+        self._due_ns, self._overdue_ns = now + EVERY_NS, now + OVERDUE_NS

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+
+import pytest
+
+from ppstream.core import interpreter
+from ppstream.core.clock import ManualClock, now_ns
+from ppstream.core.interpreter import (
+    EVERY_NS,
+    OVERDUE_NS,
+    PAUSE_S,
+    PIECE_NS,
+    SWITCH_INTERVAL_S,
+    Garbage,
+    Pieces,
+    short_turns,
+)
+
+
+def test_a_pause_is_made_when_a_piece_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock(5)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.advance(10 * PIECE_NS)  # the sleep is no part of the next piece
+
+    monkeypatch.setattr(interpreter, "now_ns", clock)
+    monkeypatch.setattr(interpreter.time, "sleep", sleep)
+    work = Pieces()
+    clock.advance(PIECE_NS - 1)
+    work.pause()
+    assert slept == []
+    clock.advance(1)
+    work.pause()
+    work.pause()
+    assert slept == [PAUSE_S]
+    clock.advance(PIECE_NS)
+    work.pause()
+    assert len(slept) == 2
+
+
+@pytest.mark.parametrize(("before_s", "inside_s"), [(0.005, SWITCH_INTERVAL_S), (1e-4, 1e-4)])
+def test_short_turns_end_with_their_block(before_s: float, inside_s: float) -> None:
+    ours_s = sys.getswitchinterval()
+    sys.setswitchinterval(before_s)
+    try:
+        with short_turns():
+            assert sys.getswitchinterval() == pytest.approx(inside_s, abs=2e-6)
+        assert sys.getswitchinterval() == pytest.approx(before_s, abs=2e-6)
+    finally:
+        sys.setswitchinterval(ours_s)
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_cycles_wait_until_a_loop_offers_time_and_no_longer() -> None:
+    with Garbage() as garbage:
+        assert not gc.isenabled()
+        lost = weakref.ref(Node())
+        garbage.offer(now_ns(), EVERY_NS)
+        assert lost() is not None, "it is not due yet"
+        garbage.offer(now_ns() + EVERY_NS, EVERY_NS)
+        assert lost() is None
+        assert garbage.collections == 1
+    assert gc.isenabled()
+
+
+def test_a_collection_that_does_not_fit_waits_but_not_for_ever() -> None:
+    with Garbage() as garbage:
+        garbage.longest_ns = 1000
+        garbage.offer(now_ns() + EVERY_NS, 1999)
+        assert garbage.collections == 0
+        garbage.offer(now_ns() + OVERDUE_NS, 1999)
+        assert garbage.collections == 1
+
+
+def test_what_exists_before_is_not_looked_at_again() -> None:
+    before = gc.get_freeze_count()
+    with Garbage():
+        assert gc.get_freeze_count() > before
+    assert gc.get_freeze_count() == 0
+
+
+def test_who_has_switched_it_off_finds_it_off_again() -> None:
+    gc.disable()
+    try:
+        with Garbage():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
