@@ -1,6 +1,8 @@
 """The effective configuration as TOML that reads back to the same configuration.
 
-Not a general TOML writer: it knows the few kinds of value a configuration holds.
+Not a general TOML writer: it knows the few kinds of value a configuration holds. A list stays on
+one line, as people write limits of joints and as ``--set`` takes it; tomli-w gives each element a
+line of its own, which makes the document of a run with cameras half as long again.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import find_runs, read_run
@@ -22,9 +22,10 @@ from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.verdict import SEVERITY, Verdict
 from ppstream.core.errors import CompareError, LogError
 from ppstream.report.comparison import compare_folders, comparison_dict, comparison_text
-from ppstream.report.html.page import Judged, render_page
-from ppstream.report.perfetto import write_trace
 from ppstream.report.text import ASCII, render
+
+if TYPE_CHECKING:
+    from ppstream.report.html.page import Judged
 
 SCHEMA: Final = "ppstream.report/1"
 BAD_INPUT: Final = 3
@@ -69,8 +70,12 @@ def _write_files(options: argparse.Namespace, judged: Sequence[Judged]) -> None:
     if options.json is not None:
         _write_json(options.json, report_dict(judged))
     if options.html is not None:
+        from ppstream.report.html.page import render_page  # here: most reports are only printed
+
         _write(options.html, render_page(judged))
     if options.perfetto is not None and judged:
+        from ppstream.report.perfetto import write_trace
+
         run = judged[-1][0]
         left_out = write_trace(options.perfetto, run)
         if left_out:

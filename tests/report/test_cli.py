@@ -395,6 +395,32 @@ def test_critical_path_names_the_last_predecessor() -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("option", "loaded"),
+    [
+        ("--json", set()),
+        ("--html", {"ppstream.report.html.page"}),
+        ("--perfetto", {"ppstream.report.perfetto"}),
+    ],
+)
+def test_what_draws_is_loaded_when_it_is_asked_for(
+    option: str, loaded: set[str], tmp_path: Path
+) -> None:
+    simulate(n=120).write(tmp_path)
+    code = (
+        "import sys\n"
+        "from ppstream.report.cli import main\n"
+        "main(sys.argv[1:])\n"
+        "print(*(name for name in sys.modules if name.startswith('ppstream.report.')))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), option, str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "ppstream.report.text" in modules
+    drawing = {"ppstream.report.html.page", "ppstream.report.perfetto"}
+    assert modules & drawing == loaded
+
+
 @pytest.mark.parametrize("option", ["--json", "--html", "--perfetto"])
 def test_a_file_that_cannot_be_written_is_bad_input(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -35,6 +35,7 @@ TWO_RANKS: Final = (
 ROBOT_SIDE: Final = """
 import sys
 import ppstream.robot, ppstream.analysis.judge, ppstream.wire.robot_messages
+import ppstream.report.html.page  # reads its style sheet and skeleton
 assert "torch" not in sys.modules
 assert "site-packages" in ppstream.__file__, ppstream.__file__
 """
@@ -100,7 +101,7 @@ def check_two_ranks(wheel: Path, folder: Path) -> None:
     elsewhere = folder / "serve" / "elsewhere"
     elsewhere.mkdir()
     run(python.with_name("ppstream"), *TWO_RANKS, cwd=elsewhere, limit_s=RUN_LIMIT_S)
-    run(python.with_name("ppstream-report"), "logs/latest", cwd=elsewhere)
+    run(python.with_name("ppstream-report"), "logs/latest", "--html", "page.html", cwd=elsewhere)
 
 
 def environment(folder: Path, requirement: str) -> Path:

@@ -21,8 +21,7 @@ from golden_runs import GoldenRun, simulate, stages
 from ppstream.analysis.judge import judge
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.run_report import RunReport
-from ppstream.report.html.page import HATCH
-from ppstream.report.html.style import STYLE
+from ppstream.report.html.page import SKELETON, STYLE
 from ppstream.report.html.timeline import timeline
 from ppstream.report.series import stretch_of
 
@@ -82,7 +81,7 @@ def draw(name: str) -> tuple[str, str]:
     opening, body = re.split(r"(?<=>)", timeline(run, stretch), maxsplit=1)
     opening = opening.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" width="1060" ')
     style = f"<style>{escape(STYLE, quote=False)} svg{{background:var(--card)}}</style>"
-    defs = re.findall(r"<defs>.*</defs>", HATCH)[0]
+    defs = re.findall(r"<defs>.*</defs>", SKELETON.template)[0]
     return f"{opening}{style}{defs}{body}\n", table_row(report)
 
 

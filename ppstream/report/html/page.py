@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from importlib.resources import files
+from string import Template
 from typing import Final
 
 from ppstream.analysis.records import RunLog
@@ -16,7 +18,6 @@ from ppstream.analysis.run_report import RunReport
 from ppstream.report.formatting import ms, why_scores_differ
 from ppstream.report.html import charts
 from ppstream.report.html.device import device_note, device_table, memory_charts, memory_table
-from ppstream.report.html.style import STYLE
 from ppstream.report.html.tables import (
     audit_table,
     depth_note,
@@ -30,30 +31,22 @@ from ppstream.report.html.tables import (
 from ppstream.report.html.timeline import stretch_note, timeline
 from ppstream.report.series import stretch_of
 
+_OURS: Final = files("ppstream.report.html")
+#: Colours are Okabe and Ito's set ("Color Universal Design", 2008), told apart with any common
+#: colour blindness and in grey; a stage also carries its letter, a wait its hatching, a verdict its
+#: word. One sheet for screen (light and dark), print and small windows.
+STYLE: Final = _OURS.joinpath("page.css").read_text("utf-8")
+SKELETON: Final = Template(_OURS.joinpath("page.html").read_text("utf-8"))
 WORDS: Final = {"PASS": "✓ PASS", "FAIL": "✗ FAIL", "INCONCLUSIVE": "? INCONCLUSIVE"}
-HATCH: Final = (
-    '<svg width="0" height="0" style="position:absolute" aria-hidden="true"><defs>'
-    '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><line class="hatching" x1="0" y1="0" x2="0" y2="6"/>'
-    "</pattern></defs></svg>"
-)
-
 Judged = tuple[RunLog, RunReport]
 
 
 def render_page(judged: Sequence[Judged]) -> str:
     """The whole page of all runs, in their order."""
     title = "ppstream report" if len(judged) > 1 else f"ppstream: {judged[0][1].run_id}"
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
     body = [_index(judged)] if len(judged) > 1 else []
     body += [_article(place, *one) for place, one in enumerate(judged)]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
-        f"<body>{HATCH}<main>{''.join(body)}</main></body></html>\n"
-    )
+    return SKELETON.substitute(title=escape(title), style=STYLE, body="".join(body))
 
 
 def _index(judged: Sequence[Judged]) -> str:

@@ -15,7 +15,7 @@ from report_pages import Reader, complete, page
 
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.report.cli import main
-from ppstream.report.html import style
+from ppstream.report.html.page import STYLE
 
 SECTIONS: Final = (
     "A typical stretch",
@@ -136,7 +136,9 @@ BLIND: Final = {
 
 
 def colours(theme: str) -> dict[str, tuple[float, ...]]:
-    found = re.findall(r"--([\w-]+):#([0-9a-f]{6})\b", getattr(style, theme))
+    sets = dict(zip(("light", "dark"), re.findall(r":root{(.*?)}", STYLE, re.S), strict=True))
+    assert f"color-scheme:{theme};" in sets[theme]
+    found = re.findall(r"--([\w-]+):#([0-9a-f]{6})\b", sets[theme])
     return {name: tuple(int(v[i : i + 2], 16) / 255 for i in (0, 2, 4)) for name, v in found}
 
 
@@ -153,7 +155,7 @@ def contrast(one: tuple[float, ...], two: tuple[float, ...]) -> float:
     return (light[1] + 0.05) / (light[0] + 0.05)
 
 
-@pytest.mark.parametrize("theme", ["_LIGHT", "_DARK"])
+@pytest.mark.parametrize("theme", ["light", "dark"])
 def test_text_has_contrast_on_what_it_stands_on(theme: str) -> None:
     c = colours(theme)
     pairs = [("ink", "page"), ("ink", "card"), ("soft", "card"), ("soft", "page")]
@@ -166,7 +168,7 @@ def test_text_has_contrast_on_what_it_stands_on(theme: str) -> None:
     assert all(contrast(c[stage], c["card"]) >= 1.9 for stage in ("a", "b", "c", "link"))
 
 
-@pytest.mark.parametrize("theme", ["_LIGHT", "_DARK"])
+@pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("kind", BLIND)
 def test_stages_differ_for_the_colour_blind(kind: str, theme: str) -> None:
     c = colours(theme)
