@@ -19,7 +19,7 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
 from ppstream.recording.load import load_recording
-from ppstream.recording.recording import Message, Recording
+from ppstream.recording.recording import RecordedMessage, Recording
 from ppstream.robot.client import RobotClient
 from ppstream.wire.robot_messages import ActionChunk
 
@@ -72,7 +72,7 @@ def play(
             _insist(client, message)
 
 
-def _insist(client: RobotClient, message: Message) -> None:
+def _insist(client: RobotClient, message: RecordedMessage) -> None:
     give_up_ns = now_ns() + int(REFUSED_LIMIT_S * NS_PER_S)
     while not client.push(message.stream, message.stamps_ns, message.values):
         if now_ns() > give_up_ns:

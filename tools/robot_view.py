@@ -29,7 +29,7 @@ from robot_view_lockstep import record_lockstep
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import ConfigError, ExitCode, PpstreamError
-from ppstream.recording.mcap_reader import Found, read_mcap
+from ppstream.recording.mcap_reader import EncodedMessage, read_mcap
 from ppstream_stages.cartpole.layout import ACTION_DT_NS, FALL_ANGLE_RAD, FALL_POSITION_M, HORIZON
 
 STREAM: Final = "encoder"  # cart position m, pole angle rad
@@ -124,7 +124,7 @@ def read_view(path: Path, label: str) -> View:
     Raises:
         ConfigError: it is no recording of a cart-pole.
     """
-    messages = (found for found in read_mcap(path) if isinstance(found, Found))
+    messages = (found for found in read_mcap(path) if isinstance(found, EncodedMessage))
     bodies = [(m.topic, m.happened_ns, msgspec.json.decode(m.data)) for m in messages]
     batches = [body for topic, _, body in bodies if topic.endswith(f"/samples/{STREAM}")]
     if not batches:

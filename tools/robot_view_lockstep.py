@@ -17,7 +17,7 @@ import torch
 
 from ppstream.config import load
 from ppstream.core.clock import NS_PER_MS
-from ppstream.recording.items import Cut, Emitted, Item, Samples
+from ppstream.recording.items import Cut, Emitted, Item, SamplesItem
 from ppstream.recording.mcap_writer import RecordFile
 from ppstream_stages.cartpole import decode, policy
 from ppstream_stages.cartpole.layout import LEASE_NS
@@ -82,4 +82,4 @@ def _encoder(states: np.ndarray[Any, Any]) -> Iterator[Item]:
         now_ns = (number + HELD_STEPS) * NS_PER_MS
         stamp = np.array([now_ns], np.int64)
         arrays = stamp.tobytes(), state.tobytes()
-        yield Samples(ROBOT, "encoder", number, number + 1, *arrays, now_ns)
+        yield SamplesItem(ROBOT, "encoder", number, number + 1, *arrays, now_ns)

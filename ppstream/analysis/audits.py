@@ -17,7 +17,7 @@ from typing import Final
 
 from ppstream.analysis.records import Envelope, RunLog
 from ppstream.analysis.scores import between
-from ppstream.analysis.segments import Window
+from ppstream.analysis.segments import JudgedSpan
 from ppstream.analysis.thread_time import Threads, stage_cpu, unlogged_waits
 
 EPS: Final = 0.02  # of the window
@@ -42,7 +42,7 @@ class Audit:
     may_lack: bool = False
 
 
-def audit_all(run: RunLog, window: Window) -> dict[str, Audit]:
+def audit_all(run: RunLog, window: JudgedSpan) -> dict[str, Audit]:
     """Every audit by its name in the report."""
     checks: dict[str, Callable[[], Audit]] = {
         "conservation": lambda: conservation(run, window),
@@ -64,7 +64,7 @@ def audit_all(run: RunLog, window: Window) -> dict[str, Audit]:
     return {name: check() for name, check in checks.items()}
 
 
-def conservation(run: RunLog, window: Window) -> Audit:
+def conservation(run: RunLog, window: JudgedSpan) -> Audit:
     """Busy + named waits (+ link calls) of each serial thread make up the whole of its time.
 
     ``value`` is the worst residual as a share of the window: positive, time nobody claims;
@@ -84,7 +84,7 @@ def conservation(run: RunLog, window: Window) -> Audit:
     )
 
 
-def little(run: RunLog, window: Window) -> Audit:
+def little(run: RunLog, window: JudgedSpan) -> Audit:
     """The logged integral of each queue counter equals the sum of sojourns from the stamps.
 
     Both are taken between two emits; of an envelope that was under way at one of them, the part of
@@ -126,7 +126,7 @@ def little(run: RunLog, window: Window) -> Audit:
     return Audit(differences[worst] <= LITTLE_EPS, differences[worst], LITTLE_EPS, worst)
 
 
-def bounds(run: RunLog, window: Window) -> Audit:
+def bounds(run: RunLog, window: JudgedSpan) -> Audit:
     """No serial resource is busy for longer than its window, and no device region outlasts its B.
 
     ``value`` is the worst excess as a share of the window.
@@ -142,7 +142,7 @@ def bounds(run: RunLog, window: Window) -> Audit:
     return Audit(excess[worst] <= EPS * span, max(0.0, excess[worst]) / span, EPS, worst)
 
 
-def residence(window: Window) -> Audit:
+def residence(window: JudgedSpan) -> Audit:
     """``B_ns <= residence_ns <= tRecv - tSend``: a B that began before its envelope came is caught.
 
     ``value`` is the sum of all violations as a share of the window.
@@ -157,7 +157,7 @@ def residence(window: Window) -> Audit:
     return _small_sum(broken_ns, window)
 
 
-def outstanding(run: RunLog, window: Window) -> Audit:
+def outstanding(run: RunLog, window: JudgedSpan) -> Audit:
     """The mesh is only busy while rank 0 has something outstanding (rank 0's stamps alone).
 
     Also, with one thread on rank 0: the counter sampled at each emit equals the count from the
@@ -191,7 +191,7 @@ def outstanding(run: RunLog, window: Window) -> Audit:
     )
 
 
-def credit(run: RunLog, window: Window) -> Audit:
+def credit(run: RunLog, window: JudgedSpan) -> Audit:
     """Nothing starts before the permission or the thread that it needs.
 
     Commit and (credit before window) A after the receipt D_in earlier; decode after its result and
@@ -209,7 +209,7 @@ def credit(run: RunLog, window: Window) -> Audit:
     return _small_sum(broken_ns, window)
 
 
-def order(window: Window) -> Audit:
+def order(window: JudgedSpan) -> Audit:
     """Stamps of one envelope never run backwards; ``value`` counts the envelopes where they do.
 
     Further, A does not begin before the newest sample it used had come (summed, since a sample may
@@ -227,7 +227,7 @@ def order(window: Window) -> Audit:
     return Audit(backwards == 0, backwards, 0, "stamps run backwards" if backwards else "")
 
 
-def stamps(run: RunLog, window: Window) -> Audit:
+def stamps(run: RunLog, window: JudgedSpan) -> Audit:
     """Rank 0's ``B_ns`` is ``tB1 - tB0`` of the policy rank's own line, which is not missing.
 
     ``value`` is the sum of all differences as a share of the window, or the share of lines missing.
@@ -250,7 +250,7 @@ def stamps(run: RunLog, window: Window) -> Audit:
     return _small_sum(broken_ns, window)
 
 
-def ledger(run: RunLog, window: Window) -> Audit:
+def ledger(run: RunLog, window: JudgedSpan) -> Audit:
     """The log has a line of every envelope that rank 0's last ledger of the judged phase counts.
 
     Its counts balance, too. ``value`` is the share of lines missing, by the ledger or by gaps of
@@ -285,7 +285,7 @@ def _ended_ns(e: Envelope) -> int:
     return next((t for t in (e.tEmit, e.tDecode, e.tRecv, e.tSend, e.tA1) if t is not None), 0)
 
 
-def cpu(run: RunLog, window: Window) -> Audit:
+def cpu(run: RunLog, window: JudgedSpan) -> Audit:
     """No stage took more CPU time than time, and all together no more than the CPUs have.
 
     ``value`` is the worst excess as a share of the window.
@@ -296,7 +296,7 @@ def cpu(run: RunLog, window: Window) -> Audit:
     excess: dict[str, float] = {
         f"{stage} over its time": times.cpu_ns - times.stage_ns for stage, times in found.items()
     }
-    usable = usable_cpus(run, window.generation)
+    usable = noted_cpus(run, window.generation)
     if usable is not None and not _is_elsewhere(run):
         total = sum(times.cpu_ns for times in found.values())
         excess[f"all over {usable:g} CPUs"] = total - usable * window.span_ns
@@ -307,7 +307,7 @@ def cpu(run: RunLog, window: Window) -> Audit:
     return Audit(excess[worst] <= limit_ns, value, limit_ns / window.span_ns, note)
 
 
-def usable_cpus(run: RunLog, generation: int) -> float | None:
+def noted_cpus(run: RunLog, generation: int) -> float | None:
     """As rank 0 found them at the start of bring-up; None: it did not say."""
     for event in run.events:
         if event.name == "machine" and event.generation == generation:
@@ -316,7 +316,7 @@ def usable_cpus(run: RunLog, generation: int) -> float | None:
     return None
 
 
-def _phase_end_ns(run: RunLog, window: Window) -> int | None:
+def _phase_end_ns(run: RunLog, window: JudgedSpan) -> int | None:
     """When rank 0 left the judged phase for the last time; None: it has not, or nobody knows."""
     changes = [
         (event.t, event.phase)
@@ -342,7 +342,7 @@ def _is_elsewhere(run: RunLog) -> bool:
     return here is not None and there is not None and here != there
 
 
-def _wrong_samples(run: RunLog, window: Window) -> float:
+def _wrong_samples(run: RunLog, window: JudgedSpan) -> float:
     """Share of emits whose ``outstanding`` lies outside the count from stamps.
 
     Events at the very instant of an emit may count either way. The last emits are left out: what
@@ -371,7 +371,7 @@ def _counts(at: Iterable[Envelope], sent: list[int], came: list[int]) -> Iterato
         )
 
 
-def _too_early_ns(e: Envelope, lane: dict[int, Envelope], window: Window) -> Iterator[int]:
+def _too_early_ns(e: Envelope, lane: dict[int, Envelope], window: JudgedSpan) -> Iterator[int]:
     """Returns by how much each step of one envelope was too early."""
     topology = window.topology
     giver, before, freed = (
@@ -390,7 +390,7 @@ def _too_early_ns(e: Envelope, lane: dict[int, Envelope], window: Window) -> Ite
     yield max(0, between(e.tDecode, e.tRecv))
 
 
-def _same_thread_ns(window: Window) -> int:
+def _same_thread_ns(window: JudgedSpan) -> int:
     """Time that A and C of the one thread claim together, with any two of their intervals."""
     shared = 0
     for segment in window.segments:
@@ -404,12 +404,12 @@ def _same_thread_ns(window: Window) -> int:
     return shared
 
 
-def _small_sum(broken_ns: int, window: Window) -> Audit:
+def _small_sum(broken_ns: int, window: JudgedSpan) -> Audit:
     return Audit(broken_ns <= EPS * window.span_ns, broken_ns / window.span_ns, EPS)
 
 
 def _counted_ends(
-    lines: Sequence[Envelope], window: Window
+    lines: Sequence[Envelope], window: JudgedSpan
 ) -> list[tuple[list[Envelope], list[Envelope]]]:
     """The first and the last emits of every segment between which no envelope is missing.
 

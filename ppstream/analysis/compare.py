@@ -16,7 +16,7 @@ from ppstream.analysis.bootstrap import BLOCK, RESAMPLES, SEED, TAIL, Row, block
 from ppstream.analysis.records import Json, RunLog
 from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.scores import between
-from ppstream.analysis.segments import Window
+from ppstream.analysis.segments import JudgedSpan
 from ppstream.core.errors import CompareError
 
 #: Parts of the configuration that make it another workload: nothing fair can be said across them.
@@ -215,7 +215,7 @@ def _flat(table: Json, prefix: str = "") -> dict[str, object]:
 # ---- numbers ------------------------------------------------------------------------------------
 
 
-def _rows(window: Window) -> list[list[Row]]:
+def _rows(window: JudgedSpan) -> list[list[Row]]:
     """By segment and emit: 1, period, latency, age since arrival; in ns."""
     return [
         [

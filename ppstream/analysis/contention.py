@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from ppstream.analysis.period_model import StageTimes
 from ppstream.analysis.records import Envelope, RunLog, Topology
 from ppstream.analysis.scores import Primary, mean_times, resource_names
-from ppstream.analysis.segments import ALONE, BRING_UP, Window
+from ppstream.analysis.segments import ALONE, BRING_UP, JudgedSpan
 from ppstream.core.cpus import Machine
 
 SHORT_SHARE: Final = 0.05  # of the period: a shorter stage cannot be what overlap is about
@@ -51,7 +51,7 @@ class Alone:
         return self.fair.a + self.fair.b + self.fair.c
 
 
-def alone(run: RunLog, window: Window, score: Primary, machine: Machine | None) -> Alone | None:
+def alone(run: RunLog, window: JudgedSpan, score: Primary, machine: Machine | None) -> Alone | None:
     """The score by stage times alone; None where none were measured, or nothing could overlap.
 
     The mean of the measurements before and behind bring-up counts: the smaller would refuse a
@@ -127,7 +127,7 @@ def _own(
     return _each(add, cpu, rest), counts
 
 
-def _lines_alone(run: RunLog, window: Window) -> tuple[list[Envelope], list[Envelope]]:
+def _lines_alone(run: RunLog, window: JudgedSpan) -> tuple[list[Envelope], list[Envelope]]:
     """Envelopes that went one by one, before bring-up and behind it."""
     lines = [e for e in run.envelopes if e.mode == ALONE and e.generation == window.generation]
     sent = [e for e in lines if e.is_emitted]

@@ -13,7 +13,7 @@ from typing import Final
 
 from ppstream.analysis.records import RunLog
 from ppstream.analysis.scores import between
-from ppstream.analysis.segments import Window
+from ppstream.analysis.segments import JudgedSpan
 from ppstream.core.quantiles import Quantiles, quantiles
 
 APART_MAX: Final = 0.10  # device and host further apart than this is worth a word
@@ -51,12 +51,12 @@ class ClockSeen:
     drift_ppb: int  # the newest
 
 
-def stages_on_device(run: RunLog, window: Window) -> list[StageOnDevice]:
+def stages_on_device(run: RunLog, window: JudgedSpan) -> list[StageOnDevice]:
     """A, B and C, those of them whose device durations are in the log."""
     return list(_stages(run, window))
 
 
-def _stages(run: RunLog, window: Window) -> Iterator[StageOnDevice]:
+def _stages(run: RunLog, window: JudgedSpan) -> Iterator[StageOnDevice]:
     emitted, alone = window.emitted, run.standalone
     host_0, host_b = (
         not _is_device_stamped(run, rank) for rank in (0, run.topology.world_size - 1)

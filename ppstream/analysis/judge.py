@@ -16,7 +16,7 @@ from ppstream.analysis.device_times import clocks_seen, stages_on_device
 from ppstream.analysis.memory_use import memory_use
 from ppstream.analysis.period_model import deeper, limiting_term, period, window_star
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
-from ppstream.analysis.run_report import OldestAction, RunReport, Service
+from ppstream.analysis.run_report import OldestAction, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import (
     HARMLESS,
     critical_path,
@@ -31,8 +31,8 @@ from ppstream.analysis.run_statistics import (
 )
 from ppstream.analysis.safety_counts import QueueMaxima, queue_maxima, safety_counts
 from ppstream.analysis.scores import Primary, compat, form_of, primary, resource_names
-from ppstream.analysis.segments import BRING_UP, Window, select_window
-from ppstream.analysis.statements import Findings, Model, ms, statements
+from ppstream.analysis.segments import BRING_UP, JudgedSpan, select_window
+from ppstream.analysis.statements import Diagnosis, Model, in_ms, statements
 from ppstream.analysis.thread_time import stage_cpu, unnamed
 from ppstream.analysis.verdict import (
     ACCEPTABLE,
@@ -121,7 +121,7 @@ def judge(
     )
 
 
-def _evidence(run: RunLog, window: Window) -> Evidence:
+def _evidence(run: RunLog, window: JudgedSpan) -> Evidence:
     score = primary(window)
     machine = _machine(run, window)
     return Evidence(
@@ -139,12 +139,12 @@ def _evidence(run: RunLog, window: Window) -> Evidence:
 
 
 def _findings(
-    evidence: Evidence, gate: Gate, queues: QueueMaxima, service: Service | None
-) -> Findings:
+    evidence: Evidence, gate: Gate, queues: QueueMaxima, service: ServiceReport | None
+) -> Diagnosis:
     run, window, score = evidence.run, evidence.window, evidence.primary
     verdict, reasons, contradictions = decide(evidence, gate)
     inline = run.topology.world_size == 1
-    return Findings(
+    return Diagnosis(
         evidence=evidence,
         gate=gate,
         verdict=verdict,
@@ -181,13 +181,13 @@ def _accept(bringup: Json) -> tuple[str, ...]:
     return tuple(reason for reason in ACCEPTABLE if reason in listed)
 
 
-def _input_source(bringup: Json, window: Window) -> str:
+def _input_source(bringup: Json, window: JudgedSpan) -> str:
     if window.phases != {BRING_UP}:
         return ""
     return "recorded" if bringup.get("source") == "recording" else "synthetic"
 
 
-def _machine(run: RunLog, window: Window) -> Machine | None:
+def _machine(run: RunLog, window: JudgedSpan) -> Machine | None:
     """Rank 0's newest event on its host, of the judged generation."""
     for event in reversed(run.events):
         if event.name == "machine" and event.generation == window.generation:
@@ -212,7 +212,7 @@ def _thread_cpus(fields: Json, threads: Iterable[str]) -> dict[str, tuple[int, .
     }
 
 
-def _model(score: Primary | None, window: Window) -> Model | None:
+def _model(score: Primary | None, window: JudgedSpan) -> Model | None:
     if score is None:
         return None
     form = form_of(window.topology)
@@ -230,7 +230,7 @@ def _model(score: Primary | None, window: Window) -> Model | None:
     )
 
 
-def _service(run: RunLog) -> Service | None:
+def _service(run: RunLog) -> ServiceReport | None:
     ready = [e for e in run.envelopes if e.phase == READY]
     if not ready:
         return None
@@ -239,7 +239,7 @@ def _service(run: RunLog) -> Service | None:
     reasons = _service_reasons(run, ready)
     found = [ledger for ledger in run.ledgers if ledger.stream not in (TOTAL, ENVELOPES)]
     verdict = Verdict.FAIL if len(reasons) > 1 else Verdict.INCONCLUSIVE
-    return Service(
+    return ServiceReport(
         limited_by=classify(window, score),
         latency=quantiles(latencies_ns(window)),
         deadline=deadlines(ready),
@@ -264,7 +264,8 @@ def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:
     was, now = usual_stages_ns(before), usual_stages_ns(served)
     if min(len(before), len(served)) >= COMPARED_MIN:
         slower = [
-            f"{stage} took {ns / was[stage]:.1f} x bring-up's {ms(was[stage])} ms ({ms(ns)} ms)"
+            f"{stage} took {ns / was[stage]:.1f} x bring-up's {in_ms(was[stage])} ms "
+            f"({in_ms(ns)} ms)"
             for stage, ns in now.items()
             if stage in was and ns > SLOWER * was[stage] and ns - was[stage] > SLOWER_NS
         ]

@@ -16,16 +16,16 @@ from ppstream.analysis.records import (
     Envelope,
     EnvelopeBook,
     EnvelopeLine,
-    Event,
     GpuMemory,
+    IsolatedTimes,
     Json,
     Ledger,
-    Memory,
-    RobotState,
+    LogEvent,
+    MemoryLine,
+    PolicyLine,
+    RobotStateLine,
     RuleCounts,
     RunLog,
-    Stage1,
-    Standalone,
     Topology,
     words,
 )
@@ -41,7 +41,7 @@ INT_MAX: Final = (1 << 63) - 1
 FAULT_CHARS: Final = 120
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """One decoded log line and where it stood; ``rank`` and ``generation`` are its file's."""
 
     rank: int
@@ -52,7 +52,7 @@ class Line(NamedTuple):
 
 def parse_run(
     manifest: Json,
-    lines: Iterable[Line],
+    lines: Iterable[LogLine],
     *,
     torn_lines: int = 0,
     missing_ranks: tuple[int, ...] = (),
@@ -103,20 +103,20 @@ class _Sorted:
 
     def __init__(self, run_id: object) -> None:
         self.envelopes: list[Envelope] = []
-        self.stage1: dict[tuple[int, int, int, int], Stage1] = {}
-        self.events: list[Event] = []
+        self.stage1: dict[tuple[int, int, int, int], PolicyLine] = {}
+        self.events: list[LogEvent] = []
         self.ages_ns: list[int] = []
         self.oldest_ns = 0
         self.ledgers: dict[tuple[int, str], Ledger] = {}
         self.books: list[EnvelopeBook] = []
         self.rule_counts: dict[int, RuleCounts] = {}  # by generation
-        self.states: dict[tuple[int, int], RobotState] = {}
-        self.memory: list[Memory] = []
+        self.states: dict[tuple[int, int], RobotStateLine] = {}
+        self.memory: list[MemoryLine] = []
         self.unbelievable = self.ignored = 0
         self.strangers: dict[str, None] = {}  # an ordered set
         self._run_id = run_id
 
-    def add(self, line: Line) -> None:
+    def add(self, line: LogLine) -> None:
         theirs = line.fields.get("run_id")
         if isinstance(self._run_id, str) and isinstance(theirs, str) and theirs != self._run_id:
             self.strangers[line.where.rpartition(":")[0]] = None
@@ -139,7 +139,7 @@ class _Sorted:
         else:
             self.ignored += 1
 
-    def _robot(self, line: Line) -> None:
+    def _robot(self, line: LogLine) -> None:
         age_ns, oldest_ns = (
             _int(line.fields, name, line.where) for name in ("age_ns", "oldest_ns")
         )
@@ -150,7 +150,7 @@ class _Sorted:
             self.ages_ns.append(age_ns)
         self.oldest_ns = max(self.oldest_ns, oldest_ns or 0)
 
-    def _robot_state(self, line: Line) -> None:
+    def _robot_state(self, line: LogLine) -> None:
         """The newest one of a session stands for all: its counts go on."""
         found = line.fields
         session = _int(found, "session", line.where)
@@ -160,10 +160,10 @@ class _Sorted:
             return
         said = _text(found.get("fault"))
         fault = "".join(c if c.isprintable() else "?" for c in said[:FAULT_CHARS]) if said else None
-        state = RobotState(session or 0, fault=fault, **counts)
+        state = RobotStateLine(session or 0, fault=fault, **counts)
         self.states[line.generation, state.session] = state
 
-    def _ledger(self, line: Line) -> None:
+    def _ledger(self, line: LogLine) -> None:
         if "actions" in line.fields:
             table = _mapping(line.fields["actions"])
             self.rule_counts[line.generation] = _rule_counts(table, line.where)
@@ -186,14 +186,14 @@ def check_schema(record: Json, where: str) -> None:
         )
 
 
-def _standalone(manifest: Json, name: str) -> Standalone | None:
+def _standalone(manifest: Json, name: str) -> IsolatedTimes | None:
     """Means; medians where a writer has no means."""
     table, where = _mapping(manifest.get(name)), f"run.json: {name}"
     means = [_int(table, f"{stage}_mean_ns", where) for stage in "ABC"]
     medians = [_int(table, f"{stage}_ns", where) for stage in "ABC"]
     times = [median if mean is None else mean for mean, median in zip(means, medians, strict=True)]
     known = [ns for ns in times if ns is not None and ns >= 0]
-    return Standalone(*known) if len(known) == len(times) else None
+    return IsolatedTimes(*known) if len(known) == len(times) else None
 
 
 def _topology(manifest: Json) -> Topology:
@@ -248,16 +248,16 @@ def _named(line: type, hint: object) -> tuple[str, ...]:
     return tuple(name for name, found in get_type_hints(line).items() if found == hint)
 
 
-_LINES: Final[tuple[type, ...]] = (EnvelopeLine, Stage1)
+_LINES: Final[tuple[type, ...]] = (EnvelopeLine, PolicyLine)
 _NUMBERS: Final = {line: _named(line, int | None) for line in _LINES}
 _TEXTS: Final = {line: _named(line, str | None) for line in _LINES}
 _MEMORY: Final = ("resident_bytes", *_named(GpuMemory, int))
-_ROBOT_COUNTS: Final = _named(RobotState, int | None)
+_ROBOT_COUNTS: Final = _named(RobotStateLine, int | None)
 #: Both sides write these; rank 0's line wins, the policy rank's fills what it lacks.
 _SHARED: Final = tuple(words(EnvelopeLine))
 
 
-def _envelope(line: Line) -> Envelope:
+def _envelope(line: LogLine) -> Envelope:
     found = line.fields
     envelope = Envelope(
         **_declared(EnvelopeLine, line),
@@ -269,11 +269,11 @@ def _envelope(line: Line) -> Envelope:
     return envelope
 
 
-def _stage1(line: Line) -> Stage1:
-    return Stage1(**_declared(Stage1, line))
+def _stage1(line: LogLine) -> PolicyLine:
+    return PolicyLine(**_declared(PolicyLine, line))
 
 
-def _declared(kind: type, line: Line) -> dict[str, Any]:
+def _declared(kind: type, line: LogLine) -> dict[str, Any]:
     """Numbers, texts and names of the line, by the fields that ``kind`` declares."""
     found, where = line.fields, line.where
     values: dict[str, Any] = {name: _int(found, name, where) for name in _NUMBERS[kind]}
@@ -285,7 +285,7 @@ def _declared(kind: type, line: Line) -> dict[str, Any]:
     return values
 
 
-def _join(envelope: Envelope, stage1: Stage1 | None) -> Envelope:
+def _join(envelope: Envelope, stage1: PolicyLine | None) -> Envelope:
     if stage1 is not None:
         envelope.stage1 = stage1
         for name in _SHARED:
@@ -294,7 +294,7 @@ def _join(envelope: Envelope, stage1: Stage1 | None) -> Envelope:
     return envelope
 
 
-def _key(line: Line) -> tuple[int, int, int, int]:
+def _key(line: LogLine) -> tuple[int, int, int, int]:
     found, where = line.fields, line.where
     seq = _int(found, "seq", where)
     if seq is None:
@@ -316,10 +316,10 @@ def _order(envelope: Envelope) -> tuple[int, int, int, int, int]:
     return (*_identity(envelope), envelope.tEmit or 0)
 
 
-def _event(line: Line) -> Event:
+def _event(line: LogLine) -> LogEvent:
     found, where = line.fields, line.where
     to = _int(found, "to", where) if found.get("name") == "epoch_cut" else None
-    return Event(
+    return LogEvent(
         rank=line.rank,
         generation=line.generation,
         name=str(found.get("name")),
@@ -330,13 +330,15 @@ def _event(line: Line) -> Event:
     )
 
 
-def _memory(line: Line) -> Memory:
+def _memory(line: LogLine) -> MemoryLine:
     found, where = line.fields, line.where
     numbers = {name: _int(found, name, where) or 0 for name in _MEMORY}
-    return Memory(rank=line.rank, generation=line.generation, t=_int(found, "t", where), **numbers)
+    return MemoryLine(
+        rank=line.rank, generation=line.generation, t=_int(found, "t", where), **numbers
+    )
 
 
-def _ledgers(line: Line) -> list[Ledger]:
+def _ledgers(line: LogLine) -> list[Ledger]:
     """Tables in one line (``streams``, ``total``, ``envelopes``), or one line per stream."""
     found = line.fields
     tables = dict(_mapping(found.get("streams")))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ppstream.analysis.log_parser import Line, check_schema, parse_run, ranks_of
+from ppstream.analysis.log_parser import LogLine, check_schema, parse_run, ranks_of
 from ppstream.analysis.records import Json, RunLog
 from ppstream.core.errors import LogError
 
@@ -80,7 +80,7 @@ def log_files(folder: Path) -> dict[Path, LogFile]:
     }
 
 
-def read_lines(files: Mapping[Path, LogFile], torn: list[str]) -> Iterator[Line]:
+def read_lines(files: Mapping[Path, LogFile], torn: list[str]) -> Iterator[LogLine]:
     """Every whole line of these files, one at a time; ``torn`` collects where the others stand.
 
     Raises:
@@ -99,7 +99,7 @@ def _exits(path: Path) -> Json:
     return {}
 
 
-def _lines(path: Path, rank: int, generation: int, torn: list[str]) -> Iterator[Line]:
+def _lines(path: Path, rank: int, generation: int, torn: list[str]) -> Iterator[LogLine]:
     """The file's lines, one at a time; ``torn`` collects those begun as an object, never ended."""
     try:
         with path.open("rb") as file:
@@ -112,7 +112,7 @@ def _lines(path: Path, rank: int, generation: int, torn: list[str]) -> Iterator[
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _line(row: str, rank: int, generation: int, where: str, torn: list[str]) -> Line | None:
+def _line(row: str, rank: int, generation: int, where: str, torn: list[str]) -> LogLine | None:
     if not row.strip():
         return None
     try:
@@ -124,7 +124,7 @@ def _line(row: str, rank: int, generation: int, where: str, torn: list[str]) -> 
         raise
     if "schema" in fields:
         check_schema(fields, where)
-    return Line(rank, generation, where, fields)
+    return LogLine(rank, generation, where, fields)
 
 
 def _text(path: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ppstream.analysis.records import Memory, RunLog
+from ppstream.analysis.records import MemoryLine, RunLog
 
 GIB: Final = 1 << 30
 GROWN_BYTES: Final = 64 << 20  # of RAM while serving: less is what any process does
@@ -49,19 +49,19 @@ def memory_use(run: RunLog) -> list[MemoryUse]:
     return [_use(lines, _serving(run, lines)) for lines in by_rank(run).values()]
 
 
-def by_rank(run: RunLog) -> dict[int, list[Memory]]:
+def by_rank(run: RunLog) -> dict[int, list[MemoryLine]]:
     """Lines of each rank's newest generation, in their order."""
     newest: dict[int, int] = {}
     for line in run.memory:
         newest[line.rank] = max(line.generation, newest.get(line.rank, 0))
-    found: dict[int, list[Memory]] = {rank: [] for rank in sorted(newest)}
+    found: dict[int, list[MemoryLine]] = {rank: [] for rank in sorted(newest)}
     for line in run.memory:
         if line.generation == newest[line.rank]:
             found[line.rank].append(line)
     return found
 
 
-def _serving(run: RunLog, lines: Sequence[Memory]) -> Sequence[Memory]:
+def _serving(run: RunLog, lines: Sequence[MemoryLine]) -> Sequence[MemoryLine]:
     """From the last one before ready on; all of them where there is no such time."""
     first = lines[0]
     ready_ns = [
@@ -75,7 +75,7 @@ def _serving(run: RunLog, lines: Sequence[Memory]) -> Sequence[Memory]:
     return lines[before[-1] if before else 0 :]
 
 
-def _use(lines: Sequence[Memory], serving: Sequence[Memory]) -> MemoryUse:
+def _use(lines: Sequence[MemoryLine], serving: Sequence[MemoryLine]) -> MemoryUse:
     first, last = serving[0], serving[-1]
     return MemoryUse(
         rank=last.rank,
@@ -85,12 +85,12 @@ def _use(lines: Sequence[Memory], serving: Sequence[Memory]) -> MemoryUse:
     )
 
 
-def with_gpu(lines: Sequence[Memory]) -> list[Memory]:
+def with_gpu(lines: Sequence[MemoryLine]) -> list[MemoryLine]:
     """Those that tell of a GPU: a rank's first ones may come before it was asked."""
     return [m for m in lines if m.total_bytes]
 
 
-def _gpu(lines: Sequence[Memory], serving: Sequence[Memory]) -> GpuUse | None:
+def _gpu(lines: Sequence[MemoryLine], serving: Sequence[MemoryLine]) -> GpuUse | None:
     if not serving:
         return None
     first, last = serving[0], serving[-1]

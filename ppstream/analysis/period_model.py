@@ -152,7 +152,7 @@ def _settled_latency(times: StageTimes, form: PipelineForm) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ModelledRun:
     """Instants per envelope, by the letters of the recurrence (same unit as the times)."""
 
     a0: list[float]
@@ -169,7 +169,7 @@ class Schedule:
 
 def recurrence(
     times: Sequence[StageTimes], form: PipelineForm, arrivals: Sequence[float] | None = None
-) -> Schedule:
+) -> ModelledRun:
     """When everything happens, envelope by envelope; starts at 0 with all credits free.
 
     Args:
@@ -177,7 +177,7 @@ def recurrence(
         form: the pipeline's form.
         arrivals: earliest start of each A; default ``k * times[k].t_in``.
     """
-    z = Schedule([], [], [], [], [], [], [], [], [], [])
+    z = ModelledRun([], [], [], [], [], [], [], [], [], [])
     arrive = [k * t.t_in for k, t in enumerate(times)] if arrivals is None else arrivals
     lead = form.threads == "serial" and not form.is_unpipelined
     for k, t in enumerate(times):
@@ -192,7 +192,7 @@ def recurrence(
     return z
 
 
-def _stage_a(z: Schedule, k: int, t: StageTimes, form: PipelineForm, arrive: float) -> None:
+def _stage_a(z: ModelledRun, k: int, t: StageTimes, form: PipelineForm, arrive: float) -> None:
     on_credit = form.credit == "before_window"
     same_thread: float = 0  # the decode this A stands behind: send first leaves one in between
     if form.threads == "serial":
@@ -209,14 +209,14 @@ def _stage_a(z: Schedule, k: int, t: StageTimes, form: PipelineForm, arrive: flo
     z.i1.append(z.s0[k] + t.x_in)
 
 
-def _stage_b(z: Schedule, k: int, t: StageTimes, form: PipelineForm) -> None:
+def _stage_b(z: ModelledRun, k: int, t: StageTimes, form: PipelineForm) -> None:
     z.b0.append(max(z.i1[k], _at(z.b1, k - 1)))
     z.b1.append(z.b0[k] + t.b)
     z.o0.append(max(z.b1[k], _at(z.o1, k - 1), _at(z.c0, k - form.d_out)))
     z.o1.append(z.o0[k] + t.x_out)
 
 
-def _stage_c(z: Schedule, k: int, t: StageTimes, *, thread_free: float) -> None:
+def _stage_c(z: ModelledRun, k: int, t: StageTimes, *, thread_free: float) -> None:
     z.c0.append(max(z.o1[k], _at(z.c1, k - 1), thread_free))
     z.c1.append(z.c0[k] + t.c)
 

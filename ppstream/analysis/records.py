@@ -1,9 +1,9 @@
 """The log's lines, declared once, and one run's log as typed records, before anything is judged.
 
-``EnvelopeLine`` and ``Stage1`` declare every field of an envelope's two lines. All others take the
-fields from here by name: the records that the loops fill (``observe/log_writer.py``), the reader
-(``log_parser.py``) and the header of a result (``links/headers.py``). A new stamp is one line here,
-with a default: in the class of its line; in ``StageB`` if the policy rank tells rank 0 of it.
+``EnvelopeLine`` and ``PolicyLine`` declare every field of an envelope's two lines. All others take
+the fields from here by name: the records that the loops fill (``observe/log_writer.py``), the
+reader (``log_parser.py``), the header of a result (``links/headers.py``). A new stamp is one line,
+with a default: in the class of its line; in ``PolicyRankTimes`` if the policy rank sends it.
 
 Data only: ``log_parser.py`` makes records of decoded lines, ``log_reader.py`` reads the files.
 """
@@ -40,7 +40,7 @@ class Topology:
         return self.d_in + self.d_out + 3
 
 
-class Standalone(NamedTuple):
+class IsolatedTimes(NamedTuple):
     """Mean stage times measured alone, the other rank idle, in the process that then ran."""
 
     a_ns: int
@@ -48,7 +48,7 @@ class Standalone(NamedTuple):
     c_ns: int
 
 
-def told(word: int) -> Any:
+def header_word(word: int) -> Any:
     """A field that travels in a result's header, in place ``word`` of what stage B tells rank 0.
 
     Words are never given to another field; a new one takes the next number.
@@ -62,7 +62,7 @@ def words(line: type) -> dict[str, int]:
 
 
 @dataclass
-class Line:
+class LineHead:
     """First fields of both lines of an envelope; keys are written in the order of the fields.
 
     Instants are CLOCK_MONOTONIC of the rank that wrote the line, in nanoseconds; durations end in
@@ -82,20 +82,20 @@ class Line:
 
 
 @dataclass
-class StageB:
+class PolicyRankTimes:
     """Measurements of the policy rank that it sends to rank 0: they stand in both lines."""
 
     __slots__ = ()
 
-    eB_ns: int | None = told(3)  # B on the device; in the header 0 where there is none
-    wait_input_ns: int | None = told(4)  # the policy rank waited for this envelope
-    wait_output_ns: int | None = told(5)  # for a slot to put its result in
-    idle_ns: int | None = told(6)  # from the end of the B before to the begin of this one
-    residence_ns: int | None = told(7)  # from the complete envelope to the committed result
+    eB_ns: int | None = header_word(3)  # B on the device; in the header 0 where there is none
+    wait_input_ns: int | None = header_word(4)  # the policy rank waited for this envelope
+    wait_output_ns: int | None = header_word(5)  # for a slot to put its result in
+    idle_ns: int | None = header_word(6)  # from the end of the B before to the begin of this one
+    residence_ns: int | None = header_word(7)  # from the complete envelope to the committed result
 
 
 @dataclass
-class _Rank0Stamps(Line):
+class _Rank0Stamps(LineHead):
     __slots__ = ()
 
     pacing: str | None = None  # saturated | tick | sample | free
@@ -109,13 +109,13 @@ class _Rank0Stamps(Line):
     tRx: int | None = None  # arrival of the newest sample used
     eA_ns: int | None = None  # A on the device
     eC_ns: int | None = None  # C on the device
-    B_ns: int | None = told(2)  # tB1 - tB0
-    eB_ns: int | None = None  # declared in ``StageB``, as idle_ns is; written in this place
+    B_ns: int | None = header_word(2)  # tB1 - tB0
+    eB_ns: int | None = None  # of ``PolicyRankTimes``, as idle_ns; written in this place
     idle_ns: int | None = None
 
 
 @dataclass(slots=True)
-class EnvelopeLine(StageB, _Rank0Stamps):
+class EnvelopeLine(PolicyRankTimes, _Rank0Stamps):
     """Rank 0's line of one envelope, written when it is emitted or dropped.
 
     Waits are measured around the blocking call itself. Fields of rows are lists where a window has
@@ -151,18 +151,18 @@ class EnvelopeLine(StageB, _Rank0Stamps):
 
 
 @dataclass
-class _PolicyStamps(Line):
+class _PolicyStamps(LineHead):
     __slots__ = ()
 
-    tB0: int | None = told(0)  # B begins
-    tB1: int | None = told(1)  # B is over
+    tB0: int | None = header_word(0)  # B begins
+    tB1: int | None = header_word(1)  # B is over
 
 
 @dataclass(slots=True)
-class Stage1(StageB, _PolicyStamps):
+class PolicyLine(PolicyRankTimes, _PolicyStamps):
     """The policy rank's own line of one envelope; instants are of that rank's clock."""
 
-    busy_link_ns: int | None = told(8)  # of the loop's thread, inside send and receive calls
+    busy_link_ns: int | None = header_word(8)  # of the loop's thread, inside send and receive calls
     cpu_b_ns: int | None = None  # CPU time of the loop's thread, within B
     run_delay_ns: int | None = None  # that thread was runnable without a CPU, since the last line
     delay_b_ns: int | None = None  # of that, within B
@@ -185,7 +185,7 @@ class Envelope(EnvelopeLine):
     """
 
     lease_ns: int | None = None  # shortest ``expires_ns - window_end_ns`` of its rows
-    stage1: Stage1 | None = None
+    stage1: PolicyLine | None = None
 
     @property
     def is_emitted(self) -> bool:
@@ -197,7 +197,7 @@ class Envelope(EnvelopeLine):
         return self.tEmit if self.tPick is None else self.tPick
 
 
-class Event(NamedTuple):
+class LogEvent(NamedTuple):
     rank: int
     generation: int
     name: str
@@ -224,7 +224,7 @@ class GpuMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory(GpuMemory):
+class MemoryLine(GpuMemory):
     """Memory of one rank's process at a ``memory`` line; without a GPU all of that is 0."""
 
     rank: int = 0
@@ -286,7 +286,7 @@ class EnvelopeBook(NamedTuple):
     imbalance: int
 
 
-class RobotState(NamedTuple):
+class RobotStateLine(NamedTuple):
     """One robot's newest account of its session so far; None: it did not say."""
 
     session: int
@@ -306,19 +306,19 @@ class RunLog:
     config: Json
     finished: bool
     envelopes: tuple[Envelope, ...]
-    events: tuple[Event, ...] = ()
+    events: tuple[LogEvent, ...] = ()
     ages_ns: tuple[int, ...] = ()  # of executed chunks, measured by the robots themselves
     oldest_ns: int | None = None  # of any single action executed; None: no robot said it
-    standalone: Standalone | None = None  # directly before bring-up
-    standalone_after: Standalone | None = None  # directly behind it
+    standalone: IsolatedTimes | None = None  # directly before bring-up
+    standalone_after: IsolatedTimes | None = None  # directly behind it
     ledgers: tuple[Ledger, ...] = ()  # of the newest generation
     envelope_books: tuple[EnvelopeBook, ...] = ()
     rule_counts: RuleCounts | None = None  # of the newest generation; None: not logged
-    robot_states: tuple[RobotState, ...] = ()  # by session
+    robot_states: tuple[RobotStateLine, ...] = ()  # by session
     unbelievable: int = 0  # reports of robots that are left out: their ages cannot be
     strangers: tuple[str, ...] = ()  # files with lines of another run, which are left out
     exits: Json = field(default_factory=dict)  # exit.json as it stands
-    memory: tuple[Memory, ...] = ()  # some one a second of each rank
+    memory: tuple[MemoryLine, ...] = ()  # some one a second of each rank
     torn_lines: int = 0
     missing_ranks: tuple[int, ...] = ()
     ignored_lines: int = 0

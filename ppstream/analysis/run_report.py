@@ -9,11 +9,11 @@ from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
-from ppstream.analysis.records import Ledger, RobotState, RuleCounts
-from ppstream.analysis.run_statistics import FaultSeen, Gaps
+from ppstream.analysis.records import Ledger, RobotStateLine, RuleCounts
+from ppstream.analysis.run_statistics import ChunkGaps, FaultSeen
 from ppstream.analysis.safety_counts import QueueMaxima
 from ppstream.analysis.scores import Compat, Primary
-from ppstream.analysis.segments import Window
+from ppstream.analysis.segments import JudgedSpan
 from ppstream.analysis.statements import Model
 from ppstream.analysis.thread_time import StageCpu, Unnamed
 from ppstream.analysis.verdict import Gate, Verdict, is_accepted
@@ -24,7 +24,7 @@ MS: Final = 1e-6  # per ns
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServiceReport:
     """The ready phase: there the input sets the period, so no score is asked of it.
 
     Its verdict is PASS unless it was not what bring-up was, or robots did not get their actions.
@@ -37,8 +37,8 @@ class Service:
     drops: dict[str, object]
     verdict: Verdict = Verdict.PASS
     reasons: dict[str, str] = field(default_factory=dict)  # each with its sentence
-    gaps: Gaps | None = None  # without a new chunk
-    robots: tuple[RobotState, ...] = ()
+    gaps: ChunkGaps | None = None  # without a new chunk
+    robots: tuple[RobotStateLine, ...] = ()
     streams: tuple[Ledger, ...] = ()
     rule_counts: RuleCounts | None = None  # ``actions`` in JSON
 
@@ -62,7 +62,7 @@ class RunReport:
     verdict: Verdict
     reasons: list[str]
     limited_by: str | None  # ``class`` in JSON
-    window: Window
+    window: JudgedSpan
     compat: Compat | None
     primary: Primary | None
     alone: Alone | None
@@ -76,7 +76,7 @@ class RunReport:
     queues: QueueMaxima
     critical_path: dict[str, dict[str, float]]
     drops: dict[str, object]
-    service: Service | None
+    service: ServiceReport | None
     statements: list[str]
     memory: list[MemoryUse] = field(default_factory=list)  # of ranks that logged it
     on_device: list[StageOnDevice] = field(default_factory=list)
@@ -196,7 +196,7 @@ def _model_dict(model: Model | None) -> dict[str, object] | None:
     }
 
 
-def _service_dict(service: Service | None, age: Quantiles | None) -> dict[str, object] | None:
+def _service_dict(service: ServiceReport | None, age: Quantiles | None) -> dict[str, object] | None:
     if service is None:
         return None
     return {

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
 from ppstream.analysis.scores import between, stage_a_ns, stage_b_ns, stage_c_ns
-from ppstream.analysis.segments import ALONE, Window
+from ppstream.analysis.segments import ALONE, JudgedSpan
 from ppstream.core.quantiles import quantiles
 
 FAULTS_MAX: Final = 16  # kinds that are shown
@@ -21,23 +21,23 @@ SPOILT_SHARE: Final = 0.5  # of the envelopes: then the others are no picture of
 LAST_EVENT_NS: Final = 50_000  # a wait shorter than this was no wait
 
 
-def latencies_ns(window: Window) -> list[int]:
+def latencies_ns(window: JudgedSpan) -> list[int]:
     """Returns the times from A's start until the host has the actions, of emitted envelopes."""
     return [between(e.tA0, e.picked) for e in window.emitted if e.tA0 is not None]
 
 
-def pick_ups_ns(window: Window) -> list[int]:
+def pick_ups_ns(window: JudgedSpan) -> list[int]:
     """Returns the times from C's end on a device until the host has the actions."""
     return [between(e.tEmit, e.tPick) for e in window.emitted if e.tPick is not None]
 
 
-def wait_share(window: Window, wait: str) -> float:
+def wait_share(window: JudgedSpan, wait: str) -> float:
     """One of rank 0's named waits as a share of the window."""
     total_ns = sum(getattr(e, wait) or 0 for e in window.measured)
     return total_ns / window.span_ns if window.span_ns else 0.0
 
 
-def critical_path(window: Window) -> dict[str, dict[str, float]]:
+def critical_path(window: JudgedSpan) -> dict[str, dict[str, float]]:
     """For each stage's starts: the share whose last predecessor was which."""
     last: dict[str, Counter[str]] = {"A": Counter(), "B": Counter(), "C": Counter()}
     for segment in window.segments:
@@ -57,7 +57,7 @@ def critical_path(window: Window) -> dict[str, dict[str, float]]:
     }
 
 
-def _last_before_a(e: Envelope, by_seq: dict[int, Envelope], window: Window) -> str:
+def _last_before_a(e: Envelope, by_seq: dict[int, Envelope], window: JudgedSpan) -> str:
     topology = window.topology
     waited = (e.w_input_ns or 0) > max(LAST_EVENT_NS, e.w_credit_ns or 0, e.w_slot_ns or 0)
     if waited and e.pacing != "saturated":  # saturated: samples are taken in, never waited for
@@ -74,7 +74,7 @@ def _last_before_a(e: Envelope, by_seq: dict[int, Envelope], window: Window) -> 
     return _latest(ends)
 
 
-def _last_before_c(e: Envelope, by_seq: dict[int, Envelope], window: Window) -> str:
+def _last_before_c(e: Envelope, by_seq: dict[int, Envelope], window: JudgedSpan) -> str:
     topology = window.topology
     before = by_seq.get(e.seq - 1)
     on_thread = by_seq.get(e.seq + (0 if topology.order == "decode_first" else 1))
@@ -173,7 +173,7 @@ class Spoilt(NamedTuple):
     others: dict[str, int]  # further reasons
 
 
-def spoilt(run: RunLog, window: Window, enough: int) -> Spoilt | None:
+def spoilt(run: RunLog, window: JudgedSpan, enough: int) -> Spoilt | None:
     """Drops that leave too few envelopes of the judged phase, or less than half of them.
 
     Args:
@@ -192,7 +192,7 @@ def spoilt(run: RunLog, window: Window, enough: int) -> Spoilt | None:
     return Spoilt(reason, dropped, len(lines), dict(others))
 
 
-def judged(run: RunLog, window: Window) -> list[Envelope]:
+def judged(run: RunLog, window: JudgedSpan) -> list[Envelope]:
     """All envelopes of the judged phase, warm-up and drops included."""
     return [
         e
@@ -212,7 +212,7 @@ def usual_stages_ns(envelopes: Iterable[Envelope]) -> dict[str, float]:
     return {stage: median(values) for stage, values in found.items() if values}
 
 
-class Gaps(NamedTuple):
+class ChunkGaps(NamedTuple):
     """Times without a new chunk, by rank 0's emits in service."""
 
     longest_ns: int
@@ -220,13 +220,13 @@ class Gaps(NamedTuple):
     limit_ns: int
 
 
-def emit_gaps(envelopes: Iterable[Envelope], limit_ns: int) -> Gaps | None:
+def emit_gaps(envelopes: Iterable[Envelope], limit_ns: int) -> ChunkGaps | None:
     """Between every two emits that follow each other, whatever happened meanwhile."""
     emits = sorted(e.tEmit for e in envelopes if e.is_emitted and e.tEmit is not None)
     gaps = [b - a for a, b in pairwise(emits)]
     if not gaps:
         return None
-    return Gaps(max(gaps), sum(gap > limit_ns for gap in gaps), limit_ns)
+    return ChunkGaps(max(gaps), sum(gap > limit_ns for gap in gaps), limit_ns)
 
 
 def deadlines(envelopes: Iterable[Envelope]) -> dict[str, object] | None:

@@ -17,7 +17,7 @@ from typing import Final
 from ppstream.analysis.bootstrap import Row, interval
 from ppstream.analysis.period_model import PipelineForm, StageTimes
 from ppstream.analysis.records import Envelope, Topology
-from ppstream.analysis.segments import Segment, Window
+from ppstream.analysis.segments import JudgedSpan, Segment
 
 COMPAT_SCORE_MIN: Final = 0.30
 RATIO_FLOOR_NS: Final = 1_000  # of the published ratio's denominator
@@ -96,7 +96,7 @@ def form_of(topology: Topology) -> PipelineForm:
     )
 
 
-def compat(window: Window, outstanding_max: int, q_decode_max: int) -> Compat | None:
+def compat(window: JudgedSpan, outstanding_max: int, q_decode_max: int) -> Compat | None:
     """The published score; None without emits that carry all its stamps.
 
     Args:
@@ -130,7 +130,7 @@ def compat(window: Window, outstanding_max: int, q_decode_max: int) -> Compat | 
     return Compat(middle, s0, s1, median(hidden), score, gate)
 
 
-def primary(window: Window, *, resampled: bool = True) -> Primary | None:
+def primary(window: JudgedSpan, *, resampled: bool = True) -> Primary | None:
     """The window form; None without periods or when an emit lacks A, B or C.
 
     The interval of S is left out unless ``resampled``: it costs most of the time of a long window.
@@ -177,7 +177,7 @@ def resource_names(topology: Topology) -> tuple[str, ...]:
     return (*threads, "mesh", *(("gpu0",) if topology.device_stamped else ()))
 
 
-def missing_stages(window: Window) -> list[str]:
+def missing_stages(window: JudgedSpan) -> list[str]:
     """Fields that an emitted envelope of the window lacks and that the score needs."""
     needed = ("tA0", "tA1", "tDecode") + (("B_ns",) if window.topology.world_size > 1 else ())
     return [name for name in needed if any(getattr(e, name) is None for e in window.emitted)]
@@ -266,14 +266,14 @@ def _overlap(sigma_ns: int, span_ns: int, max_ns: int) -> float | None:
     return (sigma_ns - span_ns) / (sigma_ns - max_ns) if sigma_ns > max_ns else None
 
 
-def _transport_ns(window: Window) -> int | None:
+def _transport_ns(window: JudgedSpan) -> int | None:
     """Sum over the window; None when an emitted envelope lacks a part of it."""
     if any(transport_ns(e) is None for e in window.emitted):
         return None
     return sum(transport_ns(e) or 0 for e in window.measured)
 
 
-def _free_transport_ns(window: Window) -> float:
+def _free_transport_ns(window: JudgedSpan) -> float:
     """Both transfers of one envelope, on average, where D_out did not hold its receipt back.
 
     A result that waits for a place in D_out is on no link, though it is not received yet. Where
@@ -299,7 +299,7 @@ def mean_times(envelopes: Sequence[Envelope], n: int, topology: Topology) -> Sta
     )
 
 
-def _mean_times(window: Window, transport_ns: float) -> StageTimes:
+def _mean_times(window: JudgedSpan, transport_ns: float) -> StageTimes:
     """Means over the window; one number for both transfers is all that the stamps give."""
     half = transport_ns / 2
     return replace(mean_times(window.measured, window.n, window.topology), x_in=half, x_out=half)

@@ -58,7 +58,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class JudgedSpan:
     """The judged span: segments of one generation and one choice of phases."""
 
     topology: Topology
@@ -88,7 +88,7 @@ class Window:
         return sum(segment.span_ns for segment in self.segments)
 
 
-def select_window(run: RunLog, phase: str | None = None) -> Window:
+def select_window(run: RunLog, phase: str | None = None) -> JudgedSpan:
     """The newest generation's envelopes of ``phase``, after warm-up.
 
     Without ``phase``: bring-up when the run has any, else all but warming and draining.
@@ -99,7 +99,7 @@ def select_window(run: RunLog, phase: str | None = None) -> Window:
     chosen = [envelope for envelope in chosen if envelope.generation == generation]
     clean = [envelope for envelope in chosen if envelope.mode == "throughput"]
     segments, skipped, steady = _after_warmup(list(_segments(clean)), run.topology)
-    return Window(
+    return JudgedSpan(
         topology=run.topology,
         phases=phases,
         generation=generation,

@@ -51,7 +51,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class Diagnosis:
     """Everything the sentences are made from."""
 
     evidence: Evidence
@@ -66,7 +66,7 @@ class Findings:
     contradictions: Sequence[str]  # sentences: where the folder says otherwise than its lines
 
 
-def statements(findings: Findings) -> list[str]:
+def statements(findings: Diagnosis) -> list[str]:
     """Sentences in the order a tired reader needs them."""
     advice = () if "BAD_INSTRUMENT" in findings.reasons else (_limit, _depth, _path)
     parts = (_served, _accepted, _headline, _reasons, _machine, _choice)
@@ -74,19 +74,19 @@ def statements(findings: Findings) -> list[str]:
     return [sentence for part in parts for sentence in part(findings)]
 
 
-def _served(f: Findings) -> Iterator[str]:
+def _served(f: Diagnosis) -> Iterator[str]:
     """Bring-up beside a service that was not like it."""
     if f.service:
         of = "bring-up" if f.evidence.window.phases == {BRING_UP} else "what is judged"
         yield f"{of} {f.verdict.name}, service: {'; '.join(f.service.values())}"
 
 
-def _accepted(f: Findings) -> Iterator[str]:
+def _accepted(f: Diagnosis) -> Iterator[str]:
     if is_accepted(f.verdict, f.reasons, f.gate.accept):
         yield f"SERVING, overlap refused: {', '.join(f.reasons)} accepted; {_gain(f)}"
 
 
-def _gain(f: Findings) -> str:
+def _gain(f: Diagnosis) -> str:
     """The gain of a second rank over one that runs all stages in turn."""
     score, alone = f.evidence.primary, f.evidence.alone
     if score is None:
@@ -94,13 +94,13 @@ def _gain(f: Findings) -> str:
     in_turn_ns = score.sigma_ns / score.n if alone is None else alone.in_turn_ns
     ceiling = score.ceiling if alone is None else alone.ceiling
     return (
-        f"one rank would take {ms(in_turn_ns)} ms for A, B and C in turn, "
-        f"{f.evidence.run.topology.world_size} take {ms(score.period_ns)} ms: "
+        f"one rank would take {in_ms(in_turn_ns)} ms for A, B and C in turn, "
+        f"{f.evidence.run.topology.world_size} take {in_ms(score.period_ns)} ms: "
         f"{in_turn_ns / score.period_ns:.2f} x of a possible {ceiling:.2f} x"
     )
 
 
-def _choice(f: Findings) -> Iterator[str]:
+def _choice(f: Diagnosis) -> Iterator[str]:
     """Speed is the user's to judge, where nothing else is wrong."""
     if not f.reasons or not set(f.reasons) <= set(ACCEPTABLE):
         return
@@ -109,14 +109,14 @@ def _choice(f: Findings) -> Iterator[str]:
         yield f"{_gain(f)}; run one rank, or serve anyway with bringup.accept = [{listed}]"
 
 
-def _machine(f: Findings) -> Iterator[str]:
+def _machine(f: Diagnosis) -> Iterator[str]:
     """In every refusal, and wherever CPUs are too few."""
     machine = f.evidence.machine
     if machine is not None and (f.verdict is not Verdict.PASS or machine.is_short):
         yield f"this machine in bring-up: {machine.text()}"
 
 
-def _alone(f: Findings) -> Iterator[str]:
+def _alone(f: Diagnosis) -> Iterator[str]:
     """Warnings about the measurement of the stages alone."""
     alone = f.evidence.alone
     if alone is None:
@@ -139,20 +139,20 @@ def _alone(f: Findings) -> Iterator[str]:
             )
 
 
-def _limits(f: Findings) -> Iterator[str]:
+def _limits(f: Diagnosis) -> Iterator[str]:
     if f.gate.overlap_min < OVERLAP_MIN:
         least = f"{f.gate.overlap_min:.2f}"
         yield f"bringup.overlap_min asks for {least} of overlap; {OVERLAP_MIN:.2f} is usual"
 
 
-def _headline(f: Findings) -> Iterator[str]:
+def _headline(f: Diagnosis) -> Iterator[str]:
     score = f.evidence.primary
     topology = f.evidence.run.topology
     if score is None:
         return
     busiest = score.max_ns / score.n
     times = f"{score.period_ns / busiest:.2f} x max(stage)" if busiest else "no stage time"
-    period = f"period {ms(score.period_ns)} ms = {times}"
+    period = f"period {in_ms(score.period_ns)} ms = {times}"
     if score.s is None:
         yield f"{period}, overlap undefined: nothing ran beside anything"
     else:
@@ -161,7 +161,7 @@ def _headline(f: Findings) -> Iterator[str]:
         )
 
 
-def _reasons(f: Findings) -> Iterator[str]:
+def _reasons(f: Diagnosis) -> Iterator[str]:
     score = f.evidence.primary
     texts = _safety_texts(f) | _unknown_texts(f)
     if score is not None:
@@ -170,7 +170,7 @@ def _reasons(f: Findings) -> Iterator[str]:
         yield f"{reason}: {texts.get(reason, 'see the numbers below')}"
 
 
-def _safety_texts(f: Findings) -> dict[str, str]:
+def _safety_texts(f: Diagnosis) -> dict[str, str]:
     counts, topology = f.evidence.safety, f.evidence.run.topology
     return {
         "QUEUE_BOUND": f"a queue ran {counts.get('QUEUE_BOUND', 0)} over its bound "
@@ -184,7 +184,7 @@ def _safety_texts(f: Findings) -> dict[str, str]:
     }
 
 
-def _unknown_texts(f: Findings) -> dict[str, str]:
+def _unknown_texts(f: Diagnosis) -> dict[str, str]:
     window, run = f.evidence.window, f.evidence.run
     failed = [
         f"{name}{f' ({audit.note})' if audit.note else ''}"
@@ -222,25 +222,26 @@ def _unknown_texts(f: Findings) -> dict[str, str]:
     }
 
 
-def _score_texts(f: Findings, score: Primary) -> dict[str, str]:
+def _score_texts(f: Diagnosis, score: Primary) -> dict[str, str]:
     latency = f.evidence.latency
-    tail = "?" if latency is None else ms(latency.reported_p99_ns or latency.max_ns)
-    expected = "?" if f.model is None else ms(f.model.period_ns)
+    tail = "?" if latency is None else in_ms(latency.reported_p99_ns or latency.max_ns)
+    expected = "?" if f.model is None else in_ms(f.model.period_ns)
     return {
         "LOW_OVERLAP": f"overlap {_interval(score)}, its lower end must reach "
         f"{f.gate.overlap_min:.2f}",
         "CONTENDED": _contended(f),
         "LOW_EFFICIENCY": f"the busiest resource works {score.efficiency:.0%} of the time, "
         f"a release needs {EFFICIENCY_MIN:.0%}",
-        "OVER_MODEL": f"period {ms(score.period_ns)} ms, the model allows {MODEL_MAX:.2f} x "
+        "OVER_MODEL": f"period {in_ms(score.period_ns)} ms, the model allows {MODEL_MAX:.2f} x "
         f"{expected} ms: time is lost outside the stages",
-        "PERIOD_BUDGET": f"period {ms(score.period_ns)} ms, budget "
-        f"{ms(f.gate.period_budget_ns or 0)} ms",
-        "LATENCY_BUDGET": f"latency tail {tail} ms, budget {ms(f.gate.latency_budget_ns or 0)} ms",
+        "PERIOD_BUDGET": f"period {in_ms(score.period_ns)} ms, budget "
+        f"{in_ms(f.gate.period_budget_ns or 0)} ms",
+        "LATENCY_BUDGET": f"latency tail {tail} ms, "
+        f"budget {in_ms(f.gate.latency_budget_ns or 0)} ms",
     }
 
 
-def _contended(f: Findings) -> str:
+def _contended(f: Diagnosis) -> str:
     alone = f.evidence.alone
     if alone is None:
         return ""
@@ -253,7 +254,7 @@ def _contended(f: Findings) -> str:
     )
 
 
-def _spoilt_texts(f: Findings, found: Spoilt | None) -> dict[str, str]:
+def _spoilt_texts(f: Diagnosis, found: Spoilt | None) -> dict[str, str]:
     """Sentences on the envelopes that are not there to be judged."""
     if found is None:
         return {}
@@ -270,16 +271,16 @@ def _spoilt_texts(f: Findings, found: Spoilt | None) -> dict[str, str]:
     if before is not None and times:
         own = {"A": before.a_ns, "B": before.b_ns, "C": before.c_ns}
         stage = max(times, key=lambda name: times[name] - own[name])
-        took = f" ({stage} took {ms(times[stage])} ms, {ms(own[stage])} alone)"
+        took = f" ({stage} took {in_ms(times[stage])} ms, {in_ms(own[stage])} alone)"
     leases = [e.lease_ns for e in judged(run, f.evidence.window) if e.lease_ns is not None]
-    lease = f" of {ms(min(leases))} ms" if leases else ""
+    lease = f" of {in_ms(min(leases))} ms" if leases else ""
     return {
         "EXPIRED": f"{of} were older than the lease{lease} when they were ready{took}{others}; "
         "free the machine, or lengthen actions.lease_ms"
     }
 
 
-def _limit(f: Findings) -> Iterator[str]:
+def _limit(f: Diagnosis) -> Iterator[str]:
     score = f.evidence.primary
     if score is None or f.limited_by is None:
         return
@@ -302,14 +303,14 @@ def _limit(f: Findings) -> Iterator[str]:
     }[f.limited_by]
 
 
-def _depth(f: Findings) -> Iterator[str]:
+def _depth(f: Diagnosis) -> Iterator[str]:
     model, form = f.model, form_of(f.evidence.run.topology)
     outside = f.limited_by in ("input-limited", "output-limited")
     if model is None or outside or f.evidence.window.n < N_MIN:
         return
     share = f"{abs(model.gap):.0%} {'more' if model.gap >= 0 else 'less'}"
     found = "as measured" if abs(model.gap) < SAME else f"measured {share}"
-    yield f"the model expects {ms(model.period_ns)} ms ({model.formula}), {found}"
+    yield f"the model expects {in_ms(model.period_ns)} ms ({model.formula}), {found}"
     yield _depth_advice(model, form)
 
 
@@ -320,7 +321,7 @@ def _depth_advice(model: Model, form: PipelineForm) -> str:
         gain, price = f"{deep.gain / model.period_ns:.0%}", "actions of the same age"
         if abs(deep.older) >= SAME * model.period_ns:
             age = "older" if deep.older > 0 else "younger"
-            price = f"actions {ms(abs(deep.older))} ms {age}"
+            price = f"actions {in_ms(abs(deep.older))} ms {age}"
         if deep.is_worth:
             return (
                 f"raise D_in from {form.d_in} to {deep.d_in}: the model expects {gain} less period "
@@ -339,7 +340,7 @@ def _depth_advice(model: Model, form: PipelineForm) -> str:
     return f"D_in {form.d_in} is just deep enough"
 
 
-def _path(f: Findings) -> Iterator[str]:
+def _path(f: Diagnosis) -> Iterator[str]:
     waited = {"envelope": "the envelope", "result": "the result", "credit": "a credit"}
     waited |= {"sensor": "input", "previous A": "the A before", "previous C": "the decode before"}
     waited |= {"previous B": "the B before", "C on the same thread": "C on their thread"}
@@ -352,7 +353,7 @@ def _path(f: Findings) -> Iterator[str]:
         yield "; ".join(parts)
 
 
-def _published(f: Findings) -> Iterator[str]:
+def _published(f: Diagnosis) -> Iterator[str]:
     if f.compat is None or f.evidence.primary is None:
         return
     passed = f.verdict is Verdict.PASS
@@ -365,7 +366,7 @@ def _published(f: Findings) -> Iterator[str]:
         yield f"the published gate would have refused: {_published_reason(f.compat)}"
 
 
-def _log(f: Findings) -> Iterator[str]:
+def _log(f: Diagnosis) -> Iterator[str]:
     run, window = f.evidence.run, f.evidence.window
     if run.torn_lines:
         yield f"{run.torn_lines} torn log line(s) left out: a writer died or its disk was full"
@@ -391,7 +392,7 @@ def _log(f: Findings) -> Iterator[str]:
         yield f"the ledger does not balance ({where}): items vanished or were counted twice"
 
 
-def _rules(f: Findings) -> Iterator[str]:
+def _rules(f: Diagnosis) -> Iterator[str]:
     found = f.evidence.run.rule_counts
     if found is not None and (found.clipped_chunks or found.refused):
         yield (
@@ -400,7 +401,7 @@ def _rules(f: Findings) -> Iterator[str]:
         )
 
 
-def _lacking(f: Findings, fields: list[str]) -> str:
+def _lacking(f: Diagnosis, fields: list[str]) -> str:
     if 0 in f.evidence.run.missing_ranks:
         return "rank 0's file"
     missing = missing_stages(f.evidence.window) + fields
@@ -419,7 +420,7 @@ def _published_reason(score: Compat) -> str:
     if score.score < COMPAT_SCORE_MIN:
         return f"its score is {score.score:.2f} of {COMPAT_SCORE_MIN:.2f}"
     return (
-        f"its score is {score.score:.2f}, but the median period {ms(score.period_ns)} ms lies "
+        f"its score is {score.score:.2f}, but the median period {in_ms(score.period_ns)} ms lies "
         "nearer the sum of both stages than the longer one"
     )
 
@@ -428,7 +429,7 @@ def _score(score: Compat) -> str:
     return "NA" if score.score is None else f"{score.score:.2f}"
 
 
-def ms(value_ns: float) -> str:
+def in_ms(value_ns: float) -> str:
     """Three significant digits, never fewer than the milliseconds themselves."""
     ms = value_ns / 1e6
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"

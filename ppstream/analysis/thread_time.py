@@ -11,9 +11,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from ppstream.analysis.records import Envelope, RunLog, Stage1
+from ppstream.analysis.records import Envelope, PolicyLine, RunLog
 from ppstream.analysis.scores import between, stage_a_ns, stage_c_ns
-from ppstream.analysis.segments import Segment, Window
+from ppstream.analysis.segments import JudgedSpan, Segment
 
 WAITS_A: Final = ("w_input_ns", "w_credit_ns", "w_slot_ns")
 WAITS_C: Final = ("w_result_ns", "w_emit_ns")
@@ -22,7 +22,7 @@ WAITS_C: Final = ("w_result_ns", "w_emit_ns")
 class Threads:
     """Time of every serial thread in ``window``; ``run`` has the envelopes around it."""
 
-    def __init__(self, run: RunLog, window: Window) -> None:
+    def __init__(self, run: RunLog, window: JudgedSpan) -> None:
         self._window = window
         self._is_split = window.topology.threads == "split"
         self._replicas = window.topology.replicas
@@ -107,7 +107,7 @@ class Unnamed(NamedTuple):
         return None if self.delay is None else max(0.0, self.share - self.delay)
 
 
-def unnamed(window: Window) -> dict[str, Unnamed]:
+def unnamed(window: JudgedSpan) -> dict[str, Unnamed]:
     """By thread, as far as its lines tell; none where the stamps are a device's."""
     topology, measured = window.topology, window.measured
     if topology.device_stamped or topology.world_size == 1:
@@ -123,7 +123,7 @@ def unnamed(window: Window) -> dict[str, Unnamed]:
     return {name: found for name, found in threads.items() if found is not None}
 
 
-def _unnamed(lines: Sequence[Envelope | Stage1], which: str, span_ns: int) -> Unnamed | None:
+def _unnamed(lines: Sequence[Envelope | PolicyLine], which: str, span_ns: int) -> Unnamed | None:
     link_ns = [getattr(line, f"busy_link{which}_ns") for line in lines]
     delay_ns = [getattr(line, f"run_delay{which}_ns") for line in lines]
     if span_ns <= 0 or all(ns is None for ns in link_ns):
@@ -139,7 +139,7 @@ class StageCpu(NamedTuple):
     stage_ns: int
 
 
-def stage_cpu(window: Window) -> dict[str, StageCpu]:
+def stage_cpu(window: JudgedSpan) -> dict[str, StageCpu]:
     """By stage, of the emitted envelopes whose lines tell."""
     emitted = window.emitted
     taken = {
@@ -162,7 +162,7 @@ class _Span(NamedTuple):
     most: int
 
 
-def unlogged_waits(window: Window) -> tuple[str, ...]:
+def unlogged_waits(window: JudgedSpan) -> tuple[str, ...]:
     """A thread none of whose waits is logged cannot be audited; single absent ones count as 0."""
     groups = (WAITS_A, WAITS_C, ("wait_input_ns", "wait_output_ns", "idle_ns"))
     return tuple(

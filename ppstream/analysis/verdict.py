@@ -16,10 +16,10 @@ from typing import Final, NamedTuple
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.period_model import period
-from ppstream.analysis.records import Event, RunLog
+from ppstream.analysis.records import LogEvent, RunLog
 from ppstream.analysis.run_statistics import Spoilt, wait_share
 from ppstream.analysis.scores import CEILING_MIN, Primary, form_of, missing_stages
-from ppstream.analysis.segments import BRING_UP, Window
+from ppstream.analysis.segments import BRING_UP, JudgedSpan
 from ppstream.analysis.thread_time import Unnamed
 from ppstream.core.cpus import Machine
 from ppstream.core.quantiles import Quantiles
@@ -69,7 +69,7 @@ class Evidence:
     """Everything that is known about one run when it is judged."""
 
     run: RunLog
-    window: Window
+    window: JudgedSpan
     primary: Primary | None
     alone: Alone | None
     audits: Mapping[str, Audit]
@@ -226,7 +226,7 @@ def _contradictions(evidence: Evidence, verdict: Verdict, reasons: Iterable[str]
     return said
 
 
-def logged_verdict(run: RunLog, window: Window) -> Event | None:
+def logged_verdict(run: RunLog, window: JudgedSpan) -> LogEvent | None:
     """The verdict that the run itself came to, of the judged bring-up."""
     if window.phases != {BRING_UP}:
         return None
@@ -234,7 +234,7 @@ def logged_verdict(run: RunLog, window: Window) -> Event | None:
     return found[-1] if found else None
 
 
-def classify(window: Window, primary: Primary | None) -> str | None:
+def classify(window: JudgedSpan, primary: Primary | None) -> str | None:
     """Returns the first class that holds: what limits the run."""
     if primary is None or window.topology.world_size == 1:
         return None
@@ -252,7 +252,7 @@ def classify(window: Window, primary: Primary | None) -> str | None:
     return next((name for name, holds in found.items() if holds), "overhead-limited")
 
 
-def _inside(window: Window, t: int | None) -> bool:
+def _inside(window: JudgedSpan, t: int | None) -> bool:
     return t is not None and any(
         (s.first.tEmit or 0) <= t <= (s.last.tEmit or 0) for s in window.segments
     )

@@ -1,4 +1,4 @@
-"""Heartbeat: a thread that says this process lives, and hears that the peer's does, or does not.
+"""HeartbeatThread: sends this process's heartbeat, and notices when the peer's stops.
 
 It has a socket of its own, the peer's ``heart``: neither side's loop reads or fills it, so a main
 thread that builds, compiles or captures for minutes is no dead process. Silence it only measures:
@@ -27,7 +27,7 @@ STOP_LIMIT_S: Final = 5.0
 AWAY_BEATS: Final = 2  # so long without a look, this process was stopped, or its interpreter held
 
 
-class Heartbeat:
+class HeartbeatThread:
     """Sends a heartbeat every ``interval_ns`` from ``start`` to ``stop``, and hears the peer's.
 
     A heartbeat that finds the socket full is dropped: what lies unread there says the same.

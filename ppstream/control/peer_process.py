@@ -135,7 +135,7 @@ def of_rank(
             process.close()
 
 
-def ranks_of(launcher: int) -> dict[int, int]:
+def ranks_started_by(launcher: int) -> dict[int, int]:
     """The processes of the ranks that a launcher has started, by rank."""
     found = {}
     for pid in children(launcher):

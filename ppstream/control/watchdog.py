@@ -1,7 +1,7 @@
-"""Watchdog: notices a thread of this process that makes no progress, and says which, and where.
+"""Watchdog: notices a thread of this process that makes no progress, and names it and its place.
 
-Every watched loop counts its turns in a ``Mark``; a thread that owns no lock compares. The other
-rank is not its business: that is the heartbeat's (``peer.py``, ``heartbeat.py``). While the
+Every watched loop counts its turns in a ``ProgressMark``; a thread that owns no lock compares. The
+other rank is not its business: that is the heartbeat's (``peer.py``, ``heartbeat.py``). While the
 interpreter itself is held, by a call into C that never lets go of it, no Python thread can run: the
 other rank notices the silence, and has this one write its stacks by SIGQUIT before it ends it. A
 timer could write them, too, but reads frames of threads that may be running after all.
@@ -32,7 +32,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Mark:
+class ProgressMark:
     """Progress of one thread's loop; written by that thread, read by the watchdog.
 
     Attributes:
@@ -50,7 +50,7 @@ class Mark:
         self.thread_id = 0
         self.is_running = False
 
-    def __enter__(self) -> Mark:
+    def __enter__(self) -> ProgressMark:
         self.thread_id = threading.get_ident()
         self.is_running = True
         return self
@@ -72,7 +72,7 @@ def is_patient(phase: str, mode: str) -> bool:
 class Marked(Protocol):
     """A loop with a mark of its own."""
 
-    mark: Mark
+    mark: ProgressMark
 
 
 S = TypeVar("S", bound=Marked)
@@ -101,7 +101,7 @@ class Watchdog:
 
     def __init__(
         self,
-        marks: Callable[[], Sequence[Mark]],
+        marks: Callable[[], Sequence[ProgressMark]],
         limit_ns: Callable[[], int],
         on_stuck: Callable[[str], None],
         stacks: Path,
@@ -113,7 +113,7 @@ class Watchdog:
         self._on_stuck = on_stuck
         self._path = stacks
         self._clock = clock
-        self._still: dict[Mark, tuple[int, int]] = {}  # turns, and for how long unchanged
+        self._still: dict[ProgressMark, tuple[int, int]] = {}  # turns, and for how long unchanged
         self._looked_ns = clock()
         self._file = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, FILE_MODE)
         self._end = threading.Event()
@@ -162,7 +162,7 @@ class Watchdog:
         while not self._end.wait(INTERVAL_NS / NS_PER_S):
             self.look()
 
-    def _tell(self, mark: Mark, still_ns: int) -> None:
+    def _tell(self, mark: ProgressMark, still_ns: int) -> None:
         self._end.set()
         try:
             faulthandler.dump_traceback(self._file, all_threads=True)

@@ -55,7 +55,7 @@ def short_turns() -> Iterator[None]:
         sys.setswitchinterval(before_s)
 
 
-class Pieces:
+class InterpreterPauses:
     """The pieces of one thread's long work beside a loop, from now on.
 
     A loop with a little slack does not notice pieces; one long stretch it would wait for.
@@ -77,7 +77,7 @@ def freeze_garbage() -> None:
     gc.freeze()
 
 
-class Garbage:
+class GcControl:
     """Collections at moments that a loop offers; a context manager for the loop's thread.
 
     While it is entered, the whole process collects nothing by itself, and what existed before is
@@ -91,7 +91,7 @@ class Garbage:
         self._overdue_ns = 0
         self._was_enabled = True
 
-    def __enter__(self) -> Garbage:
+    def __enter__(self) -> GcControl:
         self._was_enabled = gc.isenabled()
         freeze_garbage()
         gc.disable()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.cuda.driver import Call
+from ppstream.cuda.driver import DriverCall
 
 if TYPE_CHECKING:
     from ppstream.cuda.driver import CudaStream
@@ -49,7 +49,7 @@ class GpuWork:
         self._graph.replay()
         torch.cuda.synchronize(device)
 
-    def calls(self, stream: CudaStream) -> tuple[Call, ...]:
+    def calls(self, stream: CudaStream) -> tuple[DriverCall, ...]:
         """Returns the calls that queue one mean's work on ``stream``, for a ``Routine``."""
         if not self.products:
             return ()
@@ -62,7 +62,7 @@ class GpuWork:
                 self._graph.replay()
             return (0,)
 
-        return (Call(replay, "the start of a graph"),)
+        return (DriverCall(replay, "the start of a graph"),)
 
     def queue(self) -> None:
         """One mean's worth of work on the current stream."""

@@ -26,7 +26,7 @@ DRIFT_MAX: Final = 100e-6  # beyond what clocks of one machine do: then the anch
 DRIFT_SPAN_NS: Final = 2 * NS_PER_S  # over less, the brackets outweigh the drift
 
 
-class Mark(Protocol):
+class TimedEvent(Protocol):
     """An event, as ``memops.Event``."""
 
     def wait(self) -> None: ...
@@ -34,7 +34,7 @@ class Mark(Protocol):
     def ns_since(self, earlier: Self) -> int | None: ...
 
 
-E = TypeVar("E", bound=Mark)
+E = TypeVar("E", bound=TimedEvent)
 
 
 class Probe(Protocol[E]):

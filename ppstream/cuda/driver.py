@@ -1,6 +1,6 @@
 """Calls of the CUDA driver for the loops on GPUs: streams, events, copies, counters in memory.
 
-Thin and quick: every call here queues and returns; none waits for the device but ``Event.wait``.
+Thin and quick: every call here queues and returns; only ``CudaEvent.wait`` waits for the device.
 Functions of the driver are bound once to what calls them.
 Needs cuda-bindings, which CUDA builds of torch bring along, and the device's primary context,
 which torch makes. What is queued where, and why, is ``links/peer_memory.py``'s and the loops'.
@@ -32,7 +32,7 @@ class DeviceError(PpstreamError):
     exit_code = ExitCode.POISONED
 
 
-class Event:
+class CudaEvent:
     """A point in a stream, with its time on the device; recorded again and again."""
 
     __slots__ = ("_elapsed", "_query", "handle")
@@ -59,7 +59,7 @@ class Event:
         """Block this thread, without the interpreter's lock, until it is done."""
         checked(driver().cuEventSynchronize(self.handle), "waiting for an event")
 
-    def ns_since(self, earlier: Event) -> int | None:
+    def ns_since(self, earlier: CudaEvent) -> int | None:
         """Device time since an event that is done; None: this one is not.
 
         In steps of 32 ns, float32 of ms: exact to 0.1 µs when they are less than a second apart.
@@ -94,30 +94,34 @@ class CudaStream:
         created = cuda.cuStreamCreateWithPriority(NON_BLOCKING, highest if urgent else 0)
         (self.handle,) = checked(created, "a stream")
 
-    def to_record(self, event: Event) -> Call:
-        """Returns ``record`` as part of a ``Routine``."""
-        return Call(partial(self._record, event.handle, self.handle), "recording an event")
+    def to_record(self, event: CudaEvent) -> DriverCall:
+        """Returns ``record`` as part of a ``LaunchSequence``."""
+        return DriverCall(partial(self._record, event.handle, self.handle), "recording an event")
 
-    def to_wait_for(self, event: Event) -> Call:
-        """Returns ``wait_for`` as part of a ``Routine``."""
-        return Call(partial(self._wait_event, self.handle, event.handle, 0), "waiting for an event")
+    def to_wait_for(self, event: CudaEvent) -> DriverCall:
+        """Returns ``wait_for`` as part of a ``LaunchSequence``."""
+        return DriverCall(
+            partial(self._wait_event, self.handle, event.handle, 0), "waiting for an event"
+        )
 
-    def to_copy(self, target: int, source: int, size: int) -> Call:
-        """Returns ``copy`` as part of a ``Routine``."""
-        return Call(
+    def to_copy(self, target: int, source: int, size: int) -> DriverCall:
+        """Returns ``copy`` as part of a ``LaunchSequence``."""
+        return DriverCall(
             partial(self._copy, target, source, size, self.handle), f"a copy of {size} bytes"
         )
 
-    def to_launch(self, graph: int) -> Call:
-        """The start of an executable graph, by its handle, as part of a ``Routine``."""
-        return Call(partial(driver().cuGraphLaunch, graph, self.handle), "the start of a graph")
+    def to_launch(self, graph: int) -> DriverCall:
+        """The start of an executable graph, by its handle, as part of a ``LaunchSequence``."""
+        return DriverCall(
+            partial(driver().cuGraphLaunch, graph, self.handle), "the start of a graph"
+        )
 
-    def record(self, event: Event) -> None:
+    def record(self, event: CudaEvent) -> None:
         """``event`` is done when all that was queued so far has finished."""
         if error := self._record(event.handle, self.handle)[0]:
             raise _refused(error, "recording an event")
 
-    def wait_for(self, event: Event) -> None:
+    def wait_for(self, event: CudaEvent) -> None:
         """Makes what is queued from now on begin after the newest ``record`` of ``event``."""
         if error := self._wait_event(self.handle, event.handle, 0)[0]:
             raise _refused(error, "waiting for an event")
@@ -147,14 +151,14 @@ class CudaStream:
         raise _refused(error, "work in a stream")
 
 
-class Call(NamedTuple):
+class DriverCall(NamedTuple):
     """A call of the driver with all its arguments."""
 
     make: Callable[[], tuple[Any, ...]]
     what: str
 
 
-class Routine:
+class LaunchSequence:
     """Calls that are made again and again, in order and always the same: queues all of them.
 
     A third of what the same calls cost through the methods of streams.
@@ -162,7 +166,7 @@ class Routine:
 
     __slots__ = ("_calls",)
 
-    def __init__(self, *calls: Call) -> None:
+    def __init__(self, *calls: DriverCall) -> None:
         self._calls = calls
 
     def __call__(self) -> None:
@@ -177,14 +181,14 @@ class DeviceProbe:
     def __init__(self, stream: CudaStream) -> None:
         self._stream = stream
 
-    def event(self) -> Event:
-        return Event()
+    def event(self) -> CudaEvent:
+        return CudaEvent()
 
-    def record(self, event: Event) -> None:
+    def record(self, event: CudaEvent) -> None:
         self._stream.record(event)
 
 
-class Memory:
+class DeviceMemory:
     """Zeroed memory of the current device that another process may map; kept until it leaves."""
 
     def __init__(self, size: int) -> None:
@@ -207,7 +211,7 @@ class Memory:
 
 
 class MappedMemory:
-    """Another process's ``Memory``, as addresses that this device can write."""
+    """Another process's ``DeviceMemory``, as addresses that this device can write."""
 
     def __init__(self, exported: str) -> None:
         cuda = driver()

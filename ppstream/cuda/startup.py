@@ -115,14 +115,14 @@ def missing(config: PipelineConfig) -> list[str]:
     return [
         f"placement.{rank}: got {device}, but this machine has {_count_text()}"
         for rank, device in named.items()
-        if device != "cpu" and facts(device) is None
+        if device != "cpu" and device_facts(device) is None
     ]
 
 
 def device_to_build_on(config: PipelineConfig) -> torch.device:
     """Returns the device on which ``--check`` builds the policy: its own if it is there."""
     device = config.placement.policy
-    return torch.device(device if device == "cpu" or facts(device) is not None else "cpu")
+    return torch.device(device if device == "cpu" or device_facts(device) is not None else "cpu")
 
 
 def versions() -> Iterator[tuple[str, str]]:
@@ -170,7 +170,7 @@ def _count_text() -> str:
     return f"{torch.cuda.device_count()} CUDA devices"
 
 
-def facts(device: str) -> DeviceFacts | None:
+def device_facts(device: str) -> DeviceFacts | None:
     """Returns what is known of a device; None when it is not there."""
     index = torch.device(device).index or 0
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():

@@ -25,7 +25,7 @@ from ppstream.ingest.sample_ledger import (
     STALE,
     SampleLedger,
 )
-from ppstream.ingest.stamp_filter import NEVER_NS, RobotClock
+from ppstream.ingest.stamp_filter import NEVER_NS, StampFilter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -72,7 +72,7 @@ class SensorRing:
     ``newest_ns`` (robot clock) and ``newest_rx_ns`` (rank 0's) are ``NEVER_NS`` while it is empty.
     """
 
-    def __init__(self, bank: RingBank, row: int, clock: RobotClock) -> None:
+    def __init__(self, bank: RingBank, row: int, clock: StampFilter) -> None:
         self.stream = bank.stream
         self.ledger = SampleLedger()
         self.accepted = 0  # samples ever taken in; never goes back

@@ -8,7 +8,7 @@ import numpy as np
 
 from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.sample_ledger import CLOCK_JUMP, CLOSED, NEW_EPISODE
-from ppstream.ingest.stamp_filter import RobotClock
+from ppstream.ingest.stamp_filter import StampFilter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +45,7 @@ class RowInput:
         reference: str,
         stale_ns: int | None = None,
     ) -> None:
-        self.clock = RobotClock(lambda: self._clear(CLOCK_JUMP), stale_ns)
+        self.clock = StampFilter(lambda: self._clear(CLOCK_JUMP), stale_ns)
         self.rings = {name: SensorRing(bank, row, self.clock) for name, bank in banks.items()}
         self.reference = self.rings[reference]
         self.session = 0

@@ -30,7 +30,7 @@ COMPARED: Final = 16  # about so many samples of a second tell whether a sensor 
 DEGRADED: Final = frozenset({"silent", "refused", "slow"})
 
 
-class Change(NamedTuple):
+class SensorChange(NamedTuple):
     """A stream of a row is in another condition than a second ago."""
 
     row: int
@@ -60,7 +60,7 @@ class SensorState:
         self,
         config: PipelineConfig,
         intake: Intake,
-        tell: Callable[[Change], None],
+        tell: Callable[[SensorChange], None],
         tell_degraded: Callable[[bool], None],
     ) -> None:
         self._streams = config.streams
@@ -96,7 +96,7 @@ class SensorState:
             found = "unchanged" if _is_unchanged(bank, row, ring, taken) else "ok"
         self.conditions[key] = found
         if found != was:
-            self._tell(Change(row, stream.name, found, was))
+            self._tell(SensorChange(row, stream.name, found, was))
 
 
 def _condition(stream: StreamConfig, ring: SensorRing, before: _Seen, now: _Seen) -> Condition:

@@ -1,4 +1,4 @@
-"""RobotClock: whether a robot's time stamps are plausible, without synchronised clocks.
+"""StampFilter: whether a robot's time stamps are plausible, without synchronised clocks.
 
 The *lead* of a sample is its stamp minus its arrival on rank 0. The two clocks share no origin, so
 a lead alone means nothing, but on a healthy robot it only falls (the network was slow) or creeps
@@ -38,7 +38,7 @@ class Judged(NamedTuple):
     stale: int
 
 
-class RobotClock:
+class StampFilter:
     """Judges all streams of one robot together, as they share one clock.
 
     Args:

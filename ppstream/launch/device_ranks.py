@@ -26,10 +26,8 @@ from ppstream.links.device_link import BACK, FRONT, run_ahead
 from ppstream.links.factory import open_device
 from ppstream.links.latency_probe import measure
 from ppstream.pipeline.device.stage0 import Stage0Device
-from ppstream.pipeline.device.stage0_queue import Parts as FrontParts
-from ppstream.pipeline.device.stage0_queue import Streams
-from ppstream.pipeline.device.stage1 import Parts as BackParts
-from ppstream.pipeline.device.stage1 import Stage1Device
+from ppstream.pipeline.device.stage0_queue import Stage0Parts, Streams
+from ppstream.pipeline.device.stage1 import Stage1Device, Stage1Parts
 from ppstream.pipeline.device.stage_a import RingWindows
 from ppstream.pipeline.device.stage_b import DeviceStageB
 from ppstream.pipeline.stage_b import StageB
@@ -93,7 +91,7 @@ def open_stage0(
         for mean_ms in (simulate.a_ms, simulate.c_ms)
     )
     link = _open_link(config, placement, FRONT, store, shape, device, parts.log)
-    own = FrontParts(
+    own = Stage0Parts(
         link=link,
         peer=peer,
         shape=shape,
@@ -179,7 +177,7 @@ def open_stage1(
     device = torch.device(placement.ranks[1].device)
     link = _open_link(config, placement, BACK, store, shape, device, log)
     policy = prepared.policy
-    parts = BackParts(
+    parts = Stage1Parts(
         config=config,
         stage_b=DeviceStageB(policy, config.batch.rows, device, is_stateless=prepared.is_stateless),
         link=link,

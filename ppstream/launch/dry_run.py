@@ -115,7 +115,7 @@ def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]
         return
     yield "\ndevices"
     for plan in plans:
-        about = startup.facts(plan.device)
+        about = startup.device_facts(plan.device)
         if about is not None:
             memory = f"{_bytes(about.memory_bytes)}, {about.capability}"
             yield _row(plan.device, f"{about.name}, {memory}, for rank {plan.rank}")

@@ -22,7 +22,7 @@ import msgspec
 
 import ppstream
 from ppstream.config.schema import PipelineConfig
-from ppstream.control.heartbeat import Heartbeat
+from ppstream.control.heartbeat import HeartbeatThread
 from ppstream.control.launcher_store import LauncherStore
 from ppstream.control.peer import Peer
 from ppstream.control.peer_process import HeldProcess
@@ -36,7 +36,6 @@ from ppstream.core.errors import (
     ProtocolError,
 )
 from ppstream.core.specs import TensorSpec
-from ppstream.launch import handshake as config_facts
 from ppstream.launch.rank_exit import how_it_ends
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.policy.compatibility import policy_problems
@@ -56,7 +55,7 @@ RANK0_ONLY: Final = frozenset({"service", "bringup", "decode", "log", "demo", "s
 TEST_HOOK_PREFIX: Final = "PPSTREAM_TEST_"
 
 
-def facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
+def configuration_facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
     """This rank's resolved facts, by key class."""
     tables = msgspec.json.decode(msgspec.json.encode(config))  # as the other rank will see it
     equal = {
@@ -95,7 +94,7 @@ def difference(
     return lines
 
 
-def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], their_rank: int) -> None:
+def compare_facts(mine: Mapping[str, Any], theirs: Mapping[str, Any], their_rank: int) -> None:
     """Raise HandshakeError with the per-rank difference unless the ``equal`` facts agree."""
     lines = difference(mine["equal"], theirs.get("equal", {}), 0, their_rank)
     if lines:
@@ -169,7 +168,7 @@ def admit(config: PipelineConfig, store: LauncherStore, listener: Listener, run:
             raise HandshakeError(
                 f"generation: rank 0 has {store.generation}, rank {hello.rank} {hello.generation}"
             )
-        config_facts.compare(config_facts.facts(config), hello.facts, hello.rank)
+        compare_facts(configuration_facts(config), hello.facts, hello.rank)
     except HandshakeError as error:
         peer.send(RankRefused(tuple(str(error).splitlines())))
         raise
@@ -221,7 +220,7 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
     limit_s = config.liveness.handshake_s
     peer = connect(store, limit_s)
     peer.heart = connect(store, limit_s, expects_fds=False)
-    facts = config_facts.facts(config)
+    facts = configuration_facts(config)
     here = facts["informational"]["host"]
     token = store.get(TOKEN_KEY, limit_s)
     peer.send(
@@ -279,9 +278,9 @@ def start_heartbeat(
     progress: Callable[[], int],
     on_lost: Callable[[], None],
     process: HeldProcess | None = None,
-) -> Heartbeat:
+) -> HeartbeatThread:
     """A heart that beats from the handshake to the end."""
     interval_ns = round(config.liveness.heartbeat_ms * NS_PER_MS)
-    beat = Heartbeat(peer, interval_ns, progress, on_lost, process)
+    beat = HeartbeatThread(peer, interval_ns, progress, on_lost, process)
     beat.start()
     return beat

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from ppstream.config import load
-from ppstream.control.peer_process import HeldProcess, ranks_of
+from ppstream.control.peer_process import HeldProcess, ranks_started_by
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.launch.placement import ranks_wanted
 from ppstream.launch.rank_exit import CLOSE_GRACE_S, RankEnd
@@ -101,7 +101,9 @@ class Launch:
         limit_s = self._config.liveness.drain_s + CLOSE_GRACE_S + SPARE_S
         asked: list[HeldProcess] = []
         for _ in range(round(limit_s / LEAD_S)):
-            pid = ranks_of(os.getpid()).get(len(asked))  # rank 0, and the next a moment later
+            pid = ranks_started_by(os.getpid()).get(
+                len(asked)
+            )  # rank 0, and the next a moment later
             process = HeldProcess.of(pid) if pid is not None else None
             if process is not None:
                 process.signal(number)

@@ -28,7 +28,7 @@ LAUNCHER_GRACE_S: Final = 1.5  # to drain, when the launcher is gone
 LAUNCHER_LOST: Final = "LAUNCHER_LOST"  # how the reason of such an end begins
 
 
-def launcher(environment: Mapping[str, str]) -> HeldProcess | None:
+def parent_launcher(environment: Mapping[str, str]) -> HeldProcess | None:
     """The process that a launcher started this rank from; None: no launcher did, or none is seen.
 
     Raises:
@@ -55,7 +55,7 @@ class Lookout:
         self._environment = environment
         self._stopped_looks_max = frozen_ms / INTERVAL_MS
         self._stopped_looks = 0
-        self._launcher = launcher(environment)
+        self._launcher = parent_launcher(environment)
         self._has_sibling = _world_size(environment) > 1
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._deadline_ns: int | None = None

@@ -14,7 +14,7 @@ import torch
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.observe import profiler
 from ppstream.observe.attribution import Attribution, end_of_stream
-from ppstream.observe.live_counters import PolicyTally, Rank0Tally, Tally
+from ppstream.observe.live_counters import LiveCounters, PolicyCounters, Rank0Counters
 from ppstream.observe.memory import MemoryLines
 from ppstream.observe.profiler import Profiler
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ppstream")
 
 
-class Watching:
+class Monitoring:
     """Monitoring of one rank until ``stack`` closes: its memory, and what is configured.
 
     Raises:
@@ -80,17 +80,17 @@ class Watching:
     ) -> None:
         # imported here: the client costs 60 ms, and a run without metrics does not need it
         from ppstream.observe.health_server import HealthServer
-        from ppstream.observe.live_class import LiveClass
+        from ppstream.observe.live_class import LiveBottleneck
         from ppstream.observe.metrics import PolicyCollector, Rank0Collector
 
-        tally: Tally
+        tally: LiveCounters
         collector: Collector
         if credit_ledger is None:
-            tally = policy_tally = PolicyTally()
+            tally = policy_tally = PolicyCounters()
             collector = PolicyCollector(policy_tally, log, self._who)
         else:
-            tally = rank0_tally = Rank0Tally(self._lease_ns)
-            live = LiveClass(lambda: json.loads((directory / "run.json").read_text()))
+            tally = rank0_tally = Rank0Counters(self._lease_ns)
+            live = LiveBottleneck(lambda: json.loads((directory / "run.json").read_text()))
             collector = self.collector = Rank0Collector(
                 rank0_tally,
                 log,
@@ -105,7 +105,7 @@ class Watching:
         log.event("metrics", port=server.port)
         logger.info("metrics of rank %s: http://127.0.0.1:%d", self._who["rank"], server.port)
 
-    def _health(self, tally: Tally) -> dict[str, Any]:
+    def _health(self, tally: LiveCounters) -> dict[str, Any]:
         tally.count()
         return {
             **self._who,

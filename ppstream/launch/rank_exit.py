@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.control.peer_process import HeldProcess, command, descendants, everybody, of_rank
-from ppstream.control.watchdog import Mark, Watchdog, where
+from ppstream.control.watchdog import ProgressMark, Watchdog, where
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import (
     OTHER_LEFT,
@@ -338,7 +338,7 @@ class Loop(Protocol):
     """A rank's loop, as the watchdog sees it."""
 
     @property
-    def marks(self) -> Sequence[Mark]: ...
+    def marks(self) -> Sequence[ProgressMark]: ...
 
     @property
     def standstill_ns(self) -> int: ...
@@ -353,13 +353,15 @@ class Course:
 
     def __init__(self, config: PipelineConfig) -> None:
         self.loop: Loop | None = None
-        self._mark = Mark("the main thread", lambda: self._step).__enter__()  # it never rests
+        self._mark = ProgressMark(
+            "the main thread", lambda: self._step
+        ).__enter__()  # it never rests
         self._step = ""
         self._steps = 0
         self._start_ns = round(config.liveness.start_s * NS_PER_S)
 
     @property
-    def marks(self) -> Sequence[Mark]:
+    def marks(self) -> Sequence[ProgressMark]:
         loops = self.loop.marks if self.loop is not None else ()
         if any(mark.is_running for mark in loops):
             return loops

@@ -16,12 +16,12 @@ from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
 from ppstream.launch import device_ranks, handshake, rank_exit
-from ppstream.launch.monitoring import Watching
+from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
 from ppstream.links.factory import open_back
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape
-from ppstream.observe.log_writer import Stage1Record, TimestampLog
+from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.device.stage1 import Stage1Device
 from ppstream.pipeline.stage1 import Stage1
@@ -87,7 +87,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             inputs = handshake.offered(config, peer)
             shape = link_shape(config, inputs, policy.outputs, store.generation, ahead)
             log = _log(config, end.run, store, stack)
-            Watching(config, end.run, log, stack, rank=store.rank, generation=store.generation)
+            Monitoring(config, end.run, log, stack, rank=store.rank, generation=store.generation)
             waiter = Waiter()
             stack.callback(waiter.close)
             stage1: Stage1 | Stage1Device
@@ -129,7 +129,7 @@ def _open(
 def _log(config: PipelineConfig, run: Run, store: LauncherStore, stack: ExitStack) -> TimestampLog:
     log = TimestampLog(
         run.log_path(store.rank, store.generation),
-        Stage1Record,
+        PolicyRecord,
         config.log.ring,
         run_id=run.run_id,
         generation=store.generation,

@@ -27,7 +27,7 @@ from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
 from ppstream.ingest.intake import Intake, build_intake
 from ppstream.launch import device_ranks, handshake, rank_exit
-from ppstream.launch.monitoring import Watching
+from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
 from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_front
@@ -113,7 +113,7 @@ def _serve(
     with course.step("the build of stages A and C"):
         intake = build_intake(config)  # bring-up's; service has its own
         parts = rank0_parts(config, run, end.generation, stack)
-    watching = Watching(
+    watching = Monitoring(
         config,
         run,
         parts.log,

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ppstream.analysis.records import EnvelopeLine, Stage1, words
+from ppstream.analysis.records import EnvelopeLine, PolicyLine, words
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.specs import TensorSpec
 from ppstream.links.slots import LinkShape, SlotLayout
@@ -33,7 +33,7 @@ class ResultStatus(NamedTuple):
     failed: int  # not 0: the tensors mean nothing; which of ``FAILURES``
 
 
-_WORDS: Final = words(EnvelopeLine) | words(Stage1)
+_WORDS: Final = words(EnvelopeLine) | words(PolicyLine)
 #: What stage B tells rank 0, in the order of its words.
 TOLD: Final = tuple(sorted(_WORDS, key=_WORDS.__getitem__))
 ENVELOPE_HEADER: Final = ("index", "generation", *EnvelopeStatus._fields)
@@ -45,16 +45,16 @@ FAILURES: Final = (None, "policy_error", "unwritten")  # and the reason of the d
 _TOLD_AT: Final = slice(FAILED + 1, None)
 _told_of: Final = attrgetter(*TOLD)
 _TO_RANK0: Final = tuple((name, RESULT_HEADER.index(name)) for name in words(EnvelopeLine))
-_TO_STAGE1: Final = tuple(words(Stage1))
+_TO_STAGE1: Final = tuple(words(PolicyLine))
 
 
-def untold() -> Stage1:
+def untold() -> PolicyLine:
     """Returns the measurements of a stage B that has not run."""
     zeros: dict[str, Any] = dict.fromkeys(_TO_STAGE1, 0)
-    return Stage1(**zeros)
+    return PolicyLine(**zeros)
 
 
-def tell(header: NDArray[np.int64], stage1: Stage1) -> None:
+def tell(header: NDArray[np.int64], stage1: PolicyLine) -> None:
     """Write what stage B tells rank 0 into a result's header; none of it is None."""
     header[_TOLD_AT] = _told_of(stage1)
 
@@ -66,7 +66,7 @@ def take_told(header: Sequence[int], record: EnvelopeLine) -> None:
     record.eB_ns = record.eB_ns or None
 
 
-def repeat_told(stage1: Stage1, record: Stage1) -> None:
+def repeat_told(stage1: PolicyLine, record: PolicyLine) -> None:
     """Write what stage B told rank 0 into the policy rank's own line."""
     for name in _TO_STAGE1:
         setattr(record, name, getattr(stage1, name))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError
-from ppstream.cuda.driver import Event
+from ppstream.cuda.driver import CudaEvent
 from ppstream.links.device_link import FRONT
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ def measure(link: DeviceLink, side: str, timeout_s: float) -> Latency:
     Raises:
         PeerLostError: the peer did not answer all notes within ``timeout_s``; the link is closed.
     """
-    events = [Event() for _ in range(TRIPS)]
+    events = [CudaEvent() for _ in range(TRIPS)]
     until_ns = now_ns() + round(timeout_s * NS_PER_S)
     rounds_ns = [_round(link, side, events, until_ns) for _ in range(ROUNDS)]
     return Latency(round(min(rounds_ns) / 2), link.note_bytes)
 
 
-def _round(link: DeviceLink, side: str, events: list[Event], until_ns: int) -> float:
+def _round(link: DeviceLink, side: str, events: list[CudaEvent], until_ns: int) -> float:
     """The median round trip."""
     for event in events:
         if side == FRONT:

@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream.core.errors import ProtocolError
-from ppstream.cuda.driver import MappedMemory, Memory
+from ppstream.cuda.driver import DeviceMemory, MappedMemory
 from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, Places
 from ppstream.links.device_link import BACK, FRONT, device_slots, layouts, slot_count
 from ppstream_kernels.cuda_put import Puts
@@ -97,7 +97,7 @@ class PeerLink(CountedLink):
     ) -> None:
         count = slot_count(shape)
         out, into = layouts(shape, side)
-        mine = Memory(COUNTER_BYTES + count * into.slot_bytes)
+        mine = DeviceMemory(COUNTER_BYTES + count * into.slot_bytes)
         wanted = COUNTER_BYTES + count * out.slot_bytes
         self._theirs = _exchange(side, store, mine, wanted, timeout_s)
         places = Places(
@@ -124,7 +124,9 @@ def put_limit(d_in: int, slot_bytes: int) -> int:
     return PUT_BYTES if d_in > 1 else max(PUT_BYTES, slot_bytes)
 
 
-def _exchange(side: str, store: Store, mine: Memory, wanted: int, timeout_s: float) -> MappedMemory:
+def _exchange(
+    side: str, store: Store, mine: DeviceMemory, wanted: int, timeout_s: float
+) -> MappedMemory:
     """Tell the peer of ``mine``, and map its memory, which must have ``wanted`` bytes."""
     store.set(f"peer/{side}", f"{mine.size} {mine.exported()}")
     other = BACK if side == FRONT else FRONT

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from ppstream.analysis.log_parser import Line, parse_run
+from ppstream.analysis.log_parser import LogLine, parse_run
 from ppstream.analysis.scores import primary
 from ppstream.analysis.segments import select_window
 from ppstream.analysis.verdict import N_MIN, classify
 from ppstream.core.clock import NS_PER_S, now_ns
-from ppstream.core.interpreter import Pieces
+from ppstream.core.interpreter import InterpreterPauses
 
 if TYPE_CHECKING:
     from ppstream.core.clock import Clock
-    from ppstream.observe.live_counters import Rank0Tally
+    from ppstream.observe.live_counters import Rank0Counters
     from ppstream.observe.log_writer import EnvelopeRecord
 
 CLASSES: Final = (
@@ -34,52 +34,52 @@ CLASSES: Final = (
     "serialized",
     "overhead-limited",
 )
-MADE_ANEW_NS: Final = 5 * NS_PER_S
+REFRESH_NS: Final = 5 * NS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Bottleneck:
     """The class of ``verdict.classify``, None while unknown, and each resource's busy share."""
 
     name: str | None = None
     utilisation: Mapping[str, float] = field(default_factory=dict)
 
 
-class LiveClass:
+class LiveBottleneck:
     """Args: ``manifest`` gives run.json as it stands; ``clock`` for tests."""
 
     def __init__(self, manifest: Callable[[], Mapping[str, Any]], clock: Clock = now_ns) -> None:
         self._manifest = manifest
         self._clock = clock
-        self._found = Found()
+        self._found = Bottleneck()
         self._due_ns = 0
 
-    def now(self, tally: Rank0Tally) -> Found:
+    def now(self, tally: Rank0Counters) -> Bottleneck:
         """Of the phase that the newest envelope belongs to."""
         now = self._clock()
         if now >= self._due_ns:
-            self._due_ns = now + MADE_ANEW_NS
+            self._due_ns = now + REFRESH_NS
             self._found = self._judge(tally)
         return self._found
 
-    def _judge(self, tally: Rank0Tally) -> Found:
+    def _judge(self, tally: Rank0Counters) -> Bottleneck:
         records = list(tally.newest)
         if not records:
-            return Found()
-        pieces = Pieces()
+            return Bottleneck()
+        pieces = InterpreterPauses()
         run = parse_run(dict(self._manifest()), _lines(records, pieces))
         pieces.pause()
         window = select_window(run, records[-1].phase)
         if window.n < N_MIN:  # so few say nothing yet
-            return Found()
+            return Bottleneck()
         pieces.pause()
         score = primary(window, resampled=False)
         pieces.pause()
-        return Found(classify(window, score), {} if score is None else score.utilisation)
+        return Bottleneck(classify(window, score), {} if score is None else score.utilisation)
 
 
-def _lines(records: Iterable[EnvelopeRecord], pieces: Pieces) -> Iterator[Line]:
+def _lines(records: Iterable[EnvelopeRecord], pieces: InterpreterPauses) -> Iterator[LogLine]:
     """As they are asked for: reading one takes some 50 µs."""
     for record in records:
         pieces.pause()
-        yield Line(0, record.generation, "live", msgspec.to_builtins(record))
+        yield LogLine(0, record.generation, "live", msgspec.to_builtins(record))

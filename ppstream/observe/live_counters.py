@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppstream.core.durations import LABELS_MAX, OTHER, Histograms, Recent, Values
-from ppstream.core.interpreter import Pieces
+from ppstream.core.interpreter import InterpreterPauses
 
 if TYPE_CHECKING:
-    from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record
+    from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord
 
 CHUNK: Final = 512  # records: as many again would save little, and each is 2 KB that is kept
 BLOCK: Final = 8  # of them are read in one go: some 30 µs, so a piece is little more than 100
@@ -40,7 +40,7 @@ _drop_of: Final = attrgetter("drop")
 _ages_of: Final = attrgetter("input_age_ns")
 
 
-class Tally(ABC):
+class LiveCounters(ABC):
     """Counters of both kinds of rank: phases, events, drops, robots and ledgers from lines.
 
     Args:
@@ -103,7 +103,7 @@ class Tally(ABC):
     def count(self) -> None:
         """Count what is kept; to be called before a look, by any thread."""
         with self._counting:
-            pieces = Pieces()
+            pieces = InterpreterPauses()
             records, ages_ns = take_all(self._records), take_all(self._action_ages_ns)
             if ages_ns:
                 rows = np.repeat(self.histograms.rows("action_age"), len(ages_ns))
@@ -117,7 +117,7 @@ class Tally(ABC):
                 self._count(records, drops, columns, pieces)
                 self.envelopes += len(records)
 
-    def _columns(self, records: Sequence[Any], pieces: Pieces) -> Values:
+    def _columns(self, records: Sequence[Any], pieces: InterpreterPauses) -> Values:
         """[numbers, n]; None becomes NaN."""
         flat = chain.from_iterable(map(self._numbers_of, _in_blocks(records, pieces)))
         numbers = np.fromiter(flat, np.float64, len(records) * self._width)
@@ -125,7 +125,11 @@ class Tally(ABC):
 
     @abstractmethod
     def _count(
-        self, records: list[Any], drops: list[str | None], columns: Values, pieces: Pieces
+        self,
+        records: list[Any],
+        drops: list[str | None],
+        columns: Values,
+        pieces: InterpreterPauses,
     ) -> None:
         """Add these envelopes; ``columns`` are their numbers, in the order that was asked for."""
 
@@ -136,7 +140,7 @@ class Tally(ABC):
         self.link_ns += int(totals[-1])
 
 
-class Rank0Tally(Tally):
+class Rank0Counters(LiveCounters):
     """Rank 0: stages A, B and C, period, latency, queues, ages, deadlines."""
 
     NUMBERS: Final = (
@@ -159,7 +163,7 @@ class Rank0Tally(Tally):
         records: list[EnvelopeRecord],
         drops: list[str | None],
         columns: Values,
-        pieces: Pieces,
+        pieces: InterpreterPauses,
     ) -> None:
         self.newest.extend(records)
         self._add_totals(_totals(columns[: len(WAITS) + 1]))
@@ -189,7 +193,7 @@ class Rank0Tally(Tally):
         for stage, taken in zip(STAGES, stages, strict=True):
             self.recent.add(stage, taken)
 
-    def _add_ages(self, said: Sequence[dict[str, Any]], pieces: Pieces) -> None:
+    def _add_ages(self, said: Sequence[dict[str, Any]], pieces: InterpreterPauses) -> None:
         """By stream; where a window has several rows, the oldest."""
         if not said:
             return
@@ -222,7 +226,7 @@ class Rank0Tally(Tally):
         return found
 
 
-class PolicyTally(Tally):
+class PolicyCounters(LiveCounters):
     """A policy rank: stage B, its waits, and what it must not do once warm."""
 
     NUMBERS: Final = (
@@ -239,7 +243,11 @@ class PolicyTally(Tally):
         )
 
     def _count(
-        self, records: list[Stage1Record], drops: list[str | None], columns: Values, pieces: Pieces
+        self,
+        records: list[PolicyRecord],
+        drops: list[str | None],
+        columns: Values,
+        pieces: InterpreterPauses,
     ) -> None:
         *totals, idle, recompiles = _totals(columns[:5])
         self._add_totals(np.array(totals))
@@ -264,7 +272,7 @@ def take_all(kept: list[Any]) -> list[Any]:
     return taken
 
 
-def _in_blocks(items: Sequence[T], pieces: Pieces) -> Iterator[T]:
+def _in_blocks(items: Sequence[T], pieces: InterpreterPauses) -> Iterator[T]:
     """Each of them; whoever takes them pauses between some."""
     for first in range(0, len(items), BLOCK):
         pieces.pause()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from ppstream.analysis.records import EnvelopeLine, Stage1
+from ppstream.analysis.records import EnvelopeLine, PolicyLine
 from ppstream.core.clock import now_ns
 
 logger = logging.getLogger("ppstream")
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
         done: bool = False  # the log's own mark, never written
 
-    class Stage1Record(Stage1):
+    class PolicyRecord(PolicyLine):
         """One envelope as the policy rank saw it."""
 
         done: bool = False  # the log's own mark, never written
 
 else:
     EnvelopeRecord = _record("EnvelopeRecord", EnvelopeLine)
-    Stage1Record = _record("Stage1Record", Stage1)
+    PolicyRecord = _record("PolicyRecord", PolicyLine)
 
 
 class Watcher(Protocol):
@@ -93,7 +93,7 @@ class TimestampLog:
     def __init__(
         self,
         path: Path,
-        record: type[EnvelopeRecord] | type[Stage1Record],
+        record: type[EnvelopeRecord] | type[PolicyRecord],
         size: int,
         *,
         run_id: str,

@@ -14,7 +14,7 @@ from prometheus_client.core import (
 from prometheus_client.samples import Sample
 
 from ppstream.core.durations import BUCKETS_NS, PERCENTS, Histogram, Values, quantiles_ns
-from ppstream.core.interpreter import Pieces
+from ppstream.core.interpreter import InterpreterPauses
 
 S: Final = 1e-9  # per ns
 EDGES: Final = (*(f"{bound * S:g}" for bound in BUCKETS_NS), "+Inf")
@@ -96,7 +96,7 @@ def recent(name: str, text: str, label: str, found: Mapping[str, Values]) -> Met
 class _InPieces(list[Sample]):
     """The samples of a family; whoever writes them out pauses between some."""
 
-    def __init__(self, samples: Iterable[Sample], pieces: Pieces) -> None:
+    def __init__(self, samples: Iterable[Sample], pieces: InterpreterPauses) -> None:
         super().__init__(samples)
         self._pieces = pieces
 
@@ -108,7 +108,7 @@ class _InPieces(list[Sample]):
 
 def in_pieces(families: Iterable[Metric]) -> Iterator[Metric]:
     """The families as they are made, so that the loops run between a few samples and the next."""
-    pieces = Pieces()
+    pieces = InterpreterPauses()
     for family in families:
         family.samples = _InPieces(family.samples, pieces)
         yield family

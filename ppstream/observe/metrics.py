@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 import ppstream
 from ppstream.observe import memory as gpu_memory
 from ppstream.observe import metric_families as show
-from ppstream.observe.live_class import CLASSES, LiveClass
-from ppstream.observe.live_counters import PolicyTally, Rank0Tally, Tally
+from ppstream.observe.live_class import CLASSES, LiveBottleneck
+from ppstream.observe.live_counters import LiveCounters, PolicyCounters, Rank0Counters
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -112,7 +112,7 @@ def robot_families(said: SessionStatistics) -> Iterator[Metric]:
 class RankCollector(Collector):
     """Metrics of any rank: build, run, phase, stages, waits, drops, faults, log, memory."""
 
-    def __init__(self, tally: Tally, log: TimestampLog, run: Mapping[str, str]) -> None:
+    def __init__(self, tally: LiveCounters, log: TimestampLog, run: Mapping[str, str]) -> None:
         self._tally = tally
         self._log = log
         self._run = run
@@ -185,7 +185,7 @@ class RankCollector(Collector):
 class PolicyCollector(RankCollector):
     """A policy rank's own: residence, idle time, and recompiles once warm."""
 
-    def __init__(self, tally: PolicyTally, log: TimestampLog, run: Mapping[str, str]) -> None:
+    def __init__(self, tally: PolicyCounters, log: TimestampLog, run: Mapping[str, str]) -> None:
         super().__init__(tally, log, run)
         self._policy = tally
 
@@ -209,12 +209,12 @@ class Rank0Collector(RankCollector):
 
     def __init__(
         self,
-        tally: Rank0Tally,
+        tally: Rank0Counters,
         log: TimestampLog,
         run: Mapping[str, str],
         *,
         credit_ledger: Queues,
-        live_class: LiveClass,
+        live_class: LiveBottleneck,
         lease_s: float,
     ) -> None:
         super().__init__(tally, log, run)

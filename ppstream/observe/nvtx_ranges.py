@@ -22,7 +22,7 @@ COLOURS: Final = {  # 0xAARRGGBB: one per step, told apart by people who cannot 
 }
 
 
-class Range(Protocol):
+class RangeCall(Protocol):
     """One NVTX range, which a loop opens and closes around a step while ``on``."""
 
     def push(self, epoch: int, seq: int) -> None: ...
@@ -30,7 +30,7 @@ class Range(Protocol):
     def pop(self) -> None: ...
 
 
-class Step:
+class NvtxRange:
     """One named range; ``push`` and ``pop`` in pairs, on one thread, only while ``on``."""
 
     __slots__ = ("_attributes", "_domain")
@@ -66,17 +66,17 @@ def _domain() -> Any:
     return nvtx.get_domain("ppstream")
 
 
-_steps: Final = tuple(Step(_domain(), name) for name in COLOURS)
-A: Range
-SEND: Range
-B: Range
-RECV: Range
-C: Range
+_steps: Final = tuple(NvtxRange(_domain(), name) for name in COLOURS)
+A: RangeCall
+SEND: RangeCall
+B: RangeCall
+RECV: RangeCall
+C: RangeCall
 A, SEND, B, RECV, C = _steps
 on: bool = _steps[0].is_seen
 
 
-def annotate(make: Callable[[str], Range] | None) -> None:
+def annotate(make: Callable[[str], RangeCall] | None) -> None:
     """Give the steps to ``make(name)``, or with None back to NVTX; between two envelopes."""
     global A, SEND, B, RECV, C, on
     steps = _steps if make is None else tuple(make(name) for name in COLOURS)

@@ -70,7 +70,7 @@ class Run:
         Its number alone is worth nothing: another one may have had it, in another container or
         after a restart of the host.
         """
-        wanted = launcher(launcher_pid or os.getppid())
+        wanted = launcher_identity(launcher_pid or os.getppid())
         for directory in reversed(_runs(root)):
             manifest = _read(directory / "run.json")
             if None not in wanted.values() and wanted.items() <= manifest.items():
@@ -110,7 +110,7 @@ class Run:
             created_utc=utc_now(),
             finished_utc=None,
             exit_code=None,
-            **launcher(os.getppid()),
+            **launcher_identity(os.getppid()),
             launcher_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
             config=config,
             config_sha256=config_sha256,
@@ -184,7 +184,7 @@ def boot_id() -> str:
         return "unknown"
 
 
-def launcher(pid: int) -> dict[str, Any]:
+def launcher_identity(pid: int) -> dict[str, Any]:
     """Identifies a launcher for ever: its number, when it began, and on which boot of the host."""
     return {"launcher_pid": pid, "launcher_start": start_time(pid), "boot_id": boot_id()}
 
@@ -245,7 +245,7 @@ def _goes_on(directory: Path, fd: int) -> bool:
         return False
     manifest = _read(directory / "run.json")
     pid, restarts = (manifest.get(f"launcher_{name}") for name in ("pid", "restarts"))
-    return bool(restarts and pid and launcher(pid).items() <= manifest.items())
+    return bool(restarts and pid and launcher_identity(pid).items() <= manifest.items())
 
 
 def _lock(fd: int) -> None:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ppstream.control.watchdog import Mark, is_patient
+from ppstream.control.watchdog import ProgressMark, is_patient
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.user_code import Fault, FirstFaults
 from ppstream.ingest.intake import stream_lines
 from ppstream.pipeline.flight import Flight
-from ppstream.pipeline.stage_c import Nobody
-from ppstream.pipeline.time_accounting import LINK, TimeBook
-from ppstream.wire.robot_messages import Report
+from ppstream.pipeline.stage_c import NoEmitter
+from ppstream.pipeline.time_accounting import LINK, TimeAccount
+from ppstream.wire.robot_messages import ChunkReport
 
 if TYPE_CHECKING:
     from collections import deque
@@ -48,7 +48,7 @@ def write_reports(log: TimestampLog, reports: deque[Told]) -> None:
     """Writes what robots measured of chunks and themselves (``robot_state``), by their clocks."""
     while reports:
         told = reports.popleft()
-        kind = "robot" if isinstance(told, Report) else "robot_state"
+        kind = "robot" if isinstance(told, ChunkReport) else "robot_state"
         log.line(kind, **msgspec.structs.asdict(told))
 
 
@@ -103,15 +103,15 @@ class Rank0(ABC):
         self.intake: Intake
         self.source: Source
         self.pacing: Pacing
-        self.emitter: Emitter = Nobody()
+        self.emitter: Emitter = NoEmitter()
         self.stop_reason: str | None = None
         self.reports: deque[Told] = deque()  # from robots, filled while the source is drained
         self._source_fds: tuple[int, ...] = ()
         self._seq = 0
         self._cuts: deque[tuple[str, int]] = deque()  # no lock: a signal may ask, too
         self._cut_ns: int | None = None  # when the epoch was asked for; None: it has an action
-        self.mark = Mark("rank 0's loop", lambda: f"epoch {self.epoch}, seq {self._seq}")
-        self.marks: tuple[Mark, ...] = (self.mark,)  # of every thread of the loop
+        self.mark = ProgressMark("rank 0's loop", lambda: f"epoch {self.epoch}, seq {self._seq}")
+        self.marks: tuple[ProgressMark, ...] = (self.mark,)  # of every thread of the loop
         self._start_limit: int | None = None
         self._faults = FirstFaults(0)
         stage_c.on_fault = self.tell_fault
@@ -121,7 +121,7 @@ class Rank0(ABC):
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self._start_ns = round(config.liveness.start_s * NS_PER_S)
         self._next_ledger_ns = 0
-        self.times = TimeBook()  # of the thread that runs stage A, as the next
+        self.times = TimeAccount()  # of the thread that runs stage A, as the next
         self.run_delay = RunDelay()
         self._alone: list[tuple[int, int, int]] | None = None  # stage times, while they are asked
 
@@ -209,7 +209,7 @@ class Rank0(ABC):
         self.intake = self.stage_a.intake = self.stage_c.intake = intake
         self.source = source
         self.pacing = pacing
-        self.emitter = emitter or Nobody()
+        self.emitter = emitter or NoEmitter()
         self.change_phase(phase)
 
     def change_phase(self, phase: str) -> None:

@@ -17,7 +17,7 @@ from ppstream.control.peer_process import bound_command
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.intake import build_intake
-from ppstream.ingest.sensor_health import Change, SensorState
+from ppstream.ingest.sensor_health import SensorChange, SensorState
 from ppstream.ingest.sources import RecordedSource, Source
 from ppstream.observe.run_folder import ROBOT_STORY, Run
 from ppstream.pipeline.pacing import Pacing, Scheduled, service_pacing
@@ -116,7 +116,7 @@ class Service:
             rank0.change_phase("draining")
         rank0.write_ledger()
 
-    def _tell_sensor(self, change: Change) -> None:
+    def _tell_sensor(self, change: SensorChange) -> None:
         robot = self.intake.rows[change.row].robot
         logger.info("%s of %s: %s, was %s", change.stream, robot, change.condition, change.before)
         self._rank0.log.event("sensor", robot=robot, **change._asdict())

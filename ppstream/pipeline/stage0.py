@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
-from ppstream.control.watchdog import Mark, stage_b_limit_ns, watched
+from ppstream.control.watchdog import ProgressMark, stage_b_limit_ns, watched
 from ppstream.core.clock import now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import ProtocolError
@@ -25,7 +25,7 @@ from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.flight import Flight
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
 from ppstream.pipeline.rank0_peer import Paired
-from ppstream.pipeline.time_accounting import LINK, TimeBook
+from ppstream.pipeline.time_accounting import LINK, TimeAccount
 
 if TYPE_CHECKING:
     from ppstream.control.peer import Peer
@@ -48,11 +48,13 @@ class Stage0(Paired):
         self._room = threading.Event()
         self._failure: BaseException | None = None  # of a thread of run_split
         self._usual_b_ns = 0
-        self._thread_marks = {name: Mark(f"the {name} thread") for name in ("receive", "decode")}
+        self._thread_marks = {
+            name: ProgressMark(f"the {name} thread") for name in ("receive", "decode")
+        }
         self.marks = (self.mark, *self._thread_marks.values())
         self._is_split = self.config.pipeline.threads == "split"
         self._lead = sys.maxsize if self._is_split else SERIAL_LEAD
-        self._times_c = TimeBook() if self._is_split else self.times  # of the thread that runs C
+        self._times_c = TimeAccount() if self._is_split else self.times  # of the thread that runs C
         self._run_delay_c = RunDelay() if self._is_split else self.run_delay
         self._thread_cpus: dict[str, list[int]] = {}  # as each thread's newest run ended
         self._results = Waiter() if self._is_split else self.waiter  # who waits for results

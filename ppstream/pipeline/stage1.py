@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from ppstream.control.watchdog import Mark, is_patient, stage_b_limit_ns, watched
+from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns, watched
 from ppstream.core.clock import NS_PER_S, now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import PeerLostError
@@ -16,7 +16,7 @@ from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, repeat_told, te
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.pipeline.stage_b import StageB
-from ppstream.pipeline.time_accounting import LINK, TimeBook
+from ppstream.pipeline.time_accounting import LINK, TimeAccount
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ class Stage1(PolicyRank):
         self.stage_b = stage_b
         self.link = link
         self.waiter = waiter
-        self.mark = Mark("stage B", self._at)
+        self.mark = ProgressMark("stage B", self._at)
         self._serving: tuple[int, int] | None = None  # epoch and seq of the newest envelope
         self._usual_b_ns = 0
-        self.times = TimeBook()
+        self.times = TimeAccount()
         self.run_delay = RunDelay()
         self._previous_tb1 = 0
         self._told = untold()  # of the newest envelope
@@ -60,7 +60,7 @@ class Stage1(PolicyRank):
             waiter.register(fd)
 
     @property
-    def marks(self) -> tuple[Mark, ...]:
+    def marks(self) -> tuple[ProgressMark, ...]:
         """For the watchdog."""
         return (self.mark,)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ppstream.policy.protocol import told
+from ppstream.policy.protocol import instruct
 from ppstream.policy.unwritten import INTEGERS, Outputs, rebinding
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class StageB:
 
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
-        return told(self._policy, number, text)
+        return instruct(self._policy, number, text)
 
     def _outputs_of(self, result: Slot) -> Outputs:
         outputs = self._outputs[id(result)] = Outputs(result, self._integers)

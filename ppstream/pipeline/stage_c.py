@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ppstream.policy.protocol import Decoder
 
 
-class Nobody:
+class NoEmitter:
     """Emits to nobody: bring-up, where nothing may reach a robot."""
 
     def emit(self, row: int, chunk: ActionChunk) -> str | None:
@@ -144,7 +144,7 @@ class StageC:
             return "answered" if any(owner.present for owner in flight.owners) else "absent"
         reason: str | None = None
         emitted = False
-        is_served = not isinstance(emitter, Nobody)
+        is_served = not isinstance(emitter, NoEmitter)
         for row in rows:
             if is_served:
                 self._count_rules(row)

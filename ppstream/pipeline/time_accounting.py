@@ -1,4 +1,4 @@
-"""TimeBook: where the time of one serial thread goes, other than into its stages.
+"""TimeAccount: where the time of one serial thread goes, other than into its stages.
 
 Each moment is a stage's, a wait's or the link's: what lies between the end of one stage or wait and
 the beginning of the next is the link's, with the loop around it. So a thread that loses its
@@ -15,7 +15,7 @@ from ppstream.core.clock import now_ns
 LINK: Final = "link"
 
 
-class TimeBook:
+class TimeAccount:
     """Owned by one thread; ``end`` it once when that thread starts or goes on after a pause."""
 
     def __init__(self) -> None:

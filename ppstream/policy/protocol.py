@@ -78,7 +78,7 @@ class Decoder(Protocol):
         """
 
 
-def told(policy: Policy, number: int, text: str) -> str:
+def instruct(policy: Policy, number: int, text: str) -> str:
     """Have the policy take in a text that rows will name by ``number``; the fault, or ''.
 
     Raises:
@@ -96,7 +96,7 @@ POLICY: Final = "the policy"
 DECODER: Final = "the decoder"
 
 
-def load(target: str) -> Any:
+def load_target(target: str) -> Any:
     """The object named ``module:attr``.
 
     Raises:
@@ -131,10 +131,10 @@ def call_target(path: str, target: str, what: str, call: Callable[[Any], Any]) -
         call: is given the object.
 
     Raises:
-        ConfigError: as ``load``, it cannot be called, or raised; then its traceback is printed.
+        ConfigError: as ``load_target``; it cannot be called, or raised: its traceback is printed.
             Errors of ours, a KeyboardInterrupt, and memory that ran out pass through.
     """
-    maker = load(target)
+    maker = load_target(target)
     if not callable(maker):
         kind = type(maker).__name__
         raise ConfigError([f"{path}: {target} is a {kind}, which cannot be called; want {what}"])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ITEM_BYTES: Final = 200  # of an item without its arrays
 
 
-class Samples(NamedTuple):
+class SamplesItem(NamedTuple):
     """One message of samples, as it arrived; arrays as little-endian bytes."""
 
     robot: str
@@ -63,14 +63,14 @@ class Emitted(NamedTuple):
     dropped: str
 
 
-class Line(NamedTuple):
+class LoggedLine(NamedTuple):
     """A line of the time-stamp log: an event or a robot's report."""
 
     at_ns: int
     fields: Mapping[str, Any]
 
 
-Item = Samples | Cut | Cleared | Emitted | Line
+Item = SamplesItem | Cut | Cleared | Emitted | LoggedLine
 
 
 class Taker(Protocol):
@@ -102,7 +102,7 @@ class Row(Protocol):
     def rings(self) -> Mapping[str, Ring]: ...
 
 
-class Window(Protocol):
+class WindowOwner(Protocol):
     """Owner of a row's window, as far as it is read."""
 
     @property

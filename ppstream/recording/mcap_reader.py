@@ -29,7 +29,7 @@ from ppstream.recording.mcap_schema import (
     need_mcap,
     parse_topic,
 )
-from ppstream.recording.recording import Recording, Step, Track, unreadable
+from ppstream.recording.recording import RecordedStep, Recording, Track, unreadable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,7 +45,7 @@ DECODERS: Final[dict[str, msgspec.json.Decoder[Any]]] = {
 }
 
 
-class Found(NamedTuple):
+class EncodedMessage(NamedTuple):
     """One message of a file, still encoded."""
 
     topic: str
@@ -77,14 +77,14 @@ def load_mcap(path: Path, streams: Sequence[StreamConfig], robot: str | None) ->
     need_mcap()
     records = read_mcap(path)
     for record in records:
-        if isinstance(record, Found):
+        if isinstance(record, EncodedMessage):
             return _of_others(path, itertools.chain([record], records), streams)
         if record.name == METADATA:
             return _of_ours(path, records, robot)
     raise ConfigError([f"{path}: holds no message"])
 
 
-def read_mcap(path: Path) -> Iterator[Found | Noted]:
+def read_mcap(path: Path) -> Iterator[EncodedMessage | Noted]:
     """Messages and metadata in the order of the file, as far as it is whole.
 
     Raises:
@@ -104,7 +104,7 @@ def read_mcap(path: Path) -> Iterator[Found | Noted]:
         elif isinstance(record, Message):
             channel = channels[record.channel_id]
             about = channel.topic, channel.message_encoding, schemas.get(channel.schema_id)
-            yield Found(*about, record.log_time, record.publish_time, record.data)
+            yield EncodedMessage(*about, record.log_time, record.publish_time, record.data)
 
 
 def _records(path: Path) -> Iterator[Any]:
@@ -130,13 +130,13 @@ def _records(path: Path) -> Iterator[Any]:
 
 
 def _of_others(
-    path: Path, records: Iterator[Found | Noted], streams: Sequence[StreamConfig]
+    path: Path, records: Iterator[EncodedMessage | Noted], streams: Sequence[StreamConfig]
 ) -> Recording:
     reader = FieldReader(path, streams)
     topics: set[str] = set()
     decoders: dict[str, Callable[[bytes], object]] = {}
     for found in records:
-        if not isinstance(found, Found):
+        if not isinstance(found, EncodedMessage):
             continue
         topics.add(found.topic)
         if found.topic in reader.topics:
@@ -147,7 +147,7 @@ def _of_others(
     return Recording(reader.tracks(topics))
 
 
-def _decoder(path: Path, found: Found) -> Callable[[bytes], object]:
+def _decoder(path: Path, found: EncodedMessage) -> Callable[[bytes], object]:
     if found.encoding == "json":
         return msgspec.json.Decoder().decode
     if found.encoding == "cdr" and found.schema is not None:
@@ -159,11 +159,11 @@ def _decoder(path: Path, found: Found) -> Callable[[bytes], object]:
     )
 
 
-def _of_ours(path: Path, records: Iterator[Found | Noted], robot: str | None) -> Recording:
+def _of_ours(path: Path, records: Iterator[EncodedMessage | Noted], robot: str | None) -> Recording:
     robots: dict[str, _Robot] = {}
     for found in records:
-        parts = parse_topic(found.topic) if isinstance(found, Found) else None
-        if isinstance(found, Found) and parts is not None and parts[1] in DECODERS:
+        parts = parse_topic(found.topic) if isinstance(found, EncodedMessage) else None
+        if isinstance(found, EncodedMessage) and parts is not None and parts[1] in DECODERS:
             one = robots.setdefault(parts[0], _Robot(parts[0]))
             one.take(parts[2], DECODERS[parts[1]].decode(found.data))
     names = ", ".join(sorted(robots)) or "nobody"
@@ -203,15 +203,15 @@ class _Robot:
     def __init__(self, name: str) -> None:
         self._name = name
         self.streams: dict[str, _Stream] = {}
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
 
     def take(self, stream: str, body: SampleBatch | WindowHeader | Reset) -> None:
         if isinstance(body, SampleBatch):
             self.streams.setdefault(stream, _Stream()).take(body)
         elif isinstance(body, WindowHeader):
-            self._steps.append(Step(body.window_end_ns, "", body.samples))
+            self._steps.append(RecordedStep(body.window_end_ns, "", body.samples))
         else:
-            self._steps.append(Step(None, body.reason, body.samples))
+            self._steps.append(RecordedStep(None, body.reason, body.samples))
 
     def recording(self) -> Recording:
         """With stamps as they are, and arrivals told in the robot's clock."""
@@ -225,7 +225,7 @@ class _Robot:
         lost = {name: stream.lost for name, stream in self.streams.items() if stream.lost}
         return Recording(shifted, self._whole_steps(), lost, self._name)
 
-    def _whole_steps(self) -> list[Step]:
+    def _whole_steps(self) -> list[RecordedStep]:
         """In order, and only those whose samples are all in the file."""
         return [
             step

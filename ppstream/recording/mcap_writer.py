@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.recording.items import Cleared, Cut, Emitted, Item, Line, Samples
+from ppstream.recording.items import Cleared, Cut, Emitted, Item, LoggedLine, SamplesItem
 from ppstream.recording.mcap_schema import (
     ACTIONS,
     EVENTS_TOPIC,
@@ -66,7 +66,7 @@ def open_recorder(config: PipelineConfig, run_id: str) -> Recorder | None:
     return Recorder(lambda: RecordFile(path, config, run_id), round(record.queue_mb * MB))
 
 
-class Message(NamedTuple):
+class McapMessage(NamedTuple):
     """A message to write, and when it happened."""
 
     at_ns: int
@@ -115,7 +115,7 @@ class RecordFile:
         finally:
             self._output.close()
 
-    def _channel(self, message: Message) -> int:
+    def _channel(self, message: McapMessage) -> int:
         channel = self._channels.get(message.topic)
         if channel is None:
             schema = self._schema(type(message.body))
@@ -183,11 +183,11 @@ def _facts(config: PipelineConfig, run_id: str) -> dict[str, str]:
     }
 
 
-def _batches(items: Sequence[Item], streams: Mapping[str, StreamConfig]) -> Iterator[Message]:
+def _batches(items: Sequence[Item], streams: Mapping[str, StreamConfig]) -> Iterator[McapMessage]:
     """Samples of one stream that came within ``BATCH_NS``, without a gap, together."""
-    open_batches: dict[tuple[str, str], list[Samples]] = {}
+    open_batches: dict[tuple[str, str], list[SamplesItem]] = {}
     for item in items:
-        if not isinstance(item, Samples):
+        if not isinstance(item, SamplesItem):
             continue
         key = item.robot, item.stream
         batch = open_batches.get(key)
@@ -201,7 +201,7 @@ def _batches(items: Sequence[Item], streams: Mapping[str, StreamConfig]) -> Iter
         yield _batch(batch, streams[batch[0].stream])
 
 
-def _batch(parts: list[Samples], stream: StreamConfig) -> Message:
+def _batch(parts: list[SamplesItem], stream: StreamConfig) -> McapMessage:
     received: list[int] = []
     for part in parts:
         received += [part.received_ns] * (part.end - part.first)
@@ -209,28 +209,30 @@ def _batch(parts: list[Samples], stream: StreamConfig) -> Message:
     stamps: list[int] = np.frombuffer(b"".join(p.stamps for p in parts), np.int64).tolist()
     first, dim = parts[0], stream.dim
     body = SampleBatch(first.first, dim, stamps, received, values, values[-dim:])
-    return Message(received[-1], topic(first.robot, SAMPLES, stream.name), body)
+    return McapMessage(received[-1], topic(first.robot, SAMPLES, stream.name), body)
 
 
-def _single(items: Sequence[Item]) -> Iterator[Cut | Cleared | Emitted | Line]:
+def _single(items: Sequence[Item]) -> Iterator[Cut | Cleared | Emitted | LoggedLine]:
     for item in items:
-        if not isinstance(item, Samples):
+        if not isinstance(item, SamplesItem):
             yield item
 
 
-def _message(item: Cut | Cleared | Emitted | Line) -> Message:
+def _message(item: Cut | Cleared | Emitted | LoggedLine) -> McapMessage:
     match item:
         case Cut():
             ends = item.window_end_ns, item.expires_ns
             header = WindowHeader(
                 item.epoch, item.seq, item.phase, *item.episode, *ends, item.samples
             )
-            return Message(item.at_ns, topic(item.robot, WINDOWS), header)
+            return McapMessage(item.at_ns, topic(item.robot, WINDOWS), header)
         case Cleared():
-            return Message(item.at_ns, topic(item.robot, RESETS), Reset(item.reason, item.samples))
+            return McapMessage(
+                item.at_ns, topic(item.robot, RESETS), Reset(item.reason, item.samples)
+            )
         case Emitted():
-            return Message(item.at_ns, topic(item.robot, ACTIONS), _chunk(item))
-        case Line():
+            return McapMessage(item.at_ns, topic(item.robot, ACTIONS), _chunk(item))
+        case LoggedLine():
             return _line(item)
 
 
@@ -241,11 +243,11 @@ def _chunk(item: Emitted) -> Chunk:
     return Chunk(**fields, actions=actions, dropped=item.dropped)
 
 
-def _line(item: Line) -> Message:
+def _line(item: LoggedLine) -> McapMessage:
     said = item.fields
     if said["kind"] == "robot":
         report = Report(*(said[name] for name in Report.__struct_fields__))
-        return Message(item.at_ns, REPORTS_TOPIC, report)
+        return McapMessage(item.at_ns, REPORTS_TOPIC, report)
     rest = {key: value for key, value in said.items() if key not in EVENT_FIELDS}
     event = Event(said["name"], str(said.get("text", "")), rest)
-    return Message(item.at_ns, EVENTS_TOPIC, event)
+    return McapMessage(item.at_ns, EVENTS_TOPIC, event)

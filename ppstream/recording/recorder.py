@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from ppstream.core.clock import now_ns
-from ppstream.recording.items import Cleared, Cut, Emitted, Item, Line, Row, RowTap, Samples, Window
+from ppstream.recording.items import (
+    Cleared,
+    Cut,
+    Emitted,
+    Item,
+    LoggedLine,
+    Row,
+    RowTap,
+    SamplesItem,
+    WindowOwner,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +108,7 @@ class Recorder:
         if self._failure:
             self._drop()
             return
-        item = Samples(robot, stream, first, end, stamps.tobytes(), values.tobytes(), rx_ns)
+        item = SamplesItem(robot, stream, first, end, stamps.tobytes(), values.tobytes(), rx_ns)
         size = item.size
         if self._offered_bytes - self._taken_bytes + size > self._queue_bytes:
             self._drop()
@@ -111,7 +121,7 @@ class Recorder:
         self._offer(Cleared(robot, now_ns(), reason, dict(self._counts_of(robot))))
 
     def windows(
-        self, at_ns: int, epoch: int, seq: int, phase: str, windows: Sequence[Window]
+        self, at_ns: int, epoch: int, seq: int, phase: str, windows: Sequence[WindowOwner]
     ) -> None:
         """One envelope's windows were just cut, one of each row."""
         for tap, window in zip(self._rows, windows, strict=True):
@@ -133,14 +143,14 @@ class Recorder:
     def line(self, line: Mapping[str, Any], /) -> None:
         """A line of the log; ledgers are not recorded."""
         if line["kind"] in ("event", "robot"):
-            self._offer(Line(line["t"], line))
+            self._offer(LoggedLine(line["t"], line))
 
     def record(self, record: Any, /) -> None:
         """An envelope of the log: told when it was dropped."""
         if record.drop is not None and record.kind == "envelope":
             fields = {"name": "drop", "epoch": record.epoch, "seq": record.seq}
             at_ns = record.tDecode or now_ns()
-            self._offer(Line(at_ns, {"kind": "event", **fields, "reason": record.drop}))
+            self._offer(LoggedLine(at_ns, {"kind": "event", **fields, "reason": record.drop}))
 
     def close(self) -> None:
         """Write what waits, and complete the file; bounded, whatever the disk does."""
@@ -197,7 +207,7 @@ class Recorder:
 
     def _write_batch(self, sink: Sink) -> None:
         batch = [self._queue.popleft() for _ in range(len(self._queue))]
-        self._taken_bytes += sum(item.size for item in batch if isinstance(item, Samples))
+        self._taken_bytes += sum(item.size for item in batch if isinstance(item, SamplesItem))
         if batch:
             try:
                 sink.write(batch)

@@ -45,7 +45,7 @@ class Track(NamedTuple):
         )
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """A moment of a recorded run: a window was cut, or the robot's history was emptied."""
 
     end_ns: int | None  # of the window, robot clock; None: emptied
@@ -53,7 +53,7 @@ class Step(NamedTuple):
     samples: Mapping[str, int]  # that had come before, by stream
 
 
-class Message(NamedTuple):
+class RecordedMessage(NamedTuple):
     """Consecutive samples of one stream, to be sent together."""
 
     due_ns: int  # of its last sample
@@ -68,7 +68,7 @@ class Recording:
     def __init__(
         self,
         tracks: Mapping[str, Track],
-        steps: Sequence[Step] = (),
+        steps: Sequence[RecordedStep] = (),
         lost: Mapping[str, int] | None = None,
         robot: str = "",
     ) -> None:
@@ -112,7 +112,7 @@ class Recording:
             raise ConfigError(problems)
         return Recording(chosen, self.steps, self.lost, self.robot)
 
-    def messages(self, batch_ns: int) -> Iterator[Message]:
+    def messages(self, batch_ns: int) -> Iterator[RecordedMessage]:
         """All samples in order of time; those of one stream within ``batch_ns`` go together.
 
         0 sends each alone. The arrays are views.
@@ -120,7 +120,7 @@ class Recording:
         parts = [self._messages_of(name, batch_ns) for name in self.tracks]
         return heapq.merge(*parts, key=lambda message: message.due_ns)
 
-    def _messages_of(self, stream: str, batch_ns: int) -> Iterator[Message]:
+    def _messages_of(self, stream: str, batch_ns: int) -> Iterator[RecordedMessage]:
         track = self.tracks[stream]
         due_ns = track.due_ns
         begin = 0
@@ -130,7 +130,7 @@ class Recording:
                 end = int(due_ns.searchsorted(due_ns[begin] + batch_ns, "left"))
             samples = slice(begin, end)
             last_ns = int(due_ns[end - 1])
-            yield Message(last_ns, stream, track.stamps_ns[samples], track.values[samples])
+            yield RecordedMessage(last_ns, stream, track.stamps_ns[samples], track.values[samples])
             begin = end
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
-from ppstream.recording.recording import Recording, Step
+from ppstream.recording.recording import RecordedStep, Recording
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
 
 
-class Schedule(Protocol):
+class WindowSchedule(Protocol):
     """Windows in turn, from 0 to ``windows - 1``."""
 
     windows: int
@@ -27,7 +27,7 @@ class Schedule(Protocol):
     def end_ns(self, index: int) -> int:
         """Returns the end of a window, robot clock."""
 
-    def before(self, index: int) -> Sequence[Step]:
+    def before(self, index: int) -> Sequence[RecordedStep]:
         """Returns what happened since the window before this one, which is the last of them."""
 
 
@@ -43,11 +43,11 @@ class Grid:
     def end_ns(self, index: int) -> int:
         return self._t0_ns + index * self._dt_ns
 
-    def before(self, index: int) -> Sequence[Step]:
+    def before(self, index: int) -> Sequence[RecordedStep]:
         end_ns = self.end_ns(index)
         due = self._due_ns.items()
         counts = {name: int(due_ns.searchsorted(end_ns, "right")) for name, due_ns in due}
-        return [Step(end_ns, "", counts)]
+        return [RecordedStep(end_ns, "", counts)]
 
 
 class AsCut:
@@ -55,8 +55,8 @@ class AsCut:
 
     def __init__(self, recording: Recording) -> None:
         self._ends_ns: list[int] = []
-        self._before: list[list[Step]] = []
-        since: list[Step] = []
+        self._before: list[list[RecordedStep]] = []
+        since: list[RecordedStep] = []
         for step in recording.steps:
             since.append(step)
             if step.end_ns is not None:
@@ -68,11 +68,11 @@ class AsCut:
     def end_ns(self, index: int) -> int:
         return self._ends_ns[index]
 
-    def before(self, index: int) -> Sequence[Step]:
+    def before(self, index: int) -> Sequence[RecordedStep]:
         return self._before[index]
 
 
-def schedule_of(path: str | Path, recording: Recording, config: PipelineConfig) -> Schedule:
+def schedule_of(path: str | Path, recording: Recording, config: PipelineConfig) -> WindowSchedule:
     """Returns the schedule of the windows of ``recording``.
 
     Raises:

@@ -14,7 +14,7 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any, Final
 
-from ppstream.analysis.records import Envelope, Event, RunLog
+from ppstream.analysis.records import Envelope, LogEvent, RunLog
 from ppstream.report.clock_alignment import ClockOffset, policy_clock
 from ppstream.report.spans import LINK_IN, LINK_OUT, POLICY, WAIT, Span, spans_of
 
@@ -212,7 +212,9 @@ def _marks(
     yield from _phases(phases, newest_ns, process)
 
 
-def _phases(phases: Sequence[Event], newest_ns: int, process: _Processes) -> Iterator[TraceEvent]:
+def _phases(
+    phases: Sequence[LogEvent], newest_ns: int, process: _Processes
+) -> Iterator[TraceEvent]:
     ends = [e.t or 0 for e in phases[1:]]
     for phase, end in zip(phases, [*ends, newest_ns], strict=False):
         start = phase.t or 0

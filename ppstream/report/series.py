@@ -22,7 +22,7 @@ from ppstream.analysis.period_model import (
 )
 from ppstream.analysis.records import Envelope
 from ppstream.analysis.scores import Primary, between, form_of
-from ppstream.analysis.segments import Segment, Window
+from ppstream.analysis.segments import JudgedSpan, Segment
 
 STRETCH: Final = 8  # envelopes of the representative stretch
 BINS: Final = 48
@@ -74,7 +74,7 @@ class Stretch:
     end_ns: int
 
 
-def stretch_of(window: Window) -> Stretch | None:
+def stretch_of(window: JudgedSpan) -> Stretch | None:
     """The ``STRETCH`` periods nearest the median period; None without any."""
     best: tuple[float, Segment, int] | None = None
     periods = [p for segment in window.segments for p in segment.periods_ns]
@@ -99,7 +99,7 @@ def stretch_of(window: Window) -> Stretch | None:
     return Stretch(shown, first.tEmit or 0, last.tEmit or 0)
 
 
-def periods_ns(window: Window) -> list[int]:
+def periods_ns(window: JudgedSpan) -> list[int]:
     return [p for segment in window.segments for p in segment.periods_ns]
 
 
@@ -134,7 +134,7 @@ def over_time(at: Sequence[float], values: Sequence[float], points: int = POINTS
     return found
 
 
-def emit_times_s(window: Window) -> list[float]:
+def emit_times_s(window: JudgedSpan) -> list[float]:
     """Of every period in the window: its end, from the first emit on."""
     if not window.segments:
         return []
@@ -142,7 +142,7 @@ def emit_times_s(window: Window) -> list[float]:
     return [((e.tEmit or 0) - first) / 1e9 for s in window.segments for e in s.emitted[1:]]
 
 
-def latency_parts(window: Window) -> dict[str, float]:
+def latency_parts(window: JudgedSpan) -> dict[str, float]:
     """Mean ns of every part of the latency, in order; together they are its mean.
 
     Both links are one part: with unsynchronised clocks only their sum is known.
@@ -181,7 +181,7 @@ def input_ages_ns(envelopes: Sequence[Envelope]) -> dict[str, list[int]]:
     return found
 
 
-def queue_levels(window: Window, queue: str) -> tuple[list[float], list[float], list[float]]:
+def queue_levels(window: JudgedSpan, queue: str) -> tuple[list[float], list[float], list[float]]:
     """Seconds, time-weighted mean and maximum of a queue, bucketed; from its own counters.
 
     Args:
@@ -204,7 +204,7 @@ def queue_levels(window: Window, queue: str) -> tuple[list[float], list[float], 
     return at, means, maxima
 
 
-def depth_curve(score: Primary | None, window: Window) -> list[Depth]:
+def depth_curve(score: Primary | None, window: JudgedSpan) -> list[Depth]:
     """Period and latency by D_in, from the window's own stage means."""
     if score is None or window.topology.world_size == 1:
         return []

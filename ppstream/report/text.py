@@ -9,8 +9,8 @@ from typing import Final
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.device_times import StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
-from ppstream.analysis.records import Ledger, RobotState
-from ppstream.analysis.run_report import RunReport, Service
+from ppstream.analysis.records import Ledger, RobotStateLine
+from ppstream.analysis.run_report import RunReport, ServiceReport
 from ppstream.analysis.run_statistics import FaultSeen
 from ppstream.analysis.scores import Compat, Primary
 from ppstream.core.quantiles import Quantiles, quantiles
@@ -228,7 +228,7 @@ def _fault_lines(faults: Sequence[FaultSeen]) -> Iterator[str]:
         yield from _wrapped_row("" if place else "first faults", str(fault))
 
 
-def _service_lines(service: Service | None) -> Iterator[str]:
+def _service_lines(service: ServiceReport | None) -> Iterator[str]:
     if service is None:
         return
     parts = [service.limited_by or "no class"]
@@ -253,7 +253,7 @@ def _service_lines(service: Service | None) -> Iterator[str]:
         yield from _row(f"  {stream.stream}"[: LABEL - 1], _hole_parts(stream))
 
 
-def _robot_parts(robot: RobotState) -> Iterator[str]:
+def _robot_parts(robot: RobotStateLine) -> Iterator[str]:
     """One session's own account; what it did not say is left out."""
     yield f"session {robot.session:x}"
     if robot.holds is not None:

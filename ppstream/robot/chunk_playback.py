@@ -1,7 +1,7 @@
 """Playback of action chunks: the actions that a merged chunk gives at any instant, and its fate.
 
-``Playing`` is plain arithmetic on one chunk. ``Fading`` holds the chunks that were replaced a
-moment ago and are still blended into the newer one. A blended action is a mixture with shares
+``ChunkPlayback`` is plain arithmetic on one chunk. ``Blending`` holds the chunks that were replaced
+a moment ago and are still blended into the newer one. A blended action is a mixture with shares
 between 0 and 1, so it lies between its chunks and keeps whatever limits they keep; it begins at the
 action executed last and ends at the newer chunk. Blending is bounded: in time by ``blend_ns`` and
 by how long the older chunk may be executed, in number by ``MAX_FADING``. ``timeline.py`` decides
@@ -27,18 +27,18 @@ MAX_FADING: Final = 16  # replaced within one blend; then the least of them is l
 class Part(NamedTuple):
     """One chunk of a mixture; ``share`` is of what the older ones leave, the first one's is 1."""
 
-    playing: Playing
+    playing: ChunkPlayback
     share: float
 
 
-class Fading:
+class Blending:
     """Replaced chunks, oldest first. ``blend_ns`` 0: there are none."""
 
     def __init__(self, blend_ns: int) -> None:
         self._blend_ns = blend_ns
-        self._replaced: list[Playing] = []
+        self._replaced: list[ChunkPlayback] = []
 
-    def replace(self, playing: Playing, by: Playing) -> None:
+    def replace(self, playing: ChunkPlayback, by: ChunkPlayback) -> None:
         """``playing`` ends because ``by`` takes over; blended only if it was executed."""
         if not self._blend_ns or not playing.executed:
             return
@@ -49,13 +49,13 @@ class Fading:
     def clear(self) -> None:
         self._replaced = []
 
-    def forget(self, playing: Playing, now_ns: int) -> None:
+    def forget(self, playing: ChunkPlayback, now_ns: int) -> None:
         """Let go what has no share any more in what ``playing`` gives from ``now_ns`` on."""
         if self._replaced:
             parts = self.parts((playing,), now_ns)
             self._replaced = [part.playing for part in parts[:-1]]
 
-    def parts(self, playing: Iterable[Playing], at_ns: int) -> list[Part]:
+    def parts(self, playing: Iterable[ChunkPlayback], at_ns: int) -> list[Part]:
         """Returns the parts of the newest of ``playing``'s action at ``at_ns``, oldest first."""
         chain = [*self._replaced, *playing]
         parts: list[Part] = []
@@ -77,7 +77,7 @@ class Fading:
             left *= 1 - share
         return min(weights, key=weights.__getitem__)
 
-    def _share(self, older: Playing, newer: Playing, at_ns: int) -> float:
+    def _share(self, older: ChunkPlayback, newer: ChunkPlayback, at_ns: int) -> float:
         """Returns how far ``newer`` has replaced ``older``: from 0 to 1 while they are blended."""
         begin_ns = newer.takes_over_ns
         blend_ns = min(self._blend_ns, older.deadline_ns - begin_ns)
@@ -119,7 +119,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Playing:
+class ChunkPlayback:
     """A merged chunk and how far it was executed.
 
     ``actions`` is ``[horizon, dim]`` and read only; ``discrete`` marks the actions that are

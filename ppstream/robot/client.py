@@ -20,7 +20,7 @@ from ppstream.robot.session import RobotSession
 from ppstream.robot.statistics import ClientStatistics
 from ppstream.robot.timeline import ActionTimeline
 from ppstream.wire.keys import ClientKeys
-from ppstream.wire.robot_messages import ActionChunk, Conditioned, Reset, Samples
+from ppstream.wire.robot_messages import ActionChunk, Conditioned, ResetRequest, Samples
 
 
 class RobotClient:
@@ -211,7 +211,7 @@ class RobotClient:
         with link.changed:
             self.timeline.clear()
             self._session.session_epoch += 1
-            if self.connected and not link.send(Reset(self._session.session)):
+            if self.connected and not link.send(ResetRequest(self._session.session)):
                 self._session.lose(now_ns())  # rank 0 did not hear it: only a new session is safe
         link.wake()
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, Ticker, now_ns
 from ppstream.core.durations import Bin, Durations
 from ppstream.core.errors import PpstreamError, ReceiverEndedError
-from ppstream.core.interpreter import Garbage, short_turns
+from ppstream.core.interpreter import GcControl, short_turns
 from ppstream.core.quantiles import Quantiles
 from ppstream.core.realtime import NotPermittedError, RealTime, RealTimeScope
 from ppstream.robot.chunk_playback import Actions
@@ -41,7 +41,7 @@ class ActionSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class LoopFault:
     """Reason why the loop no longer executes actions.
 
     ``lease``: the newest action chunk expired before another came; ``phase``: the run left the
@@ -149,11 +149,11 @@ class ControlLoop:
         self._hold_ns = round(hold_ms * NS_PER_MS)
         self._ramp_ns = round(ramp_ms * NS_PER_MS)
         self._realtime = RealTimeScope(realtime or RealTime())
-        self._garbage = Garbage()
+        self._garbage = GcControl()
         self._resume = resume
-        self._fault: Fault | None = None  # the loop's own
-        self._stopped: Fault | None = None  # set by any thread, cleared by clear_fault alone
-        self._seen: Fault | None = None  # the newest fault that was reacted to
+        self._fault: LoopFault | None = None  # the loop's own
+        self._stopped: LoopFault | None = None  # set by any thread, cleared by clear_fault alone
+        self._seen: LoopFault | None = None  # the newest fault that was reacted to
         self._said = ""  # it, in words
         self._rest_ns = 0  # when the reaction to it begins
         self._is_engaged = False  # an action was executed, and losing the next is a fault
@@ -164,7 +164,7 @@ class ControlLoop:
         self._ticks = self._missed = self._executed = self._held = self._faults = 0
 
     @property
-    def fault(self) -> Fault | None:
+    def fault(self) -> LoopFault | None:
         """Reason why no action is executed until ``clear_fault``; None: there is none."""
         return self._stopped or self._fault
 
@@ -208,7 +208,7 @@ class ControlLoop:
         replaces no emergency stop of the hardware.
         """
         if self._stopped is None:
-            self._stopped = Fault("stop", self._client.clock(), None, reason)
+            self._stopped = LoopFault("stop", self._client.clock(), None, reason)
 
     def clear_fault(self) -> None:
         """Permit actions again, after ``stop`` too; what may be executed, the timeline says.
@@ -269,7 +269,7 @@ class ControlLoop:
             done_ns = now_ns()
             self._garbage.offer(done_ns, ticker.due_ns - done_ns)
 
-    def _react(self, fault: Fault | None, at_ns: int) -> None:
+    def _react(self, fault: LoopFault | None, at_ns: int) -> None:
         """Hold, or what follows it once a fault is old enough."""
         if fault is not None and fault is not self._seen:
             self._begin_rest(fault)
@@ -287,7 +287,7 @@ class ControlLoop:
         else:
             self._hold()
 
-    def _begin_rest(self, fault: Fault) -> None:
+    def _begin_rest(self, fault: LoopFault) -> None:
         """A fault is seen for the first time: say when what follows it begins."""
         self._seen, self._said = fault, str(fault)
         self._faults += 1
@@ -330,7 +330,9 @@ class ControlLoop:
         """A tick raised: whoever looks at the loop from elsewhere, rank 0 too, shall see it."""
         at_ns = self._client.clock()
         *_, what = traceback.format_exception_only(error)
-        fault = self._fault = Fault("loop", at_ns, self._client.timeline.expires_ns, what.strip())
+        fault = self._fault = LoopFault(
+            "loop", at_ns, self._client.timeline.expires_ns, what.strip()
+        )
         self._begin_rest(fault)
         self._client.timeline.held(at_ns, self._said)
 
@@ -338,4 +340,4 @@ class ControlLoop:
         self, reason: FaultReason, at_ns: int, expires_ns: int | None, text: str = ""
     ) -> None:
         self._is_engaged = False
-        self._fault = Fault(reason, at_ns, expires_ns, text)
+        self._fault = LoopFault(reason, at_ns, expires_ns, text)

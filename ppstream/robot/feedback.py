@@ -18,7 +18,7 @@ from ppstream.core.durations import Durations
 from ppstream.core.quantiles import Quantiles
 from ppstream.robot.timeline import ActionTimeline
 from ppstream.wire.fields import fault_text
-from ppstream.wire.robot_messages import FromRobot, Prefix, Report, RobotState, Welcome
+from ppstream.wire.robot_messages import ChunkReport, FromRobot, Prefix, RobotState, Welcome
 
 MAX_REPORTS: Final = 256  # waiting to be sent
 STATE_SINCE_MINOR: Final = 2  # an older rank 0 does not know RobotState
@@ -37,7 +37,7 @@ class Feedback:
         self._lock = threading.Lock()
         self._ages = Durations()
         self._dispatches = Durations()
-        self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
+        self._reports: deque[ChunkReport] = deque(maxlen=MAX_REPORTS)
         self._tells_prefix = False
         self._session = 0  # that may be told how the robot fares
         self._state: RobotState | None = None  # as it was told last
@@ -63,7 +63,7 @@ class Feedback:
                     self._dispatches.add(outcome.dispatch_ns)
                 identity = (outcome.session, outcome.epoch, outcome.seq)
                 found = (outcome.age_ns, outcome.executed, outcome.oldest_ns, outcome.dispatch_ns)
-                self._reports.append(Report(*identity, *map(_possible, found)))
+                self._reports.append(ChunkReport(*identity, *map(_possible, found)))
 
     def quantiles(self) -> tuple[Quantiles, Quantiles]:
         """Observation to action, and receipt to action, of the chunks that were executed."""

@@ -16,7 +16,15 @@ import numpy as np
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ReceiverEndedError
-from ppstream.robot.chunk_playback import Actions, Fading, Mask, Outcome, Part, Playing, blended
+from ppstream.robot.chunk_playback import (
+    Actions,
+    Blending,
+    ChunkPlayback,
+    Mask,
+    Outcome,
+    Part,
+    blended,
+)
 from ppstream.robot.statistics import HoldCounts, Holds, TimelineCounts, TimelineStatistics
 from ppstream.wire.robot_messages import ActionChunk
 
@@ -78,8 +86,8 @@ class ActionTimeline:
         self._max_age_ns = self._own_max_age_ns
         self._discrete: Mask | None = None
         self._lock = threading.Lock()
-        self._fading = Fading(round(blend_ms * NS_PER_MS))
-        self._playing: deque[Playing] = deque()  # by start, at most one of them begun
+        self._fading = Blending(round(blend_ms * NS_PER_MS))
+        self._playing: deque[ChunkPlayback] = deque()  # by start, at most one of them begun
         self._newest: ActionChunk | None = None
         self._delays_ns: deque[int] = deque(maxlen=DELAYS)
         self._outcomes: deque[Outcome] = deque(maxlen=MAX_OUTCOMES)
@@ -123,7 +131,9 @@ class ActionTimeline:
         """
         actions = self._view(chunk)
         with self._lock:
-            playing = Playing(chunk, actions, self._discrete, now_ns, self._deadline_ns(chunk))
+            playing = ChunkPlayback(
+                chunk, actions, self._discrete, now_ns, self._deadline_ns(chunk)
+            )
             self._counts.received += 1
             refusal = self._refuse(playing, now_ns)
             if refusal is None:
@@ -261,7 +271,7 @@ class ActionTimeline:
 
     # ---- under the lock ------------------------------------------------------------------------
 
-    def _execute(self, playing: Playing, now_ns: int) -> list[Part]:
+    def _execute(self, playing: ChunkPlayback, now_ns: int) -> list[Part]:
         """Returns what the action at ``now_ns`` is mixed from; it counts as executed."""
         self._fading.forget(playing, now_ns)
         parts = self._fading.parts((playing,), now_ns)
@@ -285,7 +295,7 @@ class ActionTimeline:
             return chunk.expires_ns
         return min(chunk.expires_ns, chunk.window_end_ns + self._max_age_ns)
 
-    def _refuse(self, playing: Playing, now_ns: int) -> Refusal | None:
+    def _refuse(self, playing: ChunkPlayback, now_ns: int) -> Refusal | None:
         chunk, newest = playing.chunk, self._newest
         if not len(playing.actions):
             return "malformed"
@@ -301,7 +311,7 @@ class ActionTimeline:
         lease_ns = chunk.expires_ns - chunk.window_end_ns  # stamps may lead a little, by jitter
         return "future" if chunk.window_end_ns - now_ns > lease_ns else None
 
-    def _take_over(self, playing: Playing) -> None:
+    def _take_over(self, playing: ChunkPlayback) -> None:
         self._newest = playing.chunk
         while self._playing and self._playing[-1].chunk.start_ns >= playing.chunk.start_ns:
             self._replace(self._playing.pop(), playing)
@@ -318,12 +328,12 @@ class ActionTimeline:
             self._end(playing.popleft())
             self._fading.clear()
 
-    def _replace(self, playing: Playing, by: Playing) -> None:
+    def _replace(self, playing: ChunkPlayback, by: ChunkPlayback) -> None:
         """A chunk ends because a newer one takes over."""
         self._end(playing)
         self._fading.replace(playing, by)
 
-    def _end(self, playing: Playing) -> None:
+    def _end(self, playing: ChunkPlayback) -> None:
         outcome = playing.outcome()
         self._outcomes.append(outcome)
         self._counts.end(outcome)

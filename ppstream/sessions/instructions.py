@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TEXTS_MAX: Final = 1024  # different texts of one run; the policy keeps all of them
 
 
-class Change(NamedTuple):
+class InstructionChange(NamedTuple):
     """A row's instruction took effect, or could not (``fault``)."""
 
     session: int
@@ -48,7 +48,7 @@ class Instructions:
         self._faults: dict[int, str] = {}
         self._wishes: dict[int, tuple[RowInput, _Wish]] = {}  # by session, the newest of each
         self._answers: deque[tuple[int, str]] = deque()
-        self._changes: deque[Change] = deque()
+        self._changes: deque[InstructionChange] = deque()
 
     def want(self, row: RowInput, conditioning_epoch: int, text: str) -> bool:
         """``row`` shall follow ``text`` (empty: none); False: it is not newer than its last."""
@@ -70,7 +70,7 @@ class Instructions:
         """The policy knows the text of ``number``, or why it cannot; from any thread."""
         self._answers.append((number, fault))
 
-    def take_news(self) -> list[Change]:
+    def take_news(self) -> list[InstructionChange]:
         """Returns what changed since the last call; the rows have it already."""
         while self._answers:
             number, fault = self._answers.popleft()
@@ -104,9 +104,9 @@ class Instructions:
             elif number in self._known:
                 del self._wishes[wish.session]
                 row.instruction_id, row.conditioning_epoch = number, wish.conditioning_epoch
-                self._changes.append(Change(*wish[:2], number, wish.text))
+                self._changes.append(InstructionChange(*wish[:2], number, wish.text))
 
     def _refuse(self, wish: _Wish, fault: str) -> None:
         row, _ = self._wishes.pop(wish.session)
         row.conditioning_epoch = wish.conditioning_epoch  # an older wish must not come after it
-        self._changes.append(Change(*wish[:2], row.instruction_id, wish.text, fault))
+        self._changes.append(InstructionChange(*wish[:2], row.instruction_id, wish.text, fault))

@@ -18,6 +18,7 @@ from ppstream.sessions.instructions import Instructions
 from ppstream.sessions.jpeg_decoder import EncodedFrame, FrameDecoder, decoder_problem
 from ppstream.wire.fields import fault_text
 from ppstream.wire.robot_messages import (
+    ChunkReport,
     ClockQuestion,
     ClockReading,
     Conditioned,
@@ -25,8 +26,7 @@ from ppstream.wire.robot_messages import (
     Instruct,
     Ping,
     Prefix,
-    Report,
-    Reset,
+    ResetRequest,
     RobotState,
     Samples,
     ToRobot,
@@ -43,9 +43,9 @@ STAMP_BYTES: Final = 8
 NO_INSTRUCTIONS: Final = "this run takes none: policy.instructions is false"
 
 
-Note: TypeAlias = Report | Reset | Ping | Instruct | ClockReading | Prefix | RobotState
+Note: TypeAlias = ChunkReport | ResetRequest | Ping | Instruct | ClockReading | Prefix | RobotState
 #: What robots say of themselves, for the log.
-Told: TypeAlias = Report | RobotState
+Told: TypeAlias = ChunkReport | RobotState
 #: Takes a numbered text to the policy, and says what came of it.
 Teach: TypeAlias = Callable[[int, str, Callable[[int, str], None]], None]
 
@@ -102,13 +102,13 @@ class SessionRequests:
 
     def note(self, session: Session, message: Note) -> None:
         """Whatever a robot says that is neither hello nor samples nor goodbye."""
-        if isinstance(message, Report):
+        if isinstance(message, ChunkReport):
             self._report(message)
         elif isinstance(message, RobotState):
             self._state(message)
         elif isinstance(message, Prefix):
             session.commit(message)
-        elif isinstance(message, Reset):
+        elif isinstance(message, ResetRequest):
             self._counts.resets += 1
             session.begin_episode()
         elif isinstance(message, Instruct):

@@ -103,7 +103,7 @@ class Samples(Message, frozen=True, tag=2):
     values: memoryview
 
 
-class Report(Message, frozen=True, tag=3):
+class ChunkReport(Message, frozen=True, tag=3):
     """Fate of an action chunk on the robot, in durations of the robot's clock."""
 
     session: Id
@@ -115,7 +115,7 @@ class Report(Message, frozen=True, tag=3):
     dispatch_ns: Count = 0  # receipt to execution of its first action
 
 
-class Reset(Message, frozen=True, tag=4):
+class ResetRequest(Message, frozen=True, tag=4):
     """The robot starts a new episode: results owed to the old one are dropped."""
 
     session: Id
@@ -184,7 +184,16 @@ class RobotState(Message, frozen=True, tag=10):
 
 
 FromRobot = (
-    Hello | Samples | Report | Reset | Bye | Ping | Instruct | ClockReading | Prefix | RobotState
+    Hello
+    | Samples
+    | ChunkReport
+    | ResetRequest
+    | Bye
+    | Ping
+    | Instruct
+    | ClockReading
+    | Prefix
+    | RobotState
 )
 
 

@@ -11,7 +11,7 @@ from golden_runs import Fields, GoldenRun, jittered, ms, simulate, stages
 
 from ppstream.analysis.audits import Audit, audit_all
 from ppstream.analysis.period_model import PipelineForm
-from ppstream.analysis.segments import Segment, Window, select_window
+from ppstream.analysis.segments import JudgedSpan, Segment, select_window
 
 SPLIT = PipelineForm("split")
 JUST_IN_TIME = PipelineForm("split", d_in=1)
@@ -321,7 +321,7 @@ def cut_everywhere(golden: GoldenRun) -> Iterator[dict[str, Audit]]:
     run = golden.parse()
     for start in range(len(run.envelopes) - CUT):
         part = Segment(run.envelopes[start : start + CUT + 1])
-        window = Window(run.topology, frozenset({"bring-up"}), 0, (part,), 0, True, 0)
+        window = JudgedSpan(run.topology, frozenset({"bring-up"}), 0, (part,), 0, True, 0)
         yield audit_all(run, window)
 
 

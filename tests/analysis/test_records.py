@@ -19,9 +19,9 @@ from golden_runs import manifest
 from ppstream.analysis import records
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.period_model import PipelineForm
-from ppstream.analysis.records import EnvelopeLine, Stage1
+from ppstream.analysis.records import EnvelopeLine, PolicyLine
 from ppstream.links.headers import RESULT_HEADER, TOLD
-from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.wire import robot_messages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,10 +36,10 @@ POLICY = """tB0 tB1 eB_ns wait_input_ns wait_output_ns idle_ns residence_ns busy
     cpu_b_ns run_delay_ns delay_b_ns allocs recompiles drop"""
 HEADER = """index generation epoch seq failed
     tB0 tB1 B_ns eB_ns wait_input_ns wait_output_ns idle_ns residence_ns busy_link_ns"""
-LINES: dict[type, type] = {EnvelopeLine: EnvelopeRecord, Stage1: Stage1Record}
+LINES: dict[type, type] = {EnvelopeLine: EnvelopeRecord, PolicyLine: PolicyRecord}
 
 
-@pytest.mark.parametrize(("record", "own"), [(EnvelopeRecord, RANK0), (Stage1Record, POLICY)])
+@pytest.mark.parametrize(("record", "own"), [(EnvelopeRecord, RANK0), (PolicyRecord, POLICY)])
 def test_keys_of_a_line_are_those_of_older_logs_in_their_order(record: Any, own: str) -> None:
     keys = [*BEGIN.split(), *own.split()]
     written = msgspec.to_builtins(record(**dict.fromkeys(keys, 7)))
@@ -53,7 +53,7 @@ def test_words_of_a_results_header_stay_where_they_are() -> None:
 
 
 def test_words_are_counted_from_0_without_a_hole_and_given_once() -> None:
-    rank0, policy = records.words(EnvelopeLine), records.words(Stage1)
+    rank0, policy = records.words(EnvelopeLine), records.words(PolicyLine)
     assert sorted((rank0 | policy).values()) == [*range(len(rank0 | policy))]
     assert all(rank0[name] == policy[name] for name in rank0.keys() & policy.keys())
 
@@ -75,13 +75,13 @@ def test_every_number_and_text_that_is_written_is_read(tmp_path: Path) -> None:
         log.close()
     (tmp_path / "run.json").write_text(json.dumps(manifest(PipelineForm())))
     (envelope,) = read_run(tmp_path).envelopes
-    for read, line in ((envelope, EnvelopeLine), (envelope.stage1, Stage1)):
+    for read, line in ((envelope, EnvelopeLine), (envelope.stage1, PolicyLine)):
         expected = given[line] | {"run_id": "golden", "generation": 2, "lane": 0}
         assert {name: getattr(read, name) for name in expected} == expected
 
 
 def test_a_robots_account_is_read_by_the_names_of_its_message() -> None:
-    assert {*records.RobotState._fields} == {*robot_messages.RobotState.__struct_fields__}
+    assert {*records.RobotStateLine._fields} == {*robot_messages.RobotState.__struct_fields__}
 
 
 # ---- a new stamp is one line in one file ---------------------------------------------------------
@@ -91,10 +91,10 @@ WRITE = """
 import sys
 from pathlib import Path
 import ppstream
-from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 folder = Path(sys.argv[1])
 assert Path(ppstream.__file__).is_relative_to(folder), ppstream.__file__
-for rank, kind in enumerate((EnvelopeRecord, Stage1Record)):
+for rank, kind in enumerate((EnvelopeRecord, PolicyRecord)):
     log = TimestampLog(folder / f"rank{rank}.gen0.jsonl", kind, 4, run_id="golden", generation=0)
     record = log.take()
     record.seq = record.epoch = 0
@@ -134,8 +134,8 @@ print(json.dumps(both))
     ("declared_in", "line", "script", "read"),
     [
         ("EnvelopeLine", "new_ns: int | None = None", WRITE, [[77, "undeclared"]]),
-        ("Stage1", "new_ns: int | None = None", WRITE, [["undeclared", 77]]),
-        ("StageB", f"new_ns: int | None = told({len(TOLD)})", RUN, [[77, 77]] * 5),
+        ("PolicyLine", "new_ns: int | None = None", WRITE, [["undeclared", 77]]),
+        ("PolicyRankTimes", f"new_ns: int | None = header_word({len(TOLD)})", RUN, [[77, 77]] * 5),
     ],
 )
 def test_a_new_stamp_is_one_line_in_one_file(

@@ -17,7 +17,7 @@ import pytest
 from peers import WAIT_NS, PairOfPeers, pump_until, repeat, tcp_pair, two_peers, unix_pair
 from robot_rig import wait_until
 
-from ppstream.control.heartbeat import Heartbeat
+from ppstream.control.heartbeat import HeartbeatThread
 from ppstream.control.peer import Peer
 from ppstream.control.peer_process import HeldProcess
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, ManualClock, now_ns
@@ -35,10 +35,10 @@ from ppstream.wire.rank_messages import Goodbye, Measured, PhaseChange
 BEATING_RANK = """
 import os, socket, sys, time
 from ppstream.control.peer import Peer
-from ppstream.control.heartbeat import Heartbeat
+from ppstream.control.heartbeat import HeartbeatThread
 peer, peer.heart = (Peer(socket.socket(fileno=int(fd))) for fd in sys.argv[1:3])
 if "forks" not in sys.argv or os.fork():
-    Heartbeat(peer, 10_000_000, lambda: 7).start()
+    HeartbeatThread(peer, 10_000_000, lambda: 7).start()
 time.sleep(60)
 """
 
@@ -74,8 +74,8 @@ def beating_rank(*how: str) -> Iterator[tuple[subprocess.Popen[bytes], Peer]]:
 
 
 @contextlib.contextmanager
-def beating(peer: Peer, interval_ns: int, *more: Any, **kinds: Any) -> Iterator[Heartbeat]:
-    heartbeat = Heartbeat(peer, interval_ns, *more, **kinds)
+def beating(peer: Peer, interval_ns: int, *more: Any, **kinds: Any) -> Iterator[HeartbeatThread]:
+    heartbeat = HeartbeatThread(peer, interval_ns, *more, **kinds)
     heartbeat.start()
     try:
         yield heartbeat
@@ -132,7 +132,7 @@ def test_a_stopped_process_is_noticed_by_its_silence() -> None:
 def test_heartbeats_carry_progress_and_stop_at_once(peers: PairOfPeers) -> None:
     near, far = peers
     done = iter(range(1, 10**6))
-    heartbeat = Heartbeat(near, NS_PER_MS, lambda: next(done))
+    heartbeat = HeartbeatThread(near, NS_PER_MS, lambda: next(done))
     heartbeat.start()
     with beating(far, NS_PER_MS, lambda: 0):
         wait_until(lambda: far.peer_progress >= 5)
@@ -186,7 +186,7 @@ def test_a_heart_that_nobody_hears_drops_its_beats_and_nothing_is_lost() -> None
 def test_time_in_which_this_process_stood_is_no_silence_of_the_peer() -> None:
     clock = ManualClock()
     near, far = two_peers(clock=clock)
-    heartbeat = Heartbeat(near, 200 * NS_PER_MS, lambda: 0, clock=clock)
+    heartbeat = HeartbeatThread(near, 200 * NS_PER_MS, lambda: 0, clock=clock)
     for _ in range(4):
         clock.advance(200 * NS_PER_MS)
         heartbeat.listen()

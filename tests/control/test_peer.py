@@ -13,7 +13,7 @@ import pytest
 from peers import WAIT_NS, PairOfPeers, pump_until, repeat, tcp_pair, two_peers, unix_pair
 
 from ppstream.control.framing import BUFFER_BYTES, FRAME_BYTES_MAX
-from ppstream.control.heartbeat import Heartbeat
+from ppstream.control.heartbeat import HeartbeatThread
 from ppstream.control.peer import UNREAD_FRAMES_MAX, Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, ManualClock, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
@@ -304,7 +304,7 @@ def test_a_beat_that_was_cut_by_a_full_socket_is_completed_first() -> None:
 
 def test_frames_of_many_threads_never_mix(peers: PairOfPeers) -> None:
     near, far = peers
-    heartbeat = Heartbeat(near, 1000, lambda: 5)  # as often as it can
+    heartbeat = HeartbeatThread(near, 1000, lambda: 5)  # as often as it can
     heartbeat.start()
     each = 300
 
@@ -367,7 +367,7 @@ def test_nothing_leaks_after_close() -> None:
     before = counts()
     for _ in range(20):
         sender, receiver = two_peers(expects_fds=True)
-        heartbeat = Heartbeat(sender, NS_PER_S, lambda: 0)
+        heartbeat = HeartbeatThread(sender, NS_PER_S, lambda: 0)
         heartbeat.start()
         memory = os.memfd_create("never taken")
         sender.send_fds([memory])

@@ -8,7 +8,7 @@ import pytest
 
 from ppstream.control.watchdog import (
     INTERVAL_NS,
-    Mark,
+    ProgressMark,
     Watchdog,
     is_patient,
     stage_b_limit_ns,
@@ -40,7 +40,7 @@ class Clocked:
 
 
 def test_a_loop_that_stands_still_is_named_with_what_it_does_and_where(tmp_path):
-    mark = Mark("stage B", lambda: "epoch 1, seq 7")
+    mark = ProgressMark("stage B", lambda: "epoch 1, seq 7")
     clocked = Clocked(tmp_path, mark)
     runs, done = threading.Event(), threading.Event()
 
@@ -63,7 +63,7 @@ def test_a_loop_that_stands_still_is_named_with_what_it_does_and_where(tmp_path)
 
 
 def test_a_loop_that_turns_or_does_not_run_is_left_alone(tmp_path):
-    turning, resting = Mark("turning"), Mark("resting")
+    turning, resting = ProgressMark("turning"), ProgressMark("resting")
     clocked = Clocked(tmp_path, turning, resting)
     with turning:
         for _ in range(40):
@@ -73,7 +73,7 @@ def test_a_loop_that_turns_or_does_not_run_is_left_alone(tmp_path):
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path):
-    mark = Mark("loop")
+    mark = ProgressMark("loop")
     clocked = Clocked(tmp_path, mark)
     with mark:
         clocked.look(2)
@@ -94,7 +94,7 @@ def test_patience_while_it_warms_up_or_is_profiled():
 
 def test_watched_runs_the_mark_while_the_loop_does(tmp_path):
     class Loop:
-        mark = Mark("loop")
+        mark = ProgressMark("loop")
 
         @watched
         def run(self, fails):
@@ -125,7 +125,7 @@ def test_sigquit_writes_all_stacks_and_a_quiet_run_leaves_no_file(tmp_path):
 
 
 def test_the_thread_tells_once_of_a_real_standstill(tmp_path):
-    mark, told = Mark("loop"), threading.Event()
+    mark, told = ProgressMark("loop"), threading.Event()
     texts = []
 
     def tell(text):

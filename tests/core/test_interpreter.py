@@ -14,8 +14,8 @@ from ppstream.core.interpreter import (
     PAUSE_S,
     PIECE_NS,
     SWITCH_INTERVAL_S,
-    Garbage,
-    Pieces,
+    GcControl,
+    InterpreterPauses,
     short_turns,
 )
 
@@ -30,7 +30,7 @@ def test_a_pause_is_made_when_a_piece_is_long_enough(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(interpreter, "now_ns", clock)
     monkeypatch.setattr(interpreter.time, "sleep", sleep)
-    work = Pieces()
+    work = InterpreterPauses()
     clock.advance(PIECE_NS - 1)
     work.pause()
     assert slept == []
@@ -61,7 +61,7 @@ class Node:
 
 
 def test_cycles_wait_until_a_loop_offers_time_and_no_longer() -> None:
-    with Garbage() as garbage:
+    with GcControl() as garbage:
         assert not gc.isenabled()
         lost = weakref.ref(Node())
         garbage.offer(now_ns(), EVERY_NS)
@@ -73,7 +73,7 @@ def test_cycles_wait_until_a_loop_offers_time_and_no_longer() -> None:
 
 
 def test_a_collection_that_does_not_fit_waits_but_not_for_ever() -> None:
-    with Garbage() as garbage:
+    with GcControl() as garbage:
         garbage.longest_ns = 1000
         garbage.offer(now_ns() + EVERY_NS, 1999)
         assert garbage.collections == 0
@@ -83,7 +83,7 @@ def test_a_collection_that_does_not_fit_waits_but_not_for_ever() -> None:
 
 def test_what_exists_before_is_not_looked_at_again() -> None:
     before = gc.get_freeze_count()
-    with Garbage():
+    with GcControl():
         assert gc.get_freeze_count() > before
     assert gc.get_freeze_count() == 0
 
@@ -91,7 +91,7 @@ def test_what_exists_before_is_not_looked_at_again() -> None:
 def test_who_has_switched_it_off_finds_it_off_again() -> None:
     gc.disable()
     try:
-        with Garbage():
+        with GcControl():
             pass
         assert not gc.isenabled()
     finally:

@@ -26,7 +26,7 @@ from ppstream.core.user_code import (
 )
 from ppstream.launch.rank_exit import how_it_ends
 from ppstream.pipeline.decode import CopyDecoder
-from ppstream.policy.protocol import call_target, load, told
+from ppstream.policy.protocol import call_target, instruct, load_target
 from ppstream.wire.fields import MAX_PLACE, MAX_TEXT, encoder
 from ppstream.wire.rank_messages import PolicyFault
 
@@ -370,7 +370,7 @@ def test_a_module_that_cannot_be_imported_is_a_problem_of_the_configuration(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "odd_policy", raising=False)
     with pytest.raises(ConfigError, match=says):
-        load("odd_policy:build")
+        load_target("odd_policy:build")
 
 
 @pytest.mark.parametrize("kind", sorted(set(ODD) - {"interrupt"}))
@@ -412,6 +412,6 @@ def test_an_instruction_that_raises_oddly_comes_back_as_text() -> None:
 
     policy: Any = Odd()
     for kind in ODD:
-        text = told(policy, 1, kind)
+        text = instruct(policy, 1, kind)
         assert ODD[kind][1].partition(":")[0] in text
         assert len(text) <= MAX_TEXT

@@ -11,7 +11,7 @@ import pytest
 from fake_cuda import FakeDriver, queue_call
 
 from ppstream.cuda import driver as memops
-from ppstream.cuda.driver import Call, CudaStream, DeviceError, Event, Routine
+from ppstream.cuda.driver import CudaEvent, CudaStream, DeviceError, DriverCall, LaunchSequence
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def _wait(gate: threading.Event) -> None:
 
 def test_a_routine_queues_its_calls_in_order_each_time(driver: FakeDriver) -> None:
     first, second = CudaStream(), CudaStream()
-    begun, copied = Event(), Event()
+    begun, copied = CudaEvent(), CudaEvent()
     source, target = (ctypes.c_int64 * 1)(5), (ctypes.c_int64 * 1)()
-    routine = Routine(
+    routine = LaunchSequence(
         second.to_wait_for(begun),
         second.to_copy(ctypes.addressof(target), ctypes.addressof(source), 8),
         second.to_record(copied),
@@ -56,10 +56,10 @@ def test_a_refused_call_ends_the_routine_and_says_what_it_was(driver: FakeDriver
         made.append(1)
         return (0,)
 
-    routine = Routine(
-        Call(lambda: (0,), "the first"),
-        Call(lambda: (700,), "a copy of 8 bytes"),
-        Call(last, "the last"),
+    routine = LaunchSequence(
+        DriverCall(lambda: (0,), "the first"),
+        DriverCall(lambda: (700,), "a copy of 8 bytes"),
+        DriverCall(last, "the last"),
     )
     with pytest.raises(DeviceError, match="refuses a copy of 8 bytes: 700"):
         routine()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
-from ppstream.cuda.driver import CudaStream, Event
+from ppstream.cuda.driver import CudaEvent, CudaStream
 from ppstream.links.device_link import BACK, FRONT
 from ppstream.links.factory import open_device
 from ppstream.links.latency_probe import measure
@@ -64,7 +64,7 @@ class End:
         startup.start(self.device)
         torch.cuda.set_stream(torch.cuda.Stream())
         self.stream = CudaStream(torch.cuda.current_stream().cuda_stream)
-        self.events = [[Event() for _ in range(3)] for _ in range(MESSAGES)]
+        self.events = [[CudaEvent() for _ in range(3)] for _ in range(MESSAGES)]
         self.open(self.store)
 
     def open(self, store: LauncherStore) -> None:
@@ -108,7 +108,7 @@ class End:
             result["found"][row, 0] = off.abs().amax()
         result["found"][:, 1].copy_(tag)
 
-    def send(self, index: int, done: Event, header: tuple[int, ...]) -> None:
+    def send(self, index: int, done: CudaEvent, header: tuple[int, ...]) -> None:
         """As the loops do: within the stage's stream where that is short."""
         self.link.queue_header(index, header)
         if self.link.is_short:
@@ -117,7 +117,7 @@ class End:
             self.link.sending.wait_for(done)
             self.link.queue_send(index)
 
-    def receive(self, index: int, ready: Event) -> None:
+    def receive(self, index: int, ready: CudaEvent) -> None:
         """As the policy rank's loop does: on the link's stream, and on the stage's."""
         self.link.queue_receive(index)
         self.link.receiving.record(ready)

@@ -103,7 +103,7 @@ def test_profiles_of_both_ranks_while_receipts_stand_queued(tmp_path: Path, grap
         for rank, name in ((0, "A"), (1, "B")):
             for number in (0, 1):
                 path = ranks.directory / f"profile.rank{rank}.gen0.{number}.json"
-                found = findings(cli.read(path))
+                found = findings(cli.read_trace(path))
                 print("\n".join(cli.lines(found, 5)))
                 assert found.is_gpu
                 assert found.kernels, "no kernel was recorded"

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ppstream.cuda.driver import CudaStream, Event
+from ppstream.cuda.driver import CudaEvent, CudaStream
 from ppstream_kernels.cuda_put import Puts, Route
 from ppstream_kernels.cuda_wait import Waits
 
@@ -29,7 +29,7 @@ def test_a_wait_ends_with_its_count_and_not_before(count: int, late_s: float) ->
     torch.cuda.set_device(DEVICE)
     counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     waits = Waits(DEVICE, counter.data_ptr())
-    waiting, writing, done = CudaStream(), CudaStream(), Event()
+    waiting, writing, done = CudaStream(), CudaStream(), CudaEvent()
     writing.write_value(counter.data_ptr(), count - 1)
     torch.cuda.synchronize()
     waits.queue(count, waiting.handle)

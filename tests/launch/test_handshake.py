@@ -17,7 +17,7 @@ from ppstream.config.schema import (
 from ppstream.control.peer import Peer
 from ppstream.core.errors import HandshakeError, ProtocolError
 from ppstream.launch import handshake
-from ppstream.launch.handshake import compare, facts
+from ppstream.launch.handshake import compare_facts, configuration_facts
 from ppstream.observe.run_folder import Run
 from ppstream.wire.fields import WIRE_MAJOR
 from ppstream.wire.rank_messages import Drain, Heartbeat, RankHeart, RankHello, RankWelcome
@@ -32,52 +32,52 @@ CONFIG = PipelineConfig(
 
 
 def test_equal_configurations_agree():
-    compare(facts(CONFIG), facts(CONFIG), 1)
+    compare_facts(configuration_facts(CONFIG), configuration_facts(CONFIG), 1)
 
 
 def test_difference_names_key_and_both_values():
     deeper = msgspec.structs.replace(CONFIG, pipeline=PipelineShape(d_in=3))
     with pytest.raises(HandshakeError, match=r"config\.pipeline\.d_in: rank 0 has 2, rank 1 has 3"):
-        compare(facts(CONFIG), facts(deeper), 1)
+        compare_facts(configuration_facts(CONFIG), configuration_facts(deeper), 1)
 
 
 def test_what_only_rank_0_reads_is_not_compared():
     elsewhere = msgspec.structs.replace(CONFIG, service=ServiceConfig(endpoint="tcp://[::1]:1"))
-    compare(facts(CONFIG), facts(elsewhere), 1)
+    compare_facts(configuration_facts(CONFIG), configuration_facts(elsewhere), 1)
 
 
 def test_test_hook_set_on_one_rank_is_a_difference(monkeypatch):
-    mine = facts(CONFIG)
+    mine = configuration_facts(CONFIG)
     monkeypatch.setenv("PPSTREAM_TEST_DELAY", "1")
     with pytest.raises(HandshakeError, match="PPSTREAM_TEST_DELAY=1"):
-        compare(mine, facts(CONFIG), 1)
+        compare_facts(mine, configuration_facts(CONFIG), 1)
 
 
 def with_weights(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content)
     policy = PolicyConfig(target="p:build", weights=str(path))
-    return facts(msgspec.structs.replace(CONFIG, policy=policy))
+    return configuration_facts(msgspec.structs.replace(CONFIG, policy=policy))
 
 
 def test_weights_are_compared_by_what_they_hold_wherever_they_lie(tmp_path):
     mine = with_weights(tmp_path, "mine.safetensors", b"abc")
-    compare(mine, with_weights(tmp_path, "theirs.safetensors", b"abc"), 1)
+    compare_facts(mine, with_weights(tmp_path, "theirs.safetensors", b"abc"), 1)
     with pytest.raises(HandshakeError, match=r"config\.policy\.weights: rank 0 has .*, rank 1 has"):
-        compare(mine, with_weights(tmp_path, "other.safetensors", b"abd"), 1)
+        compare_facts(mine, with_weights(tmp_path, "other.safetensors", b"abd"), 1)
 
 
 def test_where_the_policy_rank_runs_and_on_what_is_kept(tmp_path):
     (near, far), hearts = ([Peer(end) for end in socket.socketpair()] for _ in range(2))
     store = SimpleNamespace(generation=0, get=lambda key, limit_s: "token")
     who = {"rank": 1, "generation": 0, "host": "b", "boot_id": "b", "pid": 7}
-    far.send(RankHello(major=WIRE_MAJOR, token="token", facts=facts(CONFIG), **who))
+    far.send(RankHello(major=WIRE_MAJOR, token="token", facts=configuration_facts(CONFIG), **who))
     hearts[1].send(RankHeart("token"))
     coming = iter((near, hearts[0]))
     listener = SimpleNamespace(accept=lambda limit_s: next(coming))
     assert handshake.admit(CONFIG, store, listener, Run(tmp_path)) is near
     kept = json.loads((tmp_path / "run.json").read_text())["policy_rank"]
-    assert kept == facts(CONFIG)["informational"]
+    assert kept == configuration_facts(CONFIG)["informational"]
     assert {"host", "boot_id", "pid", "python", "torch"} <= kept.keys()
     assert isinstance(far.receive(10**9), RankWelcome)
     assert near.heart is hearts[0]
@@ -90,7 +90,7 @@ def test_a_stranger_s_heart_is_refused(tmp_path, frame):
     (near, far), hearts = ([Peer(end) for end in socket.socketpair()] for _ in range(2))
     store = SimpleNamespace(generation=0, get=lambda key, limit_s: "token")
     who = {"rank": 1, "generation": 0, "host": "b", "boot_id": "b", "pid": 7}
-    far.send(RankHello(major=WIRE_MAJOR, token="token", facts=facts(CONFIG), **who))
+    far.send(RankHello(major=WIRE_MAJOR, token="token", facts=configuration_facts(CONFIG), **who))
     hearts[1].send(frame)
     hearts[1].send(Drain("the next frame"))
     coming = iter((near, hearts[0]))

@@ -214,7 +214,7 @@ def test_a_launcher_that_was_gone_before_is_an_error_and_not_whoever_adopted_thi
     answers = iter([launcher.pid, 1])
     monkeypatch.setattr(os, "getppid", lambda: next(answers))
     with pytest.raises(PeerLostError, match="LAUNCHER_LOST"):
-        lookout.launcher(LAUNCHED)
+        lookout.parent_launcher(LAUNCHED)
 
 
 @pytest.mark.parametrize("environment", [{}, {"WORLD_SIZE": "1"}])
@@ -229,7 +229,7 @@ def test_a_rank_that_nobody_launched_outlives_the_shell_that_started_it(
 
 def test_a_parent_outside_of_this_namespace_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getppid", lambda: 0)
-    assert lookout.launcher(LAUNCHED) is None
+    assert lookout.parent_launcher(LAUNCHED) is None
 
 
 # ---- moments ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pipeline_in_process import small_config
 from ppstream.config.rules import problems
 from ppstream.control.peer import Peer
 from ppstream.control.peer_process import HeldProcess
-from ppstream.control.watchdog import Mark, Watchdog
+from ppstream.control.watchdog import ProgressMark, Watchdog
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import (
     ExitCode,
@@ -223,7 +223,7 @@ def test_each_step_of_a_start_has_its_time_and_a_wait_between_them_a_little_more
 
 def test_a_loop_is_watched_while_it_runs_and_the_thread_between_two_of_its_runs():
     class Loop:
-        mark = Mark("stage B")
+        mark = ProgressMark("stage B")
         marks = (mark,)
         standstill_ns = 5
 

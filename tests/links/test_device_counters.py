@@ -16,7 +16,7 @@ from linked_ends import driven_by, linked
 
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.core.specs import TensorSpec
-from ppstream.cuda.driver import CudaStream, Event
+from ppstream.cuda.driver import CudaEvent, CudaStream
 from ppstream.links import device_counters, latency_probe
 from ppstream.links.device_counters import CountedLink
 from ppstream.links.device_link import BACK, FRONT
@@ -40,7 +40,7 @@ def ends(*, puts: bool, looks: bool = False) -> tuple[CountedLink, CountedLink]:
     return linked(shape, FakePuts if puts else None, FakeWaits if looks else None)
 
 
-def wait_until_done(event: Event) -> None:
+def wait_until_done(event: CudaEvent) -> None:
     until = time.monotonic() + LIMIT_S
     while not event.is_done():
         assert time.monotonic() < until
@@ -51,7 +51,7 @@ def assert_the_first_arrives(front: CountedLink, back: CountedLink) -> None:
     front.queue_header(0, (1, 2))
     front.queue_send(0)
     back.queue_receive(0)
-    done = Event()
+    done = CudaEvent()
     back.receiving.record(done)
     wait_until_done(done)
     assert back.into[0].header.tolist() == [0, GENERATION, 1, 2]
@@ -70,7 +70,7 @@ def set_counts(front: CountedLink, back: CountedLink, count: int) -> None:
 @contextmanager
 def echoing(back: CountedLink, messages: int, seen: list[list[int]]) -> Iterator[None]:
     """The other end, on a thread: sends back what it gets, plus one."""
-    stage, events = CudaStream(), [Event() for _ in range(messages)]
+    stage, events = CudaStream(), [CudaEvent() for _ in range(messages)]
 
     def answer(place: int) -> None:
         seen.append(back.into[place].header.tolist())
@@ -114,7 +114,7 @@ def test_every_message_arrives_whole_and_in_order(
             front.queue_header(index, (5, index))
             front.queue_send(index)
             front.queue_receive(index)
-            done = Event()
+            done = CudaEvent()
             front.receiving.record(done)
             wait_until_done(done)
             assert front.into[place].header.tolist() == [index, GENERATION, 9, index]
@@ -129,7 +129,7 @@ def test_a_wait_ends_with_close_whatever_the_count(
 ) -> None:
     front, back = ends(puts=False, looks=looks)
     set_counts(front, back, count)
-    own, event = CudaStream(), Event()
+    own, event = CudaStream(), CudaEvent()
     front.queue_receive(0)
     front.queue_receive(1, own)
     own.record(event)
@@ -153,7 +153,7 @@ def test_close_waits_for_streams_of_stages_that_the_link_used(
 @pytest.mark.parametrize("looks", [False, True], ids=["driver", "looks"])
 def test_a_further_stream_waits_for_its_own_slot_alone(driver: FakeDriver, looks: bool) -> None:
     front, back = ends(puts=True, looks=looks)
-    passed = [Event() for _ in range(3)]
+    passed = [CudaEvent() for _ in range(3)]
     for index in range(3):
         back.queue_receive(index)
     for index, event in enumerate(passed):

@@ -9,7 +9,7 @@ import time
 import pytest
 from pipeline_in_process import small_config
 
-from ppstream.control.watchdog import Mark
+from ppstream.control.watchdog import ProgressMark
 from ppstream.core.errors import ExitCode
 from ppstream.launch.rank_exit import RankEnd, start_watchdog
 from ppstream.links import nccl_dump
@@ -96,7 +96,7 @@ class Stuck:
     """A loop that does not turn."""
 
     def __init__(self):
-        self.mark = Mark("stage B")
+        self.mark = ProgressMark("stage B")
         self.marks = (self.mark,)
         self.standstill_ns = 0
 

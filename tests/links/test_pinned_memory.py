@@ -15,7 +15,7 @@ from linked_ends import driven_by
 
 from ppstream.control.launcher_store import LauncherStore
 from ppstream.core.specs import TensorSpec
-from ppstream.cuda.driver import CudaStream, Event
+from ppstream.cuda.driver import CudaEvent, CudaStream
 from ppstream.links.device_link import BACK, FRONT
 from ppstream.links.pinned_memory import PinnedLink
 from ppstream.links.slots import LinkShape, SlotLayout
@@ -69,7 +69,7 @@ def opened() -> tuple[PinnedLink, PinnedLink]:
     return found[FRONT], found[BACK]
 
 
-def wait_until_done(event: Event) -> None:
+def wait_until_done(event: CudaEvent) -> None:
     until = time.monotonic() + LIMIT_S
     while not event.is_done():
         assert time.monotonic() < until
@@ -88,7 +88,7 @@ def test_slots_arrive_whole_through_host_memory(driver: PinningDriver, sender: i
         here.queue_send(index)
         there.queue_receive(index)
         assert not there.queue_wait(index, own)  # the count is there before the slot is fetched
-        done = Event()
+        done = CudaEvent()
         there.receiving.record(done)
         wait_until_done(done)
         assert there.into[place].header.tolist() == [index, 7, 5, index]

@@ -15,7 +15,7 @@ import pytest
 from ranks import CONFIG, JUDGED_AGAIN, SERVED, Ranks, environment_without_ranks
 from robot_rig import wait_until
 
-from ppstream.control.peer_process import HeldProcess, ranks_of
+from ppstream.control.peer_process import HeldProcess, ranks_started_by
 
 pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
 
@@ -51,7 +51,7 @@ class Launched:
         self.ranks: list[HeldProcess] = []
 
     def has_ranks(self, count: int = 2) -> bool:
-        pids = ranks_of(self.process.pid)
+        pids = ranks_started_by(self.process.pid)
         if len(pids) < count:
             return False
         self.ranks = [held for _, pid in sorted(pids.items()) if (held := HeldProcess.of(pid))]

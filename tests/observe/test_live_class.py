@@ -4,17 +4,17 @@ import pytest
 from log_records import MS, envelope
 
 from ppstream.core.clock import NS_PER_S, ManualClock
-from ppstream.core.interpreter import Pieces
+from ppstream.core.interpreter import InterpreterPauses
 from ppstream.observe import live_class
-from ppstream.observe.live_class import MADE_ANEW_NS, LiveClass
-from ppstream.observe.live_counters import Rank0Tally
+from ppstream.observe.live_class import REFRESH_NS, LiveBottleneck
+from ppstream.observe.live_counters import Rank0Counters
 
 TOPOLOGY = {"world_size": 2, "d_in": 2, "d_out": 2, "threads": "serial"}
 MANIFEST = {"schema": "ppstream.log/1", "topology": TOPOLOGY}
 
 
-def tallied(envelopes: int, **changes: object) -> Rank0Tally:
-    tally = Rank0Tally(20 * MS)
+def tallied(envelopes: int, **changes: object) -> Rank0Counters:
+    tally = Rank0Counters(20 * MS)
     for seq in range(envelopes):
         tally.record(envelope(seq, **changes))
     tally.count()
@@ -22,16 +22,18 @@ def tallied(envelopes: int, **changes: object) -> Rank0Tally:
 
 
 def test_newest_envelopes_are_classified_as_the_report_would():
-    live = LiveClass(lambda: MANIFEST)
+    live = LiveBottleneck(lambda: MANIFEST)
     found = live.now(tallied(300))  # a sixth of each period is a wait for input
     assert found.name == "input-limited"
     assert 0.8 < found.utilisation["mesh"] < 0.9
-    assert LiveClass(lambda: MANIFEST).now(tallied(300, w_input_ns=0)).name == "overhead-limited"
+    assert (
+        LiveBottleneck(lambda: MANIFEST).now(tallied(300, w_input_ns=0)).name == "overhead-limited"
+    )
 
 
 def test_few_envelopes_say_nothing():
-    assert LiveClass(lambda: MANIFEST).now(tallied(50)).name is None
-    assert LiveClass(lambda: MANIFEST).now(Rank0Tally(20 * MS)).name is None
+    assert LiveBottleneck(lambda: MANIFEST).now(tallied(50)).name is None
+    assert LiveBottleneck(lambda: MANIFEST).now(Rank0Counters(20 * MS)).name is None
 
 
 def test_only_the_newest_phase_counts():
@@ -39,22 +41,22 @@ def test_only_the_newest_phase_counts():
     for seq in range(200, 250):
         tally.record(envelope(seq))
     tally.count()
-    assert LiveClass(lambda: MANIFEST).now(tally).name is None
+    assert LiveBottleneck(lambda: MANIFEST).now(tally).name is None
 
 
 def test_answer_is_kept_for_a_while():
     clock = ManualClock(NS_PER_S)
-    live = LiveClass(lambda: MANIFEST, clock)
+    live = LiveBottleneck(lambda: MANIFEST, clock)
     assert live.now(tallied(10)).name is None
     assert live.now(tallied(300)).name is None
-    clock.advance(MADE_ANEW_NS)
+    clock.advance(REFRESH_NS)
     assert live.now(tallied(300)).name == "input-limited"
 
 
 def test_judging_leaves_the_loops_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     tally = tallied(300)
     done: list[str] = []
-    pieces: set[Pieces] = set()
+    pieces: set[InterpreterPauses] = set()
 
     def told(name: str) -> None:
         step = getattr(live_class, name)
@@ -69,8 +71,10 @@ def test_judging_leaves_the_loops_their_turns(monkeypatch: pytest.MonkeyPatch) -
     steps = ("parse_run", "select_window", "primary", "classify")
     for name in steps:
         told(name)
-    monkeypatch.setattr(Pieces, "pause", lambda one: (pieces.add(one), done.append("pause")))
-    assert LiveClass(lambda: MANIFEST).now(tally).name == "input-limited"
+    monkeypatch.setattr(
+        InterpreterPauses, "pause", lambda one: (pieces.add(one), done.append("pause"))
+    )
+    assert LiveBottleneck(lambda: MANIFEST).now(tally).name == "input-limited"
     assert [name for name, _ in groupby(done)] == [each for s in steps for each in ("pause", s)]
     assert done.index("parse_run") == 300  # a pause for each envelope
     assert len(pieces) == 1

@@ -6,29 +6,29 @@ import pytest
 from log_records import LEASE_NS, MS, envelope
 
 from ppstream.core.durations import LABELS_MAX, OTHER, Histogram
-from ppstream.core.interpreter import Pieces
+from ppstream.core.interpreter import InterpreterPauses
 from ppstream.observe.live_counters import (
     BLOCK,
     CHUNK,
     JUDGED,
     WAITS,
-    PolicyTally,
-    Rank0Tally,
-    Tally,
+    LiveCounters,
+    PolicyCounters,
+    Rank0Counters,
     take_all,
 )
-from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 
 
-def counted(records: list[EnvelopeRecord]) -> Rank0Tally:
-    tally = Rank0Tally(LEASE_NS)
+def counted(records: list[EnvelopeRecord]) -> Rank0Counters:
+    tally = Rank0Counters(LEASE_NS)
     for record in records:
         tally.record(record)
     tally.count()
     return tally
 
 
-def sums_ns(tally: Tally, family: str) -> dict[str, int]:
+def sums_ns(tally: LiveCounters, family: str) -> dict[str, int]:
     return {label: found.sum_ns for label, found in tally.histograms.of(family).items()}
 
 
@@ -63,7 +63,7 @@ def test_however_often_somebody_looks_the_numbers_are_the_same(looks):
     changes = [{}, {"drop": "stale", "tEmit": None}, {"input_age_ns": {"arm": 1, "imu": 5}}]
     changes += [{"epoch": 1}, {"epoch": 1, "drop": "expired"}, {"epoch": 2, "input_age_ns": None}]
     records = [envelope(n, **changes[n // 2 % len(changes)]) for n in range(3 * CHUNK)]
-    whole, often = counted(records), Rank0Tally(LEASE_NS)
+    whole, often = counted(records), Rank0Counters(LEASE_NS)
     for number, record in enumerate(records):
         often.record(record)
         if number % looks == 0:
@@ -92,18 +92,18 @@ def test_however_often_somebody_looks_the_numbers_are_the_same(looks):
 
 
 def test_what_is_kept_is_bounded_though_nobody_looks():
-    tally = Rank0Tally(LEASE_NS)
+    tally = Rank0Counters(LEASE_NS)
     for seq in range(CHUNK + 1):
         tally.record(envelope(seq))
     assert tally.envelopes == CHUNK
-    policy = PolicyTally()
+    policy = PolicyCounters()
     for _ in range(CHUNK + 1):
         policy.line({"kind": "robot", "executed": 1, "age_ns": MS})
     assert sums_ns(policy, "action_age") == {"": CHUNK * MS}
 
 
 def test_looking_from_another_thread_loses_nothing_and_counts_nothing_twice():
-    tally, over = Rank0Tally(LEASE_NS), threading.Event()
+    tally, over = Rank0Counters(LEASE_NS), threading.Event()
     seen: list[Histogram] = []
 
     def look() -> None:
@@ -128,16 +128,16 @@ def test_looking_from_another_thread_loses_nothing_and_counts_nothing_twice():
 
 
 def test_counting_leaves_the_loops_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    tally = Rank0Tally(LEASE_NS)
+    tally = Rank0Counters(LEASE_NS)
     for seq in range(4 * BLOCK):
         tally.record(envelope(seq))
     done: Counter[tuple[str, ...]] = Counter()  # what was counted by a pause
 
-    def pause(pieces: Pieces) -> None:
+    def pause(pieces: InterpreterPauses) -> None:
         families = filter(tally.histograms.of, ("stage", "observation_age"))
         done[(*families, *tally.recent)] += 1
 
-    monkeypatch.setattr(Pieces, "pause", pause)
+    monkeypatch.setattr(InterpreterPauses, "pause", pause)
     tally.count()
     assert done == {
         (): 4 + 2,  # while records are read, behind their drops, and before histograms
@@ -213,7 +213,7 @@ def test_reasons_are_bounded():
 
 
 def test_lines_tell_phase_verdict_faults_ages_and_ledger():
-    tally = PolicyTally()
+    tally = PolicyCounters()
     tally.line({"kind": "event", "name": "phase", "phase": "ready"})
     tally.line({"kind": "event", "name": "verdict", "verdict": "PASS", "overlap": 0.9})
     tally.line({"kind": "event", "name": "fault", "fault": "exception"})
@@ -230,9 +230,9 @@ def test_lines_tell_phase_verdict_faults_ages_and_ledger():
 
 
 def test_policy_rank_counts_what_must_not_happen_once_warm():
-    tally = PolicyTally()
-    tally.record(Stage1Record(tB0=10, tB1=30, wait_input_ns=5, residence_ns=25, recompiles=1))
-    tally.record(Stage1Record(eB_ns=7, tB0=10, tB1=30, wait_output_ns=2, idle_ns=4, busy_link_ns=3))
+    tally = PolicyCounters()
+    tally.record(PolicyRecord(tB0=10, tB1=30, wait_input_ns=5, residence_ns=25, recompiles=1))
+    tally.record(PolicyRecord(eB_ns=7, tB0=10, tB1=30, wait_output_ns=2, idle_ns=4, busy_link_ns=3))
     tally.count()
     assert sums_ns(tally, "stage") == {"B": 27}
     assert sums_ns(tally, "residence") == {"": 25}
@@ -253,7 +253,7 @@ class Raising:
 
 def test_log_shows_its_watchers_what_it_writes_and_outlives_them(tmp_path):
     log = TimestampLog(tmp_path / "log", EnvelopeRecord, 64, run_id="r", generation=0)
-    broken, tally = Raising(), Rank0Tally(LEASE_NS)
+    broken, tally = Raising(), Rank0Counters(LEASE_NS)
     log.watchers += [broken, tally]
     for _ in range(3):
         log.commit(log.take())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_what_was_committed_before_a_kill_is_on_disk(tmp_path):
     path = tmp_path / "killed.jsonl"
     pid = os.fork()
     if pid == 0:
-        log = TimestampLog(path, Stage1Record, 64, run_id="r", generation=0)
+        log = TimestampLog(path, PolicyRecord, 64, run_id="r", generation=0)
         for seq in range(3):
             write_one_stage1(log, seq)
         log.flush()

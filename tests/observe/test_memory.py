@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppstream.analysis.log_parser import Line, parse_run
+from ppstream.analysis.log_parser import LogLine, parse_run
 from ppstream.observe import memory as gpu_memory
 from ppstream.observe import memory as memory_lines
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
@@ -53,7 +53,7 @@ def test_a_gpus_memory_stands_in_the_line_and_is_read_back(
     first, _ = lines_of(tmp_path)
     assert first["device"] == "cuda:1"
     manifest = {"schema": "ppstream.log/1", "topology": {"d_in": 2, "d_out": 2}}
-    (memory,) = parse_run(manifest, [Line(1, 0, "rank1:1", first)]).memory
+    (memory,) = parse_run(manifest, [LogLine(1, 0, "rank1:1", first)]).memory
     assert (memory.rank, memory.t) == (1, first["t"])
     assert (memory.allocated_bytes, memory.non_torch_bytes) == (5 * MIB, 40 * MIB)
     assert (memory.alloc_retries, memory.total_bytes) == (2, 100 * MIB)

@@ -18,12 +18,12 @@ from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.core.durations import Histograms
 from ppstream.core.errors import ConfigError
-from ppstream.core.interpreter import Pieces
-from ppstream.launch.monitoring import Watching
+from ppstream.core.interpreter import InterpreterPauses
+from ppstream.launch.monitoring import Monitoring
 from ppstream.observe import memory as gpu_memory
 from ppstream.observe import metric_families as show
 from ppstream.observe.health_server import HealthServer
-from ppstream.observe.log_writer import Stage1Record, TimestampLog
+from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.metrics import memory_families
 from ppstream.report.text import render
 
@@ -138,8 +138,8 @@ def test_series_are_few(watched: Watched) -> None:
 def test_a_scrape_leaves_the_loops_their_turns(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses: list[Pieces] = []
-    monkeypatch.setattr(Pieces, "pause", lambda pieces: pauses.append(pieces))
+    pauses: list[InterpreterPauses] = []
+    monkeypatch.setattr(InterpreterPauses, "pause", lambda pieces: pauses.append(pieces))
     assert len(watched.samples(0)) < len(pauses) + 60  # those of the process and of its garbage
     pauses.clear()
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
@@ -176,9 +176,9 @@ def test_health_counts_what_nobody_scraped(tmp_path: Any) -> None:
     run = SimpleNamespace(run_id="r", directory=tmp_path)
     path = tmp_path / "rank1.gen0.jsonl"
     with ExitStack() as stack:
-        log = TimestampLog(path, Stage1Record, 8, run_id="r", generation=0)
+        log = TimestampLog(path, PolicyRecord, 8, run_id="r", generation=0)
         stack.callback(log.close)
-        Watching(small_config("metrics.port=0"), run, log, stack, rank=1, generation=0)
+        Monitoring(small_config("metrics.port=0"), run, log, stack, rank=1, generation=0)
         for _ in range(3):
             log.commit(log.take())
         assert log.flush()

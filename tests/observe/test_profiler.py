@@ -74,7 +74,7 @@ def test_signal_profiles_a_live_run_and_says_so_in_every_record(tmp_path: Path) 
     assert modes == ["throughput"] * 10 + ["trace"] * 9 + ["throughput"] * 31
     states = [line["state"] for line in lines if line.get("name") == "profile"]
     assert states == ["begins", "written", "ended"]
-    found = findings(cli.read(tmp_path / "profile.rank0.gen0.0.json"))
+    found = findings(cli.read_trace(tmp_path / "profile.rank0.gen0.0.json"))
     assert {s.name for s in found.stages} == {"B", "newest"}
     calls = {s.name: s.calls for s in found.ranges}
     assert all(calls[name] == 5 for name in ("A", "B", "newest", "C"))

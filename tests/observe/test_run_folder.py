@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ppstream.core.errors import ConfigError, ExitCode
-from ppstream.observe.run_folder import Run, launcher
+from ppstream.observe.run_folder import Run, launcher_identity
 
 
 def begin(root: Path, keep: int = 20) -> Run:
@@ -47,7 +47,7 @@ def test_only_the_newest_runs_are_kept(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from ppstream.observe.run_folder import Run, launcher
+from ppstream.observe.run_folder import Run, launcher_identity
 Run.joined(Path(sys.argv[1]))
 print("holds", flush=True)
 time.sleep(60)
@@ -120,7 +120,7 @@ def test_foreign_launcher_finds_nothing(tmp_path, other):
 
 def test_a_launcher_is_named_by_when_it_began():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as later:
-        names = [launcher(pid) for pid in (os.getpid(), os.getpid(), later.pid)]
+        names = [launcher_identity(pid) for pid in (os.getpid(), os.getpid(), later.pid)]
         assert names[0] == names[1]
         assert names[0]["launcher_start"] < names[2]["launcher_start"]
         assert len(names[0]["boot_id"]) == 36
@@ -134,7 +134,7 @@ def test_a_launcher_that_cannot_be_named_finds_nothing(tmp_path, monkeypatch):
 
 
 def test_a_launcher_finds_the_run_of_its_children(tmp_path):
-    begin(tmp_path).describe(**launcher(os.getpid()))
+    begin(tmp_path).describe(**launcher_identity(os.getpid()))
     assert Run.of_launcher(tmp_path, os.getpid()) is not None
     assert Run.of_launcher(tmp_path) is None
 

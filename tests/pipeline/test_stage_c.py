@@ -15,7 +15,7 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PolicyError
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.flight import Flight, Owner
-from ppstream.pipeline.stage_c import Nobody
+from ppstream.pipeline.stage_c import NoEmitter
 from ppstream.wire.robot_messages import ActionChunk
 
 
@@ -62,7 +62,7 @@ def test_limits_are_clipped_and_the_chunk_is_emitted(tmp_path: Path) -> None:
 
 def test_chunks_that_go_to_nobody_are_held_to_the_rules_and_not_counted(tmp_path: Path) -> None:
     with pipeline(tmp_path) as (running, _):
-        running.rank0.emitter = Nobody()
+        running.rank0.emitter = NoEmitter()
         running.rank0.run(3)
         statistics = running.rank0.stage_c.statistics()
     assert (statistics.emitted, statistics.chunks, statistics.clipped_values) == (3, 0, 0)

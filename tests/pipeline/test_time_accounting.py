@@ -13,7 +13,7 @@ from ppstream.core.clock import NS_PER_MS
 from ppstream.links.host import HostBack, HostFront
 from ppstream.pipeline import time_accounting
 from ppstream.pipeline.stage_c import StageC
-from ppstream.pipeline.time_accounting import LINK, TimeBook
+from ppstream.pipeline.time_accounting import LINK, TimeAccount
 
 LOST_S = 0.002
 
@@ -22,7 +22,7 @@ LOST_S = 0.002
 def book(monkeypatch):
     readings = iter((0, 100, 130, 150, 190, 200))
     monkeypatch.setattr(time_accounting, "now_ns", lambda: next(readings))
-    return TimeBook()
+    return TimeAccount()
 
 
 def test_what_is_neither_stage_nor_wait_is_the_link_s(book):

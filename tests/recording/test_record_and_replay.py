@@ -31,7 +31,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.pipeline.pacing import OnSample, Scheduled
-from ppstream.recording.items import Line, Samples
+from ppstream.recording.items import LoggedLine, SamplesItem
 from ppstream.recording.load import load_recording
 from ppstream.recording.mcap_schema import Body, json_schema, parse_topic, topic
 from ppstream.recording.mcap_writer import RecordFile, open_recorder
@@ -206,14 +206,16 @@ def test_a_recording_passes_the_rules_of_the_format(
 
 
 def test_late_news_and_a_gap_of_samples_leave_the_file_in_order(tmp_path: Path) -> None:
-    def samples(first: int, at_ns: int) -> Samples:
+    def samples(first: int, at_ns: int) -> SamplesItem:
         stamps = np.arange(first, first + 2, dtype=np.int64)
-        return Samples("arm", "imu", first, first + 2, stamps.tobytes(), bytes(2 * 2 * 8), at_ns)
+        return SamplesItem(
+            "arm", "imu", first, first + 2, stamps.tobytes(), bytes(2 * 2 * 8), at_ns
+        )
 
     path = tmp_path / "run.mcap"
     file = RecordFile(path, make_config(), "run")
     file.write([samples(0, 50 * MS), samples(2, 51 * MS), samples(9, 52 * MS)])
-    file.write([Line(30 * MS, {"kind": "event", "name": "drop", "reason": "expired"})])
+    file.write([LoggedLine(30 * MS, {"kind": "event", "name": "drop", "reason": "expired"})])
     file.close()
     assert doctor(path) == []
     batches = bodies(path, "/imu")

@@ -15,7 +15,7 @@ from ppstream.analysis.judge import judge
 from ppstream.analysis.period_model import PipelineForm, StageTimes
 from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.run_statistics import latencies_ns
-from ppstream.analysis.segments import Window, select_window
+from ppstream.analysis.segments import JudgedSpan, select_window
 from ppstream.report.formatting import why_scores_differ
 from ppstream.report.series import (
     POINTS,
@@ -32,7 +32,7 @@ from ppstream.report.series import (
 SPLIT = PipelineForm("split")
 
 
-def window(n: int = 330) -> Window:
+def window(n: int = 330) -> JudgedSpan:
     return select_window(simulate(jittered(stages(), n, 3), SPLIT).parse())
 
 

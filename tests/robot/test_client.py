@@ -32,7 +32,7 @@ from ppstream.core.errors import (
     SpecError,
 )
 from ppstream.robot.control_loop import ControlLoop
-from ppstream.wire.robot_messages import ActionChunk, Report, RobotState
+from ppstream.wire.robot_messages import ActionChunk, ChunkReport, RobotState
 
 
 @pytest.fixture(params=["tcp", "ipc"])
@@ -117,11 +117,11 @@ def test_ages_are_of_the_robots_clock_alone() -> None:
             wait_until(is_newest_executed)
         client.push("joints", robot_clock(), [0, 0, 0])
         wait_until(lambda: client.statistics().age.count >= 5)
-        reports: list[Report] = []
+        reports: list[ChunkReport] = []
 
         def is_reported() -> bool:
             client.push("imu", robot_clock(), [0, 0])
-            reports[:] = [one for one in server.sessions.reports if isinstance(one, Report)]
+            reports[:] = [one for one in server.sessions.reports if isinstance(one, ChunkReport)]
             return bool(reports)
 
         wait_until(is_reported)

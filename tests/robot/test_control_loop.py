@@ -17,7 +17,7 @@ from robot_rig import DT_NS, LEASE_NS, MS, make_chunk, wait_until
 from ppstream.core.clock import ManualClock
 from ppstream.core.errors import PpstreamError, ReceiverEndedError
 from ppstream.core.realtime import NotPermittedError, RealTime
-from ppstream.robot.control_loop import ControlLoop, Fault
+from ppstream.robot.control_loop import ControlLoop, LoopFault
 from ppstream.robot.timeline import ActionTimeline
 
 
@@ -80,7 +80,7 @@ def test_an_expired_lease_is_a_fault_that_stays() -> None:
     assert robot.tick() == "write"
     assert robot.tick(LEASE_NS - DT_NS) == "write"
     assert robot.tick(1) == "hold"
-    assert robot.loop.fault == Fault("lease", LEASE_NS - DT_NS + 1, LEASE_NS - DT_NS)
+    assert robot.loop.fault == LoopFault("lease", LEASE_NS - DT_NS + 1, LEASE_NS - DT_NS)
     robot.receive(1)
     assert robot.tick() == "hold", "it resumed by itself"
     robot.loop.clear_fault()
@@ -184,7 +184,7 @@ def test_a_stop_ramps_at_once_and_nothing_but_clear_fault_ends_it(
     assert robot.tick() == "write"
     robot.loop.stop("operator")
     fault = robot.loop.fault
-    assert fault == Fault("stop", robot.clock(), None, "operator")
+    assert fault == LoopFault("stop", robot.clock(), None, "operator")
     for seq in range(1, 7):
         robot.receive(seq)
         assert robot.tick(10 * MS) == "stop"

@@ -202,5 +202,5 @@ def test_a_server_that_does_not_know_the_message_is_not_sent_it(minor: int) -> N
         wait_until(lambda: hear(m.Bye))
     finally:
         server.close()
-    assert any(isinstance(message, m.Report) for message in heard)
+    assert any(isinstance(message, m.ChunkReport) for message in heard)
     assert any(isinstance(message, m.RobotState) for message in heard) == (minor >= 2)

@@ -136,9 +136,9 @@ def test_of_frames_that_wait_the_newest_counts(desk: Desk, monkeypatch: pytest.M
     assert (ring.count, ring.newest_ns, ring.ledger.dropped) == (2, 4, {"superseded": 2})
 
 
-@pytest.mark.parametrize("ends", [m.Reset, m.Bye])
+@pytest.mark.parametrize("ends", [m.ResetRequest, m.Bye])
 def test_a_frame_from_before_a_reset_or_goodbye_reaches_no_ring(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, ends: type[m.Reset | m.Bye]
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, ends: type[m.ResetRequest | m.Bye]
 ) -> None:
     may_decode = hold_decoding(monkeypatch)
     robot = desk.robot()

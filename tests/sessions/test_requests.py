@@ -142,7 +142,7 @@ def test_how_a_robot_fares_is_for_the_log_bounded_and_printable(desk: Desk) -> N
 
 def test_a_line_of_the_log_says_how_a_robot_fared(tmp_path: Path) -> None:
     log = TimestampLog(tmp_path / "log", EnvelopeRecord, 8, run_id="r", generation=0)
-    report, state = m.Report(7, 0, 3, 25, 4), m.RobotState(7, 2, 310, 1, "stop: operator", 690)
+    report, state = m.ChunkReport(7, 0, 3, 25, 4), m.RobotState(7, 2, 310, 1, "stop: operator", 690)
     before_ns = now_ns()
     write_reports(log, deque([report, state]))
     log.close()
@@ -169,7 +169,7 @@ IMPOSSIBLE = (-1, -(2**62), 2**53 + 1, 2**63 - 1)
 @pytest.mark.parametrize(
     ("kind", "field"),
     [
-        *((m.Report, f) for f in m.Report.__struct_fields__ if f != "session"),
+        *((m.ChunkReport, f) for f in m.ChunkReport.__struct_fields__ if f != "session"),
         *((m.RobotState, f) for f in m.RobotState.__struct_fields__ if f.endswith("s")),
         (m.Prefix, "delay_ns"),
     ],
@@ -180,7 +180,7 @@ def test_a_duration_or_count_that_cannot_be_is_dropped_and_counted(
     robot = desk.robot()
     session = desk.admit(robot).session
     good = {
-        m.Report: m.Report(session, 0, 0, 1, 1, 1, 1),
+        m.ChunkReport: m.ChunkReport(session, 0, 0, 1, 1, 1, 1),
         m.RobotState: m.RobotState(session, 1, 1, 1, "", 1),
         m.Prefix: m.Prefix(session, 0, 0, 1, 0, 0, memoryview(bytes(8))),
     }[kind]

@@ -152,7 +152,7 @@ def test_each_robot_has_a_row_of_its_own(desk_of_two: Desk) -> None:
     desk.say(two, samples(second, 5))
     assert [row.session for row in desk.rows] == [first, second]
     assert [row.rings["joints"].count for row in desk.rows] == [0, 1]
-    desk.say(one, m.Reset(first))
+    desk.say(one, m.ResetRequest(first))
     assert [row.session_epoch for row in desk.rows] == [1, 0]
     assert desk.rows[1].rings["joints"].count == 1
 
@@ -212,7 +212,7 @@ def _is_readable(fd: int) -> bool:
 def test_a_reset_empties_the_rings_and_begins_an_episode(desk: Desk) -> None:
     robot = desk.robot()
     session = desk.admit(robot).session
-    desk.say(robot, samples(session, 1, 2), m.Reset(session))
+    desk.say(robot, samples(session, 1, 2), m.ResetRequest(session))
     assert desk.rows[0].session_epoch == 1
     assert not desk.rows[0].present
 
@@ -226,7 +226,7 @@ def test_a_robot_that_leaves_frees_its_row(desk: Desk) -> None:
 
 def test_reports_are_kept_for_the_log(desk: Desk) -> None:
     robot = desk.robot()
-    report = m.Report(desk.admit(robot).session, 0, 5, 30 * MS, 2)
+    report = m.ChunkReport(desk.admit(robot).session, 0, 5, 30 * MS, 2)
     desk.say(robot, report)
     assert [*desk.sessions.reports] == [report]
 
@@ -268,7 +268,7 @@ def test_before_ready_a_robot_is_admitted_and_touches_no_row(desk_before_ready: 
     welcome = desk.admit(robot)
     assert welcome.phase == "bring-up"
     desk.rows[0].open(1)  # bring-up's own samples
-    assert desk.say(robot, samples(welcome.session, 1, 2), m.Reset(welcome.session)) == 0
+    assert desk.say(robot, samples(welcome.session, 1, 2), m.ResetRequest(welcome.session)) == 0
     desk.sessions.emit(0, make_chunk(session=welcome.session))
     assert desk.sessions.statistics().chunks_dropped == {"not_ready": 1}
     assert desk.sessions.statistics().samples_early == 2

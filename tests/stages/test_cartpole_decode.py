@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from ppstream.config.load import read
-from ppstream.policy.protocol import load
+from ppstream.policy.protocol import load_target
 from ppstream_stages.cartpole import plant
 from ppstream_stages.cartpole.decode import PredictiveDecoder, build
 from ppstream_stages.cartpole.layout import FORCE_MAX_N, HORIZON
@@ -25,7 +25,7 @@ def decode(decoder: PredictiveDecoder, state: np.ndarray, proposals: np.ndarray)
 
 
 def test_the_demo_names_this_decoder() -> None:
-    assert load(read("demo").decode.target) is build
+    assert load_target(read("demo").decode.target) is build
 
 
 def test_the_lqrs_own_plan_is_predicted_to_cost_less_than_others(

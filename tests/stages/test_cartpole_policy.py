@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from ppstream.config.load import read
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.intake import build_intake
-from ppstream.policy.protocol import load
+from ppstream.policy.protocol import load_target
 from ppstream_stages.cartpole.layout import DIM, FORCE_MAX_N, HORIZON, STREAMS, WINDOW_STEPS
 from ppstream_stages.cartpole.policy import VIEWS, WEIGHTS, CartPolePolicy, build, seen_by_views
 
@@ -40,7 +40,7 @@ def test_the_shipped_weights_are_small_and_the_ones_the_configuration_names() ->
     config = read("demo")
     assert config.policy.weights is not None
     assert Path(config.policy.weights) == WEIGHTS
-    assert load(config.policy.target) is build
+    assert load_target(config.policy.target) is build
 
 
 def test_it_takes_the_windows_that_the_demo_cuts(policy: CartPolePolicy) -> None:

@@ -32,7 +32,7 @@ from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import driver
 from ppstream.cuda.device_clock import DeviceClock
-from ppstream.cuda.driver import Call, CudaStream, DeviceProbe
+from ppstream.cuda.driver import CudaStream, DeviceProbe, DriverCall
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import SyntheticSource
@@ -40,17 +40,16 @@ from ppstream.links import device_counters
 from ppstream.links.device_link import run_ahead
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape
-from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
 from ppstream.pipeline.device import stage1 as stage1_device
 from ppstream.pipeline.device.stage0 import Stage0Device
-from ppstream.pipeline.device.stage0_queue import Parts, Streams
-from ppstream.pipeline.device.stage1 import Parts as BackParts
-from ppstream.pipeline.device.stage1 import Stage1Device
+from ppstream.pipeline.device.stage0_queue import Stage0Parts, Streams
+from ppstream.pipeline.device.stage1 import Stage1Device, Stage1Parts
 from ppstream.pipeline.pacing import Pacing, Saturated
 from ppstream.pipeline.stage_c import StageC
-from ppstream.policy.protocol import told
+from ppstream.policy.protocol import instruct
 from ppstream.policy.unwritten import FilledPolicy, drawn_for
 from ppstream.wire.rank_messages import Drain
 
@@ -72,14 +71,14 @@ class Work:
         self.products = products
         self.mean_ns = round(seconds * 1e9)
 
-    def calls(self, stream: CudaStream) -> tuple[Call, ...]:
+    def calls(self, stream: CudaStream) -> tuple[DriverCall, ...]:
         def queue() -> tuple[int]:
             queue_call(stream, lambda: time.sleep(self._seconds))
             for _ in range(self.products - 1):
                 queue_call(stream, nothing)
             return (0,)
 
-        return (Call(queue, "sleep"),) if self._seconds or self.products > 1 else ()
+        return (DriverCall(queue, "sleep"),) if self._seconds or self.products > 1 else ()
 
 
 def nothing() -> None:
@@ -110,7 +109,7 @@ class QueuedPolicy:
 
     def instruct(self, number: int, text: str) -> str:
         self.load()
-        return told(self.policy, number, text)
+        return instruct(self.policy, number, text)
 
 
 class DevicePipeline:
@@ -207,7 +206,7 @@ class DevicePipeline:
         self.a, self.c = a, c = CudaStream(), CudaStream()
         link: Any = self._front_link
         windows = HostWindows(config, shape, len(link.out), a)
-        own = Parts(
+        own = Stage0Parts(
             link=link,
             peer=self.front,
             shape=shape,
@@ -222,12 +221,12 @@ class DevicePipeline:
         return Stage0Device(config, windows, stage_c, ledger, log, self._waiter(), parts=own)
 
     def _stage1(self, shape: LinkShape) -> Stage1Device:
-        parts = BackParts(
+        parts = Stage1Parts(
             config=self.config,
             stage_b=self.queued,  # type: ignore[arg-type]
             link=self._back_link,  # type: ignore[arg-type]
             peer=self.back,
-            log=self._log(1, Stage1Record),
+            log=self._log(1, PolicyRecord),
             waiter=self._waiter(),
             clock=DeviceClock(DeviceProbe(CudaStream())),
             stream=None,  # type: ignore[arg-type]

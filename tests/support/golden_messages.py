@@ -27,8 +27,8 @@ CAMERA: Final = m.StreamDeclaration("wrist", 150528, "uint8", "jpeg")
 FROM_ROBOT_1_0: Final[dict[str, Any]] = {
     "hello": m.Hello(1, 0, "arm", (JOINTS,), ("dx", "dy"), 11, False),
     "samples": m.Samples(281474976710655, 1, STAMPS, VALUES),
-    "report": m.Report(7, 2, 300, 25_000_000, 4),
-    "reset": m.Reset(7),
+    "report": m.ChunkReport(7, 2, 300, 25_000_000, 4),
+    "reset": m.ResetRequest(7),
     "bye": m.Bye(7),
     "ping": m.Ping(7),
 }
@@ -43,7 +43,7 @@ FROM_ROBOT_1_1: Final[dict[str, Any]] = FROM_ROBOT_1_0 | {
     "hello": m.Hello(1, 1, "arm", (JOINTS, CAMERA), ("dx", "dy"), 11, False, "pick up the cube", 3),
     "instruct": m.Instruct(7, 3, "pick up the cube"),
     "clock_reading": m.ClockReading(7, 10**12, -(10**15)),
-    "report": m.Report(7, 2, 300, 25_000_000, 4, 60_000_000, 1_500_000),
+    "report": m.ChunkReport(7, 2, 300, 25_000_000, 4, 60_000_000, 1_500_000),
     "prefix": m.Prefix(7, 1, -5, 10**7, 10**9, 25_000_000, VALUES),
 }
 TO_ROBOT_1_1: Final[dict[str, Any]] = TO_ROBOT_1_0 | {

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ppstream.analysis.log_parser import Line, parse_run
-from ppstream.analysis.period_model import PipelineForm, Schedule, StageTimes, recurrence
+from ppstream.analysis.log_parser import LogLine, parse_run
+from ppstream.analysis.period_model import ModelledRun, PipelineForm, StageTimes, recurrence
 from ppstream.analysis.records import RunLog
 
 MS = 1_000_000
@@ -49,10 +49,10 @@ class GoldenRun:
     def parse(self) -> RunLog:
         return parse_run(self.manifest, self.tagged())
 
-    def tagged(self) -> Iterator[Line]:
+    def tagged(self) -> Iterator[LogLine]:
         for rank, lines in ((0, self.rank0()), (1, self.rank1())):
             for i, fields in enumerate(lines):
-                yield Line(rank, self.generation, f"rank{rank}:{i + 1}", fields)
+                yield LogLine(rank, self.generation, f"rank{rank}:{i + 1}", fields)
 
     def rank0(self) -> list[Fields]:
         """All lines of rank 0's file."""
@@ -218,7 +218,7 @@ def manifest(form: PipelineForm, *, world_size: int = 2) -> Fields:
     }
 
 
-def _waits(z: Schedule, k: int, form: PipelineForm, t: StageTimes) -> Fields:
+def _waits(z: ModelledRun, k: int, form: PipelineForm, t: StageTimes) -> Fields:
     """What rank 0's threads waited for, each around its own blocking call."""
     arrive = k * t.t_in
     if form.threads == "split":
@@ -252,7 +252,7 @@ def _at(instants: Sequence[float], k: int) -> float:
 class _Counters:
     """Both queue counters over time, read at each emit as the runtime would."""
 
-    def __init__(self, z: Schedule) -> None:
+    def __init__(self, z: ModelledRun) -> None:
         n = len(z.a0)
         self._emits = [int(t) for t in z.c1]
         # (instant, order within the instant, step): permission returns before it is used

@@ -31,7 +31,7 @@ from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.headers import link_shape
 from ppstream.links.host import HostBack, HostFront
 from ppstream.links.slots import new_slots
-from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record, TimestampLog
+from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
 from ppstream.pipeline.inline import Inline
@@ -119,7 +119,7 @@ class PipelineInProcess:
         self.rank0 = Stage0(*parts, link=ends[0], peer=front)
         self.back_socket = theirs
         log = TimestampLog(
-            directory / "rank1.gen0.jsonl", Stage1Record, 1024, run_id="r", generation=0
+            directory / "rank1.gen0.jsonl", PolicyRecord, 1024, run_id="r", generation=0
         )
         waiter = Waiter()
         self.policy_log = log

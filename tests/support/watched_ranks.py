@@ -10,7 +10,7 @@ from typing import Any
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from prometheus_client.parser import text_string_to_metric_families
 
-from ppstream.launch.monitoring import Watching
+from ppstream.launch.monitoring import Monitoring
 from ppstream.sessions.session import SessionCounts
 
 
@@ -32,7 +32,7 @@ class Watched:
         counts.chunks_dropped["episode"] = 3
         robots = SimpleNamespace(statistics=lambda: counts.statistics(1))
         for rank, (log, ledger) in enumerate(zip(logs, ledgers, strict=True)):
-            watching = Watching(
+            watching = Monitoring(
                 config, run, log, stack, rank=rank, generation=0, credit_ledger=ledger
             )
             watching.show_robots(robots)

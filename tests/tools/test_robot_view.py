@@ -14,7 +14,7 @@ from robot_rig import MS, make_chunk
 
 from ppstream.config import load
 from ppstream.core.errors import ExitCode
-from ppstream.recording.items import Cut, Emitted, Item, Line, Samples
+from ppstream.recording.items import Cut, Emitted, Item, LoggedLine, SamplesItem
 from ppstream.recording.mcap_writer import RecordFile
 
 S = 1000 * MS
@@ -30,7 +30,7 @@ def record_fall(path: Path) -> Path:
         states = np.tile(np.array([0.2, 0.1 if number < 10 else 0.7], np.float32), (50, 1))
         came_ns = at_ns + 49 * MS
         arrays = (number * 50, number * 50 + 50, stamps.tobytes(), states.tobytes())
-        items.append(Samples("row0", "encoder", *arrays, came_ns))
+        items.append(SamplesItem("row0", "encoder", *arrays, came_ns))
         end_ns = int(stamps[-1])
         header = ("row0", came_ns, 1, number, "ready", (1, 0))
         items.append(Cut(*header, end_ns, end_ns + S, {"encoder": number * 50 + 50}))
@@ -39,7 +39,7 @@ def record_fall(path: Path) -> Path:
             items.append(Emitted("row0", came_ns + 60 * MS, chunk, ""))
         else:
             fields = {"kind": "event", "name": "drop", "epoch": 1, "seq": number}
-            items.append(Line(came_ns + 120 * MS, {**fields, "reason": "expired"}))
+            items.append(LoggedLine(came_ns + 120 * MS, {**fields, "reason": "expired"}))
     file = RecordFile(path, load.read("demo"), "run")
     file.write(items)
     file.close()

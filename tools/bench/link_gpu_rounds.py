@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ppstream.control.launcher_store import LauncherStore
 from ppstream.core.specs import TensorSpec
-from ppstream.cuda.driver import CudaStream, Event, checked, driver
+from ppstream.cuda.driver import CudaEvent, CudaStream, checked, driver
 from ppstream.cuda.streams import stream as own_stream
 from ppstream.links.device_link import BACK, FRONT
 from ppstream.links.nccl import NcclLink
@@ -79,10 +79,10 @@ class Thrower:
         self._link, self._mode, self._device, self._is_front = link, mode, device, is_front
         self._gate = torch.zeros(1, dtype=torch.int32, device=device)
         self._rounds = self._index = 0
-        self._first, self._last = Event(), Event()
+        self._first, self._last = CudaEvent(), CudaEvent()
         self._stage = CudaStream()
         self._recording = CudaStream()
-        self._events = [Event() for _ in range(TRIPS)]
+        self._events = [CudaEvent() for _ in range(TRIPS)]
         torch.cuda.synchronize(device)
 
     def round(self, trips: int, meet: Callable[[], None]) -> tuple[float, float]:

@@ -51,7 +51,7 @@ from real_runs import (
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.core.interpreter import set_switch_interval
-from ppstream.launch.monitoring import Watching
+from ppstream.launch.monitoring import Monitoring
 
 RANKS: Final = 2
 LOOK_S: Final = 0.05
@@ -399,7 +399,7 @@ def watch(config: Any, pipeline: PipelineInProcess, folder: Path, stack: ExitSta
     run: Any = SimpleNamespace(run_id="bench", directory=folder)
     ranks = ((pipeline.rank0.log, pipeline.rank0.credits), (pipeline.policy_log, None))
     for rank, (log, ledger) in enumerate(ranks):
-        Watching(config, run, log, stack, rank=rank, generation=0, credit_ledger=ledger)
+        Monitoring(config, run, log, stack, rank=rank, generation=0, credit_ledger=ledger)
         log.flush()
 
 

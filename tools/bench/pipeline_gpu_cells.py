@@ -30,7 +30,7 @@ from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.run_report import RunReport
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
-from ppstream.control.heartbeat import Heartbeat
+from ppstream.control.heartbeat import HeartbeatThread
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import now_ns
@@ -43,7 +43,7 @@ from ppstream.launch import device_ranks, handshake
 from ppstream.launch.rank0_parts import rank0_parts
 from ppstream.launch.run_rank0 import begin_run
 from ppstream.links.headers import link_shape
-from ppstream.observe.log_writer import Stage1Record, TimestampLog
+from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.bringup import run_saturated, time_standalone, warm_up
 from ppstream.pipeline.device.stage1 import Stage1Device
@@ -155,7 +155,7 @@ def run_cells(cells: Sequence[Cell], least: int, report: Any) -> None:
         _part(store, beat)
 
 
-def _part(store: LauncherStore, beat: Heartbeat) -> None:
+def _part(store: LauncherStore, beat: HeartbeatThread) -> None:
     """Neither leaves while its heart is listened to; rank 0, which has the store, goes last."""
     if store.rank == 0:
         beat.stop()
@@ -227,7 +227,7 @@ def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
         config, intake.cutter.inputs, policy.outputs, store.generation, prepared.ahead
     )
     log = TimestampLog(
-        run.log_path(1, 0), Stage1Record, config.log.ring, run_id=run.run_id, generation=0
+        run.log_path(1, 0), PolicyRecord, config.log.ring, run_id=run.run_id, generation=0
     )
     waiter = Waiter()
     stage1 = device_ranks.open_stage1(config, prepared, placement, peer, store, shape, log, waiter)

@@ -25,7 +25,7 @@ from drill.scene import CONFIG, READY_LIMIT_S, Failed, Scene, started
 from drill.torchrun import expect_end, launched, no_orphans, rank_pids, until
 from real_runs import RankPair, free_port
 
-from ppstream.control.peer_process import ranks_of
+from ppstream.control.peer_process import ranks_started_by
 from ppstream.core.clock import now_ns
 from ppstream.launch.lookout import LAUNCHER_LOST
 from ppstream.observe.run_folder import Run
@@ -392,7 +392,7 @@ def demo_rank_killed(folder: Path, outcome: Outcome) -> None:
     with launched(output, ("--nproc-per-node=1",), settings, config="demo") as (torchrun, mark):
         log = folder / "latest" / "rank0.gen0.jsonl"
         until("ready", READY_LIMIT_S, lambda: log.exists() and READY in log.read_bytes())
-        os.kill(ranks_of(torchrun.pid)[0], signal.SIGKILL)
+        os.kill(ranks_started_by(torchrun.pid)[0], signal.SIGKILL)
         at = time.monotonic()
         until("the robot left", STOP_S, lambda: set(marked(mark)) <= {torchrun.pid})
         outcome.gone_s = time.monotonic() - at

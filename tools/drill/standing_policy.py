@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ppstream.policy.protocol import load
+from ppstream.policy.protocol import load_target
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def build(options: Mapping[str, Any], device: torch.device) -> StandingPolicy:
     rest = dict(options)
     build_s, first_s = rest.pop("build_s", 0.0), rest.pop("first_s", 0.0)
     holds, forks = rest.pop("holds", False), rest.pop("forks", False)
-    inner = load(rest.pop("inner"))(rest, device)
+    inner = load_target(rest.pop("inner"))(rest, device)
     print(f"the build takes {build_s:g} s", flush=True)
     if holds:
         ctypes.PyDLL(None).usleep(round(build_s * 1e6))

@@ -136,9 +136,9 @@ def _session_of(robot: SharedSocket) -> int:
 def _seeds(session: int) -> tuple[bytes, ...]:
     known = (
         _hello("attacker"),
-        m.Report(session, 1, 2, 3, 4),
+        m.ChunkReport(session, 1, 2, 3, 4),
         m.RobotState(session, 1, 2, 3, "stop: fuzz", 4),
-        m.Reset(session),
+        m.ResetRequest(session),
         m.Ping(session),
         m.Instruct(session, 1, "go"),
         m.ClockReading(session, 1, 2),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record
+    from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord
 
 
 class Rank0Times(NamedTuple):
@@ -68,7 +68,7 @@ def book_rank0(
     record.w_result_ns = 0 if before is None else max(0, c0_ns - before.c1)
 
 
-def book_policy(record: Stage1Record, times: PolicyTimes, before: PolicyTimes | None) -> None:
+def book_policy(record: PolicyRecord, times: PolicyTimes, before: PolicyTimes | None) -> None:
     """Durations and waits of one envelope on the policy rank."""
     complete_ns, b0_ns, b1_ns = times
     record.tB0, record.tB1 = b0_ns, b1_ns

@@ -1,10 +1,10 @@
 """Envelopes that rank 0 has queued on a GPU and not finished, and their events.
 
 They finish in order, each when its last event is done; by then the host may know queue transitions
-of later envelopes, too. ``QueueHistory`` applies transitions in device-time order, so that the
-ledger's counts at each emit match what the GPU saw. ``Rhythm`` estimates from earlier completions
-when the next envelope is done: an event has no descriptor to sleep on, so the loop sleeps until
-then, and only then polls, which saves a wake-up each 20 µs.
+of later envelopes, too. ``QueueReplay`` applies transitions in device-time order, so that the
+ledger's counts at each emit match what the GPU saw. ``CompletionEstimate`` estimates from earlier
+completions when the next envelope is done: an event has no descriptor to sleep on, so the loop
+sleeps until then, and only then polls, which saves a wake-up each 20 µs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import IntEnum
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ppstream.cuda.driver import Event
+from ppstream.cuda.driver import CudaEvent
 from ppstream.pipeline.device.event_times import Rank0Times
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ SHIFT: Final = 2  # a quarter of what is new: one late envelope moves little
 LEAST_NS: Final = 1_000  # so that what is usually nothing can grow
 
 
-class Rhythm:
+class CompletionEstimate:
     """Of envelopes that are queued and done in order."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def _towards(usual_ns: int, seen_ns: int) -> int:
     return usual_ns + (((seen_ns if seen_ns < most_ns else most_ns) - usual_ns) >> SHIFT)
 
 
-class Move(IntEnum):
+class QueueTransition(IntEnum):
     """Kinds of queue transitions; of two at one instant, the one that makes room goes first."""
 
     EMIT = 0
@@ -66,14 +66,14 @@ class Move(IntEnum):
     COMMIT = 3
 
 
-class QueueHistory:
+class QueueReplay:
     """Moves that are known and not yet booked."""
 
     def __init__(self, ledger: CreditLedger) -> None:
         self._book = (ledger.emit, ledger.begin_decode, ledger.receive, ledger.commit)  # by Move
-        self._known: list[tuple[int, Move]] = []
+        self._known: list[tuple[int, QueueTransition]] = []
 
-    def add(self, at_ns: int, move: Move) -> None:
+    def add(self, at_ns: int, move: QueueTransition) -> None:
         """``move`` happened at ``at_ns``."""
         heappush(self._known, (at_ns, move))
 
@@ -92,12 +92,12 @@ class QueueHistory:
 class Marks(NamedTuple):
     """The events of one envelope; used again for a later one."""
 
-    a0: Event
-    a1: Event
-    sent: Event  # where the next A waits for it: a copy that is behind its credit
-    received: Event
-    c0: Event
-    c1: Event
+    a0: CudaEvent
+    a1: CudaEvent
+    sent: CudaEvent  # where the next A waits for it: a copy that is behind its credit
+    received: CudaEvent
+    c0: CudaEvent
+    c1: CudaEvent
 
 
 class Queued:
@@ -130,11 +130,11 @@ class Queued:
     times: Rank0Times
 
     def __init__(self) -> None:
-        self.marks = Marks(*(Event() for _ in Marks._fields))
+        self.marks = Marks(*(CudaEvent() for _ in Marks._fields))
         self.queued_ns = self.a1_ns = self.committed_ns = self.credit_ns = self.received_ns = 0
 
 
-class Underway:
+class InFlight:
     """For the thread that queues and finishes.
 
     An event is asked for its time only, once it should be done: that says whether it is.
@@ -150,11 +150,16 @@ class Underway:
     """
 
     def __init__(
-        self, ledger: CreditLedger, clock: DeviceClock[Event], slots: int, *, a_looks: bool = False
+        self,
+        ledger: CreditLedger,
+        clock: DeviceClock[CudaEvent],
+        slots: int,
+        *,
+        a_looks: bool = False,
     ) -> None:
         self._clock = clock
         self._a_looks = a_looks
-        self._history = QueueHistory(ledger)
+        self._history = QueueReplay(ledger)
         self._d_in, self._d_out = ledger.d_in, ledger.d_out
         self._slots = [Queued() for _ in range(slots)]
         for place, one in enumerate(self._slots):
@@ -165,7 +170,7 @@ class Underway:
         self._oldest = self._slots[0]  # of those that are not finished
         self._committed = self._received = 0  # moves of theirs that are known
         self._committed_ns = self._received_ns = 0  # the newest of these
-        self._rhythm = Rhythm()
+        self._rhythm = CompletionEstimate()
         self._done_ns = 0  # the oldest was done, as ``is_oldest_done`` has found
 
     def __len__(self) -> int:
@@ -226,7 +231,7 @@ class Underway:
         c1_ns = max(c0_ns, self._done_ns)
         a0_ns = one.a1_ns - (one.marks.a1.ns_since(one.marks.a0) or 0)  # both are done
         one.times = Rank0Times(a0_ns, one.a1_ns, one.committed_ns, one.received_ns, c0_ns, c1_ns)
-        self._history.add(c0_ns, Move.DECODE)
+        self._history.add(c0_ns, QueueTransition.DECODE)
         self._history.book_until(c1_ns)
         self._rhythm.done(one.queued_ns, c1_ns)
         return one
@@ -247,7 +252,7 @@ class Underway:
             at_ns = max(at_ns, one.committed_ns + 1, self._received_ns + 1)
             one.received_ns = self._received_ns = at_ns
             self._received += 1
-            add(one.received_ns, Move.RECEIVE)
+            add(one.received_ns, QueueTransition.RECEIVE)
         while self._committed < self._queued:
             if self._committed > self._finished and self._committed_ns > until_ns:
                 break
@@ -260,7 +265,7 @@ class Underway:
             one.a1_ns, one.credit_ns = at_ns, one.giver.received_ns
             one.committed_ns = self._committed_ns = max(at_ns, one.credit_ns)
             self._committed += 1
-            add(one.committed_ns, Move.COMMIT)
+            add(one.committed_ns, QueueTransition.COMMIT)
 
     def _seen_ns(self, at_ns: int) -> int:
         """When the result whose receipt's event was at ``at_ns``, the next one, was seen first."""

@@ -38,7 +38,7 @@ from ppstream.links.headers import FAILED, FAILURES
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.device.event_times import Rank0Times, book_rank0
-from ppstream.pipeline.device.in_flight import Underway
+from ppstream.pipeline.device.in_flight import InFlight
 from ppstream.pipeline.device.stage0_queue import Queueing
 from ppstream.pipeline.flight import Flight
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
@@ -46,9 +46,9 @@ from ppstream.pipeline.rank0_peer import Paired
 from ppstream.policy.unwritten import Results, drawn_for
 
 if TYPE_CHECKING:
-    from ppstream.cuda.driver import Event
+    from ppstream.cuda.driver import CudaEvent
     from ppstream.links.slots import Slot
-    from ppstream.pipeline.device.stage0_queue import Parts
+    from ppstream.pipeline.device.stage0_queue import Stage0Parts
     from ppstream.pipeline.device.stage_a import DeviceStageA
 
 LOOK_NS: Final = 5 * NS_PER_MS  # at the latest; sooner when something comes or falls due
@@ -61,7 +61,7 @@ NOW: Final = 0
 class Stage0Device(Paired):
     """Rank 0 on a GPU with a policy rank behind ``parts.link``."""
 
-    def __init__(self, *rank0_parts: Any, parts: Parts) -> None:
+    def __init__(self, *rank0_parts: Any, parts: Stage0Parts) -> None:
         super().__init__(*rank0_parts, peer=parts.peer)
         self.link = parts.link
         self._parts = parts
@@ -69,7 +69,7 @@ class Stage0Device(Paired):
         is_fresh = self._is_fresh = self.config.pipeline.credit == "before_window"
         self._most_queued = most_queued(parts.shape)
         self._ahead = 0  # of credits, of this phase's stage A; 0: it is queued with its credit
-        self._underway = Underway(
+        self._underway = InFlight(
             self.credits, parts.clock, len(self.link.out), a_looks=is_fresh and self.link.looks
         )
         self._queueing = Queueing(parts, self._a, self._underway.ring, is_fresh=is_fresh)
@@ -283,7 +283,7 @@ class Stage0Device(Paired):
         return durations_a, durations_c
 
 
-def _between_ns(begin: Event, end: Event) -> int:
+def _between_ns(begin: CudaEvent, end: CudaEvent) -> int:
     """Device time between two events that are done."""
     elapsed_ns = end.ns_since(begin)
     assert elapsed_ns is not None, "asked of an event that has not happened"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ppstream.cuda.driver import Routine
+from ppstream.cuda.driver import LaunchSequence
 from ppstream.links.device_link import pinned_slots
 from ppstream.links.headers import EnvelopeStatus
 from ppstream.observe import nvtx_ranges
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ppstream.control.peer import Peer
     from ppstream.cuda.busy_kernel import GpuWork
     from ppstream.cuda.device_clock import DeviceClock
-    from ppstream.cuda.driver import CudaStream, Event
+    from ppstream.cuda.driver import CudaEvent, CudaStream
     from ppstream.links.device_link import DeviceLink, DeviceSlot
     from ppstream.links.slots import LinkShape, Slot
     from ppstream.pipeline.device.in_flight import Marks
@@ -34,14 +34,14 @@ class Streams(NamedTuple):
     c: CudaStream
 
 
-class Parts(NamedTuple):
-    """Parts that the loop needs besides Rank0's."""
+class Stage0Parts(NamedTuple):
+    """Stage0Parts that the loop needs besides Rank0's."""
 
     link: DeviceLink
     peer: Peer
     shape: LinkShape
     streams: Streams
-    clock: DeviceClock[Event]
+    clock: DeviceClock[CudaEvent]
     work_a: GpuWork
     work_c: GpuWork
 
@@ -51,14 +51,14 @@ class _Place(NamedTuple):
 
     envelope: DeviceSlot
     result: Slot  # in host memory
-    before_a: Routine
-    begin_a: Routine
-    behind_a: Routine
-    before_send: Routine
-    behind_send: Routine
-    before_receipt: Routine
-    behind_receipt: Routine
-    c: Routine
+    before_a: LaunchSequence
+    begin_a: LaunchSequence
+    behind_a: LaunchSequence
+    before_send: LaunchSequence
+    behind_send: LaunchSequence
+    before_receipt: LaunchSequence
+    behind_receipt: LaunchSequence
+    c: LaunchSequence
 
 
 class Queueing:
@@ -72,7 +72,7 @@ class Queueing:
     """
 
     def __init__(
-        self, parts: Parts, stage_a: DeviceStageA, marks: Sequence[Marks], *, is_fresh: bool
+        self, parts: Stage0Parts, stage_a: DeviceStageA, marks: Sequence[Marks], *, is_fresh: bool
     ) -> None:
         self._link = parts.link
         self._stage_a = stage_a
@@ -94,7 +94,9 @@ class Queueing:
             self._place(parts, marks, place, result) for place, result in enumerate(results)
         ]
 
-    def _place(self, parts: Parts, marks: Sequence[Marks], place: int, result: Slot) -> _Place:
+    def _place(
+        self, parts: Stage0Parts, marks: Sequence[Marks], place: int, result: Slot
+    ) -> _Place:
         """Whoever is behind another by ``n`` envelopes has the events of ``n`` places before.
 
         An event that was never recorded holds nobody up: the first envelopes need no exception.
@@ -106,14 +108,14 @@ class Queueing:
         return _Place(
             link.out[place],
             result,
-            before_a=Routine(a.to_wait_for(self._before_a(parts.shape, marks, place))),
-            begin_a=Routine(a.to_record(mine.a0)),
-            behind_a=Routine(*parts.work_a.calls(a), a.to_record(mine.a1)),
+            before_a=LaunchSequence(a.to_wait_for(self._before_a(parts.shape, marks, place))),
+            begin_a=LaunchSequence(a.to_record(mine.a0)),
+            behind_a=LaunchSequence(*parts.work_a.calls(a), a.to_record(mine.a1)),
             before_send=before_send,
             behind_send=behind_send,
             before_receipt=before_receipt,
             behind_receipt=behind_receipt,
-            c=Routine(
+            c=LaunchSequence(
                 c.to_wait_for(mine.received),
                 c.to_record(mine.c0),
                 c.to_copy(result.raw.data_ptr(), source.address, source.size),
@@ -122,7 +124,7 @@ class Queueing:
             ),
         )
 
-    def _before_a(self, shape: LinkShape, marks: Sequence[Marks], place: int) -> Event:
+    def _before_a(self, shape: LinkShape, marks: Sequence[Marks], place: int) -> CudaEvent:
         if not self._is_fresh:
             return marks[place - 1].sent
         if self._a_looks:  # for the count; a receipt also waits for a place among the results
@@ -130,8 +132,8 @@ class Queueing:
         return marks[place - shape.d_in].received
 
     def _around_send(
-        self, parts: Parts, marks: Sequence[Marks], place: int
-    ) -> tuple[Routine, Routine]:
+        self, parts: Stage0Parts, marks: Sequence[Marks], place: int
+    ) -> tuple[LaunchSequence, LaunchSequence]:
         sending, mine = parts.link.sending, marks[place]
         before, behind = [], []
         if not self._is_fresh:
@@ -139,17 +141,17 @@ class Queueing:
             behind.append(sending.to_record(mine.sent))
         if not self._sends_from_a:
             before.append(sending.to_wait_for(mine.a1))
-        return Routine(*before), Routine(*behind)
+        return LaunchSequence(*before), LaunchSequence(*behind)
 
     def _around_receipt(
-        self, parts: Parts, marks: Sequence[Marks], place: int
-    ) -> tuple[Routine, Routine]:
+        self, parts: Stage0Parts, marks: Sequence[Marks], place: int
+    ) -> tuple[LaunchSequence, LaunchSequence]:
         stream, mine = self._receives_on, marks[place]
         before = () if stream is None else (stream.to_wait_for(mine.a1),)
         stream = stream or parts.link.receiving
         freed = marks[place - parts.shape.d_out]  # whose C left a place among the results
         behind = stream.to_wait_for(freed.c0), stream.to_record(mine.received)
-        return Routine(*before), Routine(*behind)
+        return LaunchSequence(*before), LaunchSequence(*behind)
 
     def result(self, index: int) -> Slot:
         """Returns the result of ``index`` in host memory; valid once its last event is done."""

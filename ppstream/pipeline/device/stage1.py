@@ -26,19 +26,19 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ppstream.control.watchdog import Mark, is_patient, watched
+from ppstream.control.watchdog import ProgressMark, is_patient, watched
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.cuda.device_clock import DeviceClock
-from ppstream.cuda.driver import Event
+from ppstream.cuda.driver import CudaEvent
 from ppstream.cuda.streams import stream
 from ppstream.links.device_link import most_queued
 from ppstream.links.headers import EPOCH, FAILURES, SEQ, ResultStatus
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.device.event_times import PolicyTimes, book_policy
-from ppstream.pipeline.device.stage1_queue import Place, places, sends_from_b
+from ppstream.pipeline.device.stage1_queue import SlotPlan, places, sends_from_b
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.unwritten import failure
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ppstream.core.waiter import Waiter
     from ppstream.links.device_link import DeviceLink
     from ppstream.links.slots import LinkShape
-    from ppstream.observe.log_writer import Stage1Record, TimestampLog
+    from ppstream.observe.log_writer import PolicyRecord, TimestampLog
     from ppstream.pipeline.device.stage_b import DeviceStageB
 
 POLL_NS: Final = 50_000  # while an envelope may come that stage B is not queued ahead of
@@ -62,8 +62,8 @@ GAPS: Final = 4  # that the usual one is of
 NEWEST: Final = 4096  # durations of stage B that are kept
 
 
-class Parts(NamedTuple):
-    """Parts of the loop."""
+class Stage1Parts(NamedTuple):
+    """Stage1Parts of the loop."""
 
     config: PipelineConfig
     stage_b: DeviceStageB
@@ -71,7 +71,7 @@ class Parts(NamedTuple):
     peer: Peer
     log: TimestampLog
     waiter: Waiter
-    clock: DeviceClock[Event]
+    clock: DeviceClock[CudaEvent]
     stream: torch.cuda.Stream  # stage B's, torch's current one
     shape: LinkShape
     nodes: int | None = None  # kernels, copies and memsets of a stage B, where they are known
@@ -80,7 +80,7 @@ class Parts(NamedTuple):
 class Stage1Device(PolicyRank):
     """The policy rank's loop; ends when rank 0 says drain."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Stage1Parts) -> None:
         config = parts.config
         super().__init__(config, parts.stage_b, parts.peer, parts.log)
         self.link = parts.link
@@ -97,10 +97,10 @@ class Stage1Device(PolicyRank):
         self._arrived = 0  # envelopes seen, where stage B is not queued ahead
         self._queued = 0  # stages B queued
         self._is_launching = False
-        self._records: deque[Stage1Record] = deque()  # of each queued envelope
+        self._records: deque[PolicyRecord] = deque()  # of each queued envelope
         self.log.queues_ahead = True
         self._before: PolicyTimes | None = None
-        self.mark = Mark("stage B's loop", self._at)
+        self.mark = ProgressMark("stage B's loop", self._at)
         self._look_ns = 0  # when at the latest
         self._newest_ns = 0  # when the newest envelope was over
         self._queued_ns = 0  # when a stage B was queued last behind no other
@@ -118,7 +118,7 @@ class Stage1Device(PolicyRank):
             torch.cuda.synchronize()
 
     @property
-    def marks(self) -> tuple[Mark, ...]:
+    def marks(self) -> tuple[ProgressMark, ...]:
         """For the watchdog."""
         return (self.mark,)
 
@@ -209,7 +209,7 @@ class Stage1Device(PolicyRank):
             self._queued_ns = now_ns()  # behind nothing: it begins now, or with its envelope
         self._queued += 1
 
-    def run_policy(self, index: int, place: Place) -> int:
+    def run_policy(self, index: int, place: SlotPlan) -> int:
         """Queue stage B; returns the header's ``failed``: rank 0 is told why."""
         if nvtx_ranges.on:
             nvtx_ranges.B.push(
@@ -310,7 +310,7 @@ class Stage1Device(PolicyRank):
             return ()
         return tuple(self._newest_b_ns)[-repeats:]
 
-    def _place(self, index: int) -> Place:
+    def _place(self, index: int) -> SlotPlan:
         return self._places[index % len(self._places)]
 
     def _at(self) -> str:

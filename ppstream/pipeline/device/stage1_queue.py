@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ppstream.cuda.driver import Event, Routine
+from ppstream.cuda.driver import CudaEvent, LaunchSequence
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ppstream.links.device_link import DeviceLink, DeviceSlot
 
 
-class Place(NamedTuple):
+class SlotPlan(NamedTuple):
     """One slot of either direction, its events, and what is queued around its envelope's stages.
 
     Attributes:
@@ -34,15 +34,15 @@ class Place(NamedTuple):
     envelope: DeviceSlot
     result: DeviceSlot
     header: NDArray[np.int64]
-    complete: Event
-    named: Event
-    b0: Event
-    b1: Event
-    last: Event
-    behind_receipt: Routine
-    before_b: Routine
-    behind_b: Routine
-    behind_send: Routine
+    complete: CudaEvent
+    named: CudaEvent
+    b0: CudaEvent
+    b1: CudaEvent
+    last: CudaEvent
+    behind_receipt: LaunchSequence
+    before_b: LaunchSequence
+    behind_b: LaunchSequence
+    behind_send: LaunchSequence
 
 
 def sends_from_b(link: DeviceLink, d_in: int) -> bool:
@@ -53,7 +53,7 @@ def sends_from_b(link: DeviceLink, d_in: int) -> bool:
     return link.is_short and d_in == 1
 
 
-def places(link: DeviceLink, b: CudaStream, d_in: int) -> tuple[Place, ...]:
+def places(link: DeviceLink, b: CudaStream, d_in: int) -> tuple[SlotPlan, ...]:
     """One for each slot of ``link``; ``b`` is stage B's stream."""
     memory = torch.zeros(
         len(link.into),
@@ -65,8 +65,8 @@ def places(link: DeviceLink, b: CudaStream, d_in: int) -> tuple[Place, ...]:
     return tuple(_place(link, b, slot, row, from_b=from_b) for slot, row in enumerate(memory))
 
 
-def _place(link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: bool) -> Place:
-    complete, named, b0, b1, sent = (Event() for _ in range(5))
+def _place(link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: bool) -> SlotPlan:
+    complete, named, b0, b1, sent = (CudaEvent() for _ in range(5))
     envelope, receiving, sending = link.into[slot], link.receiving, link.sending
     behind_b = [b.to_record(b1)]
     behind_send = []
@@ -76,7 +76,7 @@ def _place(link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: b
     sends = b if from_b else sending
     behind_send.append(sends.to_copy(header.data_ptr(), envelope.address, header.nbytes))
     behind_send.append(sends.to_record(named))
-    return Place(
+    return SlotPlan(
         envelope,
         link.out[slot],
         header.numpy(),
@@ -85,8 +85,8 @@ def _place(link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: b
         b0,
         b1,
         b1 if from_b else sent,
-        behind_receipt=Routine(receiving.to_record(complete)),
-        before_b=Routine(b.to_record(b0)),
-        behind_b=Routine(*behind_b),
-        behind_send=Routine(*behind_send),
+        behind_receipt=LaunchSequence(receiving.to_record(complete)),
+        before_b=LaunchSequence(b.to_record(b0)),
+        behind_b=LaunchSequence(*behind_b),
+        behind_send=LaunchSequence(*behind_send),
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream.links.headers import EPOCH
-from ppstream.policy.protocol import told
+from ppstream.policy.protocol import instruct
 
 if TYPE_CHECKING:
     from ppstream.links.device_link import DeviceSlot
@@ -45,7 +45,7 @@ class DeviceStageB:
 
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
-        return told(self._policy, number, text)
+        return instruct(self._policy, number, text)
 
     def _reset(self, envelope: DeviceSlot) -> None:
         self._epoch.copy_(envelope.header[EPOCH])

@@ -204,7 +204,7 @@ def _depth_dot(drawing: Drawing, d: Depth, x: Scale, y: Scale, *, here: bool) ->
         drawing.text(place[0], high - 8, f"{d.latency_ns * MS:.1f} ms", "note", "middle")
 
 
-def critical_path(path: Mapping[str, Mapping[str, float]]) -> str:
+def critical_path_chart(path: Mapping[str, Mapping[str, float]]) -> str:
     """Draws what the starts of each stage waited for last."""
     drawing = Drawing(WIDTH, 44.0 * len(path) + 4, "what each stage's starts waited for")
     x = Scale(0, 1, 26, RIGHT)

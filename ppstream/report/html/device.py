@@ -10,7 +10,7 @@ from typing import Final
 
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import GIB, GpuUse, MemoryUse, by_rank, with_gpu
-from ppstream.analysis.records import Memory, RunLog
+from ppstream.analysis.records import MemoryLine, RunLog
 from ppstream.report.formatting import gib, ms
 from ppstream.report.html.svg import Drawing, Scale
 from ppstream.report.html.tables import Cell, table
@@ -36,7 +36,7 @@ def memory_charts(run: RunLog) -> str:
     return _ram_chart(ranks) + "".join(_gpu_chart(rank, lines) for rank, lines in gpus.items())
 
 
-def _ram_chart(ranks: dict[int, list[Memory]]) -> str:
+def _ram_chart(ranks: dict[int, list[MemoryLine]]) -> str:
     kinds = ("curve", "curve2", "curve3")
     curves = [
         (f"rank {rank}", kinds[place % len(kinds)], _series(lines, "resident_bytes"))
@@ -45,12 +45,12 @@ def _ram_chart(ranks: dict[int, list[Memory]]) -> str:
     return _chart("RAM", curves)
 
 
-def _gpu_chart(rank: int, lines: Sequence[Memory]) -> str:
+def _gpu_chart(rank: int, lines: Sequence[MemoryLine]) -> str:
     curves = [(name, kind, _series(lines, field)) for field, kind, name in LINES]
     return _chart(f"GPU of rank {rank}", curves)
 
 
-def _series(lines: Sequence[Memory], field: str) -> list[tuple[float, float]]:
+def _series(lines: Sequence[MemoryLine], field: str) -> list[tuple[float, float]]:
     """Seconds since the rank's first line, and GiB."""
     first = lines[0].t or 0
     at = [((m.t or 0) - first) / 1e9 for m in lines]

@@ -188,7 +188,7 @@ def _cause_sections(report: RunReport) -> Iterator[str]:
     yield _section(
         "What the starts waited for",
         "The last thing that each start of a stage had to wait for names the bottleneck.",
-        charts.critical_path(report.critical_path),
+        charts.critical_path_chart(report.critical_path),
     )
     yield _section(
         "Queues",

@@ -8,7 +8,7 @@ from typing import Final
 
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.records import RunLog, Topology
-from ppstream.analysis.run_report import RunReport, Service
+from ppstream.analysis.run_report import RunReport, ServiceReport
 from ppstream.analysis.run_statistics import FaultSeen
 from ppstream.core.quantiles import quantiles
 from ppstream.report.formatting import ms, quantile_texts
@@ -133,7 +133,7 @@ def fault_table(faults: Sequence[FaultSeen]) -> str:
     return table(("stage and kind", "in all", "the first one", "at"), rows)
 
 
-def service_table(service: Service) -> str:
+def service_table(service: ServiceReport) -> str:
     rows: list[Sequence[str | Cell]] = [("limited by", service.limited_by or "no class")]
     for name, share in (service.utilisation or {}).items():
         rows.append((f"{name} busy", f"{share:.0%}"))

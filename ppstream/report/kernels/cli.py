@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ppstream.core.errors import LogError
 from ppstream.report.kernels import kineto, nsys
-from ppstream.report.kernels.findings import WARM_UP, Findings, Sum, bottleneck, findings
+from ppstream.report.kernels.findings import WARM_UP, Sum, TraceFindings, bottleneck, findings
 from ppstream.report.kernels.trace import Trace
 
 BAD_INPUT: Final = 3
@@ -29,7 +29,7 @@ US: Final = 1e-3  # per ns
 MS: Final = 1e-6  # per ns
 
 
-def read(path: Path) -> Trace:
+def read_trace(path: Path) -> Trace:
     """The trace in ``path``, whoever wrote it.
 
     Raises:
@@ -45,15 +45,15 @@ def read(path: Path) -> Trace:
     if head.startswith(b"version https://git-lfs"):
         raise LogError(f"{path}: a Git LFS placeholder, not the trace itself: git lfs pull")
     if head.startswith(nsys.MAGIC):
-        return nsys.read(path)
+        return nsys.read_nsys(path)
     if path.suffix in nsys.REPORTS:
         raise LogError(f"{path}: a report to be exported: nsys export --type sqlite {path}")
     if head[:2] == b"\x1f\x8b" or head.lstrip()[:1] in (b"{", b"["):
-        return kineto.read(path)
+        return kineto.read_kineto(path)
     raise LogError(f"{path}: neither torch.profiler's JSON nor an sqlite export of nsys")
 
 
-def lines(f: Findings, top: int) -> Iterator[str]:
+def lines(f: TraceFindings, top: int) -> Iterator[str]:
     """The report, for a terminal."""
     kind, why = bottleneck(f)
     unit = "kernels" if f.is_gpu else "operators"
@@ -80,7 +80,7 @@ def lines(f: Findings, top: int) -> Iterator[str]:
         yield f"two speeds: {_cut(modes.name)}  {speeds}, {modes.why}"
 
 
-def _pass_lines(f: Findings, unit: str) -> Iterator[str]:
+def _pass_lines(f: TraceFindings, unit: str) -> Iterator[str]:
     if f.passes:
         in_pass = next((s.total_ns for s in f.stages if s.name == f.pass_name), 0)
         calls = f"{f.calls_in_passes / f.passes:.1f} {unit}"
@@ -108,7 +108,7 @@ def _table(title: str, sums: Sequence[Sum], top: int) -> Iterator[str]:
         yield f"{f'... {len(sums) - top} more':{NAME_WIDTH}} {rest:6.1%}"
 
 
-def _copy_lines(f: Findings) -> Iterator[str]:
+def _copy_lines(f: TraceFindings) -> Iterator[str]:
     if not f.copies:
         return
     yield ""
@@ -123,7 +123,7 @@ def _cut(name: str) -> str:
     return plain if len(plain) <= NAME_WIDTH else plain[: NAME_WIDTH - 1] + "…"
 
 
-def as_dict(f: Findings) -> dict[str, Any]:
+def as_dict(f: TraceFindings) -> dict[str, Any]:
     """Everything, for ``--json``; times in ns."""
     kind, why = bottleneck(f)
     plain: dict[str, Any] = asdict(f)
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
     options = parser.parse_args(argv)
     try:
-        found = findings(read(options.trace), pass_name=options.pass_name, skip=options.skip)
+        found = findings(read_trace(options.trace), pass_name=options.pass_name, skip=options.skip)
     except LogError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Final, NamedTuple
 
-from ppstream.report.kernels.trace import WAITING, Copy, Range, Trace, Work, category
+from ppstream.report.kernels.trace import WAITING, Copy, Trace, TraceRange, Work, category
 
 WARM_UP: Final = "warm"  # ranges with this in their name are left out, with all inside them
 PREFIX: Final = "ppstream:"  # of the loops' own ranges in a torch.profiler trace
@@ -86,7 +86,7 @@ class Sum(NamedTuple):
     std_ns: float
 
 
-class Gaps(NamedTuple):
+class IdleGaps(NamedTuple):
     """Time of the span in which nothing ran."""
 
     n: int
@@ -105,7 +105,7 @@ class CopySum(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class TraceFindings:
     """Everything about one trace."""
 
     source: str
@@ -123,7 +123,7 @@ class Findings:
     skipped: int  # calls inside warm-up ranges
     copies: list[CopySum]
     modes: list[Modes]
-    gaps: Gaps
+    gaps: IdleGaps
     launch_ns: int
 
     @property
@@ -136,7 +136,7 @@ class Findings:
         return self.gaps.short_ns / ((self.busy_ns + self.gaps.short_ns) or 1)
 
 
-def findings(trace: Trace, *, pass_name: str | None = None, skip: str = WARM_UP) -> Findings:
+def findings(trace: Trace, *, pass_name: str | None = None, skip: str = WARM_UP) -> TraceFindings:
     """All of it; ``pass_name`` is the range of one envelope, ``skip`` a pattern of warm-up ones."""
     left_out = re.compile(skip, re.IGNORECASE)
     working = [work for work in trace.work if work.name not in WAITING]
@@ -160,7 +160,7 @@ def findings(trace: Trace, *, pass_name: str | None = None, skip: str = WARM_UP)
     for work, names in zip(kept, ranges_of, strict=True):
         for stage in dict.fromkeys(names):
             stages[stage].append(work.busy_ns)
-    return Findings(
+    return TraceFindings(
         source=trace.source,
         is_gpu=trace.is_gpu,
         span_ns=span_ns,
@@ -181,16 +181,16 @@ def findings(trace: Trace, *, pass_name: str | None = None, skip: str = WARM_UP)
     )
 
 
-def enclosing(ranges: Iterable[Range], asked: Sequence[Work | Copy]) -> list[tuple[str, ...]]:
+def enclosing(ranges: Iterable[TraceRange], asked: Sequence[Work | Copy]) -> list[tuple[str, ...]]:
     """For each piece of work the ranges that were open where it was launched, outermost first."""
-    threads: dict[int, list[Range]] = defaultdict(list)
+    threads: dict[int, list[TraceRange]] = defaultdict(list)
     for found in ranges:
         threads[found.thread].append(found)
     for nested in threads.values():
         nested.sort(key=lambda r: (r.start_ns, -r.end_ns))
     order = sorted(range(len(asked)), key=lambda i: asked[i].launched_ns or 0)
     within: list[tuple[str, ...]] = [()] * len(asked)
-    open_: dict[int, list[Range]] = defaultdict(list)
+    open_: dict[int, list[TraceRange]] = defaultdict(list)
     next_: dict[int, int] = defaultdict(int)
     for index in order:
         work = asked[index]
@@ -208,7 +208,7 @@ def enclosing(ranges: Iterable[Range], asked: Sequence[Work | Copy]) -> list[tup
     return within
 
 
-def bottleneck(f: Findings) -> tuple[str, str]:
+def bottleneck(f: TraceFindings) -> tuple[str, str]:
     """The class of what limits the traced process, and the line that says why."""
     copy_ns = sum(c.total_ns for c in f.copies)
     by = {c.name: c.share for c in f.categories}
@@ -246,7 +246,7 @@ def _pass_name(ranges: Mapping[str, Sequence[int]]) -> str | None:
     return max(sorted(ranges), key=lambda name: len(ranges[name]), default=None)
 
 
-def _span_ns(ranges: Sequence[Range]) -> int:
+def _span_ns(ranges: Sequence[TraceRange]) -> int:
     if not ranges:
         return 0
     return max(r.end_ns for r in ranges) - min(r.start_ns for r in ranges)
@@ -304,7 +304,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _gaps(merged: Sequence[tuple[int, int]]) -> Gaps:
+def _gaps(merged: Sequence[tuple[int, int]]) -> IdleGaps:
     gaps = [after[0] - before[1] for before, after in pairwise(merged)]
     short = sum(gap for gap in gaps if gap < SHORT_GAP_NS)
-    return Gaps(len(gaps), sum(gaps), max(gaps, default=0), short)
+    return IdleGaps(len(gaps), sum(gaps), max(gaps, default=0), short)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppstream.core.errors import LogError
-from ppstream.report.kernels.trace import Copy, Range, Trace, Work
+from ppstream.report.kernels.trace import Copy, Trace, TraceRange, Work
 
 NS_PER_US: Final = 1000
 RANGES: Final = ("user_annotation",)
@@ -25,7 +25,7 @@ COPIES: Final = ("gpu_memcpy", "gpu_memset")
 STEP: Final = "ProfilerStep#"
 
 
-def read(path: Path) -> Trace:
+def read_kineto(path: Path) -> Trace:
     """The trace in ``path``, plain or gzipped.
 
     Raises:
@@ -155,8 +155,8 @@ def _copy(event: dict[str, Any], hosts: _Hosts) -> Copy:
     return Copy(kind, int(args.get("bytes", 0)), *_span(event), *hosts.asked(event))
 
 
-def _range(event: dict[str, Any]) -> Range:
-    return Range(str(event["name"]), *_span(event), _thread(event))
+def _range(event: dict[str, Any]) -> TraceRange:
+    return TraceRange(str(event["name"]), *_span(event), _thread(event))
 
 
 def _span(event: dict[str, Any]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppstream.core.errors import LogError
-from ppstream.report.kernels.trace import Copy, Range, Trace, Work
+from ppstream.report.kernels.trace import Copy, Trace, TraceRange, Work
 
 MAGIC: Final = b"SQLite format 3\0"
 KERNELS: Final = "CUPTI_ACTIVITY_KIND_KERNEL"
@@ -27,7 +27,7 @@ COPY_KINDS: Final = {1: "Memcpy HtoD", 2: "Memcpy DtoH", 8: "Memcpy DtoD", 10: "
 REPORTS: Final = (".nsys-rep", ".qdrep")
 
 
-def read(path: Path) -> Trace:
+def read_nsys(path: Path) -> Trace:
     """The export in ``path``.
 
     Raises:
@@ -117,11 +117,11 @@ def _copies(
             yield Copy("Memset", *about, *calls.get(correlation, (None, None)))
 
 
-def _ranges(export: sqlite3.Connection, names: dict[int, str]) -> Iterator[Range]:
+def _ranges(export: sqlite3.Connection, names: dict[int, str]) -> Iterator[TraceRange]:
     query = f"SELECT text, textId, start, end, globalTid FROM {NVTX} WHERE eventType IN (?, ?)"
     for text, text_id, start, end, thread in export.execute(query, RANGE_TYPES):
         if end is not None:
-            yield Range(text or names.get(text_id, "?"), start, end, thread)
+            yield TraceRange(text or names.get(text_id, "?"), start, end, thread)
 
 
 def _pairs(export: sqlite3.Connection, query: str) -> dict[int, Any]:

@@ -68,7 +68,7 @@ class Copy(NamedTuple):
     thread: int | None = None
 
 
-class Range(NamedTuple):
+class TraceRange(NamedTuple):
     """A named range of one host thread."""
 
     name: str
@@ -85,7 +85,7 @@ class Trace:
     is_gpu: bool
     work: Sequence[Work]
     copies: Sequence[Copy]
-    ranges: Sequence[Range]
+    ranges: Sequence[TraceRange]
     launch_ns: int = 0  # host time inside launch calls
 
 

@@ -15,7 +15,7 @@ from pipeline_in_process import NewestValues, small_config
 from policy_calls import OnlyLabelled
 
 from ppstream.core.clock import now_ns
-from ppstream.cuda.driver import Event
+from ppstream.cuda.driver import CudaEvent
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.observe.attribution import Attribution, block
 from ppstream.pipeline import bringup as block_timing
@@ -36,7 +36,7 @@ class Settling:
 
     def __call__(self) -> None:
         stage1 = self._stage1
-        done = Event()
+        done = CudaEvent()
         stage1._stream.record(done)
         done.wait()
         self.calls += 1

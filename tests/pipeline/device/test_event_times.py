@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppstream.observe.log_writer import EnvelopeRecord, Stage1Record
+from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord
 from ppstream.pipeline.device.event_times import PolicyTimes, Rank0Times, book_policy, book_rank0
 
 BEFORE = Rank0Times(a0=0, a1=100, committed=101, received=300, c0=305, c1=350)
@@ -57,20 +57,20 @@ def test_c_waits_for_its_result_since_the_c_before() -> None:
 
 
 def test_the_policy_waits_for_its_envelope_and_the_rest_of_the_gap_is_the_links() -> None:
-    record = Stage1Record()
+    record = PolicyRecord()
     book_policy(record, PolicyTimes(complete=150, b0=170, b1=270), PolicyTimes(0, 10, 100))
     assert (record.tB0, record.tB1, record.eB_ns, record.idle_ns) == (170, 270, 100, 70)
     assert (record.wait_input_ns, record.busy_link_ns, record.residence_ns) == (50, 20, 120)
 
 
 def test_an_envelope_that_came_while_the_policy_was_busy_is_not_waited_for() -> None:
-    record = Stage1Record()
+    record = PolicyRecord()
     book_policy(record, PolicyTimes(complete=40, b0=103, b1=200), PolicyTimes(0, 10, 100))
     assert (record.wait_input_ns, record.busy_link_ns) == (0, 3)
     assert record.residence_ns == 160  # includes the wait for the B before
 
 
 def test_b_never_outlasts_its_residence() -> None:
-    record = Stage1Record()
+    record = PolicyRecord()
     book_policy(record, PolicyTimes(complete=105, b0=103, b1=200), None)  # the events' own error
     assert record.residence_ns == record.eB_ns == 97

@@ -10,7 +10,13 @@ from ppstream.core.errors import ProtocolError
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.device import in_flight
-from ppstream.pipeline.device.in_flight import Marks, Move, QueueHistory, Rhythm, Underway
+from ppstream.pipeline.device.in_flight import (
+    CompletionEstimate,
+    InFlight,
+    Marks,
+    QueueReplay,
+    QueueTransition,
+)
 from ppstream.pipeline.flight import Flight
 
 
@@ -48,7 +54,7 @@ class Rig:
         patch.setattr(in_flight, "Event", At)
         self.ledger, self.clock = CreditLedger(d_in, d_out), Clock()
         clock: Any = self.clock
-        self.underway = Underway(self.ledger, clock, 9, a_looks=a_looks)
+        self.underway = InFlight(self.ledger, clock, 9, a_looks=a_looks)
 
     def add(self, index: int) -> Any:
         self.underway.add(Flight(index, 0, index, EnvelopeRecord()), index)
@@ -209,12 +215,12 @@ def test_a_credit_counts_from_where_a_saw_it_if_it_can_have(
 
 def test_moves_are_booked_by_time_however_they_became_known() -> None:
     ledger = CreditLedger(2, 1)
-    history = QueueHistory(ledger)
+    history = QueueReplay(ledger)
     for at_ns, move in (
-        (30, Move.RECEIVE),
-        (35, Move.DECODE),
-        (10, Move.COMMIT),  # of the same envelope
-        (20, Move.COMMIT),  # of the next, whose event was seen last
+        (30, QueueTransition.RECEIVE),
+        (35, QueueTransition.DECODE),
+        (10, QueueTransition.COMMIT),  # of the same envelope
+        (20, QueueTransition.COMMIT),  # of the next, whose event was seen last
     ):
         history.add(at_ns, move)
     history.book_until(40)
@@ -227,9 +233,9 @@ def test_moves_are_booked_by_time_however_they_became_known() -> None:
 
 def test_what_happened_later_stays_unbooked() -> None:
     ledger = CreditLedger(2, 1)
-    history = QueueHistory(ledger)
-    history.add(10, Move.COMMIT)
-    history.add(50, Move.COMMIT)
+    history = QueueReplay(ledger)
+    history.add(10, QueueTransition.COMMIT)
+    history.add(50, QueueTransition.COMMIT)
     history.book_until(49)
     assert ledger.outstanding == 1
     history.book_until(50)
@@ -238,18 +244,18 @@ def test_what_happened_later_stays_unbooked() -> None:
 
 def test_of_two_moves_at_one_instant_the_one_that_makes_room_goes_first() -> None:
     ledger = CreditLedger(1, 1)
-    history = QueueHistory(ledger)
-    history.add(10, Move.COMMIT)
-    history.add(20, Move.COMMIT)
-    history.add(20, Move.RECEIVE)
+    history = QueueReplay(ledger)
+    history.add(10, QueueTransition.COMMIT)
+    history.add(20, QueueTransition.COMMIT)
+    history.add(20, QueueTransition.RECEIVE)
     history.book_until(20)
     assert (ledger.outstanding, ledger.q_decode) == (1, 1)
 
 
 def test_a_bound_that_the_devices_broke_is_found() -> None:
-    history = QueueHistory(CreditLedger(1, 1))
-    history.add(10, Move.COMMIT)
-    history.add(20, Move.COMMIT)
+    history = QueueReplay(CreditLedger(1, 1))
+    history.add(10, QueueTransition.COMMIT)
+    history.add(20, QueueTransition.COMMIT)
     with pytest.raises(ProtocolError, match="outstanding would become 2, bound 1"):
         history.book_until(20)
 
@@ -257,7 +263,7 @@ def test_a_bound_that_the_devices_broke_is_found() -> None:
 GAP, ALONE = 200, 650
 
 
-def settled(rhythm: Rhythm, begin: int, count: int = 40, gap: int = GAP) -> int:
+def settled(rhythm: CompletionEstimate, begin: int, count: int = 40, gap: int = GAP) -> int:
     """Envelopes that each stood queued before the one before was done; when the last was."""
     for n in range(count):
         rhythm.done(begin + n * gap - 1000, begin + n * gap)
@@ -265,13 +271,13 @@ def settled(rhythm: Rhythm, begin: int, count: int = 40, gap: int = GAP) -> int:
 
 
 def test_one_that_stands_queued_comes_a_usual_gap_after_the_one_before() -> None:
-    rhythm = Rhythm()
+    rhythm = CompletionEstimate()
     last = settled(rhythm, 10_000)
     assert abs(rhythm.due_ns(last - 500) - (last + GAP)) <= 3
 
 
 def test_one_alone_comes_a_usual_time_after_it_was_queued() -> None:
-    rhythm = Rhythm()
+    rhythm = CompletionEstimate()
     last = settled(rhythm, 10_000)
     for n in range(1, 40):
         rhythm.done(last + n * 5000, last + n * 5000 + ALONE)
@@ -280,7 +286,7 @@ def test_one_alone_comes_a_usual_time_after_it_was_queued() -> None:
 
 
 def test_a_pause_is_no_gap() -> None:
-    rhythm = Rhythm()
+    rhythm = CompletionEstimate()
     last = settled(rhythm, 10_000)
     rhythm.done(last + 10**9, last + 10**9 + ALONE)  # queued long after
     last += 10**9 + ALONE
@@ -288,7 +294,7 @@ def test_a_pause_is_no_gap() -> None:
 
 
 def test_one_late_envelope_moves_little_and_many_move_it_there() -> None:
-    rhythm = Rhythm()
+    rhythm = CompletionEstimate()
     last = settled(rhythm, 10_000)
     rhythm.done(last - 500, last + 5 * GAP)
     assert rhythm.due_ns(last) <= last + 5 * GAP + 2 * GAP
@@ -297,7 +303,7 @@ def test_one_late_envelope_moves_little_and_many_move_it_there() -> None:
 
 
 def test_an_outlier_does_not_make_those_behind_it_late() -> None:
-    rhythm = Rhythm()
+    rhythm = CompletionEstimate()
     last = settled(rhythm, 10_000)
     rhythm.done(last - 500, last + 100 * GAP)
     last += 100 * GAP
@@ -305,4 +311,4 @@ def test_an_outlier_does_not_make_those_behind_it_late() -> None:
 
 
 def test_before_anything_is_known_it_is_due_at_once() -> None:
-    assert Rhythm().due_ns(1234) == 1234
+    assert CompletionEstimate().due_ns(1234) == 1234

@@ -104,7 +104,7 @@ def test_the_profiler_changes_its_state_only_where_nothing_is_queued(
     assert busy == [[]] * CHANGES
     assert ended["held_ms"] > 0
     assert modes[0] == modes[-1] == "throughput"
-    found = findings(cli.read(tmp_path / f"profile.rank{rank}.gen0.0.json"))
+    found = findings(cli.read_trace(tmp_path / f"profile.rank{rank}.gen0.0.json"))
     calls = {s.name: s.calls for s in found.ranges}
     names = ("A", "send", "recv", "C") if rank == 0 else ("B",)
     assert set(names) <= set(calls)

@@ -12,14 +12,14 @@ from kernel_traces import COPIES, CPU_TRACE, ENCODE, KERNELS, RANGES, US, event,
 
 from ppstream.core.errors import LogError
 from ppstream.report.kernels import cli
-from ppstream.report.kernels.findings import Findings, bottleneck, findings
-from ppstream.report.kernels.trace import Range, Trace, Work, category
+from ppstream.report.kernels.findings import TraceFindings, bottleneck, findings
+from ppstream.report.kernels.trace import Trace, TraceRange, Work, category
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def found(path: Path, **options: Any) -> Findings:
-    return findings(cli.read(path), **options)
+def found(path: Path, **options: Any) -> TraceFindings:
+    return findings(cli.read_trace(path), **options)
 
 
 # ---- a real trace of the CPU --------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_bottleneck_is_named_with_its_evidence(work: list[Work], kind: str) -> N
 
 def test_launches_of_another_thread_are_not_inside_a_range() -> None:
     here, there = kernel(10, 5), kernel(20, 5)._replace(thread=2)
-    made = Trace("made", True, [here, there], [], [Range("B", 0, 100 * US, 1)])
+    made = Trace("made", True, [here, there], [], [TraceRange("B", 0, 100 * US, 1)])
     assert [s.calls for s in findings(made).stages] == [1]
 
 
@@ -186,9 +186,9 @@ def test_stale_export_is_refused_with_the_command_that_renews_it(tmp_path: Path)
     before = export.stat().st_mtime
     os.utime(report, (before + 10, before + 10))
     with pytest.raises(LogError, match=r"older than run\.nsys-rep.*--force-overwrite true"):
-        cli.read(export)
+        cli.read_trace(export)
     os.utime(report, (before - 10, before - 10))
-    assert cli.read(export).is_gpu
+    assert cli.read_trace(export).is_gpu
 
 
 def test_placeholders_and_broken_files_are_named(tmp_path: Path) -> None:
@@ -216,9 +216,9 @@ def test_placeholders_and_broken_files_are_named(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_bytes(content)
         with pytest.raises(LogError, match=text):
-            cli.read(path)
+            cli.read_trace(path)
     with pytest.raises(LogError, match="No such file"):
-        cli.read(tmp_path / "nowhere")
+        cli.read_trace(tmp_path / "nowhere")
 
 
 # ---- the tool ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from kernel_traces import event
 
 from ppstream.report.kernels import cli
-from ppstream.report.kernels.findings import Findings, bottleneck, enclosing, findings
+from ppstream.report.kernels.findings import TraceFindings, bottleneck, enclosing, findings
 from ppstream.report.kernels.trace import category
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -24,21 +24,21 @@ PAGE = Path(__file__).parents[3] / "runbooks/profile.md"
 PASSES = 4  # envelopes in rank 1's trace
 
 
-def found(rank: int) -> Findings:
-    return findings(cli.read(GOLDEN / f"kineto-gpu-rank{rank}.json.gz"))
+def found(rank: int) -> TraceFindings:
+    return findings(cli.read_trace(GOLDEN / f"kineto-gpu-rank{rank}.json.gz"))
 
 
 @pytest.fixture(scope="module")
-def policy() -> Findings:
+def policy() -> TraceFindings:
     return found(1)
 
 
 @pytest.fixture(scope="module")
-def front() -> Findings:
+def front() -> TraceFindings:
     return found(0)
 
 
-def test_policy_launches_the_same_kernels_for_every_envelope(policy: Findings) -> None:
+def test_policy_launches_the_same_kernels_for_every_envelope(policy: TraceFindings) -> None:
     assert (policy.is_gpu, policy.pass_name, policy.passes) == (True, "B", PASSES)
     assert policy.calls_in_passes == 129 * PASSES
     stages = {s.name: s.calls / PASSES for s in policy.stages}
@@ -50,7 +50,7 @@ def test_policy_launches_the_same_kernels_for_every_envelope(policy: Findings) -
     assert len(outside) == 2  # of the profiler's own step
 
 
-def test_shares_of_a_real_trace_add_up(policy: Findings, front: Findings) -> None:
+def test_shares_of_a_real_trace_add_up(policy: TraceFindings, front: TraceFindings) -> None:
     for f in (policy, front):
         for sums in (f.kernels, f.categories):
             assert sum(s.share for s in sums) == pytest.approx(1)
@@ -61,7 +61,7 @@ def test_shares_of_a_real_trace_add_up(policy: Findings, front: Findings) -> Non
     assert 0.95 * stages["B"] < blocks < stages["B"]  # the rest: copies and checks around them
 
 
-def test_real_names_of_kernels_fall_into_their_category(policy: Findings) -> None:
+def test_real_names_of_kernels_fall_into_their_category(policy: TraceFindings) -> None:
     calls: Counter[str] = Counter()
     for s in policy.kernels:
         calls[category(s.name)] += s.calls
@@ -77,7 +77,7 @@ def test_real_names_of_kernels_fall_into_their_category(policy: Findings) -> Non
     assert (shares["matmul"], shares["reduce"], shares["attention"]) == (0.61, 0.14, 0.13)
 
 
-def test_copies_of_a_real_trace_are_counted(policy: Findings, front: Findings) -> None:
+def test_copies_of_a_real_trace_are_counted(policy: TraceFindings, front: TraceFindings) -> None:
     assert [(c.kind, c.n, c.bytes) for c in policy.copies] == [
         ("Memcpy DtoD", 4, 4 * 65_536),
         ("Memcpy DtoH", 4, 4 * 32),
@@ -87,7 +87,7 @@ def test_copies_of_a_real_trace_are_counted(policy: Findings, front: Findings) -
     assert (to_policy.n, to_policy.bytes) == (3, 3 * 69_952)
 
 
-def test_a_policy_without_a_graph_is_launch_bound(policy: Findings) -> None:
+def test_a_policy_without_a_graph_is_launch_bound(policy: TraceFindings) -> None:
     kind, why = bottleneck(policy)
     assert (kind, policy.launch_index) == ("launch", pytest.approx(0.88, abs=0.005))
     assert "record a CUDA graph" in why
@@ -96,7 +96,9 @@ def test_a_policy_without_a_graph_is_launch_bound(policy: Findings) -> None:
     assert 4_000 < policy.launch_ns / calls < 8_000  # ns inside one launch call
 
 
-def test_work_of_graphs_that_the_driver_launched_is_found_in_its_range(front: Findings) -> None:
+def test_work_of_graphs_that_the_driver_launched_is_found_in_its_range(
+    front: TraceFindings,
+) -> None:
     """No call of theirs is in the trace, only the ranges on the device's streams."""
     stages = {s.name: (s.calls, s.total_ns) for s in front.stages}
     assert set(stages) == {"A", "C"}
@@ -130,13 +132,13 @@ def test_work_without_a_call_is_of_the_innermost_range_on_its_stream(tmp_path: P
         events.append(event("kernel", f"k{start}.{stream}", start, start + 5, tid=stream))
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    trace = cli.read(path)
+    trace = cli.read_trace(path)
     within = enclosing(trace.ranges, trace.work)
     assert within == [("A",), ("A", "frames"), ("A",), (), ()]
 
 
 def test_text_of_a_real_trace_tells_its_kernels_apart(
-    policy: Findings, capsys: pytest.CaptureFixture[str]
+    policy: TraceFindings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([str(GOLDEN / "kineto-gpu-rank1.json.gz"), "--top", "99"]) == 0
     text = capsys.readouterr().out.splitlines()
