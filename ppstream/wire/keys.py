@@ -1,8 +1,9 @@
 """Keys of robots and servers: CURVE, 32 bytes as 40 characters of Z85; and the tool for them.
 
-A secret key lies in ``NAME.secret`` (readable by its owner alone), its public half in
-``NAME.public``; a server's allow-list is a text file with ``name key`` on each line. What is done
-with keys on a socket is ``zmq_socket.py``'s.
+A pair lies in ``NAME.secret`` (readable by its owner alone), its public half in ``NAME.public``:
+certificates as pyzmq and czmq write them; files with nothing but the key are read, too. A server's
+allow-list is a text file with ``name key`` on each line. What is done with keys on a socket is
+``zmq_socket.py``'s.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import stat
 import struct
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,6 +28,8 @@ ROBOTS_MAX: Final = 4096  # of one allow-list
 FILE_BYTES_MAX: Final = 1 << 20  # of anything read here
 NAME_CHARACTERS: Final = 64  # as a robot's name on the wire
 OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+SECRET_MODE: Final = 0o600
+PUBLIC_MODE: Final = 0o644
 
 
 class ServerKeys(NamedTuple):
@@ -54,7 +58,7 @@ def client_keys(secret_file: str | Path, server_file: str | Path) -> ClientKeys:
     Raises:
         ConfigError: a file is missing, holds no key, or the secret can be read by others.
     """
-    return ClientKeys(_secret(Path(secret_file)), _key(Path(server_file)))
+    return ClientKeys(_secret(Path(secret_file)), _public(Path(server_file)))
 
 
 def server_keys(
@@ -81,12 +85,19 @@ def make_pair(name: str, folder: Path) -> bytes:
     Raises:
         ConfigError: the name is not one, or one of the files exists: a key is never overwritten.
     """
+    from zmq.auth.certs import create_certificates  # here: most processes make no keys
+
     _check_name(name)
-    public, secret = zmq.curve_keypair()
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_new(folder / f"{name}.secret", secret, stat.S_IRUSR | stat.S_IWUSR)
-    _write_new(folder / f"{name}.public", public, 0o644)
-    return public
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as own:  # nobody else can look into it
+            files = create_certificates(own, name)
+            public, secret = (Path(file).read_bytes() for file in files)
+    except OSError as error:
+        raise ConfigError([f"{folder}: no keys can be made there: {error.strerror}"]) from error
+    _write_new(folder / f"{name}.secret", secret, SECRET_MODE)
+    _write_new(folder / f"{name}.public", public, PUBLIC_MODE)
+    return _public(folder / f"{name}.public")
 
 
 def allow(allowed_file: Path, name: str, key: bytes) -> None:
@@ -112,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.command == "public":
             print(public_half(_secret(args.file)).decode())
         else:
-            key = _key(args.key) if args.key.exists() else _checked(str(args.key), "the key")
+            key = _public(args.key) if args.key.exists() else _checked(str(args.key), "the key")
             allow(args.list, args.name, key)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -138,14 +149,29 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _secret(path: Path) -> bytes:
-    key = _key(path)
+    _, key = _halves(path)
+    if key is None:
+        raise ConfigError([f"{path}: the public half of a pair, want its .secret file"])
     if path.stat().st_mode & OTHERS:
         raise ConfigError([f"{path}: others may read this secret key; chmod 600 {path}"])
-    return key
+    return _checked(key, str(path))
 
 
-def _key(path: Path) -> bytes:
-    return _checked(_text(path).strip(), str(path))
+def _public(path: Path) -> bytes:
+    key, _ = _halves(path)
+    return _checked(key, str(path))
+
+
+def _halves(path: Path) -> tuple[str, str | None]:
+    """The public and the secret key of a certificate, unchecked; a bare key may be either."""
+    from zmq.auth.certs import load_certificate  # here: most robots have no keys
+
+    text = _text(path)
+    try:
+        public, secret = load_certificate(path)
+    except (ValueError, IndexError):  # no public key in it, or a line without a value
+        return text.strip(), text.strip()
+    return _decoded(public), None if secret is None else _decoded(secret)
 
 
 def _checked(text: str, where: str) -> bytes:
@@ -184,6 +210,10 @@ def _text(path: Path) -> str:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
     if len(data) > FILE_BYTES_MAX:
         raise ConfigError([f"{path}: larger than {FILE_BYTES_MAX} bytes, so no key file"])
+    return _decoded(data)
+
+
+def _decoded(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
@@ -193,13 +223,13 @@ def _check_name(name: str) -> None:
         raise ConfigError([f"name: got {name!r}, want 1 to 64 letters, digits, '-' or '_'"])
 
 
-def _write_new(path: Path, key: bytes, mode: int) -> None:
+def _write_new(path: Path, data: bytes, mode: int) -> None:
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be made: {error.strerror}"]) from error
     with os.fdopen(file, "wb") as writer:
-        writer.write(key + b"\n")
+        writer.write(data)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from zmq.auth.certs import create_certificates, load_certificate
 
 from ppstream.core.errors import ConfigError
 from ppstream.wire.keys import (
     FILE_BYTES_MAX,
     ROBOTS_MAX,
+    _public,
+    _secret,
     allow,
     client_keys,
     main,
@@ -29,10 +32,12 @@ def test_a_pair_is_made_once_and_its_secret_is_its_owners_alone(tmp_path: Path) 
     public = make_pair("arm", tmp_path)
     secret = tmp_path / "arm.secret"
     assert secret.stat().st_mode & 0o777 == 0o600
-    assert public_half(secret.read_bytes().strip()) == public
+    assert load_certificate(secret) == (public, _secret(secret))
+    assert public_half(_secret(secret)) == public
     with pytest.raises(ConfigError, match="cannot be made"):
         make_pair("arm", tmp_path)
-    assert (tmp_path / "arm.public").read_bytes().strip() == public
+    assert load_certificate(tmp_path / "arm.public") == (public, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arm.public", "arm.secret"]
 
 
 def test_both_ends_read_what_the_tool_wrote(folder: Path) -> None:
@@ -43,17 +48,45 @@ def test_both_ends_read_what_the_tool_wrote(folder: Path) -> None:
     assert robot.server == public_half(server.secret)
 
 
-def test_no_secret_shows_in_a_traceback_or_log(folder: Path) -> None:
-    secret = (folder / "arm.secret").read_text().strip()
+@pytest.mark.parametrize("text", ["{}\n", 'public-key = "x"\nsecret-key = "{}"\n'])
+def test_no_secret_shows_in_a_traceback_or_log(folder: Path, text: str) -> None:
+    secret = _secret(folder / "arm.secret").decode()
     keys = client_keys(folder / "arm.secret", folder / "server.public")
     server = server_keys(folder / "arm.secret", folder / "allowed")
     assert secret not in f"{keys!r} {server!r} {keys} {server}"
     broken = folder / "broken.secret"
-    broken.write_text(secret[:-1] + "~\n")
+    broken.write_text(text.format(secret[:-1] + "~"))
     broken.chmod(0o600)
     with pytest.raises(ConfigError) as raised:
         client_keys(broken, folder / "server.public")
     assert secret[:20] not in str(raised.value)
+
+
+def test_files_with_nothing_but_the_key_are_read(folder: Path) -> None:
+    files = [
+        folder / f"{name}.{half}" for name in ("arm", "server") for half in ("secret", "public")
+    ]
+    before = client_keys(files[0], files[3]), server_keys(files[2], folder / "allowed")
+    for file in files:
+        file.write_bytes((_secret(file) if file.suffix == ".secret" else _public(file)) + b"\n")
+    assert (client_keys(files[0], files[3]), server_keys(files[2], folder / "allowed")) == before
+
+
+def test_certificates_of_other_zeromq_tools_are_read(folder: Path) -> None:
+    public_file, secret_file = create_certificates(folder, "other", {"lab": "north"})
+    Path(secret_file).chmod(0o600)
+    public, secret = load_certificate(secret_file)
+    assert client_keys(secret_file, public_file) == (secret, public)
+
+
+def test_the_public_half_is_no_secret(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"server\.public: the public half"):
+        server_keys(folder / "server.public", folder / "allowed")
+
+
+def test_a_folder_that_cannot_be_is_named(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no keys can be made there: "):
+        make_pair("arm", folder / "arm.public" / "keys")
 
 
 def test_a_secret_that_others_can_read_is_refused(folder: Path) -> None:
@@ -63,7 +96,18 @@ def test_a_secret_that_others_can_read_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x" * 39, "x" * 41, "#" * 40, "é" * 40, "x" * 39 + "\0", "x" * (1 << 20)]
+    "text",
+    [
+        "",
+        "x" * 39,
+        "x" * 41,
+        "#" * 40,
+        "é" * 40,
+        "x" * 39 + "\0",
+        "x" * (1 << 20),
+        "public-key",
+        "public-key = x",
+    ],
 )
 def test_what_is_no_key_is_refused(folder: Path, text: str) -> None:
     file = folder / "wrong.public"
@@ -91,7 +135,7 @@ def test_a_missing_file_is_named(folder: Path) -> None:
 def test_a_malformed_allow_list_is_refused_with_its_line(
     folder: Path, lines: str, problem: str
 ) -> None:
-    key = (folder / "arm.public").read_text().strip()
+    key = _public(folder / "arm.public").decode()
     (folder / "allowed").write_text(lines.replace("KEY", key))
     with pytest.raises(ConfigError, match=problem):
         server_keys(folder / "server.secret", folder / "allowed")
@@ -111,7 +155,7 @@ def test_an_allow_list_has_a_largest_size(folder: Path, robots: int, fits: bool)
 
 
 def test_a_robot_is_allowed_once(folder: Path) -> None:
-    key = (folder / "arm.public").read_bytes().strip()
+    key = _public(folder / "arm.public")
     other = make_pair("other", folder)
     for name, taken in (("arm", other), ("second", key)):
         with pytest.raises(ConfigError, match="already"):
@@ -127,7 +171,7 @@ def test_the_tool_makes_what_both_ends_need(
     capsys.readouterr()
     assert main(["public", str(tmp_path / "arm.secret")]) == 0
     printed = capsys.readouterr().out.strip()
-    assert printed == (tmp_path / "arm.public").read_text().strip()
+    assert printed == _public(tmp_path / "arm.public").decode()
     assert (tmp_path / "list").read_text() == f"arm {printed}\n"
     assert main(["new", "arm", "--folder", str(tmp_path)]) == 11
     assert "cannot be made" in capsys.readouterr().err
