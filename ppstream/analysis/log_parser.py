@@ -16,7 +16,6 @@ from ppstream.analysis.records import (
     Envelope,
     EnvelopeBook,
     EnvelopeLine,
-    GpuMemory,
     IsolatedTimes,
     Json,
     Ledger,
@@ -27,7 +26,7 @@ from ppstream.analysis.records import (
     RuleCounts,
     RunLog,
     Topology,
-    words,
+    header_words,
 )
 from ppstream.core.errors import LogError
 
@@ -251,10 +250,10 @@ def _named(line: type, hint: object) -> tuple[str, ...]:
 _LINES: Final[tuple[type, ...]] = (EnvelopeLine, PolicyLine)
 _NUMBERS: Final = {line: _named(line, int | None) for line in _LINES}
 _TEXTS: Final = {line: _named(line, str | None) for line in _LINES}
-_MEMORY: Final = ("resident_bytes", *_named(GpuMemory, int))
+_MEMORY: Final = _named(MemoryLine, int | None)
 _ROBOT_COUNTS: Final = _named(RobotStateLine, int | None)
 #: Both sides write these; rank 0's line wins, the policy rank's fills what it lacks.
-_SHARED: Final = tuple(words(EnvelopeLine))
+_SHARED: Final = tuple(header_words(EnvelopeLine))
 
 
 def _envelope(line: LogLine) -> Envelope:
@@ -332,10 +331,8 @@ def _event(line: LogLine) -> LogEvent:
 
 def _memory(line: LogLine) -> MemoryLine:
     found, where = line.fields, line.where
-    numbers = {name: _int(found, name, where) or 0 for name in _MEMORY}
-    return MemoryLine(
-        rank=line.rank, generation=line.generation, t=_int(found, "t", where), **numbers
-    )
+    numbers = {name: _int(found, name, where) for name in _MEMORY}
+    return MemoryLine(rank=line.rank, generation=line.generation, **numbers)
 
 
 def _ledgers(line: LogLine) -> list[Ledger]:

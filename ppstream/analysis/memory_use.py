@@ -79,15 +79,15 @@ def _use(lines: Sequence[MemoryLine], serving: Sequence[MemoryLine]) -> MemoryUs
     first, last = serving[0], serving[-1]
     return MemoryUse(
         rank=last.rank,
-        resident_max_bytes=max(m.resident_bytes for m in lines),
-        resident_grown_bytes=last.resident_bytes - first.resident_bytes,
+        resident_max_bytes=max(m.resident_bytes or 0 for m in lines),
+        resident_grown_bytes=(last.resident_bytes or 0) - (first.resident_bytes or 0),
         gpu=_gpu(with_gpu(lines), with_gpu(serving)),
     )
 
 
 def with_gpu(lines: Sequence[MemoryLine]) -> list[MemoryLine]:
     """Those that tell of a GPU: a rank's first ones may come before it was asked."""
-    return [m for m in lines if m.total_bytes]
+    return [m for m in lines if m.total_bytes is not None]
 
 
 def _gpu(lines: Sequence[MemoryLine], serving: Sequence[MemoryLine]) -> GpuUse | None:
@@ -96,15 +96,15 @@ def _gpu(lines: Sequence[MemoryLine], serving: Sequence[MemoryLine]) -> GpuUse |
     first, last = serving[0], serving[-1]
 
     def most(name: str) -> int:
-        return max(int(getattr(m, name)) for m in lines)
+        return max(getattr(m, name) or 0 for m in lines)
 
     return GpuUse(
         allocated_max_bytes=most("allocated_max_bytes"),
         reserved_max_bytes=most("reserved_bytes"),
         non_torch_max_bytes=most("non_torch_bytes"),
-        free_min_bytes=min(m.free_bytes for m in lines),
-        total_bytes=last.total_bytes,
-        segments_grown=last.segments - first.segments,
-        alloc_retries=last.alloc_retries,
-        ooms=last.ooms,
+        free_min_bytes=min(m.free_bytes or 0 for m in lines),
+        total_bytes=last.total_bytes or 0,
+        segments_grown=(last.segments or 0) - (first.segments or 0),
+        alloc_retries=last.alloc_retries or 0,
+        ooms=last.ooms or 0,
     )

@@ -1,9 +1,9 @@
-"""The log's lines, declared once, and one run's log as typed records, before anything is judged.
+"""The declaration of the log's lines, and one run's log as typed records; nothing is judged here.
 
-``EnvelopeLine`` and ``PolicyLine`` declare every field of an envelope's two lines. All others take
-the fields from here by name: the records that the loops fill (``observe/log_writer.py``), the
-reader (``log_parser.py``), the header of a result (``links/headers.py``). A new stamp is one line,
-with a default: in the class of its line; in ``PolicyRankTimes`` if the policy rank sends it.
+``EnvelopeLine`` and ``PolicyLine`` declare every field of the two lines of an envelope. The records
+that the loops fill (``observe/log_writer.py``), the reader (``log_parser.py``) and the header of a
+result (``links/headers.py``) take the fields from here by name. A new stamp is one line here: in
+the class of its line, or in ``PolicyRankTimes`` if both ranks write it.
 
 Data only: ``log_parser.py`` makes records of decoded lines, ``log_reader.py`` reads the files.
 """
@@ -48,22 +48,22 @@ class IsolatedTimes(NamedTuple):
     c_ns: int
 
 
-def header_word(word: int) -> Any:
-    """A field that travels in a result's header, in place ``word`` of what stage B tells rank 0.
+def in_header(word: int) -> Any:
+    """A field that the result's header carries to rank 0, at position ``word`` behind its status.
 
-    Words are never given to another field; a new one takes the next number.
+    A new field takes the next number; no field takes the number of another.
     """
     return field(default=None, metadata={"word": word})
 
 
-def words(line: type) -> dict[str, int]:
-    """The fields of ``line`` that travel in a result's header, with their words."""
+def header_words(line: type) -> dict[str, int]:
+    """The fields of ``line`` that a result's header carries, with their positions."""
     return {f.name: f.metadata["word"] for f in fields(line) if "word" in f.metadata}
 
 
 @dataclass
 class LineHead:
-    """First fields of both lines of an envelope; keys are written in the order of the fields.
+    """The first fields of both lines of an envelope; the writer keeps the order of the fields.
 
     Instants are CLOCK_MONOTONIC of the rank that wrote the line, in nanoseconds; durations end in
     ``_ns``. None: absent.
@@ -83,15 +83,15 @@ class LineHead:
 
 @dataclass
 class PolicyRankTimes:
-    """Measurements of the policy rank that it sends to rank 0: they stand in both lines."""
+    """The policy rank's measurements of one envelope that both lines contain."""
 
     __slots__ = ()
 
-    eB_ns: int | None = header_word(3)  # B on the device; in the header 0 where there is none
-    wait_input_ns: int | None = header_word(4)  # the policy rank waited for this envelope
-    wait_output_ns: int | None = header_word(5)  # for a slot to put its result in
-    idle_ns: int | None = header_word(6)  # from the end of the B before to the begin of this one
-    residence_ns: int | None = header_word(7)  # from the complete envelope to the committed result
+    eB_ns: int | None = in_header(3)  # B on the device; in the header 0 where there is none
+    wait_input_ns: int | None = in_header(4)  # the policy rank waited for this envelope
+    wait_output_ns: int | None = in_header(5)  # for a slot to put its result in
+    idle_ns: int | None = in_header(6)  # from the end of the B before to the begin of this one
+    residence_ns: int | None = in_header(7)  # from the complete envelope to the committed result
 
 
 @dataclass
@@ -109,8 +109,8 @@ class _Rank0Stamps(LineHead):
     tRx: int | None = None  # arrival of the newest sample used
     eA_ns: int | None = None  # A on the device
     eC_ns: int | None = None  # C on the device
-    B_ns: int | None = header_word(2)  # tB1 - tB0
-    eB_ns: int | None = None  # of ``PolicyRankTimes``, as idle_ns; written in this place
+    B_ns: int | None = in_header(2)  # tB1 - tB0
+    eB_ns: int | None = None  # eB_ns and idle_ns are ``PolicyRankTimes``'s; rank 0 writes them here
     idle_ns: int | None = None
 
 
@@ -118,8 +118,8 @@ class _Rank0Stamps(LineHead):
 class EnvelopeLine(PolicyRankTimes, _Rank0Stamps):
     """Rank 0's line of one envelope, written when it is emitted or dropped.
 
-    Waits are measured around the blocking call itself. Fields of rows are lists where a window has
-    several; those of the robot's clock are never compared with a stamp.
+    Waits are measured around the blocking call itself. Fields of rows are lists if the window has
+    several rows; times of the robot's clock are never compared with a stamp.
     """
 
     w_input_ns: int | None = None  # A waited for samples, or until it was due
@@ -154,15 +154,15 @@ class EnvelopeLine(PolicyRankTimes, _Rank0Stamps):
 class _PolicyStamps(LineHead):
     __slots__ = ()
 
-    tB0: int | None = header_word(0)  # B begins
-    tB1: int | None = header_word(1)  # B is over
+    tB0: int | None = in_header(0)  # B begins
+    tB1: int | None = in_header(1)  # B is over
 
 
 @dataclass(slots=True)
 class PolicyLine(PolicyRankTimes, _PolicyStamps):
-    """The policy rank's own line of one envelope; instants are of that rank's clock."""
+    """The policy rank's line of one envelope."""
 
-    busy_link_ns: int | None = header_word(8)  # of the loop's thread, inside send and receive calls
+    busy_link_ns: int | None = in_header(8)  # of the loop's thread, inside send and receive calls
     cpu_b_ns: int | None = None  # CPU time of the loop's thread, within B
     run_delay_ns: int | None = None  # that thread was runnable without a CPU, since the last line
     delay_b_ns: int | None = None  # of that, within B
@@ -172,16 +172,17 @@ class PolicyLine(PolicyRankTimes, _PolicyStamps):
 
     @property
     def B_ns(self) -> int | None:
-        """As rank 0's line has it."""
+        """The duration that rank 0's line has."""
         return None if self.tB0 is None or self.tB1 is None else self.tB1 - self.tB0
 
 
 @dataclass(slots=True)
 class Envelope(EnvelopeLine):
-    """Rank 0's line of one envelope as it is read; the policy rank's fills what it lacks.
+    """Rank 0's line of one envelope after reading; the policy rank's line fills missing fields.
 
-    Of the rows ``lease_ns`` is kept, and of ``input_age_ns`` the oldest row; the rows' own fields
-    stay None. Nobody changes it once it is in a ``RunLog``.
+    The reader reduces the fields of rows to ``lease_ns`` and to the oldest row's ``input_age_ns``;
+    ``window_end_ns``, ``expires_ns``, ``session`` and ``session_epoch`` stay None. Once a
+    ``RunLog`` has it, nothing changes it.
     """
 
     lease_ns: int | None = None  # shortest ``expires_ns - window_end_ns`` of its rows
@@ -211,26 +212,26 @@ class LogEvent(NamedTuple):
 class GpuMemory:
     """A rank's GPU in its ``memory`` line: bytes now, and counts since the process began."""
 
-    allocated_bytes: int = 0  # in tensors
-    allocated_max_bytes: int = 0  # the most so far
-    reserved_bytes: int = 0  # what torch keeps from CUDA; the rest of it is cache
-    non_torch_bytes: int = 0  # neither reserved nor free
-    free_bytes: int = 0
-    total_bytes: int = 0
-    allocations: int = 0  # blocks asked of torch's allocator
-    segments: int = 0  # asked of CUDA: each one may stall the device
-    alloc_retries: int = 0  # caches emptied because memory ran short
-    ooms: int = 0  # allocations refused
+    allocated_bytes: int | None = None  # in tensors
+    allocated_max_bytes: int | None = None  # the most so far
+    reserved_bytes: int | None = None  # what torch keeps from CUDA; the rest of it is cache
+    non_torch_bytes: int | None = None  # neither reserved nor free
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+    allocations: int | None = None  # blocks asked of torch's allocator
+    segments: int | None = None  # asked of CUDA: each one may stall the device
+    alloc_retries: int | None = None  # caches emptied because memory ran short
+    ooms: int | None = None  # allocations refused
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine(GpuMemory):
-    """Memory of one rank's process at a ``memory`` line; without a GPU all of that is 0."""
+    """Memory of one rank's process at a ``memory`` line; None: absent."""
 
     rank: int = 0
     generation: int = 0
     t: int | None = None
-    resident_bytes: int = 0  # in RAM
+    resident_bytes: int | None = None  # in RAM
 
 
 class Ledger(NamedTuple):

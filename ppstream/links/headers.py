@@ -1,6 +1,7 @@
 """The int64 header rows of envelopes and results, and the slots both ranks lay out from them.
 
-The link writes and checks index and generation; the stages write the rest.
+The link writes and checks index and generation; the stages write the rest. The measurements in a
+result's header are the fields that ``analysis/records.py`` declares with ``in_header``.
 """
 
 from __future__ import annotations
@@ -12,65 +13,65 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ppstream.analysis.records import EnvelopeLine, PolicyLine, words
+from ppstream.analysis.records import EnvelopeLine, PolicyLine, header_words
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.specs import TensorSpec
 from ppstream.links.slots import LinkShape, SlotLayout
 
 
 class EnvelopeStatus(NamedTuple):
-    """Behind the link's own words of an envelope's header."""
+    """The numbers behind index and generation in an envelope's header."""
 
     epoch: int
     seq: int
 
 
 class ResultStatus(NamedTuple):
-    """Behind the link's own words of a result's header."""
+    """The numbers behind index and generation in a result's header."""
 
     epoch: int
     seq: int
-    failed: int  # not 0: the tensors mean nothing; which of ``FAILURES``
+    failed: int  # index into ``FAILURES``; not 0: the tensors are invalid
 
 
-_WORDS: Final = words(EnvelopeLine) | words(PolicyLine)
-#: What stage B tells rank 0, in the order of its words.
-TOLD: Final = tuple(sorted(_WORDS, key=_WORDS.__getitem__))
+_WORDS: Final = header_words(EnvelopeLine) | header_words(PolicyLine)
+#: The measurements in a result's header, in their order.
+STAGE_B: Final = tuple(sorted(_WORDS, key=_WORDS.__getitem__))
 ENVELOPE_HEADER: Final = ("index", "generation", *EnvelopeStatus._fields)
-RESULT_HEADER: Final = ("index", "generation", *ResultStatus._fields, *TOLD)
+RESULT_HEADER: Final = ("index", "generation", *ResultStatus._fields, *STAGE_B)
 EPOCH: Final = RESULT_HEADER.index("epoch")  # in both headers, as seq
 SEQ: Final = RESULT_HEADER.index("seq")
 FAILED: Final = RESULT_HEADER.index("failed")
 FAILURES: Final = (None, "policy_error", "unwritten")  # and the reason of the drop
-_TOLD_AT: Final = slice(FAILED + 1, None)
-_told_of: Final = attrgetter(*TOLD)
-_TO_RANK0: Final = tuple((name, RESULT_HEADER.index(name)) for name in words(EnvelopeLine))
-_TO_STAGE1: Final = tuple(words(PolicyLine))
+_STAGE_B_AT: Final = slice(FAILED + 1, None)
+_stage_b_of: Final = attrgetter(*STAGE_B)
+_TO_RANK0: Final = tuple((name, RESULT_HEADER.index(name)) for name in header_words(EnvelopeLine))
+_TO_STAGE1: Final = tuple(header_words(PolicyLine))
 
 
-def untold() -> PolicyLine:
-    """Returns the measurements of a stage B that has not run."""
+def new_stage_b() -> PolicyLine:
+    """Returns a record for stage B's measurements, all of them 0."""
     zeros: dict[str, Any] = dict.fromkeys(_TO_STAGE1, 0)
     return PolicyLine(**zeros)
 
 
-def tell(header: NDArray[np.int64], stage1: PolicyLine) -> None:
-    """Write what stage B tells rank 0 into a result's header; none of it is None."""
-    header[_TOLD_AT] = _told_of(stage1)
+def write_stage_b(header: NDArray[np.int64], stage1: PolicyLine) -> None:
+    """Copy stage B's measurements into a result's header; none of them may be None."""
+    header[_STAGE_B_AT] = _stage_b_of(stage1)
 
 
-def take_told(header: Sequence[int], record: EnvelopeLine) -> None:
-    """Write what a result's header tells into rank 0's line."""
+def read_stage_b(header: Sequence[int], record: EnvelopeLine) -> None:
+    """Copy stage B's measurements from a result's header into rank 0's line."""
     for name, word in _TO_RANK0:
         setattr(record, name, header[word])
-    record.eB_ns = record.eB_ns or None
+    record.eB_ns = record.eB_ns or None  # 0: no device time
 
 
-def repeat_told(stage1: PolicyLine, record: PolicyLine) -> None:
-    """Write what stage B told rank 0 into the policy rank's own line."""
+def log_stage_b(stage1: PolicyLine, record: PolicyLine) -> None:
+    """Copy stage B's measurements into the policy rank's line."""
     for name in _TO_STAGE1:
         setattr(record, name, getattr(stage1, name))
-    record.eB_ns = record.eB_ns or None
+    record.eB_ns = record.eB_ns or None  # 0: no device time
 
 
 def link_shape(

@@ -31,7 +31,7 @@ FILE_MODE: Final = 0o640
 
 
 def _record(name: str, line: type) -> Any:
-    """The fields of ``line`` as a struct that is quickly made, filled and written."""
+    """Returns a struct with the fields of ``line``: cheaper to copy, fill and encode."""
     declared = [(each.name, Any, each.default) for each in fields(line)]
     return msgspec.defstruct(
         name, [*declared, ("done", bool, False)], module=__name__, gc=False, omit_defaults=True

@@ -73,19 +73,19 @@ def memory_families(now: GpuMemory) -> Iterator[Metric]:
     yield show.counter(
         "ppstream_gpu_allocations",
         "Blocks asked of torch's allocator; flat once a run is warm.",
-        now.allocations,
+        now.allocations or 0,
     )
     yield show.counter(
         "ppstream_gpu_segments",
         "Segments asked of CUDA: each one may stall the device.",
-        now.segments,
+        now.segments or 0,
     )
     yield show.counter(
         "ppstream_gpu_alloc_retries",
         "Caches emptied because memory ran short.",
-        now.alloc_retries,
+        now.alloc_retries or 0,
     )
-    yield show.counter("ppstream_gpu_ooms", "Allocations refused.", now.ooms)
+    yield show.counter("ppstream_gpu_ooms", "Allocations refused.", now.ooms or 0)
 
 
 def robot_families(said: SessionStatistics) -> Iterator[Metric]:

@@ -20,7 +20,7 @@ from ppstream.core.clock import now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import ProtocolError
 from ppstream.core.waiter import Waiter
-from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, take_told
+from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, read_stage_b
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.flight import Flight
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
@@ -264,7 +264,7 @@ class Stage0(Paired):
                 f"result {flight.index} answers epoch and seq {[header[EPOCH], header[SEQ]]}, "
                 f"owed are {[flight.epoch, flight.seq]}"
             )
-        take_told(header, flight.record)
+        read_stage_b(header, flight.record)
         self._usual_b_ns += ((flight.record.B_ns or 0) - self._usual_b_ns) // 8
         return FAILURES[header[FAILED]]
 

@@ -12,7 +12,15 @@ from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns
 from ppstream.core.clock import NS_PER_S, now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
 from ppstream.core.errors import PeerLostError
-from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, repeat_told, tell, untold
+from ppstream.links.headers import (
+    EPOCH,
+    FAILED,
+    FAILURES,
+    SEQ,
+    log_stage_b,
+    new_stage_b,
+    write_stage_b,
+)
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.pipeline.stage_b import StageB
@@ -54,7 +62,7 @@ class Stage1(PolicyRank):
         self.times = TimeAccount()
         self.run_delay = RunDelay()
         self._previous_tb1 = 0
-        self._told = untold()  # of the newest envelope
+        self._measured = new_stage_b()  # of the newest envelope
         self._waiting: deque[tuple[int, int]] = deque()  # envelopes that came, and when
         for fd in (peer.fileno(), *link.fds):
             waiter.register(fd)
@@ -118,16 +126,16 @@ class Stage1(PolicyRank):
         tb1 = self.times.end()
         cpu_ns, delay_ns = thread_cpu_ns() - cpu_ns, self.run_delay.leave()
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
-        told, header = self._told, result.header
-        told.tB0, told.tB1 = tb0, tb1
-        told.idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
-        told.wait_input_ns = self.times.take_ns("input")
-        told.busy_link_ns = self.times.take_ns(LINK)
+        measured, header = self._measured, result.header
+        measured.tB0, measured.tB1 = tb0, tb1
+        measured.idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
+        measured.wait_input_ns = self.times.take_ns("input")
+        measured.busy_link_ns = self.times.take_ns(LINK)
         self._previous_tb1 = tb1
         # residence ends where the result is committed; the doorbell itself is the link's time
-        told.residence_ns = now_ns() - complete_ns
+        measured.residence_ns = now_ns() - complete_ns
         header[EPOCH], header[SEQ], header[FAILED] = epoch, seq, failed
-        tell(header, told)
+        write_stage_b(header, measured)
         self.link.reply(index)
         self.progress += 1
         self.write_line(epoch, seq, cpu_ns, delay_ns, failed=failed)
@@ -168,7 +176,7 @@ class Stage1(PolicyRank):
     ) -> None:
         record = self.log.take()
         record.epoch, record.seq, record.phase = epoch, seq, self.phase
-        repeat_told(self._told, record)
+        log_stage_b(self._measured, record)
         record.cpu_b_ns, record.delay_b_ns = cpu_ns, delay_ns
         record.run_delay_ns = self.run_delay.take_ns()
         record.drop = FAILURES[failed]

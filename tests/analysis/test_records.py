@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,7 +21,7 @@ from ppstream.analysis import records
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.records import EnvelopeLine, PolicyLine
-from ppstream.links.headers import RESULT_HEADER, TOLD
+from ppstream.links.headers import RESULT_HEADER, STAGE_B
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.wire import robot_messages
 
@@ -53,7 +54,7 @@ def test_words_of_a_results_header_stay_where_they_are() -> None:
 
 
 def test_words_are_counted_from_0_without_a_hole_and_given_once() -> None:
-    rank0, policy = records.words(EnvelopeLine), records.words(PolicyLine)
+    rank0, policy = records.header_words(EnvelopeLine), records.header_words(PolicyLine)
     assert sorted((rank0 | policy).values()) == [*range(len(rank0 | policy))]
     assert all(rank0[name] == policy[name] for name in rank0.keys() & policy.keys())
 
@@ -113,7 +114,7 @@ folder = Path(sys.argv[1])
 assert Path(ppstream.__file__).is_relative_to(folder), ppstream.__file__
 class Measuring(whole.Stage1):
     def run_policy(self, *envelope):
-        self._told.new_ns = 77
+        self._measured.new_ns = 77
         return super().run_policy(*envelope)
 whole.Stage1 = Measuring
 with whole.PipelineInProcess(whole.small_config(), whole.NewestValues(), folder) as pipeline:
@@ -124,24 +125,29 @@ READ = """
 import json, sys
 from pathlib import Path
 from ppstream.analysis.log_reader import read_run
-both = [[getattr(line, "new_ns", "undeclared") for line in (envelope, envelope.stage1)]
-        for envelope in read_run(Path(sys.argv[1])).envelopes]
-print(json.dumps(both))
+envelopes = read_run(Path(sys.argv[1])).envelopes
+print(json.dumps([[getattr(e, "new_ns", None) for e in envelopes],
+                  [getattr(e.stage1, "new_ns", None) for e in envelopes]]))
 """
 
 
 @pytest.mark.parametrize(
-    ("declared_in", "line", "script", "read"),
+    ("declared_in", "line", "script", "found"),
     [
-        ("EnvelopeLine", "new_ns: int | None = None", WRITE, [[77, "undeclared"]]),
-        ("PolicyLine", "new_ns: int | None = None", WRITE, [["undeclared", 77]]),
-        ("PolicyRankTimes", f"new_ns: int | None = header_word({len(TOLD)})", RUN, [[77, 77]] * 5),
+        ("EnvelopeLine", "new_ns: int | None = None", WRITE, [[77], [None]]),
+        ("PolicyLine", "new_ns: int | None = None", WRITE, [[None], [77]]),
+        (
+            "PolicyRankTimes",
+            f"new_ns: int | None = in_header({len(STAGE_B)})",
+            RUN,
+            [[77] * 5, [77] * 5],
+        ),
     ],
 )
 def test_a_new_stamp_is_one_line_in_one_file(
-    declared_in: str, line: str, script: str, read: list[Any], tmp_path: Path
+    declared_in: str, line: str, script: str, found: list[Any], tmp_path: Path
 ) -> None:
-    """Declared in a copy of the package, it goes from the record to the file and back."""
+    """Declared in a copy of the package it stands in the files of the ranks, and is read."""
     shutil.copytree(
         ROOT / "ppstream", tmp_path / "ppstream", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -159,7 +165,14 @@ def test_a_new_stamp_is_one_line_in_one_file(
             command, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path
         )
         assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == read
+    assert json.loads(done.stdout) == found
+    assert [[*written(tmp_path / f"rank{rank}.gen0.jsonl")] for rank in (0, 1)] == found
+
+
+def written(path: Path) -> Iterator[int | None]:
+    for line in map(json.loads, path.read_text().splitlines()):
+        if line["kind"] in ("envelope", "stage1"):
+            yield line.get("new_ns")
 
 
 def last_field(source: str, name: str) -> int:

@@ -10,6 +10,7 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticSource
+from ppstream.links.headers import SEQ
 from ppstream.pipeline.pacing import OnSample, Scheduled
 
 THREADS = ["serial", "split"]
@@ -290,7 +291,7 @@ def test_wrong_identity_in_a_result_is_a_protocol_error(tmp_path):
 
         def confused(index):
             slot = original(index)
-            slot.header[3] += 1
+            slot.header[SEQ] += 1
             return slot
 
         pipeline.rank0.link.result = confused

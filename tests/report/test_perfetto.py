@@ -160,6 +160,13 @@ def test_memory_of_both_ranks_is_counted_while_envelopes_are_on_their_way() -> N
     assert found[0]["ts"] >= min(starts)  # what was logged long before stretches no picture
 
 
+def test_memory_of_a_rank_without_a_gpu_is_its_ram_alone() -> None:
+    golden = simulate(n=300)
+    golden.extra.append({"kind": "memory", "t": START_NS + ms(2000), "resident_bytes": 5 << 20})
+    events = exported(golden)["traceEvents"]
+    assert [e["args"] for e in events if e["name"] == "memory, MiB"] == [{"RAM": 5}]
+
+
 def test_a_long_run_keeps_its_newest_envelopes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

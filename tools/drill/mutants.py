@@ -233,8 +233,8 @@ MUTANTS: Final = (
     Mutant(
         "a start that stands is watched",
         "ppstream/launch/rank_exit.py",
-        '("the main thread", lambda: self._step).__enter__()',
-        '("the main thread", lambda: self._step)',
+        '"the main thread", lambda: self._step\n        ).__enter__()',
+        '"the main thread", lambda: self._step\n        )',
         "build-never-ends",
     ),
     Mutant(

@@ -54,7 +54,7 @@ def _series(lines: Sequence[MemoryLine], field: str) -> list[tuple[float, float]
     """Seconds since the rank's first line, and GiB."""
     first = lines[0].t or 0
     at = [((m.t or 0) - first) / 1e9 for m in lines]
-    values = [getattr(m, field) / GIB for m in lines]
+    values = [(getattr(m, field) or 0) / GIB for m in lines]
     return [(point.at, point.high) for point in over_time(at, values)]
 
 
