@@ -252,7 +252,7 @@ class Rank0(ABC):
         if drop is None:
             record.tEmit = at_ns
             record.age_rank0_ns = flight.emit_ns - flight.received_ns
-            if self._cut_ns is not None:
+            if self._cut_ns is not None and flight.epoch == self.epoch:
                 self._first_action(flight.emit_ns - self._cut_ns)
         record.drop = drop
         self.credits.emit(at_ns)
