@@ -109,7 +109,7 @@ class Rank0(ABC):
         self._source_fds: tuple[int, ...] = ()
         self._seq = 0
         self._cuts: deque[tuple[str, int]] = deque()  # no lock: a signal may ask, too
-        self._cut_ns: int | None = None  # when the epoch was asked for; None: it has an action
+        self._cuts_ns: dict[int, int] = {}  # when epochs without an action were asked for
         self.mark = ProgressMark("rank 0's loop", lambda: f"epoch {self.epoch}, seq {self._seq}")
         self.marks: tuple[ProgressMark, ...] = (self.mark,)  # of every thread of the loop
         self._start_limit: int | None = None
@@ -231,7 +231,9 @@ class Rank0(ABC):
         """A new epoch begins: ``seq`` restarts, older results will be dropped as ``stale``."""
         self.epoch += 1
         self._seq = 0
-        self._cut_ns = asked_ns or now_ns()
+        last = self._cuts_ns.get(self.epoch - 1)  # its first action may just have been emitted
+        self._cuts_ns = {} if last is None else {self.epoch - 1: last}
+        self._cuts_ns[self.epoch] = asked_ns or now_ns()
         self.log.event(
             "epoch_cut", epoch=self.epoch, reason=reason, in_flight=self.credits.in_system
         )
@@ -252,8 +254,10 @@ class Rank0(ABC):
         if drop is None:
             record.tEmit = at_ns
             record.age_rank0_ns = flight.emit_ns - flight.received_ns
-            if self._cut_ns is not None and flight.epoch == self.epoch:
-                self._first_action(flight.emit_ns - self._cut_ns)
+            cut_ns = self._cuts_ns.pop(flight.epoch, None)
+            if cut_ns is not None:
+                since_ns = flight.emit_ns - cut_ns
+                self.log.event("first_action", epoch=flight.epoch, since_cut_ns=since_ns)
         record.drop = drop
         self.credits.emit(at_ns)
         self.credits.book(record, at_ns)
@@ -281,11 +285,6 @@ class Rank0(ABC):
         """No failure of a call, so no fault: actions that are finite and within rules are asked."""
         self._faults.tell("C", fault)
         self.log.event("refused", rank=0, rule=fault.kind, what=fault.what)
-
-    def _first_action(self, since_cut_ns: int) -> None:
-        """The new epoch has reached a robot."""
-        self._cut_ns = None
-        self.log.event("first_action", epoch=self.epoch, since_cut_ns=since_cut_ns)
 
     def decode_and_emit(self, flight: Flight, result: Slot) -> str | None:
         """Stage C; returns why nothing was emitted, or None.
