@@ -503,10 +503,10 @@ def test_what_the_run_says_of_actions_and_of_this_robot_is_adopted() -> None:
         welcome = client._session.welcome
         assert welcome is not None
         assert (welcome.low, welcome.high) == ((-1.0, -1.0), (0.5, 0.5))
-        assert server.rows[0].robot == "arm"
         stamp_ns = now_ns()
         client.push("joints", stamp_ns, [0, 0, 0])
         wait_until(lambda: client.timeline.statistics().received)
+        assert server.rows[0].robot == "arm"
         action = client.timeline.action_at(stamp_ns + 25 * MS)  # half-way from step 1 to step 2
         assert action is not None
         np.testing.assert_allclose(action, [1.5, -1.0])
