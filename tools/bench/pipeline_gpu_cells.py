@@ -198,7 +198,7 @@ def _front(
         source.close()
         rank0.log.flush()
         peer.send(Drain("cell over"))
-        answer = handshake.receive(peer, round(LIMIT_S * 1e9))
+        answer = peer.receive(round(LIMIT_S * 1e9))
         assert isinstance(answer, Ready), answer
         assert rank0.link.close(), "a stream still waits"
         torch.cuda.synchronize()

@@ -51,7 +51,7 @@ class Rig:
     def __init__(
         self, patch: pytest.MonkeyPatch, d_in: int = 2, d_out: int = 2, *, a_looks: bool = False
     ) -> None:
-        patch.setattr(in_flight, "Event", At)
+        patch.setattr(in_flight, "CudaEvent", At)
         self.ledger, self.clock = CreditLedger(d_in, d_out), Clock()
         clock: Any = self.clock
         self.underway = InFlight(self.ledger, clock, 9, a_looks=a_looks)
