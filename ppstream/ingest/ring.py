@@ -134,7 +134,7 @@ class SensorRing:
     def refuse(self, reason: str, samples: int) -> None:
         """Count ``samples`` that arrived for this stream and cannot be taken in."""
         self.ledger.received += samples
-        self.ledger.refuse(reason, samples)
+        self.ledger.reject(reason, samples)
 
     def settle(self, first_target_ns: int, end_ns: int) -> int | None:
         """Account for a window with targets from ``first_target_ns`` to ``end_ns``.
@@ -153,7 +153,7 @@ class SensorRing:
             used_from = self.settled
             if self._stamp_of(used_from) < first_target_ns:
                 used_from = max(used_from, self._number_after(first_target_ns) - 1)
-            self.ledger.settle(stop - used_from, used_from - self.settled)
+            self.ledger.account_used(stop - used_from, used_from - self.settled)
             self.settled = stop
         return self._stamp_of(stop - 1)
 
@@ -179,12 +179,12 @@ class SensorRing:
     def _append_some(self, stamps: NDArray[np.int64], values: NDArray[Any], rx_ns: int) -> int:
         """The careful way, for a message in which something is wrong: by arrays, too."""
         if stamps.item(-1) > self.newest_ns and self._clock.is_stale(stamps.item(-1), rx_ns):
-            self.ledger.refuse(STALE, len(stamps))
+            self.ledger.reject(STALE, len(stamps))
             return 0
         if not self._is_image:
             finite = _representable(values).all(axis=1)
             if bad := len(stamps) - int(np.count_nonzero(finite)):
-                self.ledger.refuse(NON_FINITE, bad)
+                self.ledger.reject(NON_FINITE, bad)
                 stamps, values = stamps[finite], values[finite]
         taken = 0
         while len(stamps):
@@ -193,7 +193,7 @@ class SensorRing:
             taken += self._store(stamps[:n][judged.good], values[:n][judged.good], rx_ns)
             for reason, count in zip((LATE, DUPLICATE, FUTURE, STALE), judged[1:], strict=True):
                 if count:
-                    self.ledger.refuse(reason, count)
+                    self.ledger.reject(reason, count)
             if n < len(stamps):
                 taken += self._append_one(stamps[n : n + 1], values[n : n + 1], rx_ns)
             stamps, values = stamps[n + 1 :], values[n + 1 :]
@@ -204,7 +204,7 @@ class SensorRing:
         reason = self._fault(stamp.item(), rx_ns)
         if reason is None:
             return self._store(stamp, value, rx_ns)
-        self.ledger.refuse(reason, 1)
+        self.ledger.reject(reason, 1)
         if reason in (LATE, FUTURE):
             self._clock.rejects()
         return 0
@@ -251,7 +251,7 @@ class SensorRing:
 
     def _lose_before(self, number: int, reason: str) -> None:
         if self.settled < number:
-            self.ledger.lose(reason, number - self.settled)
+            self.ledger.drop(reason, number - self.settled)
             self.settled = number
 
     def _stamp_of(self, number: int) -> int:

@@ -51,26 +51,26 @@ class SampleLedger:
         self.holes = 0
         self.longest_hole_ns = 0
 
-    def refuse(self, reason: str, samples: int) -> None:
+    def reject(self, reason: str, samples: int) -> None:
         """``samples`` that were received are not accepted."""
         self.dropped[reason] = self.dropped.get(reason, 0) + samples
 
-    def lose(self, reason: str, samples: int) -> None:
+    def drop(self, reason: str, samples: int) -> None:
         """``samples`` in flight will never be used."""
         self.in_flight -= samples
-        self.refuse(reason, samples)
+        self.reject(reason, samples)
 
     def add_holes(self, holes: int, longest_ns: int) -> None:
         """So many times without a sample for more than ``max_gap_ms``."""
         self.holes += holes
         self.longest_hole_ns = max(self.longest_hole_ns, longest_ns)
 
-    def settle(self, used: int, passed_over: int) -> None:
+    def account_used(self, used: int, passed_over: int) -> None:
         """A window was cut: these samples are in flight no more."""
         self.in_flight -= used
         self.used += used
         if passed_over:
-            self.lose(PASSED_OVER, passed_over)
+            self.drop(PASSED_OVER, passed_over)
 
     def check(self) -> None:
         """Raises AssertionError with all numbers unless the ledger balances."""
@@ -101,5 +101,5 @@ def total(ledgers: Iterable[SampleLedger]) -> SampleLedger:
         whole.holes += ledger.holes
         whole.longest_hole_ns = max(whole.longest_hole_ns, ledger.longest_hole_ns)
         for reason, samples in ledger.dropped.items():
-            whole.refuse(reason, samples)
+            whole.reject(reason, samples)
     return whole

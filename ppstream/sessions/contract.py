@@ -19,7 +19,7 @@ MINORS_SERVED: Final = (WIRE_MINOR - 1, WIRE_MINOR)
 ENCODINGS: Final = ("raw", "jpeg")
 
 
-def objection(config: PipelineConfig, hello: Hello) -> tuple[str | None, list[str]]:
+def rejection_reason(config: PipelineConfig, hello: Hello) -> tuple[str | None, list[str]]:
     """Returns why this robot can never be admitted (``version``, ``contract``), and what to change.
 
     One line for each difference, with expected and got; None and no line when all agrees.

@@ -198,7 +198,7 @@ class SessionRequests:
         for change in instructions.take_news():
             self._counts.instructions += not change.fault
             self._log_event("instruction", **change._asdict())
-            session = self._table.at_session(change.session)
+            session = self._table.by_id(change.session)
             if session is not None:
                 answer = Conditioned(change.session, change.conditioning_epoch, change.fault)
                 self._send(session.peer, answer)

@@ -17,7 +17,7 @@ from ppstream.core.clock import now_ns as clock_ns
 from ppstream.core.errors import MAX_TEXT, ConfigError
 from ppstream.ingest.sample_ledger import RATE
 from ppstream.observe.statistics import SessionStatistics
-from ppstream.sessions.contract import foreign_version, objection, welcome
+from ppstream.sessions.contract import foreign_version, rejection_reason, welcome
 from ppstream.sessions.requests import SessionRequests
 from ppstream.sessions.session import Session, SessionCounts
 from ppstream.sessions.table import (
@@ -134,7 +134,7 @@ class Sessions:
             ``no_session`` (the robot it answers has left), ``episode`` (it began a new one),
             ``undeliverable``.
         """
-        session = self._table.at(row)
+        session = self._table.by_row(row)
         reason = "undeliverable"
         if self._phase not in SERVING:
             reason = "not_ready"
@@ -170,7 +170,7 @@ class Sessions:
 
     def _take(self, frame: Frame, now_ns: int) -> int:
         """Handle one frame; returns how many samples the rings accepted."""
-        session = self._table.of(frame.peer)
+        session = self._table.by_peer(frame.peer)
         if session is None:
             self._strangers_left = left = self._strangers_left - 1
         else:
@@ -230,12 +230,12 @@ class Sessions:
     # ---- sessions ----------------------------------------------------------------------------
 
     def _hello(self, peer: bytes, hello: Hello, now_ns: int) -> None:
-        known = self._table.of(peer)
+        known = self._table.by_peer(peer)
         if known is not None and known.hello == hello:
             known.heard_ns = now_ns
             self._welcome(known)  # it asked again before it heard the answer
             return
-        reason, details = objection(self._config, hello)
+        reason, details = rejection_reason(self._config, hello)
         if reason is None and (problem := self.requests.problem(hello)):
             reason, details = "contract", [problem]
         if self._phase in ENDING:
@@ -243,7 +243,7 @@ class Sessions:
         if reason is None:
             for old in self._table.replaced_by(peer, hello):
                 self._close(old, "resumed")
-            reason, details = self._table.objection(hello)
+            reason, details = self._table.rejection_reason(hello)
         if reason is not None:
             self._refuse(peer, reason, details)
             return

@@ -80,15 +80,15 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._of)
 
-    def at(self, row: int) -> Session | None:
+    def by_row(self, row: int) -> Session | None:
         """Returns the session that holds a row."""
         return self._at[row]
 
-    def at_session(self, session: int) -> Session | None:
+    def by_id(self, session: int) -> Session | None:
         """Returns the session with this number."""
         return next((one for one in self._of.values() if one.id == session), None)
 
-    def of(self, peer: bytes) -> Session | None:
+    def by_peer(self, peer: bytes) -> Session | None:
         """Returns the session on a connection."""
         return self._of.get(peer)
 
@@ -100,7 +100,7 @@ class SessionTable:
         """Returns the sessions that this Hello ends: its connection's, and the resumed one."""
         return [s for s in self._of.values() if s.peer == peer or s.id == hello.resumes]
 
-    def objection(self, hello: Hello) -> tuple[str | None, list[str]]:
+    def rejection_reason(self, hello: Hello) -> tuple[str | None, list[str]]:
         """Returns why no place is free (``name_in_use``, ``full``), and what would change it."""
         if any(session.hello.robot == hello.robot for session in self._of.values()):
             line = (

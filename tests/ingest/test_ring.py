@@ -400,7 +400,7 @@ class SlowRing(SensorRing):
     def _append_some(self, stamps: Any, values: Any, rx_ns: int) -> int:
         clock, last_ns = self._clock, stamps.item(-1)
         if last_ns > self.newest_ns and clock.is_stale(last_ns, rx_ns):
-            self.ledger.refuse("stale", len(stamps))
+            self.ledger.reject("stale", len(stamps))
             return 0
         taken = 0
         for index, stamp_ns in enumerate(stamps.tolist()):
@@ -414,7 +414,7 @@ class SlowRing(SensorRing):
             if reason is None:
                 taken += self._store(stamps[index : index + 1], values[index : index + 1], rx_ns)
                 continue
-            self.ledger.refuse(reason, 1)
+            self.ledger.reject(reason, 1)
             if reason in ("late", "future"):
                 clock.rejects()
         return taken

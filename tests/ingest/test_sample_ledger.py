@@ -9,8 +9,8 @@ def filled() -> SampleLedger:
     ledger = SampleLedger()
     ledger.received = 10
     ledger.in_flight = 7
-    ledger.refuse("late", 3)
-    ledger.settle(used=4, passed_over=1)
+    ledger.reject("late", 3)
+    ledger.account_used(used=4, passed_over=1)
     return ledger
 
 
@@ -27,7 +27,7 @@ def test_every_sample_received_is_used_dropped_or_in_flight() -> None:
 
 def test_losing_what_is_in_flight_keeps_the_balance() -> None:
     ledger = filled()
-    ledger.lose("overwritten", 2)
+    ledger.drop("overwritten", 2)
     ledger.check()
     assert ledger.in_flight == 0
     assert ledger.dropped["overwritten"] == 2
@@ -42,7 +42,7 @@ def test_a_lost_sample_is_reported_with_all_numbers() -> None:
 
 def test_a_negative_count_is_reported_although_the_sum_is_right() -> None:
     ledger = filled()
-    ledger.settle(used=3, passed_over=0)
+    ledger.account_used(used=3, passed_over=0)
     with pytest.raises(AssertionError, match="negative"):
         ledger.check()
 
@@ -56,8 +56,8 @@ def test_the_form_of_the_log_is_a_copy() -> None:
 def test_the_total_adds_up_by_reason() -> None:
     other = SampleLedger()
     other.received = 2
-    other.refuse("late", 1)
-    other.refuse("shape", 1)
+    other.reject("late", 1)
+    other.reject("shape", 1)
     whole = total([filled(), other])
     whole.check()
     assert whole.received == 12

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from robot_rig import ACTIONS, make_config
 
-from ppstream.sessions.contract import objection
+from ppstream.sessions.contract import rejection_reason
 from ppstream.wire.fields import WIRE_MINOR
 from ppstream.wire.robot_messages import Hello, StreamDeclaration
 
@@ -19,7 +19,7 @@ def hello(**changes: Any) -> Hello:
 
 @pytest.mark.parametrize("streams", [(JOINTS, IMU), (IMU, JOINTS)])
 def test_the_order_of_streams_is_the_robots_own(streams: Any) -> None:
-    assert objection(make_config(), hello(streams=streams)) == (None, [])
+    assert rejection_reason(make_config(), hello(streams=streams)) == (None, [])
 
 
 @pytest.mark.parametrize(
@@ -43,16 +43,16 @@ def test_the_order_of_streams_is_the_robots_own(streams: Any) -> None:
     ],
 )
 def test_a_difference_says_what_was_expected_and_got(changes: Any, line: str) -> None:
-    assert objection(make_config(), hello(**changes)) == ("contract", [line])
+    assert rejection_reason(make_config(), hello(**changes)) == ("contract", [line])
 
 
 def test_actions_in_another_order_are_another_contract() -> None:
-    reason, lines = objection(make_config(), hello(actions=("dy", "dx")))
+    reason, lines = rejection_reason(make_config(), hello(actions=("dy", "dx")))
     assert reason == "contract"
     assert lines == ["action 0: expected 'dx', got 'dy'", "action 1: expected 'dy', got 'dx'"]
 
 
 def test_another_major_version_is_said_before_anything_else() -> None:
-    reason, (line,) = objection(make_config(), hello(major=2, minor=0, streams=()))
+    reason, (line,) = rejection_reason(make_config(), hello(major=2, minor=0, streams=()))
     assert reason == "version"
     assert "expected 1.1 or 1.2, got 2.0" in line
