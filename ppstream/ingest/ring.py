@@ -212,9 +212,9 @@ class SensorRing:
     def _fault(self, stamp_ns: int, rx_ns: int) -> str | None:
         if stamp_ns <= self.newest_ns:
             return DUPLICATE if stamp_ns == self.newest_ns else LATE
-        if self._clock.accepts(stamp_ns, rx_ns):
-            return None
-        return STALE if self._clock.is_stale(stamp_ns, rx_ns) else FUTURE
+        if self._clock.is_stale(stamp_ns, rx_ns):  # first: it may end a backlog
+            return STALE
+        return None if self._clock.accepts(stamp_ns, rx_ns) else FUTURE
 
     def _store(self, stamps: NDArray[np.int64], values: NDArray[Any], rx_ns: int) -> int:
         """Write good samples behind the newest, at most a ring full; returns how many."""

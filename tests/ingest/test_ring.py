@@ -298,6 +298,17 @@ def test_a_new_episode_empties_the_rings_and_keeps_the_clock() -> None:
     row.reference.check()
 
 
+def test_samples_that_stay_late_are_taken_whatever_else_is_wrong_with_their_message() -> None:
+    row = two_rings(SensorRing, 16, real_time=True)
+    ring, ones = row.reference, np.ones((2, 1), np.float32)
+    ring.append(at_ms(0), ones[:1], 0)
+    ring.append(at_ms(1), ones[:1], 2 * STALE_MS * MS)  # a backlog begins
+    rx_ns = 2 * STALE_MS * MS + BACKLOG_NS + 1  # and goes on for too long to be one
+    assert ring.append(at_ms(2, 0), ones, rx_ns) == 1
+    assert ring.ledger.dropped == {"stale": 1, "late": 1}
+    ring.check()
+
+
 # ---- properties ------------------------------------------------------------------------------
 
 
@@ -409,8 +420,10 @@ class SlowRing(SensorRing):
                 reason = "non_finite"
             elif stamp_ns <= self.newest_ns:
                 reason = "duplicate" if stamp_ns == self.newest_ns else "late"
+            elif clock.is_stale(stamp_ns, rx_ns):
+                reason = "stale"
             elif not clock.accepts(stamp_ns, rx_ns):
-                reason = "stale" if clock.is_stale(stamp_ns, rx_ns) else "future"
+                reason = "future"
             if reason is None:
                 taken += self._store(stamps[index : index + 1], values[index : index + 1], rx_ns)
                 continue
