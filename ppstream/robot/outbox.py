@@ -56,10 +56,10 @@ class Outbox:
     def add(self, stream: str, stamp_ns: int | Values, values: Any, now_ns: int) -> list[Batch]:
         """Take one sample ``[dim]`` or several ``[n, dim]`` with stamps ``[n]``.
 
-        Returns what must be sent now, oldest first.
+        Returns what must be sent now, each stream's oldest first; nothing for no samples.
 
         Raises:
-            SpecError: unknown stream, wrong shape, stamps that are no integers, too much at once.
+            SpecError: unknown stream, wrong shape, stamps that are no int64, too much at once.
         """
         gathering = self._gathering.get(stream)
         if gathering is None:
@@ -68,20 +68,26 @@ class Outbox:
             stamp = stamp_ns.to_bytes(8, "little", signed=True)
             return [Batch(gathering.index, memoryview(stamp), values.data, 1)]
         stamps, array = gathering.checked(stamp_ns, values)
+        if not len(stamps):
+            return []
         if not self._batch_ns:
             return [Batch(gathering.index, stamps.data, array.data, len(stamps))]
         with self._lock:
             if len(stamps) <= gathering.room:
-                gathering.put(stamps, array)
-                return self._begin_or_take(now_ns)
-            sent = [*gathering.take()]
-            return [*sent, Batch(gathering.index, stamps.data, array.data, len(stamps))]
+                gathering.put(stamps, array, now_ns)
+                if self.due_ns is None:
+                    self.due_ns = now_ns + self._batch_ns
+                return self._take_due(now_ns)
+            full = [*gathering.take(), Batch(gathering.index, stamps.data, array.data, len(stamps))]
+            self.due_ns = self._oldest_due_ns()
+            return [*full, *self._take_due(now_ns)]
 
     def encoded(self, stream: str, stamp_ns: int, data: bytes) -> Batch:
         """One encoded frame to send, never gathered.
 
         Raises:
-            SpecError: the stream is not declared so, or there is nothing or too much in ``data``.
+            SpecError: the stream is not declared so, there is nothing or too much in ``data``, or
+                the stamp is no int64.
         """
         gathering = self._gathering.get(stream)
         if gathering is None or not gathering.is_encoded:
@@ -91,6 +97,8 @@ class Outbox:
             raise SpecError(
                 f"stream {stream!r}: a frame of {len(data)} bytes, want 1 to {MAX_PUSH_BYTES}"
             )
+        if not _is_int64(stamp_ns):
+            raise SpecError(f"stream {stream!r}: stamp {stamp_ns} does not fit int64 nanoseconds")
         stamp = stamp_ns.to_bytes(8, "little", signed=True)
         return Batch(gathering.index, memoryview(stamp), memoryview(data), 1)
 
@@ -99,10 +107,10 @@ class Outbox:
         with self._lock:
             return self._take() if everything else self._take_due(now_ns)
 
-    def _begin_or_take(self, now_ns: int) -> list[Batch]:
-        if self.due_ns is None:
-            self.due_ns = now_ns + self._batch_ns
-        return self._take_due(now_ns)
+    def _oldest_due_ns(self) -> int | None:
+        begun = (gathering.since_ns for gathering in self._gathering.values())
+        oldest = min((since_ns for since_ns in begun if since_ns is not None), default=None)
+        return None if oldest is None else oldest + self._batch_ns
 
     def _take_due(self, now_ns: int) -> list[Batch]:
         return [] if self.due_ns is None or now_ns < self.due_ns else self._take()
@@ -120,11 +128,12 @@ class _Gathering:
         self._declared = declared
         self.is_encoded = declared.encoding != ENCODINGS[0]
         self._dtype = np.dtype(declared.dtype)
-        self._shape = () if self.is_encoded else (declared.dim,)  # no raw sample is plain then
+        self._shape = None if self.is_encoded else (declared.dim,)  # no raw sample is plain then
         self._capacity = min(BATCH_SAMPLES, MAX_PUSH_BYTES // (declared.dim * self._dtype.itemsize))
         self._stamps = np.empty(self._capacity, dtype=np.int64)
         self._values = np.empty((self._capacity, declared.dim), dtype=declared.dtype)
         self._count = 0
+        self.since_ns: int | None = None  # when the oldest of them was put here
 
     @property
     def room(self) -> int:
@@ -137,7 +146,7 @@ class _Gathering:
             and values.dtype == self._dtype
             and values.shape == self._shape
             and values.flags.c_contiguous
-            and -(2**63) <= stamp_ns < 2**63
+            and _is_int64(stamp_ns)
         )
 
     def checked(self, stamp_ns: int | Values, values: Any) -> tuple[Values, Values]:
@@ -166,7 +175,9 @@ class _Gathering:
             )
         return stamps, array
 
-    def put(self, stamps: Values, values: Values) -> None:
+    def put(self, stamps: Values, values: Values, now_ns: int) -> None:
+        if self.since_ns is None:
+            self.since_ns = now_ns
         end = self._count + len(stamps)
         self._stamps[self._count : end] = stamps
         self._values[self._count : end] = values
@@ -174,7 +185,7 @@ class _Gathering:
 
     def take(self) -> list[Batch]:
         """The gathered samples, copied; empty when there are none."""
-        count, self._count = self._count, 0
+        count, self._count, self.since_ns = self._count, 0, None
         if not count:
             return []
         stamps, values = self._stamps[:count].tobytes(), self._values[:count].tobytes()
@@ -190,7 +201,13 @@ def _stamps(stamp_ns: int | Values) -> Values:
             f"stamps must be integer nanoseconds, got {stamps.dtype} {stamps.shape}; "
             "convert seconds with round(t * 1e9)"
         )
+    if stamps.dtype == np.uint64 and stamps.size and not _is_int64(int(stamps.max())):
+        raise SpecError(f"stamp {stamps.max()} does not fit int64 nanoseconds")
     return np.ascontiguousarray(stamps, dtype=np.int64)
+
+
+def _is_int64(stamp_ns: int) -> bool:
+    return -(2**63) <= stamp_ns < 2**63
 
 
 def _declaration(stream: Stream) -> StreamDeclaration:
