@@ -174,7 +174,7 @@ class RobotClient:
             The conditioning epoch; ``conditioned`` names it once the policy follows, or why not.
 
         Raises:
-            SpecError: the text is too long for the wire.
+            SpecError: the text is too long for the wire or not UTF-8.
             PpstreamError: ``connect`` was not called.
             ReceiverEndedError: the receiving thread ended by an exception.
         """

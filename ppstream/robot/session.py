@@ -38,6 +38,7 @@ PINGS_PER_SILENCE: Final = 4  # keep well inside the server's limit
 CONNECTING: Final = "connecting"
 EXECUTABLE: Final = frozenset({"ready", "degraded"})  # in any other phase a robot holds
 HOPELESS: Final = frozenset({"version", "contract"})  # asking again does not help
+UNSENDABLE: Final = (msgspec.ValidationError, UnicodeEncodeError)  # too long, or not UTF-8
 
 
 class RobotSession:
@@ -47,7 +48,7 @@ class RobotSession:
     actions to say.
 
     Raises:
-        SpecError: a name is empty or too long for the wire.
+        SpecError: a name is empty, too long for the wire or not UTF-8.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class RobotSession:
         self._hello = Hello(WIRE_MAJOR, WIRE_MINOR, robot, streams, actions, real_time=real_time)
         try:
             from_robot.decode(encoder.encode(self._hello))
-        except msgspec.ValidationError as error:
+        except UNSENDABLE as error:
             raise SpecError(
                 f"{self._hello} cannot be sent: {error}; names have 1 to {MAX_NAME} characters"
             ) from error
@@ -146,7 +147,7 @@ class RobotSession:
         message = Instruct(self.session, epoch, text)
         try:
             from_robot.decode(encoder.encode(message))
-        except msgspec.ValidationError as error:
+        except UNSENDABLE as error:
             raise SpecError(f"an instruction of {len(text)} characters: {error}") from error
         self._hello = msgspec.structs.replace(
             self._hello, instruction=text, conditioning_epoch=epoch
@@ -179,10 +180,10 @@ class RobotSession:
     def reject(self, chunk: ActionChunk) -> str | None:
         """Returns the reason why a chunk is not for this robot as it is now, or None.
 
-        ``session``: of another one; ``episode``: from before a reset; ``lease``: it claims more
-        time than the server granted when the session opened.
+        ``session``: of another one, or none is held; ``episode``: from before a reset; ``lease``:
+        it claims more time than the server granted when the session opened.
         """
-        if self.welcome is None or chunk.session != self.session:
+        if self.welcome is None or not self.session or chunk.session != self.session:
             return "session"
         if chunk.session_epoch != self.session_epoch:
             return "episode"

@@ -128,6 +128,7 @@ def test_a_chunk_must_be_for_this_robot_as_it_is(changes: Any, reason: str | Non
     assert robot.reject(make_chunk(**{"session": 7, **changes})) == reason
 
 
-def test_a_name_the_wire_does_not_take_is_refused_here() -> None:
+@pytest.mark.parametrize("name", ["", "x" * 65, "\ud800"])
+def test_a_name_the_wire_does_not_take_is_refused_here(name: str) -> None:
     with pytest.raises(SpecError, match="1 to 64 characters"):
-        RobotSession("x" * 65, STREAMS, ACTIONS)
+        RobotSession(name, STREAMS, ACTIONS)
