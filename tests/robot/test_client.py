@@ -226,6 +226,7 @@ def test_a_reset_drops_what_is_owed_to_the_old_episode() -> None:
 def test_a_chunk_of_an_old_episode_is_dropped_also_on_the_robot() -> None:
     with serving() as server, make_client(server.sessions.endpoint) as client:
         client.connect()
+        wait_until(lambda: server.rows[0].session)  # the welcome is sent first
         session = server.rows[0].session
         server.rows[0].session_epoch = 5  # the server lost count
         chunk = make_chunk(session=session, episode=5, end_ns=now_ns())
