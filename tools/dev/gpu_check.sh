@@ -6,7 +6,7 @@
 # Needs python3 with torch, cuda-core, msgspec, pyzmq, nvtx, pytest, hypothesis and Triton, and
 # compute-sanitizer; with ncu, NVTX ranges are checked too. Tests of two GPUs skip on one.
 set -eu
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 results=${1:-.}
 quick=${2:-}
 PYTHONPATH=kernels:stages:tools:.${PYTHONPATH:+:$PYTHONPATH}
