@@ -67,12 +67,12 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if arguments.device == "cuda":
-        import bench_resample_cuda  # needs a GPU, cuda-core and Triton
+        from bench import resample_gpu  # needs a GPU, cuda-core and Triton
 
         quick: bool = arguments.quick
         parts = arguments.only or [part for part in PARTS if not (quick and part == "scaling")]
         dtypes = arguments.dtypes or (DTYPES[:1] if quick else DTYPES)
-        report = bench_resample_cuda.measure(parts, [getattr(torch, name) for name in dtypes])
+        report = resample_gpu.measure(parts, [getattr(torch, name) for name in dtypes])
         return write_audited(arguments.json, report, gpu_claims(report))
     about = {
         "machine": platform.processor() or platform.machine(),

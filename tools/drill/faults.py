@@ -115,6 +115,17 @@ def dropped(reason: str) -> Callable[[Scene, int], Seen]:
     return look
 
 
+def moved(ticks: int) -> Callable[[Scene, int], Seen]:
+    """Seen once the robot has moved in so many ticks all the same."""
+
+    def look(scene: Scene, since_ns: int) -> Seen:
+        all_ticks = scene.ticks(since_ns)
+        count = sum(tick.moved for tick in all_ticks)
+        return f"the robot moved in {count} of {len(all_ticks)} ticks" if count >= ticks else None
+
+    return look
+
+
 def held(seconds: float) -> Callable[[Scene, int], Seen]:
     """Seen once the robot has held for so long."""
 
