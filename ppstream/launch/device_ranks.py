@@ -25,9 +25,9 @@ from ppstream.launch.placement import Placement, place
 from ppstream.links.device_link import BACK, FRONT, run_ahead
 from ppstream.links.factory import open_device
 from ppstream.links.latency_probe import measure
-from ppstream.pipeline.device.stage0 import Stage0Device
-from ppstream.pipeline.device.stage0_queue import Stage0Parts, Streams
-from ppstream.pipeline.device.stage1 import Stage1Device, Stage1Parts
+from ppstream.pipeline.device.executor import DeviceExecutor
+from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
+from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
 from ppstream.pipeline.device.stage_a import RingWindows
 from ppstream.pipeline.device.stage_b import DeviceStageB
 from ppstream.pipeline.stage_b import StageB
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from ppstream.links.device_link import DeviceLink
     from ppstream.links.slots import LinkShape
     from ppstream.observe.log_writer import TimestampLog
+    from ppstream.pipeline.device.stage_a import DeviceStageA
+    from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
     from ppstream.policy.protocol import Policy
 
 logger = logging.getLogger("ppstream")
@@ -66,14 +68,14 @@ def place_here(config: PipelineConfig, world_size: int) -> Placement:
     )
 
 
-def open_stage0(
+def open_rank0(
     parts: Rank0Parts,
     placement: Placement,
-    peer: Peer,
+    policy_rank: PolicyRankPeer,
     store: LauncherStore,
     shape: LinkShape,
-) -> Stage0Device:
-    """Rank 0's loop on its GPU, of ``parts`` but for their stage A.
+) -> tuple[DeviceStageA, DeviceExecutor]:
+    """Rank 0's stage A on its GPU, which replaces that of ``parts``, and its executor.
 
     Raises:
         ConfigError, DeviceError, PeerLostError, ProtocolError: as the link's opening.
@@ -91,9 +93,8 @@ def open_stage0(
         for mean_ms in (simulate.a_ms, simulate.c_ms)
     )
     link = _open_link(config, placement, FRONT, store, shape, device, parts.log)
-    own = Stage0Parts(
+    own = Rank0Device(
         link=link,
-        peer=peer,
         shape=shape,
         streams=Streams(cuda_stream("a"), cuda_stream("c")),
         clock=DeviceClock(DeviceProbe(cuda_stream("clock"))),
@@ -101,7 +102,7 @@ def open_stage0(
         work_c=work_c,
     )
     stage_a = RingWindows(config, link.out, device, stream)
-    return Stage0Device(*parts._replace(stage_a=stage_a), parts=own)
+    return stage_a, DeviceExecutor(own, policy_rank)
 
 
 class PreparedPolicy(NamedTuple):
@@ -157,7 +158,7 @@ def stage_b_on_host_slots(
     return StageB(prepared, config.batch.rows, integers)
 
 
-def open_stage1(
+def open_policy_rank(
     config: PipelineConfig,
     prepared: PreparedPolicy,
     placement: Placement,
@@ -166,7 +167,7 @@ def open_stage1(
     shape: LinkShape,
     log: TimestampLog,
     waiter: Waiter,
-) -> Stage1Device:
+) -> DevicePolicyRank:
     """The policy rank's loop on its GPU; warm, nothing queued.
 
     Raises:
@@ -177,7 +178,7 @@ def open_stage1(
     device = torch.device(placement.ranks[1].device)
     link = _open_link(config, placement, BACK, store, shape, device, log)
     policy = prepared.policy
-    parts = Stage1Parts(
+    parts = PolicyDevice(
         config=config,
         stage_b=DeviceStageB(policy, config.batch.rows, device, is_stateless=prepared.is_stateless),
         link=link,
@@ -189,13 +190,13 @@ def open_stage1(
         shape=shape,
         nodes=prepared.nodes,
     )
-    stage1 = Stage1Device(parts)
-    stage1.prepare()
+    loop = DevicePolicyRank(parts)
+    loop.prepare()
     log.event("run_ahead", envelopes=shape.ahead, nodes=prepared.nodes, slots=len(link.out))
     if isinstance(policy, GraphedPolicy):
         policy.seal()
         log.event("policy_graphs", **policy.statistics()._asdict())
-    return stage1
+    return loop
 
 
 def _open_link(

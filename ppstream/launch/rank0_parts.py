@@ -1,4 +1,4 @@
-"""Parts common to the pipelined loops of rank 0 and their inline twin."""
+"""Parts of rank 0's loop, whatever executes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Rank0Parts(NamedTuple):
-    """The arguments of ``Rank0``, in its order."""
+    """The arguments of ``Rank0Loop`` before its executor, in its order."""
 
     config: PipelineConfig
     stage_a: StageA | DeviceStageA
@@ -52,7 +52,7 @@ def rank0_parts(config: PipelineConfig, run: Run, generation: int, stack: ExitSt
 
 
 def _delay(simulate: SimulateConfig, mean_ms: float, seed: int) -> Delay:
-    """Work on a GPU is stage0_device's to queue, and takes none of this thread's time."""
+    """Work on a GPU is its executor's to queue, and takes none of this thread's time."""
     if simulate.kind == "gpu":
         return Delay(0.0)
     return Delay(mean_ms, simulate.kind, simulate.law, seed)

@@ -23,8 +23,9 @@ from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
-from ppstream.pipeline.device.stage1 import Stage1Device
-from ppstream.pipeline.stage1 import Stage1
+from ppstream.pipeline.device.policy_rank import DevicePolicyRank
+from ppstream.pipeline.host_policy_rank import HostPolicyRank
+from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.compatibility import build_policy
 from ppstream.policy.protocol import Policy
 from ppstream.wire.rank_messages import Goodbye
@@ -62,11 +63,11 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         end.met(peer)
         patience = Patience(config.liveness.drain_s + OUTLIVE_DRAIN_S)
         rank_exit.on_signals(patience.asked)
-        loop: list[Stage1 | Stage1Device] = []  # one, once it exists
+        met: list[PolicyRank] = []  # this loop, once it exists
         beat = handshake.start_heartbeat(
             config,
             peer,
-            lambda: loop[0].progress if loop else 0,
+            lambda: met[0].progress if met else 0,
             end.leave_when_lost,
             end.peer_process,
         )
@@ -90,16 +91,15 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             Monitoring(config, end.run, log, stack, rank=store.rank, generation=store.generation)
             waiter = Waiter()
             stack.callback(waiter.close)
-            stage1: Stage1 | Stage1Device
             with course.step("the link and the policy's first calls"):
-                stage1 = _open(config, on_gpu or policy, placement, peer, store, shape, log, waiter)
-            stack.callback(stage1.link.close)
-            loop.append(stage1)
-            course.loop = stage1
+                loop = _open(config, on_gpu or policy, placement, peer, store, shape, log, waiter)
+            stack.callback(loop.link.close)
+            met.append(loop)
+            course.loop = loop
             end.on_stop = patience.asked
             if end.lookout is not None:
-                stage1.on_phase.append(end.lookout.on_phase)
-            reason = stage1.run(patience.is_over)
+                loop.on_phase.append(end.lookout.on_phase)
+            reason = loop.run(patience.is_over)
             log.flush()
         end.is_drained = True
         peer.send(Goodbye(int(ExitCode.DRAINED), reason))
@@ -115,15 +115,17 @@ def _open(
     shape: LinkShape,
     log: TimestampLog,
     waiter: Waiter,
-) -> Stage1 | Stage1Device:
+) -> HostPolicyRank | DevicePolicyRank:
     """This rank's loop, over a link that is open."""
     if isinstance(policy, device_ranks.PreparedPolicy):
-        return device_ranks.open_stage1(config, policy, placement, peer, store, shape, log, waiter)
+        return device_ranks.open_policy_rank(
+            config, policy, placement, peer, store, shape, log, waiter
+        )
     assert placement.link is not None
     device = torch.device(placement.ranks[-1].device)
     stage_b = device_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
     link = open_back(placement.link, peer, store, shape)
-    return Stage1(config, stage_b, link, peer, log, waiter)
+    return HostPolicyRank(config, stage_b, link, peer, log, waiter)
 
 
 def _log(config: PipelineConfig, run: Run, store: LauncherStore, stack: ExitStack) -> TimestampLog:

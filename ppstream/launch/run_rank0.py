@@ -1,6 +1,6 @@
 """Rank 0 of a run: builds its parts, meets the policy rank, proves overlap, serves, drains.
 
-The order of a run stands in ``run_front``; what happens to an envelope in ``stage0.py``.
+The order of a run stands in ``run_front``; what happens to an envelope in ``pipeline/loop.py``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from ppstream.links.headers import link_shape
 from ppstream.links.slots import new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
-from ppstream.pipeline.device.stage0 import Stage0Device
-from ppstream.pipeline.inline import Inline
-from ppstream.pipeline.rank0 import Rank0
-from ppstream.pipeline.rank0_peer import Paired
+from ppstream.pipeline.host_executor import HostExecutor, SplitExecutor
+from ppstream.pipeline.inline_executor import InlineExecutor
+from ppstream.pipeline.loop import Executor, Rank0Loop
+from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.service import Service
-from ppstream.pipeline.stage0 import Stage0
 from ppstream.policy.compatibility import build_policy, policy_problems
 from ppstream.wire.rank_messages import Drain, PhaseChange
 
@@ -91,7 +90,7 @@ def _meet(
         end.met(peer)
 
         def finished() -> int:
-            return course.loop.finished if isinstance(course.loop, Rank0) else 0
+            return course.loop.finished if isinstance(course.loop, Rank0Loop) else 0
 
         beat = handshake.start_heartbeat(
             config, peer, finished, end.leave_when_lost, end.peer_process
@@ -122,7 +121,7 @@ def _serve(
         generation=end.generation,
         credit_ledger=parts.credit_ledger,
     )
-    rank0: Rank0
+    rank0: Rank0Loop
     if met is None:
         with course.step(f"the build of {config.policy.target}"):
             rank0 = _inline(config, parts, intake.cutter.inputs, end.generation)
@@ -161,21 +160,27 @@ def _pipelined(
     course: rank_exit.Course,
     met: Met,
     stack: ExitStack,
-) -> Stage0 | Stage0Device:
+) -> Rank0Loop:
     peer, store = met
     inputs = intake.cutter.inputs
     outputs, ahead = handshake.agree_on_tensors(config, peer, inputs)
     peer.send(handshake.accepted(inputs))
     shape = link_shape(config, inputs, outputs, store.generation, ahead)
-    rank0: Stage0 | Stage0Device
+    policy_rank = PolicyRankPeer(peer, config)
+    executor: Executor
     with course.step("the link and its slots"):
         if placement.is_device_ordered:
-            rank0 = device_ranks.open_stage0(parts, placement, peer, store, shape)
+            stage_a, executor = device_ranks.open_rank0(parts, placement, policy_rank, store, shape)
+            stack.callback(executor.link.close)
+            parts = parts._replace(stage_a=stage_a)
         else:
             assert placement.link is not None
-            rank0 = Stage0(*parts, link=open_front(placement.link, peer, store, shape), peer=peer)
-            logger.info("link %s: %s", rank0.link.name, placement.why)
-    stack.callback(rank0.link.close)
+            link = open_front(placement.link, peer, store, shape)
+            stack.callback(link.close)
+            on_host = SplitExecutor if config.pipeline.threads == "split" else HostExecutor
+            executor = on_host(link, policy_rank)
+            logger.info("link %s: %s", link.name, placement.why)
+    rank0 = Rank0Loop(*parts, executor=executor)
     rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
     return rank0
 
@@ -189,7 +194,7 @@ def _own_address(world_size: int) -> str | None:
 
 def _inline(
     config: PipelineConfig, parts: Rank0Parts, inputs: tuple[TensorSpec, ...], generation: int
-) -> Inline:
+) -> Rank0Loop:
     device = torch.device(config.placement.policy)
     if device.type == "cuda":
         startup.start(device)
@@ -197,12 +202,12 @@ def _inline(
     if problems := policy_problems(config, inputs, policy.inputs, policy.outputs):
         raise ConfigError(problems)
     shape = link_shape(config, inputs, policy.outputs, generation)
-    return Inline(
-        *parts,
-        stage_b=device_ranks.stage_b_on_host_slots(policy, config, device, parts.log.run_id),
+    executor = InlineExecutor(
+        device_ranks.stage_b_on_host_slots(policy, config, device, parts.log.run_id),
         envelope=new_slots(shape.envelope, 1)[0],
         result=new_slots(shape.result, 1)[0],
     )
+    return Rank0Loop(*parts, executor=executor)
 
 
 def _check_ledgers(*intakes: Intake) -> None:
@@ -213,12 +218,12 @@ def _check_ledgers(*intakes: Intake) -> None:
                 ring.check()
 
 
-def _release_policy_rank(rank0: Rank0) -> None:
+def _release_policy_rank(rank0: Rank0Loop) -> None:
     """Nothing is in flight: let the policy rank go, and wait until it says goodbye."""
-    if isinstance(rank0, Paired):
-        rank0.peer.send(Drain(rank0.stop_reason or "the recording has ended"))
+    if (policy_rank := rank0.executor.policy_rank) is not None:
+        policy_rank.peer.send(Drain(rank0.stop_reason or "the recording has ended"))
         with suppress(PeerLeftError):
-            rank0.peer.receive(GOODBYE_LIMIT_NS)
+            policy_rank.peer.receive(GOODBYE_LIMIT_NS)
 
 
 def begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:

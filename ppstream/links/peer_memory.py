@@ -23,7 +23,7 @@ What faults of GPUs ask for, one by one:
 2. *Load and allocate first*: the kernels of sends and waits have run once before the link is open,
    and the loops run every stage on every slot before they queue a wait.
 3. *No wait while idle*: kept where user code runs on the policy rank's host, or stage B takes a
-   millisecond: receipts are queued at a doorbell (``pipeline/device/stage1.py``), because a first
+   millisecond: receipts are queued at a doorbell (``device/policy_rank.py``), because a first
    load of a kernel stands behind any queued wait. A short stage B in a graph has receipts queued
    ahead: a doorbell for each would cost the 40 µs that this link saves. A kernel that waits is to
    others what a posted receive of NCCL is, and pauses between its looks when the wait is long.

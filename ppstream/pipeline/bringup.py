@@ -32,9 +32,7 @@ from ppstream.core.interpreter import freeze_garbage
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticRobots
 from ppstream.observe.attribution import Attribution, end_of_stream
-from ppstream.pipeline.inline import Inline
 from ppstream.pipeline.pacing import Saturated
-from ppstream.pipeline.rank0_peer import Paired
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from ppstream.ingest.intake import Intake
     from ppstream.ingest.sources import Source
     from ppstream.observe.run_folder import Run
-    from ppstream.pipeline.rank0 import Rank0
+    from ppstream.pipeline.loop import Rank0Loop
 
 logger = logging.getLogger("ppstream")
 
@@ -58,9 +56,10 @@ TOGETHER: Final = 50  # envelopes timed as one; of such times the median is take
 STOP_REASON: Final = "the blocks are timed; a run in attribution mode never becomes ready"
 
 
-def time_blocks(rank0: Rank0, intake: Intake, source: Source) -> None:
+def time_blocks(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
     """Log event ``attribution`` has both periods and their ratio, the perturbation; then stop."""
-    runs_policy = isinstance(rank0, Inline)  # else blocks here are a decoder's, on the host
+    # where the policy runs elsewhere, blocks here are a decoder's, on the host
+    runs_policy = rank0.executor.policy_rank is None
     device = torch.device(rank0.config.placement.policy if runs_policy else "cpu")
     attribution = Attribution(rank0.log, end_of_stream(device))
     envelopes = rank0.config.bringup.envelopes
@@ -84,7 +83,7 @@ def time_blocks(rank0: Rank0, intake: Intake, source: Source) -> None:
 
 
 def _periods_ns(
-    rank0: Rank0, intake: Intake, source: Source, phase: str, envelopes: int
+    rank0: Rank0Loop, intake: Intake, source: Source, phase: str, envelopes: int
 ) -> list[float]:
     """Mean period of every ``TOGETHER``; a policy rank times its blocks in ``bring-up`` alone."""
     rank0.enter(phase, intake=intake, source=source, pacing=Saturated(intake.rows))
@@ -96,7 +95,7 @@ def _periods_ns(
     return found
 
 
-def bring_up(rank0: Rank0, intake: Intake, robots: Source | None, run: Run) -> None:
+def bring_up(rank0: Rank0Loop, intake: Intake, robots: Source | None, run: Run) -> None:
     """Earn *ready*. Inline there is no overlap to prove: it only warms up.
 
     Args:
@@ -117,7 +116,7 @@ def bring_up(rank0: Rank0, intake: Intake, robots: Source | None, run: Run) -> N
         run.describe(standalone=time_standalone(rank0, rank0.config.bringup.standalone))
     if rank0.config.mode == "attribution" and rank0.stop_reason is None:
         time_blocks(rank0, intake, source)
-    if isinstance(rank0, Inline) or rank0.stop_reason is not None:
+    if rank0.executor.policy_rank is None or rank0.stop_reason is not None:
         made_up.close()
         return
     meter.restart()
@@ -131,12 +130,13 @@ def bring_up(rank0: Rank0, intake: Intake, robots: Source | None, run: Run) -> N
         gate(rank0, run)
 
 
-def machine_meter(rank0: Rank0) -> MachineMeter:
+def machine_meter(rank0: Rank0Loop) -> MachineMeter:
     """Of this host, with the threads of the run that work here at the same time."""
-    if not isinstance(rank0, Paired):
+    policy_rank = rank0.executor.policy_rank
+    if policy_rank is None:
         return MachineMeter(1, family=_of_this_run)
     threads = 2 if rank0.config.pipeline.threads == "split" else 1
-    process = HeldProcess.at_end_of(rank0.peer.fileno())
+    process = HeldProcess.at_end_of(policy_rank.peer.fileno())
     if process is None:  # the policy rank has a host of its own
         return MachineMeter(threads, family=_of_this_run)
     meter = MachineMeter(threads + 1, (process.pid,), _of_this_run)
@@ -152,7 +152,7 @@ def _of_this_run() -> Iterator[int]:
             yield process.pid
 
 
-def tell_machine(rank0: Rank0, meter: MachineMeter) -> None:
+def tell_machine(rank0: Rank0Loop, meter: MachineMeter) -> None:
     """Log how busy the host is, and say it where threads have to share a CPU."""
     machine = meter.read(rank0.thread_cpus())
     rank0.log.event("machine", **machine._asdict())
@@ -160,7 +160,7 @@ def tell_machine(rank0: Rank0, meter: MachineMeter) -> None:
         logger.warning("%s", machine.text())
 
 
-def gate(rank0: Rank0, run: Run) -> None:
+def gate(rank0: Rank0Loop, run: Run) -> None:
     """Judge what was logged so far, with the function that the report uses."""
     rank0.log.flush()
     try:
@@ -182,15 +182,15 @@ def gate(rank0: Rank0, run: Run) -> None:
     pass_or_raise(report)
 
 
-def check_disk(rank0: Rank0, run: Run) -> None:
+def check_disk(rank0: Rank0Loop, run: Run) -> None:
     """Refuses a run whose disk lost records: they cannot be judged.
 
     Raises:
         ConfigError: the log of a rank lacks lines for that; they are lost, whatever there is now.
     """
     refused = {0: rank0.log.statistics().refused}
-    if isinstance(rank0, Paired):
-        refused[1] = rank0.peer_log_refused
+    if rank0.executor.policy_rank is not None:
+        refused[1] = rank0.executor.policy_rank.log_refused
     problems = [
         f"log.root: cannot write to {run.log_path(rank, rank0.log.generation)}: {why}; lines of "
         "bring-up are lost, so it cannot be judged; make room, or set log.root elsewhere"
@@ -212,7 +212,7 @@ def _source(config: PipelineConfig, intake: Intake) -> SyntheticRobots | Recorde
     return SyntheticRobots(config, intake.rows, seed=0, start_ns=now_ns())
 
 
-def warm_up(rank0: Rank0, intake: Intake, source: Source) -> None:
+def warm_up(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
     """Run production shapes through the real path until the period is steady."""
     rank0.enter("warming", intake=intake, source=source, pacing=Saturated(intake.rows))
     periods_ns: list[float] = []
@@ -227,7 +227,7 @@ def warm_up(rank0: Rank0, intake: Intake, source: Source) -> None:
     freeze_garbage()
 
 
-def time_standalone(rank0: Rank0, repeats: int) -> dict[str, int]:
+def time_standalone(rank0: Rank0Loop, repeats: int) -> dict[str, int]:
     """Durations of each stage while nothing else runs: ``A_ns`` is a median, ``A_mean_ns`` a mean.
 
     The mean is what the run's own times are compared with: a stage may be slow now and then. Empty
@@ -242,7 +242,7 @@ def time_standalone(rank0: Rank0, repeats: int) -> dict[str, int]:
     return medians | {f"{k}_mean_ns": round(statistics.fmean(ns)) for k, ns in durations.items()}
 
 
-def run_saturated(rank0: Rank0, intake: Intake, source: Source) -> None:
+def run_saturated(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
     """The envelopes that the gate will judge, behind the ones it will skip."""
     shape = rank0.config.pipeline
     skipped = max(WARMUP_SKIP_MIN, shape.d_in + shape.d_out + IN_STAGES + 2)

@@ -1,7 +1,7 @@
-"""Base of the policy rank's loops: its phase, the frames it is sent, and how it ends.
+"""THE loop of the policy rank: its phase, the frames it is sent, and how it ends.
 
-How envelopes are answered is the loops': ``stage1.py`` on a CPU, ``pipeline/device/stage1.py`` on a
-GPU.
+How envelopes are answered is its forms': ``host_policy_rank.py`` over a link between CPUs,
+``device/policy_rank.py`` on a GPU.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Protocol
 
+from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns, watched
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
-from ppstream.core.errors import PeerLeftError
+from ppstream.core.errors import PeerLeftError, PeerLostError
 from ppstream.core.user_code import Fault, FirstFaults, fault_of, is_a
 from ppstream.policy.compiled import RecompileMeter
 from ppstream.policy.protocol import POLICY
@@ -44,13 +45,16 @@ class Instructable(Protocol):
 
 
 class PolicyRank(ABC):
-    """State of one run on a policy rank, owned by the thread of its loop.
+    """One run on a policy rank, owned by the thread of its loop: exactly one result per envelope.
 
     Attributes:
+        mark: of the loop, for the watchdog.
         progress: envelopes answered, read by the heartbeat.
         drain_reason: why the loop ends; None: it goes on.
         on_phase: told each phase that rank 0 has entered.
     """
+
+    NAME = "stage B"  # of the loop's thread, to people
 
     def __init__(
         self, config: PipelineConfig, stage_b: Instructable, peer: Peer, log: TimestampLog
@@ -61,12 +65,62 @@ class PolicyRank(ABC):
         self.progress = 0
         self.drain_reason: str | None = None
         self.on_phase: list[Callable[[str], None]] = []
+        self.mark = ProgressMark(self.NAME, self._at)
         self._instructable = stage_b
+        self._usual_b_ns = 0  # where the loop stands while stage B runs
         self._faults = FirstFaults(RANK)
         self._meter = RecompileMeter() if config.policy.compile else None
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self._start_ns = round(config.liveness.start_s * NS_PER_S)
         self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)
+
+    @property
+    def marks(self) -> tuple[ProgressMark, ...]:
+        """For the watchdog."""
+        return (self.mark,)
+
+    @property
+    def standstill_ns(self) -> int:
+        """Time that the loop may stand still, as of now."""
+        if is_patient(self.phase, self.log.mode):
+            return self._start_ns
+        return stage_b_limit_ns(self._watchdog_ns, self._usual_b_ns)
+
+    @watched
+    def run(self, give_up: Callable[[], bool]) -> str:
+        """Serve until rank 0 says drain; returns its reason.
+
+        Raises:
+            PeerLostError: rank 0 is gone, or ``give_up()`` while nothing was to be done.
+        """
+        while self.drain_reason is None:
+            self.mark.turns += 1
+            self.look()
+            if self.step():
+                continue
+            if self.peer.inbox:
+                self.take_frame(self.peer.inbox.popleft())
+            elif give_up():
+                raise PeerLostError("asked to stop, and rank 0 did not drain within its limit")
+            else:
+                self.wait()
+        return self.drain_reason
+
+    @abstractmethod
+    def look(self) -> None:
+        """Take in what has come, without waiting."""
+
+    @abstractmethod
+    def step(self) -> bool:
+        """Answers one envelope, or books one that is over; False: a frame's turn, or nobody's."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Sleep until something may have come; see that rank 0 is alive."""
+
+    @abstractmethod
+    def _at(self) -> str:
+        """Returns what the loop works on, for the watchdog."""
 
     @abstractmethod
     def measure(self, repeats: int) -> tuple[int, ...]:

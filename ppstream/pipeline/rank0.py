@@ -1,15 +1,12 @@
-"""State of a run on rank 0: the base of the pipelined loops and their inline twin.
+"""State of a run on rank 0: phases, epochs, flights and counts; the base of ``loop.py``.
 
-Phases, epochs, flights, waits and counts live here, and the log lines beside envelopes: robots'
-reports, and the ledger each second. The order of work does not: read ``stage0.py`` (pipelined) and
-``inline.py`` (its twin) for that.
+Also the log lines beside envelopes: robots' reports, and the ledger each second.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     from ppstream.ingest.intake import Intake
     from ppstream.ingest.sources import Source
     from ppstream.links.slots import Slot
-    from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
+    from ppstream.observe.log_writer import TimestampLog
     from ppstream.pipeline.credits import CreditLedger
     from ppstream.pipeline.pacing import Pacing
     from ppstream.pipeline.stage_a import StageA
@@ -73,7 +70,7 @@ def write_ledger(rank0: Rank0) -> None:
     )
 
 
-class Rank0(ABC):
+class Rank0:
     """State of one run on rank 0, owned by the thread that runs stage A.
 
     Only ``request_stop`` and ``request_cut`` may be called from other threads.
@@ -106,75 +103,33 @@ class Rank0(ABC):
         self.emitter: Emitter = NoEmitter()
         self.stop_reason: str | None = None
         self.reports: deque[Told] = deque()  # from robots, filled while the source is drained
-        self._source_fds: tuple[int, ...] = ()
+        self.source_fds: tuple[int, ...] = ()
         self._seq = 0
         self._cuts: deque[tuple[str, int]] = deque()  # no lock: a signal may ask, too
         self._cuts_ns: dict[int, int] = {}  # when epochs without an action were asked for
-        self.mark = ProgressMark("rank 0's loop", lambda: f"epoch {self.epoch}, seq {self._seq}")
+        self.mark = ProgressMark("rank 0's loop", self.at)
         self.marks: tuple[ProgressMark, ...] = (self.mark,)  # of every thread of the loop
-        self._start_limit: int | None = None
         self._faults = FirstFaults(0)
         stage_c.on_fault = self.tell_fault
         stage_c.on_refused = self._tell_refused
         self._drain_limit_ns = round(config.liveness.drain_s * NS_PER_S)
-        self._drain_until_ns: int | None = None
+        self.drain_until_ns: int | None = None
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
-        self._start_ns = round(config.liveness.start_s * NS_PER_S)
+        self.start_ns = round(config.liveness.start_s * NS_PER_S)
         self._next_ledger_ns = 0
+        self.usual_b_ns = 0  # where rank 0 hears of it
         self.times = TimeAccount()  # of the thread that runs stage A, as the next
         self.run_delay = RunDelay()
-        self._alone: list[tuple[int, int, int]] | None = None  # stage times, while they are asked
 
     @property
     def standstill_ns(self) -> int:
         """Time that a thread of the loop may stand still, as of now."""
         patient = is_patient(self.phase, self.log.mode)
-        return self._start_ns if patient else self._watchdog_ns
+        return self.start_ns if patient else self._watchdog_ns
 
-    # ---- the order of work -----------------------------------------------------------------
-
-    @abstractmethod
-    def run(self, envelopes: int | None = None) -> None:
-        """Run until ``envelopes`` more have begun, a stop is asked for, or the source has ended.
-
-        Returns when nothing is in flight. Raises what ends a run (``PeerLostError`` ...).
-        """
-
-    def measure(self, repeats: int) -> dict[str, Sequence[int]]:
-        """Durations of A, B and C with nothing beside them, in ns; nothing is in flight.
-
-        Envelopes of the running stream go through one by one: a policy gets what it gets in the
-        run. Their lines tell more; the policy rank's are on its disk, too.
-        """
-        self._alone = []
-        self.run(repeats)
-        columns: list[Sequence[int]] = list(zip(*self._alone, strict=True))
-        self._alone = None
-        return dict(zip("ABC", columns or ((), (), ()), strict=True))
-
-    def thread_cpus(self) -> dict[str, list[int]]:
-        """CPUs that each thread of the loop may use, by the resource that it is, if known."""
-        return {}
-
-    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
-        """Take a text to the policy; ``done`` hears that it has it, or the fault, on any thread."""
-        done(number, f"{type(self).__name__} takes no instructions")
-
-    @abstractmethod
-    def look(self) -> None:
-        """Look at everything that can give work, without waiting."""
-
-    def look_at(self, ready: Sequence[int]) -> None:
-        """Look again after a wait, at least at these descriptors; at everything when none is."""
-        self.look()
-
-    @abstractmethod
-    def is_idle(self) -> bool:
-        """True when there is nothing to do now, and something to wait for."""
-
-    @abstractmethod
-    def wait_cause(self) -> str:
-        """Returns the cause of a wait that begins now: ``input``, ``credit`` or ``result``."""
+    def at(self) -> str:
+        """Name of the next envelope, for the watchdog."""
+        return f"epoch {self.epoch}, seq {self._seq}"
 
     # ---- asked for from outside ------------------------------------------------------------
 
@@ -183,6 +138,11 @@ class Rank0(ABC):
         if self.stop_reason is None:
             self.stop_reason = reason
         self.waiter.wake()
+
+    @property
+    def is_cut_due(self) -> bool:
+        """True when a cut was asked for and not made: the next ``take_in`` makes it."""
+        return bool(self._cuts)
 
     def request_cut(self, reason: str) -> None:
         """Begin a new epoch at the next safe point: no result of an older one is emitted."""
@@ -221,11 +181,11 @@ class Rank0(ABC):
 
     def follow(self, fds: tuple[int, ...]) -> None:
         """Poll a new source's descriptors instead of the old one's."""
-        for fd in self._source_fds:
+        for fd in self.source_fds:
             self.waiter.unregister(fd)
         for fd in fds:
             self.waiter.register(fd)
-        self._source_fds = fds
+        self.source_fds = fds
 
     def cut(self, reason: str, asked_ns: int | None = None) -> None:
         """A new epoch begins: ``seq`` restarts, older results will be dropped as ``stale``."""
@@ -262,8 +222,6 @@ class Rank0(ABC):
         self.credits.emit(at_ns)
         self.credits.book(record, at_ns)
         record.w_emit_ns = 0  # an emitter never blocks
-        if self._alone is not None and drop is None:
-            self._alone.append(_stage_times(record))
         self.log.commit(record)
         self.finished += 1
         self.stage_c.count(drop)
@@ -285,6 +243,10 @@ class Rank0(ABC):
         """No failure of a call, so no fault: actions that are finite and within rules are asked."""
         self._faults.tell("C", fault)
         self.log.event("refused", rank=0, rule=fault.kind, what=fault.what)
+
+    def learn_b(self, b_ns: int) -> None:
+        """A stage B took so long."""
+        self.usual_b_ns += (b_ns - self.usual_b_ns) >> 3
 
     def decode_and_emit(self, flight: Flight, result: Slot) -> str | None:
         """Stage C; returns why nothing was emitted, or None.
@@ -309,14 +271,6 @@ class Rank0(ABC):
 
     # ---- the loop's bookkeeping --------------------------------------------------------------
 
-    def may_begin(self) -> bool:
-        """True when further envelopes are wanted at all."""
-        return (
-            self.stop_reason is None
-            and (self._start_limit is None or self.started < self._start_limit)
-            and not self.source.exhausted
-        )
-
     def take_in(self) -> None:
         """Take in what has arrived, cut the epoch when asked, and write the ledger each second."""
         now = now_ns()
@@ -328,7 +282,7 @@ class Rank0(ABC):
             self.cut(", ".join(reasons), asked_ns)
         if self.stop_reason is not None and self.phase == "ready":
             self.change_phase("draining")
-            self._drain_until_ns = now + self._drain_limit_ns
+            self.drain_until_ns = now + self._drain_limit_ns
         if self.reports:
             write_reports(self.log, self.reports)
         if now >= self._next_ledger_ns:
@@ -337,34 +291,6 @@ class Rank0(ABC):
             for look in self.on_second:
                 look(now)
 
-    def wait_for_work(self) -> None:
-        """Look at every input until there is something to do; sleep in between.
-
-        One blocking call, timed as one: what arrives while it lasts, and looking at it, is part of
-        the wait and booked under its cause. Finding work at once is no wait but the link's time.
-        """
-        self.times.begin()
-        cause = self.wait_cause()
-        self.look()
-        slept = False
-        while self.is_idle():
-            slept = True
-            limit_ns = WAIT_MAX_NS
-            if cause == "input":  # only then can the clock alone give work
-                dues = (self.source.next_due_ns(), self.pacing.due_ns())
-                now = now_ns()
-                limit_ns = min([limit_ns, *(max(0, due - now) for due in dues if due is not None)])
-            self.look_at(self.waiter.wait(limit_ns))
-        self.times.end(cause if slept else LINK)
-
     def write_ledger(self) -> None:
         """One ledger line: samples by stream, and envelopes."""
         write_ledger(self)
-
-
-def _stage_times(record: EnvelopeRecord) -> tuple[int, int, int]:
-    """Of an envelope that was emitted: A, B and C."""
-    begun, built, decoding, ended = (
-        stamp or 0 for stamp in (record.tA0, record.tA1, record.tDecode, record.tEmit)
-    )
-    return built - begun, record.B_ns or 0, ended - decoding

@@ -20,8 +20,8 @@ from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sensor_health import SensorChange, SensorState
 from ppstream.ingest.sources import RecordedSource, Source
 from ppstream.observe.run_folder import ROBOT_STORY, Run
+from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Scheduled, service_pacing
-from ppstream.pipeline.rank0 import Rank0
 from ppstream.recording.action_file import ActionFile
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.sessions.server import Sessions
@@ -38,7 +38,7 @@ ROBOT_END_LIMIT_S: Final = 5.0
 class Service:
     """A context manager: robots may connect inside it; ``run`` is the phase *ready*."""
 
-    def __init__(self, config: PipelineConfig, run: Run, rank0: Rank0) -> None:
+    def __init__(self, config: PipelineConfig, run: Run, rank0: Rank0Loop) -> None:
         self.config = config
         self.intake = build_intake(config)
         self.sessions: Sessions | None = None

@@ -1,6 +1,6 @@
 """The contracts of stages B and C, and how user code is found by ``module:attr``.
 
-Nothing here runs a stage: ``stage0.py`` and ``stage1.py`` do.
+Nothing here runs a stage: the executors and the policy rank's loop do.
 """
 
 from __future__ import annotations

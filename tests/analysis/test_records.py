@@ -112,11 +112,11 @@ import ppstream
 import pipeline_in_process as whole
 folder = Path(sys.argv[1])
 assert Path(ppstream.__file__).is_relative_to(folder), ppstream.__file__
-class Measuring(whole.Stage1):
+class Measuring(whole.HostPolicyRank):
     def run_policy(self, *envelope):
         self._measured.new_ns = 77
         return super().run_policy(*envelope)
-whole.Stage1 = Measuring
+whole.HostPolicyRank = Measuring
 with whole.PipelineInProcess(whole.small_config(), whole.NewestValues(), folder) as pipeline:
     pipeline.saturate()
     pipeline.rank0.run(5)

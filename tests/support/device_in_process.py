@@ -43,11 +43,13 @@ from ppstream.links.slots import LinkShape
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
-from ppstream.pipeline.device import stage1 as stage1_device
-from ppstream.pipeline.device.stage0 import Stage0Device
-from ppstream.pipeline.device.stage0_queue import Stage0Parts, Streams
-from ppstream.pipeline.device.stage1 import Stage1Device, Stage1Parts
+from ppstream.pipeline.device import policy_rank as device_policy_rank
+from ppstream.pipeline.device.executor import DeviceExecutor
+from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
+from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
+from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Saturated
+from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.stage_c import StageC
 from ppstream.policy.protocol import instruct
 from ppstream.policy.unwritten import FilledPolicy, drawn_for
@@ -113,7 +115,7 @@ class QueuedPolicy:
 
 
 class DevicePipeline:
-    """``rank0`` is a Stage0Device with ``policy`` behind it; a context manager."""
+    """``rank0`` is a loop over a DeviceExecutor with ``policy`` behind it; a context manager."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class DevicePipeline:
         self._a_s, self._c_s, self._a_kernels = a_s, c_s, a_kernels
         self.driver = FakeDriver()
         patch.setattr(driver, "driver", lambda: self.driver)
-        for module in (device_counters, stage1_device):
+        for module in (device_counters, device_policy_rank):
             patch.setattr(module, "stream", lambda role: CudaStream())
         patch.setattr("torch.cuda.synchronize", lambda device=None: None)
         config = patient(config)
@@ -157,7 +159,7 @@ class DevicePipeline:
         self._stack.callback(self.back.close)
         self.rank0 = self._rank0(shape)
         self.queued = QueuedPolicy(policy, kernels)
-        self.stage1 = self._stage1(shape)
+        self.policy_rank = self._policy_rank(shape)
         self._thread = threading.Thread(target=self._serve)
 
     def __enter__(self) -> DevicePipeline:
@@ -176,7 +178,7 @@ class DevicePipeline:
 
     def load(self) -> None:
         """As a kernel's first launch: waits for all that is queued on the policy rank's device."""
-        streams = [self._back_link.receiving, self._back_link.sending, self.stage1._stream]
+        streams = [self._back_link.receiving, self._back_link.sending, self.policy_rank._stream]
         until = time.monotonic() + LOAD_LIMIT_S
         while any(stream.handle.pending for stream in streams):
             if time.monotonic() > until:
@@ -194,21 +196,20 @@ class DevicePipeline:
 
     def lines(self, rank: int) -> list[dict[str, Any]]:
         """One rank's log so far."""
-        (self.rank0 if rank == 0 else self.stage1).log.flush()
+        (self.rank0 if rank == 0 else self.policy_rank).log.flush()
         text = (self._directory / f"rank{rank}.gen0.jsonl").read_text()
         return [json.loads(line) for line in text.splitlines()]
 
     def envelopes(self) -> list[Mapping[str, Any]]:
         return [line for line in self.lines(0) if line["kind"] == "envelope"]
 
-    def _rank0(self, shape: LinkShape) -> Stage0Device:
+    def _rank0(self, shape: LinkShape) -> Rank0Loop:
         config = self.config
         self.a, self.c = a, c = CudaStream(), CudaStream()
         link: Any = self._front_link
         windows = HostWindows(config, shape, len(link.out), a)
-        own = Stage0Parts(
+        own = Rank0Device(
             link=link,
-            peer=self.front,
             shape=shape,
             streams=Streams(a, c),
             clock=DeviceClock(DeviceProbe(CudaStream())),
@@ -218,10 +219,12 @@ class DevicePipeline:
         ledger = CreditLedger(config.pipeline.d_in, config.pipeline.d_out)
         stage_c = StageC(config, CopyDecoder(), Delay(0.0))
         log = self._log(0, EnvelopeRecord)
-        return Stage0Device(config, windows, stage_c, ledger, log, self._waiter(), parts=own)
+        self.executor = DeviceExecutor(own, PolicyRankPeer(self.front, config))
+        parts = (config, windows, stage_c, ledger, log, self._waiter())
+        return Rank0Loop(*parts, executor=self.executor)
 
-    def _stage1(self, shape: LinkShape) -> Stage1Device:
-        parts = Stage1Parts(
+    def _policy_rank(self, shape: LinkShape) -> DevicePolicyRank:
+        parts = PolicyDevice(
             config=self.config,
             stage_b=self.queued,  # type: ignore[arg-type]
             link=self._back_link,  # type: ignore[arg-type]
@@ -233,9 +236,9 @@ class DevicePipeline:
             shape=shape,
             nodes=self._nodes,
         )
-        stage1 = Stage1Device(parts)
-        self.queued.stream, self.queued.load = stage1._stream, self.load
-        return stage1
+        loop = DevicePolicyRank(parts)
+        self.queued.stream, self.queued.load = loop._stream, self.load
+        return loop
 
     def _log(self, rank: int, record: Any) -> TimestampLog:
         path = self._directory / f"rank{rank}.gen0.jsonl"
@@ -250,7 +253,7 @@ class DevicePipeline:
 
     def _serve(self) -> None:
         try:
-            self.stage1.run(lambda: False)
+            self.policy_rank.run(lambda: False)
         except BaseException as error:  # noqa: BLE001 - looked at by the test
             self.failure.append(error)
             traceback.print_exception(error)

@@ -34,10 +34,12 @@ from ppstream.links.slots import new_slots
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
-from ppstream.pipeline.inline import Inline
+from ppstream.pipeline.host_executor import HostExecutor, SplitExecutor
+from ppstream.pipeline.host_policy_rank import HostPolicyRank
+from ppstream.pipeline.inline_executor import InlineExecutor
+from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Saturated
-from ppstream.pipeline.stage0 import Stage0
-from ppstream.pipeline.stage1 import Stage1
+from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.stage_a import StageA
 from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.stage_c import StageC
@@ -93,7 +95,7 @@ def patient(config: PipelineConfig) -> PipelineConfig:
 
 
 class PipelineInProcess:
-    """``rank0`` is a Stage0 (or its twin) with ``policy`` behind it; a context manager."""
+    """``rank0`` is a loop (or its twin) with ``policy`` behind it; a context manager."""
 
     def __init__(
         self, config: PipelineConfig, policy: NewestValues, directory: Path, *, inline: bool = False
@@ -111,20 +113,24 @@ class PipelineInProcess:
         self._thread: threading.Thread | None = None
         if inline:
             envelope, result = new_slots(shape.envelope, 1)[0], new_slots(shape.result, 1)[0]
-            self.rank0: Any = Inline(*parts, stage_b=stage_b, envelope=envelope, result=result)
+            twin = InlineExecutor(stage_b, envelope=envelope, result=result)
+            self.rank0: Any = Rank0Loop(*parts, executor=twin)
             return
         ours, theirs = socket.socketpair()
         front, back = Peer(ours), Peer(theirs, expects_fds=True)
         ends = HostFront(front, shape), HostBack(back, shape, 5.0)
-        self.rank0 = Stage0(*parts, link=ends[0], peer=front)
+        on_host = SplitExecutor if config.pipeline.threads == "split" else HostExecutor
+        self.executor = on_host(ends[0], PolicyRankPeer(front, config))
+        self.rank0 = Rank0Loop(*parts, executor=self.executor)
+        self.front = front
         self.back_socket = theirs
         log = TimestampLog(
             directory / "rank1.gen0.jsonl", PolicyRecord, 1024, run_id="r", generation=0
         )
         waiter = Waiter()
         self.policy_log = log
-        stage1 = Stage1(config, stage_b, ends[1], back, log, waiter)
-        self._thread = threading.Thread(target=self._serve, args=(stage1,))
+        loop = HostPolicyRank(config, stage_b, ends[1], back, log, waiter)
+        self._thread = threading.Thread(target=self._serve, args=(loop,))
         self._thread.start()
         closing = (front, back, log, waiter, *ends)
         for close in (part.close for part in closing):
@@ -136,7 +142,7 @@ class PipelineInProcess:
     def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             with suppress(PeerLostError):  # a test may have let it vanish
-                self.rank0.peer.send(Drain("test over"))
+                self.front.send(Drain("test over"))
             self._thread.join(10)
             assert not self._thread.is_alive(), "the policy rank did not leave"
         self._stack.close()
@@ -178,8 +184,8 @@ class PipelineInProcess:
             waiter,
         )
 
-    def _serve(self, stage1: Stage1) -> None:
+    def _serve(self, loop: HostPolicyRank) -> None:
         try:
-            stage1.run(lambda: False)
+            loop.run(lambda: False)
         except BaseException as error:  # noqa: BLE001 - looked at by the test
             self._failure.append(error)

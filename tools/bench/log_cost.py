@@ -47,7 +47,8 @@ from ppstream.links.slots import new_slots
 from ppstream.observe.log_writer import EnvelopeRecord, TimestampLog
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
-from ppstream.pipeline.inline import Inline
+from ppstream.pipeline.inline_executor import InlineExecutor
+from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Saturated
 from ppstream.pipeline.stage_a import StageA
 from ppstream.pipeline.stage_b import StageB
@@ -187,20 +188,23 @@ def loop_periods_us(folder: Path, blocks: int, block: int) -> dict[str, list[flo
     return found
 
 
-def _loop(config: PipelineConfig, log: TimestampLog, waiter: Waiter) -> Inline:
+def _loop(config: PipelineConfig, log: TimestampLog, waiter: Waiter) -> Rank0Loop:
     intake = build_intake(config)
     policy = build_policy(config, torch.device("cpu"))
     shape = link_shape(config, intake.cutter.inputs, policy.outputs, 0)
-    loop = Inline(
+    executor = InlineExecutor(
+        StageB(policy, config.batch.rows),
+        envelope=new_slots(shape.envelope, 1)[0],
+        result=new_slots(shape.result, 1)[0],
+    )
+    loop = Rank0Loop(
         config,
         StageA(config, Delay(0)),
         StageC(config, CopyDecoder(), Delay(0)),
         CreditLedger(config.pipeline.d_in, config.pipeline.d_out),
         log,
         waiter,
-        stage_b=StageB(policy, config.batch.rows),
-        envelope=new_slots(shape.envelope, 1)[0],
-        result=new_slots(shape.result, 1)[0],
+        executor=executor,
     )
     source = SyntheticSource(config, intake.rows[0], seed=0, start_ns=now_ns())
     loop.enter("ready", intake=intake, source=source, pacing=Saturated(intake.rows))

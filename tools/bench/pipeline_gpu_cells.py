@@ -46,7 +46,9 @@ from ppstream.links.headers import link_shape
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.bringup import run_saturated, time_standalone, warm_up
-from ppstream.pipeline.device.stage1 import Stage1Device
+from ppstream.pipeline.device.policy_rank import DevicePolicyRank
+from ppstream.pipeline.loop import Rank0Loop
+from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.policy.compatibility import build_policy
 from ppstream.wire.rank_messages import Drain, Measure, PhaseChange, Ready
 
@@ -184,7 +186,9 @@ def _front(
             store.generation,
             int(store.get("ahead", LIMIT_S)),
         )
-        rank0 = device_ranks.open_stage0(parts, placement, peer, store, shape)
+        policy_rank = PolicyRankPeer(peer, config)
+        stage_a, executor = device_ranks.open_rank0(parts, placement, policy_rank, store, shape)
+        rank0 = Rank0Loop(*parts._replace(stage_a=stage_a), executor=executor)
         rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
         source = SyntheticSource(config, intake.rows[0], seed=0, start_ns=now_ns())
         warm_up(rank0, intake, source)
@@ -200,7 +204,7 @@ def _front(
         peer.send(Drain("cell over"))
         answer = peer.receive(round(LIMIT_S * 1e9))
         assert isinstance(answer, Ready), answer
-        assert rank0.link.close(), "a stream still waits"
+        assert executor.link.close(), "a stream still waits"
         torch.cuda.synchronize()
         report = judge(read_run(run.directory), profile="bringup")
     stages_ns = tuple((before[f"{k}_ns"] + after[f"{k}_ns"]) / 2 for k in "ABC")
@@ -230,7 +234,9 @@ def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
         run.log_path(1, 0), PolicyRecord, config.log.ring, run_id=run.run_id, generation=0
     )
     waiter = Waiter()
-    stage1 = device_ranks.open_stage1(config, prepared, placement, peer, store, shape, log, waiter)
+    stage1 = device_ranks.open_policy_rank(
+        config, prepared, placement, peer, store, shape, log, waiter
+    )
     watched = Watched(stage1)
     stage1.run(lambda: False)
     assert stage1.link.close(), "a stream still waits"
@@ -243,7 +249,7 @@ def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
 class Watched:
     """CPU time of the saturated phase on the policy rank, per envelope."""
 
-    def __init__(self, stage1: Stage1Device) -> None:
+    def __init__(self, stage1: DevicePolicyRank) -> None:
         self.cpu_ns = 0
         self._stage1 = stage1
         self._begun = 0

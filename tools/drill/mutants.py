@@ -99,8 +99,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "each thread of the loop has a mark",
-        "ppstream/pipeline/stage0.py",
-        "        self.marks = (self.mark, *self._thread_marks.values())\n",
+        "ppstream/pipeline/host_executor.py",
+        "        loop.marks = (loop.mark, *self._marks.values())\n",
         "",
         "decode-thread-never-ends",
     ),
@@ -127,7 +127,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "what a policy raises is one failed envelope, an Exception or not",
-        "ppstream/pipeline/stage1.py",
+        "ppstream/pipeline/host_policy_rank.py",
         "        except BaseException as error:  # noqa: BLE001 - user code: one",
         "        except Exception as error:  # noqa: BLE001 - user code: one",
         "policy-raises-oddly",

@@ -31,7 +31,7 @@ class Settling:
     """``end_of_stream`` of the fake device's stage B; counts what it meets."""
 
     def __init__(self, pipeline: DevicePipeline) -> None:
-        self._stage1 = pipeline.stage1
+        self._stage1 = pipeline.policy_rank
         self.calls = self.beside_waits = 0
 
     def __call__(self) -> None:
@@ -63,7 +63,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     ) as pipeline:
         rank0 = pipeline.rank0
         settling = Settling(pipeline)
-        log = pipeline.stage1.log
+        log = pipeline.policy_rank.log
         log.watchers.append(Attribution(log, settling))
         rank0.on_phase.append(lambda phase: pipeline.front.send(PhaseChange(phase)))
         source = SyntheticSource(config, pipeline.intake.rows[0], seed=1, start_ns=now_ns())
@@ -117,7 +117,7 @@ def test_a_block_is_nothing_outside_the_phase(run: Any) -> None:
     pipeline, settling, _ = run
     before = settling.calls
     deadline = time.monotonic() + 5
-    while pipeline.stage1.log.mode != "throughput" and time.monotonic() < deadline:
+    while pipeline.policy_rank.log.mode != "throughput" and time.monotonic() < deadline:
         pipeline.rank0.stop_reason = None
         pipeline.rank0.run(1)
         before = settling.calls

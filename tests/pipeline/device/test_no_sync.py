@@ -24,9 +24,9 @@ HOT: Final = {
     "policy/graphed.py": ("__call__",),
     "pipeline/device/stage_a.py": ("ingest", "enqueue", "settle"),
     "pipeline/device/stage_b.py": ("__call__",),
-    "pipeline/device/stage0.py": ("start", "finish", "look", "rest_until", "next_ns"),
-    "pipeline/device/stage1.py": ("queue_receipt", "queue", "finish", "rest"),
-    "pipeline/device/stage0_queue.py": ("envelope",),
+    "pipeline/device/executor.py": ("begin", "finished", "result", "settle", "wait"),
+    "pipeline/device/policy_rank.py": ("look", "step", "wait", "queue"),
+    "pipeline/device/rank0_queue.py": ("envelope",),
     "pipeline/device/in_flight.py": ("add", "is_oldest_done", "oldest_due_ns", "finish"),
     "links/device_counters.py": ("queue_header", "queue_send", "queue_receive", "queue_wait"),
     "links/nccl.py": ("queue_header", "queue_send", "queue_receive"),
@@ -51,8 +51,16 @@ ALLOWED: Final = {
         "take",
         "tolist",
     ): "numpy over pinned memory, of an envelope that is over",
-    ("pipeline/device/stage1.py", "finish", "tolist"): "pinned memory, of an envelope that is over",
-    ("pipeline/device/stage0.py", "finish", "tolist"): "pinned memory, of an envelope that is over",
+    (
+        "pipeline/device/policy_rank.py",
+        "finish",
+        "tolist",
+    ): "pinned memory, of an envelope that is over",
+    (
+        "pipeline/device/executor.py",
+        "result",
+        "tolist",
+    ): "pinned memory, of an envelope that is over",
 }
 
 

@@ -49,11 +49,11 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def profiler_of(pipeline: DevicePipeline, rank: int, folder: Path) -> Any:
-    loop: Any = (pipeline.rank0, pipeline.stage1)[rank]
+    loop: Any = (pipeline.rank0, pipeline.policy_rank)[rank]
     profiler: Any = Profiler(SHORT, loop.log, folder, rank, 0)
-    link = loop.link
+    link = (pipeline.executor, pipeline.policy_rank)[rank].link
     profiler.streams = {"sending": link.sending, "receiving": link.receiving}
-    profiler.streams["stage"] = loop._parts.streams.c if rank == 0 else loop._stream
+    profiler.streams["stage"] = pipeline.executor._parts.streams.c if rank == 0 else loop._stream
     return profiler
 
 
@@ -109,7 +109,7 @@ def test_the_profiler_changes_its_state_only_where_nothing_is_queued(
     names = ("A", "send", "recv", "C") if rank == 0 else ("B",)
     assert set(names) <= set(calls)
     assert len({calls[name] for name in names}) == 1  # whole envelopes, and no halves
-    assert SHORT.active <= calls[names[0]] <= SHORT.active + pipeline.stage1._most_queued
+    assert SHORT.active <= calls[names[0]] <= SHORT.active + pipeline.policy_rank._most_queued
 
 
 def test_while_traced_only_receipts_stand_queued_that_come_without_this_rank(
@@ -117,7 +117,7 @@ def test_while_traced_only_receipts_stand_queued_that_come_without_this_rank(
 ) -> None:
     only_ranges_of(1, monkeypatch)
     with build(runs_ahead=True) as pipeline:
-        stage1 = pipeline.stage1
+        stage1 = pipeline.policy_rank
         most = {"throughput": 0, "trace": 0}
         queue_receipt = stage1.queue_receipt
 
@@ -162,15 +162,15 @@ def test_an_idle_policy_rank_goes_on_waiting_for_envelopes(
         pipeline.saturate()
         pipeline.rank0.run(10)
         profiler.request()
-        log = pipeline.stage1.log
+        log = pipeline.policy_rank.log
         while log.on_take is None and log.on_dry is None:  # it may be asked before this looks
             time.sleep(0.01)
         pipeline.rank0.run(1)  # asked for now; its receipts stand queued
-        turns = pipeline.stage1.mark.turns
+        turns = pipeline.policy_rank.mark.turns
         time.sleep(0.2)
-        assert pipeline.stage1.log.on_dry is not None
-        assert pipeline.stage1.mark.turns > turns  # the loop is not held up
-        pipeline.rank0.run(pipeline.stage1._most_queued)
+        assert pipeline.policy_rank.log.on_dry is not None
+        assert pipeline.policy_rank.mark.turns > turns  # the loop is not held up
+        pipeline.rank0.run(pipeline.policy_rank._most_queued)
         run_until_written(pipeline, profiler)
 
 

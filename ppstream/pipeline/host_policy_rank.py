@@ -1,17 +1,12 @@
-"""THE loop of the policy rank: stage B, one envelope after the other, exactly one result each.
-
-``Stage1`` receives, has ``StageB`` run the policy on the slot, replies.
-"""
+"""The policy rank over a link between CPUs: receives, runs the policy on the slot, replies."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns, watched
 from ppstream.core.clock import NS_PER_S, now_ns, thread_cpu_ns
 from ppstream.core.cpus import RunDelay
-from ppstream.core.errors import PeerLostError
 from ppstream.links.headers import (
     EPOCH,
     FAILED,
@@ -40,8 +35,8 @@ if TYPE_CHECKING:
 WAIT_NS: Final = NS_PER_S // 10
 
 
-class Stage1(PolicyRank):
-    """The policy rank's loop over ``link``; ends when rank 0 says drain."""
+class HostPolicyRank(PolicyRank):
+    """Stage B over ``link``, one envelope after the other."""
 
     def __init__(
         self,
@@ -56,9 +51,7 @@ class Stage1(PolicyRank):
         self.stage_b = stage_b
         self.link = link
         self.waiter = waiter
-        self.mark = ProgressMark("stage B", self._at)
         self._serving: tuple[int, int] | None = None  # epoch and seq of the newest envelope
-        self._usual_b_ns = 0
         self.times = TimeAccount()
         self.run_delay = RunDelay()
         self._previous_tb1 = 0
@@ -67,39 +60,22 @@ class Stage1(PolicyRank):
         for fd in (peer.fileno(), *link.fds):
             waiter.register(fd)
 
-    @property
-    def marks(self) -> tuple[ProgressMark, ...]:
-        """For the watchdog."""
-        return (self.mark,)
-
-    @property
-    def standstill_ns(self) -> int:
-        """Time that the loop may stand still, as of now."""
-        if is_patient(self.phase, self.log.mode):
-            return self._start_ns
-        return stage_b_limit_ns(self._watchdog_ns, self._usual_b_ns)
-
-    @watched
     def run(self, give_up: Callable[[], bool]) -> str:
-        """Serve until rank 0 says drain; returns its reason.
-
-        Raises:
-            PeerLostError: rank 0 is gone, or ``give_up()`` while nothing was to be done.
-        """
+        """As ``PolicyRank``, on the thread that waits and works."""
         self.run_delay.begin()
-        while self.drain_reason is None:
-            self.mark.turns += 1
-            if not self._waiting:
-                self.receive()
-            if self.peer.inbox:  # first: envelopes may never let up
-                self.take_frame(self.peer.inbox.popleft())
-            elif self._waiting:
-                self.serve(*self._waiting.popleft())
-            elif give_up():
-                raise PeerLostError("asked to stop, and rank 0 did not drain within its limit")
-            else:
-                self.wait()
-        return self.drain_reason
+        return super().run(give_up)
+
+    def look(self) -> None:
+        """As ``PolicyRank``: not before all that came was served."""
+        if not self._waiting:
+            self.receive()
+
+    def step(self) -> bool:
+        """As ``PolicyRank``. Frames first: envelopes may never let up."""
+        if self.peer.inbox or not self._waiting:
+            return False
+        self.serve(*self._waiting.popleft())
+        return True
 
     def receive(self) -> None:
         """Take every complete envelope, with the time it came."""
@@ -157,6 +133,7 @@ class Stage1(PolicyRank):
         return 0
 
     def wait(self) -> None:
+        """As ``PolicyRank``."""
         began = self.times.begin()
         if self.phase != "warming":
             self.peer.check_alive(began, self._frozen_ns)

@@ -19,7 +19,7 @@ from ppstream.core.errors import PeerLostError, PolicyError
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.device_link import run_ahead
 from ppstream.pipeline.bringup import time_standalone
-from ppstream.pipeline.device import stage0
+from ppstream.pipeline.device import executor
 from ppstream.pipeline.device.in_flight import SIGHT_NS
 from ppstream.pipeline.pacing import OnSample, OnTick
 
@@ -65,7 +65,7 @@ def test_only_a_stage_with_nothing_beside_it_looks(
     with build(*settings, looks=True) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(8)
-        looked = set(pipeline.rank0.link._waits.queued)
+        looked = set(pipeline.executor.link._waits.queued)
         names = {pipeline.a.handle: "a", pipeline.c.handle: "c"}
     assert "".join(sorted(names[stream] for stream in looked)) == expected
 
@@ -74,7 +74,7 @@ def test_stage_c_of_a_lone_envelope_looks_when_its_a_is_over(build: Any) -> None
     with build("pipeline.d_in=1", looks=True, a_s=0.02) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(6)
-        begun = pipeline.rank0.link._waits.begun
+        begun = pipeline.executor.link._waits.begun
         begun_ns = [at_ns for stream, at_ns in begun if stream is pipeline.c.handle]
         envelopes = pipeline.envelopes()
     assert len(begun_ns) == len(envelopes) == 6
@@ -133,7 +133,7 @@ def test_the_policy_rank_logs_every_envelope_by_its_name(build: Any) -> None:
     with build() as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(30)
-        pipeline.rank0.newest_b(0)
+        pipeline.executor.policy_rank.newest_b(0)
         lines = [line for line in pipeline.lines(1) if line["kind"] == "stage1"]
         mine = {line["seq"]: line for line in pipeline.envelopes()}
     assert [line["seq"] for line in lines] == list(range(30))
@@ -155,14 +155,14 @@ def test_a_policy_without_a_graph_is_queued_only_when_its_envelope_is_there(buil
 def test_a_late_copy_of_a_header_still_finds_its_envelope(build: Any) -> None:
     """Rank 0 would have written the slot again: stages B go on meanwhile, and answer."""
     with build("pipeline.d_in=3", "pipeline.d_out=3") as pipeline:
-        copy, size = pipeline.driver.cuMemcpyAsync, pipeline.stage1._place(0).header.nbytes
+        copy, size = pipeline.driver.cuMemcpyAsync, pipeline.policy_rank._place(0).header.nbytes
 
         def late(to: int, source: int, count: int, stream: Any) -> tuple[int]:
             if count == size:
                 stream.queue(lambda: time.sleep(0.02))
             return copy(to, source, count, stream)
 
-        for place in pipeline.stage1._places:  # they were bound before
+        for place in pipeline.policy_rank._places:  # they were bound before
             for routine in (place.behind_receipt, place.behind_send):
                 routine._calls = tuple(
                     call._replace(make=partial(late, *call.make.args))
@@ -191,7 +191,7 @@ def test_no_launch_of_either_rank_waits_for_the_other(
         pipeline.rank0.run(20)
         time_standalone(pipeline.rank0, 3)
         pipeline.rank0.run(20)
-        pipeline.rank0.newest_b(0)  # answered: it stands nowhere
+        pipeline.executor.policy_rank.newest_b(0)  # answered: it stands nowhere
         assert pipeline.driver.stood_behind_waits == 0
         envelopes = pipeline.envelopes()
     assert len(envelopes) == 43
@@ -212,14 +212,14 @@ def test_a_stage_a_of_many_kernels_does_not_hold_up_the_host(build: Any, credit:
 def test_a_stage_b_of_many_kernels_is_queued_behind_one_at_most(build: Any) -> None:
     most = 0
     with build("pipeline.d_in=3", "pipeline.d_out=3", kernels=MANY) as pipeline:
-        queue = pipeline.stage1.queue
+        queue = pipeline.policy_rank.queue
 
         def watched() -> None:
             nonlocal most
             queue()
-            most = max(most, pipeline.stage1._queued - pipeline.stage1.progress)
+            most = max(most, pipeline.policy_rank._queued - pipeline.policy_rank.progress)
 
-        pipeline.stage1.queue = watched
+        pipeline.policy_rank.queue = watched
         pipeline.policy.act = lambda call: time.sleep(0.01)
         pipeline.saturate()
         pipeline.rank0.run(20)
@@ -247,17 +247,17 @@ def test_run_ahead_is_bounded_by_nodes_and_none_for_long_stages(
 def test_a_launch_that_stands_is_named(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     with build(kernels=MANY) as pipeline:
-        marks = pipeline.rank0.mark, pipeline.stage1.mark
+        marks = pipeline.rank0.mark, pipeline.policy_rank.mark
         queued = pipeline.queued.__class__.__call__
 
         def look(self: Any, envelope: Any, result: Any) -> None:
-            said.append(pipeline.stage1.mark.busy_with())
+            said.append(pipeline.policy_rank.mark.busy_with())
             queued(self, envelope, result)
 
         monkeypatch.setattr(pipeline.queued.__class__, "__call__", look)
-        enqueue = pipeline.rank0._a.enqueue
+        enqueue = pipeline.executor._a.enqueue
         monkeypatch.setattr(
-            pipeline.rank0._a,
+            pipeline.executor._a,
             "enqueue",
             lambda *args: (said.append(pipeline.rank0.mark.busy_with()), enqueue(*args)),
         )
@@ -274,7 +274,7 @@ def test_the_policy_rank_sleeps_while_several_envelopes_come(
 ) -> None:
     rests: list[int] = []
     with build() as pipeline:
-        waiter = pipeline.stage1._parts.waiter
+        waiter = pipeline.policy_rank._parts.waiter
         wait = waiter.wait
 
         def rest(limit_ns: int) -> Any:
@@ -371,7 +371,7 @@ def test_an_idle_policy_rank_has_nothing_queued_that_a_load_could_stand_behind(b
         pipeline.rank0.run(5)
         pipeline.rank0.instruct(7, "pour", lambda _, fault: faults.append(fault))
         while not faults:
-            pipeline.rank0.look()
+            pipeline.executor.wait(worked=False)
         pipeline.rank0.run(5)
     assert faults == [""]
     assert policy.texts == {7: "pour"}
@@ -493,7 +493,7 @@ def test_a_policy_rank_that_vanishes_ends_the_run_though_streams_wait_for_it(bui
 
         def vanish(call: int) -> None:
             if call == 15:
-                pipeline.stage1.drain_reason = "vanished"
+                pipeline.policy_rank.drain_reason = "vanished"
                 pipeline.back.close()
 
         pipeline.policy.act = vanish
@@ -515,10 +515,10 @@ def test_the_next_envelopes_time_begins_when_its_turn_does(build: Any) -> None:
         late_ns = []
         finish = pipeline.rank0.finish
 
-        def watched() -> None:
-            finish()
-            if pipeline.rank0._underway:
-                late_ns.append(now_ns() - pipeline.rank0._underway.oldest.sent_ns)
+        def watched(flight: Any) -> None:
+            finish(flight)
+            if pipeline.executor._underway:
+                late_ns.append(now_ns() - pipeline.executor._underway.oldest.sent_ns)
 
         pipeline.rank0.finish = watched
         pipeline.rank0.run(8)
@@ -585,7 +585,7 @@ def test_nothing_of_a_cut_epoch_is_emitted_though_envelopes_leave_no_rest(
 ) -> None:
     """Envelopes that are over while the robot's side is slow are not emitted behind the cut."""
     for limit in ("GLANCE_NS", "LOOK_NS"):  # no look falls due by the clock
-        monkeypatch.setattr(stage0, limit, NS_PER_S)
+        monkeypatch.setattr(executor, limit, NS_PER_S)
     asked: list[int] = []
     behind: list[int] = []
     with build("pipeline.d_in=3", "pipeline.d_out=3") as pipeline:

@@ -1,4 +1,4 @@
-"""Work that rank 0 queues for one envelope, on four streams; the picture stands in ``stage0.py``.
+"""Work that rank 0 queues for one envelope, on four streams; the picture stands in ``executor.py``.
 
 Nothing here waits, and nothing looks at what has happened. What is the same each time a slot is
 used, which is nearly all of it, is put together once.
@@ -16,7 +16,6 @@ from ppstream.observe import nvtx_ranges
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ppstream.control.peer import Peer
     from ppstream.cuda.busy_kernel import GpuWork
     from ppstream.cuda.device_clock import DeviceClock
     from ppstream.cuda.driver import CudaEvent, CudaStream
@@ -34,11 +33,10 @@ class Streams(NamedTuple):
     c: CudaStream
 
 
-class Stage0Parts(NamedTuple):
-    """Stage0Parts that the loop needs besides Rank0's."""
+class Rank0Device(NamedTuple):
+    """Rank 0's GPU: what its executor works with."""
 
     link: DeviceLink
-    peer: Peer
     shape: LinkShape
     streams: Streams
     clock: DeviceClock[CudaEvent]
@@ -72,7 +70,7 @@ class Queueing:
     """
 
     def __init__(
-        self, parts: Stage0Parts, stage_a: DeviceStageA, marks: Sequence[Marks], *, is_fresh: bool
+        self, parts: Rank0Device, stage_a: DeviceStageA, marks: Sequence[Marks], *, is_fresh: bool
     ) -> None:
         self._link = parts.link
         self._stage_a = stage_a
@@ -95,7 +93,7 @@ class Queueing:
         ]
 
     def _place(
-        self, parts: Stage0Parts, marks: Sequence[Marks], place: int, result: Slot
+        self, parts: Rank0Device, marks: Sequence[Marks], place: int, result: Slot
     ) -> _Place:
         """Whoever is behind another by ``n`` envelopes has the events of ``n`` places before.
 
@@ -132,7 +130,7 @@ class Queueing:
         return marks[place - shape.d_in].received
 
     def _around_send(
-        self, parts: Stage0Parts, marks: Sequence[Marks], place: int
+        self, parts: Rank0Device, marks: Sequence[Marks], place: int
     ) -> tuple[LaunchSequence, LaunchSequence]:
         sending, mine = parts.link.sending, marks[place]
         before, behind = [], []
@@ -144,7 +142,7 @@ class Queueing:
         return LaunchSequence(*before), LaunchSequence(*behind)
 
     def _around_receipt(
-        self, parts: Stage0Parts, marks: Sequence[Marks], place: int
+        self, parts: Rank0Device, marks: Sequence[Marks], place: int
     ) -> tuple[LaunchSequence, LaunchSequence]:
         stream, mine = self._receives_on, marks[place]
         before = () if stream is None else (stream.to_wait_for(mine.a1),)

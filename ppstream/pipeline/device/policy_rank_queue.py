@@ -1,6 +1,6 @@
 """Work that the policy rank queues for one envelope, on three streams, put together once per slot.
 
-The picture stands in ``stage1.py``. The policy and the link are not in it: they differ from
+The picture stands in ``policy_rank.py``. The policy and the link are not in it: they differ from
 one use of a slot to the next.
 """
 

@@ -1,4 +1,4 @@
-"""THE loop of rank 0 on a GPU: device-ordered, so the host runs ahead and waits for nothing.
+"""The executor on rank 0's GPU: device-ordered, so the host runs ahead and waits for nothing.
 
 For each envelope the host queues, on four streams, everything that will happen to it:
 
@@ -17,18 +17,16 @@ driver's queue full: ``link_device.run_ahead`` bounds by nodes what stands queue
 millisecond or more, or of many nodes, is queued once its credit was seen, behind at most one that
 runs: the host goes on to emit results meanwhile.
 
-The host finishes envelopes in order once their last event is done: books stamps, decodes, emits.
+The loop finishes envelopes in order once their last event is done: books stamps, decodes, emits.
 ``tEmit`` is the end of C on the device, ``tPick`` the moment at which the host takes the envelope
-up: latency is counted to there, the age of what it emits to the true emit. The state of a run is
-``rank0.py``'s, as for the CPU's loop in ``stage0.py``.
+up: latency is counted to there, the age of what it emits to the true emit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
 
-from ppstream.control.watchdog import watched
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
@@ -39,17 +37,20 @@ from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.device.event_times import Rank0Times, book_rank0
 from ppstream.pipeline.device.in_flight import InFlight
-from ppstream.pipeline.device.stage0_queue import Queueing
+from ppstream.pipeline.device.rank0_queue import Queueing
 from ppstream.pipeline.flight import Flight
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
-from ppstream.pipeline.rank0_peer import Paired
 from ppstream.policy.unwritten import Results, drawn_for
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from ppstream.cuda.driver import CudaEvent
     from ppstream.links.slots import Slot
-    from ppstream.pipeline.device.stage0_queue import Stage0Parts
+    from ppstream.pipeline.device.rank0_queue import Rank0Device
     from ppstream.pipeline.device.stage_a import DeviceStageA
+    from ppstream.pipeline.loop import Rank0Loop
+    from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 
 LOOK_NS: Final = 5 * NS_PER_MS  # at the latest; sooner when something comes or falls due
 POLL_NS: Final = 20_000  # an envelope that is late is looked for so often
@@ -58,90 +59,92 @@ GLANCE_NS: Final = 200_000  # descriptors are looked at so often while envelopes
 NOW: Final = 0
 
 
-class Stage0Device(Paired):
-    """Rank 0 on a GPU with a policy rank behind ``parts.link``."""
+class DeviceExecutor:
+    """Rank 0's GPU, with a policy rank behind ``parts.link``."""
 
-    def __init__(self, *rank0_parts: Any, parts: Stage0Parts) -> None:
-        super().__init__(*rank0_parts, peer=parts.peer)
+    def __init__(self, parts: Rank0Device, policy_rank: PolicyRankPeer) -> None:
         self.link = parts.link
+        self.policy_rank: PolicyRankPeer | None = policy_rank
+        self.instruct = policy_rank.instruct
+        self.thread_cpus = policy_rank.thread_cpus
+        self._policy_rank = policy_rank
+        self._peer = policy_rank.peer
         self._parts = parts
-        self._a: DeviceStageA = self.stage_a  # type: ignore[assignment]
-        is_fresh = self._is_fresh = self.config.pipeline.credit == "before_window"
-        self._most_queued = most_queued(parts.shape)
         self._ahead = 0  # of credits, of this phase's stage A; 0: it is queued with its credit
-        self._underway = InFlight(
-            self.credits, parts.clock, len(self.link.out), a_looks=is_fresh and self.link.looks
-        )
-        self._queueing = Queueing(parts, self._a, self._underway.ring, is_fresh=is_fresh)
+        self._most_queued = most_queued(parts.shape)
         self._most_underway = 0  # of this phase
         self._waits_for_input = False
-        self._results = Results(drawn_for(self.log.run_id))
         self._before: Rank0Times | None = None
+        self._times: Rank0Times  # of the envelope that is being finished
         self._look_ns = 0  # when at the latest
         self._glance_ns = 0  # when at the latest while envelopes leave no rest
         self._is_launching = False
-        self.mark.busy_with = self._at
-        self.waiter.register(self.peer.fileno())
-        end_timeouts_on_time()
-        self.log.queues_ahead = True
 
-    def enter(self, phase: str, **parts: Any) -> None:
-        super().enter(phase, **parts)
-        self._waits_for_input = self.pacing.name != "saturated"
+    def attach(self, loop: Rank0Loop) -> None:
+        """As ``Executor``."""
+        self._loop = loop
+        self._policy_rank.attach(loop)
+        parts = self._parts
+        self._a: DeviceStageA = loop.stage_a  # type: ignore[assignment]
+        is_fresh = self._is_fresh = loop.config.pipeline.credit == "before_window"
+        self._underway = InFlight(
+            loop.credits, parts.clock, len(self.link.out), a_looks=is_fresh and self.link.looks
+        )
+        self._queueing = Queueing(parts, self._a, self._underway.ring, is_fresh=is_fresh)
+        self._results = Results(drawn_for(loop.log.run_id))
+        loop.mark.busy_with = self._at
+        loop.waiter.register(self._peer.fileno())
+        loop.log.queues_ahead = True
+        loop.on_phase.append(self._on_phase)
+        end_timeouts_on_time()
+
+    def _on_phase(self, phase: str) -> None:
+        self._waits_for_input = self._loop.pacing.name != "saturated"
         nodes = self._a.nodes + self._parts.work_a.products
-        self._ahead = run_ahead(nodes, self._parts.work_a.mean_ns, self.credits.d_in)
+        d_in = self._loop.credits.d_in
+        self._ahead = run_ahead(nodes, self._parts.work_a.mean_ns, d_in)
         # many more than there are credits for only where input is never waited for
         beyond = 1 if self._waits_for_input else max(1, self._ahead)
-        self._most_underway = min(self._most_queued, self.credits.d_in + beyond)
+        self._most_underway = min(self._most_queued, d_in + beyond)
 
-    @watched
-    def run(self, envelopes: int | None = None) -> None:
-        self._start_limit = None if envelopes is None else self.started + envelopes
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """As ``Executor``."""
         self._before = None
-        self.look()
-        while self.may_begin() or self._underway:
-            while self.may_start():
-                self.start()
-            if self._underway.is_oldest_done():
-                self.finish()
-                if self._cuts or now_ns() >= self._glance_ns:
-                    self.rest_until(NOW)
-            elif self.log.on_dry is not None and not self._underway:
-                self.log.dry()
-            else:
-                self.rest_until(self.next_ns())
-        if self.phase == "bring-up" and self.log.mode == "throughput":  # else nobody judges
-            self.newest_b(0)  # what the policy rank knows of these envelopes is in its file
+        self._look()
+        yield
+        is_judged = self._loop.phase == "bring-up" and self._loop.log.mode == "throughput"
+        if is_judged:  # what the policy rank knows of these envelopes has to be in its file
+            self._policy_rank.newest_b(0)
+
+    @property
+    def in_flight(self) -> int:
+        """As ``Executor``."""
+        return len(self._underway)
 
     # ---- one envelope: queued ------------------------------------------------------------------
 
-    def may_start(self) -> bool:
-        """True when stage A may be queued: wanted, in bounds, and due."""
-        return self._has_room() and self.pacing.due(now_ns())
-
-    def _has_room(self) -> bool:
-        """True when a further envelope is wanted, and in bounds."""
+    def has_room(self) -> bool:
+        """As ``Executor``."""
         return (
             len(self._underway) < self._most_underway
-            and self.log.on_dry is None
-            and self.may_begin()
+            and self._loop.log.on_dry is None
             and (self._ahead > 0 or self._underway.may_begin_now(is_fresh=self._is_fresh))
         )
 
-    def start(self) -> None:
-        """Queue everything that will happen to the next envelope; nothing here waits."""
-        flight = self.next_flight()
+    def begin(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
+        """As ``Executor``: queue everything that will happen to it; nothing here waits."""
         self._is_launching = True
-        self._queueing.envelope(flight, self.pacing.started())
+        self._queueing.envelope(flight, ends_ns)
         self._is_launching = False
         if not self._parts.shape.ahead:
-            self.peer.ring(flight.index)  # all that brings it there is queued
+            self._peer.ring(flight.index)  # all that brings it there is queued
         flight.sent_ns = now_ns()  # for the watchdog; the log has the device's
         self._underway.add(flight, flight.sent_ns)
 
     def _at(self) -> str:
         """For the watchdog: a launch stands when the driver's queue is full."""
-        at = f"epoch {self.epoch}, seq {self._seq}"
+        at = self._loop.at()
         if not self._is_launching:
             return at
         nodes = self._a.nodes + self._parts.work_a.products
@@ -153,14 +156,15 @@ class Stage0Device(Paired):
 
     # ---- one envelope: finished ----------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Book, decode and emit the oldest envelope, whose events are all done."""
+    def finished(self) -> Flight | None:
+        """As ``Executor``: the oldest envelope, once its events are all done."""
+        if not self._underway.is_oldest_done():
+            return None
         picked_ns = now_ns()
         one = self._underway.finish()
         if self._underway:
             self._underway.oldest.sent_ns = now_ns()  # for the watchdog: its turn begins
         flight, times = one.flight, one.times
-        result = self._queueing.result(flight.index)
         book_rank0(
             flight.record,
             times,
@@ -169,22 +173,29 @@ class Stage0Device(Paired):
             one.queued_ns,
             waits_for_input=self._waits_for_input,
         )
-        self._before = times
+        self._before = self._times = times
         flight.record.tPick = picked_ns
         self._a.settle(flight)
+        return flight
+
+    def result(self, flight: Flight) -> tuple[Slot, str | None]:
+        """As ``Executor``."""
+        result = self._queueing.result(flight.index)
         drop = self._read_header(flight, result.header.tolist())
-        if flight.epoch != self.epoch:
-            drop = "stale"
-        elif drop is None:
-            drop = self._unwritten(flight, result) or self.decode_and_emit(flight, result)
-        self.close_flight(flight, drop, times.c1)
+        if drop is None and flight.epoch == self._loop.epoch:
+            drop = self._unwritten(flight, result)
+        return result, drop
+
+    def settle(self, flight: Flight, drop: str | None) -> int:
+        """As ``Executor``: the device has stamped it."""
+        return self._times.c1
 
     def _unwritten(self, flight: Flight, result: Slot) -> str | None:
         """Returns why the policy's outputs may not be used, or None: it wrote them all."""
         text = self._results.unwritten(result, [owner.present for owner in flight.owners])
         if not text:
             return None
-        self.tell_fault("B", Fault("unwritten", "unwritten", text), seq=flight.seq)
+        self._loop.tell_fault("B", Fault("unwritten", "unwritten", text), seq=flight.seq)
         return "unwritten"
 
     def _read_header(self, flight: Flight, header: list[int]) -> str | None:
@@ -199,7 +210,17 @@ class Stage0Device(Paired):
 
     # ---- between envelopes ----------------------------------------------------------------------
 
-    def next_ns(self) -> int:
+    def wait(self, *, worked: bool) -> None:
+        """As ``Executor``: no descriptor tells the end of an event, so it is predicted."""
+        if worked:
+            if self._loop.is_cut_due or now_ns() >= self._glance_ns:
+                self._rest_until(NOW)
+        elif self._loop.log.on_dry is not None and not self._underway:
+            self._loop.log.dry()
+        else:
+            self._rest_until(self._next_ns())
+
+    def _next_ns(self) -> int:
         """When something can be there again: the oldest envelope, or what falls due by the clock.
 
         The end of an event has no descriptor. When an envelope is late, it is looked for often.
@@ -211,68 +232,66 @@ class Stage0Device(Paired):
             return max(now_ns() + POLL_NS, min(self._look_ns, due_ns))
         return self._due_ns(now_ns() + WAIT_MAX_NS)
 
+    def _wants_more(self) -> bool:
+        return self._loop.may_begin() and self.has_room()
+
     def _due_ns(self, latest_ns: int) -> int:
         """Returns the latest instant at which something falls due by the clock alone."""
-        source_ns = self.source.next_due_ns()
-        pacing_ns = self.pacing.due_ns() if self._has_room() else None
+        source_ns = self._loop.source.next_due_ns()
+        pacing_ns = self._loop.pacing.due_ns() if self._wants_more() else None
         return min(latest_ns, source_ns or latest_ns, pacing_ns or latest_ns)
 
-    def rest_until(self, until_ns: int) -> None:
+    def _rest_until(self, until_ns: int) -> None:
         """Sleep, unless that is past; then look if anything came, woke this thread, or is due."""
-        ready = self.waiter.wait(until_ns - now_ns())
+        ready = self._loop.waiter.wait(until_ns - now_ns())
         now = now_ns()
         # some frames are told of by a wake alone, which may come to a wait that is over at once
-        if ready or self.waiter.woken or self._cuts:
-            self.look()
+        if ready or self._loop.waiter.woken or self._loop.is_cut_due:
+            self._look()
         elif now >= self._look_ns:
-            self.look_by_clock()
+            self._look_by_clock()
         self._glance_ns = min(now + GLANCE_NS, self._look_ns)
 
-    def look(self) -> None:
-        self.peer.pump()
-        self.look_by_clock()
+    def _look(self) -> None:
+        self._peer.pump()
+        self._look_by_clock()
 
-    def look_by_clock(self) -> None:
+    def _look_by_clock(self) -> None:
         """Look at everything but descriptors: a wait that ran out found none readable."""
-        self.take_in()
+        self._loop.take_in()
         now = now_ns()
         self._a.ingest(now)
-        while self.peer.inbox:
-            self.take_frame(self.peer.inbox.popleft())
+        while self._peer.inbox:
+            self._policy_rank.take_frame(self._peer.inbox.popleft())
         oldest = self._underway.oldest if self._underway else None
-        self.check_policy_rank(now, oldest, self.standstill_ns)
+        self._policy_rank.check(now, oldest, self._loop.standstill_ns)
         if self._parts.clock.renew_when_due():
-            self.log.event("clock", **self._parts.clock.state._asdict())
+            self._loop.log.event("clock", **self._parts.clock.state._asdict())
         self._look_ns = self._due_ns(now + LOOK_NS)
-
-    def is_idle(self) -> bool:
-        return not self.may_start()
-
-    def wait_cause(self) -> str:
-        return "result" if self._underway else "input"
 
     # ---- standalone stage times -----------------------------------------------------------------
 
     def measure(self, repeats: int) -> dict[str, Sequence[int]]:
-        """Device times: A and C by themselves, B on envelopes that are sent one by one.
+        """As ``Executor``: on the device; A and C by themselves, B on envelopes sent one by one.
 
         On the policy rank the next receipts and stages B stand queued already: nothing could be
         run beside them, least of all the same graphs.
         """
         durations_a, durations_c = self._measure_own(repeats)
         for _ in range(repeats):
-            self.run(1)
-        return {"A": durations_a, "B": self.newest_b(repeats), "C": durations_c}
+            self._loop.run(1)
+        return {"A": durations_a, "B": self._policy_rank.newest_b(repeats), "C": durations_c}
 
     def _measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
-        newest = (None,) * len(self.intake.rows)
-        index = self.started
+        loop = self._loop
+        newest = (None,) * len(loop.intake.rows)
+        index = loop.started
         marks = self._underway.marks(index)
         durations_a, durations_c = [], []
         for _ in range(repeats):
-            self.take_in()
+            self._loop.take_in()
             self._a.ingest(now_ns())
-            flight = Flight(index, self.epoch, 0, EnvelopeRecord())
+            flight = Flight(index, loop.epoch, 0, EnvelopeRecord())
             self._queueing.stage_a(flight, newest)
             marks.a1.wait()
             self._a.settle(flight)

@@ -1,4 +1,4 @@
-"""THE loop of the policy rank on a GPU: device-ordered, one result for each envelope.
+"""The policy rank on a GPU: device-ordered, one result for each envelope.
 
 For each envelope that will come the host queues, on three streams:
 
@@ -14,21 +14,18 @@ stage B of a millisecond or more, of many nodes, without a graph, or that takes 
 queued once its envelope was seen, behind at most one that runs; and a receipt once rank 0 rang for
 its envelope, whose way is queued then. So nothing waits here while the run is idle, and what the
 host does between two envelopes, such as user code that loads its first kernel of a kind, never
-waits for rank 0's host. The loop learns which envelope a slot held when that is over. The CPU's
-loop is ``stage1.py``.
+waits for rank 0's host. The loop learns which envelope a slot held when that is over.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ppstream.control.watchdog import ProgressMark, is_patient, watched
 from ppstream.core.clock import NS_PER_MS, now_ns
-from ppstream.core.errors import PeerLostError, ProtocolError
+from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.driver import CudaEvent
@@ -38,7 +35,7 @@ from ppstream.links.headers import EPOCH, FAILURES, SEQ, ResultStatus
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.device.event_times import PolicyTimes, book_policy
-from ppstream.pipeline.device.stage1_queue import SlotPlan, places, sends_from_b
+from ppstream.pipeline.device.policy_rank_queue import SlotPlan, places, sends_from_b
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.unwritten import failure
 
@@ -62,8 +59,8 @@ GAPS: Final = 4  # that the usual one is of
 NEWEST: Final = 4096  # durations of stage B that are kept
 
 
-class Stage1Parts(NamedTuple):
-    """Stage1Parts of the loop."""
+class PolicyDevice(NamedTuple):
+    """Policy, link and streams of a policy rank's GPU."""
 
     config: PipelineConfig
     stage_b: DeviceStageB
@@ -77,10 +74,12 @@ class Stage1Parts(NamedTuple):
     nodes: int | None = None  # kernels, copies and memsets of a stage B, where they are known
 
 
-class Stage1Device(PolicyRank):
-    """The policy rank's loop; ends when rank 0 says drain."""
+class DevicePolicyRank(PolicyRank):
+    """Stage B and its sends, queued ahead of what is over."""
 
-    def __init__(self, parts: Stage1Parts) -> None:
+    NAME = "stage B's loop"
+
+    def __init__(self, parts: PolicyDevice) -> None:
         config = parts.config
         super().__init__(config, parts.stage_b, parts.peer, parts.log)
         self.link = parts.link
@@ -100,7 +99,6 @@ class Stage1Device(PolicyRank):
         self._records: deque[PolicyRecord] = deque()  # of each queued envelope
         self.log.queues_ahead = True
         self._before: PolicyTimes | None = None
-        self.mark = ProgressMark("stage B's loop", self._at)
         self._look_ns = 0  # when at the latest
         self._newest_ns = 0  # when the newest envelope was over
         self._queued_ns = 0  # when a stage B was queued last behind no other
@@ -117,45 +115,29 @@ class Stage1Device(PolicyRank):
                 self._parts.stage_b(envelope, result)
             torch.cuda.synchronize()
 
-    @property
-    def marks(self) -> tuple[ProgressMark, ...]:
-        """For the watchdog."""
-        return (self.mark,)
+    def look(self) -> None:
+        """As ``PolicyRank``: queue all that may be."""
+        if self.log.on_dry is None:
+            most = self._most_expected()
+            while self._expected < most:
+                self.queue_receipt()
+        elif self.progress == self._expected:
+            self.log.dry()
+        while self._queued < self._expected and self.may_queue():
+            self.queue()
+        if now_ns() >= self._look_ns:
+            self.rest(0)
 
-    @property
-    def standstill_ns(self) -> int:
-        """Time that the loop may stand still, as of now: it queues, and never waits for stage B."""
-        patient = is_patient(self.phase, self.log.mode)
-        return self._start_ns if patient else self._watchdog_ns
+    def step(self) -> bool:
+        """As ``PolicyRank``. Before frames: some ask for what is over."""
+        if not self.is_oldest_done():
+            return False
+        self.finish()
+        return True
 
-    @watched
-    def run(self, give_up: Callable[[], bool]) -> str:
-        """Serve until rank 0 says drain; returns its reason.
-
-        Raises:
-            PeerLostError: rank 0 is gone, or ``give_up()`` while nothing was to be done.
-        """
-        while self.drain_reason is None:
-            self.mark.turns += 1
-            if self.log.on_dry is None:
-                most = self._most_expected()
-                while self._expected < most:
-                    self.queue_receipt()
-            elif self.progress == self._expected:
-                self.log.dry()
-            while self._queued < self._expected and self.may_queue():
-                self.queue()
-            if now_ns() >= self._look_ns:
-                self.rest(0)
-            if self.is_oldest_done():
-                self.finish()
-            elif self.peer.inbox:
-                self.take_frame(self.peer.inbox.popleft())
-            elif give_up():
-                raise PeerLostError("asked to stop, and rank 0 did not drain within its limit")
-            else:
-                self.rest(self._rest_ns())
-        return self.drain_reason
+    def wait(self) -> None:
+        """As ``PolicyRank``: the end of an event has no descriptor."""
+        self.rest(self._rest_ns())
 
     def _most_expected(self) -> int:
         """Receipts that may be queued in all.
@@ -266,7 +248,7 @@ class Stage1Device(PolicyRank):
         )
 
     def rest(self, limit_ns: int) -> None:
-        """Sleep, unless a frame comes: the end of an event has no descriptor. Then look around."""
+        """Sleep, unless a frame comes. Then look around."""
         if self._parts.waiter.wait(limit_ns):
             self.peer.pump()
         now = now_ns()

@@ -287,14 +287,14 @@ def test_a_policy_that_leaves_outputs_out_is_found_while_warming(form, fail, tmp
 def test_wrong_identity_in_a_result_is_a_protocol_error(tmp_path):
     with build("serial", NewestValues(), tmp_path) as pipeline:
         pipeline.saturate()
-        original = pipeline.rank0.link.result
+        original = pipeline.executor.link.result
 
         def confused(index):
             slot = original(index)
             slot.header[SEQ] += 1
             return slot
 
-        pipeline.rank0.link.result = confused
+        pipeline.executor.link.result = confused
         with pytest.raises(ProtocolError, match="answers epoch and seq"):
             pipeline.rank0.run(10)
 
@@ -370,12 +370,13 @@ def test_behind_a_wait_results_are_looked_at_before_samples_are_taken_in(
 ):
     with build(form, NewestValues(), tmp_path) as pipeline:
         rank0, did = pipeline.rank0, []
-        monkeypatch.setattr(rank0, "observe", lambda: did.append("results"))
+        executor = pipeline.executor
+        monkeypatch.setattr(executor, "observe", lambda: did.append("results"))
         monkeypatch.setattr(rank0, "take_in", lambda: did.append("samples"))
         source_fd = -1  # of robots: any that is not a result's
-        rank0._source_fds = (source_fd,)
+        rank0.source_fds = (source_fd,)
         try:
-            rank0.look_at([source_fd, *rank0._result_fds])
+            executor._look_at([source_fd, *executor._result_fds])
         finally:
-            rank0._source_fds = ()
+            rank0.source_fds = ()
         assert did == (["results", "samples"] if form == "serial" else ["samples"])

@@ -1,20 +1,18 @@
-"""Paired: rank 0 with a policy rank behind it: what is said between them while a run goes on.
+"""PolicyRankPeer: the policy rank as rank 0 has it: what is said between them in a run.
 
-Envelopes are not sent here: that is the links' and the loops', ``stage0.py`` on a CPU and
-``pipeline/device/stage0.py`` on a GPU.
+Envelopes are not sent here: that is the links' and the executors'.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ppstream.control.peer_process import HeldProcess
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, ProtocolError, WatchdogError
 from ppstream.core.user_code import Fault
-from ppstream.pipeline.rank0 import Rank0
 from ppstream.wire.rank_messages import (
     Goodbye,
     Instructed,
@@ -25,24 +23,36 @@ from ppstream.wire.rank_messages import (
 )
 
 if TYPE_CHECKING:
+    from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.pipeline.flight import Flight
+    from ppstream.pipeline.rank0 import Rank0
 
 POLICY_RANK: Final = 1
 RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
 
 
-class Paired(Rank0):
-    """Rank 0 with a policy rank at the other end of ``peer``."""
+class PolicyRankPeer:
+    """The policy rank at the other end of ``peer``; for the thread that pumps it.
 
-    def __init__(self, *rank0_parts: Any, peer: Peer) -> None:
-        super().__init__(*rank0_parts)
+    Attributes:
+        log_refused: why its log could not be written, when it was asked last.
+    """
+
+    def __init__(self, peer: Peer, config: PipelineConfig) -> None:
         self.peer = peer
-        self.peer_log_refused = ""  # why its log could not be written, when it was asked last
+        self.log_refused = ""
+        self._rank0: Rank0  # set before a run begins
         self._instructed: Callable[[int, str], None]  # set before anything can be answered
-        self._frozen_ns = round(self.config.liveness.frozen_ms * NS_PER_MS)
+        self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)
+        self._drain_s = config.liveness.drain_s
+
+    def attach(self, rank0: Rank0) -> None:
+        """The run that this policy rank serves."""
+        self._rank0 = rank0
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
+        """As ``Executor.instruct``; the answer comes as a frame."""
         self._instructed = done
         self.peer.send(Instruction(number, text))
 
@@ -55,14 +65,14 @@ class Paired(Rank0):
         match frame:
             case PolicyFault():
                 fault = Fault(frame.kind, frame.kind, frame.what, frame.place, frame.text)
-                self.log_fault("B", fault, POLICY_RANK, index=frame.index)
+                self._rank0.log_fault("B", fault, POLICY_RANK, index=frame.index)
             case Instructed():
                 self._instructed(frame.id, frame.fault)
-                self.waiter.wake()
+                self._rank0.waiter.wake()
             case Goodbye():
                 raise PeerLeftError(frame.code, frame.reason)
 
-    def check_policy_rank(self, now: int, oldest: Flight | None, limit_ns: int) -> None:
+    def check(self, now: int, oldest: Flight | None, limit_ns: int) -> None:
         """Raise when the policy rank is silent, or a result overdue, for longer than allowed.
 
         Args:
@@ -74,14 +84,15 @@ class Paired(Rank0):
             PeerFrozenError: nothing was heard of it.
             WatchdogError: a result is owed for too long.
         """
-        if self.phase != "warming":
+        if self._rank0.phase != "warming":
             self.peer.check_alive(now, self._frozen_ns)
         if oldest is None:
             return
-        if self._drain_until_ns is not None and now > self._drain_until_ns:
+        drain_until_ns = self._rank0.drain_until_ns
+        if drain_until_ns is not None and now > drain_until_ns:
             raise WatchdogError(
                 f"results are owed from envelope {oldest.index} on "
-                f"{self.config.liveness.drain_s:g} s after the run was asked to stop; raise "
+                f"{self._drain_s:g} s after the run was asked to stop; raise "
                 "liveness.drain_s if stage B takes so long"
             )
         if now - oldest.sent_ns > limit_ns + RESULT_SPARE_NS:
@@ -92,6 +103,7 @@ class Paired(Rank0):
             )
 
     def thread_cpus(self) -> dict[str, list[int]]:
+        """CPUs that its process may use, where it is on this host."""
         process = HeldProcess.at_end_of(self.peer.fileno())
         if process is None:  # the policy rank has a host of its own
             return {}
@@ -105,11 +117,11 @@ class Paired(Rank0):
     def newest_b(self, envelopes: int) -> Sequence[int]:
         """Device times of stage B on the newest envelopes; the policy rank's log is on disk."""
         self.peer.send(Measure(envelopes))
-        frame = self.peer.receive(self._start_ns)
+        frame = self.peer.receive(self._rank0.start_ns)
         while isinstance(frame, PolicyFault):
             self.take_frame(frame)
-            frame = self.peer.receive(self._start_ns)
+            frame = self.peer.receive(self._rank0.start_ns)
         if not isinstance(frame, Measured):
             raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
-        self.peer_log_refused = frame.log_refused
+        self.log_refused = frame.log_refused
         return frame.durations_ns

@@ -1,0 +1,399 @@
+"""Executors on the host's own clock: stage A and C here, stage B on the policy rank meanwhile.
+
+``HostExecutor`` has one thread: *send first, then decode*, with one envelope of lead.
+``SplitExecutor`` gives stage A, the receipt of results, and stage C a thread each. ``OnHost`` is
+what they share with the unpipelined twin in ``inline_executor.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+from ppstream.control.watchdog import ProgressMark, stage_b_limit_ns
+from ppstream.core.clock import now_ns, thread_cpu_ns
+from ppstream.core.cpus import RunDelay
+from ppstream.core.errors import ProtocolError
+from ppstream.core.waiter import Waiter
+from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, read_stage_b
+from ppstream.observe import nvtx_ranges
+from ppstream.pipeline.rank0 import WAIT_MAX_NS
+from ppstream.pipeline.time_accounting import LINK, TimeAccount
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ppstream.links.protocol import FrontLink
+    from ppstream.links.slots import Slot
+    from ppstream.pipeline.flight import Flight
+    from ppstream.pipeline.loop import Rank0Loop
+    from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+
+SERIAL_LEAD: Final = (
+    2  # envelopes in the system: one thread can use no more (analysis/period_model.py)
+)
+IDLE_S: Final = 0.1
+
+
+class OnHost(ABC):
+    """Stages and waits of threads that sleep on descriptors, stamped as they happen."""
+
+    def attach(self, loop: Rank0Loop) -> None:
+        """As ``Executor``."""
+        self._loop = loop
+        self._waiter = loop.waiter
+        self._times, self._run_delay = loop.times, loop.run_delay
+        self._times_c, self._run_delay_c = loop.times, loop.run_delay  # of the thread that runs C
+        self._cpu_ns = 0  # of that thread, when its stage C began
+        self._thread_cpus: dict[str, list[int]] = {}  # as each thread's newest run ended
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """As ``Executor``."""
+        self._begin_run()
+        yield
+        self._thread_cpus["r0"] = sorted(os.sched_getaffinity(0))
+
+    def _begin_run(self) -> None:
+        self._times.end()
+        self._run_delay.begin()
+
+    def thread_cpus(self) -> dict[str, list[int]]:
+        """As ``Executor``."""
+        return self._thread_cpus
+
+    # ---- stages ------------------------------------------------------------------------------
+
+    def _build(self, flight: Flight, slot: Slot, ends_ns: Sequence[int | None]) -> None:
+        """Stage A into ``slot``, with the waits before it."""
+        record = flight.record
+        self._run_delay.enter()
+        self._loop.stage_a.build(flight, slot.tensors, ends_ns)
+        record.delay_a_ns = self._run_delay.leave()
+        self._times.stage(record.tA0 or 0, record.tA1 or 0)
+        self._loop.book_input_waits(flight)
+
+    def _begin_c(self, flight: Flight) -> None:
+        self._cpu_ns = thread_cpu_ns()
+        self._run_delay_c.enter()
+        flight.record.tDecode = self._times_c.begin()
+        self._loop.credits.begin_decode(flight.record.tDecode)
+        if nvtx_ranges.on:
+            nvtx_ranges.C.push(flight.epoch, flight.seq)
+
+    def settle(self, flight: Flight, drop: str | None) -> int:
+        """As ``Executor``."""
+        if nvtx_ranges.on:
+            nvtx_ranges.C.pop()
+        record, times = flight.record, self._times_c
+        # The emitter's own time is the link's. A dropped envelope has no end of C in the log: its
+        # time is the link's, too.
+        ended_ns = times.end(at_ns=flight.emit_ns) if drop is None else times.end(LINK)
+        record.cpu_c_ns = thread_cpu_ns() - self._cpu_ns
+        record.delay_c_ns = self._run_delay_c.leave()
+        record.w_result_ns = times.take_ns("result")
+        return ended_ns
+
+    # ---- waits -------------------------------------------------------------------------------
+
+    def wait(self, *, worked: bool) -> None:
+        """As ``Executor``. One blocking call, timed as one.
+
+        What arrives while it lasts, and looking at it, is part of the wait and booked under its
+        cause. Finding work at once is no wait but the link's time.
+        """
+        loop, times = self._loop, self._times
+        times.begin()
+        cause = self._wait_cause()
+        self._look()
+        slept = False
+        while self._is_idle():
+            slept = True
+            limit_ns = WAIT_MAX_NS
+            if cause == "input":  # only then can the clock alone give work
+                dues = (loop.source.next_due_ns(), loop.pacing.due_ns())
+                now = now_ns()
+                limit_ns = min([limit_ns, *(max(0, due - now) for due in dues if due is not None)])
+            self._look_at(self._waiter.wait(limit_ns))
+        times.end(cause if slept else LINK)
+
+    def _look(self) -> None:
+        """Look at everything that can give work, without waiting."""
+        self._loop.take_in()
+
+    def _look_at(self, ready: Sequence[int]) -> None:
+        """Look again after a wait, at least at these descriptors; at everything when none is."""
+        self._look()
+
+    @abstractmethod
+    def _is_idle(self) -> bool:
+        """True when there is nothing to do now, and something to wait for."""
+
+    @abstractmethod
+    def _wait_cause(self) -> str:
+        """Returns the cause of a wait that begins now: ``input``, ``credit`` or ``result``."""
+
+
+class HostExecutor(OnHost):
+    """Over ``link``, one thread."""
+
+    lead = SERIAL_LEAD
+
+    def __init__(self, link: FrontLink, policy_rank: PolicyRankPeer) -> None:
+        self.link = link
+        self.policy_rank: PolicyRankPeer | None = policy_rank
+        self.instruct = policy_rank.instruct
+        self._policy_rank = policy_rank
+        self._peer = policy_rank.peer
+        self._committed: deque[Flight] = deque()
+        self._received: deque[Flight] = deque()
+        self._result_fds = {self._peer.fileno(), *link.fds}
+
+    def attach(self, loop: Rank0Loop) -> None:
+        """As ``Executor``."""
+        super().attach(loop)
+        self._policy_rank.attach(loop)
+        self._credits = loop.credits
+        self._poll_results()
+
+    def _poll_results(self) -> None:
+        for fd in self._result_fds:
+            self._waiter.register(fd)
+
+    @property
+    def in_flight(self) -> int:
+        """As ``Executor``."""
+        return self._credits.in_system
+
+    def has_room(self) -> bool:
+        """As ``Executor``."""
+        return self._credits.may_commit() and self._credits.in_system < self.lead
+
+    def begin(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
+        """As ``Executor``: stage A into the next slot, and off it goes."""
+        slot = self.link.envelope(flight.index)
+        self._build(flight, slot, ends_ns)
+        slot.header[EPOCH], slot.header[SEQ] = flight.epoch, flight.seq
+        self._committed.append(flight)
+        flight.sent_ns = flight.record.tSend = now_ns()
+        self._credits.commit(flight.sent_ns)
+        if nvtx_ranges.on:
+            nvtx_ranges.SEND.push(flight.epoch, flight.seq)
+        self.link.commit(flight.index)
+        if nvtx_ranges.on:
+            nvtx_ranges.SEND.pop()
+
+    def finished(self) -> Flight | None:
+        """As ``Executor``."""
+        return self._received.popleft() if self._received else None
+
+    def result(self, flight: Flight) -> tuple[Slot, str | None]:
+        """As ``Executor``."""
+        slot = self.link.result(flight.index)
+        self._begin_c(flight)
+        header = slot.header.tolist()
+        if header[EPOCH] != flight.epoch or header[SEQ] != flight.seq:
+            raise ProtocolError(
+                f"result {flight.index} answers epoch and seq {[header[EPOCH], header[SEQ]]}, "
+                f"owed are {[flight.epoch, flight.seq]}"
+            )
+        read_stage_b(header, flight.record)
+        self._loop.learn_b(flight.record.B_ns or 0)
+        return slot, FAILURES[header[FAILED]]
+
+    # ---- between envelopes -----------------------------------------------------------------------
+
+    def observe(self) -> None:
+        """Read the control socket; each result that D_out has room for returns its credit."""
+        peer = self._peer
+        peer.pump()
+        while peer.inbox:
+            self._policy_rank.take_frame(peer.inbox.popleft())
+        while self._credits.may_receive():
+            index = self.link.receive_nowait()
+            if index is None:
+                return
+            flight = self._committed.popleft()
+            if flight.index != index:
+                raise ProtocolError(f"result {index} came, {flight.index} is owed next")
+            if nvtx_ranges.on:
+                nvtx_ranges.RECV.push(flight.epoch, flight.seq)
+            peer.last_heard_ns = flight.record.tRecv = now_ns()  # a result is a sign of life
+            self._credits.receive(flight.record.tRecv)
+            self._hand_over(flight)
+            if nvtx_ranges.on:
+                nvtx_ranges.RECV.pop()
+
+    def _hand_over(self, flight: Flight) -> None:
+        """The result of ``flight`` is here."""
+        self._received.append(flight)
+
+    def check_policy_rank(self) -> None:
+        """Raises as ``PolicyRankPeer.check``, of the results that are owed now."""
+        limit_ns = stage_b_limit_ns(self._loop.standstill_ns, self._loop.usual_b_ns)
+        oldest = self._committed[0] if self._committed else None
+        self._policy_rank.check(now_ns(), oldest, limit_ns)
+
+    def _look(self) -> None:
+        self._loop.take_in()
+        # With work in hand the socket can wait: reading it costs as much as a small stage C.
+        if not self._received and not self._loop.may_start():
+            self.observe()
+            self.check_policy_rank()
+
+    def _look_at(self, ready: Sequence[int]) -> None:
+        # After a pause of some ms one look in vain takes 20 to 50 us: the caches are cold.
+        if not ready or not self._loop.source_fds:
+            self._look()
+            return
+        if not self._result_fds.isdisjoint(ready):  # results first: what robots sent may be much
+            self.observe()
+        self.check_policy_rank()
+        if not self._result_fds.issuperset(ready):
+            self._loop.take_in()
+
+    def _is_idle(self) -> bool:
+        loop = self._loop
+        if self._received or loop.may_start():
+            return False
+        return bool(self._credits.in_system or loop.may_begin())
+
+    def _wait_cause(self) -> str:
+        if self._credits.in_system >= self.lead or not self._loop.may_begin():
+            return "result"
+        return "input" if self._credits.may_commit() else "credit"
+
+    # ---- for bring-up --------------------------------------------------------------------------
+
+    def measure(self, repeats: int) -> dict[str, Sequence[int]]:
+        """As ``Executor``."""
+        lead, self.lead = self.lead, 1
+        durations = self._loop.time_in_turn(repeats)
+        self.lead = lead
+        self._policy_rank.newest_b(0)
+        return durations
+
+    def thread_cpus(self) -> dict[str, list[int]]:
+        """As ``Executor``."""
+        return self._thread_cpus | self._policy_rank.thread_cpus()
+
+
+class SplitExecutor(HostExecutor):
+    """Over ``link``, three threads: A | receipt | C. The credits alone bound how far A leads."""
+
+    lead = 1 << 62
+
+    def attach(self, loop: Rank0Loop) -> None:
+        """As ``Executor``."""
+        self._results = Waiter()  # who waits for results
+        self._to_decode: SimpleQueue[Flight] = SimpleQueue()
+        self._room = threading.Event()  # there is a place in D_out
+        self._failure: BaseException | None = None  # of one of the threads
+        super().attach(loop)
+        self._times_c, self._run_delay_c = TimeAccount(), RunDelay()
+        self._marks = {name: ProgressMark(f"the {name} thread") for name in ("receive", "decode")}
+        loop.marks = (loop.mark, *self._marks.values())
+
+    def _poll_results(self) -> None:
+        for fd in self._result_fds:
+            self._results.register(fd)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """As ``Executor``: with the threads that receive and that decode."""
+        ended = threading.Event()
+        threads = [
+            threading.Thread(target=self._guarded, args=(work, ended), name=name)
+            for name, work in (("receive", self._receive), ("decode", self._decode))
+        ]
+        self._begin_run()
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            self._results.wake()
+            for thread in threads:
+                thread.join()
+        if self._failure is not None:
+            raise self._failure
+        self._thread_cpus["r0A"] = sorted(os.sched_getaffinity(0))
+
+    def _receive(self, ended: threading.Event) -> None:
+        mark = self._marks["receive"]
+        while not ended.is_set():
+            mark.turns += 1
+            self.observe()
+            self.check_policy_rank()
+            if self._credits.may_receive():
+                self._results.wait(WAIT_MAX_NS)
+            else:  # what is readable may not be read yet: waiting for it would spin
+                self._room.wait(IDLE_S)
+                self._room.clear()
+
+    def _decode(self, ended: threading.Event) -> None:
+        mark, times = self._marks["decode"], self._times_c
+        times.end()
+        self._run_delay_c.begin()
+        while not ended.is_set():
+            mark.turns += 1
+            times.begin()
+            try:
+                flight = self._to_decode.get(timeout=IDLE_S)
+            except Empty:
+                continue
+            finally:
+                times.end("result")
+            self._loop.finish(flight)
+            self._waiter.wake()
+        self._thread_cpus["r0C"] = sorted(os.sched_getaffinity(0))
+
+    def _guarded(self, work: Callable[[threading.Event], None], ended: threading.Event) -> None:
+        """Top of a thread: what goes wrong in it ends the run on the thread that started it."""
+        try:
+            with self._marks[threading.current_thread().name]:
+                work(ended)
+        except BaseException as error:  # noqa: BLE001 - raised again by the loop's thread
+            self._failure = self._failure or error
+            ended.set()
+            self._waiter.wake()
+            self._results.wake()
+
+    def _hand_over(self, flight: Flight) -> None:
+        self._waiter.wake()  # the credit is another thread's; the next envelope goes first
+        self._to_decode.put(flight)
+
+    def _begin_c(self, flight: Flight) -> None:
+        super()._begin_c(flight)
+        self._room.set()
+
+    def settle(self, flight: Flight, drop: str | None) -> int:
+        """As ``Executor``."""
+        ended_ns = super().settle(flight, drop)
+        flight.record.busy_link_c_ns = self._times_c.take_ns(LINK)
+        flight.record.run_delay_c_ns = self._run_delay_c.take_ns()
+        return ended_ns
+
+    def wait(self, *, worked: bool) -> None:
+        """As ``Executor``. Raises what another thread has raised."""
+        super().wait(worked=worked)
+        if self._failure is not None:
+            raise self._failure
+
+    def _look(self) -> None:
+        self._loop.take_in()
+
+    def _look_at(self, ready: Sequence[int]) -> None:
+        self._loop.take_in()
+
+    def _is_idle(self) -> bool:
+        return self._failure is None and super()._is_idle()
+
+    def _wait_cause(self) -> str:
+        return "input" if self._credits.may_commit() else "credit"

@@ -1,0 +1,177 @@
+"""THE loop of rank 0: begin an envelope, finish one, wait; the same on every executor.
+
+An executor carries an envelope from stage A to a result in host memory: ``host_executor.py`` over
+a link between CPUs, ``device/executor.py`` on a GPU's streams, ``inline_executor.py`` in turn in
+this process. What else a run is on rank 0 stands in ``rank0.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ppstream.control.watchdog import stage_b_limit_ns, watched
+from ppstream.core.clock import now_ns
+from ppstream.pipeline.rank0 import Rank0
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from ppstream.links.slots import Slot
+    from ppstream.observe.log_writer import EnvelopeRecord
+    from ppstream.pipeline.flight import Flight
+    from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+
+
+class Executor(Protocol):
+    """Carries envelopes from stage A to a result in host memory, in order.
+
+    All is called by the loop's thread.
+
+    Attributes:
+        policy_rank: at the other end of its link; None: the policy runs in this process.
+    """
+
+    policy_rank: PolicyRankPeer | None
+
+    @property
+    def in_flight(self) -> int:
+        """Envelopes that have begun and are not finished."""
+
+    def attach(self, loop: Rank0Loop) -> None:
+        """Serve this loop, from before its first phase on."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around one run of the loop: what it needs besides the loop's own thread."""
+
+    def has_room(self) -> bool:
+        """True when one more may begin: there is a credit, or a place in a queue."""
+
+    def begin(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
+        """Stage A, and off it goes: done now, or queued."""
+
+    def finished(self) -> Flight | None:
+        """Takes the oldest whose result is here; None: not yet, or another thread finishes."""
+
+    def result(self, flight: Flight) -> tuple[Slot, str | None]:
+        """Stage C begins: the result in host memory, and why it carries no actions, or None.
+
+        Raises:
+            ProtocolError: it answers another envelope.
+        """
+
+    def settle(self, flight: Flight, drop: str | None) -> int:
+        """Stage C has ended: its stamps and waits go into the record. Returns when it ended."""
+
+    def wait(self, *, worked: bool) -> None:
+        """Take in what has come; sleep until an envelope may begin or is finished.
+
+        Args:
+            worked: the loop has just begun or finished one: perhaps it may go on at once.
+        """
+
+    def measure(self, repeats: int) -> dict[str, Sequence[int]]:
+        """Durations of A, B and C with nothing beside them, in ns; nothing is in flight."""
+
+    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
+        """Take a text to the policy; ``done`` hears that it has it, or the fault, on any thread."""
+
+    def thread_cpus(self) -> dict[str, list[int]]:
+        """CPUs that each thread of the run may use, by the resource that it is, if known."""
+
+
+class Rank0Loop(Rank0):
+    """Rank 0, whatever executes."""
+
+    def __init__(self, *parts: Any, executor: Executor) -> None:
+        super().__init__(*parts)
+        self.executor = executor
+        self._start_limit: int | None = None
+        self._alone: list[tuple[int, int, int]] | None = None  # stage times, while they are asked
+        executor.attach(self)
+
+    @watched
+    def run(self, envelopes: int | None = None) -> None:
+        """Run until ``envelopes`` more have begun, a stop is asked for, or the source has ended.
+
+        Returns when nothing is in flight. Raises what ends a run (``PeerLostError`` ...).
+        """
+        executor = self.executor
+        self._start_limit = None if envelopes is None else self.started + envelopes
+        with executor.running():
+            executor.wait(worked=True)
+            while self.may_begin() or executor.in_flight:
+                if begins := self.may_start():
+                    self.start()  # send first,
+                if (flight := executor.finished()) is not None:
+                    self.finish(flight)  # then decode
+                executor.wait(worked=begins or flight is not None)
+
+    def may_begin(self) -> bool:
+        """True when further envelopes are wanted at all."""
+        return (
+            self.stop_reason is None
+            and (self._start_limit is None or self.started < self._start_limit)
+            and not self.source.exhausted
+        )
+
+    def may_start(self) -> bool:
+        """True when stage A may begin: wanted, in bounds, and due."""
+        return self.may_begin() and self.executor.has_room() and self.pacing.due(now_ns())
+
+    def start(self) -> None:
+        """Credit first, newest window second."""
+        flight = self.next_flight()
+        self.executor.begin(flight, self.pacing.started())
+
+    def finish(self, flight: Flight) -> None:
+        """Drop it with a reason (stale, failed), or decode, check and emit."""
+        result, drop = self.executor.result(flight)
+        if flight.epoch != self.epoch:
+            drop = "stale"
+        elif drop is None:
+            drop = self.decode_and_emit(flight, result)
+        at_ns = self.executor.settle(flight, drop)
+        if self._alone is not None and drop is None:
+            self._alone.append(_stage_times(flight, at_ns))
+        self.close_flight(flight, drop, at_ns)
+
+    @property
+    def standstill_ns(self) -> int:
+        """Time that a thread of the loop may stand still, as of now."""
+        limit_ns = super().standstill_ns
+        if self.executor.policy_rank is not None:
+            return limit_ns
+        return stage_b_limit_ns(limit_ns, self.usual_b_ns)
+
+    # ---- for bring-up --------------------------------------------------------------------------
+
+    def measure(self, repeats: int) -> dict[str, Sequence[int]]:
+        """Durations of A, B and C with nothing beside them, in ns; nothing is in flight."""
+        return self.executor.measure(repeats)
+
+    def time_in_turn(self, repeats: int) -> dict[str, Sequence[int]]:
+        """The same, of envelopes of the running stream that go through one by one.
+
+        A policy gets what it gets in the run. The executor allows one in flight.
+        """
+        self._alone = []
+        self.run(repeats)
+        columns: list[Sequence[int]] = list(zip(*self._alone, strict=True))
+        self._alone = None
+        return dict(zip("ABC", columns or ((), (), ()), strict=True))
+
+    def thread_cpus(self) -> dict[str, list[int]]:
+        """CPUs that each thread of the run may use, by the resource that it is, if known."""
+        return self.executor.thread_cpus()
+
+    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
+        """Take a text to the policy; ``done`` hears that it has it, or the fault, on any thread."""
+        self.executor.instruct(number, text, done)
+
+
+def _stage_times(flight: Flight, ended_ns: int) -> tuple[int, int, int]:
+    """Of an envelope that is emitted: A, B and C."""
+    record: EnvelopeRecord = flight.record
+    begun, built, decoding = (stamp or 0 for stamp in (record.tA0, record.tA1, record.tDecode))
+    return built - begun, record.B_ns or 0, ended_ns - decoding
