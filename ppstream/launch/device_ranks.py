@@ -22,9 +22,10 @@ from ppstream.cuda.streams import stream as cuda_stream
 from ppstream.cuda.streams import torch_stream
 from ppstream.launch import handshake
 from ppstream.launch.placement import Placement, place
-from ppstream.links.device_link import BACK, FRONT, run_ahead
+from ppstream.links.device_link import run_ahead
 from ppstream.links.factory import open_device
 from ppstream.links.latency_probe import measure
+from ppstream.links.slots import BACK, FRONT
 from ppstream.pipeline.device.executor import DeviceExecutor
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams

@@ -18,12 +18,11 @@ from ppstream.cuda import startup
 from ppstream.launch import device_ranks, handshake, rank_exit
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
-from ppstream.links.factory import open_back
+from ppstream.links.factory import open_hops
 from ppstream.links.headers import link_shape
-from ppstream.links.slots import LinkShape
+from ppstream.links.slots import BACK, LinkShape
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
-from ppstream.pipeline.device.policy_rank import DevicePolicyRank
 from ppstream.pipeline.host_policy_rank import HostPolicyRank
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.compatibility import build_policy
@@ -93,7 +92,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             stack.callback(waiter.close)
             with course.step("the link and the policy's first calls"):
                 loop = _open(config, on_gpu or policy, placement, peer, store, shape, log, waiter)
-            stack.callback(loop.link.close)
+            stack.callback(loop.close)
             met.append(loop)
             course.loop = loop
             end.on_stop = patience.asked
@@ -115,7 +114,7 @@ def _open(
     shape: LinkShape,
     log: TimestampLog,
     waiter: Waiter,
-) -> HostPolicyRank | DevicePolicyRank:
+) -> PolicyRank:
     """This rank's loop, over a link that is open."""
     if isinstance(policy, device_ranks.PreparedPolicy):
         return device_ranks.open_policy_rank(
@@ -124,8 +123,8 @@ def _open(
     assert placement.link is not None
     device = torch.device(placement.ranks[-1].device)
     stage_b = device_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
-    link = open_back(placement.link, peer, store, shape)
-    return HostPolicyRank(config, stage_b, link, peer, log, waiter)
+    hops = open_hops(placement.link, BACK, peer, store, shape)
+    return HostPolicyRank(config, stage_b, hops, peer, log, waiter)
 
 
 def _log(config: PipelineConfig, run: Run, store: LauncherStore, stack: ExitStack) -> TimestampLog:

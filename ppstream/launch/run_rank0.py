@@ -30,9 +30,9 @@ from ppstream.launch import device_ranks, handshake, rank_exit
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
 from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
-from ppstream.links.factory import open_front
+from ppstream.links.factory import open_hops
 from ppstream.links.headers import link_shape
-from ppstream.links.slots import new_slots
+from ppstream.links.slots import FRONT, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
 from ppstream.pipeline.host_executor import HostExecutor, SplitExecutor
@@ -175,11 +175,11 @@ def _pipelined(
             parts = parts._replace(stage_a=stage_a)
         else:
             assert placement.link is not None
-            link = open_front(placement.link, peer, store, shape)
-            stack.callback(link.close)
+            hops = open_hops(placement.link, FRONT, peer, store, shape)
+            stack.callback(hops.close)
             on_host = SplitExecutor if config.pipeline.threads == "split" else HostExecutor
-            executor = on_host(link, policy_rank)
-            logger.info("link %s: %s", link.name, placement.why)
+            executor = on_host(hops, policy_rank)
+            logger.info("link %s: %s", hops.name, placement.why)
     rank0 = Rank0Loop(*parts, executor=executor)
     rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
     return rank0

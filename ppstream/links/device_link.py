@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.links.slots import GENERATION, INDEX, make_slots
+from ppstream.links.slots import FRONT, GENERATION, INDEX, make_slots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +33,6 @@ PLACES_AHEAD: Final = 900
 EVENT_PLACES: Final = 12  # of an envelope besides its stage: waits, events, copies, episodes
 LONG_STAGE_NS: Final = NS_PER_MS  # beside such a stage the host is quick enough without run-ahead
 WORD_BYTES: Final = 8  # of a header
-FRONT, BACK = "front", "back"  # rank 0's end and the policy rank's
 
 
 class DeviceSlot(NamedTuple):

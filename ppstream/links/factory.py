@@ -12,12 +12,12 @@ from ppstream.control.launcher_store import OPEN_TIMEOUT_S, LauncherStore
 from ppstream.control.peer import Peer
 from ppstream.core.errors import ConfigError
 from ppstream.links.device_link import DeviceLink
-from ppstream.links.gloo import GlooBack, GlooFront
-from ppstream.links.host import HostBack, HostFront
+from ppstream.links.gloo import open_gloo
+from ppstream.links.host import open_host
 from ppstream.links.nccl import NcclLink
 from ppstream.links.peer_memory import PeerLink
 from ppstream.links.pinned_memory import PinnedLink
-from ppstream.links.protocol import BackLink, FrontLink
+from ppstream.links.protocol import Hops
 from ppstream.links.slots import LinkShape
 
 if TYPE_CHECKING:
@@ -28,19 +28,21 @@ KINDS: Final = ("host", "gloo")
 DEVICE_KINDS: Final = ("peer", "pinned", "nccl")
 
 
-def open_front(
+def open_hops(
     kind: str,
+    side: str,
     peer: Peer,
     store: LauncherStore,
     shape: LinkShape,
     *,
     timeout_s: float = OPEN_TIMEOUT_S,
-) -> FrontLink:
-    """Rank 0's end of a new link; the policy rank must be in ``open_back`` at the same time.
+) -> Hops:
+    """Both hops of a rank to and from ``peer``, which must be in here at the same time.
 
     Args:
         kind: ``host`` (both ranks on this host) or ``gloo``.
-        peer: the policy rank; stays the caller's and must outlive the link.
+        side: ``FRONT`` on rank 0, ``BACK`` on the policy rank.
+        peer: the other rank; stays the caller's and must outlive the hops.
         store: used by ``gloo`` only.
         shape: the same on both ends.
         timeout_s: bound of the whole opening.
@@ -48,30 +50,13 @@ def open_front(
     Raises:
         ConfigError: unknown kind, or the slots do not fit into memory.
         PeerLostError: the peer did not open its end within ``timeout_s``.
-    """
-    _check_kind(kind)
-    if kind == "host":
-        return HostFront(peer, shape)
-    return GlooFront(peer, store.raw, shape, timeout_s)
-
-
-def open_back(
-    kind: str,
-    peer: Peer,
-    store: LauncherStore,
-    shape: LinkShape,
-    *,
-    timeout_s: float = OPEN_TIMEOUT_S,
-) -> BackLink:
-    """The policy rank's end; arguments and errors as ``open_front``.
-
-    Raises:
         ProtocolError: rank 0's slots are of another size.
     """
-    _check_kind(kind)
     if kind == "host":
-        return HostBack(peer, shape, timeout_s)
-    return GlooBack(peer, store.raw, shape, timeout_s)
+        return open_host(side, peer, shape, timeout_s)
+    if kind == "gloo":
+        return open_gloo(side, peer, store.raw, shape, timeout_s)
+    raise ConfigError([f"link.kind: {kind!r} is not one of {', '.join(KINDS)}"])
 
 
 def open_device(
@@ -108,8 +93,3 @@ def open_device(
     if kind == "nccl":
         return NcclLink(side, store.raw, shape, device)
     raise ConfigError([f"link.kind: {kind!r} is not one of {', '.join(DEVICE_KINDS)}"])
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise ConfigError([f"link.kind: {kind!r} is not one of {', '.join(KINDS)}"])

@@ -18,19 +18,20 @@ import torch
 import torch.distributed as dist
 
 from ppstream.core.clock import now_ns
-from ppstream.core.errors import PeerLostError, ProtocolError
+from ppstream.core.errors import PeerLostError
 from ppstream.links.arrivals import StampedArrivals
-from ppstream.links.slots import INDEX, LinkShape, Order, Slot, new_slots
+from ppstream.links.protocol import Hops
+from ppstream.links.slots import BACK, FRONT, INDEX, LinkShape, Order, Slot, new_slots
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store, Work
 
     from ppstream.control.peer import Peer
+    from ppstream.links.arrivals import Arrivals
     from ppstream.links.slots import SlotLayout
 
-FRONT: Final = 0  # ranks inside each group
-BACK: Final = 1
+RANK_OF: Final = {FRONT: 0, BACK: 1}  # inside each group
 FOR_EVER: Final = timedelta(days=365)  # a wait that runs out would close the connection for good
 END: Final = -1  # index of the note that says no more will come
 NOTE_BYTES: Final = 64  # gloo accepts less than what was posted
@@ -40,96 +41,31 @@ SPARE_SLOTS: Final = 1
 STAMPS_MAX: Final = 256  # more than can be in flight; rank 0 takes none of its own
 
 
-class GlooFront:
-    """Rank 0's end (links.FrontLink)."""
+def open_gloo(side: str, peer: Peer, store: Store, shape: LinkShape, timeout_s: float) -> Hops:
+    """Both hops of ``side``.
 
-    name = "gloo"
+    Raises:
+        PeerLostError: the peer did not open its end within ``timeout_s``.
+    """
+    is_front = side == FRONT
+    there, back = _groups(peer, store, RANK_OF[side], timeout_s)
+    other = 1 - RANK_OF[side]
+    envelopes = shape.envelope, shape.envelope_slots, Order("envelope", shape.generation)
+    results = shape.result, shape.result_slots, Order("result", shape.generation)
+    out = GlooOut(there if is_front else back, other, *(envelopes if is_front else results))
+    into = GlooIn(back if is_front else there, other, *(results if is_front else envelopes), out)
 
-    def __init__(self, peer: Peer, store: Store, shape: LinkShape, timeout_s: float) -> None:
-        out, back = _groups(peer, store, FRONT, timeout_s)
-        self._sender = _Sender(out, BACK, shape.envelope, shape.envelope_slots)
-        self._receiver = _Receiver(back, BACK, shape.result, shape.result_slots, self._sender)
-        self._d_in = shape.d_in
-        self._sent = Order("envelope", shape.generation)
-        self._received = Order("result", shape.generation)
-        self.fds: tuple[int, ...] = (self._receiver.fd,)
-
-    def envelope(self, index: int) -> Slot:
-        """The slot to write envelope ``index`` into."""
-        return self._sender.slot(index)
-
-    def commit(self, index: int) -> None:
-        """Send envelope ``index``."""
-        if self._sent.next - self._received.next >= self._d_in:
-            raise ProtocolError(f"envelope {index} would make more than {self._d_in} unanswered")
-        self._sent.send(index, self.envelope(index))
-        self._sender.send(index)
-
-    def receive_nowait(self) -> int | None:
-        """The next result that has arrived."""
-        index = self._receiver.take()
-        return None if index is None else self._received.receive(index, self.result(index))
-
-    def result(self, index: int) -> Slot:
-        """The slot of result ``index``."""
-        return self._receiver.slot(index)
-
-    def close(self) -> None:
+    def close() -> None:
         """Tell the peer that nothing more will come, and wait a second for its answer.
 
         Only a stopped peer does not answer: the receiving thread then stays behind, and the process
         has to leave with ``os._exit``.
         """
-        self.fds = ()
-        self._sender.end()
-        self._receiver.close()
-        self._sender.close()
+        out.end()
+        into.close()
+        out.close()
 
-
-class GlooBack:
-    """The policy rank's end (links.BackLink)."""
-
-    name = "gloo"
-
-    def __init__(self, peer: Peer, store: Store, shape: LinkShape, timeout_s: float) -> None:
-        into, back = _groups(peer, store, BACK, timeout_s)
-        self._sender = _Sender(back, FRONT, shape.result, shape.result_slots)
-        self._receiver = _Receiver(into, FRONT, shape.envelope, shape.envelope_slots, self._sender)
-        self._received = Order("envelope", shape.generation)
-        self._sent = Order("result", shape.generation)
-        self.fds: tuple[int, ...] = (self._receiver.fd,)
-        self.arrivals = StampedArrivals(self._receiver.stamps_ns)
-
-    def receive_nowait(self) -> int | None:
-        """The next envelope that has arrived."""
-        index = self._receiver.take()
-        return None if index is None else self._received.receive(index, self.envelope(index))
-
-    def envelope(self, index: int) -> Slot:
-        """The slot of envelope ``index``."""
-        return self._receiver.slot(index)
-
-    def result(self, index: int) -> Slot:
-        """The slot to write result ``index`` into."""
-        return self._sender.slot(index)
-
-    def reply(self, index: int) -> None:
-        """Send result ``index``."""
-        if index >= self._received.next:
-            raise ProtocolError(f"result {index} would answer an envelope that has not come")
-        self._sent.send(index, self.result(index))
-        self._sender.send(index)
-
-    def close(self) -> None:
-        """Tell the peer that nothing more will come, and wait a second for its answer.
-
-        Only a stopped peer does not answer: the receiving thread then stays behind, and the process
-        has to leave with ``os._exit``.
-        """
-        self.fds = ()
-        self._sender.end()
-        self._receiver.close()
-        self._sender.close()
+    return Hops("gloo", out, into, close)
 
 
 class _Group(Protocol):
@@ -160,10 +96,13 @@ def _groups(peer: Peer, store: Store, rank: int, timeout_s: float) -> tuple[_Gro
     return groups[0], groups[1]
 
 
-class _Sender:
-    """Slots of one direction at the end that writes them."""
+class GlooOut:
+    """The sending end of a hop (``links.protocol.OutHop``)."""
 
-    def __init__(self, group: _Group, to: int, layout: SlotLayout, count: int) -> None:
+    def __init__(
+        self, group: _Group, to: int, layout: SlotLayout, count: int, order: Order
+    ) -> None:
+        self._order = order
         self._group: _Group | None = group
         self._to = to
         self._slots = new_slots(layout, count)
@@ -173,7 +112,7 @@ class _Sender:
         self._lock = threading.Lock()  # the receiving thread answers the peer's END
 
     def slot(self, index: int) -> Slot:
-        """Free for ``index``; its earlier send has long arrived, waiting only tells gloo."""
+        """As ``OutHop``: its earlier send has long arrived, waiting only tells gloo."""
         at = index % len(self._slots)
         pending = self._sends[at]
         if pending is not None and pending[0] < index:
@@ -184,8 +123,10 @@ class _Sender:
             self._sends[at] = None
         return self._slots[at]
 
-    def send(self, index: int) -> None:
+    def commit(self, index: int) -> None:
+        """As ``OutHop``."""
         at = index % len(self._slots)
+        self._order.send(index, self.slot(index))
         with self._lock:
             if self._note is not None or self._group is None:
                 raise PeerLostError("the link was closed: nothing can be sent")
@@ -212,17 +153,26 @@ class _Sender:
         self._sends = [None] * len(self._slots)
 
 
-class _Receiver:
-    """Slots of one direction at the end that reads them, and the thread that fills them."""
+class GlooIn:
+    """The receiving end of a hop (``links.protocol.InHop``), with the thread that fills it."""
 
     def __init__(
-        self, group: _Group, source: int, layout: SlotLayout, count: int, answer: _Sender
+        self,
+        group: _Group,
+        source: int,
+        layout: SlotLayout,
+        count: int,
+        order: Order,
+        answer: GlooOut,
     ) -> None:
+        self._order = order
         self._slots = new_slots(layout, count + SPARE_SLOTS)
         self._arrived: deque[int] = deque()
-        self.stamps_ns: deque[int] = deque(maxlen=STAMPS_MAX)  # of what arrived, oldest first
+        self._stamps_ns: deque[int] = deque(maxlen=STAMPS_MAX)  # of what arrived, oldest first
+        self.arrivals: Arrivals = StampedArrivals(self._stamps_ns)
         self._broken: str | None = None
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.fds: tuple[int, ...] = (self._fd,)
         self._closing = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, args=(group, source, answer), name="gloo-receive", daemon=True
@@ -230,29 +180,32 @@ class _Receiver:
         self._thread.start()
 
     def slot(self, index: int) -> Slot:
+        """As ``InHop``."""
         return self._slots[index % len(self._slots)]
 
-    def take(self) -> int | None:
-        """The next index that arrived; an empty look also takes back the eventfd's signal."""
+    def receive_nowait(self) -> int | None:
+        """As ``InHop``; an empty look also takes back the eventfd's signal."""
         if not self._arrived:
             try:
-                os.eventfd_read(self.fd)
+                os.eventfd_read(self._fd)
             except BlockingIOError:
                 return None
             if not self._arrived:
                 if self._broken is not None:
                     raise PeerLostError(f"the link's connection broke: {self._broken}")
                 return None
-        return self._arrived.popleft()
+        index = self._arrived.popleft()
+        return self._order.receive(index, self.slot(index))
 
     def close(self) -> None:
+        self.fds = ()
         self._thread.join(CLOSE_LIMIT_S)
         with self._closing:
-            if self.fd >= 0:
-                os.close(self.fd)
-                self.fd = -1
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
 
-    def _run(self, group: _Group, source: int, answer: _Sender) -> None:
+    def _run(self, group: _Group, source: int, answer: GlooOut) -> None:
         index = 0
         while True:
             slot = self.slot(index)
@@ -265,15 +218,15 @@ class _Receiver:
             if slot.header[INDEX] == END:
                 answer.end()
                 return
-            self.stamps_ns.append(now_ns())
+            self._stamps_ns.append(now_ns())
             self._arrived.append(index)
             self._signal()
             index += 1
 
     def _signal(self) -> None:
         with self._closing:
-            if self.fd >= 0:
-                os.eventfd_write(self.fd, 1)
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
 
 
 def _broke(error: RuntimeError) -> PeerLostError:

@@ -20,7 +20,8 @@ import torch
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ConfigError, ProtocolError
 from ppstream.links.arrivals import SocketArrivals
-from ppstream.links.slots import LinkShape, Order, Slot, make_slots
+from ppstream.links.protocol import Hops
+from ppstream.links.slots import FRONT, LinkShape, Order, Slot, make_slots
 
 if TYPE_CHECKING:
     from ppstream.control.peer import Peer
@@ -71,100 +72,97 @@ def _group_bytes(group: Path) -> int:
     return 1 << 63
 
 
-class HostFront:
-    """Rank 0's end (links.FrontLink): allocates the slots and passes them to the peer."""
+class HostOut:
+    """The sending end of a hop (``links.protocol.OutHop``)."""
 
-    name = "host"
-    fds: tuple[int, ...] = ()
+    def __init__(self, peer: Peer, slots: tuple[Slot, ...], order: Order) -> None:
+        self._peer, self._slots, self._order = peer, slots, order
 
-    def __init__(self, peer: Peer, shape: LinkShape) -> None:
-        fd = _allocate(_bytes(shape))
-        try:
-            self._envelopes, self._results = _map(fd, shape)
-            peer.send_fds([fd])
-        finally:
-            os.close(fd)
-        self._peer = peer
-        self._d_in = shape.d_in
-        self._sent = Order("envelope", shape.generation)
-        self._received = Order("result", shape.generation)
-
-    def envelope(self, index: int) -> Slot:
-        """The slot to write envelope ``index`` into."""
-        return self._envelopes[index % len(self._envelopes)]
+    def slot(self, index: int) -> Slot:
+        """As ``OutHop``."""
+        return self._slots[index % len(self._slots)]
 
     def commit(self, index: int) -> None:
-        """Ring for envelope ``index``."""
-        if self._sent.next - self._received.next >= self._d_in:
-            raise ProtocolError(f"envelope {index} would make more than {self._d_in} unanswered")
-        self._sent.send(index, self.envelope(index))
+        """As ``OutHop``: ring for it."""
+        self._order.send(index, self.slot(index))
         self._peer.ring(index)
-
-    def receive_nowait(self) -> int | None:
-        """The next result whose doorbell the peer's pump has heard."""
-        if not self._peer.bells:
-            return None
-        index = self._peer.bells.popleft()
-        return self._received.receive(index, self.result(index))
-
-    def result(self, index: int) -> Slot:
-        """The slot of result ``index``."""
-        return self._results[index % len(self._results)]
 
     def close(self) -> None:
         """Forget the slots; the memory goes with the last tensor that refers to it."""
-        self._envelopes = self._results = ()
+        self._slots = ()
 
 
-class HostBack:
-    """The policy rank's end (links.BackLink): maps the slots that rank 0 passed."""
+class HostIn:
+    """The receiving end of a hop (``links.protocol.InHop``)."""
 
-    name = "host"
     fds: tuple[int, ...] = ()
 
-    def __init__(self, peer: Peer, shape: LinkShape, timeout_s: float) -> None:
-        (fd,) = peer.receive_fds(1, round(timeout_s * NS_PER_S))
-        try:
-            size = os.fstat(fd).st_size
-            if size != _bytes(shape):
-                raise ProtocolError(
-                    f"rank 0's slots are {size} bytes, this rank's layout has {_bytes(shape)}: "
-                    "the ranks disagree on the policy's tensors or the queue bounds"
-                )
-            self._envelopes, self._results = _map(fd, shape)
-        finally:
-            os.close(fd)
-        self._peer = peer
-        self.arrivals = SocketArrivals(peer.fileno(), lambda: peer.bytes_read)
-        self._received = Order("envelope", shape.generation)
-        self._sent = Order("result", shape.generation)
+    def __init__(self, peer: Peer, slots: tuple[Slot, ...], order: Order) -> None:
+        self._peer, self._slots, self._order = peer, slots, order
+        self._arrivals: SocketArrivals | None = None
+
+    @property
+    def arrivals(self) -> SocketArrivals:
+        """As ``InHop``."""
+        if self._arrivals is None:
+            peer = self._peer
+            self._arrivals = SocketArrivals(peer.fileno(), lambda: peer.bytes_read)
+        return self._arrivals
 
     def receive_nowait(self) -> int | None:
-        """The next envelope whose doorbell the peer's pump has heard."""
+        """As ``InHop``: whose doorbell the peer's pump has heard."""
         if not self._peer.bells:
             return None
         index = self._peer.bells.popleft()
-        return self._received.receive(index, self.envelope(index))
+        return self._order.receive(index, self.slot(index))
 
-    def envelope(self, index: int) -> Slot:
-        """The slot of envelope ``index``."""
-        return self._envelopes[index % len(self._envelopes)]
-
-    def result(self, index: int) -> Slot:
-        """The slot to write result ``index`` into."""
-        return self._results[index % len(self._results)]
-
-    def reply(self, index: int) -> None:
-        """Ring for result ``index``."""
-        if index >= self._received.next:
-            raise ProtocolError(f"result {index} would answer an envelope that has not come")
-        self._sent.send(index, self.result(index))
-        self._peer.ring(index)
+    def slot(self, index: int) -> Slot:
+        """As ``InHop``."""
+        return self._slots[index % len(self._slots)]
 
     def close(self) -> None:
-        """Forget the slots; the memory goes with the last tensor that refers to it."""
-        self.arrivals.close()
-        self._envelopes = self._results = ()
+        """As ``HostOut``."""
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._slots = ()
+
+
+def open_host(side: str, peer: Peer, shape: LinkShape, timeout_s: float) -> Hops:
+    """Both hops of ``side``: rank 0 allocates the slots and passes them to the policy rank.
+
+    Raises:
+        ConfigError: the slots do not fit into memory.
+        ProtocolError: rank 0's slots are of another size.
+    """
+    fd = _allocate(_bytes(shape)) if side == FRONT else _receive(peer, shape, timeout_s)
+    try:
+        slots = _map(fd, shape)
+        if side == FRONT:
+            peer.send_fds([fd])
+    finally:
+        os.close(fd)
+    orders = [Order(what, shape.generation) for what in ("envelope", "result")]
+    sends, receives = (0, 1) if side == FRONT else (1, 0)
+    out = HostOut(peer, slots[sends], orders[sends])
+    into = HostIn(peer, slots[receives], orders[receives])
+
+    def close() -> None:
+        into.close()
+        out.close()
+
+    return Hops("host", out, into, close)
+
+
+def _receive(peer: Peer, shape: LinkShape, timeout_s: float) -> int:
+    (fd,) = peer.receive_fds(1, round(timeout_s * NS_PER_S))
+    size = os.fstat(fd).st_size
+    if size != _bytes(shape):
+        os.close(fd)
+        raise ProtocolError(
+            f"rank 0's slots are {size} bytes, this rank's layout has {_bytes(shape)}: "
+            "the ranks disagree on the policy's tensors or the queue bounds"
+        )
+    return fd
 
 
 def _bytes(shape: LinkShape) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError
 from ppstream.cuda.driver import CudaEvent
-from ppstream.links.device_link import FRONT
+from ppstream.links.slots import FRONT
 
 if TYPE_CHECKING:
     from ppstream.links.device_link import DeviceLink

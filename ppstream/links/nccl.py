@@ -45,7 +45,8 @@ import torch.distributed as dist
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.cuda.streams import stream as own_stream
 from ppstream.links import nccl_dump
-from ppstream.links.device_link import FRONT, Headers, layouts, new_device_slots, slot_count
+from ppstream.links.device_link import Headers, layouts, new_device_slots, slot_count
+from ppstream.links.slots import FRONT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -52,7 +52,8 @@ import torch
 from ppstream.core.errors import ProtocolError
 from ppstream.cuda.driver import DeviceMemory, MappedMemory
 from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, Places
-from ppstream.links.device_link import BACK, FRONT, device_slots, layouts, slot_count
+from ppstream.links.device_link import device_slots, layouts, slot_count
+from ppstream.links.slots import BACK, FRONT
 from ppstream_kernels.cuda_put import Puts
 from ppstream_kernels.cuda_wait import Waits
 

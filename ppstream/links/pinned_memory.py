@@ -18,7 +18,8 @@ import torch
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError
 from ppstream.cuda.driver import register_host, unregister_host
 from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, Places
-from ppstream.links.device_link import FRONT, layouts, new_device_slots, slot_count
+from ppstream.links.device_link import layouts, new_device_slots, slot_count
+from ppstream.links.slots import FRONT
 
 if TYPE_CHECKING:
     from ppstream.control.rendezvous import Store

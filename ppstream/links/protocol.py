@@ -1,74 +1,70 @@
-"""FrontLink and BackLink: what rank 0 and the policy rank ask of a link, whatever carries it."""
+"""Hop: the bounded one-way queue between two neighbours; its two ends, whatever carries it.
+
+Rank 0 holds one outgoing and one incoming hop, and so does a policy rank; with one policy rank
+both lead to the same peer. Permission to send is the ledger's (``pipeline/credits.py``): a result
+that was received gives the slots of its envelope back, so a hop has no call for that.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-from ppstream.links.arrivals import Arrivals
-from ppstream.links.slots import Slot
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Callable
+
+    from ppstream.links.arrivals import Arrivals
+    from ppstream.links.slots import Slot
 
 
-class FrontLink(Protocol):
-    """Rank 0's end. One thread sends; one thread, which pumps the peer, receives.
+class OutHop(Protocol):
+    """The end that sends; one thread."""
 
-    Attributes:
-        name: the kind, for the log and the report.
-        fds: to be waited for besides the peer's; readable: a result may be there.
-    """
-
-    name: str
-    fds: tuple[int, ...]
-
-    def envelope(self, index: int) -> Slot:
-        """The slot to write envelope ``index`` into, while it is the next one due."""
+    def slot(self, index: int) -> Slot:
+        """The slot to write ``index`` into, while it is the next one due."""
 
     def commit(self, index: int) -> None:
-        """Send envelope ``index``; its slot is the peer's until its result was received.
+        """Send ``index``; its slot is the receiver's until the ledger gives it back.
 
         Raises:
-            ProtocolError: another index is due, or ``d_in`` are unanswered.
+            ProtocolError: another index is due.
             PeerLostError: the peer is gone.
         """
 
-    def receive_nowait(self) -> int | None:
-        """Index of the next complete result, in order; the peer must have been pumped.
 
-        Raises:
-            ProtocolError: what arrived is not the next index of this generation.
-            PeerLostError: the link's own connection broke.
-        """
+class InHop(Protocol):
+    """The end that receives; one thread, which pumps the peer.
 
-    def result(self, index: int) -> Slot:
-        """The slot of a received result, valid until it is emitted."""
+    Attributes:
+        fds: to be waited for besides the peer's; readable: something may be there.
+    """
 
-    def close(self) -> None:
-        """Release what the link holds, within a second; slots still referred to stay readable."""
-
-
-class BackLink(Protocol):
-    """The policy rank's end; one thread. Attributes and errors as in ``FrontLink``."""
-
-    name: str
     fds: tuple[int, ...]
 
     @property
     def arrivals(self) -> Arrivals:
-        """When envelopes came while the thread was busy."""
+        """When what came had come while the thread was busy; from the first use on."""
 
     def receive_nowait(self) -> int | None:
-        """Index of the next complete envelope, in order; the peer must have been pumped."""
+        """Index of the next complete one, in order; the peer must have been pumped.
 
-    def envelope(self, index: int) -> Slot:
-        """The slot of a received envelope, valid until it is answered."""
+        Raises:
+            ProtocolError: what arrived is not the next index of this generation.
+            PeerLostError: the hop's own connection broke.
+        """
 
-    def result(self, index: int) -> Slot:
-        """The slot to write result ``index`` into."""
+    def slot(self, index: int) -> Slot:
+        """The slot of a received index, valid until the ledger gives it back."""
 
-    def reply(self, index: int) -> None:
-        """Send result ``index``: exactly one for each envelope, in order."""
 
-    def close(self) -> None:
-        """Release what the link holds, within a second."""
+class Hops(NamedTuple):
+    """Both hops of a rank.
+
+    Attributes:
+        name: kind of link, for the log and the report.
+        close: releases what both hold, within a second; slots still referred to stay readable.
+    """
+
+    name: str
+    out: OutHop
+    into: InHop
+    close: Callable[[], None]

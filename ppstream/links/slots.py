@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 #: Both headers begin with these; a link writes them when it sends, checks them when it receives.
+FRONT, BACK = "front", "back"  # sides of a link: rank 0's and the policy rank's
 INDEX = 0
 GENERATION = 1
 ALIGNMENT_BYTES = 64

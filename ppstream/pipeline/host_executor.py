@@ -28,7 +28,7 @@ from ppstream.pipeline.time_accounting import LINK, TimeAccount
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ppstream.links.protocol import FrontLink
+    from ppstream.links.protocol import Hops
     from ppstream.links.slots import Slot
     from ppstream.pipeline.flight import Flight
     from ppstream.pipeline.loop import Rank0Loop
@@ -140,19 +140,19 @@ class OnHost(ABC):
 
 
 class HostExecutor(OnHost):
-    """Over ``link``, one thread."""
+    """Over a hop to the policy rank and one back, one thread."""
 
     lead = SERIAL_LEAD
 
-    def __init__(self, link: FrontLink, policy_rank: PolicyRankPeer) -> None:
-        self.link = link
+    def __init__(self, hops: Hops, policy_rank: PolicyRankPeer) -> None:
+        self.out, self.into = hops.out, hops.into
         self.policy_rank: PolicyRankPeer | None = policy_rank
         self.instruct = policy_rank.instruct
         self._policy_rank = policy_rank
         self._peer = policy_rank.peer
         self._committed: deque[Flight] = deque()
         self._received: deque[Flight] = deque()
-        self._result_fds = {self._peer.fileno(), *link.fds}
+        self._result_fds = {self._peer.fileno(), *hops.into.fds}
 
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
@@ -176,7 +176,7 @@ class HostExecutor(OnHost):
 
     def begin(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         """As ``Executor``: stage A into the next slot, and off it goes."""
-        slot = self.link.envelope(flight.index)
+        slot = self.out.slot(flight.index)
         self._build(flight, slot, ends_ns)
         slot.header[EPOCH], slot.header[SEQ] = flight.epoch, flight.seq
         self._committed.append(flight)
@@ -184,7 +184,7 @@ class HostExecutor(OnHost):
         self._credits.commit(flight.sent_ns)
         if nvtx_ranges.on:
             nvtx_ranges.SEND.push(flight.epoch, flight.seq)
-        self.link.commit(flight.index)
+        self.out.commit(flight.index)
         if nvtx_ranges.on:
             nvtx_ranges.SEND.pop()
 
@@ -194,7 +194,7 @@ class HostExecutor(OnHost):
 
     def result(self, flight: Flight) -> tuple[Slot, str | None]:
         """As ``Executor``."""
-        slot = self.link.result(flight.index)
+        slot = self.into.slot(flight.index)
         self._begin_c(flight)
         header = slot.header.tolist()
         if header[EPOCH] != flight.epoch or header[SEQ] != flight.seq:
@@ -215,7 +215,7 @@ class HostExecutor(OnHost):
         while peer.inbox:
             self._policy_rank.take_frame(peer.inbox.popleft())
         while self._credits.may_receive():
-            index = self.link.receive_nowait()
+            index = self.into.receive_nowait()
             if index is None:
                 return
             flight = self._committed.popleft()
@@ -284,7 +284,7 @@ class HostExecutor(OnHost):
 
 
 class SplitExecutor(HostExecutor):
-    """Over ``link``, three threads: A | receipt | C. The credits alone bound how far A leads."""
+    """The same on three threads: A | receipt | C. The credits alone bound how far A leads."""
 
     lead = 1 << 62
 

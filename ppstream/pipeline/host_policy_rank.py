@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
-    from ppstream.links.protocol import BackLink
+    from ppstream.links.protocol import Hops
     from ppstream.links.slots import Slot
     from ppstream.observe.log_writer import TimestampLog
 
@@ -36,20 +36,22 @@ WAIT_NS: Final = NS_PER_S // 10
 
 
 class HostPolicyRank(PolicyRank):
-    """Stage B over ``link``, one envelope after the other."""
+    """Stage B between two hops, one envelope after the other."""
 
     def __init__(
         self,
         config: PipelineConfig,
         stage_b: StageB,
-        link: BackLink,
+        hops: Hops,
         peer: Peer,
         log: TimestampLog,
         waiter: Waiter,
     ) -> None:
         super().__init__(config, stage_b, peer, log)
         self.stage_b = stage_b
-        self.link = link
+        self.out, self.into = hops.out, hops.into
+        self._close = hops.close
+        self._arrivals = hops.into.arrivals
         self.waiter = waiter
         self._serving: tuple[int, int] | None = None  # epoch and seq of the newest envelope
         self.times = TimeAccount()
@@ -57,7 +59,7 @@ class HostPolicyRank(PolicyRank):
         self._previous_tb1 = 0
         self._measured = new_stage_b()  # of the newest envelope
         self._waiting: deque[tuple[int, int]] = deque()  # envelopes that came, and when
-        for fd in (peer.fileno(), *link.fds):
+        for fd in (peer.fileno(), *hops.into.fds):
             waiter.register(fd)
 
     def run(self, give_up: Callable[[], bool]) -> str:
@@ -81,18 +83,16 @@ class HostPolicyRank(PolicyRank):
         """Take every complete envelope, with the time it came."""
         self.peer.pump()
         indices = []
-        while (index := self.link.receive_nowait()) is not None:
+        while (index := self.into.receive_nowait()) is not None:
             indices.append(index)
         if indices:
             now = now_ns()
             self.peer.last_heard_ns = now  # an envelope is a sign of life
-            self._waiting.extend(
-                zip(indices, self.link.arrivals.take(len(indices), now), strict=True)
-            )
+            self._waiting.extend(zip(indices, self._arrivals.take(len(indices), now), strict=True))
 
     def serve(self, index: int, complete_ns: int) -> None:
         """Stage B on one envelope that was complete at ``complete_ns``, to committed result."""
-        envelope, result = self.link.envelope(index), self.link.result(index)
+        envelope, result = self.into.slot(index), self.out.slot(index)
         epoch, seq = envelope.header.item(EPOCH), envelope.header.item(SEQ)
         self._serving = epoch, seq
         self.run_delay.enter()
@@ -112,13 +112,13 @@ class HostPolicyRank(PolicyRank):
         measured.residence_ns = now_ns() - complete_ns
         header[EPOCH], header[SEQ], header[FAILED] = epoch, seq, failed
         write_stage_b(header, measured)
-        self.link.reply(index)
+        self.out.commit(index)
         self.progress += 1
         self.write_line(epoch, seq, cpu_ns, delay_ns, failed=failed)
 
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> int:
         """Returns the header's ``failed``; rank 0 is told why before it gets the result."""
-        self.link.arrivals.watch()
+        self._arrivals.watch()
         if nvtx_ranges.on:
             nvtx_ranges.B.push(epoch, int(envelope.header[SEQ]))
         try:
@@ -129,8 +129,12 @@ class HostPolicyRank(PolicyRank):
         finally:
             if nvtx_ranges.on:
                 nvtx_ranges.B.pop()
-            self.link.arrivals.rest()
+            self._arrivals.rest()
         return 0
+
+    def close(self) -> None:
+        """As ``PolicyRank``."""
+        self._close()
 
     def wait(self) -> None:
         """As ``PolicyRank``."""

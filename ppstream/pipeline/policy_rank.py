@@ -119,6 +119,10 @@ class PolicyRank(ABC):
         """Sleep until something may have come; see that rank 0 is alive."""
 
     @abstractmethod
+    def close(self) -> object:
+        """Release what carries its envelopes."""
+
+    @abstractmethod
     def _at(self) -> str:
         """Returns what the loop works on, for the watchdog."""
 

@@ -18,12 +18,11 @@ from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
 from ppstream.cuda.driver import CudaEvent, CudaStream
-from ppstream.links.device_link import BACK, FRONT
 from ppstream.links.factory import open_device
 from ppstream.links.latency_probe import measure
 from ppstream.links.nccl import NcclLink
 from ppstream.links.peer_memory import PeerLink
-from ppstream.links.slots import LinkShape, SlotLayout
+from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
 
 MESSAGES = 200
 HEADER = ("index", "generation", "epoch", "seq")

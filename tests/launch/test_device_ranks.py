@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ppstream.launch import device_ranks
-from ppstream.links.device_link import BACK, FRONT
 from ppstream.links.latency_probe import Latency
+from ppstream.links.slots import BACK, FRONT
 
 
 @pytest.mark.parametrize("side", [FRONT, BACK])

@@ -19,8 +19,7 @@ from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaEvent, CudaStream
 from ppstream.links import device_counters, latency_probe
 from ppstream.links.device_counters import CountedLink
-from ppstream.links.device_link import BACK, FRONT
-from ppstream.links.slots import LinkShape, SlotLayout
+from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
 
 HEADER = ("index", "generation", "epoch", "seq")
 GENERATION = 7

@@ -29,10 +29,10 @@ from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError, Spec
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
-from ppstream.links.factory import open_back, open_front
+from ppstream.links.factory import open_hops
 from ppstream.links.host import available_bytes
-from ppstream.links.protocol import BackLink, FrontLink
-from ppstream.links.slots import LinkShape, SlotLayout
+from ppstream.links.protocol import Hops
+from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
 from ppstream.pipeline.credits import CreditLedger
 
 HEADER = ("index", "generation", "epoch", "seq")
@@ -48,8 +48,8 @@ ECHO_RANK = """
 import sys, time
 import torch
 from ppstream.control.launcher_store import join_store
-from ppstream.links.factory import open_back
-from ppstream.links.slots import LinkShape
+from ppstream.links.factory import open_hops
+from ppstream.links.slots import BACK, LinkShape
 from ppstream.control.rendezvous import connect
 from ppstream.core.specs import TensorSpec
 from ppstream.links.slots import SlotLayout
@@ -60,19 +60,19 @@ store = join_store()
 peer = connect(store, 20.0)
 header = ("index", "generation", "epoch", "seq")
 layout = SlotLayout(header, (TensorSpec("x", (size,), "uint8"),), 1)
-link = open_back(kind, peer, store, LinkShape(layout, layout, 2, 2))
+hops = open_hops(kind, BACK, peer, store, LinkShape(layout, layout, 2, 2))
 waiter = Waiter()
-for fd in (peer.fileno(), *link.fds):
+for fd in (peer.fileno(), *hops.into.fds):
     waiter.register(fd)
 done = 0
 while done < envelopes:
     waiter.wait(None)
     peer.pump()
-    while (index := link.receive_nowait()) is not None:
-        link.result(index).tensors["x"].copy_(link.envelope(index).tensors["x"])
-        link.reply(index)
+    while (index := hops.into.receive_nowait()) is not None:
+        hops.out.slot(index).tensors["x"].copy_(hops.into.slot(index).tensors["x"])
+        hops.out.commit(index)
         done += 1
-link.close()
+hops.close()
 """
 
 
@@ -95,18 +95,18 @@ class Ends:
         near, far = socket.socketpair()
         self.front_peer, self.back_peer = Peer(near), Peer(far, expects_fds=True)
         store = LauncherStore(memory_store(), 0, 2, 0)
-        opened: list[BackLink] = []
+        opened: list[Hops] = []
         failed: list[Exception] = []
 
         def open_other() -> None:
             try:
-                opened.append(open_back(kind, self.back_peer, store, back or front))
+                opened.append(open_hops(kind, BACK, self.back_peer, store, back or front))
             except ProtocolError as error:
                 failed.append(error)
 
         thread = threading.Thread(target=open_other)
         thread.start()
-        self.front: FrontLink = open_front(kind, self.front_peer, store, front)
+        self.front = open_hops(kind, FRONT, self.front_peer, store, front)
         thread.join()
         if failed:
             self.front_peer.close()
@@ -114,17 +114,22 @@ class Ends:
             raise failed[0]
         self.back = opened[0]
         self.waiter = Waiter()
-        fds = (self.front_peer.fileno(), self.back_peer.fileno(), *self.front.fds, *self.back.fds)
+        fds = (
+            self.front_peer.fileno(),
+            self.back_peer.fileno(),
+            *self.front.into.fds,
+            *self.back.into.fds,
+        )
         for fd in fds:
             self.waiter.register(fd)
 
     def result_nowait(self) -> int | None:
         self.front_peer.pump()
-        return self.front.receive_nowait()
+        return self.front.into.receive_nowait()
 
     def envelope_nowait(self) -> int | None:
         self.back_peer.pump()
-        return self.back.receive_nowait()
+        return self.back.into.receive_nowait()
 
     def result(self) -> int:
         deadline_ns = now_ns() + WAIT_NS
@@ -182,23 +187,23 @@ class EchoRank:
         self.peer = listener.accept(30.0)
         stack.callback(self.peer.close)
         layout = layout_of(size, dtype="uint8")
-        self.link = open_front(kind, self.peer, store, LinkShape(layout, layout, 2, 2))
+        self.link = open_hops(kind, FRONT, self.peer, store, LinkShape(layout, layout, 2, 2))
         stack.callback(self.link.close)
         self.waiter = Waiter()
         stack.callback(self.waiter.close)
-        for fd in (self.peer.fileno(), *self.link.fds):
+        for fd in (self.peer.fileno(), *self.link.into.fds):
             self.waiter.register(fd)
 
     def go_on(self, index: int) -> None:
         for more in range(index, index + 10**6):
             self.result()
-            self.link.commit(more)
+            self.link.out.commit(more)
 
     def result(self) -> int:
         deadline_ns = now_ns() + WAIT_NS
         while True:
             self.peer.pump()
-            index = self.link.receive_nowait()
+            index = self.link.into.receive_nowait()
             if index is not None:
                 return index
             assert now_ns() < deadline_ns
@@ -221,11 +226,11 @@ def test_a_full_pipe_of_large_payloads_crosses_two_processes_bit_exact(kind: str
         committed = 0
         for received in range(envelopes):
             while committed < min(received + 2, envelopes):
-                rank.link.envelope(committed).tensors["x"].copy_(payloads[committed % 3])
-                rank.link.commit(committed)
+                rank.link.out.slot(committed).tensors["x"].copy_(payloads[committed % 3])
+                rank.link.out.commit(committed)
                 committed += 1
             assert rank.result() == received
-            assert torch.equal(rank.link.result(received).tensors["x"], payloads[received % 3])
+            assert torch.equal(rank.link.into.slot(received).tensors["x"], payloads[received % 3])
         assert rank.process.wait(10) == 0
 
 
@@ -236,27 +241,27 @@ def test_payloads_of_any_size_are_bit_exact_both_ways(kind: str, size: int) -> N
     there = torch.randint(0, 256, (1, size), dtype=torch.uint8)
     with opened(kind, LinkShape(layout, layout, 1, 1)) as ends:
         for index in range(3):
-            ends.front.envelope(index).tensors["x"].copy_(there)
-            ends.front.commit(index)
+            ends.front.out.slot(index).tensors["x"].copy_(there)
+            ends.front.out.commit(index)
             assert ends.envelope() == index
-            got = ends.back.envelope(index)
+            got = ends.back.into.slot(index)
             assert torch.equal(got.tensors["x"], there)
-            torch.bitwise_not(got.tensors["x"], out=ends.back.result(index).tensors["x"])
-            ends.back.reply(index)
+            torch.bitwise_not(got.tensors["x"], out=ends.back.out.slot(index).tensors["x"])
+            ends.back.out.commit(index)
             assert ends.result() == index
-            assert torch.equal(ends.front.result(index).tensors["x"], torch.bitwise_not(there))
+            assert torch.equal(ends.front.into.slot(index).tensors["x"], torch.bitwise_not(there))
             there = there.roll(1)
 
 
 def test_all_fields_and_tensors_keep_their_places(ends: Ends) -> None:
-    ends.front.envelope(0).header[2:] = (-5, 2**62)
-    ends.front.commit(0)
+    ends.front.out.slot(0).header[2:] = (-5, 2**62)
+    ends.front.out.commit(0)
     assert ends.envelope() == 0
-    assert ends.back.envelope(0).header.tolist() == [0, 0, -5, 2**62]
-    ends.back.result(0).header[2:] = (8, 9)
-    ends.back.reply(0)
+    assert ends.back.into.slot(0).header.tolist() == [0, 0, -5, 2**62]
+    ends.back.out.slot(0).header[2:] = (8, 9)
+    ends.back.out.commit(0)
     assert ends.result() == 0
-    assert ends.front.result(0).header.tolist() == [0, 0, 8, 9]
+    assert ends.front.into.slot(0).header.tolist() == [0, 0, 8, 9]
 
 
 @pytest.mark.parametrize(("kind", "envelopes"), [("host", 1000), ("gloo", 60)])
@@ -301,9 +306,9 @@ class Model:
     def commit(self) -> bool:
         if not self.may_commit:
             return False
-        self.ends.front.envelope(self.committed).tensors["x"].fill_(self.committed)
+        self.ends.front.out.slot(self.committed).tensors["x"].fill_(self.committed)
         self.ledger.commit(0)
-        self.ends.front.commit(self.committed)
+        self.ends.front.out.commit(self.committed)
         self.committed += 1
         return True
 
@@ -318,8 +323,8 @@ class Model:
         if not self.arrived:
             return False
         index = self.arrived.popleft()
-        self.ends.back.result(index).tensors["x"].fill_(-index)
-        self.ends.back.reply(index)
+        self.ends.back.out.slot(index).tensors["x"].fill_(-index)
+        self.ends.back.out.commit(index)
         return True
 
     def receive(self) -> bool:
@@ -346,39 +351,28 @@ class Model:
 
     def check(self) -> None:
         for index in self.arrived:
-            assert bool((self.ends.back.envelope(index).tensors["x"] == index).all())
+            assert bool((self.ends.back.into.slot(index).tensors["x"] == index).all())
         for index in self.decoding:
-            assert bool((self.ends.front.result(index).tensors["x"] == -index).all())
+            assert bool((self.ends.front.into.slot(index).tensors["x"] == -index).all())
 
 
 # ---- broken order -----------------------------------------------------------------------------
 
 
-def test_more_than_d_in_unanswered_is_refused(ends: Ends) -> None:
-    ends.front.commit(0)
-    ends.front.commit(1)
-    with pytest.raises(ProtocolError, match="more than 2 unanswered"):
-        ends.front.commit(2)
-
-
 def test_an_index_out_of_turn_is_refused(ends: Ends) -> None:
     with pytest.raises(ProtocolError, match="envelope 1 was to be sent, 0 is due"):
-        ends.front.commit(1)
-    with pytest.raises(ProtocolError, match="has not come"):
-        ends.back.reply(0)
-    ends.front.commit(0)
+        ends.front.out.commit(1)
+    ends.front.out.commit(0)
     ends.envelope()
-    ends.back.reply(0)
-    with pytest.raises(ProtocolError, match="has not come"):
-        ends.back.reply(1)
+    ends.back.out.commit(0)
     with pytest.raises(ProtocolError, match="result 0 was to be sent, 1 is due"):
-        ends.back.reply(0)
+        ends.back.out.commit(0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_generation_is_refused(kind: str) -> None:
     with opened(kind, shape_of(generation=3), shape_of(generation=4)) as ends:
-        ends.front.commit(0)
+        ends.front.out.commit(0)
         with pytest.raises(ProtocolError, match=r"\(generation 4\) holds 0 \(generation 3\)"):
             ends.envelope()
 
@@ -393,7 +387,7 @@ def test_a_doorbell_of_another_index_is_refused(index: int) -> None:
 
 def test_a_doorbell_without_its_envelope_is_refused() -> None:
     with opened("host", shape_of(d_in=1)) as ends:
-        ends.front.commit(0)
+        ends.front.out.commit(0)
         ends.envelope()
         ends.front_peer.ring(1)
         with pytest.raises(ProtocolError, match="slot of envelope 1"):
@@ -409,7 +403,7 @@ def test_an_unknown_kind_is_a_configuration_error() -> None:
     near, far = socket.socketpair()
     store = LauncherStore(memory_store(), 0, 2, 0)
     with near, far, pytest.raises(ConfigError, match=r"link\.kind: 'nccl'"):
-        open_front("nccl", Peer(near), store, shape_of())
+        open_hops("nccl", FRONT, Peer(near), store, shape_of())
 
 
 # ---- memory -----------------------------------------------------------------------------------
@@ -419,7 +413,7 @@ def open_host_front(layout: SlotLayout) -> None:
     near, far = socket.socketpair()
     with near, far:
         store = LauncherStore(memory_store(), 0, 2, 0)
-        open_front("host", Peer(near), store, LinkShape(layout, layout, 1, 1))
+        open_hops("host", FRONT, Peer(near), store, LinkShape(layout, layout, 1, 1))
 
 
 def test_slots_larger_than_the_memory_are_a_configuration_error() -> None:
@@ -442,9 +436,9 @@ def test_slots_that_the_kernel_refuses_are_a_configuration_error() -> None:
 
 def test_slots_still_referred_to_stay_readable_after_close() -> None:
     ends = Ends("host", shape_of())
-    tensor = ends.front.envelope(0).tensors["x"]
+    tensor = ends.front.out.slot(0).tensors["x"]
     tensor.fill_(6.0)
-    other = ends.back.envelope(0).tensors["x"]
+    other = ends.back.into.slot(0).tensors["x"]
     ends.close()
     assert other.tolist() == [[6.0] * 4]
 
@@ -462,9 +456,9 @@ def test_a_layout_of_no_known_type_cannot_be_made() -> None:
 def test_a_killed_policy_rank_is_noticed_and_the_link_still_closes(kind: str) -> None:
     with ExitStack() as stack:
         rank = EchoRank(kind, 1000, 10**9, stack)
-        rank.link.commit(0)
+        rank.link.out.commit(0)
         rank.result()
-        rank.link.commit(1)
+        rank.link.out.commit(1)
         rank.process.send_signal(signal.SIGKILL)
         began = now_ns()
         with pytest.raises(PeerLostError):
@@ -486,9 +480,9 @@ def test_nothing_leaks_after_close(kind: str) -> None:
     before = counts()
     for _ in range(3):
         with opened(kind, shape_of()) as ends:
-            ends.front.commit(0)
+            ends.front.out.commit(0)
             ends.envelope()
-            ends.back.reply(0)
+            ends.back.out.commit(0)
             ends.result()
 
     def grown() -> bool:  # fewer is well: a thread of an earlier test may have been on its way out
@@ -503,14 +497,14 @@ def test_nothing_leaks_after_close(kind: str) -> None:
 @pytest.mark.parametrize("closes", ["front", "back"])
 def test_one_end_closes_without_waiting_for_the_other_to_close(closes: str) -> None:
     with opened("gloo", shape_of()) as ends:
-        ends.front.commit(0)
+        ends.front.out.commit(0)
         ends.envelope()
         began = now_ns()
         getattr(ends, closes).close()
         getattr(ends, closes).close()
         assert now_ns() - began < NS_PER_S // 2
         with pytest.raises(PeerLostError, match="closed"):
-            ends.back.reply(0) if closes == "front" else ends.front.commit(1)
+            ends.back.out.commit(0) if closes == "front" else ends.front.out.commit(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -519,7 +513,7 @@ def test_an_absent_peer_ends_the_opening_within_its_limit(kind: str) -> None:
     store = LauncherStore(memory_store(), 0, 2, 0)
     began = now_ns()
     with near, far, pytest.raises(PeerLostError, match=r"within 0\.1 s"):
-        open_back(kind, Peer(near, expects_fds=True), store, shape_of(), timeout_s=0.1)
+        open_hops(kind, BACK, Peer(near, expects_fds=True), store, shape_of(), timeout_s=0.1)
     assert now_ns() - began < 5 * NS_PER_S
 
 

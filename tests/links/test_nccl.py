@@ -17,9 +17,8 @@ from ppstream.core.specs import TensorSpec
 from ppstream.cuda import driver as memops
 from ppstream.cuda.driver import CudaStream
 from ppstream.links import nccl
-from ppstream.links.device_link import BACK, FRONT
 from ppstream.links.nccl import NOTE_VALUES, PARKED_BYTES, NcclLink
-from ppstream.links.slots import LinkShape, SlotLayout
+from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
 
 HEADER = ("index", "generation", "epoch", "seq")
 HEADER_BYTES, NOTE_BYTES = 64, NOTE_VALUES * 8

@@ -16,9 +16,8 @@ from linked_ends import driven_by
 from ppstream.control.launcher_store import LauncherStore
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaEvent, CudaStream
-from ppstream.links.device_link import BACK, FRONT
 from ppstream.links.pinned_memory import PinnedLink
-from ppstream.links.slots import LinkShape, SlotLayout
+from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
 
 HEADER = ("index", "generation", "epoch", "seq")
 LIMIT_S = 10.0

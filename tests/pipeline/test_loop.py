@@ -287,14 +287,14 @@ def test_a_policy_that_leaves_outputs_out_is_found_while_warming(form, fail, tmp
 def test_wrong_identity_in_a_result_is_a_protocol_error(tmp_path):
     with build("serial", NewestValues(), tmp_path) as pipeline:
         pipeline.saturate()
-        original = pipeline.executor.link.result
+        original = pipeline.executor.into.slot
 
         def confused(index):
             slot = original(index)
             slot.header[SEQ] += 1
             return slot
 
-        pipeline.executor.link.result = confused
+        pipeline.executor.into.slot = confused
         with pytest.raises(ProtocolError, match="answers epoch and seq"):
             pipeline.rank0.run(10)
 

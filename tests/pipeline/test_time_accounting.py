@@ -10,7 +10,7 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from ppstream.analysis.segments import select_window
 from ppstream.analysis.thread_time import Threads
 from ppstream.core.clock import NS_PER_MS
-from ppstream.links.host import HostBack, HostFront
+from ppstream.links.host import HostIn, HostOut
 from ppstream.pipeline import time_accounting
 from ppstream.pipeline.stage_c import StageC
 from ppstream.pipeline.time_accounting import LINK, TimeAccount
@@ -56,12 +56,10 @@ def losing(call):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (HostFront, "envelope"),  # before A
-        (HostFront, "commit"),
-        (HostFront, "result"),  # before C
+        (HostOut, "slot"),  # before A, and behind the envelope's on the policy rank
+        (HostOut, "commit"),
+        (HostIn, "slot"),  # before C, and before B
         (StageC, "count"),  # behind the emit
-        (HostBack, "envelope"),  # before B
-        (HostBack, "reply"),
     ],
 )
 def test_no_time_is_left_that_nobody_claims(threads, owner, name, monkeypatch, tmp_path):

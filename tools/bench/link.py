@@ -32,8 +32,8 @@ from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
-from ppstream.links.factory import open_back, open_front
-from ppstream.links.slots import LinkShape, SlotLayout
+from ppstream.links.factory import open_hops
+from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
 
 SIZES: Final = {"1 KB": 1 << 10, "64 KB": 1 << 16, "1 MB": 1 << 20, "8 MB": 8 << 20}
 KINDS: Final = ("host", "gloo", "socket")
@@ -185,21 +185,17 @@ class LinkEnd:
         store = join_store({"RANK": rank, "WORLD_SIZE": "2", "MASTER_PORT": str(port)})
         layout = SlotLayout(HEADER, (TensorSpec("x", (size,), "uint8"),), 1)
         shape = LinkShape(layout, layout, 2, 2)
-        self.link: Any
         if front:
             listener = Listener(store)
             self.peer: Peer = listener.accept(20.0)
             listener.close()
-            self.link = open_front(kind, self.peer, store, shape)
-            self.outgoing, self.incoming = self.link.envelope, self.link.result
-            self.commit = self.link.commit
         else:
             self.peer = connect(store, 20.0)
-            self.link = open_back(kind, self.peer, store, shape)
-            self.outgoing, self.incoming = self.link.result, self.link.envelope
-            self.commit = self.link.reply
+        self.hops = open_hops(kind, FRONT if front else BACK, self.peer, store, shape)
+        self.outgoing, self.incoming = self.hops.out.slot, self.hops.into.slot
+        self.commit = self.hops.out.commit
         self.waiter = Waiter()
-        for fd in (self.peer.fileno(), *self.link.fds):
+        for fd in (self.peer.fileno(), *self.hops.into.fds):
             self.waiter.register(fd)
         self.far_duration_ns = self.far_cpu_ns = 0
 
@@ -211,7 +207,7 @@ class LinkEnd:
         self.commit(index)
 
     def receive(self, index: int) -> int:
-        while self.link.receive_nowait() is None:
+        while self.hops.into.receive_nowait() is None:
             self.waiter.wait(None)
             self.peer.pump()
         arrived_ns = time.monotonic_ns()
@@ -221,7 +217,7 @@ class LinkEnd:
         return arrived_ns - int(slot.header[SENT])
 
     def close(self) -> None:
-        self.link.close()
+        self.hops.close()
         self.waiter.close()
         self.peer.close()
 

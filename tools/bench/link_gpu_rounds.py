@@ -19,11 +19,10 @@ from ppstream.control.launcher_store import LauncherStore
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaEvent, CudaStream, checked, driver
 from ppstream.cuda.streams import stream as own_stream
-from ppstream.links.device_link import BACK, FRONT
 from ppstream.links.nccl import NcclLink
 from ppstream.links.peer_memory import PeerLink
 from ppstream.links.pinned_memory import PinnedLink
-from ppstream.links.slots import LinkShape, SlotLayout
+from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
 
 ROUNDS: Final = 9
 TRIPS: Final = 60  # queued together: far below what a stream takes

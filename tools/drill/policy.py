@@ -23,7 +23,7 @@ import torch
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda.busy_kernel import GpuWork
 from ppstream.cuda.driver import DeviceError
-from ppstream.links.host import HostBack
+from ppstream.links.host import HostOut
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,10 +158,10 @@ def _crash(_actions: Tensor) -> None:
 def _refuse_link(_actions: Tensor) -> None:
     """The next result cannot be sent, as when a GPU's driver refuses: this link asks no driver."""
 
-    def refuse(_link: HostBack, index: int) -> None:
+    def refuse(_hop: HostOut, index: int) -> None:
         raise DeviceError(f"result {index} was refused, by the drill")
 
-    HostBack.reply = refuse  # type: ignore[method-assign, assignment]
+    HostOut.commit = refuse  # type: ignore[method-assign, assignment]
 
 
 def _never_end_on_gpu(_actions: Tensor) -> None:

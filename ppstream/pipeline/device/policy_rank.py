@@ -135,6 +135,10 @@ class DevicePolicyRank(PolicyRank):
         self.finish()
         return True
 
+    def close(self) -> bool:
+        """As ``DeviceLink.close``."""
+        return self.link.close()
+
     def wait(self) -> None:
         """As ``PolicyRank``: the end of an event has no descriptor."""
         self.rest(self._rest_ns())
