@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
 from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError
@@ -14,7 +15,9 @@ from ppstream.links.headers import SEQ
 from ppstream.pipeline.pacing import OnSample, Scheduled
 
 THREADS = ["serial", "split"]
-FORMS = [*THREADS, "inline"]
+QUEUED = [*THREADS, "device"]
+HOST = [*THREADS, "inline"]  # there a policy fails where it is called
+FORMS = [*HOST, "device"]
 
 
 @pytest.fixture
@@ -33,18 +36,26 @@ def recording(tmp_path):
     return path
 
 
-def build(form, policy, tmp_path, *overrides):
-    inline = form == "inline"
-    threads = "serial" if inline else form
-    config = small_config(f"pipeline.threads={threads}", *overrides)
-    directory = tmp_path / form
-    directory.mkdir(exist_ok=True)
-    return PipelineInProcess(config, policy, directory, inline=inline)
+@pytest.fixture
+def build(monkeypatch, tmp_path):
+    """Makes a whole pipeline over one executor, in this process."""
+
+    def make(form, policy, *overrides):
+        directory = tmp_path / form
+        directory.mkdir(exist_ok=True)
+        if form == "device":
+            config = small_config(*GPUS, *overrides)
+            return DevicePipeline(config, policy, directory, monkeypatch)
+        threads = "serial" if form == "inline" else form
+        config = small_config(f"pipeline.threads={threads}", *overrides)
+        return PipelineInProcess(config, policy, directory, inline=form == "inline")
+
+    return make
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_envelopes_are_emitted_once_and_in_order(form, tmp_path):
-    with build(form, NewestValues(), tmp_path) as pipeline:
+def test_envelopes_are_emitted_once_and_in_order(build, form):
+    with build(form, NewestValues()) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(200)
         assert [(epoch, seq) for epoch, seq, _, _ in pipeline.collector.chunks] == [
@@ -53,19 +64,19 @@ def test_envelopes_are_emitted_once_and_in_order(form, tmp_path):
         assert [line["seq"] for line in pipeline.envelopes()] == list(range(200))
 
 
-def scheduled_run(form, recording, tmp_path):
+def scheduled_run(build, form, recording):
     overrides = ("pipeline.windows=scheduled", f"service.recording={recording}")
-    with build(form, NewestValues(), tmp_path, *overrides) as pipeline:
+    with build(form, NewestValues(), *overrides) as pipeline:
         source = RecordedSource(recording, pipeline.config, pipeline.intake.rows, None)
         pipeline.enter(source, Scheduled(source))
         pipeline.rank0.run()
         return pipeline.collector.chunks, source.windows
 
 
-@pytest.mark.parametrize("form", THREADS)
-def test_pipelined_output_equals_its_unpipelined_twin_bit_for_bit(form, recording, tmp_path):
-    expected, windows = scheduled_run("inline", recording, tmp_path)
-    found, _ = scheduled_run(form, recording, tmp_path)
+@pytest.mark.parametrize("form", QUEUED)
+def test_pipelined_output_equals_its_unpipelined_twin_bit_for_bit(build, form, recording):
+    expected, windows = scheduled_run(build, "inline", recording)
+    found, _ = scheduled_run(build, form, recording)
     assert len(expected) == windows > 200
     for one, other in zip(expected, found, strict=True):
         assert one[:3] == other[:3]
@@ -73,11 +84,11 @@ def test_pipelined_output_equals_its_unpipelined_twin_bit_for_bit(form, recordin
     assert any(chunk[3].any() for chunk in expected)
 
 
-@pytest.mark.parametrize("form", THREADS)
+@pytest.mark.parametrize("form", QUEUED)
 @pytest.mark.parametrize(("d_in", "d_out"), [(1, 1), (2, 2), (4, 1)])
-def test_queue_bounds_hold_at_every_transition(form, d_in, d_out, tmp_path):
+def test_queue_bounds_hold_at_every_transition(build, form, d_in, d_out):
     overrides = (f"pipeline.d_in={d_in}", f"pipeline.d_out={d_out}", "simulate.c_ms=0.5")
-    with build(form, NewestValues(), tmp_path, *overrides) as pipeline:
+    with build(form, NewestValues(), *overrides) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(150)
         lines = pipeline.envelopes()
@@ -87,9 +98,9 @@ def test_queue_bounds_hold_at_every_transition(form, d_in, d_out, tmp_path):
         assert max(line["outstanding_max"] for line in lines) == d_in
 
 
-@pytest.mark.parametrize("form", THREADS)
-def test_credit_is_taken_before_the_window(form, tmp_path):
-    with build(form, NewestValues(), tmp_path, "pipeline.d_in=2") as pipeline:
+@pytest.mark.parametrize("form", QUEUED)
+def test_credit_is_taken_before_the_window(build, form):
+    with build(form, NewestValues(), "pipeline.d_in=2") as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(100)
         lines = pipeline.envelopes()
@@ -97,10 +108,10 @@ def test_credit_is_taken_before_the_window(form, tmp_path):
         assert later["tA0"] >= earlier["tRecv"]
 
 
-def test_one_thread_sends_the_next_envelope_before_it_decodes(tmp_path):
+def test_one_thread_sends_the_next_envelope_before_it_decodes(build):
     overrides = ("simulate.a_ms=1", "simulate.c_ms=2", "pipeline.d_in=1")
     policy = NewestValues(lambda _: time.sleep(0.001))
-    with build("serial", policy, tmp_path, *overrides) as pipeline:
+    with build("serial", policy, *overrides) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(30)
         lines = pipeline.envelopes()
@@ -109,9 +120,9 @@ def test_one_thread_sends_the_next_envelope_before_it_decodes(tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_cut_at_any_moment_emits_nothing_of_the_older_epoch(form, tmp_path):
+def test_cut_at_any_moment_emits_nothing_of_the_older_epoch(build, form):
     policy = NewestValues(lambda _: time.sleep(0.002))
-    with build(form, policy, tmp_path, "pipeline.d_in=3", "simulate.c_ms=1") as pipeline:
+    with build(form, policy, "pipeline.d_in=3", "simulate.c_ms=1") as pipeline:
         pipeline.saturate()
         rank0 = pipeline.rank0
         done = threading.Event()
@@ -139,20 +150,21 @@ def test_cut_at_any_moment_emits_nothing_of_the_older_epoch(form, tmp_path):
     assert stale + len(chunks) == 200
     if form != "inline":
         assert stale > 0
-    assert policy.resets == [[True]] * len({line["epoch"] for line in envelopes})
+    if form != "device":  # the stand-in for its stage B resets nothing
+        assert policy.resets == [[True]] * len({line["epoch"] for line in envelopes})
     firsts = [line for line in lines if line.get("name") == "first_action"]
     reached = sorted({chunk[0] for chunk in chunks if chunk[0] > 0})  # by the first emit of each
     assert [line["epoch"] for line in firsts] == reached
     assert all(0 < line["since_cut_ns"] < 10 * 10**9 for line in firsts)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_policy_that_raises_still_gives_one_result_per_envelope(form, tmp_path):
+@pytest.mark.parametrize("form", HOST)
+def test_policy_that_raises_still_gives_one_result_per_envelope(build, form):
     def fail_sometimes(call):
         if call % 3 == 1:
             raise ValueError("no idea")
 
-    with build(form, NewestValues(fail_sometimes), tmp_path) as pipeline:
+    with build(form, NewestValues(fail_sometimes)) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(60)
         lines = pipeline.lines()
@@ -163,20 +175,20 @@ def test_policy_that_raises_still_gives_one_result_per_envelope(form, tmp_path):
     assert "ValueError: no idea" in faults[0]["text"]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_policy_that_keeps_raising_ends_the_run(form, tmp_path):
+@pytest.mark.parametrize("form", HOST)
+def test_policy_that_keeps_raising_ends_the_run(build, form):
     def fail(call):
         if call >= 10:
             raise ValueError("broken")
 
-    with build(form, NewestValues(fail), tmp_path) as pipeline:
+    with build(form, NewestValues(fail)) as pipeline:
         pipeline.saturate()
         with pytest.raises(PolicyError, match="5 results in a row could not be used"):
             pipeline.rank0.run(60)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_actions_that_are_not_finite_are_dropped_and_counted(form, tmp_path):
+def test_actions_that_are_not_finite_are_dropped_and_counted(build, form):
     policy = NewestValues()
     original = NewestValues.__call__
 
@@ -187,7 +199,7 @@ def test_actions_that_are_not_finite_are_dropped_and_counted(form, tmp_path):
                 out["actions"][0, 1, 1] = float("nan")
 
     policy = Broken()
-    with build(form, policy, tmp_path) as pipeline:
+    with build(form, policy) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(40)
         assert pipeline.rank0.stage_c.dropped == {"non_finite": 10}
@@ -248,13 +260,18 @@ class Careless(NewestValues):
 WAYS = [rebind, write_nothing, write_half, write_later]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("fail", [*WAYS, write_again_later])
-def test_what_one_call_left_out_is_never_emitted(form, fail, recording, tmp_path):
+@pytest.mark.parametrize(
+    ("form", "fail"),
+    [
+        *((form, fail) for form in HOST for fail in (*WAYS, write_again_later)),
+        *(("device", fail) for fail in (write_nothing, write_half)),
+    ],
+)
+def test_what_one_call_left_out_is_never_emitted(build, form, fail, recording):
     """Neither its own envelope nor a later one carries anything but the answer to its window."""
-    expected, _ = scheduled_run("inline", recording, tmp_path)
+    expected, _ = scheduled_run(build, "inline", recording)
     overrides = ("pipeline.windows=scheduled", f"service.recording={recording}")
-    with build(form, Careless(fail, {40}), tmp_path, *overrides) as pipeline:
+    with build(form, Careless(fail, {40}), *overrides) as pipeline:
         source = RecordedSource(recording, pipeline.config, pipeline.intake.rows, None)
         pipeline.enter(source, Scheduled(source))
         pipeline.rank0.run()
@@ -268,10 +285,10 @@ def test_what_one_call_left_out_is_never_emitted(form, fail, recording, tmp_path
         assert one[3].tobytes() == other[3].tobytes()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", HOST)
 @pytest.mark.parametrize("fail", WAYS)
-def test_a_policy_that_leaves_outputs_out_is_found_while_warming(form, fail, tmp_path):
-    with build(form, Careless(fail, range(1000)), tmp_path) as pipeline:
+def test_a_policy_that_leaves_outputs_out_is_found_while_warming(build, form, fail):
+    with build(form, Careless(fail, range(1000))) as pipeline:
         pipeline.saturate()
         with pytest.raises(PolicyError, match=r"unwritten.*out\['actions'\]\.copy_\(x\)"):
             pipeline.rank0.run(60)
@@ -284,8 +301,8 @@ def test_a_policy_that_leaves_outputs_out_is_found_while_warming(form, fail, tmp
     assert "write out['actions'].copy_(x)" in last
 
 
-def test_wrong_identity_in_a_result_is_a_protocol_error(tmp_path):
-    with build("serial", NewestValues(), tmp_path) as pipeline:
+def test_wrong_identity_in_a_result_is_a_protocol_error(build):
+    with build("serial", NewestValues()) as pipeline:
         pipeline.saturate()
         original = pipeline.executor.into.slot
 
@@ -300,7 +317,7 @@ def test_wrong_identity_in_a_result_is_a_protocol_error(tmp_path):
 
 
 @pytest.mark.parametrize("form", THREADS)
-def test_policy_rank_that_vanishes_ends_the_run_though_a_stop_was_asked_for(form, tmp_path):
+def test_policy_rank_that_vanishes_ends_the_run_though_a_stop_was_asked_for(build, form):
     release = threading.Event()
 
     def vanish(call):
@@ -310,7 +327,7 @@ def test_policy_rank_that_vanishes_ends_the_run_though_a_stop_was_asked_for(form
             pipeline.back_socket.shutdown(socket.SHUT_RDWR)
             raise SystemExit
 
-    with build(form, NewestValues(vanish), tmp_path) as pipeline:
+    with build(form, NewestValues(vanish)) as pipeline:
         pipeline.saturate()
         with pytest.raises(PeerLostError):
             pipeline.rank0.run()
@@ -318,8 +335,8 @@ def test_policy_rank_that_vanishes_ends_the_run_though_a_stop_was_asked_for(form
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_stop_finishes_what_is_in_flight_and_starts_nothing(form, tmp_path):
-    with build(form, NewestValues(), tmp_path) as pipeline:
+def test_stop_finishes_what_is_in_flight_and_starts_nothing(build, form):
+    with build(form, NewestValues()) as pipeline:
         pipeline.saturate()
         threading.Timer(0.2, pipeline.rank0.request_stop, ("enough",)).start()
         pipeline.rank0.run()
@@ -328,8 +345,8 @@ def test_stop_finishes_what_is_in_flight_and_starts_nothing(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_paced_run_starts_one_envelope_per_new_reference_sample_at_most(form, tmp_path):
-    with build(form, NewestValues(), tmp_path) as pipeline:
+def test_paced_run_starts_one_envelope_per_new_reference_sample_at_most(build, form):
+    with build(form, NewestValues()) as pipeline:
         rows = pipeline.intake.rows
         source = SyntheticSource(pipeline.config, rows[0], seed=1, start_ns=time.monotonic_ns())
         reference = pipeline.config.reference.name
@@ -341,10 +358,10 @@ def test_paced_run_starts_one_envelope_per_new_reference_sample_at_most(form, tm
         assert ends == sorted(set(ends))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_new_episode_resets_the_policy_and_drops_what_belongs_to_the_old_one(form, tmp_path):
+@pytest.mark.parametrize("form", HOST)
+def test_new_episode_resets_the_policy_and_drops_what_belongs_to_the_old_one(build, form):
     policy = NewestValues()
-    with build(form, policy, tmp_path, "pipeline.d_in=2") as pipeline:
+    with build(form, policy, "pipeline.d_in=2") as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(20)
         pipeline.intake.rows[0].new_episode()
@@ -354,9 +371,9 @@ def test_new_episode_resets_the_policy_and_drops_what_belongs_to_the_old_one(for
     assert sum(dropped.values()) == 0
 
 
-def test_a_slow_policy_is_given_its_time_in_one_process_too(tmp_path):
+def test_a_slow_policy_is_given_its_time_in_one_process_too(build):
     policy = NewestValues(lambda call: time.sleep(0.02))
-    with build("inline", policy, tmp_path) as pipeline:
+    with build("inline", policy) as pipeline:
         rank0 = pipeline.rank0
         rank0._watchdog_ns = 1  # far below what stage B takes
         pipeline.saturate()
@@ -365,10 +382,8 @@ def test_a_slow_policy_is_given_its_time_in_one_process_too(tmp_path):
 
 
 @pytest.mark.parametrize("form", THREADS)
-def test_behind_a_wait_results_are_looked_at_before_samples_are_taken_in(
-    form, tmp_path, monkeypatch
-):
-    with build(form, NewestValues(), tmp_path) as pipeline:
+def test_behind_a_wait_results_are_looked_at_before_samples_are_taken_in(build, form, monkeypatch):
+    with build(form, NewestValues()) as pipeline:
         rank0, did = pipeline.rank0, []
         executor = pipeline.executor
         monkeypatch.setattr(executor, "observe", lambda: did.append("results"))

@@ -194,7 +194,7 @@ class DevicePipeline:
             phase, intake=self.intake, source=source, pacing=pacing, emitter=self.collector
         )
 
-    def lines(self, rank: int) -> list[dict[str, Any]]:
+    def lines(self, rank: int = 0) -> list[dict[str, Any]]:
         """One rank's log so far."""
         (self.rank0 if rank == 0 else self.policy_rank).log.flush()
         text = (self._directory / f"rank{rank}.gen0.jsonl").read_text()

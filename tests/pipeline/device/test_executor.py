@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
@@ -21,7 +20,7 @@ from ppstream.links.device_link import run_ahead
 from ppstream.pipeline.bringup import time_standalone
 from ppstream.pipeline.device import executor
 from ppstream.pipeline.device.in_flight import SIGHT_NS
-from ppstream.pipeline.pacing import OnSample, OnTick
+from ppstream.pipeline.pacing import OnTick
 
 
 @pytest.fixture
@@ -117,16 +116,6 @@ def test_a_slow_stage_c_holds_receipts_back_and_with_them_the_credits(
     for freed, taker in zip(envelopes, envelopes[4:], strict=False):
         assert taker["tA0"] >= freed["tDecode"]  # d_in + d_out envelopes later
     assert max(line["q_decode_max"] for line in envelopes) == 1
-
-
-def test_what_is_decoded_is_the_policys_answer_to_that_window(build: Any) -> None:
-    with build() as pipeline:
-        pipeline.saturate()
-        pipeline.rank0.run(40)
-    ends = [end for _, _, end, _ in pipeline.collector.chunks]
-    assert ends == sorted(ends)
-    assert all(np.isfinite(values).all() for _, _, _, values in pipeline.collector.chunks)
-    assert len({values.tobytes() for _, _, _, values in pipeline.collector.chunks}) > 1
 
 
 def test_the_policy_rank_logs_every_envelope_by_its_name(build: Any) -> None:
@@ -291,20 +280,6 @@ def test_the_policy_rank_sleeps_while_several_envelopes_come(
         assert max(rests) > 2 * NS_PER_MS
 
 
-def test_a_cut_drops_what_is_under_way_and_emits_nothing_older(build: Any) -> None:
-    with build() as pipeline:
-        policy = pipeline.policy
-        policy.act = lambda call: pipeline.rank0.request_cut("test") if call == 20 else None
-        pipeline.saturate()
-        pipeline.rank0.run(50)
-        drops = [line.get("drop") for line in pipeline.envelopes()]
-    epochs = [epoch for epoch, _, _, _ in pipeline.collector.chunks]
-    assert epochs == sorted(epochs)
-    assert set(epochs) == {0, 1}
-    assert 1 <= drops.count("stale") <= 9  # what the host had queued
-    assert pipeline.rank0.stage_c.emitted + drops.count("stale") == 50
-
-
 def test_the_first_action_of_a_new_epoch_is_told_once_with_its_time(build: Any) -> None:
     with build() as pipeline:
         pipeline.saturate()
@@ -413,46 +388,12 @@ class Forgetful(NewestValues):
         out["actions"][:, rows].copy_(wanted[:, rows])
 
 
-@pytest.mark.parametrize(("written", "share"), [(slice(0), "100%"), (slice(2), "50%")])
-def test_what_the_policy_leaves_out_once_is_not_emitted(
-    build: Any, written: slice, share: str
-) -> None:
-    with build(policy=Forgetful({12, 30}, written)) as pipeline:
-        pipeline.saturate()
-        pipeline.rank0.run(60)
-        lines = pipeline.envelopes()
-        faults = [line for line in pipeline.lines(0) if line.get("name") == "fault"]
-    assert {line["seq"]: line["drop"] for line in lines if "drop" in line} == {
-        12: "unwritten",
-        30: "unwritten",
-    }
-    assert len(pipeline.collector.chunks) == 58
-    assert [(fault["fault"], fault["seq"]) for fault in faults] == [
-        ("unwritten", 12),
-        ("unwritten", 30),
-    ]
-    assert (
-        f"output 'actions': {8 if share == '100%' else 4} of 8 words ({share})" in faults[0]["what"]
-    )
-
-
 def test_a_policy_that_never_writes_ends_the_run_and_is_told_how_to(build: Any) -> None:
     with build(policy=Forgetful(range(1000), slice(0))) as pipeline:
         pipeline.saturate()
         with pytest.raises(PolicyError, match=r"unwritten.*out\['actions'\]\.copy_\(x\)"):
             pipeline.rank0.run(60)
     assert pipeline.collector.chunks == []
-
-
-def test_paced_by_samples_no_envelope_begins_without_a_new_one(build: Any) -> None:
-    with build() as pipeline:
-        source = SyntheticSource(
-            pipeline.config, pipeline.intake.rows[0], seed=1, start_ns=now_ns()
-        )
-        pipeline.enter(source, OnSample(pipeline.intake.rows, "joints"))
-        pipeline.rank0.run(20)
-        accepted = pipeline.intake.rows[0].rings["joints"].accepted
-    assert pipeline.rank0.started == 20 <= accepted
 
 
 def test_a_tick_that_cannot_be_taken_yet_keeps_nobody_awake(
