@@ -95,61 +95,57 @@ class Queueing:
     def _place(
         self, parts: Rank0Device, marks: Sequence[Marks], place: int, result: Slot
     ) -> _Place:
-        """Whoever is behind another by ``n`` envelopes has the events of ``n`` places before.
+        """The picture in ``executor.py``, from top to bottom.
 
-        An event that was never recorded holds nobody up: the first envelopes need no exception.
+        Whoever is behind another by ``n`` envelopes has the events of ``n`` places before. An event
+        that was never recorded holds nobody up: the first envelopes need no exception.
         """
         link, (a, c), mine = parts.link, parts.streams, marks[place]
-        source = link.into[place]
-        before_send, behind_send = self._around_send(parts, marks, place)
-        before_receipt, behind_receipt = self._around_receipt(parts, marks, place)
-        return _Place(
-            link.out[place],
-            result,
-            before_a=LaunchSequence(a.to_wait_for(self._before_a(parts.shape, marks, place))),
-            begin_a=LaunchSequence(a.to_record(mine.a0)),
-            behind_a=LaunchSequence(*parts.work_a.calls(a), a.to_record(mine.a1)),
-            before_send=before_send,
-            behind_send=behind_send,
-            before_receipt=before_receipt,
-            behind_receipt=behind_receipt,
-            c=LaunchSequence(
-                c.to_wait_for(mine.received),
-                c.to_record(mine.c0),
-                c.to_copy(result.raw.data_ptr(), source.address, source.size),
-                *parts.work_c.calls(c),
-                c.to_record(mine.c1),
-            ),
-        )
+        d_in, d_out = parts.shape.d_in, parts.shape.d_out
+        slot, source = link.out[place], link.into[place]
 
-    def _before_a(self, shape: LinkShape, marks: Sequence[Marks], place: int) -> CudaEvent:
         if not self._is_fresh:
-            return marks[place - 1].sent
-        if self._a_looks:  # for the count; a receipt also waits for a place among the results
-            return marks[place - shape.d_in - shape.d_out].c0
-        return marks[place - shape.d_in].received
+            before_a = [a.to_wait_for(marks[place - 1].sent)]
+        elif self._a_looks:  # for the count; a receipt also waits for a place among the results
+            before_a = [a.to_wait_for(marks[place - d_in - d_out].c0)]
+        else:
+            before_a = [a.to_wait_for(marks[place - d_in].received)]
+        begin_a = [a.to_record(mine.a0)]
+        behind_a = [*parts.work_a.calls(a), a.to_record(mine.a1)]
 
-    def _around_send(
-        self, parts: Rank0Device, marks: Sequence[Marks], place: int
-    ) -> tuple[LaunchSequence, LaunchSequence]:
-        sending, mine = parts.link.sending, marks[place]
-        before, behind = [], []
+        sending, before_send, behind_send = link.sending, [], []
         if not self._is_fresh:
-            before.append(sending.to_wait_for(marks[place - parts.shape.d_in].received))
-            behind.append(sending.to_record(mine.sent))
+            before_send.append(sending.to_wait_for(marks[place - d_in].received))
+            behind_send.append(sending.to_record(mine.sent))
         if not self._sends_from_a:
-            before.append(sending.to_wait_for(mine.a1))
-        return LaunchSequence(*before), LaunchSequence(*behind)
+            before_send.append(sending.to_wait_for(mine.a1))
 
-    def _around_receipt(
-        self, parts: Rank0Device, marks: Sequence[Marks], place: int
-    ) -> tuple[LaunchSequence, LaunchSequence]:
-        stream, mine = self._receives_on, marks[place]
-        before = () if stream is None else (stream.to_wait_for(mine.a1),)
-        stream = stream or parts.link.receiving
-        freed = marks[place - parts.shape.d_out]  # whose C left a place among the results
-        behind = stream.to_wait_for(freed.c0), stream.to_record(mine.received)
-        return LaunchSequence(*before), LaunchSequence(*behind)
+        before_receipt = []
+        if self._receives_on is not None:
+            before_receipt.append(self._receives_on.to_wait_for(mine.a1))
+        receiving = self._receives_on or link.receiving
+        freed = marks[place - d_out]  # whose C left a place among the results
+        behind_receipt = [receiving.to_wait_for(freed.c0), receiving.to_record(mine.received)]
+
+        stage_c = [
+            c.to_wait_for(mine.received),
+            c.to_record(mine.c0),
+            c.to_copy(result.raw.data_ptr(), source.address, source.size),
+            *parts.work_c.calls(c),
+            c.to_record(mine.c1),
+        ]
+        return _Place(
+            slot,
+            result,
+            before_a=LaunchSequence(*before_a),
+            begin_a=LaunchSequence(*begin_a),
+            behind_a=LaunchSequence(*behind_a),
+            before_send=LaunchSequence(*before_send),
+            behind_send=LaunchSequence(*behind_send),
+            before_receipt=LaunchSequence(*before_receipt),
+            behind_receipt=LaunchSequence(*behind_receipt),
+            c=LaunchSequence(*stage_c),
+        )
 
     def result(self, index: int) -> Slot:
         """Returns the result of ``index`` in host memory; valid once its last event is done."""
