@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 DECODING_MAX: Final = 1  # stage C is serial
 
+NO_LEAD: Final = 1 << 62
+
 
 class CreditLedger:
     """Permissions of one link, for any thread.
@@ -41,9 +43,13 @@ class CreditLedger:
         self._decoding = _Level("decoding", DECODING_MAX)
         self._committed = self._received = self._emitted = 0
 
-    def may_commit(self) -> bool:
-        """True when a credit is free; it stays free until this side commits."""
-        return self._outstanding.count < self.d_in
+    def may_commit(self, lead: int = NO_LEAD) -> bool:
+        """True when a credit is free; it stays free until this side commits.
+
+        Args:
+            lead: bound of ``in_system``, for a side that can use no more.
+        """
+        return self._outstanding.count < self.d_in and self._committed - self._emitted < lead
 
     def may_receive(self) -> bool:
         """True when a result may be received; it stays so until this side receives."""

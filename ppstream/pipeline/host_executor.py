@@ -22,6 +22,7 @@ from ppstream.core.errors import ProtocolError
 from ppstream.core.waiter import Waiter
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, read_stage_b
 from ppstream.observe import nvtx_ranges
+from ppstream.pipeline.credits import NO_LEAD
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
 from ppstream.pipeline.time_accounting import LINK, TimeAccount
 
@@ -152,6 +153,7 @@ class HostExecutor(OnHost):
         self._peer = policy_rank.peer
         self._committed: deque[Flight] = deque()
         self._received: deque[Flight] = deque()
+        self._hand_over: Callable[[Flight], None] = self._received.append
         self._result_fds = {self._peer.fileno(), *hops.into.fds}
 
     def attach(self, loop: Rank0Loop) -> None:
@@ -172,7 +174,7 @@ class HostExecutor(OnHost):
 
     def has_room(self) -> bool:
         """As ``Executor``."""
-        return self._credits.may_commit() and self._credits.in_system < self.lead
+        return self._credits.may_commit(self.lead)
 
     def begin(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         """As ``Executor``: stage A into the next slot, and off it goes."""
@@ -203,7 +205,8 @@ class HostExecutor(OnHost):
                 f"owed are {[flight.epoch, flight.seq]}"
             )
         read_stage_b(header, flight.record)
-        self._loop.learn_b(flight.record.B_ns or 0)
+        loop = self._loop
+        loop.usual_b_ns += ((flight.record.B_ns or 0) - loop.usual_b_ns) >> 3
         return slot, FAILURES[header[FAILED]]
 
     # ---- between envelopes -----------------------------------------------------------------------
@@ -228,10 +231,6 @@ class HostExecutor(OnHost):
             self._hand_over(flight)
             if nvtx_ranges.on:
                 nvtx_ranges.RECV.pop()
-
-    def _hand_over(self, flight: Flight) -> None:
-        """The result of ``flight`` is here."""
-        self._received.append(flight)
 
     def check_policy_rank(self) -> None:
         """Raises as ``PolicyRankPeer.check``, of the results that are owed now."""
@@ -286,7 +285,7 @@ class HostExecutor(OnHost):
 class SplitExecutor(HostExecutor):
     """The same on three threads: A | receipt | C. The credits alone bound how far A leads."""
 
-    lead = 1 << 62
+    lead = NO_LEAD
 
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
@@ -295,6 +294,7 @@ class SplitExecutor(HostExecutor):
         self._room = threading.Event()  # there is a place in D_out
         self._failure: BaseException | None = None  # of one of the threads
         super().attach(loop)
+        self._hand_over = self._queue_to_decode
         self._times_c, self._run_delay_c = TimeAccount(), RunDelay()
         self._marks = {name: ProgressMark(f"the {name} thread") for name in ("receive", "decode")}
         loop.marks = (loop.mark, *self._marks.values())
@@ -365,7 +365,7 @@ class SplitExecutor(HostExecutor):
             self._waiter.wake()
             self._results.wake()
 
-    def _hand_over(self, flight: Flight) -> None:
+    def _queue_to_decode(self, flight: Flight) -> None:
         self._waiter.wake()  # the credit is another thread's; the next envelope goes first
         self._to_decode.put(flight)
 

@@ -67,13 +67,10 @@ class HostPolicyRank(PolicyRank):
         self.run_delay.begin()
         return super().run(give_up)
 
-    def look(self) -> None:
-        """As ``PolicyRank``: not before all that came was served."""
-        if not self._waiting:
-            self.receive()
-
     def step(self) -> bool:
         """As ``PolicyRank``. Frames first: envelopes may never let up."""
+        if not self._waiting:
+            self.receive()
         if self.peer.inbox or not self._waiting:
             return False
         self.serve(*self._waiting.popleft())

@@ -55,7 +55,7 @@ class InlineExecutor(OnHost):
         tb1 = record.tRecv = now_ns()
         ledger.receive(tb1)
         self._times.stage(tb0, tb1)
-        self._loop.learn_b(tb1 - tb0)
+        self._loop.usual_b_ns += (tb1 - tb0 - self._loop.usual_b_ns) >> 3
         record.B_ns = record.residence_ns = tb1 - tb0
         record.wait_input_ns = record.wait_output_ns = 0
         record.idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0

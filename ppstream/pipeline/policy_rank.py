@@ -95,7 +95,6 @@ class PolicyRank(ABC):
         """
         while self.drain_reason is None:
             self.mark.turns += 1
-            self.look()
             if self.step():
                 continue
             if self.peer.inbox:
@@ -107,12 +106,11 @@ class PolicyRank(ABC):
         return self.drain_reason
 
     @abstractmethod
-    def look(self) -> None:
-        """Take in what has come, without waiting."""
-
-    @abstractmethod
     def step(self) -> bool:
-        """Answers one envelope, or books one that is over; False: a frame's turn, or nobody's."""
+        """Take in what has come, and answer one envelope or book one that is over.
+
+        Returns False when there is none, or a frame is to be taken first.
+        """
 
     @abstractmethod
     def wait(self) -> None:

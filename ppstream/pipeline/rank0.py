@@ -117,7 +117,7 @@ class Rank0:
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self.start_ns = round(config.liveness.start_s * NS_PER_S)
         self._next_ledger_ns = 0
-        self.usual_b_ns = 0  # where rank 0 hears of it
+        self.usual_b_ns = 0  # a mean that forgets, where rank 0 hears of it
         self.times = TimeAccount()  # of the thread that runs stage A, as the next
         self.run_delay = RunDelay()
 
@@ -243,10 +243,6 @@ class Rank0:
         """No failure of a call, so no fault: actions that are finite and within rules are asked."""
         self._faults.tell("C", fault)
         self.log.event("refused", rank=0, rule=fault.kind, what=fault.what)
-
-    def learn_b(self, b_ns: int) -> None:
-        """A stage B took so long."""
-        self.usual_b_ns += (b_ns - self.usual_b_ns) >> 3
 
     def decode_and_emit(self, flight: Flight, result: Slot) -> str | None:
         """Stage C; returns why nothing was emitted, or None.

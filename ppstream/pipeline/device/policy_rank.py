@@ -115,8 +115,8 @@ class DevicePolicyRank(PolicyRank):
                 self._parts.stage_b(envelope, result)
             torch.cuda.synchronize()
 
-    def look(self) -> None:
-        """As ``PolicyRank``: queue all that may be."""
+    def step(self) -> bool:
+        """As ``PolicyRank``: queue all that may be. Before frames: some ask for what is over."""
         if self.log.on_dry is None:
             most = self._most_expected()
             while self._expected < most:
@@ -127,9 +127,6 @@ class DevicePolicyRank(PolicyRank):
             self.queue()
         if now_ns() >= self._look_ns:
             self.rest(0)
-
-    def step(self) -> bool:
-        """As ``PolicyRank``. Before frames: some ask for what is over."""
         if not self.is_oldest_done():
             return False
         self.finish()

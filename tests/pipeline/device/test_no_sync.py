@@ -25,7 +25,7 @@ HOT: Final = {
     "pipeline/device/stage_a.py": ("ingest", "enqueue", "settle"),
     "pipeline/device/stage_b.py": ("__call__",),
     "pipeline/device/executor.py": ("begin", "finished", "result", "settle", "wait"),
-    "pipeline/device/policy_rank.py": ("look", "step", "wait", "queue"),
+    "pipeline/device/policy_rank.py": ("step", "wait", "queue"),
     "pipeline/device/rank0_queue.py": ("envelope",),
     "pipeline/device/in_flight.py": ("add", "is_oldest_done", "oldest_due_ns", "finish"),
     "links/device_counters.py": ("queue_header", "queue_send", "queue_receive", "queue_wait"),
