@@ -192,11 +192,13 @@ def count(root: Path, sample: list[Mutant], workers: int) -> list[Outcome]:
         def judge_one(tree: Path, mutant: Mutant) -> Outcome:
             outcome = judge(tree, mutant, found[module_of(mutant)], reached)
             done[outcome.state] += 1
-            print(f"\r{done.total()} of {len(here)}: {dict(done)}", end="", file=sys.stderr)
+            if outcome.state == "survived":
+                print(f"survived {outcome.mutant}", file=sys.stderr)
+            elif not done.total() % 10:
+                print(f"{done.total()} of {len(here)}: {dict(done)}", file=sys.stderr)
             return outcome
 
         ended |= {outcome.mutant: outcome for outcome in over(trees, judge_one, here)}
-        print(file=sys.stderr)
     return list(ended.values())
 
 
@@ -287,7 +289,7 @@ def judge(tree: Path, mutant: Mutant, module: MutatedModule, reached: dict[str, 
 def pytest(tree: Path, *arguments: str, limit_s: float) -> tuple[int | None, str]:
     """Exit status and output of pytest in ``tree``; no status when it took too long."""
     sources = os.pathsep.join(str(tree / part) for part in ("", "kernels", "stages"))
-    options = "-q -p no:cacheprovider --tb=short --hypothesis-profile=ci -m 'not gpu'"
+    options = "-q -p no:cacheprovider --tb=short --timeout=60 --hypothesis-profile=ci -m 'not gpu'"
     environment = os.environ | {"PYTHONPATH": sources, "PYTEST_ADDOPTS": options}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
