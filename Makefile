@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find ppstream kernels stages -name '*.py')
 
-.PHONY: help demo test lint format docs clean
+.PHONY: help demo test lint format docs mutants clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo 'make lint    ruff, mypy and import floors alone'
 	@echo 'make format  let ruff format the source'
 	@echo 'make docs    the API reference from the docstrings, in build/docs; a warning is an error'
+	@echo 'make mutants the share of a fixed sample of faults that the tests see; half an hour'
 	@echo 'make clean   remove .venv, caches and builds; run logs stay'
 
 demo: $(VENV)/.demo
@@ -39,6 +40,9 @@ docs: build/docs/index.html
 
 build/docs/index.html: tools/dev/make_docs.py $(SOURCES) | $(VENV)/.dev
 	$(BIN)/python tools/dev/make_docs.py build/docs
+
+mutants: $(VENV)/.dev
+	$(BIN)/python tools/dev/mutants.py
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

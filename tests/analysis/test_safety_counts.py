@@ -14,7 +14,10 @@ def counts(golden: GoldenRun) -> dict[str, int]:
 
 
 def fails_for(golden: GoldenRun, reason: str) -> bool:
+    """True when the run fails, and for this reason first, whose text names the count."""
     report = judge(golden.parse())
+    (text,) = [text for text in report.statements if text.startswith(f"{reason}: ")]
+    assert str(counts(golden)[reason]) in text
     return report.verdict is Verdict.FAIL and report.reasons[0] == reason
 
 

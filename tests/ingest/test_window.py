@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
 from ppstream.core.specs import TensorSpec
-from ppstream.ingest.intake import Intake, stream_lines
+from ppstream.ingest.intake import Intake, build_intake, stream_lines
 from ppstream.links.slots import SlotLayout
 from ppstream_kernels import MODES, resample
 
@@ -47,6 +47,16 @@ def test_the_inputs_of_a_policy_follow_from_streams_and_window() -> None:
         TensorSpec("present", (), "bool"),
         TensorSpec("rows", (4,), "int64"),
     )
+
+
+def test_samples_older_than_any_window_reaches_back_are_refused() -> None:
+    case = config(stream("imu", dim=1), steps=3)
+    row = build_intake(case).rows[0]
+    row.open(7)
+    ring, reach_ns = row.rings["imu"], round(case.reach_ms * MS)
+    for stamp, rx_ns in ((0, 0), (10 * MS, 11 * MS + reach_ns), (20 * MS, 20 * MS + reach_ns)):
+        ring.append(np.array([stamp]), np.zeros((1, 1), np.float32), rx_ns)
+    assert (ring.count, ring.ledger.dropped) == (2, {"stale": 1})
 
 
 def test_a_live_window_ends_at_the_newest_reference_sample() -> None:

@@ -221,6 +221,11 @@ def test_a_reset_drops_what_is_owed_to_the_old_episode() -> None:
         new = make_chunk(1, session=row.session, episode=1, end_ns=now_ns())
         server.order(lambda: server.sessions.emit(0, new))
         wait_until(lambda: client.timeline.statistics().received == 2)
+        client.reset()
+        wait_until(lambda: row.session_epoch == 2)
+        third = make_chunk(2, session=row.session, episode=2, end_ns=now_ns())
+        server.order(lambda: server.sessions.emit(0, third))
+        wait_until(lambda: client.timeline.statistics().received == 3)
 
 
 def test_a_chunk_of_an_old_episode_is_dropped_also_on_the_robot() -> None:
@@ -413,6 +418,41 @@ def test_rank_0_hears_of_holds_and_faults_and_that_they_ended() -> None:
         assert (states()[-1].holds, states()[-1].fault) == (2, "stop: operator")
         loop.end()
         thread.join(10)
+
+
+def test_rank_0_hears_at_the_end_what_was_not_due_yet() -> None:
+    with serving() as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        wait_until(lambda: server.sessions.reports)
+        client.timeline.on_trouble = lambda: None  # nothing hurries: due in a second
+        client.timeline.held(now_ns(), "stop: operator")
+        client.close()
+        wait_until(lambda: server.sessions.reports[-1].fault == "stop: operator")
+
+
+def test_a_client_may_be_closed_from_its_own_callback() -> None:
+    with serving() as server, make_client(server.sessions.endpoint) as client:
+        closed = threading.Event()
+
+        def close(chunk: Any) -> None:
+            client.close()
+            closed.set()
+
+        client.on_chunk = close
+        client.connect()
+        wait_until(lambda: server.rows[0].session)  # the welcome is sent first
+        chunk = make_chunk(session=server.rows[0].session, end_ns=now_ns())
+        server.order(lambda: server.sessions.emit(0, chunk))
+        assert closed.wait(10)
+        assert client.failure is None
+
+
+def test_an_instruction_that_was_sent_keeps_the_session() -> None:
+    with serving() as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        session = client.statistics().session
+        assert client.instruct("go on") == 1
+        assert client.statistics().session == session != 0
 
 
 def test_a_fault_does_not_wait_for_the_next_turn_of_the_thread_that_tells_it() -> None:

@@ -71,6 +71,14 @@ def test_the_first_state_of_a_session_says_that_the_robot_tells() -> None:
     assert robot.sent == [m.RobotState(SESSION, 0, 0, 0, "", 0)]
 
 
+def test_who_asks_too_early_is_told_when() -> None:
+    robot = Robot()
+    due_ns = robot.tell()
+    assert robot.after(10 * MS) == due_ns
+    robot.feedback.hurry()
+    assert robot.tell() == robot.clock() + 90 * MS
+
+
 def test_what_did_not_change_is_not_said_again_and_what_did_once_a_second() -> None:
     robot = Robot()
     robot.tell()

@@ -175,6 +175,9 @@ def test_a_chunk_played_by_someone_else_is_marked() -> None:
     chunk = make_chunk()
     timeline = timeline_of(chunk)
     assert timeline.mark_executed(chunk, 11 * MS)
+    timeline.held(12 * MS)
+    assert timeline.mark_executed(chunk, 15 * MS)
+    assert timeline.holds(99 * MS) == (1, 3 * MS, 0, "")  # that ended the hold
     timeline.clear()
     assert not timeline.mark_executed(chunk, 12 * MS)
     (outcome,) = timeline.take_outcomes(0)
