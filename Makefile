@@ -1,4 +1,4 @@
-# make demo | test | lint | clean        another interpreter: make PYTHON=python3.12 test
+# make demo | test | check | lint | clean        another interpreter: make PYTHON=python3.12 test
 # Both set-ups are the plain commands below; a stamp in .venv saves repeating them.
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
@@ -8,12 +8,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find ppstream kernels stages -name '*.py')
 
-.PHONY: help demo test lint format docs clean
+.PHONY: help demo test check check-docs lint format docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    balance the embedded cart-pole through two ranks, then print the report'
-	@echo 'make test    everything that must hold: lint, types, floors, docs, tests'
+	@echo 'make test    lint, types, floors, the API reference, and the tests of the code'
+	@echo 'make check-docs  the run-books, pictures, dashboard, alerts and the rules of the source'
+	@echo 'make check   everything that must hold: make test and make check-docs'
 	@echo 'make lint    ruff, mypy and import floors alone'
 	@echo 'make format  let ruff format the source'
 	@echo 'make docs    the API reference from the docstrings, in build/docs; a warning is an error'
@@ -24,6 +26,11 @@ demo: $(VENV)/.demo
 
 test: lint docs
 	$(BIN)/python -m pytest
+
+check-docs: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/docs
+
+check: check-docs test
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
