@@ -33,7 +33,7 @@ ELSEWHERE: Final = {
     "tools/replay.py": "tests/tools/test_replay.py",
     "tools/robot_view.py": "tests/tools/test_robot_view.py",
     "tools/nsys_profile.sh": "tests/tools/test_nsys_profile.py",
-    "tools/bench/": "tests/tools/bench/test_claimed_numbers.py",
+    "tools/bench/": "tests/tools/test_benchmarks.py",
 }
 #: Need more minutes than a test has: their command line at least is understood.
 UNDERSTOOD: Final = ("tools/drill/soak.py", "tools/drill/mutants.py")
