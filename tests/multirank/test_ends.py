@@ -175,19 +175,6 @@ def test_nothing_to_hide_is_refused_with_31_and_a_later_generation_ends_at_once(
     assert time.monotonic() - began < 5  # two interpreters start; the ranks themselves take none
 
 
-def test_nothing_to_hide_may_be_accepted(tmp_path):
-    with Ranks(tmp_path, *NOTHING_TO_HIDE, "bringup.accept=['NOTHING_TO_HIDE']") as ranks:
-        assert ranks.wait() == [0, 0], ranks.output()
-
-
-def test_serial_depth_fails_the_gate_with_30(tmp_path):
-    """With one credit only C stays hidden behind B, as the model says."""
-    shallow = ("pipeline.d_in=1", "simulate.a_ms=4", "simulate.c_ms=0.1", "bringup.envelopes=200")
-    with Ranks(tmp_path, *shallow, judged=True) as ranks:
-        assert ranks.wait() == [30, 30], ranks.output()
-        assert re.search(r"exit 30 GATE_FAIL .*LOW_OVERLAP", ranks.output())
-
-
 def test_inline_twin_serves_without_a_gate(tmp_path):
     with Ranks(tmp_path, world_size=1) as ranks:
         assert ranks.wait() == [0], ranks.output()
