@@ -17,7 +17,7 @@ from robot_rig import wait_until
 
 from ppstream.control.peer_process import HeldProcess, ranks_started_by
 
-pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
+pytestmark = pytest.mark.multirank
 
 SERVE_ON = ("service.duration_s=none", SERVED)
 STANDING = (
@@ -93,6 +93,7 @@ def test_a_run_that_drains_by_itself_ends_with_0_and_our_line(tmp_path: Path) ->
         assert len(run.log.exits()) == 1
 
 
+@JUDGED_AGAIN
 def test_a_refused_run_ends_with_its_code_and_says_why_last(tmp_path: Path) -> None:
     idle = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8")
     with launched(tmp_path, *idle) as run:
