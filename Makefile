@@ -1,4 +1,4 @@
-# make demo | test | lint | clean        another interpreter: make PYTHON=python3.12 test
+# make demo | test | check | lint | clean        another interpreter: make PYTHON=python3.12 test
 # Both set-ups are the plain commands below; a stamp in .venv saves repeating them.
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
@@ -6,14 +6,19 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+# Runs whose stages only seem to overlap; they want the machine for themselves.
+CONTENTION := one-cpu lock-beside-others one-cpu-of-two slower-alone one-interpreter worse-service
 SOURCES := $(shell find ppstream kernels stages -name '*.py')
 
-.PHONY: help demo test lint format docs mutants clean
+.PHONY: help demo test check check-docs check-gate lint format docs mutants clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    balance the embedded cart-pole through two ranks, then print the report'
-	@echo 'make test    everything that must hold: lint, types, floors, docs, tests'
+	@echo 'make test    lint, types, floors, the API reference, and the tests of the code'
+	@echo 'make check-docs  the run-books, pictures, dashboard, alerts and the rules of the source'
+	@echo 'make check-gate  real runs that only seem to overlap: gate and report refuse them'
+	@echo 'make check   everything that must hold: make test, check-docs and check-gate'
 	@echo 'make lint    ruff, mypy and import floors alone'
 	@echo 'make format  let ruff format the source'
 	@echo 'make docs    the API reference from the docstrings, in build/docs; a warning is an error'
@@ -25,6 +30,14 @@ demo: $(VENV)/.demo
 
 test: lint docs
 	$(BIN)/python -m pytest
+
+check-docs: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/docs
+
+check-gate: $(VENV)/.dev
+	$(BIN)/python tools/drill/fault_drill.py --only $(CONTENTION)
+
+check: check-docs check-gate test
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

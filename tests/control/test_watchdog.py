@@ -2,9 +2,9 @@ import os
 import re
 import signal
 import threading
-import time
 
 import pytest
+from robot_rig import wait_until
 
 from ppstream.control.watchdog import (
     INTERVAL_NS,
@@ -133,11 +133,10 @@ def test_the_thread_tells_once_of_a_real_standstill(tmp_path):
         told.set()
 
     limit_ns = NS_PER_S // 10
-    path = tmp_path / "stacks.txt"
-    watchdog = Watchdog(lambda: [mark], lambda: limit_ns, tell, path)
+    watchdog = Watchdog(lambda: [mark], lambda: limit_ns, tell, tmp_path / "stacks.txt")
     watchdog.start()
     with mark:
         assert told.wait(10)
-        time.sleep(2 * INTERVAL_NS / NS_PER_S)
+        wait_until(lambda: "watchdog" not in {thread.name for thread in threading.enumerate()})
     watchdog.stop()
     assert len(texts) == 1

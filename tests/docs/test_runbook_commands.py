@@ -10,6 +10,7 @@ from typing import Final
 
 import pytest
 from documents import PAGES, ROOT, SMALL, commands, started
+from forked_process import run_forked
 from golden_runs import jittered, simulate, stages
 from kernel_traces import CPU_TRACE, nsys
 
@@ -32,14 +33,13 @@ ELSEWHERE: Final = {
     "tools/replay.py": "tests/tools/test_replay.py",
     "tools/robot_view.py": "tests/tools/test_robot_view.py",
     "tools/nsys_profile.sh": "tests/tools/test_nsys_profile.py",
-    "tools/bench/": "tests/tools/bench/test_claimed_numbers.py",
+    "tools/bench/": "tests/tools/test_benchmarks.py",
 }
 #: Need more minutes than a test has: their command line at least is understood.
 UNDERSTOOD: Final = ("tools/drill/soak.py", "tools/drill/mutants.py")
 NEED_GPU: Final = ("tools/dev/gpu_check.sh", "tools/dev/gpu_once.py")  # and take no options of ours
 REPORT_CODES: Final = (0, 1, 2)  # a verdict, whatever it is
 LIMIT_S: Final = 100
-#: One interpreter for all lines of a tool: most of a line's time is the import of torch.
 TRY_EACH: Final = """
 import argparse, json, os, runpy, sys
 tool, lines = sys.argv[1], json.loads(sys.argv[2])
@@ -109,19 +109,22 @@ def test_command_runs(text: str, files: dict[str, str]) -> None:
     options = options[: options.index("|")] if "|" in options else options
     files = {**files, "FILE": files["claims"] if "claims" in tool else SMALL}
     given = [files.get(option, option) for option in options]
-    start = [str(ROOT / tool)] if "/" in tool else ["-m", tool]
-    done = subprocess.run(
-        [sys.executable, *start, *given], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT
-    )
+    if tool in RUN:  # they import no torch: an interpreter of their own costs little
+        command = [sys.executable, tool, *given]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
+    else:
+        program = str(ROOT / tool) if "/" in tool else tool
+        done = run_forked([program, *given], LIMIT_S, folder=ROOT)
     assert done.returncode in (REPORT_CODES if "overlap_report" in tool else (0,)), done.stderr
     assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("tool", UNDERSTOOD)
-def test_command_line_is_understood(tool: str) -> None:
+def test_command_line_is_understood(tool: str, tmp_path: Path) -> None:
     options = [words[1:] for words in shown().values() if words[0] == tool] or [[]]
-    command = [sys.executable, "-c", TRY_EACH, str(ROOT / tool), json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    program = tmp_path / "try_each.py"
+    program.write_text(TRY_EACH)
+    done = run_forked([str(program), str(ROOT / tool), json.dumps(options)], LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("understood") == len(options)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from drill.mutants import MUTANTS, Mutant
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 ROOMS: Final = ("ppstream", "kernels", "stages", "tools")
@@ -242,3 +243,9 @@ def test_no_tool_shadows_the_standard_library() -> None:
     """A tool's folder comes first on sys.path: tools/profile.py would break cProfile."""
     tools = {file.stem for file in (ROOT / "tools").rglob("*.py")}
     assert tools & sys.stdlib_module_names == set()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
+def test_every_mutant_of_the_drill_still_finds_the_line_it_changes(mutant: Mutant) -> None:
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
+    assert mutant.new != mutant.old

@@ -1,11 +1,15 @@
-"""Real runs whose stages only seem to run beside each other, and reports that must not believe."""
+"""Real runs whose stages only seem to run beside each other, and reports that must not believe.
+
+Contention that takes the CPUs of a whole machine is injected by ``make check-gate``.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from drill.contention import CONTENTION
+from drill.contention import forge
 from drill.fault_drill import drill
 from ranks import Ranks
 
@@ -16,17 +20,30 @@ from ppstream.report.cli import main
 
 pytestmark = pytest.mark.multirank
 
+SLOW = ("pipeline.d_in=1", "simulate.a_ms=10", "simulate.c_ms=0", "policy.options.b_ms=12")
 
-@pytest.mark.parametrize("name", [launch.name for launch in CONTENTION])
-def test_nobody_is_told_that_this_run_is_fine(name: str, tmp_path: Path) -> None:
-    (outcome,) = drill([name], tmp_path, lambda _: None)
+
+def test_stages_that_take_turns_at_one_lock_are_refused(tmp_path: Path) -> None:
+    (outcome,) = drill(["shared-lock"], tmp_path, lambda _: None)
     assert outcome.missed == ""
 
 
+def test_serial_depth_is_refused_with_30_also_when_its_log_is_forged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Ranks(tmp_path, *SLOW, judged=True) as ranks:
+        assert ranks.wait(60) == [30, 30], ranks.output()
+        assert re.search(r"exit 30 GATE_FAIL .*LOW_OVERLAP", ranks.output())
+    forge(ranks.directory)
+    assert main([str(ranks.directory)]) != 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "CONTRADICTED: " in said
+    assert "verdict was FAIL LOW_OVERLAP" in said
+
+
 def test_speed_that_is_accepted_serves_and_ends_with_the_code_of_its_end(tmp_path: Path) -> None:
-    slow = ("pipeline.d_in=1", "simulate.a_ms=10", "simulate.c_ms=0", "policy.options.b_ms=12")
     accept = "bringup.accept=['LOW_OVERLAP', 'CONTENDED']"
-    with Ranks(tmp_path, *slow, "bringup.envelopes=100", accept) as ranks:
+    with Ranks(tmp_path, *SLOW, accept) as ranks:
         assert ranks.wait(60) == [0, 0], ranks.output()
         (verdict,) = [line for line in ranks.lines(0) if line.get("name") == "verdict"]
     assert verdict["verdict"] == "FAIL"

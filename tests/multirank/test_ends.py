@@ -9,7 +9,7 @@ import time
 import pytest
 from ranks import JUDGED_AGAIN, Ranks
 
-pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
+pytestmark = pytest.mark.multirank
 
 #: How fast a busy machine is proves nothing here.
 SERVE_ON = (
@@ -17,12 +17,13 @@ SERVE_ON = (
     "bringup.overlap_min=0",
     "bringup.accept=['NOTHING_TO_HIDE']",
 )
+LONG_STAGES = ("simulate.a_ms=6", "simulate.c_ms=6", "policy.options.b_ms=15")
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One run from start to drain, looked at by several tests."""
-    with Ranks(tmp_path_factory.mktemp("logs"), judged=True) as ranks:
+    """One run from start to drain, seen by several tests; a load is short beside its stages."""
+    with Ranks(tmp_path_factory.mktemp("logs"), *LONG_STAGES, judged=True) as ranks:
         codes = ranks.wait()
         assert codes != [31, 31], ranks.output()
         yield ranks, codes
@@ -63,9 +64,9 @@ def test_standalone_stage_times_are_measured_not_copied(finished):
 
     ranks, _ = finished
     standalone = json.loads((ranks.directory / "run.json").read_text())["standalone"]
-    assert 2e6 < standalone["A_ns"] < 8e6
-    assert 2e6 < standalone["C_ns"] < 8e6
-    assert 5e6 < standalone["B_ns"] < 15e6
+    assert 6e6 < standalone["A_ns"] < 14e6
+    assert 6e6 < standalone["C_ns"] < 14e6
+    assert 15e6 < standalone["B_ns"] < 30e6
 
 
 def test_ranks_that_disagree_end_with_the_difference(tmp_path):
@@ -76,12 +77,11 @@ def test_ranks_that_disagree_end_with_the_difference(tmp_path):
         assert "config.pipeline.d_in: rank 0 has 2, rank 1 has 3" in ranks.output()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_to_both_ranks_drains_with_zero(tmp_path, number):
+def test_a_signal_to_both_ranks_drains_with_zero(tmp_path):
     with Ranks(tmp_path, *SERVE_ON) as ranks:
         ranks.wait_for_event("phase", phase="ready")
         began = time.monotonic()
-        for process in ranks.processes:
+        for process, number in zip(ranks.processes, (signal.SIGTERM, signal.SIGINT), strict=True):
             process.send_signal(number)
         assert ranks.wait(12) == [0, 0], ranks.output()
         assert time.monotonic() - began < 10
@@ -99,19 +99,28 @@ def test_a_stop_while_warming_never_becomes_ready(tmp_path):
         assert phases == ["warming", "draining"]
 
 
-@pytest.mark.parametrize("killed", [None, 1])
-def test_a_run_whose_folder_is_deleted_ends_as_any_other(tmp_path, killed):
+def test_a_run_whose_folder_is_deleted_ends_as_any_other(tmp_path):
     with Ranks(tmp_path, *SERVE_ON) as ranks:
         ranks.wait_for_event("phase", phase="ready")
         shutil.rmtree(ranks.directory)
-        for process in ranks.processes if killed is None else ():
+        for process in ranks.processes:
             process.terminate()
-        if killed is not None:
-            ranks.processes[killed].kill()
-        assert ranks.wait(12) == ([0, 0] if killed is None else [20, -9]), ranks.output()
+        assert ranks.wait(12) == [0, 0], ranks.output()
         assert "Traceback" not in ranks.output()
         assert ranks.output().count("rank 0: the end is not recorded") == 1
-        assert "ppstream: exit 0 DRAINED" in ranks.output() or killed is not None
+        assert "ppstream: exit 0 DRAINED" in ranks.output()
+
+
+def test_an_idle_run_notices_a_killed_policy_rank_also_when_its_folder_is_deleted(tmp_path):
+    with Ranks(tmp_path, *SERVE_ON) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        shutil.rmtree(ranks.directory)
+        ranks.processes[1].kill()
+        began = time.monotonic()
+        assert ranks.processes[0].wait(10) == 20, ranks.output()
+        assert time.monotonic() - began < 2
+        assert "Traceback" not in ranks.output()
+        assert ranks.output().count("rank 0: the end is not recorded") == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -153,18 +162,10 @@ def test_killed_policy_rank_is_20_also_when_the_stop_signal_came_first(tmp_path)
         assert time.monotonic() - began < 2
 
 
-def test_idle_run_notices_a_killed_policy_rank(tmp_path):
-    with Ranks(tmp_path, *SERVE_ON) as ranks:
-        ranks.wait_for_event("phase", phase="ready")
-        ranks.processes[1].kill()
-        began = time.monotonic()
-        assert ranks.processes[0].wait(10) == 20, ranks.output()
-        assert time.monotonic() - began < 2
-
-
 NOTHING_TO_HIDE = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8")
 
 
+@JUDGED_AGAIN
 def test_nothing_to_hide_is_refused_with_31_and_a_later_generation_ends_at_once(tmp_path):
     with Ranks(tmp_path, *NOTHING_TO_HIDE, judged=True) as ranks:
         assert ranks.wait() == [31, 31], ranks.output()
@@ -173,19 +174,6 @@ def test_nothing_to_hide_is_refused_with_31_and_a_later_generation_ends_at_once(
     with Ranks(tmp_path, env={"TORCHELASTIC_RESTART_COUNT": "1"}, judged=True) as ranks:
         assert ranks.wait() == [31, 31], ranks.output()
     assert time.monotonic() - began < 5  # two interpreters start; the ranks themselves take none
-
-
-def test_nothing_to_hide_may_be_accepted(tmp_path):
-    with Ranks(tmp_path, *NOTHING_TO_HIDE, "bringup.accept=['NOTHING_TO_HIDE']") as ranks:
-        assert ranks.wait() == [0, 0], ranks.output()
-
-
-def test_serial_depth_fails_the_gate_with_30(tmp_path):
-    """With one credit only C stays hidden behind B, as the model says."""
-    shallow = ("pipeline.d_in=1", "simulate.a_ms=4", "simulate.c_ms=0.1", "bringup.envelopes=200")
-    with Ranks(tmp_path, *shallow, judged=True) as ranks:
-        assert ranks.wait() == [30, 30], ranks.output()
-        assert re.search(r"exit 30 GATE_FAIL .*LOW_OVERLAP", ranks.output())
 
 
 def test_inline_twin_serves_without_a_gate(tmp_path):

@@ -5,16 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import CONFIG, JUDGED_AGAIN, Ranks
+from ranks import CONFIG, Ranks
 
 from ppstream.recording.load import load_recording
 
-pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
+pytestmark = pytest.mark.multirank
 
 ECHO = (
     "policy.target=ppstream_stages.echo:build",
     "policy.options={steps=8, dim=5, horizon=4, action_dim=2}",
-    "bringup.accept=['NOTHING_TO_HIDE']",
     "pipeline.windows=scheduled",
     "service.duration_s=none",
 )
@@ -62,9 +61,7 @@ def test_two_ranks_give_the_twin_s_actions_bit_for_bit(link, threads, twin, tmp_
     recording, expected = twin
     assert len(expected["actions"]) > 200
     assert np.unique(expected["actions"]).size > 500
-    # what thread C books behind its emit is in no interval: too much of a stage of 2 ms
-    longer = ("simulate.a_ms=4", "simulate.c_ms=4") if threads == "split" else ()
-    settings = (f"link.kind={link}", f"pipeline.threads={threads}", *longer)
+    settings = (f"link.kind={link}", f"pipeline.threads={threads}")
     found = actions_of(tmp_path / "ranks", recording, *settings)
     assert_identical(expected, found)
 
@@ -105,10 +102,11 @@ def actions_of_file(
         return dict(arrays)
 
 
-def test_bring_up_on_a_recording_repeats_it_and_passes(tmp_path):
+def test_bring_up_on_a_recording_repeats_it(tmp_path):
     recording = made_recording(tmp_path / "recording.npz")  # 0.5 s, shorter than bring-up
     source = ("bringup.source=recording", f"bringup.recording={recording}")
-    with Ranks(tmp_path / "logs", *source, "bringup.envelopes=150", judged=True) as ranks:
+    with Ranks(tmp_path / "logs", *source, "bringup.envelopes=150") as ranks:
         assert ranks.wait() == [0, 0], ranks.output()
-        verdict = ranks.wait_for_event("verdict")
-    assert verdict["verdict"] == "PASS"
+        ends_ns = [line["window_end_ns"] for line in ranks.envelopes("bring-up")]
+    assert len(ends_ns) >= 150
+    assert max(ends_ns) - min(ends_ns) > 10**9

@@ -1,14 +1,17 @@
 """A main thread that stands is no dead process: builds and first calls that are slow, or endless.
 
 Hearts beat each 5 ms here, so a socket that nobody reads is full after 1.5 s; limits are short.
+The runs stand most of their time: they stand beside each other.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
-from ranks import Ranks
+from ranks import SERVED, Ranks
 
 pytestmark = pytest.mark.multirank
 
@@ -17,37 +20,52 @@ STANDING = (
     "policy.options.inner=ppstream_stages.simulated:build",
     "liveness.heartbeat_ms=5",
     "bringup.overlap_min=0",
-    "bringup.accept=['NOTHING_TO_HIDE']",
+    SERVED,
 )
 STANDS_S = 6.0  # full after 1.5 s, and 2 s more for somebody to take something
+TOO_LONG = "liveness.start_s=5"
+RUNS = {
+    "build": (f"policy.options.build_s={STANDS_S}",),
+    # no other Python thread runs: the heart does not beat meanwhile
+    "build that holds": (f"policy.options.build_s={STANDS_S}", "policy.options.holds=true"),
+    "first call": (f"policy.options.first_s={STANDS_S}",),
+    "endless build": (TOO_LONG, "policy.options.build_s=3600"),
+    "endless first call": (TOO_LONG, "policy.options.first_s=3600"),
+}
 
 
-@pytest.mark.parametrize("holds", ["true", "false"])
-def test_a_build_that_outlasts_every_socket_is_waited_for(tmp_path, holds):
-    """Also one that lets no other Python thread run: its heart does not beat meanwhile."""
-    slow = (f"policy.options.build_s={STANDS_S}", f"policy.options.holds={holds}")
-    with Ranks(tmp_path, *STANDING, *slow) as ranks:
-        assert ranks.wait(90) == [0, 0], ranks.output()
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ranks]]:
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(Ranks(tmp_path_factory.mktemp("logs"), *STANDING, *settings))
+            for name, settings in RUNS.items()
+        }
 
 
-def test_a_first_call_that_outlasts_every_socket_is_waited_for(tmp_path):
-    with Ranks(tmp_path, *STANDING, f"policy.options.first_s={STANDS_S}") as ranks:
-        assert ranks.wait(90) == [0, 0], ranks.output()
+@pytest.mark.parametrize("what", ["build", "build that holds", "first call"])
+def test_what_outlasts_every_socket_is_waited_for(runs: dict[str, Ranks], what: str) -> None:
+    ranks = runs[what]
+    assert ranks.wait(90) == [0, 0], ranks.output()
 
 
 @pytest.mark.parametrize(
-    ("option", "named"),
+    ("what", "named"),
     [
-        ("build_s", "the main thread made no progress .* of drill.standing_policy:build"),
-        ("first_s", "stage B made no progress .* at epoch 0, seq 0"),
+        (
+            "endless build",
+            "the main thread made no progress .* of drill.standing_policy:build",
+        ),
+        ("endless first call", "stage B made no progress .* at epoch 0, seq 0"),
     ],
 )
-def test_a_start_that_stands_too_long_is_21_named_by_both_ranks(tmp_path, option, named):
-    limits = ("liveness.start_s=5", f"policy.options.{option}=3600")
-    with Ranks(tmp_path, *STANDING, *limits) as ranks:
-        assert ranks.wait() == [20, 21], ranks.output()
-        for rank, end in ranks.exits().items():
-            assert "gone" not in end["reason"], rank
-            match = rf"{named}; MainThread is in .*standing_policy\.py:\d+ "
-            assert re.search(match, end["reason"]), (rank, end)
+def test_a_start_that_stands_too_long_is_21_named_by_both_ranks(
+    runs: dict[str, Ranks], what: str, named: str
+) -> None:
+    ranks = runs[what]
+    assert ranks.wait() == [20, 21], ranks.output()
+    for rank, end in ranks.exits().items():
+        assert "gone" not in end["reason"], rank
+        match = rf"{named}; MainThread is in .*standing_policy\.py:\d+ "
+        assert re.search(match, end["reason"]), (rank, end)
     assert "first to fail: rank 1: exit 21 WATCHDOG" in ranks.output()

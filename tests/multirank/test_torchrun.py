@@ -18,7 +18,7 @@ from ranks import (
     free_port,
 )
 
-pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
+pytestmark = pytest.mark.multirank
 
 
 def torchrun(log_root: Path, *settings: str, options: tuple[str, ...] = ()) -> list[str]:
@@ -52,9 +52,10 @@ def test_stop_signal_to_torchrun_drains_both_ranks_with_zero(tmp_path):
     assert {rank: end["code"] for rank, end in ends.items()} == {"0": 0, "1": 0}, reader.output()
 
 
+@JUDGED_AGAIN
 def test_refused_run_does_not_loop_under_max_restarts(tmp_path):
     idle = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8")
-    command = torchrun(tmp_path, *idle, options=("--max-restarts=3",))
+    command = torchrun(tmp_path, *idle, options=("--max-restarts=1",))
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=70, env=environment_without_ranks()
     )
@@ -63,5 +64,5 @@ def test_refused_run_does_not_loop_under_max_restarts(tmp_path):
     assert len({path.resolve() for path in runs}) == 1, done.stderr
     told = re.findall(r"exit 31 GATE_INCONCLUSIVE (.*)", done.stderr)
     assert sum("NOTHING_TO_HIDE" in text for text in told) >= 1
-    assert sum("earlier generation" in text for text in told) >= 3
+    assert sum("earlier generation" in text for text in told) >= 1
     assert Ranks.of_log(tmp_path, []).exits()["0"]["code"] == 31

@@ -6,12 +6,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from ranks import JUDGED_AGAIN, Ranks
+from ranks import Ranks
 from watched_ranks import get
 
 from ppstream.report import attribution
 
-pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
+pytestmark = pytest.mark.multirank
 
 SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
 ATTRIBUTION = (

@@ -52,7 +52,7 @@ def drip(server):
     client = socket.create_connection(("127.0.0.1", server.port))
     dripping = threading.Thread(target=send, daemon=True)
     dripping.start()
-    time.sleep(LIMIT_S / 3)  # it is being served by now
+    assert asked(server) == 200  # whoever came before is being served
     return dripping
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from robot_rig import wait_until
 
 from ppstream.analysis.log_parser import LogLine, parse_run
 from ppstream.observe import memory as gpu_memory
@@ -76,10 +76,7 @@ def test_only_the_thread_that_begins_envelopes_asks_the_allocator(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (60, 100))
     log = TimestampLog(tmp_path / "log.jsonl", EnvelopeRecord, 8, run_id="r", generation=0)
     lines = MemoryLines(log, 0.01)
-    deadline = time.monotonic() + 10
-    while log.on_next_take is None:
-        assert time.monotonic() < deadline, asked
-        time.sleep(0.001)
+    wait_until(lambda: log.on_next_take is not None)
     assert list(gpu_families()) == []  # nothing is known yet, and a scrape asks for nothing
     assert asked == []
     log.commit(log.take())

@@ -1,7 +1,6 @@
 import json
 import os
 import signal
-import time
 import timeit
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+from robot_rig import wait_until
 
 from ppstream.config.schema import ProfileConfig
 from ppstream.observe import nvtx_ranges
@@ -44,16 +44,9 @@ def profiled(folder: Path, config: ProfileConfig, start: Any) -> tuple[list[dict
         pipeline.rank0.run(10)
         pipeline.rank0.log.flush()
         start(profiler)
-        wait_until_it_begins(profiler)
+        wait_until(lambda: pipeline.rank0.log.on_take is not None, seconds=30)
         pipeline.rank0.run(40)
         return pipeline.envelopes(), pipeline.lines()
-
-
-def wait_until_it_begins(profiler: Profiler) -> None:
-    deadline = time.monotonic() + 30
-    while profiler._log.on_take is None:
-        assert time.monotonic() < deadline, "the profiler was never loaded"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("after", [None, 100])
@@ -101,7 +94,7 @@ def test_configuration_starts_it_behind_ready_alone(tmp_path: Path) -> None:
         pipeline.saturate()  # enters ready
         pipeline.rank0.log.flush()
         pipeline.rank0.run(4)  # the fourth asks for it
-        wait_until_it_begins(profiler)
+        wait_until(lambda: pipeline.rank0.log.on_take is not None, seconds=30)
         pipeline.rank0.run(16)
         modes = [line["mode"] for line in pipeline.envelopes()]
     assert modes == ["throughput"] * 4 + ["trace"] * 3 + ["throughput"] * 13
@@ -112,7 +105,7 @@ def test_signal_during_a_profile_starts_no_second_one(tmp_path: Path) -> None:
         profiler = Profiler(SHORT, pipeline.rank0.log, tmp_path, 0, 0)
         pipeline.saturate()
         profiler.request()
-        wait_until_it_begins(profiler)
+        wait_until(lambda: pipeline.rank0.log.on_take is not None, seconds=30)
         pipeline.rank0.run(4)
         profiler.request()
         pipeline.rank0.run(30)
@@ -139,7 +132,7 @@ def test_a_run_that_becomes_ready_while_it_is_profiled_goes_back_to_normal(tmp_p
     profiler = Profiler(ProfileConfig(wait=2, warmup=2, active=3, after=5), log, tmp_path, 0, 0)
     log.watchers.append(profiler)
     profiler.request()
-    wait_until_it_begins(profiler)
+    wait_until(lambda: log.on_take is not None, seconds=30)
     for number in range(40):
         if number == 2:
             log.event("phase", phase="ready")
@@ -153,15 +146,14 @@ def test_a_run_that_becomes_ready_while_it_is_profiled_goes_back_to_normal(tmp_p
 def test_a_profiler_that_cannot_be_loaded_can_be_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[str] = []
+
     def fail(name: str) -> None:
+        asked.append(name)
         raise ImportError(name)
 
     log = TimestampLog(tmp_path / "log", EnvelopeRecord, 8, run_id="r", generation=0)
     profiler = Profiler(SHORT, log, tmp_path, 0, 0)
     monkeypatch.setattr(profiling.importlib, "import_module", fail)
-    profiler.request()
-    deadline = time.monotonic() + 10
-    while profiler._is_wanted:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: profiler.request() or len(asked) > 1)
     log.close()

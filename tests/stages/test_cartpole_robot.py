@@ -1,15 +1,15 @@
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from robot_rig import wait_until
 
 from ppstream.config.load import read
 from ppstream.config.schema import PipelineConfig
-from ppstream.core.clock import now_ns
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.ingest.intake import Intake, build_intake
 from ppstream.sessions.server import Sessions
 
@@ -25,16 +25,12 @@ class Server:
         self.sessions = Sessions(self.config, self.intake.rows)
         self.sessions.set_phase("bring-up")
 
-    def serve(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            self.sessions.drain(now_ns())
-            time.sleep(0.002)
+    def serve_until(self, condition: Callable[[], object]) -> None:
+        wait_until(lambda: self.sessions.drain(now_ns()) < 0 or condition(), seconds=LIMIT_S)
 
-    def serve_until_left(self, robot: subprocess.Popen[str]) -> None:
-        until = time.monotonic() + LIMIT_S
-        while robot.poll() is None and time.monotonic() < until:
-            self.serve(0.05)
+    def serve(self, seconds: float) -> None:
+        until_ns = now_ns() + round(seconds * NS_PER_S)
+        self.serve_until(lambda: now_ns() > until_ns)
 
 
 @pytest.fixture
@@ -56,14 +52,16 @@ def test_it_is_held_until_ready_then_falls_without_actions_and_says_so(
 ) -> None:
     robot = start(server, tmp_path)
     try:
-        server.serve(3.0)
-        server.sessions.set_phase("ready")
-        server.serve(3.5)
         row = server.intake.rows[0]
-        rates = {name: ring.accepted / 3.5 for name, ring in row.rings.items()}
+        server.serve_until(lambda: server.sessions.statistics().frames_received)
+        server.sessions.set_phase("ready")
+        began_ns = now_ns()
+        server.serve(2.0)
+        seconds = (now_ns() - began_ns) / NS_PER_S
+        rates = {name: ring.accepted / seconds for name, ring in row.rings.items()}
         stamp_ns = row.reference.newest_ns
         server.sessions.set_phase("draining")
-        server.serve_until_left(robot)
+        server.serve_until(lambda: robot.poll() is not None)
         line = robot.communicate(timeout=LIMIT_S)[0]
     finally:
         robot.kill()
@@ -86,9 +84,10 @@ def test_it_is_held_until_ready_then_falls_without_actions_and_says_so(
 def test_a_run_that_never_becomes_ready_never_releases_it(server: Server, tmp_path: Path) -> None:
     robot = start(server, tmp_path)
     try:
-        server.serve(2.0)
+        server.serve_until(lambda: server.sessions.statistics().frames_received)
+        server.serve(0.5)
         server.sessions.set_phase("draining")
-        server.serve_until_left(robot)
+        server.serve_until(lambda: robot.poll() is not None)
         line = robot.communicate(timeout=LIMIT_S)[0]
     finally:
         robot.kill()

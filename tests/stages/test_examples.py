@@ -81,6 +81,7 @@ class Node:
         self.commands: list[Any] = []
         self.warnings: list[str] = []
         self.deliver: Any = None
+        self.publish: Any = self.commands.append
 
     def get_name(self) -> str:
         return "ppstream_robot"
@@ -92,7 +93,7 @@ class Node:
         return SimpleNamespace(warning=self.warnings.append)
 
     def create_publisher(self, kind: type, topic: str, depth: int) -> Any:
-        return SimpleNamespace(publish=self.commands.append)
+        return SimpleNamespace(publish=lambda command: self.publish(command))
 
     def create_subscription(self, kind: type, topic: str, callback: Any, depth: int) -> Any:
         self.deliver = callback
@@ -153,7 +154,7 @@ def test_a_ros_node_whose_control_thread_ended_ends_its_spin(
                 return "the control thread has ended: OSError: the publisher is gone" in str(error)
             return False
 
-        bridge._publisher.publish = broken
+        node.publish = broken
         bridge.start()
         wait_until(is_told)
         bridge.stop()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from rank_process import RankProcess
+from forked_process import ForkedProcess
 
 CONFIG = Path(__file__).with_name("small.toml")
 END_LIMIT_S = 40
@@ -59,8 +59,8 @@ class Ranks:
         for rank in range(world_size):
             mine = (*overrides, *(only or {}).get(rank, ()))
             settings = [f"log.root={log_root}", *([] if judged else [SERVED]), *mine]
-            arguments = ["--config", str(config)]
-            arguments += [part for setting in settings for part in ("--set", setting)]
+            command = ["ppstream.serve", "--config", str(config)]
+            command += [part for setting in settings for part in ("--set", setting)]
             environment = os.environ | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -72,7 +72,7 @@ class Ranks:
                 **(env or {}),
             }
             self.errors[rank].touch()
-            self.processes.append(RankProcess(arguments, environment, self.errors[rank]))
+            self.processes.append(ForkedProcess(command, environment, self.errors[rank]))
 
     @classmethod
     def of_log(cls, log_root: Path, errors: list[Path]) -> Ranks:

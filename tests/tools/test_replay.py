@@ -153,9 +153,9 @@ def test_every_sample_arrives_with_its_recorded_stamp(
     fast, slow = server.case.rows[0].rings.values()
     assert (fast.ledger.received, slow.ledger.received) == (401, 11)
     assert set(fast.ledger.dropped) | set(slow.ledger.dropped) <= {"passed_over", "closed"}
-    assert int(fast._stamps[400]) == 1_000_000_400 * MS
+    assert int(server.case.banks["fast"].stamps_ns[0, 400]) == 1_000_000_400 * MS
     sent = ramp(at_ms(*(1e9 + np.arange(0, 401, 40))), 1)
-    assert slow._values[:11].tolist() == sent.tolist()
+    assert server.case.banks["slow"].values[0, :11].tolist() == sent.tolist()
     server.case.check()
 
 
@@ -246,9 +246,11 @@ def test_a_recorded_run_is_streamed_as_it_had_come(
     assert "110 recorded, 110 sent" in done.stdout
     fast, slow = server.case.rows[0].rings.values()
     assert (fast.ledger.received, slow.ledger.received) == (100, 10)
-    assert int(fast._stamps[99]) == 500_000_396 * MS
-    assert int(slow._stamps[9]) == 500_000_366 * MS
-    assert slow._values[:10].tolist() == ramp(slow._stamps[:10], 1).tolist()
+    assert int(server.case.banks["fast"].stamps_ns[0, 99]) == 500_000_396 * MS
+    slow = server.case.banks["slow"]
+    assert int(slow.stamps_ns[0, 9]) == 500_000_366 * MS
+    stamps = slow.stamps_ns[0, :10].numpy()
+    assert slow.values[0, :10].tolist() == ramp(stamps, 1).tolist()
 
 
 @pytest.mark.skipif(DATA is None, reason="PPSTREAM_TEST_DATA names no folder of recordings")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,7 @@ from drill.launches import Launch
 from drill.live_logs import imbalances
 from drill.scene import CONFIG, READY_LIMIT_S, Failed, started
 from drill.torchrun import expect_end, launched
-from real_runs import ROOT, RankPair
+from real_runs import POLL_S, ROOT, RankPair
 
 from ppstream.core import simulated_delay
 from ppstream.core.clock import NS_PER_MS, now_ns, thread_cpu_ns
@@ -180,16 +180,16 @@ def shared_lock(folder: Path, outcome: Outcome) -> None:
 
 def one_lock_beside_others(folder: Path, outcome: Outcome) -> None:
     """The same, at work, while other programs take what CPUs there are."""
-    with _others():
-        _refused(_stages("locked-work", 0.0, 12, 9, folder), folder, outcome, BESIDE_OTHERS)
+    stages = _stages("locked-work", 0.0, 12, 9, folder)
+    _refused(stages, folder, outcome, BESIDE_OTHERS, beside=_others)
 
 
 def one_cpu_of_two(folder: Path, outcome: Outcome) -> None:
     """Both threads keep to one CPU, the machine has more, and other programs run on them."""
     if len(os.sched_getaffinity(0)) < OTHERS:
         raise Failed("needs two CPUs")
-    with _others():
-        _refused(_stages("pinned", 0.0, 12, 9, folder), folder, outcome, BESIDE_OTHERS)
+    stages = _stages("pinned", 0.0, 12, 9, folder)
+    _refused(stages, folder, outcome, BESIDE_OTHERS, beside=_others)
 
 
 def slower_alone(folder: Path, outcome: Outcome) -> None:
@@ -212,11 +212,26 @@ def _others() -> Iterator[None]:
 
 
 def _refused(
-    stages: Sequence[str], folder: Path, outcome: Outcome, codes: Sequence[int] = (30,)
+    stages: Sequence[str],
+    folder: Path,
+    outcome: Outcome,
+    codes: Sequence[int] = (30,),
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
+    """The run must be refused; ``beside`` runs from its folder's beginning to its end."""
     with RankPair(folder, CONFIG, (*stages, *GATE, *NOBODY, PATIENT)) as ranks:
-        ranks.wait(BUSY_LIMIT_S)
+        _wait_for_folder(folder)  # imports take longest, and show nothing
+        with beside():
+            ranks.wait(BUSY_LIMIT_S)
         _expect_contended(folder, ranks.output(), outcome, codes)
+
+
+def _wait_for_folder(folder: Path) -> None:
+    deadline = time.monotonic() + READY_LIMIT_S
+    while not (folder / "latest").exists():
+        if time.monotonic() > deadline:
+            raise Failed(f"no run began within {READY_LIMIT_S:g} s")
+        time.sleep(POLL_S)
 
 
 def one_interpreter(folder: Path, outcome: Outcome) -> None:

@@ -29,7 +29,7 @@ from ppstream.report.cli import main
 from ppstream.report.perfetto import trace_events
 from ppstream.report.text import WIDTH, render
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.fixture(scope="module")
