@@ -19,14 +19,14 @@ def test_two_threads_never_lose_a_count() -> None:
 
     def send() -> None:
         for count in range(rounds):
-            credit.acquire()
+            assert credit.acquire(timeout=30)
             ledger.commit(count)
             envelope.release()
 
     sender = threading.Thread(target=send)
     sender.start()
     for count in range(rounds):
-        envelope.acquire()
+        assert envelope.acquire(timeout=30)
         ledger.receive(count)
         credit.release()
         ledger.begin_decode(count)
