@@ -75,7 +75,8 @@ class NoSampleIsLostWithoutAReason(RuleBasedStateMachine):
     def a_sample_that_is_nowhere_is_reported(self, row: int, lost: int) -> None:
         ledger = total([self.ledgers[row]])  # of its own
         ledger.received += lost
-        with pytest.raises(AssertionError, match=f"{lost} samples lost"):
+        said = f"{lost} samples lost.*'received': {ledger.received}, 'used': {ledger.used}"
+        with pytest.raises(AssertionError, match=said):
             ledger.check()
 
     @rule(row=row, what=st.sampled_from([USED, CLOSED]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
-from ppstream.ingest.sources import OWN_SESSION, RecordedSource, Source
+from ppstream.ingest.sources import RecordedSource, Source
 
 DATA = os.environ.get("PPSTREAM_TEST_DATA")
 S = 1000 * MS
@@ -79,16 +79,6 @@ def test_live_samples_appear_at_their_stamps(recorded: Path) -> None:
     assert source.next_due_ns() is None
     assert (fast.accepted, slow.accepted) == (101, 11)
     case.check()
-
-
-def test_a_wait_until_the_next_sample_is_due_never_ends_too_early(recorded: Path) -> None:
-    source, _ = open_source(recorded, speed=3.7)
-    source.drain(HOST)
-    waits = 0
-    while (due := source.next_due_ns()) is not None:
-        assert source.drain(due) > 0
-        waits += 1
-    assert waits <= 111
 
 
 def test_speed_divides_the_time_and_leaves_the_stamps(recorded: Path) -> None:
@@ -206,17 +196,6 @@ def test_a_hole_in_a_recording_is_no_jump_of_the_clock(tmp_path: Path) -> None:
         case.cutter.cut(case.slot(), source.window_ends_ns(window), LEASE)
     ledger = case.rows[0].reference.ledger
     assert (ledger.received, ledger.used) == (19, 19)  # the last is behind the last window
-
-
-def test_every_row_gets_the_recording_and_is_given_back(recorded: Path) -> None:
-    case = Input(settings(rows=2))
-    source = RecordedSource(recorded, case.config, case.rows, 1.0)
-    assert source.drain(HOST) == 2
-    assert [row.session for row in case.rows] == [OWN_SESSION] * 2
-    assert [row.reference.count for row in case.rows] == [1, 1]
-    source.close()
-    assert [row.session for row in case.rows] == [0, 0]
-    case.check()
 
 
 def test_a_recording_whose_reference_ends_before_another_begins_is_refused(tmp_path: Path) -> None:

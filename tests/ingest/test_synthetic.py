@@ -7,7 +7,7 @@ import pytest
 from stream_cases import MS, Input, config, stream
 
 from ppstream.ingest.ring import SensorRing
-from ppstream.ingest.sources import OWN_SESSION, Source
+from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import CLOCK_OFFSET_NS, SyntheticRobots, SyntheticSource
 
 S = 1000 * MS
@@ -75,16 +75,6 @@ def test_a_sample_is_due_at_its_stamp_in_the_robot_s_own_clock() -> None:
     assert ring.accepted > 500
 
 
-def test_the_same_seed_gives_the_same_samples_however_often_one_looks() -> None:
-    (one, first), (other, second) = open_case(seed=3), open_case(seed=3)
-    one.drain(HOST + S)
-    for now in range(HOST, HOST + S + 1, 7 * MS):
-        other.drain(now)
-    other.drain(HOST + S)
-    for a, b in zip(first.rows[0].rings.values(), second.rows[0].rings.values(), strict=True):
-        assert history(a) == history(b)
-
-
 def test_another_seed_gives_other_samples() -> None:
     (one, first), (other, second) = open_case(seed=3), open_case(seed=4)
     one.drain(HOST + S)
@@ -101,15 +91,6 @@ def test_values_are_smooth_and_of_their_kind() -> None:
     assert np.abs(values["wrap"]).max() <= math.pi + 1e-6
     turned = (np.diff(values["wrap"], axis=0) + math.pi) % (2 * math.pi) - math.pi
     assert np.abs(turned).max() < 0.3
-
-
-def test_the_row_is_given_back_empty() -> None:
-    source, case = open_case()
-    source.drain(HOST + S)
-    assert case.rows[0].session == OWN_SESSION
-    source.close()
-    assert (case.rows[0].session, case.rows[0].reference.count) == (0, 0)
-    case.check()
 
 
 def test_a_batch_has_a_robot_in_every_row_at_moments_of_its_own() -> None:

@@ -50,7 +50,11 @@ class CreditsNeitherLoseNorMakeEnvelopes(RuleBasedStateMachine):
         is_empty = origin is not None and not self.entered[origin]
         is_full = goal is not None and len(self.entered[goal]) == self.bounds[goal]
         if is_empty or is_full:  # refused whole: the invariants see that nothing moved
-            with pytest.raises(ProtocolError, match="would become"):
+            texts = [f"{origin} would become -1"] * is_empty
+            if is_full:
+                bound = self.bounds[goal]
+                texts.append(f"{goal} would become {bound + 1}, bound {bound}")
+            with pytest.raises(ProtocolError, match="|".join(texts)):
                 getattr(self.ledger, name)(self.now_ns)
             return
         getattr(self.ledger, name)(self.now_ns)

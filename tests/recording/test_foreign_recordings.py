@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recording_files import Samples, write_mcap_alone
 from stream_cases import MS, Input, config, stream
 
 from ppstream.config.schema import RecordedAs, StreamConfig
@@ -157,56 +158,7 @@ def test_a_px4_s_log_plays_through_windows_that_mask_its_gaps() -> None:
     case.check()
 
 
-# ---- ROS 2 and MCAP, made here ----------------------------------------------------------------
-
-
-def write_ros2(folder: Path, storage: str) -> Path:
-    """An imu at 100 Hz whose stamps are 30 ms old, the fifth one twice; returns the bag."""
-    rosbags = pytest.importorskip("rosbags.rosbag2")
-    from rosbags.typesys import Stores, get_typestore
-
-    store: Any = get_typestore(Stores.ROS2_HUMBLE)
-    types = store.types
-    vector, quaternion = types["geometry_msgs/msg/Vector3"], types["geometry_msgs/msg/Quaternion"]
-    plugin = getattr(rosbags.StoragePlugin, storage)
-    with rosbags.Writer(folder / "bag", version=9, storage_plugin=plugin) as writer:
-        connection = writer.add_connection("/imu", "sensor_msgs/msg/Imu", typestore=store)
-        for number in range(50):
-            logged_ns = 100 * S + number * 10 * MS
-            stamp_ns = logged_ns - 30 * MS - (10 * MS if number == 5 else 0)
-            stamp = types["builtin_interfaces/msg/Time"](stamp_ns // S, stamp_ns % S)
-            message = types["sensor_msgs/msg/Imu"](
-                types["std_msgs/msg/Header"](stamp, "base"),
-                quaternion(0, 0, 0, 1),
-                np.zeros(9),
-                vector(number, 0.1, 0.2),
-                np.arange(9.0),
-                vector(0, 0, 9.81),
-                np.zeros(9),
-            )
-            data = store.serialize_cdr(message, "sensor_msgs/msg/Imu")
-            writer.write(connection, logged_ns, data)
-    return folder / "bag"
-
-
-def check_ros2(path: Path) -> None:
-    fields = ("angular_velocity.x", "linear_acceleration.z", "angular_velocity_covariance[2]")
-    track = load_recording(path, [mapped("imu", "/imu", *fields, dim=3)]).tracks["imu"]
-    assert track.values[7].tolist() == [7, 9.81, 2]
-    assert delays_ms(track).tolist() == [30.0] * 5 + [40.0] + [30.0] * 44
-    assert int((np.diff(track.stamps_ns) == 0).sum()) == 1
-
-
-@pytest.mark.parametrize("storage", ["SQLITE3", "MCAP"])
-def test_a_ros_2_bag_is_read_with_both_stamps(tmp_path: Path, storage: str) -> None:
-    check_ros2(write_ros2(tmp_path, storage))
-
-
-def test_a_ros_2_mcap_file_is_read_alone(tmp_path: Path) -> None:
-    pytest.importorskip("mcap")
-    bag = write_ros2(tmp_path, "MCAP")
-    (file,) = bag.glob("*.mcap")
-    check_ros2(file)
+# ---- JSON in MCAP, made here --------------------------------------------------------------------
 
 
 def write_json(path: Path, *, encoding: str = "json") -> Path:
@@ -353,7 +305,7 @@ HUSKY = mapped("imu", "/imu/data", *IMU_FIELDS, dim=4, rate_hz=30)
     ("write", "name", "package", "wanted"),
     [
         (write_json, "run.mcap", "mcap", POSE),
-        (lambda path: next(write_ros2(path.parent, "MCAP").glob("*.mcap")), "x", "rosbags", IMU),
+        (lambda path: write_mcap_alone(path.parent, Samples.drawn()), "x", "rosbags", IMU),
         (write_npz, "run.npz", "numpy", POSE),
         (lambda path: write_npz(path, np.savez_compressed), "run.npz", "numpy", POSE),
         (write_npy, "run.npy", "numpy", POSE),

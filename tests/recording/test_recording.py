@@ -21,15 +21,6 @@ def save(path: Path, **arrays: Any) -> Path:
     return path
 
 
-def test_an_npz_gives_its_streams_as_they_are(tmp_path: Path) -> None:
-    stamps = at_ms(3, 1, 1, 2)  # disorder is kept
-    path = save(tmp_path / "run.npz", q__stamps_ns=stamps, q__values=ramp(stamps))
-    track = load_recording(path).tracks["q"]
-    assert track.stamps_ns.tolist() == stamps.tolist()
-    assert track.values.tolist() == ramp(stamps).tolist()
-    assert track.due_ns.tolist() == [3 * MS] * 4
-
-
 def test_everything_wrong_with_an_npz_is_said_at_once(tmp_path: Path) -> None:
     stamps = at_ms(1, 2)
     path = save(

@@ -41,37 +41,6 @@ def test_a_blend_begins_at_the_older_chunk_and_ends_at_the_newer_one() -> None:
     np.testing.assert_allclose(shares, [1.0, 1.5, 2.0, 2.5, 3.0])
 
 
-def test_behind_a_blend_policy_points_are_exact_again() -> None:
-    timeline = blending()
-    timeline.merge(constant(0, 1.0), 0)
-    value_at(timeline, DT_NS)
-    points = np.random.default_rng(1).normal(size=(8, 2)).astype(np.float32)
-    chunk = constant(1, 0.0, end_ns=DT_NS, actions=memoryview(points.tobytes()))
-    timeline.merge(chunk, 2 * DT_NS)
-    for step in range(2, 8):
-        action = timeline.action_at(2 * DT_NS + step * DT_NS)
-        assert action is not None
-        assert action.tobytes() == points[step].tobytes()
-
-
-def test_a_chunk_that_was_never_executed_is_not_blended_in() -> None:
-    timeline = blending()
-    timeline.merge(constant(0, 1.0), 0)
-    timeline.merge(constant(1, 3.0, end_ns=5 * MS), 30 * MS)
-    assert value_at(timeline, 30 * MS) == 3.0
-
-
-def test_a_third_chunk_blends_from_the_mixture_without_a_jump() -> None:
-    timeline = blending()
-    timeline.merge(constant(0, 0.0), 0)
-    value_at(timeline, DT_NS)
-    timeline.merge(constant(1, 4.0, end_ns=MS), 20 * MS)
-    assert value_at(timeline, 30 * MS) == 2.0
-    timeline.merge(constant(2, 8.0, end_ns=2 * MS), 30 * MS)
-    assert value_at(timeline, 30 * MS) == 2.0
-    assert value_at(timeline, 50 * MS) == 8.0
-
-
 def test_a_blend_is_over_before_the_older_chunk_expires() -> None:
     timeline = blending()
     timeline.merge(constant(0, 1.0), 0)
@@ -81,31 +50,6 @@ def test_a_blend_is_over_before_the_older_chunk_expires() -> None:
     timeline.merge(constant(1, 3.0, end_ns=late - 20 * MS), late)
     assert value_at(timeline, late + 5 * MS) == pytest.approx(2.0)
     assert value_at(timeline, LEASE_NS) == 3.0
-
-
-def test_a_discrete_action_is_switched_and_never_mixed_or_interpolated() -> None:
-    timeline = blending(discrete=(1,))
-    timeline.merge(make_chunk(0), 0)  # step i is [i, -i]
-    action = timeline.action_at(DT_NS + DT_NS // 2)
-    assert action is not None
-    np.testing.assert_allclose(action, [0.5, 0.0])
-    timeline.merge(constant(1, 3.0, end_ns=5 * MS), 20 * MS)
-    action = timeline.action_at(20 * MS)
-    assert action is not None
-    np.testing.assert_allclose(action, [1.0, 3.0])
-
-
-def test_the_age_of_a_mixture_is_that_of_its_oldest_window() -> None:
-    timeline = blending()
-    timeline.merge(constant(0, 1.0), 0)
-    value_at(timeline, DT_NS)
-    timeline.merge(constant(1, 3.0, end_ns=25 * MS), 35 * MS)
-    value_at(timeline, 45 * MS)
-    assert timeline.executing is not None
-    assert timeline.executing.age_ns == 45 * MS
-    assert timeline.statistics().oldest_ns == 45 * MS
-    value_at(timeline, 55 * MS)
-    assert timeline.executing.age_ns == 30 * MS
 
 
 arrivals = st.lists(
@@ -183,7 +127,3 @@ def test_more_chunks_than_can_fade_at_once_still_make_no_jump() -> None:
         value = value_at(timeline, at_ns)
         assert abs(value - previous) < 0.1
         previous = value
-
-
-def test_without_a_chunk_there_is_no_plan() -> None:
-    assert ActionTimeline(2).plan(0) is None

@@ -25,6 +25,7 @@ START_NS = 1_000_000_000
 TAIL = 8  # envelopes simulated and not logged
 
 Fields = dict[str, Any]
+ALL = slice(None)
 
 
 @dataclass
@@ -71,6 +72,48 @@ class GoldenRun:
         """Change rank 0's lines in place, as a writer with a fault would have written them."""
         for line in self.lines:
             change(line)
+        return self
+
+    def put(self, rank: int = 0, at: slice = ALL, **values: Any) -> GoldenRun:
+        """Set these fields of a rank's lines; a function is given the line."""
+        for line in (self.lines, self.policy_lines)[rank][at]:
+            line |= {k: v(line) if callable(v) else v for k, v in values.items()}
+        return self
+
+    def add(self, rank: int = 0, at: slice = ALL, **by_ms: float) -> GoldenRun:
+        """Add milliseconds to these fields of a rank's lines."""
+        for line in (self.lines, self.policy_lines)[rank][at]:
+            line |= {k: (line.get(k) or 0) + ms(v) for k, v in by_ms.items()}
+        return self
+
+    def later(self, by_ms: float, at: slice = ALL) -> GoldenRun:
+        """Move all stamps of both ranks' lines."""
+        for line in self.lines[at] + self.policy_lines[at]:
+            line |= {k: v + ms(by_ms) for k, v in line.items() if k[0] == "t" and k[1].isupper()}
+        return self
+
+    def lose(self, *names: str, rank: int = 0, at: slice = ALL) -> GoldenRun:
+        """Take these fields out of a rank's lines; without names the lines themselves."""
+        lines = (self.lines, self.policy_lines)[rank]
+        for line in lines[at]:
+            for name in names:
+                del line[name]
+        if not names:
+            del lines[at]
+        return self
+
+    def tell(self, *lines: Fields) -> GoldenRun:
+        """Append other lines to rank 0's file."""
+        self.extra += lines
+        return self
+
+    def set(self, path: str, value: object) -> GoldenRun:
+        """Set what run.json has at this path."""
+        *tables, key = path.split(".")
+        table: Any = self.manifest
+        for name in tables:
+            table = table[int(name)] if isinstance(table, list) else table.setdefault(name, {})
+        table[key] = value
         return self
 
     def write(self, folder: Path, *, policy_file: bool = True) -> Path:

@@ -1,0 +1,124 @@
+"""The same samples, written in every format that is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from stream_cases import MS, Input, config, stream
+
+from ppstream.config.schema import RecordConfig
+from ppstream.core.clock import now_ns
+
+S = 1000 * MS
+COUNT = 40
+
+
+class Samples(NamedTuple):
+    """An imu at 100 Hz that comes 30 ms late; one stamp comes twice, one sample is older."""
+
+    stamps_ns: Any
+    arrivals_ns: Any
+    values: Any  # [n, 3] float32
+
+    @classmethod
+    def drawn(cls) -> Samples:
+        arrivals_ns = 100 * S + np.arange(COUNT, dtype=np.int64) * 10 * MS
+        stamps_ns = arrivals_ns - 30 * MS
+        stamps_ns[5] = stamps_ns[4]
+        stamps_ns[20] -= 35 * MS
+        values = np.random.default_rng(1).normal(size=(COUNT, 3)).astype(np.float32)
+        values[7] = values[6]
+        return cls(stamps_ns, arrivals_ns, values)
+
+
+def write_npz(folder: Path, samples: Samples, save: Any = np.savez) -> Path:
+    arrays = {"imu.stamps_ns": samples.stamps_ns, "imu.values": samples.values}
+    save(folder / "run.npz", allow_pickle=False, **arrays)
+    return folder / "run.npz"
+
+
+def write_compressed(folder: Path, samples: Samples) -> Path:
+    return write_npz(folder, samples, np.savez_compressed)
+
+
+def write_json(folder: Path, samples: Samples) -> Path:
+    writers = pytest.importorskip("mcap.writer")
+    with (folder / "run.mcap").open("wb") as file:
+        writer = writers.Writer(file)
+        writer.start()
+        schema = writer.register_schema("Imu", "jsonschema", b'{"type": "object"}')
+        channel = writer.register_channel("/imu", "json", schema)
+        for stamp_ns, at_ns, values in zip(*samples, strict=True):
+            stamp = {"sec": int(stamp_ns) // S, "nsec": int(stamp_ns) % S}
+            body = {"header": {"stamp": stamp}, "joints": values.tolist()}
+            writer.add_message(channel, int(at_ns), json.dumps(body).encode(), int(at_ns))
+        writer.finish()
+    return folder / "run.mcap"
+
+
+def write_own(folder: Path, samples: Samples) -> Path:
+    """As rank 0 records a run: each message as it came, also what no ring took."""
+    pytest.importorskip("mcap")
+    from ppstream.recording.mcap_writer import open_recorder
+
+    record = RecordConfig(file=str(folder / "run.mcap"))
+    recorded = msgspec.structs.replace(config(stream("imu", dim=3, rate_hz=100)), record=record)
+    (row,) = Input(recorded).rows
+    row.open(1)
+    recorder = open_recorder(recorded, "run")
+    assert recorder is not None
+    recorder.tap([row])
+    for stamp_ns, _, values in zip(*samples, strict=True):
+        row.rings["imu"].append(np.array([stamp_ns]), values[None], now_ns())
+    recorder.close()
+    return folder / "run.mcap"
+
+
+def write_bag(folder: Path, samples: Samples, storage: str) -> Path:
+    pytest.importorskip("rosbags")
+    from rosbags import rosbag1, rosbag2
+    from rosbags.typesys import Stores, get_typestore
+
+    is_ros1 = storage == "ROS1"
+    store: Any = get_typestore(Stores.ROS1_NOETIC if is_ros1 else Stores.ROS2_HUMBLE)
+    types = store.types
+    vector, quaternion = types["geometry_msgs/msg/Vector3"], types["geometry_msgs/msg/Quaternion"]
+    if is_ros1:
+        bag: Any = rosbag1.Writer(folder / "run.bag")
+    else:
+        plugin = getattr(rosbag2.StoragePlugin, storage)
+        bag = rosbag2.Writer(folder / "bag", version=9, storage_plugin=plugin)
+    number = (0,) if is_ros1 else ()
+    with bag as writer:
+        connection = writer.add_connection("/imu", "sensor_msgs/msg/Imu", typestore=store)
+        serialize = store.serialize_ros1 if is_ros1 else store.serialize_cdr
+        for stamp_ns, at_ns, values in zip(*samples, strict=True):
+            stamp = types["builtin_interfaces/msg/Time"](int(stamp_ns) // S, int(stamp_ns) % S)
+            header = types["std_msgs/msg/Header"](*number, stamp, "base")
+            turn, still = vector(*values.astype(float)), vector(0, 0, 9.81)
+            parts = (quaternion(0, 0, 0, 1), np.zeros(9), turn, np.zeros(9), still, np.zeros(9))
+            message = types["sensor_msgs/msg/Imu"](header, *parts)
+            data = serialize(message, "sensor_msgs/msg/Imu")
+            writer.write(connection, int(at_ns), bytes(data))
+    return folder / ("run.bag" if is_ros1 else "bag")
+
+
+def write_sqlite(folder: Path, samples: Samples) -> Path:
+    return write_bag(folder, samples, "SQLITE3")
+
+
+def write_mcap_bag(folder: Path, samples: Samples) -> Path:
+    return write_bag(folder, samples, "MCAP")
+
+
+def write_mcap_alone(folder: Path, samples: Samples) -> Path:
+    return next(write_mcap_bag(folder, samples).glob("*.mcap"))
+
+
+def write_ros1(folder: Path, samples: Samples) -> Path:
+    return write_bag(folder, samples, "ROS1")
