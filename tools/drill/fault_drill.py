@@ -218,7 +218,7 @@ def _judge_end(scene: Scene, fault: Ending, outcome: Outcome) -> None:
     outcome.seen = outcome.seen.replace(f"{ROOT}/", "")
     pairs = zip(fault.codes, outcome.codes, strict=True)
     if any(wanted is not None and wanted != found for wanted, found in pairs):
-        outcome.missed = f"codes {outcome.codes}"
+        outcome.missed = f"codes {outcome.codes}:\n{output[-1500:]}"
     elif fault.leaves is not None and not _has(scene.ranks.directory, *fault.leaves):
         outcome.missed = f"no {fault.leaves[1]} in {fault.leaves[0]}"
     elif fault.says not in output:
