@@ -1,7 +1,8 @@
-"""The link between rank 0 and a policy rank: one interface, chosen once at start by placement.
+"""Opens the hops between rank 0 and a policy rank; placement chooses the kind, once, at start.
 
-A link moves envelopes and results through slots and says when one is complete; permission to send
-is the ledger's (``credits.py``), liveness the control socket's (``control/peer.py``).
+A link, on CPUs two hops, moves envelopes and results through slots and says when one is complete;
+permission to send is the ledger's (``credits.py``), liveness the control socket's
+(``control/peer.py``).
 """
 
 from __future__ import annotations

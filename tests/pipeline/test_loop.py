@@ -158,6 +158,21 @@ def test_cut_at_any_moment_emits_nothing_of_the_older_epoch(build, form):
     assert all(0 < line["since_cut_ns"] < 10 * 10**9 for line in firsts)
 
 
+@pytest.mark.parametrize("form", ["serial", "device"])
+def test_a_stale_result_is_not_decoded(build, form):
+    decoded = []
+    policy = NewestValues(lambda call: pipeline.rank0.request_cut("test") if call == 20 else None)
+    with build(form, policy, "pipeline.d_in=3") as pipeline:
+        stage_c = pipeline.rank0.stage_c
+        decode = stage_c.decode
+        stage_c.decode = lambda flight, arrays: (decoded.append(flight), decode(flight, arrays))[1]
+        pipeline.saturate()
+        pipeline.rank0.run(40)
+        stale = [line for line in pipeline.envelopes() if line.get("drop") == "stale"]
+    assert stale
+    assert len(decoded) == 40 - len(stale) == len(pipeline.collector.chunks)
+
+
 @pytest.mark.parametrize("form", HOST)
 def test_policy_that_raises_still_gives_one_result_per_envelope(build, form):
     def fail_sometimes(call):
