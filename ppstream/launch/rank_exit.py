@@ -85,6 +85,7 @@ class RankEnd:
         self.launcher_lost: str | None = None
         self.on_stop: Callable[[str], None] | None = None
         self.lookout: Deadline | None = None
+        self._asked_early = ""  # by which signal
         self._main_thread = threading.main_thread().ident or 0
         self._decided_by: BaseException | None = None
         self._leaving = threading.Lock()
@@ -215,9 +216,19 @@ class RankEnd:
             StoppedEarlyError: somebody wants this run to stop, or the launcher does because the
                 other rank is gone.
         """
+        self._asked_early = name
         if self.peer_process is not None and self.peer_process.wait_gone(0):
             raise StoppedEarlyError(self._how_gone(), ExitCode.PEER_LOST)
         raise StoppedEarlyError(f"{name} before the run was ready")
+
+    def pass_stops_to(self, act: Callable[[str], None]) -> None:
+        """From now on a signal is answered by ``act``, and so is one before that something caught.
+
+        What is imported or called while a rank starts may catch everything, the stop with it.
+        """
+        on_signals(act)
+        if self._asked_early:
+            act(self._asked_early)
 
     def because_of(self, error: BaseException) -> tuple[ExitCode, str]:
         """Returns this rank's end for ``error``; one of closing changes no end but a good one."""

@@ -61,7 +61,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         stack.callback(peer.close)
         end.met(peer)
         patience = Patience(config.liveness.drain_s + OUTLIVE_DRAIN_S)
-        rank_exit.on_signals(patience.asked)
+        end.pass_stops_to(patience.asked)
         met: list[PolicyRank] = []  # this loop, once it exists
         beat = handshake.start_heartbeat(
             config,

@@ -132,7 +132,7 @@ def _serve(
     course.loop = rank0
     rank0.on_phase.append(lambda phase: logger.info("%s", phase))
     end.on_stop = rank0.request_stop
-    rank_exit.on_signals(rank0.request_stop)
+    end.pass_stops_to(rank0.request_stop)
     rank_exit.on_cut_signal(rank0.request_cut)
     try:
         with Service(config, run, rank0) as service:

@@ -1,4 +1,5 @@
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -475,3 +476,16 @@ def test_a_rank_ends_what_it_has_started(tmp_path):
     assert left.returncode == 20, left.stderr
     child = HeldProcess.of(int(left.stdout))
     assert child is None or child.wait_gone(10)
+
+
+def test_a_stop_that_was_caught_while_a_rank_starts_stops_it_all_the_same() -> None:
+    end, asked = RankEnd(0), []
+    with suppress(BaseException):  # as some of what a rank imports does
+        end.stop_early("SIGTERM")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        end.pass_stops_to(asked.append)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert asked == ["SIGTERM"]
