@@ -72,7 +72,8 @@ class Launch:
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
         threading.Thread(target=self._launch, args=(arguments,), daemon=True).start()
-        self._over.wait()
+        while not self._over.wait(LEAD_S):
+            pass  # a wait without limit may miss a signal that another thread receives
         if self._fault is not None:
             RankEnd(0).say(ExitCode.INTERNAL, f"the ranks could not be started: {self._fault}")
             return int(ExitCode.INTERNAL)
