@@ -44,7 +44,7 @@ from ppstream.analysis.run_statistics import latencies_ns
 from ppstream.config import load
 from ppstream.ingest.intake import build_intake
 from ppstream.links.headers import link_shape
-from ppstream.policy.compatibility import build_policy
+from ppstream.policy.compatibility import build_parts
 
 DEPTHS: Final = (1, 2, 3, 4)
 THREADS: Final = ("serial", "split")
@@ -135,7 +135,7 @@ def read_pass(report: RunReport) -> Pass:
 def slot_bytes(cell: Cell) -> int:
     """Returns the bytes of the slots of both directions."""
     config = load.read("bench", _settings(cell, "sleep"))
-    policy = build_policy(config, torch.device("cpu"))
+    (policy,) = build_parts(config, torch.device("cpu"))
     shape = link_shape(config, build_intake(config).cutter.inputs, policy.outputs, 0)
     envelopes = shape.envelope_slots * shape.envelope.slot_bytes
     return envelopes + shape.result_slots * shape.result.slot_bytes

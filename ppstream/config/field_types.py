@@ -36,6 +36,8 @@ Device = Annotated[
     str,
     Meta(pattern=r"^(cpu|cuda(:\d{1,2})?)\Z", extra={"want": "'cpu' or 'cuda:<number>'"}),
 ]
+#: One device stands for a list of one.
+Devices = Annotated[tuple[Device, ...], Meta(min_length=1, extra={"one": True})]
 PacingRule = Annotated[
     str,
     Meta(

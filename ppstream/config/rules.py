@@ -348,7 +348,11 @@ def _device_problems(config: PipelineConfig) -> Iterator[str]:
             f"simulate.kind: got {simulate.kind!r} with simulate.a_ms above 0 on "
             f"{config.placement.rank0}, want 'gpu': no thread waits in stage A there"
         )
-    if config.mode == "attribution" and config.placement.policy != "cpu" and config.policy.graph:
+    if (
+        config.mode == "attribution"
+        and "cpu" not in config.placement.policy
+        and config.policy.graph
+    ):
         yield (
             "policy.graph: got true with mode = 'attribution', want false: blocks inside a "
             "recorded graph are not run"

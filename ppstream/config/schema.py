@@ -16,6 +16,7 @@ from msgspec import Meta
 from ppstream.config.field_types import Count as Count
 from ppstream.config.field_types import (
     Device,
+    Devices,
     FilePath,
     Interpolation,
     Module,
@@ -189,8 +190,9 @@ class SimulateConfig(_Part, frozen=True):
 class PlacementConfig(_Part, frozen=True):
     """Which rank computes on which device."""
 
-    rank0: Device = "cpu"  # stages A and C
-    policy: Device = "cpu"  # stage B
+    rank0: Device = "cpu"  # stages A and C, and the policy's front parts
+    policy: Devices = ("cpu",)  # stage B: one policy rank for each
+    parts: tuple[Annotated[int, Meta(ge=0)], ...] = ()  # place of each part; place 0 is rank 0
 
 
 class PipelineShape(_Part, frozen=True):

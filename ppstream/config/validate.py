@@ -54,6 +54,8 @@ def normalise(value: Any, annotation: Any, folder: Path) -> Any:
     if _is_struct(kind.base) and isinstance(value, Mapping):
         known = {field.encode_name: field.type for field in fields(kind.base)}
         return {k: normalise(v, known.get(k, Any), folder) for k, v in value.items()}
+    if isinstance(value, str) and any((m.extra or {}).get("one") for m in kind.bounds):
+        value = [value]
     if get_origin(kind.base) is tuple and isinstance(value, list):
         return [normalise(item, get_args(kind.base)[0], folder) for item in value]
     if value and isinstance(value, str) and any((m.extra or {}).get("path") for m in kind.bounds):

@@ -12,6 +12,7 @@ import importlib
 import os
 import resource
 from collections.abc import Callable, Iterator, MutableMapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -103,25 +104,27 @@ def peer_access(config: PipelineConfig) -> bool:
         ConfigError: as ``settle_connections``.
     """
     devices = config.placement
-    if "cpu" in (devices.rank0, devices.policy):
+    chain = [devices.rank0, *devices.policy]
+    if "cpu" in chain:
         return False
     settle_connections()
-    return has_peer_access(devices.rank0, devices.policy)
+    return all(has_peer_access(one, other) for one, other in pairwise([*chain, chain[0]]))
 
 
 def missing(config: PipelineConfig) -> list[str]:
     """Devices that the configuration names and this machine has not, as problems."""
-    named = {"rank0": config.placement.rank0, "policy": config.placement.policy}
+    named = [("rank0", config.placement.rank0)]
+    named += (("policy", device) for device in config.placement.policy)
     return [
         f"placement.{rank}: got {device}, but this machine has {_count_text()}"
-        for rank, device in named.items()
+        for rank, device in named
         if device != "cpu" and device_facts(device) is None
     ]
 
 
 def device_to_build_on(config: PipelineConfig) -> torch.device:
     """Returns the device on which ``--check`` builds the policy: its own if it is there."""
-    device = config.placement.policy
+    device = config.placement.policy[-1]
     return torch.device(device if device == "cpu" or device_facts(device) is not None else "cpu")
 
 

@@ -20,7 +20,8 @@ from ppstream.launch.placement import Placement, RankPlan, place
 from ppstream.links.device_link import AHEAD, slot_count
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape, SlotLayout
-from ppstream.policy.compatibility import build_decoder, build_policy, policy_problems
+from ppstream.policy.compatibility import build_decoder, build_parts, places_of
+from ppstream.policy.parts import specs_of
 from ppstream.wire.keys import server_keys
 
 NAME_WIDTH: Final = 16
@@ -51,15 +52,16 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
         )
         found += startup.missing(config)
     with _collecting(found):
-        policy = build_policy(config, startup.device_to_build_on(config))
-        found += policy_problems(config, inputs, policy.inputs, policy.outputs)
+        parts = specs_of(build_parts(config, startup.device_to_build_on(config)))
+        places = places_of(config, parts, inputs, inline=world_size == 1)
     with _collecting(found):
         server_keys(config.service.secret_key, config.service.allowed_keys)
     with _collecting(found):
         build_decoder(config)
     if found:
         raise ConfigError(found)
-    shape = link_shape(config, inputs, policy.outputs, 0, ahead=AHEAD)  # the most that a GPU takes
+    carried = places[0].outputs, places[-1].outputs
+    shape = link_shape(config, *carried, 0, ahead=AHEAD)  # the most that a GPU takes
     envelopes, results = _slot_counts(placement, shape)
     slot_bytes = envelopes * shape.envelope.slot_bytes + results * shape.result.slot_bytes
     lines = [

@@ -29,7 +29,6 @@ from ppstream.control.peer_process import HeldProcess
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import (
-    ConfigError,
     HandshakeError,
     PeerLostError,
     PpstreamError,
@@ -38,7 +37,8 @@ from ppstream.core.errors import (
 from ppstream.core.specs import TensorSpec
 from ppstream.launch.rank_exit import how_it_ends
 from ppstream.observe.run_folder import Run, boot_id
-from ppstream.policy.compatibility import policy_problems
+from ppstream.policy.compatibility import places_of
+from ppstream.policy.parts import PartSpecs, Place
 from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR
 from ppstream.wire.rank_messages import (
     Goodbye,
@@ -181,10 +181,10 @@ def admit(config: PipelineConfig, store: LauncherStore, listener: Listener, run:
     return peer
 
 
-def agree_on_tensors(
-    config: PipelineConfig, peer: Peer, offered: tuple[TensorSpec, ...]
-) -> tuple[tuple[TensorSpec, ...], int]:
-    """Waits until the policy is built; returns its outputs, once all its tensors are known to fit.
+def agree_on_parts(
+    config: PipelineConfig, peer: Peer, window: tuple[TensorSpec, ...]
+) -> tuple[tuple[Place, ...], int]:
+    """Waits until the policy is built; returns its places, once all its tensors are known to fit.
 
     Behind them, how far ahead of envelopes it may be queued (``LinkShape.ahead``).
 
@@ -197,14 +197,12 @@ def agree_on_tensors(
     if not isinstance(ready, Ready):
         raise ProtocolError(f"expected Ready from the policy rank, got {type(ready).__name__}")
     built = msgspec.convert(ready.facts, _Built)
-    if problems := policy_problems(config, offered, built.inputs, built.outputs):
-        raise ConfigError(problems)
-    return built.outputs, built.ahead
+    return places_of(config, built.parts, window), built.ahead
 
 
-def accepted(inputs: tuple[TensorSpec, ...]) -> Ready:
-    """Returns rank 0's answer: the tensors of every envelope, in slot order."""
-    return Ready({"inputs": msgspec.to_builtins(inputs)})
+def accept(peer: Peer) -> None:
+    """Rank 0's answer: the policy fits."""
+    peer.send(Ready({}))
 
 
 # ---- the policy rank ----------------------------------------------------------------------------
@@ -247,24 +245,24 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
 class _Built(msgspec.Struct, frozen=True):
     """The policy rank's description of its policy in ``Ready.facts``."""
 
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    parts: tuple[PartSpecs, ...]
     ahead: int = 0
 
 
-def offer_tensors(
-    peer: Peer, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], ahead: int = 0
-) -> None:
-    """Tells rank 0 that the policy is built, its tensors, and how far ahead it may be queued."""
-    peer.send(Ready(msgspec.to_builtins(_Built(inputs, outputs, ahead))))
+def offer_parts(peer: Peer, parts: tuple[PartSpecs, ...], ahead: int = 0) -> None:
+    """Tells rank 0 that the policy is built, its parts, and how far ahead it may be queued."""
+    peer.send(Ready(msgspec.to_builtins(_Built(parts, ahead))))
 
 
-def offered(config: PipelineConfig, peer: Peer) -> tuple[TensorSpec, ...]:
-    """Rank 0's answer: the tensors of every envelope, in slot order."""
+def wait_accepted(config: PipelineConfig, peer: Peer) -> None:
+    """Waits for rank 0's answer.
+
+    Raises:
+        PeerLeftError: it refuses the policy.
+    """
     answer = peer.receive(build_limit_ns(config) + SPARE_NS)
     if not isinstance(answer, Ready):
         raise ProtocolError(f"expected Ready from rank 0, got {type(answer).__name__}")
-    return msgspec.convert(answer.facts["inputs"], tuple[TensorSpec, ...])
 
 
 def build_limit_ns(config: PipelineConfig) -> int:

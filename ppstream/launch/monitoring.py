@@ -59,7 +59,7 @@ class Monitoring:
         else:  # a profile would disturb what is timed
             profiler.ignore_signal()
             if rank > 0:  # rank 0 times its blocks where it runs the phases: block_timing.py
-                device = torch.device(config.placement.policy)
+                device = torch.device(config.placement.policy[rank - 1])
                 log.watchers.append(Attribution(log, end_of_stream(device)))
         if config.metrics.port is not None:
             port = config.metrics.port and config.metrics.port + rank

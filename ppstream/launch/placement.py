@@ -11,8 +11,6 @@ from typing import Final, Literal
 from ppstream.config.schema import LinkConfig, PipelineConfig
 from ppstream.core.errors import ConfigError
 
-RANKS_MAX: Final = 2  # rank 0 and one policy rank
-
 LinkKind = Literal["host", "gloo", "peer", "pinned", "nccl"]
 Stage = Literal["A", "B", "C"]
 
@@ -54,7 +52,9 @@ class Placement:
 def ranks_wanted(config: PipelineConfig) -> int:
     """Returns how many ranks overlap something: one where both would share a GPU."""
     devices = config.placement
-    return 1 if devices.rank0 == devices.policy != "cpu" else RANKS_MAX
+    if devices.rank0 != "cpu" and {devices.rank0} == set(devices.policy):
+        return 1
+    return 1 + len(devices.policy)
 
 
 def place(
@@ -75,20 +75,29 @@ def place(
     Raises:
         ConfigError: there are too many ranks, or the link asked for cannot connect them.
     """
-    if not 1 <= world_size <= RANKS_MAX:
+    devices = config.placement
+    most = 1 + len(devices.policy)
+    if world_size not in (1, most):
         raise ConfigError(
             [
-                f"world size: got {world_size} ranks, want 2 (pipelined) or 1 (inline); "
-                "start with torchrun --nproc-per-node=2"
+                f"world size: got {world_size} ranks, want {most} (pipelined) or 1 (inline); "
+                f"start with torchrun --nproc-per-node={most}"
             ]
         )
-    devices = config.placement
     if world_size == 1:
-        whole = RankPlan(0, ("A", "B", "C"), devices.policy)
+        whole = RankPlan(0, ("A", "B", "C"), devices.policy[0])
         return Placement((whole,), None, "one rank runs every stage in turn")
-    ranks = RankPlan(0, ("A", "C"), devices.rank0), RankPlan(1, ("B",), devices.policy)
+    policy_ranks = (RankPlan(k, ("B",), at) for k, at in enumerate(devices.policy, 1))
+    ranks = RankPlan(0, ("A", "C"), devices.rank0), *policy_ranks
     is_one_host = local_world_size >= world_size
     if all(plan.is_gpu for plan in ranks):
+        if most > 2 or 0 in devices.parts:
+            raise ConfigError(
+                [
+                    "placement.parts: got a policy cut over GPUs, want its parts on one policy "
+                    "rank, or placement.rank0 = 'cpu': between GPUs one hop each way is there yet"
+                ]
+            )
         return Placement(
             ranks,
             *_choose_device_link(
@@ -96,14 +105,15 @@ def place(
             ),
         )
     _refuse_device_link(config.link, ranks)
-    return Placement(ranks, *_choose_link(config.link, is_one_host=is_one_host))
+    return Placement(ranks, *_choose_link(config.link, most, is_one_host=is_one_host))
 
 
-def _choose_link(link: LinkConfig, *, is_one_host: bool) -> tuple[LinkKind, str]:
+def _choose_link(link: LinkConfig, ranks: int, *, is_one_host: bool) -> tuple[LinkKind, str]:
+    who = "both ranks" if ranks == 2 else f"all {ranks} ranks"
     if is_one_host:
         if link.kind == "gloo":
-            return "gloo", "asked for by link.kind, though both ranks share one host"
-        return "host", "both ranks share one host and its memory"
+            return "gloo", f"asked for by link.kind, though {who} share one host"
+        return "host", f"{who} share one host and its memory"
     if link.kind == "host":
         raise ConfigError(["link.kind: got 'host' for ranks on two hosts, want 'auto' or 'gloo'"])
     _check_trusted(link, "gloo")

@@ -11,10 +11,11 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S, now_ns
-from ppstream.core.errors import ExitCode
+from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
+from ppstream.ingest.window import input_specs
 from ppstream.launch import device_ranks, handshake, rank_exit
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
@@ -25,8 +26,10 @@ from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.host_policy_rank import HostPolicyRank
 from ppstream.pipeline.policy_rank import PolicyRank
-from ppstream.policy.compatibility import build_policy
+from ppstream.policy.compatibility import build_parts, places_of
+from ppstream.policy.parts import load, policy_of, specs_of
 from ppstream.policy.protocol import Policy
+from ppstream.policy.unwritten import drawn_for
 from ppstream.wire.rank_messages import Goodbye
 
 OUTLIVE_DRAIN_S: Final = 2.0  # rank 0 says drain within drain_s; alone, this rank leaves later
@@ -79,13 +82,24 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             with course.step(f"the build of {config.policy.target}"):
                 if device.type == "cuda":
                     startup.start(device)
-                policy = build_policy(config, device)
+                parts = build_parts(config, device)
+                try:
+                    places = places_of(config, specs_of(parts), input_specs(config))
+                except ConfigError:
+                    handshake.offer_parts(peer, specs_of(parts))
+                    handshake.wait_accepted(config, peer)  # rank 0 refuses, with every reason
+                    raise
+                place = places[store.rank]
+                load(place.of(parts))
+                policy = policy_of(
+                    place.of(parts), place, config.batch.rows, device, drawn_for(end.run.run_id)
+                )
                 if placement.is_device_ordered:
                     on_gpu = device_ranks.prepare_policy(policy, config, device, end.run.run_id)
             ahead = 0 if on_gpu is None else on_gpu.ahead
-            handshake.offer_tensors(peer, policy.inputs, policy.outputs, ahead)
-            inputs = handshake.offered(config, peer)
-            shape = link_shape(config, inputs, policy.outputs, store.generation, ahead)
+            handshake.offer_parts(peer, specs_of(parts), ahead)
+            handshake.wait_accepted(config, peer)
+            shape = link_shape(config, place.inputs, place.outputs, store.generation, ahead)
             log = _log(config, end.run, store, stack)
             Monitoring(config, end.run, log, stack, rank=store.rank, generation=store.generation)
             waiter = Waiter()

@@ -21,7 +21,7 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_S
-from ppstream.core.errors import ConfigError, PeerLeftError, PpstreamError
+from ppstream.core.errors import PeerLeftError, PpstreamError
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
@@ -31,8 +31,8 @@ from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
 from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
-from ppstream.links.headers import link_shape
-from ppstream.links.slots import FRONT, new_slots
+from ppstream.links.headers import ENVELOPE_HEADER, link_shape
+from ppstream.links.slots import FRONT, SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
 from ppstream.pipeline.host_executor import HostExecutor, SplitExecutor
@@ -40,7 +40,11 @@ from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.loop import Executor, Rank0Loop
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.service import Service
-from ppstream.policy.compatibility import build_policy, policy_problems
+from ppstream.pipeline.stage_a import FrontParts, StageA
+from ppstream.policy.compatibility import build_parts, places_of
+from ppstream.policy.parts import Place, load, policy_of, specs_of
+from ppstream.policy.protocol import Policy
+from ppstream.policy.unwritten import drawn_for
 from ppstream.wire.rank_messages import Drain, PhaseChange
 
 logger = logging.getLogger("ppstream")
@@ -162,10 +166,18 @@ def _pipelined(
     stack: ExitStack,
 ) -> Rank0Loop:
     peer, store = met
-    inputs = intake.cutter.inputs
-    outputs, ahead = handshake.agree_on_tensors(config, peer, inputs)
-    peer.send(handshake.accepted(inputs))
-    shape = link_shape(config, inputs, outputs, store.generation, ahead)
+    window = intake.cutter.inputs
+    front = None
+    if 0 in config.placement.parts:
+        with course.step(f"the build of {config.policy.target}"):
+            front = build_parts(config, torch.device(config.placement.rank0))
+            load(front[: config.placement.parts.count(0)])
+    places, ahead = handshake.agree_on_parts(config, peer, window)
+    if front is not None:
+        assert isinstance(parts.stage_a, StageA), "placed so"
+        parts.stage_a.front = _front_parts(config, front, places[0], parts.log.run_id)
+    handshake.accept(peer)
+    shape = link_shape(config, places[0].outputs, places[1].outputs, store.generation, ahead)
     policy_rank = PolicyRankPeer(peer, config)
     executor: Executor
     with course.step("the link and its slots"):
@@ -182,7 +194,20 @@ def _pipelined(
             logger.info("link %s: %s", hops.name, placement.why)
     rank0 = Rank0Loop(*parts, executor=executor)
     rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
+    if front is not None and rank0.stage_a.front is not None:
+        rank0.stage_a.front.on_fault = rank0.tell_policy_fault
     return rank0
+
+
+def _front_parts(
+    config: PipelineConfig, parts: tuple[Policy, ...], place: Place, run_id: str
+) -> FrontParts:
+    """The parts at place 0, behind a window of this process alone."""
+    device, rows = torch.device(config.placement.rank0), config.batch.rows
+    policy = policy_of(place.of(parts), place, rows, device, drawn_for(run_id))
+    stage = device_ranks.stage_b_on_host_slots(policy, config, device, run_id)
+    (window,) = new_slots(SlotLayout(ENVELOPE_HEADER, place.inputs, rows), 1)
+    return FrontParts(stage, window)
 
 
 def _own_address(world_size: int) -> str | None:
@@ -195,12 +220,13 @@ def _own_address(world_size: int) -> str | None:
 def _inline(
     config: PipelineConfig, parts: Rank0Parts, inputs: tuple[TensorSpec, ...], generation: int
 ) -> Rank0Loop:
-    device = torch.device(config.placement.policy)
+    device = torch.device(config.placement.policy[0])
     if device.type == "cuda":
         startup.start(device)
-    policy = build_policy(config, device)
-    if problems := policy_problems(config, inputs, policy.inputs, policy.outputs):
-        raise ConfigError(problems)
+    built = build_parts(config, device)
+    _, place = places_of(config, specs_of(built), inputs, inline=True)
+    load(built)
+    policy = policy_of(built, place, config.batch.rows, device, drawn_for(parts.log.run_id))
     shape = link_shape(config, inputs, policy.outputs, generation)
     executor = InlineExecutor(
         device_ranks.stage_b_on_host_slots(policy, config, device, parts.log.run_id),

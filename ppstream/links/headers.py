@@ -24,6 +24,7 @@ class EnvelopeStatus(NamedTuple):
 
     epoch: int
     seq: int
+    failed: int = 0  # index into ``FAILURES``; not 0: the tensors are invalid
 
 
 class ResultStatus(NamedTuple):
@@ -31,7 +32,7 @@ class ResultStatus(NamedTuple):
 
     epoch: int
     seq: int
-    failed: int  # index into ``FAILURES``; not 0: the tensors are invalid
+    failed: int  # as in an envelope's
 
 
 _WORDS: Final = header_words(EnvelopeLine) | header_words(PolicyLine)
@@ -39,7 +40,7 @@ _WORDS: Final = header_words(EnvelopeLine) | header_words(PolicyLine)
 STAGE_B: Final = tuple(sorted(_WORDS, key=_WORDS.__getitem__))
 ENVELOPE_HEADER: Final = ("index", "generation", *EnvelopeStatus._fields)
 RESULT_HEADER: Final = ("index", "generation", *ResultStatus._fields, *STAGE_B)
-EPOCH: Final = RESULT_HEADER.index("epoch")  # in both headers, as seq
+EPOCH: Final = RESULT_HEADER.index("epoch")  # in both headers, as seq and failed
 SEQ: Final = RESULT_HEADER.index("seq")
 FAILED: Final = RESULT_HEADER.index("failed")
 FAILURES: Final = (None, "policy_error", "unwritten")  # and the reason of the drop

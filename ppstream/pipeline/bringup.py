@@ -60,7 +60,7 @@ def time_blocks(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
     """Log event ``attribution`` has both periods and their ratio, the perturbation; then stop."""
     # where the policy runs elsewhere, blocks here are a decoder's, on the host
     runs_policy = rank0.executor.policy_rank is None
-    device = torch.device(rank0.config.placement.policy if runs_policy else "cpu")
+    device = torch.device(rank0.config.placement.policy[0] if runs_policy else "cpu")
     attribution = Attribution(rank0.log, end_of_stream(device))
     envelopes = rank0.config.bringup.envelopes
     plain_ns = _periods_ns(rank0, intake, source, "warming", envelopes // 2)

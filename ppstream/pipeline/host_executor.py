@@ -74,7 +74,7 @@ class OnHost(ABC):
         """Stage A into ``slot``, with the waits before it."""
         record = flight.record
         self._run_delay.enter()
-        self._loop.stage_a.build(flight, slot.tensors, ends_ns)
+        self._loop.stage_a.build(flight, slot, ends_ns)
         record.delay_a_ns = self._run_delay.leave()
         self._times.stage(record.tA0 or 0, record.tA1 or 0)
         self._loop.book_input_waits(flight)

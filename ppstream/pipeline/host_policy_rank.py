@@ -95,7 +95,7 @@ class HostPolicyRank(PolicyRank):
         self.run_delay.enter()
         cpu_ns = thread_cpu_ns()
         tb0 = self.times.begin()
-        failed = self.run_policy(index, epoch, envelope, result)
+        failed = envelope.header.item(FAILED) or self.run_policy(index, epoch, envelope, result)
         tb1 = self.times.end()
         cpu_ns, delay_ns = thread_cpu_ns() - cpu_ns, self.run_delay.leave()
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3

@@ -12,7 +12,6 @@ from ppstream.core.clock import now_ns
 from ppstream.links.headers import FAILURES
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.host_executor import OnHost
-from ppstream.pipeline.policy_rank import policy_fault
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class InlineExecutor(OnHost):
         try:
             self._stage_b(flight.epoch, self._envelope, self._result)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
-            self._loop.tell_fault("B", policy_fault(error), seq=flight.seq)
+            self._loop.tell_policy_fault(flight, error)
             return failure(error)
         finally:
             if nvtx_ranges.on:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns, watched
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, PeerLostError
-from ppstream.core.user_code import Fault, FirstFaults, fault_of, is_a
+from ppstream.core.user_code import FirstFaults
 from ppstream.policy.compiled import RecompileMeter
-from ppstream.policy.protocol import POLICY
-from ppstream.policy.unwritten import UnwrittenError
+from ppstream.policy.unwritten import policy_fault
 from ppstream.wire.rank_messages import (
     Drain,
     Goodbye,
@@ -166,9 +165,3 @@ class PolicyRank(ABC):
         fault = policy_fault(error)
         text = fault.text if self._faults.tell("B", fault) else ""
         self.peer.send(PolicyFault(index, fault.kind, text, fault.what, fault.place))
-
-
-def policy_fault(error: BaseException) -> Fault:
-    """Describes what a policy raised: ``unwritten``, ``memory``, ``exception``. Raises as above."""
-    kind = "unwritten" if is_a(error, UnwrittenError) else ""
-    return fault_of(error, POLICY, kind)

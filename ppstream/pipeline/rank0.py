@@ -19,6 +19,7 @@ from ppstream.ingest.intake import stream_lines
 from ppstream.pipeline.flight import Flight
 from ppstream.pipeline.stage_c import NoEmitter
 from ppstream.pipeline.time_accounting import LINK, TimeAccount
+from ppstream.policy.unwritten import policy_fault
 from ppstream.wire.robot_messages import ChunkReport
 
 if TYPE_CHECKING:
@@ -231,6 +232,10 @@ class Rank0:
         if not self._faults.tell(stage, fault):
             fault = fault._replace(text="")
         self.log_fault(stage, fault, 0, **fields)
+
+    def tell_policy_fault(self, flight: Flight, error: BaseException) -> None:
+        """A part of the policy raised here. Raises UserExitError: it called ``sys.exit()``."""
+        self.tell_fault("B", policy_fault(error), seq=flight.seq)
 
     def log_fault(self, stage: str, fault: Fault, rank: int, **fields: int) -> None:
         """One event, before the envelope it is about is counted."""

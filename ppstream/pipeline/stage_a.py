@@ -2,51 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ppstream.core.clock import NS_PER_MS, now_ns, thread_cpu_ns
+from ppstream.links.headers import FAILED
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.flight import name_rows, owners_of
+from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable, Sequence
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.core.simulated_delay import Delay
     from ppstream.ingest.intake import Intake
+    from ppstream.links.slots import Slot
     from ppstream.pipeline.flight import Flight
+    from ppstream.pipeline.stage_b import StageB
     from ppstream.recording.recorder import Recorder
 
 
+class FrontParts:
+    """The parts of a policy at place 0: from the window to the tensors of an envelope.
+
+    Args:
+        stage: runs them.
+        window: a slot of this process alone, for what they read.
+    """
+
+    def __init__(self, stage: StageB, window: Slot) -> None:
+        self._stage = stage
+        self.window = window
+        self.on_fault: Callable[[Flight, BaseException], None]  # set before the first run
+
+    def run(self, flight: Flight, envelope: Slot) -> int:
+        """Returns the header's ``failed``: nothing behind runs on what was not made."""
+        try:
+            self._stage(flight.epoch, self.window, envelope)
+        except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
+            self.on_fault(flight, error)
+            return failure(error)
+        return 0
+
+    def instruct(self, number: int, text: str) -> str:
+        """As ``StageB``."""
+        return self._stage.instruct(number, text)
+
+
 class StageA:
-    """Cuts windows of its ``intake``; owned by the thread that owns the input."""
+    """Cuts windows of its ``intake``, runs front parts; owned by the thread that owns the input.
+
+    Attributes:
+        front: the policy's parts at place 0; None: there are none.
+    """
 
     recorder: Recorder | None = None  # told of every window
+    front: FrontParts | None = None
 
     def __init__(self, config: PipelineConfig, simulated: Delay) -> None:
         self.intake: Intake
         self._simulated = simulated
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
 
-    def build(
-        self, flight: Flight, tensors: Mapping[str, Tensor], ends_ns: Sequence[int | None]
-    ) -> None:
-        """Fill the slot's tensors and the flight's record, from ``tA0`` to ``tA1``.
+    def build(self, flight: Flight, slot: Slot, ends_ns: Sequence[int | None]) -> None:
+        """Fill the slot and the flight's record, from ``tA0`` to ``tA1``.
 
         ``ends_ns`` fixes the window end of each row; None means the newest reference stamp.
         """
+        front = self.front
+        window = slot if front is None else front.window
         record = flight.record
         cpu_ns = thread_cpu_ns()
         record.tA0 = now_ns()
         if nvtx_ranges.on:
             nvtx_ranges.A.push(flight.epoch, flight.seq)
-        info = self.intake.cutter.cut(tensors, ends_ns, self._lease_ns)
+        info = self.intake.cutter.cut(window.tensors, ends_ns, self._lease_ns)
         self._simulated.spend()
         flight.received_ns = record.tRx = info.newest_rx_ns
         flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
         record.input_age_ns = info.input_age_ns
         name_rows(flight)
+        slot.header[FAILED] = 0 if front is None else front.run(flight, slot)
         if nvtx_ranges.on:
             nvtx_ranges.A.pop()
         if self.recorder is not None:

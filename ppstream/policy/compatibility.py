@@ -6,12 +6,13 @@ fit is one configuration error with every reason, and never a surprise in a slot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
+from ppstream.policy.parts import PartSpecs, Place, cut
 from ppstream.policy.protocol import call_target, refused
 from ppstream.policy.unwritten import UINT8_BYTES
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 ACTIONS: Final = "actions"
 
 
-def build_policy(config: PipelineConfig, device: torch.device) -> Policy:
-    """The policy that ``config`` names, on ``device``.
+def build_parts(config: PipelineConfig, device: torch.device) -> tuple[Policy, ...]:
+    """The parts of the policy that ``config`` names, on ``device``; a policy in one part is one.
 
     Its ``build`` gets the options and, under ``weights``, the path of the weights or None.
 
@@ -36,18 +37,67 @@ def build_policy(config: PipelineConfig, device: torch.device) -> Policy:
     target, path = config.policy.target, "policy.target"
     given = {**config.policy.options, "weights": config.policy.weights}, device
     made = call_target(path, target, "build(options, device)", lambda maker: maker(*given))
+    is_cut = isinstance(made, list | tuple)
+    parts = tuple(made) if is_cut and made else (made,)
     try:
-        lacks = list(_lacks(made, ("reset",), ("inputs", "outputs")))
-        takes_texts = callable(getattr(made, "instruct", None))
+        found = [
+            _made(path, target, part, "a part of a policy" if is_cut else "a policy", lacks)
+            for part in parts
+            if (lacks := list(_lacks(part, ("reset",), ("inputs", "outputs"), named=is_cut)))
+        ]
+        takes_texts = any(callable(getattr(part, "instruct", None)) for part in parts)
     except BaseException as error:  # noqa: BLE001 - user code: a property may raise
         raise refused(error, f"{path}: {target}") from None
-    if lacks:
-        raise ConfigError([_made(path, target, made, "a policy", lacks)])
+    if found:
+        raise ConfigError(found)
     if config.policy.instructions and not takes_texts:
         raise ConfigError(
             [f"policy.instructions: got true, but {target} has no method instruct(number, text)"]
         )
-    return cast("Policy", made)
+    return cast("tuple[Policy, ...]", parts)
+
+
+def places_of(
+    config: PipelineConfig,
+    parts: Sequence[PartSpecs],
+    window: Sequence[TensorSpec],
+    *,
+    inline: bool = False,
+) -> tuple[Place, ...]:
+    """Returns what each rank runs of the policy, and what travels between them.
+
+    Args:
+        config: says how many policy ranks there are, and where each part runs.
+        parts: of the policy, in order.
+        window: tensors of an envelope, as a cutter's ``inputs``.
+        inline: one rank runs them all.
+
+    Raises:
+        ConfigError: the policy does not fit the configuration, or cannot be cut so; every reason.
+    """
+    found = policy_problems(config, window, parts)
+    ranks = len(config.placement.policy)
+    where = list(config.placement.parts) or ([1] * len(parts) if ranks == 1 else [])
+    if not inline:
+        found += _cut_problems(where, ranks, [part.name for part in parts])
+    if found:
+        raise ConfigError(found)
+    return cut(parts, [1] * len(parts) if inline else where, window)
+
+
+def _cut_problems(where: Sequence[int], ranks: int, names: Sequence[str]) -> Iterator[str]:
+    path, listed = "placement.parts", ", ".join(names)
+    if len(where) != len(names):
+        got = f"{len(where)} places" if where else "none"
+        yield f"{path}: got {got}, want one for each of {len(names)} parts ({listed})"
+    elif list(where) != sorted(where):
+        yield f"{path}: got {list(where)}, want places that never decrease: {listed} run in order"
+    elif missing := sorted(set(range(1, ranks + 1)).symmetric_difference(set(where) - {0})):
+        want = f"1 to {ranks}" if ranks > 1 else "1"
+        yield (
+            f"{path}: got {list(where)}, want a part at each place from {want}, one for each of "
+            f"placement.policy, and at place 0 those of rank 0; wrong: {missing}"
+        )
 
 
 def build_decoder(config: PipelineConfig) -> Decoder:
@@ -64,10 +114,14 @@ def build_decoder(config: PipelineConfig) -> Decoder:
     return cast("Decoder", made)
 
 
-def _lacks(made: Any, methods: Sequence[str], specs: Sequence[str] = ()) -> Iterator[str]:
+def _lacks(
+    made: Any, methods: Sequence[str], specs: Sequence[str] = (), *, named: bool = False
+) -> Iterator[str]:
     """Yields what an object lacks to be called as a stage."""
     if not callable(made):
         yield "__call__"
+    if named and not isinstance(getattr(made, "name", None), str):
+        yield "name"
     yield from (f"{name}()" for name in methods if not callable(getattr(made, name, None)))
     for name in specs:
         found = getattr(made, name, None)
@@ -81,41 +135,74 @@ def _made(path: str, target: str, made: object, what: str, lacks: Sequence[str])
 
 
 def policy_problems(
-    config: PipelineConfig,
-    offered: Sequence[TensorSpec],
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
+    config: PipelineConfig, window: Sequence[TensorSpec], parts: Sequence[PartSpecs]
 ) -> list[str]:
     """Every way in which a policy's specs do not fit ``config``; empty when it fits.
 
     Args:
         config: names the policy and says what its actions are.
-        offered: tensors of an envelope, as a cutter's ``inputs``.
-        inputs: what the policy reads.
-        outputs: what the policy writes.
+        window: tensors of an envelope, as a cutter's ``inputs``.
+        parts: of the policy, in order.
     """
-    found = [*_input_problems(offered, inputs), *_output_problems(config, outputs)]
-    return [f"policy.target: {config.policy.target} {text}" for text in found]
+    who = f"policy.target: {config.policy.target} "
+    found: list[str] = []
+    makers = dict.fromkeys((spec.name for spec in window), "streams and window make it")
+    there = {spec.name: spec for spec in window}
+    read = {spec.name for part in parts for spec in part.inputs}
+    for index, part in enumerate(parts):
+        label = f"part {part.name!r} " if len(parts) > 1 else ""
+        later = {spec.name: p.name for p in parts[index + 1 :] for spec in p.outputs}
+        texts = [*_input_problems(there, makers, part.inputs, later, is_cut=len(parts) > 1)]
+        texts += _output_problems(part.outputs, there)
+        is_last = part is parts[-1]
+        if is_last:
+            texts += _action_problems(config, part.outputs)
+        texts += (
+            f"writes {spec.name!r}, which no later part reads"
+            for spec in part.outputs
+            if not is_last and spec.name not in read
+        )
+        found += (f"{who}{label}{text}" for text in texts)
+        there |= {spec.name: spec for spec in part.outputs}
+        makers |= dict.fromkeys((s.name for s in part.outputs), f"part {part.name!r} writes")
+    names = [part.name for part in parts]
+    if len(set(names)) != len(names):
+        found.append(f"{who}names a part twice: {', '.join(names)}")
+    return found
 
 
-def _input_problems(offered: Sequence[TensorSpec], asked: Sequence[TensorSpec]) -> Iterator[str]:
-    by_name = {spec.name: spec for spec in offered}
+def _input_problems(
+    there: Mapping[str, TensorSpec],
+    makers: Mapping[str, str],
+    asked: Sequence[TensorSpec],
+    later: Mapping[str, str],
+    *,
+    is_cut: bool,
+) -> Iterator[str]:
     for spec in asked:
-        if spec.name not in by_name:
-            close = get_close_matches(spec.name, by_name, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(by_name)}"
-            yield f"reads {spec.name!r}, which no window has ({hint})"
-        elif spec != by_name[spec.name]:
+        if spec.name not in there:
+            close = get_close_matches(spec.name, there, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(there)}"
+            if spec.name in later:
+                hint = f"part {later[spec.name]!r} writes it, and runs later"
+            nobody = "no window or earlier part" if is_cut else "no window"
+            yield f"reads {spec.name!r}, which {nobody} has ({hint})"
+        elif spec != there[spec.name]:
             yield (
-                f"reads {_shape_text(spec)}, but streams and window make it "
-                f"{_shape_text(by_name[spec.name])}"
+                f"reads {_shape_text(spec)}, but {makers[spec.name]} "
+                f"{_shape_text(there[spec.name])}"
             )
 
 
-def _output_problems(config: PipelineConfig, outputs: Sequence[TensorSpec]) -> Iterator[str]:
+def _output_problems(
+    outputs: Sequence[TensorSpec], there: Mapping[str, TensorSpec]
+) -> Iterator[str]:
     names = [spec.name for spec in outputs]
     if len(set(names)) != len(names):
         yield f"names an output twice: {', '.join(names)}"
+    for name in names:
+        if name in there:
+            yield f"writes {name!r}, which the window or an earlier part has"
     for spec in outputs:
         if spec.dtype == "uint8" and spec.bytes_for(1) % UINT8_BYTES:
             yield (
@@ -123,6 +210,9 @@ def _output_problems(config: PipelineConfig, outputs: Sequence[TensorSpec]) -> I
                 f"what a call did not write, uint8 outputs have a multiple of {UINT8_BYTES}: pad "
                 "it, or make it bool or int32"
             )
+
+
+def _action_problems(config: PipelineConfig, outputs: Sequence[TensorSpec]) -> Iterator[str]:
     wanted = TensorSpec(ACTIONS, (config.actions.horizon, len(config.actions.names)))
     if wanted not in outputs:
         given = [_shape_text(spec) for spec in outputs if spec.name == ACTIONS]

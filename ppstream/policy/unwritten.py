@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from ppstream.core.errors import PolicyError
-from ppstream.core.user_code import is_a, said
+from ppstream.core.user_code import Fault, fault_of, is_a, said
+from ppstream.policy.protocol import POLICY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +73,16 @@ class UnwrittenError(PolicyError):
 def failure(error: BaseException) -> int:
     """Returns the code of a result's header for an exception in stage B."""
     return UNWRITTEN if is_a(error, UnwrittenError) else RAISED
+
+
+def policy_fault(error: BaseException) -> Fault:
+    """Describes what a policy raised: ``unwritten``, ``memory``, ``exception``.
+
+    Raises:
+        UserExitError: it called ``sys.exit()``.
+    """
+    kind = "unwritten" if is_a(error, UnwrittenError) else ""
+    return fault_of(error, POLICY, kind)
 
 
 def drawn_for(run_id: str) -> int:

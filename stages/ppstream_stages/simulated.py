@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[policy.options]``; the same seed draws the same durations."""
 
-    b_ms: NonNegative  # mean duration
+    b_ms: NonNegative | None = None  # mean duration
+    parts_ms: tuple[NonNegative, ...] = ()  # instead, mean durations of a policy in so many parts
+    hop_bytes: Annotated[int, Meta(ge=1)] = 4  # that each part hands to the next
     horizon: Count
     action_dim: Count
     kind: Literal["sleep", "spin", "gpu"] = "sleep"  # gpu: constant work on the policy's device
@@ -38,16 +40,19 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class SimulatedPolicy:
-    """Spends one duration per envelope, whatever the envelope holds."""
+    """Spends one duration per envelope, whatever the envelope holds; or a part of such a policy."""
 
-    inputs: tuple[TensorSpec, ...] = ()
     stateless = True
 
-    def __init__(self, options: Options, device: torch.device) -> None:
-        self._spend = _work(options, device)
-        actions = TensorSpec("actions", (options.horizon, options.action_dim))
-        payload = TensorSpec("payload", (options.payload,), "uint8") if options.payload else None
-        self.outputs = (actions,) if payload is None else (actions, payload)
+    def __init__(
+        self,
+        name: str,
+        inputs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
+        spend: Callable[[], None],
+    ) -> None:
+        self.name, self.inputs, self.outputs = name, inputs, outputs
+        self._spend = spend
 
     def reset(self, rows: Tensor) -> None:
         """Nothing to forget."""
@@ -58,21 +63,35 @@ class SimulatedPolicy:
             tensor.zero_()
 
 
-def build(config: Mapping[str, Any], device: torch.device) -> SimulatedPolicy:
-    """A simulated stage B with the given ``Options``; the device is used by ``kind = "gpu"`` alone.
+def build(config: Mapping[str, Any], device: torch.device) -> Any:
+    """A simulated policy with the given ``Options``; the device is used by ``kind = "gpu"`` alone.
 
     Raises:
         ConfigError: an option is missing, unknown or not allowed, or the device is no GPU.
     """
     options = options_of(config, Options)
-    return SimulatedPolicy(options, device)
+    if (options.b_ms is None) == (not options.parts_ms):
+        raise ConfigError(["policy.options: want either b_ms or parts_ms, how long stage B takes"])
+    actions = TensorSpec("actions", (options.horizon, options.action_dim))
+    payload = TensorSpec("payload", (options.payload,), "uint8") if options.payload else None
+    result = (actions,) if payload is None else (actions, payload)
+    means_ms = options.parts_ms or (options.b_ms or 0.0,)
+    hops = [
+        (TensorSpec(f"hop_{k}", (options.hop_bytes,), "bool"),) for k in range(1, len(means_ms))
+    ]
+    edges = [(), *hops, result]
+    parts = [
+        SimulatedPolicy(f"part_{k + 1}", edges[k], edges[k + 1], _work(options, mean_ms, device, k))
+        for k, mean_ms in enumerate(means_ms)
+    ]
+    return parts if options.parts_ms else parts[0]
 
 
-def _work(options: Options, device: torch.device) -> Callable[[], None]:
+def _work(options: Options, mean_ms: float, device: torch.device, part: int) -> Callable[[], None]:
     if options.kind != "gpu":
-        return Delay(options.b_ms, options.kind, options.law, options.seed).spend
+        return Delay(mean_ms, options.kind, options.law, options.seed + part).spend
     if device.type != "cuda":
         raise ConfigError(
             [f"policy.options.kind: got 'gpu' on {device}, want a CUDA device as placement.policy"]
         )
-    return GpuWork(options.b_ms, device).queue
+    return GpuWork(mean_ms, device).queue

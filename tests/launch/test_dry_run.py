@@ -212,7 +212,7 @@ def test_under_a_launcher_one_rank_says_it_for_all(
     assert capsys.readouterr().out.count("nothing started") == (rank == 0)
 
 
-GPUS = {"rank0": "cuda:0", "policy": "cuda:1"}
+GPUS = {"rank0": "cuda:0", "policy": ["cuda:1"]}
 
 
 class Machine:

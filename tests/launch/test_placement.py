@@ -38,7 +38,7 @@ def placed(
         link=LinkConfig(kind=kind, trusted_network=trusted),  # type: ignore[arg-type]
     )
     config = msgspec.structs.replace(
-        config, placement=PlacementConfig(rank0=devices[0], policy=devices[1])
+        config, placement=PlacementConfig(rank0=devices[0], policy=(devices[1],))
     )
     return place(config, world_size, local_world_size, has_peer_access=peer_access)
 

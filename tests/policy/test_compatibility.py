@@ -3,6 +3,7 @@ from pipeline_in_process import small_config
 from ppstream.core.specs import TensorSpec
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import policy_problems
+from ppstream.policy.parts import PartSpecs
 
 ACTIONS = TensorSpec("actions", (4, 2))
 VALUES = TensorSpec("state.values", (8, 5))
@@ -10,7 +11,7 @@ VALUES = TensorSpec("state.values", (8, 5))
 
 def problems(inputs, outputs):
     config = small_config()
-    return policy_problems(config, input_specs(config), inputs, outputs)
+    return policy_problems(config, input_specs(config), [PartSpecs("policy", inputs, outputs)])
 
 
 def test_a_policy_that_fits_has_no_problem():

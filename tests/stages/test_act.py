@@ -12,6 +12,7 @@ from ppstream.config.load import read
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import policy_problems
+from ppstream.policy.parts import specs_of
 from ppstream_stages.act import Options, Transformer, build
 
 torch.set_num_threads(1)
@@ -95,5 +96,5 @@ def test_the_shipped_configuration_with_three_cameras_fits_the_policy() -> None:
     config = read("three_cameras")
     small = {"width": 64, "encoder_blocks": 1, "decoder_blocks": 1}
     policy = build({**config.policy.options, "weights": None, **small}, CPU)
-    assert policy_problems(config, input_specs(config), policy.inputs, policy.outputs) == []
+    assert policy_problems(config, input_specs(config), specs_of([policy])) == []
     assert [stream.name for stream in config.cameras] == ["left", "right", "wrist"]

@@ -13,6 +13,7 @@ from ppstream.config.load import read
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import policy_problems
+from ppstream.policy.parts import specs_of
 from ppstream_stages.vla import Network, Options, build
 
 torch.set_num_threads(1)
@@ -131,4 +132,4 @@ def test_the_shipped_configuration_is_of_full_size_and_fits_its_policy() -> None
     assert count == pytest.approx(PI0_PARAMETERS, rel=0.05)
     small = {name: SMALL[name] for name in ("layers", "image", "language", "expert")}
     policy = build(config.policy.options | small, CPU)
-    assert policy_problems(config, input_specs(config), policy.inputs, policy.outputs) == []
+    assert policy_problems(config, input_specs(config), specs_of([policy])) == []

@@ -53,7 +53,7 @@ from ppstream.pipeline.pacing import Saturated
 from ppstream.pipeline.stage_a import StageA
 from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.stage_c import StageC
-from ppstream.policy.compatibility import build_policy
+from ppstream.policy.compatibility import build_parts
 
 RING: Final = 8192
 BATCH: Final = 200  # records timed together
@@ -190,7 +190,7 @@ def loop_periods_us(folder: Path, blocks: int, block: int) -> dict[str, list[flo
 
 def _loop(config: PipelineConfig, log: TimestampLog, waiter: Waiter) -> Rank0Loop:
     intake = build_intake(config)
-    policy = build_policy(config, torch.device("cpu"))
+    (policy,) = build_parts(config, torch.device("cpu"))
     shape = link_shape(config, intake.cutter.inputs, policy.outputs, 0)
     executor = InlineExecutor(
         StageB(policy, config.batch.rows),

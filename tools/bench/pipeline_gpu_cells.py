@@ -49,7 +49,7 @@ from ppstream.pipeline.bringup import run_saturated, time_standalone, warm_up
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank
 from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
-from ppstream.policy.compatibility import build_policy
+from ppstream.policy.compatibility import build_parts
 from ppstream.wire.rank_messages import Drain, Measure, PhaseChange, Ready
 
 BASE: Final = _ROOT / "stages" / "ppstream_stages" / "bench_gpus.toml"
@@ -221,7 +221,7 @@ def _outputs(config: PipelineConfig) -> tuple[Any, Any]:
 
 def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
     placement = device_ranks.place_here(config, 2)
-    policy = build_policy(config, torch.device("cuda", store.rank))
+    (policy,) = build_parts(config, torch.device("cuda", store.rank))
     intake = build_intake(config)
     run = Run(Path(store.get("run", LIMIT_S)))
     device = torch.device("cuda", store.rank)

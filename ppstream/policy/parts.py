@@ -1,0 +1,243 @@
+"""Parts: a policy cut into pieces with named inputs and outputs, and what travels between places.
+
+A place is a position in the chain of ranks: place 0 is rank 0, whose parts run at the end of stage
+A; place k is policy rank k. What a hop carries is derived from the names alone: what a later part
+reads and an earlier place has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+import torch
+
+from ppstream.core.specs import TensorSpec
+from ppstream.policy.protocol import Policy
+from ppstream.policy.unwritten import FilledPolicy, Outputs, rebinding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: On every hop: who is there, and in which episode.
+PRESENT: Final = "present"
+ALWAYS: Final = ("rows", PRESENT)
+
+
+class Part(Policy, Protocol):
+    """A piece of a policy that runs on one rank; a policy of one part is one, too.
+
+    ``inputs`` are named by the window or by an earlier part's ``outputs``. The last part's
+    ``outputs`` contain ``actions``; every other output is read by a later part.
+
+    ``build`` runs on every rank of a policy in parts, so it only makes specs. A part that has
+    weights makes them in ``load() -> None``, which is optional and called once, before the first
+    call, on the rank that runs it.
+    """
+
+    name: str
+
+
+class PartSpecs(msgspec.Struct, frozen=True):
+    """What ranks tell each other about a part."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def specs_of(parts: Sequence[Policy]) -> tuple[PartSpecs, ...]:
+    """Returns the specs of built parts; a policy of one part needs no name."""
+    return tuple(
+        PartSpecs(name_of(part), tuple(part.inputs), tuple(part.outputs)) for part in parts
+    )
+
+
+def name_of(part: Policy) -> str:
+    """Returns how people call a part."""
+    return str(getattr(part, "name", "") or "policy")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What one rank runs of a policy, and the hops around it.
+
+    Attributes:
+        first: index of its first part.
+        count: how many parts it runs; 0 on a rank 0 without front parts.
+        inputs: tensors that come to it; on place 0 the window.
+        outputs: tensors that leave it; of the last place the result.
+    """
+
+    first: int
+    count: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def of(self, parts: Sequence[Policy]) -> Sequence[Policy]:
+        """Those of ``parts`` that run here."""
+        return parts[self.first : self.first + self.count]
+
+
+def cut(
+    parts: Sequence[PartSpecs], where: Sequence[int], window: Sequence[TensorSpec]
+) -> tuple[Place, ...]:
+    """Cuts ``parts`` into places; ``where`` names each one's place and never decreases.
+
+    Without front parts the first hop carries the whole window; the cut must have no problems.
+    """
+    made = [*window]
+    for part in parts:
+        made += part.outputs
+    places: list[Place] = []
+    incoming = tuple(window)
+    for place in range(max(where) + 1):
+        first = sum(at < place for at in where)
+        count = sum(at == place for at in where)
+        behind = parts[first + count :]
+        if not behind:
+            outgoing = tuple(parts[-1].outputs)
+        elif not first + count:
+            outgoing = tuple(window)
+        else:
+            wanted = {spec.name for part in behind for spec in part.inputs}.union(ALWAYS)
+            later = {spec.name for part in behind for spec in part.outputs}
+            outgoing = tuple(s for s in made if s.name in wanted and s.name not in later)
+        places.append(Place(first, count, incoming, outgoing))
+        incoming = outgoing
+    return tuple(places)
+
+
+class Joined:
+    """The parts of a place as one policy: in order, with memory of their own between them.
+
+    What is read behind the place is copied through. What one part hands to the next is proven to be
+    written by this call, in host memory, as results are.
+
+    Args:
+        parts: of this place, built and loaded.
+        place: what goes in and out.
+        rows: the batch B.
+        device: of all tensors.
+        integers: as ``Outputs``.
+    """
+
+    def __init__(
+        self, parts: Sequence[Policy], place: Place, rows: int, device: torch.device, integers: int
+    ) -> None:
+        self.name = " + ".join(map(name_of, parts))
+        self.stateless = all(bool(getattr(part, "stateless", False)) for part in parts)
+        leaving = {spec.name for spec in place.outputs}
+        written = {spec.name for part in parts for spec in part.outputs}
+        self._carried = tuple(spec.name for spec in place.outputs if spec.name not in written)
+        asked = {spec.name for part in parts for spec in part.inputs}.difference(written)
+        asked.update(self._carried, (PRESENT,))
+        self.inputs = tuple(spec for spec in place.inputs if spec.name in asked)
+        self.outputs = place.outputs
+        self._steps: list[_Step] = []
+        for part in parts:
+            inner = [spec for spec in part.outputs if spec.name not in leaving]
+            tensors = {
+                spec.name: torch.zeros(
+                    rows, *spec.shape, dtype=getattr(torch, spec.dtype), device=device
+                )
+                for spec in inner
+            }
+            self._steps.append(_Step(part, MappingProxyType(tensors), leaving, device, integers))
+        takers = [part for part in parts if callable(getattr(part, "instruct", None))]
+        if takers:
+            self.instruct: Callable[[int, str], None] = _Takers(takers)
+
+    def reset(self, rows: Tensor) -> None:
+        """As each part does."""
+        for step in self._steps:
+            step.part.reset(rows)
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """As ``Policy``, given what comes to the place; raises what a part raises."""
+        known = dict(window)
+        for name in self._carried:
+            out[name].copy_(known[name], non_blocking=True)
+        for step in self._steps:
+            step.run(known, out)
+
+
+class _Step:
+    """One part of a place."""
+
+    def __init__(
+        self,
+        part: Policy,
+        tensors: Mapping[str, Tensor],
+        leaving: set[str],
+        device: torch.device,
+        integers: int,
+    ) -> None:
+        self.part = part
+        self._reads = [spec.name for spec in part.inputs]
+        self._leaves = [spec.name for spec in part.outputs if spec.name in leaving]
+        self.tensors = tensors  # that stay here
+        self._is_host = device.type == "cpu"
+        self._proof = Outputs(self, integers) if self._is_host and tensors else None
+        self._run = part if self._is_host or not tensors else FilledPolicy(part, integers)
+        self._given: dict[int, tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
+
+    def run(self, known: dict[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """Runs the part; what it made is ``known`` behind it."""
+        reads = {name: known[name] for name in self._reads}
+        proof = self._proof
+        if proof is not None:
+            proof.fill()
+        try:
+            self._run(reads, self._given_to(out))
+        except BaseException as error:
+            if why := rebinding(error):
+                raise why from error
+            raise
+        if proof is not None:
+            proof.hand_over(known[PRESENT].numpy())
+        known.update(self.tensors)
+        known.update(self._leaving(out))
+
+    def _leaving(self, out: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: out[name] for name in self._leaves}
+
+    def _given_to(self, out: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns all outputs of the part; on a device the same mapping for the same ``out``."""
+        if self._is_host:  # a mapping that is kept would be taken for one that the policy keeps
+            own = self.tensors if self._proof is None else self._proof.given
+            return MappingProxyType({**own, **self._leaving(out)})
+        if id(out) not in self._given:
+            self._given[id(out)] = out, MappingProxyType({**self.tensors, **self._leaving(out)})
+        return self._given[id(out)][1]
+
+
+class _Takers:
+    """Hands a text to every part that takes texts."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+
+    def __call__(self, number: int, text: str) -> None:
+        for part in self._parts:
+            part.instruct(number, text)
+
+
+def load(parts: Sequence[Policy]) -> None:
+    """Has each part make what is heavy, on the rank that runs it."""
+    for part in parts:
+        if callable(make := getattr(part, "load", None)):
+            make()
+
+
+def policy_of(
+    parts: Sequence[Policy], place: Place, rows: int, device: torch.device, integers: int
+) -> Policy:
+    """Returns what runs at a place: its only part where that reads and writes all there is."""
+    (*_, last) = parts
+    if len(parts) == 1 and {s.name for s in last.outputs} == {s.name for s in place.outputs}:
+        return last
+    return Joined(parts, place, rows, device, integers)
