@@ -21,6 +21,7 @@ from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import link_shape
+from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import BACK, LinkShape
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
@@ -137,7 +138,7 @@ def _open(
     assert placement.link is not None
     device = torch.device(placement.ranks[-1].device)
     stage_b = device_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
-    hops = open_hops(placement.link, BACK, peer, store, shape)
+    hops = open_hops(placement.link, Neighbours.pair(BACK, peer), store, shape)
     return HostPolicyRank(config, stage_b, hops, peer, log, waiter)
 
 

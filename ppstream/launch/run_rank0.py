@@ -32,6 +32,7 @@ from ppstream.launch.placement import Placement
 from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
+from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import FRONT, SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
@@ -187,7 +188,7 @@ def _pipelined(
             parts = parts._replace(stage_a=stage_a)
         else:
             assert placement.link is not None
-            hops = open_hops(placement.link, FRONT, peer, store, shape)
+            hops = open_hops(placement.link, Neighbours.pair(FRONT, peer), store, shape)
             stack.callback(hops.close)
             on_host = SplitExecutor if config.pipeline.threads == "split" else HostExecutor
             executor = on_host(hops, policy_rank)

@@ -1,6 +1,6 @@
-"""Opens the hops between rank 0 and a policy rank; placement chooses the kind, once, at start.
+"""Opens the hops between ranks; placement chooses the kind, once, at start.
 
-A link, on CPUs two hops, moves envelopes and results through slots and says when one is complete;
+A link, on CPUs one hop each way, moves envelopes and results through slots and says when one is complete;
 permission to send is the ledger's (``credits.py``), liveness the control socket's
 (``control/peer.py``).
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from ppstream.control.launcher_store import OPEN_TIMEOUT_S, LauncherStore
-from ppstream.control.peer import Peer
 from ppstream.core.errors import ConfigError
 from ppstream.links.device_link import DeviceLink
 from ppstream.links.gloo import open_gloo
@@ -18,7 +17,7 @@ from ppstream.links.host import open_host
 from ppstream.links.nccl import NcclLink
 from ppstream.links.peer_memory import PeerLink
 from ppstream.links.pinned_memory import PinnedLink
-from ppstream.links.protocol import Hops
+from ppstream.links.protocol import Hops, Neighbours
 from ppstream.links.slots import LinkShape
 
 if TYPE_CHECKING:
@@ -31,21 +30,19 @@ DEVICE_KINDS: Final = ("peer", "pinned", "nccl")
 
 def open_hops(
     kind: str,
-    side: str,
-    peer: Peer,
+    ends: Neighbours,
     store: LauncherStore,
     shape: LinkShape,
     *,
     timeout_s: float = OPEN_TIMEOUT_S,
 ) -> Hops:
-    """Both hops of a rank to and from ``peer``, which must be in here at the same time.
+    """Both hops of a rank to and from its neighbours, which must be in here at the same time.
 
     Args:
-        kind: ``host`` (both ranks on this host) or ``gloo``.
-        side: ``FRONT`` on rank 0, ``BACK`` on the policy rank.
-        peer: the other rank; stays the caller's and must outlive the hops.
+        kind: ``host`` (all ranks on this host) or ``gloo``.
+        ends: this rank's place; the peers stay the caller's and must outlive the hops.
         store: used by ``gloo`` only.
-        shape: the same on both ends.
+        shape: of the two hops; the same on both ends of each.
         timeout_s: bound of the whole opening.
 
     Raises:
@@ -54,9 +51,9 @@ def open_hops(
         ProtocolError: rank 0's slots are of another size.
     """
     if kind == "host":
-        return open_host(side, peer, shape, timeout_s)
+        return open_host(ends, shape, timeout_s)
     if kind == "gloo":
-        return open_gloo(side, peer, store.raw, shape, timeout_s)
+        return open_gloo(ends, store.raw, shape, timeout_s)
     raise ConfigError([f"link.kind: {kind!r} is not one of {', '.join(KINDS)}"])
 
 

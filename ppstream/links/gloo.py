@@ -1,4 +1,4 @@
-"""The ``gloo`` link: CPU tensors over TCP, each direction in its own process group.
+"""The ``gloo`` link: CPU tensors over TCP, each hop in its own process group.
 
 A gloo receive has to be posted before its sender can finish and says nothing until somebody waits
 for it, so one thread per end keeps one posted and waits; what arrived is handed over with an
@@ -21,7 +21,7 @@ from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError
 from ppstream.links.arrivals import StampedArrivals
 from ppstream.links.protocol import Hops
-from ppstream.links.slots import BACK, FRONT, INDEX, LinkShape, Order, Slot, new_slots
+from ppstream.links.slots import INDEX, LinkShape, Order, Slot, new_slots, orders_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
     from ppstream.control.peer import Peer
     from ppstream.links.arrivals import Arrivals
+    from ppstream.links.protocol import Neighbours
     from ppstream.links.slots import SlotLayout
 
-RANK_OF: Final = {FRONT: 0, BACK: 1}  # inside each group
+SENDER, RECEIVER = 0, 1  # inside each group
 FOR_EVER: Final = timedelta(days=365)  # a wait that runs out would close the connection for good
 END: Final = -1  # index of the note that says no more will come
 NOTE_BYTES: Final = 64  # gloo accepts less than what was posted
@@ -41,19 +42,24 @@ SPARE_SLOTS: Final = 1
 STAMPS_MAX: Final = 256  # more than can be in flight; rank 0 takes none of its own
 
 
-def open_gloo(side: str, peer: Peer, store: Store, shape: LinkShape, timeout_s: float) -> Hops:
-    """Both hops of ``side``.
+def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float) -> Hops:
+    """Both hops of a rank; all ranks open theirs in the order of the chain.
 
     Raises:
-        PeerLostError: the peer did not open its end within ``timeout_s``.
+        PeerLostError: a neighbour did not open its end within ``timeout_s``.
     """
-    is_front = side == FRONT
-    there, back = _groups(peer, store, RANK_OF[side], timeout_s)
-    other = 1 - RANK_OF[side]
-    envelopes = shape.envelope, shape.envelope_slots, Order("envelope", shape.generation)
-    results = shape.result, shape.result_slots, Order("result", shape.generation)
-    out = GlooOut(there if is_front else back, other, *(envelopes if is_front else results))
-    into = GlooIn(back if is_front else there, other, *(results if is_front else envelopes), out)
+    there, back = (shape.envelope, shape.envelope_slots), (shape.result, shape.result_slots)
+    out_order, in_order = orders_of(ends, shape.generation)
+    if ends.place == 0:
+        leads_out = _group(ends.behind, store, 0, SENDER, timeout_s)
+        leads_in = _group(ends.before, store, ends.places, RECEIVER, timeout_s)
+        out = GlooOut(leads_out, RECEIVER, *there, out_order)
+        into = GlooIn(leads_in, SENDER, *back, in_order, out)
+    else:
+        leads_in = _group(ends.before, store, ends.place - 1, RECEIVER, timeout_s)
+        leads_out = _group(ends.behind, store, ends.place, SENDER, timeout_s)
+        out = GlooOut(leads_out, RECEIVER, *back, out_order)
+        into = GlooIn(leads_in, SENDER, *there, in_order, out)
 
     def close() -> None:
         """Tell the peer that nothing more will come, and wait a second for its answer.
@@ -76,24 +82,21 @@ class _Group(Protocol):
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
 
 
-def _groups(peer: Peer, store: Store, rank: int, timeout_s: float) -> tuple[_Group, _Group]:
-    """Groups of the two ranks, to the policy rank and back, on the control socket's interface."""
-    host = peer.local_host or "127.0.0.1"
+def _group(peer: Peer, store: Store, hop: int, rank: int, timeout_s: float) -> _Group:
+    """The group of the two ends of a hop, on the control socket's interface."""
     gloo: Any = dist.ProcessGroupGloo  # its type stubs lack what is used here
-    groups: list[_Group] = []
-    for direction in ("envelopes", "results"):
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]
-        options._threads = 1
-        options._timeout = timedelta(seconds=timeout_s)
-        try:
-            prefixed = dist.PrefixStore(f"link/{direction}", store)  # type: ignore[attr-defined]
-            groups.append(gloo(prefixed, rank, 2, options))
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"{peer.name} did not open its end of the link within {timeout_s:.1f} s: {error}"
-            ) from error
-    return groups[0], groups[1]
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=peer.local_host or "127.0.0.1")]
+    options._threads = 1
+    options._timeout = timedelta(seconds=timeout_s)
+    try:
+        prefixed = dist.PrefixStore(f"link/{hop}", store)  # type: ignore[attr-defined]
+        group: _Group = gloo(prefixed, rank, 2, options)
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"{peer.name} did not open its end of the link within {timeout_s:.1f} s: {error}"
+        ) from error
+    return group
 
 
 class GlooOut:

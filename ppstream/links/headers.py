@@ -81,21 +81,26 @@ def link_shape(
     outputs: Sequence[TensorSpec],
     generation: int,
     ahead: int = 0,
+    place: int = 0,
 ) -> LinkShape:
-    """Returns what both ends of the link agree on.
+    """Returns what both ends of a rank's hops agree on.
 
     Args:
         config: rows and queue bounds.
-        inputs: tensors of the cutter.
-        outputs: tensors of the policy.
+        inputs: tensors of the hop that leads to the policy, or in front of this policy rank.
+        outputs: tensors of the hop that leads from it.
         generation: of this start of the run.
         ahead: as ``LinkShape.ahead``.
+        place: of this rank in a chain.
     """
+    is_first_hop = place <= 1
+    header = ENVELOPE_HEADER if is_first_hop else RESULT_HEADER
     return LinkShape(
-        SlotLayout(ENVELOPE_HEADER, tuple(inputs), config.batch.rows),
+        SlotLayout(header, tuple(inputs), config.batch.rows),
         SlotLayout(RESULT_HEADER, tuple(outputs), config.batch.rows),
         config.pipeline.d_in,
         config.pipeline.d_out,
         generation,
         ahead,
+        is_first_hop,
     )

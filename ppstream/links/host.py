@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from ppstream.core.clock import NS_PER_S
-from ppstream.core.errors import ConfigError, ProtocolError
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError
 from ppstream.links.arrivals import SocketArrivals
 from ppstream.links.protocol import Hops
-from ppstream.links.slots import FRONT, LinkShape, Order, Slot, make_slots
+from ppstream.links.slots import Order, Slot, make_slots, orders_of
 
 if TYPE_CHECKING:
     from ppstream.control.peer import Peer
+    from ppstream.links.protocol import Neighbours
+    from ppstream.links.slots import LinkShape, SlotLayout
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MIB: Final = 1 << 20
@@ -32,6 +34,7 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2: Final = ("memory.max", "memory.current", "inactive_file")
 KIB: Final = 1024
+LOST_GRACE_NS: Final = NS_PER_S
 
 
 def available_bytes() -> int:
@@ -97,8 +100,14 @@ class HostIn:
 
     fds: tuple[int, ...] = ()
 
-    def __init__(self, peer: Peer, slots: tuple[Slot, ...], order: Order) -> None:
+    def __init__(
+        self, peer: Peer, slots: tuple[Slot, ...], order: Order, *, is_pumped: bool
+    ) -> None:
         self._peer, self._slots, self._order = peer, slots, order
+        self._is_pumped = is_pumped  # by its owner
+        self._end_ns: int | None = None  # when the end of a peer that is pumped here was seen
+        if not is_pumped:
+            self.fds = (peer.fileno(),)
         self._arrivals: SocketArrivals | None = None
 
     @property
@@ -111,6 +120,8 @@ class HostIn:
 
     def receive_nowait(self) -> int | None:
         """As ``InHop``: whose doorbell the peer's pump has heard."""
+        if not self._is_pumped:
+            self._pump()
         if not self._peer.bells:
             return None
         index = self._peer.bells.popleft()
@@ -120,6 +131,16 @@ class HostIn:
         """As ``InHop``."""
         return self._slots[index % len(self._slots)]
 
+    def _pump(self) -> None:
+        """A neighbour that drained goes first; of one that was lost rank 0 tells within a moment."""
+        try:
+            if self._end_ns is None:
+                self._peer.pump()
+        except PeerLostError:
+            self._end_ns = now_ns()
+        if self._end_ns is not None and now_ns() - self._end_ns > LOST_GRACE_NS:
+            self._peer.pump()  # raises the same again
+
     def close(self) -> None:
         """As ``HostOut``."""
         if self._arrivals is not None:
@@ -127,24 +148,45 @@ class HostIn:
         self._slots = ()
 
 
-def open_host(side: str, peer: Peer, shape: LinkShape, timeout_s: float) -> Hops:
-    """Both hops of ``side``: rank 0 allocates the slots and passes them to the policy rank.
+def open_host(ends: Neighbours, shape: LinkShape, timeout_s: float) -> Hops:
+    """Both hops of a rank.
+
+    Rank 0 allocates the slots of the first and the last hop; of one between two policy ranks the
+    sender does.
 
     Raises:
         ConfigError: the slots do not fit into memory.
-        ProtocolError: rank 0's slots are of another size.
+        ProtocolError: the other end's slots are of another size.
     """
-    fd = _allocate(_bytes(shape)) if side == FRONT else _receive(peer, shape, timeout_s)
+    is_front, limit_ns = ends.place == 0, round(timeout_s * NS_PER_S)
+    there, back = (shape.envelope, shape.envelope_slots), (shape.result, shape.result_slots)
+    mine, theirs = (there, back) if is_front else (back, there)  # out, into
+    fds: list[int] = []
     try:
-        slots = _map(fd, shape)
-        if side == FRONT:
-            peer.send_fds([fd])
+        if is_front:
+            fds += (_allocate(_bytes(mine)), _allocate(_bytes(theirs)))
+            if ends.before is ends.behind:
+                ends.behind.send_fds(fds)
+            else:
+                ends.behind.send_fds(fds[:1])
+                ends.before.send_fds(fds[1:])
+        elif ends.before is ends.behind:
+            fds += reversed(ends.before.receive_fds(2, limit_ns))
+        else:
+            if ends.place == ends.places:
+                fds += ends.behind.receive_fds(1, limit_ns)
+            else:
+                fds.append(_allocate(_bytes(mine)))
+                ends.behind.send_fds(fds)
+            fds += ends.before.receive_fds(1, limit_ns)
+        slots = [_map(fd, *hop) for fd, hop in zip(fds, (mine, theirs), strict=True)]
     finally:
-        os.close(fd)
-    orders = [Order(what, shape.generation) for what in ("envelope", "result")]
-    sends, receives = (0, 1) if side == FRONT else (1, 0)
-    out = HostOut(peer, slots[sends], orders[sends])
-    into = HostIn(peer, slots[receives], orders[receives])
+        for fd in fds:
+            os.close(fd)
+    out_order, in_order = orders_of(ends, shape.generation)
+    out = HostOut(ends.behind, slots[0], out_order)
+    is_from_rank0 = ends.place <= 1
+    into = HostIn(ends.before, slots[1], in_order, is_pumped=is_from_rank0)
 
     def close() -> None:
         into.close()
@@ -153,23 +195,9 @@ def open_host(side: str, peer: Peer, shape: LinkShape, timeout_s: float) -> Hops
     return Hops("host", out, into, close)
 
 
-def _receive(peer: Peer, shape: LinkShape, timeout_s: float) -> int:
-    (fd,) = peer.receive_fds(1, round(timeout_s * NS_PER_S))
-    size = os.fstat(fd).st_size
-    if size != _bytes(shape):
-        os.close(fd)
-        raise ProtocolError(
-            f"rank 0's slots are {size} bytes, this rank's layout has {_bytes(shape)}: "
-            "the ranks disagree on the policy's tensors or the queue bounds"
-        )
-    return fd
-
-
-def _bytes(shape: LinkShape) -> int:
-    return (
-        shape.envelope_slots * shape.envelope.slot_bytes
-        + shape.result_slots * shape.result.slot_bytes
-    )
+def _bytes(hop: tuple[SlotLayout, int]) -> int:
+    layout, count = hop
+    return layout.slot_bytes * count
 
 
 def _allocate(size: int) -> int:
@@ -195,10 +223,13 @@ def _too_large(size: int, why: str) -> str:
     )
 
 
-def _map(fd: int, shape: LinkShape) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+def _map(fd: int, layout: SlotLayout, count: int) -> tuple[Slot, ...]:
+    size, wanted = os.fstat(fd).st_size, _bytes((layout, count))
+    if size != wanted:
+        raise ProtocolError(
+            f"the slots of a hop are {size} bytes, this rank's layout has {wanted}: the ranks "
+            "disagree on the policy's tensors or the queue bounds"
+        )
     # numpy holds the mapping's buffer for as long as any view lives; torch.frombuffer would not.
-    shared = mmap.mmap(fd, _bytes(shape), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    memory = torch.from_numpy(np.frombuffer(shared, dtype=np.uint8))
-    envelopes = make_slots(memory, shape.envelope, shape.envelope_slots)
-    behind = shape.envelope_slots * shape.envelope.slot_bytes
-    return envelopes, make_slots(memory[behind:], shape.result, shape.result_slots)
+    shared = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return make_slots(torch.from_numpy(np.frombuffer(shared, dtype=np.uint8)), layout, count)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from ppstream.links.slots import BACK
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ppstream.control.peer import Peer
     from ppstream.links.arrivals import Arrivals
     from ppstream.links.slots import Slot
 
@@ -54,6 +57,27 @@ class InHop(Protocol):
 
     def slot(self, index: int) -> Slot:
         """The slot of a received index, valid until the ledger gives it back."""
+
+
+class Neighbours(NamedTuple):
+    """The peers at the far ends of a rank's hops, in a chain of ranks that ends where it begins.
+
+    Attributes:
+        before: whose hop leads here.
+        behind: where this rank's hop leads; with one policy rank the same peer.
+        place: of this rank in the chain; rank 0 is place 0.
+        places: policy ranks in all.
+    """
+
+    before: Peer
+    behind: Peer
+    place: int
+    places: int = 1
+
+    @classmethod
+    def pair(cls, side: str, peer: Peer) -> Neighbours:
+        """Of two ranks: ``FRONT`` is rank 0, ``BACK`` the policy rank."""
+        return cls(peer, peer, int(side == BACK))
 
 
 class Hops(NamedTuple):

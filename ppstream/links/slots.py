@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.core.specs import TensorSpec
+    from ppstream.links.protocol import Neighbours
 
 
 #: Both headers begin with these; a link writes them when it sends, checks them when it receives.
@@ -109,6 +110,10 @@ class LinkShape:
         generation: of this start of the run; anything else on the link is a protocol error.
         ahead: envelopes beyond ``d_in`` that stage B may be queued for on a GPU before they exist;
             0: it is queued once its envelope was seen.
+        is_first_hop: the hop in front of the policy rank comes from rank 0.
+
+    On a policy rank of a chain ``envelope`` is the layout of the hop in front of it, ``result`` that
+    of the hop behind it; on rank 0 they are those of the first and of the last hop.
     """
 
     envelope: SlotLayout
@@ -117,11 +122,12 @@ class LinkShape:
     d_out: int
     generation: int = 0
     ahead: int = 0
+    is_first_hop: bool = True
 
     @property
     def envelope_slots(self) -> int:
         """Slots that keep any envelope from being overwritten before it is answered."""
-        return self.d_in + 1
+        return self.d_in + 1 if self.is_first_hop else self.result_slots
 
     @property
     def result_slots(self) -> int:
@@ -147,6 +153,12 @@ def make_slots(memory: Tensor, layout: SlotLayout, count: int) -> tuple[Slot, ..
 def new_slots(layout: SlotLayout, count: int) -> tuple[Slot, ...]:
     """``count`` zeroed slots in this process's own memory."""
     return make_slots(torch.zeros(count * layout.slot_bytes, dtype=torch.uint8), layout, count)
+
+
+def orders_of(ends: Neighbours, generation: int) -> tuple[Order, Order]:
+    """Returns the orders of the hops out of a rank and into it."""
+    names = ["envelope", *(f"output of place {k}" for k in range(1, ends.places)), "result"]
+    return Order(names[ends.place], generation), Order(names[ends.place - 1], generation)
 
 
 class Order:

@@ -31,7 +31,7 @@ from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
 from ppstream.links.factory import open_hops
 from ppstream.links.host import available_bytes
-from ppstream.links.protocol import Hops
+from ppstream.links.protocol import Hops, Neighbours
 from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
 from ppstream.pipeline.credits import CreditLedger
 
@@ -49,6 +49,7 @@ import sys, time
 import torch
 from ppstream.control.launcher_store import join_store
 from ppstream.links.factory import open_hops
+from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import BACK, LinkShape
 from ppstream.control.rendezvous import connect
 from ppstream.core.specs import TensorSpec
@@ -60,7 +61,7 @@ store = join_store()
 peer = connect(store, 20.0)
 header = ("index", "generation", "epoch", "seq")
 layout = SlotLayout(header, (TensorSpec("x", (size,), "uint8"),), 1)
-hops = open_hops(kind, BACK, peer, store, LinkShape(layout, layout, 2, 2))
+hops = open_hops(kind, Neighbours.pair(BACK, peer), store, LinkShape(layout, layout, 2, 2))
 waiter = Waiter()
 for fd in (peer.fileno(), *hops.into.fds):
     waiter.register(fd)
@@ -100,13 +101,15 @@ class Ends:
 
         def open_other() -> None:
             try:
-                opened.append(open_hops(kind, BACK, self.back_peer, store, back or front))
+                opened.append(
+                    open_hops(kind, Neighbours.pair(BACK, self.back_peer), store, back or front)
+                )
             except ProtocolError as error:
                 failed.append(error)
 
         thread = threading.Thread(target=open_other)
         thread.start()
-        self.front = open_hops(kind, FRONT, self.front_peer, store, front)
+        self.front = open_hops(kind, Neighbours.pair(FRONT, self.front_peer), store, front)
         thread.join()
         if failed:
             self.front_peer.close()
@@ -187,7 +190,9 @@ class EchoRank:
         self.peer = listener.accept(30.0)
         stack.callback(self.peer.close)
         layout = layout_of(size, dtype="uint8")
-        self.link = open_hops(kind, FRONT, self.peer, store, LinkShape(layout, layout, 2, 2))
+        self.link = open_hops(
+            kind, Neighbours.pair(FRONT, self.peer), store, LinkShape(layout, layout, 2, 2)
+        )
         stack.callback(self.link.close)
         self.waiter = Waiter()
         stack.callback(self.waiter.close)
@@ -403,7 +408,7 @@ def test_an_unknown_kind_is_a_configuration_error() -> None:
     near, far = socket.socketpair()
     store = LauncherStore(memory_store(), 0, 2, 0)
     with near, far, pytest.raises(ConfigError, match=r"link\.kind: 'nccl'"):
-        open_hops("nccl", FRONT, Peer(near), store, shape_of())
+        open_hops("nccl", Neighbours.pair(FRONT, Peer(near)), store, shape_of())
 
 
 # ---- memory -----------------------------------------------------------------------------------
@@ -413,7 +418,9 @@ def open_host_front(layout: SlotLayout) -> None:
     near, far = socket.socketpair()
     with near, far:
         store = LauncherStore(memory_store(), 0, 2, 0)
-        open_hops("host", FRONT, Peer(near), store, LinkShape(layout, layout, 1, 1))
+        open_hops(
+            "host", Neighbours.pair(FRONT, Peer(near)), store, LinkShape(layout, layout, 1, 1)
+        )
 
 
 def test_slots_larger_than_the_memory_are_a_configuration_error() -> None:
@@ -513,7 +520,13 @@ def test_an_absent_peer_ends_the_opening_within_its_limit(kind: str) -> None:
     store = LauncherStore(memory_store(), 0, 2, 0)
     began = now_ns()
     with near, far, pytest.raises(PeerLostError, match=r"within 0\.1 s"):
-        open_hops(kind, BACK, Peer(near, expects_fds=True), store, shape_of(), timeout_s=0.1)
+        open_hops(
+            kind,
+            Neighbours.pair(BACK, Peer(near, expects_fds=True)),
+            store,
+            shape_of(),
+            timeout_s=0.1,
+        )
     assert now_ns() - began < 5 * NS_PER_S
 
 

@@ -30,6 +30,7 @@ from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.headers import link_shape
 from ppstream.links.host import open_host
+from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import BACK, FRONT, new_slots
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.pipeline.credits import CreditLedger
@@ -118,7 +119,10 @@ class PipelineInProcess:
             return
         ours, theirs = socket.socketpair()
         front, back = Peer(ours), Peer(theirs, expects_fds=True)
-        ends = open_host(FRONT, front, shape, 5.0), open_host(BACK, back, shape, 5.0)
+        ends = (
+            open_host(Neighbours.pair(FRONT, front), shape, 5.0),
+            open_host(Neighbours.pair(BACK, back), shape, 5.0),
+        )
         on_host = SplitExecutor if config.pipeline.threads == "split" else HostExecutor
         self.executor = on_host(ends[0], PolicyRankPeer(front, config))
         self.rank0 = Rank0Loop(*parts, executor=self.executor)

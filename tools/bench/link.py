@@ -33,6 +33,7 @@ from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
 from ppstream.links.factory import open_hops
+from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
 
 SIZES: Final = {"1 KB": 1 << 10, "64 KB": 1 << 16, "1 MB": 1 << 20, "8 MB": 8 << 20}
@@ -191,7 +192,9 @@ class LinkEnd:
             listener.close()
         else:
             self.peer = connect(store, 20.0)
-        self.hops = open_hops(kind, FRONT if front else BACK, self.peer, store, shape)
+        self.hops = open_hops(
+            kind, Neighbours.pair(FRONT if front else BACK, self.peer), store, shape
+        )
         self.outgoing, self.incoming = self.hops.out.slot, self.hops.into.slot
         self.commit = self.hops.out.commit
         self.waiter = Waiter()
