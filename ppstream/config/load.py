@@ -83,10 +83,18 @@ def read(name: str, overrides: Iterable[str] = ()) -> PipelineConfig:
     table = normalise(table, PipelineConfig, Path.cwd())
     if found := broken + list(find_problems(table, PipelineConfig)):
         raise ConfigError(found)
-    config = msgspec.convert(table, PipelineConfig)
+    config = _with_defaults(msgspec.convert(table, PipelineConfig), table)
     if found := problems(config):
         raise ConfigError(found)
     return config
+
+
+def _with_defaults(config: PipelineConfig, table: dict[str, Any]) -> PipelineConfig:
+    """Fills in what follows from other settings: ``d_in`` is the number of ranks."""
+    shape = config.pipeline
+    if "d_in" not in table.get("pipeline", {}):
+        shape = msgspec.structs.replace(shape, d_in=1 + len(config.placement.policy))
+    return msgspec.structs.replace(config, pipeline=shape)
 
 
 def locate(name: str) -> Path:

@@ -202,7 +202,7 @@ class PipelineShape(_Part, frozen=True):
     tick_hz: Positive | None = None  # needed by pacing = "tick"
     windows: Literal["live", "scheduled"] = "live"
     threads: Literal["serial", "split"] = "serial"
-    d_in: Annotated[int, Meta(ge=1, le=64)] = 2
+    d_in: Annotated[int, Meta(ge=1, le=64)] = 2  # unless stated: the number of ranks
     d_out: Annotated[int, Meta(ge=1, le=64)] = 2
     credit: Literal["before_window", "after_window"] = "before_window"  # freshness | throughput
 

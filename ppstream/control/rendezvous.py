@@ -44,12 +44,13 @@ class Listener:
     Args:
         store: where the address is published.
         host: this host's own address or name that other hosts can reach; None: UNIX socket.
+        key: under which it is published.
 
     Raises:
         ConfigError: ``host`` is no address of this host.
     """
 
-    def __init__(self, store: Store, *, host: str | None = None) -> None:
+    def __init__(self, store: Store, *, host: str | None = None, key: str = ADDRESS_KEY) -> None:
         if host is None:
             name = f"ppstream-{secrets.token_hex(16)}"
             self._socket = socket.socket(socket.AF_UNIX)
@@ -59,13 +60,13 @@ class Listener:
         else:
             self._socket = _tcp_listener(host)
             address = f"tcp:{host}:{self._socket.getsockname()[1]}"
-        store.set(ADDRESS_KEY, address)
+        store.set(key, address)
 
     def fileno(self) -> int:
         """Readable: ``accept`` returns at once."""
         return self._socket.fileno()
 
-    def accept(self, timeout_s: float) -> Peer:
+    def accept(self, timeout_s: float, name: str = "the policy rank") -> Peer:
         """The next connection of a rank of this user; the caller owns the peer.
 
         Raises:
@@ -81,10 +82,11 @@ class Listener:
                     or user_at_end_of(connection) == os.geteuid()
                 ):
                     _prepare(connection)
-                    return Peer(connection, name="the policy rank")
+                    return Peer(connection, name=name)
                 connection.close()
         raise PeerLostError(
-            f"no policy rank connected within {timeout_s:.1f} s: did its process start?"
+            f"no {name.removeprefix('the ')} connected within {timeout_s:.1f} s: "
+            "did its process start?"
         )
 
     def close(self) -> None:
@@ -92,25 +94,34 @@ class Listener:
         self._socket.close()
 
 
-def connect(store: Store, timeout_s: float, *, expects_fds: bool = True) -> Peer:
-    """Rank 0, at the address it published; the caller owns the peer.
+def connect(
+    store: Store,
+    timeout_s: float,
+    *,
+    expects_fds: bool = True,
+    key: str = ADDRESS_KEY,
+    name: str = "rank 0",
+) -> Peer:
+    """Rank 0, or another rank, at the address it published; the caller owns the peer.
 
     Args:
         store: where the address is published.
         timeout_s: bound of the whole.
         expects_fds: descriptors may come with frames, where both ranks share a host.
+        key: under which the address is published.
+        name: how errors call the other rank.
 
     Raises:
         PeerLostError: no address within ``timeout_s``, or nobody listens there.
     """
-    address = store.get(ADDRESS_KEY, timeout_s)
+    address = store.get(key, timeout_s)
     kind, _, where = address.partition(":")
     try:
         connection = _connected(kind, where, timeout_s)
     except OSError as error:
-        raise PeerLostError(f"rank 0 does not answer at {address}: {error}") from error
+        raise PeerLostError(f"{name} does not answer at {address}: {error}") from error
     _prepare(connection)
-    return Peer(connection, name="rank 0", expects_fds=expects_fds and kind == "unix")
+    return Peer(connection, name=name, expects_fds=expects_fds and kind == "unix")
 
 
 def _connected(kind: str, where: str, timeout_s: float) -> socket.socket:

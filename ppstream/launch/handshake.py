@@ -12,8 +12,8 @@ import hashlib
 import os
 import platform
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +29,7 @@ from ppstream.control.peer_process import HeldProcess
 from ppstream.control.rendezvous import Listener, connect
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import (
+    ConfigError,
     HandshakeError,
     PeerLostError,
     PpstreamError,
@@ -36,6 +37,7 @@ from ppstream.core.errors import (
 )
 from ppstream.core.specs import TensorSpec
 from ppstream.launch.rank_exit import how_it_ends
+from ppstream.links.protocol import Neighbours
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.policy.compatibility import places_of
 from ppstream.policy.parts import PartSpecs, Place
@@ -50,6 +52,8 @@ from ppstream.wire.rank_messages import (
 )
 
 TOKEN_KEY: Final = "run/token"  # known to the launcher's ranks alone
+TURN_KEY: Final = "run/turn"  # policy ranks come one by one
+HOP_KEY: Final = "hop"  # where a policy rank is reached by the next one
 SPARE_NS: Final = 2 * NS_PER_S  # the rank that builds notices first: it knows more
 RANK0_ONLY: Final = frozenset({"service", "bringup", "decode", "log", "demo", "simulate"})
 TEST_HOOK_PREFIX: Final = "PPSTREAM_TEST_"
@@ -125,21 +129,29 @@ def ranks_on_this_host(world_size: int) -> int:
 
 
 @contextmanager
-def telling(peer: Peer) -> Iterator[None]:
-    """Tell the other rank why this one ends, unless it went first; then what it said is the reason.
+def telling(*peers: Peer) -> Iterator[None]:
+    """Tell other ranks why this one ends; if one of them went first, what it said is the reason.
 
     Raises:
-        PeerLeftError: instead of a PeerLostError, when the other rank had said why.
+        PeerLeftError: instead of a PeerLostError, when another rank had said why.
     """
     try:
         yield
     except PeerLostError as error:
-        raise peer.last_words() or error from None
+        first = next(filter(None, (peer.last_words() for peer in peers)), error)
+        if len(peers) > 1:
+            _tell(peers, first)
+        raise first from None
     except BaseException as error:
-        code, text = how_it_ends(error)
+        _tell(peers, error)
+        raise
+
+
+def _tell(peers: tuple[Peer, ...], error: BaseException) -> None:
+    code, text = how_it_ends(error)
+    for peer in peers:
         with suppress(PpstreamError):
             peer.send(Goodbye(int(code), text))
-        raise
 
 
 # ---- rank 0 -----------------------------------------------------------------------------------
@@ -151,17 +163,22 @@ def listen(store: LauncherStore, host: str | None) -> Listener:
     return Listener(store, host=host)
 
 
-def admit(config: PipelineConfig, store: LauncherStore, listener: Listener, run: Run) -> Peer:
-    """Accept the policy rank's two connections and compare what both ranks resolved.
+def admit(
+    config: PipelineConfig, store: LauncherStore, listener: Listener, run: Run, rank: int = 1
+) -> Peer:
+    """Accept a policy rank's two connections and compare what both ranks resolved; one by one.
 
     Raises:
         HandshakeError: the ranks disagree; the message is the difference, line by line.
         PeerLostError: nobody came within ``liveness.handshake_s``.
     """
     limit_s = config.liveness.handshake_s
-    peer = listener.accept(limit_s)
+    name = "the policy rank" if store.world_size == 2 else f"policy rank {rank}"
+    store.set(f"{TURN_KEY}/{rank}", "now")
+    peer = listener.accept(limit_s, name)
     hello = peer.receive(round(limit_s * NS_PER_S))
-    if not isinstance(hello, RankHello) or hello.token != store.get(TOKEN_KEY, limit_s):
+    is_known = isinstance(hello, RankHello) and hello.token == store.get(TOKEN_KEY, limit_s)
+    if not isinstance(hello, RankHello) or not is_known or hello.rank != rank:
         raise ProtocolError("a stranger connected to the control socket: it does not know the run")
     try:
         if hello.generation != store.generation:
@@ -172,7 +189,8 @@ def admit(config: PipelineConfig, store: LauncherStore, listener: Listener, run:
     except HandshakeError as error:
         peer.send(RankRefused(tuple(str(error).splitlines())))
         raise
-    run.describe(policy_rank=hello.facts.get("informational", {}))
+    key = "policy_rank" if rank == 1 else f"policy_rank_{rank}"
+    run.describe(**{key: hello.facts.get("informational", {})})
     peer.send(RankWelcome(run.run_id, str(run.directory)))
     peer.heart = listener.accept(limit_s)
     beat = peer.heart.receive(round(limit_s * NS_PER_S))
@@ -182,9 +200,9 @@ def admit(config: PipelineConfig, store: LauncherStore, listener: Listener, run:
 
 
 def agree_on_parts(
-    config: PipelineConfig, peer: Peer, window: tuple[TensorSpec, ...]
+    config: PipelineConfig, peers: Sequence[Peer], window: tuple[TensorSpec, ...]
 ) -> tuple[tuple[Place, ...], int]:
-    """Waits until the policy is built; returns its places, once all its tensors are known to fit.
+    """Waits until each rank has built its parts; returns the places, once all tensors fit.
 
     Behind them, how far ahead of envelopes it may be queued (``LinkShape.ahead``).
 
@@ -193,16 +211,21 @@ def agree_on_parts(
         PeerLeftError: the policy could not be built.
         WatchdogError: it was not built within ``liveness.start_s``.
     """
+    built = [_built(config, peer) for peer in peers]
+    for rank, other in enumerate(built[1:], 2):
+        if other.parts != built[0].parts:
+            raise ConfigError([f"policy.target: rank {rank} built other parts than rank 1"])
+    places = places_of(config, built[0].parts, window)
+    for peer in peers:
+        peer.send(Ready({}))
+    return places, built[0].ahead
+
+
+def _built(config: PipelineConfig, peer: Peer) -> _Built:
     ready = peer.receive(build_limit_ns(config) + SPARE_NS)
     if not isinstance(ready, Ready):
-        raise ProtocolError(f"expected Ready from the policy rank, got {type(ready).__name__}")
-    built = msgspec.convert(ready.facts, _Built)
-    return places_of(config, built.parts, window), built.ahead
-
-
-def accept(peer: Peer) -> None:
-    """Rank 0's answer: the policy fits."""
-    peer.send(Ready({}))
+        raise ProtocolError(f"expected Ready from {peer.name}, got {type(ready).__name__}")
+    return msgspec.convert(ready.facts, _Built)
 
 
 # ---- the policy rank ----------------------------------------------------------------------------
@@ -216,6 +239,7 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
         PeerLostError: rank 0 is not there.
     """
     limit_s = config.liveness.handshake_s
+    store.get(f"{TURN_KEY}/{store.rank}", limit_s)
     peer = connect(store, limit_s)
     peer.heart = connect(store, limit_s, expects_fds=False)
     facts = configuration_facts(config)
@@ -240,6 +264,37 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
     if not isinstance(answer, RankWelcome):
         raise ProtocolError(f"expected Welcome from rank 0, got {type(answer).__name__}")
     return peer, Run.joined(Path(answer.run_dir))
+
+
+def meet_neighbours(
+    config: PipelineConfig, store: LauncherStore, rank0: Peer, stack: ExitStack
+) -> Neighbours:
+    """The policy ranks on either side of this one, whose peers ``stack`` closes; else rank 0.
+
+    Raises:
+        PeerLostError: one of them did not come within ``liveness.handshake_s``.
+        ProtocolError: whoever came is no rank of this run.
+    """
+    limit_s, place, places = config.liveness.handshake_s, store.rank, store.world_size - 1
+    token = store.get(TOKEN_KEY, limit_s)
+    before = behind = rank0
+    listener = None
+    if place < places:
+        listener = Listener(store, host=rank0.local_host, key=f"{HOP_KEY}/{place}")
+        stack.callback(listener.close)
+    if place > 1:
+        name = f"policy rank {place - 1}"
+        before = connect(store, limit_s, key=f"{HOP_KEY}/{place - 1}", name=name)
+        stack.callback(before.close)
+        before.send(RankHeart(token))
+    if listener is not None:
+        behind = listener.accept(limit_s, f"policy rank {place + 1}")
+        stack.callback(behind.close)
+        frame = behind.receive(round(limit_s * NS_PER_S))
+        if not isinstance(frame, RankHeart) or frame.token != token:
+            raise ProtocolError("a stranger connected to a hop's socket: it does not know the run")
+        listener.close()
+    return Neighbours(before, behind, place, places)
 
 
 class _Built(msgspec.Struct, frozen=True):

@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--nproc",
         type=int,
-        choices=(1, 2),
+        metavar="N",
         help="ranks: 1 runs the unpipelined twin (default: what the placement asks for)",
     )
     return parser

@@ -54,9 +54,11 @@ class Lookout:
         self._end = end
         self._environment = environment
         self._stopped_looks_max = frozen_ms / INTERVAL_MS
-        self._stopped_looks = 0
+        self._stopped_looks: dict[int, int] = {}  # of each rank, in a row
         self._launcher = parent_launcher(environment)
-        self._has_sibling = _world_size(environment) > 1
+        world_size = _world_size(environment)
+        others = range(1, world_size) if end.rank == 0 else (0,)
+        self._siblings = list(others) if world_size > 1 else []
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._deadline_ns: int | None = None
         self._lock = threading.Lock()
@@ -70,7 +72,7 @@ class Lookout:
     def on_phase(self, phase: str) -> None:
         """Past ``warming`` silence tells what state told: the other rank's is no longer asked."""
         if phase != "warming":
-            self._has_sibling = False
+            self._siblings = []
 
     def leave_by(self, seconds: float) -> None:
         """Leave as ``end.told()`` says unless somebody else has by then; any thread.
@@ -111,8 +113,8 @@ class Lookout:
                 gone, self._launcher = self._launcher, None
                 poll.unregister(gone.fileno())
                 self._lose_launcher(gone)
-            if self._has_sibling:
-                self._look_at_sibling()
+            for rank in list(self._siblings):
+                self._look_at_sibling(rank)
             if (due_ns := self._deadline_ns) is not None and now_ns() >= due_ns:
                 self._leave()
 
@@ -124,7 +126,7 @@ class Lookout:
             self._end.leave(code, reason)
 
     def _wait_ms(self) -> float | None:
-        waits: list[float] = [INTERVAL_MS] if self._has_sibling else []
+        waits: list[float] = [INTERVAL_MS] if self._siblings else []
         if (due_ns := self._deadline_ns) is not None:
             waits.append(max(0, due_ns - now_ns()) / NS_PER_MS)
         return min(waits, default=None)
@@ -134,22 +136,22 @@ class Lookout:
         reason = f"{LAUNCHER_LOST}: process {process.pid}, which started this rank, is gone"
         self.leave_by(LAUNCHER_GRACE_S if self._end.lose_launcher(reason) else 0.0)
 
-    def _look_at_sibling(self) -> None:
+    def _look_at_sibling(self, rank: int) -> None:
         end = self._end
-        if end.peer_process is None:
-            found = of_rank(1 - end.rank, self._environment, children(os.getppid()))
-            end.peer_process = next(found, None)
-        if end.peer_process is None:
-            return
-        if end.peer_process.wait_gone(0):
-            self._has_sibling = False
+        process = end.processes.get(rank)
+        if process is None:
+            process = next(of_rank(rank, self._environment, children(os.getppid())), None)
+            if process is None:
+                return
+            end.processes[rank] = process
+        if process.wait_gone(0):
+            self._siblings = []
             end.leave_when_lost()
             return
-        self._stopped_looks += 1
-        if end.peer_process.state() != "T":
-            self._stopped_looks = 0
-        if self._stopped_looks > self._stopped_looks_max:
-            what = f"rank {1 - end.rank} was stopped before it served"
+        looks = self._stopped_looks.get(rank, 0) + 1 if process.state() == "T" else 0
+        self._stopped_looks[rank] = looks
+        if looks > self._stopped_looks_max:
+            what = f"rank {rank} was stopped before it served"
             end.peer_lost = what  # before it is ended: the main thread will see no more than that
             end.leave(ExitCode.PEER_LOST, what + end.see_peer_out(0.0))
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -62,12 +63,13 @@ class RankEnd:
 
     Attributes:
         run: where it is recorded, once there is one.
-        peer: the other rank, once ranks have met.
-        peer_process: the other rank's process, if it is on this host.
-        peer_said: how the other rank said that it ends.
+        peers: the ranks that this one answers to, once they have met: rank 0 has all policy ranks,
+            each of them has rank 0.
+        processes: those of them that are on this host, once they are known.
+        peer_said: how one of them said that it ends.
         decided: this rank is leaving, and why.
         is_drained: both sides said goodbye: the other one may go first.
-        peer_lost: what is known of the other rank's end that its sockets do not tell.
+        peer_lost: what is known of another rank's end that its sockets do not tell.
         launcher_lost: why this run has nobody left to stop it.
         on_stop: asks the loop to stop; None: there is no loop yet.
     """
@@ -76,8 +78,8 @@ class RankEnd:
         self.rank = rank
         self.generation = generation
         self.run: Run | None = None
-        self.peer: Peer | None = None
-        self.peer_process: HeldProcess | None = None
+        self.peers: dict[int, Peer] = {}
+        self.processes: dict[int, HeldProcess] = {}
         self.peer_said: str | None = None
         self.decided: tuple[ExitCode, str] | None = None
         self.is_drained = False
@@ -157,9 +159,9 @@ class RankEnd:
             why = end["reason"].partition("\n")[0]
             text = f"rank {rank}: exit {end['code']} {end['name']} {why}"
         elif self.peer_said is not None:
-            text = f"rank {1 - self.rank}: {self.peer_said.partition(chr(10))[0]}"
+            text = f"{self._another}: {self.peer_said.partition(chr(10))[0]}"
         elif code is ExitCode.PEER_LOST:
-            text = f"rank {1 - self.rank}: it left no exit code (killed, crashed, or out of reach)"
+            text = f"{self._another}: it left no exit code (killed, crashed, or out of reach)"
         else:
             return
         _print(f"ppstream: first to fail: {text}")
@@ -172,10 +174,19 @@ class RankEnd:
 
     # ---- what decides it -----------------------------------------------------------------------
 
-    def met(self, peer: Peer) -> None:
-        """The ranks have met: the other one's process is known, if it is on this host."""
-        self.peer = peer
-        self.peer_process = self.peer_process or HeldProcess.at_end_of(peer.fileno())
+    def met(self, rank: int, peer: Peer) -> HeldProcess | None:
+        """This rank and ``rank`` have met; returns its process, if it is on this host."""
+        self.peers[rank] = peer
+        if rank not in self.processes and (process := HeldProcess.at_end_of(peer.fileno())):
+            self.processes[rank] = process
+        return self.processes.get(rank)
+
+    @property
+    def _another(self) -> str:
+        """Names the rank that was lost, where one is known to be gone."""
+        gone = [rank for rank, process in self.processes.items() if process.wait_gone(0)]
+        ranks = gone or list(self.peers) or [0 if self.rank else 1]
+        return f"rank {ranks[0]}" if len(ranks) == 1 else "one of the policy ranks"
 
     def settled(self, code: ExitCode, reason: str) -> tuple[ExitCode, str]:
         """Returns this rank's end when its main thread ends with ``code``."""
@@ -203,10 +214,11 @@ class RankEnd:
         if self.decided is not None:
             code, reason = self.decided
             return code, f"{reason}{stands} and did not close within {CLOSE_GRACE_S:g} s"
-        if self.peer is not None and (goodbye := self.peer.goodbye) is not None:
-            left = PeerLeftError(goodbye.code, goodbye.reason)
-            self.peer_said = left.said
-            return left.exit_code, str(left)
+        for peer in self.peers.values():
+            if (goodbye := peer.goodbye) is not None:
+                left = PeerLeftError(goodbye.code, goodbye.reason)
+                self.peer_said = left.said
+                return left.exit_code, str(left)
         return self.settled(ExitCode.PEER_LOST, f"{self._how_gone()}{stands}")
 
     def stop_early(self, name: str) -> None:
@@ -217,7 +229,7 @@ class RankEnd:
                 other rank is gone.
         """
         self._asked_early = name
-        if self.peer_process is not None and self.peer_process.wait_gone(0):
+        if any(process.wait_gone(0) for process in self.processes.values()):
             raise StoppedEarlyError(self._how_gone(), ExitCode.PEER_LOST)
         raise StoppedEarlyError(f"{name} before the run was ready")
 
@@ -285,10 +297,15 @@ class RankEnd:
         Returns:
             What was done, to be added to the reason of this rank's end.
         """
-        process = self.peer_process
-        if process is None:
-            return ""
-        is_patient = self.rank != 0 and limit_s > 0
+        until_s = time.monotonic() + limit_s  # of all together
+        done = ""
+        for rank, process in list(self.processes.items()):
+            left_s = max(0.0, until_s - time.monotonic())
+            done += self._see_out(rank, process, left_s, is_hasty=not limit_s)
+        return done
+
+    def _see_out(self, rank: int, process: HeldProcess, limit_s: float, *, is_hasty: bool) -> str:
+        is_patient = self.rank != 0 and not is_hasty
         done = ""
         if not process.wait_gone(ZOMBIE_S if is_patient else limit_s):
             if is_patient:
@@ -299,12 +316,12 @@ class RankEnd:
             process.end()
             done = f"; its process {process.pid} (state {state}) was ended"
         others = (pid for pid in everybody() if pid != process.pid)
-        forks = _end_all(of_rank(1 - self.rank, os.environ, others))
+        forks = _end_all(of_rank(rank, os.environ, others))
         return f"{done}; ended what it had started: {', '.join(forks)}" if forks else done
 
     def _how_gone(self) -> str:
-        if self.peer is None:
-            return f"rank {1 - self.rank} ended before it had met this rank; look at its output"
+        if not self.peers:
+            return f"{self._another} ended before it had met this rank; look at its output"
         return "the other rank's process is gone, and said nothing"
 
 
@@ -400,8 +417,8 @@ def start_watchdog(config: PipelineConfig, loop: Loop, end: RankEnd) -> Watchdog
 
     def leave(text: str) -> None:
         try:
-            if end.peer is not None:
-                end.peer.send(Goodbye(int(ExitCode.WATCHDOG), text))
+            for peer in end.peers.values():
+                peer.send(Goodbye(int(ExitCode.WATCHDOG), text))
             end.keep_evidence(ExitCode.WATCHDOG)
         except Exception as error:  # noqa: BLE001 - nothing may keep a stuck rank
             end.complain("the other rank is not told", error)

@@ -22,7 +22,7 @@ from ppstream.launch.placement import Placement
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import link_shape
 from ppstream.links.protocol import Neighbours
-from ppstream.links.slots import BACK, LinkShape
+from ppstream.links.slots import LinkShape
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.host_policy_rank import HostPolicyRank
@@ -63,7 +63,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         placement = device_ranks.place_here(config, store.world_size)
         peer, end.run = handshake.introduce(config, store)
         stack.callback(peer.close)
-        end.met(peer)
+        process = end.met(0, peer)
         patience = Patience(config.liveness.drain_s + OUTLIVE_DRAIN_S)
         end.pass_stops_to(patience.asked)
         met: list[PolicyRank] = []  # this loop, once it exists
@@ -72,13 +72,14 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             peer,
             lambda: met[0].progress if met else 0,
             end.leave_when_lost,
-            end.peer_process,
+            process,
         )
         stack.callback(beat.stop)
         course = rank_exit.Course(config)
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         with handshake.telling(peer):
-            device = torch.device(placement.ranks[-1].device)
+            ends = handshake.meet_neighbours(config, store, peer, stack)
+            device = torch.device(placement.ranks[store.rank].device)
             on_gpu: device_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
                 if device.type == "cuda":
@@ -100,13 +101,16 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             ahead = 0 if on_gpu is None else on_gpu.ahead
             handshake.offer_parts(peer, specs_of(parts), ahead)
             handshake.wait_accepted(config, peer)
-            shape = link_shape(config, place.inputs, place.outputs, store.generation, ahead)
+            shape = link_shape(
+                config, place.inputs, place.outputs, store.generation, ahead, store.rank
+            )
             log = _log(config, end.run, store, stack)
             Monitoring(config, end.run, log, stack, rank=store.rank, generation=store.generation)
             waiter = Waiter()
             stack.callback(waiter.close)
             with course.step("the link and the policy's first calls"):
-                loop = _open(config, on_gpu or policy, placement, peer, store, shape, log, waiter)
+                built = on_gpu or policy
+                loop = _open(config, built, placement, ends, peer, store, shape, log, waiter)
             stack.callback(loop.close)
             met.append(loop)
             course.loop = loop
@@ -124,6 +128,7 @@ def _open(
     config: PipelineConfig,
     policy: Policy | device_ranks.PreparedPolicy,
     placement: Placement,
+    ends: Neighbours,
     peer: Peer,
     store: LauncherStore,
     shape: LinkShape,
@@ -136,10 +141,10 @@ def _open(
             config, policy, placement, peer, store, shape, log, waiter
         )
     assert placement.link is not None
-    device = torch.device(placement.ranks[-1].device)
+    device = torch.device(placement.ranks[store.rank].device)
     stage_b = device_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
-    hops = open_hops(placement.link, Neighbours.pair(BACK, peer), store, shape)
-    return HostPolicyRank(config, stage_b, hops, peer, log, waiter)
+    hops = open_hops(placement.link, ends, store, shape)
+    return HostPolicyRank(config, stage_b, hops, peer, log, waiter, store.rank)
 
 
 def _log(config: PipelineConfig, run: Run, store: LauncherStore, stack: ExitStack) -> TimestampLog:

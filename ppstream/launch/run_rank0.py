@@ -33,7 +33,7 @@ from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.protocol import Neighbours
-from ppstream.links.slots import FRONT, SlotLayout, new_slots
+from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
 from ppstream.pipeline.host_executor import HostExecutor, SplitExecutor
@@ -69,11 +69,11 @@ def run_front(config: PipelineConfig, end: rank_exit.RankEnd, run: Run) -> str:
     with ExitStack() as stack, end.closing():
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         met = None if placement.is_inline else _meet(config, course, end, run, stack)
-        with handshake.telling(met[0]) if met is not None else nullcontext():
+        with handshake.telling(*met[0]) if met is not None else nullcontext():
             return _serve(config, placement, course, end, run, met, stack)
 
 
-Met = tuple[Peer, LauncherStore]
+Met = tuple[tuple[Peer, ...], LauncherStore]  # the policy ranks, in order
 
 
 def _meet(
@@ -83,25 +83,27 @@ def _meet(
     run: Run,
     stack: ExitStack,
 ) -> Met:
-    """The policy rank; before anything is built that may take its time."""
+    """The policy ranks; before anything is built that may take its time."""
     store = join_store(timeout_s=config.liveness.handshake_s)
     listener = handshake.listen(store, _own_address(store.world_size))
     stack.callback(listener.close)
     logger.info("handshake")
-    peer = handshake.admit(config, store, listener, run)
-    stack.callback(peer.close)
+
+    def finished() -> int:
+        return course.loop.finished if isinstance(course.loop, Rank0Loop) else 0
+
+    peers: list[Peer] = []
+    for rank in range(1, store.world_size):
+        with handshake.telling(*peers):
+            peer = handshake.admit(config, store, listener, run, rank)
+        stack.callback(peer.close)
+        peers.append(peer)
+        with handshake.telling(*peers):
+            process = end.met(rank, peer)
+            beat = handshake.start_heartbeat(config, peer, finished, end.leave_when_lost, process)
+            stack.callback(beat.stop)
     listener.close()
-    with handshake.telling(peer):
-        end.met(peer)
-
-        def finished() -> int:
-            return course.loop.finished if isinstance(course.loop, Rank0Loop) else 0
-
-        beat = handshake.start_heartbeat(
-            config, peer, finished, end.leave_when_lost, end.peer_process
-        )
-        stack.callback(beat.stop)
-        return peer, store
+    return tuple(peers), store
 
 
 def _serve(
@@ -153,7 +155,7 @@ def _serve(
         end.keep_evidence(error.exit_code)
         raise
     end.is_drained = True
-    _release_policy_rank(rank0)
+    _release_policy_ranks(rank0)
     return rank0.stop_reason or "the recording has ended"
 
 
@@ -166,35 +168,42 @@ def _pipelined(
     met: Met,
     stack: ExitStack,
 ) -> Rank0Loop:
-    peer, store = met
+    peers, store = met
     window = intake.cutter.inputs
     front = None
     if 0 in config.placement.parts:
         with course.step(f"the build of {config.policy.target}"):
             front = build_parts(config, torch.device(config.placement.rank0))
             load(front[: config.placement.parts.count(0)])
-    places, ahead = handshake.agree_on_parts(config, peer, window)
+    places, ahead = handshake.agree_on_parts(config, peers, window)
     if front is not None:
         assert isinstance(parts.stage_a, StageA), "placed so"
         parts.stage_a.front = _front_parts(config, front, places[0], parts.log.run_id)
-    handshake.accept(peer)
-    shape = link_shape(config, places[0].outputs, places[1].outputs, store.generation, ahead)
-    policy_rank = PolicyRankPeer(peer, config)
+    shape = link_shape(config, places[0].outputs, places[-1].outputs, store.generation, ahead)
+    policy_ranks = tuple(PolicyRankPeer(peer, config, k) for k, peer in enumerate(peers, 1))
     executor: Executor
     with course.step("the link and its slots"):
         if placement.is_device_ordered:
-            stage_a, executor = device_ranks.open_rank0(parts, placement, policy_rank, store, shape)
+            stage_a, executor = device_ranks.open_rank0(
+                parts, placement, policy_ranks[0], store, shape
+            )
             stack.callback(executor.link.close)
             parts = parts._replace(stage_a=stage_a)
         else:
             assert placement.link is not None
-            hops = open_hops(placement.link, Neighbours.pair(FRONT, peer), store, shape)
+            ends = Neighbours(peers[-1], peers[0], 0, len(peers))
+            hops = open_hops(placement.link, ends, store, shape)
             stack.callback(hops.close)
             on_host = SplitExecutor if config.pipeline.threads == "split" else HostExecutor
-            executor = on_host(hops, policy_rank)
+            executor = on_host(hops, policy_ranks)
             logger.info("link %s: %s", hops.name, placement.why)
     rank0 = Rank0Loop(*parts, executor=executor)
-    rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
+
+    def tell_policy_ranks(phase: str) -> None:
+        for peer in peers:
+            peer.send(PhaseChange(phase))
+
+    rank0.on_phase.append(tell_policy_ranks)
     if front is not None and rank0.stage_a.front is not None:
         rank0.stage_a.front.on_fault = rank0.tell_policy_fault
     return rank0
@@ -245,10 +254,11 @@ def _check_ledgers(*intakes: Intake) -> None:
                 ring.check()
 
 
-def _release_policy_rank(rank0: Rank0Loop) -> None:
-    """Nothing is in flight: let the policy rank go, and wait until it says goodbye."""
-    if (policy_rank := rank0.executor.policy_rank) is not None:
+def _release_policy_ranks(rank0: Rank0Loop) -> None:
+    """Nothing is in flight: let the policy ranks go, and wait until they say goodbye."""
+    for policy_rank in rank0.executor.policy_ranks:
         policy_rank.peer.send(Drain(rank0.stop_reason or "the recording has ended"))
+    for policy_rank in rank0.executor.policy_ranks:
         with suppress(PeerLeftError):
             policy_rank.peer.receive(GOODBYE_LIMIT_NS)
 

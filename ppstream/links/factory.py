@@ -1,7 +1,7 @@
 """Opens the hops between ranks; placement chooses the kind, once, at start.
 
-A link, on CPUs one hop each way, moves envelopes and results through slots and says when one is complete;
-permission to send is the ledger's (``credits.py``), liveness the control socket's
+A link, on CPUs one hop each way, moves envelopes and results through slots and says when one is
+complete; permission to send is the ledger's (``credits.py``), liveness the control socket's
 (``control/peer.py``).
 """
 

@@ -47,6 +47,8 @@ FAILURES: Final = (None, "policy_error", "unwritten")  # and the reason of the d
 _STAGE_B_AT: Final = slice(FAILED + 1, None)
 _stage_b_of: Final = attrgetter(*STAGE_B)
 _TO_RANK0: Final = tuple((name, RESULT_HEADER.index(name)) for name in header_words(EnvelopeLine))
+_SLOWEST: Final = tuple(RESULT_HEADER.index(name) for name in ("B_ns", "eB_ns"))
+_RESIDENCE: Final = RESULT_HEADER.index("residence_ns")
 _TO_STAGE1: Final = tuple(header_words(PolicyLine))
 
 
@@ -59,6 +61,13 @@ def new_stage_b() -> PolicyLine:
 def write_stage_b(header: NDArray[np.int64], stage1: PolicyLine) -> None:
     """Copy stage B's measurements into a result's header; none of them may be None."""
     header[_STAGE_B_AT] = _stage_b_of(stage1)
+
+
+def add_places(header: NDArray[np.int64], before: NDArray[np.int64]) -> None:
+    """Add what the places before measured: rank 0's line has the slowest B, and all residences."""
+    for word in _SLOWEST:
+        header[word] = max(header[word], before[word])
+    header[_RESIDENCE] += before[_RESIDENCE]
 
 
 def read_stage_b(header: Sequence[int], record: EnvelopeLine) -> None:

@@ -132,7 +132,7 @@ class HostIn:
         return self._slots[index % len(self._slots)]
 
     def _pump(self) -> None:
-        """A neighbour that drained goes first; of one that was lost rank 0 tells within a moment."""
+        """A neighbour that drained goes first; of one that was lost rank 0 tells in a moment."""
         try:
             if self._end_ns is None:
                 self._peer.pump()

@@ -112,8 +112,8 @@ class LinkShape:
             0: it is queued once its envelope was seen.
         is_first_hop: the hop in front of the policy rank comes from rank 0.
 
-    On a policy rank of a chain ``envelope`` is the layout of the hop in front of it, ``result`` that
-    of the hop behind it; on rank 0 they are those of the first and of the last hop.
+    On a policy rank of a chain ``envelope`` is the layout of the hop in front of it, ``result``
+    that of the hop behind it; on rank 0 they are those of the first and of the last hop.
     """
 
     envelope: SlotLayout

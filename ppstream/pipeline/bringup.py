@@ -15,7 +15,7 @@ import logging
 import os
 import statistics
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
@@ -59,7 +59,7 @@ STOP_REASON: Final = "the blocks are timed; a run in attribution mode never beco
 def time_blocks(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
     """Log event ``attribution`` has both periods and their ratio, the perturbation; then stop."""
     # where the policy runs elsewhere, blocks here are a decoder's, on the host
-    runs_policy = rank0.executor.policy_rank is None
+    runs_policy = not rank0.executor.policy_ranks
     device = torch.device(rank0.config.placement.policy[0] if runs_policy else "cpu")
     attribution = Attribution(rank0.log, end_of_stream(device))
     envelopes = rank0.config.bringup.envelopes
@@ -116,7 +116,7 @@ def bring_up(rank0: Rank0Loop, intake: Intake, robots: Source | None, run: Run) 
         run.describe(standalone=time_standalone(rank0, rank0.config.bringup.standalone))
     if rank0.config.mode == "attribution" and rank0.stop_reason is None:
         time_blocks(rank0, intake, source)
-    if rank0.executor.policy_rank is None or rank0.stop_reason is not None:
+    if not rank0.executor.policy_ranks or rank0.stop_reason is not None:
         made_up.close()
         return
     meter.restart()
@@ -132,24 +132,25 @@ def bring_up(rank0: Rank0Loop, intake: Intake, robots: Source | None, run: Run) 
 
 def machine_meter(rank0: Rank0Loop) -> MachineMeter:
     """Of this host, with the threads of the run that work here at the same time."""
-    policy_rank = rank0.executor.policy_rank
-    if policy_rank is None:
-        return MachineMeter(1, family=_of_this_run)
+    policy_ranks = rank0.executor.policy_ranks
+
+    def of_this_run() -> Iterator[int]:
+        """The ranks here, and all that they have started."""
+        for rank in range(1 + len(policy_ranks)):
+            for process in of_rank(rank, os.environ, everybody()):
+                process.close()
+                yield process.pid
+
+    if not policy_ranks:
+        return MachineMeter(1, family=of_this_run)
     threads = 2 if rank0.config.pipeline.threads == "split" else 1
-    process = HeldProcess.at_end_of(policy_rank.peer.fileno())
-    if process is None:  # the policy rank has a host of its own
-        return MachineMeter(threads, family=_of_this_run)
-    meter = MachineMeter(threads + 1, (process.pid,), _of_this_run)
-    process.close()
-    return meter
-
-
-def _of_this_run() -> Iterator[int]:
-    """The ranks here, and all that they have started."""
-    for rank in range(2):
-        for process in of_rank(rank, os.environ, everybody()):
+    pids = []
+    for policy_rank in policy_ranks:
+        process = HeldProcess.at_end_of(policy_rank.peer.fileno())
+        if process is not None:  # else it has a host of its own
+            pids.append(process.pid)
             process.close()
-            yield process.pid
+    return MachineMeter(threads + len(pids), tuple(pids), of_this_run)
 
 
 def tell_machine(rank0: Rank0Loop, meter: MachineMeter) -> None:
@@ -189,8 +190,7 @@ def check_disk(rank0: Rank0Loop, run: Run) -> None:
         ConfigError: the log of a rank lacks lines for that; they are lost, whatever there is now.
     """
     refused = {0: rank0.log.statistics().refused}
-    if rank0.executor.policy_rank is not None:
-        refused[1] = rank0.executor.policy_rank.log_refused
+    refused |= {found.rank: found.log_refused for found in rank0.executor.policy_ranks}
     problems = [
         f"log.root: cannot write to {run.log_path(rank, rank0.log.generation)}: {why}; lines of "
         "bring-up are lost, so it cannot be judged; make room, or set log.root elsewhere"
@@ -227,8 +227,10 @@ def warm_up(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
     freeze_garbage()
 
 
-def time_standalone(rank0: Rank0Loop, repeats: int) -> dict[str, int]:
+def time_standalone(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
     """Durations of each stage while nothing else runs: ``A_ns`` is a median, ``A_mean_ns`` a mean.
+
+    In a chain ``places_ns`` has the mean of each place, and B is the slowest one's.
 
     The mean is what the run's own times are compared with: a stage may be slow now and then. Empty
     where no envelope came through.
@@ -238,8 +240,12 @@ def time_standalone(rank0: Rank0Loop, repeats: int) -> dict[str, int]:
     rank0.log.mode = mode
     if not all(durations.values()):
         return {}
-    medians = {f"{k}_ns": round(statistics.median(ns)) for k, ns in durations.items()}
-    return medians | {f"{k}_mean_ns": round(statistics.fmean(ns)) for k, ns in durations.items()}
+    stages = {name: durations[name] for name in "ABC"}
+    told: dict[str, Any] = {f"{k}_ns": round(statistics.median(v)) for k, v in stages.items()}
+    told |= {f"{k}_mean_ns": round(statistics.fmean(v)) for k, v in stages.items()}
+    if places := [v for k, v in durations.items() if k not in stages]:
+        told["places_ns"] = [round(statistics.fmean(v)) for v in places]
+    return told
 
 
 def run_saturated(rank0: Rank0Loop, intake: Intake, source: Source) -> None:

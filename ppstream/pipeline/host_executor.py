@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from ppstream.pipeline.loop import Rank0Loop
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 
-SERIAL_LEAD: Final = (
-    2  # envelopes in the system: one thread can use no more (analysis/period_model.py)
-)
+#: Envelopes in the system besides one at each policy rank: one thread can use no more
+#: (analysis/period_model.py).
+SERIAL_LEAD: Final = 1
 IDLE_S: Final = 0.1
 
 
@@ -143,23 +143,21 @@ class OnHost(ABC):
 class HostExecutor(OnHost):
     """Over a hop to the policy rank and one back, one thread."""
 
-    lead = SERIAL_LEAD
-
-    def __init__(self, hops: Hops, policy_rank: PolicyRankPeer) -> None:
+    def __init__(self, hops: Hops, policy_ranks: tuple[PolicyRankPeer, ...]) -> None:
         self.out, self.into = hops.out, hops.into
-        self.policy_rank: PolicyRankPeer | None = policy_rank
-        self.instruct = policy_rank.instruct
-        self._policy_rank = policy_rank
-        self._peer = policy_rank.peer
+        self.policy_ranks = policy_ranks
+        self.lead = SERIAL_LEAD + len(policy_ranks)
+        self._answers = policy_ranks[-1].peer  # where results come from
         self._committed: deque[Flight] = deque()
         self._received: deque[Flight] = deque()
         self._hand_over: Callable[[Flight], None] = self._received.append
-        self._result_fds = {self._peer.fileno(), *hops.into.fds}
+        self._result_fds = {*(found.peer.fileno() for found in policy_ranks), *hops.into.fds}
 
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
         super().attach(loop)
-        self._policy_rank.attach(loop)
+        for policy_rank in self.policy_ranks:
+            policy_rank.attach(loop)
         self._credits = loop.credits
         self._poll_results()
 
@@ -212,11 +210,12 @@ class HostExecutor(OnHost):
     # ---- between envelopes -----------------------------------------------------------------------
 
     def observe(self) -> None:
-        """Read the control socket; each result that D_out has room for returns its credit."""
-        peer = self._peer
-        peer.pump()
-        while peer.inbox:
-            self._policy_rank.take_frame(peer.inbox.popleft())
+        """Read the control sockets; each result that D_out has room for returns its credit."""
+        for policy_rank in self.policy_ranks:
+            peer = policy_rank.peer
+            peer.pump()
+            while peer.inbox:
+                policy_rank.take_frame(peer.inbox.popleft())
         while self._credits.may_receive():
             index = self.into.receive_nowait()
             if index is None:
@@ -226,24 +225,28 @@ class HostExecutor(OnHost):
                 raise ProtocolError(f"result {index} came, {flight.index} is owed next")
             if nvtx_ranges.on:
                 nvtx_ranges.RECV.push(flight.epoch, flight.seq)
-            peer.last_heard_ns = flight.record.tRecv = now_ns()  # a result is a sign of life
+            self._answers.last_heard_ns = flight.record.tRecv = (
+                now_ns()
+            )  # a result is a sign of life
             self._credits.receive(flight.record.tRecv)
             self._hand_over(flight)
             if nvtx_ranges.on:
                 nvtx_ranges.RECV.pop()
 
-    def check_policy_rank(self) -> None:
+    def check_policy_ranks(self) -> None:
         """Raises as ``PolicyRankPeer.check``, of the results that are owed now."""
         limit_ns = stage_b_limit_ns(self._loop.standstill_ns, self._loop.usual_b_ns)
         oldest = self._committed[0] if self._committed else None
-        self._policy_rank.check(now_ns(), oldest, limit_ns)
+        now = now_ns()
+        for policy_rank in self.policy_ranks:
+            policy_rank.check(now, oldest, limit_ns)
 
     def _look(self) -> None:
         self._loop.take_in()
         # With work in hand the socket can wait: reading it costs as much as a small stage C.
         if not self._received and not self._loop.may_start():
             self.observe()
-            self.check_policy_rank()
+            self.check_policy_ranks()
 
     def _look_at(self, ready: Sequence[int]) -> None:
         # After a pause of some ms one look in vain takes 20 to 50 us: the caches are cold.
@@ -252,7 +255,7 @@ class HostExecutor(OnHost):
             return
         if not self._result_fds.isdisjoint(ready):  # results first: what robots sent may be much
             self.observe()
-        self.check_policy_rank()
+        self.check_policy_ranks()
         if not self._result_fds.issuperset(ready):
             self._loop.take_in()
 
@@ -274,21 +277,40 @@ class HostExecutor(OnHost):
         lead, self.lead = self.lead, 1
         durations = self._loop.time_in_turn(repeats)
         self.lead = lead
-        self._policy_rank.newest_b(0)
-        return durations
+        places = {f"place{found.rank}": found.newest_b(repeats) for found in self.policy_ranks}
+        return durations if len(places) == 1 else {**durations, **places}
 
     def thread_cpus(self) -> dict[str, list[int]]:
         """As ``Executor``."""
-        return self._thread_cpus | self._policy_rank.thread_cpus()
+        found = self._thread_cpus.copy()
+        for policy_rank in self.policy_ranks:
+            found |= policy_rank.thread_cpus()
+        return found
+
+    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
+        """As ``Executor``: every policy rank has it, or the first fault."""
+        waits = len(self.policy_ranks)
+        faults: list[str] = []
+
+        def heard(number: int, fault: str) -> None:
+            faults.append(fault)
+            if len(faults) == waits:
+                done(number, next(filter(None, faults), ""))
+
+        front = self._loop.stage_a.front
+        if front is not None:
+            waits += 1
+            heard(number, front.instruct(number, text))
+        for policy_rank in self.policy_ranks:
+            policy_rank.instruct(number, text, heard)
 
 
 class SplitExecutor(HostExecutor):
     """The same on three threads: A | receipt | C. The credits alone bound how far A leads."""
 
-    lead = NO_LEAD
-
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
+        self.lead = NO_LEAD
         self._results = Waiter()  # who waits for results
         self._to_decode: SimpleQueue[Flight] = SimpleQueue()
         self._room = threading.Event()  # there is a place in D_out
@@ -330,7 +352,7 @@ class SplitExecutor(HostExecutor):
         while not ended.is_set():
             mark.turns += 1
             self.observe()
-            self.check_policy_rank()
+            self.check_policy_ranks()
             if self._credits.may_receive():
                 self._results.wait(WAIT_MAX_NS)
             else:  # what is readable may not be read yet: waiting for it would spin

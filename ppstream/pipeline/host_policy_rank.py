@@ -12,6 +12,7 @@ from ppstream.links.headers import (
     FAILED,
     FAILURES,
     SEQ,
+    add_places,
     log_stage_b,
     new_stage_b,
     write_stage_b,
@@ -46,8 +47,9 @@ class HostPolicyRank(PolicyRank):
         peer: Peer,
         log: TimestampLog,
         waiter: Waiter,
+        rank: int = 1,
     ) -> None:
-        super().__init__(config, stage_b, peer, log)
+        super().__init__(config, stage_b, peer, log, rank)
         self.stage_b = stage_b
         self.out, self.into = hops.out, hops.into
         self._close = hops.close
@@ -59,6 +61,8 @@ class HostPolicyRank(PolicyRank):
         self._previous_tb1 = 0
         self._measured = new_stage_b()  # of the newest envelope
         self._waiting: deque[tuple[int, int]] = deque()  # envelopes that came, and when
+        self._is_first = rank == 1
+        self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
         for fd in (peer.fileno(), *hops.into.fds):
             waiter.register(fd)
 
@@ -109,6 +113,9 @@ class HostPolicyRank(PolicyRank):
         measured.residence_ns = now_ns() - complete_ns
         header[EPOCH], header[SEQ], header[FAILED] = epoch, seq, failed
         write_stage_b(header, measured)
+        if not self._is_first:
+            add_places(header, envelope.header)
+        self._newest_b.append(tb1 - tb0)
         self.out.commit(index)
         self.progress += 1
         self.write_line(epoch, seq, cpu_ns, delay_ns, failed=failed)
@@ -142,9 +149,9 @@ class HostPolicyRank(PolicyRank):
         self.times.end("input")
 
     def measure(self, repeats: int) -> tuple[int, ...]:
-        """The log is on disk: stage B's times stand there, and in each result's header."""
+        """As ``PolicyRank``, by the host's clock."""
         self.log.flush()
-        return ()
+        return tuple(self._newest_b)
 
     def _at(self) -> str:
         return "" if self._serving is None else "epoch {}, seq {}".format(*self._serving)

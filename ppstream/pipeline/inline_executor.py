@@ -27,7 +27,7 @@ class InlineExecutor(OnHost):
     """A whole pipeline on this rank; ``envelope`` and ``result`` are its only slots."""
 
     def __init__(self, stage_b: StageB, *, envelope: Slot, result: Slot) -> None:
-        self.policy_rank: PolicyRankPeer | None = None
+        self.policy_ranks: tuple[PolicyRankPeer, ...] = ()
         self._stage_b = stage_b
         self._envelope = envelope
         self._result = result

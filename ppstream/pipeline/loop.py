@@ -29,10 +29,10 @@ class Executor(Protocol):
     All is called by the loop's thread.
 
     Attributes:
-        policy_rank: at the other end of its link; None: the policy runs in this process.
+        policy_ranks: in the order of the chain; none: the policy runs in this process.
     """
 
-    policy_rank: PolicyRankPeer | None
+    policy_ranks: tuple[PolicyRankPeer, ...]
 
     @property
     def in_flight(self) -> int:
@@ -140,7 +140,7 @@ class Rank0Loop(Rank0):
     def standstill_ns(self) -> int:
         """Time that a thread of the loop may stand still, as of now."""
         limit_ns = super().standstill_ns
-        if self.executor.policy_rank is not None:
+        if self.executor.policy_ranks:
             return limit_ns
         return stage_b_limit_ns(limit_ns, self.usual_b_ns)
 

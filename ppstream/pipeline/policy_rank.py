@@ -7,7 +7,7 @@ How envelopes are answered is its forms': ``host_policy_rank.py`` over a link be
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns, watched
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from ppstream.observe.log_writer import TimestampLog
 
 
-RANK: Final = 1  # of the policy rank: there is one
-
-
 class Instructable(Protocol):
     """Stage B, as far as texts go."""
 
@@ -56,7 +53,12 @@ class PolicyRank(ABC):
     NAME = "stage B"  # of the loop's thread, to people
 
     def __init__(
-        self, config: PipelineConfig, stage_b: Instructable, peer: Peer, log: TimestampLog
+        self,
+        config: PipelineConfig,
+        stage_b: Instructable,
+        peer: Peer,
+        log: TimestampLog,
+        rank: int = 1,
     ) -> None:
         self.peer = peer
         self.log = log
@@ -67,7 +69,7 @@ class PolicyRank(ABC):
         self.mark = ProgressMark(self.NAME, self._at)
         self._instructable = stage_b
         self._usual_b_ns = 0  # where the loop stands while stage B runs
-        self._faults = FirstFaults(RANK)
+        self._faults = FirstFaults(rank)
         self._meter = RecompileMeter() if config.policy.compile else None
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self._start_ns = round(config.liveness.start_s * NS_PER_S)

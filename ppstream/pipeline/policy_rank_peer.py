@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ppstream.pipeline.flight import Flight
     from ppstream.pipeline.rank0 import Rank0
 
-POLICY_RANK: Final = 1
 RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
 
 
@@ -36,11 +35,14 @@ class PolicyRankPeer:
     """The policy rank at the other end of ``peer``; for the thread that pumps it.
 
     Attributes:
+        rank: its rank.
         log_refused: why its log could not be written, when it was asked last.
     """
 
-    def __init__(self, peer: Peer, config: PipelineConfig) -> None:
+    def __init__(self, peer: Peer, config: PipelineConfig, rank: int = 1) -> None:
         self.peer = peer
+        self.rank = rank
+        self._resource = "mesh" if len(config.placement.policy) == 1 else f"place{rank}"
         self.log_refused = ""
         self._rank0: Rank0  # set before a run begins
         self._instructed: Callable[[int, str], None]  # set before anything can be answered
@@ -65,7 +67,7 @@ class PolicyRankPeer:
         match frame:
             case PolicyFault():
                 fault = Fault(frame.kind, frame.kind, frame.what, frame.place, frame.text)
-                self._rank0.log_fault("B", fault, POLICY_RANK, index=frame.index)
+                self._rank0.log_fault("B", fault, self.rank, index=frame.index)
             case Instructed():
                 self._instructed(frame.id, frame.fault)
                 self._rank0.waiter.wake()
@@ -108,7 +110,7 @@ class PolicyRankPeer:
         if process is None:  # the policy rank has a host of its own
             return {}
         try:
-            return {"mesh": sorted(os.sched_getaffinity(process.pid))}
+            return {self._resource: sorted(os.sched_getaffinity(process.pid))}
         except OSError:  # gone
             return {}
         finally:

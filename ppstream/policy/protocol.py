@@ -81,11 +81,14 @@ class Decoder(Protocol):
 def instruct(policy: Policy, number: int, text: str) -> str:
     """Have the policy take in a text that rows will name by ``number``; the fault, or ''.
 
+    A part that takes none is left alone: that another one does is checked when they are built.
+
     Raises:
         UserExitError: it called ``sys.exit()``.
     """
     try:
-        policy.instruct(number, text)  # type: ignore[attr-defined] # checked when built
+        if (take := getattr(policy, "instruct", None)) is not None:
+            take(number, text)
     except BaseException as error:  # noqa: BLE001 - user code: the row keeps what it followed
         return fault_of(error, POLICY).text
     return ""

@@ -69,12 +69,14 @@ def test_weights_are_compared_by_what_they_hold_wherever_they_lie(tmp_path):
 
 def test_where_the_policy_rank_runs_and_on_what_is_kept(tmp_path):
     (near, far), hearts = ([Peer(end) for end in socket.socketpair()] for _ in range(2))
-    store = SimpleNamespace(generation=0, get=lambda key, limit_s: "token")
+    store = SimpleNamespace(
+        generation=0, world_size=2, get=lambda key, limit_s: "token", set=lambda *_: None
+    )
     who = {"rank": 1, "generation": 0, "host": "b", "boot_id": "b", "pid": 7}
     far.send(RankHello(major=WIRE_MAJOR, token="token", facts=configuration_facts(CONFIG), **who))
     hearts[1].send(RankHeart("token"))
     coming = iter((near, hearts[0]))
-    listener = SimpleNamespace(accept=lambda limit_s: next(coming))
+    listener = SimpleNamespace(accept=lambda limit_s, name="": next(coming))
     assert handshake.admit(CONFIG, store, listener, Run(tmp_path)) is near
     kept = json.loads((tmp_path / "run.json").read_text())["policy_rank"]
     assert kept == configuration_facts(CONFIG)["informational"]
@@ -88,7 +90,9 @@ def test_where_the_policy_rank_runs_and_on_what_is_kept(tmp_path):
 @pytest.mark.parametrize("frame", [RankHeart("guessed"), Heartbeat(1)])
 def test_a_stranger_s_heart_is_refused(tmp_path, frame):
     (near, far), hearts = ([Peer(end) for end in socket.socketpair()] for _ in range(2))
-    store = SimpleNamespace(generation=0, get=lambda key, limit_s: "token")
+    store = SimpleNamespace(
+        generation=0, world_size=2, get=lambda key, limit_s: "token", set=lambda *_: None
+    )
     who = {"rank": 1, "generation": 0, "host": "b", "boot_id": "b", "pid": 7}
     far.send(RankHello(major=WIRE_MAJOR, token="token", facts=configuration_facts(CONFIG), **who))
     hearts[1].send(frame)
@@ -96,7 +100,10 @@ def test_a_stranger_s_heart_is_refused(tmp_path, frame):
     coming = iter((near, hearts[0]))
     with pytest.raises(ProtocolError, match="a stranger"):
         handshake.admit(
-            CONFIG, store, SimpleNamespace(accept=lambda limit_s: next(coming)), Run(tmp_path)
+            CONFIG,
+            store,
+            SimpleNamespace(accept=lambda limit_s, name="": next(coming)),
+            Run(tmp_path),
         )
     for peer in (near, far, hearts[1]):
         peer.close()

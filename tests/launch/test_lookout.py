@@ -133,7 +133,7 @@ def test_a_rank_that_ends_before_ranks_have_met_is_the_reason(
     sibling: subprocess.Popen[bytes],
 ) -> None:
     with looking() as end:
-        wait_until(lambda: end.peer_process is not None)
+        wait_until(lambda: bool(end.processes))
         sibling.kill()
         assert end.left.wait(5)
     assert end.code is ExitCode.PEER_LOST
@@ -274,7 +274,7 @@ def test_a_lookout_that_fails_begins_anew(
 
     monkeypatch.setattr(lookout, "of_rank", failing)
     with looking() as end:
-        wait_until(lambda: end.peer_process is not None)
+        wait_until(lambda: bool(end.processes))
         sibling.kill()
         assert end.left.wait(5)
     assert capfd.readouterr().err.count("its lookout begins anew") == 2
@@ -359,7 +359,7 @@ def test_what_a_dead_rank_has_forked_is_ended_by_the_other_one(
         child = HeldProcess.of(int(rank.stdout.readline()))
         assert child is not None
         end = RankEnd(0)
-        end.peer_process = HeldProcess.of(rank.pid)
+        end.processes[1] = HeldProcess.of(rank.pid)
         assert end.see_peer_out(0.1) != "", "a living one is ended with what it had started"
         assert child.wait_gone(5)
         child.close()

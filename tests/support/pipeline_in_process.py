@@ -124,7 +124,7 @@ class PipelineInProcess:
             open_host(Neighbours.pair(BACK, back), shape, 5.0),
         )
         on_host = SplitExecutor if config.pipeline.threads == "split" else HostExecutor
-        self.executor = on_host(ends[0], PolicyRankPeer(front, config))
+        self.executor = on_host(ends[0], (PolicyRankPeer(front, config),))
         self.rank0 = Rank0Loop(*parts, executor=self.executor)
         self.front = front
         self.back_socket = theirs

@@ -64,7 +64,7 @@ class DeviceExecutor:
 
     def __init__(self, parts: Rank0Device, policy_rank: PolicyRankPeer) -> None:
         self.link = parts.link
-        self.policy_rank: PolicyRankPeer | None = policy_rank
+        self.policy_ranks: tuple[PolicyRankPeer, ...] = (policy_rank,)
         self.instruct = policy_rank.instruct
         self.thread_cpus = policy_rank.thread_cpus
         self._policy_rank = policy_rank

@@ -122,7 +122,7 @@ def test_the_policy_rank_logs_every_envelope_by_its_name(build: Any) -> None:
     with build() as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(30)
-        pipeline.executor.policy_rank.newest_b(0)
+        pipeline.executor.policy_ranks[0].newest_b(0)
         lines = [line for line in pipeline.lines(1) if line["kind"] == "stage1"]
         mine = {line["seq"]: line for line in pipeline.envelopes()}
     assert [line["seq"] for line in lines] == list(range(30))
@@ -180,7 +180,7 @@ def test_no_launch_of_either_rank_waits_for_the_other(
         pipeline.rank0.run(20)
         time_standalone(pipeline.rank0, 3)
         pipeline.rank0.run(20)
-        pipeline.executor.policy_rank.newest_b(0)  # answered: it stands nowhere
+        pipeline.executor.policy_ranks[0].newest_b(0)  # answered: it stands nowhere
         assert pipeline.driver.stood_behind_waits == 0
         envelopes = pipeline.envelopes()
     assert len(envelopes) == 43
