@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import CONFIG, Ranks
+from recording_files import made_recording
 
 from ppstream.recording.load import load_recording
 
@@ -17,17 +18,6 @@ ECHO = (
     "pipeline.windows=scheduled",
     "service.duration_s=none",
 )
-
-
-def made_recording(path: Path) -> Path:
-    rng = np.random.default_rng(3)
-    arrays = {}
-    for name, rate_hz, dim in (("joints", 1000, 3), ("imu", 200, 2)):
-        stamps = np.cumsum(rng.uniform(0.6, 1.4, rate_hz // 2) / rate_hz * 1e9).astype(np.int64)
-        arrays[f"{name}.stamps_ns"] = stamps + 10**15
-        arrays[f"{name}.values"] = rng.normal(size=(len(stamps), dim)).astype(np.float32)
-    np.savez(path, **arrays)
-    return path
 
 
 def actions_of(root: Path, recording: Path, *overrides: str, world_size: int = 2) -> dict:

@@ -122,3 +122,15 @@ def write_mcap_alone(folder: Path, samples: Samples) -> Path:
 
 def write_ros1(folder: Path, samples: Samples) -> Path:
     return write_bag(folder, samples, "ROS1")
+
+
+def made_recording(path: Path) -> Path:
+    """Half a second of two streams of another rate each, with jitter."""
+    rng = np.random.default_rng(3)
+    arrays = {}
+    for name, rate_hz, dim in (("joints", 1000, 3), ("imu", 200, 2)):
+        stamps = np.cumsum(rng.uniform(0.6, 1.4, rate_hz // 2) / rate_hz * 1e9).astype(np.int64)
+        arrays[f"{name}.stamps_ns"] = stamps + 10**15
+        arrays[f"{name}.values"] = rng.normal(size=(len(stamps), dim)).astype(np.float32)
+    np.savez(path, **arrays)
+    return path
