@@ -8,8 +8,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
+from ppstream.analysis.places import stage_b_ns
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
-from ppstream.analysis.scores import between, stage_a_ns, stage_b_ns, stage_c_ns
+from ppstream.analysis.scores import between, stage_a_ns, stage_c_ns
 from ppstream.analysis.segments import ALONE, JudgedSpan
 from ppstream.core.quantiles import quantiles
 
