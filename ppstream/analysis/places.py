@@ -8,11 +8,10 @@ the rest stands in each rank's own lines.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-from ppstream.analysis.records import Envelope, PolicyLine, RunLog, Topology
+from ppstream.analysis.records import Envelope, Json, PolicyLine, RunLog, Topology
 
 LOST: Final = 0.5  # share of its lines without which a place's log is lost
 
@@ -98,14 +97,26 @@ def hops_ns(envelope: Envelope) -> tuple[int | None, ...]:
     return (*found, None if back is None or left is None else back - left)
 
 
-def has_one_clock(manifest: Mapping[str, object]) -> bool:
+def has_one_clock(manifest: Json) -> bool:
     """All ranks ran on one boot of one host, and share CLOCK_MONOTONIC."""
-    topology = manifest.get("topology")
+    boots = _boots(manifest)
+    return len(boots) > 1 and len(set(boots)) == 1 and boots[0] not in (None, "")
+
+
+def is_elsewhere(manifest: Json) -> bool:
+    """A policy rank ran on another host than rank 0, by its hello: its log is there."""
+    boots = [boot for boot in _boots(manifest) if boot is not None]
+    return len(set(boots)) > 1
+
+
+def _boots(manifest: Json) -> list[object]:
+    """Of every rank as run.json lists it, and as the policy ranks' hellos say."""
+    topology, hellos = manifest.get("topology"), manifest.get("policy_ranks")
     ranks = topology.get("ranks") if isinstance(topology, Mapping) else None
-    if not isinstance(ranks, list) or len(ranks) < 2:
-        return False
-    boots = {rank.get("boot_id") for rank in ranks if isinstance(rank, Mapping)}
-    return len(boots) == 1 and boots != {None} and boots != {""}
+    tables = [*(ranks if isinstance(ranks, list) else ())]
+    said = [manifest.get("policy_rank"), *(hellos if isinstance(hellos, list) else ())]
+    tables += [table for table in said if isinstance(table, Mapping) and "boot_id" in table]
+    return [table.get("boot_id") for table in tables if isinstance(table, Mapping)]
 
 
 def mean_hops_ns(run: RunLog, envelopes: Iterable[Envelope]) -> tuple[float | None, ...]:
@@ -116,24 +127,3 @@ def mean_hops_ns(run: RunLog, envelopes: Iterable[Envelope]) -> tuple[float | No
     columns = zip(*map(hops_ns, lines), strict=True)
     known = [[ns for ns in column if ns is not None] for column in columns]
     return tuple(fmean(hop) if hop else None for hop in known)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One rank of a run, rank 0 among them: means of an envelope in ns; None: not known.
-
-    ``wait_input_ns`` is waited for work and, on rank 0, for a credit; ``wait_output_ns`` for room
-    behind it; ``queue_ns`` lies an envelope there before B begins; ``hop_ns`` takes the hop that
-    leaves the place.
-    """
-
-    rank: int
-    parts: tuple[str, ...]
-    device: str
-    alone_ns: float | None
-    busy_ns: float | None
-    share: float | None  # of the time
-    wait_input_ns: float | None
-    wait_output_ns: float | None
-    queue_ns: float | None
-    hop_ns: float | None

@@ -57,10 +57,15 @@ class Topology:
 
     def title(self, place: int) -> str:
         """A place for people: its number, its parts and its device, as far as they are known."""
-        parts = ", ".join(self.parts[place]) if place < len(self.parts) else ""
-        device = self.devices[place] if place < len(self.devices) else ""
-        known = " on ".join(text for text in (parts, device) if text)
+        parts = ", ".join(self.parts_of(place))
+        known = " on ".join(text for text in (parts, self.device_of(place)) if text)
         return f"place {place}" + (f" ({known})" if known else "")
+
+    def parts_of(self, place: int) -> tuple[str, ...]:
+        return self.parts[place] if place < len(self.parts) else ()
+
+    def device_of(self, place: int) -> str:
+        return self.devices[place] if place < len(self.devices) else ""
 
     @property
     def in_system(self) -> int:
