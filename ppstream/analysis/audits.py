@@ -9,12 +9,21 @@ order of events.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Final
 
+from ppstream.analysis.place_checks import (
+    device_excess_ns,
+    missing_lines,
+    out_of_order,
+    slot_excess_ns,
+    slowest_b_ns,
+    stay_excess_ns,
+)
+from ppstream.analysis.places import is_elsewhere
 from ppstream.analysis.records import Envelope, RunLog
 from ppstream.analysis.scores import between
 from ppstream.analysis.segments import JudgedSpan
@@ -46,7 +55,7 @@ def audit_all(run: RunLog, window: JudgedSpan) -> dict[str, Audit]:
     """Every audit by its name in the report."""
     checks: dict[str, Callable[[], Audit]] = {
         "conservation": lambda: conservation(run, window),
-        "order": lambda: order(window),
+        "order": lambda: order(run, window),
         "little": lambda: little(run, window),
         "bounds": lambda: bounds(run, window),
         "residence": lambda: residence(window),
@@ -138,6 +147,7 @@ def bounds(run: RunLog, window: JudgedSpan) -> Audit:
         for e in window.measured
         if e.eB_ns is not None and e.B_ns is not None
     )
+    excess |= device_excess_ns(window)
     worst = max(excess, key=lambda name: excess[name])
     return Audit(excess[worst] <= EPS * span, max(0.0, excess[worst]) / span, EPS, worst)
 
@@ -145,6 +155,7 @@ def bounds(run: RunLog, window: JudgedSpan) -> Audit:
 def residence(window: JudgedSpan) -> Audit:
     """``B_ns <= residence_ns <= tRecv - tSend``: a B that began before its envelope came is caught.
 
+    In a chain B lies within its stay on each place, and ``residence_ns`` is the sum of the stays.
     ``value`` is the sum of all violations as a share of the window.
     """
     if any(e.residence_ns is None for e in window.emitted):
@@ -154,18 +165,19 @@ def residence(window: JudgedSpan) -> Audit:
         for e in window.measured
         if e.residence_ns is not None
     )
-    return _small_sum(broken_ns, window)
+    return _small_sum(broken_ns + stay_excess_ns(window), window)
 
 
 def outstanding(run: RunLog, window: JudgedSpan) -> Audit:
-    """The mesh is only busy while rank 0 has something outstanding (rank 0's stamps alone).
+    """A policy rank is only busy while rank 0 has something outstanding (rank 0's stamps alone).
 
     Also, with one thread on rank 0: the counter sampled at each emit equals the count from the
-    stamps; with two, Little's law asks its integral. ``value`` is the busy share of the mesh minus
-    the outstanding share. An envelope sent before the first receipt may have been worked on before
-    it, and counts from there.
+    stamps; with two, Little's law asks its integral. ``value`` is the busy share of the mesh (of a
+    chain: of its busiest place) minus the outstanding share. An envelope sent before the first
+    receipt may have been worked on before it, and counts from there.
     """
-    span = covered = busy = 0
+    span = covered = 0
+    times = [0] * window.topology.places  # busy, of each policy rank
     for segment in window.segments:
         received = [e for e in segment.envelopes if e.tSend is not None and e.tRecv is not None]
         start = previous = received[0].tRecv or 0 if received else 0
@@ -174,11 +186,12 @@ def outstanding(run: RunLog, window: JudgedSpan) -> Audit:
             covered += max(0, here - max(sent, previous))
             span += here - previous
             before = max(0, start - sent)
-            busy += max(0, (e.B_ns or 0) - before) // window.topology.replicas
+            for k, b_ns in enumerate(_b_by_place_ns(e, window)):
+                times[k] += max(0, b_ns - before) // window.topology.replicas
             previous = here
     if span <= 0:
         return Audit(None, note="no tSend and tRecv", missing=("tSend", "tRecv"))
-    difference = (busy - covered) / span
+    difference = (max(times) - covered) / span
     if difference > EPS:
         return Audit(ok=False, value=difference, limit=EPS, note="mesh busy, nothing outstanding")
     # of one thread alone: another's move is counted a moment behind its stamp
@@ -191,11 +204,18 @@ def outstanding(run: RunLog, window: JudgedSpan) -> Audit:
     )
 
 
+def _b_by_place_ns(e: Envelope, window: JudgedSpan) -> list[int]:
+    if not window.topology.is_chain:
+        return [e.B_ns or 0]
+    return [0 if line is None else line.B_ns or 0 for line in e.places]
+
+
 def credit(run: RunLog, window: JudgedSpan) -> Audit:
     """Nothing starts before the permission or the thread that it needs.
 
     Commit and (credit before window) A after the receipt D_in earlier; decode after its result and
-    the emit before it; receipt after the decode D_out earlier; A and C of one thread disjoint.
+    the emit before it; receipt after the decode D_out earlier; A and C of one thread disjoint. On
+    a place of a chain, its slot after the envelope D_in earlier has left it.
     ``value`` is the sum of all violations as a share of the window.
     """
     lanes: dict[tuple[int, int], dict[int, Envelope]] = {}
@@ -206,14 +226,16 @@ def credit(run: RunLog, window: JudgedSpan) -> Audit:
     broken_ns = sum(sum(_too_early_ns(e, lanes[e.lane, e.epoch], window)) for e in starts)
     if window.topology.threads == "serial":
         broken_ns += _same_thread_ns(window)
-    return _small_sum(broken_ns, window)
+    return _small_sum(broken_ns + slot_excess_ns(window), window)
 
 
-def order(window: JudgedSpan) -> Audit:
+def order(run: RunLog, window: JudgedSpan) -> Audit:
     """Stamps of one envelope never run backwards; ``value`` counts the envelopes where they do.
 
-    Further, A does not begin before the newest sample it used had come (summed, since a sample may
-    slip in while the window is cut): a tA0 stamped before the wait for input is caught.
+    A place of a chain works on one envelope at a time, in their order, and on one clock no envelope
+    is there before it was sent. Further, A does not begin before the newest sample it used had come
+    (summed, since a sample may slip in while the window is cut): a tA0 stamped before the wait for
+    input is caught.
     """
     slack_ns = DEVICE_SLACK_NS if window.topology.device_stamped else 0
     backwards = 0
@@ -224,28 +246,31 @@ def order(window: JudgedSpan) -> Audit:
     if backwards == 0 and future_ns > EPS * window.span_ns:
         share = future_ns / window.span_ns
         return Audit(ok=False, value=share, limit=EPS, note="A begins before its newest sample")
-    return Audit(backwards == 0, backwards, 0, "stamps run backwards" if backwards else "")
+    on_places, where = out_of_order(run, window, DEVICE_SLACK_NS)
+    note = "stamps run backwards" if backwards else where
+    return Audit(backwards + on_places == 0, backwards + on_places, 0, note)
 
 
 def stamps(run: RunLog, window: JudgedSpan) -> Audit:
     """Rank 0's ``B_ns`` is ``tB1 - tB0`` of the policy rank's own line, which is not missing.
 
-    ``value`` is the sum of all differences as a share of the window, or the share of lines missing.
+    In a chain it is that of the slowest place, and every place has its lines. ``value`` is the sum
+    of all differences as a share of the window, or the share of lines missing.
     """
-    measured = window.measured
-    pairs = [(e.B_ns, e.stage1.tB0, e.stage1.tB1) for e in measured if e.stage1 is not None]
-    if not pairs:
-        elsewhere = _is_elsewhere(run)
+    measured, topology = window.measured, window.topology
+    if not any(line is not None for e in measured for line in e.places):
+        elsewhere = is_elsewhere(run.manifest)
         place = "are on another host" if elsewhere else "are missing"
-        return Audit(None, note=f"the policy rank's lines {place}", may_lack=elsewhere)
-    newest = set(map(id, run.envelopes[-window.topology.in_system :]))  # may not be written yet
-    missing = sum(e.stage1 is None and id(e) not in newest for e in measured) / len(measured)
+        of = "ranks'" if topology.is_chain else "rank's"
+        return Audit(None, note=f"the policy {of} lines {place}", may_lack=elsewhere)
+    newest = set(map(id, run.envelopes[-topology.in_system :]))  # may not be written yet
+    missing, place = missing_lines(window, newest)
     if missing > EPS:
-        return Audit(ok=False, value=missing, limit=EPS, note="lines of the policy rank missing")
+        note = f"lines of {place if topology.is_chain else 'the policy rank'} missing"
+        return Audit(ok=False, value=missing, limit=EPS, note=note)
+    pairs = ((e.B_ns, slowest_b_ns(e)) for e in measured)
     broken_ns = sum(
-        abs(b_ns - (end - start))
-        for b_ns, start, end in pairs
-        if b_ns is not None and start is not None and end is not None
+        abs(b_ns - own_ns) for b_ns, own_ns in pairs if b_ns is not None and own_ns is not None
     )
     return _small_sum(broken_ns, window)
 
@@ -297,7 +322,7 @@ def cpu(run: RunLog, window: JudgedSpan) -> Audit:
         f"{stage} over its time": times.cpu_ns - times.stage_ns for stage, times in found.items()
     }
     usable = noted_cpus(run, window.generation)
-    if usable is not None and not _is_elsewhere(run):
+    if usable is not None and not is_elsewhere(run.manifest):
         total = sum(times.cpu_ns for times in found.values())
         excess[f"all over {usable:g} CPUs"] = total - usable * window.span_ns
     worst = max(excess, key=lambda name: excess[name])
@@ -329,17 +354,6 @@ def _phase_end_ns(run: RunLog, window: JudgedSpan) -> int | None:
         if before[1] in window.phases and after[1] not in window.phases
     ]
     return ends[-1] if ends else None
-
-
-def _is_elsewhere(run: RunLog) -> bool:
-    """The policy rank ran on another host than rank 0, by its hello."""
-    policy, topology = run.manifest.get("policy_rank"), run.manifest.get("topology")
-    ranks = topology.get("ranks") if isinstance(topology, Mapping) else None
-    first = ranks[0] if isinstance(ranks, list) and ranks else None
-    if not isinstance(policy, Mapping) or not isinstance(first, Mapping):
-        return False
-    here, there = first.get("boot_id"), policy.get("boot_id")
-    return here is not None and there is not None and here != there
 
 
 def _wrong_samples(run: RunLog, window: JudgedSpan) -> float:

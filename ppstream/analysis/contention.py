@@ -15,7 +15,8 @@ from operator import add, sub
 from typing import Final, NamedTuple
 
 from ppstream.analysis.period_model import StageTimes
-from ppstream.analysis.records import Envelope, RunLog, Topology
+from ppstream.analysis.places import StageB, lines_of
+from ppstream.analysis.records import Envelope, IsolatedTimes, RunLog, Topology
 from ppstream.analysis.scores import Primary, mean_times, resource_names
 from ppstream.analysis.segments import ALONE, BRING_UP, JudgedSpan
 from ppstream.core.cpus import Machine
@@ -23,7 +24,6 @@ from ppstream.core.cpus import Machine
 SHORT_SHARE: Final = 0.05  # of the period: a shorter stage cannot be what overlap is about
 MOVED_MAX: Final = 0.25  # of a stage alone, between both measurements
 MOVED_NS: Final = 1_000_000  # and at least so much
-NOTHING: Final = StageTimes(0.0, 0.0, 0.0)
 PAIR_CLAIMED: Final = 0.5  # two resources whose stamps score this ran beside each other, they say
 PAIR_COST_MIN: Final = 1.25  # of the period, if they ran in turn: else there is little to tell
 
@@ -36,7 +36,7 @@ class Alone:
     their stamps. No time alone counts for more than the run's own: measuring slowly buys nothing.
     """
 
-    times: StageTimes  # as measured, of a, b and c
+    times: StageTimes  # as measured, of a, b of each policy rank, and c
     fair: StageTimes  # what the score is made from: no stage buys anything by being slow alone
     s: float | None
     ceiling: float  # Sigma / M
@@ -48,7 +48,7 @@ class Alone:
     @property
     def in_turn_ns(self) -> float:
         """The period of one rank that runs A, B and C in turn."""
-        return self.fair.a + self.fair.b + self.fair.c
+        return sum(self.fair.stages.values())
 
 
 def alone(run: RunLog, window: JudgedSpan, score: Primary, machine: Machine | None) -> Alone | None:
@@ -62,29 +62,43 @@ def alone(run: RunLog, window: JudgedSpan, score: Primary, machine: Machine | No
     topology, ran = run.topology, score.times
     if not measured or topology.world_size == 1:
         return None
-    each = [StageTimes(a_ns, b_ns / topology.replicas, c_ns) for a_ns, b_ns, c_ns in measured]
-    times = _both(each)
-    parts = _parts(window.measured, topology)
-    found = [_parts(lines, topology) for lines in _lines_alone(run, window) if lines]
-    slow, own = _own(parts, [one for one in found if one is not None], times, ran)
+    each = [times for one in measured if (times := _stages_alone(one, ran, topology)) is not None]
+    if len(each) < len(measured):
+        return None
+    both = _both(each)
+    parts = _parts(window.measured, topology, ran)
+    found = [_parts(lines, topology, ran) for lines in _lines_alone(run, window) if lines]
+    slow, own = _own(parts, [one for one in found if one is not None], both, ran)
     fair = _each(min, ran, _each(add, own, _waits(parts, own, score, topology, machine)))
     resources = _resources(fair, topology)
     return Alone(
-        times=times,
+        times=both,
         fair=fair,
         s=_overlap(resources, _resources(ran, topology), score.period_ns, topology),
         ceiling=sum(resources) / max(resources) if max(resources) else 1.0,
-        strict=score.period_ns / max(1.0, *_resources(times, topology)),
+        strict=score.period_ns / max(1.0, *_resources(both, topology)),
         stretch={
-            k.upper(): getattr(ran, k) / took
-            for k in "abc"
-            if (took := getattr(times, k)) > 0 and getattr(ran, k) > SHORT_SHARE * score.period_ns
+            k: ns / took
+            for k, ns in ran.stages.items()
+            if (took := both.stages[k]) > 0 and ns > SHORT_SHARE * score.period_ns
         },
-        moved={k: b / a for k, a, b in zip("ABC", measured[0], measured[-1], strict=True) if a}
-        if len(measured) > 1
+        moved={k: each[-1].stages[k] / a for k, a in each[0].stages.items() if a}
+        if len(each) > 1
         else {},
-        slower={k.upper(): getattr(slow, k) / most for k in "abc" if (most := getattr(own, k)) > 0},
+        slower={k: slow.stages[k] / most for k, most in own.stages.items() if most > 0},
     )
+
+
+def _stages_alone(
+    measured: IsolatedTimes, ran: StageTimes, topology: Topology
+) -> StageTimes | None:
+    """With the places that the run's own times have; None where the measurement lacks them."""
+    places: Sequence[float] = measured.places_ns
+    if not ran.behind:
+        places = [measured.b_ns / topology.replicas]
+    if len(places) != len(ran.places):
+        return None
+    return StageTimes.of_chain(measured.a_ns, places, measured.c_ns)
 
 
 def _both(measured: Sequence[StageTimes]) -> StageTimes:
@@ -144,49 +158,57 @@ def _waits(
     the threads wait for each other.
     """
     if ran is None or machine is None:
-        return NOTHING
+        return _scaled(own, 0.0)
     pairs = zip(_resources(ran.cpu, topology), _resources(own, topology), strict=True)
     wanted = [min(1.0, cpu_ns / own_ns) if own_ns > 0 else 0.0 for cpu_ns, own_ns in pairs]
     late = ran.delay
-    waited = late.a + late.b + late.c
+    waited = sum(late.stages.values())
     threads = dict(zip(resource_names(topology), wanted, strict=False))  # the last is a device
     if waited <= 0 or not machine.holds(threads):
-        return NOTHING
+        return _scaled(own, 0.0)
     share = min(1.0, (machine.others_cpus or 0.0) * score.period_ns / waited)
-    return StageTimes(share * late.a, share * late.b, share * late.c)
+    return _scaled(late, share)
+
+
+def _scaled(times: StageTimes, by: float) -> StageTimes:
+    return StageTimes.of_chain(by * times.a, [by * b for b in times.places], by * times.c)
 
 
 def _each(of: Callable[[float, float], float], one: StageTimes, other: StageTimes) -> StageTimes:
-    return StageTimes(of(one.a, other.a), of(one.b, other.b), of(one.c, other.c))
+    places = [of(b, others) for b, others in zip(one.places, other.places, strict=True)]
+    return StageTimes.of_chain(of(one.a, other.a), places, of(one.c, other.c))
 
 
-def _parts(lines: Sequence[Envelope], topology: Topology) -> _Parts | None:
+def _parts(lines: Sequence[Envelope], topology: Topology, ran: StageTimes) -> _Parts | None:
     """Of these lines; None where the CPU time of a stage is not known."""
     n = sum(e.is_emitted for e in lines)
-    policy = [e.stage1 for e in lines if e.stage1 is not None]
-    if not n or not policy or None in [e.cpu_a_ns for e in lines] + [b.cpu_b_ns for b in policy]:
+    places = [lines_of(lines, k) for k in topology.ranks]
+    known = [e.cpu_a_ns for e in lines] + [line.cpu_b_ns for mine in places for line in mine]
+    if not n or not all(places) or None in known or len(places) != len(ran.places):
         return None
-    whole = mean_times(lines, n, topology)
-    of_b = topology.replicas * len(policy)
+    whole = mean_times(lines, n, StageB(lines, topology))
     cpu_a, cpu_c, late_a, late_c = (
         sum(getattr(e, name) or 0 for e in lines) / n
         for name in ("cpu_a_ns", "cpu_c_ns", "delay_a_ns", "delay_c_ns")
     )
     cpu_b, late_b = (
-        sum(getattr(line, name) or 0 for line in policy) / of_b
+        [
+            sum(getattr(line, name) or 0 for line in mine) / (topology.replicas * len(mine))
+            for mine in places
+        ]
         for name in ("cpu_b_ns", "delay_b_ns")
     )
-    cpu = _each(min, whole, StageTimes(cpu_a, cpu_b, cpu_c))
+    cpu = _each(min, whole, StageTimes.of_chain(cpu_a, cpu_b, cpu_c))
     most = _each(sub, whole, cpu)
-    delay = _each(min, most, StageTimes(late_a, late_b, late_c))
+    delay = _each(min, most, StageTimes.of_chain(late_a, late_b, late_c))
     return _Parts(cpu, delay, _each(sub, most, delay))
 
 
 def _resources(times: StageTimes, topology: Topology) -> tuple[float, ...]:
     """Time of every serial resource for one envelope."""
     if topology.threads == "split":
-        return times.a, times.c, times.b
-    return times.a + times.c, times.b
+        return times.a, times.c, *times.places
+    return times.a + times.c, *times.places
 
 
 def _overlap(
@@ -194,8 +216,10 @@ def _overlap(
 ) -> float | None:
     """Of the whole, or of two resources whose stamps claim more than their times alone give."""
     found = [_turns_overlap(own, own, period_ns)]
-    if len(own) > 2 and not topology.device_stamped:  # there A and C share what ``gpu0`` stands for
+    if len(own) > 2:
         for one, other in combinations(range(len(own)), 2):
+            if topology.device_stamped and one < len(own) - topology.places:
+                continue  # A and C share what ``gpu0`` stands for
             claimed = _turns_overlap(ran, (ran[one], ran[other]), period_ns)
             if claimed is not None and claimed >= PAIR_CLAIMED:
                 found.append(_turns_overlap(own, (own[one], own[other]), period_ns))

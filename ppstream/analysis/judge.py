@@ -15,6 +15,7 @@ from ppstream.analysis.contention import alone
 from ppstream.analysis.device_times import clocks_seen, stages_on_device
 from ppstream.analysis.memory_use import memory_use
 from ppstream.analysis.period_model import deeper, limiting_term, period, window_star
+from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
 from ppstream.analysis.run_report import OldestAction, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import (
@@ -118,6 +119,7 @@ def judge(
         machine=evidence.machine,
         faults=first_faults(run),
         input_source=_input_source(bringup, window),
+        places=findings.places,
     )
 
 
@@ -155,6 +157,8 @@ def _findings(
         critical_path=critical_path(window),
         service={} if service is None else service.reasons,
         contradictions=contradictions,
+        places=place_rows(run, window, score, evidence.alone),
+        better_cut=better_cut(run, score),
     )
 
 
@@ -213,7 +217,7 @@ def _thread_cpus(fields: Json, threads: Iterable[str]) -> dict[str, tuple[int, .
 
 
 def _model(score: Primary | None, window: JudgedSpan) -> Model | None:
-    if score is None:
+    if score is None or len(score.times.places) != window.topology.places:
         return None
     form = form_of(window.topology)
     period_ns = period(score.times, form)

@@ -7,7 +7,7 @@ be read; a known key with a value of the wrong type is refused, with the place w
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_type_hints
 
 from ppstream.analysis.records import (
@@ -40,6 +40,9 @@ INT_MAX: Final = (1 << 63) - 1
 FAULT_CHARS: Final = 120
 
 
+_Key = tuple[int, int, int, int]  # generation, lane, epoch, seq
+
+
 class LogLine(NamedTuple):
     """One decoded log line and where it stood; ``rank`` and ``generation`` are its file's."""
 
@@ -66,11 +69,13 @@ def parse_run(
     """
     check_schema(manifest, "run.json")
     topology = _topology(manifest)
-    found = _Sorted(manifest.get("run_id"))
+    found = _Sorted(manifest.get("run_id"), topology)
     for line in lines:
         found.add(line)
     newest = max((generation for generation, _ in found.ledgers), default=0)
-    joined = [_join(e, found.stage1.get(_identity(e))) for e in found.envelopes]
+    joined = [
+        _join(e, [lines.get(_identity(e)) for lines in found.places]) for e in found.envelopes
+    ]
     return RunLog(
         run_id=str(manifest.get("run_id", "?")),
         topology=topology,
@@ -100,9 +105,9 @@ def parse_run(
 class _Sorted:
     """Lines by their kind."""
 
-    def __init__(self, run_id: object) -> None:
+    def __init__(self, run_id: object, topology: Topology) -> None:
         self.envelopes: list[Envelope] = []
-        self.stage1: dict[tuple[int, int, int, int], PolicyLine] = {}
+        self.places: list[dict[_Key, PolicyLine]] = [{} for _ in topology.ranks]
         self.events: list[LogEvent] = []
         self.ages_ns: list[int] = []
         self.oldest_ns = 0
@@ -124,7 +129,11 @@ class _Sorted:
         if kind == "envelope":
             self.envelopes.append(_envelope(line))
         elif kind == "stage1":
-            self.stage1.setdefault(_key(line), _stage1(line))
+            place = line.rank if len(self.places) > 1 else 1
+            if 1 <= place <= len(self.places):
+                self.places[place - 1].setdefault(_key(line), _stage1(line))
+            else:
+                self.ignored += 1
         elif kind == "event":
             self.events.append(_event(line))
         elif kind == "robot":
@@ -191,8 +200,18 @@ def _standalone(manifest: Json, name: str) -> IsolatedTimes | None:
     means = [_int(table, f"{stage}_mean_ns", where) for stage in "ABC"]
     medians = [_int(table, f"{stage}_ns", where) for stage in "ABC"]
     times = [median if mean is None else mean for mean, median in zip(means, medians, strict=True)]
-    known = [ns for ns in times if ns is not None and ns >= 0]
-    return IsolatedTimes(*known) if len(known) == len(times) else None
+    a_ns, b_ns, c_ns = times
+    if a_ns is None or b_ns is None or c_ns is None or min(a_ns, b_ns, c_ns) < 0:
+        return None
+    parts = _mapping(table.get("parts_ns"))
+    places_ns = _numbers(table.get("places_ns"), f"{where}.places_ns")
+    parts_ns = {name: _int(parts, name, where) or 0 for name in parts}
+    return IsolatedTimes(a_ns, b_ns, c_ns, places_ns, parts_ns)
+
+
+def _numbers(value: object, where: str) -> tuple[int, ...]:
+    found = value if isinstance(value, list) else []
+    return tuple(_int({"ns": ns}, "ns", where) or 0 for ns in found)
 
 
 def _topology(manifest: Json) -> Topology:
@@ -212,7 +231,13 @@ def _topology(manifest: Json) -> Topology:
         device_stamped=any(
             rank.get("rank") == 0 and rank.get("stamp_source") == "device" for rank in rank_tables
         ),
+        parts=tuple(_names(rank.get("parts")) for rank in rank_tables),
+        devices=tuple(str(rank.get("device") or "") for rank in rank_tables),
     )
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
 def _choice(table: Json, key: str, allowed: tuple[str, ...], default: str) -> str:
@@ -284,16 +309,33 @@ def _declared(kind: type, line: LogLine) -> dict[str, Any]:
     return values
 
 
-def _join(envelope: Envelope, stage1: PolicyLine | None) -> Envelope:
-    if stage1 is not None:
-        envelope.stage1 = stage1
-        for name in _SHARED:
-            if getattr(envelope, name) is None:
-                setattr(envelope, name, getattr(stage1, name))
+def _join(envelope: Envelope, lines: Sequence[PolicyLine | None]) -> Envelope:
+    envelope.places = tuple(lines)
+    for name, value in _told(lines).items():
+        if getattr(envelope, name) is None:
+            setattr(envelope, name, value)
     return envelope
 
 
-def _key(line: LogLine) -> tuple[int, int, int, int]:
+def _told(lines: Sequence[PolicyLine | None]) -> dict[str, int | None]:
+    """The fields of rank 0's line that the policy ranks' lines give, as rank 0 would log them.
+
+    Of a chain: B of the slowest place, the residences' sum, and the waits of the last place.
+    """
+    last = lines[-1]
+    found = {name: getattr(last, name) for name in _SHARED} if last is not None else {}
+    if len(lines) > 1:
+        known = [line for line in lines if line is not None and line.B_ns is not None]
+        whole = len(known) == len(lines)
+        slowest = max(known, key=lambda line: line.B_ns or 0, default=None)
+        stays = [line.residence_ns for line in known if line.residence_ns is not None]
+        found["B_ns"] = slowest.B_ns if whole and slowest else None
+        found["eB_ns"] = slowest.eB_ns if whole and slowest else None
+        found["residence_ns"] = sum(stays) if len(stays) == len(lines) else None
+    return found
+
+
+def _key(line: LogLine) -> _Key:
     found, where = line.fields, line.where
     seq = _int(found, "seq", where)
     if seq is None:
@@ -307,7 +349,7 @@ def _key(line: LogLine) -> tuple[int, int, int, int]:
     )
 
 
-def _identity(envelope: Envelope) -> tuple[int, int, int, int]:
+def _identity(envelope: Envelope) -> _Key:
     return envelope.generation, envelope.lane, envelope.epoch, envelope.seq
 
 

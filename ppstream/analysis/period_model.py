@@ -3,6 +3,9 @@
 Pure and free of units: every time in, period or latency out, is in the caller's unit. The forms are
 exact for constant times (maximum over circuits of delay / tokens); the recurrence takes drawn or
 recorded times and is the oracle behind the forms. ``decode_first`` exists here and in tests only.
+
+Place 0 is rank 0 (A and C), places 1 to n are the policy ranks of a chain. A hop is a serial
+resource of its own: a place works on the next envelope while the last one travels.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Final
+from typing import Final, NamedTuple
 
 #: Relative slack when a ratio that should be a whole number of credits is rounded up.
 _ROUNDING: Final = 1e-9
@@ -19,9 +22,20 @@ _ROUNDING: Final = 1e-9
 _SETTLED: Final = 200
 
 
+class Behind(NamedTuple):
+    """A place behind the first policy rank: the hop to it, and its share of stage B."""
+
+    x: float
+    b: float
+
+
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Constant times of one envelope: stages A, B, C, the two transfers, the input's period."""
+    """Constant times of one envelope: stages A, B, C, the two transfers, the input's period.
+
+    In a chain ``b`` is place 1's time, ``x_in`` the hop to it, ``behind`` has the places behind it
+    and ``x_out`` is the hop from the last one back to rank 0.
+    """
 
     a: float
     b: float
@@ -29,11 +43,42 @@ class StageTimes:
     x_in: float = 0
     x_out: float = 0
     t_in: float = 0
+    behind: tuple[Behind, ...] = ()
+
+    @classmethod
+    def of_chain(
+        cls,
+        a: float,
+        places: Sequence[float],
+        c: float,
+        hops: Sequence[float] | None = None,
+        t_in: float = 0,
+    ) -> StageTimes:
+        """Of ``n`` policy ranks and the ``n + 1`` hops around them (default: free ones)."""
+        x_in, *between, x_out = hops or [0] * (len(places) + 1)
+        behind = tuple(Behind(x, b) for x, b in zip(between, places[1:], strict=True))
+        return cls(a, places[0], c, x_in, x_out, t_in, behind)
+
+    @property
+    def places(self) -> tuple[float, ...]:
+        """Stage B's time on each policy rank, in order."""
+        return (self.b, *(place.b for place in self.behind))
+
+    @property
+    def hops(self) -> tuple[float, ...]:
+        """To each policy rank in order, and back to rank 0."""
+        return (self.x_in, *(place.x for place in self.behind), self.x_out)
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """The stages by name: A, B and C, in a chain A, B1 to Bn and C."""
+        names = [f"B{k}" for k in range(1, len(self.places) + 1)] if self.behind else ["B"]
+        return {"A": self.a, **dict(zip(names, self.places, strict=True)), "C": self.c}
 
     @property
     def loop(self) -> float:
         """From commit to receipt: what one credit is gone for."""
-        return self.x_in + self.b + self.x_out
+        return self.x_in + self.b + sum(x + b for x, b in self.behind) + self.x_out
 
     @property
     def through(self) -> float:
@@ -56,6 +101,13 @@ class PipelineForm:
         """One token: the next A waits for this C, whatever the bounds are."""
         return self.threads == "serial" and self.order == "decode_first"
 
+    def tokens(self, times: StageTimes) -> int:
+        """Most envelopes in the system that one thread on rank 0 can use: one for each rank.
+
+        Its A leads the decode of the oldest of them; credits may let it lead by less.
+        """
+        return min(len(times.places), self.d_in) + 1
+
 
 def period_terms(times: StageTimes, form: PipelineForm) -> dict[str, float]:
     """Every circuit's delay / tokens by its formula; the steady period is the largest value."""
@@ -66,17 +118,29 @@ def period_terms(times: StageTimes, form: PipelineForm) -> dict[str, float]:
     terms = {"A + C": times.a + times.c} if form.threads == "serial" else {}
     if form.threads == "split":
         terms |= {"A": times.a, "C": times.c}
+    stages, hops = times.stages, _hop_names(times)
+    sigma = "x_in + B + x_out" if not times.behind else f"x + B1 .. B{len(times.places)}"
+    terms |= {name: b for name, b in stages.items() if name not in "AC"}
+    terms |= dict(zip(hops, times.hops, strict=True))
     terms |= {
-        "B": times.b,
-        "x_in": times.x_in,
-        "x_out": times.x_out,
-        f"({'A + ' if on_credit else ''}x_in + B + x_out) / D_in": loop / form.d_in,
+        f"({'A + ' if on_credit else ''}{sigma}) / D_in": loop / form.d_in,
         "x_out / D_out": times.x_out / form.d_out,
         "T_in": times.t_in,
     }
-    if form.threads == "serial":  # one thread with one envelope of lead holds only two tokens
-        terms["(A + x_in + B + x_out + C) / 2"] = times.through / 2
+    if form.threads == "serial":  # one thread has one envelope of lead for each policy rank
+        tokens = form.tokens(times)
+        terms[f"(A + {sigma} + C) / {tokens}"] = times.through / tokens
+        if times.behind:  # an A stands in front of the decode that gives the result its place
+            ahead = form.d_in + (not on_credit)
+            terms["(A + x_out) / (D_out + D_in - lead)"] = (times.a + times.x_out) / (
+                form.d_out + ahead - (tokens - 1)
+            )
     return terms
+
+
+def _hop_names(times: StageTimes) -> list[str]:
+    between = [f"x_{k}" for k in range(1, len(times.places))]
+    return ["x_in", *between, "x_out"]
 
 
 def period(times: StageTimes, form: PipelineForm) -> float:
@@ -95,8 +159,12 @@ def window_star(times: StageTimes, form: PipelineForm) -> int:
     if form.is_unpipelined:
         return 1
     loop = times.loop + (times.a if form.credit == "before_window" else 0.0)
-    floor = max(v for f, v in period_terms(times, form).items() if not f.endswith("/ D_in"))
-    return max(1, math.ceil(loop / floor - _ROUNDING)) if floor > 0 else 1
+    endless = replace(form, d_in=max(form.d_in, len(times.places) + form.d_out + 1))
+    floor = max(v for f, v in period_terms(times, endless).items() if not f.endswith("/ D_in"))
+    star = max(1, math.ceil(loop / floor - _ROUNDING)) if floor > 0 else 1
+    while times.behind and period(times, replace(form, d_in=star)) > floor * (1 + _ROUNDING):
+        star += 1  # one thread leads by no more than its credits: at most n + 1 times
+    return star
 
 
 def latency(times: StageTimes, form: PipelineForm) -> float | None:
@@ -109,7 +177,7 @@ def latency(times: StageTimes, form: PipelineForm) -> float | None:
     if form.is_unpipelined:
         return times.through
     if form.threads == "serial":
-        return 2 * p if form.credit == "after_window" else None
+        return 2 * p if form.credit == "after_window" and not times.behind else None
     if max(times.a, times.t_in) >= p:  # A sets the pace: nothing queues behind it
         return times.through
     ahead = form.d_in + (1 if form.credit == "after_window" else 0)
@@ -140,15 +208,25 @@ def deeper(times: StageTimes, form: PipelineForm, error: float) -> Deeper | None
     periods = [period(times, deep) for deep in forms]
     enough = next(n for n, found in enumerate(periods) if found - periods[-1] <= error)
     to = enough or -1
-    older = _settled_latency(times, forms[to]) - _settled_latency(times, form)
+    older = settled_latency(times, forms[to]) - settled_latency(times, form)
     return Deeper(forms[to].d_in, periods[0] - periods[to], older, is_worth=enough > 0)
 
 
-def _settled_latency(times: StageTimes, form: PipelineForm) -> float:
+def settled_latency(times: StageTimes, form: PipelineForm) -> float:
     """Mean tEmit - tA0 of a saturated run, also where no closed form is known."""
     run = recurrence([times] * (2 * _SETTLED + 1), form)
     counted = slice(_SETTLED, -1)  # no A follows the last one
     return fmean(c1 - a0 for a0, c1 in zip(run.a0[counted], run.c1[counted], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRun:
+    """Instants per envelope on one policy rank."""
+
+    i1: list[float]  # envelope complete there
+    b0: list[float]
+    b1: list[float]
+    o0: list[float]  # output committed to the next hop
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +236,7 @@ class ModelledRun:
     a0: list[float]
     a1: list[float]
     s0: list[float]  # commit: tSend
-    i1: list[float]  # envelope complete on the policy rank
-    b0: list[float]
-    b1: list[float]
-    o0: list[float]  # result committed to the link
+    places: list[PlaceRun]
     o1: list[float]  # tRecv
     c0: list[float]  # tDecode
     c1: list[float]  # tEmit
@@ -177,18 +252,23 @@ def recurrence(
         form: the pipeline's form.
         arrivals: earliest start of each A; default ``k * times[k].t_in``.
     """
-    z = ModelledRun([], [], [], [], [], [], [], [], [], [])
+    n = len(times[0].places) if times else 1
+    places = [PlaceRun([], [], [], []) for _ in range(n)]
+    z = ModelledRun([], [], [], places, [], [], [])
     arrive = [k * t.t_in for k, t in enumerate(times)] if arrivals is None else arrivals
-    lead = form.threads == "serial" and not form.is_unpipelined
+    leads = form.threads == "serial" and not form.is_unpipelined and bool(times)
+    lead = form.tokens(times[0]) - 1 if leads else 0  # so many A stand in front of a decode
     for k, t in enumerate(times):
-        _stage_a(z, k, t, form, arrive[k])
-        if lead and k > 0:
-            _stage_c(z, k - 1, times[k - 1], thread_free=z.a1[k])
+        for j in range(len(z.a0), min(len(times), k + 1 + max(0, lead - form.d_out))):
+            _stage_a(z, j, times[j], form, arrive[j])
+            if leads and j >= lead:
+                _stage_c(z, j - lead, times[j - lead], thread_free=z.a1[j])
         _stage_b(z, k, t, form)
-        if not lead:
+        if not leads:
             _stage_c(z, k, t, thread_free=z.a1[k] if form.is_unpipelined else 0)
-    if lead and times:
-        _stage_c(z, len(times) - 1, times[-1], thread_free=z.a1[-1])
+        elif len(z.a0) == len(times):  # no A follows that a decode would stand behind
+            for j in range(len(z.c0), k + 1):
+                _stage_c(z, j, times[j], thread_free=z.a1[-1])
     return z
 
 
@@ -196,7 +276,7 @@ def _stage_a(z: ModelledRun, k: int, t: StageTimes, form: PipelineForm, arrive: 
     on_credit = form.credit == "before_window"
     same_thread: float = 0  # the decode this A stands behind: send first leaves one in between
     if form.threads == "serial":
-        same_thread = _at(z.c1, k - 1 if form.is_unpipelined else k - 2)
+        same_thread = _at(z.c1, k - (1 if form.is_unpipelined else form.tokens(t)))
     a0 = max(
         arrive,
         _at(z.a1, k - 1),
@@ -205,15 +285,21 @@ def _stage_a(z: ModelledRun, k: int, t: StageTimes, form: PipelineForm, arrive: 
     )
     z.a0.append(a0)
     z.a1.append(a0 + t.a)
-    z.s0.append(max(z.a1[k], _at(z.o1, k - form.d_in), _at(z.i1, k - 1)))
-    z.i1.append(z.s0[k] + t.x_in)
+    z.s0.append(max(z.a1[k], _at(z.o1, k - form.d_in), _at(z.places[0].i1, k - 1)))
+    z.places[0].i1.append(z.s0[k] + t.x_in)
 
 
 def _stage_b(z: ModelledRun, k: int, t: StageTimes, form: PipelineForm) -> None:
-    z.b0.append(max(z.i1[k], _at(z.b1, k - 1)))
-    z.b1.append(z.b0[k] + t.b)
-    z.o0.append(max(z.b1[k], _at(z.o1, k - 1), _at(z.c0, k - form.d_out)))
-    z.o1.append(z.o0[k] + t.x_out)
+    for at, (place, b) in enumerate(zip(z.places, t.places, strict=True), start=1):
+        place.b0.append(max(place.i1[k], _at(place.b1, k - 1)))
+        place.b1.append(place.b0[k] + b)
+        if at < len(z.places):  # every hop has a slot for each credit: only the link is waited for
+            beyond = z.places[at]
+            place.o0.append(max(place.b1[k], _at(beyond.i1, k - 1)))
+            beyond.i1.append(place.o0[k] + t.hops[at])
+        else:
+            place.o0.append(max(place.b1[k], _at(z.o1, k - 1), _at(z.c0, k - form.d_out)))
+            z.o1.append(place.o0[k] + t.x_out)
 
 
 def _stage_c(z: ModelledRun, k: int, t: StageTimes, *, thread_free: float) -> None:

@@ -33,6 +33,39 @@ class Topology:
     world_size: int
     replicas: int
     device_stamped: bool  # rank 0's stamps are device events mapped to its host clock
+    parts: tuple[tuple[str, ...], ...] = ()  # of the policy, by rank; (): not logged
+    devices: tuple[str, ...] = ()  # by rank
+
+    @property
+    def places(self) -> int:
+        """Policy ranks that each envelope passes: places 1 to n of a chain; replicas are one."""
+        return max(1, (self.world_size - 1) // self.replicas)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.places > 1
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """The policy ranks as serial resources."""
+        return tuple(f"place{k}" for k in self.ranks) if self.is_chain else ("mesh",)
+
+    @property
+    def ranks(self) -> range:
+        """Numbers of the places of policy ranks."""
+        return range(1, self.places + 1)
+
+    def title(self, place: int) -> str:
+        """A place for people: its number, its parts and its device, as far as they are known."""
+        parts = ", ".join(self.parts_of(place))
+        known = " on ".join(text for text in (parts, self.device_of(place)) if text)
+        return f"place {place}" + (f" ({known})" if known else "")
+
+    def parts_of(self, place: int) -> tuple[str, ...]:
+        return self.parts[place] if place < len(self.parts) else ()
+
+    def device_of(self, place: int) -> str:
+        return self.devices[place] if place < len(self.devices) else ""
 
     @property
     def in_system(self) -> int:
@@ -44,8 +77,10 @@ class IsolatedTimes(NamedTuple):
     """Mean stage times measured alone, the other rank idle, in the process that then ran."""
 
     a_ns: int
-    b_ns: int
+    b_ns: int  # of a chain: of its slowest place
     c_ns: int
+    places_ns: tuple[int, ...] = ()  # of a chain: stage B of each place
+    parts_ns: Mapping[str, int] = MappingProxyType({})  # of the policy's parts, where timed
 
 
 def in_header(word: int) -> Any:
@@ -178,7 +213,7 @@ class PolicyLine(PolicyRankTimes, _PolicyStamps):
 
 @dataclass(slots=True)
 class Envelope(EnvelopeLine):
-    """Rank 0's line of one envelope after reading; the policy rank's line fills missing fields.
+    """Rank 0's line of one envelope after reading; the policy ranks' lines fill missing fields.
 
     The reader reduces the fields of rows to ``lease_ns`` and to the oldest row's ``input_age_ns``;
     ``window_end_ns``, ``expires_ns``, ``session`` and ``session_epoch`` stay None. Once a
@@ -186,7 +221,12 @@ class Envelope(EnvelopeLine):
     """
 
     lease_ns: int | None = None  # shortest ``expires_ns - window_end_ns`` of its rows
-    stage1: PolicyLine | None = None
+    places: tuple[PolicyLine | None, ...] = ()  # the line of each policy rank, in their order
+
+    @property
+    def stage1(self) -> PolicyLine | None:
+        """The line of the only policy rank; in a chain of the last one."""
+        return self.places[-1] if self.places else None
 
     @property
     def is_emitted(self) -> bool:

@@ -9,6 +9,7 @@ from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
+from ppstream.analysis.place_table import Place
 from ppstream.analysis.records import Ledger, RobotStateLine, RuleCounts
 from ppstream.analysis.run_statistics import ChunkGaps, FaultSeen
 from ppstream.analysis.safety_counts import QueueMaxima
@@ -86,6 +87,7 @@ class RunReport:
     machine: Machine | None = None  # during bring-up
     faults: list[FaultSeen] = field(default_factory=list)  # of user code, the first of each kind
     input_source: str = ""  # of the judged phase: synthetic, recorded; empty: robots
+    places: list[Place] = field(default_factory=list)  # ranks, rank 0 first
 
     @property
     def accepted(self) -> list[str]:
@@ -136,6 +138,7 @@ class RunReport:
             "memory": [asdict(use) for use in self.memory],
             "on_device": [_device_dict(stage) for stage in self.on_device],
             "clocks": [asdict(clock) for clock in self.clocks],
+            "places": [asdict(place) for place in self.places],
         }
 
 
@@ -175,9 +178,8 @@ def _primary_dict(score: Primary | None, alone: Alone | None) -> dict[str, objec
 def _alone_dict(alone: Alone | None) -> dict[str, object] | None:
     if alone is None:
         return None
-    times = {"A": alone.times.a, "B": alone.times.b, "C": alone.times.c}
     return {
-        "times_ms": {stage: ns * MS for stage, ns in times.items()},
+        "times_ms": {stage: ns * MS for stage, ns in alone.times.stages.items()},
         "in_turn_ms": alone.in_turn_ns * MS,
         "G_star": alone.ceiling,
         "stretch": alone.stretch,

@@ -8,8 +8,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
+from ppstream.analysis.places import stage_b_ns
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
-from ppstream.analysis.scores import between, stage_a_ns, stage_b_ns, stage_c_ns
+from ppstream.analysis.scores import between, stage_a_ns, stage_c_ns
 from ppstream.analysis.segments import ALONE, JudgedSpan
 from ppstream.core.quantiles import quantiles
 
@@ -39,16 +40,19 @@ def wait_share(window: JudgedSpan, wait: str) -> float:
 
 def critical_path(window: JudgedSpan) -> dict[str, dict[str, float]]:
     """For each stage's starts: the share whose last predecessor was which."""
-    last: dict[str, Counter[str]] = {"A": Counter(), "B": Counter(), "C": Counter()}
+    chain = [f"B{place}" for place in window.topology.ranks] if window.topology.is_chain else []
+    last: dict[str, Counter[str]] = {stage: Counter() for stage in ("A", *(chain or "B"), "C")}
     for segment in window.segments:
         by_seq = {e.seq: e for e in segment.envelopes}
         for e in segment.measured:
             if not e.is_emitted:
                 continue
             last["A"][_last_before_a(e, by_seq, window)] += 1
-            if e.wait_input_ns is not None:
-                waited = e.wait_input_ns > LAST_EVENT_NS
-                last["B"]["envelope" if waited else "previous B"] += 1
+            places = zip(chain, e.places, strict=True) if chain else (("B", e),)
+            for stage, line in places:
+                if line is not None and line.wait_input_ns is not None:
+                    waited = line.wait_input_ns > LAST_EVENT_NS
+                    last[stage]["envelope" if waited else "previous B"] += 1
             last["C"][_last_before_c(e, by_seq, window)] += 1
     return {
         stage: {name: count / counter.total() for name, count in counter.most_common()}

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
 
 from ppstream.analysis.bootstrap import Row, interval
 from ppstream.analysis.period_model import PipelineForm, StageTimes
+from ppstream.analysis.places import StageB
 from ppstream.analysis.records import Envelope, Topology
 from ppstream.analysis.segments import JudgedSpan, Segment
 
@@ -45,7 +46,7 @@ class Primary:
 
     n: int
     span_ns: int
-    busy_ns: dict[str, int]  # serial resources, ``gpu0`` (enters M only) and ``link``
+    busy_ns: dict[str, int]  # serial resources, ``gpu0`` (enters M only) and ``link`` (all hops)
     s: float | None
     s_low: float | None
     s_high: float | None
@@ -86,8 +87,26 @@ class Primary:
         return max(0, self.span_ns - explained_ns) / self.span_ns
 
     @property
+    def places(self) -> dict[str, float]:
+        """Busy shares of the policy ranks."""
+        own = {name: ns for name, ns in self.busy_ns.items() if name.startswith(("mesh", "place"))}
+        return {name: ns / self.span_ns for name, ns in own.items()}
+
+    @property
     def utilisation(self) -> dict[str, float]:
-        return {name: busy_ns / self.span_ns for name, busy_ns in self.busy_ns.items()}
+        """Busy shares of all resources; ``mesh`` is all policy ranks together, of their time."""
+        shares = {name: busy_ns / self.span_ns for name, busy_ns in self.busy_ns.items()}
+        return (
+            shares
+            if "mesh" in shares or not self.places
+            else shares | {"mesh": fmean(self.places.values())}
+        )
+
+    @property
+    def rank0(self) -> dict[str, float]:
+        """Busy shares of rank 0's resources."""
+        others = (*self.places, "link", "mesh")
+        return {name: share for name, share in self.utilisation.items() if name not in others}
 
 
 def form_of(topology: Topology) -> PipelineForm:
@@ -137,8 +156,11 @@ def primary(window: JudgedSpan, *, resampled: bool = True) -> Primary | None:
     """
     if window.n == 0 or window.span_ns <= 0 or missing_stages(window):
         return None
-    names = resource_names(window.topology)
-    runs = [_rows(segment, window.topology) for segment in window.segments]
+    stage_b = StageB(window.measured, window.topology)
+    if stage_b.lost and stage_b.is_whole:
+        return None
+    names = resource_names(window.topology, stage_b.names)
+    runs = [_rows(segment, window.topology, stage_b) for segment in window.segments]
     columns = [sum(column) for column in zip(*(row for rows in runs for row in rows), strict=True)]
     span_ns, *busy = columns
     busy_ns = dict(zip(names, busy, strict=True))
@@ -162,19 +184,22 @@ def primary(window: JudgedSpan, *, resampled: bool = True) -> Primary | None:
         s_low=ends[0] if ends else None,
         s_high=ends[1] if ends else None,
         s_all=s_all,
-        times=_mean_times(window, 0 if transport is None else _free_transport_ns(window)),
+        times=_mean_times(window, 0 if transport is None else _free_transport_ns(window), stage_b),
     )
 
 
-def resource_names(topology: Topology) -> tuple[str, ...]:
+def resource_names(topology: Topology, policy: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """Serial resources; ``gpu0`` only where rank 0's stamps are its device's.
+
+    ``policy`` are those of the policy ranks, where they are not the topology's.
 
     World size 1 runs all stages in turn: one resource, and no overlap is defined.
     """
     if topology.world_size == 1:
         return ("r0",)
     threads = ("r0A", "r0C") if topology.threads == "split" else ("r0",)
-    return (*threads, "mesh", *(("gpu0",) if topology.device_stamped else ()))
+    policy = topology.policy_names if policy is None else policy
+    return (*threads, *policy, *(("gpu0",) if topology.device_stamped else ()))
 
 
 def missing_stages(window: JudgedSpan) -> list[str]:
@@ -186,11 +211,6 @@ def missing_stages(window: JudgedSpan) -> list[str]:
 def stage_a_ns(envelope: Envelope) -> int:
     host = between(envelope.tA0, envelope.tA1)
     return max(host, envelope.eA_ns or 0)
-
-
-def stage_b_ns(envelope: Envelope) -> int:
-    """Device time where B is one device region, else the policy rank's interval."""
-    return envelope.B_ns or 0 if envelope.eB_ns is None else envelope.eB_ns
 
 
 def stage_c_ns(envelope: Envelope) -> int:
@@ -217,9 +237,9 @@ def _published_stages(envelope: Envelope) -> tuple[int, int] | None:
     return stage0, envelope.B_ns or 0
 
 
-def _rows(segment: Segment, topology: Topology) -> list[Row]:
+def _rows(segment: Segment, topology: Topology, stage_b: StageB) -> list[Row]:
     """Period and busy times per emit; what a dropped envelope kept busy goes to the next emit."""
-    width = len(resource_names(topology))
+    width = len(resource_names(topology, stage_b.names))
     intervals = [
         (e.tA0, e.tA1) for e in segment.envelopes if e.tA0 is not None and e.tA1 is not None
     ]
@@ -227,7 +247,7 @@ def _rows(segment: Segment, topology: Topology) -> list[Row]:
     carried = [0] * width
     previous = segment.first.tEmit
     for envelope in segment.measured:
-        busy = _busy(envelope, topology, intervals)
+        busy = _busy(envelope, topology, stage_b.of(envelope), intervals)
         carried = [a + b for a, b in zip(carried, busy, strict=True)]
         if envelope.is_emitted:
             rows.append((between(previous, envelope.tEmit), *carried))
@@ -236,12 +256,16 @@ def _rows(segment: Segment, topology: Topology) -> list[Row]:
     return rows
 
 
-def _busy(envelope: Envelope, topology: Topology, intervals: list[tuple[int, int]]) -> list[int]:
+def _busy(
+    envelope: Envelope,
+    topology: Topology,
+    policy: tuple[int, ...],
+    intervals: list[tuple[int, int]],
+) -> list[int]:
     a, c = stage_a_ns(envelope), stage_c_ns(envelope)
-    mesh = stage_b_ns(envelope) // topology.replicas
     if topology.world_size == 1:
-        return [a + mesh + c]
-    busy = [a, c, mesh] if topology.threads == "split" else [a + c, mesh]
+        return [a + sum(policy) + c]
+    busy = [a, c, *policy] if topology.threads == "split" else [a + c, *policy]
     if topology.device_stamped:
         busy.append(a + c - _shared_ns(envelope, intervals))
     return busy
@@ -290,16 +314,19 @@ def _free_transport_ns(window: JudgedSpan) -> float:
     return fmean(free) if free else 0.0
 
 
-def mean_times(envelopes: Sequence[Envelope], n: int, topology: Topology) -> StageTimes:
-    """Mean times of ``n`` emits, links left out; what was dropped between them took time, too."""
-    return StageTimes(
-        a=sum(map(stage_a_ns, envelopes)) / n,
-        b=sum(map(stage_b_ns, envelopes)) / n / topology.replicas,
-        c=sum(map(stage_c_ns, envelopes)) / n,
+def mean_times(
+    envelopes: Sequence[Envelope], n: int, stage_b: StageB, hops: Sequence[float] | None = None
+) -> StageTimes:
+    """Mean times of ``n`` emits; what was dropped between them took time, too."""
+    return StageTimes.of_chain(
+        sum(map(stage_a_ns, envelopes)) / n,
+        stage_b.means(envelopes, n),
+        sum(map(stage_c_ns, envelopes)) / n,
+        hops,
     )
 
 
-def _mean_times(window: JudgedSpan, transport_ns: float) -> StageTimes:
-    """Means over the window; one number for both transfers is all that the stamps give."""
-    half = transport_ns / 2
-    return replace(mean_times(window.measured, window.n, window.topology), x_in=half, x_out=half)
+def _mean_times(window: JudgedSpan, transport_ns: float, stage_b: StageB) -> StageTimes:
+    """Means over the window; one number for all transfers is all that the stamps give."""
+    hops = len(stage_b.names) + 1
+    return mean_times(window.measured, window.n, stage_b, [transport_ns / hops] * hops)

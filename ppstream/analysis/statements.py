@@ -8,6 +8,7 @@ from typing import Final
 
 from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
 from ppstream.analysis.period_model import Deeper, PipelineForm
+from ppstream.analysis.place_table import BetterCut, Place, held_hop
 from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns, wait_share
 from ppstream.analysis.scores import (
     CEILING_MIN,
@@ -31,6 +32,7 @@ from ppstream.analysis.verdict import (
     Gate,
     Verdict,
     is_accepted,
+    places_lost,
     too_much_unnamed,
     unaudited,
 )
@@ -64,11 +66,13 @@ class Diagnosis:
     critical_path: dict[str, dict[str, float]]
     service: Mapping[str, str]  # reasons, each with its sentence
     contradictions: Sequence[str]  # sentences: where the folder says otherwise than its lines
+    places: list[Place]  # every rank, rank 0 first
+    better_cut: BetterCut | None
 
 
 def statements(findings: Diagnosis) -> list[str]:
     """Sentences in the order a tired reader needs them."""
-    advice = () if "BAD_INSTRUMENT" in findings.reasons else (_limit, _depth, _path)
+    advice = () if "BAD_INSTRUMENT" in findings.reasons else (_limit, _cut, _hop, _depth, _path)
     parts = (_served, _accepted, _headline, _reasons, _machine, _choice)
     parts = (*parts, *advice, _alone, _published, _limits, _rules, _log)
     return [sentence for part in parts for sentence in part(findings)]
@@ -126,16 +130,17 @@ def _alone(f: Diagnosis) -> Iterator[str]:
             f"the period is {alone.strict:.3f} of the slowest stage alone: the stages were "
             "measured slower alone than they run; clocks moved, or something else ran meanwhile"
         )
-    times = {"A": alone.times.a, "B": alone.times.b, "C": alone.times.c}
+    times = alone.times.stages
     for stage, ratio in alone.moved.items():
         off_ns = abs(ratio - 1) * times[stage]
         if abs(ratio - 1) > MOVED_MAX and off_ns > MOVED_NS:
-            yield f"{stage} alone took {ratio:.2f} x as long behind bring-up as before it"
+            took = f"{ratio:.2f} x as long behind bring-up as before it"
+            yield f"{_stage(f, stage)} alone took {took}"
     for stage, ratio in alone.slower.items():
         if ratio > 1 + MOVED_MAX and (1 - 1 / ratio) * times[stage] > MOVED_NS:
             yield (
-                f"{stage} worked or slept {ratio:.2f} x as long alone as in the run: what it did "
-                "beyond that does not count"
+                f"{_stage(f, stage)} worked or slept {ratio:.2f} x as long alone as in the run: "
+                "what it did beyond that does not count"
             )
 
 
@@ -241,11 +246,17 @@ def _score_texts(f: Diagnosis, score: Primary) -> dict[str, str]:
     }
 
 
+def _stage(f: Diagnosis, name: str) -> str:
+    """A stage for people: in a chain B with its place."""
+    place = name.removeprefix("B")
+    return f"{name} of {f.evidence.run.topology.title(int(place))}" if place.isdecimal() else name
+
+
 def _contended(f: Diagnosis) -> str:
     alone = f.evidence.alone
     if alone is None:
         return ""
-    stretch = ", ".join(f"{stage} {ratio:.2f}" for stage, ratio in alone.stretch.items())
+    stretch = ", ".join(f"{_stage(f, k)} {ratio:.2f}" for k, ratio in alone.stretch.items())
     score = "undefined" if alone.s is None else f"{alone.s:.2f}"
     return (
         f"by the stages' times alone overlap is {score}, it must reach {f.gate.overlap_min:.2f}: "
@@ -284,8 +295,12 @@ def _limit(f: Diagnosis) -> Iterator[str]:
     score = f.evidence.primary
     if score is None or f.limited_by is None:
         return
-    busy = score.utilisation
-    rank0 = max((n for n in busy if n not in ("mesh", "link")), key=lambda name: busy[name])
+    busy, topology = score.rank0, f.evidence.run.topology
+    rank0 = max(busy, key=lambda name: busy[name])
+    slowest = max(score.places, key=lambda name: score.places[name])
+    policy, shorter = "the policy", "B"
+    if slowest != "mesh":
+        policy, shorter = topology.title(topology.policy_names.index(slowest) + 1), "place"
     what = {"r0": "A + C", "r0A": "A", "r0C": "C", "gpu0": "A and C on one device"}[rank0]
     credit = wait_share(f.evidence.window, "w_credit_ns")
     yield {
@@ -293,14 +308,42 @@ def _limit(f: Diagnosis) -> Iterator[str]:
         "input-limited": "the input sets the period: the pipeline has time to spare",
         "stage0-limited": f"rank 0 sets the period: {what} is busy {busy[rank0]:.0%} of it; "
         "make it shorter or move work to the policy rank",
-        "stage1-limited": f"the policy sets the period: it is busy {busy.get('mesh', 0):.0%} of "
-        "it; only a faster B helps",
+        "stage1-limited": f"{policy} sets the period: it is busy {score.places[slowest]:.0%} of "
+        f"it; only a faster {shorter} helps",
         "window-limited": f"credits set the period: A waits {credit:.0%} of it for one",
         "serialized": "the stages run in turn: is the next envelope sent before this result is "
         "decoded? Does A need what C computes?",
         "overhead-limited": "no stage and no queue sets the period: look for the GIL, "
         "collections, a busy host",
     }[f.limited_by]
+
+
+def _cut(f: Diagnosis) -> Iterator[str]:
+    """Another cut of the policy that would be quicker."""
+    found = f.better_cut
+    if found is None:
+        return
+    limiting = f.evidence.run.topology.title(found.limiting) if found.limiting else "rank 0"
+    moves = " and ".join(
+        f"{', '.join(f'`{part}`' for part in parts)} to {f'place {to}' if to else 'rank 0'}"
+        for to, parts in found.moved.items()
+    )
+    yield (
+        f"{limiting} limits; moving {moves} would give {in_ms(found.period_ns)} ms: "
+        f"placement.parts = {list(found.placement)}"
+    )
+
+
+def _hop(f: Diagnosis) -> Iterator[str]:
+    score, topology = f.evidence.primary, f.evidence.run.topology
+    held = None if score is None else held_hop(f.places, score.period_ns)
+    if held is not None and topology.is_chain:
+        names = ["rank 0", *map(topology.title, topology.ranks), "rank 0"]
+        yield (
+            f"the hop from {names[held.rank]} to {names[held.rank + 1]} takes "
+            f"{in_ms(held.hop_ns or 0)} ms an envelope, far more than the others: something holds "
+            "results there"
+        )
 
 
 def _depth(f: Diagnosis) -> Iterator[str]:
@@ -372,7 +415,10 @@ def _log(f: Diagnosis) -> Iterator[str]:
         yield f"{run.torn_lines} torn log line(s) left out: a writer died or its disk was full"
     if any(run.missing_ranks):
         ranks = ", ".join(str(rank) for rank in run.missing_ranks if rank)
-        yield f"no log file of rank {ranks}; its durations are those in rank 0's lines"
+        so = "its durations are those in rank 0's lines"
+        if run.topology.is_chain:
+            so = "rank 0's lines have the slowest place alone"
+        yield f"no log file of rank {ranks}; {so}"
     generations = sorted({e.generation for e in run.envelopes})
     if len(generations) > 1:
         yield (
@@ -405,6 +451,8 @@ def _lacking(f: Diagnosis, fields: list[str]) -> str:
     if 0 in f.evidence.run.missing_ranks:
         return "rank 0's file"
     missing = missing_stages(f.evidence.window) + fields
+    titles = map(f.evidence.run.topology.title, places_lost(f.evidence))
+    missing += [f"the lines of {title}" for title in titles]
     return ", ".join(dict.fromkeys(missing)) or "envelopes of the phase to be judged"
 
 

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from ppstream.analysis.places import lines_of
 from ppstream.analysis.records import Envelope, PolicyLine, RunLog
 from ppstream.analysis.scores import between, stage_a_ns, stage_c_ns
 from ppstream.analysis.segments import JudgedSpan, Segment
@@ -38,7 +39,7 @@ class Threads:
         Positive: time nobody claims. Negative: time claimed twice.
         """
         own = {"r0A": _residual_a, "r0C": _residual_c} if self._is_split else {"r0": self._r0}
-        return self._sums({**own, "mesh": self._residual_mesh})
+        return self._sums({**own, **self._of_policy(self._residual_mesh, _residual_place)})
 
     def excess_ns(self) -> dict[str, float]:
         """By resource: busy time minus the span of its own thread."""
@@ -57,7 +58,20 @@ class Threads:
             return _total(segment, _host_b_ns) / self._replicas - _mesh_span_ns(segment).most
 
         own = {"r0A": r0a, "r0C": r0c} if self._is_split else {"r0": r0}
-        return self._sums({**own, "mesh": mesh})
+        return self._sums({**own, **self._of_policy(mesh, _excess_place)})
+
+    def _of_policy(
+        self, mesh: Callable[[Segment], float], of_place: Callable[[Segment, int], float]
+    ) -> dict[str, Callable[[Segment], float]]:
+        """By policy rank: rank 0's line tells of one alone, of a chain its own lines."""
+        topology = self._window.topology
+        if not topology.is_chain:
+            return {"mesh": mesh}
+
+        def at(place: int) -> Callable[[Segment], float]:
+            return lambda segment: of_place(segment, place)
+
+        return dict(zip(topology.policy_names, map(at, topology.ranks), strict=True))
 
     def _sums(self, parts: dict[str, Callable[[Segment], float]]) -> dict[str, float]:
         return {name: sum(map(part, self._window.segments)) for name, part in parts.items()}
@@ -113,13 +127,15 @@ def unnamed(window: JudgedSpan) -> dict[str, Unnamed]:
     if topology.device_stamped or topology.world_size == 1:
         return {}
     split = topology.threads == "split"
-    policy = [e.stage1 for e in measured if e.stage1 is not None]
-    mesh_ns = sum(_mesh_span_ns(segment).least for segment in window.segments)
     threads: dict[str, Unnamed | None] = {
         "r0A" if split else "r0": _unnamed(measured, "", sum(map(_a_span_ns, window.segments))),
         "r0C": _unnamed(measured, "_c", window.span_ns) if split else None,
-        "mesh": _unnamed(policy, "", mesh_ns) if len(policy) == len(measured) else None,
     }
+    for name, place in zip(topology.policy_names, topology.ranks, strict=True):
+        policy = lines_of(measured, place)
+        span = _place_span_ns if topology.is_chain else _only_span_ns
+        span_ns = sum(span(segment, place) for segment in window.segments)
+        threads[name] = _unnamed(policy, "", span_ns) if len(policy) == len(measured) else None
     return {name: found for name, found in threads.items() if found is not None}
 
 
@@ -147,6 +163,11 @@ def stage_cpu(window: JudgedSpan) -> dict[str, StageCpu]:
         "B": [(e.stage1.cpu_b_ns, _host_b_ns(e)) for e in emitted if e.stage1 is not None],
         "C": [(e.cpu_c_ns, stage_c_ns(e)) for e in emitted],
     }
+    if window.topology.is_chain:
+        del taken["B"]
+        for place in window.topology.ranks:
+            lines_b = lines_of(emitted, place)
+            taken[f"B{place}"] = [(line.cpu_b_ns, line.B_ns or 0) for line in lines_b]
     known = {k: [(cpu, ns) for cpu, ns in lines if cpu is not None] for k, lines in taken.items()}
     return {
         stage: StageCpu(sum(cpu for cpu, _ in lines), sum(ns for _, ns in lines))
@@ -201,6 +222,34 @@ def _mesh_span_ns(segment: Segment) -> _Span:
         e.tRecv or 0 if e.tSend is None else e.tSend + _host_b_ns(e) for e in (first, last)
     )
     return _Span(max(0, latest - first.tRecv), last.tRecv - earliest)
+
+
+def _only_span_ns(segment: Segment, _: int) -> int:
+    return _mesh_span_ns(segment).least
+
+
+def _place_span_ns(segment: Segment, place: int) -> int:
+    """From the end of B to the end of B, by the stamps of a chain's place; 0 without them."""
+    first, last = (e.places[place - 1] for e in (segment.first, segment.last))
+    return 0 if first is None or last is None else between(first.tB1, last.tB1)
+
+
+def _residual_place(segment: Segment, place: int) -> float:
+    """0 where a line is missing: another audit says so."""
+    lines = lines_of(segment.measured, place)
+    span_ns = _place_span_ns(segment, place)
+    if len(lines) < len(segment.measured) or not span_ns:
+        return 0
+    waits = ("wait_input_ns", "wait_output_ns", "busy_link_ns")
+    return span_ns - sum(
+        (line.B_ns or 0) + sum(getattr(line, name) or 0 for name in waits) for line in lines
+    )
+
+
+def _excess_place(segment: Segment, place: int) -> float:
+    span_ns = _place_span_ns(segment, place)
+    lines = lines_of(segment.measured, place)
+    return sum(line.B_ns or 0 for line in lines) - span_ns if span_ns else 0
 
 
 def _waits(envelopes: Sequence[Envelope], names: tuple[str, ...]) -> int:

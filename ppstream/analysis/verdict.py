@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.period_model import period
+from ppstream.analysis.places import is_elsewhere, lost_places
 from ppstream.analysis.records import LogEvent, RunLog
 from ppstream.analysis.run_statistics import Spoilt, wait_share
 from ppstream.analysis.scores import CEILING_MIN, Primary, form_of, missing_stages
@@ -127,6 +128,7 @@ def inconclusive_reasons(evidence: Evidence) -> list[str]:
     audits, spoilt, alone = evidence.audits.values(), evidence.spoilt, evidence.alone
     nothing = not window.n and not window.perturbed and spoilt is None
     lacking = bool(missing_stages(window)) or nothing or any(a.missing for a in audits)
+    lacking = lacking or bool(places_lost(evidence))
     faulted = any(_inside(window, event.t) for event in run.events if event.name == "fault")
     hidden = [score.ceiling for score in (primary, alone) if score is not None]
     found = {
@@ -146,6 +148,14 @@ def inconclusive_reasons(evidence: Evidence) -> list[str]:
     return [reason for reason, holds in found.items() if holds]
 
 
+def places_lost(evidence: Evidence) -> list[int]:
+    """Places of a chain whose times nobody logged; those of other hosts have logs there."""
+    run, window = evidence.run, evidence.window
+    found = lost_places(window.measured, run.topology) if window.measured else []
+    whole = len(found) == run.topology.places and is_elsewhere(run.manifest)
+    return [] if whole else found
+
+
 def unaudited(evidence: Evidence) -> dict[str, str]:
     """Audits that had to run and did not, and why; the times alone count as one."""
     found = {
@@ -163,7 +173,7 @@ def too_much_unnamed(evidence: Evidence) -> Iterator[str]:
     if evidence.primary is None:
         return
     times = evidence.primary.times
-    if max(times.a, times.b, times.c) >= UNNAMED_STAGE_NS:
+    if max(times.stages.values()) >= UNNAMED_STAGE_NS:
         for thread, found in evidence.unnamed.items():
             if found.rest is not None and found.rest > UNNAMED_MAX:
                 yield thread
@@ -238,9 +248,7 @@ def classify(window: JudgedSpan, primary: Primary | None) -> str | None:
     """Returns the first class that holds: what limits the run."""
     if primary is None or window.topology.world_size == 1:
         return None
-    busy = primary.utilisation
-    rank0 = max(share for name, share in busy.items() if name not in ("mesh", "link"))
-    mesh = busy.get("mesh", 0.0)
+    rank0, mesh = max(primary.rank0.values()), max(primary.places.values(), default=0.0)
     found = {
         "output-limited": wait_share(window, "w_emit_ns") > WAIT_MAX,
         "input-limited": wait_share(window, "w_input_ns") > WAIT_MAX,

@@ -1,4 +1,4 @@
-"""Offset of the policy rank's clock from rank 0's: for pictures and traces, never for a gate.
+"""Offset of a policy rank's clock from rank 0's: for pictures and traces, never for a gate.
 
 Pure. Ranks of one boot of one host share CLOCK_MONOTONIC. Otherwise causality alone bounds the
 offset: B cannot begin before its envelope was sent, nor end after its result was received. Drift
@@ -7,9 +7,10 @@ within the run narrows nothing and may empty the bounds; then the middle is used
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ppstream.analysis.places import has_one_clock
 from ppstream.analysis.records import Envelope, RunLog
 
 NS_PER_US = 1_000
@@ -32,17 +33,18 @@ class ClockOffset:
         return around if self.consistent else f"{around}, and no single offset fits all envelopes"
 
 
-def policy_clock(run: RunLog, envelopes: Iterable[Envelope]) -> ClockOffset | None:
-    """The offset for ``envelopes`` (of one generation); None where the policy rank logged no B."""
-    if _is_shared(run.manifest):
+def policy_clock(run: RunLog, envelopes: Iterable[Envelope], place: int = 1) -> ClockOffset | None:
+    """A place's offset for ``envelopes`` (of one generation); None where it logged no B."""
+    if has_one_clock(run.manifest):
         return ClockOffset(0, 0, shared=True, consistent=True)
     least, most = [], []
     for e in envelopes:
-        if e.stage1 is None or e.stage1.tB0 is None or e.stage1.tB1 is None:
+        line = e.places[place - 1] if place <= len(e.places) else None
+        if line is None or line.tB0 is None or line.tB1 is None:
             continue
         if e.tSend is not None and e.tRecv is not None:
-            most.append(e.stage1.tB0 - e.tSend)
-            least.append(e.stage1.tB1 - e.tRecv)
+            most.append(line.tB0 - e.tSend)
+            least.append(line.tB1 - e.tRecv)
     if not most:
         return None
     low, high = max(least), min(most)
@@ -51,10 +53,6 @@ def policy_clock(run: RunLog, envelopes: Iterable[Envelope]) -> ClockOffset | No
     )
 
 
-def _is_shared(manifest: Mapping[str, object]) -> bool:
-    topology = manifest.get("topology")
-    ranks = topology.get("ranks") if isinstance(topology, Mapping) else None
-    if not isinstance(ranks, list) or len(ranks) < 2:
-        return False
-    boots = {rank.get("boot_id") for rank in ranks if isinstance(rank, Mapping)}
-    return len(boots) == 1 and boots != {None} and boots != {""}
+def policy_clocks(run: RunLog, envelopes: Sequence[Envelope]) -> tuple[ClockOffset | None, ...]:
+    """Of every place, in their order."""
+    return tuple(policy_clock(run, envelopes, place) for place in run.topology.ranks)

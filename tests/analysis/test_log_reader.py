@@ -7,13 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from golden_runs import Fields, simulate, write_lines
+from golden_runs import Fields, chain, simulate, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judging import sentence
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import find_runs, read_run
+from ppstream.analysis.period_model import PipelineForm
 from ppstream.core.errors import LogError
 from ppstream.report.text import render
 
@@ -191,3 +192,56 @@ def test_links_and_files_beside_the_runs_are_no_runs(tmp_path: Path) -> None:
     (tmp_path / "run.txt").write_text("not a run")
     (tmp_path / "latest").symlink_to("run")
     assert find_runs(tmp_path) == [tmp_path / "run"]
+
+
+# ---- chains: a log of each policy rank ----------------------------------------------------------
+
+CHAIN = PipelineForm(d_in=3)
+TOLD = ("B_ns", "residence_ns", "wait_input_ns", "wait_output_ns", "idle_ns")
+
+
+def test_lines_of_every_policy_rank_are_joined_by_envelope(tmp_path: Path) -> None:
+    golden = simulate(chain(9, 6), CHAIN, n=12)
+    run = read_run(golden.write(tmp_path))
+    assert run.topology.places == 2
+    assert run.topology.title(2) == "place 2 (part_2 on cpu)"
+    assert run.missing_ranks == ()
+    for k, envelope in enumerate(run.envelopes):
+        found = [line.tB0 for line in envelope.places if line is not None]
+        assert found == [lines[k]["tB0"] for lines in golden.policies]
+        assert envelope.stage1 is envelope.places[-1]
+
+
+def test_rank_0_s_line_is_filled_from_the_lines_of_a_chain_as_it_writes_them(
+    tmp_path: Path,
+) -> None:
+    golden = simulate(chain(9, 6, 7), PipelineForm(d_in=4), n=12)
+    told = [{name: line[name] for name in TOLD} for line in golden.lines]
+    run = read_run(golden.lose(*TOLD).write(tmp_path))
+    assert [{name: getattr(e, name) for name in TOLD} for e in run.envelopes] == told
+
+
+def test_a_rank_of_a_chain_without_a_log_is_named_and_its_times_are_not_made_up(
+    tmp_path: Path,
+) -> None:
+    golden = simulate(chain(9, 6, 7), PipelineForm(d_in=4)).lose(rank=2)
+    run = read_run(golden.lose("B_ns", "residence_ns").write(tmp_path))
+    assert run.missing_ranks == (2,)
+    assert all(e.places[1] is None and e.places[2] is not None for e in run.envelopes)
+    assert all(e.B_ns is None and e.residence_ns is None for e in run.envelopes)
+
+
+def test_lines_of_a_rank_that_is_no_place_are_counted(tmp_path: Path) -> None:
+    folder = simulate(chain(9, 6), CHAIN, n=12).write(tmp_path)
+    (folder / "rank2.gen0.jsonl").rename(folder / "rank7.gen0.jsonl")
+    run = read_run(folder)
+    assert (run.ignored_lines, run.missing_ranks) == (12, (2,))
+
+
+def test_replicas_are_one_place(tmp_path: Path) -> None:
+    golden = simulate(n=12).set("topology.replicas", 2).set("topology.world_size", 3)
+    golden.behind = [golden.policy_lines[1::2]]
+    golden.policy_lines = golden.policy_lines[::2]
+    run = read_run(golden.write(tmp_path))
+    assert run.topology.places == 1
+    assert all(e.stage1 is not None and e.stage1.seq == e.seq for e in run.envelopes)

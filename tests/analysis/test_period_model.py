@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from ppstream.analysis.period_model import (
     Deeper,
@@ -14,6 +17,7 @@ from ppstream.analysis.period_model import (
     latency,
     limiting_term,
     period,
+    period_terms,
     recurrence,
     window_star,
 )
@@ -41,12 +45,15 @@ def drawn(source: random.Random) -> tuple[StageTimes, PipelineForm]:
     return times, form
 
 
-def measured(times: StageTimes, form: PipelineForm, n: int) -> tuple[float, float]:
-    """Mean period and latency of the last cycle that is followed by another envelope."""
+def measured(
+    times: StageTimes, form: PipelineForm, n: int, cycle: int = CYCLE
+) -> tuple[float, float]:
+    """Mean period and latency of the last cycle that is followed by further envelopes."""
     z = recurrence([times] * n, form)
-    last, first = n - 2, n - 2 - CYCLE
-    mean = sum(z.c1[k] - z.a0[k] for k in range(first + 1, last + 1)) / CYCLE
-    return (z.c1[last] - z.c1[first]) / CYCLE, mean
+    last = n - 1 - len(times.places)
+    first = last - cycle
+    mean = sum(z.c1[k] - z.a0[k] for k in range(first + 1, last + 1)) / cycle
+    return (z.c1[last] - z.c1[first]) / cycle, mean
 
 
 def test_period_formula_equals_the_recurrence_on_thousands_of_configurations() -> None:
@@ -175,3 +182,74 @@ def test_recurrence_keeps_integers_and_both_bounds() -> None:
 def test_arrivals_hold_a_back() -> None:
     z = recurrence([EXAMPLE] * 3, PipelineForm(), arrivals=[0, 100, 200])
     assert z.a0 == [0, 100, 200]
+
+
+# ---- chains of places ---------------------------------------------------------------------------
+
+
+def drawn_chain(source: random.Random) -> tuple[StageTimes, PipelineForm]:
+    n = source.randint(2, 4)
+    times, form = drawn(source)
+    places = [source.randint(0, 40) / 2 for _ in range(n)]
+    hops = [source.randint(0, 8) / 2 for _ in range(n + 1)]
+    times = StageTimes.of_chain(times.a, places, times.c, hops, times.t_in)
+    return times, replace(form, d_in=source.randint(1, n + 2))
+
+
+@settings(max_examples=200)
+@given(st.randoms(use_true_random=False))
+def test_period_formula_of_a_chain_equals_the_recurrence(source: random.Random) -> None:
+    times, form = drawn_chain(source)
+    cycle = 60  # a multiple of every number of tokens
+    found = [measured(times, form, n, cycle)[0] for n in (200, 2000)]
+    assert period(times, form) == pytest.approx(found[0], abs=1e-6) or (
+        period(times, form) == pytest.approx(found[1], abs=1e-6)
+    )
+
+
+@settings(max_examples=200)
+@given(st.randoms(use_true_random=False))
+def test_latency_formula_of_a_chain_equals_the_recurrence(source: random.Random) -> None:
+    times, form = drawn_chain(source)
+    formula = latency(times, form)
+    terms = sorted(period_terms(times, form).values())
+    assume(formula is not None)
+    assume(not times.t_in)
+    assume(terms[-1] > 1.2 * terms[-2])  # of two equal circuits the start decides which one fills
+    assume(limiting_term(times, form)[0] in "ABC" or form.is_unpipelined)
+    assert measured(times, form, 500, 60)[1] == pytest.approx(formula, abs=1e-6)
+
+
+@settings(max_examples=200)
+@given(st.randoms(use_true_random=False))
+def test_depth_beyond_w_star_of_a_chain_never_shortens_the_period(source: random.Random) -> None:
+    times, form = drawn_chain(source)
+    star = window_star(times, form)
+    periods = [period(times, replace(form, d_in=d)) for d in range(1, star + 5)]
+    assert periods[star - 1] == pytest.approx(min(periods))
+    assert star == 1 or periods[star - 2] > periods[star - 1]
+
+
+@pytest.mark.parametrize("threads", ["serial", "split"])
+@pytest.mark.parametrize("places", [3, 4])
+def test_equal_places_share_their_time_by_the_credits(threads: str, places: int) -> None:
+    times = StageTimes.of_chain(10, [10] * (places - 1), 0)
+    periods = [period(times, PipelineForm(threads, d_in=d)) for d in range(1, places + 3)]
+    assert periods == [max(10, 10 * places / d) for d in range(1, places + 3)]
+    assert window_star(times, PipelineForm(threads)) == places
+
+
+def test_one_policy_rank_is_the_shortest_chain() -> None:
+    source = random.Random(24)
+    for _ in range(500):
+        times, _ = drawn(source)
+        hops = (times.x_in, times.x_out)
+        assert StageTimes.of_chain(times.a, [times.b], times.c, hops, times.t_in) == times
+        assert times.stages == {"A": times.a, "B": times.b, "C": times.c}
+
+
+def test_a_chain_s_period_is_never_shorter_than_any_place_or_hop() -> None:
+    times = StageTimes.of_chain(1, [4, 9, 2], 1, [0.5, 11, 0.5, 0.5])
+    form = PipelineForm("split", d_in=4)
+    assert (limiting_term(times, form), period(times, form)) == ("x_1", 11)
+    assert list(times.stages) == ["A", "B1", "B2", "B3", "C"]

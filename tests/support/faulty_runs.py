@@ -47,8 +47,8 @@ def first_alone(golden: GoldenRun, work: tuple[float, ...], late: float) -> Gold
 
 def joined(first: GoldenRun, second: GoldenRun, by_ms: float) -> GoldenRun:
     second.later(by_ms)
-    first.lines += second.lines
-    first.policy_lines += second.policy_lines
+    for lines, more in zip(first.stamped, second.stamped, strict=True):
+        lines += more
     return first
 
 
@@ -73,7 +73,7 @@ def dropped(golden: GoldenRun, every: int, *reasons: str) -> GoldenRun:
 
 def cut(seq_from: int) -> GoldenRun:
     first, second = simulate(n=200), simulate(n=200, epoch=1)
-    for line in second.lines + second.policy_lines:
+    for line in (line for lines in second.stamped for line in lines):
         line["seq"] += seq_from
     end_ns = first.lines[-1]["tEmit"]
     return joined(first.tell(event("epoch_cut", epoch=1, t=end_ns)), second, end_ns / ms(1) + 900)
@@ -164,7 +164,7 @@ def swapped() -> GoldenRun:
 def taken_out(*, renumbered: bool) -> GoldenRun:
     golden = simulate()
     golden.tell(golden.book()).lose(at=slice(100, 110))
-    for lines in (golden.lines, golden.policy_lines):
+    for lines in golden.stamped:
         for k, line in enumerate(lines if renumbered else ()):
             line["seq"] = k
     return golden

@@ -10,13 +10,19 @@ import json
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ppstream.analysis.log_parser import LogLine, parse_run
-from ppstream.analysis.period_model import ModelledRun, PipelineForm, StageTimes, recurrence
+from ppstream.analysis.period_model import (
+    ModelledRun,
+    PipelineForm,
+    PlaceRun,
+    StageTimes,
+    recurrence,
+)
 from ppstream.analysis.records import RunLog
 
 MS = 1_000_000
@@ -37,6 +43,7 @@ class GoldenRun:
     policy_lines: list[Fields]  # rank 1
     generation: int = 0
     extra: list[Fields] = field(default_factory=list)  # events, ledger, robot
+    behind: list[list[Fields]] = field(default_factory=list)  # the ranks behind rank 1
 
     def book(self) -> Fields:
         """The ledger of envelopes that rank 0 writes at the end; ``extra`` may have another."""
@@ -51,7 +58,7 @@ class GoldenRun:
         return parse_run(self.manifest, self.tagged())
 
     def tagged(self) -> Iterator[LogLine]:
-        for rank, lines in ((0, self.rank0()), (1, self.rank1())):
+        for rank, lines in enumerate((self.rank0(), *map(self._all_named, self.policies))):
             for i, fields in enumerate(lines):
                 yield LogLine(rank, self.generation, f"rank{rank}:{i + 1}", fields)
 
@@ -61,8 +68,18 @@ class GoldenRun:
         book = [] if booked or not self.lines else [self.book()]
         return [self._named(line) for line in self.lines + self.extra + book]
 
-    def rank1(self) -> list[Fields]:
-        return [self._named(line) for line in self.policy_lines]
+    @property
+    def policies(self) -> list[list[Fields]]:
+        """Lines of each policy rank."""
+        return [self.policy_lines, *self.behind]
+
+    @property
+    def stamped(self) -> list[list[Fields]]:
+        """Lines of every rank."""
+        return [self.lines, *self.policies]
+
+    def _all_named(self, lines: list[Fields]) -> list[Fields]:
+        return [self._named(line) for line in lines]
 
     def _named(self, line: Fields) -> Fields:
         """Of this run, unless it says another."""
@@ -76,25 +93,25 @@ class GoldenRun:
 
     def put(self, rank: int = 0, at: slice = ALL, **values: Any) -> GoldenRun:
         """Set these fields of a rank's lines; a function is given the line."""
-        for line in (self.lines, self.policy_lines)[rank][at]:
+        for line in self.stamped[rank][at]:
             line |= {k: v(line) if callable(v) else v for k, v in values.items()}
         return self
 
     def add(self, rank: int = 0, at: slice = ALL, **by_ms: float) -> GoldenRun:
         """Add milliseconds to these fields of a rank's lines."""
-        for line in (self.lines, self.policy_lines)[rank][at]:
+        for line in self.stamped[rank][at]:
             line |= {k: (line.get(k) or 0) + ms(v) for k, v in by_ms.items()}
         return self
 
     def later(self, by_ms: float, at: slice = ALL) -> GoldenRun:
-        """Move all stamps of both ranks' lines."""
-        for line in self.lines[at] + self.policy_lines[at]:
+        """Move all stamps of every rank's lines."""
+        for line in (line for lines in self.stamped for line in lines[at]):
             line |= {k: v + ms(by_ms) for k, v in line.items() if k[0] == "t" and k[1].isupper()}
         return self
 
     def lose(self, *names: str, rank: int = 0, at: slice = ALL) -> GoldenRun:
         """Take these fields out of a rank's lines; without names the lines themselves."""
-        lines = (self.lines, self.policy_lines)[rank]
+        lines = self.stamped[rank]
         for line in lines[at]:
             for name in names:
                 del line[name]
@@ -120,8 +137,10 @@ class GoldenRun:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.json").write_text(json.dumps(self.manifest))
         write_lines(folder / f"rank0.gen{self.generation}.jsonl", self.rank0())
-        if policy_file:
-            write_lines(folder / f"rank1.gen{self.generation}.jsonl", self.rank1())
+        for rank, lines in enumerate(self.policies if policy_file else (), start=1):
+            if lines or not self.behind:  # of a chain a rank without lines has no file
+                path = folder / f"rank{rank}.gen{self.generation}.jsonl"
+                write_lines(path, self._all_named(lines))
         return folder
 
 
@@ -138,6 +157,14 @@ def stages(
 ) -> StageTimes:
     """Constant stage times in ms, as the golden cases name them."""
     return StageTimes(ms(a), ms(b), ms(c), ms(x), ms(x), ms(t_in))
+
+
+def chain(
+    *places: float, a: float = 4, c: float = 1, x: float | Sequence[float] = 0.2, t_in: float = 0
+) -> StageTimes:
+    """A chain of policy ranks, in ms; ``x`` is every hop, or one after the other."""
+    hops = [x] * (len(places) + 1) if isinstance(x, int | float) else x
+    return StageTimes.of_chain(ms(a), list(map(ms, places)), ms(c), list(map(ms, hops)), ms(t_in))
 
 
 def jittered(times: StageTimes, n: int, seed: int, spread: float = 0.3) -> list[StageTimes]:
@@ -175,13 +202,16 @@ def simulate(
     times = times or stages()
     each = [times] * (n + TAIL) if isinstance(times, StageTimes) else list(times)
     block = ms(emit_block_ms)
-    slowed = [StageTimes(t.a, t.b, t.c + block, t.x_in, t.x_out, t.t_in) for t in each]
+    slowed = [replace(t, c=t.c + block) for t in each]
     z = recurrence(slowed, form)
     ids = {"generation": 0, "epoch": 0, "lane": 0, "mode": "throughput"} | ids
     pacing = "free" if any(t.t_in for t in each) else "saturated"
     ids = {"phase": "bring-up", "pacing": pacing} | ids
     counters = _Counters(z)
-    lines, policy_lines = [], []
+    is_chain = len(z.places) > 1
+    clock_ns = START_NS if is_chain else POLICY_CLOCK_NS
+    lines: list[Fields] = []
+    policies: list[list[Fields]] = [[] for _ in z.places]
     for k in range(len(each) - TAIL):  # the run goes on behind the log's last line
         waits = _waits(z, k, form, each[k])
         stamps = {
@@ -195,32 +225,42 @@ def simulate(
                 ("tEmit", z.c1),
             )
         }
-        gap = int(z.b0[k] - _at(z.b1, k - 1)) if k else int(z.b0[k])
-        shared = {
-            "wait_input_ns": gap,
-            "wait_output_ns": 0,
-            "idle_ns": gap if k else None,
-            "residence_ns": int(z.o0[k] - z.i1[k]),
-        }
+        stays = [_stay(place, k) for place in z.places]
+        shared = stays[-1] | {"residence_ns": sum(stay["residence_ns"] for stay in stays)}
+        b_ns = max(int(place.b1[k] - place.b0[k]) for place in z.places)
         rx = int(each[k].t_in) * k if each[k].t_in else int(z.a0[k])
         rank0 = {"kind": "envelope", "seq": k} | ids | stamps | waits | shared | counters.at(k)
-        rank0 |= {"B_ns": int(z.b1[k] - z.b0[k]), "w_emit_ns": block, "busy_link_ns": 0}
+        rank0 |= {"B_ns": b_ns, "w_emit_ns": block, "busy_link_ns": 0}
         rank0 |= {"tRx": START_NS + rx, "drop": None}
         rank0 |= {"age_rank0_ns": stamps["tEmit"] - START_NS - rx}
         rank0 |= {"cpu_a_ns": int(each[k].a), "cpu_c_ns": int(each[k].c), "run_delay_ns": 0}
         lines.append(rank0)
-        policy = {"kind": "stage1", "seq": k, "busy_link_ns": 0} | ids | shared
-        policy |= {"cpu_b_ns": int(each[k].b), "run_delay_ns": 0}
-        policy |= {"tB0": POLICY_CLOCK_NS + int(z.b0[k]), "tB1": POLICY_CLOCK_NS + int(z.b1[k])}
-        policy_lines.append(policy)
-    return GoldenRun(manifest(form) | {"standalone": standalone(each)}, lines, policy_lines)
+        for place, stay, policy_lines in zip(z.places, stays, policies, strict=True):
+            policy = {"kind": "stage1", "seq": k, "busy_link_ns": 0} | ids | stay
+            policy |= {"cpu_b_ns": int(place.b1[k] - place.b0[k]), "run_delay_ns": 0}
+            policy |= {"tB0": clock_ns + int(place.b0[k]), "tB1": clock_ns + int(place.b1[k])}
+            policy_lines.append(policy)
+    about = manifest(form, world_size=1 + len(z.places)) | {"standalone": standalone(each)}
+    if is_chain:
+        for rank, table in enumerate(about["topology"]["ranks"]):
+            parts = [f"part_{rank}"] if rank else []
+            table |= {"boot_id": "here", "device": "cpu", "parts": parts}
+    return GoldenRun(about, lines, policies[0], behind=policies[1:])
+
+
+def _stay(place: PlaceRun, k: int) -> Fields:
+    """What one policy rank says of one envelope besides its stamps of B."""
+    gap = int(place.b0[k] - _at(place.b1, k - 1)) if k else int(place.b0[k])
+    waits = {"wait_input_ns": gap, "wait_output_ns": 0, "idle_ns": gap if k else None}
+    return waits | {"residence_ns": int(place.o0[k] - place.i1[k])}
 
 
 def standalone(times: Sequence[StageTimes]) -> Fields:
     """An honest measurement of these stages with nothing beside them."""
-    means = {"A": fmean(t.a for t in times), "B": fmean(t.b for t in times)}
-    means["C"] = fmean(t.c for t in times)
-    return {f"{stage}_ns": round(ns) for stage, ns in means.items()}
+    places_ns = [round(fmean(b)) for b in zip(*(t.places for t in times), strict=True)]
+    means = {"A": fmean(t.a for t in times), "B": max(places_ns), "C": fmean(t.c for t in times)}
+    found: Fields = {f"{stage}_ns": round(ns) for stage, ns in means.items()}
+    return found | ({"places_ns": places_ns} if len(places_ns) > 1 else {})
 
 
 def period_17() -> GoldenRun:
@@ -269,8 +309,10 @@ def _waits(z: ModelledRun, k: int, form: PipelineForm, t: StageTimes) -> Fields:
     elif form.is_unpipelined:
         before_a, before_c = _at(z.c1, k - 1), z.a1[k]
     else:
-        before_a = max(_at(z.c1, k - 2), _at(z.a1, k - 1))
-        before_c = z.a1[k + 1] if k + 1 < len(z.a1) else _at(z.c1, k - 1)
+        tokens = form.tokens(t)
+        before_a = max(_at(z.c1, k - tokens), _at(z.a1, k - 1))
+        behind = k + tokens - 1  # the A that this decode stands behind
+        before_c = max(z.a1[behind] if behind < len(z.a1) else 0, _at(z.c1, k - 1))
     waits = {"w_slot_ns": 0}
     if form.credit == "before_window":
         waits["w_credit_ns"] = int(max(0, _at(z.o1, k - form.d_in) - before_a))

@@ -1,0 +1,162 @@
+"""Which parts of a policy run on which rank: contiguous cuts of a chain, and what each would give.
+
+Pure and free of units. Of all cuts the best one has the smallest largest place (linear partition);
+a place's load is its parts, on rank 0 also stages A and C, and the hop that leaves it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import combinations, pairwise
+from typing import Final
+
+from ppstream.analysis.period_model import PipelineForm, StageTimes, period, settled_latency
+
+#: So many cuts are looked at one by one; of more, only the best one is found.
+TABLE_MAX: Final = 20_000
+_EQUAL: Final = 1 + 1e-9
+
+_Add = Callable[[float, float, float], float]  # cost so far, a place's load, its hop
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times of everything that a cut puts somewhere, in one unit.
+
+    ``hops[i]`` is the hop in front of part i if the policy is cut there: ``hops[0]`` carries the
+    window, the last one, behind all parts, the result.
+    """
+
+    parts: tuple[float, ...]
+    hops: tuple[float, ...]
+    a: float = 0  # of rank 0, its front parts left out
+    c: float = 0
+
+    def __post_init__(self) -> None:
+        if len(self.hops) != len(self.parts) + 1:
+            raise ValueError(
+                f"{len(self.hops)} hops for {len(self.parts)} parts, expected one in front of each "
+                "part and one behind the last"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """``starts[k - 1]`` is the first part of place k; the parts before the first are rank 0's."""
+
+    starts: tuple[int, ...]
+    costs: Costs
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The place of each part, as ``placement.parts`` has it."""
+        return tuple(sum(start <= i for start in self.starts) for i in range(len(self.costs.parts)))
+
+    @property
+    def places(self) -> tuple[float, ...]:
+        """Time of the parts of each place, rank 0's first."""
+        ends = (0, *self.starts, len(self.costs.parts))
+        return tuple(sum(self.costs.parts[i:j]) for i, j in pairwise(ends))
+
+    @property
+    def hops(self) -> tuple[float, ...]:
+        """The hop that leaves each place, rank 0's first."""
+        return tuple(self.costs.hops[start] for start in (*self.starts, len(self.costs.parts)))
+
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """Time of each place for one envelope: its parts, rank 0's A and C, and its hop."""
+        own = (self.costs.a + self.costs.c, *(0.0 for _ in self.starts))
+        return tuple(map(sum, zip(own, self.places, self.hops, strict=True)))
+
+    @property
+    def times(self) -> StageTimes:
+        """The stages of the chain that this cut makes."""
+        front, *places = self.places
+        return StageTimes.of_chain(self.costs.a + front, places, self.costs.c, self.hops)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the model expects of a cut."""
+
+    cut: Cut
+    period: float
+    latency: float  # tA0 to tEmit of a saturated run, in the mean
+
+
+def best_cut(costs: Costs, places: int) -> Cut:
+    """The cut with the smallest largest load; of equal ones the one with the shortest hops.
+
+    Args:
+        costs: of the policy and of rank 0.
+        places: number of ranks, rank 0 among them. Each policy rank gets a part; rank 0 may stay
+            without.
+
+    Raises:
+        ValueError: fewer parts than policy ranks.
+    """
+    _check(costs, places)
+    worst = _cheapest(costs, places, math.inf, lambda cost, load, hop: max(cost, load))[0]
+    return _cheapest(costs, places, worst * _EQUAL, lambda cost, load, hop: cost + hop)[1]
+
+
+def _cheapest(costs: Costs, places: int, load_max: float, add: _Add) -> tuple[float, Cut]:
+    """By dynamic programming over places and their first parts, from the last place forwards."""
+    parts = len(costs.parts)
+    sums = [0.0]
+    for part in costs.parts:
+        sums.append(sums[-1] + part)
+    # the cheapest way to have the parts from i on on the last places, and where these begin
+    found: dict[int, tuple[float, tuple[int, ...]]] = {parts: (0.0, ())}
+    for place in reversed(range(places)):
+        before: dict[int, tuple[float, tuple[int, ...]]] = {}
+        own = costs.a + costs.c if place == 0 else 0.0
+        for i in range(parts + 1) if place else (0,):
+            ways = [
+                (add(cost, load, costs.hops[j]), (j, *starts) if place < places - 1 else ())
+                for j, (cost, starts) in found.items()
+                if (j > i or place == 0)
+                and (load := own + sums[j] - sums[i] + costs.hops[j]) <= load_max
+            ]
+            if ways:
+                before[i] = min(ways)
+        found = before
+    cost, starts = found[0]
+    return cost, Cut(starts, costs)
+
+
+def all_cuts(costs: Costs, places: int) -> Iterator[Cut]:
+    """Every cut, in order of its starts; the arguments are those of ``best_cut``."""
+    _check(costs, places)
+    for starts in combinations(range(len(costs.parts)), places - 1):
+        yield Cut(starts, costs)
+
+
+def cut_table(costs: Costs, places: int, form: PipelineForm, rows: int) -> list[Prediction]:
+    """The best cut first, then the next best by predicted period, ``rows`` in all.
+
+    Where there are more than ``TABLE_MAX`` cuts only the best one is in it.
+    """
+    best = best_cut(costs, places)
+    chosen = [best]
+    if math.comb(len(costs.parts), places - 1) <= TABLE_MAX:
+        others = (cut for cut in all_cuts(costs, places) if cut.starts != best.starts)
+        chosen += nsmallest(rows - 1, others, key=lambda cut: (period(cut.times, form), cut.loads))
+    return [predict(cut, form) for cut in chosen]
+
+
+def predict(cut: Cut, form: PipelineForm) -> Prediction:
+    """Of a saturated run of this form."""
+    return Prediction(cut, period(cut.times, form), settled_latency(cut.times, form))
+
+
+def _check(costs: Costs, places: int) -> None:
+    if not 2 <= places <= len(costs.parts) + 1:
+        raise ValueError(
+            f"{len(costs.parts)} parts on {places} ranks: rank 0 and 1 to {len(costs.parts)} "
+            "policy ranks can have them"
+        )
