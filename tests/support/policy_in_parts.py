@@ -23,8 +23,8 @@ class _Part:
         """Nothing is kept."""
 
     def refuse(self, values: Tensor) -> None:
-        if self._fails and float(values[0, -1, 0]) > 0.5:
-            raise ValueError(f"{self.name} refuses what is above 0.5")
+        if self._fails and float(values[0, -1, 0]) > 1.5:
+            raise ValueError(f"{self.name} refuses what is above 1.5")
 
 
 class First(_Part):
