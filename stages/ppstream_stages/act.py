@@ -70,7 +70,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def features(self) -> TensorSpec:
-        """What the backbones make of all cameras."""
+        """Tensor that the backbones make of all cameras."""
         tokens = sum(camera.tokens for camera in self.cameras)
         return TensorSpec("features", (tokens, self.width), self.dtype)
 

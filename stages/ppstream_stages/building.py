@@ -1,4 +1,4 @@
-"""What policies of several parts have in common: options, weights, and a part made of a network."""
+"""Building a policy: its options, its weights, and parts that are networks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def options_of(config: Mapping[str, Any], kind: type[Options]) -> Options:
 
 
 class PartNetwork(nn.Module):
-    """What a part computes; the names of its weights are those in a ``.safetensors`` file."""
+    """Network of one part; its weights have the names that a ``.safetensors`` file has."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -79,7 +79,7 @@ class NetworkPart:
 
     @property
     def parameters(self) -> int:
-        """How many numbers its weights have."""
+        """Numbers that its weights have in all."""
         return sum(torch.Size(shape).numel() for shape in self.weights.values())
 
     @property

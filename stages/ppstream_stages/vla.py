@@ -96,7 +96,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def patches(self) -> int:
-        """Of one image, and so many tokens."""
+        """Patches of one image, a token each."""
         return int((self.image_side // self.image.patch) ** 2)
 
     @property
@@ -228,7 +228,7 @@ class LanguageModel(nn.Module):
 
 
 class Expert(nn.Module):
-    """How to change noisy actions, in sight of the language model's keys and values."""
+    """Change of noisy actions, in sight of the language model's keys and values."""
 
     def __init__(self, options: Options) -> None:
         super().__init__()
@@ -400,7 +400,7 @@ class Denoise(PartNetwork):
 
 
 def image_tokens(options: Options) -> TensorSpec:
-    """Of all cameras."""
+    """Tokens of all cameras."""
     shape = (len(options.cameras) * options.patches, options.language.width)
     return TensorSpec("image_tokens", shape, options.dtype)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from policy_calls import ROWS, actions_of, blocks_of, in_a_row
 from safetensors.torch import save_file
 
-from ppstream.config.load import read
+from ppstream.config.load import locate, read
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import policy_problems
@@ -54,7 +55,7 @@ def window_of(parts: list[NetworkPart]) -> dict[str, torch.Tensor]:
     return {
         spec.name: torch.ones(ROWS, *spec.shape, dtype=torch.bool)
         if spec.dtype == "bool"
-        else torch.rand(ROWS, *spec.shape, generator=generator)
+        else torch.rand(ROWS, *spec.shape, generator=generator).to(getattr(torch, spec.dtype))
         for part in parts
         for spec in part.inputs
         if spec.name not in made
@@ -104,9 +105,10 @@ def test_every_denoising_step_changes_the_actions() -> None:
     assert not torch.equal(one, two)
 
 
-@pytest.mark.parametrize("per_part", [1, 2, 3, 9])
-def test_how_it_is_cut_changes_no_bit_of_the_actions(per_part: int) -> None:
-    sizes = {"layers": 5, "denoising_steps": 5}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("per_part", [1, 2, 3])
+def test_how_it_is_cut_changes_no_bit_of_the_actions(per_part: int, dtype: str) -> None:
+    sizes = {"layers": 5, "denoising_steps": 5, "dtype": dtype}
     cut = {"language_layers_per_part": per_part, "denoising_steps_per_part": per_part}
     pieces = -(-5 // per_part)
     parts = loaded(**sizes, **cut)
@@ -289,12 +291,32 @@ def test_options_that_cannot_be_are_refused(change: dict[str, Any], message: str
 
 
 def test_the_shipped_configuration_is_of_full_size_and_fits_its_policy() -> None:
-    config = read("vla")
+    config = read("vla_1")
     parts = parts_of(config.policy.options, CPU)
     weights = {name: shape for part in parts for name, shape in part.weights.items()}
     count = sum(torch.Size(shape).numel() for shape in weights.values())
     assert count == pytest.approx(PI0_PARAMETERS, rel=0.05)
-    assert len(parts) == 9
     small = {name: SMALL[name] for name in ("layers", "image", "language", "expert")}
     policy = build(config.policy.options | small, CPU)
     assert policy_problems(config, input_specs(config), policy.inputs, policy.outputs) == []
+
+
+@pytest.mark.parametrize(("name", "count"), [("2", 9), ("3", 9), ("4", 9), ("tiny", 5)])
+def test_a_shipped_cut_has_a_place_for_each_part_and_a_part_for_each_place(
+    name: str, count: int
+) -> None:
+    shipped = tomllib.loads(locate(f"vla_{name}").read_text())
+    places = shipped["placement"]
+    parts = parts_of(shipped["policy"]["options"], CPU)
+    assert len(parts) == len(places["parts"]) == count
+    assert places["parts"] == sorted(places["parts"])
+    assert set(places["parts"]) | {0} == set(range(len(places["policy"]) + 1))
+
+
+def test_configurations_for_more_gpus_differ_in_name_and_placement_alone() -> None:
+    one, *others = (tomllib.loads(locate(f"vla_{count}").read_text()) for count in range(1, 5))
+    for other in others:
+        assert {key for key in one | other if one.get(key) != other.get(key)} == {
+            "name",
+            "placement",
+        }
