@@ -92,6 +92,11 @@ def test_backbones_and_transformer_in_a_row_are_the_whole_policy() -> None:
     backbones.load()
     made = in_a_row([backbones, transformer], window)
     assert torch.equal(made["actions"], run(config, **window))
+    patches = backbones._network.patches[0]
+    for frame in range(2):
+        with torch.inference_mode():
+            seen = patches(window["front.frames"][:, frame]).flatten(2).transpose(1, 2)
+        assert torch.allclose(made["features"][:, 6 * frame : 6 * frame + 6], seen)
     assert backbones.flops == 2 * 2 * 6 * 3 * 16 * 16 * 64
     assert backbones.parameters == 64 * (3 * 16 * 16 + 1)
 

@@ -163,12 +163,36 @@ def test_building_it_makes_no_weights_until_a_part_is_loaded() -> None:
     assert all(weight.is_meta for weight in weights_of(others).values())
 
 
-def test_denoising_parts_share_their_weights() -> None:
-    parts = loaded(denoising_steps_per_part=1)[-2:]
-    first, second = (weights_of([part]) for part in parts)
-    assert {name: w.data_ptr() for name, w in first.items()} == {
-        name: w.data_ptr() for name, w in second.items()
-    }
+def test_denoising_parts_share_their_weights_and_load_them_once() -> None:
+    *_, first, second = parts_of(SMALL | {"denoising_steps_per_part": 1}, CPU)
+    first.load()
+    places = {name: weight.data_ptr() for name, weight in weights_of([first]).items()}
+    second.load()
+    for part in (first, second):
+        assert {name: weight.data_ptr() for name, weight in weights_of([part]).items()} == places
+
+
+@pytest.mark.parametrize("options", [SMALL, INSTRUCTED], ids=["", "instructions"])
+def test_every_weight_counts_but_what_only_makes_tokens_that_nobody_reads(
+    options: dict[str, Any],
+) -> None:
+    parts = loaded(**options)
+    window = window_of(parts)
+    if options is INSTRUCTED:
+        window["instruction_id"] = torch.tensor([1, 1])
+        parts[1].instruct(1, "fold")
+    expected = in_a_row(parts, window)["actions"]
+    idle = []
+    for name, weight in weights_of(parts).items():
+        before = weight.clone()
+        weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+        if torch.equal(in_a_row(parts, window)["actions"], expected):
+            idle.append(name)
+        weight.copy_(before)
+    last = "prefix.language_layers.1"
+    assert sorted(idle) == [
+        f"{last}.{end}.weight" for end in ("join", "narrow", "norm_feed", "widen")
+    ]
 
 
 def test_parameters_and_operations_of_a_part_are_those_of_its_shapes() -> None:
