@@ -250,6 +250,21 @@ def test_words_become_numbers_of_the_table_and_too_many_are_refused() -> None:
             language.instruct(number, "fold")
 
 
+def test_a_configuration_with_instructions_fits_the_policy_that_takes_them() -> None:
+    small = {name: SMALL[name] for name in ("layers", "image", "language", "expert")}
+
+    def problems(*settings: str) -> list[str]:
+        config = read("vla_1", settings)
+        options = {**config.policy.options, **small}
+        policy = build(options, CPU)
+        assert hasattr(policy, "instruct") == options.get("instructions", False)
+        return policy_problems(config, input_specs(config), policy.inputs, policy.outputs)
+
+    assert problems("policy.instructions=true", "policy.options.instructions=true") == []
+    (problem,) = problems("policy.options.instructions=true")
+    assert "reads 'instruction_id', which no window has" in problem
+
+
 def test_only_a_policy_with_instructions_takes_texts_and_it_says_so_in_its_inputs() -> None:
     assert not any(hasattr(part, "instruct") for part in parts_of(SMALL, CPU))
     takers = [part for part in parts_of(INSTRUCTED, CPU) if hasattr(part, "instruct")]
