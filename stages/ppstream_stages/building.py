@@ -103,9 +103,8 @@ class NetworkPart:
         """Makes and fills whatever of it is not yet on its device."""
         fresh: dict[str, Tensor] = {}
         for path, module in self._network.named_modules():
-            own = [*module.named_parameters(path, recurse=False)]
-            buffers = module.buffers(recurse=False)
-            if any(tensor.is_meta for tensor in chain((weight for _, weight in own), buffers)):
+            own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+            if any(tensor.is_meta for tensor in own):
                 module.to_empty(device=self._device, recurse=False)
                 fresh.update(module.named_parameters(path, recurse=False))
         self._fill(fresh)
