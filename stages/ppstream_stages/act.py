@@ -1,13 +1,15 @@
 """A transformer policy of the size of ACT: history and camera patches in, an action chunk out.
 
-An encoder over all tokens, a decoder with one query per action of the chunk. Without trained
-weights it is a load of the right size and shape, the same for the same seed, and its actions mean
-nothing: never let a robot execute them.
+An encoder over all tokens, a decoder with one query per action of the chunk. With cameras it has
+two parts: ``backbones`` turns frames into ``features``, ``transformer`` does the rest. Without
+trained weights it is a load of the right size and shape, the same for the same seed, and its
+actions mean nothing: never let a robot execute them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -18,14 +20,20 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from ppstream import TensorSpec, block
 from ppstream.config.schema import Count
-from ppstream_stages.building import load_weights, options_of
+from ppstream_stages.building import (
+    DTYPES,
+    NetworkPart,
+    PartNetwork,
+    options_of,
+    parts_from,
+    whole,
+)
 
 # B=row T=step of the window D=value S=stream N=tokens Q=queries F=feature H=horizon n=frames
 
 PATCH: Final = 16  # pixels, both ways
 FEED_FORWARD: Final = 3200  # at a width of 512, as ACT has it
 WIDTH: Final = 512
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Camera(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -36,6 +44,11 @@ class Camera(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     width: Annotated[int, Meta(ge=PATCH)]
     frames: Count = 1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of its frames in the envelope
+
+    @property
+    def tokens(self) -> int:
+        """Patches of all its frames."""
+        return int(self.frames * (self.height // PATCH) * (self.width // PATCH))
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,6 +67,12 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # that it computes in
     seed: int = 0
     weights: str | None = None  # .safetensors
+
+    @property
+    def features(self) -> TensorSpec:
+        """Tensor that the backbones make of all cameras."""
+        tokens = sum(camera.tokens for camera in self.cameras)
+        return TensorSpec("features", (tokens, self.width), self.dtype)
 
 
 class Attention(nn.Module):
@@ -99,18 +118,15 @@ class Block(nn.Module):
         return x + fed
 
 
-class Transformer(nn.Module):
-    """Tokens of the history and of every camera to actions in (-1, 1)."""
+class Weights(nn.Module):
+    """The weights of all parts, named as in a file, in the order in which they are drawn."""
 
     def __init__(self, options: Options) -> None:
         super().__init__()
         width = options.width
         self.embed = nn.Linear(options.dim, width)
         self.patches = nn.ModuleList(nn.Conv2d(3, width, PATCH, PATCH) for _ in options.cameras)
-        tokens = options.steps + sum(
-            camera.frames * (camera.height // PATCH) * (camera.width // PATCH)
-            for camera in options.cameras
-        )
+        tokens = options.steps + sum(camera.tokens for camera in options.cameras)
         self.place = nn.Parameter(torch.randn(tokens, width) * 0.02)
         self.queries = nn.Parameter(torch.randn(options.horizon, width) * 0.02)
         self.encoder = nn.ModuleList(
@@ -122,75 +138,94 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, options.action_dim)
 
-    def forward(self, history: Tensor, frames: list[Tensor]) -> Tensor:
-        """``[B, T, D]`` and ``[B, n, 3, H, W]`` per camera to ``[B, H, action_dim]``."""
+
+class Backbones(PartNetwork):
+    """The part ``backbones``: every camera's patches to tokens."""
+
+    def __init__(self, options: Options, weights: Weights) -> None:
+        super().__init__()
+        self.inputs = tuple(
+            TensorSpec(f"{c.name}.frames", (c.frames, 3, c.height, c.width), c.dtype)
+            for c in options.cameras
+        )
+        self.outputs = (options.features,)
+        self.patches = weights.patches
+
+    def forward(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """``[B, n, 3, H, W]`` per camera to ``[B, N, F]``."""
+        features, seen = out["features"], []
+        for patch, spec in zip(self.patches, self.inputs, strict=True):
+            images = inputs[spec.name].to(features.dtype)
+            grid = patch(images.flatten(0, 1))  # [B * n, F, H / 16, W / 16]
+            tokens = grid.flatten(2).transpose(1, 2)
+            seen.append(tokens.reshape(images.shape[0], -1, grid.shape[1]))
+        features.copy_(torch.cat(seen, dim=1))
+
+
+class Transformer(PartNetwork):
+    """The part ``transformer``: tokens of the history and of every camera to actions in (-1, 1)."""
+
+    def __init__(self, options: Options, weights: Weights) -> None:
+        super().__init__()
+        group = options.group
+        self.inputs = (
+            TensorSpec(f"{group}.values", (options.steps, options.dim)),
+            TensorSpec(f"{group}.valid", (options.steps, options.streams), "bool"),
+        )
+        if options.cameras:
+            self.inputs += (options.features,)
+        self.outputs = (TensorSpec("actions", (options.horizon, options.action_dim)),)
+        self.embed, self.place, self.queries = weights.embed, weights.place, weights.queries
+        self.encoder, self.decoder = weights.encoder, weights.decoder
+        self.norm, self.head = weights.norm, weights.head
+
+    def forward(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """Writes ``actions``; a step with any stream invalid is seen as zeros."""
+        values, valid, *features = (inputs[spec.name] for spec in self.inputs)
+        trusted = values * valid.all(dim=2, keepdim=True)
         with block("embed"):
-            parts = [self.embed(history)]
-            for patch, images in zip(self.patches, frames, strict=True):
-                rows, n = images.shape[:2]
-                grid = patch(images.flatten(0, 1))  # [B * n, F, H / 16, W / 16]
-                parts.append(grid.flatten(2).transpose(1, 2).reshape(rows, -1, grid.shape[1]))
-                assert n > 0
-            tokens = torch.cat(parts, dim=1) + self.place
+            history = self.embed(trusted.to(self.place.dtype))
+            tokens = torch.cat([history, *features], dim=1) + self.place
         with block("encoder"):
             for layer in self.encoder:
                 tokens = layer(tokens)
         with block("decoder"):
-            x = self.queries.expand(history.shape[0], -1, -1)
+            x = self.queries.expand(values.shape[0], -1, -1)
             for layer in self.decoder:
                 x = layer(x, tokens)
         with block("head"):
-            actions: Tensor = torch.tanh(self.head(self.norm(x)))
-        return actions
+            out["actions"].copy_(torch.tanh(self.head(self.norm(x))))
 
 
-class ActPolicy:
-    """The policy as the runtime knows it (``ppstream.Policy``)."""
-
-    stateless = True  # between calls
-
-    def __init__(self, options: Options, network: Transformer, device: torch.device) -> None:
-        group = options.group
-        cameras = [
-            TensorSpec(
-                f"{camera.name}.frames",
-                (camera.frames, 3, camera.height, camera.width),
-                camera.dtype,
-            )
-            for camera in options.cameras
-        ]
-        self.inputs = (
-            TensorSpec(f"{group}.values", (options.steps, options.dim)),
-            TensorSpec(f"{group}.valid", (options.steps, options.streams), "bool"),
-            *cameras,
-        )
-        self.outputs = (TensorSpec("actions", (options.horizon, options.action_dim)),)
-        self._names = [spec.name for spec in self.inputs]
-        self._dtype = DTYPES[options.dtype]
-        self._network = network.to(device, self._dtype).eval()
-
-    def reset(self, rows: Tensor) -> None:
-        """Nothing to forget: the window is all it knows."""
-
-    @torch.inference_mode()
-    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        """Write ``actions``, in (-1, 1); a step with any stream invalid is seen as zeros."""
-        values, valid, *frames = (window[name] for name in self._names)
-        trusted = values * valid.all(dim=2, keepdim=True)
-        images = [frame.to(self._dtype) for frame in frames]
-        out["actions"].copy_(self._network(trusted.to(self._dtype), images))
+def draw(options: Options, weights: Mapping[str, Tensor]) -> None:
+    """Fills some of the weights that the seed gives."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        drawn = Weights(options).state_dict()
+    for name, weight in weights.items():
+        weight.copy_(drawn[name])
 
 
-def build(config: Mapping[str, Any], device: torch.device) -> ActPolicy:
-    """The policy with the given ``Options``.
+def parts_of(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
+    """The parts of the policy with the given ``Options``, in order; without weights yet.
 
     Raises:
         ConfigError: an option is missing, unknown or not allowed, or the weights do not fit.
     """
     options = options_of(config, Options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options.seed)
-        network = Transformer(options)
-    if options.weights is not None:
-        load_weights(network, options.weights)
-    return ActPolicy(options, network, device)
+    with torch.device("meta"):
+        weights = Weights(options)
+        networks: dict[str, PartNetwork] = {"transformer": Transformer(options, weights)}
+        if options.cameras:
+            networks = {"backbones": Backbones(options, weights), **networks}
+    dtype = DTYPES[options.dtype]
+    return parts_from(networks, dtype, partial(draw, options), options.weights, device)
+
+
+def build(config: Mapping[str, Any], device: torch.device) -> Any:
+    """The policy with the given ``Options``.
+
+    Raises:
+        ConfigError: as ``parts_of``.
+    """
+    return whole(parts_of(config, device))

@@ -1,18 +1,27 @@
-"""Common parts of building a policy: its options, and its weights."""
+"""Building a policy: its options, its weights, and parts that are networks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
-from safetensors.torch import load_file
-from torch import nn
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
-from ppstream import ConfigError
+from ppstream import ConfigError, TensorSpec, block
+
+NAMED_MAX: Final = 5  # weights in one sentence of an error
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Options = TypeVar("Options")
+Fill = Callable[[Mapping[str, Tensor]], None]  # gives weights their values, in place, by name
 
 
 def options_of(config: Mapping[str, Any], kind: type[Options]) -> Options:
@@ -27,14 +36,209 @@ def options_of(config: Mapping[str, Any], kind: type[Options]) -> Options:
         raise ConfigError([f"policy.options: {error}"]) from error
 
 
+class PartNetwork(nn.Module):
+    """Network of one part; its weights have the names that a ``.safetensors`` file has."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def start(self) -> None:
+        """Fills the buffers, once they lie on their device; by default there are none."""
+
+    def forward(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """Writes every output in place."""
+        raise NotImplementedError
+
+
+class NetworkPart:
+    """One part of a policy: a network that has no weights until ``load``.
+
+    A module that several networks share is loaded once, for all of them.
+
+    Args:
+        name: unique within the policy.
+        network: made on the meta device.
+        dtype: that it computes in.
+        fill: given the weights to fill, on their device.
+        device: that it computes on.
+    """
+
+    stateless = True  # between calls
+
+    def __init__(
+        self, name: str, network: PartNetwork, dtype: torch.dtype, fill: Fill, device: torch.device
+    ) -> None:
+        self.name = name
+        self.inputs, self.outputs = network.inputs, network.outputs
+        self._network = network.to(dtype).requires_grad_(requires_grad=False).eval()
+        self._fill, self._device = fill, device
+        #: Shapes of the weights by name. Parts may have weights in common.
+        self.weights = {key: tuple(weight.shape) for key, weight in network.named_parameters()}
+        if hasattr(network, "instruct"):
+            self.instruct = network.instruct
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that its weights have in all."""
+        return sum(torch.Size(shape).numel() for shape in self.weights.values())
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one call with one row, counted from the shapes."""
+        network, meta = self._network, torch.device("meta")
+        tensors = chain(network.named_parameters(), network.named_buffers())
+        state = {name: torch.empty_like(tensor, device=meta) for name, tensor in tensors}
+        given, out = (
+            {
+                spec.name: torch.empty(1, *spec.shape, dtype=_dtype(spec), device=meta)
+                for spec in some
+            }
+            for some in (self.inputs, self.outputs)
+        )
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            functional_call(network, state, (given, out))
+        return int(counter.get_total_flops())
+
+    def load(self) -> None:
+        """Makes and fills whatever of it is not yet on its device."""
+        fresh: dict[str, Tensor] = {}
+        for path, module in self._network.named_modules():
+            own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+            if any(tensor.is_meta for tensor in own):
+                module.to_empty(device=self._device, recurse=False)
+                fresh.update(module.named_parameters(path, recurse=False))
+        self._fill(fresh)
+        self._network.start()
+
+    def reset(self, rows: Tensor) -> None:
+        """Nothing to forget: the inputs are all it knows."""
+
+    @torch.inference_mode()
+    def __call__(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """Writes every output in place."""
+        self._network(inputs, out)
+
+
+def parts_from(
+    networks: Mapping[str, PartNetwork],
+    dtype: torch.dtype,
+    draw: Fill,
+    path: str | Path | None,
+    device: torch.device,
+) -> list[NetworkPart]:
+    """A part for each of ``networks``, in order; without weights yet.
+
+    Args:
+        networks: by the names of the parts, made on the meta device.
+        dtype: that they compute in.
+        draw: fills weights where there is no file.
+        path: of a safetensors file with the weights of all.
+        device: that they compute on.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not fit.
+    """
+    fill = draw if path is None else partial(_read_weights, path)
+    parts = [NetworkPart(name, made, dtype, fill, device) for name, made in networks.items()]
+    if path is not None:
+        _check_weights(path, {n: shape for part in parts for n, shape in part.weights.items()})
+    return parts
+
+
 def load_weights(network: nn.Module, path: str | Path) -> None:
-    """Load ``network``'s weights from a safetensors file.
+    """Loads all of ``network``'s weights from a safetensors file.
 
     Raises:
         ConfigError: they cannot be read, or do not fit.
     """
+    weights = network.state_dict()
+    _check_weights(path, {name: tuple(weight.shape) for name, weight in weights.items()})
+    _read_weights(path, weights)
+
+
+def _check_weights(path: str | Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares names and shapes in the file's header alone."""
     try:
-        network.load_state_dict(load_file(path))
-    except (OSError, RuntimeError) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError([f"policy.weights: {path} does not fit this policy: {text}"]) from error
+        with safe_open(path, "pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    except (OSError, SafetensorError) as error:
+        raise ConfigError([f"policy.weights: {path} cannot be read: {error}"]) from error
+    common = wanted.keys() & found.keys()
+    texts = [
+        *_listed("lacks", wanted.keys() - common),
+        *_listed("has too many:", found.keys() - common),
+        *_listed(
+            "has of other shapes:",
+            (
+                f"{name} {list(found[name])}, want {list(wanted[name])}"
+                for name in common
+                if found[name] != wanted[name]
+            ),
+        ),
+    ]
+    if texts:
+        problem = f"{path} does not fit this policy: it {'; it '.join(texts)}"
+        raise ConfigError([f"policy.weights: {problem}"])
+
+
+def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
+    """Yields one text that names some of ``names``; nothing without any."""
+    ordered = sorted(names)
+    if ordered:
+        more = f" and {len(ordered) - NAMED_MAX} more" if len(ordered) > NAMED_MAX else ""
+        yield f"{what} {', '.join(ordered[:NAMED_MAX])}{more}"
+
+
+def _read_weights(path: str | Path, weights: Mapping[str, Tensor]) -> None:
+    """Reads no others."""
+    with safe_open(path, "pt") as file:
+        for name, weight in weights.items():
+            weight.copy_(file.get_tensor(name))
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def whole(parts: Sequence[NetworkPart]) -> Any:
+    """All parts in a row as one policy, with private tensors between them; loads them."""
+    for part in parts:
+        part.load()
+    return parts[0] if len(parts) == 1 else _Whole(parts)
+
+
+class _Whole:
+    stateless = True
+
+    def __init__(self, parts: Sequence[NetworkPart]) -> None:
+        made = {spec.name for part in parts for spec in part.outputs}
+        read = {spec.name: spec for part in parts for spec in part.inputs}
+        self.inputs = tuple(spec for name, spec in read.items() if name not in made)
+        self.outputs = parts[-1].outputs
+        self._parts = parts
+        self._between: dict[int, dict[str, Tensor]] = {}
+        for part in parts:
+            if hasattr(part, "instruct"):
+                self.instruct = part.instruct
+
+    def reset(self, rows: Tensor) -> None:
+        for part in self._parts:
+            part.reset(rows)
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        actions = out["actions"]
+        rows, device = actions.shape[0], actions.device
+        if rows not in self._between:
+            self._between[rows] = {
+                spec.name: torch.empty(rows, *spec.shape, dtype=_dtype(spec), device=device)
+                for part in self._parts[:-1]
+                for spec in part.outputs
+            }
+        tensors = {**window, **self._between[rows], **out}
+        for part in self._parts:
+            with block(part.name):
+                part(
+                    {spec.name: tensors[spec.name] for spec in part.inputs},
+                    {spec.name: tensors[spec.name] for spec in part.outputs},
+                )

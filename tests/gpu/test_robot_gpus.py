@@ -25,12 +25,12 @@ pytestmark = [
     ),
 ]
 
-#: Configurations, and how many envelopes come a second: a sample each, or one each 25 ms.
-SHIPPED = {"three_cameras": 500, "vla": 35}
+#: Configurations, and how many envelopes come a second: a sample each, or one each 13 ms.
+SHIPPED = {"three_cameras": 500, "vla_2": 70}
 CAMERAS = ("left", "right", "wrist")
 SERVED_S = 4.0
 #: Of an action at the robot, usually: some periods, and two hops.
-AGE_MAX_MS = {"three_cameras": 50.0, "vla": 120.0}
+AGE_MAX_MS = {"three_cameras": 50.0, "vla_2": 120.0}
 READY_LIMIT_S = 150
 FRAME_AGE_MAX_MS = 45.0  # of the newest frame at the window's end: one period of 33 ms, and its way
 

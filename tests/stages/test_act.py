@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_calls import actions_of, blocks_of
+from policy_calls import actions_of, blocks_of, in_a_row
 from safetensors.torch import save_file
 
 from ppstream.config.load import read
@@ -13,7 +13,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import policy_problems
 from ppstream.policy.parts import specs_of
-from ppstream_stages.act import Options, Transformer, build
+from ppstream_stages.act import build, parts_of
 
 torch.set_num_threads(1)
 
@@ -78,16 +78,44 @@ def test_every_camera_counts() -> None:
     assert not torch.equal(run(config, **{"front.frames": dark}), run(config))
 
 
+def test_backbones_and_transformer_in_a_row_are_the_whole_policy() -> None:
+    config = SMALL | {"cameras": [CAMERA]}
+    window = {
+        "state.values": torch.rand(2, 6, 5),
+        "state.valid": torch.ones(2, 6, 2, dtype=torch.bool),
+        "front.frames": torch.rand(2, 2, 3, 32, 48),
+    }
+    backbones, transformer = parts_of(config, CPU)
+    assert (backbones.name, transformer.name) == ("backbones", "transformer")
+    assert [spec.name for spec in backbones.inputs] == ["front.frames"]
+    assert [spec.name for spec in transformer.inputs] == ["state.values", "state.valid", "features"]
+    transformer.load()  # each draws its own, in any order
+    backbones.load()
+    made = in_a_row([backbones, transformer], window)
+    assert torch.equal(made["actions"], run(config, **window))
+    patches = backbones._network.patches[0]
+    for frame in range(2):
+        with torch.inference_mode():
+            seen = patches(window["front.frames"][:, frame]).flatten(2).transpose(1, 2)
+        assert torch.allclose(made["features"][:, 6 * frame : 6 * frame + 6], seen)
+    assert backbones.flops == 2 * 2 * 6 * 3 * 16 * 16 * 64
+    assert backbones.parameters == 64 * (3 * 16 * 16 + 1)
+
+
 def test_weights_are_read_and_must_fit(tmp_path: Path) -> None:
     file = tmp_path / "act.safetensors"
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        options = {key: SMALL[key] for key in SMALL}
-        save_file(Transformer(Options(**options)).state_dict(), file)
-    loaded = run(SMALL | {"weights": str(file)})
-    assert torch.equal(loaded, run(SMALL | {"seed": 3}))
+    config = SMALL | {"cameras": [CAMERA]}
+    weights: dict[str, torch.Tensor] = {}
+    for part in parts_of(config | {"seed": 3}, CPU):
+        part.load()
+        weights |= part._network.state_dict()
+    assert {"patches.0.weight", "embed.weight", "place", "encoder.0.attend.ask.bias"} < set(weights)
+    save_file(weights, file)
+    loaded = run(config | {"weights": str(file)})
+    assert torch.equal(loaded, run(config | {"seed": 3}))
+    assert not torch.equal(loaded, run(config))
     with pytest.raises(ConfigError, match="does not fit"):
-        run(SMALL | {"weights": str(file), "width": 128})
+        run(config | {"weights": str(file), "width": 128})
     with pytest.raises(ConfigError, match="width"):
         run(SMALL | {"width": 65})
 

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
+from policy_calls import in_a_row
 from robot_rig import make_config, serving, wait_until
 
 from ppstream.core.clock import now_ns
@@ -20,7 +22,8 @@ from ppstream.core.errors import HandshakeError
 from ppstream_stages.examples.lerobot_follower import follow, motors_of
 from ppstream_stages.examples.ros2_node import PolicyBridge
 
-RUNBOOK = Path(__file__).resolve().parents[2] / "runbooks" / "connect-a-robot.md"
+BOOKS = Path(__file__).resolve().parents[2] / "runbooks"
+RUNBOOK = BOOKS / "connect-a-robot.md"
 
 
 def config_of(dtype: str = "float32", names: tuple[str, ...] = ("dx", "dy")) -> Any:
@@ -230,3 +233,48 @@ def test_the_code_of_the_run_book_moves_an_arm(my_arm: Any) -> None:
         wait_until(lambda: my_arm.moved and isinstance(my_arm.moved[-1], float))  # the ramp
         scope["loop"].end()
         thread.join(10)
+
+
+class Eyes(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = torch.nn.Conv2d(3, 256, 16, 16)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        seen: torch.Tensor = self.patches(frames.flatten(0, 1))
+        return seen.flatten(2).transpose(1, 2)
+
+
+class Body(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Linear(14, 256), torch.nn.Linear(256, 50 * 7)
+
+    def forward(self, tokens: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([tokens, self.embed(state)], dim=1).mean(dim=1)
+        return torch.tanh(self.head(x)).unflatten(1, (50, 7))
+
+
+def test_the_parts_of_the_run_book_give_the_actions_of_the_uncut_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (BOOKS / "cut-your-policy.md").read_text(), re.DOTALL
+    )
+    assert len([line for line in code.splitlines() if line]) == 20
+    network = torch.nn.ModuleDict({"eyes": Eyes(), "body": Body()})
+    module = ModuleType("my_policy")
+    module.trained = lambda: network  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_policy", module)
+    scope: dict[str, Any] = {}
+    exec(compile(code, "cut-your-policy.md", "exec"), scope)
+    parts = scope["build"]({}, torch.device("cpu"))
+    assert [part.name for part in parts] == ["eyes", "body"]
+    assert not any(hasattr(part, "net") for part in parts)
+    for part in parts:
+        part.load()
+    frames, state = torch.rand(2, 1, 3, 224, 224), torch.rand(2, 32, 14)
+    made = in_a_row(parts, {"front.frames": frames, "state.values": state})
+    with torch.inference_mode():
+        expected = network["body"](network["eyes"](frames), state)
+    assert torch.equal(made["actions"], expected)

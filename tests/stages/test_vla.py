@@ -1,20 +1,21 @@
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from policy_calls import actions_of, blocks_of
+from policy_calls import ROWS, actions_of, blocks_of, in_a_row
 from safetensors.torch import save_file
 
-from ppstream.config.load import read
+from ppstream.config.load import locate, read
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import policy_problems
 from ppstream.policy.parts import specs_of
-from ppstream_stages.vla import Network, Options, build
+from ppstream_stages.building import NetworkPart
+from ppstream_stages.vla import TEXTS_MAX, build, parts_of, token_ids
 
 torch.set_num_threads(1)
 
@@ -37,8 +38,34 @@ SMALL: dict[str, Any] = {
     "expert": {"width": 16, "feed_forward": 32},
     "dtype": "float32",
 }
-BLOCKS = ["image encoder", "language", "expert"]
+INSTRUCTED = SMALL | {"instructions": True, "vocabulary": 50}
 PI0_PARAMETERS = 2.71e9  # image encoder, language model and action expert of that size together
+
+
+def loaded(**options: Any) -> list[NetworkPart]:
+    parts = parts_of(SMALL | options, CPU)
+    for part in parts:
+        part.load()
+    return parts
+
+
+def window_of(parts: list[NetworkPart]) -> dict[str, torch.Tensor]:
+    """Random tensors for whatever no part makes."""
+    generator = torch.Generator().manual_seed(3)
+    made = {spec.name for part in parts for spec in part.outputs}
+    return {
+        spec.name: torch.ones(ROWS, *spec.shape, dtype=torch.bool)
+        if spec.dtype == "bool"
+        else torch.rand(ROWS, *spec.shape, generator=generator).to(getattr(torch, spec.dtype))
+        for part in parts
+        for spec in part.inputs
+        if spec.name not in made
+    }
+
+
+def weights_of(parts: list[NetworkPart]) -> dict[str, torch.Tensor]:
+    """By the names that a file has."""
+    return {name: w for part in parts for name, w in part._network.state_dict().items()}
 
 
 def run(config: dict[str, Any], seed: int = 0, **given: torch.Tensor) -> torch.Tensor:
@@ -79,11 +106,171 @@ def test_every_denoising_step_changes_the_actions() -> None:
     assert not torch.equal(one, two)
 
 
-def test_its_parts_are_named_blocks() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("per_part", [1, 2, 3])
+def test_how_it_is_cut_changes_no_bit_of_the_actions(per_part: int, dtype: str) -> None:
+    sizes = {"layers": 5, "denoising_steps": 5, "dtype": dtype}
+    cut = {"language_layers_per_part": per_part, "denoising_steps_per_part": per_part}
+    pieces = -(-5 // per_part)
+    parts = loaded(**sizes, **cut)
+    assert [part.name for part in parts] == [
+        "vision",
+        *(f"language_{number + 1}" for number in range(pieces)),
+        *(f"denoise_{number + 1}" for number in range(pieces)),
+    ]
+    window = window_of(parts)
+    made = in_a_row(parts, window)
+    expected = in_a_row(loaded(**sizes), window)["actions"]
+    assert torch.equal(made["actions"], expected)
+    assert all(tensor.isfinite().all() for tensor in made.values())
+
+
+def test_a_part_that_is_loaded_alone_is_the_one_that_is_loaded_with_all() -> None:
+    whole = weights_of(loaded())
+    for number in range(len(parts_of(SMALL, CPU))):
+        part = parts_of(SMALL, CPU)[number]
+        part.load()
+        own = weights_of([part])
+        assert own.keys() == part.weights.keys()
+        assert all(torch.equal(whole[name], weight) for name, weight in own.items())
+
+
+def test_every_tensor_between_parts_is_made_once_before_it_is_read_and_read_later() -> None:
+    parts = parts_of(SMALL | {"language_layers_per_part": 1, "denoising_steps_per_part": 1}, CPU)
+    made: list[Any] = []
+    read: set[str] = set()
+    for part in parts:
+        own = [spec for spec in part.inputs if spec.name.split("_")[0] in ("hidden", "kv", "noisy")]
+        assert set(own) <= set(made)
+        read |= {spec.name for spec in part.inputs}
+        made += part.outputs
+    names = [spec.name for spec in made]
+    assert len(set(names)) == len(names)
+    assert set(names) - read == {"actions"}
+    assert parts[-1].outputs[0].name == "actions"
+
+
+def test_the_whole_policy_names_its_parts_as_blocks() -> None:
     expected, seen = run(SMALL), []
     opened = blocks_of(lambda: seen.append(run(SMALL)))
     assert torch.equal(seen[0], expected)
-    assert opened == BLOCKS
+    assert opened == ["vision", "language_1", "denoise_1"]
+
+
+def test_building_it_makes_no_weights_until_a_part_is_loaded() -> None:
+    vision, *others = parts_of(SMALL, CPU)
+    vision.load()
+    assert not any(weight.is_meta for weight in weights_of([vision]).values())
+    assert all(weight.is_meta for weight in weights_of(others).values())
+
+
+def test_denoising_parts_share_their_weights_and_load_them_once() -> None:
+    *_, first, second = parts_of(SMALL | {"denoising_steps_per_part": 1}, CPU)
+    first.load()
+    places = {name: weight.data_ptr() for name, weight in weights_of([first]).items()}
+    second.load()
+    for part in (first, second):
+        assert {name: weight.data_ptr() for name, weight in weights_of([part]).items()} == places
+
+
+@pytest.mark.parametrize("options", [SMALL, INSTRUCTED], ids=["", "instructions"])
+def test_every_weight_counts_but_what_only_makes_tokens_that_nobody_reads(
+    options: dict[str, Any],
+) -> None:
+    parts = loaded(**options)
+    window = window_of(parts)
+    if options is INSTRUCTED:
+        window["instruction_id"] = torch.tensor([1, 1])
+        parts[1].instruct(1, "fold")
+    expected = in_a_row(parts, window)["actions"]
+    idle = []
+    for name, weight in weights_of(parts).items():
+        before = weight.clone()
+        weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+        if torch.equal(in_a_row(parts, window)["actions"], expected):
+            idle.append(name)
+        weight.copy_(before)
+    last = "prefix.language_layers.1"
+    assert sorted(idle) == [
+        f"{last}.{end}.weight" for end in ("join", "narrow", "norm_feed", "widen")
+    ]
+
+
+def test_parameters_and_operations_of_a_part_are_those_of_its_shapes() -> None:
+    vision, language, denoise = parts_of(SMALL | {"cameras": ["front"]}, CPU)
+    linear = 16 * 16 * 4 + 2 * 16 * 32  # weights of a layer: queries, keys, values, join, feed
+    tokens = (28 // 14) ** 2
+    attention = 2 * 2 * tokens**2 * 16
+    patches, project = 3 * 14 * 14 * 16, 16 * 24
+    assert vision.flops == 2 * tokens * (linear + patches + project) + attention
+    biases = 16 + (3 + 1 + 1) * 16 + 32 + 24
+    norms = 3 * 2 * 16
+    assert vision.parameters == linear + patches + project + tokens * 16 + biases + norms
+    before = language.flops, denoise.flops
+    for part in (language, denoise):
+        part.load()
+    assert (language.flops, denoise.flops) == before
+    assert before[0] > 0
+    halves = parts_of(SMALL | {"cameras": ["front"], "denoising_steps_per_part": 1}, CPU)[-2:]
+    assert [half.flops * 2 for half in halves] == [denoise.flops] * 2
+
+
+def test_each_row_follows_its_own_instruction() -> None:
+    parts = loaded(**INSTRUCTED)
+    language = parts[1]
+    language.instruct(1, "fold the towel")
+    language.instruct(2, "open drawer")
+    window = window_of(parts)
+    for name, tensor in window.items():
+        window[name] = tensor[:1].expand(ROWS, *tensor.shape[1:]).contiguous()
+
+    def actions(*numbers: int) -> torch.Tensor:
+        window["instruction_id"] = torch.tensor(numbers)
+        return in_a_row(parts, window)["actions"]
+
+    towel, drawer = actions(1, 2)
+    nothing = actions(0, 0)[0]
+    assert not torch.equal(towel, drawer)
+    assert not torch.equal(towel, nothing)
+    assert torch.equal(actions(2, 1), torch.stack([drawer, towel]))
+    language.instruct(TEXTS_MAX, " fold  the\ntowel ")
+    assert torch.equal(actions(TEXTS_MAX, 0)[0], towel)
+
+
+def test_words_become_numbers_of_the_table_and_too_many_are_refused() -> None:
+    ids = token_ids("fold the größe", 5, 7)
+    assert all(0 < number < 7 for number in ids[:3])
+    assert ids[3:] == [0, 0]
+    (language,) = (part for part in loaded(**INSTRUCTED) if part.name == "language_1")
+    with pytest.raises(
+        ValueError, match=r"has 4 words, at most 3 fit \(policy.options.text_tokens"
+    ):
+        language.instruct(1, "fold the red towel")
+    for number in (0, TEXTS_MAX + 1):
+        with pytest.raises(ValueError, match="1024 texts are the most"):
+            language.instruct(number, "fold")
+
+
+def test_a_configuration_with_instructions_fits_the_policy_that_takes_them() -> None:
+    small = {name: SMALL[name] for name in ("layers", "image", "language", "expert")}
+
+    def problems(*settings: str) -> list[str]:
+        config = read("vla_1", settings)
+        options = {**config.policy.options, **small}
+        policy = build(options, CPU)
+        assert hasattr(policy, "instruct") == options.get("instructions", False)
+        return policy_problems(config, input_specs(config), specs_of([policy]))
+
+    assert problems("policy.instructions=true", "policy.options.instructions=true") == []
+    (problem,) = problems("policy.options.instructions=true")
+    assert "reads 'instruction_id', which no window has" in problem
+
+
+def test_only_a_policy_with_instructions_takes_texts_and_it_says_so_in_its_inputs() -> None:
+    assert not any(hasattr(part, "instruct") for part in parts_of(SMALL, CPU))
+    takers = [part for part in parts_of(INSTRUCTED, CPU) if hasattr(part, "instruct")]
+    assert [part.name for part in takers] == ["language_1"]
+    assert "instruction_id" in {spec.name for spec in takers[0].inputs}
 
 
 def test_building_it_leaves_torchs_random_numbers_alone() -> None:
@@ -94,18 +281,38 @@ def test_building_it_leaves_torchs_random_numbers_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_weights_come_from_a_file_and_must_fit(tmp_path: Path) -> None:
-    options = msgspec.convert(SMALL | {"seed": 7}, Options)
-    network = Network(options)
-    network.draw(7)
+@pytest.mark.parametrize("options", [SMALL, INSTRUCTED])
+def test_each_part_takes_its_own_weights_from_the_file(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     file = tmp_path / "vla.safetensors"
-    save_file(network.state_dict(), file)
-    loaded = build(SMALL | {"weights": str(file)}, CPU)
-    expected = network.state_dict()
-    found = loaded._network.state_dict()
+    expected = weights_of(loaded(**options, seed=7))
+    save_file(expected, file)
+    fine = {"weights": str(file), "language_layers_per_part": 1, "denoising_steps_per_part": 1}
+    found = weights_of(loaded(**options, **fine))
+    assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-    with pytest.raises(ConfigError, match="does not fit this policy"):
-        build(SMALL | {"weights": str(file), "layers": 1}, CPU)
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "vla.safetensors"
+    weights = weights_of(loaded())
+
+    def refusal(weights: dict[str, torch.Tensor]) -> str:
+        save_file(weights, file)
+        with pytest.raises(ConfigError, match="does not fit this policy") as refused:
+            parts_of(SMALL | {"weights": str(file)}, CPU)
+        return str(refused.value)
+
+    lacking = {name: weight for name, weight in weights.items() if name != "prefix.text"}
+    assert "it lacks prefix.text" in refusal(lacking)
+    assert "it has too many: colour" in refusal(weights | {"colour": torch.zeros(1)})
+    found = refusal(weights | {"prefix.text": torch.zeros(1, 24)})
+    assert "prefix.text [1, 24], want [3, 24]" in found
+    assert "and 7 more" in refusal({n: w for n, w in weights.items() if "image_layers" not in n})
+    file.write_bytes(b"{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parts_of(SMALL | {"weights": str(file)}, CPU)
 
 
 @pytest.mark.parametrize(
@@ -124,12 +331,32 @@ def test_options_that_cannot_be_are_refused(change: dict[str, Any], message: str
 
 
 def test_the_shipped_configuration_is_of_full_size_and_fits_its_policy() -> None:
-    config = read("vla")
-    options = msgspec.convert(config.policy.options, Options)
-    with torch.device("meta"):
-        network = Network(options)
-    count = sum(weight.numel() for weight in network.parameters())
+    config = read("vla_1")
+    parts = parts_of(config.policy.options, CPU)
+    weights = {name: shape for part in parts for name, shape in part.weights.items()}
+    count = sum(torch.Size(shape).numel() for shape in weights.values())
     assert count == pytest.approx(PI0_PARAMETERS, rel=0.05)
     small = {name: SMALL[name] for name in ("layers", "image", "language", "expert")}
     policy = build(config.policy.options | small, CPU)
     assert policy_problems(config, input_specs(config), specs_of([policy])) == []
+
+
+@pytest.mark.parametrize(("name", "count"), [("2", 9), ("3", 9), ("4", 9), ("tiny", 5)])
+def test_a_shipped_cut_has_a_place_for_each_part_and_a_part_for_each_place(
+    name: str, count: int
+) -> None:
+    shipped = tomllib.loads(locate(f"vla_{name}").read_text())
+    places = shipped["placement"]
+    parts = parts_of(shipped["policy"]["options"], CPU)
+    assert len(parts) == len(places["parts"]) == count
+    assert places["parts"] == sorted(places["parts"])
+    assert set(places["parts"]) | {0} == set(range(len(places["policy"]) + 1))
+
+
+def test_configurations_for_more_gpus_differ_in_name_and_placement_alone() -> None:
+    one, *others = (tomllib.loads(locate(f"vla_{count}").read_text()) for count in range(1, 5))
+    for other in others:
+        assert {key for key in one | other if one.get(key) != other.get(key)} == {
+            "name",
+            "placement",
+        }

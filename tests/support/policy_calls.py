@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ppstream.observe.attribution import (
     Attribution,
@@ -30,6 +31,19 @@ def actions_of(
     out = {"actions": torch.full((ROWS, *policy.outputs[0].shape), torch.nan)}
     policy(window, out)
     return out["actions"]
+
+
+def in_a_row(parts: Sequence[Any], window: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Everything that loaded ``parts`` write, each given what it names alone."""
+    tensors = dict(window)
+    for part in parts:
+        out = {
+            spec.name: torch.full((ROWS, *spec.shape), torch.nan, dtype=getattr(torch, spec.dtype))
+            for spec in part.outputs
+        }
+        part({spec.name: tensors[spec.name] for spec in part.inputs}, out)
+        tensors.update(out)
+    return {name: tensor for name, tensor in tensors.items() if name not in window}
 
 
 def blocks_of(call: Callable[[], object]) -> list[str]:
