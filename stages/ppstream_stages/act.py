@@ -26,7 +26,6 @@ from ppstream_stages.building import (
     PartNetwork,
     options_of,
     parts_from,
-    whole,
 )
 
 # B=row T=step of the window D=value S=stream N=tokens Q=queries F=feature H=horizon n=frames
@@ -206,7 +205,7 @@ def draw(options: Options, weights: Mapping[str, Tensor]) -> None:
         weight.copy_(drawn[name])
 
 
-def parts_of(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
+def build(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
     """The parts of the policy with the given ``Options``, in order; without weights yet.
 
     Raises:
@@ -220,12 +219,3 @@ def parts_of(config: Mapping[str, Any], device: torch.device) -> list[NetworkPar
             networks = {"backbones": Backbones(options, weights), **networks}
     dtype = DTYPES[options.dtype]
     return parts_from(networks, dtype, partial(draw, options), options.weights, device)
-
-
-def build(config: Mapping[str, Any], device: torch.device) -> Any:
-    """The policy with the given ``Options``.
-
-    Raises:
-        ConfigError: as ``parts_of``.
-    """
-    return whole(parts_of(config, device))

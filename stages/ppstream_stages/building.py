@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from ppstream import ConfigError, TensorSpec, block
+from ppstream import ConfigError, TensorSpec
 
 NAMED_MAX: Final = 5  # weights in one sentence of an error
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -199,46 +199,3 @@ def _read_weights(path: str | Path, weights: Mapping[str, Tensor]) -> None:
 def _dtype(spec: TensorSpec) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return dtype
-
-
-def whole(parts: Sequence[NetworkPart]) -> Any:
-    """All parts in a row as one policy, with private tensors between them; loads them."""
-    for part in parts:
-        part.load()
-    return parts[0] if len(parts) == 1 else _Whole(parts)
-
-
-class _Whole:
-    stateless = True
-
-    def __init__(self, parts: Sequence[NetworkPart]) -> None:
-        made = {spec.name for part in parts for spec in part.outputs}
-        read = {spec.name: spec for part in parts for spec in part.inputs}
-        self.inputs = tuple(spec for name, spec in read.items() if name not in made)
-        self.outputs = parts[-1].outputs
-        self._parts = parts
-        self._between: dict[int, dict[str, Tensor]] = {}
-        for part in parts:
-            if hasattr(part, "instruct"):
-                self.instruct = part.instruct
-
-    def reset(self, rows: Tensor) -> None:
-        for part in self._parts:
-            part.reset(rows)
-
-    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        actions = out["actions"]
-        rows, device = actions.shape[0], actions.device
-        if rows not in self._between:
-            self._between[rows] = {
-                spec.name: torch.empty(rows, *spec.shape, dtype=_dtype(spec), device=device)
-                for part in self._parts[:-1]
-                for spec in part.outputs
-            }
-        tensors = {**window, **self._between[rows], **out}
-        for part in self._parts:
-            with block(part.name):
-                part(
-                    {spec.name: tensors[spec.name] for spec in part.inputs},
-                    {spec.name: tensors[spec.name] for spec in part.outputs},
-                )

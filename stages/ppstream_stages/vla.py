@@ -40,7 +40,6 @@ from ppstream_stages.building import (
     PartNetwork,
     options_of,
     parts_from,
-    whole,
 )
 
 # B=row T=step of the window D=value S=stream V=camera N=tokens F=feature H=horizon A=action L=layer
@@ -441,7 +440,7 @@ def draw(seed: int, weights: Mapping[str, Tensor]) -> None:
             weight.normal_(0.0, WEIGHT_SPREAD, generator=generator)
 
 
-def parts_of(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
+def build(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
     """The parts of the policy with the given ``Options``, in order; without weights yet.
 
     Raises:
@@ -461,15 +460,6 @@ def parts_of(config: Mapping[str, Any], device: torch.device) -> list[NetworkPar
             networks[f"denoise_{number}"] = Denoise(options, number, expert)
     dtype, draws = DTYPES[options.dtype], partial(draw, options.seed)
     return parts_from(networks, dtype, draws, options.weights, device)
-
-
-def build(config: Mapping[str, Any], device: torch.device) -> Any:
-    """The policy with the given ``Options``.
-
-    Raises:
-        ConfigError: as ``parts_of``.
-    """
-    return whole(parts_of(config, device))
 
 
 def _problems(options: Options) -> list[str]:

@@ -53,7 +53,8 @@ def slots(count: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
 
 
 def test_act_from_graphs_equals_act() -> None:
-    policy = build(ACT, CUDA)
+    (policy,) = build(ACT, CUDA)
+    policy.load()
     graphed = prepared_policy(policy, PolicyConfig(target="a:b"), CUDA)
     assert isinstance(graphed, GraphedPolicy)
     pairs = []

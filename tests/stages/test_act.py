@@ -13,7 +13,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import policy_problems
 from ppstream.policy.parts import specs_of
-from ppstream_stages.act import build, parts_of
+from ppstream_stages.act import build
 
 torch.set_num_threads(1)
 
@@ -85,7 +85,7 @@ def test_backbones_and_transformer_in_a_row_are_the_whole_policy() -> None:
         "state.valid": torch.ones(2, 6, 2, dtype=torch.bool),
         "front.frames": torch.rand(2, 2, 3, 32, 48),
     }
-    backbones, transformer = parts_of(config, CPU)
+    backbones, transformer = build(config, CPU)
     assert (backbones.name, transformer.name) == ("backbones", "transformer")
     assert [spec.name for spec in backbones.inputs] == ["front.frames"]
     assert [spec.name for spec in transformer.inputs] == ["state.values", "state.valid", "features"]
@@ -106,7 +106,7 @@ def test_weights_are_read_and_must_fit(tmp_path: Path) -> None:
     file = tmp_path / "act.safetensors"
     config = SMALL | {"cameras": [CAMERA]}
     weights: dict[str, torch.Tensor] = {}
-    for part in parts_of(config | {"seed": 3}, CPU):
+    for part in build(config | {"seed": 3}, CPU):
         part.load()
         weights |= part._network.state_dict()
     assert {"patches.0.weight", "embed.weight", "place", "encoder.0.attend.ask.bias"} < set(weights)
@@ -123,6 +123,6 @@ def test_weights_are_read_and_must_fit(tmp_path: Path) -> None:
 def test_the_shipped_configuration_with_three_cameras_fits_the_policy() -> None:
     config = read("three_cameras")
     small = {"width": 64, "encoder_blocks": 1, "decoder_blocks": 1}
-    policy = build({**config.policy.options, "weights": None, **small}, CPU)
-    assert policy_problems(config, input_specs(config), specs_of([policy])) == []
+    parts = build({**config.policy.options, "weights": None, **small}, CPU)
+    assert policy_problems(config, input_specs(config), specs_of(parts)) == []
     assert [stream.name for stream in config.cameras] == ["left", "right", "wrist"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from policy_calls import ROWS, actions_of, blocks_of, in_a_row
+from policy_calls import ROWS, actions_of, in_a_row
 from safetensors.torch import save_file
 
 from ppstream.config.load import locate, read
@@ -15,7 +15,7 @@ from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import policy_problems
 from ppstream.policy.parts import specs_of
 from ppstream_stages.building import NetworkPart
-from ppstream_stages.vla import TEXTS_MAX, build, parts_of, token_ids
+from ppstream_stages.vla import TEXTS_MAX, build, token_ids
 
 torch.set_num_threads(1)
 
@@ -43,7 +43,7 @@ PI0_PARAMETERS = 2.71e9  # image encoder, language model and action expert of th
 
 
 def loaded(**options: Any) -> list[NetworkPart]:
-    parts = parts_of(SMALL | options, CPU)
+    parts = build(SMALL | options, CPU)
     for part in parts:
         part.load()
     return parts
@@ -82,7 +82,7 @@ def test_the_same_seed_gives_the_same_actions_and_another_does_not() -> None:
 
 @pytest.mark.parametrize("name", ["state.values", "front.frames", "wrist.frames"])
 def test_it_reads_every_input_of_every_row(name: str) -> None:
-    spec = next(spec for spec in build(SMALL, CPU).inputs if spec.name == name)
+    spec = next(s for part in build(SMALL, CPU) for s in part.inputs if s.name == name)
     values = torch.rand(2, *spec.shape, generator=torch.Generator().manual_seed(9))
     other = values.clone()
     other[1] += 0.5
@@ -127,8 +127,8 @@ def test_how_it_is_cut_changes_no_bit_of_the_actions(per_part: int, dtype: str) 
 
 def test_a_part_that_is_loaded_alone_is_the_one_that_is_loaded_with_all() -> None:
     whole = weights_of(loaded())
-    for number in range(len(parts_of(SMALL, CPU))):
-        part = parts_of(SMALL, CPU)[number]
+    for number in range(len(build(SMALL, CPU))):
+        part = build(SMALL, CPU)[number]
         part.load()
         own = weights_of([part])
         assert own.keys() == part.weights.keys()
@@ -136,7 +136,7 @@ def test_a_part_that_is_loaded_alone_is_the_one_that_is_loaded_with_all() -> Non
 
 
 def test_every_tensor_between_parts_is_made_once_before_it_is_read_and_read_later() -> None:
-    parts = parts_of(SMALL | {"language_layers_per_part": 1, "denoising_steps_per_part": 1}, CPU)
+    parts = build(SMALL | {"language_layers_per_part": 1, "denoising_steps_per_part": 1}, CPU)
     made: list[Any] = []
     read: set[str] = set()
     for part in parts:
@@ -150,22 +150,15 @@ def test_every_tensor_between_parts_is_made_once_before_it_is_read_and_read_late
     assert parts[-1].outputs[0].name == "actions"
 
 
-def test_the_whole_policy_names_its_parts_as_blocks() -> None:
-    expected, seen = run(SMALL), []
-    opened = blocks_of(lambda: seen.append(run(SMALL)))
-    assert torch.equal(seen[0], expected)
-    assert opened == ["vision", "language_1", "denoise_1"]
-
-
 def test_building_it_makes_no_weights_until_a_part_is_loaded() -> None:
-    vision, *others = parts_of(SMALL, CPU)
+    vision, *others = build(SMALL, CPU)
     vision.load()
     assert not any(weight.is_meta for weight in weights_of([vision]).values())
     assert all(weight.is_meta for weight in weights_of(others).values())
 
 
 def test_denoising_parts_share_their_weights_and_load_them_once() -> None:
-    *_, first, second = parts_of(SMALL | {"denoising_steps_per_part": 1}, CPU)
+    *_, first, second = build(SMALL | {"denoising_steps_per_part": 1}, CPU)
     first.load()
     places = {name: weight.data_ptr() for name, weight in weights_of([first]).items()}
     second.load()
@@ -197,7 +190,7 @@ def test_every_weight_counts_but_what_only_makes_tokens_that_nobody_reads(
 
 
 def test_parameters_and_operations_of_a_part_are_those_of_its_shapes() -> None:
-    vision, language, denoise = parts_of(SMALL | {"cameras": ["front"]}, CPU)
+    vision, language, denoise = build(SMALL | {"cameras": ["front"]}, CPU)
     linear = 16 * 16 * 4 + 2 * 16 * 32  # weights of a layer: queries, keys, values, join, feed
     tokens = (28 // 14) ** 2
     attention = 2 * 2 * tokens**2 * 16
@@ -211,7 +204,7 @@ def test_parameters_and_operations_of_a_part_are_those_of_its_shapes() -> None:
         part.load()
     assert (language.flops, denoise.flops) == before
     assert before[0] > 0
-    halves = parts_of(SMALL | {"cameras": ["front"], "denoising_steps_per_part": 1}, CPU)[-2:]
+    halves = build(SMALL | {"cameras": ["front"], "denoising_steps_per_part": 1}, CPU)[-2:]
     assert [half.flops * 2 for half in halves] == [denoise.flops] * 2
 
 
@@ -257,18 +250,16 @@ def test_a_configuration_with_instructions_fits_the_policy_that_takes_them() -> 
     def problems(*settings: str) -> list[str]:
         config = read("vla_1", settings)
         options = {**config.policy.options, **small}
-        policy = build(options, CPU)
-        assert hasattr(policy, "instruct") == options.get("instructions", False)
-        return policy_problems(config, input_specs(config), specs_of([policy]))
+        return policy_problems(config, input_specs(config), specs_of(build(options, CPU)))
 
     assert problems("policy.instructions=true", "policy.options.instructions=true") == []
     (problem,) = problems("policy.options.instructions=true")
-    assert "reads 'instruction_id', which no window has" in problem
+    assert "reads 'instruction_id', which no window" in problem
 
 
 def test_only_a_policy_with_instructions_takes_texts_and_it_says_so_in_its_inputs() -> None:
-    assert not any(hasattr(part, "instruct") for part in parts_of(SMALL, CPU))
-    takers = [part for part in parts_of(INSTRUCTED, CPU) if hasattr(part, "instruct")]
+    assert not any(hasattr(part, "instruct") for part in build(SMALL, CPU))
+    takers = [part for part in build(INSTRUCTED, CPU) if hasattr(part, "instruct")]
     assert [part.name for part in takers] == ["language_1"]
     assert "instruction_id" in {spec.name for spec in takers[0].inputs}
 
@@ -301,7 +292,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(tmp_path: Path) 
     def refusal(weights: dict[str, torch.Tensor]) -> str:
         save_file(weights, file)
         with pytest.raises(ConfigError, match="does not fit this policy") as refused:
-            parts_of(SMALL | {"weights": str(file)}, CPU)
+            build(SMALL | {"weights": str(file)}, CPU)
         return str(refused.value)
 
     lacking = {name: weight for name, weight in weights.items() if name != "prefix.text"}
@@ -312,7 +303,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(tmp_path: Path) 
     assert "and 7 more" in refusal({n: w for n, w in weights.items() if "image_layers" not in n})
     file.write_bytes(b"{}")
     with pytest.raises(ConfigError, match="cannot be read"):
-        parts_of(SMALL | {"weights": str(file)}, CPU)
+        build(SMALL | {"weights": str(file)}, CPU)
 
 
 @pytest.mark.parametrize(
@@ -332,25 +323,23 @@ def test_options_that_cannot_be_are_refused(change: dict[str, Any], message: str
 
 def test_the_shipped_configuration_is_of_full_size_and_fits_its_policy() -> None:
     config = read("vla_1")
-    parts = parts_of(config.policy.options, CPU)
+    parts = build(config.policy.options, CPU)
     weights = {name: shape for part in parts for name, shape in part.weights.items()}
     count = sum(torch.Size(shape).numel() for shape in weights.values())
     assert count == pytest.approx(PI0_PARAMETERS, rel=0.05)
     small = {name: SMALL[name] for name in ("layers", "image", "language", "expert")}
-    policy = build(config.policy.options | small, CPU)
-    assert policy_problems(config, input_specs(config), specs_of([policy])) == []
+    small_parts = build(config.policy.options | small, CPU)
+    assert policy_problems(config, input_specs(config), specs_of(small_parts)) == []
 
 
-@pytest.mark.parametrize(("name", "count"), [("2", 9), ("3", 9), ("4", 9), ("tiny", 5)])
-def test_a_shipped_cut_has_a_place_for_each_part_and_a_part_for_each_place(
-    name: str, count: int
-) -> None:
-    shipped = tomllib.loads(locate(f"vla_{name}").read_text())
-    places = shipped["placement"]
-    parts = parts_of(shipped["policy"]["options"], CPU)
-    assert len(parts) == len(places["parts"]) == count
-    assert places["parts"] == sorted(places["parts"])
-    assert set(places["parts"]) | {0} == set(range(len(places["policy"]) + 1))
+@pytest.mark.parametrize("name", ["1", "2", "3", "4", "tiny"])
+def test_a_shipped_cut_fits_the_parts_and_leaves_no_place_empty(name: str) -> None:
+    config = read(f"vla_{name}")
+    parts = build(config.policy.options, CPU)
+    assert policy_problems(config, input_specs(config), specs_of(parts)) == []
+    where = config.placement.parts or (1,) * len(parts)
+    assert len(where) == len(parts)
+    assert {*where, 0} == set(range(len(config.placement.policy) + 1))
 
 
 def test_configurations_for_more_gpus_differ_in_name_and_placement_alone() -> None:

@@ -17,20 +17,24 @@ from ppstream.observe.attribution import (
 ROWS = 2
 
 
-def actions_of(
-    policy: Any, valid_share: float, seed: int = 0, **given: torch.Tensor
-) -> torch.Tensor:
-    """``actions`` on random inputs, of which so many are valid; ``given`` ones replace them."""
+def actions_of(parts: Sequence[Any], valid_share: float, seed: int = 0, **given: Tensor) -> Tensor:
+    """``actions`` of ``parts`` on random inputs, of which so many are valid.
+
+    ``given`` inputs replace them.
+    """
+    for part in parts:
+        part.load()
     generator = torch.Generator().manual_seed(seed)
+    made = {spec.name for part in parts for spec in part.outputs}
     window = {
         spec.name: torch.rand(ROWS, *spec.shape, generator=generator) < valid_share
         if spec.dtype == "bool"
         else torch.rand(ROWS, *spec.shape, generator=generator)
-        for spec in policy.inputs
-    } | given
-    out = {"actions": torch.full((ROWS, *policy.outputs[0].shape), torch.nan)}
-    policy(window, out)
-    return out["actions"]
+        for part in parts
+        for spec in part.inputs
+        if spec.name not in made
+    }
+    return in_a_row(parts, window | given)["actions"]
 
 
 def in_a_row(parts: Sequence[Any], window: Mapping[str, Tensor]) -> dict[str, Tensor]:
