@@ -1,4 +1,4 @@
-"""A policy in parts over real ranks: the twin's actions bit for bit, and no rank outlives another."""
+"""A policy in parts over real ranks: the twin's actions bit for bit, none outlives another."""
 
 from __future__ import annotations
 

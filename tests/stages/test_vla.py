@@ -332,7 +332,7 @@ def test_the_shipped_configuration_is_of_full_size_and_fits_its_policy() -> None
     assert policy_problems(config, input_specs(config), specs_of(small_parts)) == []
 
 
-@pytest.mark.parametrize("name", ["1", "2", "3", "4", "tiny"])
+@pytest.mark.parametrize("name", ["1", "2", "tiny"])
 def test_a_shipped_cut_fits_the_parts_and_leaves_no_place_empty(name: str) -> None:
     config = read(f"vla_{name}")
     parts = build(config.policy.options, CPU)
@@ -342,10 +342,7 @@ def test_a_shipped_cut_fits_the_parts_and_leaves_no_place_empty(name: str) -> No
     assert {*where, 0} == set(range(len(config.placement.policy) + 1))
 
 
-def test_configurations_for_more_gpus_differ_in_name_and_placement_alone() -> None:
-    one, *others = (tomllib.loads(locate(f"vla_{count}").read_text()) for count in range(1, 5))
-    for other in others:
-        assert {key for key in one | other if one.get(key) != other.get(key)} == {
-            "name",
-            "placement",
-        }
+def test_configurations_for_more_gpus_differ_in_name_placement_and_verdict_alone() -> None:
+    one, two = (tomllib.loads(locate(f"vla_{count}").read_text()) for count in (1, 2))
+    differ = {key for key in one | two if one.get(key) != two.get(key)}
+    assert differ == {"name", "placement", "bringup"}
