@@ -57,6 +57,8 @@ RUN_KEYS = {
     "memory",
     "on_device",
     "clocks",
+    "places",
+    "better_cut",
 }
 
 
@@ -129,6 +131,11 @@ def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     }
     assert set(run["latency_ms"]) == {"p50", "p95", "p99", "max"}
     assert set(run["model"]) == {"P_ms", "gap", "W_star", "formula"}
+    assert [place["rank"] for place in run["places"]] == [0, 1]
+    assert set(run["places"][1]) == {
+        *("rank", "parts", "device", "alone_ns", "busy_ns", "share", "hop_ns"),
+        *("wait_input_ns", "wait_output_ns", "queue_ns"),
+    }
     assert run["queues"] == {"d_in": 2, "d_out": 2, "outstanding_max": 2, "q_decode_max": 1}
     assert run["primary"]["P_ms"] == pytest.approx(10.0)
     assert run["latency_ms"]["p50"] == pytest.approx(20.0)

@@ -9,7 +9,7 @@ import pytest
 from golden_runs import POLICY_CLOCK_NS, START_NS, GoldenRun, jittered, ms, simulate, stages
 
 from ppstream.analysis.period_model import PipelineForm
-from ppstream.report.clock_alignment import policy_clock
+from ppstream.report.clock_alignment import policy_clock, policy_clocks
 from ppstream.report.spans import WAIT, Span, Spans, spans_of, track_names
 
 SPLIT = PipelineForm("split")
@@ -17,8 +17,8 @@ SPLIT = PipelineForm("split")
 
 def laid(golden: GoldenRun, *, in_flight: bool = False) -> Spans:
     run = golden.parse()
-    clock = policy_clock(run, run.envelopes)
-    return spans_of(run.envelopes, run.topology, clock, in_flight=in_flight)
+    clocks = policy_clocks(run, run.envelopes)
+    return spans_of(run.envelopes, run.topology, clocks, in_flight=in_flight)
 
 
 def lying() -> GoldenRun:
