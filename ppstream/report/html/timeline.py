@@ -71,9 +71,9 @@ def stretch_note(run: RunLog, stretch: Stretch) -> str:
         return "One process runs all stages in turn."
     clocks = policy_clocks(run, stretch.shown)
     known = [clock for clock in clocks if clock is not None]
+    if run.topology.is_chain and any(None in e.places for e in stretch.shown):
+        return "Stamps of a policy rank are missing: its B is not shown."
     if len(known) < len(clocks):
-        if run.topology.is_chain:
-            return "Stamps of a policy rank are missing: its B is not shown."
         return "The policy rank's own stamps are missing: B stands in the middle of its round trip."
     if all(clock.shared for clock in known):
         ranks = "All" if run.topology.is_chain else "Both"
