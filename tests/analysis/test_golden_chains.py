@@ -43,6 +43,10 @@ TABLE: dict[str, Case] = {
         {"primary.P_ms": 14.635, "primary.S": 0.768, "model.gap": 0, "says": "raise D_in from 2"}),
     "four places, one credit": (lambda: run(FOUR, PipelineForm("split", d_in=1)),
         "FAIL LOW_OVERLAP", {"primary.P_ms": 29.4, "model.W_star": 3}),
+    "device times": (
+        lambda: run(FOUR, LONG_CHAIN).put(2, eB_ns=ms(9)).put(3, eB_ns=ms(5)), "PASS",
+        {"primary.bubble.place2": 0.1, "places.3.busy_ns": ms(5), "on_device.0.stage": "B2",
+        "on_device.0.device_ms.p50": 9, "on_device.0.alone_ms": 10, "on_device.1.stage": "B3"}),
     "one place slow": (lambda: contended_place(run(chain(8, 30, 6, a=5), LONG_CHAIN), 2, 10),
         "FAIL CONTENDED", {"class": "stage1-limited", "places.2.busy_ns": ms(30),
         "places.2.alone_ns": ms(10), "primary.S": 1,
