@@ -81,7 +81,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the model expects of a cut."""
+    """Expectations of the model of one cut."""
 
     cut: Cut
     period: float

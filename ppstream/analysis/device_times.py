@@ -7,11 +7,12 @@ with, and none is made up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ppstream.analysis.records import RunLog
+from ppstream.analysis.places import lines_of
+from ppstream.analysis.records import Envelope, RunLog
 from ppstream.analysis.scores import between
 from ppstream.analysis.segments import JudgedSpan
 from ppstream.core.quantiles import Quantiles, quantiles
@@ -52,28 +53,44 @@ class ClockSeen:
 
 
 def stages_on_device(run: RunLog, window: JudgedSpan) -> list[StageOnDevice]:
-    """A, B and C, those of them whose device durations are in the log."""
+    """A, B (of a chain B1 to Bn) and C, those of them whose device durations are in the log."""
     return list(_stages(run, window))
 
 
 def _stages(run: RunLog, window: JudgedSpan) -> Iterator[StageOnDevice]:
     emitted, alone = window.emitted, run.standalone
-    host_0, host_b = (
-        not _is_device_stamped(run, rank) for rank in (0, run.topology.world_size - 1)
-    )
+    host_0 = not _is_device_stamped(run, 0)
     taken = {
         "A": ([e.eA_ns for e in emitted], [between(e.tA0, e.tA1) for e in emitted if host_0]),
-        "B": ([e.eB_ns for e in emitted], [e.B_ns for e in emitted if host_b and e.B_ns]),
+        **_stages_b(run, emitted),
         "C": (
             [e.eC_ns for e in emitted],
             [between(e.tDecode, e.tEmit) - (e.w_emit_ns or 0) for e in emitted if host_0],
         ),
     }
     times_alone = {"A": alone.a_ns, "B": alone.b_ns, "C": alone.c_ns} if alone else {}
+    for place, alone_ns in enumerate(alone.places_ns if alone else (), start=1):
+        times_alone[f"B{place}"] = alone_ns
     for stage, (device, host) in taken.items():
         found = quantiles([ns for ns in device if ns is not None])
         if found is not None:
             yield StageOnDevice(stage, found, quantiles(host), times_alone.get(stage))
+
+
+def _stages_b(
+    run: RunLog, emitted: Sequence[Envelope]
+) -> dict[str, tuple[list[int | None], list[int]]]:
+    """Device and host durations of stage B, of a chain by place."""
+    topology = run.topology
+    if not topology.is_chain:
+        host = not _is_device_stamped(run, topology.world_size - 1)
+        return {"B": ([e.eB_ns for e in emitted], [e.B_ns for e in emitted if host and e.B_ns])}
+    found = {}
+    for place in topology.ranks:
+        lines, host = lines_of(emitted, place), not _is_device_stamped(run, place)
+        times = [line.B_ns for line in lines if host and line.B_ns]
+        found[f"B{place}"] = ([line.eB_ns for line in lines], times)
+    return found
 
 
 def _is_device_stamped(run: RunLog, rank: int) -> bool:

@@ -73,8 +73,7 @@ def judge(
     Args:
         run: its records.
         profile: ``bringup`` asks for safety and overlap, ``release`` for every limit.
-        phase: judge the envelopes of this phase; default: bring-up when there is any, else all
-            but warming and draining.
+        phase: to be judged; default: bring-up if there is any, else all but warming and draining.
         period_budget_ns: largest mean period of a release.
         latency_budget_ns: largest p99 of the latency of a release (maximum below 1000 envelopes).
 
@@ -84,9 +83,8 @@ def judge(
     window = select_window(run, phase)
     evidence = _evidence(run, window)
     bringup = _mapping(run.config.get("bringup"))
-    gate = Gate(
-        profile, _overlap_min(bringup), period_budget_ns, latency_budget_ns, _accept(bringup)
-    )
+    budgets = period_budget_ns, latency_budget_ns
+    gate = Gate(profile, _overlap_min(bringup), *budgets, _accept(bringup))
     queues = queue_maxima(e for e in run.envelopes if e.phase in window.phases)
     service = _service(run)
     findings = _findings(evidence, gate, queues, service)
@@ -120,6 +118,7 @@ def judge(
         faults=first_faults(run),
         input_source=_input_source(bringup, window),
         places=findings.places,
+        better_cut=findings.better_cut,
     )
 
 

@@ -46,6 +46,11 @@ class Topology:
         return self.places > 1
 
     @property
+    def lead(self) -> int:
+        """So many A stand in front of a decode on the one thread of rank 0."""
+        return 0 if self.order == "decode_first" else min(self.places, self.d_in)
+
+    @property
     def policy_names(self) -> tuple[str, ...]:
         """The policy ranks as serial resources."""
         return tuple(f"place{k}" for k in self.ranks) if self.is_chain else ("mesh",)

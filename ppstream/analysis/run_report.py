@@ -9,7 +9,7 @@ from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
-from ppstream.analysis.place_table import Place
+from ppstream.analysis.place_table import BetterCut, Place
 from ppstream.analysis.records import Ledger, RobotStateLine, RuleCounts
 from ppstream.analysis.run_statistics import ChunkGaps, FaultSeen
 from ppstream.analysis.safety_counts import QueueMaxima
@@ -88,6 +88,7 @@ class RunReport:
     faults: list[FaultSeen] = field(default_factory=list)  # of user code, the first of each kind
     input_source: str = ""  # of the judged phase: synthetic, recorded; empty: robots
     places: list[Place] = field(default_factory=list)  # ranks, rank 0 first
+    better_cut: BetterCut | None = None
 
     @property
     def accepted(self) -> list[str]:
@@ -139,6 +140,7 @@ class RunReport:
             "on_device": [_device_dict(stage) for stage in self.on_device],
             "clocks": [asdict(clock) for clock in self.clocks],
             "places": [asdict(place) for place in self.places],
+            "better_cut": None if self.better_cut is None else asdict(self.better_cut),
         }
 
 

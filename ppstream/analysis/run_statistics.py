@@ -67,7 +67,7 @@ def _last_before_a(e: Envelope, by_seq: dict[int, Envelope], window: JudgedSpan)
     if waited and e.pacing != "saturated":  # saturated: samples are taken in, never waited for
         return "sensor"
     giver, before = by_seq.get(e.seq - topology.d_in), by_seq.get(e.seq - 1)
-    on_thread = by_seq.get(e.seq - (1 if topology.order == "decode_first" else 2))
+    on_thread = by_seq.get(e.seq - topology.lead - 1)
     ends = {
         "credit": giver.tRecv if giver and topology.credit == "before_window" else None,
         "previous A": before.tA1 if before else None,
@@ -81,7 +81,7 @@ def _last_before_a(e: Envelope, by_seq: dict[int, Envelope], window: JudgedSpan)
 def _last_before_c(e: Envelope, by_seq: dict[int, Envelope], window: JudgedSpan) -> str:
     topology = window.topology
     before = by_seq.get(e.seq - 1)
-    on_thread = by_seq.get(e.seq + (0 if topology.order == "decode_first" else 1))
+    on_thread = by_seq.get(e.seq + topology.lead)
     serial = topology.threads == "serial"
     ends = {
         "result": e.tRecv,

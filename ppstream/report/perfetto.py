@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppstream.analysis.records import Envelope, LogEvent, RunLog
-from ppstream.report.clock_alignment import ClockOffset, policy_clock
-from ppstream.report.spans import LINK_IN, LINK_OUT, POLICY, WAIT, Span, spans_of
+from ppstream.report.clock_alignment import ClockOffset, policy_clocks
+from ppstream.report.spans import WAIT, Span, policy_tracks, spans_of, stage_of, way_of
 
 #: The newest envelopes of a longer run: some 20 events each, and viewers take a few hundred MB.
 ENVELOPES_MAX: Final = 20_000
-RANKS: Final = 2  # processes of one generation; ids begin at 1, since viewers hide process 0
+RANKS: Final = 2  # processes of one generation, at least; ids begin at 1: viewers hide process 0
 PHASES: Final = "phase"
 MIB: Final = 1 << 20
 _LAST: Final = 1  # ns before its end that an arrow leaves a span
 _ORDER: Final = {"X": 0, "i": 1, "C": 2, "s": 3, "t": 4, "f": 5}  # events of one instant
 
 TraceEvent = dict[str, Any]
+_Clocks = Sequence[ClockOffset | None]  # of the policy ranks
 
 
 def write_trace(path: Path, run: RunLog) -> int:
@@ -56,16 +57,16 @@ def trace_events(run: RunLog) -> list[TraceEvent]:
     numbers = count(1)
     for generation, same in groupby(kept, key=lambda e: e.generation):
         envelopes = list(same)
-        clock = policy_clock(run, envelopes)
-        process = _Processes(run, generation, clock)
-        laid = spans_of(envelopes, run.topology, clock, in_flight=True)
+        clocks = policy_clocks(run, envelopes)
+        process = _Processes(run, generation, clocks)
+        laid = spans_of(envelopes, run.topology, clocks, in_flight=True)
         names += process.names(list(laid.tracks))
         for spans in laid.tracks.values():
             events += [_slice(span, process) for span in spans]
-        events += _arrows(laid.tracks, process, numbers)
+        events += _arrows(laid.tracks, process, numbers, way_of(run.topology))
         events += _counters(envelopes, process)
-        events += _memory(run, envelopes, process, clock)
-        events += _marks(run, envelopes, process, clock)
+        events += _memory(run, envelopes, process, clocks)
+        events += _marks(run, envelopes, process, clocks)
     events.sort(key=lambda e: (e["ts"], _ORDER[e["ph"]], -e.get("dur", 0)))
     first_ns = events[0]["ts"] if events else 0
     for event in events:
@@ -78,35 +79,41 @@ def trace_events(run: RunLog) -> list[TraceEvent]:
 class _Processes:
     """Which process and thread a track is in one generation."""
 
-    def __init__(self, run: RunLog, generation: int, clock: ClockOffset | None) -> None:
-        self._run, self._generation, self._clock = run, generation, clock
+    def __init__(self, run: RunLog, generation: int, clocks: _Clocks) -> None:
+        self._run, self._generation, self._clocks = run, generation, clocks
+        self._policy = policy_tracks(run.topology)
         self._threads: dict[str, int] = {}
 
     def pid(self, rank: int) -> int:
-        return 1 + rank + self._generation * RANKS
+        """Ranks that are no place, such as replicas, stand in the last place's process."""
+        ranks = max(RANKS, 1 + self._run.topology.places)
+        return 1 + min(rank, ranks - 1) + self._generation * ranks
 
     def place(self, track: str) -> dict[str, int]:
-        alone = self._run.topology.world_size == 1
-        rank = 1 if track == POLICY and not alone else 0
+        rank = self._policy.index(track) + 1 if track in self._policy else 0
         thread = self._threads.setdefault(track, len(self._threads) + 1)
         return {"pid": self.pid(rank), "tid": thread}
 
     def names(self, tracks: Sequence[str]) -> list[TraceEvent]:
         again = f", generation {self._generation}" if self._generation else ""
-        labels = {0: f"rank 0{again}", 1: f"policy rank{again}"}
-        if self._run.topology.world_size == 1:
-            labels.pop(1)
+        topology = self._run.topology
+        labels = {0: f"rank 0{again}"}
+        for rank in topology.ranks if topology.world_size > 1 else ():
+            name = topology.title(rank) if topology.is_chain else "policy rank"
+            labels[rank] = f"{name}{again}"
         named = []
         for rank, name in labels.items():
             where = {"pid": self.pid(rank), "tid": 0}
             named.append(_meta("process_name", where, name=name))
             named.append(_meta("process_sort_index", where, sort_index=self.pid(rank)))
-        if 1 in labels:
-            exact = self._clock.text if self._clock else "no stamps of this rank: B is a guess"
-            named.append(_meta("process_labels", {"pid": self.pid(1), "tid": 0}, labels=exact))
+            if rank:
+                guess = "no B of it is shown" if topology.is_chain else "B is a guess"
+                clock = self._clocks[rank - 1]
+                exact = clock.text if clock else f"no stamps of this rank: {guess}"
+                named.append(_meta("process_labels", where, labels=exact))
         for place, track in enumerate([PHASES, *tracks]):
             where = self.place(track)
-            title = f"policy {track}" if track == POLICY else track
+            title = f"policy {track}" if track in self._policy else track
             named.append(_meta("thread_name", where, name=title))
             named.append(_meta("thread_sort_index", where, sort_index=place))
         return named
@@ -126,31 +133,30 @@ def _slice(span: Span, process: _Processes) -> TraceEvent:
 
 
 def _arrows(
-    tracks: dict[str, list[Span]], process: _Processes, numbers: Iterator[int]
+    tracks: dict[str, list[Span]], process: _Processes, numbers: Iterator[int], way: Sequence[str]
 ) -> Iterator[TraceEvent]:
-    """From A over B to C of each envelope that has all three."""
+    """From A over B, on every place, to C of each envelope that has all of them."""
     stages: dict[tuple[int, int, int], dict[str, Span]] = {}
-    for name, spans in tracks.items():
-        if name in (LINK_IN, LINK_OUT):
-            continue
+    for spans in tracks.values():
         for span in spans:
-            if span.kind in ("A", "B", "C"):
-                stages.setdefault((span.lane, span.epoch, span.seq), {})[span.kind] = span
+            if (stage := stage_of(span)) in way:
+                stages.setdefault((span.lane, span.epoch, span.seq), {})[stage] = span
     for found in stages.values():
-        if len(found) < 3 or not _in_order(found):
+        stops = [found[stage] for stage in way if stage in found]
+        if len(stops) < len(way) or not _in_order(stops):
             continue
         number = next(numbers)  # viewers take whole numbers only
-        for ph, stage in (("s", "A"), ("t", "B"), ("f", "C")):
-            span = found[stage]
+        for ph, span in zip(("s", *"t" * (len(way) - 2), "f"), stops, strict=True):
             at = max(span.start_ns, span.end_ns - _LAST) if ph == "s" else span.start_ns
             arrow = {"ph": ph, "name": "envelope", "cat": "flow", "ts": at}
             arrow["id"] = number
             yield arrow | ({"bp": "e"} if ph == "f" else {}) | process.place(span.track)
 
 
-def _in_order(stages: dict[str, Span]) -> bool:
-    """Arrows run forwards, also where the policy rank's clock is known only roughly."""
-    return stages["A"].end_ns <= stages["B"].start_ns <= stages["C"].start_ns
+def _in_order(stops: Sequence[Span]) -> bool:
+    """Arrows run forwards, also where a policy rank's clock is known only roughly."""
+    begun = [span.start_ns for span in stops[1:]]
+    return stops[0].end_ns <= begun[0] and begun == sorted(begun)
 
 
 def _counters(envelopes: Iterable[Envelope], process: _Processes) -> Iterator[TraceEvent]:
@@ -180,36 +186,46 @@ def _counter(name: str, where: dict[str, int], at_ns: int, values: dict[str, Any
 
 
 def _memory(
-    run: RunLog, envelopes: Sequence[Envelope], process: _Processes, clock: ClockOffset | None
+    run: RunLog, envelopes: Sequence[Envelope], process: _Processes, clocks: _Clocks
 ) -> Iterator[TraceEvent]:
     """Of each rank whose clock is known, while these envelopes were on their way."""
     first_ns, generation = envelopes[0].tA0 or 0, envelopes[0].generation
     for line in run.memory:
-        if line.t is None or line.generation != generation or (line.rank and clock is None):
+        offset_ns = _offset_ns(clocks, line.rank)
+        if line.t is None or line.generation != generation or offset_ns is None:
             continue
-        at_ns = line.t - (clock.offset_ns if line.rank and clock else 0)
+        at_ns = line.t - offset_ns
         sizes = {"RAM": line.resident_bytes, "allocated": line.allocated_bytes}
         sizes |= {"reserved": line.reserved_bytes, "not torch's": line.non_torch_bytes}
         values = {name: size / MIB for name, size in sizes.items() if size is not None}
         if at_ns >= first_ns and values:
-            where = {"pid": process.pid(min(line.rank, 1)), "tid": 0}
+            where = {"pid": process.pid(line.rank), "tid": 0}
             yield _counter("memory, MiB", where, at_ns, values)
 
 
 def _marks(
-    run: RunLog, envelopes: Sequence[Envelope], process: _Processes, clock: ClockOffset | None
+    run: RunLog, envelopes: Sequence[Envelope], process: _Processes, clocks: _Clocks
 ) -> Iterator[TraceEvent]:
     """Events of either rank as marks, rank 0's phases as a track of their own."""
     generation = envelopes[0].generation
     events = [e for e in run.events if e.generation == generation and e.t is not None]
     for event in events:
-        if event.rank == 0 or clock is not None:
-            at = (event.t or 0) - (clock.offset_ns if event.rank and clock else 0)
+        offset_ns = _offset_ns(clocks, event.rank)
+        if offset_ns is not None:
+            at = (event.t or 0) - offset_ns
             mark = {"ph": "i", "name": event.name, "cat": "event", "s": "p", "ts": at}
-            yield mark | {"pid": process.pid(min(event.rank, 1)), "tid": 0}
+            yield mark | {"pid": process.pid(event.rank), "tid": 0}
     phases = [e for e in events if e.rank == 0 and e.name == "phase"]
     newest_ns = max(e.tEmit or 0 for e in envelopes)
     yield from _phases(phases, newest_ns, process)
+
+
+def _offset_ns(clocks: _Clocks, rank: int) -> int | None:
+    """Of a rank's clock from rank 0's; None: not known."""
+    if rank == 0:
+        return 0
+    clock = clocks[min(rank, len(clocks)) - 1]
+    return None if clock is None else clock.offset_ns
 
 
 def _phases(

@@ -145,20 +145,31 @@ def emit_times_s(window: JudgedSpan) -> list[float]:
 def latency_parts(window: JudgedSpan) -> dict[str, float]:
     """Mean ns of every part of the latency, in order; together they are its mean.
 
-    Both links are one part: with unsynchronised clocks only their sum is known.
+    All links are one part: with unsynchronised clocks only their sum is known.
     """
     whole = [e for e in window.emitted if _is_complete(e)]
     if not whole:
         return {}
+    places = len(whole[0].places)
+    single = places < 2
     parts = {
         "A": [between(e.tA0, e.tA1) for e in whole],
         "to commit": [between(e.tA1, e.tSend) for e in whole],
-        "both links": [between(e.tSend, e.tRecv) - (e.residence_ns or 0) for e in whole],
-        "wait for B": [
-            (e.residence_ns or 0) - (e.B_ns or 0) - (e.wait_output_ns or 0) for e in whole
+        "both links" if single else "all hops": [
+            between(e.tSend, e.tRecv) - (e.residence_ns or 0) for e in whole
         ],
-        "B": [e.B_ns or 0 for e in whole],
-        "wait for a result slot": [e.wait_output_ns or 0 for e in whole],
+    }
+    for place, b in enumerate(
+        ["B"] if single else [f"B{k + 1}" for k in range(len(whole[0].places))]
+    ):
+        lines = whole if single else [e.places[place] for e in whole]
+        stays = [line for line in lines if line is not None]
+        waits = [(s.residence_ns or 0) - (s.B_ns or 0) - (s.wait_output_ns or 0) for s in stays]
+        parts[f"wait for {b}"] = waits
+        parts[b] = [s.B_ns or 0 for s in stays]
+        slot = "a result slot" if single else f"a slot behind {b}"
+        parts[f"wait for {slot}"] = [s.wait_output_ns or 0 for s in stays]
+    parts |= {
         "wait for C": [between(e.tRecv, e.tDecode) for e in whole],
         "C": [between(e.tDecode, e.tEmit) for e in whole],
     }
@@ -169,7 +180,7 @@ def latency_parts(window: JudgedSpan) -> dict[str, float]:
 
 def _is_complete(e: Envelope) -> bool:
     stamps = (e.tA0, e.tA1, e.tSend, e.tRecv, e.tDecode, e.tEmit, e.B_ns, e.residence_ns)
-    return None not in stamps
+    return None not in stamps and (len(e.places) < 2 or None not in e.places)
 
 
 def input_ages_ns(envelopes: Sequence[Envelope]) -> dict[str, list[int]]:

@@ -1,9 +1,9 @@
 """Spans of every thread, link and queue: envelopes on named tracks. Pure.
 
-For pictures and traces. All instants are rank 0's clock; the policy rank's are moved there by the
-offset of ``rank_clock``. Waits are logged as durations: each is drawn where it ended, at the start
-of what it waited for, and never over other work of its track. A log that contradicts itself is
-drawn as far as it goes: a span ends where the next of its track begins, and that is counted.
+For pictures and traces. All instants are rank 0's clock; a policy rank's are moved there by its
+offset of ``clock_alignment``. Waits are logged as durations: each is drawn where it ended, at the
+start of what it waited for, and never over other work of its track. A log that contradicts itself
+is drawn as far as it goes: a span ends where the next of its track begins, and that is counted.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
+from ppstream.analysis.places import arrived_ns, left_ns
 from ppstream.analysis.records import Envelope, Topology
 from ppstream.report.clock_alignment import ClockOffset
 
 POLICY: Final = "B"
 LINK_IN: Final = "link in"
 LINK_OUT: Final = "link out"
+LINK: Final = "link"  # between two places of a chain
 WAIT: Final = "wait"
 SHORTEST_NS: Final = 1_000  # a wait below this is drawn nowhere
 #: Fields of rank 0's waits in front of A, in the order in which a loop goes through them.
@@ -30,7 +32,7 @@ class Span:
     """One thing that happened on one track; ``kind`` is a stage, a link, or ``wait``."""
 
     track: str
-    kind: str  # A | B | C | link in | link out | flight | wait
+    kind: str  # A | B | C | link in | link out | link | flight | wait
     start_ns: int
     end_ns: int
     seq: int
@@ -52,13 +54,32 @@ def track_names(topology: Topology) -> list[str]:
     if topology.world_size == 1:
         return ["A + B + C"]
     rank0 = ["A", "C"] if topology.threads == "split" else ["A + C"]
-    return [*rank0, LINK_IN, POLICY, LINK_OUT]
+    first, *others = policy_tracks(topology)
+    between = [name for k, b in enumerate(others, start=1) for name in (f"{LINK} {k}", b)]
+    return [*rank0, LINK_IN, first, *between, LINK_OUT]
+
+
+def policy_tracks(topology: Topology) -> list[str]:
+    """Of every policy rank, in their order; none where one process runs all stages."""
+    if topology.world_size == 1:
+        return []
+    return [f"{POLICY}{k}" for k in topology.ranks] if topology.is_chain else [POLICY]
+
+
+def way_of(topology: Topology) -> list[str]:
+    """Names of an envelope's stages, as ``stage_of`` gives them."""
+    return ["A", *(policy_tracks(topology) or [POLICY]), "C"]
+
+
+def stage_of(span: Span) -> str:
+    """The stage's name: of a chain's B with its place."""
+    return span.track if span.kind == "B" and span.track[1:].isdecimal() else span.kind
 
 
 def spans_of(
     envelopes: Sequence[Envelope],
     topology: Topology,
-    clock: ClockOffset | None,
+    clocks: Sequence[ClockOffset | None],
     *,
     in_flight: bool = False,
 ) -> Spans:
@@ -67,24 +88,25 @@ def spans_of(
     Args:
         envelopes: in any order; dropped ones show as far as they got.
         topology: which tracks there are.
-        clock: the policy rank's; without one B is placed in the middle of its round trip.
+        clocks: of the policy ranks. The B of a single one without a clock is placed in the middle
+            of its round trip, that of a chain's place nowhere.
         in_flight: add a track per credit, with an envelope from tSend to tRecv.
     """
     tracks: dict[str, list[Span]] = {name: [] for name in track_names(topology)}
     for e in envelopes:
-        for span in _work(e, topology, clock):
+        for span in _work(e, topology, clocks):
             tracks[span.track].append(span)
         if in_flight and e.tSend is not None and e.tRecv is not None:
             name = f"credit {e.seq % topology.d_in}"
             span = Span(name, "flight", e.tSend, e.tRecv, e.seq, e.lane, e.epoch)
             tracks.setdefault(name, []).append(span)
-    for waiting in _waits(envelopes, topology, clock):
+    for waiting in _waits(envelopes, topology, clocks):
         tracks[waiting.track].append(waiting)
     laid = {name: _disjoint(spans) for name, spans in tracks.items()}
     return Spans({n: spans for n, (spans, _) in laid.items()}, sum(c for _, c in laid.values()))
 
 
-def _work(e: Envelope, topology: Topology, clock: ClockOffset | None) -> Iterator[Span]:
+def _work(e: Envelope, topology: Topology, clocks: Sequence[ClockOffset | None]) -> Iterator[Span]:
     names = track_names(topology)
     ids = (e.seq, e.lane, e.epoch)
     if e.tA0 is not None and e.tA1 is not None:
@@ -92,7 +114,10 @@ def _work(e: Envelope, topology: Topology, clock: ClockOffset | None) -> Iterato
     if e.tDecode is not None and e.tEmit is not None:
         on = "C" if "C" in names else names[0]
         yield Span(on, "C", e.tDecode, e.tEmit - (e.w_emit_ns or 0), *ids)
-    b = policy_span_ns(e, clock)
+    if topology.is_chain:
+        yield from _chain(e, topology, clocks)
+        return
+    b = policy_span_ns(e, clocks[0] if clocks else None)
     if b is None:
         return
     yield Span(POLICY if POLICY in names else names[0], "B", *b, *ids)
@@ -102,6 +127,28 @@ def _work(e: Envelope, topology: Topology, clock: ClockOffset | None) -> Iterato
         half = max(0, received - sent - (e.residence_ns or 0)) // 2  # only both are measured
         yield Span(LINK_IN, LINK_IN, sent, max(sent, min(sent + half, b[0])), *ids)
         yield Span(LINK_OUT, LINK_OUT, min(received, max(received - half, b[1])), received, *ids)
+
+
+def _chain(e: Envelope, topology: Topology, clocks: Sequence[ClockOffset | None]) -> Iterator[Span]:
+    """B on every place, and the hops between them whose both ends are known."""
+    ids = (e.seq, e.lane, e.epoch)
+    hops = [LINK_IN, *(f"{LINK} {k}" for k in range(1, topology.places)), LINK_OUT]
+    sent = e.tSend
+    for track, hop, line, clock in zip(
+        policy_tracks(topology), hops, e.places, clocks, strict=False
+    ):
+        came = left = None
+        if line is not None and clock is not None and None not in (line.tB0, line.tB1):
+            offset = clock.offset_ns
+            yield Span(track, "B", (line.tB0 or 0) - offset, (line.tB1 or 0) - offset, *ids)
+            came, left = (
+                None if t is None else t - offset for t in (arrived_ns(line), left_ns(line))
+            )
+        if sent is not None and came is not None and came >= sent:
+            yield Span(hop, LINK_IN if hop == LINK_IN else LINK, sent, came, *ids)
+        sent = left
+    if sent is not None and e.tRecv is not None and e.tRecv >= sent:
+        yield Span(LINK_OUT, LINK_OUT, sent, e.tRecv, *ids)
 
 
 def policy_span_ns(e: Envelope, clock: ClockOffset | None) -> tuple[int, int] | None:
@@ -116,9 +163,10 @@ def policy_span_ns(e: Envelope, clock: ClockOffset | None) -> tuple[int, int] | 
 
 
 def _waits(
-    envelopes: Sequence[Envelope], topology: Topology, clock: ClockOffset | None
+    envelopes: Sequence[Envelope], topology: Topology, clocks: Sequence[ClockOffset | None]
 ) -> Iterator[Span]:
     names = track_names(topology)
+    clock = clocks[0] if clocks else None
     on_c = "C" if "C" in names else names[0]
     for e in envelopes:
         if e.tA0 is not None:
@@ -126,6 +174,12 @@ def _waits(
             yield from _before(names[0], e, e.tA0, ahead)
         if e.tDecode is not None:
             yield from _before(on_c, e, e.tDecode, [(e.w_result_ns or 0, "the result")])
+        if topology.is_chain:
+            for track, line, own in zip(policy_tracks(topology), e.places, clocks, strict=False):
+                if line is not None and own is not None and line.tB0 is not None:
+                    wait_ns = [(line.wait_input_ns or 0, "an envelope")]
+                    yield from _before(track, e, line.tB0 - own.offset_ns, wait_ns)
+            continue
         b = policy_span_ns(e, clock)
         if b is not None and POLICY in names:
             yield from _before(POLICY, e, b[0], [(e.wait_input_ns or 0, "an envelope")])

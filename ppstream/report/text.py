@@ -46,6 +46,7 @@ def render(report: RunReport) -> str:
         "",
         *_score_lines(report),
         *_resource_lines(report.primary),
+        *_place_lines(report),
         *_thread_lines(report),
         *_audit_lines(report.audits),
         *_queue_lines(report),
@@ -95,9 +96,8 @@ def _alone_lines(report: RunReport) -> Iterator[str]:
     """The stages by themselves: what they take with nothing beside them, and in the run."""
     alone = report.alone
     if alone is not None:
-        times = {"A": alone.times.a, "B": alone.times.b, "C": alone.times.c}
         parts = [f"S {_ratio(alone.s)}"]
-        for stage, ns in times.items():
+        for stage, ns in alone.times.stages.items():
             stretch = alone.stretch.get(stage)
             parts.append(f"{stage} {ms(ns)}" + (f" x {stretch:.2f}" if stretch else ""))
         yield from _row("alone", [*parts, f"in turn {ms(alone.in_turn_ns)}"])
@@ -125,7 +125,7 @@ def _published_lines(score: Compat | None) -> Iterator[str]:
 def _resource_lines(score: Primary | None) -> Iterator[str]:
     if score is None:
         return
-    alone = "mesh" not in score.busy_ns
+    alone = not score.places
     names = {
         "r0": "r0 A+B+C" if alone else "r0 A+C",
         "r0A": "r0 A",
@@ -133,10 +133,28 @@ def _resource_lines(score: Primary | None) -> Iterator[str]:
         "mesh": "policy B",
         "gpu0": "gpu0 A|C",
     }
-    for name, share in score.utilisation.items():
+    for name, busy_ns in score.busy_ns.items():
+        share = score.utilisation[name]
         bar = "█" * round(BAR * min(1.0, share))
-        busy = ms(score.busy_ns[name] / score.n)
+        busy = ms(busy_ns / score.n)
+        name = name.replace("place", "B of place ")
         yield f"{names.get(name, name):<{LABEL}}{bar:·<{BAR}} {share:4.0%}  {busy} an envelope"
+
+
+def _place_lines(report: RunReport) -> Iterator[str]:
+    """Of a chain: what each rank holds and waits for, and the hop that leaves it."""
+    for place in report.places if report.window.topology.is_chain else ():
+        what = ", ".join(place.parts) or ("no parts" if place.rank == 0 else "")
+        parts = [" on ".join(text for text in (what, place.device) if text) or "parts not logged"]
+        numbers = {
+            "alone": place.alone_ns,
+            "waits for work": place.wait_input_ns,
+            "waits for room": place.wait_output_ns,
+            "queue": place.queue_ns,
+            "hop": place.hop_ns,
+        }
+        parts += [f"{name} {ms(ns)}" for name, ns in numbers.items() if ns is not None]
+        yield from _row(f"place {place.rank}", parts)
 
 
 def _thread_lines(report: RunReport) -> Iterator[str]:

@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from golden_runs import MS, Fields, jittered, ms, simulate, stages
+from golden_runs import MS, Fields, chain, jittered, ms, simulate, stages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judging import broken, judged, overlap, period_ms, published
@@ -46,6 +46,43 @@ def test_report_does_not_depend_on_where_either_clock_starts(
     for line in shifted.policy_lines:
         line["tB0"] += policy_ns
         line["tB1"] += policy_ns
+    assert judged(shifted).as_dict() == judged(golden).as_dict()
+
+
+CHAINS = st.builds(
+    lambda places, a, c, x: chain(*places, a=a, c=c, x=x),
+    st.lists(st.floats(0.5, 12), min_size=2, max_size=4),
+    a=st.floats(0.5, 12),
+    c=st.floats(0.5, 12),
+    x=st.floats(0.05, 1),
+)
+
+
+@FEW
+@given(CHAINS, FORMS, st.integers(0, 10**6))
+def test_an_honest_chain_contradicts_itself_nowhere_and_is_as_the_model_says(
+    times: Any, form: PipelineForm, seed: int
+) -> None:
+    report = judged(simulate(jittered(times, 140, seed), form))
+    assert broken(report) == set()
+    assert overlap(report) <= 1.02
+    assert report.model is not None
+    assert abs(report.model.gap) < 0.12  # jitter makes places wait for each other
+
+
+@FEW
+@given(CHAINS, FORMS, st.integers(0, 10**6), st.lists(st.integers(0, 10**15), min_size=4))
+def test_report_of_a_chain_on_several_hosts_does_not_depend_on_their_clocks(
+    times: Any, form: PipelineForm, seed: int, clocks_ns: list[int]
+) -> None:
+    golden = simulate(jittered(times, 140, seed), form)
+    for rank, table in enumerate(golden.manifest["topology"]["ranks"]):
+        table["boot_id"] = f"host {rank}"
+    shifted = deepcopy(golden)
+    for lines, by_ns in zip(shifted.policies, clocks_ns, strict=False):
+        for line in lines:
+            line["tB0"] += by_ns
+            line["tB1"] += by_ns
     assert judged(shifted).as_dict() == judged(golden).as_dict()
 
 

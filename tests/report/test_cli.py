@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_runs import GoldenRun, ms, simulate, stages
+from golden_runs import GoldenRun, chain, ms, simulate, stages
 from judging import sentence
 
 from ppstream.analysis.judge import judge
@@ -57,6 +57,8 @@ RUN_KEYS = {
     "memory",
     "on_device",
     "clocks",
+    "places",
+    "better_cut",
 }
 
 
@@ -129,6 +131,11 @@ def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     }
     assert set(run["latency_ms"]) == {"p50", "p95", "p99", "max"}
     assert set(run["model"]) == {"P_ms", "gap", "W_star", "formula"}
+    assert [place["rank"] for place in run["places"]] == [0, 1]
+    assert set(run["places"][1]) == {
+        *("rank", "parts", "device", "alone_ns", "busy_ns", "share", "hop_ns"),
+        *("wait_input_ns", "wait_output_ns", "queue_ns"),
+    }
     assert run["queues"] == {"d_in": 2, "d_out": 2, "outstanding_max": 2, "q_decode_max": 1}
     assert run["primary"]["P_ms"] == pytest.approx(10.0)
     assert run["latency_ms"]["p50"] == pytest.approx(20.0)
@@ -416,6 +423,24 @@ def test_cpu_time_and_unnamed_time_are_printed_by_thread_and_stage() -> None:
     text = " ".join(render(report_of(golden)).split())
     assert "unnamed r0A 10% (waits for a CPU: 5%) mesh 0% (waits for a CPU: unknown)" in text
     assert "CPU A 75% of its time B 3% of its time C 100% of its time" in text
+
+
+def test_a_chain_has_a_bar_and_a_row_for_each_place() -> None:
+    lines = render(report_of(simulate(chain(8, 10, 6), PipelineForm("split", d_in=4)))).splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    bars = [line for line in lines if line.startswith("B of place")]
+    assert [bar.split()[-5:-3] for bar in bars] == [
+        ["80%", "8.00"],
+        ["100%", "10.0"],
+        ["60%", "6.00"],
+    ]
+    text = " ".join(" ".join(lines).split())
+    assert "place 0 no parts on cpu alone 5.00 ms" in text
+    assert (
+        "place 3 part_3 on cpu alone 6.00 ms waits for work 4.00 ms waits for room 0.00 ms "
+        "queue 0.00 ms hop 0.20 ms" in text
+    )
+    assert "B3: envelope 100%" in text
 
 
 def test_limits_and_what_is_accepted_are_printed() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from golden_gpus import on_gpus
-from golden_runs import POLICY_CLOCK_NS, START_NS, GoldenRun, jittered, ms, simulate, stages
+from golden_runs import POLICY_CLOCK_NS, START_NS, GoldenRun, chain, jittered, ms, simulate, stages
 from trace_format import problems
 
 from ppstream.analysis.period_model import PipelineForm
@@ -73,6 +73,7 @@ RUNS: dict[str, Callable[[], GoldenRun]] = {
     "drops": dropped,
     "restarted": restarted,
     "overlapping stamps": lying,
+    "chain": lambda: simulate(chain(8, 10, 6), PipelineForm("split", d_in=4), n=60),
     "no policy lines": lambda: GoldenRun(
         *(vars(simulate(n=30))[k] for k in ("manifest", "lines")), []
     ),
@@ -99,6 +100,35 @@ def test_one_track_per_resource_and_an_arrow_per_envelope() -> None:
     assert {(1, "credit 0"), (1, "credit 1")} <= tracks
     counts = Counter(event["ph"] for event in events)
     assert counts["s"] == counts["t"] == counts["f"] == 60
+
+
+def test_a_chain_has_a_process_for_each_place_and_arrows_through_all_of_them() -> None:
+    golden = RUNS["chain"]().tell({"kind": "event", "name": "warm", "t": START_NS})
+    golden.behind[1].append({"kind": "event", "name": "late", "t": START_NS + ms(9)})
+    events = exported(golden)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {
+        1: "rank 0",
+        2: "place 1 (part_1 on cpu)",
+        3: "place 2 (part_2 on cpu)",
+        4: "place 3 (part_3 on cpu)",
+    }
+    tracks = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert {(2, "policy B1"), (3, "policy B2"), (4, "policy B3"), (1, "link 2")} <= tracks
+    counts = Counter(event["ph"] for event in events)
+    assert (counts["s"], counts["t"], counts["f"]) == (60, 180, 60)
+    assert [e["pid"] for e in events if e["ph"] == "i" and e["name"] == "late"] == [4]
+
+
+def test_generations_of_a_chain_keep_their_processes_apart() -> None:
+    first = RUNS["chain"]()
+    again = simulate(chain(8, 10, 6), PipelineForm("split", d_in=4), n=60, generation=1)
+    for lines, more in zip(first.stamped, again.later(5000).stamped, strict=True):
+        lines += more
+    events = exported(first)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert [names[pid].rpartition(", ")[2] for pid in (5, 8)] == ["generation 1"] * 2
+    assert problems({"traceEvents": events}) == []
 
 
 def test_times_are_the_logs_own() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from golden_runs import POLICY_CLOCK_NS, START_NS, GoldenRun, jittered, ms, simulate, stages
+from golden_runs import POLICY_CLOCK_NS, START_NS, GoldenRun, chain, jittered, ms, simulate, stages
 
 from ppstream.analysis.period_model import PipelineForm
-from ppstream.report.clock_alignment import policy_clock
+from ppstream.report.clock_alignment import policy_clock, policy_clocks
 from ppstream.report.spans import WAIT, Span, Spans, spans_of, track_names
 
 SPLIT = PipelineForm("split")
@@ -17,8 +17,8 @@ SPLIT = PipelineForm("split")
 
 def laid(golden: GoldenRun, *, in_flight: bool = False) -> Spans:
     run = golden.parse()
-    clock = policy_clock(run, run.envelopes)
-    return spans_of(run.envelopes, run.topology, clock, in_flight=in_flight)
+    clocks = policy_clocks(run, run.envelopes)
+    return spans_of(run.envelopes, run.topology, clocks, in_flight=in_flight)
 
 
 def lying() -> GoldenRun:
@@ -33,6 +33,8 @@ RUNS: dict[str, Callable[[], GoldenRun]] = {
     "jitter": lambda: simulate(jittered(stages(), 100, 5), SPLIT),
     "one credit": lambda: simulate(form=PipelineForm("split", d_in=1), n=50),
     "lying": lying,
+    "chain": lambda: simulate(chain(8, 10, 6), PipelineForm("split", d_in=4), n=50),
+    "chain, two credits": lambda: simulate(chain(8, 10), n=50),
 }
 
 
@@ -55,7 +57,8 @@ def test_busy_time_of_honest_logs_is_drawn_whole(name: str) -> None:
             if span.kind in drawn:
                 drawn[span.kind] += span.end_ns - span.start_ns
     assert drawn["A"] == sum(line["tA1"] - line["tA0"] for line in golden.lines)
-    assert drawn["B"] == sum(line["B_ns"] for line in golden.lines)
+    policies = [line for lines in golden.policies for line in lines]
+    assert drawn["B"] == sum(line["tB1"] - line["tB0"] for line in policies)
     assert drawn["C"] == sum(line["tEmit"] - line["tDecode"] for line in golden.lines)
 
 
@@ -90,6 +93,41 @@ def test_without_the_policy_ranks_lines_b_stands_within_its_round_trip() -> None
         [s for s in laid(golden).tracks["B"] if s.kind == "B"], golden.lines, strict=True
     ):
         assert line["tSend"] <= span.start_ns < span.end_ns <= line["tRecv"]
+
+
+def test_a_chain_has_a_track_for_each_place_and_each_hop() -> None:
+    found = laid(RUNS["chain"]())
+    names = ["A", "C", "link in", "B1", "link 1", "B2", "link 2", "B3", "link out"]
+    assert list(found.tracks) == names
+    for name in ("link in", "link 1", "link 2", "link out"):
+        hops = found.tracks[name]
+        assert len(hops) == 50
+        assert min(hop.end_ns - hop.start_ns for hop in hops) == ms(0.2)
+    waiting = [s.end_ns - s.start_ns for s in waits(found, "B3")]
+    assert set(waiting[5:]) == {ms(4)}  # place 2 is the slowest one
+
+
+def test_a_place_without_a_log_has_an_empty_track_and_no_hops() -> None:
+    found = laid(RUNS["chain"]().lose(rank=2))
+    assert {name: len(found.tracks[name]) > 0 for name in ("B1", "link 1", "B2", "link 2")} == {
+        "B1": True,
+        "link 1": False,
+        "B2": False,
+        "link 2": False,
+    }
+
+
+def test_the_clock_of_each_place_of_a_chain_is_bounded_by_itself() -> None:
+    golden = RUNS["chain"]()
+    for rank, table in enumerate(golden.manifest["topology"]["ranks"]):
+        table["boot_id"] = f"host {rank}"
+        for line in golden.stamped[rank] if rank else ():
+            line |= {name: line[name] + ms(1000 * rank) for name in ("tB0", "tB1")}
+    run = golden.parse()
+    for place, clock in enumerate(policy_clocks(run, run.envelopes), start=1):
+        assert clock is not None
+        assert abs(clock.offset_ns - ms(1000 * place)) <= clock.uncertainty_ns
+        assert not clock.shared
 
 
 def test_inline_runs_have_one_track() -> None:

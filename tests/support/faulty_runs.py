@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
@@ -197,10 +198,51 @@ def locked(b: float = 21, c: float = 20, late: float = 0) -> GoldenRun:
     return cpu(alone(simulate(stages(0.5, b, c), n=360), 0.5, b, c), 10, 11, late)
 
 
-def unset(key: str) -> GoldenRun:
-    golden = simulate()
-    del golden.manifest[key]
+def unset(path: str, golden: GoldenRun | None = None) -> GoldenRun:
+    golden = golden or simulate()
+    *tables, key = path.split(".")
+    table: Any = golden.manifest
+    for name in tables:
+        table = table[name]
+    del table[key]
     return golden
+
+
+# ---- chains -------------------------------------------------------------------------------------
+
+
+def contended_place(golden: GoldenRun, place: int, alone_ms: float) -> GoldenRun:
+    """This place took less alone, and waits for something inside its B in the run."""
+    found = golden.manifest["standalone"]
+    found["places_ns"][place - 1] = ms(alone_ms)
+    found["B_ns"] = max(found["places_ns"])
+    return golden.put(place, cpu_b_ns=ms(alone_ms))
+
+
+def without_places(golden: GoldenRun) -> GoldenRun:
+    for rank in range(1, len(golden.stamped)):
+        golden.lose(rank=rank)
+    return golden
+
+
+def at_once(golden: GoldenRun, place: int) -> GoldenRun:
+    """A B of this place begins, and ends, in the middle of the one before it."""
+    return golden.add(place, slice(150, 151), tB0=-3, tB1=-3)
+
+
+def turned_round(golden: GoldenRun, place: int) -> GoldenRun:
+    """Two envelopes change places there."""
+    one, other = golden.stamped[place][150:152]
+    for stamp in ("tB0", "tB1"):
+        one[stamp], other[stamp] = other[stamp], one[stamp]
+    return golden
+
+
+def in_parts(golden: GoldenRun, parts: Sequence[list[str]], **alone_ms: float) -> GoldenRun:
+    """With these parts on the ranks, each timed alone."""
+    for table, names in zip(golden.manifest["topology"]["ranks"], parts, strict=True):
+        table["parts"] = names
+    return golden.set("standalone.parts_ns", {name: ms(t) for name, t in alone_ms.items()})
 
 
 def chunks(reports: list[tuple[int, int, int]]) -> list[Fields]:

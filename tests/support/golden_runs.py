@@ -174,8 +174,9 @@ def jittered(times: StageTimes, n: int, seed: int, spread: float = 0.3) -> list[
     def draw(mean: float) -> int:
         return round(mean * source.uniform(1 - spread, 1 + spread))
 
+    hops = [int(x) for x in times.hops]
     return [
-        StageTimes(draw(times.a), draw(times.b), draw(times.c), int(times.x_in), int(times.x_out))
+        StageTimes.of_chain(draw(times.a), list(map(draw, times.places)), draw(times.c), hops)
         for _ in range(n + TAIL)
     ]
 
@@ -225,7 +226,8 @@ def simulate(
                 ("tEmit", z.c1),
             )
         }
-        stays = [_stay(place, k) for place in z.places]
+        # a chain's place hands its output to a hop that waits for itself
+        stays = [_stay(place, k, place.b1 if is_chain else place.o0) for place in z.places]
         shared = stays[-1] | {"residence_ns": sum(stay["residence_ns"] for stay in stays)}
         b_ns = max(int(place.b1[k] - place.b0[k]) for place in z.places)
         rx = int(each[k].t_in) * k if each[k].t_in else int(z.a0[k])
@@ -248,11 +250,11 @@ def simulate(
     return GoldenRun(about, lines, policies[0], behind=policies[1:])
 
 
-def _stay(place: PlaceRun, k: int) -> Fields:
+def _stay(place: PlaceRun, k: int, left: Sequence[float]) -> Fields:
     """What one policy rank says of one envelope besides its stamps of B."""
     gap = int(place.b0[k] - _at(place.b1, k - 1)) if k else int(place.b0[k])
     waits = {"wait_input_ns": gap, "wait_output_ns": 0, "idle_ns": gap if k else None}
-    return waits | {"residence_ns": int(place.o0[k] - place.i1[k])}
+    return waits | {"residence_ns": int(left[k] - place.i1[k])}
 
 
 def standalone(times: Sequence[StageTimes]) -> Fields:

@@ -27,7 +27,7 @@ WIDTH: Final = 510.0
 LEFT: Final = 44.0
 RIGHT: Final = WIDTH - 10
 MS: Final = 1e-6  # per ns
-STAGE_CLASS: Final = {"A": "a", "B": "b", "C": "c", "both links": "link"}
+STAGE_CLASS: Final = {"A": "a", "B": "b", "C": "c", "both links": "link", "all hops": "link"}
 RESOURCES: Final = {
     "r0": ("r0: A + C", "c"),
     "r0A": ("r0: A", "a"),
@@ -43,12 +43,13 @@ def resources(report: RunReport) -> str:
     score = report.primary
     if score is None:
         return ""
-    drawing = Drawing(WIDTH, 30.0 * len(score.utilisation) + 30, "busy share of every resource")
+    drawing = Drawing(WIDTH, 30.0 * len(score.busy_ns) + 30, "busy share of every resource")
     share = Scale(0, 1, 110, RIGHT - 96)
     drawing.x_axis(Scale(0, 100, share.start, share.end), drawing.height - 24, "%", top=4)
-    for row, (name, busy) in enumerate(score.utilisation.items()):
-        title, kind = RESOURCES[name]
-        title = "r0: A + B + C" if "mesh" not in score.busy_ns else title
+    for row, name in enumerate(score.busy_ns):
+        busy = score.utilisation[name]
+        title, kind = RESOURCES.get(name, (f"place {name.removeprefix('place')}: B", "b"))
+        title = "r0: A + B + C" if not score.places else title
         y = 6 + 30.0 * row
         drawing.text(0, y + 16, title, "row")
         drawing.rect(share.start, y, share.end - share.start, 22, "back")
@@ -141,7 +142,9 @@ def waterfall(report: RunReport) -> str:
     for row, (name, ms) in enumerate({**shown, "tA0 to tEmit": total}.items()):
         y = 2 + 24.0 * row
         begin = 0.0 if name == "tA0 to tEmit" else at
-        kind = "back" if begin == 0.0 and row else STAGE_CLASS.get(name, "wait")
+        kind = (
+            "back" if begin == 0.0 and row else STAGE_CLASS.get(name.rstrip("0123456789"), "wait")
+        )
         drawing.text(0, y + 15, name, "row")
         drawing.rect(x(begin), y + 2, max(x(begin + ms) - x(begin), 1), 18, kind)
         drawing.text(x(begin + max(ms, 0)) + 6, y + 15, f"{ms:.2f} ms", "note")
@@ -213,7 +216,7 @@ def critical_path_chart(path: Mapping[str, Mapping[str, float]]) -> str:
         drawing.text(0, y + 18, stage, "row")
         at = 0.0
         for place, (name, share) in enumerate(shares.items()):
-            kind = STAGE_CLASS[stage] if place == 0 else ("wait" if place % 2 else "back")
+            kind = STAGE_CLASS[stage[0]] if place == 0 else ("wait" if place % 2 else "back")
             width = x(at + share) - x(at)
             drawing.rect(x(at), y, width, 24, kind, f"{name}: {share:.1%}")
             at += share

@@ -24,6 +24,7 @@ from ppstream.report.html.tables import (
     drop_table,
     fault_table,
     key,
+    place_table,
     score_table,
     service_table,
     stream_table,
@@ -153,6 +154,13 @@ def _time_sections(report: RunReport) -> Iterator[str]:
         "Work only, never waiting. The busiest sets the shortest period there can be.",
         charts.resources(report),
     )
+    if report.window.topology.is_chain:
+        yield _section(
+            "Places and hops",
+            "Means of an envelope on every rank, and of the hop that leaves it.",
+            place_table(report.places),
+            wide=True,
+        )
     yield _section(
         "Where the latency goes",
         "Mean of each part from the start of A to emit; hatched parts are waiting.",

@@ -7,6 +7,7 @@ from html import escape
 from typing import Final
 
 from ppstream.analysis.audits import Audit
+from ppstream.analysis.place_table import Place
 from ppstream.analysis.records import RunLog, Topology
 from ppstream.analysis.run_report import RunReport, ServiceReport
 from ppstream.analysis.run_statistics import FaultSeen
@@ -73,6 +74,19 @@ def score_table(report: RunReport) -> str:
     least = f"{report.gate.overlap_min:.2f}"
     rows.append(("limit of both", least, f"accepted: {', '.join(report.gate.accept) or 'nothing'}"))
     return table((), rows)
+
+
+def place_table(places: Sequence[Place]) -> str:
+    """Every rank of a chain: its parts, and means of an envelope."""
+    rows: list[Sequence[str | Cell]] = []
+    for place in places:
+        times = (place.alone_ns, place.busy_ns, place.wait_input_ns, place.wait_output_ns)
+        cells = ["" if ns is None else ms(ns) for ns in (*times, place.queue_ns, place.hop_ns)]
+        name = "rank 0" if place.rank == 0 else f"place {place.rank}"
+        who = (name, ", ".join(place.parts), place.device)
+        rows.append((*who, *((text, "n") for text in cells)))
+    head = ("", "parts", "device", "alone", "busy", "waits for work", "for room", "queue", "hop")
+    return table(head, rows)
 
 
 def audit_table(audits: Mapping[str, Audit]) -> str:

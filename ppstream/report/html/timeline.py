@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 from ppstream.analysis.records import Envelope, RunLog, Topology
-from ppstream.report.clock_alignment import policy_clock
+from ppstream.report.clock_alignment import policy_clocks
 from ppstream.report.html.svg import Drawing, Scale, steps
 from ppstream.report.series import Stretch
-from ppstream.report.spans import LINK_IN, LINK_OUT, POLICY, WAIT, Span, spans_of
+from ppstream.report.spans import (
+    LINK,
+    LINK_IN,
+    LINK_OUT,
+    POLICY,
+    WAIT,
+    Span,
+    policy_tracks,
+    spans_of,
+    stage_of,
+    way_of,
+)
 
 WIDTH: Final = 1060.0
 LEFT: Final = 116.0
@@ -18,7 +30,8 @@ BAR: Final = 28.0  # of a stage; links are thin
 THIN: Final = 12.0
 QUEUES: Final = 78.0  # height of the queues' chart
 LABEL_MIN: Final = 42.0  # a bar narrower than this carries no text
-CLASSES: Final = {"A": "a", "B": "b", "C": "c", LINK_IN: "link", LINK_OUT: "link", WAIT: "wait"}
+LINKS: Final = (LINK_IN, LINK, LINK_OUT)
+CLASSES: Final = {"A": "a", "B": "b", "C": "c", WAIT: "wait"} | dict.fromkeys(LINKS, "link")
 TITLES: Final = {
     "A + C": "rank 0: A + C",
     "A + B + C": "one rank",
@@ -32,18 +45,22 @@ TITLES: Final = {
 
 def timeline(run: RunLog, stretch: Stretch) -> str:
     """All tracks over the stretch's time, the way of one envelope marked."""
-    clock = policy_clock(run, stretch.shown)
-    laid = spans_of(stretch.shown, run.topology, clock)
+    laid = spans_of(stretch.shown, run.topology, policy_clocks(run, stretch.shown))
+    titles = TITLES | {
+        track: f"{track}: {', '.join(run.topology.parts_of(k)) or f'place {k}'}"
+        for k, track in enumerate(policy_tracks(run.topology), start=1)
+        if run.topology.is_chain
+    }
     rows = {name: 14 + place * ROW for place, name in enumerate(laid.tracks)}
     bottom = 14 + len(rows) * ROW
     drawing = Drawing(WIDTH, bottom + 34 + QUEUES + 30, "what every thread and link did when")
     time = Scale(0.0, (stretch.end_ns - stretch.start_ns) / 1e6, LEFT, WIDTH - 12)
     drawing.x_axis(time, bottom, "ms", top=10)
     for name, spans in laid.tracks.items():
-        drawing.text(0, rows[name] + ROW / 2 + 4, TITLES.get(name, name), "row")
+        drawing.text(0, rows[name] + ROW / 2 + 4, titles.get(name, name), "row")
         for span in spans:
             _bar(drawing, span, rows[name], time, stretch)
-    _ways(drawing, laid.tracks, rows, time, stretch)
+    _ways(drawing, laid.tracks, rows, time, stretch, way_of(run.topology))
     _queues(drawing, stretch, run.topology, time, bottom + 34)
     return str(drawing)
 
@@ -52,12 +69,17 @@ def stretch_note(run: RunLog, stretch: Stretch) -> str:
     """Words how exact the policy rank's place in the picture is."""
     if run.topology.world_size == 1:
         return "One process runs all stages in turn."
-    clock = policy_clock(run, stretch.shown)
-    if clock is None:
+    clocks = policy_clocks(run, stretch.shown)
+    known = [clock for clock in clocks if clock is not None]
+    if run.topology.is_chain and any(None in e.places for e in stretch.shown):
+        return "Stamps of a policy rank are missing: its B is not shown."
+    if len(known) < len(clocks):
         return "The policy rank's own stamps are missing: B stands in the middle of its round trip."
-    if clock.shared:
-        return "Both ranks share one clock: every bar stands where it was measured."
-    return f"The ranks have different clocks ({clock.text}); only B's place depends on it."
+    if all(clock.shared for clock in known):
+        ranks = "All" if run.topology.is_chain else "Both"
+        return f"{ranks} ranks share one clock: every bar stands where it was measured."
+    worst = max(known, key=lambda clock: clock.uncertainty_ns)
+    return f"The ranks have different clocks ({worst.text}); only B's place depends on it."
 
 
 def _bar(drawing: Drawing, span: Span, top: float, time: Scale, stretch: Stretch) -> None:
@@ -65,7 +87,7 @@ def _bar(drawing: Drawing, span: Span, top: float, time: Scale, stretch: Stretch
     if begin >= end:
         return
     x, until = (time((t - stretch.start_ns) / 1e6) for t in (begin, end))
-    height = THIN if span.kind in (LINK_IN, LINK_OUT) else BAR
+    height = THIN if span.kind in LINKS else BAR
     y = top + (ROW - height) / 2
     ms = (span.end_ns - span.start_ns) / 1e6
     what = f"wait for {span.note}" if span.kind == WAIT else f"{span.kind} of envelope {span.seq}"
@@ -81,17 +103,18 @@ def _ways(
     rows: dict[str, float],
     time: Scale,
     stretch: Stretch,
+    way: Sequence[str],
 ) -> None:
     """Thin lines from A over B to C of every envelope, a bold one for one in the middle."""
     stages: dict[int, dict[str, Span]] = {}
     for spans in tracks.values():
         for span in spans:
-            if span.kind in ("A", "B", "C"):
-                stages.setdefault(span.seq, {})[span.kind] = span
+            if (stage := stage_of(span)) in way:
+                stages.setdefault(span.seq, {})[stage] = span
     inside = {
         seq: found
         for seq, found in stages.items()
-        if len(found) == 3
+        if len(found) == len(way)
         and found["A"].end_ns >= stretch.start_ns
         and found["C"].start_ns <= stretch.end_ns
     }
@@ -99,7 +122,7 @@ def _ways(
         return
     bold = sorted(inside)[len(inside) // 2]
     for seq in sorted(inside, key=lambda s: s == bold):
-        for start, end in (("A", "B"), ("B", "C")):
+        for start, end in pairwise(way):
             one, two = inside[seq][start], inside[seq][end]
             down = rows[two.track] > rows[one.track]
             y1 = rows[one.track] + ROW / 2 + (BAR / 2 if down else -BAR / 2)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from golden_runs import GoldenRun, jittered, simulate, stages
+from faulty_runs import without_places
+from golden_runs import GoldenRun, chain, jittered, simulate, stages
 from headless_browser import MISSING, Browser, find_browser
 from report_pages import Reader, complete, page
 
@@ -57,6 +58,8 @@ RUNS: Final = {
     "inline": inline,
     "three envelopes": lambda: simulate(n=3),
     "two periods": lambda: simulate(n=16),
+    "chain": lambda: simulate(chain(8, 10, 6), PipelineForm("split", d_in=4)),
+    "chain without logs": lambda: without_places(simulate(chain(8, 10))),
     "no policy lines": lambda: GoldenRun(simulate().manifest, simulate().lines, []),
 }
 
@@ -89,6 +92,17 @@ def test_picture_of_the_stretch_shows_stages_waits_and_one_way() -> None:
     assert text.count('class="hop"') == 2
     assert "wait for the result" in text
     assert "different clocks" in text
+
+
+def test_a_chain_has_a_bar_a_row_and_a_track_for_each_place() -> None:
+    text = page(RUNS["chain"]())
+    assert text.count('class="hop"') == 4
+    for place, share in ((1, 80), (2, 100), (3, 60)):
+        assert re.search(rf">place {place}: B</text>.*?>{share}%  ", text, flags=re.DOTALL)
+        assert f"B{place}: part_{place}</text>" in text
+    assert re.search(r'<td>place 3</td><td>part_3</td><td>cpu</td><td class="n">6\.00 ms', text)
+    assert "All ranks share one clock" in text
+    assert "Stamps of a policy rank are missing" in page(RUNS["chain without logs"]())
 
 
 def test_too_old_input_is_marked() -> None:
