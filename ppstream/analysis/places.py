@@ -82,6 +82,8 @@ def arrived_ns(line: PolicyLine) -> int | None:
 
 def left_ns(line: PolicyLine) -> int | None:
     """When its output was committed to the next hop, by the place's clock."""
+    if line.tOut is not None:
+        return line.tOut
     return None if line.tB1 is None else line.tB1 + (line.wait_output_ns or 0)
 
 

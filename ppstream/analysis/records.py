@@ -196,6 +196,7 @@ class _PolicyStamps(LineHead):
 
     tB0: int | None = in_header(0)  # B begins
     tB1: int | None = in_header(1)  # B is over
+    tOut: int | None = None  # its output is committed, by a host's clock
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.control.peer_process import HeldProcess, command, descendants, everybody, of_rank
 from ppstream.control.watchdog import ProgressMark, Watchdog, where
-from ppstream.core.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import (
     OTHER_LEFT,
     ExitCode,
@@ -288,20 +287,25 @@ class RankEnd:
         return self.on_stop is not None
 
     def see_peer_out(self, limit_s: float) -> str:
-        """Leave no process of this run behind: end the other rank's unless it leaves by itself.
+        """Leave no process of this run behind: end the other ranks' unless they leave by themselves.
 
         The launcher would wait 30 s for it before it restarts. Rank 0 may have a robot to end and
-        is given its time: the policy rank ends only a frozen one, with a limit of 0. What a dead
-        rank has forked is ended, too: nobody else knows of it.
+        is given its time: a policy rank ends only a frozen one. What a dead rank has forked is
+        ended, too: nobody else knows of it.
+
+        Args:
+            limit_s: of their leaving, all together; 0: those that fell silent are ended at once.
 
         Returns:
             What was done, to be added to the reason of this rank's end.
         """
-        until_s = time.monotonic() + limit_s  # of all together
+        until_ns = now_ns() + round((limit_s or SEE_OUT_S) * NS_PER_S)  # of all together
         done = ""
-        for rank, process in list(self.processes.items()):
-            left_s = max(0.0, until_s - time.monotonic())
-            done += self._see_out(rank, process, left_s, is_hasty=not limit_s)
+        frozen = {rank for rank, peer in self.peers.items() if peer.lost_ns is not None}
+        for rank, process in sorted(self.processes.items(), key=lambda item: item[0] not in frozen):
+            is_hasty = not limit_s and (rank in frozen or not frozen)
+            left_s = 0.0 if is_hasty else max(0, until_ns - now_ns()) / NS_PER_S
+            done += self._see_out(rank, process, left_s, is_hasty=is_hasty)
         return done
 
     def _see_out(self, rank: int, process: HeldProcess, limit_s: float, *, is_hasty: bool) -> str:

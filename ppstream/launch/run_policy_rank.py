@@ -28,7 +28,7 @@ from ppstream.observe.run_folder import Run
 from ppstream.pipeline.host_policy_rank import HostPolicyRank
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.compatibility import build_parts, places_of
-from ppstream.policy.parts import load, policy_of, specs_of
+from ppstream.policy.parts import PartSpecs, Place, load, policy_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.policy.unwritten import drawn_for
 from ppstream.wire.rank_messages import Goodbye
@@ -82,24 +82,13 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             device = torch.device(placement.ranks[store.rank].device)
             on_gpu: device_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
-                if device.type == "cuda":
-                    startup.start(device)
-                parts = build_parts(config, device)
-                try:
-                    places = places_of(config, specs_of(parts), input_specs(config))
-                except ConfigError:
-                    handshake.offer_parts(peer, specs_of(parts))
-                    handshake.wait_accepted(config, peer)  # rank 0 refuses, with every reason
-                    raise
-                place = places[store.rank]
-                load(place.of(parts))
-                policy = policy_of(
-                    place.of(parts), place, config.batch.rows, device, drawn_for(end.run.run_id)
+                specs, place, policy = _build_place(
+                    config, store.rank, device, peer, drawn_for(end.run.run_id)
                 )
                 if placement.is_device_ordered:
                     on_gpu = device_ranks.prepare_policy(policy, config, device, end.run.run_id)
             ahead = 0 if on_gpu is None else on_gpu.ahead
-            handshake.offer_parts(peer, specs_of(parts), ahead)
+            handshake.offer_parts(peer, specs, ahead)
             handshake.wait_accepted(config, peer)
             shape = link_shape(
                 config, place.inputs, place.outputs, store.generation, ahead, store.rank
@@ -122,6 +111,29 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         end.is_drained = True
         peer.send(Goodbye(int(ExitCode.DRAINED), reason))
         return reason
+
+
+def _build_place(
+    config: PipelineConfig, rank: int, device: torch.device, peer: Peer, integers: int
+) -> tuple[tuple[PartSpecs, ...], Place, Policy]:
+    """All parts' specs, this rank's place, and what runs there, loaded.
+
+    Raises:
+        PeerLeftError: rank 0 refuses the policy, with every reason.
+    """
+    if device.type == "cuda":
+        startup.start(device)
+    parts = build_parts(config, device)
+    specs = specs_of(parts)
+    try:
+        place = places_of(config, specs, input_specs(config))[rank]
+    except ConfigError:
+        handshake.offer_parts(peer, specs)
+        handshake.wait_accepted(config, peer)  # rank 0 finds the same, and is the one to tell
+        raise
+    mine = place.of(parts)
+    load(mine)
+    return specs, place, policy_of(mine, place, config.batch.rows, device, integers)
 
 
 def _open(

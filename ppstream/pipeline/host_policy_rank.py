@@ -110,7 +110,8 @@ class HostPolicyRank(PolicyRank):
         measured.busy_link_ns = self.times.take_ns(LINK)
         self._previous_tb1 = tb1
         # residence ends where the result is committed; the doorbell itself is the link's time
-        measured.residence_ns = now_ns() - complete_ns
+        committed_ns = now_ns()
+        measured.residence_ns = committed_ns - complete_ns
         header[EPOCH], header[SEQ], header[FAILED] = epoch, seq, failed
         write_stage_b(header, measured)
         if not self._is_first:
@@ -118,7 +119,16 @@ class HostPolicyRank(PolicyRank):
         self._newest_b.append(tb1 - tb0)
         self.out.commit(index)
         self.progress += 1
-        self.write_line(epoch, seq, cpu_ns, delay_ns, failed=failed)
+        record = self.log.take()
+        record.epoch, record.seq, record.phase = epoch, seq, self.phase
+        log_stage_b(measured, record)
+        record.tOut = committed_ns
+        record.cpu_b_ns, record.delay_b_ns = cpu_ns, delay_ns
+        record.run_delay_ns = self.run_delay.take_ns()
+        record.drop = FAILURES[failed]
+        if self._meter is not None:
+            record.recompiles = self._meter.take()
+        self.log.commit(record)
 
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> int:
         """Returns the header's ``failed``; rank 0 is told why before it gets the result."""
@@ -155,16 +165,3 @@ class HostPolicyRank(PolicyRank):
 
     def _at(self) -> str:
         return "" if self._serving is None else "epoch {}, seq {}".format(*self._serving)
-
-    def write_line(
-        self, epoch: int, seq: int, cpu_ns: int, delay_ns: int | None, *, failed: int
-    ) -> None:
-        record = self.log.take()
-        record.epoch, record.seq, record.phase = epoch, seq, self.phase
-        log_stage_b(self._measured, record)
-        record.cpu_b_ns, record.delay_b_ns = cpu_ns, delay_ns
-        record.run_delay_ns = self.run_delay.take_ns()
-        record.drop = FAILURES[failed]
-        if self._meter is not None:
-            record.recompiles = self._meter.take()
-        self.log.commit(record)

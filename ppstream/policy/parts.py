@@ -42,7 +42,7 @@ class Part(Policy, Protocol):
 
 
 class PartSpecs(msgspec.Struct, frozen=True):
-    """What ranks tell each other about a part."""
+    """Names and tensors of a part, as ranks tell them to each other."""
 
     name: str
     inputs: tuple[TensorSpec, ...]
@@ -63,7 +63,7 @@ def name_of(part: Policy) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one rank runs of a policy, and the hops around it.
+    """Parts that one rank runs, and the hops around them.
 
     Attributes:
         first: index of its first part.

@@ -106,5 +106,5 @@ def test_a_chain_drains_when_it_is_asked_to(tmp_path):
         run.wait_for_event("phase", phase="ready")
         run.processes[0].terminate()
         assert run.wait(10) == [0] * 4, run.output()
-        lines = [len([x for x in run.lines(k) if x["kind"] == "policy"]) for k in (1, 2, 3)]
+        lines = [len([x for x in run.lines(k) if x["kind"] == "stage1"]) for k in (1, 2, 3)]
         assert lines[0] == lines[1] == lines[2] > 100

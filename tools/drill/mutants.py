@@ -219,7 +219,7 @@ MUTANTS: Final = (
     Mutant(
         "what a dead rank has forked is ended",
         "ppstream/launch/rank_exit.py",
-        "        forks = _end_all(of_rank(1 - self.rank, os.environ, others))\n",
+        "        forks = _end_all(of_rank(rank, os.environ, others))\n",
         "        forks = [*others][:0]\n",
         "kill-policy-rank-that-forked",
     ),
