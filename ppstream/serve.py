@@ -25,6 +25,7 @@ from ppstream.core.errors import (
     PeerFrozenError,
 )
 from ppstream.launch.lookout import Lookout
+from ppstream.launch.placement import ranks_wanted
 from ppstream.launch.rank_exit import (
     SEE_OUT_S,
     RankEnd,
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.check:
             from ppstream.launch.dry_run import describe
 
-            text = describe(config, max(world_size, args.ranks))
+            text = describe(config, max(world_size, args.ranks or ranks_wanted(config)))
             if rank == 0:  # every rank has looked: say it once
                 print(text)
             return 0
@@ -160,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="print the placement and what it needs; start nothing"
     )
     parser.add_argument(
-        "--ranks", type=int, default=2, help="ranks that --check plans for (default: %(default)s)"
+        "--ranks", type=int, help="ranks that --check plans for (default: what the placement wants)"
     )
     parser.add_argument(
         "--print-config", action="store_true", help="print the effective configuration and leave"

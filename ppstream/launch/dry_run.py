@@ -6,7 +6,7 @@ need; no process is started, no socket opened and no robot told.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -21,7 +21,8 @@ from ppstream.links.device_link import AHEAD, slot_count
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape, SlotLayout
 from ppstream.policy.compatibility import build_decoder, build_parts, places_of
-from ppstream.policy.parts import specs_of
+from ppstream.policy.parts import Place, name_of, specs_of
+from ppstream.policy.protocol import Policy
 from ppstream.wire.keys import server_keys
 
 NAME_WIDTH: Final = 16
@@ -52,25 +53,23 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
         )
         found += startup.missing(config)
     with _collecting(found):
-        parts = specs_of(build_parts(config, startup.device_to_build_on(config)))
-        places = places_of(config, parts, inputs, inline=world_size == 1)
+        parts = build_parts(config, startup.device_to_build_on(config))
+        places = places_of(config, specs_of(parts), inputs, inline=world_size == 1)
     with _collecting(found):
         server_keys(config.service.secret_key, config.service.allowed_keys)
     with _collecting(found):
         build_decoder(config)
     if found:
         raise ConfigError(found)
-    carried = places[0].outputs, places[-1].outputs
-    shape = link_shape(config, *carried, 0, ahead=AHEAD)  # the most that a GPU takes
-    envelopes, results = _slot_counts(placement, shape)
-    slot_bytes = envelopes * shape.envelope.slot_bytes + results * shape.result.slot_bytes
+    hops = list(_hops(config, placement, places))
+    slot_bytes = sum(layout.slot_bytes * count for _, layout, count in hops)
     lines = [
         f"ppstream {config.name}: nothing started, no problem found",
-        *_placement_lines(config, placement),
+        *_placement_lines(config, placement, places),
+        *_part_lines(placement, places, parts),
         *_device_lines(config, placement),
         *_stream_lines(config),
-        *_slot_lines("envelope", shape.envelope, envelopes, placement),
-        *_slot_lines("result", shape.result, results, placement),
+        *(line for hop in hops for line in _slot_lines(*hop, placement)),
         *_memory_lines(config, placement, slot_bytes),
         *_period_lines(config, placement),
     ]
@@ -80,6 +79,20 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
 def _most(placement: Placement) -> str:
     """On GPUs slots follow from the policy's kernels, which are counted when it is recorded."""
     return "up to " if placement.is_device_ordered else ""
+
+
+def _hops(
+    config: PipelineConfig, placement: Placement, places: Sequence[Place]
+) -> Iterator[tuple[str, SlotLayout, int]]:
+    """Yields each hop's name, the layout of its slots, and how many there are."""
+    carried = places[0].outputs, places[-1].outputs
+    shape = link_shape(config, *carried, 0, ahead=AHEAD)  # the most that a GPU takes
+    envelopes, results = _slot_counts(placement, shape)
+    yield "envelope", shape.envelope, envelopes
+    for k, at in enumerate(places[1:-1], 1):
+        between = link_shape(config, (), at.outputs, 0, place=k)
+        yield f"output of place {k}", between.result, between.result_slots
+    yield "result", shape.result, results
 
 
 def _slot_counts(placement: Placement, shape: LinkShape) -> tuple[int, int]:
@@ -98,16 +111,38 @@ def _collecting(found: list[str]) -> Iterator[None]:
         found += error.problems
 
 
-def _placement_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
+def _placement_lines(
+    config: PipelineConfig, placement: Placement, places: Sequence[Place]
+) -> Iterator[str]:
     yield ""
     for plan in placement.ranks:
-        yield _row(f"rank {plan.rank}", f"{_stages_text(config, plan)} on {plan.device}")
+        names = places[plan.rank].names if len(placement.ranks) > 1 else ()
+        what = f"{_stages_text(config, plan)} on {plan.device}"
+        is_cut = names and config.placement.parts
+        yield _row(f"rank {plan.rank}", f"{what}: {', '.join(names)}" if is_cut else what)
     shape = config.pipeline
     yield _row("link", f"{placement.link or 'none'}: {placement.why}")
     if not placement.is_inline:
         yield _row("bounds", f"D_in {shape.d_in}, D_out {shape.d_out}")
     yield _row("pacing", f"{shape.pacing}, {shape.windows} windows")
     yield _row("robots", _service_text(config))
+
+
+def _part_lines(
+    placement: Placement, places: Sequence[Place], parts: Sequence[Policy]
+) -> Iterator[str]:
+    """Yields what each part says of its size; nothing of a policy in one part."""
+    if len(parts) < 2:
+        return
+    yield "\nparts"
+    for rank, at in enumerate(places):
+        for part in at.of(parts):
+            told = [f"rank {0 if placement.is_inline else rank}"]
+            if (parameters := getattr(part, "parameters", None)) is not None:
+                told.append(f"{parameters / 1e6:,.3g} M parameters")
+            if (flops := getattr(part, "flops", None)) is not None:
+                told.append(f"{flops / 1e9:,.3g} GFLOP a row")
+            yield _row(name_of(part), ", ".join(told))
 
 
 def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
@@ -175,7 +210,7 @@ def _memory_lines(config: PipelineConfig, placement: Placement, slot_bytes: int)
     )
     rings *= config.batch.rows * INTAKES
     owners = {
-        "host": "shared by both ranks",
+        "host": "shared by both ranks" if len(placement.ranks) == 2 else "shared by neighbours",
         "peer": "on each GPU, half of them written by the other",
         "pinned": "on each GPU, and in pinned memory",
     }

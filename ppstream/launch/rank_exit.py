@@ -287,7 +287,7 @@ class RankEnd:
         return self.on_stop is not None
 
     def see_peer_out(self, limit_s: float) -> str:
-        """Leave no process of this run behind: end the other ranks' unless they leave by themselves.
+        """Leave no process of this run behind: end other ranks' unless they leave by themselves.
 
         The launcher would wait 30 s for it before it restarts. Rank 0 may have a robot to end and
         is given its time: a policy rank ends only a frozen one. What a dead rank has forked is

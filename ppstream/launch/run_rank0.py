@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Final
 
@@ -133,7 +134,7 @@ def _serve(
         with course.step(f"the build of {config.policy.target}"):
             rank0 = _inline(config, parts, intake.cutter.inputs, end.generation)
     else:
-        rank0 = _pipelined(config, parts, placement, intake, course, met, stack)
+        rank0 = _pipelined(config, run, parts, placement, intake, course, met, stack)
         if end.lookout is not None:
             rank0.on_phase.append(end.lookout.on_phase)
     course.loop = rank0
@@ -161,6 +162,7 @@ def _serve(
 
 def _pipelined(
     config: PipelineConfig,
+    run: Run,
     parts: Rank0Parts,
     placement: Placement,
     intake: Intake,
@@ -176,6 +178,7 @@ def _pipelined(
             front = build_parts(config, torch.device(config.placement.rank0))
             load(front[: config.placement.parts.count(0)])
     places, ahead = handshake.agree_on_parts(config, peers, window)
+    describe_topology(run, config, placement, places)
     if front is not None:
         assert isinstance(parts.stage_a, StageA), "placed so"
         parts.stage_a.front = _front_parts(config, front, places[0], parts.log.run_id)
@@ -275,7 +278,15 @@ def begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
             "python": platform.python_version(),
         },
     )
+    describe_topology(run, config, placement)
+
+
+def describe_topology(
+    run: Run, config: PipelineConfig, placement: Placement, places: Sequence[Place] = ()
+) -> None:
+    """Ranks, bounds and link into run.json; the policy's parts once they are known."""
     host, boot = platform.node(), boot_id()
+    names = {rank: list(place.names) for rank, place in enumerate(places)}
     shape = config.pipeline
     run.describe(
         topology={
@@ -295,6 +306,7 @@ def begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
                     "boot_id": boot,
                     "pid": os.getpid() if plan.rank == 0 else None,
                     "device": plan.device,
+                    "parts": names.get(plan.rank, []),
                     "link": placement.link,
                     "stamp_source": "device" if placement.is_device_ordered else "host",
                 }

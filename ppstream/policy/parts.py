@@ -67,19 +67,19 @@ class Place:
 
     Attributes:
         first: index of its first part.
-        count: how many parts it runs; 0 on a rank 0 without front parts.
+        names: of its parts; none on a rank 0 without front parts.
         inputs: tensors that come to it; on place 0 the window.
         outputs: tensors that leave it; of the last place the result.
     """
 
     first: int
-    count: int
+    names: tuple[str, ...]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
     def of(self, parts: Sequence[Policy]) -> Sequence[Policy]:
         """Those of ``parts`` that run here."""
-        return parts[self.first : self.first + self.count]
+        return parts[self.first : self.first + len(self.names)]
 
 
 def cut(
@@ -96,17 +96,17 @@ def cut(
     incoming = tuple(window)
     for place in range(max(where) + 1):
         first = sum(at < place for at in where)
-        count = sum(at == place for at in where)
-        behind = parts[first + count :]
+        names = tuple(part.name for part, at in zip(parts, where, strict=True) if at == place)
+        behind = parts[first + len(names) :]
         if not behind:
             outgoing = tuple(parts[-1].outputs)
-        elif not first + count:
+        elif not first + len(names):
             outgoing = tuple(window)
         else:
             wanted = {spec.name for part in behind for spec in part.inputs}.union(ALWAYS)
             later = {spec.name for part in behind for spec in part.outputs}
             outgoing = tuple(s for s in made if s.name in wanted and s.name not in later)
-        places.append(Place(first, count, incoming, outgoing))
+        places.append(Place(first, names, incoming, outgoing))
         incoming = outgoing
     return tuple(places)
 

@@ -1,0 +1,140 @@
+"""The cut of a policy into places: what travels, what is refused, and what runs in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from pipeline_in_process import small_config
+
+from ppstream.config.schema import PlacementConfig
+from ppstream.core.errors import ConfigError
+from ppstream.core.specs import TensorSpec
+from ppstream.ingest.window import input_specs
+from ppstream.policy.compatibility import build_parts, places_of
+from ppstream.policy.parts import PartSpecs, cut, load, policy_of, specs_of
+from ppstream.policy.unwritten import UnwrittenError
+
+CPU = torch.device("cpu")
+OPTIONS = "policy.options={steps=8, dim=5, horizon=4, action_dim=2}"
+CONFIG = small_config("policy.target=policy_in_parts:build", OPTIONS)
+WINDOW = input_specs(CONFIG)
+
+
+def names(specs: tuple[TensorSpec, ...]) -> list[str]:
+    return [spec.name for spec in specs]
+
+
+def test_a_hop_carries_what_a_later_part_reads_and_who_is_there() -> None:
+    parts = specs_of(build_parts(CONFIG, CPU))
+    first, second, third = cut(parts, (0, 1, 2), WINDOW)
+    assert first.inputs == tuple(WINDOW)
+    assert names(first.outputs) == ["state.values", "present", "rows", "mean", "newest"]
+    assert second.inputs == first.outputs
+    assert names(second.outputs) == ["state.values", "present", "rows", "newest", "sum"]
+    assert names(third.outputs) == ["actions"]
+    assert [place.names for place in (first, second, third)] == [("first",), ("middle",), ("last",)]
+
+
+def test_without_front_parts_the_whole_window_goes_to_the_policy() -> None:
+    parts = specs_of(build_parts(CONFIG, CPU))
+    rank0, whole = cut(parts, (1, 1, 1), WINDOW)
+    assert rank0.names == ()
+    assert rank0.outputs == whole.inputs == tuple(WINDOW)
+    assert names(whole.outputs) == ["actions"]
+
+
+def placed(parts: list[PartSpecs], where: tuple[int, ...], ranks: int = 2) -> list[str]:
+    devices = PlacementConfig(policy=("cpu",) * ranks, parts=where)
+    config = msgspec.structs.replace(CONFIG, placement=devices)
+    try:
+        places_of(config, parts, WINDOW)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks", "text"),
+    [
+        ((), 2, "got none, want one for each of 3 parts (first, middle, last)"),
+        ((0, 1), 1, "got 2 places, want one for each of 3 parts"),
+        ((0, 2, 1), 2, "want places that never decrease"),
+        ((0, 1, 1), 2, "wrong: [2]"),
+        ((1, 2, 3), 2, "wrong: [3]"),
+        ((0, 0, 0), 1, "wrong: [1]"),
+    ],
+)
+def test_places_that_cannot_be_are_one_error_with_the_remedy(where, ranks, text) -> None:
+    (problem,) = placed(list(specs_of(build_parts(CONFIG, CPU))), where, ranks)
+    assert problem.startswith("placement.parts: got")
+    assert text in problem
+
+
+def test_all_that_is_wrong_with_parts_is_said_at_once() -> None:
+    values, actions = TensorSpec("state.values", (8, 5)), TensorSpec("actions", (4, 2))
+    short, total = TensorSpec("mean", (4,)), TensorSpec("sum", (5,))
+    parts = [
+        PartSpecs("eyes", (values, total), (TensorSpec("mean", (5,)), TensorSpec("left", (1,)))),
+        PartSpecs("hand", (short, TensorSpec("meen", (5,))), (total, values)),
+        PartSpecs("hand", (total,), (TensorSpec("actions", (3, 2)),)),
+    ]
+    found = "\n".join(placed(parts, (2, 1, 1)))
+    for text in (
+        "part 'eyes' reads 'sum', which no window or earlier part has (part 'hand' writes it, and",
+        "part 'eyes' writes 'left', which no later part reads",
+        "part 'hand' reads mean [4] float32, but part 'eyes' writes mean [5] float32",
+        "part 'hand' reads 'meen', which no window or earlier part has (did you mean mean?)",
+        "part 'hand' writes 'state.values', which the window or an earlier part has",
+        f"part 'hand' writes actions [3, 2] float32, but actions.horizon and actions.names want "
+        f"{actions.name} [4, 2] float32",
+        "names a part twice: eyes, hand, hand",
+        "placement.parts: got [2, 1, 1]",
+    ):
+        assert text in found, (text, found)
+
+
+def test_a_part_that_makes_its_weights_late_is_asked_to_and_others_are_not() -> None:
+    parts: Any = build_parts(CONFIG, CPU)
+    load(parts[:1])
+    assert not parts[1].loaded
+    load(parts)
+    assert parts[1].loaded
+
+
+class Forgetful:
+    """A part that writes its output in the first call alone."""
+
+    def __init__(self, name: str, inputs: Any, outputs: Any) -> None:
+        self.name, self.inputs, self.outputs = name, inputs, outputs
+        self.calls = 0
+
+    def reset(self, rows: torch.Tensor) -> None:
+        """Nothing to forget."""
+
+    def __call__(self, window: Any, out: Any) -> None:
+        self.calls += 1
+        if self.calls == 1 or self.name == "last":
+            for tensor in out.values():
+                tensor.copy_(torch.ones_like(tensor))
+
+
+def test_what_one_part_leaves_unwritten_never_reaches_the_next() -> None:
+    kept, actions = TensorSpec("kept", (3,)), TensorSpec("actions", (4, 2))
+    parts: Any = [Forgetful("first", (), (kept,)), Forgetful("last", (kept,), (actions,))]
+    (_, place) = cut(specs_of(parts), (1, 1), WINDOW)
+    policy = policy_of(parts, place, 2, CPU, 7)
+    out = {"actions": torch.zeros(2, 4, 2)}
+    there = {"present": torch.tensor([True, True])}
+    policy(there, out)
+    with pytest.raises(UnwrittenError, match="output 'kept': 6 of 6 words"):
+        policy(there, out)
+    policy({"present": torch.tensor([False, False])}, out)  # nobody is there: nothing is looked at
+
+
+def test_a_policy_of_one_part_runs_as_it_is() -> None:
+    (policy,) = build_parts(small_config(), CPU)
+    _, place = cut(specs_of([policy]), (1,), WINDOW)
+    assert policy_of([policy], place, 1, CPU, 7) is policy
