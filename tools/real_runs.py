@@ -51,13 +51,14 @@ POLL_S: Final = 0.02
 
 
 class RankPair:
-    """Rank 0 and the policy rank of one run under ``folder``; none outlives the ``with`` block.
+    """Rank 0 and the policy ranks of one run under ``folder``; none outlives the ``with`` block.
 
     Args:
         folder: run logs and both ranks' output go here.
         config: as ``--config``.
-        settings: as ``--set``, for both ranks.
+        settings: as ``--set``, for all ranks.
         environments: more variables of single ranks.
+        count: ranks in all.
     """
 
     def __init__(
@@ -67,18 +68,19 @@ class RankPair:
         settings: Sequence[str],
         *,
         environments: Mapping[int, Mapping[str, str]] | None = None,
+        count: int = 2,
     ) -> None:
         self._folder = folder
         command = [sys.executable, "-m", "ppstream.serve", "--config", config]
         for setting in (f"log.root={folder}", *settings):
             command += ["--set", setting]
-        self._outputs = [folder / f"rank{rank}.txt" for rank in range(2)]
+        self._outputs = [folder / f"rank{rank}.txt" for rank in range(count)]
         self.processes: list[subprocess.Popen[bytes]] = []
         port = free_port()
         try:
             for rank, path in enumerate(self._outputs):
                 own = (environments or {}).get(rank, {})
-                environment = rank_environment(rank, port) | dict(own)
+                environment = rank_environment(rank, port, count) | dict(own)
                 with path.open("w") as output:
                     self.processes.append(
                         subprocess.Popen(command, env=environment, stdout=output, stderr=output)
@@ -233,13 +235,13 @@ def write_json(
     write_audited(path, whole, claims)
 
 
-def rank_environment(rank: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, port: int, count: int = 2) -> dict[str, str]:
     path = os.pathsep.join((*SOURCES, os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
     return os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",

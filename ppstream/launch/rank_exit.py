@@ -182,10 +182,18 @@ class RankEnd:
 
     @property
     def _another(self) -> str:
-        """Names the rank that was lost, where one is known to be gone."""
+        """Names the rank that was lost first, if one is known to be."""
         gone = [rank for rank, process in self.processes.items() if process.wait_gone(0)]
-        ranks = gone or list(self.peers) or [0 if self.rank else 1]
-        return f"rank {ranks[0]}" if len(ranks) == 1 else "one of the policy ranks"
+        first = self._first_lost
+        ranks = [first] if first is not None else gone or list(self.peers)
+        rank = ranks[0] if ranks else int(not self.rank)
+        return f"rank {rank}" if len(ranks) < 2 else "one of the policy ranks"
+
+    @property
+    def _first_lost(self) -> int | None:
+        """The rank whose silence or end was noticed first: others leave because of it."""
+        lost = {rank: peer.lost_ns for rank, peer in self.peers.items() if peer.lost_ns}
+        return min(lost, key=lambda rank: lost[rank]) if lost else None
 
     def settled(self, code: ExitCode, reason: str) -> tuple[ExitCode, str]:
         """Returns this rank's end when its main thread ends with ``code``."""
@@ -301,9 +309,9 @@ class RankEnd:
         """
         until_ns = now_ns() + round((limit_s or SEE_OUT_S) * NS_PER_S)  # of all together
         done = ""
-        frozen = {rank for rank, peer in self.peers.items() if peer.lost_ns is not None}
-        for rank, process in sorted(self.processes.items(), key=lambda item: item[0] not in frozen):
-            is_hasty = not limit_s and (rank in frozen or not frozen)
+        frozen = self._first_lost
+        for rank, process in sorted(self.processes.items(), key=lambda item: item[0] != frozen):
+            is_hasty = not limit_s and frozen in (rank, None)
             left_s = 0.0 if is_hasty else max(0, until_ns - now_ns()) / NS_PER_S
             done += self._see_out(rank, process, left_s, is_hasty=is_hasty)
         return done

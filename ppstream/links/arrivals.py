@@ -99,11 +99,12 @@ class SocketArrivals:
 
     def take(self, pending: int, now_ns: int) -> list[int]:
         total = self._bytes_read()
+        sightings = tuple(self._sightings)  # in one step: the thread adds to them meanwhile
         stamps = []
         for behind in range(pending - 1, -1, -1):
             # at least the bells behind this one were not needed for it to be there
             needed = total - behind * BELL_BYTES_MIN
-            seen = (one.now_ns for one in self._sightings if one.bytes >= needed)
+            seen = (one.now_ns for one in sightings if one.bytes >= needed)
             stamps.append(min(seen, default=now_ns))
         self._sightings.clear()
         return stamps

@@ -243,3 +243,60 @@ ENDINGS: Final = (
         "exit 0 DRAINED",
     ),
 )
+
+#: Four ranks on CPUs: a part on rank 0, one on each policy rank.
+CHAIN_SETTINGS: Final = (
+    "policy.target=drill.policy:build_chain",
+    "policy.options.relays=3",
+    "placement.policy=[cpu, cpu, cpu]".replace("cpu", '"cpu"'),
+    "placement.parts=[0, 1, 2, 3]",
+    "bringup.accept=['NOTHING_TO_HIDE', 'LOW_OVERLAP', 'CONTENDED']",
+)
+CHAIN: Final = range(4)
+
+
+def _codes(rank: int, code: int) -> tuple[int, ...]:
+    """Of a chain whose ``rank`` ends with ``code``."""
+    return tuple(code if other == rank else 20 for other in CHAIN)
+
+
+def _killed(rank: int) -> Ending:
+    return Ending(
+        f"chain-kill-rank-{rank}",
+        "F19 F20",
+        f"SIGKILL to rank {rank} of a chain of four",
+        lambda scene: scene.signal(rank, signal.SIGKILL),
+        _codes(rank, -9),
+        2.5,
+        "it left no exit code",
+        settings=CHAIN_SETTINGS,
+    )
+
+
+def _frozen(rank: int) -> Ending:
+    return Ending(
+        f"chain-freeze-rank-{rank}",
+        "F21",
+        f"SIGSTOP to rank {rank} of a chain of four, for good",
+        lambda scene: scene.signal(rank, signal.SIGSTOP),
+        _codes(rank, -9),
+        4.0,
+        "(state T) was ended",
+        settings=CHAIN_SETTINGS,
+    )
+
+
+def _starved(rank: int) -> Ending:
+    return Ending(
+        f"chain-starve-rank-{rank}",
+        "F21",
+        f"the part of rank {rank} in a chain of four loops for ever",
+        order("endless", 1, f".relay_{rank}" if rank < CHAIN[-1] else ""),
+        _codes(rank, 21),
+        6.5,
+        f"exit 21 WATCHDOG {'stage B' if rank else ''}",
+        settings=CHAIN_SETTINGS,
+    )
+
+
+CHAIN_ENDINGS: Final = tuple(make(rank) for make in (_killed, _frozen, _starved) for rank in CHAIN)

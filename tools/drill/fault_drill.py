@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 
 from drill.contention import CONTENTION
-from drill.ending import ENDINGS
+from drill.ending import CHAIN_ENDINGS, ENDINGS
 from drill.faults import SAFE_S, Ending, Recovering
 from drill.floods import FLOODS
 from drill.gpu import GPU_ENDINGS, GPU_RECOVERING, GPU_SETTINGS, missing
@@ -68,7 +68,9 @@ class Tier(NamedTuple):
         return (*self.recovering, *self.endings, *self.launches)
 
 
-CPU: Final = Tier((*RECOVERING, *FLOODS), ENDINGS, (*LAUNCHES, *CONTENTION, *HOSTS))
+CPU: Final = Tier(
+    (*RECOVERING, *FLOODS), (*ENDINGS, *CHAIN_ENDINGS), (*LAUNCHES, *CONTENTION, *HOSTS)
+)
 GPU: Final = Tier(GPU_RECOVERING, GPU_ENDINGS, settings=GPU_SETTINGS)
 
 
@@ -121,7 +123,7 @@ def drill(
         own = left[0].settings
         try:
             with started(folder / f"recovering{len(left)}", (*settings, *own)) as scene:
-                while left and left[0].settings == own and scene.codes() == [None, None]:
+                while left and left[0].settings == own and set(scene.codes()) == {None}:
                     add(recovers(scene, left.pop(0)))
         except Failed as error:  # to start
             add(not_started(left.pop(0), error))

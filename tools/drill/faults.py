@@ -26,15 +26,15 @@ Seen = str | None  # None: not yet
 class Ending:
     """A fault that ends the run.
 
-    ``codes``: of rank 0 and the policy rank; negative: the signal that ended it; None: any.
-    ``notice_s``: until the first of the ranks left has ended; ``gone_s``: until both have.
+    ``codes``: of rank 0 and the policy ranks; negative: the signal that ended it; None: any.
+    ``notice_s``: until the first of the ranks left has ended; ``gone_s``: until all have.
     """
 
     name: str
     ids: str
     does: str
     inject: Callable[[Scene], None]
-    codes: tuple[int | None, int | None]
+    codes: tuple[int | None, ...]
     gone_s: float
     says: str  # part of what the ranks print
     leaves: tuple[str, str] | None = None  # a file in the run's folder, and part of its text
@@ -62,8 +62,8 @@ class Recovering:
     settings: tuple[str, ...] = ()  # of the run it is injected into
 
 
-def order(kind: str, envelopes: int) -> Callable[[Scene], None]:
-    return lambda scene: scene.order_policy(kind, envelopes)
+def order(kind: str, envelopes: int, part: str = "") -> Callable[[Scene], None]:
+    return lambda scene: scene.order_policy(kind, envelopes, part)
 
 
 def robot(name: str, value: float) -> Callable[[Scene], None]:

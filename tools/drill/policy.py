@@ -45,9 +45,11 @@ class DrillPolicy:
     The count is the first joint's newest value: the robot knows when it sent that.
     """
 
+    name = "policy"
+
     def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:
         steps = options["steps"]
-        self.inputs = (
+        self.inputs: tuple[TensorSpec, ...] = (
             TensorSpec("state.values", (steps, options["dim"])),
             TensorSpec("state.valid", (steps, 2), "bool"),
         )
@@ -220,6 +222,40 @@ FAULTS: Final[dict[str, Callable[[Tensor], None]]] = {
     "synchronize": _wait_for_gpu,
     "beyond": _read_beyond,
 }
+
+
+class Relay:
+    """A part in front of a DrillPolicy: hands a number on, takes its time and orders of its own."""
+
+    stateless = True
+
+    def __init__(self, options: Mapping[str, Any], number: int) -> None:
+        self.name = f"relay_{number}"
+        self.inputs = (TensorSpec(f"relayed_{number - 1}", (1,)),) if number else ()
+        self.outputs = (TensorSpec(f"relayed_{number}", (1,)),)
+        self._spend = _stage_b(options["b_ms"], torch.device("cpu"))
+        self._orders = Path(f"{options.get('orders', '/nowhere')}.{self.name}")
+
+    def reset(self, rows: Tensor) -> None:
+        """Nothing to forget."""
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        self._spend()
+        for tensor in out.values():
+            tensor.fill_(1.0)
+        if self._orders.exists():
+            kind = self._orders.read_text().split()[0]
+            self._orders.unlink()
+            FAULTS[kind](next(iter(out.values())))
+
+
+def build_chain(config: Mapping[str, Any], device: torch.device) -> list[Any]:
+    """A DrillPolicy behind ``relays`` parts, which it reads the last one of."""
+    relays = [Relay(config, number) for number in range(config["relays"])]
+    last = DrillPolicy(config, device)
+    last.name = "act"
+    last.inputs = (*last.inputs, *relays[-1].outputs)
+    return [*relays, last]
 
 
 def build(config: Mapping[str, Any], device: torch.device) -> DrillPolicy:

@@ -1,4 +1,4 @@
-"""One run under a fault: two real ranks, a robot process, the cable between them, and what is seen.
+"""One run under a fault: real ranks, a robot process, the cable between them, and what is seen.
 
 ``with started(...) as scene:`` nothing that it started outlives the block; ``orphans`` says what
 would have.
@@ -104,7 +104,9 @@ class Scene:
             )
             os.environ[MARK] = self._mark
             self._stack.callback(os.environ.pop, MARK)
-            self.ranks = self._stack.enter_context(RankPair(self.folder, CONFIG, settings))
+            count = 1 + len(read(CONFIG, settings).placement.policy)
+            pair = RankPair(self.folder, CONFIG, settings, count=count)
+            self.ranks = self._stack.enter_context(pair)
             self.cable = Cable("127.0.0.1", self.port)
             self._stack.callback(self.cable.close)
             if self._has_robot:
@@ -117,7 +119,7 @@ class Scene:
 
     def stop(self) -> None:
         """Have the ranks drain, as a launcher does, and wait for their end."""
-        for rank in (0, 1):
+        for rank in range(len(self.ranks.processes)):
             self.signal(rank, signal.SIGTERM)
         self.wait("the ranks drained", END_LIMIT_S, lambda: None not in self.codes() or None)
 
@@ -136,11 +138,11 @@ class Scene:
     def signal(self, rank: int, number: signal.Signals) -> None:
         self.ranks.processes[rank].send_signal(number)
 
-    def order_policy(self, kind: str, envelopes: int) -> None:
-        """The next so many envelopes fail in this way (``policy.FAULTS``)."""
-        part = self.orders.with_suffix(".part")
-        part.write_text(f"{kind} {envelopes}")
-        part.replace(self.orders)
+    def order_policy(self, kind: str, envelopes: int, part: str = "") -> None:
+        """The next so many envelopes fail in this way (``policy.FAULTS``), in ``part``."""
+        written = self.orders.with_suffix(".part")
+        written.write_text(f"{kind} {envelopes}")
+        written.replace(f"{self.orders}{part}")
 
     def order_robot(self, name: str, value: float) -> None:
         assert self.robot is not None
@@ -246,7 +248,10 @@ class Scene:
 
     def imbalance(self) -> str:
         """Words what the ranks' logs do not account for; empty: they balance."""
-        back = list(self.lines(1))  # first: what it answered rank 0 has logged by then, or nearly
+        last = len(self.ranks.processes) - 1  # it answers rank 0
+        back = list(
+            self.lines(last)
+        )  # first: what it answered rank 0 has logged by then, or nearly
         return imbalance(list(self.lines()), back)
 
     def orphans(self) -> list[int]:
