@@ -1,8 +1,9 @@
 """Sweep of queue depths: period, latency and age by D, beside what the model expects.
 
 Every cell (stage times, threads, D_in = D_out = D) is a run of two real ranks with simulated
-stages; its bring-up is the measurement, so cells that the gate refuses are measured, too. All cells
-run forwards, then backwards. The model is given the stage times that the same run measured.
+stages, of one more for each further B of a chain ``A:B1:B2:C``; its bring-up is the measurement, so
+cells that the gate refuses are measured, too. All cells run forwards, then backwards. The model is
+given the stage times that the same run measured.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--stages", type=parse_stages, nargs="+", metavar="A:B:C", help="in ms")
+    parser.add_argument(
+        "--stages", type=parse_stages, nargs="+", metavar="A:B:C", help="in ms; A:B1:B2:C: a chain"
+    )
     parser.add_argument("--threads", nargs="+", choices=THREADS)
     parser.add_argument("--depths", type=int, nargs="+", metavar="D")
     parser.add_argument("--kind", choices=("sleep", "spin"), default="sleep")
@@ -109,9 +112,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_cell(cell: Cell, kind: str, envelopes: int) -> Pass:
-    """One run of two ranks; exits when it did not get through bring-up."""
+    """One run of all ranks; exits when it did not get through bring-up."""
     settings = [*_settings(cell, kind), f"bringup.envelopes={envelopes}", "bringup.standalone=2"]
-    report, _ = measure_bring_up(settings)
+    report, _ = measure_bring_up(settings, world_size=1 + len(cell.stages.places_ms))
     return read_pass(report)
 
 
@@ -142,9 +145,13 @@ def slot_bytes(cell: Cell) -> int:
 
 
 def _settings(cell: Cell, kind: str) -> list[str]:
+    places_ms = cell.stages.places_ms
+    chain = [f"placement.policy={['cpu'] * len(places_ms)}".replace("'", '"')]
+    chain.append(f"placement.parts={list(range(1, 1 + len(places_ms)))}")
     return [
+        *(chain if len(places_ms) > 1 else ()),
         f"simulate.a_ms={cell.stages.a_ms}",
-        f"policy.options.b_ms={cell.stages.b_ms}",
+        f"policy.options.b_ms={places_ms[0] if len(places_ms) == 1 else list(places_ms)}",
         f"simulate.c_ms={cell.stages.c_ms}",
         f"simulate.kind={kind}",
         f"policy.options.kind={kind}",

@@ -19,14 +19,25 @@ GAP_STAGE_MIN_MS: Final = 5.0  # asked of cells whose longest stage takes this l
 
 
 class Stages(NamedTuple):
-    """Simulated times of one envelope."""
+    """Simulated times of one envelope; ``behind_ms``: stage B of the policy ranks behind rank 1."""
 
     a_ms: float
     b_ms: float
     c_ms: float
+    behind_ms: tuple[float, ...] = ()
+
+    @property
+    def places_ms(self) -> tuple[float, ...]:
+        """Stage B of every policy rank."""
+        return (self.b_ms, *self.behind_ms)
+
+    @property
+    def longest_ms(self) -> float:
+        return max(self.a_ms, *self.places_ms, self.c_ms)
 
     def __str__(self) -> str:
-        return f"A {self.a_ms:g}  B {self.b_ms:g}  C {self.c_ms:g} ms"
+        places = "+".join(f"{b_ms:g}" for b_ms in self.places_ms)
+        return f"A {self.a_ms:g}  B {places}  C {self.c_ms:g} ms"
 
 
 class Cell(NamedTuple):
@@ -89,11 +100,12 @@ class Advice(NamedTuple):
 
 
 def parse_stages(text: str) -> Stages:
-    """``A:B:C`` in ms. Raises ValueError for anything else."""
+    """``A:B:C`` or, of a chain, ``A:B1:B2:C`` in ms. Raises ValueError for anything else."""
     times = tuple(float(part) for part in text.split(":"))
-    if len(times) != 3 or min(times) < 0:
-        raise ValueError(f"{text!r} is not A:B:C in ms")
-    return Stages(*times)
+    if len(times) < 3 or min(times) < 0:
+        raise ValueError(f"{text!r} is not A:B:C or A:B1:B2:C in ms")
+    a_ms, b_ms, *behind_ms, c_ms = times
+    return Stages(a_ms, b_ms, c_ms, tuple(behind_ms))
 
 
 def cells(stages: Iterable[Stages], threads: Sequence[str], depths: Sequence[int]) -> list[Cell]:
@@ -134,7 +146,7 @@ def gap_targets(rows: Iterable[Row]) -> list[Target]:
     """Returns what the model must explain, as gap in ms over the limit in ms (at most 1)."""
     targets = []
     for row in rows:
-        if max(row.cell.stages) < GAP_STAGE_MIN_MS:
+        if row.cell.stages.longest_ms < GAP_STAGE_MIN_MS:
             continue
         limit_ms = max(GAP_MAX * row.model_ms, GAP_MAX_MS)
         gap_ms = abs(row.period_ms - row.model_ms)

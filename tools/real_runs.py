@@ -51,14 +51,14 @@ POLL_S: Final = 0.02
 
 
 class RankPair:
-    """Rank 0 and the policy ranks of one run under ``folder``; none outlives the ``with`` block.
+    """Rank 0 and the policy rank of one run under ``folder``; none outlives the ``with`` block.
 
     Args:
         folder: run logs and both ranks' output go here.
         config: as ``--config``.
         settings: as ``--set``, for all ranks.
         environments: more variables of single ranks.
-        count: ranks in all.
+        world_size: ranks, rank 0 among them.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class RankPair:
         settings: Sequence[str],
         *,
         environments: Mapping[int, Mapping[str, str]] | None = None,
-        count: int = 2,
+        world_size: int = 2,
     ) -> None:
         self._folder = folder
         command = [sys.executable, "-m", "ppstream.serve", "--config", config]
         for setting in (f"log.root={folder}", *settings):
             command += ["--set", setting]
-        self._outputs = [folder / f"rank{rank}.txt" for rank in range(count)]
+        self._outputs = [folder / f"rank{rank}.txt" for rank in range(world_size)]
         self.processes: list[subprocess.Popen[bytes]] = []
         port = free_port()
         try:
             for rank, path in enumerate(self._outputs):
                 own = (environments or {}).get(rank, {})
-                environment = rank_environment(rank, port, count) | dict(own)
+                environment = rank_environment(rank, port, world_size) | dict(own)
                 with path.open("w") as output:
                     self.processes.append(
                         subprocess.Popen(command, env=environment, stdout=output, stderr=output)
@@ -125,15 +125,20 @@ class RankPair:
 
 
 def measure_bring_up(
-    settings: Sequence[str], *, config: str = "bench", limit_s: float = RUN_LIMIT_S
+    settings: Sequence[str],
+    *,
+    config: str = "bench",
+    limit_s: float = RUN_LIMIT_S,
+    world_size: int = 2,
 ) -> tuple[RunReport, dict[str, Any]]:
-    """Run both ranks through bring-up; returns the judged run and its ``run.json``.
+    """Run all ranks through bring-up; returns the judged run and its ``run.json``.
 
     A verdict that refuses the run is a result like any other. Exits with the ranks' output when
     there is nothing to judge.
     """
     with tempfile.TemporaryDirectory(prefix="ppstream-bench-") as folder:
-        with RankPair(Path(folder), config, (*BRING_UP_ONLY, *settings)) as ranks:
+        wanted = (*BRING_UP_ONLY, *settings)
+        with RankPair(Path(folder), config, wanted, world_size=world_size) as ranks:
             code = ranks.wait(limit_s)
         if code not in MEASURED:
             raise SystemExit(f"rank 0 ended with {code}:\n{ranks.output()}")
@@ -235,13 +240,13 @@ def write_json(
     write_audited(path, whole, claims)
 
 
-def rank_environment(rank: int, port: int, count: int = 2) -> dict[str, str]:
+def rank_environment(rank: int, port: int, world_size: int = 2) -> dict[str, str]:
     path = os.pathsep.join((*SOURCES, os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
     return os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",

@@ -12,9 +12,9 @@ from statistics import fmean, median
 from typing import Final
 
 from ppstream.analysis.contention import Alone
-from ppstream.analysis.cut import Costs, Cut, best_cut
 from ppstream.analysis.period_model import period
 from ppstream.analysis.places import arrived_ns, lines_of, mean_hops_ns
+from ppstream.analysis.policy_cut import Costs, Cut, best_cut
 from ppstream.analysis.records import PolicyLine, RunLog
 from ppstream.analysis.scores import Primary, form_of
 from ppstream.analysis.segments import JudgedSpan

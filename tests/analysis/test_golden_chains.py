@@ -40,7 +40,9 @@ TABLE: dict[str, Case] = {
         {"primary.P_ms": 29.3, "primary.S": 0.035, "class": "window-limited", "model.gap": 0,
         "says": ["raise D_in from 1 to 3"]}),
     "three places, two credits": (lambda: run(THREE, PipelineForm(d_in=2)), "PASS",
-        {"primary.P_ms": 14.635, "primary.S": 0.768, "model.gap": 0, "says": "raise D_in from 2"}),
+        {"primary.P_ms": 14.635, "primary.S": 0.768, "model.gap": 0,
+        "critical_path.A.credit": 1,
+        "says": "raise D_in from 2"}),
     "four places, one credit": (lambda: run(FOUR, PipelineForm("split", d_in=1)),
         "FAIL LOW_OVERLAP", {"primary.P_ms": 29.4, "model.W_star": 3}),
     "device times": (
@@ -95,8 +97,16 @@ TABLE: dict[str, Case] = {
         lambda: run(FOUR, LONG_CHAIN).put(B_ns=ms(6)), "INCONCLUSIVE BAD_INSTRUMENT | stamps"),
     "rank 0 leaves a stay out": (lambda: run(FOUR, LONG_CHAIN).add(residence_ns=-6),
         "INCONCLUSIVE BAD_INSTRUMENT | residence"),
-    "B longer than its stay": (lambda: run(FOUR, LONG_CHAIN).put(2, residence_ns=ms(5)),
+    "B longer than its stay": (
+        lambda: run(FOUR, LONG_CHAIN).put(2, residence_ns=ms(5)).lose("residence_ns"),
         "INCONCLUSIVE BAD_INSTRUMENT | residence"),
+    "there before its slot was free": (
+        lambda: run(FOUR, LONG_CHAIN).add(2, residence_ns=60).lose("residence_ns")
+            .set("topology.ranks.2.boot_id", "there"),
+        "INCONCLUSIVE BAD_INSTRUMENT | residence; credit"),
+    "rank 0 is the slowest": (lambda: run(chain(2, 2, a=8, c=2), CHAIN), "PASS",
+        {"class": "stage0-limited", "critical_path.C.A on the same thread": 0.994,
+        "critical_path.A.C on the same thread": 0.994}),
     "a wait of one place left out": (lambda: run(FOUR, LONG_CHAIN).put(3, wait_input_ns=0),
         "INCONCLUSIVE BAD_INSTRUMENT | conservation(place3)"),
     "a device outlasts its place": (lambda: run(FOUR, LONG_CHAIN).put(1, eB_ns=ms(9)),

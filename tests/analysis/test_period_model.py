@@ -253,3 +253,11 @@ def test_a_chain_s_period_is_never_shorter_than_any_place_or_hop() -> None:
     form = PipelineForm("split", d_in=4)
     assert (limiting_term(times, form), period(times, form)) == ("x_1", 11)
     assert list(times.stages) == ["A", "B1", "B2", "B3", "C"]
+
+
+def test_a_result_s_place_may_stand_behind_the_a_that_its_credit_allows() -> None:
+    times = StageTimes.of_chain(10, [1, 1], 0, [0, 0, 8])
+    forms = [PipelineForm(d_in=d, d_out=1) for d in (1, 2, 3)]
+    assert [period(times, form) for form in forms] == [20, 18, 10]
+    assert [measured(times, form, 200, 60)[0] for form in forms] == [20, 18, 10]
+    assert window_star(times, forms[0]) == 3  # where the circuits over D_in alone say 2

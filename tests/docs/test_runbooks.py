@@ -10,7 +10,8 @@ from typing import Any
 import gil_report
 import pytest
 from documents import BOOKS, FENCE, PAGES, ROOT, SMALL, commands, started
-from golden_runs import simulate, stages
+from faulty_runs import in_parts
+from golden_runs import chain, simulate, stages
 from judging import judged
 from watched_ranks import Watched
 
@@ -91,7 +92,12 @@ def test_quoted_sentences_are_what_the_report_says() -> None:
         {"times": stages(5, 6, 6)},
         {"times": stages(2, 5, 2, t_in=20)},
     ]
-    said = {NUMBER.sub("#", s) for run in runs for s in judged(simulate(**run)).statements}
+    parts = ["vision"], ["language", "denoise_1"], ["denoise_2"]
+    cut = simulate(chain(12, 4, a=4), PipelineForm("split", d_in=3))
+    in_parts(cut, parts, vision=3, language=7, denoise_1=5, denoise_2=4)
+    cut.set("topology.ranks.1.device", "cuda:1")
+    golden = [*(simulate(**run) for run in runs), cut]
+    said = {NUMBER.sub("#", s) for run in golden for s in judged(run).statements}
     source = (ROOT / "ppstream/analysis/statements.py").read_text()
     quoted = [
         line.removeprefix("· ")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from d_sweep_cells import Cell, Pass, Row, Stages, combine, recommend
+from d_sweep_cells import Cell, Pass, Row, Stages, combine, parse_stages, recommend
 from forked_process import run_forked
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -32,6 +32,16 @@ def test_price_is_over_the_next_smaller_depth_of_the_same_threads() -> None:
     assert item.price.age_ms == pytest.approx(5.0)
     assert item.price.slot_bytes == 2000
     assert alone.price is None
+
+
+def test_a_chain_s_stages_are_read_and_named() -> None:
+    assert parse_stages("3:10:4") == Stages(3, 10, 4)
+    chain = parse_stages("9:10:8:1")
+    assert (chain.a_ms, chain.places_ms, chain.c_ms) == (9, (10, 8), 1)
+    assert chain.longest_ms == 10
+    assert str(chain) == "A 9  B 10+8  C 1 ms"
+    with pytest.raises(ValueError, match="A:B1:B2:C"):
+        parse_stages("3:10")
 
 
 @pytest.mark.multirank

@@ -105,7 +105,7 @@ class Scene:
             os.environ[MARK] = self._mark
             self._stack.callback(os.environ.pop, MARK)
             count = 1 + len(read(CONFIG, settings).placement.policy)
-            pair = RankPair(self.folder, CONFIG, settings, count=count)
+            pair = RankPair(self.folder, CONFIG, settings, world_size=count)
             self.ranks = self._stack.enter_context(pair)
             self.cable = Cable("127.0.0.1", self.port)
             self._stack.callback(self.cable.close)

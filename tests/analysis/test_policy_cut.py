@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppstream.analysis.cut import Costs, all_cuts, best_cut, cut_table
 from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.policy_cut import Costs, all_cuts, best_cut, cut_table
 
 #: Image encoder, three times six language layers, five times two denoising steps, in ms.
 NINE = Costs((3.2, 2.3, 2.3, 1.9, 2.9, 2.9, 2.9, 2.9, 2.9), (0.0,) * 10)
