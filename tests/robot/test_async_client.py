@@ -58,7 +58,8 @@ def test_chunks_that_nobody_fetched_are_counted_and_the_newest_is_given() -> Non
                 robot.push("joints", now_ns(), [0, 0, 0])
                 while len(seen) <= number:
                     await asyncio.sleep(0.001)
-            await asyncio.sleep(0.01)
+            while robot.overtaken < 2:
+                await asyncio.sleep(0.001)
             async for chunk in robot.chunks():
                 return chunk.seq, robot.overtaken
         raise AssertionError

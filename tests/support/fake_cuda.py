@@ -96,6 +96,11 @@ class FakeStream:
             time.sleep(POLL_S)
         self._awaited = None
 
+    @property
+    def stands(self) -> bool:
+        """Whether it has come to a wait for something that has not happened yet."""
+        return (awaited := self._awaited) is not None and not awaited()
+
     def _has_room(self) -> bool:
         return self.pending < PLACES or self._driver.ended
 

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ from ppstream.wire.zmq_auth import EVENTS_PER_LOOK
 from ppstream.wire.zmq_socket import MAX_FRAME_BYTES, SharedSocket, bind_server, connect_client
 
 ANYWHERE = "tcp://0.0.0.0:*"
+DESCRIPTORS = 64  # of a server that is flooded
+FLOOD_S = 0.1  # of a processor's time between two looks at its events
 SERVER, ARM, STRANGER = (zmq.curve_keypair() for _ in range(3))
 ALLOWED = ServerKeys(SERVER[1], {ARM[0]: "arm"})
 GOOD = ClientKeys(ARM[1], SERVER[0])
@@ -168,16 +171,24 @@ def test_a_flood_of_events_leaves_no_backlog_and_what_comes_behind_it_is_counted
 def flood_of_accepts() -> None:
     """More connections than descriptors, and a robot that is in; prints what became of it."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, most))
     statm = os.open("/proc/self/statm", os.O_RDONLY)
 
     def resident_mib() -> float:
         return int(os.pread(statm, 100, 0).split()[1]) * resource.getpagesize() / (1 << 20)
 
+    def connections() -> int:
+        count = 0
+        for descriptor in range(DESCRIPTORS):
+            with suppress(OSError):
+                count += stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+        return count
+
     server = bind_server(ANY_PORT)
     client = connect_client(server.endpoint)
     wait_until(lambda: client.send(b"first") and server.drain())
     port = server.endpoint.rpartition(":")[2]
+    before = connections()
     script = (
         "import resource, socket, sys\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (1024, {most}))\n"
@@ -193,7 +204,8 @@ def flood_of_accepts() -> None:
     wait_until(lambda: server.refused().get("accept"))
     before_mib, grown_mib = resident_mib(), 0.0
     for _ in range(20):
-        time.sleep(0.1)  # what comes between two looks is all that may wait
+        until_s = time.process_time() + FLOOD_S  # what comes between two looks may wait
+        wait_until(lambda until_s=until_s: time.process_time() > until_s)
         refused = server.refused()
         grown_mib = max(grown_mib, resident_mib() - before_mib)
     wait_until(lambda: client.send(b"still here"))
@@ -201,13 +213,10 @@ def flood_of_accepts() -> None:
     flood.stdin.close()
     flood.wait()
     flood.stdout.close()
-    quiet, last = 0, server.refused()
-    for _ in range(60):  # they are accepted now, and end
-        time.sleep(0.05)
-        quiet = quiet + 1 if (now := server.refused()) == last else 0
-        last = now
-        if quiet == 5:
-            break
+    wait_until(lambda: connections() == before)  # they were accepted, and ended
+    looks = [server.refused()]
+    wait_until(lambda: looks.append(server.refused()) or looks[-1] == looks[-2])
+    last = looks[-1]
     backlog = sum(last.values()) - sum(refused.values())
     raw = socket.create_connection(("127.0.0.1", int(port)))
     raw.sendall(b"no ZeroMQ at all" * 8)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
+from robot_rig import wait_until
 
 from ppstream.config.schema import ProfileConfig
 from ppstream.observe import nvtx_ranges
@@ -163,13 +164,13 @@ def test_an_idle_policy_rank_goes_on_waiting_for_envelopes(
         pipeline.rank0.run(10)
         profiler.request()
         log = pipeline.policy_rank.log
-        while log.on_take is None and log.on_dry is None:  # it may be asked before this looks
-            time.sleep(0.01)
+        # it may be asked before this looks
+        wait_until(lambda: log.on_take is not None or log.on_dry is not None)
         pipeline.rank0.run(1)  # asked for now; its receipts stand queued
         turns = pipeline.policy_rank.mark.turns
-        time.sleep(0.2)
-        assert pipeline.policy_rank.log.on_dry is not None
-        assert pipeline.policy_rank.mark.turns > turns  # the loop is not held up
+        # the loop is not held up
+        wait_until(lambda: pipeline.policy_rank.mark.turns > turns + 1)
+        assert log.on_dry is not None
         pipeline.rank0.run(pipeline.policy_rank._most_queued)
         run_until_written(pipeline, profiler)
 
