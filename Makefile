@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # Runs whose stages only seem to overlap; they want the machine for themselves.
 CONTENTION := one-cpu lock-beside-others one-cpu-of-two slower-alone one-interpreter worse-service
 # Most tests wait most of their time, so they run beside each other, a file in one process.
-BESIDE := -n 3 --dist loadfile
+BESIDE := -n 3 --dist loadfile --max-worker-restart 0
 SOURCES := $(shell find ppstream kernels stages -name '*.py')
 
 .PHONY: help demo test check check-docs check-gate lint format docs mutants clean

@@ -167,12 +167,11 @@ def test_a_further_stream_waits_for_its_own_slot_alone(driver: FakeDriver, looks
 def test_streams_of_stages_look_and_that_of_the_link_never_does(driver: FakeDriver) -> None:
     """Beside the link's own stream a stage may be running, which a kernel would slow down."""
     _, back = ends(puts=True, looks=True)
-    looks: Any = back._waits
     back.queue_receive(0)
-    assert not looks.queued
+    assert not driver.looking
     back.queue_wait(0, CudaStream())
     back.queue_receive(1, CudaStream())
-    assert len(looks.queued) == 2
+    assert len(driver.looking) == 2
     assert back.close()
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,19 +91,17 @@ def test_iterating_ends_with_the_client_and_raises_what_ended_its_thread() -> No
 
 
 def test_an_event_loop_that_has_ended_does_not_end_the_receiving_thread() -> None:
-    def is_closed_meanwhile(*_: Any) -> None:
-        raise RuntimeError("Event loop is closed")
-
     with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
         robot = AsyncRobotClient(client)
-        asyncio.run(robot.connect())
-        for number, loop in enumerate((robot._loop, None)):
-            if loop is None:  # it ends between a look at it and the call
-                robot._loop = SimpleNamespace(  # type: ignore[assignment]
-                    is_closed=lambda: False, call_soon_threadsafe=is_closed_meanwhile
-                )
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(robot.connect())
+        loop.close()
+        for number in range(2):
+            if number:  # it ends between a look at it and the call
+                loop.is_closed = lambda: False  # type: ignore[method-assign]
             client.push("joints", now_ns(), [0, 0, 0])
             wait_until(lambda number=number: client.timeline.statistics().received > number)
+        del loop.is_closed
         wait_until(lambda: client.push("imu", now_ns(), [0, 0]))  # its thread lives
         wait_until(lambda: server.rows[0].rings["imu"].count)
         assert client.failure is None

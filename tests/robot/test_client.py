@@ -32,6 +32,7 @@ from ppstream.core.errors import (
     SpecError,
 )
 from ppstream.robot.control_loop import ControlLoop
+from ppstream.robot.outbox import Outbox
 from ppstream.wire.robot_messages import ActionChunk, ChunkReport, RobotState
 
 
@@ -310,7 +311,11 @@ class Unspeakable(Exception):
 )
 @pytest.mark.parametrize("place", ["on_chunk", "turn"])
 def test_whatever_needs_a_receiving_thread_that_has_ended_says_so(
-    place: str, error: Callable[[], BaseException], said: str, caplog: pytest.LogCaptureFixture
+    place: str,
+    error: Callable[[], BaseException],
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise error()
@@ -321,7 +326,7 @@ def test_whatever_needs_a_receiving_thread_that_has_ended_says_so(
         if place == "on_chunk":
             client.on_chunk = fail
         else:  # nothing of the user's: whatever the thread does
-            client._outbox.take_due = fail  # type: ignore[method-assign]
+            monkeypatch.setattr(Outbox, "take_due", fail)
         client.push("joints", now_ns(), [0, 0, 0])
         wait_until(lambda: client.failure is not None)
         needs: tuple[Callable[[], Any], ...] = (
@@ -345,7 +350,7 @@ def test_whatever_needs_a_receiving_thread_that_has_ended_says_so(
         assert server.sessions.reports[-1].fault.startswith("client: the receiving thread ended")
         wait_until(lambda: caplog.messages)
         assert [text for text in caplog.messages if "ended" in text] == [client.failure]
-        client._outbox.take_due = lambda *_, **__: []  # type: ignore[method-assign]
+        monkeypatch.undo()
         client.close()
 
 

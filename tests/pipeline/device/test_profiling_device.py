@@ -12,6 +12,7 @@ from pipeline_in_process import NewestValues, small_config
 from robot_rig import wait_until
 
 from ppstream.config.schema import ProfileConfig
+from ppstream.links.device_link import most_queued
 from ppstream.observe import nvtx_ranges
 from ppstream.observe import profiler as profiling
 from ppstream.observe.profiler import Profiler
@@ -54,7 +55,7 @@ def profiler_of(pipeline: DevicePipeline, rank: int, folder: Path) -> Any:
     profiler: Any = Profiler(SHORT, loop.log, folder, rank, 0)
     link = (pipeline.executor, pipeline.policy_rank)[rank].link
     profiler.streams = {"sending": link.sending, "receiving": link.receiving}
-    profiler.streams["stage"] = pipeline.executor._parts.streams.c if rank == 0 else loop._stream
+    profiler.streams["stage"] = pipeline.c if rank == 0 else pipeline.b
     return profiler
 
 
@@ -75,7 +76,7 @@ def only_ranges_of(rank: int, patch: pytest.MonkeyPatch) -> None:
 
 def run_until_written(pipeline: DevicePipeline, *profilers: Any) -> None:
     deadline = time.monotonic() + 60
-    while any(profiler._is_wanted for profiler in profilers):
+    while any(profiler.is_wanted for profiler in profilers):
         assert time.monotonic() < deadline, "the profile did not end"
         pipeline.rank0.run(5)
 
@@ -110,7 +111,7 @@ def test_the_profiler_changes_its_state_only_where_nothing_is_queued(
     names = ("A", "send", "recv", "C") if rank == 0 else ("B",)
     assert set(names) <= set(calls)
     assert len({calls[name] for name in names}) == 1  # whole envelopes, and no halves
-    assert SHORT.active <= calls[names[0]] <= SHORT.active + pipeline.policy_rank._most_queued
+    assert SHORT.active <= calls[names[0]] <= SHORT.active + most_queued(pipeline.shape)
 
 
 def test_while_traced_only_receipts_stand_queued_that_come_without_this_rank(
@@ -171,7 +172,7 @@ def test_an_idle_policy_rank_goes_on_waiting_for_envelopes(
         # the loop is not held up
         wait_until(lambda: pipeline.policy_rank.mark.turns > turns + 1)
         assert log.on_dry is not None
-        pipeline.rank0.run(pipeline.policy_rank._most_queued)
+        pipeline.rank0.run(most_queued(pipeline.shape))
         run_until_written(pipeline, profiler)
 
 
