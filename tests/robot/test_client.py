@@ -31,6 +31,8 @@ from ppstream.core.errors import (
     ReceiverEndedError,
     SpecError,
 )
+from ppstream.core.waiter import Waiter
+from ppstream.robot import feedback
 from ppstream.robot.control_loop import ControlLoop
 from ppstream.robot.outbox import Outbox
 from ppstream.wire.robot_messages import ActionChunk, ChunkReport, RobotState
@@ -460,19 +462,29 @@ def test_an_instruction_that_was_sent_keeps_the_session() -> None:
         assert client.statistics().session == session != 0
 
 
-def test_a_fault_does_not_wait_for_the_next_turn_of_the_thread_that_tells_it() -> None:
+def test_a_fault_does_not_wait_for_the_next_turn_of_the_thread_that_tells_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread is woken, and what wakes it finds the fault urgent already."""
+    monkeypatch.setattr(feedback, "STATE_PAUSES_NS", (3600 * NS_PER_S, 0))
+    wake, woken = Waiter.wake, 0
+
+    def wake_and_wait(waiter: Waiter) -> None:
+        nonlocal woken
+        wake(waiter)
+        if threading.current_thread() is threading.main_thread() and client.connected:
+            woken += 1
+            wait_until(lambda: server.sessions.reports[-1].fault == "stop: operator")
+
+    monkeypatch.setattr(Waiter, "wake", wake_and_wait)
     with serving() as server, make_client(server.sessions.endpoint) as client:
         client.timeline.held(now_ns(), "before there is a connection")
         client.connect()
-        woken: list[bool] = []
-        link = client._link
-        assert link is not None
-        link.wake = lambda: woken.append(client._feedback._is_urgent)
+        wait_until(lambda: server.sessions.reports)
         client.timeline.held(now_ns(), "stop: operator")
-        assert woken == [True]
+        assert woken == 1
         client.timeline.held(now_ns(), "stop: operator")
-        assert woken == [True], "nothing new"
-        link.wake = link._waiter.wake
+        assert woken == 1, "nothing new"
 
 
 def test_the_import_is_light() -> None:
