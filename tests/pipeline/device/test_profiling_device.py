@@ -121,21 +121,23 @@ def test_while_traced_only_receipts_stand_queued_that_come_without_this_rank(
     with build(runs_ahead=True) as pipeline:
         stage1 = pipeline.policy_rank
         most = {"throughput": 0, "trace": 0}
-        queue_receipt = stage1.queue_receipt
+        queue_receive = stage1.link.queue_receive
 
-        def counted() -> None:
-            queue_receipt()
-            queued = stage1._expected - stage1.progress
-            most[stage1.log.mode] = max(most[stage1.log.mode], queued)
+        def counted(index: int) -> None:
+            queue_receive(index)
+            most[stage1.log.mode] = max(most[stage1.log.mode], index + 1 - stage1.progress)
 
-        monkeypatch.setattr(stage1, "queue_receipt", counted)
+        monkeypatch.setattr(stage1.link, "queue_receive", counted)
         profiler = profiler_of(pipeline, 1, tmp_path)
         pipeline.saturate()
         pipeline.rank0.run(30)
         profiler.request()
         run_until_written(pipeline, profiler)
         pipeline.rank0.run(30)
-    assert most == {"throughput": stage1._most_queued, "trace": pipeline.config.pipeline.d_in}
+    assert most == {
+        "throughput": most_queued(pipeline.shape),
+        "trace": pipeline.config.pipeline.d_in,
+    }
 
 
 def test_both_ranks_at_once_do_not_wait_for_each_other(
