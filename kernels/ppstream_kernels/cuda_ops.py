@@ -29,7 +29,7 @@ class _Kept(threading.local):
 _kept: Final = _Kept()
 
 
-def _resample_out(
+def resample_out(
     src: Tensor,
     src_ns: Tensor,
     tgt_ns: Tensor,
@@ -90,7 +90,7 @@ def _columns(
     return Columns([src], [src_ns], [count], [head], [interpolation], [max_gap_ns], [max_age_ns])
 
 
-def _resample_streams_out(
+def resample_streams_out(
     values: list[Tensor],
     stamps_ns: list[Tensor],
     counts: list[Tensor | None],
@@ -129,13 +129,13 @@ def _resample_streams_out(
 
 
 _IMPLEMENTED: Final[dict[str, Callable[..., object]]] = {
-    "resample": ops.allocating(ops.resample_fake, _resample_out, ops.GIVEN_TO_ONE),
-    "resample_out": _resample_out,
-    "resample_options_out": _resample_out,
+    "resample": ops.allocating(ops.resample_fake, resample_out, ops.GIVEN_TO_ONE),
+    "resample_out": resample_out,
+    "resample_options_out": resample_out,
     "resample_streams": ops.allocating(
-        ops.resample_streams_fake, _resample_streams_out, ops.GIVEN_TO_MANY
+        ops.resample_streams_fake, resample_streams_out, ops.GIVEN_TO_MANY
     ),
-    "resample_streams_out": _resample_streams_out,
+    "resample_streams_out": resample_streams_out,
 }
 for _name, _implementation in _IMPLEMENTED.items():
     ops.LIBRARY.impl(_name, _implementation, "CUDA")

@@ -68,11 +68,13 @@ class SensorRing:
     Of equal stamps the first sample counts; resampling rests on both (``window.py``).
 
     Samples are numbered from 0 in order of arrival: sample i lies in slot ``i % capacity``, and
-    ``count`` samples before number ``accepted`` are held. A ``tap`` is told what arrives.
+    ``count`` samples before number ``accepted`` are held. They lie in row ``row`` of ``bank``. A
+    ``tap`` is told what arrives.
     ``newest_ns`` (robot clock) and ``newest_rx_ns`` (rank 0's) are ``NEVER_NS`` while it is empty.
     """
 
     def __init__(self, bank: RingBank, row: int, clock: StampFilter) -> None:
+        self.bank = bank
         self.stream = bank.stream
         self.ledger = SampleLedger()
         self.accepted = 0  # samples ever taken in; never goes back
@@ -87,7 +89,7 @@ class SensorRing:
         self._dtype = np.dtype(bank.stream.dtype)
         self._is_image = bank.is_image
         self._gap_ns = round(bank.stream.max_gap_ms * NS_PER_MS)
-        self._row = row
+        self.row = row
         self._values: NDArray[np.float32] = bank.values[row].numpy()
         self._stamps: NDArray[np.int64] = bank.stamps_ns[row].numpy()
         self._counts: NDArray[np.int64] = bank.count.numpy()
@@ -162,7 +164,7 @@ class SensorRing:
         if self.tap is not None:
             self.tap.cleared(self.stream.name, reason)
         self._lose_before(self.accepted, reason)
-        self._counts[self._row] = self.count = 0
+        self._counts[self.row] = self.count = 0
         self.newest_ns = self.newest_rx_ns = NEVER_NS
 
     def check(self) -> None:
@@ -234,9 +236,9 @@ class SensorRing:
         self.accepted += n
         self.ledger.in_flight += n
         if self.count < capacity:
-            self._counts[self._row] = self.count = min(capacity, self.count + n)
+            self._counts[self.row] = self.count = min(capacity, self.count + n)
         oldest = self.accepted - self.count
-        self._heads[self._row] = oldest % capacity
+        self._heads[self.row] = oldest % capacity
         if self.settled < oldest:
             self._lose_before(oldest, OVERWRITTEN)
         before_ns = stamps.item(0) if self.newest_ns == NEVER_NS else self.newest_ns

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
-from ppstream.core.clock import now_ns
+from ppstream.core.clock import Clock, now_ns
 
 SIGHTINGS_MAX: Final = 64  # more than envelopes that can be in flight
 BELL_BYTES_MIN: Final = 7  # of a doorbell on the control socket: length, tag, index
@@ -78,11 +78,13 @@ class SocketArrivals:
     Args:
         fd: the socket.
         bytes_read: bytes taken from it so far.
+        clock: stamps what the thread sees.
     """
 
-    def __init__(self, fd: int, bytes_read: Callable[[], int]) -> None:
+    def __init__(self, fd: int, bytes_read: Callable[[], int], clock: Clock = now_ns) -> None:
         self._fd = fd
         self._bytes_read = bytes_read
+        self._clock = clock
         self._sightings: deque[_Sighting] = deque(maxlen=SIGHTINGS_MAX)
         self._epoll = select.epoll()
         self._epoll.register(fd, NOTHING)
@@ -127,4 +129,4 @@ class SocketArrivals:
             # this order: what the loop reads in between makes the sum too small, never too large
             total = self._bytes_read()
             fcntl.ioctl(self._fd, termios.FIONREAD, buffer)
-            self._sightings.append(_Sighting(now_ns(), total + _int.unpack(buffer)[0]))
+            self._sightings.append(_Sighting(self._clock(), total + _int.unpack(buffer)[0]))

@@ -59,7 +59,7 @@ class Profiler:
         self._left = 0  # envelopes of the cycle that is running
         self._held_ns = 0  # how long the loop stood
         self._running: Any = None
-        self._is_wanted = False
+        self.is_wanted = False
 
     def listen(self) -> None:
         """Start at SIGUSR2, and ``config.after`` envelopes behind *ready*; from the main thread."""
@@ -70,9 +70,9 @@ class Profiler:
 
     def request(self) -> None:
         """Start soon, unless a profile is running or about to. For any thread."""
-        if self._is_wanted:
+        if self.is_wanted:
             return
-        self._is_wanted = True
+        self.is_wanted = True
         threading.Thread(target=self._prepare, name="profile", daemon=True).start()
 
     def _prepare(self) -> None:
@@ -80,7 +80,7 @@ class Profiler:
             _load()
         except Exception:  # the top of a thread: whoever asks again may be luckier
             logger.exception("the profiler cannot be loaded")
-            self._is_wanted = False
+            self.is_wanted = False
         else:
             self._log.on_take = self._ask
 
@@ -92,7 +92,7 @@ class Profiler:
     def line(self, line: Mapping[str, Any]) -> None:
         """Looks for *ready*: bring-up is not to be disturbed."""
         is_ready = line.get("name") == "phase" and line["phase"] == "ready"
-        if is_ready and not self._is_wanted:  # else a signal was quicker
+        if is_ready and not self.is_wanted:  # else a signal was quicker
             self._left = self._config.after or 0
             self._log.on_take = self._count_down
 
@@ -163,7 +163,7 @@ class Profiler:
     def _end(self) -> None:
         nvtx_ranges.annotate(None)
         attribution.give_blocks_to(None)
-        self._running, self._is_wanted = None, False
+        self._running, self.is_wanted = None, False
         self._log.mode, self._log.on_take = "throughput", None
         self._log.event("profile", state="ended", held_ms=round(self._held_ns * MS, 1))
 

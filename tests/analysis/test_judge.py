@@ -34,6 +34,7 @@ def test_latency_ends_where_the_host_has_the_actions() -> None:
     assert report.primary == without.primary  # the device's stamps alone score
 
 
+@pytest.mark.alone
 def test_live_threads_and_sockets_overlap_fully_where_the_published_score_explodes() -> None:
     report = judged(run_live(a_ms=3, b_ms=8, c_ms=25, depth=2, n=115))
     assert published(report) > 3

@@ -26,7 +26,7 @@ from ppstream.core.user_code import (
 )
 from ppstream.launch.rank_exit import how_it_ends
 from ppstream.pipeline.decode import CopyDecoder
-from ppstream.policy.protocol import call_target, instruct, load_target
+from ppstream.policy.protocol import Decoder, call_target, instruct, load_target
 from ppstream.wire.fields import MAX_PLACE, MAX_TEXT, encoder
 from ppstream.wire.rank_messages import PolicyFault
 
@@ -196,10 +196,12 @@ class OddDecoder:
         actions[:] = result["actions"]
 
 
-def build(form: str, policy: NewestValues, folder: Path) -> PipelineInProcess:
+def build(
+    form: str, policy: NewestValues, folder: Path, decoder: Decoder | None = None
+) -> PipelineInProcess:
     threads = "serial" if form == "inline" else form
     config = small_config(f"pipeline.threads={threads}", "actions.lease_ms=60000")  # never expired
-    return PipelineInProcess(config, policy, folder, inline=form == "inline")
+    return PipelineInProcess(config, policy, folder, inline=form == "inline", decoder=decoder)
 
 
 def failing(act: Callable[[], None], when: range) -> NewestValues:
@@ -236,8 +238,8 @@ def test_a_decoder_s_exception_is_one_failed_envelope_told_once(
     form: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     act, says = ODD[kind]
-    with build(form, NewestValues(), tmp_path) as pipeline:
-        pipeline.rank0.stage_c._decoder = OddDecoder(act, range(5, 9, 2))
+    decoder = OddDecoder(act, range(5, 9, 2))
+    with build(form, NewestValues(), tmp_path, decoder) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(30)
         lines, chunks = pipeline.lines(), pipeline.collector.chunks
@@ -267,8 +269,7 @@ class ForgetfulDecoder(CopyDecoder):
 
 
 def test_what_a_decoder_leaves_out_is_never_an_older_chunk(tmp_path: Path) -> None:
-    with build("inline", NewestValues(), tmp_path) as pipeline:
-        pipeline.rank0.stage_c._decoder = ForgetfulDecoder()
+    with build("inline", NewestValues(), tmp_path, ForgetfulDecoder()) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(8)
         drops = {e["seq"]: e.get("drop") for e in pipeline.lines() if e["kind"] == "envelope"}
@@ -293,8 +294,8 @@ def test_one_that_keeps_raising_ends_the_run_with_what_and_where(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_exit_in_a_decoder_ends_the_run(form: str, tmp_path: Path) -> None:
-    with build(form, NewestValues(), tmp_path) as pipeline:
-        pipeline.rank0.stage_c._decoder = OddDecoder(lambda: sys.exit(0), range(5, 6))
+    decoder = OddDecoder(lambda: sys.exit(0), range(5, 6))
+    with build(form, NewestValues(), tmp_path, decoder) as pipeline:
         pipeline.saturate()
         with pytest.raises(UserExitError, match=r"the decoder called sys\.exit\(0\) at .*py:"):
             pipeline.rank0.run(30)

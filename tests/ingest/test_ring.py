@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stream_cases import MS, Input, at_ms, config, ramp, stream
+from stream_cases import MS, Input, at_ms, config, held, ramp, stream
 
 from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.rows import RowInput
@@ -23,12 +23,6 @@ def open_row(capacity: int = 16, **more: Any) -> RowInput:
 
 def open_ring(capacity: int = 16, **more: Any) -> SensorRing:
     return open_row(capacity, **more).reference
-
-
-def held(ring: SensorRing) -> tuple[list[int], list[list[float]]]:
-    """What the ring holds, oldest first, read as the resampling call reads it."""
-    order = (int(ring._heads[ring._row]) + np.arange(int(ring._counts[ring._row]))) % ring._capacity
-    return ring._stamps[order].tolist(), ring._values[order].tolist()
 
 
 def push(ring: SensorRing, *times: float, rx_ns: int = RX) -> int:

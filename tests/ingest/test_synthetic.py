@@ -4,9 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from stream_cases import MS, Input, config, stream
+from stream_cases import MS, Input, config, held, stream
 
-from ppstream.ingest.ring import SensorRing
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import CLOCK_OFFSET_NS, SyntheticRobots, SyntheticSource
 
@@ -25,10 +24,6 @@ def open_case(seed: int = 0) -> tuple[SyntheticSource, Input]:
         capacity=4096,
     )
     return SyntheticSource(case.config, case.rows[0], seed, HOST), case
-
-
-def history(ring: SensorRing) -> tuple[list[int], list[list[float]]]:
-    return ring._stamps[: ring.count].tolist(), ring._values[: ring.count].tolist()
 
 
 def test_all_streams_come_at_their_rates_with_none_dropped() -> None:
@@ -55,7 +50,7 @@ def test_jitter_is_as_declared_and_never_breaks_the_order() -> None:
         ("slow", 1000 / 30, 15.1),
         ("turn", 10, 0),
     ):
-        stamps_ms = (np.array(history(rings[name])[0]) - HOST - CLOCK_OFFSET_NS) / MS
+        stamps_ms = (np.array(held(rings[name])[0]) - HOST - CLOCK_OFFSET_NS) / MS
         off = np.abs(stamps_ms - period_ms * np.arange(len(stamps_ms)))
         assert off.max() <= jitter_ms + 1e-5
         assert off.max() >= 0.7 * jitter_ms
@@ -79,13 +74,13 @@ def test_another_seed_gives_other_samples() -> None:
     (one, first), (other, second) = open_case(seed=3), open_case(seed=4)
     one.drain(HOST + S)
     other.drain(HOST + S)
-    assert history(first.rows[0].reference)[1] != history(second.rows[0].reference)[1]
+    assert held(first.rows[0].reference)[1] != held(second.rows[0].reference)[1]
 
 
 def test_values_are_smooth_and_of_their_kind() -> None:
     source, case = open_case()
     source.drain(HOST + 2 * S)
-    values = {name: np.array(history(ring)[1]) for name, ring in case.rows[0].rings.items()}
+    values = {name: np.array(held(ring)[1]) for name, ring in case.rows[0].rings.items()}
     assert np.abs(np.diff(values["fast"], axis=0)).max() < 0.05
     assert np.linalg.norm(values["turn"], axis=1) == pytest.approx(1, abs=1e-6)
     assert np.abs(values["wrap"]).max() <= math.pi + 1e-6

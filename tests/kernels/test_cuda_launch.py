@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -34,12 +35,17 @@ class Queued(NamedTuple):
 
 
 class Driver:
-    """Notes launches; ``stream`` is torch's current one."""
+    """Notes launches; ``stream`` is torch's current one of the first GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: Executor) -> None:
+        self._thread = thread
         self.queued: list[Queued] = []
         self.stream = 5
         self.capability, self.version = (9, 0), 13000
+
+    def run(self, operator: Callable[..., None], *arguments: Any) -> None:
+        """On a thread of its own, where nothing is kept yet."""
+        self._thread.submit(operator, *arguments).result()
 
     def launch(self, config_at: int, kernel: int, arguments_at: int, extra: None) -> int:
         assert kernel == KERNEL
@@ -59,19 +65,20 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    driver = Driver()
+    thread = ThreadPoolExecutor(1)
+    driver = Driver(thread)
     monkeypatch.setattr(cuda_launch, "_load", lambda *_: KERNEL)
     monkeypatch.setattr(cuda_launch, "_launch_kernel", lambda: driver.launch)
     monkeypatch.setattr(cuda_plan, "gpu", lambda _: Gpu(132, driver.capability))
     monkeypatch.setattr(cuda_launch, "gpu", lambda _: Gpu(132, driver.capability))
     monkeypatch.setattr(cuda_launch, "_driver_version", lambda: driver.version)
-    monkeypatch.setattr(cuda_ops, "_kept", cuda_ops._Kept())
     for name, call in (
         ("_cuda_getDevice", lambda: None),  # the index of a CPU tensor's device
         ("_cuda_getCurrentRawStream", lambda _: driver.stream),
     ):
         monkeypatch.setattr(torch._C, name, call, raising=False)
-    return driver
+    with thread:
+        yield driver
 
 
 def addresses(*tensors: Tensor) -> tuple[int, ...]:
@@ -106,7 +113,7 @@ def test_a_call_is_launched_with_the_addresses_of_that_call(driver: Driver) -> N
     count, head = torch.full((2,), 8), torch.zeros(2, dtype=torch.int64)
     calls = each_replaced((src, src_ns, tgt_ns, *out_for(src, 5), count, head))
     for tensors in (*calls, *calls):
-        cuda_ops._resample_out(*tensors)
+        driver.run(cuda_ops.resample_out, *tensors)
     headers = [addresses(*tensors[3:6], tensors[2]) for tensors in calls]
     assert [one.header for one in driver.queued] == headers * 2
     sources = [addresses(*tensors[:2], *tensors[6:]) for tensors in calls]
@@ -156,17 +163,15 @@ OTHER_CALLS: dict[str, Change] = {
 }
 
 
-def test_calls_that_differ_in_the_same_memory_are_kept_apart(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_differ_in_the_same_memory_are_kept_apart(driver: Driver) -> None:
     src, src_ns, tgt_ns = (torch.zeros(2, 8, 8), *torch.zeros(2, 2, 8, dtype=torch.int64))
     usual = (src, src_ns, tgt_ns, *out_for(src, 8))
     calls = [usual, *(change(usual) for change in OTHER_CALLS.values())]
     for arguments in (*calls, *calls):
-        cuda_ops._resample_out(*arguments)
+        driver.run(cuda_ops.resample_out, *arguments)
     for arguments in calls:
-        monkeypatch.setattr(cuda_ops, "_kept", cuda_ops._Kept())
-        cuda_ops._resample_out(*arguments)
+        with ThreadPoolExecutor(1) as fresh:
+            fresh.submit(cuda_ops.resample_out, *arguments).result()
     launched = iter([(one.grid, one.call) for one in driver.queued])
     together, again, alone = ([next(launched) for _ in calls] for _ in range(3))
     names = ["usual", *OTHER_CALLS]
@@ -175,7 +180,20 @@ def test_calls_that_differ_in_the_same_memory_are_kept_apart(
     assert len(set(alone)) == len(calls)
 
 
-def test_the_same_address_on_another_gpu_is_another_launch(driver: Driver) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every launch that was made, by its form."""
+    forms: list[object] = []
+    make = cuda_plan.make_queue
+    monkeypatch.setattr(
+        cuda_plan, "make_queue", lambda form, *rest: forms.append(form) or make(form, *rest)
+    )
+    return forms
+
+
+def test_the_same_address_on_another_gpu_is_another_launch(
+    driver: Driver, made: list[object]
+) -> None:
     class Elsewhere(Tensor):
         def get_device(self) -> int:
             return 1
@@ -183,29 +201,28 @@ def test_the_same_address_on_another_gpu_is_another_launch(driver: Driver) -> No
     src, src_ns, tgt_ns = samples()
     out = out_for(src, 5)
     for seen_ns in (tgt_ns, tgt_ns.as_subclass(Elsewhere), tgt_ns):
-        cuda_ops._resample_out(src, src_ns, seen_ns, *out)
-    assert len(cuda_ops._kept.queues) == 2
+        driver.run(cuda_ops.resample_out, src, src_ns, seen_ns, *out)
+    assert len(made) == 2
+    assert len(driver.queued) == 3
 
 
-def test_what_comes_again_is_not_made_again(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_again_is_not_made_again(driver: Driver, made: list[object]) -> None:
     src, src_ns, tgt_ns = samples()
     out = out_for(src, 5)
-    cuda_ops._resample_out(src, src_ns, tgt_ns, *out)
-    monkeypatch.setattr(cuda_plan, "make_queue", lambda *_: pytest.fail("made again"))
-    cuda_ops._resample_out(src, src_ns, tgt_ns, *out)
-    assert len(driver.queued) == 2
+    driver.run(cuda_ops.resample_out, src, src_ns, tgt_ns, *out)
+    assert len(made) == 1
+    driver.run(cuda_ops.resample_out, src, src_ns, tgt_ns, *out)
+    assert (len(made), len(driver.queued)) == (1, 2)
 
 
 def test_another_address_of_the_same_form_needs_no_other_kernel(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     src, src_ns, tgt_ns = samples()
-    cuda_ops._resample_out(src, src_ns, tgt_ns, *out_for(src, 5))
+    driver.run(cuda_ops.resample_out, src, src_ns, tgt_ns, *out_for(src, 5))
     monkeypatch.setattr(cuda_plan, "make_forms", lambda *_: pytest.fail("tiled again"))
     aligned = src.clone()  # to a word, as all of torch's own memory
-    cuda_ops._resample_out(aligned, src_ns, tgt_ns, *out_for(src, 5))
+    driver.run(cuda_ops.resample_out, aligned, src_ns, tgt_ns, *out_for(src, 5))
     assert driver.queued[1].source[0] == aligned.data_ptr()
 
 
@@ -213,7 +230,7 @@ def test_a_launch_goes_to_the_stream_that_is_current(driver: Driver) -> None:
     src, src_ns, tgt_ns = samples()
     out = out_for(src, 5)
     for driver.stream in (5, 9, 0, 9):
-        cuda_ops._resample_out(src, src_ns, tgt_ns, *out)
+        driver.run(cuda_ops.resample_out, src, src_ns, tgt_ns, *out)
     assert [one.stream for one in driver.queued] == [5, 9, 0, 9]
 
 
@@ -231,7 +248,7 @@ def test_launches_overlap_where_gpu_and_driver_can(
 ) -> None:
     driver.capability, driver.version = capability, version
     src, src_ns, tgt_ns = samples()
-    cuda_ops._resample_out(src, src_ns, tgt_ns, *out_for(src, 5))
+    driver.run(cuda_ops.resample_out, src, src_ns, tgt_ns, *out_for(src, 5))
     assert driver.queued[0].attributes == attributes
 
 
@@ -258,7 +275,7 @@ def test_streams_are_launched_with_the_addresses_of_that_call(driver: Driver) ->
             counts=[rest[3], None],
             heads=[rest[4], None],
         )
-        cuda_ops._resample_streams_out(*one, tgt_ns, *rest[:3])
+        driver.run(cuda_ops.resample_streams_out, *one, tgt_ns, *rest[:3])
     headers = [addresses(*tensors[3:6], tensors[2]) for tensors in calls]
     assert [one.header for one in driver.queued] == headers * 2
     sources = [addresses(*tensors[:2], *tensors[6:]) for tensors in calls]
@@ -278,15 +295,16 @@ def test_a_call_takes_as_many_launches_as_its_streams_need(
 
 
 def test_memory_of_kept_launches_is_bounded(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, made: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_plan, "_MOST_KEPT", 4)
     src, src_ns, tgt_ns = samples()
     outputs = [out_for(src, 5) for _ in range(11)]
-    for out in outputs:
-        cuda_ops._resample_out(src, src_ns, tgt_ns, *out)
-        assert len(cuda_ops._kept.queues) <= 4
-    assert [one.header[0] for one in driver.queued] == [out[0].data_ptr() for out in outputs]
+    calls = [*outputs, *reversed(outputs)]  # the newest first: nothing that is kept has to go
+    for out in calls:
+        driver.run(cuda_ops.resample_out, src, src_ns, tgt_ns, *out)
+    assert len(made) >= len(calls) - 4
+    assert [one.header[0] for one in driver.queued] == [out[0].data_ptr() for out in calls]
 
 
 def test_a_refused_launch_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,4 +312,4 @@ def test_a_refused_launch_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cuda_launch, "_launch_kernel", lambda: lambda *_: 1)
     src, src_ns, tgt_ns = samples()
     with pytest.raises(RuntimeError, match=r"refuses a launch of \(.*INVALID_VALUE"):
-        cuda_ops._resample_out(src, src_ns, tgt_ns, *out_for(src, 5))
+        driver.run(cuda_ops.resample_out, src, src_ns, tgt_ns, *out_for(src, 5))

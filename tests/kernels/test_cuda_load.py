@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,15 +24,26 @@ def test_every_kernel_of_a_source_is_found_on_its_device(monkeypatch: pytest.Mon
         asked.append((variant, arch, source))
         return b"cubin"
 
-    loaded = SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=handles[name]))
-    code = SimpleNamespace(from_cubin=lambda cubin: asked.append(cubin) or loaded)
+    made: list[weakref.ref[Code]] = []
+
+    class Code:
+        def get_kernel(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(handle=handles[name])
+
+    def from_cubin(cubin: bytes) -> Code:
+        asked.append(cubin)
+        code = Code()
+        made.append(weakref.ref(code))
+        return code
+
+    code = SimpleNamespace(from_cubin=from_cubin)
     about = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(cuda_load, "cached_cubin", compiled)
     monkeypatch.setattr(cuda_load, "import_cuda", lambda name: SimpleNamespace(ObjectCode=code))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
-    kept = len(cuda_load._loaded)
     assert cuda_load.load_kernels(1, ("begin", "scatter"), Plain(), RINGS) == handles
     assert asked == [(Plain(), "sm_90", RINGS), 1, b"cubin"]
-    assert len(cuda_load._loaded) == kept + 1  # else the driver would unload them
+    gc.collect()
+    assert made[0]() is not None  # else the driver would unload them

@@ -27,7 +27,11 @@ from ppstream.launch import lookout
 from ppstream.launch.lookout import Lookout
 from ppstream.launch.rank_exit import RankEnd
 
-RUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711", "TORCHELASTIC_RESTART_COUNT": "0"}
+RUN = {
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": str(free_port()),
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
 LAUNCHED = RUN | {"WORLD_SIZE": "2", "RANK": "0"}
 
 
@@ -73,7 +77,7 @@ def sibling(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]
 
 @pytest.mark.parametrize(
     ("rank", "other"),
-    [(1, {}), (0, {}), (1, {"MASTER_PORT": "4712"}), (1, {"TORCHELASTIC_RESTART_COUNT": "1"})],
+    [(1, {}), (0, {}), (1, {"MASTER_PORT": "1"}), (1, {"TORCHELASTIC_RESTART_COUNT": "1"})],
 )
 def test_a_rank_is_found_by_what_its_launcher_gave_it(
     sibling: subprocess.Popen[bytes], rank: int, other: dict[str, str]

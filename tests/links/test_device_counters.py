@@ -13,6 +13,7 @@ from fake_cuda import FakeDriver, queue_call
 from fake_put import FakePuts
 from fake_wait import FakeWaits
 from linked_ends import driven_by, linked
+from robot_rig import wait_until
 
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.core.specs import TensorSpec
@@ -39,11 +40,8 @@ def ends(*, puts: bool, looks: bool = False) -> tuple[CountedLink, CountedLink]:
     return linked(shape, FakePuts if puts else None, FakeWaits if looks else None)
 
 
-def wait_until_done(event: CudaEvent) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not event.is_done():
-        assert time.monotonic() < until
-        time.sleep(0.0005)
+def stands(stream: CudaStream) -> bool:
+    return stream.handle.stands
 
 
 def assert_the_first_arrives(front: CountedLink, back: CountedLink) -> None:
@@ -52,7 +50,7 @@ def assert_the_first_arrives(front: CountedLink, back: CountedLink) -> None:
     back.queue_receive(0)
     done = CudaEvent()
     back.receiving.record(done)
-    wait_until_done(done)
+    wait_until(done.is_done)
     assert back.into[0].header.tolist() == [0, GENERATION, 1, 2]
 
 
@@ -62,8 +60,7 @@ def set_counts(front: CountedLink, back: CountedLink, count: int) -> None:
     for end in (front, back):
         end._told = end._awaited = count
         stream.write_value(end._places.my_counter, count)
-    while not stream.is_idle():
-        time.sleep(0.0005)
+    wait_until(stream.is_idle)
 
 
 @contextmanager
@@ -115,7 +112,7 @@ def test_every_message_arrives_whole_and_in_order(
             front.queue_receive(index)
             done = CudaEvent()
             front.receiving.record(done)
-            wait_until_done(done)
+            wait_until(done.is_done)
             assert front.into[place].header.tolist() == [index, GENERATION, 9, index]
             assert (front.into[place].tensors["x"] == index + 1).all()
     assert seen == [[index, GENERATION, 5, index] for index in range(MESSAGES)]
@@ -132,7 +129,7 @@ def test_a_wait_ends_with_close_whatever_the_count(
     front.queue_receive(0)
     front.queue_receive(1, own)
     own.record(event)
-    time.sleep(0.02)
+    wait_until(lambda: stands(own) and stands(front.receiving))
     assert not event.is_done()
     assert front.close()
     assert event.is_done()
@@ -143,38 +140,38 @@ def test_close_waits_for_streams_of_stages_that_the_link_used(
 ) -> None:
     monkeypatch.setattr(device_counters, "RELEASE_LIMIT_NS", 20_000_000)
     front, _ = ends(puts=False)
-    own = CudaStream()
-    queue_call(own, lambda: time.sleep(0.3))  # a stage that never comes to its wait
+    own, stage_ends = CudaStream(), threading.Event()
+    queue_call(own, lambda: stage_ends.wait(LIMIT_S))  # a stage that does not come to its wait
     front.queue_receive(0, own)
     assert not front.close()
+    stage_ends.set()
 
 
 @pytest.mark.parametrize("looks", [False, True], ids=["driver", "looks"])
 def test_a_further_stream_waits_for_its_own_slot_alone(driver: FakeDriver, looks: bool) -> None:
     front, back = ends(puts=True, looks=looks)
-    passed = [CudaEvent() for _ in range(3)]
+    further = [CudaStream() for _ in range(3)]
+    passed = [CudaEvent() for _ in further]
     for index in range(3):
         back.queue_receive(index)
-    for index, event in enumerate(passed):
-        own = CudaStream()
+    for index, (own, event) in enumerate(zip(further, passed, strict=True)):
         assert back.queue_wait(index, own)
         own.record(event)
     for index, event in enumerate(passed):
+        wait_until(lambda index=index: all(map(stands, further[index:])))
         assert not any(later.is_done() for later in passed[index:])
         front.queue_send(index)
-        wait_until_done(event)
-        time.sleep(0.01)
+        wait_until(event.is_done)
 
 
 def test_streams_of_stages_look_and_that_of_the_link_never_does(driver: FakeDriver) -> None:
     """Beside the link's own stream a stage may be running, which a kernel would slow down."""
     _, back = ends(puts=True, looks=True)
-    looks: Any = back._waits
     back.queue_receive(0)
-    assert not looks.queued
+    assert not driver.looking
     back.queue_wait(0, CudaStream())
     back.queue_receive(1, CudaStream())
-    assert len(looks.queued) == 2
+    assert len(driver.looking) == 2
     assert back.close()
 
 

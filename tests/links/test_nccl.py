@@ -28,22 +28,25 @@ class Group:
     """Remembers the sizes of what it is given."""
 
     def __init__(self, name: str, calls: list[tuple[str, str, int]]) -> None:
-        self._name, self._calls = name, calls
+        self.name, self._calls = name, calls
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         assert device == torch.device("cpu")
-        self._calls.append((self._name, "connect", 0))
+        self._calls.append((self.name, "connect", 0))
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Group:
-        self._calls.append((self._name, "send", tensors[0].nbytes))
+        self._calls.append((self.name, "send", tensors[0].nbytes))
         return self
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Group:
-        self._calls.append((self._name, "recv", tensors[0].nbytes))
+        self._calls.append((self.name, "recv", tensors[0].nbytes))
         return self
 
     def wait(self) -> None:
         """At once."""
+
+    def abort(self) -> None:
+        """At once, too."""
 
 
 @pytest.fixture
@@ -106,14 +109,12 @@ def test_a_note_goes_before_what_would_slow_the_policy_while_it_is_parked(
 
 
 def test_close_gives_up_both_communicators_at_the_same_time(
-    calls: list[tuple[str, str, int]],
+    calls: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each abort ends only when the other has begun, as kernels of either hold up the device."""
     begun = threading.Barrier(2)
-    end = link(FRONT, 64)
-    for group in (end._incoming, end._outgoing):
-        group.abort = lambda: begun.wait(1)
-    assert end.close()
+    monkeypatch.setattr(Group, "abort", lambda group: begun.wait(1))
+    assert link(FRONT, 64).close()
     assert not begun.broken
 
 
@@ -121,8 +122,7 @@ def test_close_says_when_an_abort_does_not_end(
     calls: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "ABORT_LIMIT_S", 0.05)
-    end, released = link(FRONT, 64), threading.Event()
-    end._incoming.abort = released.wait
-    end._outgoing.abort = lambda: None
-    assert not end.close()
+    released = threading.Event()
+    monkeypatch.setattr(Group, "abort", lambda group: group.name == "in" and released.wait())
+    assert not link(FRONT, 64).close()
     released.set()

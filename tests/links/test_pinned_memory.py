@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from fake_cuda import FakeDriver
 from linked_ends import driven_by
+from robot_rig import wait_until
 
 from ppstream.control.launcher_store import LauncherStore
 from ppstream.core.specs import TensorSpec
@@ -68,13 +68,6 @@ def opened() -> tuple[PinnedLink, PinnedLink]:
     return found[FRONT], found[BACK]
 
 
-def wait_until_done(event: CudaEvent) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not event.is_done():
-        assert time.monotonic() < until
-        time.sleep(0.0005)
-
-
 @pytest.mark.parametrize("sender", [0, 1])
 def test_slots_arrive_whole_through_host_memory(driver: PinningDriver, sender: int) -> None:
     links = opened()
@@ -89,7 +82,7 @@ def test_slots_arrive_whole_through_host_memory(driver: PinningDriver, sender: i
         assert not there.queue_wait(index, own)  # the count is there before the slot is fetched
         done = CudaEvent()
         there.receiving.record(done)
-        wait_until_done(done)
+        wait_until(done.is_done)
         assert there.into[place].header.tolist() == [index, 7, 5, index]
         assert (there.into[place].tensors["x"] == index).all()
 

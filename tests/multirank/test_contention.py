@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from drill.contention import forge
 from drill.fault_drill import drill
-from ranks import Ranks
+from ranks import SERIAL, Ranks
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
@@ -20,9 +20,8 @@ from ppstream.report.cli import main
 
 pytestmark = pytest.mark.multirank
 
-SLOW = ("pipeline.d_in=1", "simulate.a_ms=10", "simulate.c_ms=0", "policy.options.b_ms=12")
 
-
+@pytest.mark.alone
 def test_stages_that_take_turns_at_one_lock_are_refused(tmp_path: Path) -> None:
     (outcome,) = drill(["shared-lock"], tmp_path, lambda _: None)
     assert outcome.missed == ""
@@ -31,7 +30,7 @@ def test_stages_that_take_turns_at_one_lock_are_refused(tmp_path: Path) -> None:
 def test_serial_depth_is_refused_with_30_also_when_its_log_is_forged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Ranks(tmp_path, *SLOW, judged=True) as ranks:
+    with Ranks(tmp_path, *SERIAL, judged=True) as ranks:
         assert ranks.wait(60) == [30, 30], ranks.output()
         assert re.search(r"exit 30 GATE_FAIL .*LOW_OVERLAP", ranks.output())
     forge(ranks.directory)
@@ -43,7 +42,7 @@ def test_serial_depth_is_refused_with_30_also_when_its_log_is_forged(
 
 def test_speed_that_is_accepted_serves_and_ends_with_the_code_of_its_end(tmp_path: Path) -> None:
     accept = "bringup.accept=['LOW_OVERLAP', 'CONTENDED']"
-    with Ranks(tmp_path, *SLOW, accept) as ranks:
+    with Ranks(tmp_path, *SERIAL, accept) as ranks:
         assert ranks.wait(60) == [0, 0], ranks.output()
         (verdict,) = [line for line in ranks.lines(0) if line.get("name") == "verdict"]
     assert verdict["verdict"] == "FAIL"

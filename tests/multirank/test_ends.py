@@ -29,6 +29,7 @@ def finished(tmp_path_factory):
         yield ranks, codes
 
 
+@pytest.mark.alone
 def test_run_passes_the_gate_serves_and_drains(finished):
     ranks, codes = finished
     assert codes == [0, 0], ranks.output()
@@ -42,6 +43,7 @@ def test_run_passes_the_gate_serves_and_drains(finished):
     assert verdict["verdict"] == "PASS"
 
 
+@pytest.mark.alone
 def test_every_envelope_stands_in_both_logs_exactly_once(finished):
     ranks, _ = finished
     front = [(e["epoch"], e["seq"]) for e in ranks.lines(0) if e["kind"] == "envelope"]
@@ -49,6 +51,7 @@ def test_every_envelope_stands_in_both_logs_exactly_once(finished):
     assert front == back == [(0, seq) for seq in range(len(front))]
 
 
+@pytest.mark.alone
 def test_ledger_balances_at_the_end(finished):
     ranks, _ = finished
     ledgers = [line for line in ranks.lines(0) if line["kind"] == "ledger"]
@@ -59,6 +62,7 @@ def test_ledger_balances_at_the_end(finished):
     assert ledgers[-1]["envelopes"]["in_flight"] == 0
 
 
+@pytest.mark.alone
 def test_standalone_stage_times_are_measured_not_copied(finished):
     import json
 
@@ -165,6 +169,7 @@ def test_killed_policy_rank_is_20_also_when_the_stop_signal_came_first(tmp_path)
 NOTHING_TO_HIDE = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8")
 
 
+@pytest.mark.alone
 @JUDGED_AGAIN
 def test_nothing_to_hide_is_refused_with_31_and_a_later_generation_ends_at_once(tmp_path):
     with Ranks(tmp_path, *NOTHING_TO_HIDE, judged=True) as ranks:

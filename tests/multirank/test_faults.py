@@ -20,6 +20,7 @@ from drill.scene import Failed
 pytestmark = pytest.mark.multirank
 
 
+@pytest.mark.alone
 def test_one_fault_of_each_mechanism_keeps_its_bounds(tmp_path):
     told = []
     outcomes = drill(QUICK, tmp_path, told.append)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked_process import ForkedProcess
-from ranks import CONFIG, JUDGED_AGAIN, SERVED, Ranks, environment_without_ranks
+from ranks import CONFIG, SERIAL, SERVED, Ranks, environment_without_ranks
 from robot_rig import wait_until
 
 from ppstream.control.peer_process import HeldProcess, ranks_started_by
@@ -93,14 +93,12 @@ def test_a_run_that_drains_by_itself_ends_with_0_and_our_line(tmp_path: Path) ->
         assert len(run.log.exits()) == 1
 
 
-@JUDGED_AGAIN
 def test_a_refused_run_ends_with_its_code_and_says_why_last(tmp_path: Path) -> None:
-    idle = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8")
-    with launched(tmp_path, *idle) as run:
-        assert run.wait() == 31, run.text()
+    with launched(tmp_path, *SERIAL) as run:
+        assert run.wait() == 30, run.text()
         *_, said, last = run.text().splitlines()
-        assert said.startswith("ppstream: exit 31 GATE_INCONCLUSIVE bring-up verdict")
-        assert last == f"ppstream: exit 31 GATE_INCONCLUSIVE {run.log.directory}"
+        assert said.startswith("ppstream: exit 30 GATE_FAIL bring-up verdict")
+        assert last == f"ppstream: exit 30 GATE_FAIL {run.log.directory}"
         assert "first to fail: rank 1" not in run.text()
 
 
@@ -163,9 +161,9 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path, phase: str) -
     with launched(tmp_path, *SERVE_ON, *(slow if phase == "warming" else ())) as run:
         run.wait_for_phase(phase)
         run.process.send_signal(signal.SIGSTOP)
-        assert not any(rank.wait_gone(0.5) for rank in run.ranks)
+        assert not any(rank.wait_gone(0.3) for rank in run.ranks)
         run.process.send_signal(signal.SIGCONT)
-        assert not any(rank.wait_gone(0.5) for rank in run.ranks)
+        assert not any(rank.wait_gone(0.3) for rank in run.ranks)
         began = time.monotonic()
         run.process.kill()
         assert all(rank.wait_gone(10) for rank in run.ranks), run.text()

@@ -16,7 +16,7 @@ from recorded_runs import (
 
 from ppstream.recording.load import load_recording
 
-pytestmark = [pytest.mark.multirank, JUDGED_AGAIN]
+pytestmark = [pytest.mark.multirank, pytest.mark.alone, JUDGED_AGAIN]
 
 #: The shipped configuration without its GPUs: stages that sleep, so that two busy cores are enough.
 ON_CPUS = (

@@ -83,11 +83,18 @@ def test_blocks_are_timed_and_no_gate_accepts_it(
     assert calls["encode"] == calls["attend"]
     # inline the newest may not be written yet; a policy rank starts with its phase, a little late
     assert calls["encode"] >= (140 if inline else 75)
-    assert attribution._open is None
+    assert block("a") is block("b")  # nothing: it is over
 
 
 def test_outside_attribution_a_block_is_nothing() -> None:
     assert block("a") is block("b")
+
+
+def blocks_of(log: Path) -> dict[str, Any]:
+    """The blocks of the only envelope."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (blocks,) = [line["blocks"] for line in lines if line["kind"] == "blocks"]
+    return blocks
 
 
 def test_names_are_bounded(tmp_path: Path) -> None:
@@ -104,8 +111,7 @@ def test_names_are_bounded(tmp_path: Path) -> None:
         timing.stop()
         log.close()
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    (blocks,) = [line["blocks"] for line in lines if line["kind"] == "blocks"]
-    assert len(blocks) == BLOCKS_MAX
+    assert len(blocks_of(tmp_path / "log")) == BLOCKS_MAX
     assert [line["mode"] for line in lines if line["kind"] == "envelope"] == ["attribution"]
 
 
@@ -118,10 +124,12 @@ def test_block_that_raises_is_closed(tmp_path: Path) -> None:
             raise ValueError("policy")
         with block("next"):
             pass
-        assert list(timing._names) == ["outer", "outer/inner", "next"]
+        log.commit(log.take())
+        assert log.flush()
     finally:
         timing.stop()
         log.close()
+    assert list(blocks_of(tmp_path / "log")) == ["outer", "outer/inner", "next"]
 
 
 def test_run_in_throughput_mode_has_no_table(tmp_path: Path, capsys: Any) -> None:

@@ -22,7 +22,6 @@ from robot_rig import (
     wait_until,
 )
 
-from ppstream.config.schema import RobotLimits
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import (
     HandshakeError,
@@ -31,7 +30,10 @@ from ppstream.core.errors import (
     ReceiverEndedError,
     SpecError,
 )
+from ppstream.core.waiter import Waiter
+from ppstream.robot import feedback
 from ppstream.robot.control_loop import ControlLoop
+from ppstream.robot.outbox import Outbox
 from ppstream.wire.robot_messages import ActionChunk, ChunkReport, RobotState
 
 
@@ -310,7 +312,11 @@ class Unspeakable(Exception):
 )
 @pytest.mark.parametrize("place", ["on_chunk", "turn"])
 def test_whatever_needs_a_receiving_thread_that_has_ended_says_so(
-    place: str, error: Callable[[], BaseException], said: str, caplog: pytest.LogCaptureFixture
+    place: str,
+    error: Callable[[], BaseException],
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise error()
@@ -321,7 +327,7 @@ def test_whatever_needs_a_receiving_thread_that_has_ended_says_so(
         if place == "on_chunk":
             client.on_chunk = fail
         else:  # nothing of the user's: whatever the thread does
-            client._outbox.take_due = fail  # type: ignore[method-assign]
+            monkeypatch.setattr(Outbox, "take_due", fail)
         client.push("joints", now_ns(), [0, 0, 0])
         wait_until(lambda: client.failure is not None)
         needs: tuple[Callable[[], Any], ...] = (
@@ -345,7 +351,7 @@ def test_whatever_needs_a_receiving_thread_that_has_ended_says_so(
         assert server.sessions.reports[-1].fault.startswith("client: the receiving thread ended")
         wait_until(lambda: caplog.messages)
         assert [text for text in caplog.messages if "ended" in text] == [client.failure]
-        client._outbox.take_due = lambda *_, **__: []  # type: ignore[method-assign]
+        monkeypatch.undo()
         client.close()
 
 
@@ -455,19 +461,29 @@ def test_an_instruction_that_was_sent_keeps_the_session() -> None:
         assert client.statistics().session == session != 0
 
 
-def test_a_fault_does_not_wait_for_the_next_turn_of_the_thread_that_tells_it() -> None:
+def test_a_fault_does_not_wait_for_the_next_turn_of_the_thread_that_tells_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread is woken, and what wakes it finds the fault urgent already."""
+    monkeypatch.setattr(feedback, "STATE_PAUSES_NS", (3600 * NS_PER_S, 0))
+    wake, woken = Waiter.wake, 0
+
+    def wake_and_wait(waiter: Waiter) -> None:
+        nonlocal woken
+        wake(waiter)
+        if threading.current_thread() is threading.main_thread() and client.connected:
+            woken += 1
+            wait_until(lambda: server.sessions.reports[-1].fault == "stop: operator")
+
+    monkeypatch.setattr(Waiter, "wake", wake_and_wait)
     with serving() as server, make_client(server.sessions.endpoint) as client:
         client.timeline.held(now_ns(), "before there is a connection")
         client.connect()
-        woken: list[bool] = []
-        link = client._link
-        assert link is not None
-        link.wake = lambda: woken.append(client._feedback._is_urgent)
+        wait_until(lambda: server.sessions.reports)
         client.timeline.held(now_ns(), "stop: operator")
-        assert woken == [True]
+        assert woken == 1
         client.timeline.held(now_ns(), "stop: operator")
-        assert woken == [True], "nothing new"
-        link.wake = link._waiter.wake
+        assert woken == 1, "nothing new"
 
 
 def test_the_import_is_light() -> None:
@@ -531,19 +547,12 @@ def test_asking_again_and_how_long_it_took_are_shown(tmp_path: Path) -> None:
         client.close()
 
 
-def test_what_the_run_says_of_actions_and_of_this_robot_is_adopted() -> None:
+def test_what_the_run_says_of_actions_is_adopted() -> None:
     config = make_config()
-    actions = msgspec.structs.replace(
-        config.actions,
-        discrete={"dy": (-1.0, 1.0)},
-        robots={"arm": RobotLimits(high=(0.5, 0.5)), "other": RobotLimits(low=(0.0, 0.0))},
-    )
+    actions = msgspec.structs.replace(config.actions, discrete={"dy": (-1.0, 1.0)})
     config = msgspec.structs.replace(config, actions=actions)
     with serving(config, answers=True) as server, make_client(server.sessions.endpoint) as client:
         client.connect()
-        welcome = client._session.welcome
-        assert welcome is not None
-        assert (welcome.low, welcome.high) == ((-1.0, -1.0), (0.5, 0.5))
         stamp_ns = now_ns()
         client.push("joints", stamp_ns, [0, 0, 0])
         wait_until(lambda: client.timeline.statistics().received)

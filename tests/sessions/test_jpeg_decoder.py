@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 from robot_rig import ACTIONS, make_client, make_config, serving, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk
+from stream_cases import held
 
 from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.clock import now_ns
@@ -60,16 +61,17 @@ def drain_until(desk: Desk, count: int) -> None:
     wait_until(is_done)
 
 
-def hold_decoding(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Frames are decoded once the event is set."""
-    may_decode = threading.Event()
+def hold_decoding(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """The first event tells that a decoder has begun; it goes on once the second is set."""
+    began, may_decode = threading.Event(), threading.Event()
 
     def slowly(data: bytes, image: ImageConfig) -> np.ndarray | None:
+        began.set()
         assert may_decode.wait(10)
         return decode(data, image)
 
     monkeypatch.setattr(jpeg_decoder, "decode", slowly)
-    return may_decode
+    return began, may_decode
 
 
 def test_a_jpeg_becomes_the_sample_of_its_stamp_and_arrival(desk: Desk) -> None:
@@ -82,7 +84,7 @@ def test_a_jpeg_becomes_the_sample_of_its_stamp_and_arrival(desk: Desk) -> None:
     ring = desk.rows[0].rings["front"]
     assert (ring.count, ring.newest_ns) == (1, 7)
     assert ring.newest_rx_ns == arrived_ns  # so that the time of decoding counts in the age
-    assert np.abs(ring._values[0].astype(int) - 100).max() <= 3
+    assert np.abs(np.array(held(ring)[1]) - 100).max() <= 3
     assert desk.sessions.statistics().image_decode_ns > 0
 
 
@@ -123,12 +125,11 @@ def test_a_grey_camera_is_taken_as_color() -> None:
 
 
 def test_of_frames_that_wait_the_newest_counts(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_decode = hold_decoding(monkeypatch)
+    began, may_decode = hold_decoding(monkeypatch)
     robot = desk.robot()
     session = desk.admit(robot, streams=(*STREAMS, CAMERA)).session
     desk.say(robot, frame(session, 1, jpeg()))
-    lanes = desk.sessions.requests._cameras._lanes
-    wait_until(lambda: not any(lane._waiting for lane in lanes))
+    assert began.wait(10)
     desk.say(robot, *[frame(session, stamp, jpeg()) for stamp in (2, 3, 4)])  # the loop goes on
     may_decode.set()
     drain_until(desk, 2)
@@ -140,7 +141,7 @@ def test_of_frames_that_wait_the_newest_counts(desk: Desk, monkeypatch: pytest.M
 def test_a_frame_from_before_a_reset_or_goodbye_reaches_no_ring(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, ends: type[m.ResetRequest | m.Bye]
 ) -> None:
-    may_decode = hold_decoding(monkeypatch)
+    _, may_decode = hold_decoding(monkeypatch)
     robot = desk.robot()
     session = desk.admit(robot, streams=(*STREAMS, CAMERA)).session
     desk.say(robot, frame(session, 1, jpeg()), ends(session))

@@ -9,6 +9,7 @@ from fuzz.robots import fuzz_sessions
 from robot_rig import MS, make_chunk, make_config, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk, samples
 
+from ppstream.config.schema import RobotLimits
 from ppstream.core.errors import ConfigError
 from ppstream.sessions.server import Sessions
 from ppstream.sessions.table import SILENCE_NS
@@ -40,6 +41,17 @@ def test_a_robot_is_welcomed_with_phase_lease_and_limits(desk: Desk) -> None:
     assert (welcome.lease_ns, welcome.horizon, welcome.dt_ns) == (200 * MS, 4, 10 * MS)
     assert (welcome.low, welcome.high) == ((-1.0, -1.0), (1.0, 1.0))
     assert desk.rows[0].session == welcome.session != 0
+
+
+def test_a_robot_is_told_the_limits_of_its_own() -> None:
+    config = make_config(rows=2)
+    robots = {"arm": RobotLimits(high=(0.5, 0.5)), "other": RobotLimits(low=(0.0, 0.0))}
+    actions = msgspec.structs.replace(config.actions, robots=robots)
+    with open_desk(config=msgspec.structs.replace(config, actions=actions)) as desk:
+        for robot, low, high in (("arm", -1.0, 0.5), ("other", 0.0, 1.0)):
+            welcome = desk.admit(desk.robot(), robot=robot)
+            assert (welcome.low, welcome.high) == ((low, low), (high, high))
+        assert [row.robot for row in desk.rows] == ["arm", "other"]
 
 
 def test_samples_reach_the_ring_of_their_stream(desk: Desk) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from policy_calls import in_a_row
 from robot_rig import make_config, serving, wait_until
+from stream_cases import held
 
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import HandshakeError
@@ -126,7 +127,7 @@ def test_a_ros_node_reorders_joints_publishes_commands_and_says_why_it_holds() -
         node.joint_state(gripper=3.0, dy=2.0, dx=1.0)
         wait_until(lambda: ring.accepted)
         assert ring.accepted == 1
-        assert ring._values[0].tolist() == [1.0, 2.0]
+        assert held(ring)[1] == [[1.0, 2.0]]
         wait_until(lambda: node.commands)
         assert len(node.commands[0].data) == 2
         wait_until(lambda: node.warnings)  # no sample came any more

@@ -135,8 +135,9 @@ class DevicePipeline:
         self._a_s, self._c_s, self._a_kernels = a_s, c_s, a_kernels
         self.driver = FakeDriver()
         patch.setattr(driver, "driver", lambda: self.driver)
+        self.b: CudaStream  # of stage B
         for module in (device_counters, device_policy_rank):
-            patch.setattr(module, "stream", lambda role: CudaStream())
+            patch.setattr(module, "stream", self._stream)
         patch.setattr("torch.cuda.synchronize", lambda device=None: None)
         config = patient(config)
         self.config, self.policy = config, policy
@@ -149,7 +150,7 @@ class DevicePipeline:
         self._nodes = kernels if runs_ahead else None
         takes_texts = config.policy.instructions
         ahead = 0 if takes_texts else run_ahead(self._nodes, 0, config.pipeline.d_in)
-        shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 3, ahead)
+        self.shape = shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 3, ahead)
         self._front_link, self._back_link = linked(
             shape, FakePuts if puts else None, FakeWaits if looks else None
         )
@@ -178,7 +179,7 @@ class DevicePipeline:
 
     def load(self) -> None:
         """As a kernel's first launch: waits for all that is queued on the policy rank's device."""
-        streams = [self._back_link.receiving, self._back_link.sending, self.policy_rank._stream]
+        streams = [self._back_link.receiving, self._back_link.sending, self.queued.stream]
         until = time.monotonic() + LOAD_LIMIT_S
         while any(stream.handle.pending for stream in streams):
             if time.monotonic() > until:
@@ -203,6 +204,12 @@ class DevicePipeline:
     def envelopes(self) -> list[Mapping[str, Any]]:
         return [line for line in self.lines(0) if line["kind"] == "envelope"]
 
+    def _stream(self, role: str) -> CudaStream:
+        made = CudaStream()
+        if role == "b":
+            self.b = made
+        return made
+
     def _rank0(self, shape: LinkShape) -> Rank0Loop:
         config = self.config
         self.a, self.c = a, c = CudaStream(), CudaStream()
@@ -224,20 +231,21 @@ class DevicePipeline:
         return Rank0Loop(*parts, executor=self.executor)
 
     def _policy_rank(self, shape: LinkShape) -> DevicePolicyRank:
+        self.policy_waiter = self._waiter()
         parts = PolicyDevice(
             config=self.config,
             stage_b=self.queued,  # type: ignore[arg-type]
             link=self._back_link,  # type: ignore[arg-type]
             peer=self.back,
             log=self._log(1, PolicyRecord),
-            waiter=self._waiter(),
+            waiter=self.policy_waiter,
             clock=DeviceClock(DeviceProbe(CudaStream())),
             stream=None,  # type: ignore[arg-type]
             shape=shape,
             nodes=self._nodes,
         )
         loop = DevicePolicyRank(parts)
-        self.queued.stream, self.queued.load = loop._stream, self.load
+        self.queued.stream, self.queued.load = self.b, self.load
         return loop
 
     def _log(self, rank: int, record: Any) -> TimestampLog:

@@ -44,6 +44,7 @@ class FakeStream:
     """A thread that runs what is queued, in order; errors are kept for the test.
 
     Attributes:
+        driver: whose it is.
         now_ns: the time that this stream has come to.
     """
 
@@ -53,7 +54,7 @@ class FakeStream:
         self.pending = 0
         self._awaited: Callable[[], bool] | None = None  # what it waits for now
         self._room = threading.Condition()
-        self._driver = driver
+        self.driver = driver
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -61,12 +62,12 @@ class FakeStream:
         """Takes one place of the queue; holds up the caller until there is one."""
         with self._room:
             if not self._has_room() and self._awaited is not None and not self._awaited():
-                self._driver.stood_behind_waits += 1
+                self.driver.stood_behind_waits += 1
             if not self._room.wait_for(self._has_room, HELD_LIMIT_S):
                 who = threading.current_thread().name
                 text = f"a launch by {who} stood for {HELD_LIMIT_S} s behind {self.pending}"
-                self._driver.failures.append(TimeoutError(text))
-                self._driver.ended = True
+                self.driver.failures.append(TimeoutError(text))
+                self.driver.ended = True
             self.pending += 1
         self._queue.put((time.monotonic_ns(), work, takes_time))
 
@@ -76,13 +77,13 @@ class FakeStream:
 
     def wrote(self, address: int, value: int) -> None:
         """What runs now is about to write a counter."""
-        self._driver.written.setdefault(address, []).append((value, self.now_ns))
+        self.driver.written.setdefault(address, []).append((value, self.now_ns))
 
     def see_count(self, address: int, value: int) -> None:
         """Waits until the 32 bits at ``address`` have reached ``value``."""
         word = ctypes.c_uint32.from_address(address)
         self._wait_until(lambda: _reached(word.value, value))
-        written = self._driver.written.get(address, [])
+        written = self.driver.written.get(address, [])
         self.saw(next((at for found, at in written if _reached(found, value)), self.now_ns))
 
     def see_event(self, record: Record) -> None:
@@ -96,13 +97,18 @@ class FakeStream:
             time.sleep(POLL_S)
         self._awaited = None
 
+    @property
+    def stands(self) -> bool:
+        """Whether it has come to a wait for something that has not happened yet."""
+        return (awaited := self._awaited) is not None and not awaited()
+
     def _has_room(self) -> bool:
-        return self.pending < PLACES or self._driver.ended
+        return self.pending < PLACES or self.driver.ended
 
     @property
     def is_ended(self) -> bool:
         """The test is over: nothing is waited for any more."""
-        return self._driver.ended
+        return self.driver.ended
 
     def let_go(self) -> None:
         with self._room:
@@ -120,7 +126,7 @@ class FakeStream:
             try:
                 work()
             except BaseException as error:  # noqa: BLE001 - looked at by the test
-                self._driver.failures.append(error)
+                self.driver.failures.append(error)
             self.now_ns += time.monotonic_ns() - began_ns if takes_time else STEP_NS
             with self._room:
                 self.pending -= 1
@@ -135,6 +141,8 @@ class FakeDriver:
         self.failures: list[BaseException] = []
         self.stood_behind_waits = 0  # launches into a full queue, for something yet to happen
         self.written: dict[int, list[tuple[int, int]]] = {}  # counters by address: values, and when
+        self.looking: list[FakeStream] = []  # those that were given a wait by a kernel
+        self.looks: list[tuple[FakeStream, int]] = []  # and when each came to it
         self.ended = False
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.stage_a import StageA
 from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.stage_c import StageC
+from ppstream.policy.protocol import Decoder
 from ppstream.wire.rank_messages import Drain
 from ppstream.wire.robot_messages import ActionChunk
 
@@ -99,7 +100,13 @@ class PipelineInProcess:
     """``rank0`` is a loop (or its twin) with ``policy`` behind it; a context manager."""
 
     def __init__(
-        self, config: PipelineConfig, policy: NewestValues, directory: Path, *, inline: bool = False
+        self,
+        config: PipelineConfig,
+        policy: NewestValues,
+        directory: Path,
+        *,
+        inline: bool = False,
+        decoder: Decoder | None = None,
     ) -> None:
         config = self.config = patient(config)
         self.policy = policy
@@ -108,7 +115,7 @@ class PipelineInProcess:
         self._stack = ExitStack()
         self._failure: list[BaseException] = []
         self._log_path = directory / "rank0.gen0.jsonl"
-        parts = self._parts(directory)
+        parts = self._parts(decoder or CopyDecoder())
         shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 0)
         stage_b = StageB(policy, config.batch.rows)
         self._thread: threading.Thread | None = None
@@ -172,7 +179,7 @@ class PipelineInProcess:
     def envelopes(self) -> list[dict[str, Any]]:
         return [line for line in self.lines() if line["kind"] == "envelope"]
 
-    def _parts(self, directory: Path) -> tuple[Any, ...]:
+    def _parts(self, decoder: Decoder) -> tuple[Any, ...]:
         config = self.config
         log = TimestampLog(self._log_path, EnvelopeRecord, 4096, run_id="r", generation=0)
         waiter = Waiter()
@@ -182,7 +189,7 @@ class PipelineInProcess:
         return (
             config,
             StageA(config, Delay(simulate.a_ms)),
-            StageC(config, CopyDecoder(), Delay(simulate.c_ms)),
+            StageC(config, decoder, Delay(simulate.c_ms)),
             CreditLedger(config.pipeline.d_in, config.pipeline.d_out),
             log,
             waiter,

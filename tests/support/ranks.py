@@ -18,6 +18,8 @@ CONFIG = Path(__file__).with_name("small.toml")
 END_LIMIT_S = 40
 #: Whoever does not ask for overlap is served without: a busy machine may have none.
 SERVED: Final = "bringup.accept=['NOTHING_TO_HIDE', 'LOW_OVERLAP', 'CONTENDED']"
+#: One credit and no stage C: nothing overlaps, however busy the machine is.
+SERIAL: Final = ("pipeline.d_in=1", "simulate.a_ms=5", "simulate.c_ms=0", "policy.options.b_ms=6")
 #: Whoever does may be refused on a busy machine, rightly: so again.
 JUDGED_AGAIN = pytest.mark.flaky(reruns=2, reruns_delay=10, only_rerun=["LOW_OVERLAP", "CONTENDED"])
 RANK_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

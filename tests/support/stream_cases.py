@@ -16,7 +16,7 @@ from ppstream.config.schema import (
     StreamConfig,
     WindowConfig,
 )
-from ppstream.ingest.ring import RingBank
+from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.rows import RowInput
 from ppstream.ingest.window import WindowCutter
 from ppstream.links.slots import SlotLayout
@@ -75,6 +75,13 @@ class Input:
         for row in self.rows:
             for ring in row.rings.values():
                 ring.check()
+
+
+def held(ring: SensorRing) -> tuple[list[int], list[list[float]]]:
+    """What a ring holds, oldest first, read from its bank as the resampling call reads it."""
+    bank, row = ring.bank, ring.row
+    order = (int(bank.head[row]) + np.arange(int(bank.count[row]))) % bank.capacity
+    return bank.stamps_ns[row][order].tolist(), bank.values[row][order].tolist()
 
 
 def at_ms(*times: float) -> NDArray[np.int64]:

@@ -4,9 +4,11 @@ import json
 import os
 import resource
 import socket
+import stat
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import zmq
 from fuzz.frames import HUGE, fuzz_connections, handshake
 from robot_rig import ANY_PORT, make_client, make_config, serving, wait_until
+from zmq.auth.thread import ThreadAuthenticator
 
 from ppstream.config.rules import problems
 from ppstream.core.errors import ConfigError, PeerLostError
@@ -24,6 +27,8 @@ from ppstream.wire.zmq_auth import EVENTS_PER_LOOK
 from ppstream.wire.zmq_socket import MAX_FRAME_BYTES, SharedSocket, bind_server, connect_client
 
 ANYWHERE = "tcp://0.0.0.0:*"
+DESCRIPTORS = 64  # of a server that is flooded
+LOOK_S = 0.1  # between two looks of its owner
 SERVER, ARM, STRANGER = (zmq.curve_keypair() for _ in range(3))
 ALLOWED = ServerKeys(SERVER[1], {ARM[0]: "arm"})
 GOOD = ClientKeys(ARM[1], SERVER[0])
@@ -98,11 +103,12 @@ def test_whoever_has_no_right_key_is_refused_and_counted(
         assert serves(server)
 
 
-def test_when_the_authenticator_is_gone_nobody_gets_in() -> None:
+def test_when_the_authenticator_is_gone_nobody_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ThreadAuthenticator] = []
+    start = ThreadAuthenticator.start
+    monkeypatch.setattr(ThreadAuthenticator, "start", lambda one: made.append(one) or start(one))
     with guarded() as server:
-        assert server._guard is not None
-        assert server._guard._authenticator is not None
-        server._guard._authenticator.stop()
+        made[0].stop()
         client = connect_client(near(server), GOOD)
         wait_until(lambda: refused(server, "handshake"))
         assert not client.send(b"samples")
@@ -168,16 +174,24 @@ def test_a_flood_of_events_leaves_no_backlog_and_what_comes_behind_it_is_counted
 def flood_of_accepts() -> None:
     """More connections than descriptors, and a robot that is in; prints what became of it."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, most))
     statm = os.open("/proc/self/statm", os.O_RDONLY)
 
     def resident_mib() -> float:
         return int(os.pread(statm, 100, 0).split()[1]) * resource.getpagesize() / (1 << 20)
 
+    def connections() -> int:
+        count = 0
+        for descriptor in range(DESCRIPTORS):
+            with suppress(OSError):
+                count += stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+        return count
+
     server = bind_server(ANY_PORT)
     client = connect_client(server.endpoint)
     wait_until(lambda: client.send(b"first") and server.drain())
     port = server.endpoint.rpartition(":")[2]
+    before = connections()
     script = (
         "import resource, socket, sys\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (1024, {most}))\n"
@@ -193,7 +207,7 @@ def flood_of_accepts() -> None:
     wait_until(lambda: server.refused().get("accept"))
     before_mib, grown_mib = resident_mib(), 0.0
     for _ in range(20):
-        time.sleep(0.1)  # what comes between two looks is all that may wait
+        time.sleep(LOOK_S)  # the owner is at other work; what comes meanwhile is all that may wait
         refused = server.refused()
         grown_mib = max(grown_mib, resident_mib() - before_mib)
     wait_until(lambda: client.send(b"still here"))
@@ -201,26 +215,26 @@ def flood_of_accepts() -> None:
     flood.stdin.close()
     flood.wait()
     flood.stdout.close()
-    quiet, last = 0, server.refused()
-    for _ in range(60):  # they are accepted now, and end
-        time.sleep(0.05)
-        quiet = quiet + 1 if (now := server.refused()) == last else 0
-        last = now
-        if quiet == 5:
-            break
+    behind = connect_client(server.endpoint)  # connections are accepted in their order
+    wait_until(lambda: behind.send(b"behind them") and server.drain())
+    behind.close()
+    wait_until(lambda: connections() == before)  # so all were accepted, and ended
+    looks = [server.refused()]
+    wait_until(lambda: looks.append(server.refused()) or looks[-1] == looks[-2])
+    last = looks[-1]
     backlog = sum(last.values()) - sum(refused.values())
     raw = socket.create_connection(("127.0.0.1", int(port)))
     raw.sendall(b"no ZeroMQ at all" * 8)
     raw.close()
     wait_until(lambda: server.refused() != last)
-    behind = server.refused()
+    now = server.refused()
     print(
         json.dumps(
             {
                 "refused": refused,
                 "backlog": backlog,
                 "grown_mib": grown_mib,
-                "counted_behind_it": behind.get("handshake", 0) - last.get("handshake", 0),
+                "counted_behind_it": now.get("handshake", 0) - last.get("handshake", 0),
             }
         )
     )
@@ -275,4 +289,8 @@ def test_a_configuration_without_its_keys_is_refused(
 
 
 if __name__ == "__main__":
-    flood_of_accepts()
+    try:
+        flood_of_accepts()
+    except AssertionError:
+        traceback.print_exc()
+        os._exit(1)  # ending its context would wait for sockets that are open

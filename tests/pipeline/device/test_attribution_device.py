@@ -31,16 +31,15 @@ class Settling:
     """``end_of_stream`` of the fake device's stage B; counts what it meets."""
 
     def __init__(self, pipeline: DevicePipeline) -> None:
-        self._stage1 = pipeline.policy_rank
+        self._pipeline = pipeline
         self.calls = self.beside_waits = 0
 
     def __call__(self) -> None:
-        stage1 = self._stage1
         done = CudaEvent()
-        stage1._stream.record(done)
+        self._pipeline.b.record(done)
         done.wait()
         self.calls += 1
-        self.beside_waits += not stage1.link.receiving.is_idle()
+        self.beside_waits += not self._pipeline.policy_rank.link.receiving.is_idle()
 
 
 def queue_blocks(self: QueuedPolicy, envelope: Any, result: Any) -> None:

@@ -79,6 +79,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return partial(Bench, folder=tmp_path, patch=monkeypatch)
 
 
+@pytest.mark.alone
 def test_depth_two_earns_ready_on_windows_cut_from_the_recording(bench: Any) -> None:
     made = bench(2)
     with made.pipeline as pipeline:

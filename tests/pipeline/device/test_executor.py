@@ -62,18 +62,19 @@ def test_only_a_stage_with_nothing_beside_it_looks(
 ) -> None:
     settings = (f"pipeline.d_in={depth}", f"pipeline.credit={credit}")
     with build(*settings, looks=True) as pipeline:
+        rank0 = {"a": pipeline.a, "c": pipeline.c}
         pipeline.saturate()
         pipeline.rank0.run(8)
-        looked = set(pipeline.executor.link._waits.queued)
-        names = {pipeline.a.handle: "a", pipeline.c.handle: "c"}
-    assert "".join(sorted(names[stream] for stream in looked)) == expected
+        looked = pipeline.driver.looking
+        found = [name for name, stream in rank0.items() if stream.handle in looked]
+    assert "".join(found) == expected
 
 
 def test_stage_c_of_a_lone_envelope_looks_when_its_a_is_over(build: Any) -> None:
     with build("pipeline.d_in=1", looks=True, a_s=0.02) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(6)
-        begun = pipeline.executor.link._waits.begun
+        begun = pipeline.driver.looks
         begun_ns = [at_ns for stream, at_ns in begun if stream is pipeline.c.handle]
         envelopes = pipeline.envelopes()
     assert len(begun_ns) == len(envelopes) == 6
@@ -206,7 +207,7 @@ def test_a_stage_b_of_many_kernels_is_queued_behind_one_at_most(build: Any) -> N
         def watched() -> None:
             nonlocal most
             queue()
-            most = max(most, pipeline.policy_rank._queued - pipeline.policy_rank.progress)
+            most = max(most, pipeline.queued.calls - pipeline.policy_rank.progress)
 
         pipeline.policy_rank.queue = watched
         pipeline.policy.act = lambda call: time.sleep(0.01)
@@ -244,9 +245,9 @@ def test_a_launch_that_stands_is_named(build: Any, monkeypatch: pytest.MonkeyPat
             queued(self, envelope, result)
 
         monkeypatch.setattr(pipeline.queued.__class__, "__call__", look)
-        enqueue = pipeline.executor._a.enqueue
+        enqueue = pipeline.rank0.stage_a.enqueue
         monkeypatch.setattr(
-            pipeline.executor._a,
+            pipeline.rank0.stage_a,
             "enqueue",
             lambda *args: (said.append(pipeline.rank0.mark.busy_with()), enqueue(*args)),
         )
@@ -263,7 +264,7 @@ def test_the_policy_rank_sleeps_while_several_envelopes_come(
 ) -> None:
     rests: list[int] = []
     with build() as pipeline:
-        waiter = pipeline.policy_rank._parts.waiter
+        waiter = pipeline.policy_waiter
         wait = waiter.wait
 
         def rest(limit_ns: int) -> Any:

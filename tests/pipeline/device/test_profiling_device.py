@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, small_config
+from robot_rig import wait_until
 
 from ppstream.config.schema import ProfileConfig
+from ppstream.links.device_link import most_queued
 from ppstream.observe import nvtx_ranges
 from ppstream.observe import profiler as profiling
 from ppstream.observe.profiler import Profiler
@@ -53,7 +55,7 @@ def profiler_of(pipeline: DevicePipeline, rank: int, folder: Path) -> Any:
     profiler: Any = Profiler(SHORT, loop.log, folder, rank, 0)
     link = (pipeline.executor, pipeline.policy_rank)[rank].link
     profiler.streams = {"sending": link.sending, "receiving": link.receiving}
-    profiler.streams["stage"] = pipeline.executor._parts.streams.c if rank == 0 else loop._stream
+    profiler.streams["stage"] = pipeline.c if rank == 0 else pipeline.b
     return profiler
 
 
@@ -74,7 +76,7 @@ def only_ranges_of(rank: int, patch: pytest.MonkeyPatch) -> None:
 
 def run_until_written(pipeline: DevicePipeline, *profilers: Any) -> None:
     deadline = time.monotonic() + 60
-    while any(profiler._is_wanted for profiler in profilers):
+    while any(profiler.is_wanted for profiler in profilers):
         assert time.monotonic() < deadline, "the profile did not end"
         pipeline.rank0.run(5)
 
@@ -109,7 +111,7 @@ def test_the_profiler_changes_its_state_only_where_nothing_is_queued(
     names = ("A", "send", "recv", "C") if rank == 0 else ("B",)
     assert set(names) <= set(calls)
     assert len({calls[name] for name in names}) == 1  # whole envelopes, and no halves
-    assert SHORT.active <= calls[names[0]] <= SHORT.active + pipeline.policy_rank._most_queued
+    assert SHORT.active <= calls[names[0]] <= SHORT.active + most_queued(pipeline.shape)
 
 
 def test_while_traced_only_receipts_stand_queued_that_come_without_this_rank(
@@ -119,21 +121,23 @@ def test_while_traced_only_receipts_stand_queued_that_come_without_this_rank(
     with build(runs_ahead=True) as pipeline:
         stage1 = pipeline.policy_rank
         most = {"throughput": 0, "trace": 0}
-        queue_receipt = stage1.queue_receipt
+        queue_receive = stage1.link.queue_receive
 
-        def counted() -> None:
-            queue_receipt()
-            queued = stage1._expected - stage1.progress
-            most[stage1.log.mode] = max(most[stage1.log.mode], queued)
+        def counted(index: int) -> None:
+            queue_receive(index)
+            most[stage1.log.mode] = max(most[stage1.log.mode], index + 1 - stage1.progress)
 
-        monkeypatch.setattr(stage1, "queue_receipt", counted)
+        monkeypatch.setattr(stage1.link, "queue_receive", counted)
         profiler = profiler_of(pipeline, 1, tmp_path)
         pipeline.saturate()
         pipeline.rank0.run(30)
         profiler.request()
         run_until_written(pipeline, profiler)
         pipeline.rank0.run(30)
-    assert most == {"throughput": stage1._most_queued, "trace": pipeline.config.pipeline.d_in}
+    assert most == {
+        "throughput": most_queued(pipeline.shape),
+        "trace": pipeline.config.pipeline.d_in,
+    }
 
 
 def test_both_ranks_at_once_do_not_wait_for_each_other(
@@ -163,14 +167,14 @@ def test_an_idle_policy_rank_goes_on_waiting_for_envelopes(
         pipeline.rank0.run(10)
         profiler.request()
         log = pipeline.policy_rank.log
-        while log.on_take is None and log.on_dry is None:  # it may be asked before this looks
-            time.sleep(0.01)
+        # it may be asked before this looks
+        wait_until(lambda: log.on_take is not None or log.on_dry is not None)
         pipeline.rank0.run(1)  # asked for now; its receipts stand queued
         turns = pipeline.policy_rank.mark.turns
-        time.sleep(0.2)
-        assert pipeline.policy_rank.log.on_dry is not None
-        assert pipeline.policy_rank.mark.turns > turns  # the loop is not held up
-        pipeline.rank0.run(pipeline.policy_rank._most_queued)
+        # the loop is not held up
+        wait_until(lambda: pipeline.policy_rank.mark.turns > turns + 1)
+        assert log.on_dry is not None
+        pipeline.rank0.run(most_queued(pipeline.shape))
         run_until_written(pipeline, profiler)
 
 

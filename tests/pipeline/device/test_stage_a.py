@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from pipeline_in_process import small_config
 from ppstream.ingest.device.window_records import TakenWindow
 from ppstream.ingest.window import WindowInfo
 from ppstream.observe.log_writer import EnvelopeRecord
+from ppstream.pipeline.device import stage_a
 from ppstream.pipeline.device.stage_a import RingWindows
 from ppstream.pipeline.flight import Flight, Owner
 
@@ -33,11 +35,12 @@ def taken(end: int, received: tuple[int, int]) -> TakenWindow:
 
 
 @pytest.fixture
-def settle() -> Any:
+def settle(monkeypatch: pytest.MonkeyPatch) -> Any:
     def settle(*windows: TakenWindow) -> list[Flight]:
         config = small_config("batch.rows=2", "actions.lease_ms=60000")
         stage: Any = RingWindows(config, (), torch.device("cpu"), None)  # type: ignore[arg-type]
-        stage._window = Windows(*windows)
+        monkeypatch.setattr(stage_a, "DeviceWindow", lambda *_: Windows(*windows))
+        stage.intake = SimpleNamespace(rows=(), banks={})
         flights = [Flight(n, 0, n, EnvelopeRecord()) for n in range(len(windows))]
         for flight in flights:
             stage.settle(flight)
