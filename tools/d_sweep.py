@@ -146,12 +146,17 @@ def slot_bytes(cell: Cell) -> int:
 
 def _settings(cell: Cell, kind: str) -> list[str]:
     places_ms = cell.stages.places_ms
-    chain = [f"placement.policy={['cpu'] * len(places_ms)}".replace("'", '"')]
-    chain.append(f"placement.parts={list(range(1, 1 + len(places_ms)))}")
+    policy = [f"policy.options.b_ms={cell.stages.b_ms}"]
+    if len(places_ms) > 1:
+        devices, parts = ", ".join(['"cpu"'] * len(places_ms)), list(range(1, 1 + len(places_ms)))
+        policy = [
+            f"policy.options={{parts_ms = {list(places_ms)}, horizon = 16, action_dim = 7}}",
+            f"placement.policy=[{devices}]",
+            f"placement.parts={parts}",
+        ]
     return [
-        *(chain if len(places_ms) > 1 else ()),
+        *policy,
         f"simulate.a_ms={cell.stages.a_ms}",
-        f"policy.options.b_ms={places_ms[0] if len(places_ms) == 1 else list(places_ms)}",
         f"simulate.c_ms={cell.stages.c_ms}",
         f"simulate.kind={kind}",
         f"policy.options.kind={kind}",

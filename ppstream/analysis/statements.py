@@ -337,13 +337,20 @@ def _cut(f: Diagnosis) -> Iterator[str]:
 def _hop(f: Diagnosis) -> Iterator[str]:
     score, topology = f.evidence.primary, f.evidence.run.topology
     held = None if score is None else held_hop(f.places, score.period_ns)
-    if held is not None and topology.is_chain:
-        names = ["rank 0", *map(topology.title, topology.ranks), "rank 0"]
+    if held is None or not topology.is_chain:
+        return
+    took = f"{in_ms(held.hop_ns or 0)} ms an envelope"
+    if held.rank == topology.places and topology.threads == "serial":
         yield (
-            f"the hop from {names[held.rank]} to {names[held.rank + 1]} takes "
-            f"{in_ms(held.hop_ns or 0)} ms an envelope, far more than the others: something holds "
-            "results there"
+            f"results are on their way to rank 0 for {took}: its one thread runs A meanwhile; with "
+            'pipeline.threads = "split" it takes them in at once'
         )
+        return
+    names = ["rank 0", *map(topology.title, topology.ranks), "rank 0"]
+    yield (
+        f"the hop from {names[held.rank]} to {names[held.rank + 1]} takes {took}, far more than "
+        "the others: something holds results there"
+    )
 
 
 def _depth(f: Diagnosis) -> Iterator[str]:
