@@ -138,7 +138,7 @@ def read_pass(report: RunReport) -> Pass:
 def slot_bytes(cell: Cell) -> int:
     """Returns the bytes of the slots of both directions."""
     config = load.read("bench", _settings(cell, "sleep"))
-    (policy,) = build_parts(config, torch.device("cpu"))
+    *_, policy = build_parts(config, torch.device("cpu"))
     shape = link_shape(config, build_intake(config).cutter.inputs, policy.outputs, 0)
     envelopes = shape.envelope_slots * shape.envelope.slot_bytes
     return envelopes + shape.result_slots * shape.result.slot_bytes

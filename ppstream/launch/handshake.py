@@ -189,8 +189,7 @@ def admit(
     except HandshakeError as error:
         peer.send(RankRefused(tuple(str(error).splitlines())))
         raise
-    key = "policy_rank" if rank == 1 else f"policy_rank_{rank}"
-    run.describe(**{key: hello.facts.get("informational", {})})
+    run.describe_policy_rank(rank, hello.facts.get("informational", {}))
     peer.send(RankWelcome(run.run_id, str(run.directory)))
     peer.heart = listener.accept(limit_s)
     beat = peer.heart.receive(round(limit_s * NS_PER_S))

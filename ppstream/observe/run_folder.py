@@ -100,6 +100,12 @@ class Run:
         except OSError as error:
             raise _cannot_write(path, error) from error
 
+    def describe_policy_rank(self, rank: int, facts: dict[str, Any]) -> None:
+        """What a policy rank said of itself; they come in order. Raises as ``describe``."""
+        before = _read(self.directory / "run.json").get("policy_ranks", [])[: rank - 1]
+        told: dict[str, Any] = {"policy_ranks": [*before, facts]}
+        self.describe(**told, **({"policy_rank": facts} if rank == 1 else {}))
+
     def begin(
         self, *, config: dict[str, Any], config_sha256: str, versions: dict[str, str]
     ) -> None:

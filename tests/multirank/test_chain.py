@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 from ranks import Ranks
 from recording_files import made_recording
 from robot_rig import wait_until
-
-from ppstream.config.load import locate
 
 pytestmark = pytest.mark.multirank
 
@@ -111,17 +108,3 @@ def test_a_chain_drains_when_it_is_asked_to(tmp_path):
         assert run.wait(10) == [0] * 4, run.output()
         lines = [len([x for x in run.lines(k) if x["kind"] == "stage1"]) for k in (1, 2, 3)]
         assert lines[0] == lines[1] == lines[2] > 100
-
-
-def test_the_shipped_cut_becomes_ready_on_three_ranks_and_says_what_each_runs(tmp_path):
-    settings = ("service.endpoint=none", "service.duration_s=0.5", "bringup.envelopes=100")
-    with Ranks(tmp_path, *settings, config=locate("vla_tiny"), world_size=3) as run:
-        assert run.wait(90) == [0, 0, 0], run.output()
-        ranks = json.loads((run.directory / "run.json").read_text())["topology"]["ranks"]
-    assert [rank["parts"] for rank in ranks] == [
-        [],
-        ["vision", "language_1", "language_2"],
-        ["denoise_1", "denoise_2"],
-    ]
-    assert "place 1" in run.output()
-    assert "vision" in run.output()

@@ -1,5 +1,6 @@
 """What only a real torchrun shows: its signals, its restarts, its store."""
 
+import json
 import os
 import re
 import signal
@@ -14,11 +15,13 @@ from ranks import CONFIG, SERIAL, SERVED, Ranks, environment_without_ranks, free
 pytestmark = pytest.mark.multirank
 
 
-def torchrun(log_root: Path, *settings: str, options: tuple[str, ...] = ()) -> list[str]:
+def torchrun(
+    log_root: Path, *settings: str, options: tuple[str, ...] = (), config: str = str(CONFIG)
+) -> list[str]:
     """The command line; ``timeout -k`` around it, since an agent may ignore SIGTERM."""
     launcher = ["timeout", "-k", "5", "60", sys.executable, "-m", "torch.distributed.run"]
     launcher += ["--nproc-per-node=2", f"--master-port={free_port()}", *options]
-    module = ["-m", "ppstream.serve", "--config", str(CONFIG)]
+    module = ["-m", "ppstream.serve", "--config", config]
     pairs = (f"log.root={log_root}", *settings)
     return [*launcher, *module, *(part for pair in pairs for part in ("--set", pair))]
 
@@ -57,3 +60,18 @@ def test_refused_run_does_not_loop_under_max_restarts(tmp_path):
     assert sum("LOW_OVERLAP" in text for text in told) >= 1
     assert sum("earlier generation" in text for text in told) >= 1
     assert Ranks.of_log(tmp_path, []).exits()["0"]["code"] == 30
+
+
+def test_the_shipped_cut_becomes_ready_on_three_ranks_and_says_what_each_runs(tmp_path):
+    settings = ("service.endpoint=none", "service.duration_s=0.5", "bringup.envelopes=100", SERVED)
+    command = torchrun(tmp_path, *settings, options=("--nproc-per-node=3",), config="vla_tiny")
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=70, env=environment_without_ranks()
+    )
+    assert done.returncode == 0, done.stderr
+    run = (tmp_path / "latest").resolve()
+    ranks = json.loads((run / "run.json").read_text())["topology"]["ranks"]
+    parts = ["vision", "language_1", "language_2"], ["denoise_1", "denoise_2"]
+    assert [rank["parts"] for rank in ranks] == [[], *parts]
+    assert "place 2" in done.stdout
+    assert "denoise_1, denoise_2" in done.stdout
