@@ -179,8 +179,9 @@ class HostExecutor(OnHost):
         slot = self.out.slot(flight.index)
         self._build(flight, slot, ends_ns)
         slot.header[EPOCH], slot.header[SEQ] = flight.epoch, flight.seq
-        self._committed.append(flight)
+        # stamped first: who receives looks at the oldest that is there, from a thread of its own
         flight.sent_ns = flight.record.tSend = now_ns()
+        self._committed.append(flight)
         self._credits.commit(flight.sent_ns)
         if nvtx_ranges.on:
             nvtx_ranges.SEND.push(flight.epoch, flight.seq)

@@ -8,10 +8,12 @@ import pytest
 from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 
+from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.headers import SEQ
+from ppstream.pipeline import host_executor
 from ppstream.pipeline.pacing import OnSample, Scheduled
 
 THREADS = ["serial", "split"]
@@ -394,6 +396,25 @@ def test_a_slow_policy_is_given_its_time_in_one_process_too(build):
         pipeline.saturate()
         rank0.run(30)
         assert rank0.standstill_ns > 5 * 15_000_000
+
+
+def test_whoever_looks_while_an_envelope_leaves_does_not_take_it_for_overdue(build, monkeypatch):
+    """The thread that receives may look at the very moment that the sending one stamps it."""
+    with build("split", NewestValues()) as pipeline:
+        sender, looks = threading.current_thread(), []
+
+        def stamp():
+            if threading.current_thread() is sender:
+                with monkeypatch.context() as plainly:
+                    plainly.setattr(host_executor, "now_ns", now_ns)
+                    pipeline.executor.check_policy_rank()
+                    looks.append(1)
+            return now_ns()
+
+        pipeline.saturate()
+        monkeypatch.setattr(host_executor, "now_ns", stamp)
+        pipeline.rank0.run(3)
+    assert looks
 
 
 @pytest.mark.parametrize("form", THREADS)
