@@ -64,6 +64,7 @@ class HeartbeatThread:
         self._listened_ns = clock()
         peer.listen = self.listen
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -76,6 +77,7 @@ class HeartbeatThread:
         if self._stop_fd < 0:
             return
         os.eventfd_write(self._stop_fd, 1)
+        self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_LIMIT_S)
         if not self._thread.is_alive():
@@ -104,6 +106,8 @@ class HeartbeatThread:
                 self._peer.peer_progress = self._heart.peer_progress
 
     def _run(self) -> None:
+        if self._stopped.is_set():  # while this thread was being started
+            return
         poll = select.poll()
         poll.register(self._stop_fd, select.POLLIN)
         poll.register(self._heart.fileno(), select.POLLIN | select.POLLRDHUP)

@@ -329,10 +329,15 @@ def start_heartbeat(
     peer: Peer,
     progress: Callable[[], int],
     on_lost: Callable[[], None],
-    process: HeldProcess | None = None,
+    process: HeldProcess | None,
+    stack: ExitStack,
 ) -> HeartbeatThread:
-    """A heart that beats from the handshake to the end."""
+    """A heart that beats from the handshake to the end, which ``stack`` stops.
+
+    It is stopped also when a signal comes while its thread starts: its socket closes behind it.
+    """
     interval_ns = round(config.liveness.heartbeat_ms * NS_PER_MS)
     beat = HeartbeatThread(peer, interval_ns, progress, on_lost, process)
+    stack.callback(beat.stop)
     beat.start()
     return beat

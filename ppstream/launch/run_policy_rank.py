@@ -67,14 +67,14 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         patience = Patience(config.liveness.drain_s + OUTLIVE_DRAIN_S)
         end.pass_stops_to(patience.asked)
         met: list[PolicyRank] = []  # this loop, once it exists
-        beat = handshake.start_heartbeat(
+        handshake.start_heartbeat(
             config,
             peer,
             lambda: met[0].progress if met else 0,
             end.leave_when_lost,
             process,
+            stack,
         )
-        stack.callback(beat.stop)
         course = rank_exit.Course(config)
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         with handshake.telling(peer):

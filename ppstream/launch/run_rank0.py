@@ -101,8 +101,7 @@ def _meet(
         peers.append(peer)
         with handshake.telling(*peers):
             process = end.met(rank, peer)
-            beat = handshake.start_heartbeat(config, peer, finished, end.leave_when_lost, process)
-            stack.callback(beat.stop)
+            handshake.start_heartbeat(config, peer, finished, end.leave_when_lost, process, stack)
     listener.close()
     return tuple(peers), store
 

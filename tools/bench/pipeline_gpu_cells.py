@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -140,8 +141,8 @@ def run_cells(cells: Sequence[Cell], least: int, report: Any) -> None:
             peer = connect(store, LIMIT_S)
             peer.heart = connect(store, LIMIT_S, expects_fds=False)
         first = configure(cells[0], least, root)
-        beat = handshake.start_heartbeat(first, peer, lambda: 0, lambda: os._exit(20))
-        stack.callback(beat.stop)
+        leave = partial(os._exit, 20)
+        beat = handshake.start_heartbeat(first, peer, lambda: 0, leave, None, stack)
         for number, cell in enumerate(cells):
             config = configure(cell, least, root)
             here = LauncherStore(
