@@ -101,7 +101,7 @@ class Run:
             raise _cannot_write(path, error) from error
 
     def describe_policy_rank(self, rank: int, facts: dict[str, Any]) -> None:
-        """What a policy rank said of itself; they come in order. Raises as ``describe``."""
+        """Write what a policy rank said of itself; they come in order. Raises as ``describe``."""
         before = _read(self.directory / "run.json").get("policy_ranks", [])[: rank - 1]
         told: dict[str, Any] = {"policy_ranks": [*before, facts]}
         self.describe(**told, **({"policy_rank": facts} if rank == 1 else {}))
