@@ -407,7 +407,7 @@ def test_whoever_looks_while_an_envelope_leaves_does_not_take_it_for_overdue(bui
             if threading.current_thread() is sender:
                 with monkeypatch.context() as plainly:
                     plainly.setattr(host_executor, "now_ns", now_ns)
-                    pipeline.executor.check_policy_rank()
+                    pipeline.executor.check_policy_ranks()
                     looks.append(1)
             return now_ns()
 
