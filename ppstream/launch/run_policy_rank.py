@@ -23,12 +23,13 @@ from ppstream.links.factory import open_hops
 from ppstream.links.headers import link_shape
 from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import LinkShape
+from ppstream.observe.attribution import block
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.host_policy_rank import HostPolicyRank
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.compatibility import build_parts, places_of
-from ppstream.policy.parts import PartSpecs, Place, load, policy_of, specs_of
+from ppstream.policy.parts import PartSpecs, Place, load, part_times_of, policy_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.policy.unwritten import drawn_for
 from ppstream.wire.rank_messages import Goodbye
@@ -133,7 +134,7 @@ def _build_place(
         raise
     mine = place.of(parts)
     load(mine)
-    return specs, place, policy_of(mine, place, config.batch.rows, device, integers)
+    return specs, place, policy_of(mine, place, config.batch.rows, device, integers, block)
 
 
 def _open(
@@ -156,7 +157,8 @@ def _open(
     device = torch.device(placement.ranks[store.rank].device)
     stage_b = device_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
     hops = open_hops(placement.link, ends, store, shape)
-    return HostPolicyRank(config, stage_b, hops, peer, log, waiter, store.rank)
+    part_times = part_times_of(policy)
+    return HostPolicyRank(config, stage_b, hops, peer, log, waiter, store.rank, part_times)
 
 
 def _log(config: PipelineConfig, run: Run, store: LauncherStore, stack: ExitStack) -> TimestampLog:

@@ -35,6 +35,7 @@ from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import SlotLayout, new_slots
+from ppstream.observe.attribution import block
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
 from ppstream.pipeline.host_executor import HostExecutor, SplitExecutor
@@ -44,7 +45,7 @@ from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.service import Service
 from ppstream.pipeline.stage_a import FrontParts, StageA
 from ppstream.policy.compatibility import build_parts, places_of
-from ppstream.policy.parts import Place, load, policy_of, specs_of
+from ppstream.policy.parts import Place, load, part_times_of, policy_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.policy.unwritten import drawn_for
 from ppstream.wire.rank_messages import Drain, PhaseChange
@@ -216,10 +217,10 @@ def _front_parts(
 ) -> FrontParts:
     """The parts at place 0, behind a window of this process alone."""
     device, rows = torch.device(config.placement.rank0), config.batch.rows
-    policy = policy_of(place.of(parts), place, rows, device, drawn_for(run_id))
+    policy = policy_of(place.of(parts), place, rows, device, drawn_for(run_id), block)
     stage = device_ranks.stage_b_on_host_slots(policy, config, device, run_id)
     (window,) = new_slots(SlotLayout(ENVELOPE_HEADER, place.inputs, rows), 1)
-    return FrontParts(stage, window)
+    return FrontParts(stage, window, part_times_of(policy))
 
 
 def _own_address(world_size: int) -> str | None:
@@ -238,7 +239,8 @@ def _inline(
     built = build_parts(config, device)
     _, place = places_of(config, specs_of(built), inputs, inline=True)
     load(built)
-    policy = policy_of(built, place, config.batch.rows, device, drawn_for(parts.log.run_id))
+    integers = drawn_for(parts.log.run_id)
+    policy = policy_of(built, place, config.batch.rows, device, integers, block)
     shape = link_shape(config, inputs, policy.outputs, generation)
     executor = InlineExecutor(
         device_ranks.stage_b_on_host_slots(policy, config, device, parts.log.run_id),

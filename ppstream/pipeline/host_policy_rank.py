@@ -48,8 +48,10 @@ class HostPolicyRank(PolicyRank):
         log: TimestampLog,
         waiter: Waiter,
         rank: int = 1,
+        part_times: Callable[[int], dict[str, int]] = lambda _calls: {},
     ) -> None:
         super().__init__(config, stage_b, peer, log, rank)
+        self._part_times = part_times
         self.stage_b = stage_b
         self.out, self.into = hops.out, hops.into
         self._close = hops.close
@@ -162,6 +164,10 @@ class HostPolicyRank(PolicyRank):
         """As ``PolicyRank``, by the host's clock."""
         self.log.flush()
         return tuple(self._newest_b)
+
+    def part_times(self, calls: int) -> dict[str, int]:
+        """As ``PolicyRank``."""
+        return self._part_times(calls)
 
     def _at(self) -> str:
         return "" if self._serving is None else "epoch {}, seq {}".format(*self._serving)

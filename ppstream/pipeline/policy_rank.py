@@ -22,6 +22,7 @@ from ppstream.wire.rank_messages import (
     Instruction,
     Measure,
     Measured,
+    PartTimes,
     PhaseChange,
     PolicyFault,
 )
@@ -129,6 +130,10 @@ class PolicyRank(ABC):
     def measure(self, repeats: int) -> tuple[int, ...]:
         """Device times of stage B on the newest envelopes; with 0 the log is complete on disk."""
 
+    def part_times(self, calls: int) -> dict[str, int]:
+        """Mean duration of each part of the policy in the newest calls, where parts are timed."""
+        return {}
+
     def change_phase(self, phase: str) -> None:
         """Rank 0 has entered it."""
         self.phase = phase
@@ -156,6 +161,8 @@ class PolicyRank(ABC):
                 self.peer.send(Instructed(frame.id, fault))
             case Measure():
                 durations_ns = self.measure(frame.repeats)
+                if times_ns := self.part_times(frame.repeats):
+                    self.peer.send(PartTimes(times_ns))
                 self.peer.send(Measured(durations_ns, self.log.statistics().refused))
 
     def tell_fault(self, index: int, error: BaseException) -> None:

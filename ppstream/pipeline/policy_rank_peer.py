@@ -19,6 +19,7 @@ from ppstream.wire.rank_messages import (
     Instruction,
     Measure,
     Measured,
+    PartTimes,
     PolicyFault,
 )
 
@@ -37,6 +38,7 @@ class PolicyRankPeer:
     Attributes:
         rank: its rank.
         log_refused: why its log could not be written, when it was asked last.
+        parts_ns: mean duration of each part that runs there, when it was asked last.
     """
 
     def __init__(self, peer: Peer, config: PipelineConfig, rank: int = 1) -> None:
@@ -44,6 +46,7 @@ class PolicyRankPeer:
         self.rank = rank
         self._resource = "mesh" if len(config.placement.policy) == 1 else f"place{rank}"
         self.log_refused = ""
+        self.parts_ns: dict[str, int] = {}
         self._rank0: Rank0  # set before a run begins
         self._instructed: Callable[[int, str], None]  # set before anything can be answered
         self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)
@@ -68,6 +71,8 @@ class PolicyRankPeer:
             case PolicyFault():
                 fault = Fault(frame.kind, frame.kind, frame.what, frame.place, frame.text)
                 self._rank0.log_fault("B", fault, self.rank, index=frame.index)
+            case PartTimes():
+                self.parts_ns = frame.times_ns
             case Instructed():
                 self._instructed(frame.id, frame.fault)
                 self._rank0.waiter.wake()
@@ -120,7 +125,7 @@ class PolicyRankPeer:
         """Device times of stage B on the newest envelopes; the policy rank's log is on disk."""
         self.peer.send(Measure(envelopes))
         frame = self.peer.receive(self._rank0.start_ns)
-        while isinstance(frame, PolicyFault):
+        while isinstance(frame, PolicyFault | PartTimes):
             self.take_frame(frame)
             frame = self.peer.receive(self._rank0.start_ns)
         if not isinstance(frame, Measured):

@@ -28,10 +28,14 @@ class FrontParts:
     Args:
         stage: runs them.
         window: a slot of this process alone, for what they read.
+        part_times: mean duration of each of them in the newest calls.
     """
 
-    def __init__(self, stage: StageB, window: Slot) -> None:
+    def __init__(
+        self, stage: StageB, window: Slot, part_times: Callable[[int], dict[str, int]]
+    ) -> None:
         self._stage = stage
+        self.part_times = part_times
         self.window = window
         self.on_fault: Callable[[Flight, BaseException], None]  # set before the first run
 

@@ -7,14 +7,18 @@ reads and an earlier place has.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import torch
 
+from ppstream.core.clock import now_ns
 from ppstream.core.specs import TensorSpec
 from ppstream.policy.protocol import Policy
 from ppstream.policy.unwritten import FilledPolicy, Outputs, rebinding
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
 #: On every hop: who is there, and in which episode.
 PRESENT: Final = "present"
 ALWAYS: Final = ("rows", PRESENT)
+CALLS_TIMED: Final = 64  # newest ones of each part
+
+Around = Callable[[str], AbstractContextManager[object]]
+_NOTHING: Final = nullcontext()
 
 
 class Part(Policy, Protocol):
@@ -123,10 +131,17 @@ class Joined:
         rows: the batch B.
         device: of all tensors.
         integers: as ``Outputs``.
+        around: is entered for each part of a call, with its name.
     """
 
     def __init__(
-        self, parts: Sequence[Policy], place: Place, rows: int, device: torch.device, integers: int
+        self,
+        parts: Sequence[Policy],
+        place: Place,
+        rows: int,
+        device: torch.device,
+        integers: int,
+        around: Around = lambda _name: _NOTHING,
     ) -> None:
         self.name = " + ".join(map(name_of, parts))
         self.stateless = all(bool(getattr(part, "stateless", False)) for part in parts)
@@ -147,6 +162,7 @@ class Joined:
                 for spec in inner
             }
             self._steps.append(_Step(part, MappingProxyType(tensors), leaving, device, integers))
+        self._around = around
         takers = [part for part in parts if callable(getattr(part, "instruct", None))]
         if takers:
             self.instruct: Callable[[int, str], None] = _Takers(takers)
@@ -162,7 +178,15 @@ class Joined:
         for name in self._carried:
             out[name].copy_(known[name], non_blocking=True)
         for step in self._steps:
-            step.run(known, out)
+            with self._around(step.name):
+                begun_ns = now_ns()
+                step.run(known, out)
+                step.newest_ns.append(now_ns() - begun_ns)
+
+    def part_times(self, calls: int) -> dict[str, int]:
+        """Mean duration of each part in the newest calls, by the host's clock."""
+        newest = {step.name: list(step.newest_ns)[-calls:] for step in self._steps}
+        return {name: round(fmean(found)) for name, found in newest.items() if found}
 
 
 class _Step:
@@ -177,6 +201,8 @@ class _Step:
         integers: int,
     ) -> None:
         self.part = part
+        self.name = name_of(part)
+        self.newest_ns: deque[int] = deque(maxlen=CALLS_TIMED)
         self._reads = [spec.name for spec in part.inputs]
         self._leaves = [spec.name for spec in part.outputs if spec.name in leaving]
         self.tensors = tensors  # that stay here
@@ -234,10 +260,21 @@ def load(parts: Sequence[Policy]) -> None:
 
 
 def policy_of(
-    parts: Sequence[Policy], place: Place, rows: int, device: torch.device, integers: int
+    parts: Sequence[Policy],
+    place: Place,
+    rows: int,
+    device: torch.device,
+    integers: int,
+    around: Around = lambda _name: _NOTHING,
 ) -> Policy:
-    """Returns what runs at a place: its only part where that reads and writes all there is."""
+    """Returns what runs at a place: a policy of one part as it is."""
     (*_, last) = parts
-    if len(parts) == 1 and {s.name for s in last.outputs} == {s.name for s in place.outputs}:
+    is_whole = len(parts) == 1 and place.first == 0
+    if is_whole and {s.name for s in last.outputs} == {s.name for s in place.outputs}:
         return last
-    return Joined(parts, place, rows, device, integers)
+    return Joined(parts, place, rows, device, integers, around)
+
+
+def part_times_of(policy: Policy) -> Callable[[int], dict[str, int]]:
+    """Returns what tells the times of a place's parts; nothing of a policy of one part."""
+    return policy.part_times if isinstance(policy, Joined) else lambda _calls: {}

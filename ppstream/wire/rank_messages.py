@@ -113,6 +113,12 @@ class Instructed(ControlFrame, frozen=True, tag=14):
     fault: Text = ""
 
 
+class PartTimes(ControlFrame, frozen=True, tag=16):
+    """Mean duration of each part of the policy that runs on a rank; before ``Measured``."""
+
+    times_ns: dict[str, int]
+
+
 class RankHeart(ControlFrame, frozen=True, tag=15):
     """The first frame of a rank's second connection, which heartbeats and a goodbye go through."""
 
@@ -135,6 +141,7 @@ Control = (
     | Instruction
     | Instructed
     | RankHeart
+    | PartTimes
 )
 
 

@@ -68,6 +68,8 @@ def sibling(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]
     monkeypatch.setattr(os, "getppid", os.getpid)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     with subprocess.Popen(command, env=os.environ | RUN | {"RANK": "1"}) as child:
+        # an exec closes descriptors, which Popen waits for, before the environment is there
+        wait_until(lambda: Path(f"/proc/{child.pid}/environ").read_bytes() != b"")
         yield child
         child.kill()
 

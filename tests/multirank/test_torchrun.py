@@ -70,8 +70,12 @@ def test_the_shipped_cut_becomes_ready_on_three_ranks_and_says_what_each_runs(tm
     )
     assert done.returncode == 0, done.stderr
     run = (tmp_path / "latest").resolve()
-    ranks = json.loads((run / "run.json").read_text())["topology"]["ranks"]
+    told = json.loads((run / "run.json").read_text())
     parts = ["vision", "language_1", "language_2"], ["denoise_1", "denoise_2"]
-    assert [rank["parts"] for rank in ranks] == [[], *parts]
+    assert [rank["parts"] for rank in told["topology"]["ranks"]] == [[], *parts]
+    times = told["standalone"]["parts_ns"]
+    assert [*times] == [*parts[0], *parts[1]]
+    assert min(times.values()) > 10_000
+    assert sum(times.values()) <= 1.5 * sum(told["standalone"]["places_ns"])
     assert "place 2" in done.stdout
     assert "denoise_1, denoise_2" in done.stdout

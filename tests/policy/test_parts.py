@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -14,7 +16,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import build_parts, places_of
-from ppstream.policy.parts import PartSpecs, cut, load, policy_of, specs_of
+from ppstream.policy.parts import PartSpecs, cut, load, part_times_of, policy_of, specs_of
 from ppstream.policy.unwritten import UnwrittenError
 
 CPU = torch.device("cpu")
@@ -138,3 +140,23 @@ def test_a_policy_of_one_part_runs_as_it_is() -> None:
     (policy,) = build_parts(small_config(), CPU)
     _, place = cut(specs_of([policy]), (1,), WINDOW)
     assert policy_of([policy], place, 1, CPU, 7) is policy
+
+
+def test_each_part_of_a_place_is_named_around_its_call_and_timed() -> None:
+    kept, actions = TensorSpec("kept", (3,)), TensorSpec("actions", (4, 2))
+    parts: Any = [Forgetful("first", (), (kept,)), Forgetful("last", (kept,), (actions,))]
+    (_, place) = cut(specs_of(parts), (1, 1), WINDOW)
+    entered: list[str] = []
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    policy = policy_of(parts, place, 1, CPU, 7, around)
+    policy({"present": torch.tensor([True])}, {"actions": torch.zeros(1, 4, 2)})
+    assert entered == ["first", "last"]
+    times = part_times_of(policy)(5)
+    assert [*times] == entered
+    assert all(0 < ns < 10**9 for ns in times.values())
+    assert part_times_of(parts[0])(5) == {}

@@ -96,6 +96,7 @@ CONTROL: Final[dict[str, Any]] = {
     "phase_change": rank_messages.PhaseChange("ready"),
     "instruction": rank_messages.Instruction(5, "pick up the cube"),
     "instructed": rank_messages.Instructed(5, "too long"),
+    "part_times": rank_messages.PartTimes({"vision": 3_200_000, "language": 6_200_000}),
 }
 
 #: Family, version, its decoder, its rows.
