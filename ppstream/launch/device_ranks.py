@@ -26,6 +26,7 @@ from ppstream.links.device_link import run_ahead
 from ppstream.links.factory import open_device
 from ppstream.links.latency_probe import measure
 from ppstream.links.slots import BACK, FRONT
+from ppstream.observe.attribution import block
 from ppstream.pipeline.device.executor import DeviceExecutor
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
@@ -34,9 +35,12 @@ from ppstream.pipeline.device.stage_b import DeviceStageB
 from ppstream.pipeline.stage_b import StageB
 from ppstream.policy.graphed import GraphedPolicy, prepared_policy
 from ppstream.policy.host_staged import StagedPolicy, zeros
+from ppstream.policy.parts import Joined, name_of
 from ppstream.policy.unwritten import drawn_for
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.launcher_store import LauncherStore
     from ppstream.control.peer import Peer
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from ppstream.observe.log_writer import TimestampLog
     from ppstream.pipeline.device.stage_a import DeviceStageA
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+    from ppstream.policy.parts import Place
     from ppstream.policy.protocol import Policy
 
 logger = logging.getLogger("ppstream")
@@ -146,6 +151,21 @@ def prepare_policy(
     if config.policy.instructions:
         ahead = 0
     return PreparedPolicy(prepared, is_stateless, ahead, found.nodes)
+
+
+def policy_at(
+    place: Place,
+    parts: Sequence[Policy],
+    config: PipelineConfig,
+    device: torch.device,
+    run_id: str,
+) -> Policy:
+    """Returns what runs at a place: of ``parts`` loaded on ``device``; one alone as it is."""
+    mine = place.of(parts)
+    is_whole = len(parts) == 1 and place.names == (name_of(parts[0]),)
+    if is_whole and {s.name for s in mine[0].outputs} == {s.name for s in place.outputs}:
+        return mine[0]
+    return Joined(mine, place, config.batch.rows, device, drawn_for(run_id), block)
 
 
 def stage_b_on_host_slots(

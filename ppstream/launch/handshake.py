@@ -177,8 +177,8 @@ def admit(
     store.set(f"{TURN_KEY}/{rank}", "now")
     peer = listener.accept(limit_s, name)
     hello = peer.receive(round(limit_s * NS_PER_S))
-    is_known = isinstance(hello, RankHello) and hello.token == store.get(TOKEN_KEY, limit_s)
-    if not isinstance(hello, RankHello) or not is_known or hello.rank != rank:
+    token = store.get(TOKEN_KEY, limit_s)
+    if not isinstance(hello, RankHello) or (hello.token, hello.rank) != (token, rank):
         raise ProtocolError("a stranger connected to the control socket: it does not know the run")
     try:
         if hello.generation != store.generation:
@@ -192,10 +192,15 @@ def admit(
     run.describe_policy_rank(rank, hello.facts.get("informational", {}))
     peer.send(RankWelcome(run.run_id, str(run.directory)))
     peer.heart = listener.accept(limit_s)
-    beat = peer.heart.receive(round(limit_s * NS_PER_S))
-    if not isinstance(beat, RankHeart) or beat.token != hello.token:
-        raise ProtocolError("a stranger connected to the control socket: it does not know the run")
+    _expect_token(peer.heart, token, limit_s, "the control socket")
     return peer
+
+
+def _expect_token(peer: Peer, token: str, limit_s: float, where: str) -> None:
+    """Wait for the first frame of a further connection between ranks that know each other."""
+    frame = peer.receive(round(limit_s * NS_PER_S))
+    if not isinstance(frame, RankHeart) or frame.token != token:
+        raise ProtocolError(f"a stranger connected to {where}: it does not know the run")
 
 
 def agree_on_parts(
@@ -289,9 +294,7 @@ def meet_neighbours(
     if listener is not None:
         behind = listener.accept(limit_s, f"policy rank {place + 1}")
         stack.callback(behind.close)
-        frame = behind.receive(round(limit_s * NS_PER_S))
-        if not isinstance(frame, RankHeart) or frame.token != token:
-            raise ProtocolError("a stranger connected to a hop's socket: it does not know the run")
+        _expect_token(behind, token, limit_s, "a hop's socket")
         listener.close()
     return Neighbours(before, behind, place, places)
 

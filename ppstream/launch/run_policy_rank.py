@@ -23,15 +23,13 @@ from ppstream.links.factory import open_hops
 from ppstream.links.headers import link_shape
 from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import LinkShape
-from ppstream.observe.attribution import block
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.host_policy_rank import HostPolicyRank
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.compatibility import build_parts, places_of
-from ppstream.policy.parts import PartSpecs, Place, load, part_times_of, policy_of, specs_of
+from ppstream.policy.parts import PartSpecs, Place, load, part_times_of, specs_of
 from ppstream.policy.protocol import Policy
-from ppstream.policy.unwritten import drawn_for
 from ppstream.wire.rank_messages import Goodbye
 
 OUTLIVE_DRAIN_S: Final = 2.0  # rank 0 says drain within drain_s; alone, this rank leaves later
@@ -84,7 +82,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             on_gpu: device_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
                 specs, place, policy = _build_place(
-                    config, store.rank, device, peer, drawn_for(end.run.run_id)
+                    config, store.rank, device, peer, end.run.run_id
                 )
                 if placement.is_device_ordered:
                     on_gpu = device_ranks.prepare_policy(policy, config, device, end.run.run_id)
@@ -115,7 +113,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
 
 
 def _build_place(
-    config: PipelineConfig, rank: int, device: torch.device, peer: Peer, integers: int
+    config: PipelineConfig, rank: int, device: torch.device, peer: Peer, run_id: str
 ) -> tuple[tuple[PartSpecs, ...], Place, Policy]:
     """All parts' specs, this rank's place, and what runs there, loaded.
 
@@ -132,9 +130,8 @@ def _build_place(
         handshake.offer_parts(peer, specs)
         handshake.wait_accepted(config, peer)  # rank 0 finds the same, and is the one to tell
         raise
-    mine = place.of(parts)
-    load(mine)
-    return specs, place, policy_of(mine, place, config.batch.rows, device, integers, block)
+    load(place.of(parts))
+    return specs, place, device_ranks.policy_at(place, parts, config, device, run_id)
 
 
 def _open(

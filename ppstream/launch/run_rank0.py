@@ -35,7 +35,6 @@ from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.protocol import Neighbours
 from ppstream.links.slots import SlotLayout, new_slots
-from ppstream.observe.attribution import block
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
 from ppstream.pipeline.host_executor import HostExecutor, SplitExecutor
@@ -45,9 +44,8 @@ from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.service import Service
 from ppstream.pipeline.stage_a import FrontParts, StageA
 from ppstream.policy.compatibility import build_parts, places_of
-from ppstream.policy.parts import Place, load, part_times_of, policy_of, specs_of
+from ppstream.policy.parts import Place, load, part_times_of, specs_of
 from ppstream.policy.protocol import Policy
-from ppstream.policy.unwritten import drawn_for
 from ppstream.wire.rank_messages import Drain, PhaseChange
 
 logger = logging.getLogger("ppstream")
@@ -217,7 +215,7 @@ def _front_parts(
 ) -> FrontParts:
     """The parts at place 0, behind a window of this process alone."""
     device, rows = torch.device(config.placement.rank0), config.batch.rows
-    policy = policy_of(place.of(parts), place, rows, device, drawn_for(run_id), block)
+    policy = device_ranks.policy_at(place, parts, config, device, run_id)
     stage = device_ranks.stage_b_on_host_slots(policy, config, device, run_id)
     (window,) = new_slots(SlotLayout(ENVELOPE_HEADER, place.inputs, rows), 1)
     return FrontParts(stage, window, part_times_of(policy))
@@ -239,8 +237,7 @@ def _inline(
     built = build_parts(config, device)
     _, place = places_of(config, specs_of(built), inputs, inline=True)
     load(built)
-    integers = drawn_for(parts.log.run_id)
-    policy = policy_of(built, place, config.batch.rows, device, integers, block)
+    policy = device_ranks.policy_at(place, built, config, device, parts.log.run_id)
     shape = link_shape(config, inputs, policy.outputs, generation)
     executor = InlineExecutor(
         device_ranks.stage_b_on_host_slots(policy, config, device, parts.log.run_id),

@@ -20,6 +20,7 @@ import torch
 
 from ppstream.core.clock import now_ns
 from ppstream.core.specs import TensorSpec
+from ppstream.policy.host_staged import zeros
 from ppstream.policy.protocol import Policy
 from ppstream.policy.unwritten import FilledPolicy, Outputs, rebinding
 
@@ -155,13 +156,8 @@ class Joined:
         self._steps: list[_Step] = []
         for part in parts:
             inner = [spec for spec in part.outputs if spec.name not in leaving]
-            tensors = {
-                spec.name: torch.zeros(
-                    rows, *spec.shape, dtype=getattr(torch, spec.dtype), device=device
-                )
-                for spec in inner
-            }
-            self._steps.append(_Step(part, MappingProxyType(tensors), leaving, device, integers))
+            tensors = zeros(inner, rows, device)
+            self._steps.append(_Step(part, tensors, leaving, device, integers))
         self._around = around
         takers = [part for part in parts if callable(getattr(part, "instruct", None))]
         if takers:
@@ -257,22 +253,6 @@ def load(parts: Sequence[Policy]) -> None:
     for part in parts:
         if callable(make := getattr(part, "load", None)):
             make()
-
-
-def policy_of(
-    parts: Sequence[Policy],
-    place: Place,
-    rows: int,
-    device: torch.device,
-    integers: int,
-    around: Around = lambda _name: _NOTHING,
-) -> Policy:
-    """Returns what runs at a place: a policy of one part as it is."""
-    (*_, last) = parts
-    is_whole = len(parts) == 1 and place.first == 0
-    if is_whole and {s.name for s in last.outputs} == {s.name for s in place.outputs}:
-        return last
-    return Joined(parts, place, rows, device, integers, around)
 
 
 def part_times_of(policy: Policy) -> Callable[[int], dict[str, int]]:

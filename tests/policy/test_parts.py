@@ -15,8 +15,9 @@ from ppstream.config.schema import PlacementConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
 from ppstream.ingest.window import input_specs
+from ppstream.launch.device_ranks import policy_at
 from ppstream.policy.compatibility import build_parts, places_of
-from ppstream.policy.parts import PartSpecs, cut, load, part_times_of, policy_of, specs_of
+from ppstream.policy.parts import Joined, PartSpecs, cut, load, part_times_of, specs_of
 from ppstream.policy.unwritten import UnwrittenError
 
 CPU = torch.device("cpu")
@@ -127,7 +128,7 @@ def test_what_one_part_leaves_unwritten_never_reaches_the_next() -> None:
     kept, actions = TensorSpec("kept", (3,)), TensorSpec("actions", (4, 2))
     parts: Any = [Forgetful("first", (), (kept,)), Forgetful("last", (kept,), (actions,))]
     (_, place) = cut(specs_of(parts), (1, 1), WINDOW)
-    policy = policy_of(parts, place, 2, CPU, 7)
+    policy = Joined(parts, place, 2, CPU, 7)
     out = {"actions": torch.zeros(2, 4, 2)}
     there = {"present": torch.tensor([True, True])}
     policy(there, out)
@@ -139,7 +140,7 @@ def test_what_one_part_leaves_unwritten_never_reaches_the_next() -> None:
 def test_a_policy_of_one_part_runs_as_it_is() -> None:
     (policy,) = build_parts(small_config(), CPU)
     _, place = cut(specs_of([policy]), (1,), WINDOW)
-    assert policy_of([policy], place, 1, CPU, 7) is policy
+    assert policy_at(place, [policy], small_config(), CPU, "run") is policy
 
 
 def test_each_part_of_a_place_is_named_around_its_call_and_timed() -> None:
@@ -153,7 +154,7 @@ def test_each_part_of_a_place_is_named_around_its_call_and_timed() -> None:
         entered.append(name)
         yield
 
-    policy = policy_of(parts, place, 1, CPU, 7, around)
+    policy = Joined(parts, place, 1, CPU, 7, around)
     policy({"present": torch.tensor([True])}, {"actions": torch.zeros(1, 4, 2)})
     assert entered == ["first", "last"]
     times = part_times_of(policy)(5)

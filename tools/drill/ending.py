@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from typing import Final
 
 from drill.bad_scrapers import drip_on_both
@@ -248,55 +249,38 @@ ENDINGS: Final = (
 CHAIN_SETTINGS: Final = (
     "policy.target=drill.policy:build_chain",
     "policy.options.relays=3",
-    "placement.policy=[cpu, cpu, cpu]".replace("cpu", '"cpu"'),
+    'placement.policy=["cpu", "cpu", "cpu"]',
     "placement.parts=[0, 1, 2, 3]",
     "bringup.accept=['NOTHING_TO_HIDE', 'LOW_OVERLAP', 'CONTENDED']",
 )
 CHAIN: Final = range(4)
 
 
-def _codes(rank: int, code: int) -> tuple[int, ...]:
-    """Of a chain whose ``rank`` ends with ``code``."""
-    return tuple(code if other == rank else 20 for other in CHAIN)
-
-
-def _killed(rank: int) -> Ending:
-    return Ending(
-        f"chain-kill-rank-{rank}",
-        "F19 F20",
-        f"SIGKILL to rank {rank} of a chain of four",
-        lambda scene: scene.signal(rank, signal.SIGKILL),
-        _codes(rank, -9),
-        2.5,
-        "it left no exit code",
-        settings=CHAIN_SETTINGS,
+def _chain_endings(rank: int) -> tuple[Ending, ...]:
+    """``rank`` of the chain ends in each of three ways, and all others because of it."""
+    own = f".relay_{rank}" if rank < CHAIN[-1] else ""
+    stopped = partial(Scene.signal, rank=rank, number=signal.SIGSTOP)
+    killed = partial(Scene.signal, rank=rank, number=signal.SIGKILL)
+    says = f"exit 21 WATCHDOG {'stage B' if rank else ''}"
+    rows = (
+        ("kill", "F19 F20", "SIGKILL to {}", killed, -9, 2.5, "it left no exit code"),
+        ("freeze", "F21", "SIGSTOP to {}, for good", stopped, -9, 4.0, "(state T) was ended"),
+        ("starve", "F21", "the part of {} loops for ever", order("endless", 1, own), 21, 6.5, says),
+    )
+    who = f"rank {rank} of a chain of four"
+    return tuple(
+        Ending(
+            f"chain-{kind}-rank-{rank}",
+            ids,
+            does.format(who),
+            inject,
+            tuple(code if other == rank else 20 for other in CHAIN),
+            gone_s,
+            said,
+            settings=CHAIN_SETTINGS,
+        )
+        for kind, ids, does, inject, code, gone_s, said in rows
     )
 
 
-def _frozen(rank: int) -> Ending:
-    return Ending(
-        f"chain-freeze-rank-{rank}",
-        "F21",
-        f"SIGSTOP to rank {rank} of a chain of four, for good",
-        lambda scene: scene.signal(rank, signal.SIGSTOP),
-        _codes(rank, -9),
-        4.0,
-        "(state T) was ended",
-        settings=CHAIN_SETTINGS,
-    )
-
-
-def _starved(rank: int) -> Ending:
-    return Ending(
-        f"chain-starve-rank-{rank}",
-        "F21",
-        f"the part of rank {rank} in a chain of four loops for ever",
-        order("endless", 1, f".relay_{rank}" if rank < CHAIN[-1] else ""),
-        _codes(rank, 21),
-        6.5,
-        f"exit 21 WATCHDOG {'stage B' if rank else ''}",
-        settings=CHAIN_SETTINGS,
-    )
-
-
-CHAIN_ENDINGS: Final = tuple(make(rank) for make in (_killed, _frozen, _starved) for rank in CHAIN)
+CHAIN_ENDINGS: Final = tuple(ending for rank in CHAIN for ending in _chain_endings(rank))
