@@ -6,6 +6,7 @@ Everything that loads, allocates or captures happens here, before a wait is queu
 from __future__ import annotations
 
 import logging
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,29 +23,31 @@ from ppstream.cuda.streams import stream as cuda_stream
 from ppstream.cuda.streams import torch_stream
 from ppstream.launch import handshake
 from ppstream.launch.placement import Placement, place
-from ppstream.links.device_link import run_ahead
+from ppstream.links.device_link import Headers, new_device_slots, run_ahead
 from ppstream.links.factory import open_device
+from ppstream.links.headers import ENVELOPE_HEADER
 from ppstream.links.latency_probe import measure
-from ppstream.links.slots import BACK, FRONT
+from ppstream.links.slots import Position, SlotLayout
 from ppstream.observe.attribution import block
 from ppstream.pipeline.device.executor import DeviceExecutor
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
-from ppstream.pipeline.device.stage_a import RingWindows
+from ppstream.pipeline.device.stage_a import DeviceFrontParts, RingWindows
 from ppstream.pipeline.device.stage_b import DeviceStageB
 from ppstream.pipeline.stage_b import StageB
 from ppstream.policy.graphed import GraphedPolicy, prepared_policy
 from ppstream.policy.host_staged import StagedPolicy, zeros
 from ppstream.policy.parts import Joined, name_of
-from ppstream.policy.unwritten import drawn_for
+from ppstream.policy.unwritten import FilledPolicy, drawn_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.launcher_store import LauncherStore
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
+    from ppstream.cuda.streams import Role
     from ppstream.launch.rank0_parts import Rank0Parts
     from ppstream.links.device_link import DeviceLink
     from ppstream.links.slots import LinkShape
@@ -77,14 +80,24 @@ def place_here(config: PipelineConfig, world_size: int) -> Placement:
 def open_rank0(
     parts: Rank0Parts,
     placement: Placement,
-    policy_rank: PolicyRankPeer,
+    policy_ranks: tuple[PolicyRankPeer, ...],
     store: LauncherStore,
     shape: LinkShape,
+    front: tuple[Place, PreparedPolicy] | None,
 ) -> tuple[DeviceStageA, DeviceExecutor]:
     """Rank 0's stage A on its GPU, which replaces that of ``parts``, and its executor.
 
+    Args:
+        parts: of rank 0, whatever its device.
+        placement: of the run.
+        policy_ranks: in the order of the chain.
+        store: where ranks find each other.
+        shape: of the first and the last hop.
+        front: place 0 and its parts of the policy, if it has any.
+
     Raises:
-        ConfigError, DeviceError, PeerLostError, ProtocolError: as the link's opening.
+        ConfigError, DeviceError, PeerLostError, ProtocolError: as the link's opening. What parts of
+            the policy raise on their first slots passes through.
     """
     config = parts.config
     device = torch.device(placement.ranks[0].device)
@@ -98,7 +111,8 @@ def open_rank0(
         GpuWork(mean_ms if is_simulated else 0.0, device)
         for mean_ms in (simulate.a_ms, simulate.c_ms)
     )
-    link = _open_link(config, placement, FRONT, store, shape, device, parts.log)
+    position = Position(0, len(policy_ranks))
+    link = _open_link(config, placement, position, store, shape, device, parts.log)
     own = Rank0Device(
         link=link,
         shape=shape,
@@ -107,8 +121,35 @@ def open_rank0(
         work_a=work_a,
         work_c=work_c,
     )
-    stage_a = RingWindows(config, link.out, device, stream)
-    return stage_a, DeviceExecutor(own, policy_rank)
+    front_parts = None
+    if front is not None:
+        front_parts = _front_parts(*front, config, device, len(link.out), shape.generation)
+        front_parts.prepare(link.out)
+        _seal(front[1].policy, parts.log)
+    stage_a = RingWindows(config, link.out, device, stream, front_parts)
+    return stage_a, DeviceExecutor(own, policy_ranks)
+
+
+def _front_parts(
+    place: Place,
+    prepared: PreparedPolicy,
+    config: PipelineConfig,
+    device: torch.device,
+    slots: int,
+    generation: int,
+) -> DeviceFrontParts:
+    rows = config.batch.rows
+    layout = SlotLayout(ENVELOPE_HEADER, place.inputs, rows)
+    takes_texts = config.policy.instructions  # as ``PreparedPolicy.ahead``
+    return DeviceFrontParts(
+        DeviceStageB(prepared.policy, rows, device, is_stateless=prepared.is_stateless),
+        new_device_slots(layout, 1, device)[0],
+        Headers(layout, slots, generation),
+        None if takes_texts else prepared.nodes,
+        prepared.duration_ns,
+        prepared.parts_ns,
+        cuda_stream("a"),
+    )
 
 
 class PreparedPolicy(NamedTuple):
@@ -117,40 +158,52 @@ class PreparedPolicy(NamedTuple):
     Attributes:
         policy: compiled, replayed from graphs, or as it is.
         is_stateless: its ``reset`` need never be called.
-        ahead: as ``LinkShape.ahead``.
         nodes: kernels, copies and memsets of a call; None: not known.
+        duration_ns: of a call, where nodes are known.
+        parts_ns: of each part alone, where several are replayed from graphs.
     """
 
     policy: Policy
     is_stateless: bool
-    ahead: int
-    nodes: int | None
+    nodes: int | None = None
+    duration_ns: int = 0
+    parts_ns: Mapping[str, int] = MappingProxyType({})
+
+    def ahead(self, config: PipelineConfig) -> int:
+        """Returns how far ahead of envelopes it may be queued (``LinkShape.ahead``).
+
+        A policy that takes instructions is queued for envelopes that were seen alone: the text
+        reaches it between two of them, on the stream where more would wait for rank 0.
+        """
+        if config.policy.instructions:
+            return 0
+        return run_ahead(self.nodes, self.duration_ns, config.pipeline.d_in)
 
 
 def prepare_policy(
-    policy: Policy, config: PipelineConfig, device: torch.device, run_id: str
+    policy: Policy, config: PipelineConfig, device: torch.device, run_id: str, role: Role
 ) -> PreparedPolicy:
-    """Rehearses ``policy``, which was built on ``device``, to see how far ahead it may be queued.
-
-    A policy that takes instructions is queued for envelopes that were seen alone: the text reaches
-    it between two of them, on the stream where more would wait for rank 0.
+    """Rehearses ``policy``, built on ``device``, on the stream of ``role``, which becomes current.
 
     Raises:
         ConfigError: the policy cannot be recorded. What it raises on zeros passes through.
     """
-    torch.cuda.set_stream(torch_stream("b"))
+    torch.cuda.set_stream(torch_stream(role))
     prepared = prepared_policy(policy, config.policy, device, drawn_for(run_id))
     is_stateless = bool(getattr(policy, "stateless", False))
     if not isinstance(prepared, GraphedPolicy):
-        return PreparedPolicy(prepared, is_stateless, 0, None)
+        return PreparedPolicy(prepared, is_stateless)
     batch = config.batch.rows
     rows = None if is_stateless else torch.zeros(batch, dtype=torch.bool, device=device)
     window, out = (zeros(specs, batch, device) for specs in (policy.inputs, policy.outputs))
     found = prepared.rehearse(window, out, rows)
-    ahead = run_ahead(found.nodes, found.duration_ns, config.pipeline.d_in)
-    if config.policy.instructions:
-        ahead = 0
-    return PreparedPolicy(prepared, is_stateless, ahead, found.nodes)
+    parts_ns: dict[str, int] = {}
+    if isinstance(policy, Joined) and not config.policy.compile:
+        for part in policy.parts:
+            alone = GraphedPolicy(FilledPolicy(part, drawn_for(run_id)))
+            given, made = (zeros(specs, batch, device) for specs in (part.inputs, part.outputs))
+            parts_ns[name_of(part)] = alone.rehearse(given, made, None).duration_ns
+    return PreparedPolicy(prepared, is_stateless, found.nodes, found.duration_ns, parts_ns)
 
 
 def policy_at(
@@ -183,21 +236,23 @@ def open_policy_rank(
     config: PipelineConfig,
     prepared: PreparedPolicy,
     placement: Placement,
+    position: Position,
     peer: Peer,
     store: LauncherStore,
     shape: LinkShape,
     log: TimestampLog,
     waiter: Waiter,
 ) -> DevicePolicyRank:
-    """The policy rank's loop on its GPU; warm, nothing queued.
+    """A policy rank's loop on its GPU; warm, nothing queued.
 
     Raises:
         ConfigError, DeviceError, PeerLostError, ProtocolError: as the link's opening. What the
             policy raises on its first slots passes through.
     """
     set_switch_interval(DEVICE_SWITCH_INTERVAL_S)
-    device = torch.device(placement.ranks[1].device)
-    link = _open_link(config, placement, BACK, store, shape, device, log)
+    rank = position.place
+    device = torch.device(placement.ranks[rank].device)
+    link = _open_link(config, placement, position, store, shape, device, log)
     policy = prepared.policy
     parts = PolicyDevice(
         config=config,
@@ -210,37 +265,45 @@ def open_policy_rank(
         stream=torch_stream("b"),
         shape=shape,
         nodes=prepared.nodes,
+        rank=rank,
+        relays=position.places > 1 or 0 in config.placement.parts,
+        parts_ns=prepared.parts_ns,
     )
     loop = DevicePolicyRank(parts)
     loop.prepare()
     log.event("run_ahead", envelopes=shape.ahead, nodes=prepared.nodes, slots=len(link.out))
+    _seal(policy, log)
+    return loop
+
+
+def _seal(policy: Policy, log: TimestampLog) -> None:
+    """All graphs are recorded."""
     if isinstance(policy, GraphedPolicy):
         policy.seal()
         log.event("policy_graphs", **policy.statistics()._asdict())
-    return loop
 
 
 def _open_link(
     config: PipelineConfig,
     placement: Placement,
-    side: str,
+    position: Position,
     store: LauncherStore,
     shape: LinkShape,
     device: torch.device,
     log: TimestampLog,
 ) -> DeviceLink:
-    """One end, and in the log which link it is, why, and how quick.
+    """Both hops of this rank, and in the log which link it is, why, and how quick.
 
     Raises:
         ConfigError, DeviceError, PeerLostError, ProtocolError: as ``open_device`` and ``measure``.
     """
     assert placement.link is not None
     link = open_device(
-        placement.link, side, store, shape, device, looks=config.link.wait == "kernel"
+        placement.link, position, store, shape, device, looks=config.link.wait == "kernel"
     )
-    latency = measure(link, side, OPEN_TIMEOUT_S)
+    latency = measure(link, position, OPEN_TIMEOUT_S)
     log.event("link", link=link.name, why=placement.why, **latency._asdict())
-    if side == FRONT:
+    if position.is_front:
         logger.info(
             "link %s: %s; %.1f µs one way for %d bytes, queued ahead",
             link.name,

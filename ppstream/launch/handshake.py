@@ -38,6 +38,7 @@ from ppstream.core.errors import (
 from ppstream.core.specs import TensorSpec
 from ppstream.launch.rank_exit import how_it_ends
 from ppstream.links.protocol import Neighbours
+from ppstream.links.slots import Position
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.policy.compatibility import places_of
 from ppstream.policy.parts import PartSpecs, Place
@@ -208,7 +209,8 @@ def agree_on_parts(
 ) -> tuple[tuple[Place, ...], int]:
     """Waits until each rank has built its parts; returns the places, once all tensors fit.
 
-    Behind them, how far ahead of envelopes it may be queued (``LinkShape.ahead``).
+    Behind them, how far ahead of envelopes all of it may be queued (``LinkShape.ahead``), which the
+    policy ranks hear, too.
 
     Raises:
         ConfigError: the policy does not fit the configuration, with every reason.
@@ -220,9 +222,10 @@ def agree_on_parts(
         if other.parts != built[0].parts:
             raise ConfigError([f"policy.target: rank {rank} built other parts than rank 1"])
     places = places_of(config, built[0].parts, window)
+    ahead = min(found.ahead for found in built)
     for peer in peers:
-        peer.send(Ready({}))
-    return places, built[0].ahead
+        peer.send(Ready({"ahead": ahead}))
+    return places, ahead
 
 
 def _built(config: PipelineConfig, peer: Peer) -> _Built:
@@ -296,7 +299,7 @@ def meet_neighbours(
         stack.callback(behind.close)
         _expect_token(behind, token, limit_s, "a hop's socket")
         listener.close()
-    return Neighbours(before, behind, place, places)
+    return Neighbours(before, behind, Position(place, places))
 
 
 class _Built(msgspec.Struct, frozen=True):
@@ -311,8 +314,8 @@ def offer_parts(peer: Peer, parts: tuple[PartSpecs, ...], ahead: int = 0) -> Non
     peer.send(Ready(msgspec.to_builtins(_Built(parts, ahead))))
 
 
-def wait_accepted(config: PipelineConfig, peer: Peer) -> None:
-    """Waits for rank 0's answer.
+def wait_accepted(config: PipelineConfig, peer: Peer) -> int:
+    """Waits for rank 0's answer: how far ahead of envelopes all policy ranks queue.
 
     Raises:
         PeerLeftError: it refuses the policy.
@@ -320,6 +323,7 @@ def wait_accepted(config: PipelineConfig, peer: Peer) -> None:
     answer = peer.receive(build_limit_ns(config) + SPARE_NS)
     if not isinstance(answer, Ready):
         raise ProtocolError(f"expected Ready from rank 0, got {type(answer).__name__}")
+    return int(answer.facts["ahead"])
 
 
 def build_limit_ns(config: PipelineConfig) -> int:

@@ -91,20 +91,14 @@ def place(
     ranks = RankPlan(0, ("A", "C"), devices.rank0), *policy_ranks
     is_one_host = local_world_size >= world_size
     if all(plan.is_gpu for plan in ranks):
-        if most > 2 or 0 in devices.parts:
-            raise ConfigError(
-                [
-                    "placement.parts: got a policy cut over GPUs, want its parts on one policy "
-                    "rank, or placement.rank0 = 'cpu': between GPUs one hop each way is there yet"
-                ]
-            )
+        who = "both GPUs" if most == 2 else f"all {most} GPUs"
         return Placement(
             ranks,
             *_choose_device_link(
-                config.link, is_one_host=is_one_host, has_peer_access=has_peer_access
+                config.link, who, is_one_host=is_one_host, has_peer_access=has_peer_access
             ),
         )
-    _refuse_device_link(config.link, ranks)
+    _refuse_device_link(config.link, ranks, has_front_parts=0 in devices.parts)
     return Placement(ranks, *_choose_link(config.link, most, is_one_host=is_one_host))
 
 
@@ -121,13 +115,13 @@ def _choose_link(link: LinkConfig, ranks: int, *, is_one_host: bool) -> tuple[Li
 
 
 def _choose_device_link(
-    link: LinkConfig, *, is_one_host: bool, has_peer_access: bool
+    link: LinkConfig, who: str, *, is_one_host: bool, has_peer_access: bool
 ) -> tuple[LinkKind, str]:
-    """Between two GPUs."""
+    """Between GPUs alone."""
     if link.kind in ("host", "gloo"):
         raise ConfigError(
             [
-                f"link.kind: got {link.kind!r} for ranks on two GPUs, want 'auto', 'peer', "
+                f"link.kind: got {link.kind!r} for ranks on GPUs alone, want 'auto', 'peer', "
                 "'pinned' or 'nccl'"
             ]
         )
@@ -139,11 +133,11 @@ def _choose_device_link(
         _check_trusted(link, "nccl")
         return "nccl", "the GPUs are in two hosts, over a network declared as trusted"
     if link.kind == "nccl":
-        return "nccl", "asked for by link.kind, though both GPUs are in one host"
+        return "nccl", f"asked for by link.kind, though {who} are in one host"
     if link.kind == "pinned":
-        return "pinned", "asked for by link.kind: slots in pinned memory that both GPUs reach"
+        return "pinned", f"asked for by link.kind: slots in pinned memory that {who} reach"
     if has_peer_access:
-        return "peer", "both GPUs are in one host and reach each other's memory"
+        return "peer", f"{who} are in one host and reach each other's memory"
     if link.kind == "peer":
         raise ConfigError(
             [
@@ -151,20 +145,22 @@ def _choose_device_link(
                 "want 'auto' or 'pinned'"
             ]
         )
-    return "pinned", "both GPUs are in one host, but do not reach each other's memory"
+    return "pinned", f"{who} are in one host, but do not reach each other's memory"
 
 
-def _refuse_device_link(link: LinkConfig, ranks: tuple[RankPlan, ...]) -> None:
+def _refuse_device_link(
+    link: LinkConfig, ranks: tuple[RankPlan, ...], *, has_front_parts: bool
+) -> None:
     problems = []
     if link.kind in DEVICE_LINKS:
         problems.append(
-            f"link.kind: got {link.kind!r}, which connects two GPUs; want 'auto', or a CUDA device "
-            "for placement.rank0 and placement.policy"
+            f"link.kind: got {link.kind!r}, which connects GPUs alone; want 'auto', or CUDA "
+            "devices for placement.rank0 and placement.policy"
         )
-    if ranks[0].is_gpu:
+    if ranks[0].is_gpu and not has_front_parts:
         problems.append(
-            f"placement.rank0: got {ranks[0].device} beside a policy on the CPU, want 'cpu', or a "
-            "CUDA device for placement.policy, too"
+            f"placement.rank0: got {ranks[0].device} beside a policy rank on the CPU, want 'cpu', "
+            "CUDA devices for all of placement.policy, or parts of the policy on rank 0"
         )
     if problems:
         raise ConfigError(problems)

@@ -85,10 +85,11 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
                     config, store.rank, device, peer, end.run.run_id
                 )
                 if placement.is_device_ordered:
-                    on_gpu = device_ranks.prepare_policy(policy, config, device, end.run.run_id)
-            ahead = 0 if on_gpu is None else on_gpu.ahead
+                    run_id = end.run.run_id
+                    on_gpu = device_ranks.prepare_policy(policy, config, device, run_id, "b")
+            ahead = 0 if on_gpu is None else on_gpu.ahead(config)
             handshake.offer_parts(peer, specs, ahead)
-            handshake.wait_accepted(config, peer)
+            ahead = handshake.wait_accepted(config, peer)
             shape = link_shape(
                 config, place.inputs, place.outputs, store.generation, ahead, store.rank
             )
@@ -148,7 +149,7 @@ def _open(
     """This rank's loop, over a link that is open."""
     if isinstance(policy, device_ranks.PreparedPolicy):
         return device_ranks.open_policy_rank(
-            config, policy, placement, peer, store, shape, log, waiter
+            config, policy, placement, ends.position, peer, store, shape, log, waiter
         )
     assert placement.link is not None
     device = torch.device(placement.ranks[store.rank].device)

@@ -34,7 +34,7 @@ from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.protocol import Neighbours
-from ppstream.links.slots import SlotLayout, new_slots
+from ppstream.links.slots import Position, SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
 from ppstream.pipeline.host_executor import HostExecutor, SplitExecutor
@@ -173,26 +173,36 @@ def _pipelined(
     front = None
     if 0 in config.placement.parts:
         with course.step(f"the build of {config.policy.target}"):
-            front = build_parts(config, torch.device(config.placement.rank0))
+            device = torch.device(config.placement.rank0)
+            if device.type == "cuda":
+                startup.start(device)
+            front = build_parts(config, device)
             load(front[: config.placement.parts.count(0)])
     places, ahead = handshake.agree_on_parts(config, peers, window)
     describe_topology(run, config, placement, places)
+    on_gpu = None
     if front is not None:
-        assert isinstance(parts.stage_a, StageA), "placed so"
-        parts.stage_a.front = _front_parts(config, front, places[0], parts.log.run_id)
+        policy = device_ranks.policy_at(places[0], front, config, device, parts.log.run_id)
+        if placement.is_device_ordered:
+            with course.step("the first calls of the parts on rank 0"):
+                on_gpu = device_ranks.prepare_policy(policy, config, device, parts.log.run_id, "a")
+        else:
+            assert isinstance(parts.stage_a, StageA), "placed so"
+            parts.stage_a.front = _front_parts(config, policy, places[0], parts.log.run_id)
     shape = link_shape(config, places[0].outputs, places[-1].outputs, store.generation, ahead)
     policy_ranks = tuple(PolicyRankPeer(peer, config, k) for k, peer in enumerate(peers, 1))
     executor: Executor
     with course.step("the link and its slots"):
         if placement.is_device_ordered:
+            on_device = None if on_gpu is None else (places[0], on_gpu)
             stage_a, executor = device_ranks.open_rank0(
-                parts, placement, policy_ranks[0], store, shape
+                parts, placement, policy_ranks, store, shape, on_device
             )
             stack.callback(executor.link.close)
             parts = parts._replace(stage_a=stage_a)
         else:
             assert placement.link is not None
-            ends = Neighbours(peers[-1], peers[0], 0, len(peers))
+            ends = Neighbours(peers[-1], peers[0], Position(0, len(peers)))
             hops = open_hops(placement.link, ends, store, shape)
             stack.callback(hops.close)
             on_host = SplitExecutor if config.pipeline.threads == "split" else HostExecutor
@@ -210,12 +220,9 @@ def _pipelined(
     return rank0
 
 
-def _front_parts(
-    config: PipelineConfig, parts: tuple[Policy, ...], place: Place, run_id: str
-) -> FrontParts:
+def _front_parts(config: PipelineConfig, policy: Policy, place: Place, run_id: str) -> FrontParts:
     """The parts at place 0, behind a window of this process alone."""
     device, rows = torch.device(config.placement.rank0), config.batch.rows
-    policy = device_ranks.policy_at(place, parts, config, device, run_id)
     stage = device_ranks.stage_b_on_host_slots(policy, config, device, run_id)
     (window,) = new_slots(SlotLayout(ENVELOPE_HEADER, place.inputs, rows), 1)
     return FrontParts(stage, window, part_times_of(policy))

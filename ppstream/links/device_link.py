@@ -1,9 +1,10 @@
-"""A link between two GPUs, as its loops see it: both ends alike, ordered by the devices alone.
+"""Hops between GPUs, as the loops see them: all ends alike, ordered by the devices alone.
 
-Each end owns the slots that its peer writes, and sends from slots of its own. The host queues
-sends and receipts ahead of the data; who waits for whom is decided on the devices, by counters.
-Which slot an index uses follows from the credits, as in ``slots.py``, with one count of slots for
-both directions. The links themselves are ``peer_memory.py``, ``pinned_memory.py`` and
+A rank's link is its two hops: one to the place behind it, one from the place before; of two ranks
+both lead to the same peer. It owns the slots that the rank before writes, and sends from its own.
+The host queues sends and receipts ahead of the data; who waits for whom is decided on the devices,
+by counters. Which slot an index uses follows from the credits, as in ``slots.py``, with one count
+of slots for all hops. The links themselves are ``peer_memory.py``, ``pinned_memory.py`` and
 ``nccl.py``; what ends a wait for a peer that is gone is the control socket's owner, who calls
 ``close``.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from ppstream.core.clock import NS_PER_MS
-from ppstream.links.slots import FRONT, GENERATION, INDEX, make_slots
+from ppstream.links.slots import GENERATION, INDEX, make_slots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.cuda.driver import CudaStream
-    from ppstream.links.slots import LinkShape, Slot, SlotLayout
+    from ppstream.links.slots import LinkShape, Position, Slot, SlotLayout
 
 #: Envelopes that a host queues beyond D_in, at most: it may be late by as many periods.
 AHEAD: Final = 6
@@ -54,12 +55,12 @@ class DeviceSlot(NamedTuple):
 
 
 class DeviceLink(Protocol):
-    """One end. One thread queues; the loops put events and copies of headers on its streams, too.
+    """Both hops of a rank. One thread queues; the loops put events and header copies there, too.
 
     Attributes:
         name: the kind, for the log and the report.
-        out: slots that this end sends from; index n is in slot ``n % len(out)``.
-        into: slots that the peer's sends arrive in.
+        out: slots that this rank sends from; index n is in slot ``n % len(out)``.
+        into: slots that the sends of the rank before arrive in.
         sending, receiving: the streams.
         is_short: a send of this end is one short kernel. In the stream that fills the slot it saves
             a hop (some 5 µs of latency), but takes its time from the next use of that stream.
@@ -189,9 +190,10 @@ def run_ahead(nodes: int | None, stage_ns: int, d_in: int) -> int:
     return max(0, min(AHEAD, fitting - d_in))
 
 
-def layouts(shape: LinkShape, side: str) -> tuple[SlotLayout, SlotLayout]:
-    """Returns the layouts that ``side`` sends and receives."""
-    return (shape.envelope, shape.result) if side == FRONT else (shape.result, shape.envelope)
+def layouts(shape: LinkShape, position: Position) -> tuple[SlotLayout, SlotLayout]:
+    """Returns the layouts that the rank at ``position`` sends and receives."""
+    both = shape.envelope, shape.result
+    return both if position.is_front else (shape.result, shape.envelope)
 
 
 def new_device_slots(

@@ -18,7 +18,7 @@ from ppstream.links.nccl import NcclLink
 from ppstream.links.peer_memory import PeerLink
 from ppstream.links.pinned_memory import PinnedLink
 from ppstream.links.protocol import Hops, Neighbours
-from ppstream.links.slots import LinkShape
+from ppstream.links.slots import LinkShape, Position
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def open_hops(
 
 def open_device(
     kind: str,
-    side: str,
+    position: Position,
     store: LauncherStore,
     shape: LinkShape,
     device: torch.device,
@@ -67,27 +67,27 @@ def open_device(
     timeout_s: float = OPEN_TIMEOUT_S,
     looks: bool = True,
 ) -> DeviceLink:
-    """One end of a new link between two GPUs; both ranks must be here at the same time.
+    """Both hops of a rank with a GPU; its neighbours must be here at the same time.
 
     Args:
         kind: ``peer``, ``pinned`` or ``nccl``.
-        side: ``FRONT`` on rank 0, ``BACK`` on the policy rank.
-        store: where the ends find each other.
-        shape: the same on both ends.
+        position: of this rank in the chain.
+        store: where neighbours find each other.
+        shape: of the two hops; each the same on both ends.
         device: of this rank; current, and CUDA has started on it.
-        timeout_s: bound of the peer's coming.
+        timeout_s: bound of a neighbour's coming.
         looks: of ``peer``: streams of stages wait by a kernel (``peer_memory.py``).
 
     Raises:
         ConfigError: unknown kind.
-        PeerLostError: the peer did not open its end within ``timeout_s``.
+        PeerLostError: a neighbour did not open its end within ``timeout_s``.
         DeviceError: the driver refuses memory or mapping.
         ProtocolError: the ends disagree on their sizes.
     """
     if kind == "peer":
-        return PeerLink(side, store, shape, device, timeout_s, looks=looks)
+        return PeerLink(position, store, shape, device, timeout_s, looks=looks)
     if kind == "pinned":
-        return PinnedLink(side, store, shape, device, timeout_s)
+        return PinnedLink(position, store, shape, device, timeout_s)
     if kind == "nccl":
-        return NcclLink(side, store.raw, shape, device)
+        return NcclLink(position, store.raw, shape, device)
     raise ConfigError([f"link.kind: {kind!r} is not one of {', '.join(DEVICE_KINDS)}"])

@@ -158,7 +158,7 @@ def open_host(ends: Neighbours, shape: LinkShape, timeout_s: float) -> Hops:
         ConfigError: the slots do not fit into memory.
         ProtocolError: the other end's slots are of another size.
     """
-    is_front, limit_ns = ends.place == 0, round(timeout_s * NS_PER_S)
+    is_front, limit_ns = ends.position.place == 0, round(timeout_s * NS_PER_S)
     there, back = (shape.envelope, shape.envelope_slots), (shape.result, shape.result_slots)
     mine, theirs = (there, back) if is_front else (back, there)  # out, into
     fds: list[int] = []
@@ -173,7 +173,7 @@ def open_host(ends: Neighbours, shape: LinkShape, timeout_s: float) -> Hops:
         elif ends.before is ends.behind:
             fds += reversed(ends.before.receive_fds(2, limit_ns))
         else:
-            if ends.place == ends.places:
+            if ends.position.place == ends.position.places:
                 fds += ends.behind.receive_fds(1, limit_ns)
             else:
                 fds.append(_allocate(_bytes(mine)))
@@ -185,7 +185,7 @@ def open_host(ends: Neighbours, shape: LinkShape, timeout_s: float) -> Hops:
             os.close(fd)
     out_order, in_order = orders_of(ends, shape.generation)
     out = HostOut(ends.behind, slots[0], out_order)
-    is_from_rank0 = ends.place <= 1
+    is_from_rank0 = ends.position.place <= 1
     into = HostIn(ends.before, slots[1], in_order, is_pumped=is_from_rank0)
 
     def close() -> None:

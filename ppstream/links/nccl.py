@@ -46,7 +46,6 @@ from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.cuda.streams import stream as own_stream
 from ppstream.links import nccl_dump
 from ppstream.links.device_link import Headers, layouts, new_device_slots, slot_count
-from ppstream.links.slots import FRONT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from ppstream.cuda.driver import CudaStream
-    from ppstream.links.slots import LinkShape
+    from ppstream.links.slots import LinkShape, Position
 
 SETTINGS: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -70,23 +69,23 @@ FOR_EVER: Final = timedelta(days=365)
 ABORT_LIMIT_S: Final = 3.0  # some 0.5 s each
 PARKED_BYTES: Final = 4096  # a receive of 1 KB was seen to cost nothing, one of 256 KB 55 %
 NOTE_VALUES: Final = 16  # int64: small enough to be eager
-FRONT_RANK, BACK_RANK = 0, 1
+SENDER, RECEIVER = 0, 1  # of a hop's group
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 
 
 class NcclLink:
-    """One end (link_device.DeviceLink); both ends must be opened at the same time.
+    """Both hops of a rank (device_link.DeviceLink); all ranks must open them at the same time.
 
     Args:
-        side: ``FRONT`` or ``BACK``.
-        store: the launcher's, as torch knows it; its time-out bounds the peer's coming.
-        shape: the same on both ends.
+        position: of this rank.
+        store: the launcher's, as torch knows it; its time-out bounds the neighbours' coming.
+        shape: of both hops.
         device: of this rank; current, and CUDA has started.
         group_timeout: of both communicators; nothing depends on it.
 
     Raises:
-        PeerLostError: the peer did not open its end in time.
+        PeerLostError: a neighbour did not open its end in time.
     """
 
     name = "nccl"
@@ -95,7 +94,7 @@ class NcclLink:
 
     def __init__(
         self,
-        side: str,
+        position: Position,
         store: Store,
         shape: LinkShape,
         device: torch.device,
@@ -103,7 +102,7 @@ class NcclLink:
         group_timeout: timedelta = FOR_EVER,
     ) -> None:
         count = slot_count(shape)
-        out, into = layouts(shape, side)
+        out, into = layouts(shape, position)
         self.out = new_device_slots(out, count, device)
         self.into = new_device_slots(into, count, device)
         self._headers = Headers(out, count, shape.generation)
@@ -112,17 +111,19 @@ class NcclLink:
         self.sending, self.receiving = own_stream("sending"), own_stream("receiving")
         self._as_torch: dict[int, Any] = {}
         self._device = device
-        mine, self._other = (FRONT_RANK, BACK_RANK) if side == FRONT else (BACK_RANK, FRONT_RANK)
-        directions = ("in", "out") if side == FRONT else ("out", "in")
-        groups = {name: _group(store, name, mine, group_timeout) for name in ("in", "out")}
-        self._outgoing, self._incoming = (groups[name] for name in directions)
+        place, places = position
+        ranks = {place: SENDER, (place - 1) % (places + 1): RECEIVER}  # of the hops by number
+        groups = {
+            hop: _group(store, f"hop {hop}", ranks[hop], group_timeout) for hop in sorted(ranks)
+        }
+        self._outgoing, self._incoming = (groups[hop] for hop in ranks)
         self._sent = self._expected = 0
         try:
-            for group in groups.values():  # at once: torch warns of those made by a first message
+            for group in groups.values():  # in one order on all ranks: each waits for its other end
                 group.eager_connect_single_device(self.out[0].raw.device)
-            self._connect(first=side == FRONT)
+            self._connect(first=position.is_front)
         except dist.DistError as error:
-            raise PeerLostError(f"link nccl: the other rank did not connect: {error}") from error
+            raise PeerLostError(f"link nccl: a neighbour did not connect: {error}") from error
 
     def queue_header(self, index: int, numbers: Sequence[int]) -> None:
         header, size = self._headers.write(index, numbers)
@@ -192,10 +193,10 @@ class NcclLink:
                     self._receive(self.into[0].raw)
 
     def _send(self, tensor: Tensor) -> None:
-        self._outgoing.send([tensor], self._other, 0).wait()
+        self._outgoing.send([tensor], RECEIVER, 0).wait()
 
     def _receive(self, tensor: Tensor) -> None:
-        self._incoming.recv([tensor], self._other, 0).wait()
+        self._incoming.recv([tensor], SENDER, 0).wait()
 
 
 def _group(store: Store, name: str, rank: int, timeout: timedelta) -> Any:

@@ -1,4 +1,4 @@
-"""The ``peer`` link: two GPUs of one host that reach each other's memory. No CPU on the path.
+"""The ``peer`` link: GPUs of one host that reach each other's memory. No CPU on the path.
 
 Bulk goes by the copy engine into a slot in the receiver's memory, and then the receiver's counter
 is written: nothing of it takes a multiprocessor. A slot of ``PUT_BYTES`` or less, and any that
@@ -53,32 +53,31 @@ from ppstream.core.errors import ProtocolError
 from ppstream.cuda.driver import DeviceMemory, MappedMemory
 from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, Places
 from ppstream.links.device_link import device_slots, layouts, slot_count
-from ppstream.links.slots import BACK, FRONT
 from ppstream_kernels.cuda_put import Puts
 from ppstream_kernels.cuda_wait import Waits
 
 if TYPE_CHECKING:
     from ppstream.control.rendezvous import Store
-    from ppstream.links.slots import LinkShape
+    from ppstream.links.slots import LinkShape, Position
 
 PUT_BYTES: Final = 1 << 16  # of a slot; any where d_in = 1: there the way counts, not A beside it
 
 
 class PeerLink(CountedLink):
-    """One end (link_device.DeviceLink); both ends must be opened at the same time.
+    """Both hops of a rank (device_link.DeviceLink); all ranks must open them at the same time.
 
     Args:
-        side: ``FRONT`` or ``BACK``.
-        store: where the ends leave word of their memory.
-        shape: the same on both ends.
+        position: of this rank.
+        store: where ranks leave word of their memory.
+        shape: of both hops.
         device: of this rank; current, and CUDA has started.
-        timeout_s: bound of the peer's coming.
-        put_bytes: slots of this end up to this size are sent by a kernel; None: ``PUT_BYTES``, or
+        timeout_s: bound of the neighbours' coming.
+        put_bytes: slots of this rank up to this size are sent by a kernel; None: ``PUT_BYTES``, or
             any where only one is ever under way.
         looks: streams of stages wait by a kernel.
 
     Raises:
-        PeerLostError: the peer did not open its end in time.
+        PeerLostError: a neighbour did not open its end in time.
         DeviceError: the driver refuses memory or mapping.
         ProtocolError: the ends disagree on their sizes.
     """
@@ -87,7 +86,7 @@ class PeerLink(CountedLink):
 
     def __init__(
         self,
-        side: str,
+        position: Position,
         store: Store,
         shape: LinkShape,
         device: torch.device,
@@ -97,17 +96,20 @@ class PeerLink(CountedLink):
         looks: bool = True,
     ) -> None:
         count = slot_count(shape)
-        out, into = layouts(shape, side)
+        out, into = layouts(shape, position)
         mine = DeviceMemory(COUNTER_BYTES + count * into.slot_bytes)
         wanted = COUNTER_BYTES + count * out.slot_bytes
-        self._theirs = _exchange(side, store, mine, wanted, timeout_s)
+        self._theirs = _exchange(position, store, mine, wanted, timeout_s)
         places = Places(
             my_counter=mine.address,
             their_counter=self._theirs.address,
             their_slots=self._theirs.address + COUNTER_BYTES,
         )
         slots = device_slots(mine.tensor(device)[COUNTER_BYTES:], into, count)
-        most = put_limit(shape.d_in, out.slot_bytes) if put_bytes is None else put_bytes
+        most = put_bytes
+        if most is None:  # a kernel sends a header that the host knows: no policy's rank of a chain
+            relays = position.places > 1 and not position.is_front
+            most = 0 if relays else put_limit(shape.d_in, out.slot_bytes)
         make_puts = partial(Puts, device) if out.slot_bytes <= most else None
         make_waits = partial(Waits, device) if looks else None
         super().__init__(out, shape, device, slots, places, make_puts, make_waits)
@@ -126,12 +128,11 @@ def put_limit(d_in: int, slot_bytes: int) -> int:
 
 
 def _exchange(
-    side: str, store: Store, mine: DeviceMemory, wanted: int, timeout_s: float
+    position: Position, store: Store, mine: DeviceMemory, wanted: int, timeout_s: float
 ) -> MappedMemory:
-    """Tell the peer of ``mine``, and map its memory, which must have ``wanted`` bytes."""
-    store.set(f"peer/{side}", f"{mine.size} {mine.exported()}")
-    other = BACK if side == FRONT else FRONT
-    size, _, exported = store.get(f"peer/{other}", timeout_s).partition(" ")
+    """Tell who sends here of ``mine``; map the next rank's memory, which must have ``wanted``."""
+    store.set(f"peer/{position.place}", f"{mine.size} {mine.exported()}")
+    size, _, exported = store.get(f"peer/{position.behind}", timeout_s).partition(" ")
     if int(size) != wanted:
         raise ProtocolError(
             f"the other end's slots take {size} bytes, this rank's layout has {wanted}: the ranks "

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ppstream.links.slots import BACK
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ppstream.control.peer import Peer
     from ppstream.links.arrivals import Arrivals
-    from ppstream.links.slots import Slot
+    from ppstream.links.slots import Position, Slot
 
 
 class OutHop(Protocol):
@@ -65,19 +63,17 @@ class Neighbours(NamedTuple):
     Attributes:
         before: whose hop leads here.
         behind: where this rank's hop leads; with one policy rank the same peer.
-        place: of this rank in the chain; rank 0 is place 0.
-        places: policy ranks in all.
+        position: of this rank.
     """
 
     before: Peer
     behind: Peer
-    place: int
-    places: int = 1
+    position: Position
 
     @classmethod
-    def pair(cls, side: str, peer: Peer) -> Neighbours:
+    def pair(cls, position: Position, peer: Peer) -> Neighbours:
         """Of two ranks: ``FRONT`` is rank 0, ``BACK`` the policy rank."""
-        return cls(peer, peer, int(side == BACK))
+        return cls(peer, peer, position)
 
 
 class Hops(NamedTuple):

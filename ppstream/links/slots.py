@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -27,8 +27,31 @@ if TYPE_CHECKING:
     from ppstream.links.protocol import Neighbours
 
 
+class Position(NamedTuple):
+    """Where a rank stands in the chain of ranks, which ends where it begins.
+
+    Attributes:
+        place: rank 0 is place 0.
+        places: policy ranks in all.
+    """
+
+    place: int
+    places: int = 1
+
+    @property
+    def is_front(self) -> bool:
+        """True on rank 0."""
+        return self.place == 0
+
+    @property
+    def behind(self) -> int:
+        """The place that this rank's hop leads to."""
+        return (self.place + 1) % (self.places + 1)
+
+
+FRONT: Final = Position(0)  # of two ranks: rank 0
+BACK: Final = Position(1)  # and the policy rank
 #: Both headers begin with these; a link writes them when it sends, checks them when it receives.
-FRONT, BACK = "front", "back"  # sides of a link: rank 0's and the policy rank's
 INDEX = 0
 GENERATION = 1
 ALIGNMENT_BYTES = 64
@@ -157,8 +180,9 @@ def new_slots(layout: SlotLayout, count: int) -> tuple[Slot, ...]:
 
 def orders_of(ends: Neighbours, generation: int) -> tuple[Order, Order]:
     """Returns the orders of the hops out of a rank and into it."""
-    names = ["envelope", *(f"output of place {k}" for k in range(1, ends.places)), "result"]
-    return Order(names[ends.place], generation), Order(names[ends.place - 1], generation)
+    place, places = ends.position
+    names = ["envelope", *(f"output of place {k}" for k in range(1, places)), "result"]
+    return Order(names[place], generation), Order(names[place - 1], generation)
 
 
 class Order:

@@ -245,7 +245,7 @@ def time_standalone(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
     told |= {f"{k}_mean_ns": round(statistics.fmean(v)) for k, v in stages.items()}
     if places := [v for k, v in durations.items() if k not in stages]:
         told["places_ns"] = [round(statistics.fmean(v)) for v in places]
-    front = getattr(rank0.stage_a, "front", None)  # not on a GPU
+    front = rank0.stage_a.front
     parts_ns = {} if front is None else front.part_times(repeats)
     for policy_rank in rank0.executor.policy_ranks:
         parts_ns |= policy_rank.parts_ns

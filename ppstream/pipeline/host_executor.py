@@ -23,6 +23,7 @@ from ppstream.core.waiter import Waiter
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, read_stage_b
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.credits import NO_LEAD
+from ppstream.pipeline.policy_rank_peer import instruct_all, thread_cpus
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
 from ppstream.pipeline.time_accounting import LINK, TimeAccount
 
@@ -283,27 +284,11 @@ class HostExecutor(OnHost):
 
     def thread_cpus(self) -> dict[str, list[int]]:
         """As ``Executor``."""
-        found = self._thread_cpus.copy()
-        for policy_rank in self.policy_ranks:
-            found |= policy_rank.thread_cpus()
-        return found
+        return self._thread_cpus | thread_cpus(self.policy_ranks)
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
-        """As ``Executor``: every policy rank has it, or the first fault."""
-        waits = len(self.policy_ranks)
-        faults: list[str] = []
-
-        def heard(number: int, fault: str) -> None:
-            faults.append(fault)
-            if len(faults) == waits:
-                done(number, next(filter(None, faults), ""))
-
-        front = self._loop.stage_a.front
-        if front is not None:
-            waits += 1
-            heard(number, front.instruct(number, text))
-        for policy_rank in self.policy_ranks:
-            policy_rank.instruct(number, text, heard)
+        """As ``Executor``."""
+        instruct_all(self.policy_ranks, self._loop.stage_a.front, number, text, done)
 
 
 class SplitExecutor(HostExecutor):

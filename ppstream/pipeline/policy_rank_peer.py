@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.control.peer_process import HeldProcess
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from ppstream.pipeline.rank0 import Rank0
 
 RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
+
+
+class TakesInstructions(Protocol):
+    """The policy's parts at place 0."""
+
+    def instruct(self, number: int, text: str) -> str: ...
 
 
 class PolicyRankPeer:
@@ -132,3 +138,33 @@ class PolicyRankPeer:
             raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
         self.log_refused = frame.log_refused
         return frame.durations_ns
+
+
+def instruct_all(
+    policy_ranks: Sequence[PolicyRankPeer],
+    front: TakesInstructions | None,
+    number: int,
+    text: str,
+    done: Callable[[int, str], None],
+) -> None:
+    """As ``Executor.instruct``: rank 0's parts and all policy ranks have it, or the first fault."""
+    waits = len(policy_ranks) + (front is not None)
+    faults: list[str] = []
+
+    def heard(number: int, fault: str) -> None:
+        faults.append(fault)
+        if len(faults) == waits:
+            done(number, next(filter(None, faults), ""))
+
+    if front is not None:
+        heard(number, front.instruct(number, text))
+    for policy_rank in policy_ranks:
+        policy_rank.instruct(number, text, heard)
+
+
+def thread_cpus(policy_ranks: Sequence[PolicyRankPeer]) -> dict[str, list[int]]:
+    """CPUs that the process of each of them may use, by the resource that it is."""
+    found: dict[str, list[int]] = {}
+    for policy_rank in policy_ranks:
+        found |= policy_rank.thread_cpus()
+    return found

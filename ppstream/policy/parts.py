@@ -163,6 +163,11 @@ class Joined:
         if takers:
             self.instruct: Callable[[int, str], None] = _Takers(takers)
 
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """As it was given."""
+        return tuple(step.part for step in self._steps)
+
     def reset(self, rows: Tensor) -> None:
         """As each part does."""
         for step in self._steps:

@@ -37,7 +37,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
 def ends(*, puts: bool, looks: bool = False) -> tuple[CountedLink, CountedLink]:
     layout = SlotLayout(HEADER, (TensorSpec("x", (5, 13), "uint8"),), 3)
     shape = LinkShape(layout, layout, 2, 2, GENERATION)
-    return linked(shape, FakePuts if puts else None, FakeWaits if looks else None)
+    return linked(
+        shape, make_puts=FakePuts if puts else None, make_waits=FakeWaits if looks else None
+    )
 
 
 def stands(stream: CudaStream) -> bool:
@@ -241,7 +243,7 @@ def test_a_peer_that_does_not_answer_notes_is_lost_and_holds_nothing_up(
 ) -> None:
     front, _ = ends(puts=True)
     began = time.monotonic()
-    with pytest.raises(PeerLostError, match="answers no notes"):
+    with pytest.raises(PeerLostError, match="pass on no notes"):
         latency_probe.measure(front, FRONT, 0.1)
     assert time.monotonic() - began < 2
     assert front.receiving.is_idle()

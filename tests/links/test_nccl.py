@@ -18,7 +18,7 @@ from ppstream.cuda import driver as memops
 from ppstream.cuda.driver import CudaStream
 from ppstream.links import nccl
 from ppstream.links.nccl import NOTE_VALUES, PARKED_BYTES, NcclLink
-from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
+from ppstream.links.slots import BACK, FRONT, LinkShape, Position, SlotLayout
 
 HEADER = ("index", "generation", "epoch", "seq")
 HEADER_BYTES, NOTE_BYTES = 64, NOTE_VALUES * 8
@@ -62,7 +62,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, int]
     driver.close()
 
 
-def link(side: str, result_bytes: int) -> NcclLink:
+def link(side: Position, result_bytes: int) -> NcclLink:
     envelope = SlotLayout(HEADER, (TensorSpec("x", (1 << 20,), "uint8"),), 1)
     result = SlotLayout(HEADER, (TensorSpec("x", (result_bytes,), "uint8"),), 1)
     store: Any = None
@@ -76,8 +76,8 @@ def test_both_ends_connect_in_one_order(calls: list[tuple[str, str, int]]) -> No
     link(BACK, 64)
     opposite = {"send": "recv", "recv": "send", "connect": "connect"}
     assert front == [(name, opposite[what], size) for name, what, size in calls]
-    assert front[:2] == [("in", "connect", 0), ("out", "connect", 0)]
-    assert [name for name, _, _ in front[2:]] == ["in", "in", "out", "out"]
+    assert front[:2] == [("hop 0", "connect", 0), ("hop 1", "connect", 0)]
+    assert [name for name, _, _ in front[2:]] == ["hop 0", "hop 0", "hop 1", "hop 1"]
 
 
 @pytest.mark.parametrize("name", ["eager_connect_single_device", "send"])
@@ -104,7 +104,7 @@ def test_a_note_goes_before_what_would_slow_the_policy_while_it_is_parked(
     ends[FRONT].queue_receive(0)
     slot = ends[BACK].out[0].size
     sizes = [NOTE_BYTES] * notes + [slot]
-    sends, receipts = ([("out", what, size) for size in sizes] for what in ("send", "recv"))
+    sends, receipts = ([("hop 1", what, size) for size in sizes] for what in ("send", "recv"))
     assert calls == sends + receipts
 
 
@@ -123,6 +123,6 @@ def test_close_says_when_an_abort_does_not_end(
 ) -> None:
     monkeypatch.setattr(nccl, "ABORT_LIMIT_S", 0.05)
     released = threading.Event()
-    monkeypatch.setattr(Group, "abort", lambda group: group.name == "in" and released.wait())
+    monkeypatch.setattr(Group, "abort", lambda group: group.name == "hop 0" and released.wait())
     assert not link(FRONT, 64).close()
     released.set()

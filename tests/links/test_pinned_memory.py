@@ -17,7 +17,7 @@ from ppstream.control.launcher_store import LauncherStore
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaEvent, CudaStream
 from ppstream.links.pinned_memory import PinnedLink
-from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
+from ppstream.links.slots import BACK, FRONT, LinkShape, Position, SlotLayout
 
 HEADER = ("index", "generation", "epoch", "seq")
 LIMIT_S = 10.0
@@ -55,9 +55,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[PinningDriver]:
 def opened() -> tuple[PinnedLink, PinnedLink]:
     store = LauncherStore(vars(dist)["HashStore"](), 0, 2, 0)
     layout = SlotLayout(HEADER, (TensorSpec("x", (100,), "uint8"),), 1)
-    found: dict[str, PinnedLink] = {}
+    found: dict[Position, PinnedLink] = {}
 
-    def run(side: str) -> None:
+    def run(side: Position) -> None:
         shape = LinkShape(layout, layout, 2, 2, 7)
         found[side] = PinnedLink(side, store, shape, torch.device("cpu"), LIMIT_S)
 
@@ -90,7 +90,7 @@ def test_slots_arrive_whole_through_host_memory(driver: PinningDriver, sender: i
 def test_close_unpins_so_that_a_further_link_can_lie_there(driver: PinningDriver) -> None:
     for _ in range(3):
         links: Any = opened()
-        assert len(driver.pinned) == 2
+        assert len(driver.pinned) == 4  # each end maps both hops
         for link in links:
             assert link.close()
             assert link.close()
@@ -104,4 +104,4 @@ def test_memory_that_a_stream_still_waits_beside_stays_pinned(
     monkeypatch.setattr(front, "_moves", lambda route: False)
     assert not front.close()
     assert back.close()
-    assert len(driver.pinned) == 1
+    assert len(driver.pinned) == 2

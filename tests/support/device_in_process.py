@@ -1,7 +1,7 @@
 """A whole device-ordered pipeline in one process, over ``fake_cuda``: no GPU, real everything else.
 
-Rank 0 is on this thread, the policy rank on another; real rings, windows, counted link, control
-socket, loops, ledger and log.
+Rank 0 is on this thread, each policy rank on one of its own; real rings, windows, counted links,
+control sockets, loops, ledger and logs.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_cuda import FakeDriver, queue_call
 from fake_put import FakePuts
 from fake_wait import FakeWaits
 from host_windows import HostWindows
 from linked_ends import linked
-from pipeline_in_process import Collector, NewestValues, patient
+from pipeline_in_process import Collector, patient
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.peer import Peer
@@ -37,9 +39,10 @@ from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links import device_counters
-from ppstream.links.device_link import run_ahead
-from ppstream.links.headers import link_shape
-from ppstream.links.slots import LinkShape
+from ppstream.links.device_counters import CountedLink
+from ppstream.links.device_link import Headers, device_slots, most_queued, run_ahead
+from ppstream.links.headers import ENVELOPE_HEADER, link_shape
+from ppstream.links.slots import LinkShape, SlotLayout
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
@@ -47,11 +50,12 @@ from ppstream.pipeline.device import policy_rank as device_policy_rank
 from ppstream.pipeline.device.executor import DeviceExecutor
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
+from ppstream.pipeline.device.stage_a import DeviceFrontParts
 from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Saturated
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.stage_c import StageC
-from ppstream.policy.protocol import instruct
+from ppstream.policy.protocol import Policy, instruct
 from ppstream.policy.unwritten import FilledPolicy, drawn_for
 from ppstream.wire.rank_messages import Drain
 
@@ -90,7 +94,7 @@ def nothing() -> None:
 class QueuedPolicy:
     """What DeviceStageB is on a GPU: the policy runs when its stream comes to it."""
 
-    def __init__(self, policy: NewestValues, kernels: int) -> None:
+    def __init__(self, policy: Policy, kernels: int) -> None:
         self.policy = FilledPolicy(policy, drawn_for(RUN_ID))
         self.kernels = kernels
         self.stream: Any = None
@@ -114,13 +118,81 @@ class QueuedPolicy:
         return instruct(self.policy, number, text)
 
 
+class PolicyRankThread:
+    """A policy rank on a thread of this process.
+
+    Attributes:
+        front, back: rank 0's and its own end of their control socket.
+        loop: its own.
+        queued: its stage B.
+        b: stage B's stream.
+        waiter: its own.
+        failure: what ended its thread.
+    """
+
+    b: CudaStream
+
+    def __init__(
+        self,
+        link: CountedLink,
+        policy: Policy,
+        kernels: int,
+        parts: dict[str, Any],
+        stack: ExitStack,
+    ) -> None:
+        self.link = link
+        ours, theirs = socket.socketpair()
+        self.front, self.back = Peer(ours), Peer(theirs)
+        stack.callback(self.front.close)
+        stack.callback(self.back.close)
+        self.queued = QueuedPolicy(policy, kernels)
+        self.waiter = parts["waiter"]
+        self.failure: list[BaseException] = []
+        own: Any = parts | {"stage_b": self.queued, "link": link, "peer": self.back}
+        self.loop = DevicePolicyRank(PolicyDevice(**own))
+        self._thread = threading.Thread(target=self._serve)
+
+    def begin(self, b: CudaStream) -> None:
+        self.b = self.queued.stream = b
+        self.queued.load = self.load
+        self._thread.start()
+
+    def end(self) -> None:
+        with suppress(PeerLostError):  # a test may have let it vanish
+            self.front.send(Drain("test over"))
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "a policy rank did not leave"
+        assert self.link.close(), "a wait of a policy rank was not released"
+
+    def load(self) -> None:
+        """As a kernel's first launch: waits for all that is queued on the policy rank's device."""
+        streams = [self.link.receiving, self.link.sending, self.b]
+        until = time.monotonic() + LOAD_LIMIT_S
+        while any(stream.handle.pending for stream in streams):  # type: ignore[attr-defined]
+            if time.monotonic() > until:
+                raise TimeoutError(f"a load stood for {LOAD_LIMIT_S} s behind a queued wait")
+            time.sleep(0.001)
+
+    def _serve(self) -> None:
+        try:
+            self.loop.run(lambda: False)
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            self.failure.append(error)
+            traceback.print_exception(error)
+            self.back.close()  # as a process that ends does
+
+
 class DevicePipeline:
-    """``rank0`` is a loop over a DeviceExecutor with ``policy`` behind it; a context manager."""
+    """``rank0`` is a loop over a DeviceExecutor; a context manager.
+
+    Behind it ``policy`` on a policy rank, or several in a chain; ``front`` is at the end of its
+    stage A.
+    """
 
     def __init__(
         self,
         config: PipelineConfig,
-        policy: NewestValues,
+        policy: Policy | Sequence[Policy],
         directory: Path,
         patch: pytest.MonkeyPatch,
         *,
@@ -131,60 +203,83 @@ class DevicePipeline:
         c_s: float = 0.0,
         puts: bool = False,
         looks: bool = False,
+        front: Policy | None = None,
     ) -> None:
+        self._front = front
         self._a_s, self._c_s, self._a_kernels = a_s, c_s, a_kernels
         self.driver = FakeDriver()
         patch.setattr(driver, "driver", lambda: self.driver)
-        self.b: CudaStream  # of stage B
+        self._made: list[CudaStream] = []  # of stages B
         for module in (device_counters, device_policy_rank):
             patch.setattr(module, "stream", self._stream)
         patch.setattr("torch.cuda.synchronize", lambda device=None: None)
         config = patient(config)
-        self.config, self.policy = config, policy
+        self.config = config
+        self.policies = policies = [policy] if hasattr(policy, "inputs") else [*policy]  # type: ignore[list-item, misc]
+        self.policy: Any = policies[0]
         self.intake = build_intake(config)
         self.collector = Collector()
-        self.failure: list[BaseException] = []
         self._directory = directory
         self._stack = ExitStack()
         self._stack.callback(self.driver.close)
         self._nodes = kernels if runs_ahead else None
         takes_texts = config.policy.instructions
         ahead = 0 if takes_texts else run_ahead(self._nodes, 0, config.pipeline.d_in)
-        self.shape = shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 3, ahead)
-        self._front_link, self._back_link = linked(
-            shape, FakePuts if puts else None, FakeWaits if looks else None
+        window = self.intake.cutter.inputs
+        hops = [window if front is None else front.outputs, *(each.outputs for each in policies)]
+        around = [(hops[0], hops[-1]), *pairwise(hops)]  # of each rank
+        shapes = [link_shape(config, *both, 3, ahead, k) for k, both in enumerate(around)]
+        self.shape = shapes[0]
+        links = linked(
+            *shapes, make_puts=FakePuts if puts else None, make_waits=FakeWaits if looks else None
         )
-        ours, theirs = socket.socketpair()
-        self.front, self.back = Peer(ours), Peer(theirs)
-        self._stack.callback(self.front.close)
-        self._stack.callback(self.back.close)
-        self.rank0 = self._rank0(shape)
-        self.queued = QueuedPolicy(policy, kernels)
-        self.policy_rank = self._policy_rank(shape)
-        self._thread = threading.Thread(target=self._serve)
+        self._front_link = links[0]
+        self.ranks = [
+            self._policy_rank(k, links[k], shapes[k], each, kernels)
+            for k, each in enumerate(policies, 1)
+        ]
+        self.rank0 = self._rank0(shapes[0], links[0])
+
+    @property
+    def policy_rank(self) -> DevicePolicyRank:
+        """Of the first policy rank, as all of these."""
+        return self.ranks[0].loop
+
+    @property
+    def queued(self) -> QueuedPolicy:
+        return self.ranks[0].queued
+
+    @property
+    def b(self) -> CudaStream:
+        return self.ranks[0].b
+
+    @property
+    def policy_waiter(self) -> Waiter:
+        return self.ranks[0].waiter
+
+    @property
+    def front(self) -> Peer:
+        return self.ranks[0].front
+
+    @property
+    def back(self) -> Peer:
+        return self.ranks[0].back
+
+    @property
+    def failure(self) -> list[BaseException]:
+        return [error for rank in self.ranks for error in rank.failure]
 
     def __enter__(self) -> DevicePipeline:
-        self._thread.start()
+        for rank, b in zip(self.ranks, self._made, strict=True):
+            rank.begin(b)
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(PeerLostError):  # a test may have let it vanish
-            self.front.send(Drain("test over"))
-        self._thread.join(10)
-        assert not self._thread.is_alive(), "the policy rank did not leave"
-        assert self._back_link.close(), "a wait of the policy rank was not released"
+        for rank in self.ranks:
+            rank.end()
         assert self._front_link.close()
         self._stack.close()
         assert not self.driver.failures, self.driver.failures
-
-    def load(self) -> None:
-        """As a kernel's first launch: waits for all that is queued on the policy rank's device."""
-        streams = [self._back_link.receiving, self._back_link.sending, self.queued.stream]
-        until = time.monotonic() + LOAD_LIMIT_S
-        while any(stream.handle.pending for stream in streams):
-            if time.monotonic() > until:
-                raise TimeoutError(f"a load stood for {LOAD_LIMIT_S} s behind a queued wait")
-            time.sleep(0.001)
 
     def saturate(self) -> None:
         source = SyntheticSource(self.config, self.intake.rows[0], seed=1, start_ns=now_ns())
@@ -197,7 +292,7 @@ class DevicePipeline:
 
     def lines(self, rank: int = 0) -> list[dict[str, Any]]:
         """One rank's log so far."""
-        (self.rank0 if rank == 0 else self.policy_rank).log.flush()
+        (self.rank0 if rank == 0 else self.ranks[rank - 1].loop).log.flush()
         text = (self._directory / f"rank{rank}.gen0.jsonl").read_text()
         return [json.loads(line) for line in text.splitlines()]
 
@@ -207,14 +302,14 @@ class DevicePipeline:
     def _stream(self, role: str) -> CudaStream:
         made = CudaStream()
         if role == "b":
-            self.b = made
+            self._made.append(made)
         return made
 
-    def _rank0(self, shape: LinkShape) -> Rank0Loop:
+    def _rank0(self, shape: LinkShape, link: Any) -> Rank0Loop:
         config = self.config
         self.a, self.c = a, c = CudaStream(), CudaStream()
-        link: Any = self._front_link
-        windows = HostWindows(config, shape, len(link.out), a)
+        layout = SlotLayout(ENVELOPE_HEADER, self.intake.cutter.inputs, config.batch.rows)
+        windows = HostWindows(config, layout, len(link.out), a, self._front_parts(layout))
         own = Rank0Device(
             link=link,
             shape=shape,
@@ -226,27 +321,39 @@ class DevicePipeline:
         ledger = CreditLedger(config.pipeline.d_in, config.pipeline.d_out)
         stage_c = StageC(config, CopyDecoder(), Delay(0.0))
         log = self._log(0, EnvelopeRecord)
-        self.executor = DeviceExecutor(own, PolicyRankPeer(self.front, config))
+        peers = [PolicyRankPeer(rank.front, config, k) for k, rank in enumerate(self.ranks, 1)]
+        self.executor = DeviceExecutor(own, tuple(peers))
         parts = (config, windows, stage_c, ledger, log, self._waiter())
-        return Rank0Loop(*parts, executor=self.executor)
-
-    def _policy_rank(self, shape: LinkShape) -> DevicePolicyRank:
-        self.policy_waiter = self._waiter()
-        parts = PolicyDevice(
-            config=self.config,
-            stage_b=self.queued,  # type: ignore[arg-type]
-            link=self._back_link,  # type: ignore[arg-type]
-            peer=self.back,
-            log=self._log(1, PolicyRecord),
-            waiter=self.policy_waiter,
-            clock=DeviceClock(DeviceProbe(CudaStream())),
-            stream=None,  # type: ignore[arg-type]
-            shape=shape,
-            nodes=self._nodes,
-        )
-        loop = DevicePolicyRank(parts)
-        self.queued.stream, self.queued.load = self.b, self.load
+        loop = Rank0Loop(*parts, executor=self.executor)
+        if windows.front is not None:
+            windows.front.on_fault = loop.tell_policy_fault
         return loop
+
+    def _front_parts(self, layout: SlotLayout) -> DeviceFrontParts | None:
+        if self._front is None:
+            return None
+        self.front_stage: Any = QueuedPolicy(self._front, 1)
+        self.front_stage.stream = self.a
+        memory = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
+        headers = Headers(layout, 2 * most_queued(self.shape), 3)
+        (window,) = device_slots(memory, layout, 1)
+        return DeviceFrontParts(self.front_stage, window, headers, 1, 0, {"first": 7}, self.a)
+
+    def _policy_rank(
+        self, rank: int, link: CountedLink, shape: LinkShape, policy: Policy, kernels: int
+    ) -> PolicyRankThread:
+        parts = {
+            "config": self.config,
+            "log": self._log(rank, PolicyRecord),
+            "waiter": self._waiter(),
+            "clock": DeviceClock(DeviceProbe(CudaStream())),
+            "stream": None,
+            "shape": shape,
+            "nodes": self._nodes,
+            "rank": rank,
+            "relays": len(self.policies) > 1 or self._front is not None,
+        }
+        return PolicyRankThread(link, policy, kernels, parts, self._stack)
 
     def _log(self, rank: int, record: Any) -> TimestampLog:
         path = self._directory / f"rank{rank}.gen0.jsonl"
@@ -258,11 +365,3 @@ class DevicePipeline:
         waiter = Waiter()
         self._stack.callback(waiter.close)
         return waiter
-
-    def _serve(self) -> None:
-        try:
-            self.policy_rank.run(lambda: False)
-        except BaseException as error:  # noqa: BLE001 - looked at by the test
-            self.failure.append(error)
-            traceback.print_exception(error)
-            self.back.close()  # as a process that ends does

@@ -13,7 +13,8 @@ from ppstream.cuda.driver import CudaStream
 from ppstream.ingest.intake import Intake
 from ppstream.ingest.window import WindowInfo
 from ppstream.links.device_link import DeviceSlot, pinned_slots
-from ppstream.links.slots import LinkShape
+from ppstream.links.slots import SlotLayout
+from ppstream.pipeline.device.stage_a import DeviceFrontParts
 from ppstream.pipeline.flight import Flight, name_rows, owners_of
 
 
@@ -22,35 +23,46 @@ class HostWindows:
 
     Args:
         config: the lease.
-        shape: of the link whose envelopes it fills.
+        layout: of a window.
         slots: windows; more than can be queued.
         stream: that stage A is queued on.
+        front: what follows the window.
     """
 
     def __init__(
-        self, config: PipelineConfig, shape: LinkShape, slots: int, stream: CudaStream
+        self,
+        config: PipelineConfig,
+        layout: SlotLayout,
+        slots: int,
+        stream: CudaStream,
+        front: DeviceFrontParts | None = None,
     ) -> None:
         self.intake: Intake
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
         self._stream = stream
-        self._windows = pinned_slots(shape.envelope, slots)
-        self._begin = min(shape.envelope.offsets.values())  # behind the header, which is the link's
+        self._windows = pinned_slots(layout, slots)
+        self._begin = min(layout.offsets.values())  # behind the header, which is the link's
         self._infos: list[WindowInfo | None] = [None] * slots
 
+        self.front = front
+
     nodes = 1  # the copy
+    front_ns = 0
 
     def ingest(self, now_ns: int) -> None:
         """Nothing: the rings are read where they are."""
 
-    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> None:
+    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> int:
         place = flight.index % len(self._windows)
         window = self._windows[place]
         info = self.intake.cutter.cut(window.tensors, ends_ns, self._lease_ns)
         begin = self._begin
         source = window.raw.data_ptr() + begin
-        self._stream.copy(slot.address + begin, source, slot.size - begin)
+        target = slot if self.front is None else self.front.window
+        self._stream.copy(target.address + begin, source, target.size - begin)
         self._infos[place] = info
         flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
+        return 0 if self.front is None else self.front.enqueue(flight, slot)
 
     def settle(self, flight: Flight) -> None:
         info = self._infos[flight.index % len(self._windows)]

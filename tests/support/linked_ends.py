@@ -14,8 +14,8 @@ from ppstream.cuda import driver
 from ppstream.cuda.driver import CudaStream
 from ppstream.links import device_counters
 from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, Places
-from ppstream.links.device_link import device_slots, slot_count
-from ppstream.links.slots import LinkShape
+from ppstream.links.device_link import device_slots, layouts, slot_count
+from ppstream.links.slots import LinkShape, Position
 
 CPU = torch.device("cpu")
 D = TypeVar("D", bound=FakeDriver)
@@ -33,20 +33,28 @@ def driven_by(fake: D, patch: pytest.MonkeyPatch) -> Iterator[D]:
 
 
 def linked(
-    shape: LinkShape, make_puts: Any = None, make_waits: Any = None
-) -> tuple[CountedLink, CountedLink]:
-    """Both ends of a link in this process's memory, as ``peer`` lays it out on two GPUs."""
-    count = slot_count(shape)
+    *shapes: LinkShape, make_puts: Any = None, make_waits: Any = None
+) -> tuple[CountedLink, ...]:
+    """A link for each rank in this process's memory, as ``peer`` lays them out on GPUs.
+
+    With one shape of two ranks, else of a chain with a rank for each; its policy ranks copy.
+    """
+    if len(shapes) == 1:
+        shapes = (shapes[0], shapes[0])
+    places = len(shapes) - 1
+    directions = [layouts(shape, Position(k, places)) for k, shape in enumerate(shapes)]
+    count = slot_count(shapes[0])
     memories = [
-        torch.zeros(COUNTER_BYTES + count * layout.slot_bytes, dtype=torch.uint8)
-        for layout in (shape.result, shape.envelope)  # what each end receives
+        torch.zeros(COUNTER_BYTES + count * into.slot_bytes, dtype=torch.uint8)
+        for _, into in directions
     ]
-    front, back = (memory.data_ptr() for memory in memories)
 
-    def end(mine: int, out: Any, into: Any) -> CountedLink:
-        my, their = (front, back) if mine == 0 else (back, front)
-        slots = device_slots(memories[mine][COUNTER_BYTES:], into, count)
-        places = Places(my, their, their + COUNTER_BYTES)
-        return CountedLink(out, shape, CPU, slots, places, make_puts, make_waits)
+    def link(place: int) -> CountedLink:
+        out, into = directions[place]
+        my, their = (memories[k].data_ptr() for k in (place, Position(place, places).behind))
+        slots = device_slots(memories[place][COUNTER_BYTES:], into, count)
+        puts = None if place and places > 1 else make_puts
+        where = Places(my, their, their + COUNTER_BYTES)
+        return CountedLink(out, shapes[place], CPU, slots, where, puts, make_waits)
 
-    return end(0, shape.envelope, shape.result), end(1, shape.result, shape.envelope)
+    return tuple(link(place) for place in range(places + 1))

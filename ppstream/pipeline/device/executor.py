@@ -13,9 +13,9 @@ A credit is the receipt of the result ``d_in`` envelopes earlier, which this dev
 (``"after_window"``): the copy waits for it, A runs one envelope ahead, and its data ages meanwhile.
 
 A stage A that waits for its credit waits for the policy rank, and so would a launch that finds the
-driver's queue full: ``link_device.run_ahead`` bounds by nodes what stands queued so. A stage A of a
-millisecond or more, or of many nodes, is queued once its credit was seen, behind at most one that
-runs: the host goes on to emit results meanwhile.
+driver's queue full: ``device_link.run_ahead`` bounds by nodes what stands queued so. A stage A of a
+millisecond or more, as with parts of the policy at its end, or of many nodes, is queued once its
+credit was seen, behind at most one that runs: the host goes on to emit results meanwhile.
 
 The loop finishes envelopes in order once their last event is done: books stamps, decodes, emits.
 ``tEmit`` is the end of C on the device, ``tPick`` the moment at which the host takes the envelope
@@ -39,11 +39,12 @@ from ppstream.pipeline.device.event_times import Rank0Times, book_rank0
 from ppstream.pipeline.device.in_flight import InFlight
 from ppstream.pipeline.device.rank0_queue import Queueing
 from ppstream.pipeline.flight import Flight
+from ppstream.pipeline.policy_rank_peer import instruct_all, thread_cpus
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
 from ppstream.policy.unwritten import Results, drawn_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ppstream.cuda.driver import CudaEvent
     from ppstream.links.slots import Slot
@@ -60,15 +61,11 @@ NOW: Final = 0
 
 
 class DeviceExecutor:
-    """Rank 0's GPU, with a policy rank behind ``parts.link``."""
+    """Rank 0's GPU, with the policy ranks in the order of the chain behind ``parts.link``."""
 
-    def __init__(self, parts: Rank0Device, policy_rank: PolicyRankPeer) -> None:
+    def __init__(self, parts: Rank0Device, policy_ranks: tuple[PolicyRankPeer, ...]) -> None:
         self.link = parts.link
-        self.policy_ranks: tuple[PolicyRankPeer, ...] = (policy_rank,)
-        self.instruct = policy_rank.instruct
-        self.thread_cpus = policy_rank.thread_cpus
-        self._policy_rank = policy_rank
-        self._peer = policy_rank.peer
+        self.policy_ranks = policy_ranks
         self._parts = parts
         self._ahead = 0  # of credits, of this phase's stage A; 0: it is queued with its credit
         self._most_queued = most_queued(parts.shape)
@@ -83,7 +80,9 @@ class DeviceExecutor:
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
         self._loop = loop
-        self._policy_rank.attach(loop)
+        for policy_rank in self.policy_ranks:
+            policy_rank.attach(loop)
+            loop.waiter.register(policy_rank.peer.fileno())
         parts = self._parts
         self._a: DeviceStageA = loop.stage_a  # type: ignore[assignment]
         is_fresh = self._is_fresh = loop.config.pipeline.credit == "before_window"
@@ -93,16 +92,14 @@ class DeviceExecutor:
         self._queueing = Queueing(parts, self._a, self._underway.ring, is_fresh=is_fresh)
         self._results = Results(drawn_for(loop.log.run_id))
         loop.mark.busy_with = self._at
-        loop.waiter.register(self._peer.fileno())
         loop.log.queues_ahead = True
         loop.on_phase.append(self._on_phase)
         end_timeouts_on_time()
 
     def _on_phase(self, phase: str) -> None:
         self._waits_for_input = self._loop.pacing.name != "saturated"
-        nodes = self._a.nodes + self._parts.work_a.products
-        d_in = self._loop.credits.d_in
-        self._ahead = run_ahead(nodes, self._parts.work_a.mean_ns, d_in)
+        d_in, work = self._loop.credits.d_in, self._parts.work_a
+        self._ahead = run_ahead(self._nodes, self._a.front_ns + work.mean_ns, d_in)
         # many more than there are credits for only where input is never waited for
         beyond = 1 if self._waits_for_input else max(1, self._ahead)
         self._most_underway = min(self._most_queued, d_in + beyond)
@@ -115,7 +112,8 @@ class DeviceExecutor:
         yield
         is_judged = self._loop.phase == "bring-up" and self._loop.log.mode == "throughput"
         if is_judged:  # what the policy rank knows of these envelopes has to be in its file
-            self._policy_rank.newest_b(0)
+            for policy_rank in self.policy_ranks:
+                policy_rank.newest_b(0)
 
     @property
     def in_flight(self) -> int:
@@ -138,7 +136,8 @@ class DeviceExecutor:
         self._queueing.envelope(flight, ends_ns)
         self._is_launching = False
         if not self._parts.shape.ahead:
-            self._peer.ring(flight.index)  # all that brings it there is queued
+            for policy_rank in self.policy_ranks:
+                policy_rank.peer.ring(flight.index)  # what brings it to the first is queued
         flight.sent_ns = now_ns()  # for the watchdog; the log has the device's
         self._underway.add(flight, flight.sent_ns)
 
@@ -147,12 +146,17 @@ class DeviceExecutor:
         at = self._loop.at()
         if not self._is_launching:
             return at
-        nodes = self._a.nodes + self._parts.work_a.products
+        nodes = "kernels" if self._nodes is None else f"{self._nodes} nodes"
         return (
-            f"{at}: a launch ({nodes} nodes of stage A, {len(self._underway)} envelopes queued "
+            f"{at}: a launch ({nodes} of stage A, {len(self._underway)} envelopes queued "
             "before it); one that stands says that the driver's queue is full and the device makes "
             "no progress"
         )
+
+    @property
+    def _nodes(self) -> int | None:
+        """Of a stage A, with all that it simulates."""
+        return None if self._a.nodes is None else self._a.nodes + self._parts.work_a.products
 
     # ---- one envelope: finished ----------------------------------------------------------------
 
@@ -253,7 +257,8 @@ class DeviceExecutor:
         self._glance_ns = min(now + GLANCE_NS, self._look_ns)
 
     def _look(self) -> None:
-        self._peer.pump()
+        for policy_rank in self.policy_ranks:
+            policy_rank.peer.pump()
         self._look_by_clock()
 
     def _look_by_clock(self) -> None:
@@ -261,10 +266,11 @@ class DeviceExecutor:
         self._loop.take_in()
         now = now_ns()
         self._a.ingest(now)
-        while self._peer.inbox:
-            self._policy_rank.take_frame(self._peer.inbox.popleft())
         oldest = self._underway.oldest if self._underway else None
-        self._policy_rank.check(now, oldest, self._loop.standstill_ns)
+        for policy_rank in self.policy_ranks:
+            while policy_rank.peer.inbox:
+                policy_rank.take_frame(policy_rank.peer.inbox.popleft())
+            policy_rank.check(now, oldest, self._loop.standstill_ns)
         if self._parts.clock.renew_when_due():
             self._loop.log.event("clock", **self._parts.clock.state._asdict())
         self._look_ns = self._due_ns(now + LOOK_NS)
@@ -274,13 +280,24 @@ class DeviceExecutor:
     def measure(self, repeats: int) -> dict[str, Sequence[int]]:
         """As ``Executor``: on the device; A and C by themselves, B on envelopes sent one by one.
 
-        On the policy rank the next receipts and stages B stand queued already: nothing could be
-        run beside them, least of all the same graphs.
+        On the policy ranks the next receipts and stages B stand queued already: nothing could be
+        run beside them, least of all the same graphs. Of a chain B is the slowest place's.
         """
         durations_a, durations_c = self._measure_own(repeats)
         for _ in range(repeats):
             self._loop.run(1)
-        return {"A": durations_a, "B": self._policy_rank.newest_b(repeats), "C": durations_c}
+        places = {f"place{found.rank}": found.newest_b(repeats) for found in self.policy_ranks}
+        slowest = tuple(map(max, zip(*places.values(), strict=False)))
+        durations = {"A": durations_a, "B": slowest, "C": durations_c}
+        return durations if len(places) == 1 else {**durations, **places}
+
+    def thread_cpus(self) -> dict[str, list[int]]:
+        """As ``Executor``."""
+        return thread_cpus(self.policy_ranks)
+
+    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
+        """As ``Executor``."""
+        instruct_all(self.policy_ranks, self._a.front, number, text, done)
 
     def _measure_own(self, repeats: int) -> tuple[list[int], list[int]]:
         loop = self._loop

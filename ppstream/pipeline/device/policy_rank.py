@@ -2,9 +2,9 @@
 
 For each envelope that will come the host queues, on three streams:
 
-    receiving    wait for rank 0's count
-    stage B      wait for rank 0's count · the policy, from slot to slot
-    sending      wait for B · the result to rank 0 · copy the header for the log
+    receiving    wait for the count of the place before
+    stage B      wait for it, too · the policy, from slot to slot
+    sending      wait for B · the result to the next place · copy the header for the log
                  (of a lone short result: on stage B's stream)
 
 A short stage B is queued a few envelopes ahead of those that are over, and the host sleeps while
@@ -20,6 +20,7 @@ waits for rank 0's host. The loop learns which envelope a slot held when that is
 from __future__ import annotations
 
 from collections import deque
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.driver import CudaEvent
 from ppstream.cuda.streams import stream
 from ppstream.links.device_link import most_queued
-from ppstream.links.headers import EPOCH, FAILURES, SEQ, ResultStatus
+from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, ResultStatus
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.device.event_times import PolicyTimes, book_policy
@@ -40,6 +41,8 @@ from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
@@ -72,6 +75,9 @@ class PolicyDevice(NamedTuple):
     stream: torch.cuda.Stream  # stage B's, torch's current one
     shape: LinkShape
     nodes: int | None = None  # kernels, copies and memsets of a stage B, where they are known
+    rank: int = 1
+    relays: bool = False  # results carry the names and faults of their envelopes (a chain's do)
+    parts_ns: Mapping[str, int] = MappingProxyType({})  # of each part, alone
 
 
 class DevicePolicyRank(PolicyRank):
@@ -81,7 +87,7 @@ class DevicePolicyRank(PolicyRank):
 
     def __init__(self, parts: PolicyDevice) -> None:
         config = parts.config
-        super().__init__(config, parts.stage_b, parts.peer, parts.log)
+        super().__init__(config, parts.stage_b, parts.peer, parts.log, parts.rank)
         self.link = parts.link
         self._parts = parts
         self._stream = stream("b")
@@ -89,7 +95,7 @@ class DevicePolicyRank(PolicyRank):
         self._d_in = config.pipeline.d_in
         self._ahead = parts.shape.ahead  # of its envelopes; 0: stage B waits for none
         self._most_queued = most_queued(parts.shape)
-        self._places = places(self.link, self._stream, self._d_in)
+        self._places = places(self.link, self._stream, self._d_in, relays=parts.relays)
         self._sends_on = self._stream if sends_from_b(self.link, self._d_in) else None
         self._announced = 0  # envelopes that rank 0 rang for, where stage B is not queued ahead
         self._expected = 0  # receipts queued
@@ -183,6 +189,7 @@ class DevicePolicyRank(PolicyRank):
         # a copy of its own need not wait for B, and so cannot know the envelope's name
         link.queue_header(index, ResultStatus(epoch=0, seq=0, failed=failed))
         place.behind_b()
+        (place.carry_fault if failed else place.carry)()
         link.queue_send(index, self._sends_on)
         place.behind_send()
         record = self.log.take()  # behind the policy: what its blocks took is this envelope's
@@ -224,6 +231,7 @@ class DevicePolicyRank(PolicyRank):
         times = PolicyTimes(past_ns(place.complete), past_ns(place.b0), past_ns(place.b1))
         record = self._records.popleft()
         record.epoch, record.seq, record.phase = header[EPOCH], header[SEQ], self.phase
+        record.drop = record.drop or FAILURES[header[FAILED]]
         book_policy(record, times, self._before)
         gap_ns = min(REST_NS, times.b1 - self._newest_ns)
         self._gap_ns += (gap_ns - self._gap_ns) // GAPS
@@ -292,6 +300,10 @@ class DevicePolicyRank(PolicyRank):
             self.log.flush()
             return ()
         return tuple(self._newest_b_ns)[-repeats:]
+
+    def part_times(self, calls: int) -> dict[str, int]:
+        """As ``PolicyRank``: of each part alone, before the run."""
+        return dict(self._parts.parts_ns)
 
     def _place(self, index: int) -> SlotPlan:
         return self._places[index % len(self._places)]

@@ -6,11 +6,13 @@ one use of a slot to the next.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from ppstream.cuda.driver import CudaEvent, LaunchSequence
+from ppstream.links.device_link import WORD_BYTES
+from ppstream.links.headers import EPOCH, FAILED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
     from ppstream.cuda.driver import CudaStream
     from ppstream.links.device_link import DeviceLink, DeviceSlot
+
+_NAMES_AT: Final = EPOCH * WORD_BYTES  # in either header: epoch, seq, failed
 
 
 class SlotPlan(NamedTuple):
@@ -29,6 +33,9 @@ class SlotPlan(NamedTuple):
             whose credit is a result that is sent later.
         complete: the envelope is there, all of it.
         last: the result is sent, or at least behind B on its stream: its slot may be written again.
+        carry: behind the result's header, before its send: epoch, seq and ``failed`` of the
+            envelope. Nothing where rank 0 knows them.
+        carry_fault: the same where B failed here: epoch and seq.
     """
 
     envelope: DeviceSlot
@@ -43,6 +50,8 @@ class SlotPlan(NamedTuple):
     before_b: LaunchSequence
     behind_b: LaunchSequence
     behind_send: LaunchSequence
+    carry: LaunchSequence
+    carry_fault: LaunchSequence
 
 
 def sends_from_b(link: DeviceLink, d_in: int) -> bool:
@@ -53,8 +62,17 @@ def sends_from_b(link: DeviceLink, d_in: int) -> bool:
     return link.is_short and d_in == 1
 
 
-def places(link: DeviceLink, b: CudaStream, d_in: int) -> tuple[SlotPlan, ...]:
-    """One for each slot of ``link``; ``b`` is stage B's stream."""
+def places(
+    link: DeviceLink, b: CudaStream, d_in: int, *, relays: bool = False
+) -> tuple[SlotPlan, ...]:
+    """One for each slot of ``link``.
+
+    Args:
+        link: of the policy rank.
+        b: stage B's stream.
+        d_in: of the run.
+        relays: results carry the names of their envelopes, and the faults of the places before.
+    """
     memory = torch.zeros(
         len(link.into),
         len(link.into[0].header),
@@ -62,12 +80,23 @@ def places(link: DeviceLink, b: CudaStream, d_in: int) -> tuple[SlotPlan, ...]:
         pin_memory=torch.cuda.is_available(),
     )
     from_b = sends_from_b(link, d_in)
-    return tuple(_place(link, b, slot, row, from_b=from_b) for slot, row in enumerate(memory))
+    return tuple(
+        _place(link, b, slot, row, from_b=from_b, relays=relays) for slot, row in enumerate(memory)
+    )
 
 
-def _place(link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: bool) -> SlotPlan:
+def _place(
+    link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: bool, relays: bool
+) -> SlotPlan:
     complete, named, b0, b1, sent = (CudaEvent() for _ in range(5))
     envelope, receiving, sending = link.into[slot], link.receiving, link.sending
+    result = link.out[slot]
+    carries = [
+        sending.to_copy(
+            result.address + _NAMES_AT, envelope.address + _NAMES_AT, words * WORD_BYTES
+        )
+        for words in (FAILED + 1 - EPOCH, FAILED - EPOCH)
+    ]
     behind_b = [b.to_record(b1)]
     behind_send = []
     if not from_b:
@@ -78,7 +107,7 @@ def _place(link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: b
     behind_send.append(sends.to_record(named))
     return SlotPlan(
         envelope,
-        link.out[slot],
+        result,
         header.numpy(),
         complete,
         named,
@@ -89,4 +118,6 @@ def _place(link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: b
         before_b=LaunchSequence(b.to_record(b0)),
         behind_b=LaunchSequence(*behind_b),
         behind_send=LaunchSequence(*behind_send),
+        carry=LaunchSequence(*carries[:relays]),
+        carry_fault=LaunchSequence(*carries[1 : 1 + relays]),
     )

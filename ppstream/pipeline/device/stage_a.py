@@ -1,6 +1,7 @@
-"""Stage A for a GPU: what the device-ordered loop asks of it, and windows of rings on the GPU.
+"""Stage A for a GPU: what the device-ordered loop asks of it; windows of rings on the GPU, and the
+policy's parts behind them.
 
-They are read when the device comes to it, however far ahead the host runs.
+Rings are read when the device comes to it, however far ahead the host runs.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import torch
 
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.ingest.device.window import DeviceWindow
+from ppstream.links.headers import EnvelopeStatus
 from ppstream.pipeline.flight import Owner, RowNames, name_rows, names_of
+from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ppstream.config.schema import PipelineConfig
+    from ppstream.cuda.driver import CudaStream
     from ppstream.ingest.device.window_records import TakenWindow
     from ppstream.ingest.intake import Intake
-    from ppstream.links.device_link import DeviceSlot
+    from ppstream.links.device_link import DeviceSlot, Headers
+    from ppstream.pipeline.device.stage_b import DeviceStageB
     from ppstream.pipeline.flight import Flight
 
 
@@ -28,24 +33,93 @@ class DeviceStageA(Protocol):
 
     Attributes:
         intake: whose rings it reads; changed between phases, while nothing is queued.
-        nodes: kernels, copies and memsets that one window queues.
+        front: the policy's parts at place 0; None: there are none.
+        front_ns: how long they take on the device.
+        nodes: kernels, copies and memsets that it queues; None: not known.
     """
 
     intake: Intake
 
     @property
-    def nodes(self) -> int: ...
+    def front(self) -> DeviceFrontParts | None: ...
+
+    @property
+    def front_ns(self) -> int: ...
+
+    @property
+    def nodes(self) -> int | None: ...
 
     def ingest(self, now_ns: int) -> None:
         """Take over the samples that are new in the rings; never waits."""
 
-    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> None:
-        """Queue stage A into ``slot`` on the current stream; it reads the rings when it runs."""
+    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> int:
+        """Queue stage A into ``slot`` on the current stream; it reads the rings when it runs.
+
+        Returns the header's ``failed``: a part of the policy raised while it was queued.
+        """
 
     def settle(self, flight: Flight) -> None:
         """The envelope is complete, those before it were settled: fill the flight's owners and
         their names, its arrival and input ages, and book what it used.
         """
+
+
+class DeviceFrontParts:
+    """The parts of a policy at place 0 on a GPU: from the window to the tensors of an envelope.
+
+    They are queued on the stream that the window was queued on, so one window serves all envelopes.
+
+    Args:
+        stage: queues them.
+        window: a slot of this process alone, for what they read.
+        headers: of as many windows as can be queued.
+        nodes: kernels, copies and memsets of a call; None: not known.
+        duration_ns: of a call, usually.
+        parts_ns: of each part, alone.
+        stream: stage A's.
+    """
+
+    def __init__(
+        self,
+        stage: DeviceStageB,
+        window: DeviceSlot,
+        headers: Headers,
+        nodes: int | None,
+        duration_ns: int,
+        parts_ns: Mapping[str, int],
+        stream: CudaStream,
+    ) -> None:
+        self.window = window
+        self.nodes, self.duration_ns = nodes, duration_ns
+        self.on_fault: Callable[[Flight, BaseException], None]  # set before the first run
+        self._stage, self._headers, self._stream = stage, headers, stream
+        self._parts_ns = parts_ns
+
+    def prepare(self, slots: Sequence[DeviceSlot]) -> None:
+        """Run on every slot, before anything waits: the parts load, allocate, record."""
+        for _ in range(2):
+            for slot in slots:
+                self._stage(self.window, slot)
+            torch.cuda.synchronize()
+
+    def enqueue(self, flight: Flight, slot: DeviceSlot) -> int:
+        """As ``DeviceStageA.enqueue``, behind the window."""
+        numbers = EnvelopeStatus(flight.epoch, flight.seq)
+        self._stream.copy(self.window.address, *self._headers.write(flight.index, numbers))
+        try:
+            self._stage(self.window, slot)
+        except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
+            self.on_fault(flight, error)
+            return failure(error)
+        return 0
+
+    def instruct(self, number: int, text: str) -> str:
+        """As ``DeviceStageB``."""
+        return self._stage.instruct(number, text)
+
+    def part_times(self, calls: int) -> dict[str, int]:
+        """Duration of each part alone, before the run."""
+        return dict(self._parts_ns)
 
 
 class RingWindows:
@@ -56,6 +130,7 @@ class RingWindows:
         slots: every slot that will be written.
         device: where they are.
         stream: torch's stream that stage A is queued on, the current one.
+        front: what follows the window; prepared.
     """
 
     def __init__(
@@ -64,8 +139,10 @@ class RingWindows:
         slots: Sequence[DeviceSlot],
         device: torch.device,
         stream: torch.cuda.Stream,
+        front: DeviceFrontParts | None = None,
     ) -> None:
-        self._config, self._slots = config, slots
+        self._config, self.front = config, front
+        self._windows = slots if front is None else (front.window,)
         self._device, self._stream = device, stream
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
         self._intake: Intake | None = None
@@ -86,20 +163,28 @@ class RingWindows:
             return
         self._intake = intake
         self._window = DeviceWindow(self._config, intake.rows, intake.banks, self._device)
-        for slot in self._slots:
+        for slot in self._windows:
             self._window.prepare(slot.tensors)
 
     @property
-    def nodes(self) -> int:
-        return self._window.nodes
+    def front_ns(self) -> int:
+        return 0 if self.front is None else self.front.duration_ns
+
+    @property
+    def nodes(self) -> int | None:
+        if self.front is None:
+            return self._window.nodes
+        return None if self.front.nodes is None else self._window.nodes + self.front.nodes
 
     def ingest(self, now_ns: int) -> None:
         self._window.ingest(now_ns)
 
-    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> None:
+    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> int:
         if ends_ns[0] is not None:
             self._window.ingest(now_ns(), ends_ns)
-        self._window.enqueue(slot.tensors, self._stream)
+        front = self.front
+        self._window.enqueue((slot if front is None else front.window).tensors, self._stream)
+        return 0 if front is None else front.enqueue(flight, slot)
 
     def settle(self, flight: Flight) -> None:
         taken = self._window.take()

@@ -249,7 +249,7 @@ def test_a_launch_that_stands_is_named(build: Any, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(
             pipeline.rank0.stage_a,
             "enqueue",
-            lambda *args: (said.append(pipeline.rank0.mark.busy_with()), enqueue(*args)),
+            lambda *args: (said.append(pipeline.rank0.mark.busy_with()), enqueue(*args))[1],
         )
         pipeline.saturate()
         pipeline.rank0.run(2)

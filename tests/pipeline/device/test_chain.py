@@ -1,0 +1,146 @@
+"""A policy cut over GPUs: rank 0's front parts and a chain of policy ranks; a driver of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from device_in_process import GPUS, DevicePipeline
+from pipeline_in_process import small_config
+
+from ppstream.core.specs import TensorSpec
+from ppstream.pipeline.bringup import time_standalone
+
+SHAPE = (4, 2)
+CHAIN = 3  # policy ranks
+RUN = 60
+BEHIND = 3  # envelopes that a fault may come later than it was asked for: they are queued
+
+
+class Relay:
+    """A quarter of what comes; keeps what it made."""
+
+    def __init__(self, number: int, into: TensorSpec, out: TensorSpec) -> None:
+        self.name = f"relay {number}"
+        self.inputs, self.outputs = (into,), (out,)
+        self.made: list[np.ndarray[Any, Any]] = []
+
+    def reset(self, rows: Any) -> None:
+        """Nothing is kept."""
+
+    def __call__(self, window: Mapping[str, Any], out: Mapping[str, Any]) -> None:
+        came = window[self.inputs[0].name]
+        came = came[:, -SHAPE[0] :, : SHAPE[1]] if came.shape[1:] != SHAPE else came
+        out[self.outputs[0].name].copy_(came / 4)
+        self.made.append((came / 4).numpy().copy().reshape(-1))
+
+
+def relays(count: int) -> list[Relay]:
+    """From the window to the actions."""
+    window, actions = TensorSpec("state.values", (8, 5)), TensorSpec("actions", SHAPE)
+    hops = [TensorSpec(f"hop {k}", SHAPE) for k in range(1, count)]
+    return [
+        Relay(k, into, out)
+        for k, (into, out) in enumerate(zip([window, *hops], [*hops, actions], strict=True))
+    ]
+
+
+Build = Callable[..., DevicePipeline]
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+    def make(parts: list[Relay], *overrides: str, front: bool, **more: Any) -> DevicePipeline:
+        config = small_config(*GPUS, *overrides)
+        first, policies = (parts[0], parts[1:]) if front else (None, parts)
+        return DevicePipeline(config, policies, tmp_path, monkeypatch, front=first, **more)
+
+    return make
+
+
+@pytest.mark.parametrize("front", [False, True])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("puts", [False, True])  # rank 0's send may be a kernel: it knows the names
+@pytest.mark.parametrize("depth", [1, 2, CHAIN + 1])
+def test_each_envelope_goes_through_every_place_in_order(
+    build: Build, depth: int, puts: bool, runs_ahead: bool, front: bool
+) -> None:
+    parts = relays(CHAIN + front)
+    settings = (f"pipeline.d_in={depth}", f"pipeline.d_out={depth}")
+    with build(parts, *settings, front=front, runs_ahead=runs_ahead, puts=puts) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(RUN)
+        chunks = pipeline.collector.chunks
+        named = [
+            [(line["epoch"], line["seq"]) for line in pipeline.lines(rank) if line["kind"] == kind]
+            for rank, kind in enumerate(["envelope", *["stage1"] * CHAIN])
+        ]
+        envelopes = pipeline.envelopes()
+    assert [seq for _, seq, _, _ in chunks] == list(range(RUN))
+    for _, seq, _, actions in chunks:
+        for steps, part in enumerate(reversed(parts)):
+            assert np.array_equal(part.made[seq] / 4**steps, actions)
+    assert named[0] == [(0, seq) for seq in range(RUN)]
+    for names in named[1:]:  # the newest may not have been booked as the run ended
+        assert names == named[0][: len(names)]
+        assert len(names) >= RUN - 1
+    assert all(line["outstanding_max"] <= depth for line in envelopes)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("at", range(CHAIN))
+def test_a_fault_at_any_place_drops_its_envelope_and_no_other(
+    build: Build, at: int, runs_ahead: bool
+) -> None:
+    with build(relays(CHAIN), front=False, runs_ahead=runs_ahead) as pipeline:
+        pipeline.ranks[at].queued.refuse = {20}
+        pipeline.saturate()
+        pipeline.rank0.run(RUN)
+        dropped = {line["seq"]: line["drop"] for line in pipeline.envelopes() if line.get("drop")}
+        faults = [line for line in pipeline.lines() if line.get("name") == "fault"]
+        lines = [
+            {line["seq"] for line in pipeline.lines(rank) if line.get("drop") == "policy_error"}
+            for rank in range(1, CHAIN + 1)
+        ]
+    assert dropped == {20: "policy_error"}
+    assert [(line["rank"], line["index"]) for line in faults] == [(at + 1, 20)]
+    assert lines == [set()] * at + [{20}] * (CHAIN - at)  # whoever is behind ran on what was there
+
+
+def test_a_fault_of_a_part_on_rank_0_drops_its_envelope_and_no_other(build: Build) -> None:
+    with build(relays(3), front=True) as pipeline:
+        pipeline.front_stage.refuse = {20}
+        pipeline.saturate()
+        pipeline.rank0.run(RUN)
+        dropped = {line["seq"]: line["drop"] for line in pipeline.envelopes() if line.get("drop")}
+        faults = [line for line in pipeline.lines() if line.get("name") == "fault"]
+    assert dropped == {20: "policy_error"}
+    assert [(line["rank"], line["seq"]) for line in faults] == [(0, 20)]
+
+
+def test_an_instruction_reaches_every_place_once(build: Build) -> None:
+    told: list[tuple[int, str]] = []
+    heard: list[tuple[int, str]] = []
+    parts = relays(CHAIN + 1)
+    for number, part in enumerate(parts):
+        part.instruct = lambda _id, text, number=number: told.append((number, text))  # type: ignore[attr-defined]
+    with build(parts, "policy.instructions=true", front=True) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(3)
+        pipeline.rank0.instruct(1, "pour", lambda number, fault: heard.append((number, fault)))
+        pipeline.rank0.run(RUN)
+    assert sorted(told) == [(number, "pour") for number in range(CHAIN + 1)]
+    assert heard == [(1, "")]
+
+
+def test_standalone_times_are_of_each_place(build: Build) -> None:
+    with build(relays(CHAIN + 1), front=True) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(5)
+        told = time_standalone(pipeline.rank0, 4)
+    assert len(told["places_ns"]) == CHAIN
+    assert told["parts_ns"] == {"first": 7}
+    assert told["B_mean_ns"] >= max(told["places_ns"])
