@@ -92,13 +92,15 @@ def has_peer_access(device: str, other: str) -> bool:
     if not torch.cuda.is_available():
         return False
     first, second = (torch.device(name).index or 0 for name in (device, other))
-    if max(first, second) >= torch.cuda.device_count() or first == second:
+    if max(first, second) >= torch.cuda.device_count():
         return False
+    if first == second:  # another process's memory, too
+        return True
     return all(map(torch.cuda.can_device_access_peer, (first, second), (second, first)))
 
 
 def peer_access(config: PipelineConfig) -> bool:
-    """True when the two devices that the configuration names reach each other's memory.
+    """True when neighbours among the devices that the configuration names reach each other.
 
     Raises:
         ConfigError: as ``settle_connections``.

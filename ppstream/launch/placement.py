@@ -95,7 +95,11 @@ def place(
         return Placement(
             ranks,
             *_choose_device_link(
-                config.link, who, is_one_host=is_one_host, has_peer_access=has_peer_access
+                config.link,
+                who,
+                is_one_host=is_one_host,
+                has_peer_access=has_peer_access,
+                shares_gpus=len({plan.device for plan in ranks}) < most,
             ),
         )
     _refuse_device_link(config.link, ranks, has_front_parts=0 in devices.parts)
@@ -115,7 +119,7 @@ def _choose_link(link: LinkConfig, ranks: int, *, is_one_host: bool) -> tuple[Li
 
 
 def _choose_device_link(
-    link: LinkConfig, who: str, *, is_one_host: bool, has_peer_access: bool
+    link: LinkConfig, who: str, *, is_one_host: bool, has_peer_access: bool, shares_gpus: bool
 ) -> tuple[LinkKind, str]:
     """Between GPUs alone."""
     if link.kind in ("host", "gloo"):
@@ -136,6 +140,8 @@ def _choose_device_link(
         return "nccl", f"asked for by link.kind, though {who} are in one host"
     if link.kind == "pinned":
         return "pinned", f"asked for by link.kind: slots in pinned memory that {who} reach"
+    if shares_gpus and link.kind == "auto":
+        return "pinned", "ranks share a GPU: a kernel that waits would hold up the other's work"
     if has_peer_access:
         return "peer", f"{who} are in one host and reach each other's memory"
     if link.kind == "peer":

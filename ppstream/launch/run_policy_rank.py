@@ -81,11 +81,9 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             device = torch.device(placement.ranks[store.rank].device)
             on_gpu: device_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
-                specs, place, policy = _build_place(
-                    config, store.rank, device, peer, end.run.run_id
-                )
+                run_id = end.run.run_id
+                specs, place, policy = _build_place(config, store.rank, device, peer, run_id)
                 if placement.is_device_ordered:
-                    run_id = end.run.run_id
                     on_gpu = device_ranks.prepare_policy(policy, config, device, run_id, "b")
             ahead = 0 if on_gpu is None else on_gpu.ahead(config)
             handshake.offer_parts(peer, specs, ahead)

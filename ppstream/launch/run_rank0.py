@@ -169,39 +169,32 @@ def _pipelined(
     stack: ExitStack,
 ) -> Rank0Loop:
     peers, store = met
-    window = intake.cutter.inputs
-    front = None
-    if 0 in config.placement.parts:
-        with course.step(f"the build of {config.policy.target}"):
-            device = torch.device(config.placement.rank0)
-            if device.type == "cuda":
-                startup.start(device)
-            front = build_parts(config, device)
-            load(front[: config.placement.parts.count(0)])
-    places, ahead = handshake.agree_on_parts(config, peers, window)
+    built = _build_front(config, course)
+    places, ahead = handshake.agree_on_parts(config, peers, intake.cutter.inputs)
     describe_topology(run, config, placement, places)
-    on_gpu = None
-    if front is not None:
-        policy = device_ranks.policy_at(places[0], front, config, device, parts.log.run_id)
-        if placement.is_device_ordered:
-            with course.step("the first calls of the parts on rank 0"):
-                on_gpu = device_ranks.prepare_policy(policy, config, device, parts.log.run_id, "a")
-        else:
-            assert isinstance(parts.stage_a, StageA), "placed so"
-            parts.stage_a.front = _front_parts(config, policy, places[0], parts.log.run_id)
+    run_id, front = parts.log.run_id, None
+    if built is not None:
+        device = torch.device(config.placement.rank0)
+        front = device_ranks.policy_at(places[0], built, config, device, run_id)
     shape = link_shape(config, places[0].outputs, places[-1].outputs, store.generation, ahead)
     policy_ranks = tuple(PolicyRankPeer(peer, config, k) for k, peer in enumerate(peers, 1))
     executor: Executor
-    with course.step("the link and its slots"):
+    with course.step("the link, its slots and the first calls of parts here"):
         if placement.is_device_ordered:
-            on_device = None if on_gpu is None else (places[0], on_gpu)
+            at_place_0 = None
+            if front is not None:
+                prepared = device_ranks.prepare_policy(front, config, device, run_id, "a")
+                at_place_0 = places[0], prepared
             stage_a, executor = device_ranks.open_rank0(
-                parts, placement, policy_ranks, store, shape, on_device
+                parts, placement, policy_ranks, store, shape, at_place_0
             )
             stack.callback(executor.link.close)
             parts = parts._replace(stage_a=stage_a)
         else:
             assert placement.link is not None
+            assert isinstance(parts.stage_a, StageA), "placed so"
+            if front is not None:
+                parts.stage_a.front = _front_parts(config, front, places[0], run_id)
             ends = Neighbours(peers[-1], peers[0], Position(0, len(peers)))
             hops = open_hops(placement.link, ends, store, shape)
             stack.callback(hops.close)
@@ -215,9 +208,22 @@ def _pipelined(
             peer.send(PhaseChange(phase))
 
     rank0.on_phase.append(tell_policy_ranks)
-    if front is not None and rank0.stage_a.front is not None:
+    if rank0.stage_a.front is not None:
         rank0.stage_a.front.on_fault = rank0.tell_policy_fault
     return rank0
+
+
+def _build_front(config: PipelineConfig, course: rank_exit.Course) -> tuple[Policy, ...] | None:
+    """All parts of the policy, those of rank 0 loaded; None: it has none."""
+    if 0 not in config.placement.parts:
+        return None
+    with course.step(f"the build of {config.policy.target}"):
+        device = torch.device(config.placement.rank0)
+        if device.type == "cuda":
+            startup.start(device)
+        built = build_parts(config, device)
+        load(built[: config.placement.parts.count(0)])
+    return built
 
 
 def _front_parts(config: PipelineConfig, policy: Policy, place: Place, run_id: str) -> FrontParts:

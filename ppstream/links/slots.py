@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Position(NamedTuple):
-    """Where a rank stands in the chain of ranks, which ends where it begins.
+    """Place of a rank in the chain of ranks, which ends where it begins.
 
     Attributes:
         place: rank 0 is place 0.

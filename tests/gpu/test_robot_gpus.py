@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from bench.policy_cut import CameraRobot
 from ranks import Ranks
 
 from ppstream.config import load
-from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.robot.client import RobotClient
+from ppstream.core.clock import NS_PER_MS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,42 +34,6 @@ READY_LIMIT_S = 150
 FRAME_AGE_MAX_MS = 45.0  # of the newest frame at the window's end: one period of 33 ms, and its way
 
 
-class Robot:
-    """Sends what is due, and keeps how old each action was when it came."""
-
-    def __init__(self, endpoint: str, shipped: str) -> None:
-        config = load.read(shipped)
-        self.sent = {stream.name: 0 for stream in config.streams}
-        self.ages_ms: list[float] = []
-        self._values = {
-            stream.name: np.zeros(stream.dim, stream.dtype) for stream in config.streams
-        }
-        self._period_ns = {
-            stream.name: round(NS_PER_S / stream.rate_hz) for stream in config.streams
-        }
-        declared = [(stream.name, stream.dim, stream.dtype) for stream in config.streams]
-        self.client = RobotClient(
-            endpoint,
-            robot="cameras",
-            streams=declared,
-            actions=config.actions.names,
-            on_chunk=lambda chunk: self.ages_ms.append((now_ns() - chunk.window_end_ns) * 1e-6),
-        )
-
-    def run(self, duration_s: float) -> None:
-        """For so long, from now on."""
-        due_ns = dict.fromkeys(self.sent, now_ns())
-        end_ns = now_ns() + round(duration_s * NS_PER_S)
-        while (now := now_ns()) < end_ns:
-            for name in self.sent:
-                if due_ns[name] <= now:
-                    due_ns[name] += self._period_ns[name]
-                    values = self._values[name]
-                    values[:] = self.sent[name] % 200
-                    self.sent[name] += self.client.push(name, now, values)
-            time.sleep(max(0, (min(due_ns.values()) - now_ns()) * 1e-9))
-
-
 def ready_lines(ranks: Ranks) -> Iterator[dict[str, Any]]:
     return (line for line in ranks.envelopes("ready") if line.get("drop") is None)
 
@@ -80,7 +43,7 @@ def test_three_cameras_of_a_real_robot_arrive_whole_at_30_hz(tmp_path: Path, shi
     endpoint = f"ipc://{tmp_path}/r"
     settings = (f"service.endpoint={endpoint}", "service.duration_s=60")
     with Ranks(tmp_path, *settings, config=load.locate(shipped)) as ranks:
-        robot = Robot(endpoint, shipped)
+        robot = CameraRobot(endpoint, shipped)
         with robot.client as client:
             client.connect(READY_LIMIT_S)
             assert client.wait_ready(READY_LIMIT_S), ranks.output()

@@ -50,7 +50,7 @@ class Middle(_Part):
         """Forgets the sum of the rows."""
         assert self.loaded
         if self._sum is not None:
-            self._sum[rows] = 0
+            self._sum.masked_fill_(rows.unsqueeze(1), 0)
 
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         self.refuse(window["state.values"])

@@ -44,6 +44,7 @@ from ppstream.launch import device_ranks, handshake
 from ppstream.launch.rank0_parts import rank0_parts
 from ppstream.launch.run_rank0 import begin_run
 from ppstream.links.headers import link_shape
+from ppstream.links.slots import BACK
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.bringup import run_saturated, time_standalone, warm_up
@@ -187,8 +188,10 @@ def _front(
             store.generation,
             int(store.get("ahead", LIMIT_S)),
         )
-        policy_rank = PolicyRankPeer(peer, config)
-        stage_a, executor = device_ranks.open_rank0(parts, placement, policy_rank, store, shape)
+        policy_ranks = (PolicyRankPeer(peer, config),)
+        stage_a, executor = device_ranks.open_rank0(
+            parts, placement, policy_ranks, store, shape, front=None
+        )
         rank0 = Rank0Loop(*parts._replace(stage_a=stage_a), executor=executor)
         rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
         source = SyntheticSource(config, intake.rows[0], seed=0, start_ns=now_ns())
@@ -226,17 +229,16 @@ def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
     intake = build_intake(config)
     run = Run(Path(store.get("run", LIMIT_S)))
     device = torch.device("cuda", store.rank)
-    prepared = device_ranks.prepare_policy(policy, config, device, run.run_id)
-    store.set("ahead", str(prepared.ahead))
-    shape = link_shape(
-        config, intake.cutter.inputs, policy.outputs, store.generation, prepared.ahead
-    )
+    prepared = device_ranks.prepare_policy(policy, config, device, run.run_id, "b")
+    ahead = prepared.ahead(config)
+    store.set("ahead", str(ahead))
+    shape = link_shape(config, intake.cutter.inputs, policy.outputs, store.generation, ahead)
     log = TimestampLog(
         run.log_path(1, 0), PolicyRecord, config.log.ring, run_id=run.run_id, generation=0
     )
     waiter = Waiter()
     stage1 = device_ranks.open_policy_rank(
-        config, prepared, placement, peer, store, shape, log, waiter
+        config, prepared, placement, BACK, peer, store, shape, log, waiter
     )
     watched = Watched(stage1)
     stage1.run(lambda: False)

@@ -1,0 +1,128 @@
+"""A policy cut over GPUs: the twin's actions over every link, and no rank outlives another.
+
+With two GPUs ranks of longer chains share them: their order is tested, not their speed. NCCL takes
+one rank for each GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import Ranks
+from recording_files import made_recording
+from robot_rig import wait_until
+
+GPUS = torch.cuda.device_count()
+SHAPE = "steps=8, dim=5, horizon=4, action_dim=2"
+PARTS = ("policy.target=policy_in_parts:build", "pipeline.windows=scheduled", "link.wait=driver")
+SERVED = "service.duration_s=none"
+LIMIT_S = 120
+GONE_S = 2.5
+FROZEN_S = 2.0  # silence has a limit of its own
+SPARE_S = 3.0  # of a process with CUDA, to be gone once it was told to
+TOLERANCE = 1e-5  # windows are resampled on a GPU, sums have another order
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
+]
+
+
+def placed(devices: str, *where: int) -> tuple[str, ...]:
+    """``devices`` of all ranks: a digit is a GPU, c the CPU; on two GPUs their numbers wrap."""
+    names = ["cpu" if one == "c" else f"cuda:{int(one) % GPUS}" for one in devices]
+    policy = ", ".join(f'"{name}"' for name in names[1:])
+    return (
+        f"placement.rank0={names[0]}",
+        f"placement.policy=[{policy}]",
+        f"placement.parts={list(where)}",
+    )
+
+
+def actions_of(
+    root: Path, recording: Path, *settings: str, ranks: int
+) -> tuple[dict[str, np.ndarray], list[str | None]]:
+    """Actions by name, and why each envelope of the recording gave none."""
+    out = root / "actions.npz"
+    files = (f"service.recording={recording}", f"service.actions_file={out}")
+    options = f"policy.options={{{SHAPE}}}"
+    with Ranks(root, *PARTS, SERVED, options, *files, *settings, world_size=ranks) as run:
+        assert run.wait(LIMIT_S) == [0] * ranks, run.output()
+        drops = [line.get("drop") for line in run.envelopes("ready")]
+    with np.load(out) as arrays:
+        return dict(arrays), drops
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("twin")
+    recording = made_recording(folder / "recording.npz")
+    return recording, actions_of(folder / "inline", recording, *placed("00", 1, 1, 1), ranks=1)
+
+
+CUTS = [
+    ("01", (0, 1, 1), "peer"),
+    ("01", (0, 0, 1), "pinned"),
+    ("01", (0, 1, 1), "nccl"),
+    ("012", (0, 1, 2), "peer"),
+    ("012", (1, 1, 2), "peer"),
+    ("012", (0, 1, 2), "pinned"),
+    ("0123", (1, 2, 3), "peer"),
+    ("0123", (1, 2, 3), "pinned"),
+    ("c01", (0, 1, 2), "host"),
+    ("0c1", (0, 1, 2), "host"),
+]
+
+
+@pytest.mark.parametrize(("devices", "where", "link"), CUTS, ids=str)
+def test_parts_give_the_twin_s_actions_wherever_they_run(devices, where, link, twin, tmp_path):
+    recording, (expected, drops) = twin
+    actions, found = actions_of(
+        tmp_path, recording, *placed(devices, *where), f"link.kind={link}", ranks=len(devices)
+    )
+    assert found == drops
+    assert actions.keys() == expected.keys()
+    for name, array in actions.items():
+        np.testing.assert_allclose(array, expected[name], atol=TOLERANCE, err_msg=name)
+    assert len(actions["actions"]) > 20
+
+
+@pytest.mark.skipif(GPUS < 3, reason="needs three GPUs: NCCL takes one rank for each")
+def test_nccl_carries_every_hop_of_a_chain(twin, tmp_path):
+    recording, (expected, _) = twin
+    settings = (*placed("012", 0, 1, 2), "link.kind=nccl")
+    actions, _ = actions_of(tmp_path, recording, *settings, ranks=3)
+    np.testing.assert_allclose(actions["actions"], expected["actions"], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("rank", range(3))
+def test_no_rank_outlives_another_of_the_chain(rank, how, tmp_path):
+    options = f"policy.options={{{SHAPE}}}"
+    settings = (*PARTS, SERVED, options, *placed("012", 0, 1, 2), "log.keep=1")
+    with Ranks(tmp_path, *settings, world_size=3) as run:
+        run.wait_for_event("phase", LIMIT_S, phase="ready")
+        ends = [other for other in run.processes if other is not run.processes[rank]]
+        os.kill(run.processes[rank].pid, how)
+        limit_s = GONE_S + SPARE_S + (0 if how == signal.SIGKILL else FROZEN_S)
+        wait_until(lambda: all(other.poll() is not None for other in ends), seconds=limit_s)
+        codes = {process.poll() for process in ends}
+        assert codes <= {20, -signal.SIGKILL}, (codes, run.output())
+        assert 20 in codes
+
+
+def test_a_chain_drains_when_it_is_asked_to(tmp_path):
+    options = f"policy.options={{{SHAPE}}}"
+    settings = (*PARTS, SERVED, options, *placed("012", 0, 1, 2))
+    with Ranks(tmp_path, *settings, world_size=3) as run:
+        run.wait_for_event("phase", LIMIT_S, phase="ready")
+        run.processes[0].terminate()
+        assert run.wait(20) == [0] * 3, run.output()
+        lines = [len([x for x in run.lines(k) if x["kind"] == "stage1"]) for k in (1, 2)]
+        assert lines[0] == lines[1] > 100
