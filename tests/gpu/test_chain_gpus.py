@@ -19,7 +19,12 @@ from robot_rig import wait_until
 
 GPUS = torch.cuda.device_count()
 SHAPE = "steps=8, dim=5, horizon=4, action_dim=2"
-PARTS = ("policy.target=policy_in_parts:build", "pipeline.windows=scheduled", "link.wait=driver")
+PARTS = (
+    "policy.target=policy_in_parts:build",
+    "link.wait=driver",
+    "simulate.a_ms=0",
+    "simulate.c_ms=0",
+)
 SERVED = "service.duration_s=none"
 LIMIT_S = 120
 GONE_S = 2.5
@@ -50,9 +55,13 @@ def actions_of(
 ) -> tuple[dict[str, np.ndarray], list[str | None]]:
     """Actions by name, and why each envelope of the recording gave none."""
     out = root / "actions.npz"
-    files = (f"service.recording={recording}", f"service.actions_file={out}")
+    played = (
+        f"service.recording={recording}",
+        f"service.actions_file={out}",
+        "pipeline.windows=scheduled",
+    )
     options = f"policy.options={{{SHAPE}}}"
-    with Ranks(root, *PARTS, SERVED, options, *files, *settings, world_size=ranks) as run:
+    with Ranks(root, *PARTS, SERVED, options, *played, *settings, world_size=ranks) as run:
         assert run.wait(LIMIT_S) == [0] * ranks, run.output()
         drops = [line.get("drop") for line in run.envelopes("ready")]
     with np.load(out) as arrays:

@@ -3,8 +3,9 @@
 One pair of rank processes runs every cell, each a bring-up of the product with simulated stages on
 both devices; what is printed is what the report's own function says of its log. ``alone`` are the
 stages timed alone in the same process; strict = period / the slowest of them. Links other than the
-first are run at D = 2 alone. Serial latency is that of D = 1, one envelope at a time. Needs two
-GPUs.
+first are run at D = 2 alone. Serial latency is that of D = 1, one envelope at a time. ``--chains``
+runs a policy cut into equal places instead, one on each of 2, 3 and 4 GPUs, as far as there are.
+Needs two GPUs.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 
+import torch
 from claimed_numbers import Claim, ratio, shares
 from real_runs import (
     Target,
     free_port,
+    measure_bring_up,
     print_environment,
     print_targets,
     rank_environment,
@@ -43,6 +46,18 @@ AGAINST_NCCL: Final = ((200, 0.97), (0, 0.5))  # at the slowest stage of at leas
 CPU_US: Final = 30.0
 
 
+class ChainSize(NamedTuple):
+    """Simulated work of each place, and what each hop carries."""
+
+    work_ms: float
+    hop_bytes: int
+    limit: float  # of the period, against the largest place
+
+
+CHAINS: Final = (ChainSize(0.7, 135_000, 1.02), ChainSize(5.0, 15_000_000, 1.01))
+BUSY_OF_ALONE: Final = 1.02
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="stages of 200 µs, peer link alone")
@@ -50,9 +65,12 @@ def main() -> int:
         "--links", default="peer,nccl", help="of peer, pinned, nccl; default: %(default)s"
     )
     parser.add_argument("--envelopes", type=int, default=ENVELOPES, help="least: %(default)s")
+    parser.add_argument("--chains", action="store_true", help="places of a cut policy instead")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.chains:
+        return chains(arguments.envelopes, arguments.json)
     links = ["peer"] if arguments.quick else arguments.links.split(",")
     cells = list(grid(links, QUICK_SIZES_US if arguments.quick else SIZES_US))
     if arguments.child is not None:
@@ -120,6 +138,71 @@ def parent(results: Path | None, mode: str) -> int:
     print_targets(targets)
     write_json(results, mode, targets, claims=claims_of(rows), cells=rows)
     return max(abs(code) for code in codes)
+
+
+def chains(envelopes: int, results: Path | None) -> int:
+    """Runs of real ranks, each a bring-up, and what their reports say of their places."""
+    print_environment("chains")
+    rows = [
+        one_chain(places, size, envelopes)
+        for size in CHAINS
+        for places in range(2, min(4, torch.cuda.device_count()) + 1)
+    ]
+    targets = []
+    for row in rows:
+        name = f"{row['places']} places of {row['work_ms']:g} ms, {row['hop_bytes']:,} bytes a hop"
+        targets += [
+            Target(f"{name}: period / largest place", row["limit"], row["of_largest"]),
+            Target(f"{name}: busy / alone, worst place", BUSY_OF_ALONE, max(row["of_alone"])),
+        ]
+    print_targets(targets)
+    write_json(results, "chains", targets, chains=rows)
+    return int(not rows)
+
+
+def one_chain(places: int, size: ChainSize, envelopes: int) -> dict[str, Any]:
+    """A chain of ``places`` GPUs with the same work each."""
+    devices = json.dumps([f"cuda:{k}" for k in range(1, places)])
+    work = json.dumps([size.work_ms] * places)
+    options = f"parts_ms={work},hop_bytes={size.hop_bytes},kind='gpu',horizon=16,action_dim=7"
+    report, manifest = measure_bring_up(
+        (
+            f"placement.policy={devices}",
+            f"placement.parts={list(range(places))}",
+            f"policy.options={{{options}}}",
+            "simulate.a_ms=0",
+            "simulate.c_ms=0",
+            f"pipeline.d_in={places}",
+            f"pipeline.d_out={places}",
+            f"bringup.envelopes={envelopes}",
+        ),
+        config="bench_gpus",
+        world_size=places,
+    )
+    assert report.primary is not None
+    alone = [place.alone_ns or 0 for place in report.places]
+    busy = [place.busy_ns or 0 for place in report.places]
+    row = {
+        "places": places,
+        **size._asdict(),
+        "period_us": report.primary.period_ns * 1e-3,
+        "alone_us": [ns * 1e-3 for ns in alone],
+        "busy_us": [ns * 1e-3 for ns in busy],
+        "hops_us": [place.hop_ns and place.hop_ns * 1e-3 for place in report.places],
+        "of_largest": report.primary.period_ns / max(alone),
+        "of_alone": [one / other for one, other in zip(busy, alone, strict=True)],
+        "s": report.primary.s,
+        "verdict": report.verdict.name,
+        "link": manifest["topology"]["ranks"][0]["link"],
+    }
+    print(" ".join(f"{name} {_short(value)}" for name, value in row.items()), flush=True)
+    return row
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list):
+        return "|".join(map(_short, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def print_head() -> None:

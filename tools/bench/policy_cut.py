@@ -166,14 +166,17 @@ def print_found(one: Found, whole_ms: float) -> None:
 
 
 def targets_of(found: Sequence[Found]) -> list[Target]:
-    """Of every cut, against one GPU in this run: the quicker of its two, and the younger."""
+    """Of every cut, against one GPU in this run: the quicker of its two, and the younger.
+
+    A gain is at most that over the places one after the other, which have no runtime around them.
+    """
     alone = [one for one in found if one.gpus == 1]
-    whole_ms = min(one.period_ms for one in alone)
     age_ms = min(one.paced_age_ms for one in alone)
     targets = []
     for one in found:
         if one.gpus == 1:
             continue
+        whole_ms = min(sum(one.places_ms), *(each.period_ms for each in alone))
         name, gain = f"{one.gpus} GPUs", whole_ms / one.period_ms
         largest = one.period_ms / max(one.places_ms)
         targets += [
