@@ -1,7 +1,8 @@
 """Which parts of a policy run on which rank: contiguous cuts of a chain, and what each would give.
 
 Pure and free of units. Of all cuts the best one has the smallest largest place (linear partition);
-a place's load is its parts, on rank 0 also stages A and C, and the hop that leaves it.
+a place's load is its parts, on rank 0 also stages A and C, and the hop that leaves it. Among equal
+cuts the shortest hops decide, or the fewest bytes where hops are known by these.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ppstream.analysis.period_model import PipelineForm, StageTimes, period, set
 TABLE_MAX: Final = 20_000
 _EQUAL: Final = 1 + 1e-9
 
-_Add = Callable[[float, float, float], float]  # cost so far, a place's load, its hop
+_Add = Callable[[float, float, int], float]  # cost so far, a place's load, its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +28,23 @@ class Costs:
     """Times of everything that a cut puts somewhere, in one unit.
 
     ``hops[i]`` is the hop in front of part i if the policy is cut there: ``hops[0]`` carries the
-    window, the last one, behind all parts, the result.
+    window, the last one, behind all parts, the result. ``hop_bytes`` are the same hops in bytes.
     """
 
     parts: tuple[float, ...]
     hops: tuple[float, ...]
     a: float = 0  # of rank 0, its front parts left out
     c: float = 0
+    hop_bytes: tuple[int, ...] = ()  # empty: not known
+    is_front_open: bool = True  # rank 0 may have parts
 
     def __post_init__(self) -> None:
-        if len(self.hops) != len(self.parts) + 1:
-            raise ValueError(
-                f"{len(self.hops)} hops for {len(self.parts)} parts, expected one in front of each "
-                "part and one behind the last"
-            )
+        for hops in filter(None, (self.hops, self.hop_bytes)):
+            if len(hops) != len(self.parts) + 1:
+                raise ValueError(
+                    f"{len(hops)} hops for {len(self.parts)} parts, expected one in front of each "
+                    "part and one behind the last"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +62,21 @@ class Cut:
     @property
     def places(self) -> tuple[float, ...]:
         """Time of the parts of each place, rank 0's first."""
-        ends = (0, *self.starts, len(self.costs.parts))
-        return tuple(sum(self.costs.parts[i:j]) for i, j in pairwise(ends))
+        return tuple(sum(self.costs.parts[i:j]) for i, j in pairwise((0, *self._ends)))
 
     @property
     def hops(self) -> tuple[float, ...]:
         """The hop that leaves each place, rank 0's first."""
-        return tuple(self.costs.hops[start] for start in (*self.starts, len(self.costs.parts)))
+        return tuple(self.costs.hops[end] for end in self._ends)
+
+    @property
+    def hop_bytes(self) -> tuple[int, ...]:
+        """The bytes of the same hops, which must be known."""
+        return tuple(self.costs.hop_bytes[end] for end in self._ends)
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return (*self.starts, len(self.costs.parts))
 
     @property
     def loads(self) -> tuple[float, ...]:
@@ -89,19 +101,20 @@ class Prediction:
 
 
 def best_cut(costs: Costs, places: int) -> Cut:
-    """The cut with the smallest largest load; of equal ones the one with the shortest hops.
+    """The cut with the smallest largest load; of equal ones the one with the smallest hops.
 
     Args:
         costs: of the policy and of rank 0.
         places: number of ranks, rank 0 among them. Each policy rank gets a part; rank 0 may stay
-            without.
+            without, and does where ``costs`` keeps it closed.
 
     Raises:
         ValueError: fewer parts than policy ranks.
     """
     _check(costs, places)
-    worst = _cheapest(costs, places, math.inf, lambda cost, load, hop: max(cost, load))[0]
-    return _cheapest(costs, places, worst * _EQUAL, lambda cost, load, hop: cost + hop)[1]
+    hops = costs.hop_bytes or costs.hops
+    worst = _cheapest(costs, places, math.inf, lambda cost, load, _end: max(cost, load))[0]
+    return _cheapest(costs, places, worst * _EQUAL, lambda cost, _load, end: cost + hops[end])[1]
 
 
 def _cheapest(costs: Costs, places: int, load_max: float, add: _Add) -> tuple[float, Cut]:
@@ -117,9 +130,9 @@ def _cheapest(costs: Costs, places: int, load_max: float, add: _Add) -> tuple[fl
         own = costs.a + costs.c if place == 0 else 0.0
         for i in range(parts + 1) if place else (0,):
             ways = [
-                (add(cost, load, costs.hops[j]), (j, *starts) if place < places - 1 else ())
+                (add(cost, load, j), (j, *starts) if place < places - 1 else ())
                 for j, (cost, starts) in found.items()
-                if (j > i or place == 0)
+                if (j > i if place else costs.is_front_open or not j)
                 and (load := own + sums[j] - sums[i] + costs.hops[j]) <= load_max
             ]
             if ways:
@@ -133,7 +146,8 @@ def all_cuts(costs: Costs, places: int) -> Iterator[Cut]:
     """Every cut, in order of its starts; the arguments are those of ``best_cut``."""
     _check(costs, places)
     for starts in combinations(range(len(costs.parts)), places - 1):
-        yield Cut(starts, costs)
+        if costs.is_front_open or not starts[0]:
+            yield Cut(starts, costs)
 
 
 def cut_table(costs: Costs, places: int, form: PipelineForm, rows: int) -> list[Prediction]:

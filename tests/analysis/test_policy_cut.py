@@ -19,15 +19,20 @@ def costs(draw: st.DrawFn) -> tuple[Costs, int]:
     parts = draw(st.lists(times, min_size=1, max_size=8))
     hops = draw(st.lists(st.integers(0, 6), min_size=len(parts) + 1, max_size=len(parts) + 1))
     own = draw(times), draw(times)
-    return Costs(tuple(parts), tuple(hops), *own), draw(st.integers(2, len(parts) + 1))
+    sizes = draw(st.sampled_from([(), tuple(draw(st.permutations(range(len(hops)))))]))
+    drawn = Costs(tuple(parts), tuple(hops), *own, sizes, draw(st.booleans()))
+    return drawn, draw(st.integers(2, len(parts) + 1))
 
 
 @given(costs())
-def test_the_best_cut_has_the_smallest_largest_load_and_then_the_shortest_hops(
+def test_the_best_cut_has_the_smallest_largest_load_and_then_the_smallest_hops(
     drawn: tuple[Costs, int],
 ) -> None:
     found = best_cut(*drawn)
-    key = {cut.starts: (max(cut.loads), sum(cut.hops)) for cut in all_cuts(*drawn)}
+    hops = {
+        cut.starts: cut.hop_bytes if drawn[0].hop_bytes else cut.hops for cut in all_cuts(*drawn)
+    }
+    key = {cut.starts: (max(cut.loads), sum(hops[cut.starts])) for cut in all_cuts(*drawn)}
     assert key[found.starts] == min(key.values())
 
 
@@ -61,6 +66,23 @@ def test_what_rank_0_does_besides_keeps_parts_away_from_it() -> None:
     assert best_cut(busy, 3).placement[0] == 1
 
 
+@pytest.mark.parametrize(("sizes", "placement"), [((4, 3), (0, 0, 1)), ((3, 4), (0, 1, 1))])
+def test_of_equal_cuts_the_one_with_the_fewest_bytes_is_taken(
+    sizes: tuple[int, int], placement: tuple[int, ...]
+) -> None:
+    costs = Costs((5, 1, 5), (0.0,) * 4, hop_bytes=(9, *sizes, 1))
+    found = best_cut(costs, 2)
+    assert found.placement == placement
+    assert found.hop_bytes == (3, 1)
+
+
+def test_rank_0_without_parts_leaves_them_all_to_the_policy_ranks() -> None:
+    closed = Costs(NINE.parts, NINE.hops, is_front_open=False)
+    assert best_cut(closed, 3).placement == (1, 1, 1, 1, 1, 2, 2, 2, 2)
+    form = PipelineForm("split", d_in=3)
+    assert {row.cut.placement[0] for row in cut_table(closed, 3, form, rows=5)} == {1}
+
+
 def test_a_dear_hop_is_not_cut() -> None:
     assert best_cut(Costs((5, 5, 5, 5), (0.0,) * 5), 2).starts == (2,)
     assert best_cut(Costs((5, 5, 5, 5), (0.0, 0.0, 9.0, 0.0, 0.0)), 2).starts == (1,)
@@ -91,3 +113,5 @@ def test_more_policy_ranks_than_parts_are_refused(places: int) -> None:
 def test_costs_have_a_hop_around_every_part() -> None:
     with pytest.raises(ValueError, match="1 hops for 2 parts"):
         Costs((1, 2), (1,))
+    with pytest.raises(ValueError, match="2 hops for 2 parts"):
+        Costs((1, 2), (1, 1, 1), hop_bytes=(1, 1))
