@@ -184,8 +184,12 @@ class Peer:
         elif self._end is not None:
             raise self._end
 
-    def receive(self, timeout_ns: int) -> rank_messages.Control:
+    def receive(self, timeout_ns: int, what: str = "a frame") -> rank_messages.Control:
         """The next frame of ``inbox``, waiting for it; for set-up, not for the loop.
+
+        Args:
+            timeout_ns: limit of the wait.
+            what: the frame holds, for the error.
 
         Raises:
             PeerLeftError: the peer says that it leaves.
@@ -193,7 +197,7 @@ class Peer:
             WatchdogError: it said nothing within ``timeout_ns`` though its heart beats.
             ProtocolError: as ``pump``.
         """
-        self._pump_until(lambda: bool(self.inbox), timeout_ns, "a frame")
+        self._pump_until(lambda: bool(self.inbox), timeout_ns, what)
         frame = self.inbox.popleft()
         if isinstance(frame, rank_messages.Goodbye):
             raise PeerLeftError(frame.code, frame.reason)

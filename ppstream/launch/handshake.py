@@ -129,6 +129,20 @@ def ranks_on_this_host(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
 
 
+def wait_ready(config: PipelineConfig, peer: Peer, what: str) -> dict[str, Any]:
+    """Waits for ``what`` of a rank that has ``liveness.start_s`` for it; returns its facts.
+
+    Raises:
+        PeerLeftError: it could not, and says why.
+        PeerLostError, WatchdogError: it said nothing for longer.
+        ProtocolError: it sent anything else.
+    """
+    ready = peer.receive(round(config.liveness.start_s * NS_PER_S) + SPARE_NS, what)
+    if not isinstance(ready, Ready):
+        raise ProtocolError(f"expected {what} from {peer.name}, got {type(ready).__name__}")
+    return ready.facts
+
+
 @contextmanager
 def telling(*peers: Peer) -> Iterator[None]:
     """Tell other ranks why this one ends; if one of them went first, what it said is the reason.
@@ -229,10 +243,7 @@ def agree_on_parts(
 
 
 def _built(config: PipelineConfig, peer: Peer) -> _Built:
-    ready = peer.receive(build_limit_ns(config) + SPARE_NS)
-    if not isinstance(ready, Ready):
-        raise ProtocolError(f"expected Ready from {peer.name}, got {type(ready).__name__}")
-    return msgspec.convert(ready.facts, _Built)
+    return msgspec.convert(wait_ready(config, peer, "its parts"), _Built)
 
 
 # ---- the policy rank ----------------------------------------------------------------------------
@@ -320,15 +331,7 @@ def wait_accepted(config: PipelineConfig, peer: Peer) -> int:
     Raises:
         PeerLeftError: it refuses the policy.
     """
-    answer = peer.receive(build_limit_ns(config) + SPARE_NS)
-    if not isinstance(answer, Ready):
-        raise ProtocolError(f"expected Ready from rank 0, got {type(answer).__name__}")
-    return int(answer.facts["ahead"])
-
-
-def build_limit_ns(config: PipelineConfig) -> int:
-    """Returns the time limit of either rank to build what it runs."""
-    return round(config.liveness.start_s * NS_PER_S)
+    return int(wait_ready(config, peer, "its answer to the parts")["ahead"])
 
 
 def start_heartbeat(
