@@ -348,6 +348,12 @@ def _device_problems(config: PipelineConfig) -> Iterator[str]:
             f"simulate.kind: got {simulate.kind!r} with simulate.a_ms above 0 on "
             f"{config.placement.rank0}, want 'gpu': no thread waits in stage A there"
         )
+    kinds = {device.partition(":")[0] for device in config.placement.policy}
+    if config.placement.parts == "auto" and len(kinds) > 1:
+        yield (
+            f"placement.parts: got 'auto' with policy ranks on {' and '.join(sorted(kinds))}, want "
+            "a list: parts are timed on the first of them alone"
+        )
     if (
         config.mode == "attribution"
         and "cpu" not in config.placement.policy

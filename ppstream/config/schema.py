@@ -192,7 +192,13 @@ class PlacementConfig(_Part, frozen=True):
 
     rank0: Device = "cpu"  # stages A and C, and the policy's front parts
     policy: Devices = ("cpu",)  # stage B: one policy rank for each
-    parts: tuple[Annotated[int, Meta(ge=0)], ...] = ()  # place of each part; place 0 is rank 0
+    # place of each part, place 0 being rank 0; "auto": the best ones by the parts' times at start
+    parts: tuple[Annotated[int, Meta(ge=0)], ...] | Literal["auto"] = ()
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Place of each part; empty where none are stated, or not known yet."""
+        return () if isinstance(self.parts, str) else self.parts
 
 
 class PipelineShape(_Part, frozen=True):

@@ -28,6 +28,7 @@ class Kind(NamedTuple):
     base: Any  # without Annotated and None: a struct, a scalar, Literal[...], tuple[...] or dict
     optional: bool  # None is allowed
     bounds: tuple[Meta, ...]
+    words: tuple[str, ...] = ()  # texts that may stand in its place
 
 
 def kind_of(annotation: Any) -> Kind:
@@ -38,8 +39,11 @@ def kind_of(annotation: Any) -> Kind:
         metas = tuple(m for m in annotation.__metadata__ if isinstance(m, Meta))
         return inner._replace(bounds=inner.bounds + metas)
     if origin in (Union, types.UnionType):
-        (some,) = (part for part in get_args(annotation) if part is not type(None))
-        return kind_of(some)._replace(optional=True)
+        some = [part for part in get_args(annotation) if part is not type(None)]
+        *texts, main = sorted(some, key=lambda part: not _is_literal(part))
+        words = tuple(word for text in texts for word in get_args(text))
+        is_optional = type(None) in get_args(annotation)
+        return kind_of(main)._replace(optional=is_optional, words=words)
     return Kind(annotation, optional=False, bounds=())
 
 
@@ -66,12 +70,12 @@ def normalise(value: Any, annotation: Any, folder: Path) -> Any:
 def find_problems(value: Any, annotation: Any, path: str = "") -> Iterator[str]:
     """Every problem of ``value`` as ``path: got ..., want ...``, in the order of the struct."""
     kind = kind_of(annotation)
-    if value is None and kind.optional:
+    if (value is None and kind.optional) or value in kind.words:
         return
     if _is_struct(kind.base):
         yield from _table_problems(value, kind.base, path)
     elif get_origin(kind.base) is tuple:
-        yield from _list_problems(value, get_args(kind.base)[0], path)
+        yield from _list_problems(value, kind, path)
     elif isinstance(value, float) and not math.isfinite(value):
         yield _line(path, value, f"{_wanted(kind)}, finite")
     else:
@@ -96,12 +100,12 @@ def _table_problems(value: Any, struct: type[msgspec.Struct], path: str) -> Iter
             yield f"{_join(path, name)}: unknown key{_key_suggestion(name, struct, known)}"
 
 
-def _list_problems(value: Any, annotation: Any, path: str) -> Iterator[str]:
+def _list_problems(value: Any, kind: Kind, path: str) -> Iterator[str]:
     if not isinstance(value, list):
-        yield _line(path, value, f"a list, each {_wanted(kind_of(annotation))}")
+        yield _line(path, value, _wanted(kind))
         return
     for index, item in enumerate(value):
-        yield from find_problems(item, annotation, f"{path}[{index}]")
+        yield from find_problems(item, get_args(kind.base)[0], f"{path}[{index}]")
 
 
 def _line(path: str, got: Any, wanted: str) -> str:
@@ -122,7 +126,8 @@ def _wanted(kind: Kind) -> str:
         text = _KINDS.get(kind.base, "a value")
     for meta in kind.bounds:
         text += "".join(f", {words}" for words in _bound_words(meta))
-    return f'{text}, or "{NONE}"' if kind.optional else text
+    words = (*kind.words, NONE) if kind.optional else kind.words
+    return text + "".join(f', or "{word}"' for word in words)
 
 
 def _bound_words(meta: Meta) -> Iterator[str]:
@@ -139,7 +144,7 @@ def _bound_words(meta: Meta) -> Iterator[str]:
 
 
 def _choices(kind: Kind) -> tuple[str, ...]:
-    return get_args(kind.base) if get_origin(kind.base) is Literal else ()
+    return get_args(kind.base) if _is_literal(kind.base) else ()
 
 
 def _suggestion(value: Any, choices: tuple[str, ...]) -> str:
@@ -154,6 +159,10 @@ def _key_suggestion(name: str, struct: type, known: Mapping[str, FieldInfo]) -> 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _is_literal(base: Any) -> bool:
+    return get_origin(base) is Literal
 
 
 def _is_struct(base: Any) -> bool:

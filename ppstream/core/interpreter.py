@@ -12,6 +12,7 @@ sets one:
 | a thread beside a robot's control loop | 0.5 ms while the loop runs | `short_turns` |
 | log, metrics, health beside a loop | 0.1 ms, then a pause of 0.1 ms | `Pieces` |
 | the collector in a rank | collects before ready; what exists then is left out | `freeze_garbage` |
+| ... that lets a part of the policy go | collects while nothing runs | `collect_garbage` |
 | the collector beside a control loop | once a second, in time left behind a tick | `Garbage` |
 """
 
@@ -69,6 +70,11 @@ class InterpreterPauses:
         if now_ns() - self._began_ns >= PIECE_NS:
             time.sleep(PAUSE_S)
             self._began_ns = now_ns()
+
+
+def collect_garbage() -> None:
+    """Collect now: cycles hold what was let go, such as the memory of a module."""
+    gc.collect()
 
 
 def freeze_garbage() -> None:

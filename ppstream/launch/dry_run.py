@@ -16,13 +16,15 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.cuda import startup
 from ppstream.ingest.intake import build_intake
+from ppstream.launch.auto_cut import AUTO
 from ppstream.launch.placement import Placement, RankPlan, place
 from ppstream.links.device_link import AHEAD, slot_count
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape, SlotLayout
-from ppstream.policy.compatibility import build_decoder, build_parts, places_of
+from ppstream.policy.compatibility import build_decoder, build_parts, check_parts, places_of
 from ppstream.policy.parts import Place, name_of, specs_of
 from ppstream.policy.protocol import Policy
+from ppstream.report.formatting import size_text
 from ppstream.wire.keys import server_keys
 
 NAME_WIDTH: Final = 16
@@ -52,9 +54,13 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
             has_peer_access=startup.peer_access(config),
         )
         found += startup.missing(config)
+    places: tuple[Place, ...] = ()  # none: the cut is chosen at the start
     with _collecting(found):
         parts = build_parts(config, startup.device_to_build_on(config))
-        places = places_of(config, specs_of(parts), inputs, inline=world_size == 1)
+        if world_size > 1 and config.placement.parts == AUTO:
+            check_parts(config, specs_of(parts), inputs)
+        else:
+            places = places_of(config, specs_of(parts), inputs, inline=world_size == 1)
     with _collecting(found):
         server_keys(config.service.secret_key, config.service.allowed_keys)
     with _collecting(found):
@@ -66,7 +72,7 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
     lines = [
         f"ppstream {config.name}: nothing started, no problem found",
         *_placement_lines(config, placement, places),
-        *_part_lines(placement, places, parts),
+        *_part_lines(config, placement, places, parts),
         *_device_lines(config, placement),
         *_stream_lines(config),
         *(line for hop in hops for line in _slot_lines(*hop, placement)),
@@ -84,7 +90,9 @@ def _most(placement: Placement) -> str:
 def _hops(
     config: PipelineConfig, placement: Placement, places: Sequence[Place]
 ) -> Iterator[tuple[str, SlotLayout, int]]:
-    """Yields each hop's name, the layout of its slots, and how many there are."""
+    """Yields each hop's name, the layout of its slots, and how many there are, if known."""
+    if not places:
+        return
     carried = places[0].outputs, places[-1].outputs
     shape = link_shape(config, *carried, 0, ahead=AHEAD)  # the most that a GPU takes
     envelopes, results = _slot_counts(placement, shape)
@@ -116,12 +124,14 @@ def _placement_lines(
 ) -> Iterator[str]:
     yield ""
     for plan in placement.ranks:
-        names = places[plan.rank].names if len(placement.ranks) > 1 else ()
+        names = places[plan.rank].names if places and len(placement.ranks) > 1 else ()
         what = f"{_stages_text(config, plan)} on {plan.device}"
-        is_cut = names and config.placement.parts
+        is_cut = names and config.placement.cut
         yield _row(f"rank {plan.rank}", f"{what}: {', '.join(names)}" if is_cut else what)
     shape = config.pipeline
     yield _row("link", f"{placement.link or 'none'}: {placement.why}")
+    if not places:
+        yield _row("cut", "best of the parts' times, which rank 1 measures at the start")
     if not placement.is_inline:
         yield _row("bounds", f"D_in {shape.d_in}, D_out {shape.d_out}")
     yield _row("pacing", f"{shape.pacing}, {shape.windows} windows")
@@ -129,20 +139,26 @@ def _placement_lines(
 
 
 def _part_lines(
-    placement: Placement, places: Sequence[Place], parts: Sequence[Policy]
+    config: PipelineConfig,
+    placement: Placement,
+    places: Sequence[Place],
+    parts: Sequence[Policy],
 ) -> Iterator[str]:
     """Yields what each part says of its size; nothing of a policy in one part."""
     if len(parts) < 2:
         return
     yield "\nparts"
-    for rank, at in enumerate(places):
-        for part in at.of(parts):
-            told = [f"rank {0 if placement.is_inline else rank}"]
-            if (parameters := getattr(part, "parameters", None)) is not None:
-                told.append(f"{parameters / 1e6:,.3g} M parameters")
-            if (flops := getattr(part, "flops", None)) is not None:
-                told.append(f"{flops / 1e9:,.3g} GFLOP a row")
-            yield _row(name_of(part), ", ".join(told))
+    ranks = [f"rank {k}" for k, at in enumerate(places) for _ in at.names]
+    if placement.is_inline or not ranks:
+        ranks = ["rank 0" if placement.is_inline else "any rank"] * len(parts)
+    for where, part in zip(ranks, parts, strict=True):
+        written = sum(spec.bytes_for(config.batch.rows) for spec in part.outputs)
+        told = [where, f"writes {size_text(written)}"]
+        if (parameters := getattr(part, "parameters", None)) is not None:
+            told.append(f"{parameters / 1e6:,.3g} M parameters")
+        if (flops := getattr(part, "flops", None)) is not None:
+            told.append(f"{flops / 1e9:,.3g} GFLOP a row")
+        yield _row(name_of(part), ", ".join(told))
 
 
 def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
@@ -154,7 +170,7 @@ def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]
     for plan in plans:
         about = startup.device_facts(plan.device)
         if about is not None:
-            memory = f"{_bytes(about.memory_bytes)}, {about.capability}"
+            memory = f"{size_text(about.memory_bytes)}, {about.capability}"
             yield _row(plan.device, f"{about.name}, {memory}, for rank {plan.rank}")
     if len(plans) > 1:
         reached = "yes, both ways" if startup.peer_access(config) else "no"
@@ -195,10 +211,10 @@ def _stream_lines(config: PipelineConfig) -> Iterator[str]:
 
 def _slot_lines(what: str, layout: SlotLayout, slots: int, placement: Placement) -> Iterator[str]:
     plural = "" if slots == 1 else "s"
-    yield f"\n{what}: {_most(placement)}{slots} slot{plural} of {_bytes(layout.slot_bytes)}"
-    yield _row("header", f"[{len(layout.header)}] int64, {_bytes(8 * len(layout.header))}")
+    yield f"\n{what}: {_most(placement)}{slots} slot{plural} of {size_text(layout.slot_bytes)}"
+    yield _row("header", f"[{len(layout.header)}] int64, {size_text(8 * len(layout.header))}")
     for spec in layout.tensors:
-        size = _bytes(spec.bytes_for(layout.rows))
+        size = size_text(spec.bytes_for(layout.rows))
         yield _row(spec.name, f"{[layout.rows, *spec.shape]} {spec.dtype}, {size}")
 
 
@@ -216,8 +232,9 @@ def _memory_lines(config: PipelineConfig, placement: Placement, slot_bytes: int)
     }
     owner = owners.get(placement.link or "", "" if placement.is_inline else "on each rank")
     yield "\nmemory, besides what torch and the policy take"
-    yield _row("rings", f"{_bytes(rings)} on rank 0")
-    yield _row("slots", f"{_most(placement)}{_bytes(slot_bytes)} {owner}".rstrip())
+    yield _row("rings", f"{size_text(rings)} on rank 0")
+    slots = f"{_most(placement)}{size_text(slot_bytes)} {owner}".rstrip()
+    yield _row("slots", slots if slot_bytes else "as the cut needs them")
 
 
 def _period_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
@@ -241,11 +258,3 @@ def _period_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]
 
 def _row(name: str, text: str) -> str:
     return f"  {name:<{NAME_WIDTH}} {text}"
-
-
-def _bytes(count: int) -> str:
-    """``count`` bytes for people, in powers of 1024."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

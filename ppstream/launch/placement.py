@@ -102,7 +102,7 @@ def place(
                 shares_gpus=len({plan.device for plan in ranks}) < most,
             ),
         )
-    _refuse_device_link(config.link, ranks, has_front_parts=0 in devices.parts)
+    _refuse_device_link(config.link, ranks, has_front_parts=0 in devices.cut)
     return Placement(ranks, *_choose_link(config.link, most, is_one_host=is_one_host))
 
 

@@ -16,7 +16,7 @@ from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
 from ppstream.ingest.window import input_specs
-from ppstream.launch import device_ranks, handshake, rank_exit
+from ppstream.launch import auto_cut, device_ranks, handshake, rank_exit
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
 from ppstream.links.factory import open_hops
@@ -67,18 +67,15 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         end.pass_stops_to(patience.asked)
         met: list[PolicyRank] = []  # this loop, once it exists
         handshake.start_heartbeat(
-            config,
-            peer,
-            lambda: met[0].progress if met else 0,
-            end.leave_when_lost,
-            process,
-            stack,
+            config, peer, lambda: met[0].progress if met else 0, end.leave_when_lost, process, stack
         )
         course = rank_exit.Course(config)
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         with handshake.telling(peer):
             ends = handshake.meet_neighbours(config, store, peer, stack)
             device = torch.device(placement.ranks[store.rank].device)
+            config = auto_cut.follow_cut(config, store.rank, device, peer, course)
+            placement = device_ranks.place_here(config, store.world_size)
             on_gpu: device_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
                 run_id = end.run.run_id

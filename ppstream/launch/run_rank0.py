@@ -27,7 +27,7 @@ from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
 from ppstream.ingest.intake import Intake, build_intake
-from ppstream.launch import device_ranks, handshake, rank_exit
+from ppstream.launch import auto_cut, device_ranks, handshake, rank_exit
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
 from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
@@ -70,6 +70,9 @@ def run_front(config: PipelineConfig, end: rank_exit.RankEnd, run: Run) -> str:
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         met = None if placement.is_inline else _meet(config, course, end, run, stack)
         with handshake.telling(*met[0]) if met is not None else nullcontext():
+            if met is not None:
+                config = auto_cut.choose_cut(config, met[0], course, run)
+                placement = device_ranks.place_here(config, world_size)
             return _serve(config, placement, course, end, run, met, stack)
 
 
@@ -215,14 +218,14 @@ def _pipelined(
 
 def _build_front(config: PipelineConfig, course: rank_exit.Course) -> tuple[Policy, ...] | None:
     """All parts of the policy, those of rank 0 loaded; None: it has none."""
-    if 0 not in config.placement.parts:
+    if 0 not in config.placement.cut:
         return None
     with course.step(f"the build of {config.policy.target}"):
         device = torch.device(config.placement.rank0)
         if device.type == "cuda":
             startup.start(device)
         built = build_parts(config, device)
-        load(built[: config.placement.parts.count(0)])
+        load(built[: config.placement.cut.count(0)])
     return built
 
 

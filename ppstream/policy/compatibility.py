@@ -77,12 +77,32 @@ def places_of(
     """
     found = policy_problems(config, window, parts)
     ranks = len(config.placement.policy)
-    where = list(config.placement.parts) or ([1] * len(parts) if ranks == 1 else [])
+    where = list(config.placement.cut) or ([1] * len(parts) if ranks == 1 else [])
     if not inline:
         found += _cut_problems(where, ranks, [part.name for part in parts])
     if found:
         raise ConfigError(found)
     return cut(parts, [1] * len(parts) if inline else where, window)
+
+
+def check_parts(
+    config: PipelineConfig, parts: Sequence[PartSpecs], window: Sequence[TensorSpec]
+) -> None:
+    """Refuses parts that no cut makes fit; for ``placement.parts = "auto"``.
+
+    Raises:
+        ConfigError: as ``places_of``; there are fewer parts than policy ranks.
+    """
+    found = policy_problems(config, window, parts)
+    ranks, names = len(config.placement.policy), ", ".join(part.name for part in parts)
+    if len(parts) < ranks:
+        found.append(
+            f"placement.parts: got 'auto' for {len(parts)} parts ({names}) on {ranks} policy "
+            "ranks, want a part for each: cut the policy into more parts, or list fewer devices "
+            "in placement.policy"
+        )
+    if found:
+        raise ConfigError(found)
 
 
 def _cut_problems(where: Sequence[int], ranks: int, names: Sequence[str]) -> Iterator[str]:

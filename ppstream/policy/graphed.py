@@ -20,7 +20,7 @@ from ppstream.policy.compiled import compiled
 from ppstream.policy.unwritten import INTEGERS, FilledPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -63,6 +63,16 @@ def prepared_policy(
         return policy
     policy = FilledPolicy(policy, integers)
     return GraphedPolicy(policy) if config.graph else policy
+
+
+def device_ns(call: Callable[[], object]) -> int:
+    """Time that the GPU takes for what ``call`` queues on the current stream; waits for it."""
+    begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return int(begin.elapsed_time(end) * NS_PER_MS)
 
 
 class GraphedPolicy:
@@ -137,15 +147,7 @@ class GraphedPolicy:
             nodes = None if resetting is None else nodes + resetting
         self._pool = None  # it goes with this graph
         graph.replay()
-        durations = []
-        for _ in range(TIMED_CALLS):
-            begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            durations.append(round(begin.elapsed_time(end) * NS_PER_MS))
-        return Rehearsal(nodes, min(durations))
+        return Rehearsal(nodes, min(device_ns(graph.replay) for _ in range(TIMED_CALLS)))
 
     def seal(self) -> None:
         """Warm-up is over: what comes with other tensors runs without a graph, and is counted."""

@@ -37,6 +37,14 @@ def gib(size: float) -> str:
     return f"{value:.{1 if abs(value) >= 10 else 2}f} GiB"
 
 
+def size_text(count: int) -> str:
+    """``count`` bytes for people, in powers of 1024."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
 def why_scores_differ(report: RunReport) -> str:
     """One sentence where the published and the primary score are apart, else nothing."""
     found, score = report.compat, report.primary

@@ -33,6 +33,28 @@ def test_a_device_that_torch_would_not_read_is_refused(device: str) -> None:
     assert "cuda:<number>" in problem
 
 
+def test_places_of_parts_are_a_list_or_chosen_by_the_run() -> None:
+    chosen = load.read(str(CONFIG), ("placement.parts=auto",)).placement
+    stated = load.read(str(CONFIG), ("placement.parts=[0, 1]",)).placement
+    assert (chosen.parts, chosen.cut) == ("auto", ())
+    assert stated.parts == stated.cut == (0, 1)
+
+
+@pytest.mark.parametrize("got", ["automatic", "2", '["auto"]', "[0, -1]", "[0.5]"])
+def test_other_places_are_refused(got: str) -> None:
+    (problem,) = problems(f"placement.parts={got}")
+    assert problem.startswith("placement.parts")
+    assert ("auto" in problem) == ("[" not in got or "auto" in got)
+    assert "a whole number, at least 0" in problem
+
+
+def test_parts_are_timed_for_policy_ranks_of_one_kind_alone() -> None:
+    auto = "placement.parts=auto"
+    (problem,) = problems(auto, 'placement.policy=["cpu", "cuda:0"]')
+    assert problem.startswith("placement.parts: got 'auto' with policy ranks on cpu and cuda, want")
+    assert not problems(auto, 'placement.policy=["cuda:0", "cuda:1"]')
+
+
 def test_simulated_work_of_a_gpu_needs_one_on_rank_0() -> None:
     assert any("simulate.kind: got 'gpu'" in line for line in problems("simulate.kind=gpu"))
     assert not problems("simulate.kind=gpu", *GPUS)

@@ -212,6 +212,37 @@ def test_under_a_launcher_one_rank_says_it_for_all(
     assert capsys.readouterr().out.count("nothing started") == (rank == 0)
 
 
+DECODER = "ppstream.pipeline.decode:build"
+CHOSEN: dict[str, Any] = {
+    "placement": {"policy": ["cpu", "cpu"], "parts": "auto"},
+    "policy": {
+        "target": "ppstream_stages.simulated:build",
+        "options": {"parts_ms": [1, 1, 1], "hop_bytes": 2048, "horizon": 16, "action_dim": 2},
+    },
+}
+
+
+def test_a_cut_that_the_run_chooses_is_said_to_be_with_what_each_part_writes() -> None:
+    text = describe(config(decode={"target": DECODER}, **CHOSEN), 3)
+    assert row(text, "cut") == "cut best of the parts' times, which rank 1 measures at the start"
+    assert row(text, "part_1") == "part_1 any rank, writes 2.0 KiB"
+    assert row(text, "part_3") == "part_3 any rank, writes 128 B"
+    assert row(text, "slots") == "slots as the cut needs them"
+    assert "envelope:" not in text
+    alone = describe(config(decode={"target": DECODER}, **CHOSEN), 1)
+    assert row(alone, "part_3") == "part_3 rank 0, writes 128 B"
+    assert "envelope: 1 slot of" in alone
+
+
+def test_a_cut_that_no_run_could_choose_is_refused_with_everything_else() -> None:
+    few = CHOSEN["policy"] | {"options": CHOSEN["policy"]["options"] | {"parts_ms": [1]}}
+    with pytest.raises(ConfigError) as caught:
+        describe(config(**(CHOSEN | {"policy": few}), decode={"target": "a.b:absent"}), 3)
+    places, decoder = caught.value.problems
+    assert places.startswith("placement.parts: got 'auto' for 1 parts (part_1) on 2 policy ranks")
+    assert "a.b:absent" in decoder
+
+
 GPUS = {"rank0": "cuda:0", "policy": ["cuda:1"]}
 
 

@@ -78,6 +78,61 @@ def test_parts_give_the_twin_s_actions_wherever_they_run(where, settings, fails,
     assert len(actions["actions"]) > 20
 
 
+def auto(ranks: int, parts_ms: str = "") -> tuple[str, ...]:
+    """Settings of a cut that the run chooses; of parts that sleep where their times are given."""
+    devices = ", ".join(['"cpu"'] * (ranks - 1))
+    settings = f"placement.policy=[{devices}]", "placement.parts=auto"
+    if not parts_ms:
+        return settings
+    options = f"policy.options={{parts_ms=[{parts_ms}], horizon=4, action_dim=2}}"
+    return *settings, options, "simulate.a_ms=0", "simulate.c_ms=0"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_cut_that_the_run_chooses_gives_the_twin_s_actions(ranks, twin, tmp_path):
+    recording, expected = twin
+    actions, _ = actions_of(tmp_path / "ranks", recording, *auto(3), ranks=ranks)
+    assert actions["actions"].tobytes() == expected[""][0]["actions"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "text"),
+    [
+        ((PARTS[0], f'policy.options={{{SHAPE}, fails="load"}}'), 3, "part 'middle' of policy_in"),
+        (auto(4, "1, 1"), 4, "got 'auto' for 2 parts (part_1, part_2) on 3 policy ranks"),
+    ],
+    ids=["a part cannot be loaded", "too few parts"],
+)
+def test_a_policy_that_cannot_be_timed_ends_all_ranks_with_one_text(
+    settings, ranks, text, tmp_path
+):
+    with Ranks(tmp_path, *auto(ranks), *settings, world_size=ranks) as run:
+        assert run.wait(20) == [11] * ranks, run.output()
+        for rank in range(ranks):
+            assert text in run.exits()[str(rank)]["reason"]
+
+
+def timing(run: Ranks) -> None:
+    wait_until(lambda: "times each part" in run.errors[0].read_text(), seconds=30)
+
+
+def test_a_stop_while_parts_are_timed_ends_all_ranks_as_asked(tmp_path):
+    with Ranks(tmp_path, *auto(3, "600, 600"), world_size=3) as run:
+        timing(run)
+        for process in run.processes:
+            process.terminate()
+        assert run.wait(5) == [0] * 3, run.output()  # the parts would take 14 s
+
+
+def test_no_rank_outlives_the_one_that_times_the_parts(tmp_path):
+    with Ranks(tmp_path, *auto(3, "600, 600"), world_size=3) as run:
+        timing(run)
+        run.processes[1].kill()
+        ends = run.processes[0], run.processes[2]
+        wait_until(lambda: all(process.poll() is not None for process in ends), seconds=GONE_S)
+        assert {process.poll() for process in ends} <= {20, -signal.SIGKILL}, run.output()
+
+
 CHAIN = (
     *placed(1, 2, 3),
     PARTS[0],

@@ -62,6 +62,23 @@ def test_refused_run_does_not_loop_under_max_restarts(tmp_path):
     assert Ranks.of_log(tmp_path, []).exits()["0"]["code"] == 30
 
 
+def test_a_run_times_its_parts_and_takes_the_best_cut(tmp_path):
+    parts = "policy.options={parts_ms=[10, 10, 20, 20], horizon=4, action_dim=2}"
+    places = "placement.parts=auto", 'placement.policy=["cpu", "cpu"]'
+    command = torchrun(tmp_path, parts, *places, SERVED, options=("--nproc-per-node=3",))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=70, env=environment_without_ranks()
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(((tmp_path / "latest").resolve() / "run.json").read_text())
+    assert told["cut"]["chosen"] == [0, 0, 1, 2]
+    assert [len(rank["parts"]) for rank in told["topology"]["ranks"]] == [2, 1, 1]
+    taken, *others = [line for line in done.stderr.splitlines() if " ms | " in line]
+    assert taken.startswith("ppstream: [0, 0, 1, 2] ")
+    assert taken.endswith("taken")
+    assert len(others) == len(told["cut"]["cuts"]) - 1
+
+
 def test_the_shipped_cut_becomes_ready_on_three_ranks_and_says_what_each_runs(tmp_path):
     settings = ("service.endpoint=none", "service.duration_s=0.5", "bringup.envelopes=100", SERVED)
     command = torchrun(tmp_path, *settings, options=("--nproc-per-node=3",), config="vla_tiny")

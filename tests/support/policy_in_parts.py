@@ -40,9 +40,12 @@ class Middle(_Part):
     """Adds up the means since the last reset of a row."""
 
     loaded = False
+    lacks_weights = False
 
     def load(self) -> None:
         """Makes its weights, on the rank that runs it."""
+        if self.lacks_weights:
+            raise OSError("no weights for the middle")
         self.loaded = True
         self._sum: Tensor | None = None
 
@@ -73,13 +76,15 @@ class Last(_Part):
 
 
 def build(options: Mapping[str, Any], device: torch.device) -> list[_Part]:
-    """Its parts; ``fails`` names one that raises now and then."""
+    """Its parts; ``fails`` names one that raises now and then, "load" has the middle's raise."""
     dim, steps = options["dim"], options["steps"]
     values = TensorSpec("state.values", (steps, dim))
     mean, newest, total = (TensorSpec(name, (dim,)) for name in ("mean", "newest", "sum"))
     actions = TensorSpec("actions", (options["horizon"], options["action_dim"]))
+    middle = Middle("middle", (mean, values), (total,), options)
+    middle.lacks_weights = options.get("fails") == "load"
     return [
         First("first", (values,), (mean, newest), options),
-        Middle("middle", (mean, values), (total,), options),
+        middle,
         Last("last", (total, newest, values), (actions,), options),
     ]
