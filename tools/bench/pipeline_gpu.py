@@ -144,13 +144,17 @@ def chains(envelopes: int, results: Path | None) -> int:
     """Runs of real ranks, each a bring-up, and what their reports say of their places."""
     print_environment("chains")
     rows = [
-        one_chain(places, size, envelopes)
+        one_chain(places, size, places + more, envelopes)
         for size in CHAINS
         for places in range(2, min(4, torch.cuda.device_count()) + 1)
+        for more in (0, 1)
     ]
     targets = []
     for row in rows:
-        name = f"{row['places']} places of {row['work_ms']:g} ms, {row['hop_bytes']:,} bytes a hop"
+        name = (
+            f"{row['places']} places of {row['work_ms']:g} ms, {row['hop_bytes']:,} bytes a hop, "
+            f"D {row['depth']}"
+        )
         targets += [
             Target(f"{name}: period / largest place", row["limit"], row["of_largest"]),
             Target(f"{name}: busy / alone, worst place", BUSY_OF_ALONE, max(row["of_alone"])),
@@ -160,7 +164,7 @@ def chains(envelopes: int, results: Path | None) -> int:
     return int(not rows)
 
 
-def one_chain(places: int, size: ChainSize, envelopes: int) -> dict[str, Any]:
+def one_chain(places: int, size: ChainSize, depth: int, envelopes: int) -> dict[str, Any]:
     """A chain of ``places`` GPUs with the same work each."""
     devices = json.dumps([f"cuda:{k}" for k in range(1, places)])
     work = json.dumps([size.work_ms] * places)
@@ -172,7 +176,7 @@ def one_chain(places: int, size: ChainSize, envelopes: int) -> dict[str, Any]:
             f"policy.options={{{options}}}",
             "simulate.a_ms=0",
             "simulate.c_ms=0",
-            f"pipeline.d_in={places}",
+            f"pipeline.d_in={depth}",
             f"pipeline.d_out={places}",
             f"bringup.envelopes={envelopes}",
         ),
@@ -184,6 +188,7 @@ def one_chain(places: int, size: ChainSize, envelopes: int) -> dict[str, Any]:
     busy = [place.busy_ns or 0 for place in report.places]
     row = {
         "places": places,
+        "depth": depth,
         **size._asdict(),
         "period_us": report.primary.period_ns * 1e-3,
         "alone_us": [ns * 1e-3 for ns in alone],

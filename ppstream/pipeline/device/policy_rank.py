@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ppstream.observe.log_writer import PolicyRecord, TimestampLog
     from ppstream.pipeline.device.stage_b import DeviceStageB
 
-POLL_NS: Final = 50_000  # while an envelope may come that stage B is not queued ahead of
+POLL_NS: Final = 20_000  # while an envelope may come that stage B is not queued ahead of
 EARLY_NS: Final = 500_000  # such a stage B is queued so long before the one that runs should end
 IDLE_NS: Final = NS_PER_MS  # while none come
 LOOK_NS: Final = NS_PER_MS  # frames are looked for so often, however many envelopes come
