@@ -20,6 +20,7 @@ from ppstream.launch.placement import Placement, RankPlan, place
 from ppstream.links.device_link import AHEAD, slot_count
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape, SlotLayout
+from ppstream.pipeline.stage_a import LONG_FRONT_MS
 from ppstream.policy.compatibility import build_decoder, build_parts, places_of
 from ppstream.policy.parts import Place, name_of, specs_of
 from ppstream.policy.protocol import Policy
@@ -164,7 +165,9 @@ def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]
 
 
 def _stages_text(config: PipelineConfig, plan: RankPlan) -> str:
-    how: str = "streams of their own" if plan.is_gpu else config.pipeline.threads
+    how: str = "streams of their own" if plan.is_gpu else config.threads
+    if config.pipeline.threads == "auto" and not plan.is_gpu and 0 in config.placement.parts:
+        how = f"split if front parts take more than {LONG_FRONT_MS:g} ms, else serial"
     threads = f" ({how})" if plan.stages == ("A", "C") else ""
     policy = f" ({config.policy.target})" if "B" in plan.stages else ""
     return f"stage {' + '.join(plan.stages)}{threads}{policy}"
@@ -228,7 +231,7 @@ def _period_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]
     shape, simulate = config.pipeline, config.simulate
     times = StageTimes(a=simulate.a_ms, b=float(b_ms), c=simulate.c_ms)
     form = PipelineForm(
-        threads="serial" if placement.is_inline else shape.threads,
+        threads="serial" if placement.is_inline else config.threads,
         order="decode_first" if placement.is_inline else "send_first",
         d_in=shape.d_in,
         d_out=shape.d_out,

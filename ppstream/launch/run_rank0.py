@@ -21,7 +21,7 @@ import ppstream
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
-from ppstream.core.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, PpstreamError
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
@@ -33,7 +33,7 @@ from ppstream.launch.placement import Placement
 from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
-from ppstream.links.protocol import Neighbours
+from ppstream.links.protocol import Hops, Neighbours
 from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
@@ -42,10 +42,11 @@ from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.loop import Executor, Rank0Loop
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.service import Service
-from ppstream.pipeline.stage_a import FrontParts, StageA
+from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
 from ppstream.policy.compatibility import build_parts, places_of
 from ppstream.policy.parts import Place, load, part_times_of, specs_of
 from ppstream.policy.protocol import Policy
+from ppstream.policy.unwritten import policy_fault
 from ppstream.wire.rank_messages import Drain, PhaseChange
 
 logger = logging.getLogger("ppstream")
@@ -170,19 +171,20 @@ def _pipelined(
 ) -> Rank0Loop:
     peers, store = met
     window = intake.cutter.inputs
-    front = None
+    built, front = None, None
     if 0 in config.placement.parts:
         with course.step(f"the build of {config.policy.target}"):
-            front = build_parts(config, torch.device(config.placement.rank0))
-            load(front[: config.placement.parts.count(0)])
+            built = build_parts(config, torch.device(config.placement.rank0))
+            load(built[: config.placement.parts.count(0)])
     places, ahead = handshake.agree_on_parts(config, peers, window)
-    describe_topology(run, config, placement, places)
-    if front is not None:
+    if built is not None:
         assert isinstance(parts.stage_a, StageA), "placed so"
-        parts.stage_a.front = _front_parts(config, front, places[0], parts.log.run_id)
+        front = _front_parts(config, built, places[0], parts.log.run_id)
+        parts.stage_a.front = front
     shape = link_shape(config, places[0].outputs, places[-1].outputs, store.generation, ahead)
     policy_ranks = tuple(PolicyRankPeer(peer, config, k) for k, peer in enumerate(peers, 1))
     executor: Executor
+    hops: Hops | None = None
     with course.step("the link and its slots"):
         if placement.is_device_ordered:
             stage_a, executor = device_ranks.open_rank0(
@@ -195,9 +197,14 @@ def _pipelined(
             ends = Neighbours(peers[-1], peers[0], 0, len(peers))
             hops = open_hops(placement.link, ends, store, shape)
             stack.callback(hops.close)
-            on_host = SplitExecutor if config.pipeline.threads == "split" else HostExecutor
-            executor = on_host(hops, policy_ranks)
             logger.info("link %s: %s", hops.name, placement.why)
+    if hops is not None:
+        with course.step("the front parts' first calls"):
+            config = _with_threads(config, front, hops)
+        parts = parts._replace(config=config)
+        on_host = SplitExecutor if config.threads == "split" else HostExecutor
+        executor = on_host(hops, policy_ranks)
+    describe_topology(run, config, placement, places)
     rank0 = Rank0Loop(*parts, executor=executor)
 
     def tell_policy_ranks(phase: str) -> None:
@@ -205,8 +212,8 @@ def _pipelined(
             peer.send(PhaseChange(phase))
 
     rank0.on_phase.append(tell_policy_ranks)
-    if front is not None and rank0.stage_a.front is not None:
-        rank0.stage_a.front.on_fault = rank0.tell_policy_fault
+    if front is not None:
+        front.on_fault = rank0.tell_policy_fault
     return rank0
 
 
@@ -219,6 +226,24 @@ def _front_parts(
     stage = device_ranks.stage_b_on_host_slots(policy, config, device, run_id)
     (window,) = new_slots(SlotLayout(ENVELOPE_HEADER, place.inputs, rows), 1)
     return FrontParts(stage, window, part_times_of(policy))
+
+
+def _with_threads(config: PipelineConfig, front: FrontParts | None, hops: Hops) -> PipelineConfig:
+    """Decides what ``pipeline.threads = "auto"`` is here, and says so where there was a choice."""
+    if config.pipeline.threads != "auto":
+        return config
+    threads = "serial"
+    if front is not None:
+        try:
+            took_ms = front.shortest_ns(hops.out.slot(0)) / NS_PER_MS
+        except Exception as error:  # noqa: BLE001 - user code: a run may never give it zeros
+            logger.info("threads serial: front parts raised on zeros: %s", policy_fault(error).line)
+        else:
+            threads = "split" if took_ms > LONG_FRONT_MS else "serial"
+            told = threads, took_ms, LONG_FRONT_MS
+            logger.info("threads %s: front parts take %.2f ms, split above %g ms", *told)
+    shape = msgspec.structs.replace(config.pipeline, threads=threads)
+    return msgspec.structs.replace(config, pipeline=shape)
 
 
 def _own_address(world_size: int) -> str | None:
@@ -289,7 +314,7 @@ def describe_topology(
     run.describe(
         topology={
             # on GPUs A and C have streams of their own
-            "threads": "split" if placement.is_device_ordered else shape.threads,
+            "threads": "split" if placement.is_device_ordered else config.threads,
             "order": "send_first",
             "credit": shape.credit,
             "pacing": shape.pacing,

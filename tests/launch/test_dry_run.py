@@ -48,6 +48,8 @@ VALUES = TensorSpec("state.values", (32, 13))
 class GivenPolicy:
     """A policy that is all specification."""
 
+    name = "given"
+
     def __init__(self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
         self.inputs = inputs
         self.outputs = outputs
@@ -99,6 +101,18 @@ def test_text_names_ranks_link_tensors_and_memory(given: ModuleType) -> None:
     assert row(text, "rings") == f"rings {rings / 1024:.1f} KiB on rank 0"
     assert row(text, "slots").endswith("shared by both ranks")
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_threads_are_decided_by_front_parts_at_start_unless_stated(given: ModuleType) -> None:
+    middle = TensorSpec("middle", (3,))
+    front, behind = GivenPolicy(given.inputs, (middle,)), GivenPolicy((middle,), (ACTIONS,))
+    front.name, behind.name = "front", "behind"
+    given.build = lambda options, device: [front, behind]
+    cut = {"placement": {"parts": (0, 1)}}
+    text = " ".join(describe(config(**cut), 2).split())
+    assert "stage A + C (split if front parts take more than 2 ms, else serial) on cpu" in text
+    stated = describe(config(**cut, pipeline={"threads": "split"}), 2)
+    assert "stage A + C (split) on cpu" in " ".join(stated.split())
 
 
 def test_policy_gets_its_options_and_weights_on_the_planned_device(given: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 from ranks import Ranks
 from recording_files import made_recording
 from robot_rig import wait_until
+
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
 
 pytestmark = pytest.mark.multirank
 
@@ -76,6 +80,24 @@ def test_parts_give_the_twin_s_actions_wherever_they_run(where, settings, fails,
     for name, array in actions.items():
         assert array.tobytes() == expected[fails][0][name].tobytes(), name
     assert len(actions["actions"]) > 20
+
+
+@pytest.mark.parametrize(
+    ("asked", "front_ms", "runs"),
+    [("auto", 4, "split"), ("auto", 0, "serial"), ("serial", 4, "serial")],
+)
+def test_long_front_parts_split_rank_0_s_threads_unless_the_user_decides(
+    asked, front_ms, runs, tmp_path
+):
+    parts = f"policy.options={{parts_ms=[{front_ms}, 1], horizon=4, action_dim=2}}"
+    settings = (*placed(0, 1), parts, f"pipeline.threads={asked}")
+    with Ranks(tmp_path, *settings) as run:
+        assert run.wait() == [0, 0], run.output()
+        about = json.loads((run.directory / "run.json").read_text())
+        assert about["topology"]["threads"] == runs
+        assert (f"threads {runs}: front parts take" in run.output()) == (asked == "auto")
+        report = judge(read_run(run.directory))
+        assert report.window.topology.threads == runs
 
 
 CHAIN = (
