@@ -6,8 +6,9 @@ need; no process is started, no socket opened and no robot told.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Final
 
 from ppstream.analysis.period_model import PipelineForm, StageTimes, latency, limiting_term, period
@@ -132,18 +133,41 @@ def _placement_lines(
 def _part_lines(
     placement: Placement, places: Sequence[Place], parts: Sequence[Policy]
 ) -> Iterator[str]:
-    """Yields what each part says of its size; nothing of a policy in one part."""
+    """Yields what each part says of its size, and all of them; nothing of a policy in one part."""
     if len(parts) < 2:
         return
     yield "\nparts"
     for rank, at in enumerate(places):
         for part in at.of(parts):
             told = [f"rank {0 if placement.is_inline else rank}"]
-            if (parameters := getattr(part, "parameters", None)) is not None:
-                told.append(f"{parameters / 1e6:,.3g} M parameters")
-            if (flops := getattr(part, "flops", None)) is not None:
-                told.append(f"{flops / 1e9:,.3g} GFLOP a row")
-            yield _row(name_of(part), ", ".join(told))
+            sizes = getattr(part, "parameters", None), getattr(part, "flops", None)
+            yield _row(name_of(part), ", ".join([*told, *_size_texts(*sizes)]))
+    flops: list[float | None] = [getattr(part, "flops", None) for part in parts]
+    known = [each for each in flops if each is not None]
+    whole = _parameters(parts), sum(known) if len(known) == len(parts) else None
+    if told := [*_size_texts(*whole)]:
+        yield _row("all", ", ".join(told))
+
+
+def _size_texts(parameters: int | None, flops: float | None) -> Iterator[str]:
+    if parameters is not None:
+        yield f"{parameters / 1e6:,.4g} M parameters"
+    if flops is not None:
+        yield f"{flops / 1e9:,.4g} GFLOP a row"
+
+
+def _parameters(parts: Sequence[Policy]) -> int | None:
+    """Counts those of all parts, a tensor that several have (``weights``) once; None: not known."""
+    shared: dict[str, tuple[int, ...]] = {}
+    own = 0
+    for part in parts:
+        if isinstance(weights := getattr(part, "weights", None), Mapping):
+            shared |= weights
+        elif (parameters := getattr(part, "parameters", None)) is not None:
+            own += parameters
+        else:
+            return None
+    return own + sum(map(prod, shared.values()))
 
 
 def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
