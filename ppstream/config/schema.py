@@ -207,7 +207,7 @@ class PipelineShape(_Part, frozen=True):
     pacing: PacingRule = "sample"  # of the reference stream, else of the one named
     tick_hz: Positive | None = None  # needed by pacing = "tick"
     windows: Literal["live", "scheduled"] = "live"
-    threads: Literal["serial", "split"] = "serial"
+    threads: Literal["auto", "serial", "split"] = "auto"  # auto: split for long front parts
     d_in: Annotated[int, Meta(ge=1, le=64)] = 2  # unless stated: the number of ranks
     d_out: Annotated[int, Meta(ge=1, le=64)] = 2
     credit: Literal["before_window", "after_window"] = "before_window"  # freshness | throughput
@@ -326,6 +326,11 @@ class PipelineConfig(_Part, frozen=True):
     def reach_ms(self) -> float:
         """No window uses a sample that is older than this."""
         return self.window_span_ms + max(s.max_gap_ms + s.max_age_ms for s in self.streams)
+
+    @property
+    def threads(self) -> Literal["serial", "split"]:
+        """As rank 0 runs; serial, too, where ``auto`` is not decided."""
+        return "split" if self.pipeline.threads == "split" else "serial"
 
     def ring_samples(self, stream: StreamConfig) -> int:
         """Samples a ring of ``stream`` must hold so that no window misses one it needs.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 import torch
@@ -113,7 +113,8 @@ def _is_front_open(config: PipelineConfig) -> bool:
 
 def _form(config: PipelineConfig) -> PipelineForm:
     shape = config.pipeline
-    threads = shape.threads if config.placement.rank0 == "cpu" else "split"
+    is_serial = shape.threads == "serial" and config.placement.rank0 == "cpu"
+    threads: Literal["serial", "split"] = "serial" if is_serial else "split"
     return PipelineForm(threads, credit=shape.credit, d_in=shape.d_in, d_out=shape.d_out)
 
 
@@ -214,6 +215,7 @@ def time_parts(config: PipelineConfig, device: torch.device) -> PartTimes:
         found.append(_time_part(build_parts(config, device)[index], config, device))
         collect_garbage()
         if device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # of each stream that recorded a part
             torch.cuda.empty_cache()
     return PartTimes(specs, tuple(found))
 

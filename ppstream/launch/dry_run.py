@@ -6,8 +6,9 @@ need; no process is started, no socket opened and no robot told.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Final
 
 from ppstream.analysis.period_model import PipelineForm, StageTimes, latency, limiting_term, period
@@ -21,6 +22,7 @@ from ppstream.launch.placement import Placement, RankPlan, place
 from ppstream.links.device_link import AHEAD, slot_count
 from ppstream.links.headers import link_shape
 from ppstream.links.slots import LinkShape, SlotLayout
+from ppstream.pipeline.stage_a import LONG_FRONT_MS
 from ppstream.policy.compatibility import build_decoder, build_parts, check_parts, places_of
 from ppstream.policy.parts import Place, name_of, specs_of
 from ppstream.policy.protocol import Policy
@@ -144,7 +146,7 @@ def _part_lines(
     places: Sequence[Place],
     parts: Sequence[Policy],
 ) -> Iterator[str]:
-    """Yields what each part says of its size; nothing of a policy in one part."""
+    """Yields what each part says of its size, and all of them; nothing of a policy in one part."""
     if len(parts) < 2:
         return
     yield "\nparts"
@@ -154,11 +156,34 @@ def _part_lines(
     for where, part in zip(ranks, parts, strict=True):
         written = sum(spec.bytes_for(config.batch.rows) for spec in part.outputs)
         told = [where, f"writes {size_text(written)}"]
-        if (parameters := getattr(part, "parameters", None)) is not None:
-            told.append(f"{parameters / 1e6:,.3g} M parameters")
-        if (flops := getattr(part, "flops", None)) is not None:
-            told.append(f"{flops / 1e9:,.3g} GFLOP a row")
-        yield _row(name_of(part), ", ".join(told))
+        sizes = getattr(part, "parameters", None), getattr(part, "flops", None)
+        yield _row(name_of(part), ", ".join([*told, *_size_texts(*sizes)]))
+    flops: list[float | None] = [getattr(part, "flops", None) for part in parts]
+    known = [each for each in flops if each is not None]
+    whole = _parameters(parts), sum(known) if len(known) == len(parts) else None
+    if told := [*_size_texts(*whole)]:
+        yield _row("all", ", ".join(told))
+
+
+def _size_texts(parameters: int | None, flops: float | None) -> Iterator[str]:
+    if parameters is not None:
+        yield f"{parameters / 1e6:,.4g} M parameters"
+    if flops is not None:
+        yield f"{flops / 1e9:,.4g} GFLOP a row"
+
+
+def _parameters(parts: Sequence[Policy]) -> int | None:
+    """Counts those of all parts, a tensor that several have (``weights``) once; None: not known."""
+    shared: dict[str, tuple[int, ...]] = {}
+    own = 0
+    for part in parts:
+        if isinstance(weights := getattr(part, "weights", None), Mapping):
+            shared |= weights
+        elif (parameters := getattr(part, "parameters", None)) is not None:
+            own += parameters
+        else:
+            return None
+    return own + sum(map(prod, shared.values()))
 
 
 def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]:
@@ -180,7 +205,9 @@ def _device_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]
 
 
 def _stages_text(config: PipelineConfig, plan: RankPlan) -> str:
-    how: str = "streams of their own" if plan.is_gpu else config.pipeline.threads
+    how: str = "streams of their own" if plan.is_gpu else config.threads
+    if config.pipeline.threads == "auto" and not plan.is_gpu and 0 in config.placement.cut:
+        how = f"split if front parts take more than {LONG_FRONT_MS:g} ms, else serial"
     threads = f" ({how})" if plan.stages == ("A", "C") else ""
     policy = f" ({config.policy.target})" if "B" in plan.stages else ""
     return f"stage {' + '.join(plan.stages)}{threads}{policy}"
@@ -245,7 +272,7 @@ def _period_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]
     shape, simulate = config.pipeline, config.simulate
     times = StageTimes(a=simulate.a_ms, b=float(b_ms), c=simulate.c_ms)
     form = PipelineForm(
-        threads="serial" if placement.is_inline else shape.threads,
+        threads="serial" if placement.is_inline else config.threads,
         order="decode_first" if placement.is_inline else "send_first",
         d_in=shape.d_in,
         d_out=shape.d_out,

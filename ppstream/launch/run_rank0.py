@@ -21,7 +21,7 @@ import ppstream
 from ppstream.config.schema import PipelineConfig
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
-from ppstream.core.clock import NS_PER_S
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, PpstreamError
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
@@ -33,7 +33,7 @@ from ppstream.launch.placement import Placement
 from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
-from ppstream.links.protocol import Neighbours
+from ppstream.links.protocol import Hops, Neighbours
 from ppstream.links.slots import Position, SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
@@ -42,10 +42,11 @@ from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.loop import Executor, Rank0Loop
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.service import Service
-from ppstream.pipeline.stage_a import FrontParts, StageA
+from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
 from ppstream.policy.compatibility import build_parts, places_of
 from ppstream.policy.parts import Place, load, part_times_of, specs_of
 from ppstream.policy.protocol import Policy
+from ppstream.policy.unwritten import policy_fault
 from ppstream.wire.rank_messages import Drain, PhaseChange
 
 logger = logging.getLogger("ppstream")
@@ -176,8 +177,8 @@ def _pipelined(
     places, ahead = handshake.agree_on_parts(config, peers, intake.cutter.inputs)
     describe_topology(run, config, placement, places)
     run_id, front = parts.log.run_id, None
+    device = torch.device(config.placement.rank0)
     if built is not None:
-        device = torch.device(config.placement.rank0)
         front = device_ranks.policy_at(places[0], built, config, device, run_id)
     shape = link_shape(config, places[0].outputs, places[-1].outputs, store.generation, ahead)
     policy_ranks = tuple(PolicyRankPeer(peer, config, k) for k, peer in enumerate(peers, 1))
@@ -196,14 +197,18 @@ def _pipelined(
         else:
             assert placement.link is not None
             assert isinstance(parts.stage_a, StageA), "placed so"
-            if front is not None:
-                parts.stage_a.front = _front_parts(config, front, places[0], run_id)
             ends = Neighbours(peers[-1], peers[0], Position(0, len(peers)))
             hops = open_hops(placement.link, ends, store, shape)
             stack.callback(hops.close)
-            on_host = SplitExecutor if config.pipeline.threads == "split" else HostExecutor
-            executor = on_host(hops, policy_ranks)
             logger.info("link %s: %s", hops.name, placement.why)
+            if front is not None:
+                parts.stage_a.front = _front_parts(config, front, places[0], run_id)
+            config = _with_threads(config, parts.stage_a.front, hops)
+            describe_topology(run, config, placement, places)
+            parts = parts._replace(config=config)
+            executor = (SplitExecutor if config.threads == "split" else HostExecutor)(
+                hops, policy_ranks
+            )
     rank0 = Rank0Loop(*parts, executor=executor)
 
     def tell_policy_ranks(phase: str) -> None:
@@ -235,6 +240,24 @@ def _front_parts(config: PipelineConfig, policy: Policy, place: Place, run_id: s
     stage = device_ranks.stage_b_on_host_slots(policy, config, device, run_id)
     (window,) = new_slots(SlotLayout(ENVELOPE_HEADER, place.inputs, rows), 1)
     return FrontParts(stage, window, part_times_of(policy))
+
+
+def _with_threads(config: PipelineConfig, front: FrontParts | None, hops: Hops) -> PipelineConfig:
+    """Decides what ``pipeline.threads = "auto"`` is here, and says so where there was a choice."""
+    if config.pipeline.threads != "auto":
+        return config
+    threads = "serial"
+    if front is not None:
+        try:
+            took_ms = front.shortest_ns(hops.out.slot(0)) / NS_PER_MS
+        except Exception as error:  # noqa: BLE001 - user code: a run may never give it zeros
+            logger.info("threads serial: front parts raised on zeros: %s", policy_fault(error).line)
+        else:
+            threads = "split" if took_ms > LONG_FRONT_MS else "serial"
+            told = threads, took_ms, LONG_FRONT_MS
+            logger.info("threads %s: front parts take %.2f ms, split above %g ms", *told)
+    shape = msgspec.structs.replace(config.pipeline, threads=threads)
+    return msgspec.structs.replace(config, pipeline=shape)
 
 
 def _own_address(world_size: int) -> str | None:
@@ -305,7 +328,7 @@ def describe_topology(
     run.describe(
         topology={
             # on GPUs A and C have streams of their own
-            "threads": "split" if placement.is_device_ordered else shape.threads,
+            "threads": "split" if placement.is_device_ordered else config.threads,
             "order": "send_first",
             "credit": shape.credit,
             "pacing": shape.pacing,

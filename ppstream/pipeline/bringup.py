@@ -143,7 +143,7 @@ def machine_meter(rank0: Rank0Loop) -> MachineMeter:
 
     if not policy_ranks:
         return MachineMeter(1, family=of_this_run)
-    threads = 2 if rank0.config.pipeline.threads == "split" else 1
+    threads = 2 if rank0.config.threads == "split" else 1
     pids = []
     for policy_rank in policy_ranks:
         process = HeldProcess.at_end_of(policy_rank.peer.fileno())

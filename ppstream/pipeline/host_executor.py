@@ -1,8 +1,9 @@
 """Executors on the host's own clock: stage A and C here, stage B on the policy rank meanwhile.
 
 ``HostExecutor`` has one thread: *send first, then decode*, with one envelope of lead.
-``SplitExecutor`` gives stage A, the receipt of results, and stage C a thread each. ``OnHost`` is
-what they share with the unpipelined twin in ``inline_executor.py``.
+``SplitExecutor`` gives stage A, the receipt of results, and stage C a thread each, and the policy's
+front parts one, too. ``OnHost`` is what they share with the unpipelined twin in
+``inline_executor.py``.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
+
+import torch
 
 from ppstream.control.watchdog import ProgressMark, stage_b_limit_ns
 from ppstream.core.clock import now_ns, thread_cpu_ns
@@ -292,7 +296,10 @@ class HostExecutor(OnHost):
 
 
 class SplitExecutor(HostExecutor):
-    """The same on three threads: A | receipt | C. The credits alone bound how far A leads."""
+    """The same on three threads: A | receipt | C. The credits alone bound how far A leads.
+
+    Front parts are stage A's, on a fourth: meanwhile stage A's own thread takes in what comes.
+    """
 
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
@@ -304,8 +311,12 @@ class SplitExecutor(HostExecutor):
         super().attach(loop)
         self._hand_over = self._queue_to_decode
         self._times_c, self._run_delay_c = TimeAccount(), RunDelay()
-        self._marks = {name: ProgressMark(f"the {name} thread") for name in ("receive", "decode")}
+        names = ("receive", "decode", "front")
+        self._marks = {name: ProgressMark(f"the {name} thread") for name in names}
         loop.marks = (loop.mark, *self._marks.values())
+        self._delay_front = RunDelay()
+        self._front_costs_ns = 0, 0  # CPU time and run delay of its newest call
+        self._told: list[tuple[int, str, Callable[[int, str], None]]] | None = None
 
     def _poll_results(self) -> None:
         for fd in self._result_fds:
@@ -323,7 +334,8 @@ class SplitExecutor(HostExecutor):
         for thread in threads:
             thread.start()
         try:
-            yield
+            with self._front_thread():
+                yield
         finally:
             ended.set()
             self._results.wake()
@@ -332,6 +344,64 @@ class SplitExecutor(HostExecutor):
         if self._failure is not None:
             raise self._failure
         self._thread_cpus["r0A"] = sorted(os.sched_getaffinity(0))
+
+    @contextmanager
+    def _front_thread(self) -> Iterator[None]:
+        """A thread for front parts, which computes gradients only if this one does."""
+        if (front := self._loop.stage_a.front) is None:
+            yield
+            return
+
+        def begin(grad: bool) -> None:  # noqa: FBT001 - called by the pool
+            torch.set_grad_enabled(grad)
+            self._delay_front.begin()
+
+        grad = (torch.is_grad_enabled(),)
+        with ThreadPoolExecutor(1, "front", begin, grad) as self._pool:
+            here, front.carry_out = front.carry_out, self._carry_out
+            try:
+                yield
+            finally:
+                front.carry_out = here
+
+    def _carry_out(self, call: Callable[[], None]) -> None:
+        """As ``FrontParts``; texts for the policy wait until it is done."""
+        self._told = []
+        done = self._pool.submit(self._call, call)
+        done.add_done_callback(lambda _: self._waiter.wake())
+        while not done.done():
+            self._waiter.wait(WAIT_MAX_NS)
+            self._loop.take_in()
+        told, self._told = self._told, None
+        for number, text, heard in told:
+            super().instruct(number, text, heard)
+        done.result()
+
+    def _call(self, call: Callable[[], None]) -> None:
+        mark = self._marks["front"]
+        mark.turns += 1
+        cpu_ns = thread_cpu_ns()
+        self._delay_front.enter()
+        try:
+            with mark:
+                call()
+        finally:
+            self._front_costs_ns = thread_cpu_ns() - cpu_ns, self._delay_front.leave() or 0
+
+    def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
+        """As ``Executor``."""
+        if self._told is None:
+            super().instruct(number, text, done)
+        else:
+            self._told.append((number, text, done))
+
+    def _build(self, flight: Flight, slot: Slot, ends_ns: Sequence[int | None]) -> None:
+        super()._build(flight, slot, ends_ns)
+        record, (cpu_ns, delay_ns) = flight.record, self._front_costs_ns
+        record.cpu_a_ns = (record.cpu_a_ns or 0) + cpu_ns
+        for name in ("delay_a_ns", "run_delay_ns"):  # None where the kernel does not count it
+            if (waited_ns := getattr(record, name)) is not None:
+                setattr(record, name, waited_ns + delay_ns)
 
     def _receive(self, ended: threading.Event) -> None:
         mark = self._marks["receive"]

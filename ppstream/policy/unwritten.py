@@ -266,7 +266,7 @@ class FilledPolicy:
     def __init__(self, policy: Policy, integers: int) -> None:
         self.inputs: tuple[TensorSpec, ...] = policy.inputs
         self.outputs: tuple[TensorSpec, ...] = policy.outputs
-        self.name = type(policy).__name__
+        self.name = str(getattr(policy, "name", "") or type(policy).__name__)
         self._policy = policy
         self._integers = integers
         self._fills: dict[int, tuple[Mapping[str, Tensor], list[tuple[Tensor, int]]]] = {}

@@ -1,7 +1,7 @@
 """A policy cut over GPUs: the twin's actions over every link, and no rank outlives another.
 
-With two GPUs ranks of longer chains share them: their order is tested, not their speed. NCCL takes
-one rank for each GPU.
+With two GPUs ranks of longer chains share them: their order is tested, not their speed, and no gate
+judges their time slices. NCCL takes one rank for each GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def actions_of(
         "pipeline.windows=scheduled",
     )
     options = f"policy.options={{{SHAPE}}}"
-    with Ranks(root, *PARTS, SERVED, options, *played, *settings, world_size=ranks) as run:
+    asked = (*PARTS, SERVED, options, *played, *settings)
+    with Ranks(root, *asked, world_size=ranks, module="ungated") as run:
         assert run.wait(LIMIT_S) == [0] * ranks, run.output()
         drops = [line.get("drop") for line in run.envelopes("ready")]
     with np.load(out) as arrays:
@@ -115,7 +116,7 @@ def test_nccl_carries_every_hop_of_a_chain(twin, tmp_path):
 def test_no_rank_outlives_another_of_the_chain(rank, how, tmp_path):
     options = f"policy.options={{{SHAPE}}}"
     settings = (*PARTS, SERVED, options, *placed("012", 0, 1, 2), "log.keep=1")
-    with Ranks(tmp_path, *settings, world_size=3) as run:
+    with Ranks(tmp_path, *settings, world_size=3, module="ungated") as run:
         run.wait_for_event("phase", LIMIT_S, phase="ready")
         ends = [other for other in run.processes if other is not run.processes[rank]]
         os.kill(run.processes[rank].pid, how)
@@ -129,7 +130,7 @@ def test_no_rank_outlives_another_of_the_chain(rank, how, tmp_path):
 def test_a_chain_drains_when_it_is_asked_to(tmp_path):
     options = f"policy.options={{{SHAPE}}}"
     settings = (*PARTS, SERVED, options, *placed("012", 0, 1, 2))
-    with Ranks(tmp_path, *settings, world_size=3) as run:
+    with Ranks(tmp_path, *settings, world_size=3, module="ungated") as run:
         run.wait_for_event("phase", LIMIT_S, phase="ready")
         run.processes[0].terminate()
         assert run.wait(20) == [0] * 3, run.output()

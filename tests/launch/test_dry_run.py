@@ -46,7 +46,12 @@ VALUES = TensorSpec("state.values", (32, 13))
 
 
 class GivenPolicy:
-    """A policy that is all specification."""
+    """A policy that is all specification; a part of one tells its size, too."""
+
+    name = "given"
+    parameters: int
+    flops: float
+    weights: Mapping[str, tuple[int, ...]]
 
     def __init__(self, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
         self.inputs = inputs
@@ -99,6 +104,36 @@ def test_text_names_ranks_link_tensors_and_memory(given: ModuleType) -> None:
     assert row(text, "rings") == f"rings {rings / 1024:.1f} KiB on rank 0"
     assert row(text, "slots").endswith("shared by both ranks")
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_threads_are_decided_by_front_parts_at_start_unless_stated(given: ModuleType) -> None:
+    middle = TensorSpec("middle", (3,))
+    front, behind = GivenPolicy(given.inputs, (middle,)), GivenPolicy((middle,), (ACTIONS,))
+    front.name, behind.name = "front", "behind"
+    given.build = lambda options, device: [front, behind]
+    cut = {"placement": {"parts": (0, 1)}}
+    text = " ".join(describe(config(**cut), 2).split())
+    assert "stage A + C (split if front parts take more than 2 ms, else serial) on cpu" in text
+    stated = describe(config(**cut, pipeline={"threads": "split"}), 2)
+    assert "stage A + C (split) on cpu" in " ".join(stated.split())
+
+
+def test_all_parts_count_a_tensor_that_several_have_once(given: ModuleType) -> None:
+    middle, shared = TensorSpec("middle", (3,)), {"shared.weight": (1000, 2000)}
+    front, behind = GivenPolicy(given.inputs, (middle,)), GivenPolicy((middle,), (ACTIONS,))
+    front.name, behind.name = "front", "behind"
+    given.build = lambda options, device: [front, behind]
+    cut = config(placement={"parts": (0, 1)})
+    assert "\n  all " not in describe(cut, 2)
+    front.parameters, front.flops = 3_000_000, 2e9
+    behind.parameters, behind.flops = 2_500_000, 1e9
+    assert row(describe(cut, 2), "all") == "all 5.5 M parameters, 3 GFLOP a row"
+    front.weights, behind.weights = shared | {"a": (1_000_000,)}, shared | {"b": (500_000,)}
+    text = describe(cut, 2)
+    assert row(text, "front") == "front rank 0, writes 12 B, 3 M parameters, 2 GFLOP a row"
+    assert row(text, "all") == "all 3.5 M parameters, 3 GFLOP a row"
+    del behind.flops
+    assert row(describe(cut, 2), "all") == "all 3.5 M parameters"
 
 
 def test_policy_gets_its_options_and_weights_on_the_planned_device(given: ModuleType) -> None:

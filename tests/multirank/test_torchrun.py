@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from ranks import CONFIG, SERIAL, SERVED, Ranks, environment_without_ranks, free_port
+from robot_rig import wait_until
 
 pytestmark = pytest.mark.multirank
 
@@ -26,26 +29,63 @@ def torchrun(
     return [*launcher, *module, *(part for pair in pairs for part in ("--set", pair))]
 
 
-def test_stop_signal_to_torchrun_drains_both_ranks_with_zero(tmp_path):
-    command = torchrun(tmp_path, "service.duration_s=none", SERVED)
-    with (tmp_path / "stderr").open("w") as stderr:
+@contextmanager
+def launched(log_root: Path, command: list[str]) -> Iterator[tuple[Ranks, Callable[[], None]]]:
+    """Torchrun's run, and what ends it as SIGTERM to the agent does."""
+    with (log_root / "stderr").open("w") as stderr:
         process = subprocess.Popen(
             command, stdout=stderr, stderr=stderr, env=environment_without_ranks()
         )
-    reader = Ranks.of_log(tmp_path, [tmp_path / "stderr"])
-    try:
-        reader.wait_for_event("phase", phase="ready")
-        began = time.monotonic()
+
+    def stop() -> None:
         agent = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
         os.kill(agent, signal.SIGTERM)
         process.wait(15)
-        assert time.monotonic() - began < 10
+
+    try:
+        yield Ranks.of_log(log_root, [log_root / "stderr"]), stop
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
-    ends = reader.exits()
-    assert {rank: end["code"] for rank, end in ends.items()} == {"0": 0, "1": 0}, reader.output()
+
+
+def test_stop_signal_to_torchrun_drains_both_ranks_with_zero(tmp_path):
+    command = torchrun(tmp_path, "service.duration_s=none", SERVED)
+    with launched(tmp_path, command) as (run, stop):
+        run.wait_for_event("phase", phase="ready")
+        began = time.monotonic()
+        stop()
+        assert time.monotonic() - began < 10
+    ends = run.exits()
+    assert {rank: end["code"] for rank, end in ends.items()} == {"0": 0, "1": 0}, run.output()
+
+
+@pytest.mark.parametrize("link", ["host", "gloo"])
+def test_a_chain_starts_anew_when_its_middle_rank_is_killed(link, tmp_path):
+    settings = (
+        "policy.options={parts_ms=[1, 1, 1], horizon=4, action_dim=2}",
+        "placement.parts=[1, 2, 3]",
+        "placement.policy=['cpu', 'cpu', 'cpu']",
+        f"link.kind={link}",
+        "service.duration_s=none",
+        SERVED,
+    )
+    options = ("--nproc-per-node=4", "--max-restarts=1")
+    with launched(tmp_path, torchrun(tmp_path, *settings, options=options)) as (run, stop):
+        run.wait_for_event("phase", phase="ready")
+        about = json.loads((run.directory / "run.json").read_text())
+        os.kill(about["policy_ranks"][1]["pid"], signal.SIGKILL)
+
+        def is_ready_again() -> bool:
+            return any(line.get("phase") == "ready" for line in run.lines(0, generation=1))
+
+        wait_until(is_ready_again, seconds=40)
+        stop()
+    assert {rank: end["code"] for rank, end in run.exits().items()} == dict.fromkeys("0123", 0)
+    for rank in range(4):
+        assert run.lines(rank, generation=0)
+        assert run.lines(rank, generation=1)
 
 
 def test_refused_run_does_not_loop_under_max_restarts(tmp_path):

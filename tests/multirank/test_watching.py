@@ -68,3 +68,37 @@ def test_no_gate_accepts_it_and_nobody_is_served(ranks):
     assert {line["mode"] for line in ranks.envelopes("bring-up")} == {"attribution"}
     assert ranks.envelopes("ready") == []
     assert not [line for line in ranks.lines(0) if line.get("name") in ("verdict", "profile")]
+
+
+def test_each_place_of_a_chain_tells_its_own_stage(tmp_path):
+    parts_ms = (1, 6, 3)
+    settings = (
+        f"policy.options={{parts_ms={list(parts_ms)}, horizon=4, action_dim=2}}",
+        "placement.parts=[1, 2, 3]",
+        'placement.policy=["cpu", "cpu", "cpu"]',
+        "metrics.port=0",
+        "service.duration_s=none",
+    )
+    with Ranks(tmp_path, *settings, world_size=4) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        seen = [samples(door(ranks, rank)[2][1]) for rank in range(4)]
+        ranks.processes[0].terminate()
+        assert ranks.wait(10) == [0] * 4, ranks.output()
+    means = []
+    for found in seen:
+        summed, count = (
+            found[f'ppstream_stage_duration_seconds_{what}{{stage="B"}}']
+            for what in ("sum", "count")
+        )
+        means.append(summed / count * 1e3)
+    assert all(mean >= least for mean, least in zip(means[1:], parts_ms, strict=True))
+    assert means[2] > means[3] > means[1]
+    assert means[0] >= means[2]  # of each envelope the slowest
+    for place in seen[1:]:  # what the dashboard's row asks for
+        assert place["ppstream_residence_seconds_sum"] > 0
+        assert 'ppstream_wait_seconds_total{cause="input"}' in place
+
+
+def samples(text):
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}

@@ -1,20 +1,26 @@
 import socket
 import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+from robot_rig import wait_until
 
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticSource
-from ppstream.links.headers import SEQ
+from ppstream.links.headers import ENVELOPE_HEADER, SEQ
+from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.pipeline import host_executor
-from ppstream.pipeline.pacing import OnSample, Scheduled
+from ppstream.pipeline.pacing import OnSample, Saturated, Scheduled
+from ppstream.pipeline.stage_a import FrontParts
+from ppstream.pipeline.stage_b import StageB
 
 THREADS = ["serial", "split"]
 QUEUED = [*THREADS, "device"]
@@ -431,3 +437,122 @@ def test_behind_a_wait_results_are_looked_at_before_samples_are_taken_in(build, 
         finally:
             rank0.source_fds = ()
         assert did == (["results", "samples"] if form == "serial" else ["samples"])
+
+
+class FrontPart:
+    """Carries the window through; ``act`` is called first, with the number of the call."""
+
+    def __init__(self, pipeline, act):
+        self.inputs = self.outputs = pipeline.intake.cutter.inputs
+        self.texts, self.act, self.calls = [], act, 0
+
+    def reset(self, rows):
+        pass
+
+    def instruct(self, number, text):
+        self.texts.append((self.calls, number, text))
+
+    def __call__(self, window, out):
+        self.calls += 1
+        self.act(self.calls - 1)
+        for name, tensor in out.items():
+            tensor.copy_(window[name])
+
+
+def with_front(pipeline, act):
+    part = FrontPart(pipeline, act)
+    (window,) = new_slots(SlotLayout(ENVELOPE_HEADER, part.inputs, 1), 1)
+    front = FrontParts(StageB(part, 1), window, lambda _: {})
+    front.on_fault = pipeline.rank0.tell_policy_fault
+    pipeline.rank0.stage_a.front = front
+    return part
+
+
+class ToldSource(SyntheticSource):
+    """Has a socket; ``taken`` is set when what came there was taken in."""
+
+    def __init__(self, pipeline):
+        super().__init__(pipeline.config, pipeline.intake.rows[0], seed=1, start_ns=now_ns())
+        self.near, self.far = socket.socketpair()
+        self.taken = threading.Event()
+
+    @property
+    def fds(self):
+        return (self.near.fileno(),)
+
+    def drain(self, now):
+        with suppress(BlockingIOError):
+            if self.near.recv(64, socket.MSG_DONTWAIT):
+                self.taken.set()
+        return super().drain(now)
+
+
+def test_intake_decode_and_emit_do_not_wait_for_front_parts_on_split_threads(build):
+    met = []
+
+    def act(call):
+        source.far.send(b"a sample")
+        arrived = source.taken.wait(5)
+        source.taken.clear()
+        wait_until(lambda: len(pipeline.collector.chunks) >= call - 1)
+        met.append(arrived)
+        named.update(mark.name for mark in pipeline.rank0.marks if mark.is_running)
+
+    named = set()
+    with build("split", NewestValues(), "pipeline.d_in=2") as pipeline:
+        part = with_front(pipeline, act)
+        source = ToldSource(pipeline)
+        pipeline.enter(source, Saturated(pipeline.intake.rows))
+        pipeline.rank0.run(10)
+        drops = [line.get("drop") for line in pipeline.envelopes()]
+        pipeline.rank0.follow(())
+        source.near.close()
+        source.far.close()
+    assert met == [True] * part.calls == [True] * 10
+    assert drops == [None] * 10
+    assert "the front thread" in named  # the watchdog sees it
+
+
+def test_a_text_that_comes_while_front_parts_run_waits_for_them(build):
+    def act(call):
+        if call == 3:
+            rank0.instruct(7, "stop", lambda number, fault: heard.append((number, fault)))
+            early.extend(part.texts)
+            rank0.request_stop("test")
+
+    heard, early = [], []
+    with build("split", NewestValues()) as pipeline:
+        rank0 = pipeline.rank0
+        part = with_front(pipeline, act)
+        pipeline.saturate()
+        rank0.run()
+        assert part.texts == [(part.calls, 7, "stop")]
+        assert not early
+
+
+@pytest.mark.parametrize("form", THREADS)
+def test_front_parts_time_is_stage_a_s_and_what_they_raise_costs_one_envelope(build, form):
+    spent_ns = 3_000_000
+
+    def act(call):
+        threads.add(threading.current_thread().name)
+        grads.add(torch.is_grad_enabled())
+        until = time.thread_time_ns() + spent_ns
+        while time.thread_time_ns() < until:
+            pass
+        if call == 2:
+            raise ValueError("no idea")
+
+    threads, grads = set(), set()
+    with torch.no_grad(), build(form, NewestValues()) as pipeline:
+        with_front(pipeline, act)
+        pipeline.saturate()
+        pipeline.rank0.run(5)
+        lines = pipeline.envelopes()
+        faults = [line for line in pipeline.lines() if line.get("name") == "fault"]
+    assert [line.get("drop") for line in lines] == [None, None, "policy_error", None, None]
+    assert [fault["what"] for fault in faults] == ["ValueError: no idea"]
+    assert all(line["tA1"] - line["tA0"] >= spent_ns for line in lines)
+    assert all(line["cpu_a_ns"] >= spent_ns for line in lines)
+    assert len(threads) == 1 if form == "serial" else all("front" in name for name in threads)
+    assert grads == {False}

@@ -262,7 +262,7 @@ def test_the_parts_of_the_run_book_give_the_actions_of_the_uncut_network(
     (code,) = re.findall(
         r"```python\n(.*?)```", (BOOKS / "cut-your-policy.md").read_text(), re.DOTALL
     )
-    assert len([line for line in code.splitlines() if line]) == 20
+    assert len([line for line in code.splitlines() if line]) <= 20
     network = torch.nn.ModuleDict({"eyes": Eyes(), "body": Body()})
     module = ModuleType("my_policy")
     module.trained = lambda: network  # type: ignore[attr-defined]

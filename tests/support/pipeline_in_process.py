@@ -130,7 +130,7 @@ class PipelineInProcess:
             open_host(Neighbours.pair(FRONT, front), shape, 5.0),
             open_host(Neighbours.pair(BACK, back), shape, 5.0),
         )
-        on_host = SplitExecutor if config.pipeline.threads == "split" else HostExecutor
+        on_host = SplitExecutor if config.threads == "split" else HostExecutor
         self.executor = on_host(ends[0], (PolicyRankPeer(front, config),))
         self.rank0 = Rank0Loop(*parts, executor=self.executor)
         self.front = front

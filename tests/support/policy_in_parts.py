@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ppstream import TensorSpec
+
+TELLING_S: Final = 0.003  # that a telling part takes
+CALL: Final = 1e-4  # an action that stands for one call: limits are 1
 
 
 class _Part:
@@ -88,3 +92,52 @@ def build(options: Mapping[str, Any], device: torch.device) -> list[_Part]:
         middle,
         Last("last", (total, newest, values), (actions,), options),
     ]
+
+
+class Telling:
+    """Adds to a trail how often it was called since a row's reset, and whether it knows its text.
+
+    Told ``raise NAME`` it raises, if that is its name, when it first sees a row that has that text.
+    """
+
+    def __init__(self, name: str, place: int, inputs: Any, output: TensorSpec) -> None:
+        self.name, self.inputs, self.outputs = name, inputs, (output,)
+        self._place = place
+        self._texts = {0}
+        self._raises = -1
+        self._calls: Tensor | None = None
+
+    def reset(self, rows: Tensor) -> None:
+        """A row's calls are counted anew."""
+        if self._calls is not None:
+            self._calls[rows] = 0
+
+    def instruct(self, number: int, text: str) -> None:
+        """Knows it from now on."""
+        self._texts.add(number)
+        if text == f"raise {self.name}":
+            self._raises = number
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        time.sleep(TELLING_S)
+        texts = window["instruction_id"].tolist()
+        if self._raises in texts:
+            self._raises = -1
+            raise ValueError(f"{self.name} was told to raise")
+        trail = next((window[spec.name] for spec in self.inputs if "trail" in spec.name), None)
+        mine = out[self.outputs[0].name]
+        mine.zero_() if trail is None else mine.copy_(trail)
+        if self._calls is None:
+            self._calls = torch.zeros(len(texts))
+        self._calls += 1
+        mine[:, self._place, 0] = self._calls * CALL
+        mine[:, self._place, 1] = torch.tensor([float(text in self._texts) for text in texts])
+
+
+def build_telling(options: Mapping[str, Any], device: torch.device) -> list[Telling]:
+    """Four parts; actions are the trail ``[4, 2]``: a row for each part, calls and text."""
+    text = TensorSpec("instruction_id", (), "int64")
+    trails = [TensorSpec(f"trail_{k}", (4, 2)) for k in range(1, 4)]
+    edges = [(text,), *((text, trail) for trail in trails)]
+    made = [*trails, TensorSpec("actions", (4, 2))]
+    return [Telling(f"part_{k}", k, edges[k], made[k]) for k in range(4)]

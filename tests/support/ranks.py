@@ -40,7 +40,8 @@ class Ranks:
     """``world_size`` ranks of one run; use as a context manager: none outlives it.
 
     ``overrides`` is ``--set`` for every rank; ``only`` maps a rank to overrides of its own. With
-    ``judged`` the gate refuses what does not overlap, as it does by default elsewhere.
+    ``judged`` the gate refuses what does not overlap, as it does by default elsewhere. Each rank
+    runs ``module``.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Ranks:
         env: dict[str, str] | None = None,
         config: Path = CONFIG,
         judged: bool = False,
+        module: str = "ppstream.serve",
     ) -> None:
         log_root.mkdir(parents=True, exist_ok=True)
         self.log_root = log_root
@@ -61,7 +63,7 @@ class Ranks:
         for rank in range(world_size):
             mine = (*overrides, *(only or {}).get(rank, ()))
             settings = [f"log.root={log_root}", *([] if judged else [SERVED]), *mine]
-            command = ["ppstream.serve", "--config", str(config)]
+            command = [module, "--config", str(config)]
             command += [part for setting in settings for part in ("--set", setting)]
             environment = os.environ | {
                 "RANK": str(rank),
