@@ -193,6 +193,7 @@ def one_chain(places: int, size: ChainSize, depth: int, envelopes: int) -> dict[
         "period_us": report.primary.period_ns * 1e-3,
         "alone_us": [ns * 1e-3 for ns in alone],
         "busy_us": [ns * 1e-3 for ns in busy],
+        "queue_us": [(place.queue_ns or 0) * 1e-3 for place in report.places],
         "hops_us": [place.hop_ns and place.hop_ns * 1e-3 for place in report.places],
         "of_largest": report.primary.period_ns / max(alone),
         "of_alone": [one / other for one, other in zip(busy, alone, strict=True)],
