@@ -20,7 +20,7 @@ from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaEvent, CudaStream
 from ppstream.links import device_counters, latency_probe
 from ppstream.links.device_counters import CountedLink
-from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
+from ppstream.links.slots import BACK, FRONT, LinkShape, Position, SlotLayout
 
 HEADER = ("index", "generation", "epoch", "seq")
 GENERATION = 7
@@ -209,23 +209,34 @@ def test_latency_is_half_a_round_trip_and_costs_no_index(driver: FakeDriver, put
     assert (back.into[0].tensors["x"] == 3).all()
 
 
-def test_a_round_trip_counts_both_ways(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way is held up by a known time: half of a round trip is their mean."""
-    front, back = ends(puts=False)
-    for end, hold_s in ((front, 0.004), (back, 0.008)):
-        send = end.queue_note
+@pytest.mark.parametrize("holds_ms", [(4, 8), (4, 8, 6)])
+def test_a_round_trip_counts_every_hop(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, holds_ms: tuple[int, ...]
+) -> None:
+    """Each hop is held up by a known time: a hop's share of a round trip is their mean."""
+    places = len(holds_ms) - 1
+    layout = SlotLayout(HEADER, (TensorSpec("x", (100,), "uint8"),), 1)
+    links = linked(*[LinkShape(layout, layout, 2, 2, GENERATION)] * len(holds_ms))
+    for link, hold_ms in zip(links, holds_ms, strict=True):
+        send = link.queue_note
 
-        def held(end: CountedLink = end, hold_s: float = hold_s, send: Any = send) -> None:
-            queue_call(end.receiving, lambda: time.sleep(hold_s))
+        def held(link: CountedLink = link, hold_ms: int = hold_ms, send: Any = send) -> None:
+            queue_call(link.receiving, lambda: time.sleep(hold_ms * 1e-3))
             send()
 
-        monkeypatch.setattr(end, "queue_note", held)
-    thread = threading.Thread(
-        target=lambda: latency_probe.measure(back, BACK, LIMIT_S), daemon=True
-    )
-    thread.start()
-    latency = latency_probe.measure(front, FRONT, LIMIT_S)
-    thread.join(LIMIT_S)
+        monkeypatch.setattr(link, "queue_note", held)
+
+    def measure(place: int) -> latency_probe.Latency:
+        return latency_probe.measure(links[place], Position(place, places), LIMIT_S)
+
+    threads = [
+        threading.Thread(target=measure, args=(k,), daemon=True) for k in range(1, places + 1)
+    ]
+    for thread in threads:
+        thread.start()
+    latency = measure(0)
+    for thread in threads:
+        thread.join(LIMIT_S)
     assert 6_000_000 <= latency.one_way_ns < 9_000_000
 
 

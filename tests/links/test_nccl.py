@@ -62,6 +62,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, int]
     driver.close()
 
 
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_each_hop_has_a_group_of_its_own_and_opens_in_one_order(
+    calls: list[tuple[str, str, int]], places: int
+) -> None:
+    found = []
+    for place in range(places + 1):
+        link(Position(place, places), 64)
+        found.append(calls.copy())
+        calls.clear()
+    hops = [[name for name, what, _ in rank if what == "connect"] for rank in found]
+    assert all(sorted(names) == names for names in hops)  # two orders could wait for each other
+    for place, rank in enumerate(found):
+        sent = {name for name, what, _ in rank if what == "send"}
+        came = {name for name, what, _ in found[(place + 1) % (places + 1)] if what == "recv"}
+        assert sent == came == {f"hop {place}"}
+
+
 def link(side: Position, result_bytes: int) -> NcclLink:
     envelope = SlotLayout(HEADER, (TensorSpec("x", (1 << 20,), "uint8"),), 1)
     result = SlotLayout(HEADER, (TensorSpec("x", (result_bytes,), "uint8"),), 1)

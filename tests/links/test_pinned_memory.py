@@ -17,7 +17,7 @@ from ppstream.control.launcher_store import LauncherStore
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaEvent, CudaStream
 from ppstream.links.pinned_memory import PinnedLink
-from ppstream.links.slots import BACK, FRONT, LinkShape, Position, SlotLayout
+from ppstream.links.slots import LinkShape, Position, SlotLayout
 
 HEADER = ("index", "generation", "epoch", "seq")
 LIMIT_S = 10.0
@@ -52,26 +52,32 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[PinningDriver]:
         yield fake
 
 
-def opened() -> tuple[PinnedLink, PinnedLink]:
+def opened(places: int = 1) -> list[PinnedLink]:
+    """Links of a chain of ranks, each opened by a thread of its own."""
     store = LauncherStore(vars(dist)["HashStore"](), 0, 2, 0)
     layout = SlotLayout(HEADER, (TensorSpec("x", (100,), "uint8"),), 1)
-    found: dict[Position, PinnedLink] = {}
+    found: dict[int, PinnedLink] = {}
 
-    def run(side: Position) -> None:
-        shape = LinkShape(layout, layout, 2, 2, 7)
-        found[side] = PinnedLink(side, store, shape, torch.device("cpu"), LIMIT_S)
+    def run(place: int) -> None:
+        shape, cpu = LinkShape(layout, layout, 2, 2, 7), torch.device("cpu")
+        found[place] = PinnedLink(Position(place, places), store, shape, cpu, LIMIT_S)
 
-    back = threading.Thread(target=run, args=(BACK,), daemon=True)
-    back.start()
-    run(FRONT)
-    back.join(LIMIT_S)
-    return found[FRONT], found[BACK]
+    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(places + 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    return [found[place] for place in range(places + 1)]
 
 
-@pytest.mark.parametrize("sender", [0, 1])
-def test_slots_arrive_whole_through_host_memory(driver: PinningDriver, sender: int) -> None:
-    links = opened()
-    here, there = links[sender], links[1 - sender]
+@pytest.mark.parametrize(
+    ("places", "sender"), [(places, sender) for places in (1, 2, 3) for sender in range(places + 1)]
+)
+def test_slots_arrive_whole_through_host_memory(
+    driver: PinningDriver, places: int, sender: int
+) -> None:
+    links = opened(places)
+    here, there = links[sender], links[(sender + 1) % len(links)]
     own = CudaStream()
     for index in range(20):
         place = index % len(here.out)
