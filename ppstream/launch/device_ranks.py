@@ -266,7 +266,7 @@ def open_policy_rank(
         shape=shape,
         nodes=prepared.nodes,
         rank=rank,
-        relays=position.places > 1 or 0 in config.placement.cut,
+        relays=position.places > 1,
         parts_ns=prepared.parts_ns,
     )
     loop = DevicePolicyRank(parts)

@@ -28,7 +28,8 @@ class Flight:
 
     ``index`` counts over the whole run (it names the slot); ``epoch`` and ``seq`` are its name in
     logs and on the robot's wire. ``received_ns`` is the arrival, at rank 0, of its newest sample,
-    ``emit_ns`` the instant at which its lease was looked at.
+    ``emit_ns`` the instant at which its lease was looked at, ``failed`` the header's word where a
+    part of the policy raised in stage A on a GPU.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Flight:
     received_ns: int = 0
     sent_ns: int = 0
     emit_ns: int = 0
+    failed: int = 0
 
 
 def owners_of(rows: Iterable[RowInput], ends_ns: Sequence[int], lease_ns: int) -> list[Owner]:

@@ -351,7 +351,7 @@ class DevicePipeline:
             "shape": shape,
             "nodes": self._nodes,
             "rank": rank,
-            "relays": len(self.policies) > 1 or self._front is not None,
+            "relays": len(self.policies) > 1,
         }
         return PolicyRankThread(link, policy, kernels, parts, self._stack)
 

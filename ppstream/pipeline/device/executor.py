@@ -210,7 +210,7 @@ class DeviceExecutor:
                 f"slot of result {flight.index} (generation {generation}) holds {header[INDEX]} "
                 f"(generation {header[GENERATION]})"
             )
-        return FAILURES[header[FAILED]]
+        return FAILURES[flight.failed or header[FAILED]]
 
     # ---- between envelopes ----------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class SlotPlan(NamedTuple):
         complete: the envelope is there, all of it.
         last: the result is sent, or at least behind B on its stream: its slot may be written again.
         carry: behind the result's header, before its send: epoch, seq and ``failed`` of the
-            envelope. Nothing where rank 0 knows them.
+            envelope. Nothing with one policy rank: rank 0 knows them.
         carry_fault: the same where B failed here: epoch and seq.
     """
 

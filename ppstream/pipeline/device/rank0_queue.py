@@ -156,11 +156,11 @@ class Queueing:
         place = self._places[flight.index % len(self._places)]
         if nvtx_ranges.on:
             nvtx_ranges.A.push(flight.epoch, flight.seq)
-        failed = self._queue_a(place, flight, ends_ns)
+        self._queue_a(place, flight, ends_ns)
         if nvtx_ranges.on:
             nvtx_ranges.A.pop()
             nvtx_ranges.SEND.push(flight.epoch, flight.seq)
-        self._queue_send(place, flight, failed)
+        self._queue_send(place, flight)
         if nvtx_ranges.on:
             nvtx_ranges.SEND.pop()
             nvtx_ranges.RECV.push(flight.epoch, flight.seq)
@@ -182,18 +182,16 @@ class Queueing:
         """Stage C alone, between its two events."""
         self._places[index % len(self._places)].c()
 
-    def _queue_a(self, place: _Place, flight: Flight, ends_ns: Sequence[int | None]) -> int:
-        """Returns the header's ``failed``."""
+    def _queue_a(self, place: _Place, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         place.before_a()
         if self._a_looks and flight.index >= self._d_in:
             self._link.queue_wait(flight.index - self._d_in, self._a)
         place.begin_a()
-        failed = self._stage_a.enqueue(flight, place.envelope, ends_ns)
+        flight.failed = self._stage_a.enqueue(flight, place.envelope, ends_ns)
         place.behind_a()
-        return failed
 
-    def _queue_send(self, place: _Place, flight: Flight, failed: int) -> None:
-        status = EnvelopeStatus(epoch=flight.epoch, seq=flight.seq, failed=failed)
+    def _queue_send(self, place: _Place, flight: Flight) -> None:
+        status = EnvelopeStatus(epoch=flight.epoch, seq=flight.seq, failed=flight.failed)
         self._link.queue_header(flight.index, status)
         place.before_send()
         self._link.queue_send(flight.index, self._a if self._sends_from_a else None)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import small_config
+from robot_rig import wait_until
 
 from ppstream.core.specs import TensorSpec
 from ppstream.pipeline.bringup import time_standalone
@@ -17,7 +18,6 @@ from ppstream.pipeline.bringup import time_standalone
 SHAPE = (4, 2)
 CHAIN = 3  # policy ranks
 RUN = 60
-BEHIND = 3  # envelopes that a fault may come later than it was asked for: they are queued
 
 
 class Relay:
@@ -61,6 +61,11 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     return make
 
 
+def booked(pipeline: DevicePipeline) -> None:
+    """Wait until every policy rank has booked what rank 0 has emitted."""
+    wait_until(lambda: all(rank.loop.progress >= RUN for rank in pipeline.ranks))
+
+
 @pytest.mark.parametrize("front", [False, True])
 @pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("puts", [False, True])  # rank 0's send may be a kernel: it knows the names
@@ -73,6 +78,7 @@ def test_each_envelope_goes_through_every_place_in_order(
     with build(parts, *settings, front=front, runs_ahead=runs_ahead, puts=puts) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(RUN)
+        booked(pipeline)
         chunks = pipeline.collector.chunks
         named = [
             [(line["epoch"], line["seq"]) for line in pipeline.lines(rank) if line["kind"] == kind]
@@ -84,9 +90,7 @@ def test_each_envelope_goes_through_every_place_in_order(
         for steps, part in enumerate(reversed(parts)):
             assert np.array_equal(part.made[seq] / 4**steps, actions)
     assert named[0] == [(0, seq) for seq in range(RUN)]
-    for names in named[1:]:  # the newest may not have been booked as the run ended
-        assert names == named[0][: len(names)]
-        assert len(names) >= RUN - 1
+    assert named[1:] == [named[0]] * CHAIN
     assert all(line["outstanding_max"] <= depth for line in envelopes)
 
 
@@ -99,6 +103,7 @@ def test_a_fault_at_any_place_drops_its_envelope_and_no_other(
         pipeline.ranks[at].queued.refuse = {20}
         pipeline.saturate()
         pipeline.rank0.run(RUN)
+        booked(pipeline)
         dropped = {line["seq"]: line["drop"] for line in pipeline.envelopes() if line.get("drop")}
         faults = [line for line in pipeline.lines() if line.get("name") == "fault"]
         lines = [
@@ -110,15 +115,25 @@ def test_a_fault_at_any_place_drops_its_envelope_and_no_other(
     assert lines == [set()] * at + [{20}] * (CHAIN - at)  # whoever is behind ran on what was there
 
 
-def test_a_fault_of_a_part_on_rank_0_drops_its_envelope_and_no_other(build: Build) -> None:
-    with build(relays(3), front=True) as pipeline:
+@pytest.mark.parametrize("puts", [False, True])
+@pytest.mark.parametrize("policy_ranks", [1, 2])
+def test_a_fault_of_a_part_on_rank_0_drops_its_envelope_and_no_other(
+    build: Build, policy_ranks: int, puts: bool
+) -> None:
+    with build(relays(1 + policy_ranks), front=True, puts=puts) as pipeline:
         pipeline.front_stage.refuse = {20}
         pipeline.saturate()
         pipeline.rank0.run(RUN)
+        booked(pipeline)
         dropped = {line["seq"]: line["drop"] for line in pipeline.envelopes() if line.get("drop")}
         faults = [line for line in pipeline.lines() if line.get("name") == "fault"]
+        lines = [
+            {line["seq"] for line in pipeline.lines(rank) if line.get("drop") == "policy_error"}
+            for rank in range(1, policy_ranks + 1)
+        ]
     assert dropped == {20: "policy_error"}
     assert [(line["rank"], line["seq"]) for line in faults] == [(0, 20)]
+    assert lines == [{20}] * policy_ranks
 
 
 def test_an_instruction_reaches_every_place_once(build: Build) -> None:
