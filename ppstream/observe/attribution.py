@@ -9,6 +9,7 @@ graph that is replayed, a block is nothing.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
@@ -53,7 +54,7 @@ def end_of_stream(device: torch.device) -> Callable[[], None]:
 
 
 class Attribution:
-    """Times the blocks of one rank between ``start`` and ``stop``, on the one thread with blocks.
+    """Times the blocks of one rank between ``start`` and ``stop``, on any of its threads.
 
     One ``blocks`` line for each envelope with any: ``{name: ns}``, outer names before the inner.
 
@@ -67,7 +68,7 @@ class Attribution:
         self._settle = settle
         self._times_ns: dict[str, int] = {}
         self._names: dict[str, None] = {}  # in the order in which they were first entered
-        self._path: list[str] = []
+        self._here = threading.local()  # its path: the blocks that a thread is in
 
     def start(self) -> None:
         """From the next envelope on."""
@@ -89,7 +90,7 @@ class Attribution:
         """Says nothing about the phase."""
 
     def _block(self, name: str) -> AbstractContextManager[object]:
-        path = NAME_SEPARATOR.join((*self._path, name))
+        path = NAME_SEPARATOR.join((*self._path(), name))
         if path not in self._names and len(self._names) >= BLOCKS_MAX:
             return _NOTHING
         self._names.setdefault(path)
@@ -97,20 +98,26 @@ class Attribution:
 
     def enter(self, name: str) -> int:
         """A block begins once what was queued before it is over; returns when."""
-        self._path.append(name)
+        self._path().append(name)
         self._settle()
         return now_ns()
 
     def leave(self, path: str, began_ns: int) -> None:
         self._settle()
-        self._path.pop()
+        self._path().pop()
         self._times_ns[path] = self._times_ns.get(path, 0) + now_ns() - began_ns
+
+    def _path(self) -> list[str]:
+        found: list[str] | None = getattr(self._here, "path", None)
+        if found is None:
+            found = self._here.path = []
+        return found
 
     def _write(self) -> None:
         if self._times_ns:
-            found = {name: self._times_ns[name] for name in self._names if name in self._times_ns}
+            times_ns, self._times_ns = self._times_ns, {}
+            found = {name: times_ns[name] for name in list(self._names) if name in times_ns}
             self._log.line("blocks", blocks=found)
-            self._times_ns = {}
 
 
 class _Block:

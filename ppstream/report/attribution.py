@@ -1,4 +1,4 @@
-"""Report of a run in attribution mode: shares of A, of B's named blocks and of C, as text.
+"""Report of a run in attribution mode: shares of A, B and C, and of their named blocks, as text.
 
 Its times were taken with a wait at both ends of each block, so shares hold and the period does not;
 the perturbation says by how much. Standard library only: ``python -m ppstream.report.attribution
@@ -7,9 +7,11 @@ RUN``.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
@@ -19,6 +21,7 @@ from ppstream.core.errors import LogError
 from ppstream.core.quantiles import quantiles
 
 MS: Final = 1e-6  # per ns
+STAGES: Final = frozenset({"envelope", "stage1"})  # kinds of lines
 UNNAMED: Final = "(in no block)"
 LABEL: Final = "attribution mode: for shares only; no gate accepts this run, and no row compares it"
 ON_DEVICE: Final = (
@@ -48,30 +51,65 @@ def report(directory: Path) -> str | None:
         LogError: the folder has no log of rank 0, or one that cannot be read.
     """
     lines = _newest_lines(directory)
-    envelopes, policy = (
-        [
-            fields
-            for _, fields in lines
-            if fields.get("kind") == kind and fields.get("mode") == "attribution"
-        ]
-        for kind in ("envelope", "stage1")
-    )
+    of_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    blocks: dict[int, list[Mapping[str, int]]] = defaultdict(list)
+    for rank, fields in lines:
+        if fields.get("kind") == "blocks":
+            blocks[rank].append(fields["blocks"])
+        elif fields.get("kind") in STAGES and fields.get("mode") == "attribution":
+            of_rank[rank].append(fields)
+    envelopes, policy_ranks = of_rank[0], sorted({rank for rank, _ in lines} - {0})
     if not envelopes:
         return None
     # on a device-ordered link the policy rank alone knows how long B took
-    b_ns = _present(envelopes, "B_ns") or _present(policy, "eB_ns")
-    blocks = [(rank, fields["blocks"]) for rank, fields in lines if fields.get("kind") == "blocks"]
-    policy_rank = max(rank for rank, _ in lines)
-    in_b = [found for rank, found in blocks if rank == policy_rank]
-    in_c = [found for rank, found in blocks if rank != policy_rank]
+    b_ns = _present(envelopes, "B_ns") or _present(of_rank[1], "eB_ns")
+    stages_b = [_stage("B", b_ns)]
+    if len(policy_ranks) > 1:
+        stages_b = [_stage(f"B of place {rank}", _b_ns(of_rank[rank])) for rank in policy_ranks]
+    front = _front_parts(directory) if policy_ranks else frozenset()
+    on_rank0 = blocks.pop(0, [])
+    in_a, in_c = _divided(on_rank0 if policy_ranks else [], front)
     rows = [
-        _stage("A", _between(envelopes, "tA0", "tA1")),
-        *_with_blocks(_stage("B", b_ns), in_b),
+        *_with_blocks(_stage("A", _between(envelopes, "tA0", "tA1")), in_a),
+        *chain.from_iterable(
+            _with_blocks(stage, blocks[rank] if policy_ranks else on_rank0)
+            for stage, rank in zip(stages_b, policy_ranks or [0], strict=True)
+        ),
         *_with_blocks(_stage("C", _between(envelopes, "tDecode", "tEmit")), in_c),
     ]
     events = [f for _, f in lines if f.get("name") == "attribution"]
     is_on_device = bool(_present(envelopes, "eA_ns"))
     return "\n".join(_text(rows, events[-1] if events else {}, is_on_device=is_on_device))
+
+
+def _b_ns(lines: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Durations of B on one policy rank: on its device, or by its host's clock."""
+    return _present(lines, "eB_ns") or _between(lines, "tB0", "tB1")
+
+
+def _front_parts(directory: Path) -> frozenset[str]:
+    """Names of the policy's parts on rank 0, whose blocks lie in A."""
+    about = directory / "run.json"
+    manifest = json.loads(about.read_text()) if about.exists() else {}
+    ranks = manifest.get("topology", {}).get("ranks", [])
+    return frozenset(ranks[0].get("parts", [])) if ranks else frozenset()
+
+
+def _divided(
+    found: Sequence[Mapping[str, int]], front: Container[str]
+) -> tuple[list[Mapping[str, int]], list[Mapping[str, int]]]:
+    """Rank 0's blocks: those of front parts, and those of C."""
+    divided: tuple[list[Mapping[str, int]], list[Mapping[str, int]]] = [], []
+    for blocks in found:
+        for side, is_front in enumerate((True, False)):
+            mine = {k: ns for k, ns in blocks.items() if (_outer(k) in front) == is_front}
+            if mine:
+                divided[side].append(mine)
+    return divided
+
+
+def _outer(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def _present(records: Iterable[Mapping[str, Any]], field: str) -> list[int]:

@@ -20,6 +20,7 @@ from robot_rig import wait_until
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.core.clock import now_ns
+from ppstream.report import attribution
 from ppstream.robot.client import RobotClient
 from ppstream.wire.robot_messages import ActionChunk
 
@@ -349,3 +350,16 @@ def test_a_part_that_raises_once_costs_one_envelope(place, live):
     (fault,) = live.events("fault")[faults:]
     assert (fault["rank"], fault["stage"]) == (place, "B")
     assert fault["what"] == f"ValueError: part_{place} was told to raise"
+
+
+@pytest.mark.parametrize("threads", ["serial", "split"])
+def test_attribution_gives_each_place_the_parts_that_run_there(threads, tmp_path):
+    settings = (*placed(0, 1, 2), PARTS[0], f"policy.options={{{SHAPE}}}")
+    asked = ("mode=attribution", f"pipeline.threads={threads}", "bringup.envelopes=100")
+    with Ranks(tmp_path, *settings, *asked, world_size=3) as run:
+        assert run.wait() == [0] * 3, run.output()
+        rows = [line[:20].rstrip() for line in attribution.report(run.directory).splitlines()]
+    unnamed = "  (in no block)"
+    found = rows[rows.index("A") :]
+    expected = ["A", "  first", unnamed, "B of place 1", "  middle", unnamed]
+    assert found == [*expected, "B of place 2", "  last", unnamed, "C"]
