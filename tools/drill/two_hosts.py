@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from drill.ending import CHAIN_SETTINGS
 from drill.judging import Outcome, judge_ledger
 from drill.launches import Launch
 from drill.live_logs import NOTHING_SENT, imbalances
@@ -43,10 +44,11 @@ def cut(folder: Path, outcome: Outcome, launchers: Sequence[subprocess.Popen[byt
     time.sleep(1.0)
     cut_cable()
     at = time.monotonic()
-    until("both ranks ended", 10.0, lambda: len(_ends_of(folder)) == 2)
+    ranks = len(json.loads((folder / "latest" / "run.json").read_text())["topology"]["ranks"])
+    until("all ranks ended", 10.0, lambda: len(_ends_of(folder)) == ranks)
     outcome.gone_s = time.monotonic() - at
     outcome.codes = tuple(end["code"] for _, end in sorted(_ends_of(folder).items()))
-    if outcome.codes != (20, 20):
+    if outcome.codes != (20,) * ranks:
         raise Failed(f"codes {outcome.codes}")
     if outcome.gone_s > FROZEN_S + SPARE_S:
         raise Failed(f"the ranks ended after {outcome.gone_s:.1f} s")
@@ -55,10 +57,12 @@ def cut(folder: Path, outcome: Outcome, launchers: Sequence[subprocess.Popen[byt
         expect_end(launcher)
         agents.append(f"{time.monotonic() - at:.1f} s")
     judge_ledger(outcome, imbalances(folder / "latest"))
-    outcome.seen = f"both ranks 20; torchrun's agents gone after {agents}"
+    outcome.seen = f"all {ranks} ranks 20; torchrun's agents gone after {agents}"
 
 
-def _on_two_hosts(folder: Path, outcome: Outcome, settings: Sequence[str], check: Check) -> None:
+def _on_two_hosts(
+    folder: Path, outcome: Outcome, settings: Sequence[str], check: Check, ranks_each: int = 1
+) -> None:
     if not is_possible():
         outcome.seen = "skipped: network namespaces need root and iproute2"
         return
@@ -67,7 +71,7 @@ def _on_two_hosts(folder: Path, outcome: Outcome, settings: Sequence[str], check
         commands = []
         for node, host in enumerate(hosts):
             launcher = (
-                *("--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}"),
+                *("--nnodes=2", f"--nproc-per-node={ranks_each}", f"--node-rank={node}"),
                 *(f"--master-addr={hosts[0].address}", f"--master-port={port}"),
             )
             local = (f"log.root={folder}", "service.endpoint=none", *settings)
@@ -104,5 +108,17 @@ HOSTS: Final = (
         "the cable of two hosts is cut",
         "20 in 4 s",
         partial(_on_two_hosts, settings=("link.trusted_network=true",), check=cut),
+    ),
+    Launch(
+        "cable-in-a-chain",
+        "F21",
+        "the cable of two hosts is cut, a chain of four ranks over both",
+        "20 in 4 s",
+        partial(
+            _on_two_hosts,
+            settings=("link.trusted_network=true", *CHAIN_SETTINGS),
+            check=cut,
+            ranks_each=2,
+        ),
     ),
 )
