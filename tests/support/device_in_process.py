@@ -204,8 +204,9 @@ class DevicePipeline:
         puts: bool = False,
         looks: bool = False,
         front: Policy | None = None,
+        front_ns: int = 0,
     ) -> None:
-        self._front = front
+        self._front, self._front_ns = front, front_ns
         self._a_s, self._c_s, self._a_kernels = a_s, c_s, a_kernels
         self.driver = FakeDriver()
         patch.setattr(driver, "driver", lambda: self.driver)
@@ -337,7 +338,8 @@ class DevicePipeline:
         memory = torch.zeros(layout.slot_bytes, dtype=torch.uint8)
         headers = Headers(layout, 2 * most_queued(self.shape), 3)
         (window,) = device_slots(memory, layout, 1)
-        return DeviceFrontParts(self.front_stage, window, headers, 1, 0, {"first": 7}, self.a)
+        took = self._front_ns, {"first": 7}
+        return DeviceFrontParts(self.front_stage, window, headers, 1, *took, self.a)
 
     def _policy_rank(
         self, rank: int, link: CountedLink, shape: LinkShape, policy: Policy, kernels: int

@@ -46,8 +46,11 @@ class HostWindows:
 
         self.front = front
 
-    nodes = 1  # the copy
-    front_ns = 0
+    nodes = 1  # the copy; a front part's kernels are not counted
+
+    @property
+    def front_ns(self) -> int:
+        return 0 if self.front is None else self.front.duration_ns
 
     def ingest(self, now_ns: int) -> None:
         """Nothing: the rings are read where they are."""

@@ -13,6 +13,7 @@ from pipeline_in_process import small_config
 from robot_rig import wait_until
 
 from ppstream.core.specs import TensorSpec
+from ppstream.links.device_link import LONG_STAGE_NS
 from ppstream.pipeline.bringup import time_standalone
 
 SHAPE = (4, 2)
@@ -159,3 +160,24 @@ def test_standalone_times_are_of_each_place(build: Build) -> None:
     assert len(told["places_ns"]) == CHAIN
     assert told["parts_ns"] == {"first": 7}
     assert told["B_mean_ns"] >= max(told["places_ns"])
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_long_front_part_is_queued_once_its_credit_was_seen(build: Build, is_long: bool) -> None:
+    """Rank 0 emits results meanwhile; a short one is queued ahead of credits."""
+    depth, front_ns = 2, LONG_STAGE_NS if is_long else 0
+    settings = (f"pipeline.d_in={depth}", f"pipeline.d_out={depth}")
+    with build(relays(2), *settings, front=True, front_ns=front_ns) as pipeline:
+        unanswered = []
+        call = pipeline.front_stage.__class__.__call__
+
+        def count(stage: Any, window: Any, out: Any) -> None:
+            if stage is pipeline.front_stage:
+                unanswered.append(stage.calls + 1 - len(pipeline.collector.chunks))
+            call(stage, window, out)
+
+        pipeline.saturate()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline.front_stage.__class__, "__call__", count)
+            pipeline.rank0.run(RUN)
+    assert (max(unanswered) > depth + 1) != is_long  # one may be done and not yet emitted
