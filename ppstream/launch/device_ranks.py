@@ -299,7 +299,7 @@ def _open_link(
     """
     assert placement.link is not None
     link = open_device(
-        placement.link, position, store, shape, device, looks=config.link.wait == "kernel"
+        placement.link, position, store, shape, device, spins=config.link.wait == "kernel"
     )
     latency = measure(link, position, OPEN_TIMEOUT_S)
     log.event("link", link=link.name, why=placement.why, **latency._asdict())

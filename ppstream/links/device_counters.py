@@ -103,7 +103,7 @@ class CountedLink:
         self._puts = None if make_puts is None else make_puts(self._routes, places.their_counter)
         self._waits = None if make_waits is None else make_waits(places.my_counter)
         self.is_short = make_puts is not None
-        self.looks = make_waits is not None
+        self.spins = make_waits is not None
         torch.cuda.synchronize(device)
         self.sending, self.receiving = stream("sending"), stream("receiving")
         self._used = {self.sending, self.receiving}  # and stages' streams that send or wait
@@ -130,16 +130,16 @@ class CountedLink:
             raise ProtocolError(f"slot {index} was to be received, {self._expected} is due")
         self._expected += 1
         place = index % len(self.into)
-        looks = stream is not None
+        spins = stream is not None
         at = self._stream(stream, self.receiving)
-        self._receive(place, self.into[place].size, at, looks=looks)
+        self._receive(place, self.into[place].size, at, spins=spins)
 
     def queue_wait(self, index: int, stream: CudaStream) -> bool:
         """On the counter itself, unless slots are fetched from where they landed: that is later."""
         if self._places.landing is not None:
             return False
         count = self._awaited - (self._expected - 1 - index)
-        self._wait(count, self._stream(stream, self.receiving), looks=True)
+        self._wait(count, self._stream(stream, self.receiving), spins=True)
         return True
 
     def queue_note(self) -> None:
@@ -148,7 +148,7 @@ class CountedLink:
 
     def queue_note_receipt(self) -> None:
         """Into the first slot; no stage is running."""
-        self._receive(0, self.note_bytes, self.receiving, looks=True)
+        self._receive(0, self.note_bytes, self.receiving, spins=True)
 
     def close(self) -> bool:
         """Let every wait of this end pass; whether all streams then ran dry."""
@@ -179,16 +179,16 @@ class CountedLink:
         stream.copy(target, source, size)
         stream.write_value(self._places.their_counter, self._told)
 
-    def _receive(self, place: int, size: int, stream: CudaStream, *, looks: bool) -> None:
+    def _receive(self, place: int, size: int, stream: CudaStream, *, spins: bool) -> None:
         self._awaited += 1
-        self._wait(self._awaited, stream, looks=looks)
+        self._wait(self._awaited, stream, spins=spins)
         if self._places.landing is not None:
             slot = self.into[place]
             stream.copy(slot.address, self._places.landing + place * slot.size, size)
 
-    def _wait(self, count: int, stream: CudaStream, *, looks: bool) -> None:
-        """By a kernel where ``looks`` allows it: nothing runs meanwhile that it would hold up."""
-        if looks and self._waits is not None:
+    def _wait(self, count: int, stream: CudaStream, *, spins: bool) -> None:
+        """By a kernel where ``spins`` allows it: nothing runs meanwhile that it would hold up."""
+        if spins and self._waits is not None:
             self._waits.queue(count, stream.handle)
         else:
             stream.wait_value(self._places.my_counter, count)

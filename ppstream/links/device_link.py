@@ -64,7 +64,7 @@ class DeviceLink(Protocol):
         sending, receiving: the streams.
         is_short: a send of this end is one short kernel. In the stream that fills the slot it saves
             a hop (some 5 µs of latency), but takes its time from the next use of that stream.
-        looks: a stage's stream that waits here does so by a kernel of its own: sooner than over
+        spins: a stage's stream that waits here does so by a kernel of its own: sooner than over
             ``receiving`` and an event, but it slows down what fills the device meanwhile.
         note_bytes: of a note, a message without an index.
     """
@@ -75,7 +75,7 @@ class DeviceLink(Protocol):
     sending: CudaStream
     receiving: CudaStream
     is_short: bool
-    looks: bool
+    spins: bool
     note_bytes: int
 
     def queue_header(self, index: int, numbers: Sequence[int]) -> None:

@@ -65,7 +65,7 @@ def open_device(
     device: torch.device,
     *,
     timeout_s: float = OPEN_TIMEOUT_S,
-    looks: bool = True,
+    spins: bool = True,
 ) -> DeviceLink:
     """Both hops of a rank with a GPU; its neighbours must be here at the same time.
 
@@ -76,7 +76,7 @@ def open_device(
         shape: of the two hops; each the same on both ends.
         device: of this rank; current, and CUDA has started on it.
         timeout_s: bound of a neighbour's coming.
-        looks: of ``peer``: streams of stages wait by a kernel (``peer_memory.py``).
+        spins: of ``peer``: streams of stages wait by a kernel (``peer_memory.py``).
 
     Raises:
         ConfigError: unknown kind.
@@ -85,7 +85,7 @@ def open_device(
         ProtocolError: the ends disagree on their sizes.
     """
     if kind == "peer":
-        return PeerLink(position, store, shape, device, timeout_s, looks=looks)
+        return PeerLink(position, store, shape, device, timeout_s, spins=spins)
     if kind == "pinned":
         return PinnedLink(position, store, shape, device, timeout_s)
     if kind == "nccl":

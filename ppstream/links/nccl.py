@@ -90,7 +90,7 @@ class NcclLink:
 
     name = "nccl"
     is_short = False  # a send ends when it was received
-    looks = False
+    spins = False
 
     def __init__(
         self,

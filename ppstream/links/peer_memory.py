@@ -5,10 +5,10 @@ is written: nothing of it takes a multiprocessor. A slot of ``PUT_BYTES`` or les
 travels alone, is one kernel, which stores it there itself and then counts: several µs sooner.
 
 The receiver waits for the counter in memory of its own. A stage's stream does so by a kernel that
-looks, which takes half the time of the driver's wait. It takes nothing from that stage; while A
-waits for its credit, C of an earlier envelope may run beside it, up to a quarter slower if it fills
-the device. With ``looks = False`` all waits are the driver's: then an idle GPU shows idle, and
-whoever shares it has all of it. There is no counter for credits:
+spins on it, which takes half the time of the driver's wait. It takes nothing from that stage; while
+A waits for its credit, C of an earlier envelope may run beside it, up to a quarter slower if it
+fills the device. With ``spins = False`` all waits are the driver's: then an idle GPU shows idle,
+and whoever shares it has all of it. There is no counter for credits:
 the sender of envelope n waits for the receipt of result n - d_in (the loops'), which says more.
 
 Memory is mapped by CUDA IPC, not by torch's symmetric memory: its rendezvous holds the
@@ -26,7 +26,7 @@ What faults of GPUs ask for, one by one:
    millisecond: receipts are queued at a doorbell (``device/policy_rank.py``), because a first
    load of a kernel stands behind any queued wait. A short stage B in a graph has receipts queued
    ahead: a doorbell for each would cost the 40 µs that this link saves. A kernel that waits is to
-   others what a posted receive of NCCL is, and pauses between its looks when the wait is long.
+   others what a posted receive of NCCL is, and pauses between its reads when the wait is long.
 4. *Release*: ``close`` writes far ahead into this rank's own counter, which ends either kind of
    wait, watches the stream move,
    tries a copy from the host next, and then says False: the process leaves with ``os._exit``.
@@ -74,7 +74,7 @@ class PeerLink(CountedLink):
         timeout_s: bound of the neighbours' coming.
         put_bytes: slots of this rank up to this size are sent by a kernel; None: ``PUT_BYTES``, or
             any where only one is ever under way.
-        looks: streams of stages wait by a kernel.
+        spins: streams of stages wait by a kernel.
 
     Raises:
         PeerLostError: a neighbour did not open its end in time.
@@ -93,7 +93,7 @@ class PeerLink(CountedLink):
         timeout_s: float,
         *,
         put_bytes: int | None = None,
-        looks: bool = True,
+        spins: bool = True,
     ) -> None:
         count = slot_count(shape)
         out, into = layouts(shape, position)
@@ -111,7 +111,7 @@ class PeerLink(CountedLink):
             relays = position.places > 1 and not position.is_front
             most = 0 if relays else put_limit(shape.d_in, out.slot_bytes)
         make_puts = partial(Puts, device) if out.slot_bytes <= most else None
-        make_waits = partial(Waits, device) if looks else None
+        make_waits = partial(Waits, device) if spins else None
         super().__init__(out, shape, device, slots, places, make_puts, make_waits)
 
     def close(self) -> bool:

@@ -25,7 +25,7 @@ def test_the_log_says_which_link_why_and_how_quick(
     monkeypatch.setattr(
         device_ranks,
         "open_device",
-        lambda kind, side, *_, looks: asked.append((kind, side, looks)) or link,
+        lambda kind, side, *_, spins: asked.append((kind, side, spins)) or link,
     )
     monkeypatch.setattr(device_ranks, "measure", lambda *_: Latency(3456, 64))
     placement: Any = SimpleNamespace(link="pinned", why="no peer access")

@@ -34,11 +34,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         yield fake
 
 
-def ends(*, puts: bool, looks: bool = False) -> tuple[CountedLink, CountedLink]:
+def ends(*, puts: bool, spins: bool = False) -> tuple[CountedLink, CountedLink]:
     layout = SlotLayout(HEADER, (TensorSpec("x", (5, 13), "uint8"),), 3)
     shape = LinkShape(layout, layout, 2, 2, GENERATION)
     return linked(
-        shape, make_puts=FakePuts if puts else None, make_waits=FakeWaits if looks else None
+        shape, make_puts=FakePuts if puts else None, make_waits=FakeWaits if spins else None
     )
 
 
@@ -97,12 +97,12 @@ def echoing(back: CountedLink, messages: int, seen: list[list[int]]) -> Iterator
 
 
 @pytest.mark.parametrize("count", [0, (1 << 31) - 13, (1 << 32) - 13])
-@pytest.mark.parametrize("looks", [False, True], ids=["driver", "looks"])
+@pytest.mark.parametrize("spins", [False, True], ids=["driver", "spins"])
 @pytest.mark.parametrize("puts", [False, True], ids=["copies", "puts"])
 def test_every_message_arrives_whole_and_in_order(
-    driver: FakeDriver, puts: bool, looks: bool, count: int
+    driver: FakeDriver, puts: bool, spins: bool, count: int
 ) -> None:
-    front, back = ends(puts=puts, looks=looks)
+    front, back = ends(puts=puts, spins=spins)
     set_counts(front, back, count)
     seen: list[list[int]] = []
     with echoing(back, MESSAGES, seen):
@@ -121,11 +121,11 @@ def test_every_message_arrives_whole_and_in_order(
 
 
 @pytest.mark.parametrize("count", [0, 1 << 30, (1 << 31) - 1, (1 << 31) + 5, (1 << 32) - 1])
-@pytest.mark.parametrize("looks", [False, True], ids=["driver", "looks"])
+@pytest.mark.parametrize("spins", [False, True], ids=["driver", "spins"])
 def test_a_wait_ends_with_close_whatever_the_count(
-    driver: FakeDriver, looks: bool, count: int
+    driver: FakeDriver, spins: bool, count: int
 ) -> None:
-    front, back = ends(puts=False, looks=looks)
+    front, back = ends(puts=False, spins=spins)
     set_counts(front, back, count)
     own, event = CudaStream(), CudaEvent()
     front.queue_receive(0)
@@ -149,9 +149,9 @@ def test_close_waits_for_streams_of_stages_that_the_link_used(
     stage_ends.set()
 
 
-@pytest.mark.parametrize("looks", [False, True], ids=["driver", "looks"])
-def test_a_further_stream_waits_for_its_own_slot_alone(driver: FakeDriver, looks: bool) -> None:
-    front, back = ends(puts=True, looks=looks)
+@pytest.mark.parametrize("spins", [False, True], ids=["driver", "spins"])
+def test_a_further_stream_waits_for_its_own_slot_alone(driver: FakeDriver, spins: bool) -> None:
+    front, back = ends(puts=True, spins=spins)
     further = [CudaStream() for _ in range(3)]
     passed = [CudaEvent() for _ in further]
     for index in range(3):
@@ -168,12 +168,12 @@ def test_a_further_stream_waits_for_its_own_slot_alone(driver: FakeDriver, looks
 
 def test_streams_of_stages_look_and_that_of_the_link_never_does(driver: FakeDriver) -> None:
     """Beside the link's own stream a stage may be running, which a kernel would slow down."""
-    _, back = ends(puts=True, looks=True)
+    _, back = ends(puts=True, spins=True)
     back.queue_receive(0)
-    assert not driver.looking
+    assert not driver.spinning
     back.queue_wait(0, CudaStream())
     back.queue_receive(1, CudaStream())
-    assert len(driver.looking) == 2
+    assert len(driver.spinning) == 2
     assert back.close()
 
 

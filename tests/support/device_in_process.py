@@ -202,7 +202,7 @@ class DevicePipeline:
         a_s: float = 0.0,
         c_s: float = 0.0,
         puts: bool = False,
-        looks: bool = False,
+        spins: bool = False,
         front: Policy | None = None,
         front_ns: int = 0,
     ) -> None:
@@ -232,7 +232,7 @@ class DevicePipeline:
         shapes = [link_shape(config, *both, 3, ahead, k) for k, both in enumerate(around)]
         self.shape = shapes[0]
         links = linked(
-            *shapes, make_puts=FakePuts if puts else None, make_waits=FakeWaits if looks else None
+            *shapes, make_puts=FakePuts if puts else None, make_waits=FakeWaits if spins else None
         )
         self._front_link = links[0]
         self.ranks = [

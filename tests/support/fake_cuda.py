@@ -141,8 +141,8 @@ class FakeDriver:
         self.failures: list[BaseException] = []
         self.stood_behind_waits = 0  # launches into a full queue, for something yet to happen
         self.written: dict[int, list[tuple[int, int]]] = {}  # counters by address: values, and when
-        self.looking: list[FakeStream] = []  # those that were given a wait by a kernel
-        self.looks: list[tuple[FakeStream, int]] = []  # and when each came to it
+        self.spinning: list[FakeStream] = []  # those that were given a wait by a kernel
+        self.spins: list[tuple[FakeStream, int]] = []  # and when each came to it
         self.ended = False
 
     def close(self) -> None:

@@ -10,10 +10,10 @@ class FakeWaits:
         self._counter = counter
 
     def queue(self, count: int, stream: Any) -> None:
-        stream.driver.looking.append(stream)
+        stream.driver.spinning.append(stream)
 
         def look() -> None:
-            stream.driver.looks.append((stream, stream.now_ns))
+            stream.driver.spins.append((stream, stream.now_ns))
             stream.see_count(self._counter, count)
 
         stream.queue(look)

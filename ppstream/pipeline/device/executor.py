@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from ppstream.pipeline.loop import Rank0Loop
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 
-LOOK_NS: Final = 5 * NS_PER_MS  # at the latest; sooner when something comes or falls due
-POLL_NS: Final = 20_000  # an envelope that is late is looked for so often
-SPARE_NS: Final = 5_000  # behind when it should be done: looking in vain costs more than that
-GLANCE_NS: Final = 200_000  # descriptors are looked at so often while envelopes leave no rest
+POLL_LATEST_NS: Final = 5 * NS_PER_MS  # at the latest; sooner when something comes or falls due
+POLL_NS: Final = 20_000  # an envelope that is late is polled for so often
+SPARE_NS: Final = 5_000  # after it should be done: a poll in vain costs more than that
+GLANCE_NS: Final = 200_000  # descriptors are polled so often while envelopes leave no rest
 NOW: Final = 0
 
 
@@ -73,7 +73,7 @@ class DeviceExecutor:
         self._waits_for_input = False
         self._before: Rank0Times | None = None
         self._times: Rank0Times  # of the envelope that is being finished
-        self._look_ns = 0  # when at the latest
+        self._poll_due_ns = 0  # when at the latest
         self._glance_ns = 0  # when at the latest while envelopes leave no rest
         self._is_launching = False
 
@@ -87,7 +87,7 @@ class DeviceExecutor:
         self._a: DeviceStageA = loop.stage_a  # type: ignore[assignment]
         is_fresh = self._is_fresh = loop.config.pipeline.credit == "before_window"
         self._underway = InFlight(
-            loop.credits, parts.clock, len(self.link.out), a_looks=is_fresh and self.link.looks
+            loop.credits, parts.clock, len(self.link.out), a_spins=is_fresh and self.link.spins
         )
         self._queueing = Queueing(parts, self._a, self._underway.ring, is_fresh=is_fresh)
         self._results = Results(drawn_for(loop.log.run_id))
@@ -108,7 +108,7 @@ class DeviceExecutor:
     def running(self) -> Iterator[None]:
         """As ``Executor``."""
         self._before = None
-        self._look()
+        self._poll()
         yield
         is_judged = self._loop.phase == "bring-up" and self._loop.log.mode == "throughput"
         if is_judged:  # what the policy rank knows of these envelopes has to be in its file
@@ -227,13 +227,13 @@ class DeviceExecutor:
     def _next_ns(self) -> int:
         """When something can be there again: the oldest envelope, or what falls due by the clock.
 
-        The end of an event has no descriptor. When an envelope is late, it is looked for often.
+        The end of an event has no descriptor. An envelope that is late is polled for often.
         """
         if self._underway:
             due_ns = self._underway.oldest_due_ns() + SPARE_NS
             if not self._ahead and self._before is not None:  # its credit is seen by the host
                 due_ns -= self._before.c1 - self._before.received
-            return max(now_ns() + POLL_NS, min(self._look_ns, due_ns))
+            return max(now_ns() + POLL_NS, min(self._poll_due_ns, due_ns))
         return self._due_ns(now_ns() + WAIT_MAX_NS)
 
     def _wants_more(self) -> bool:
@@ -251,17 +251,17 @@ class DeviceExecutor:
         now = now_ns()
         # some frames are told of by a wake alone, which may come to a wait that is over at once
         if ready or self._loop.waiter.woken or self._loop.is_cut_due:
-            self._look()
-        elif now >= self._look_ns:
-            self._look_by_clock()
-        self._glance_ns = min(now + GLANCE_NS, self._look_ns)
+            self._poll()
+        elif now >= self._poll_due_ns:
+            self._poll_by_clock()
+        self._glance_ns = min(now + GLANCE_NS, self._poll_due_ns)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for policy_rank in self.policy_ranks:
             policy_rank.peer.pump()
-        self._look_by_clock()
+        self._poll_by_clock()
 
-    def _look_by_clock(self) -> None:
+    def _poll_by_clock(self) -> None:
         """Look at everything but descriptors: a wait that ran out found none readable."""
         self._loop.take_in()
         now = now_ns()
@@ -273,7 +273,7 @@ class DeviceExecutor:
             policy_rank.check(now, oldest, self._loop.standstill_ns)
         if self._parts.clock.renew_when_due():
             self._loop.log.event("clock", **self._parts.clock.state._asdict())
-        self._look_ns = self._due_ns(now + LOOK_NS)
+        self._poll_due_ns = self._due_ns(now + POLL_LATEST_NS)
 
     # ---- standalone stage times -----------------------------------------------------------------
 

@@ -143,7 +143,7 @@ class InFlight:
         ledger: of the link.
         clock: of rank 0's device.
         slots: whose events come again; more than envelopes are ever under way.
-        a_looks: A's stream sees a credit by itself, sooner than the receipt's event comes.
+        a_spins: A's stream sees a credit by itself, sooner than the receipt's event comes.
 
     Attributes:
         ring: the events of each slot.
@@ -155,10 +155,10 @@ class InFlight:
         clock: DeviceClock[CudaEvent],
         slots: int,
         *,
-        a_looks: bool = False,
+        a_spins: bool = False,
     ) -> None:
         self._clock = clock
-        self._a_looks = a_looks
+        self._a_spins = a_spins
         self._history = QueueReplay(ledger)
         self._d_in, self._d_out = ledger.d_in, ledger.d_out
         self._slots = [Queued() for _ in range(slots)]
@@ -246,7 +246,7 @@ class InFlight:
             at_ns = host_ns(one.marks.received)
             if at_ns is None:
                 break
-            if self._a_looks:
+            if self._a_spins:
                 at_ns = self._seen_ns(at_ns)
             # an older anchor may have put its commit later, or the receipt before
             at_ns = max(at_ns, one.committed_ns + 1, self._received_ns + 1)

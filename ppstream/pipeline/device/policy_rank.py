@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 POLL_NS: Final = 20_000  # while an envelope may come that stage B is not queued ahead of
 EARLY_NS: Final = 500_000  # such a stage B is queued so long before the one that runs should end
 IDLE_NS: Final = NS_PER_MS  # while none come
-LOOK_NS: Final = NS_PER_MS  # frames are looked for so often, however many envelopes come
+POLL_FRAMES_NS: Final = NS_PER_MS  # however many envelopes come
 REST_NS: Final = 5 * NS_PER_MS  # at most: nothing waits for this rank's host while it is ahead
 REST_SHARE: Final = 2  # of the envelopes queued ahead half may come meanwhile
 BUSY_FOR_NS: Final = 20 * NS_PER_MS  # after the last one
@@ -105,7 +105,7 @@ class DevicePolicyRank(PolicyRank):
         self._records: deque[PolicyRecord] = deque()  # of each queued envelope
         self.log.queues_ahead = True
         self._before: PolicyTimes | None = None
-        self._look_ns = 0  # when at the latest
+        self._poll_frames_ns = 0  # when at the latest
         self._newest_ns = 0  # when the newest envelope was over
         self._queued_ns = 0  # when a stage B was queued last behind no other
         self._gap_ns = 0  # usually, between two
@@ -131,7 +131,7 @@ class DevicePolicyRank(PolicyRank):
             self.log.dry()
         while self._queued < self._expected and self.may_queue():
             self.queue()
-        if now_ns() >= self._look_ns:
+        if now_ns() >= self._poll_frames_ns:
             self.rest(0)
         if not self.is_oldest_done():
             return False
@@ -261,7 +261,7 @@ class DevicePolicyRank(PolicyRank):
         if self._parts.waiter.wait(limit_ns):
             self.peer.pump()
         now = now_ns()
-        self._look_ns = now + LOOK_NS
+        self._poll_frames_ns = now + POLL_FRAMES_NS
         if self.phase != "warming":
             self.peer.check_alive(now, self._frozen_ns)
         if self._parts.clock.renew_when_due():

@@ -1,6 +1,6 @@
 """Work that rank 0 queues for one envelope, on four streams; the picture stands in ``executor.py``.
 
-Nothing here waits, and nothing looks at what has happened. What is the same each time a slot is
+Nothing here waits or polls. What is the same each time a slot is
 used, which is nearly all of it, is put together once.
 """
 
@@ -80,12 +80,12 @@ class Queueing:
         is_lone = is_fresh and self._d_in == 1
         # Between two stages A a send takes time that only a lone envelope has no other use for.
         self._sends_from_a = parts.link.is_short and is_lone
-        # What looks slows A down, unless it comes before A in its stream, or behind a lone one; a
-        # C that runs while A looks for its credit is short.
-        self._a_looks = parts.link.looks and is_fresh
+        # A kernel that spins slows A down, unless it comes before A in its stream, or behind a lone
+        # one; a C that runs while A spins on its credit is short.
+        self._a_spins = parts.link.spins and is_fresh
         # A receipt on C's stream would come late behind a C that works: its copy alone is short.
         c_copies = not parts.work_c.calls(parts.streams.c)
-        is_received_by_c = parts.link.looks and is_lone and c_copies
+        is_received_by_c = parts.link.spins and is_lone and c_copies
         self._receives_on = parts.streams.c if is_received_by_c else None
         results = pinned_slots(parts.shape.result, len(marks))
         self._places = [
@@ -106,7 +106,7 @@ class Queueing:
 
         if not self._is_fresh:
             before_a = [a.to_wait_for(marks[place - 1].sent)]
-        elif self._a_looks:  # for the count; a receipt also waits for a place among the results
+        elif self._a_spins:  # for the count; a receipt also waits for a place among the results
             before_a = [a.to_wait_for(marks[place - d_in - d_out].c0)]
         else:
             before_a = [a.to_wait_for(marks[place - d_in].received)]
@@ -184,7 +184,7 @@ class Queueing:
 
     def _queue_a(self, place: _Place, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         place.before_a()
-        if self._a_looks and flight.index >= self._d_in:
+        if self._a_spins and flight.index >= self._d_in:
             self._link.queue_wait(flight.index - self._d_in, self._a)
         place.begin_a()
         flight.failed = self._stage_a.enqueue(flight, place.envelope, ends_ns)

@@ -33,14 +33,14 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("puts", [False, True])  # with depth 1 these go by the stages' streams
-@pytest.mark.parametrize("looks", [False, True])  # then stages wait for counts, not for receipts
+@pytest.mark.parametrize("spins", [False, True])  # then stages wait for counts, not for receipts
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("credit", ["before_window", "after_window"])
 def test_every_envelope_is_answered_once_in_order_and_in_bounds(
-    build: Any, depth: int, credit: str, looks: bool, puts: bool
+    build: Any, depth: int, credit: str, spins: bool, puts: bool
 ) -> None:
     settings = (f"pipeline.d_in={depth}", f"pipeline.d_out={depth}", f"pipeline.credit={credit}")
-    with build(*settings, puts=puts, looks=looks) as pipeline:
+    with build(*settings, puts=puts, spins=spins) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(60)
         chunks, envelopes = pipeline.collector.chunks, pipeline.envelopes()
@@ -57,24 +57,24 @@ def test_every_envelope_is_answered_once_in_order_and_in_bounds(
     ("depth", "credit", "expected"),
     [(1, "before_window", "ac"), (2, "before_window", "a"), (1, "after_window", "")],
 )
-def test_only_a_stage_with_nothing_beside_it_looks(
+def test_only_a_stage_with_nothing_beside_it_spins(
     build: Any, depth: int, credit: str, expected: str
 ) -> None:
     settings = (f"pipeline.d_in={depth}", f"pipeline.credit={credit}")
-    with build(*settings, looks=True) as pipeline:
+    with build(*settings, spins=True) as pipeline:
         rank0 = {"a": pipeline.a, "c": pipeline.c}
         pipeline.saturate()
         pipeline.rank0.run(8)
-        looked = pipeline.driver.looking
+        looked = pipeline.driver.spinning
         found = [name for name, stream in rank0.items() if stream.handle in looked]
     assert "".join(found) == expected
 
 
-def test_stage_c_of_a_lone_envelope_looks_when_its_a_is_over(build: Any) -> None:
-    with build("pipeline.d_in=1", looks=True, a_s=0.02) as pipeline:
+def test_stage_c_of_a_lone_envelope_spins_when_its_a_is_over(build: Any) -> None:
+    with build("pipeline.d_in=1", spins=True, a_s=0.02) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(6)
-        begun = pipeline.driver.looks
+        begun = pipeline.driver.spins
         begun_ns = [at_ns for stream, at_ns in begun if stream is pipeline.c.handle]
         envelopes = pipeline.envelopes()
     assert len(begun_ns) == len(envelopes) == 6
@@ -82,11 +82,11 @@ def test_stage_c_of_a_lone_envelope_looks_when_its_a_is_over(build: Any) -> None
         assert at_ns >= line["tA1"] - 5_000_000  # without the wait it would be 20 ms sooner
 
 
-@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("spins", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_no_window_is_cut_before_its_credit_is_there(build: Any, depth: int, looks: bool) -> None:
+def test_no_window_is_cut_before_its_credit_is_there(build: Any, depth: int, spins: bool) -> None:
     slow = NewestValues(lambda call: time.sleep(0.02))
-    with build(f"pipeline.d_in={depth}", policy=slow, looks=looks) as pipeline:
+    with build(f"pipeline.d_in={depth}", policy=slow, spins=spins) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(6)
         envelopes = pipeline.envelopes()
@@ -94,9 +94,9 @@ def test_no_window_is_cut_before_its_credit_is_there(build: Any, depth: int, loo
         assert taker["tA0"] >= giver["tRecv"] - SIGHT_NS
 
 
-@pytest.mark.parametrize("looks", [False, True])
-def test_a_receipt_does_not_stand_behind_a_slow_stage_c(build: Any, looks: bool) -> None:
-    with build("pipeline.d_in=1", "pipeline.d_out=1", c_s=0.1, looks=looks) as pipeline:
+@pytest.mark.parametrize("spins", [False, True])
+def test_a_receipt_does_not_stand_behind_a_slow_stage_c(build: Any, spins: bool) -> None:
+    with build("pipeline.d_in=1", "pipeline.d_out=1", c_s=0.1, spins=spins) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(6)
         envelopes = pipeline.envelopes()
@@ -104,11 +104,11 @@ def test_a_receipt_does_not_stand_behind_a_slow_stage_c(build: Any, looks: bool)
         assert taker["tA0"] >= giver["tRecv"] - SIGHT_NS
 
 
-@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("spins", [False, True])
 def test_a_slow_stage_c_holds_receipts_back_and_with_them_the_credits(
-    build: Any, looks: bool
+    build: Any, spins: bool
 ) -> None:
-    with build("pipeline.d_in=3", "pipeline.d_out=1", c_s=0.004, looks=looks) as pipeline:
+    with build("pipeline.d_in=3", "pipeline.d_out=1", c_s=0.004, spins=spins) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(30)
         envelopes = pipeline.envelopes()
@@ -526,7 +526,7 @@ def test_nothing_of_a_cut_epoch_is_emitted_though_envelopes_leave_no_rest(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Envelopes that are over while the robot's side is slow are not emitted behind the cut."""
-    for limit in ("GLANCE_NS", "LOOK_NS"):  # no look falls due by the clock
+    for limit in ("GLANCE_NS", "POLL_LATEST_NS"):  # no poll falls due by the clock
         monkeypatch.setattr(executor, limit, NS_PER_S)
     asked: list[int] = []
     behind: list[int] = []

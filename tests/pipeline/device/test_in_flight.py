@@ -49,12 +49,12 @@ class Rig:
     """Two credits and two places among the results."""
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, d_in: int = 2, d_out: int = 2, *, a_looks: bool = False
+        self, patch: pytest.MonkeyPatch, d_in: int = 2, d_out: int = 2, *, a_spins: bool = False
     ) -> None:
         patch.setattr(in_flight, "CudaEvent", At)
         self.ledger, self.clock = CreditLedger(d_in, d_out), Clock()
         clock: Any = self.clock
-        self.underway = InFlight(self.ledger, clock, 9, a_looks=a_looks)
+        self.underway = InFlight(self.ledger, clock, 9, a_spins=a_spins)
 
     def add(self, index: int) -> Any:
         self.underway.add(Flight(index, 0, index, EnvelopeRecord()), index)
@@ -206,7 +206,7 @@ def test_receipts_keep_their_order_around_a_new_anchor(monkeypatch: pytest.Monke
 def test_a_credit_counts_from_where_a_saw_it_if_it_can_have(
     monkeypatch: pytest.MonkeyPatch, a0_ns: int | None, expected_ns: int
 ) -> None:
-    rig = Rig(monkeypatch, d_in=1, d_out=1, a_looks=True)
+    rig = Rig(monkeypatch, d_in=1, d_out=1, a_spins=True)
     giver, taker = rig.add(0), rig.add(1)
     happen(giver, 10_000, 20_000, 100_000, 100_500, 110_000)
     taker.a0.ns = a0_ns
