@@ -139,7 +139,7 @@ class Watchdog:
             with suppress(OSError):  # its folder may be gone, or read-only by now
                 self._path.unlink()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Compare all marks with the last look; ``on_stuck`` is told of the first that is stuck.
 
         Time in which this process was stopped does not count: a look never adds more than two
@@ -160,7 +160,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._end.wait(INTERVAL_NS / NS_PER_S):
-            self.look()
+            self.check()
 
     def _tell(self, mark: ProgressMark, still_ns: int) -> None:
         self._end.set()

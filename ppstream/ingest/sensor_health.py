@@ -71,17 +71,17 @@ class SensorState:
         self.conditions: dict[tuple[int, str], Condition] = {}  # of streams of present robots
         self._is_degraded = False
 
-    def look(self, now_ns: int) -> None:
+    def check(self, now_ns: int) -> None:
         """Judge what came since the last look."""
         for row, place in enumerate(self._intake.rows):
             for stream in self._streams:
-                self._look_at(row, place, stream, now_ns)
+                self._check_stream(row, place, stream, now_ns)
         is_degraded = not DEGRADED.isdisjoint(self.conditions.values())
         if is_degraded != self._is_degraded:
             self._is_degraded = is_degraded
             self._tell_degraded(is_degraded)
 
-    def _look_at(self, row: int, place: RowInput, stream: StreamConfig, now_ns: int) -> None:
+    def _check_stream(self, row: int, place: RowInput, stream: StreamConfig, now_ns: int) -> None:
         key, ring = (row, stream.name), place.rings[stream.name]
         before = self._seen.get(key)
         seen = _Seen(place.session, now_ns, ring.ledger.received, ring.accepted)

@@ -92,7 +92,7 @@ class Service:
         source = self._source()
         state = SensorState(self.config, self.intake, self._tell_sensor, self._tell_degraded)
         if self.sessions is not None:  # a recording may be fed at any speed
-            rank0.on_second.append(state.look)
+            rank0.on_second.append(state.check)
         rank0.cut("ready")
         rank0.stage_a.recorder = self._recorder
         rank0.enter(

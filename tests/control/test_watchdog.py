@@ -33,10 +33,10 @@ class Clocked:
             clock=lambda: self.now_ns,
         )
 
-    def look(self, times=1, each_ns=INTERVAL_NS):
+    def check(self, times=1, each_ns=INTERVAL_NS):
         for _ in range(times):
             self.now_ns += each_ns
-            self.watchdog.look()
+            self.watchdog.check()
 
 
 def test_a_loop_that_stands_still_is_named_with_what_it_does_and_where(tmp_path):
@@ -52,9 +52,9 @@ def test_a_loop_that_stands_still_is_named_with_what_it_does_and_where(tmp_path)
     thread = threading.Thread(target=stand_still, name="decode")
     thread.start()
     runs.wait(30)
-    clocked.look(5)
+    clocked.check(5)
     assert not clocked.told
-    clocked.look(1)
+    clocked.check(1)
     done.set()
     thread.join()
     assert "stage B made no progress for 1.2 s, limit 1.0 s at epoch 1, seq 7" in clocked.told[0]
@@ -68,7 +68,7 @@ def test_a_loop_that_turns_or_does_not_run_is_left_alone(tmp_path):
     with turning:
         for _ in range(40):
             turning.turns += 1
-            clocked.look()
+            clocked.check()
     assert not clocked.told
 
 
@@ -76,8 +76,8 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path):
     mark = ProgressMark("loop")
     clocked = Clocked(tmp_path, mark)
     with mark:
-        clocked.look(2)
-        clocked.look(1, each_ns=3600 * NS_PER_S)
+        clocked.check(2)
+        clocked.check(1, each_ns=3600 * NS_PER_S)
         assert not clocked.told
 
 

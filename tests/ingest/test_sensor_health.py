@@ -20,7 +20,7 @@ class Rig:
         self.changes, self.degraded = [], []
         self.state = SensorState(config, self.intake, self.changes.append, self.degraded.append)
         self.now_ns = NS_PER_S
-        self.state.look(self.now_ns)
+        self.state.check(self.now_ns)
 
     def second(self, joints=100, imu=50, value=None, stamps=None):
         """Feed a second's worth of samples, then look."""
@@ -32,7 +32,7 @@ class Rig:
                 values = np.full((1, ring.stream.dim), at_ns if value is None else value, dtype)
                 ring.append(np.array([stamp], np.int64), values, at_ns)
         self.now_ns += NS_PER_S
-        self.state.look(self.now_ns)
+        self.state.check(self.now_ns)
 
     def told(self):
         found = [(c.stream, c.condition) for c in self.changes]

@@ -93,7 +93,7 @@ MUTANTS: Final = (
     Mutant(
         "the watchdog looks",
         "ppstream/control/watchdog.py",
-        "            self.look()\n",
+        "            self.check()\n",
         "",
         "policy-never-ends",
     ),
