@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,16 @@ from device_in_process import GPUS, DevicePipeline
 from pipeline_in_process import small_config
 from robot_rig import wait_until
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
+from ppstream.core.clock import now_ns
 from ppstream.core.specs import TensorSpec
+from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.device_link import LONG_STAGE_NS
 from ppstream.pipeline.bringup import time_standalone
+from ppstream.pipeline.pacing import Saturated
+from ppstream.report.html.page import render_page
+from ppstream.report.perfetto import trace_events
 
 SHAPE = (4, 2)
 CHAIN = 3  # policy ranks
@@ -24,8 +33,8 @@ RUN = 60
 class Relay:
     """A quarter of what comes; keeps what it made."""
 
-    def __init__(self, number: int, into: TensorSpec, out: TensorSpec) -> None:
-        self.name = f"relay {number}"
+    def __init__(self, number: int, into: TensorSpec, out: TensorSpec, takes_s: float) -> None:
+        self.name, self._takes_s = f"relay {number}", takes_s
         self.inputs, self.outputs = (into,), (out,)
         self.made: list[np.ndarray[Any, Any]] = []
 
@@ -33,18 +42,19 @@ class Relay:
         """Nothing is kept."""
 
     def __call__(self, window: Mapping[str, Any], out: Mapping[str, Any]) -> None:
+        time.sleep(self._takes_s)
         came = window[self.inputs[0].name]
         came = came[:, -SHAPE[0] :, : SHAPE[1]] if came.shape[1:] != SHAPE else came
         out[self.outputs[0].name].copy_(came / 4)
         self.made.append((came / 4).numpy().copy().reshape(-1))
 
 
-def relays(count: int) -> list[Relay]:
+def relays(count: int, takes_s: float = 0.0) -> list[Relay]:
     """From the window to the actions."""
     window, actions = TensorSpec("state.values", (8, 5)), TensorSpec("actions", SHAPE)
     hops = [TensorSpec(f"hop {k}", SHAPE) for k in range(1, count)]
     return [
-        Relay(k, into, out)
+        Relay(k, into, out, takes_s)
         for k, (into, out) in enumerate(zip([window, *hops], [*hops, actions], strict=True))
     ]
 
@@ -181,3 +191,36 @@ def test_a_long_front_part_is_queued_once_its_credit_was_seen(build: Build, is_l
             patch.setattr(pipeline.front_stage.__class__, "__call__", count)
             pipeline.rank0.run(RUN)
     assert (max(unanswered) > depth + 1) != is_long  # one may be done and not yet emitted
+
+
+def test_the_report_reads_a_chain_that_devices_stamp(build: Build, tmp_path: Path) -> None:
+    ranks = [
+        {"rank": k, "link": "peer", "stamp_source": "device", "device": f"cuda:{k}", "boot_id": "b"}
+        for k in range(CHAIN + 1)
+    ]
+    shape = {"world_size": CHAIN + 1, "d_in": CHAIN + 1, "d_out": CHAIN + 1, "threads": "split"}
+    form = {"order": "send_first", "credit": "before_window", "pacing": "saturated"}
+    topology = {**shape, **form, "replicas": 1, "ranks": ranks}
+    about = {"schema": "ppstream.log/1", "run_id": "r", "topology": topology}
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    settings = (f"pipeline.d_in={CHAIN + 1}", f"pipeline.d_out={CHAIN + 1}")
+    with build(relays(CHAIN + 1, takes_s=0.002), *settings, front=True) as pipeline:
+        source = SyntheticSource(
+            pipeline.config, pipeline.intake.rows[0], seed=1, start_ns=now_ns()
+        )
+        pipeline.enter(source, Saturated(pipeline.intake.rows), "bring-up")
+        pipeline.rank0.run(150)
+        wait_until(lambda: all(rank.loop.progress >= 150 for rank in pipeline.ranks))
+        pipeline.rank0.write_ledger()
+        for rank in range(CHAIN + 1):
+            pipeline.lines(rank)
+    run = read_run(tmp_path)
+    report = judge(run)
+    assert {name for name, audit in report.audits.items() if audit.ok is False} == set()
+    assert [place.rank for place in report.places] == list(range(CHAIN + 1))
+    assert all(place.hop_ns is not None for place in report.places)
+    page = render_page([(run, report)])
+    names = {str(event["args"].get("name", "")) for event in trace_events(run) if "args" in event}
+    for place in range(1, CHAIN + 1):
+        assert f"place {place}" in page
+        assert any(f"place {place}" in name for name in names), names
