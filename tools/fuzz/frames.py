@@ -35,7 +35,7 @@ from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.wire import rank_messages
 from ppstream.wire.fields import encoder
 from ppstream.wire.keys import ServerKeys
-from ppstream.wire.zmq_socket import SharedSocket, bind_server, connect_client
+from ppstream.wire.message_socket import MessageSocket, bind_server, connect_client
 
 FRAMES: Final = 1_000_000
 CONNECTIONS: Final = 2_000
@@ -169,7 +169,7 @@ def handshake(mechanism: bytes) -> bytes:
     return SIGNATURE + mechanism.ljust(20, b"\0") + b"\0" * 32 + READY
 
 
-def _drain_for(server: SharedSocket, seconds: float) -> int:
+def _drain_for(server: MessageSocket, seconds: float) -> int:
     taken, until_ns = 0, now_ns() + round(seconds * NS_PER_S)
     while now_ns() < until_ns:
         taken += len(server.drain())
