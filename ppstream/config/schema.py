@@ -237,7 +237,8 @@ class BringupConfig(_Part, frozen=True):
 class ServiceConfig(_Part, frozen=True):
     """Service: robots that connect, or a recording instead of them."""
 
-    endpoint: Text | None = "tcp://127.0.0.1:5870"  # unix:// or tcp://; none: no robot can connect
+    # unix://PATH for robots of this host, {uid}: its user; tcp://ADDRESS:PORT; none: no robots.
+    endpoint: Text | None = "unix:///tmp/ppstream-{uid}/robots"
     recording: FilePath | None = None  # serve this recording as the only robot, then drain
     actions_file: FilePath | None = None  # .npz that collects the chunks of a recording's run
     duration_s: Positive | None = None  # drain by itself this long after ready

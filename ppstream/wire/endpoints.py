@@ -27,10 +27,7 @@ def endpoint_problem(endpoint: str) -> str | None:
     if path is not None:
         return _path_problem(path)
     if endpoint.startswith("ipc://"):
-        length = len(endpoint.removeprefix("ipc://").encode())
-        if 1 <= length <= UNIX_PATH_MAX_BYTES:
-            return None
-        return f"got {length} bytes of path, want 1 to {UNIX_PATH_MAX_BYTES}"
+        return f"got {endpoint!r}, want {endpoint.replace('ipc', 'unix', 1)!r} on both sides"
     match = _TCP.fullmatch(endpoint)
     if match is None or (match["port"] != "*" and int(match["port"]) > PORT_MAX):
         return f"got {endpoint!r}, want 'unix://PATH' or 'tcp://ADDRESS:PORT'"
@@ -38,8 +35,13 @@ def endpoint_problem(endpoint: str) -> str | None:
 
 
 def unix_path(endpoint: str) -> str | None:
-    """Returns PATH of ``unix://PATH``; None for any other endpoint."""
-    return endpoint.removeprefix("unix://") if endpoint.startswith("unix://") else None
+    """Returns PATH of ``unix://PATH``; None for any other endpoint.
+
+    ``{uid}`` in it stands for the number of this process's user.
+    """
+    if not endpoint.startswith("unix://"):
+        return None
+    return endpoint.removeprefix("unix://").replace("{uid}", str(os.geteuid()))
 
 
 def folder_problem(path: Path, *, is_shared: bool) -> str | None:
@@ -49,7 +51,7 @@ def folder_problem(path: Path, *, is_shared: bool) -> str | None:
     """
     folder = path.parent
     want = f"want a folder of your own with mode {SHARED_MODE if is_shared else OWN_MODE:o}"
-    example = f"unix://{folder / 'ppstream' / path.name}"
+    example = f"unix:///tmp/ppstream-{{uid}}/{path.name}"
     try:
         found = [folder.lstat(), folder.stat()]  # a link that another user could turn counts, too
     except FileNotFoundError:
@@ -82,7 +84,7 @@ def is_local(endpoint: str) -> bool:
 
     What cannot be told by the text alone, such as another name, counts as reachable from outside.
     """
-    if endpoint.startswith(("unix://", "ipc://")):
+    if endpoint.startswith("unix://"):
         return True
     match = _TCP.fullmatch(endpoint)
     if match is None:

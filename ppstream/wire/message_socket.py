@@ -88,12 +88,11 @@ def bind_server(
         ConfigError: the endpoint is malformed, taken, or not on this host; other hosts could reach
             it and there are no keys; or other users could replace the socket's file.
     """
+    _check("listen on", endpoint, has_keys=keys is not None)
     if unix_path(endpoint) is not None:
-        _refuse_keys("listen on", endpoint, has_keys=keys is not None)
         from ppstream.wire.unix_socket import UnixServer
 
         return UnixServer(endpoint, frame_bytes_max, allowed_uids)
-    _demand_keys("listen on", endpoint, has_keys=keys is not None)
     from ppstream.wire.zmq_socket import bind_zmq
 
     return bind_zmq(endpoint, keys, frame_bytes_max)
@@ -105,31 +104,25 @@ def connect_client(endpoint: str, keys: ClientKeys | None = None) -> MessageSock
     Raises:
         ConfigError: the endpoint is malformed; or on another host, and there are no keys.
     """
+    _check("connect to", endpoint, has_keys=keys is not None)
     if unix_path(endpoint) is not None:
-        _refuse_keys("connect to", endpoint, has_keys=keys is not None)
         from ppstream.wire.unix_socket import UnixClient
 
         return UnixClient(endpoint)
-    _demand_keys("connect to", endpoint, has_keys=keys is not None)
     from ppstream.wire.zmq_socket import connect_zmq
 
     return connect_zmq(endpoint, keys)
 
 
-def _refuse_keys(verb: str, endpoint: str, *, has_keys: bool) -> None:
-    if problem := endpoint_problem(endpoint):
+def _check(verb: str, endpoint: str, *, has_keys: bool) -> None:
+    """Raises ConfigError: the endpoint cannot be one, or keys are missing or of no use there."""
+    problem = endpoint_problem(endpoint)
+    if problem is None and has_keys and unix_path(endpoint) is not None:
+        problem = "keys are of tcp:// endpoints alone; leave them out"
+    if problem is None and not has_keys and not is_local(endpoint):
+        problem = (
+            "other hosts can reach it, and there are no keys; make them with ppstream-keys, or use "
+            "tcp://127.0.0.1:PORT through a tunnel"
+        )
+    if problem is not None:
         raise ConfigError([f"cannot {verb} {endpoint!r}: {problem}"])
-    if has_keys:
-        raise ConfigError(
-            [f"cannot {verb} {endpoint!r} with keys, which are of tcp:// alone; leave them out"]
-        )
-
-
-def _demand_keys(verb: str, endpoint: str, *, has_keys: bool) -> None:
-    if not has_keys and endpoint.startswith("tcp://") and not is_local(endpoint):
-        raise ConfigError(
-            [
-                f"cannot {verb} {endpoint!r} without keys, since other hosts can reach it; make "
-                "them with ppstream-keys, or use tcp://127.0.0.1:PORT through a tunnel"
-            ]
-        )

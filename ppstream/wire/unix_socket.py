@@ -176,7 +176,7 @@ class UnixServer(_UnixSocket):
         self._listener = _listen(self._path, is_shared=bool(allowed_uids))
         self._listener_fd = self._listener.fileno()
         self._file = _identity(self._path)
-        super().__init__(endpoint, frame_bytes_max)
+        super().__init__(f"unix://{self._path}", frame_bytes_max)
         self._uids = {*allowed_uids} or {os.geteuid()}
         self._connections_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._refused: Counter[str] = Counter()

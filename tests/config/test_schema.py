@@ -100,6 +100,10 @@ def test_plain_configuration_has_no_problem() -> None:
         ({"service__endpoint": "127.0.0.1:5870"}, "service.endpoint: got '127.0.0.1:5870', want"),
         ({"service__endpoint": "tcp://127.0.0.1"}, "want 'unix://PATH' or 'tcp://ADDRESS:PORT'"),
         ({"service__endpoint": "tcp://127.0.0.1:65536"}, "or 'tcp://ADDRESS:PORT'"),
+        (
+            {"service__endpoint": "ipc:///tmp/r"},
+            "service.endpoint: got 'ipc:///tmp/r', want 'unix:",
+        ),
         ({"service__endpoint": "unix://"}, "service.endpoint: got path '', want that of a file"),
         ({"service__endpoint": "unix:///" + "x" * 107}, "got 108 bytes of path"),
         (

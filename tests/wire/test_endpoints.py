@@ -38,6 +38,7 @@ def test_only_loopback_and_unix_sockets_are_local(endpoint: str, local: bool) ->
         ("tcp://127.0.0.1", False),
         ("tcp://:5870", False),
         ("udp://127.0.0.1:5870", False),
+        ("ipc:///run/robots", False),
         ("unix://", False),
         ("unix://relative", False),
         ("unix:///folder/", False),

@@ -302,6 +302,28 @@ def test_an_endpoint_in_use_is_a_configuration_error(endpoint: str) -> None:
     server = bind_server(endpoint)
     with pytest.raises(ConfigError, match="in use"):
         bind_server(server.endpoint)
-    with pytest.raises(ConfigError, match="cannot connect to 'nonsense'"):
-        connect_client("nonsense")
+    server.close()
+
+
+def test_what_cannot_be_an_endpoint_is_refused_with_what_can(tmp_path: Path) -> None:
+    for nonsense, want in (
+        ("nonsense", "want 'unix://PATH' or 'tcp://ADDRESS:PORT'"),
+        (f"ipc://{tmp_path}/robot", f"want 'unix://{tmp_path}/robot' on both sides"),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot connect to '{nonsense}': .*{want}"):
+            connect_client(nonsense)
+        with pytest.raises(ConfigError, match=f"cannot listen on '{nonsense}': .*{want}"):
+            bind_server(nonsense)
+
+
+def test_no_connection_gets_the_name_of_another(endpoint: str) -> None:
+    server = bind_server(endpoint)
+    names: list[bytes] = []
+    for number in range(3):
+        client = connect_client(server.endpoint)
+        wait_until(lambda client=client: client.send(b"hello"))
+        wait_until(lambda n=number: names.extend(f.peer for f in server.drain()) or len(names) > n)
+        client.close()
+        server.drain()
+    assert len({*names}) == 3
     server.close()

@@ -132,6 +132,16 @@ def test_a_folder_of_another_user_is_refused(
         bind_server(f"unix://{tmp_path}/robot")
 
 
+def test_uid_in_a_path_is_the_number_of_the_user(tmp_path: Path) -> None:
+    server = bind_server(f"unix://{tmp_path}/{{uid}}/robot")
+    assert server.endpoint == f"unix://{tmp_path}/{os.geteuid()}/robot"
+    client = connect_client(f"unix://{tmp_path}/{{uid}}/robot")
+    assert client.send(b"hello")
+    wait_until(server.drain)
+    client.close()
+    server.close()
+
+
 def test_a_folder_without_a_parent_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="missing does not exist; make it"):
         bind_server(f"unix://{tmp_path}/missing/folder/robot")
@@ -166,9 +176,9 @@ def test_a_path_that_cannot_be_one_is_refused_on_both_sides(path: str, problem: 
 
 def test_keys_are_of_tcp_alone(tmp_path: Path) -> None:
     endpoint = f"unix://{tmp_path}/robot"
-    with pytest.raises(ConfigError, match="with keys, which are of tcp:// alone"):
+    with pytest.raises(ConfigError, match="keys are of tcp:// endpoints alone"):
         bind_server(endpoint, ServerKeys(b"", {}))
-    with pytest.raises(ConfigError, match="with keys, which are of tcp:// alone"):
+    with pytest.raises(ConfigError, match="keys are of tcp:// endpoints alone"):
         connect_client(endpoint, ClientKeys(b"", b""))
 
 
