@@ -155,6 +155,19 @@ def test_a_body_and_a_tail_arrive_as_one_message_in_both_directions(
     server.close()
 
 
+@pytest.mark.parametrize("rows", [1000, 10_000])
+def test_a_tail_of_numbers_travels_as_its_bytes(endpoint: str, rows: int) -> None:
+    server = bind_server(endpoint)
+    client = connect_client(server.endpoint)
+    values = np.random.default_rng(0).random((rows, 20), np.float32)
+    wait_until(lambda: client.send(b"head", tail=values.data))
+    frames: list[Frame] = []
+    wait_until(lambda: frames.extend(server.drain()) or frames)
+    assert bytes(frames[0].body) == b"head" + values.tobytes()
+    client.close()
+    server.close()
+
+
 def test_after_a_restart_of_the_server_messages_go_both_ways_again(endpoint: str) -> None:
     server = bind_server(endpoint)
     client = connect_client(server.endpoint)

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from fuzz.frames import fuzz_packets
 from hypothesis import given
 from hypothesis import strategies as st
 from robot_rig import make_client, make_config, serving, wait_until
@@ -372,6 +373,12 @@ def test_any_packets_arrive_as_they_are_or_end_their_connection(packets: list[by
     until = packets.index(b"") if b"" in packets else len(packets)
     assert [frame.body for frame in shared.drain()] == packets[:until]
     shared.close()
+
+
+def test_thousands_of_fuzzed_packets_leave_no_descriptor_and_the_endpoint_serves() -> None:
+    counts = fuzz_packets(3000, seed=2)  # raises when something stayed, or nobody is served
+    assert counts["sent"] == 3000
+    assert min(counts["frames"], counts["malformed"], counts["closed"]) > 100
 
 
 # ---- large frames -------------------------------------------------------------------------------
