@@ -50,7 +50,6 @@ RUN: Final = (  # settings of the demo for --run
     "policy.target=robot_view_policy:build",
     "policy.options={takes_ms=25}",
     "actions.lease_ms=400",  # or bring-up would end the run with the deep queue
-    "service.endpoint=tcp://127.0.0.1:0",
     "bringup.envelopes=100",
     "bringup.accept=['NOTHING_TO_HIDE']",
 )
@@ -108,7 +107,11 @@ def record(folder: Path, depth: int, seconds: float) -> Path:
     """
     logs = folder / str(depth)
     logs.mkdir()
-    own = (f"pipeline.d_in={depth}", f"service.duration_s={seconds}")
+    own = (
+        f"pipeline.d_in={depth}",
+        f"service.duration_s={seconds}",
+        f"service.endpoint=unix://{logs}/socket/robots",
+    )
     file = logs / "run.mcap"
     with RankPair(logs, "demo", (*RUN, *own, f"record.file={file}")) as ranks:
         if ranks.wait() != ExitCode.DRAINED:

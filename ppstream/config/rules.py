@@ -23,7 +23,7 @@ from ppstream.config.schema import (
     StreamConfig,
 )
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
-from ppstream.wire.endpoints import endpoint_problem, is_local
+from ppstream.wire.endpoints import endpoint_problem, folder_problem, is_local, unix_path
 
 SHORTEST_NS: Final = 1  # clocks and stamps count whole nanoseconds
 LONGEST_NS: Final = 365 * 24 * 3600 * NS_PER_S  # added to any stamp of the wire it fits 64 bits
@@ -293,6 +293,12 @@ def _service_problems(config: PipelineConfig) -> Iterator[str]:
     if problem := endpoint_problem(endpoint):
         yield f"service.endpoint: {problem}"
         return
+    path = unix_path(endpoint)
+    is_unix = path is not None
+    if path and (problem := folder_problem(Path(path), is_shared=bool(service.allowed_uids))):
+        yield f"service.endpoint: {problem}"
+    if service.allowed_uids and not is_unix:
+        yield f"service.allowed_uids: got some with {endpoint!r}, want a unix:// endpoint or none"
     given = [key for key in (service.secret_key, service.allowed_keys) if key is not None]
     if len(given) == 1:
         yield "service.secret_key: got it or allowed_keys alone, want both or neither"
@@ -301,6 +307,8 @@ def _service_problems(config: PipelineConfig) -> Iterator[str]:
             f"service.endpoint: got {endpoint!r}, which other hosts can reach, want secret_key "
             "and allowed_keys of ppstream-keys with it, or tcp://127.0.0.1:PORT"
         )
+    if given and is_unix:
+        yield f"service.secret_key: got one with {endpoint!r}, want a tcp:// endpoint or no keys"
     if given and config.demo is not None:
         yield "service.secret_key: got one beside a demo robot, which has none; want demo = none"
 

@@ -237,13 +237,16 @@ class BringupConfig(_Part, frozen=True):
 class ServiceConfig(_Part, frozen=True):
     """Service: robots that connect, or a recording instead of them."""
 
-    endpoint: Text | None = "tcp://127.0.0.1:5870"  # tcp:// or ipc://; none: no robot can connect
+    # unix://PATH for robots of this host, {uid}: its user; tcp://ADDRESS:PORT; none: no robots.
+    endpoint: Text | None = "unix:///tmp/ppstream-{uid}/robots"
     recording: FilePath | None = None  # serve this recording as the only robot, then drain
     actions_file: FilePath | None = None  # .npz that collects the chunks of a recording's run
     duration_s: Positive | None = None  # drain by itself this long after ready
     # Both are needed, and made by ppstream-keys, where other hosts can reach the endpoint.
     secret_key: FilePath | None = None  # rank 0's own, a .secret file
     allowed_keys: FilePath | None = None  # public keys of the robots it serves
+    # Of unix:// endpoints: users whose programs may connect; none: rank 0's own user.
+    allowed_uids: tuple[Annotated[int, Meta(ge=0, lt=2**32)], ...] = ()
     clock_probe_s: Positive | None = None  # ask robots for their clock so often; for traces only
 
 

@@ -31,7 +31,7 @@ class RobotClient:
     traceback, and whatever needs the thread raises, ``timeline.action_at`` included.
 
     Args:
-        endpoint: where rank 0 listens, ``tcp://host:port`` or ``ipc://path``.
+        endpoint: where rank 0 listens, ``unix://PATH`` on this host, or ``tcp://HOST:PORT``.
         robot: a name for people and logs.
         streams: ``(name, dim)`` or ``(name, dim, dtype)``, all that the pipeline has configured.
         actions: action names in the order of a chunk's columns.

@@ -19,15 +19,17 @@ from ppstream.core.waiter import Waiter
 from ppstream.robot.session import HOPELESS, RobotSession
 from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.keys import ClientKeys
+from ppstream.wire.message_socket import COPIED_BYTES, connect_client
 from ppstream.wire.robot_messages import (
     ActionChunk,
     Bye,
     ClockQuestion,
     ClockReading,
     FromRobot,
+    Samples,
+    in_parts,
     to_robot,
 )
-from ppstream.wire.zmq_socket import connect_client
 
 logger = logging.getLogger("ppstream")
 
@@ -88,6 +90,9 @@ class RobotLink:
 
     def send(self, message: FromRobot) -> bool:
         """Send from any thread without waiting; False: nobody can take it now."""
+        if isinstance(message, Samples) and message.values.nbytes >= COPIED_BYTES:
+            head, values = in_parts(message)
+            return self._socket.send(head, tail=values)
         return self._socket.send(encoder.encode(message))
 
     def wait_open(self, timeout_s: float) -> None:

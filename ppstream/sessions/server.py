@@ -30,6 +30,7 @@ from ppstream.sessions.table import (
 )
 from ppstream.wire.fields import DECODE_ERRORS, MAX_DETAILS, encoder
 from ppstream.wire.keys import server_keys
+from ppstream.wire.message_socket import Frame, bind_server
 from ppstream.wire.robot_messages import (
     ActionChunk,
     Bye,
@@ -41,7 +42,6 @@ from ppstream.wire.robot_messages import (
     ToRobot,
     from_robot,
 )
-from ppstream.wire.zmq_socket import Frame, bind_server
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
@@ -79,7 +79,9 @@ class Sessions:
         self._clock = clock
         self._table = SessionTable(rows, config)
         keys = server_keys(config.service.secret_key, config.service.allowed_keys)
-        self._socket = bind_server(config.service.endpoint, keys, frame_bytes_max(config))
+        self._socket = bind_server(
+            config.service.endpoint, keys, frame_bytes_max(config), config.service.allowed_uids
+        )
         self._phase = "starting"
         self._lost_due_ns = 0
         self._second_ns = 0  # when the next one begins
@@ -105,7 +107,7 @@ class Sessions:
     def drain(self, now_ns: int) -> int:
         """Handle the frames that are there, for ``DRAIN_NS`` and one more reading at most.
 
-        ZeroMQ takes from all connections in turn, so each robot is heard beside one that floods.
+        The socket takes from all connections in turn, so a robot is heard beside one that floods.
 
         Returns:
             How many samples the rings accepted.

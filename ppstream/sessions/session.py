@@ -92,7 +92,7 @@ class Session:
     """
 
     id: int
-    peer: bytes  # ZeroMQ's address of the connection
+    peer: bytes  # the socket's name of the connection
     place: int  # index of the row
     row: RowInput
     hello: Hello

@@ -18,9 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import zmq
-from zmq.utils import z85
-
 from ppstream.core.errors import ConfigError
 
 KEY_CHARACTERS: Final = 40
@@ -76,6 +73,8 @@ def server_keys(
 
 def public_half(secret: bytes) -> bytes:
     """The public key that belongs to ``secret``."""
+    import zmq  # here: a robot on rank 0's host needs neither keys nor ZeroMQ
+
     return zmq.curve_public(secret)
 
 
@@ -176,6 +175,8 @@ def _halves(path: Path) -> tuple[str, str | None]:
 
 def _checked(text: str, where: str) -> bytes:
     """The key in ``text``; the text itself is not repeated: it may be a secret."""
+    from zmq.utils import z85
+
     try:
         if len(text) == KEY_CHARACTERS and len(z85.decode(text)) == 32:
             return text.encode()

@@ -1,4 +1,4 @@
-"""The robot's wire: what a robot and rank 0 say to each other, one message per ZeroMQ frame.
+"""The robot's wire: what a robot and rank 0 say to each other, one message at a time.
 
 Every struct is array-like with an integer tag: new fields are appended with defaults and skipped by
 older readers, nothing is renamed or removed; golden bytes of every minor version stand under
@@ -8,6 +8,7 @@ chunk's ``Provenance`` holds durations only, each measured by one clock.
 
 from __future__ import annotations
 
+import struct
 from typing import Annotated, Final, Protocol
 
 import msgspec
@@ -26,7 +27,11 @@ from ppstream.wire.fields import (
     Ns,
     Span,
     Text,
+    encoder,
 )
+
+NO_BYTES: Final = b"\xc4\0"  # MessagePack of a binary without bytes
+BIN_32: Final = struct.Struct(">BI")  # before a binary of 64 KiB and more: its kind and its length
 
 # ---- robot -> rank 0 ------------------------------------------------------------------------
 
@@ -101,6 +106,15 @@ class Samples(Message, frozen=True, tag=2):
     stream: Annotated[int, Meta(ge=0, le=255)]  # index into Hello.streams
     stamps: memoryview
     values: memoryview
+
+
+def in_parts(message: Samples) -> tuple[bytes, memoryview]:
+    """Encode ``message`` without a copy of its values: they follow the bytes returned first.
+
+    Both together are what the encoder writes for more than 65,535 bytes of values.
+    """
+    empty = encoder.encode(msgspec.structs.replace(message, values=memoryview(b"")))
+    return empty[: -len(NO_BYTES)] + BIN_32.pack(0xC6, message.values.nbytes), message.values
 
 
 class ChunkReport(Message, frozen=True, tag=3):

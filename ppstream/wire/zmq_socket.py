@@ -1,4 +1,4 @@
-"""SharedSocket: one ZeroMQ socket that any thread may send on while its owner receives.
+"""SharedSocket: a MessageSocket of ZeroMQ, which any thread may send on while its owner receives.
 
 ZeroMQ sockets belong to one thread at a time, so every call is made under a lock, and nobody waits
 inside it: the owner polls ``fd`` and then drains. That descriptor is edge-triggered and a send may
@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 import zmq
 
 from ppstream.core.errors import ConfigError
-from ppstream.wire.endpoints import is_local
 from ppstream.wire.keys import ClientKeys, ServerKeys, public_half
+from ppstream.wire.message_socket import (
+    COPIED_BYTES,
+    MAX_DRAIN,
+    MAX_DRAIN_BYTES,
+    MAX_FRAME_BYTES,
+    NO_TAIL,
+    Frame,
+)
 from ppstream.wire.zmq_auth import SocketGuard
 
-MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the connection
-MAX_DRAIN: Final = 256  # frames taken while holding the lock; about 1 ms
-MAX_DRAIN_BYTES: Final = 1 << 20  # of them; the frame that reaches it is the last one
-COPIED_BYTES: Final = 1 << 16  # a copy of 1 MiB takes 0.1 to 1 ms, and may be of a flood's
 SERVER_SEND_FRAMES: Final = 64  # per robot, in ZeroMQ; kernel buffers come on top
 SERVER_RECEIVE_FRAMES: Final = 256  # per robot, not yet drained
 CLIENT_SEND_FRAMES: Final = 256
@@ -35,26 +38,12 @@ SERVER_HEARTBEAT_MS: Final = (1000, 5000)  # same; also of one that never was a 
 HANDSHAKE_MS: Final = 2000  # a connection that does not say who it is ends
 
 
-class Frame(NamedTuple):
-    """One message: who sent it (empty on a robot's side) and its bytes, where they arrived."""
-
-    peer: bytes
-    body: bytes | memoryview
-
-
 def _nothing() -> None:
     pass
 
 
 class SharedSocket:
-    """Made by ``bind_server`` or ``connect_client``.
-
-    ``fd``: poll it for reading, then drain. ``endpoint``: where the server listens, with the port
-    that the system chose for ``:0``.
-    ``wake`` is called, from any thread and outside the lock, when there is something to drain that
-    ``fd`` will not announce. ``malformed`` counts messages that were not exactly one frame.
-    ``has_more``: a limit ended the last drain.
-    """
+    """A ``MessageSocket``; ``malformed`` counts messages that were not exactly one frame."""
 
     def __init__(
         self,
@@ -79,8 +68,10 @@ class SharedSocket:
         self.fd = _integer(self._socket.get(zmq.FD))
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
 
-    def send(self, body: bytes, peer: bytes = b"") -> bool:
-        """Hand one message to ZeroMQ without waiting; False: nobody is there, or it is full."""
+    def send(self, body: bytes, peer: bytes = b"", tail: memoryview = NO_TAIL) -> bool:
+        """As ``MessageSocket``."""
+        if tail.nbytes:
+            body = b"".join((body, tail))
         with self._lock:
             if self._closed:
                 return False
@@ -99,11 +90,7 @@ class SharedSocket:
         return sent
 
     def drain(self, limit: int = MAX_DRAIN) -> list[Frame]:
-        """All messages that are there, at most ``limit``; for the owner alone, never waits.
-
-        They end with the one that makes them ``MAX_DRAIN_BYTES``: a sender of large frames that is
-        as quick as their copies could else keep the caller for as long as it likes.
-        """
+        """As ``MessageSocket``."""
         frames: list[Frame] = []
         self.has_more = False
         with self._lock:
@@ -122,7 +109,7 @@ class SharedSocket:
         return frames
 
     def refused(self) -> dict[str, int]:
-        """Connections turned away or ended, by reason; for the owner, about once a second."""
+        """As ``MessageSocket``."""
         if self._guard is None or self._closed:
             return {}
         with self._lock:
@@ -149,7 +136,7 @@ class SharedSocket:
             verb = "listen on" if self._routed else "connect to"
             raise ConfigError(
                 [
-                    f"cannot {verb} {endpoint!r}: {error}; give a free tcp://address:port or ipc://path"
+                    f"cannot {verb} {endpoint!r}: {error}; give a free tcp://ADDRESS:PORT or unix://PATH"
                 ]
             ) from error
 
@@ -171,19 +158,8 @@ class SharedSocket:
         return size
 
 
-def bind_server(
-    endpoint: str, keys: ServerKeys | None = None, frame_bytes_max: int = MAX_FRAME_BYTES
-) -> SharedSocket:
-    """A ROUTER on ``endpoint``; with ``keys``, encrypted and for allowed robots alone.
-
-    A frame of more than ``frame_bytes_max`` loses its sender the connection before memory is
-    taken for it.
-
-    Raises:
-        ConfigError: the endpoint is malformed, taken, or not on this host; or other hosts could
-            reach it and there are no keys.
-    """
-    _demand_keys("listen on", endpoint, has_keys=keys is not None)
+def bind_zmq(endpoint: str, keys: ServerKeys | None, frame_bytes_max: int) -> SharedSocket:
+    """A ROUTER, as ``bind_server``."""
     return SharedSocket(
         zmq.ROUTER,
         endpoint,
@@ -201,13 +177,8 @@ def bind_server(
     )
 
 
-def connect_client(endpoint: str, keys: ClientKeys | None = None) -> SharedSocket:
-    """A DEALER that keeps trying to reach ``endpoint`` and queues nothing while nobody is there.
-
-    Raises:
-        ConfigError: the endpoint is malformed; or on another host, and there are no keys.
-    """
-    _demand_keys("connect to", endpoint, has_keys=keys is not None)
+def connect_zmq(endpoint: str, keys: ClientKeys | None) -> SharedSocket:
+    """A DEALER, as ``connect_client``."""
     curve: dict[int, int | bytes] = {}
     if keys is not None:
         curve = {
@@ -229,16 +200,6 @@ def connect_client(endpoint: str, keys: ClientKeys | None = None) -> SharedSocke
             zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_MS[1],
         },
     )
-
-
-def _demand_keys(verb: str, endpoint: str, *, has_keys: bool) -> None:
-    if not has_keys and endpoint.startswith("tcp://") and not is_local(endpoint):
-        raise ConfigError(
-            [
-                f"cannot {verb} {endpoint!r} without keys, since other hosts can reach it; make "
-                "them with ppstream-keys, or use tcp://127.0.0.1:PORT through a tunnel"
-            ]
-        )
 
 
 def _integer(option: int | bytes) -> int:

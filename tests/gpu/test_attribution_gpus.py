@@ -121,7 +121,7 @@ def test_profiles_of_both_ranks_while_receipts_stand_queued(tmp_path: Path, grap
 
 
 def test_an_idle_run_that_is_asked_for_a_profile_holds_nobody_up(tmp_path: Path) -> None:
-    settings = ("bringup.envelopes=200", f"service.endpoint=ipc://{tmp_path}/robots")
+    settings = ("bringup.envelopes=200", f"service.endpoint=unix://{tmp_path}/robots")
     with Ranks(tmp_path, *settings, "service.duration_s=60", config=CONFIG) as ranks:
         wait_until(ranks, is_ready)
         tell(ranks, signal.SIGUSR2)

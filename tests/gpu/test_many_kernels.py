@@ -88,9 +88,9 @@ class Robot:
 @contextmanager
 def served(folder: Path, kernels: int, *settings: str) -> Iterator[tuple[Ranks, Robot]]:
     """A run that is ready, and a robot that it serves."""
-    folder.mkdir()
+    folder.mkdir(0o700)
     envelopes = ENVELOPES_OF_SHORT if kernels <= SHORT else ENVELOPES
-    endpoint = f"ipc://{folder}/r"
+    endpoint = f"unix://{folder}/r"
     service = ("pipeline.pacing=sample", f"service.endpoint={endpoint}", "service.duration_s=600")
     asked = (*SETTINGS, f"bringup.envelopes={envelopes}", *settings, *service)
     with Ranks(folder, *asked, config=CONFIG) as ranks:

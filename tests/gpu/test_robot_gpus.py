@@ -40,7 +40,7 @@ def ready_lines(ranks: Ranks) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("shipped", SHIPPED)
 def test_three_cameras_of_a_real_robot_arrive_whole_at_30_hz(tmp_path: Path, shipped: str) -> None:
-    endpoint = f"ipc://{tmp_path}/r"
+    endpoint = f"unix://{tmp_path}/r"
     settings = (f"service.endpoint={endpoint}", "service.duration_s=60")
     with Ranks(tmp_path, *settings, config=load.locate(shipped)) as ranks:
         robot = CameraRobot(endpoint, shipped)

@@ -265,7 +265,7 @@ class Live(NamedTuple):
 @pytest.fixture(scope="module", params=["host", "gloo"])
 def live(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("live")
-    endpoint = f"ipc://{folder}/robots"
+    endpoint = f"unix://{folder}/robots"
     settings = (
         "policy.target=policy_in_parts:build_telling",
         "policy.options={}",

@@ -103,7 +103,7 @@ def test_an_event_loop_that_has_ended_does_not_end_the_receiving_thread() -> Non
 
 def test_without_a_server_connecting_fails_and_nothing_is_left(tmp_path: Path) -> None:
     async def live() -> None:
-        robot = AsyncRobotClient(make_client(f"ipc://{tmp_path}/nobody"))
+        robot = AsyncRobotClient(make_client(f"unix://{tmp_path}/nobody"))
         with pytest.raises(PeerLostError):
             await robot.connect(0.05)
         await robot.close()

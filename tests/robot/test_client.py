@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 from robot_rig import (
-    ANY_PORT,
     LEASE_NS,
     MS,
     make_chunk,
@@ -36,16 +35,13 @@ from ppstream.robot.control_loop import ControlLoop
 from ppstream.robot.outbox import Outbox
 from ppstream.wire.robot_messages import ActionChunk, ChunkReport, RobotState
 
-
-@pytest.fixture(params=["tcp", "ipc"])
-def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return ANY_PORT if request.param == "tcp" else f"ipc://{tmp_path}/robot"
+pytestmark = pytest.mark.usefixtures("either_socket")
 
 
-def test_samples_go_out_and_chunks_come_back(endpoint: str) -> None:
+def test_samples_go_out_and_chunks_come_back() -> None:
     chunks: list[ActionChunk] = []
     with (
-        serving(make_config(endpoint), answers=True) as server,
+        serving(make_config(), answers=True) as server,
         make_client(server.sessions.endpoint, on_chunk=chunks.append) as client,
     ):
         client.connect()
@@ -60,10 +56,10 @@ def test_samples_go_out_and_chunks_come_back(endpoint: str) -> None:
         assert [chunk.seq for chunk in chunks] == list(range(20))
 
 
-def test_two_threads_push_and_nothing_is_lost_or_mixed(endpoint: str) -> None:
+def test_two_threads_push_and_nothing_is_lost_or_mixed() -> None:
     count = 1000
     with (
-        serving(make_config(endpoint), answers=True) as server,
+        serving(make_config(), answers=True) as server,
         make_client(server.sessions.endpoint) as client,
     ):
         client.connect()
@@ -162,7 +158,7 @@ def test_another_contract_is_refused_with_a_difference() -> None:
 
 
 def test_without_a_server_connect_gives_up_in_time_and_can_be_asked_again(tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/robot"
+    endpoint = f"unix://{tmp_path}/robot"
     with make_client(endpoint) as client:
         with pytest.raises(PeerLostError, match=r"nobody answered within 0\.1 s"):
             client.connect(0.1)
@@ -182,8 +178,8 @@ def test_a_full_server_says_so_and_admits_when_there_is_room() -> None:
         second.close()
 
 
-def test_after_a_restart_of_the_server_there_is_a_new_session(endpoint: str) -> None:
-    with serving(make_config(endpoint)) as server:
+def test_after_a_restart_of_the_server_there_is_a_new_session() -> None:
+    with serving() as server:
         config = make_config(server.sessions.endpoint)
         client = make_client(server.sessions.endpoint)
         client.connect()
@@ -529,7 +525,7 @@ def test_one_that_does_not_ask_is_not_told() -> None:
 
 
 def test_asking_again_and_how_long_it_took_are_shown(tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/robot"
+    endpoint = f"unix://{tmp_path}/robot"
     with serving(make_config(endpoint)):
         client = make_client(endpoint)
         client.connect()

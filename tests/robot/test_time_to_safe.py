@@ -79,7 +79,7 @@ def running(client: RobotClient) -> Iterator[Body]:
 
 
 def test_a_frozen_and_then_a_killed_server_leave_the_robot_safe(tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/robots"
+    endpoint = f"unix://{tmp_path}/robots"
     path = [folder for folder in sys.path if folder]
     server = subprocess.Popen([sys.executable, "-c", SERVER, endpoint, *path])
     try:

@@ -16,6 +16,8 @@ from ppstream.sessions.table import SILENCE_NS
 from ppstream.wire import robot_messages as m
 from ppstream.wire.fields import MAX_DETAILS, encoder
 
+pytestmark = pytest.mark.usefixtures("either_socket")
+
 
 @pytest.fixture
 def desk() -> Iterator[Desk]:

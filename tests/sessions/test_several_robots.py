@@ -100,7 +100,7 @@ class Crew:
 
     def __init__(self, folder: Path, policy: NewestValues, *, instructed: bool) -> None:
         policy_config = PolicyConfig(target="nobody:asks", instructions=instructed)
-        endpoint = f"service.endpoint=ipc://{folder}/robots"
+        endpoint = f"service.endpoint=unix://{folder}/robots"
         self.config = small_config("batch.rows=2", endpoint, policy=policy_config)
         self.pipeline = PipelineInProcess(self.config, policy, folder)
         self.rank0 = self.pipeline.rank0

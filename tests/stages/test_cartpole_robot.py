@@ -20,7 +20,7 @@ class Server:
     """Rank 0 as far as a robot sees it, without a pipeline: takes samples, sends no action."""
 
     def __init__(self, folder: Path) -> None:
-        self.config: PipelineConfig = read("demo", [f"service.endpoint=ipc://{folder}/robot.sock"])
+        self.config: PipelineConfig = read("demo", [f"service.endpoint=unix://{folder}/robot.sock"])
         self.intake: Intake = build_intake(self.config)
         self.sessions = Sessions(self.config, self.intake.rows)
         self.sessions.set_phase("bring-up")

@@ -213,7 +213,7 @@ def test_the_code_of_the_run_book_moves_an_arm(my_arm: Any) -> None:
     actions = msgspec.structs.replace(config.actions, names=names, low=(-1.0,) * 7, high=(1.0,) * 7)
     config = msgspec.structs.replace(config, streams=(joints,), actions=actions)
     with serving(config, answers=False) as server:
-        code = code.replace("tcp://127.0.0.1:5870", server.sessions.endpoint)
+        code = code.replace("unix:///tmp/ppstream-{uid}/robots", server.sessions.endpoint)
         scope: dict[str, Any] = {}
         body, _, run = code.rpartition("with client")
         exec(compile(body, str(RUNBOOK), "exec"), scope)

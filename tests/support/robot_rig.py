@@ -32,9 +32,10 @@ STREAMS = (("joints", 3), ("imu", 2, "float64"))
 ACTIONS = ("dx", "dy")
 HORIZON, DT_NS, LEASE_NS = 4, 10 * MS, 200 * MS
 ANY_PORT = "tcp://127.0.0.1:0"
+default_endpoint = ANY_PORT  # of configurations; the fixture either_socket changes it
 
 
-def make_config(endpoint: str = ANY_PORT, *, rows: int = 1) -> PipelineConfig:
+def make_config(endpoint: str | None = None, *, rows: int = 1) -> PipelineConfig:
     return PipelineConfig(
         name="rig",
         streams=(
@@ -52,12 +53,12 @@ def make_config(endpoint: str = ANY_PORT, *, rows: int = 1) -> PipelineConfig:
         ),
         policy=PolicyConfig(target="nobody:asks"),
         batch=BatchConfig(rows=rows),
-        service=ServiceConfig(endpoint=endpoint),
+        service=ServiceConfig(endpoint=endpoint or default_endpoint),
     )
 
 
-def make_rows(config: PipelineConfig) -> list[RowInput]:
-    banks = {s.name: RingBank(s, config.batch.rows, 1024) for s in config.streams}
+def make_rows(config: PipelineConfig, ring_samples: int = 1024) -> list[RowInput]:
+    banks = {s.name: RingBank(s, config.batch.rows, ring_samples) for s in config.streams}
     return [RowInput(banks, row, "joints") for row in range(config.batch.rows)]
 
 
@@ -86,8 +87,15 @@ def make_chunk(
 class Server:
     """Rank 0's ingest on a thread; answers each newest ``joints`` sample when ``answers``."""
 
-    def __init__(self, config: PipelineConfig, *, phase: str = "ready", answers: bool = False):
-        self.rows = make_rows(config)
+    def __init__(
+        self,
+        config: PipelineConfig,
+        *,
+        phase: str = "ready",
+        answers: bool = False,
+        ring_samples: int = 1024,
+    ) -> None:
+        self.rows = make_rows(config, ring_samples)
         self.sessions = Sessions(config, self.rows)
         self.waiter = Waiter()
         self.waiter.register(self.sessions.fds[0])

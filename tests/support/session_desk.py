@@ -14,7 +14,7 @@ from ppstream.core.clock import NS_PER_S, Clock, now_ns
 from ppstream.sessions.server import Sessions
 from ppstream.wire import robot_messages as m
 from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR, encoder
-from ppstream.wire.zmq_socket import SharedSocket, connect_client
+from ppstream.wire.message_socket import MessageSocket, connect_client
 
 STREAMS = (m.StreamDeclaration("joints", 3, "float32"), m.StreamDeclaration("imu", 2, "float64"))
 
@@ -34,37 +34,36 @@ class Desk:
         self.rows = make_rows(self.config)
         self.sessions = Sessions(self.config, self.rows, clock)
         self.now_ns = 10 * NS_PER_S
-        self._robots: list[SharedSocket] = []
+        self._robots: list[MessageSocket] = []
         if phase is not None:
             self.sessions.set_phase(phase)
 
-    def robot(self) -> SharedSocket:
+    def robot(self) -> MessageSocket:
         self._robots.append(connect_client(self.sessions.endpoint))
         return self._robots[-1]
 
-    def say(self, robot: SharedSocket, *messages: Any) -> int:
+    def say(self, robot: MessageSocket, *messages: Any) -> int:
         """Send and have it handled; returns how many samples were accepted."""
-        before = self.sessions.statistics().frames_received
-        for message in messages:
-            body = message if isinstance(message, bytes) else encoder.encode(message)
-            wait_until(lambda body=body: robot.send(body))
         taken: list[int] = []
-        wanted = before + len(messages)
+        wanted = self.sessions.statistics().frames_received + len(messages)
 
         def is_handled() -> bool:
             taken.append(self.sessions.drain(self.now_ns))
             return self.sessions.statistics().frames_received >= wanted
 
+        for message in messages:
+            body = message if isinstance(message, bytes) else encoder.encode(message)
+            wait_until(lambda body=body: robot.send(body) or is_handled())  # it may be full
         wait_until(is_handled)
         return sum(taken)
 
-    def hear(self, robot: SharedSocket) -> Any:
+    def hear(self, robot: MessageSocket) -> Any:
         """The next message to a robot."""
         frames: list[Any] = []
         wait_until(lambda: frames.extend(robot.drain(limit=1)) or frames)
         return m.to_robot.decode(frames[0].body)
 
-    def admit(self, socket: SharedSocket, /, **changes: Any) -> m.Welcome:
+    def admit(self, socket: MessageSocket, /, **changes: Any) -> m.Welcome:
         self.say(socket, hello(**changes))
         answer = self.hear(socket)
         assert isinstance(answer, m.Welcome), answer

@@ -103,7 +103,7 @@ def serving(settings: PipelineConfig, phase: str = "ready", pause_ns: int = 0) -
 
 
 def listening(settings: PipelineConfig, folder: Path) -> PipelineConfig:
-    service = ServiceConfig(endpoint=f"ipc://{folder}/robots")
+    service = ServiceConfig(endpoint=f"unix://{folder}/robots")
     return msgspec.structs.replace(settings, service=service)
 
 

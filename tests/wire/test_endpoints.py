@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppstream.wire.endpoints import IPC_PATH_MAX_BYTES, endpoint_problem, is_local
+from ppstream.wire.endpoints import UNIX_PATH_MAX_BYTES, endpoint_problem, is_local
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from ppstream.wire.endpoints import IPC_PATH_MAX_BYTES, endpoint_problem, is_loc
         ("tcp://[::1]:5870", True),
         ("tcp://localhost:5870", True),
         ("tcp://lo:*", True),
-        ("ipc:///run/robots", True),
+        ("unix:///run/robots", True),
         ("tcp://0.0.0.0:5870", False),
         ("tcp://*:5870", False),
         ("tcp://[::]:5870", False),
@@ -38,9 +38,13 @@ def test_only_loopback_and_unix_sockets_are_local(endpoint: str, local: bool) ->
         ("tcp://127.0.0.1", False),
         ("tcp://:5870", False),
         ("udp://127.0.0.1:5870", False),
-        ("ipc://", False),
-        ("ipc://" + "a" * IPC_PATH_MAX_BYTES, True),
-        ("ipc://" + "a" * (IPC_PATH_MAX_BYTES + 1), False),
+        ("ipc:///run/robots", False),
+        ("unix://", False),
+        ("unix://relative", False),
+        ("unix:///folder/", False),
+        ("unix:///nul\0", False),
+        ("unix:///" + "a" * (UNIX_PATH_MAX_BYTES - 1), True),
+        ("unix:///" + "a" * UNIX_PATH_MAX_BYTES, False),
     ],
 )
 def test_what_cannot_be_an_endpoint_is_said(endpoint: str, fits: bool) -> None:

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=PAIRS, help="of blocks ABBA")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    mode = f"{RATE_HZ:g} Hz, a sample pushed each tick, two ranks, policy without work, ipc"
+    mode = f"{RATE_HZ:g} Hz, a sample pushed each tick, two ranks, policy without work, unix"
     print_environment(mode)
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
         bare_ms, beside_ms, loop = measure(Path(name), options.ticks, options.pairs)
@@ -141,7 +141,7 @@ def measure(
     folder: Path, ticks: int, pairs: int
 ) -> tuple[list[float], list[float], LoopStatistics]:
     """Lateness of both bare loops' ticks, in ms, and what the control loop says of its own."""
-    endpoint = f"ipc://{folder / 'robots'}"
+    endpoint = f"unix://{folder / 'robots'}"
     duration_s = 4 * pairs * ticks / RATE_HZ + SPARE_S
     settings = rank_settings(endpoint, "serial", RATE_HZ, duration_s)
     bare_ms: list[float] = []

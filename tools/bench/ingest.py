@@ -307,7 +307,7 @@ def _config(streams: tuple[StreamConfig, ...], folder: str = "/nowhere") -> Pipe
             names=("a",), horizon=1, dt_ms=10.0, low=(-1.0,), high=(1.0,), lease_ms=100.0
         ),
         policy=PolicyConfig(target="nobody:build"),
-        service=ServiceConfig(endpoint=f"ipc://{folder}/robots"),
+        service=ServiceConfig(endpoint=f"unix://{folder}/robots"),
     )
 
 

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", choices=("serial", "split"), default="serial")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    mode = f"{options.rate_hz:g} Hz, policy without work, paced by sample, {options.threads}, ipc"
+    mode = f"{options.rate_hz:g} Hz, policy without work, paced by sample, {options.threads}, unix"
     print_environment(mode)
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
         taken_us, parts_us, unanswered = measure(Path(name), options)
@@ -124,7 +124,7 @@ def measure(
     folder: Path, options: argparse.Namespace
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:
     """Durations by way and by part of the way, in µs; and how many requests had no answer."""
-    endpoint, requests = f"ipc://{folder / 'robots'}", options.requests
+    endpoint, requests = f"unix://{folder / 'robots'}", options.requests
     duration_s = (requests + WARM) / options.rate_hz + SPARE_S
     settings = rank_settings(endpoint, options.threads, options.rate_hz, duration_s)
     with RankPair(folder, "bench", settings) as ranks, BareServers(folder) as bare:

@@ -120,7 +120,7 @@ class Found(NamedTuple):
 def measure(name: str, gpus: int, served_s: float, paced_hz: float | None) -> Found:
     """Bring-up of ``name``, then a robot at full rate and paced (default: by this period)."""
     with tempfile.TemporaryDirectory(prefix="ppstream-bench-") as folder:
-        endpoint = f"ipc://{folder}/robots"
+        endpoint = f"unix://{folder}/robots"
         settings = (
             f"service.endpoint={endpoint}",
             "service.duration_s=600",

@@ -1,6 +1,6 @@
 """Service of robots: latency by their number, time to safe for each fault, reconnects, lateness.
 
-Real ranks, real clients, real signals; a policy without work, paced by the sample, over ipc.
+Real ranks, real clients, real signals; a policy without work, paced by the sample, over unix://.
 Latency is from an observation's stamp to its action in the callback, all robots at the same rate
 and in turn. Lateness is that of a control loop's ticks beside a bare clock loop of the same script.
 """
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each number of robots")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    mode = "policy without work, paced by sample, serial, ipc"
+    mode = "policy without work, paced by sample, serial, unix"
     print_environment(mode)
     results: dict[str, object] = {}
     targets: list[Target] = []
@@ -126,8 +126,8 @@ class Asker:
 def latency(folder: Path, robots: int, seconds: float) -> Latency:
     """Observation to action over all robots."""
     folder = folder / f"robots-{robots}"
-    folder.mkdir()
-    endpoint = f"ipc://{folder}/robots"
+    folder.mkdir(0o700)
+    endpoint = f"unix://{folder}/robots"
     settings = rank_settings(endpoint, "serial", ROBOT_HZ, RUN_S)
     with RankPair(folder, "bench", [*settings, f"batch.rows={robots}"]) as ranks:
         askers = [Asker(endpoint, number) for number in range(robots)]

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.misbehave:
         return misbehave(*options.misbehave)
-    mode = f"each robot at {options.rate_hz:g} Hz, policy without work, paced by sample, ipc"
+    mode = f"each robot at {options.rate_hz:g} Hz, policy without work, paced by sample, unix"
     print_environment(mode)
     columns = " ".join(f"{name:>8}" for name in ("p50", "p99", "max"))
     print(f"\n{'observation to action, us':28} {columns} {'n':>6} {'worst p99':>10} {'lost':>5}")
@@ -98,7 +98,7 @@ def measure(count: int, options: argparse.Namespace) -> dict[str, Served]:
     """Measures each case."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
-        endpoint = f"ipc://{name}/robots"
+        endpoint = f"unix://{name}/robots"
         duration_s = READY_LIMIT_S + len(CASES) * (options.seconds + 20)
         settings = rank_settings(endpoint, "serial", options.rate_hz, duration_s)
         settings += [f"batch.rows={count + 1}", "bringup.overlap_min=0"]  # not what is asked here

@@ -170,7 +170,7 @@ def _freeze(body: Body, fault: str, pid: int) -> tuple[SafeTime, float]:
 
 def _restart(body: Body, folder: Path, endpoint: str) -> dict[str, float]:
     """New ranks at the same endpoint: from their bind to the session, as the robot saw it."""
-    path = Path(endpoint.removeprefix("ipc://"))
+    path = Path(endpoint.removeprefix("unix://"))
     path.unlink(missing_ok=True)
     folder.mkdir()
     with RankPair(folder, "bench", _settings(endpoint)):
@@ -183,8 +183,8 @@ def _restart(body: Body, folder: Path, endpoint: str) -> dict[str, float]:
 
 @contextmanager
 def _pair(folder: Path) -> Iterator[tuple[RankPair, str]]:
-    folder.mkdir()
-    endpoint = f"ipc://{folder}/robots"
+    folder.mkdir(0o700)
+    endpoint = f"unix://{folder}/robots"
     with RankPair(folder, "bench", _settings(endpoint)) as ranks:
         yield ranks, endpoint
 

@@ -1,22 +1,27 @@
 """Hostile bytes at every door: robots' frames, control frames between ranks, raw connections.
 
 ``python tools/fuzz/frames.py`` sends a million mutated frames, half to Sessions over a real socket
-and half to the control socket between ranks, and thousands of broken connections to an encrypted
-and to a plain endpoint. Whatever comes must be counted; nothing may raise what is not promised, and
-a robot that behaves must be served throughout: else it ends with a traceback and code 1.
+and half to the control socket between ranks; thousands of broken connections to an encrypted and
+to a plain endpoint; and packets with strange descriptors to a ``unix://`` endpoint. Whatever comes
+must be counted; nothing may raise what is not promised, and a robot that behaves must be served
+throughout: else it ends with a traceback and code 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import random
 import socket
 import struct
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -35,10 +40,14 @@ from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.wire import rank_messages
 from ppstream.wire.fields import encoder
 from ppstream.wire.keys import ServerKeys
-from ppstream.wire.zmq_socket import SharedSocket, bind_server, connect_client
+from ppstream.wire.message_socket import MessageSocket, bind_server, connect_client
+from ppstream.wire.unix_socket import CARRIER_BYTES, SEALS
+from ppstream.wire.unix_socket import LENGTH as LENGTH_OF_MEMORY
 
 FRAMES: Final = 1_000_000
 CONNECTIONS: Final = 2_000
+PACKETS: Final = 10  # of a unix:// endpoint, for each of the connections
+MEMORY_BYTES: Final = 10_000  # of a carrier's memory, at most
 #: A peer of ZMTP 3.0 says hello: signature, version; then its mechanism, and what it is.
 SIGNATURE: Final = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0"
 MECHANISMS: Final = (b"NULL", b"CURVE", b"PLAIN", b"GSSAPI")
@@ -59,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("robots' frames", lambda: fuzz_sessions(half, options.seed)),
         ("control frames", lambda: fuzz_control(options.frames - half, options.seed)),
         ("connections", lambda: fuzz_connections(options.connections, options.seed)),
+        ("packets", lambda: fuzz_packets(options.connections * PACKETS, options.seed)),
     )
     for name, part in parts:
         began = time.monotonic()
@@ -169,7 +179,71 @@ def handshake(mechanism: bytes) -> bytes:
     return SIGNATURE + mechanism.ljust(20, b"\0") + b"\0" * 32 + READY
 
 
-def _drain_for(server: SharedSocket, seconds: float) -> int:
+# ---- packets ----------------------------------------------------------------------------------
+
+
+def fuzz_packets(packets: int, seed: int) -> dict[str, int]:
+    """Packets with and without descriptors at a ``unix://`` endpoint, carriers that lie among them.
+
+    Raises:
+        AssertionError: a descriptor or a mapping stayed, or the endpoint did not serve.
+    """
+    rng = random.Random(seed)
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        server = bind_server(f"unix://{folder}/robots")
+        before = len(os.listdir("/proc/self/fd"))
+        while counts["sent"] < packets:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
+                raw.settimeout(HANG_S)
+                raw.connect(f"{folder}/robots")
+                with suppress(OSError):  # it was hung up on
+                    for _ in range(min(100, packets - counts["sent"])):
+                        counts["sent"] += 1
+                        _send_packet(rng, raw)
+                        counts["frames"] += len(server.drain())
+            counts["frames"] += len(server.drain())
+        client = connect_client(server.endpoint)
+        deadline = time.monotonic() + HANG_S
+        while not client.send(b"still there?") or not server.drain():
+            assert time.monotonic() < deadline, "the endpoint does not serve any more"
+        client.close()
+        while server.drain() or server.has_more or len(os.listdir("/proc/self/fd")) > before:
+            assert time.monotonic() < deadline, "descriptors stayed"
+        counts["malformed"] = server.malformed
+        counts.update(server.refused())
+        server.close()
+    return dict(counts)
+
+
+def _send_packet(rng: random.Random, raw: socket.socket) -> None:
+    size = rng.randrange(MEMORY_BYTES)
+    body = rng.choice((HOSTILE[0], rng.randbytes(rng.randrange(5000)), _carrier(rng, size)))
+    fds = [_memory(rng, size) for _ in range(rng.choice((0, 1, 1, 1, 2)))]
+    try:
+        socket.send_fds(raw, (body,), fds)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _carrier(rng: random.Random, size: int) -> bytes:
+    told = rng.choice((size, size, size, size + 1, 0, 1 << 31, (1 << 64) - 1))
+    return LENGTH_OF_MEMORY.pack(told).ljust(rng.choice((CARRIER_BYTES, CARRIER_BYTES, 8)), b"\0")
+
+
+def _memory(rng: random.Random, size: int) -> int:
+    """A descriptor that may be sealed, short of pages, or no memory at all."""
+    if rng.random() < 0.1:
+        return os.open("/dev/zero", os.O_RDONLY)
+    fd = os.memfd_create("fuzz", os.MFD_ALLOW_SEALING)
+    os.write(fd, rng.randbytes(rng.choice((size, size, size, 0))))
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, rng.choice((SEALS, SEALS, SEALS & rng.randrange(16))))
+    return fd
+
+
+def _drain_for(server: MessageSocket, seconds: float) -> int:
     taken, until_ns = 0, now_ns() + round(seconds * NS_PER_S)
     while now_ns() < until_ns:
         taken += len(server.drain())

@@ -31,7 +31,7 @@ from ppstream.ingest.intake import build_intake
 from ppstream.sessions.server import Sessions
 from ppstream.wire import robot_messages as m
 from ppstream.wire.fields import WIRE_MAJOR, WIRE_MINOR, encoder
-from ppstream.wire.zmq_socket import SharedSocket, connect_client
+from ppstream.wire.message_socket import MessageSocket, connect_client
 
 BATCH: Final = 400  # frames sent before they are looked at
 HANG_S: Final = 20.0
@@ -47,7 +47,7 @@ def fuzz_sessions(frames: int, seed: int) -> dict[str, int]:
     """
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        config = fuzz_config(f"ipc://{folder}/robots")
+        config = fuzz_config(f"unix://{folder}/robots")
         intake = build_intake(config)
         sessions = Sessions(config, intake.rows)
         sessions.set_phase("ready")
@@ -64,16 +64,17 @@ def fuzz_sessions(frames: int, seed: int) -> dict[str, int]:
 
 def _attack(
     sessions: Sessions,
-    attacker: SharedSocket,
-    good: SharedSocket,
+    attacker: MessageSocket,
+    good: MessageSocket,
     frames: int,
     rng: random.Random,
 ) -> dict[str, int]:
     now = 10 * NS_PER_S
     expected = sessions.statistics().frames_received
 
-    def deliver(sender: SharedSocket, body: bytes) -> None:
+    def deliver(sender: MessageSocket, body: bytes) -> None:
         nonlocal expected
+        body = body or b"\0"  # an empty packet is the end of a connection
         deadline = time.monotonic() + HANG_S
         while not sender.send(body):
             sessions.drain(now)
@@ -123,7 +124,7 @@ def _attack(
     }
 
 
-def _session_of(robot: SharedSocket) -> int:
+def _session_of(robot: MessageSocket) -> int:
     """The newest session that the server named, 0 when it said nothing new."""
     session = 0
     for frame in robot.drain():

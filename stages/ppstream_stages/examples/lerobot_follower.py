@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--port", required=True, help="e.g. /dev/ttyACM0")
     parser.add_argument("--id", default="follower", help="of its calibration")
-    parser.add_argument("--endpoint", default="tcp://127.0.0.1:5870")
+    parser.add_argument("--endpoint", default="unix:///tmp/ppstream-{uid}/robots")
     options = parser.parse_args(argv)
     try:
         from lerobot.robots.so_follower import SO101Follower, SO101FollowerConfig

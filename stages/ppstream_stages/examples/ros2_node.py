@@ -113,7 +113,7 @@ def main() -> None:
         raise SystemExit(f"{error.name} is missing: source your ROS 2 workspace first") from None
     rclpy.init()
     node = rclpy.create_node("ppstream_robot")
-    node.declare_parameter("endpoint", "tcp://127.0.0.1:5870")
+    node.declare_parameter("endpoint", "unix:///tmp/ppstream-{uid}/robots")
     node.declare_parameter("joints", ["joint1"])
     endpoint, joints = (node.get_parameter(name).value for name in ("endpoint", "joints"))
     bridge = PolicyBridge(node, endpoint, joints, JointState, Float64MultiArray)

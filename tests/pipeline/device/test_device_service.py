@@ -47,7 +47,7 @@ class Robot(threading.Thread):
 def test_each_sample_of_a_robot_begins_a_window_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small_config(*GPUS, f"service.endpoint=ipc://{tmp_path}/r")
+    config = small_config(*GPUS, f"service.endpoint=unix://{tmp_path}/r")
     policy = NewestValues(act=lambda _: time.sleep(0.0005))
     with DevicePipeline(config, policy, tmp_path, monkeypatch) as pipeline:
         sessions = Sessions(config, pipeline.intake.rows)

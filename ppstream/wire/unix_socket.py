@@ -1,0 +1,422 @@
+"""UnixServer and UnixClient: messages between processes of one host, without a thread of their own.
+
+One packet of a UNIX socket (SOCK_SEQPACKET) is one message. A message that the socket does not take
+lies in a memfd that nobody can change any more; its packet, the *carrier*, brings the descriptor.
+What waits for a receiver is bounded by the kernel, which charges it to the sender (SO_SNDBUF).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import resource
+import select
+import socket
+import stat
+import struct
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+from ppstream.core.errors import ConfigError, ProtocolError
+from ppstream.wire.endpoints import OWN_MODE, SHARED_MODE, folder_problem, unix_path
+from ppstream.wire.message_socket import (
+    MAX_DRAIN,
+    MAX_DRAIN_BYTES,
+    MAX_FRAME_BYTES,
+    NO_TAIL,
+    Frame,
+)
+
+PACKET_BYTES_MAX: Final = 192 * 1024  # of a message that travels in its packet; below SO_SNDBUF
+#: Bytes of a carrier: the message's length, then zeros, so that SO_SNDBUF has room for about 50.
+CARRIER_BYTES: Final = 3072
+LENGTH: Final = struct.Struct("<Q")
+BACKLOG: Final = 128  # connections not accepted yet
+READY_MAX: Final = 64  # connections that the kernel names at once
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+TOO_LARGE: Final = (errno.EMSGSIZE, errno.ENOBUFS)  # for this socket's buffer, or in one piece
+ONE_FD: Final = socket.CMSG_LEN(struct.calcsize("i"))  # the kernel closes any further one
+CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid: struct ucred of SO_PEERCRED
+BLOCK_BYTES: Final = 512  # of st_blocks
+
+
+class _UnixSocket:
+    """The part that both sides share: sending from any thread, and taking one packet."""
+
+    def __init__(self, endpoint: str, frame_bytes_max: int) -> None:
+        self.endpoint = endpoint
+        self.wake: Callable[[], None] = lambda: None
+        self.malformed = 0
+        self.has_more = False
+        self._frame_bytes_max = frame_bytes_max
+        self._buffer = bytearray(PACKET_BYTES_MAX)
+        self._view = memoryview(self._buffer)
+        self._lock = threading.Lock()  # held to send, and to make or close a connection
+        self._closed = False
+        self._epoll = select.epoll()  # one descriptor to poll, whatever connections there are
+        self.fd = self._epoll.fileno()
+
+    def send(self, body: bytes, peer: bytes = b"", tail: memoryview = NO_TAIL) -> bool:
+        """As ``MessageSocket``."""
+        if len(body) + tail.nbytes <= PACKET_BYTES_MAX:
+            error = self._send(peer, body, tail)
+            if error not in TOO_LARGE:
+                return not error
+        try:
+            with _sealed(body, tail) as fd:
+                carrier = LENGTH.pack(len(body) + tail.nbytes).ljust(CARRIER_BYTES, b"\0")
+                return not self._send(peer, carrier, NO_TAIL, fd)
+        except OSError:  # neither memory nor a descriptor is left
+            return False
+
+    def _connection(self, peer: bytes) -> socket.socket | None:
+        raise NotImplementedError
+
+    def _send(self, peer: bytes, body: bytes, tail: memoryview, fd: int | None = None) -> int:
+        """Send one packet; returns the error's number, 0 for none."""
+        with self._lock:
+            connection = None if self._closed else self._connection(peer)
+            if connection is None:
+                return errno.ENOTCONN
+            try:
+                if fd is not None:
+                    socket.send_fds(connection, (body,), (fd,))
+                elif tail.nbytes:
+                    connection.sendmsg((body, tail))
+                else:
+                    connection.send(body)
+            except OSError as error:
+                return error.errno or errno.EIO
+        return 0
+
+    def _receive(self, connection: socket.socket) -> bytes | memoryview | None:
+        """The next message; None: there is none now, or it was malformed.
+
+        Raises:
+            EOFError: the other side left, or sent more than it may.
+        """
+        try:
+            size, control, flags, _ = connection.recvmsg_into(
+                (self._buffer,), ONE_FD, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, ConnectionResetError):
+            return None  # reset: it left without having read all; what it sent comes next
+        except OSError as error:
+            raise EOFError from error
+        fds = [
+            fd
+            for level, kind, data in control
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+            for (fd,) in struct.iter_unpack("i", data)
+        ]
+        try:
+            if flags & socket.MSG_TRUNC or not size:
+                raise EOFError
+            is_cut = bool(flags & socket.MSG_CTRUNC)
+            if not fds and not is_cut:
+                return bytes(self._view[:size])
+            return self._carried(size, fds, is_cut=is_cut)
+        except ProtocolError:
+            self.malformed += 1
+            return None
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _carried(self, size: int, fds: list[int], *, is_cut: bool) -> memoryview:
+        """The message that lies in the memory of a carrier's descriptor; not copied.
+
+        Raises:
+            ProtocolError: it is no carrier, or its memory could change or end while it is read.
+            EOFError: more than the other side may send.
+        """
+        if is_cut or size != CARRIER_BYTES or len(fds) != 1:
+            raise ProtocolError("descriptors that nobody asked for, or none left for one")
+        (length,) = LENGTH.unpack_from(self._buffer)
+        if length > self._frame_bytes_max:
+            raise EOFError
+        try:
+            seals = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)
+            found = os.fstat(fds[0])
+        except OSError as error:
+            raise ProtocolError("no memory") from error
+        if seals & SEALS != SEALS or not 0 < length == found.st_size:
+            raise ProtocolError("memory that is not sealed, or of another size")
+        if found.st_blocks * BLOCK_BYTES < length:
+            raise ProtocolError("memory with holes: reading them would take pages of ours")
+        try:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
+            return memoryview(mmap.mmap(fds[0], length, flags, mmap.PROT_READ))
+        except OSError as error:
+            raise ProtocolError("memory that cannot be mapped") from error
+
+
+class UnixServer(_UnixSocket):
+    """Listens at ``unix://PATH`` for processes of this user, or of ``allowed_uids`` alone.
+
+    The folder of PATH is made when it is missing, for its owner alone (mode 700; 711 with
+    ``allowed_uids``). A socket file that nobody listens on any more is replaced.
+
+    Raises:
+        ConfigError: somebody listens there, or it is another file; or the folder is not this user's
+            own, or open to others.
+    """
+
+    def __init__(
+        self, endpoint: str, frame_bytes_max: int, allowed_uids: Collection[int] = ()
+    ) -> None:
+        self._path = Path(unix_path(endpoint) or "")
+        self._listener = _listen(self._path, is_shared=bool(allowed_uids))
+        self._listener_fd = self._listener.fileno()
+        self._file = _identity(self._path)
+        super().__init__(f"unix://{self._path}", frame_bytes_max)
+        self._uids = {*allowed_uids} or {os.geteuid()}
+        self._connections_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        self._refused: Counter[str] = Counter()
+        self._names = count(1)  # no connection gets the name of another
+        self._by_peer: dict[bytes, socket.socket] = {}
+        self._by_fd: dict[int, tuple[bytes, socket.socket]] = {}
+        self._turn: deque[int] = deque()  # readable descriptors that were not read yet
+        self._epoll.register(self._listener_fd, select.EPOLLIN)
+
+    def drain(self, limit: int = MAX_DRAIN) -> list[Frame]:
+        """As ``MessageSocket``; of each connection in turn one message, so none waits for another.
+
+        Connections count towards ``limit`` as messages do.
+        """
+        frames: list[Frame] = []
+        left = MAX_DRAIN_BYTES
+        self.has_more = False
+        if self._closed:
+            return frames
+        for _ in range(limit):
+            if not self._turn:
+                self._turn.extend(fd for fd, _ in self._epoll.poll(0, READY_MAX))
+                if not self._turn:
+                    return frames
+            fd = self._turn.popleft()
+            if fd == self._listener_fd:
+                self._accept()
+            elif (message := self._next(fd)) is not None:
+                frames.append(Frame(self._by_fd[fd][0], message))
+                left -= len(message)
+                if left <= 0:
+                    break
+        self.has_more = True
+        return frames
+
+    def refused(self) -> dict[str, int]:
+        """As ``MessageSocket``: ``uid`` (not allowed), ``accept`` (no descriptor), ``closed``."""
+        if not self._closed:
+            self._epoll.modify(self._listener_fd, select.EPOLLIN)  # it may have been given up
+        return dict(self._refused)
+
+    def close(self) -> None:
+        """As ``MessageSocket``; removes the socket's file."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._epoll.close()
+            for _, connection in self._by_fd.values():
+                connection.close()
+            self._listener.close()
+        with suppress(OSError):
+            if _identity(self._path) == self._file:  # not of a server that came after
+                self._path.unlink()
+
+    def _connection(self, peer: bytes) -> socket.socket | None:
+        return self._by_peer.get(peer)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left: look again in about a second
+            self._refused["accept"] += 1
+            self._epoll.modify(self._listener_fd, 0)
+            return
+        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        if CREDENTIALS.unpack(found)[1] not in self._uids:
+            self._refused["uid"] += 1
+            connection.close()
+        elif len(self._by_fd) >= self._connections_max:
+            self._refused["accept"] += 1
+            connection.close()
+        else:
+            connection.settimeout(0)
+            peer = next(self._names).to_bytes(8, "little")
+            with self._lock:
+                self._by_peer[peer] = connection
+                self._by_fd[connection.fileno()] = peer, connection
+            self._epoll.register(connection.fileno(), select.EPOLLIN)
+
+    def _next(self, fd: int) -> bytes | memoryview | None:
+        """The next message of a connection, which is closed when its peer has left."""
+        peer, connection = self._by_fd[fd]
+        try:
+            return self._receive(connection)
+        except EOFError:
+            self._refused["closed"] += 1
+            with self._lock:
+                del self._by_fd[fd], self._by_peer[peer]
+                self._epoll.unregister(fd)
+                connection.close()
+            return None
+
+
+class UnixClient(_UnixSocket):
+    """Connects to ``unix://PATH`` whenever it sends and has no connection."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint, MAX_FRAME_BYTES)
+        self._path = unix_path(endpoint) or ""
+        self._server: socket.socket | None = None
+
+    def drain(self, limit: int = MAX_DRAIN) -> list[Frame]:
+        """As ``MessageSocket``."""
+        frames: list[Frame] = []
+        left = MAX_DRAIN_BYTES
+        self.has_more = False
+        while self._server is not None and len(frames) < limit and left > 0:
+            malformed = self.malformed
+            try:
+                message = self._receive(self._server)
+            except EOFError:
+                with self._lock:
+                    self._leave()
+                return frames
+            if message is not None:
+                frames.append(Frame(b"", message))
+                left -= len(message)
+            elif self.malformed == malformed:
+                return frames
+        self.has_more = self._server is not None
+        return frames
+
+    def refused(self) -> dict[str, int]:
+        """As ``MessageSocket``: nothing, since nobody connects to a client."""
+        return {}
+
+    def close(self) -> None:
+        """As ``MessageSocket``."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._leave()
+                self._epoll.close()
+
+    def _connection(self, peer: bytes) -> socket.socket | None:
+        """The connection; a new one when there is none. The lock is held."""
+        if self._server is None:
+            made = _seqpacket()
+            try:
+                made.connect(self._path)
+            except OSError:  # nobody listens, or too many wait to be accepted
+                made.close()
+                return None
+            self._epoll.register(made.fileno(), select.EPOLLIN)
+            self._server = made
+        return self._server
+
+    def _leave(self) -> None:
+        """Close the connection, if there is one; the lock is held."""
+        if self._server is not None:
+            self._epoll.unregister(self._server.fileno())
+            self._server.close()
+            self._server = None
+
+
+def _seqpacket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(0)
+    return made
+
+
+@contextmanager
+def _sealed(body: bytes, tail: memoryview) -> Iterator[int]:
+    """A descriptor of memory that holds ``body`` and ``tail``, and can never change.
+
+    Raises:
+        OSError: there is no memory, or no descriptor.
+    """
+    fd = os.memfd_create("ppstream-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        if os.writev(fd, (body, tail)) != len(body) + tail.nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+# ---- the file of a server ---------------------------------------------------------------------
+
+
+def _listen(path: Path, *, is_shared: bool) -> socket.socket:
+    """A listening socket at ``path``.
+
+    Raises:
+        ConfigError: as ``UnixServer``.
+    """
+    listener = _seqpacket()
+    try:
+        if problem := folder_problem(path, is_shared=is_shared):
+            raise ConfigError([f"cannot listen on 'unix://{path}': {problem}"])
+        path.parent.mkdir(SHARED_MODE if is_shared else OWN_MODE, exist_ok=True)
+        with _locked(path.parent):
+            _remove_stale(path)
+            listener.bind(str(path))
+            if is_shared:
+                path.chmod(0o666)  # SO_PEERCRED decides
+            listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError([f"cannot listen on 'unix://{path}': {error.strerror}"]) from error
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """No other server begins to listen in ``folder`` meanwhile."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the file of a server that has ended."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError([f"cannot listen on 'unix://{path}': it is a file and no socket"])
+    with _seqpacket() as probe:
+        if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
+            raise ConfigError(
+                [
+                    f"cannot listen on 'unix://{path}': in use by a running server; end it, or "
+                    "give each run an endpoint of its own"
+                ]
+            )
+    path.unlink()
+
+
+def _identity(path: Path) -> tuple[Any, ...]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino, found.st_ctime_ns

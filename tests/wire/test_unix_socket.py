@@ -1,0 +1,505 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import select
+import socket
+import stat
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from fuzz.frames import fuzz_packets
+from hypothesis import given
+from hypothesis import strategies as st
+from robot_rig import make_client, make_config, serving, wait_until
+
+from ppstream.config.rules import problems
+from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
+from ppstream.core.errors import ConfigError
+from ppstream.wire import unix_socket
+from ppstream.wire.endpoints import UNIX_PATH_MAX_BYTES
+from ppstream.wire.fields import encoder
+from ppstream.wire.keys import ClientKeys, ServerKeys
+from ppstream.wire.message_socket import (
+    MAX_FRAME_BYTES,
+    Frame,
+    MessageSocket,
+    bind_server,
+    connect_client,
+)
+from ppstream.wire.robot_messages import Samples, in_parts
+from ppstream.wire.unix_socket import CARRIER_BYTES, LENGTH, SEALS
+
+HEIGHT, WIDTH = 720, 1280
+FRAME_BYTES = HEIGHT * WIDTH * 3
+SEND_BUFFER = 212_992  # Linux's net.core.wmem_default
+SIZE = 1000  # of a small message in memory of its own
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[MessageSocket]:
+    server = bind_server(f"unix://{tmp_path}/robot")
+    yield server
+    server.close()
+
+
+def path_of(server: MessageSocket) -> str:
+    return server.endpoint.removeprefix("unix://")
+
+
+@contextmanager
+def stranger(server: MessageSocket) -> Iterator[socket.socket]:
+    """A raw connection."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
+        raw.connect(path_of(server))
+        raw.settimeout(10)
+        yield raw
+
+
+def serves(server: MessageSocket) -> bool:
+    client = connect_client(server.endpoint)
+    frames: list[Frame] = []
+    try:
+        assert client.send(b"hello")
+        wait_until(lambda: frames.extend(server.drain()) or frames)
+    finally:
+        client.close()
+    return [frame.body for frame in frames] == [b"hello"]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ---- who may connect, and where -----------------------------------------------------------------
+
+
+def test_a_missing_folder_is_made_for_its_owner_alone_and_the_file_goes_with_the_server(
+    tmp_path: Path,
+) -> None:
+    server = bind_server(f"unix://{tmp_path}/folder/robot")
+    assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o700
+    assert serves(server)
+    server.close()
+    assert [*(tmp_path / "folder").iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "uids", "problem"),
+    [
+        (0o700, (), None),
+        (0o500, (), "Permission denied"),
+        (0o750, (), "has mode 750; want a folder of your own with mode 700"),
+        (0o701, (), "has mode 701; want a folder of your own with mode 700"),
+        (0o1777, (), "has mode 1777; want a folder of your own with mode 700, such as unix:///"),
+        (0o711, (os.geteuid(),), None),
+        (0o755, (os.geteuid(),), None),
+        (0o770, (os.geteuid(),), "has mode 770; want a folder of your own with mode 711"),
+        (0o1777, (os.geteuid(),), "has mode 1777; want a folder of your own with mode 711"),
+    ],
+)
+def test_a_folder_that_others_could_change_is_refused(
+    tmp_path: Path, mode: int, uids: tuple[int, ...], problem: str | None
+) -> None:
+    if problem == "Permission denied" and os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(mode)
+    endpoint = f"unix://{folder}/robot"
+    if problem is None:
+        server = bind_server(endpoint, allowed_uids=uids)
+        assert serves(server)
+        server.close()
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            bind_server(endpoint, allowed_uids=uids)
+
+
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(ConfigError, match=f"belongs to user {other - 1}; want a folder of your"):
+        bind_server(f"unix://{tmp_path}/robot")
+
+
+def test_uid_in_a_path_is_the_number_of_the_user(tmp_path: Path) -> None:
+    server = bind_server(f"unix://{tmp_path}/{{uid}}/robot")
+    assert server.endpoint == f"unix://{tmp_path}/{os.geteuid()}/robot"
+    client = connect_client(f"unix://{tmp_path}/{{uid}}/robot")
+    assert client.send(b"hello")
+    wait_until(server.drain)
+    client.close()
+    server.close()
+
+
+def test_a_folder_without_a_parent_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="missing does not exist; make it"):
+        bind_server(f"unix://{tmp_path}/missing/folder/robot")
+
+
+def test_a_user_who_is_not_allowed_is_turned_away_and_counted(tmp_path: Path) -> None:
+    server = bind_server(f"unix://{tmp_path}/robot", allowed_uids=(os.geteuid() + 1,))
+    client = connect_client(server.endpoint)
+    assert client.send(b"let me in")
+    wait_until(lambda: server.drain() or server.refused().get("uid"))
+    wait_until(lambda: not client.drain() and server.refused()["uid"] == 1)
+    assert server.drain() == []
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("/" + "x" * UNIX_PATH_MAX_BYTES, "got 108 bytes of path, want at most 107: use a shorter"),
+        ("relative/robot", "want that of a file, from the root"),
+        ("/tmp/", "want that of a file, from the root"),
+        ("", "want that of a file, from the root"),
+    ],
+)
+def test_a_path_that_cannot_be_one_is_refused_on_both_sides(path: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        bind_server(f"unix://{path}")
+    with pytest.raises(ConfigError, match=problem):
+        connect_client(f"unix://{path}")
+
+
+def test_keys_are_of_tcp_alone(tmp_path: Path) -> None:
+    endpoint = f"unix://{tmp_path}/robot"
+    with pytest.raises(ConfigError, match="keys are of tcp:// endpoints alone"):
+        bind_server(endpoint, ServerKeys(b"", {}))
+    with pytest.raises(ConfigError, match="keys are of tcp:// endpoints alone"):
+        connect_client(endpoint, ClientKeys(b"", b""))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "problem"),
+    [
+        ("unix:///tmp/p/r", {"secret_key": "/k", "allowed_keys": "/l"}, "want a tcp:// endpoint"),
+        ("tcp://127.0.0.1:0", {"allowed_uids": (0,)}, "want a unix:// endpoint"),
+        ("unix:///tmp/p/r", {"allowed_uids": (0,)}, None),
+    ],
+)
+def test_a_configuration_that_guards_the_other_kind_is_refused(
+    endpoint: str, fields: dict[str, object], problem: str | None
+) -> None:
+    config = make_config(endpoint)
+    service = msgspec.structs.replace(config.service, **fields)
+    lines = problems(msgspec.structs.replace(config, service=service))
+    found = [line for line in lines if line.startswith("service.")]
+    assert [problem in line for line in found] == ([] if problem is None else [True])
+
+
+def test_the_file_of_a_server_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
+        killed.bind(f"{tmp_path}/robot")
+        killed.listen()
+    server = bind_server(f"unix://{tmp_path}/robot")
+    assert serves(server)
+    server.close()
+
+
+def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
+    (tmp_path / "robot").write_text("precious")
+    with pytest.raises(ConfigError, match="it is a file and no socket"):
+        bind_server(f"unix://{tmp_path}/robot")
+    assert (tmp_path / "robot").read_text() == "precious"
+
+
+def test_a_server_that_closes_late_leaves_the_file_of_its_successor(tmp_path: Path) -> None:
+    old = bind_server(f"unix://{tmp_path}/robot")
+    (tmp_path / "robot").unlink()
+    new = bind_server(f"unix://{tmp_path}/robot")
+    old.close()
+    assert serves(new)
+    new.close()
+
+
+def test_a_server_without_descriptors_waits_for_some_and_does_not_spin(
+    server: MessageSocket,
+) -> None:
+    client = connect_client(server.endpoint)
+    assert client.send(b"hello")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        wait_until(lambda: server.drain() or server.refused().get("accept"))
+        server.drain()
+        assert not select.select([server.fd], [], [], 0)[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    server.refused()  # a second is over
+    wait_until(lambda: [frame.body for frame in server.drain()] == [b"hello"])
+    client.close()
+
+
+def test_connections_leave_half_of_the_descriptors_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unix_socket.resource, "getrlimit", lambda _: (8, 8))
+    server = bind_server(f"unix://{tmp_path}/robot")
+    clients = [connect_client(server.endpoint) for _ in range(5)]
+    frames: list[Frame] = []
+    for client in clients:
+        assert client.send(b"hello")
+        frames += server.drain()
+    assert (len(frames), server.refused()) == (4, {"accept": 1})
+    clients[0].close()
+    wait_until(lambda: not server.drain() and server.refused().get("closed"))
+    wait_until(lambda: not clients[4].drain() and clients[4].send(b"hello") and server.drain())
+    for each in (*clients, server):
+        each.close()
+
+
+# ---- what strangers send ------------------------------------------------------------------------
+
+
+def memory(size: int = SIZE, *, seals: int = SEALS, written: int = SIZE) -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.write(fd, bytes(written))
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def plain_file() -> int:
+    fd = os.open(os.environ.get("TMPDIR", "/tmp"), os.O_TMPFILE | os.O_RDWR)
+    os.write(fd, bytes(SIZE))
+    return fd
+
+
+def carrier(length: int = SIZE) -> bytes:
+    return LENGTH.pack(length).ljust(CARRIER_BYTES, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("body", "make"),
+    [
+        pytest.param(b"ping", memory, id="a message with a descriptor"),
+        pytest.param(carrier(), lambda: memory(seals=0), id="not sealed"),
+        pytest.param(carrier(), lambda: memory(seals=SEALS & ~fcntl.F_SEAL_WRITE), id="writable"),
+        pytest.param(carrier(), lambda: memory(seals=SEALS & ~fcntl.F_SEAL_SHRINK), id="shrinks"),
+        pytest.param(carrier(SIZE - 1), memory, id="longer than announced"),
+        pytest.param(carrier(SIZE + 1), memory, id="shorter than announced"),
+        pytest.param(carrier(0), lambda: memory(0), id="nothing in it"),
+        pytest.param(carrier(1 << 20), lambda: memory(1 << 20), id="holes"),
+        pytest.param(carrier(), plain_file, id="a file"),
+        pytest.param(carrier(), lambda: os.pipe()[0], id="a pipe"),
+        pytest.param(carrier(), lambda: os.open("/dev/zero", os.O_RDONLY), id="a device"),
+    ],
+)
+def test_memory_that_could_change_or_cost_is_dropped_and_its_descriptor_closed(
+    server: MessageSocket, body: bytes, make: Callable[[], int]
+) -> None:
+    with stranger(server) as raw:
+        wait_until(lambda: server.drain() == [] and not server.has_more)
+        fd = make()
+        before = descriptors()
+        for _ in range(10):
+            socket.send_fds(raw, (body,), (fd,))
+        raw.send(b"still here")
+        frames: list[Frame] = []
+        wait_until(lambda: frames.extend(server.drain()) or frames)
+        assert [frame.body for frame in frames] == [b"still here"]
+        assert server.malformed == 10
+        assert descriptors() == before
+        os.close(fd)
+
+
+def test_descriptors_beyond_one_are_never_taken(server: MessageSocket) -> None:
+    with stranger(server) as raw:
+        wait_until(lambda: server.drain() == [] and not server.has_more)
+        fds = [memory() for _ in range(20)]
+        before = descriptors()
+        socket.send_fds(raw, (b"ping",), fds)
+        socket.send_fds(raw, (carrier(),), fds)
+        socket.send_fds(raw, (carrier(),), fds[:1])
+        frames: list[Frame] = []
+        wait_until(lambda: frames.extend(server.drain()) or frames)
+        assert server.malformed == 2
+        assert [bytes(frame.body) for frame in frames] == [bytes(SIZE)]
+        frames.clear()
+        assert descriptors() == before
+        for fd in fds:
+            os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        pytest.param(lambda raw: raw.send(b""), id="an empty packet"),
+        pytest.param(lambda raw: raw.send(bytes(300_000)), id="a packet that wants a carrier"),
+        pytest.param(
+            lambda raw: socket.send_fds(raw, (carrier(MAX_FRAME_BYTES + 1),), (memory(),)),
+            id="more than the largest frame",
+        ),
+    ],
+)
+def test_what_is_too_much_or_nothing_loses_its_sender_the_connection(
+    server: MessageSocket, send: Callable[[socket.socket], None]
+) -> None:
+    with stranger(server) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        send(raw)
+        wait_until(lambda: server.drain() == [] and server.refused().get("closed") == 1)
+        with suppress(ConnectionResetError):
+            assert raw.recv(1) == b""
+        assert serves(server)
+
+
+@given(st.lists(st.binary(max_size=5000), max_size=5))
+def test_any_packets_arrive_as_they_are_or_end_their_connection(packets: list[bytes]) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(0)
+    shared = unix_socket.UnixClient("unix:///nowhere")
+    shared._server = ours
+    shared._epoll.register(ours, select.EPOLLIN)
+    for packet in packets:
+        theirs.send(packet)
+    theirs.close()
+    until = packets.index(b"") if b"" in packets else len(packets)
+    assert [frame.body for frame in shared.drain()] == packets[:until]
+    shared.close()
+
+
+def test_thousands_of_fuzzed_packets_leave_no_descriptor_and_the_endpoint_serves() -> None:
+    counts = fuzz_packets(3000, seed=2)  # raises when something stayed, or nobody is served
+    assert counts["sent"] == 3000
+    assert min(counts["frames"], counts["malformed"], counts["closed"]) > 100
+
+
+# ---- large frames -------------------------------------------------------------------------------
+
+
+def camera_config(endpoint: str) -> PipelineConfig:
+    config = make_config(endpoint)
+    front = StreamConfig(
+        name="front",
+        dim=FRAME_BYTES,
+        rate_hz=30.0,
+        dtype="uint8",
+        image=ImageConfig(height=HEIGHT, width=WIDTH),
+    )
+    return msgspec.structs.replace(config, streams=(*config.streams, front))
+
+
+def send_buffers(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """From now on sockets are made with so many bytes of SO_SNDBUF."""
+    seqpacket = unix_socket._seqpacket
+
+    def with_buffer() -> socket.socket:
+        made = seqpacket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size // 2)  # Linux doubles it
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == size
+        return made
+
+    monkeypatch.setattr(unix_socket, "_seqpacket", with_buffer)
+
+
+def test_a_message_that_a_small_buffer_does_not_take_travels_as_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_buffers(monkeypatch, 32_768)
+    server = bind_server(f"unix://{tmp_path}/robot")
+    client = connect_client(server.endpoint)
+    assert client.send(b"x" * 100_000)
+    frames: list[Frame] = []
+    wait_until(lambda: frames.extend(server.drain()) or frames)
+    assert isinstance(frames[0].body, memoryview)
+    assert bytes(frames[0].body) == b"x" * 100_000
+    client.close()
+    server.close()
+
+
+def test_samples_in_parts_are_those_of_the_encoder() -> None:
+    for values in (np.zeros(65_536, np.uint8), np.ones((3, 20_000), np.float32)):
+        message = Samples(2**40, 3, np.arange(3).data, values.data)
+        head, tail = in_parts(message)
+        assert head + tail.tobytes() == encoder.encode(message)
+
+
+def test_a_frame_above_the_send_buffer_is_copied_twice_between_array_and_ring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once into the memory that travels, and once into the ring; no buffer of ours in between."""
+    copied = 0
+    writev = os.writev
+
+    def counted(fd: int, buffers: tuple[bytes, memoryview]) -> int:
+        nonlocal copied
+        copied += sum(memoryview(one).nbytes for one in buffers)
+        return writev(fd, buffers)
+
+    send_buffers(monkeypatch, SEND_BUFFER)
+    monkeypatch.setattr(os, "writev", counted)
+    config = camera_config(f"unix://{tmp_path}/robot")
+    image = np.random.default_rng(0).integers(0, 256, FRAME_BYTES, np.uint8)
+    streams = (("joints", 3), ("imu", 2, "float64"), ("front", FRAME_BYTES, "uint8"))
+    with (
+        serving(config, ring_samples=2) as server,
+        make_client(server.sessions.endpoint, streams=streams) as client,
+    ):
+        client.connect()
+        ring = server.rows[0].rings["front"]
+        client.push("front", 1, image)
+        wait_until(lambda: ring.count == 1)
+        tracemalloc.start()
+        try:
+            copied = 0
+            client.push("front", 2, image)
+            wait_until(lambda: ring.count == 2)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert FRAME_BYTES <= copied < 1.01 * FRAME_BYTES
+    assert most < FRAME_BYTES / 10, "a copy in between"
+    np.testing.assert_array_equal(ring.bank.values[0, 1].numpy(), image)
+
+
+def test_frames_that_nobody_reads_do_not_fill_the_memory(server: MessageSocket) -> None:
+    client = connect_client(server.endpoint)
+    sent = 0
+    while client.send(b"head", tail=memoryview(bytes(FRAME_BYTES))):
+        sent += 1
+        assert sent < 100
+    assert 8 < sent < 64
+    client.close()
+
+
+def test_a_message_is_kept_while_it_is_read_and_its_memory_is_given_back(
+    server: MessageSocket,
+) -> None:
+    client = connect_client(server.endpoint)
+    assert client.send(b"", tail=memoryview(b"x" * 1_000_000))
+    frames: list[Frame] = []
+    wait_until(lambda: frames.extend(server.drain()) or frames)
+    before = Path("/proc/self/maps").read_text().count("ppstream-message")
+    assert before == 1
+    assert bytes(frames.pop().body) == b"x" * 1_000_000
+    assert "ppstream-message" not in Path("/proc/self/maps").read_text()
+    client.close()
+
+
+def test_a_robot_on_rank_0s_host_loads_no_zeromq(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ppstream import RobotClient\n"
+        f"endpoint, streams = 'unix://{tmp_path}/robot', [('s', 1)]\n"
+        "client = RobotClient(endpoint, robot='r', streams=streams, actions='a')\n"
+        "try: client.connect(0.01)\n"
+        "except Exception as error: assert 'nobody answered' in str(error)\n"
+        "assert 'zmq' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
