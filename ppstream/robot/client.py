@@ -8,19 +8,43 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from ppstream.core.clock import NS_PER_MS, Clock, now_ns
-from ppstream.core.errors import PpstreamError
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
+from ppstream.core.errors import PeerLostError, PpstreamError
+from ppstream.robot.chunk_playback import Actions
 from ppstream.robot.connection import RobotLink
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.outbox import Batch, Outbox, Stream, Values
 from ppstream.robot.session import RobotSession
 from ppstream.robot.statistics import ClientStatistics
-from ppstream.robot.timeline import ActionTimeline
+from ppstream.robot.timeline import ActionTimeline, Refusal
 from ppstream.wire.keys import ClientKeys
 from ppstream.wire.robot_messages import ActionChunk, Conditioned, ResetRequest, Samples
+
+
+class Answer(NamedTuple):
+    """Action chunk that came for an observation, as ``RobotClient.ask`` returns it.
+
+    Attributes:
+        chunk: with its window's end, steps and lease.
+        actions: float32 ``[horizon, dim]``, sharing the chunk's memory.
+        refusal: why none of them may be executed, as ``ActionTimeline.merge`` says: it came too
+            late, for instance; None: the timeline has it.
+    """
+
+    chunk: ActionChunk
+    actions: Actions
+    refusal: Refusal | None
+
+
+class _Asked:
+    """An observation that is waited for."""
+
+    def __init__(self, stamp_ns: int) -> None:
+        self.stamp_ns = stamp_ns
+        self.answer: Answer | None = None
 
 
 class RobotClient:
@@ -40,7 +64,8 @@ class RobotClient:
         blend_ms: how long a newer chunk takes to replace the one before; 0: at once.
         max_age_ms: execute no action later than this after its window's end, though its lease may
             run longer; the server may ask for less. None: what the server says.
-        on_chunk: called by the receiving thread with each chunk it merged; must return quickly.
+        on_chunk: called by the receiving thread, or by one in ``ask``, with each chunk it merged;
+            must return quickly.
         clock: the clock that stamps the samples; leases and ages are judged by it alone.
         real_time: False when a recording is replayed at another speed than its own.
         keys: ``keys.client_keys(secret_file, server_file)``; needed where the server is on another
@@ -82,6 +107,8 @@ class RobotClient:
         )
         self.on_chunk = on_chunk
         self._link: RobotLink | None = None
+        self._asking = threading.Lock()
+        self._asked: _Asked | None = None
         self._counting = threading.Lock()
         self._sent = 0
         self._unsent = 0
@@ -166,6 +193,50 @@ class RobotClient:
         """
         link = self._living_link()
         return self._send_batches(link, [self._outbox.encoded(stream, stamp_ns, jpeg)], now_ns())
+
+    def ask(
+        self, samples: Mapping[str, Any], timeout_s: float, stamp_ns: int | None = None
+    ) -> Answer:
+        """Send a sample of each stream, and wait for the chunk of a window that ends there.
+
+        The caller's thread reads it from the socket itself. Chunks that come meanwhile go to the
+        timeline and ``on_chunk`` as ever, also this one.
+
+        Args:
+            samples: values ``[dim]`` by stream, sent in this order: the one that ends windows last.
+            timeout_s: how long the chunk may take.
+            stamp_ns: of all samples; None: now.
+
+        Raises:
+            TimeoutError: none came in time.
+            PeerLostError: nobody can take samples now.
+            SpecError: as ``push``.
+            PpstreamError: ``connect`` was not called, or this is a callback of the client.
+            ReceiverEndedError: the receiving thread ended by an exception.
+        """
+        link = self._living_link()
+        link.refuse_callbacks()
+        with self._asking:
+            stamp = self.clock() if stamp_ns is None else stamp_ns
+            asked = self._asked = _Asked(stamp)
+            until_ns = now_ns() + round(timeout_s * NS_PER_S)
+            with link.working():
+                taken = [self.push(stream, stamp, values) for stream, values in samples.items()]
+                self._flush(link)
+                if all(taken):
+                    link.work_until(lambda: asked.answer is not None, until_ns)
+            self._asked = None
+        if asked.answer is not None:
+            return asked.answer
+        if link.is_closing:
+            raise PpstreamError("this client was closed while it asked")
+        if not all(taken):
+            what = f"{self._endpoint}: nobody can take samples now; the run is {self.phase}"
+            raise PeerLostError(what)
+        raise TimeoutError(
+            f"no chunk of a window that ends at {stamp} came within {timeout_s:g} s; the run is "
+            f"{self.phase}; send the stream that ends windows last, or allow more time"
+        )
 
     def instruct(self, text: str) -> int:
         """Ask the policy to follow ``text`` from now on, through reconnects; empty: nothing.
@@ -267,13 +338,18 @@ class RobotClient:
         with link.changed:  # a reset comes wholly before or wholly after
             reason = self._session.reject(chunk)
             refusal = None if reason else self.timeline.merge(chunk, self.clock())
+        asked = self._asked
+        if reason is None and asked is not None and chunk.window_end_ns >= asked.stamp_ns:
+            self._asked = None
+            asked.answer = Answer(chunk, self.timeline.actions_of(chunk), refusal)
         if reason is not None:
             with self._counting:
                 self._dropped[reason] += 1
         elif refusal is None:
-            self._feedback.arrived(now_ns())
-            if self.on_chunk is not None:
+            arrived_ns = now_ns()
+            if self.on_chunk is not None:  # before what is only counted
                 self.on_chunk(chunk)
+            self._feedback.arrived(arrived_ns)
             self._feedback.send_prefix(link.send, chunk.session, chunk.session_epoch)
 
     def _turn(self, now: int) -> int | None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from ppstream.core.clock import Clock, now_ns
-from ppstream.core.errors import HandshakeError, PeerLostError, ReceiverEndedError
+from ppstream.core.errors import HandshakeError, PeerLostError, PpstreamError, ReceiverEndedError
 from ppstream.core.waiter import Waiter
 from ppstream.robot.session import HOPELESS, RobotSession
 from ppstream.wire.fields import DECODE_ERRORS, encoder
@@ -76,13 +76,16 @@ class RobotLink:
         self._on_failure = on_failure
         self.failure: str | None = None
         self._cause: BaseException | None = None
-        self._closing = False
+        self.is_closing = False
         self._clock = clock
         self._socket = connect_client(endpoint, keys)
         self._waiter = Waiter()
         self._waiter.register(self._socket.fd)
         self._socket.wake = self.wake = self._waiter.wake
         self._thread = threading.Thread(target=self._run, name="ppstream-robot", daemon=True)
+        self._reading = threading.Lock()  # held by who does the link's work: its thread or a guest
+        self._guest: threading.Thread | None = None
+        self._guest_left = threading.Event()
 
     def start(self) -> None:
         """Start the thread; apart from the constructor, so that callbacks may use the link."""
@@ -133,13 +136,54 @@ class RobotLink:
         if self.failure is not None:
             raise ReceiverEndedError(self.failure) from self._cause
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A context in which the caller does the link's work, and its thread rests.
+
+        What arrives is read without a switch of threads. For one thread at a time.
+
+        Raises:
+            ReceiverEndedError: an exception ended the work, here or on the link's thread.
+        """
+        self._guest_left.clear()
+        self._guest = threading.current_thread()
+        self.wake()
+        with self._reading:
+            try:
+                yield
+            finally:
+                self._guest = None
+                self._guest_left.set()
+        self.raise_failure()
+
+    def work_until(self, is_over: Callable[[], bool], until_ns: int) -> None:
+        """Do the link's work until ``is_over()``, or then; within ``working``."""
+        try:
+            while not (is_over() or self.is_closing or self.failure):
+                left_ns = until_ns - now_ns()
+                if left_ns <= 0:
+                    break
+                self._work(left_ns)
+        except Exception as error:  # noqa: BLE001 - as on the link's thread
+            self._fail(error)
+
+    def refuse_callbacks(self) -> None:
+        """Raises PpstreamError when the caller does the link's work: it is in a callback."""
+        if threading.current_thread() in (self._thread, self._guest):
+            raise PpstreamError("a callback of the client cannot wait for what it would receive")
+
     def close(self) -> None:
         """Say goodbye, end the thread and release the socket. Twice is fine."""
-        if self._closing:
+        if self.is_closing:
             return
-        self._closing = True
+        self.is_closing = True
         self.wake()
-        if self._thread is not threading.current_thread():
+        here = threading.current_thread()
+        if here is self._guest:  # in its callback: nobody else works
+            self._guest_left.set()
+        elif here is not self._thread and self._reading.acquire(timeout=JOIN_S):  # no guest works
+            self._reading.release()
+        if self._thread is not here:
             self._thread.join(JOIN_S)
         self._leave()
         self._socket.close()
@@ -147,12 +191,21 @@ class RobotLink:
 
     def _run(self) -> None:
         try:
-            while not self._closing:
-                self._waiter.wait(self._turn(now_ns()))
-                for frame in self._socket.drain():
-                    self._receive(frame.body)
+            while not self.is_closing:
+                with self._reading:
+                    while not (self.is_closing or self._guest):
+                        self._work()
+                if self._guest:
+                    self._guest_left.wait()
         except BaseException as error:  # noqa: BLE001 - the top of a thread: its users raise it
             self._fail(error)
+
+    def _work(self, limit_ns: int | None = None) -> None:
+        """Send what is due, wait for at most ``limit_ns``, and receive what has come."""
+        rest_ns = self._turn(now_ns())
+        self._waiter.wait(rest_ns if limit_ns is None else min(limit_ns, rest_ns))
+        for frame in self._socket.drain():
+            self._receive(frame.body)
 
     def _fail(self, error: BaseException) -> None:
         """The thread ends: nobody may go on as if chunks could come."""

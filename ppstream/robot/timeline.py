@@ -129,7 +129,7 @@ class ActionTimeline:
         than one lease ahead of ``now_ns``, so this is not the clock that stamps the samples, or it
         was set back.
         """
-        actions = self._view(chunk)
+        actions = self.actions_of(chunk)
         with self._lock:
             playing = ChunkPlayback(
                 chunk, actions, self._discrete, now_ns, self._deadline_ns(chunk)
@@ -283,8 +283,8 @@ class ActionTimeline:
         self.executing = Executing(playing.chunk, step, now_ns, age_ns, playing.received_ns)
         return parts
 
-    def _view(self, chunk: ActionChunk) -> Actions:
-        """The chunk's actions ``[horizon, dim]`` without a copy; empty when they are malformed."""
+    def actions_of(self, chunk: ActionChunk) -> Actions:
+        """Returns the chunk's actions ``[horizon, dim]``, not copied; empty when malformed."""
         if len(chunk.actions) != chunk.horizon * self.dim * ACTION_BYTES:
             return np.empty((0, self.dim), dtype=np.float32)
         flat: Actions = np.frombuffer(chunk.actions, dtype=np.float32)

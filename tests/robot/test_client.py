@@ -556,3 +556,127 @@ def test_what_the_run_says_of_actions_is_adopted() -> None:
         action = client.timeline.action_at(stamp_ns + 25 * MS)  # half-way from step 1 to step 2
         assert action is not None
         np.testing.assert_allclose(action, [1.5, -1.0])
+
+
+BOTH: dict[str, Any] = {"imu": [0.5, 0.25], "joints": [1, 2, 3]}
+
+
+def test_an_observation_is_asked_for_its_chunk_on_the_callers_thread() -> None:
+    threads: list[threading.Thread] = []
+    with (
+        serving(make_config(), answers=True) as server,
+        make_client(
+            server.sessions.endpoint,
+            on_chunk=lambda chunk: threads.append(threading.current_thread()),
+        ) as client,
+    ):
+        client.connect()
+        assert client.wait_ready(10)
+        for _ in range(20):
+            stamp_ns = now_ns()
+            answer = client.ask(BOTH, 5.0, stamp_ns)
+            assert answer.chunk.window_end_ns == stamp_ns
+            assert answer.refusal is None
+            assert answer.actions[:, 0].tolist() == pytest.approx(
+                [step + answer.chunk.seq / 1000 for step in range(4)]
+            )
+        assert set(threads) == {threading.current_thread()}
+        assert client.timeline.statistics().received == 20
+        assert client.push("joints", now_ns(), [1, 2, 3])  # its own thread reads again
+        wait_until(lambda: client.timeline.statistics().received == 21)
+        wait_until(lambda: threads[-1] is not threading.current_thread())
+
+
+def test_several_threads_may_ask_and_each_gets_its_own() -> None:
+    ends: list[tuple[int, int]] = []
+
+    def ask(client: Any) -> None:
+        ends.extend((now_ns(), client.ask(BOTH, 5.0).chunk.window_end_ns) for _ in range(20))
+
+    with (
+        serving(make_config(), answers=True) as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
+        client.connect()
+        assert client.wait_ready(10)
+        threads = [threading.Thread(target=ask, args=(client,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert len(ends) == 60
+    assert all(end >= stamp for stamp, end in ends)
+
+
+def test_a_chunk_that_came_too_late_is_an_answer_that_says_so() -> None:
+    with (
+        serving(make_config(), answers=True) as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
+        client.connect()
+        assert client.wait_ready(10)
+        stamp_ns = now_ns() - 2 * LEASE_NS
+        answer = client.ask({"joints": [1, 2, 3]}, 5.0, stamp_ns)
+        assert (answer.chunk.window_end_ns, answer.refusal) == (stamp_ns, "expired")
+
+
+def test_an_observation_that_nobody_answers_ends_in_time_and_the_client_goes_on() -> None:
+    with (
+        serving(make_config()) as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
+        with pytest.raises(PpstreamError, match="call connect"):
+            client.ask(BOTH, 1.0)
+        client.connect()
+        assert client.wait_ready(10)
+        with pytest.raises(
+            TimeoutError, match=r"within 0\.05 s; the run is ready; send the stream"
+        ):
+            client.ask(BOTH, 0.05)
+        assert client.push("joints", now_ns(), [1, 2, 3])
+        wait_until(lambda: server.rows[0].rings["joints"].count == 2)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_callback_that_asks_or_raises_while_one_asks_is_said(asks: bool) -> None:
+    refused: list[str] = []
+
+    def on_chunk(_chunk: ActionChunk) -> None:
+        try:
+            client.ask(BOTH, 1.0)
+        except PpstreamError as error:
+            refused.append(str(error))
+        if not asks:
+            raise ValueError("no room")
+
+    with serving(make_config(), answers=True) as server:
+        client = make_client(server.sessions.endpoint, on_chunk=on_chunk)
+        with client:
+            client.connect()
+            assert client.wait_ready(10)
+            if asks:
+                client.ask(BOTH, 5.0)
+            else:
+                with pytest.raises(ReceiverEndedError, match="no room"):
+                    client.ask(BOTH, 5.0)
+    assert refused == ["a callback of the client cannot wait for what it would receive"]
+
+
+def test_a_client_may_be_closed_while_one_asks() -> None:
+    with serving(make_config(), answers=True) as server:
+        client = make_client(server.sessions.endpoint, on_chunk=lambda chunk: client.close())
+        client.connect()
+        assert client.wait_ready(10)
+        began = time.monotonic()
+        assert client.ask(BOTH, 5.0).refusal is None
+        assert time.monotonic() - began < 1.5  # JOIN_S is not waited for
+        wait_until(lambda: not server.rows[0].present)
+        other = make_client(server.sessions.endpoint)
+        other.connect()
+        assert other.wait_ready(10)
+        server.order(lambda: setattr(server, "_answers", False))
+        closing = threading.Timer(0.2, other.close)
+        closing.start()
+        with pytest.raises(PpstreamError, match="closed while it asked"):
+            other.ask(BOTH, 60.0)
+        closing.join(5)

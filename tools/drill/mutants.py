@@ -310,8 +310,8 @@ MUTANTS: Final = (
     Mutant(
         "no receiving thread ends in silence",
         "ppstream/robot/connection.py",
-        "            self._fail(error)\n",
-        "            pass\n",
+        "BLE001 - the top of a thread: its users raise it\n            self._fail(error)\n",
+        "BLE001 - the top of a thread: its users raise it\n            pass\n",
         "callback-raises",
     ),
     Mutant(
