@@ -110,11 +110,16 @@ def test_a_cut_that_the_run_chooses_gives_the_twin_s_actions(ranks, twin, tmp_pa
     ("settings", "ranks", "text"),
     [
         ((PARTS[0], f'policy.options={{{SHAPE}, fails="load"}}'), 3, "part 'middle' of policy_in"),
+        (
+            (PARTS[0], f'policy.options={{{SHAPE}, fails="load"}}', *placed(0, 1, 2)),
+            3,
+            "part 'middle' of policy_in",
+        ),
         (auto(4, "1, 1"), 4, "got 'auto' for 2 parts (part_1, part_2) on 3 policy ranks"),
     ],
-    ids=["a part cannot be loaded", "too few parts"],
+    ids=["a part cannot be loaded", "a part cannot be loaded at its place", "too few parts"],
 )
-def test_a_policy_that_cannot_be_timed_ends_all_ranks_with_one_text(
+def test_a_policy_that_cannot_be_loaded_or_timed_ends_all_ranks_with_one_text(
     settings, ranks, text, tmp_path
 ):
     with Ranks(tmp_path, *auto(ranks), *settings, world_size=ranks) as run:
