@@ -15,8 +15,10 @@ from ppstream.config.schema import PlacementConfig
 from ppstream.core.errors import ConfigError, PolicyError
 from ppstream.core.specs import TensorSpec
 from ppstream.ingest.window import input_specs
-from ppstream.launch.device_ranks import policy_at
+from ppstream.launch.device_ranks import policy_at, stage_b_on_host_slots
+from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.policy.compatibility import build_parts, places_of
+from ppstream.policy.compiled import compile_counts, compiled
 from ppstream.policy.parts import Joined, PartSpecs, cut, load, part_times_of, specs_of
 from ppstream.policy.unwritten import WHOLE_BYTES, UnwrittenError
 
@@ -197,18 +199,27 @@ def test_what_a_thread_of_a_part_writes_late_reaches_no_later_part(values: int) 
 
 
 def test_a_part_that_changes_what_others_read_is_refused_by_name() -> None:
-    kept = TensorSpec("kept", (3,))
-    policy = joined(
-        Told("first", (), (kept,), lambda _w, out: out["kept"].fill_(1.0)),
-        Told(
-            "last",
-            (kept,),
-            (ACTIONS,),
-            lambda w, out: out["actions"].fill_(float(w["kept"].neg_().max())),
-        ),
-    )
+    left, kept = TensorSpec("left", (3,)), TensorSpec("kept", (3,))
+    first = Told("first", (), (left, kept), lambda _w, out: [t.fill_(1.0) for t in out.values()])
+    second = Told("last", (left, kept), (ACTIONS,), lambda w, _out: w["kept"][0].neg_())
+    out = {"actions": torch.zeros(2, 4, 2)}
     with pytest.raises(PolicyError, match="part 'last' changed its input kept in place"):
-        policy({"present": torch.tensor([True, True])}, {"actions": torch.zeros(2, 4, 2)})
+        joined(first, second)({"present": torch.tensor([True, True])}, out)
+
+
+def test_a_part_may_write_beside_what_it_reads_in_the_memory_of_one_slot() -> None:
+    left, right = TensorSpec("left", (3,)), TensorSpec("right", (3,))
+    parts = (
+        Told("first", (), (left,), lambda _w, out: out["left"].fill_(1.0)),
+        Told("second", (left,), (right,), lambda w, out: out["right"].copy_(w["left"])),
+        Told("last", (left, right), (ACTIONS,), None),
+    )
+    place = cut(specs_of(parts), (1, 1, 2), WINDOW)[1]
+    slot = new_slots(SlotLayout(("index",), place.outputs, 2), 1)[0]
+    rows = torch.zeros(2, 4, dtype=torch.int64)
+    window = {"present": torch.tensor([True, True]), "rows": rows}
+    Joined(parts[:2], place, 2, CPU, 7)(window, slot.tensors)
+    assert slot.tensors["right"].eq(1).all()
 
 
 def test_what_a_part_does_to_the_mask_of_present_rows_hides_nothing_it_left_out() -> None:
@@ -228,6 +239,28 @@ def test_every_part_hears_which_rows_are_reset_whatever_another_one_does_to_the_
     second.resets = lambda rows: heard.append(rows.tolist())
     joined(first, second).reset(torch.tensor([True, False]))
     assert heard == [[True, False]]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+def test_parts_of_a_place_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("launch.device_ranks", "policy.graphed"):
+        monkeypatch.setattr(f"ppstream.{module}.compiled", lambda part: compiled(part, "eager"))
+    kept = TensorSpec("kept", (3,))
+    parts: Any = [
+        Told("first", (), (kept,), lambda _w, out: out["kept"].fill_(1.0)),
+        Told("last", (kept,), (ACTIONS,), lambda w, out: out["actions"].copy_(w["kept"].sum())),
+    ]
+    config = small_config("policy.compile=true", "batch.rows=2")
+    place = cut(specs_of(parts), (1, 1), WINDOW)[1]
+    stage_b = stage_b_on_host_slots(policy_at(place, parts, config, CPU, "run"), config, CPU, "run")
+    layouts = (SlotLayout(("index",), specs, 2) for specs in (WINDOW, place.outputs))
+    envelope, result = (new_slots(layout, 1)[0] for layout in layouts)
+    envelope.tensors["present"].fill_(value=True)
+    before = compile_counts().graphs
+    for _ in range(2):
+        stage_b(0, envelope, result)
+    assert result.tensors["actions"].eq(6).all()
+    assert compile_counts().graphs == before + 2
 
 
 def test_a_policy_of_one_part_runs_as_it_is() -> None:
