@@ -190,6 +190,17 @@ def test_no_rank_outlives_another_of_the_chain(rank, how, tmp_path):
         assert 20 in codes
 
 
+def test_a_rank_stopped_while_warming_is_the_only_one_that_is_killed(tmp_path):
+    parts = "policy.options={parts_ms=[1, 400, 1], horizon=4, action_dim=2}"
+    settings = (*placed(0, 1, 2), parts, "liveness.frozen_ms=1000")
+    with Ranks(tmp_path, *settings, world_size=3) as run:
+        run.wait_for_event("phase", phase="warming")
+        run.processes[2].send_signal(signal.SIGSTOP)
+        assert run.wait(10) == [20, 20, -signal.SIGKILL], run.output()
+        assert "rank 2 was stopped before it served" in run.exits()["0"]["reason"]
+        assert "left with 20 PEER_LOST: " in run.exits()["1"]["reason"]
+
+
 def test_a_chain_drains_when_it_is_asked_to(tmp_path):
     with Ranks(tmp_path, *CHAIN, world_size=4) as run:
         run.wait_for_event("phase", phase="ready")
