@@ -129,13 +129,19 @@ class RobotLink:
             raise ReceiverEndedError(self.failure) from self._cause
 
     def close(self) -> None:
-        """Say goodbye, end the thread and release the socket. Twice is fine."""
+        """End the thread, hand on what came and stands unread, say goodbye, release the socket.
+
+        Twice is fine.
+        """
         if self._closing:
             return
         self._closing = True
         self.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
+        if self.failure is None:
+            for frame in self._socket.drain():
+                self._receive(frame.body)
         self._leave()
         self._socket.close()
         self._waiter.close()

@@ -560,3 +560,31 @@ def test_what_the_run_says_of_actions_is_adopted() -> None:
         action = client.timeline.action_at(stamp_ns + 25 * MS)  # half-way from step 1 to step 2
         assert action is not None
         np.testing.assert_allclose(action, [1.5, -1.0])
+
+
+def test_chunks_that_stand_unread_when_a_client_closes_are_counted_and_reported(
+    endpoint: str,
+) -> None:
+    gate = threading.Event()
+    with serving(make_config(endpoint), answers=True) as server:
+        client = make_client(server.sessions.endpoint, on_chunk=lambda _: gate.wait(10))
+        client.connect()
+        assert client.wait_ready(10)
+        for number in range(6):
+            client.push("joints", now_ns(), [1, 2, 3])
+            wait_until(lambda number=number: server.emitted > number)
+        is_closing = threading.Thread(target=client.close)
+        is_closing.start()
+        wait_until(lambda: client._is_closing)
+        time.sleep(0.05)  # what was emitted is there
+        gate.set()
+        is_closing.join(10)
+        found = client.statistics()
+        assert found.timeline.received == 1
+        assert found.dropped == {"closed": 5}
+
+        def told() -> list[tuple[int, int]]:
+            reports = [one for one in server.sessions.reports if isinstance(one, ChunkReport)]
+            return [(one.seq, one.executed) for one in reports]
+
+        wait_until(lambda: told() == [(seq, 0) for seq in range(6)])
