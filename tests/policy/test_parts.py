@@ -101,6 +101,14 @@ def test_all_that_is_wrong_with_parts_is_said_at_once() -> None:
         assert text in found, (text, found)
 
 
+@pytest.mark.parametrize("name", ["", "eyes\n", "\x1b[2J", "x" * 65])
+def test_a_name_that_no_table_can_show_is_refused(name: str) -> None:
+    first, *others = specs_of(build_parts(CONFIG, CPU))
+    (problem,) = placed([msgspec.structs.replace(first, name=name), *others], (0, 1, 2))
+    assert "want 1 to 64 printable characters" in problem
+    assert problem.isprintable()
+
+
 def test_a_part_that_makes_its_weights_late_is_asked_to_and_others_are_not() -> None:
     parts: Any = build_parts(CONFIG, CPU)
     load(parts[:1], "m:build")
