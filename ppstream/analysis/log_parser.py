@@ -37,7 +37,7 @@ DEPTH_MAX: Final = 4096  # of D_in and D_out
 AGE_MAX_NS: Final = 3_600_000_000_000  # an hour: no robot executes an older action
 COUNT_MAX: Final = 1 << 62  # of what a robot counts, in ns too
 INT_MAX: Final = (1 << 63) - 1
-FAULT_CHARS: Final = 120
+TEXT_CHARS: Final = 120  # of a fault or a name that others gave
 
 
 _Key = tuple[int, int, int, int]  # generation, lane, epoch, seq
@@ -167,7 +167,7 @@ class _Sorted:
             self.unbelievable += 1
             return
         said = _text(found.get("fault"))
-        fault = "".join(c if c.isprintable() else "?" for c in said[:FAULT_CHARS]) if said else None
+        fault = _shown(said) if said else None
         state = RobotStateLine(session or 0, fault=fault, **counts)
         self.states[line.generation, state.session] = state
 
@@ -205,7 +205,9 @@ def _standalone(manifest: Json, name: str) -> IsolatedTimes | None:
         return None
     parts = _mapping(table.get("parts_ns"))
     places_ns = _numbers(table.get("places_ns"), f"{where}.places_ns")
-    parts_ns = {name: _int(parts, name, where) or 0 for name in parts}
+    parts_ns = {_shown(name): _int(parts, name, where) or 0 for name in parts}
+    if min((*places_ns, *parts_ns.values()), default=0) < 0:
+        return None
     return IsolatedTimes(a_ns, b_ns, c_ns, places_ns, parts_ns)
 
 
@@ -218,6 +220,7 @@ def _topology(manifest: Json) -> Topology:
     table = _mapping(manifest.get("topology"))
     ranks = table.get("ranks")
     rank_tables = [_mapping(rank) for rank in ranks] if isinstance(ranks, list) else []
+    rank_tables.sort(key=lambda rank: _int(rank, "rank", "run.json topology.ranks") or 0)
     world_size = ranks_of(manifest)
     lone = world_size == 1  # nothing is handed over: no bounds are needed
     return Topology(
@@ -232,12 +235,17 @@ def _topology(manifest: Json) -> Topology:
             rank.get("rank") == 0 and rank.get("stamp_source") == "device" for rank in rank_tables
         ),
         parts=tuple(_names(rank.get("parts")) for rank in rank_tables),
-        devices=tuple(str(rank.get("device") or "") for rank in rank_tables),
+        devices=tuple(_shown(str(rank.get("device") or "")) for rank in rank_tables),
     )
 
 
 def _names(value: object) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, list) else ()
+    return tuple(_shown(str(name)) for name in value) if isinstance(value, list) else ()
+
+
+def _shown(text: str) -> str:
+    """Text of others as a line of a report can hold it."""
+    return "".join(c if c.isprintable() else "?" for c in text[:TEXT_CHARS])
 
 
 def _choice(table: Json, key: str, allowed: tuple[str, ...], default: str) -> str:

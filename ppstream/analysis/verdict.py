@@ -212,6 +212,7 @@ def _contradictions(evidence: Evidence, verdict: Verdict, reasons: Iterable[str]
     """
     run, window, primary = evidence.run, evidence.window, evidence.primary
     said = [f"{file} has lines of another run" for file in run.strangers]
+    said += _disagreements(run)
     event = logged_verdict(run, window)
     if event is not None:
         name, overlap = event.fields.get("verdict"), event.fields.get("overlap")
@@ -234,6 +235,31 @@ def _contradictions(evidence: Evidence, verdict: Verdict, reasons: Iterable[str]
         if refused is not None and worse(Verdict[refused], verdict) is not verdict:
             said.append(f"exit.json has code {code}: the gate refused this run")
     return said
+
+
+def _disagreements(run: RunLog) -> Iterator[str]:
+    """Yields where run.json's topology, by which lines are read, differs from what was asked for."""
+    topology, cut = run.topology, run.manifest.get("cut")
+    if topology.world_size == 1:
+        return
+    asked, devices = (
+        table if isinstance(table := run.config.get(name), Mapping) else {}
+        for name in ("pipeline", "placement")
+    )
+    for name, depth in (("d_in", topology.d_in), ("d_out", topology.d_out)):
+        if isinstance(asked.get(name), int) and asked[name] != depth:
+            yield f"run.json has topology.{name} {depth} and pipeline.{name} {asked[name]}"
+    policy, where = devices.get("policy"), devices.get("parts")
+    if isinstance(policy, list) and len(policy) != topology.world_size - 1:
+        yield f"run.json has {topology.world_size} ranks and {len(policy)} devices for policy ranks"
+    found = cut if isinstance(cut, Mapping) else {}
+    names = [name for parts in topology.parts for name in parts]
+    if names and found.get("parts") not in (None, names):
+        yield "run.json has other parts in topology than in cut"
+    here = [rank for rank, parts in enumerate(topology.parts) for _ in parts]
+    for name, there in (("placement.parts", where), ("cut", found.get("chosen"))):
+        if names and isinstance(there, list) and there and here != there:
+            yield f"run.json has parts at places {here} in topology and {there} in {name}"
 
 
 def logged_verdict(run: RunLog, window: JudgedSpan) -> LogEvent | None:

@@ -203,10 +203,15 @@ class Peer:
             raise PeerLeftError(frame.code, frame.reason)
         return frame
 
-    def last_words(self) -> PeerLeftError | None:
-        """Returns the peer's reason to leave, if it sent one before its end was noticed."""
+    def last_words(self, limit_ns: int = 0) -> PeerLeftError | None:
+        """Returns the peer's reason to leave, if it sent one before its end was noticed.
+
+        One that is not lost is given ``limit_ns`` to send it.
+        """
         with suppress(PpstreamError):
             self.pump()
+            if limit_ns and not self.lost_ns:
+                self._pump_until(lambda: self.goodbye is not None, limit_ns, "its reason to leave")
         goodbye = self.goodbye
         return None if goodbye is None else PeerLeftError(goodbye.code, goodbye.reason)
 

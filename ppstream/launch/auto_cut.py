@@ -223,7 +223,7 @@ def time_parts(config: PipelineConfig, device: torch.device) -> PartTimes:
 def _time_part(part: Policy, config: PipelineConfig, device: torch.device) -> int:
     """Time of a call on zeros with every row present, in ns."""
     try:
-        load((part,))
+        load((part,), config.policy.target)
         rows = config.batch.rows
         everyone = torch.ones(rows, dtype=torch.bool, device=device)
         window, out = (zeros(specs, rows, device) for specs in (part.inputs, part.outputs))

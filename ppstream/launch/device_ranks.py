@@ -35,6 +35,7 @@ from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
 from ppstream.pipeline.device.stage_a import DeviceFrontParts, RingWindows
 from ppstream.pipeline.device.stage_b import DeviceStageB
 from ppstream.pipeline.stage_b import StageB
+from ppstream.policy.compiled import compiled
 from ppstream.policy.graphed import GraphedPolicy, prepared_policy
 from ppstream.policy.host_staged import StagedPolicy, zeros
 from ppstream.policy.parts import Joined, name_of
@@ -218,6 +219,8 @@ def policy_at(
     is_whole = len(parts) == 1 and place.names == (name_of(parts[0]),)
     if is_whole and {s.name for s in mine[0].outputs} == {s.name for s in place.outputs}:
         return mine[0]
+    if config.policy.compile:  # what lies between parts is not for a compiler
+        mine = [compiled(part) for part in mine]
     return Joined(mine, place, config.batch.rows, device, drawn_for(run_id), block)
 
 

@@ -55,6 +55,7 @@ from ppstream.wire.rank_messages import (
 TOKEN_KEY: Final = "run/token"  # known to the launcher's ranks alone
 TURN_KEY: Final = "run/turn"  # policy ranks come one by one
 HOP_KEY: Final = "hop"  # where a policy rank is reached by the next one
+WORDS_NS: Final = NS_PER_S  # rank 0 hears within this why a rank was lost
 SPARE_NS: Final = 2 * NS_PER_S  # the rank that builds notices first: it knows more
 RANK0_ONLY: Final = frozenset({"service", "bringup", "decode", "log", "demo", "simulate"})
 TEST_HOOK_PREFIX: Final = "PPSTREAM_TEST_"
@@ -147,13 +148,16 @@ def wait_ready(config: PipelineConfig, peer: Peer, what: str) -> dict[str, Any]:
 def telling(*peers: Peer) -> Iterator[None]:
     """Tell other ranks why this one ends; if one of them went first, what it said is the reason.
 
+    A policy rank that lost its neighbour waits a moment for rank 0, who hears why.
+
     Raises:
         PeerLeftError: instead of a PeerLostError, when another rank had said why.
     """
     try:
         yield
     except PeerLostError as error:
-        first = next(filter(None, (peer.last_words() for peer in peers)), error)
+        limit_ns = WORDS_NS if len(peers) == 1 else 0
+        first = next(filter(None, (peer.last_words(limit_ns) for peer in peers)), error)
         if len(peers) > 1:
             _tell(peers, first)
         raise first from None

@@ -153,7 +153,7 @@ class Lookout:
         if looks > self._stopped_looks_max:
             what = f"rank {rank} was stopped before it served"
             end.peer_lost = what  # before it is ended: the main thread will see no more than that
-            end.leave(ExitCode.PEER_LOST, what + end.see_peer_out(0.0))
+            end.leave(ExitCode.PEER_LOST, what + end.see_peer_out(0.0, rank))
 
 
 def _world_size(environment: Mapping[str, str]) -> int:

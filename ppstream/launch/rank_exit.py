@@ -294,7 +294,7 @@ class RankEnd:
             self.on_stop(reason)
         return self.on_stop is not None
 
-    def see_peer_out(self, limit_s: float) -> str:
+    def see_peer_out(self, limit_s: float, stopped: int | None = None) -> str:
         """Leave no process of this run behind: end other ranks' unless they leave by themselves.
 
         The launcher would wait 30 s for it before it restarts. Rank 0 may have a robot to end and
@@ -302,14 +302,15 @@ class RankEnd:
         ended, too: nobody else knows of it.
 
         Args:
-            limit_s: of their leaving, all together; 0: those that fell silent are ended at once.
+            limit_s: of their leaving, all together; 0: the one that fell silent is ended at once.
+            stopped: the rank that is known to be the one.
 
         Returns:
             What was done, to be added to the reason of this rank's end.
         """
         until_ns = now_ns() + round((limit_s or SEE_OUT_S) * NS_PER_S)  # of all together
         done = ""
-        frozen = self._first_lost
+        frozen = self._first_lost if stopped is None else stopped
         for rank, process in sorted(self.processes.items(), key=lambda item: item[0] != frozen):
             is_hasty = not limit_s and frozen in (rank, None)
             left_s = 0.0 if is_hasty else max(0, until_ns - now_ns()) / NS_PER_S

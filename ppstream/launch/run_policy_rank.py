@@ -57,6 +57,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         PpstreamError: what ended it otherwise; rank 0 was told, if it is there.
     """
     set_switch_interval()
+    torch.set_grad_enabled(False)  # else graphs of all calls would hang on the outputs
     with ExitStack() as stack, end.closing():
         store = join_store(timeout_s=config.liveness.handshake_s)
         placement = device_ranks.place_here(config, store.world_size)
@@ -126,7 +127,7 @@ def _build_place(
         handshake.offer_parts(peer, specs)
         handshake.wait_accepted(config, peer)  # rank 0 finds the same, and is the one to tell
         raise
-    load(place.of(parts))
+    load(place.of(parts), config.policy.target)
     return specs, place, device_ranks.policy_at(place, parts, config, device, run_id)
 
 

@@ -61,6 +61,7 @@ def run_front(config: PipelineConfig, end: rank_exit.RankEnd, run: Run) -> str:
         PpstreamError: what ended the run otherwise; the policy rank was told, if it is there.
     """
     set_switch_interval()
+    torch.set_grad_enabled(False)  # else graphs of all calls would hang on the outputs
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     placement = device_ranks.place_here(config, world_size)
@@ -230,7 +231,7 @@ def _build_front(config: PipelineConfig, course: rank_exit.Course) -> tuple[Poli
         if device.type == "cuda":
             startup.start(device)
         built = build_parts(config, device)
-        load(built[: config.placement.cut.count(0)])
+        load(built[: config.placement.cut.count(0)], config.policy.target)
     return built
 
 
@@ -275,7 +276,7 @@ def _inline(
         startup.start(device)
     built = build_parts(config, device)
     _, place = places_of(config, specs_of(built), inputs, inline=True)
-    load(built)
+    load(built, config.policy.target)
     policy = device_ranks.policy_at(place, built, config, device, parts.log.run_id)
     shape = link_shape(config, inputs, policy.outputs, generation)
     executor = InlineExecutor(

@@ -364,7 +364,7 @@ class SplitExecutor(HostExecutor):
             finally:
                 front.carry_out = here
 
-    def _carry_out(self, call: Callable[[], None]) -> None:
+    def _carry_out(self, call: Callable[[], None]) -> BaseException | None:
         """As ``FrontParts``; texts for the policy wait until it is done."""
         self._told = []
         done = self._pool.submit(self._call, call)
@@ -375,7 +375,7 @@ class SplitExecutor(HostExecutor):
         told, self._told = self._told, None
         for number, text, heard in told:
             super().instruct(number, text, heard)
-        done.result()
+        return done.exception()
 
     def _call(self, call: Callable[[], None]) -> None:
         mark = self._marks["front"]

@@ -36,7 +36,8 @@ class FrontParts:
         part_times: mean duration of each of them in the newest calls.
 
     Attributes:
-        carry_out: makes the call, raises what it raises: here, or on a thread of the parts' own.
+        carry_out: makes the call and returns what it raised, here or on a thread of its own;
+            what else goes wrong meanwhile is raised and no fault of the policy.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class FrontParts:
         self.part_times = part_times
         self.window = window
         self.on_fault: Callable[[Flight, BaseException], None]  # set before the first run
-        self.carry_out: Callable[[Callable[[], None]], None] = _here
+        self.carry_out: Callable[[Callable[[], None]], BaseException | None] = _here
 
     def shortest_ns(self, envelope: Slot) -> int:
         """Times a few calls on zeros, before the first envelope. Raises what a part raises."""
@@ -59,20 +60,23 @@ class FrontParts:
 
     def run(self, flight: Flight, envelope: Slot) -> int:
         """Returns the header's ``failed``: nothing behind runs on what was not made."""
-        try:
-            self.carry_out(partial(self._stage, flight.epoch, self.window, envelope))
-        except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
-            self.on_fault(flight, error)
-            return failure(error)
-        return 0
+        error = self.carry_out(partial(self._stage, flight.epoch, self.window, envelope))
+        if error is None:
+            return 0
+        self.on_fault(flight, error)
+        return failure(error)
 
     def instruct(self, number: int, text: str) -> str:
         """As ``StageB``."""
         return self._stage.instruct(number, text)
 
 
-def _here(call: Callable[[], None]) -> None:
-    call()
+def _here(call: Callable[[], None]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
+        return error
+    return None
 
 
 class StageA:

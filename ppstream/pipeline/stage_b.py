@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream.policy.protocol import instruct
-from ppstream.policy.unwritten import INTEGERS, Outputs, rebinding
+from ppstream.policy.unwritten import INTEGERS, Outputs
 
 if TYPE_CHECKING:
     from ppstream.links.slots import Slot
@@ -50,18 +50,9 @@ class StageB:
             self._reset([new != old for new, old in pairs])
         self._episodes, self._epoch = episodes, epoch
         outputs = self._outputs.get(id(result)) or self._outputs_of(result)
-        tensors = envelope.tensors
-        outputs.fill()
-        try:
-            self._policy({name: tensors[name] for name in self._inputs}, outputs.given)
-            outputs.hand_over(envelope.arrays["present"])
-        except BaseException as error:
-            del self._outputs[id(result)]  # as below
-            if why := rebinding(error):
-                raise why from error
-            raise
-        if outputs.is_kept():  # a thread of the policy's may yet write there: nobody shall read it
-            del self._outputs[id(result)]
+        tensors, present = envelope.tensors, envelope.arrays["present"].copy()
+        window = {name: tensors[name] for name in self._inputs}
+        outputs.prove(lambda: self._policy(window, outputs.given), present)
 
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""

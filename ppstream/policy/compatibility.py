@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ppstream.policy.protocol import Decoder, Policy
 
 ACTIONS: Final = "actions"
+NAME_MAX: Final = 64  # characters of a part's name, which stands in logs, tables and labels
 
 
 def build_parts(config: PipelineConfig, device: torch.device) -> tuple[Policy, ...]:
@@ -188,6 +189,11 @@ def policy_problems(
     names = [part.name for part in parts]
     if len(set(names)) != len(names):
         found.append(f"{who}names a part twice: {', '.join(names)}")
+    found += (
+        f"{who}names a part {name[:NAME_MAX]!r}, want 1 to {NAME_MAX} printable characters"
+        for name in names
+        if not (0 < len(name) <= NAME_MAX and name.isprintable())
+    )
     return found
 
 

@@ -17,6 +17,7 @@ from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
 from ppstream.cuda.driver import graph_nodes
 from ppstream.policy.compiled import compiled
+from ppstream.policy.parts import Joined
 from ppstream.policy.unwritten import INTEGERS, FilledPolicy
 
 if TYPE_CHECKING:
@@ -54,10 +55,12 @@ def prepared_policy(
 ) -> Policy:
     """``policy`` as the configuration wants it run: compiled, replayed from graphs, or as it is.
 
+    Of ``Joined`` parts each one is compiled by itself, by who joins them.
+
     On a CUDA device its outputs are filled before each call (``unwritten.py``), with ``integers``
     where they are integers. Graphs are for CUDA devices; elsewhere ``graph`` has no effect.
     """
-    if config.compile:
+    if config.compile and not isinstance(policy, Joined):
         policy = compiled(policy)
     if device.type != "cuda":
         return policy

@@ -19,10 +19,11 @@ import msgspec
 import torch
 
 from ppstream.core.clock import now_ns
+from ppstream.core.errors import PolicyError
 from ppstream.core.specs import TensorSpec
 from ppstream.policy.host_staged import zeros
-from ppstream.policy.protocol import Policy
-from ppstream.policy.unwritten import FilledPolicy, Outputs, rebinding
+from ppstream.policy.protocol import Policy, refused
+from ppstream.policy.unwritten import FilledPolicy, Outputs, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +41,8 @@ class Part(Policy, Protocol):
     """A piece of a policy that runs on one rank; a policy of one part is one, too.
 
     ``inputs`` are named by the window or by an earlier part's ``outputs``. The last part's
-    ``outputs`` contain ``actions``; every other output is read by a later part.
+    ``outputs`` contain ``actions``; every other output is read by a later part. A part does not
+    change its inputs: others may read them.
 
     ``build`` runs on every rank of a policy in parts, so it only makes specs. A part that has
     weights makes them in ``load() -> None``, which is optional and called once, before the first
@@ -124,7 +126,8 @@ class Joined:
     """The parts of a place as one policy: in order, with memory of their own between them.
 
     What is read behind the place is copied through. What one part hands to the next is proven to be
-    written by this call, in host memory, as results are.
+    written by this call, in host memory, as results are. A part that changes what it reads, which
+    others may read, too, is refused.
 
     Args:
         parts: of this place, built and loaded.
@@ -159,6 +162,7 @@ class Joined:
             tensors = zeros(inner, rows, device)
             self._steps.append(_Step(part, tensors, leaving, device, integers))
         self._around = around
+        self._is_host = device.type == "cpu"
         takers = [part for part in parts if callable(getattr(part, "instruct", None))]
         if takers:
             self.instruct: Callable[[int, str], None] = _Takers(takers)
@@ -169,19 +173,20 @@ class Joined:
         return tuple(step.part for step in self._steps)
 
     def reset(self, rows: Tensor) -> None:
-        """As each part does."""
+        """As each part does; none hears what another one does to ``rows``."""
         for step in self._steps:
-            step.part.reset(rows)
+            step.part.reset(rows.clone())
 
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         """As ``Policy``, given what comes to the place; raises what a part raises."""
         known = dict(window)
+        present = known[PRESENT].numpy().copy() if self._is_host else ()  # as no part changes it
         for name in self._carried:
             out[name].copy_(known[name], non_blocking=True)
         for step in self._steps:
             with self._around(step.name):
                 begun_ns = now_ns()
-                step.run(known, out)
+                step.run(known, out, present)
                 step.newest_ns.append(now_ns() - begun_ns)
 
     def part_times(self, calls: int) -> dict[str, int]:
@@ -212,20 +217,27 @@ class _Step:
         self._run = part if self._is_host or not tensors else FilledPolicy(part, integers)
         self._given: dict[int, tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
 
-    def run(self, known: dict[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        """Runs the part; what it made is ``known`` behind it."""
-        reads = {name: known[name] for name in self._reads}
-        proof = self._proof
-        if proof is not None:
-            proof.fill()
-        try:
-            self._run(reads, self._given_to(out))
-        except BaseException as error:
-            if why := rebinding(error):
-                raise why from error
-            raise
-        if proof is not None:
-            proof.hand_over(known[PRESENT].numpy())
+    def run(self, known: dict[str, Tensor], out: Mapping[str, Tensor], present: Rows) -> None:
+        """Runs the part; what it made is ``known`` behind it.
+
+        Raises:
+            PolicyError: it changed what it reads. What it raises passes through.
+        """
+        # ``data`` is the same memory, and counts the changes that are made through it alone
+        reads = {name: known[name].data for name in self._reads}
+
+        def call() -> None:
+            self._run(dict(reads), self._given_to(out))
+
+        if self._proof is None:
+            call()
+        else:
+            self._proof.prove(call, present)
+        if changed := [name for name, tensor in reads.items() if tensor._version]:
+            raise PolicyError(
+                f"part {self.name!r} changed its input {', '.join(changed)} in place: another part "
+                "may read it, so actions would depend on the cut; work on a copy"
+            )
         known.update(self.tensors)
         known.update(self._leaving(out))
 
@@ -253,11 +265,20 @@ class _Takers:
             part.instruct(number, text)
 
 
-def load(parts: Sequence[Policy]) -> None:
-    """Has each part make what is heavy, on the rank that runs it."""
-    for part in parts:
-        if callable(make := getattr(part, "load", None)):
-            make()
+def load(parts: Sequence[Policy], target: str) -> None:
+    """Has each part of the policy named ``target`` make what is heavy, on the rank that runs it.
+
+    Raises:
+        ConfigError: a part raised; as ``call_target``.
+    """
+    name = ""
+    try:
+        for part in parts:
+            name = name_of(part)
+            if callable(make := getattr(part, "load", None)):
+                make()
+    except BaseException as error:  # noqa: BLE001 - user code
+        raise refused(error, f"policy.target: part {name!r} of {target}") from None
 
 
 def part_times_of(policy: Policy) -> Callable[[int], dict[str, int]]:

@@ -50,8 +50,9 @@ class Policy(Protocol):
         """Write every output in place into ``out``; neither may be kept after returning.
 
         Tensors are ``[B, *shape]`` and live in the link's slots. On a GPU: current stream, no host
-        synchronisation. An exception is one failed envelope, counted, and told to the robot, also
-        a KeyboardInterrupt; ``sys.exit()`` ends the run.
+        synchronisation. Gradients are off: a call that needs some has ``torch.enable_grad()``, and
+        writes what is detached. An exception is one failed envelope, counted, and told to the
+        robot, also a KeyboardInterrupt; ``sys.exit()`` ends the run.
 
         ``out`` is read-only: ``out["actions"] = x`` raises, ``out["actions"].copy_(x)`` writes. It
         holds no older result but what proves (``unwritten.py``) that this call wrote each output of

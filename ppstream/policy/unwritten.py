@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from ppstream.core.errors import PolicyError
+from ppstream.core.interpreter import collect_garbage
 from ppstream.core.user_code import Fault, fault_of, is_a, said
 from ppstream.policy.protocol import POLICY
 
@@ -171,7 +172,8 @@ class Outputs:
     """Outputs of the policy in one slot of host memory, filled before each call, then checked.
 
     The policy is given memory of this object's own, and what it wrote is copied: nothing that it
-    keeps reaches a result later. An output above ``WHOLE_BYTES`` is the slot itself.
+    keeps reaches a result later. An output above ``WHOLE_BYTES`` is the slot itself, so one that
+    the policy keeps is a failure as long as it does.
 
     Args:
         slot: where the result goes.
@@ -184,57 +186,95 @@ class Outputs:
 
     def __init__(self, slot: HasTensors, integers: int) -> None:
         self.slot = slot
-        self._fills: list[tuple[memoryview, bytes]] = []
-        self._samples: list[_Look] = []
-        self._copies: list[tuple[memoryview, memoryview]] = []
-        self._own: list[tuple[Tensor, int]] = []  # and the address of its storage
+        self._integers = integers
         self._looks = tuple(_Look(name, t, integers) for name, t in slot.tensors.items())
-        self.given: Mapping[str, Tensor] = MappingProxyType(
-            {look.name: self._give(look, slot.tensors[look.name], integers) for look in self._looks}
-        )
-        self._references = self._referred()
+        large = [look for look in self._looks if slot.tensors[look.name].nbytes > WHOLE_BYTES]
+        self._large = {look.name: (look, _apart(slot.tensors[look.name])) for look in large}
+        self.renew()
+        self._lent = {name: _referred(tensor) for name, (_, tensor) in self._large.items()}
 
-    def _give(self, look: _Look, tensor: Tensor, integers: int) -> Tensor:
-        if tensor.nbytes > WHOLE_BYTES:
-            self._samples.append(look)
-            return tensor
-        own = torch.empty_like(tensor)
-        memory = _bytes(own).data
-        pattern = _Layout.of(tensor, integers).pattern * (len(memory) // 4 + 1)
-        self._fills.append((memory, pattern[: len(memory)]))
-        self._copies.append((_bytes(tensor).data, memory))
-        self._own.append((own, own.untyped_storage()._cdata))
-        return own
+    def renew(self) -> None:
+        """Gives the policy other memory: what it keeps of the old one reaches no result."""
+        given: dict[str, Tensor] = {}
+        self._own: list[Tensor] = []
+        self._fills: list[tuple[memoryview, bytes]] = []
+        self._copies: list[tuple[memoryview, memoryview]] = []
+        for name, tensor in self.slot.tensors.items():
+            if name in self._large:
+                given[name] = self._large[name][1]
+                continue
+            given[name] = torch.empty_like(tensor)
+            self._own.append(given[name])
+            memory = _bytes(given[name]).data
+            pattern = _Layout.of(tensor, self._integers).pattern * (len(memory) // 4 + 1)
+            self._fills.append((memory, pattern[: len(memory)]))
+            self._copies.append((_bytes(tensor).data, memory))
+        self.given: Mapping[str, Tensor] = MappingProxyType(given)
+        self._references = self._small_referred()
+
+    def prove(self, call: Callable[[], object], present: Rows) -> None:
+        """Makes a call of the policy, which writes into ``given``; raises what it raises.
+
+        Raises:
+            UnwrittenError: as ``fill`` and ``hand_over``; it tried to put tensors of its own there.
+        """
+        try:
+            self.fill()
+            call()
+            self.hand_over(present)
+        except BaseException as error:
+            self.renew()
+            if why := rebinding(error):
+                raise why from error
+            raise
+        if self.is_kept():  # a thread of the policy's may yet write there: nobody shall read it
+            self.renew()
 
     def fill(self) -> None:
-        """Before a call."""
+        """Before a call.
+
+        Raises:
+            UnwrittenError: an earlier call has kept an output that cannot be renewed.
+        """
+        self._check_returned()
         for memory, pattern in self._fills:
             memory[:] = pattern
-        for look in self._samples:
+        for look, _ in self._large.values():
             look.fill()
 
     def hand_over(self, present: Rows) -> None:
         """Behind a call: what was written is in the slot, and was looked at there.
 
         Raises:
-            UnwrittenError: something of a row that is present was not written.
+            UnwrittenError: something of a row that is present was not written, or the call has kept
+                an output that cannot be renewed.
         """
         for slot, memory in self._copies:
             slot[:] = memory
         for look in self._looks:
             if look.finds() and (text := look.text(present)):
                 raise UnwrittenError(text)
+        self._check_returned()
 
     def is_kept(self) -> bool:
-        """True when the policy, or a thread of its, still refers to memory it was given."""
-        return self._referred() != self._references
+        """True when the policy, or a thread of its, still refers to memory that can be renewed."""
+        return self._small_referred() != self._references
 
-    def _referred(self) -> int:
+    def _small_referred(self) -> int:
         """References to the mapping, its tensors, their views and arrays."""
-        count = sys.getrefcount(self.given)
-        for own, storage in self._own:
-            count += sys.getrefcount(own) + _storage_references(storage)
-        return count
+        return sys.getrefcount(self.given) + sum(map(_referred, self._own))
+
+    def _check_returned(self) -> None:
+        for name, (_, tensor) in self._large.items():
+            if _referred(tensor) > self._lent[name]:
+                collect_garbage()  # an exception may be what kept it
+                if _referred(tensor) > self._lent[name]:
+                    raise UnwrittenError(
+                        f"output {name!r} is still referred to behind the call: it has "
+                        f"{tensor.nbytes >> 10} KiB, above {WHOLE_BYTES >> 10} it is a result's "
+                        f"own memory, which a thread could write into later; keep out[{name!r}]"
+                        ".clone(), and have threads end before the call does"
+                    )
 
 
 class Results:
@@ -311,6 +351,17 @@ def _words(tensor: Tensor, integers: int) -> tuple[Tensor, int]:
             (rows, samples, count * layout.word_bytes // size), (row, sample, 1)
         )
     return words, int.from_bytes(layout.pattern[:size], "little")
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same memory of the host as a storage of its own, whose references are counted alone."""
+    return torch.from_numpy(_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
+
+
+def _referred(tensor: Tensor) -> int:
+    """References to a tensor, its views and arrays."""
+    storage: int = _storage_references(tensor.untyped_storage()._cdata)
+    return sys.getrefcount(tensor) + storage
 
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

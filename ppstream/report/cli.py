@@ -69,7 +69,7 @@ def _write_files(options: argparse.Namespace, judged: Sequence[Judged]) -> None:
     """Every file that was asked for; the trace is the newest run's."""
     if options.json is not None:
         _write_json(options.json, report_dict(judged))
-    if options.html is not None:
+    if options.html is not None and judged:
         from ppstream.report.html.page import render_page  # here: most reports are only printed
 
         _write(options.html, render_page(judged))

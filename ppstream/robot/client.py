@@ -109,6 +109,7 @@ class RobotClient:
         self._link: RobotLink | None = None
         self._asking = threading.Lock()
         self._asked: _Asked | None = None
+        self._is_closing = False
         self._counting = threading.Lock()
         self._sent = 0
         self._unsent = 0
@@ -307,10 +308,16 @@ class RobotClient:
             )
 
     def close(self) -> None:
-        """Send what is gathered, say goodbye, release the socket. Twice is fine."""
+        """Send what is gathered, say goodbye, release the socket. Twice is fine.
+
+        A chunk that comes too late to be executed, or was not read yet, is counted as ``closed``
+        and reported.
+        """
         if self._link is not None:
             self._flush(self._link)
-            self.timeline.clear()  # so that the last chunks are reported, too
+            with self._link.changed:
+                self._is_closing = True
+                self.timeline.clear()  # so that the last chunks are reported, too
             self._feedback.collect()
             self._feedback.send_reports(self._link.send)
             self._tell_state(self._link, now_ns(), is_last=True)
@@ -336,7 +343,7 @@ class RobotClient:
         """The link's thread: a chunk arrived."""
         link = self._connected_link()
         with link.changed:  # a reset comes wholly before or wholly after
-            reason = self._session.reject(chunk)
+            reason = self._session.reject(chunk) or ("closed" if self._is_closing else None)
             refusal = None if reason else self.timeline.merge(chunk, self.clock())
         asked = self._asked
         if reason is None and asked is not None and chunk.window_end_ns >= asked.stamp_ns:
@@ -345,6 +352,9 @@ class RobotClient:
         if reason is not None:
             with self._counting:
                 self._dropped[reason] += 1
+            if reason == "closed":
+                self._feedback.unread(chunk)
+                self._feedback.send_reports(link.send)
         elif refusal is None:
             arrived_ns = now_ns()
             if self.on_chunk is not None:  # before what is only counted

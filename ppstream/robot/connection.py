@@ -173,7 +173,10 @@ class RobotLink:
             raise PpstreamError("a callback of the client cannot wait for what it would receive")
 
     def close(self) -> None:
-        """Say goodbye, end the thread and release the socket. Twice is fine."""
+        """End the thread, hand on what came and stands unread, say goodbye, release the socket.
+
+        Twice is fine.
+        """
         if self.is_closing:
             return
         self.is_closing = True
@@ -185,6 +188,9 @@ class RobotLink:
             self._reading.release()
         if self._thread is not here:
             self._thread.join(JOIN_S)
+        if self.failure is None:
+            for frame in self._socket.drain():
+                self._receive(frame.body)
         self._leave()
         self._socket.close()
         self._waiter.close()

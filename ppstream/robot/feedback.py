@@ -18,7 +18,14 @@ from ppstream.core.durations import Durations
 from ppstream.core.quantiles import Quantiles
 from ppstream.robot.timeline import ActionTimeline
 from ppstream.wire.fields import fault_text
-from ppstream.wire.robot_messages import ChunkReport, FromRobot, Prefix, RobotState, Welcome
+from ppstream.wire.robot_messages import (
+    ActionChunk,
+    ChunkReport,
+    FromRobot,
+    Prefix,
+    RobotState,
+    Welcome,
+)
 
 MAX_REPORTS: Final = 256  # waiting to be sent
 STATE_SINCE_MINOR: Final = 2  # an older rank 0 does not know RobotState
@@ -64,6 +71,12 @@ class Feedback:
                 identity = (outcome.session, outcome.epoch, outcome.seq)
                 found = (outcome.age_ns, outcome.executed, outcome.oldest_ns, outcome.dispatch_ns)
                 self._reports.append(ChunkReport(*identity, *map(_possible, found)))
+
+    def unread(self, chunk: ActionChunk) -> None:
+        """A chunk came that nobody will execute: reported as any other that was not."""
+        age_ns = _possible(self._clock() - chunk.window_end_ns)
+        with self._lock:
+            self._reports.append(ChunkReport(chunk.session, chunk.epoch, chunk.seq, age_ns, 0))
 
     def quantiles(self) -> tuple[Quantiles, Quantiles]:
         """Observation to action, and receipt to action, of the chunks that were executed."""

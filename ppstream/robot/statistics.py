@@ -182,7 +182,8 @@ class ClientStatistics:
 
     ``failure``: what ended the receiving thread, with its traceback; None: it lives.
     ``unsent``: samples pushed while nobody could take them. ``dropped``: chunks that were not for
-    this robot as it was; the timeline counts the rest. ``undecodable``: frames. ``dispatch``: from
+    this robot as it was, and those that nobody had read when it closed (``closed``); the timeline
+    counts the rest. ``undecodable``: frames. ``dispatch``: from
     the receipt of a chunk to the execution of its first action.
     """
 

@@ -128,7 +128,6 @@ def test_what_matters_is_refused_by_name(
 @pytest.mark.parametrize(
     ("path", "value", "knob"),
     [
-        ("config.pipeline.d_in", 3, "pipeline.d_in 2 → 3"),
         ("config.pipeline.new_setting", 3, "pipeline.new_setting None → 3"),
         ("config.streams.0.new_setting", 3, "streams.0.new_setting None → 3"),
         ("versions.ppstream", "0.2.0", "version of ppstream 0.1.0 → 0.2.0"),
@@ -161,6 +160,7 @@ def test_names_and_places_are_no_difference(path: str, value: object, tmp_path: 
 def test_runs_of_one_side_that_were_set_differently_are_refused(tmp_path: Path) -> None:
     other = golden(seed=2)
     change("config.pipeline.d_in", 3)(other.manifest)
+    change("topology.d_in", 3)(other.manifest)
     golden().write(tmp_path / "a" / "1")
     other.write(tmp_path / "a" / "2")
     golden(seed=3).write(tmp_path / "b")

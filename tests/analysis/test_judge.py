@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from golden_runs import ms, simulate
+from golden_runs import chain, ms, simulate
 from judging import broken, judged, overlap, period_ms, published
 from live_pipeline import run_live
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_parser import parse_run
+from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.verdict import Verdict
 from ppstream.core.errors import LogError
 from ppstream.report.series import latency_parts
@@ -81,6 +83,57 @@ def test_exit_code_of_a_refused_gate_contradicts_a_pass(
     report = judge(replace(run, exits=ends))
     assert report.verdict is verdict
     assert ("CONTRADICTED" in report.reasons) is (verdict is Verdict.INCONCLUSIVE)
+
+
+PLACED = {"placement": {"policy": ["cpu", "cpu"], "parts": [1, 2]}, "pipeline": {"d_in": 3}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"placement": {"parts": "auto"}}, ""),
+        ({"pipeline": {"d_in": 1}}, "topology.d_in 3 and pipeline.d_in 1"),
+        ({"pipeline": {"d_out": 4}}, "topology.d_out 2 and pipeline.d_out 4"),
+        ({"placement": {"policy": ["cpu"]}}, "3 ranks and 1 devices for policy ranks"),
+        ({"placement": {"parts": [0, 2]}}, "[1, 2] in topology and [0, 2] in placement.parts"),
+        ({"cut": {"chosen": [1, 1]}}, "[1, 2] in topology and [1, 1] in cut"),
+        ({"cut": {"parts": ["a", "b"]}}, "other parts in topology than in cut"),
+    ],
+)
+def test_a_topology_that_the_run_was_not_asked_for_contradicts_it(
+    changes: dict[str, Any], said: str
+) -> None:
+    golden = simulate(chain(10, 10, a=9, x=0.1), PipelineForm(d_in=3))
+    golden.manifest["cut"] = changes.get("cut")
+    golden.manifest["config"] = PLACED | {k: v for k, v in changes.items() if k != "cut"}
+    report = judge(golden.parse())
+    assert report.verdict is (Verdict.INCONCLUSIVE if said else Verdict.PASS)
+    assert ("CONTRADICTED" in report.reasons) is bool(said)
+    assert any(said in sentence for sentence in report.statements)
+
+
+def test_ranks_in_any_order_are_read_by_their_numbers() -> None:
+    golden = simulate(chain(10, 10, a=9, x=0.1), PipelineForm(d_in=3))
+    parts = golden.parse().topology.parts
+    golden.manifest["topology"]["ranks"].reverse()
+    assert golden.parse().topology.parts == parts
+
+
+def test_names_of_others_cannot_write_on_a_terminal_or_fill_a_report() -> None:
+    golden = simulate(chain(10, 10, a=9, x=0.1), PipelineForm(d_in=3))
+    golden.manifest["topology"]["ranks"][1] |= {"parts": ["a\x1b[2J\n"], "device": "x" * 10**6}
+    topology = golden.parse().topology
+    assert topology.parts[1] == ("a?[2J?",)
+    assert len(topology.devices[1]) < 200
+
+
+@pytest.mark.parametrize("field", ["places_ns", "parts_ns"])
+def test_a_time_below_zero_is_no_measurement(field: str) -> None:
+    golden = simulate(chain(10, 10, a=9, x=0.1), PipelineForm(d_in=3))
+    bad: Any = [-1, 1] if field == "places_ns" else {"part_1": -1}
+    golden.manifest["standalone"][field] = bad
+    assert golden.parse().standalone is None
 
 
 def test_verdict_of_another_generation_is_no_contradiction() -> None:

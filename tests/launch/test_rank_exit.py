@@ -114,6 +114,15 @@ def peers():
     theirs.close()
 
 
+def test_a_rank_that_lost_its_neighbour_waits_for_the_rank_that_hears_why(peers):
+    ours, theirs = peers
+    words = threading.Timer(0.1, theirs.send, [Goodbye(26, "rank 2 called sys.exit()")])
+    words.start()
+    with pytest.raises(PeerLeftError, match=r"rank 2 called sys\.exit"), telling(ours):
+        raise PeerLostError("policy rank 2 is gone: Broken pipe")
+    words.join()
+
+
 def test_the_last_words_of_a_lost_rank_are_the_reason(peers):
     ours, theirs = peers
     theirs.send(Goodbye(int(ExitCode.POLICY_OUTPUT), "NaN for ever"))

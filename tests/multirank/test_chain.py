@@ -111,11 +111,16 @@ def test_a_cut_that_the_run_chooses_gives_the_twin_s_actions(ranks, twin, tmp_pa
     ("settings", "ranks", "text"),
     [
         ((PARTS[0], f'policy.options={{{SHAPE}, fails="load"}}'), 3, "part 'middle' of policy_in"),
+        (
+            (PARTS[0], f'policy.options={{{SHAPE}, fails="load"}}', *placed(0, 1, 2)),
+            3,
+            "part 'middle' of policy_in",
+        ),
         (auto(4, "1, 1"), 4, "got 'auto' for 2 parts (part_1, part_2) on 3 policy ranks"),
     ],
-    ids=["a part cannot be loaded", "too few parts"],
+    ids=["a part cannot be loaded", "a part cannot be loaded at its place", "too few parts"],
 )
-def test_a_policy_that_cannot_be_timed_ends_all_ranks_with_one_text(
+def test_a_policy_that_cannot_be_loaded_or_timed_ends_all_ranks_with_one_text(
     settings, ranks, text, tmp_path
 ):
     with Ranks(tmp_path, *auto(ranks), *settings, world_size=ranks) as run:
@@ -184,6 +189,17 @@ def test_no_rank_outlives_another_of_the_chain(rank, how, tmp_path):
         codes = {process.poll() for process in ends}
         assert codes <= {20, -signal.SIGKILL}, (codes, run.output())
         assert 20 in codes
+
+
+def test_a_rank_stopped_while_warming_is_the_only_one_that_is_killed(tmp_path):
+    parts = "policy.options={parts_ms=[1, 400, 1], horizon=4, action_dim=2}"
+    settings = (*placed(0, 1, 2), parts, "liveness.frozen_ms=1000")
+    with Ranks(tmp_path, *settings, world_size=3) as run:
+        run.wait_for_event("phase", phase="warming")
+        run.processes[2].send_signal(signal.SIGSTOP)
+        assert run.wait(10) == [20, 20, -signal.SIGKILL], run.output()
+        assert "rank 2 was stopped before it served" in run.exits()["0"]["reason"]
+        assert "left with 20 PEER_LOST: " in run.exits()["1"]["reason"]
 
 
 def test_a_chain_drains_when_it_is_asked_to(tmp_path):

@@ -513,6 +513,29 @@ def test_intake_decode_and_emit_do_not_wait_for_front_parts_on_split_threads(bui
     assert "the front thread" in named  # the watchdog sees it
 
 
+def test_what_goes_wrong_beside_front_parts_is_no_fault_of_theirs(build):
+    def act(call):
+        if call == 3:
+            source.broken = True
+            time.sleep(0.02)
+
+    class BrokenSource(SyntheticSource):
+        broken = False
+
+        def drain(self, now):
+            if self.broken:
+                raise OSError("the sockets are gone")
+            return super().drain(now)
+
+    with build("split", NewestValues()) as pipeline:
+        with_front(pipeline, act)
+        source = BrokenSource(pipeline.config, pipeline.intake.rows[0], seed=1, start_ns=now_ns())
+        pipeline.enter(source, Saturated(pipeline.intake.rows))
+        with pytest.raises(OSError, match="the sockets are gone"):
+            pipeline.rank0.run(10)
+        assert not [line for line in pipeline.lines() if line.get("name") == "fault"]
+
+
 def test_a_text_that_comes_while_front_parts_run_waits_for_them(build):
     def act(call):
         if call == 3:

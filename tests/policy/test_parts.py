@@ -12,13 +12,15 @@ import torch
 from pipeline_in_process import small_config
 
 from ppstream.config.schema import PlacementConfig
-from ppstream.core.errors import ConfigError
+from ppstream.core.errors import ConfigError, PolicyError
 from ppstream.core.specs import TensorSpec
 from ppstream.ingest.window import input_specs
-from ppstream.launch.device_ranks import policy_at
+from ppstream.launch.device_ranks import policy_at, stage_b_on_host_slots
+from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.policy.compatibility import build_parts, places_of
+from ppstream.policy.compiled import compile_counts, compiled
 from ppstream.policy.parts import Joined, PartSpecs, cut, load, part_times_of, specs_of
-from ppstream.policy.unwritten import UnwrittenError
+from ppstream.policy.unwritten import WHOLE_BYTES, UnwrittenError
 
 CPU = torch.device("cpu")
 OPTIONS = "policy.options={steps=8, dim=5, horizon=4, action_dim=2}"
@@ -99,11 +101,19 @@ def test_all_that_is_wrong_with_parts_is_said_at_once() -> None:
         assert text in found, (text, found)
 
 
+@pytest.mark.parametrize("name", ["", "eyes\n", "\x1b[2J", "x" * 65])
+def test_a_name_that_no_table_can_show_is_refused(name: str) -> None:
+    first, *others = specs_of(build_parts(CONFIG, CPU))
+    (problem,) = placed([msgspec.structs.replace(first, name=name), *others], (0, 1, 2))
+    assert "want 1 to 64 printable characters" in problem
+    assert problem.isprintable()
+
+
 def test_a_part_that_makes_its_weights_late_is_asked_to_and_others_are_not() -> None:
     parts: Any = build_parts(CONFIG, CPU)
-    load(parts[:1])
+    load(parts[:1], "m:build")
     assert not parts[1].loaded
-    load(parts)
+    load(parts, "m:build")
     assert parts[1].loaded
 
 
@@ -135,6 +145,130 @@ def test_what_one_part_leaves_unwritten_never_reaches_the_next() -> None:
     with pytest.raises(UnwrittenError, match="output 'kept': 6 of 6 words"):
         policy(there, out)
     policy({"present": torch.tensor([False, False])}, out)  # nobody is there: nothing is looked at
+
+
+class Told(Forgetful):
+    """A part that does as it is told."""
+
+    def __init__(self, name: str, inputs: Any, outputs: Any, work: Any, resets: Any = None) -> None:
+        super().__init__(name, inputs, outputs)
+        self._work, self.resets = work, resets
+
+    def reset(self, rows: torch.Tensor) -> None:
+        if self.resets is not None:
+            self.resets(rows)
+
+    def __call__(self, window: Any, out: Any) -> None:
+        self._work(window, out)
+
+
+def joined(*parts: Told) -> Joined:
+    """All at one place."""
+    (_, place) = cut(specs_of(parts), (1,) * len(parts), WINDOW)
+    return Joined(parts, place, 2, CPU, 7)
+
+
+SIZES = pytest.mark.parametrize("values", [3, WHOLE_BYTES // 4], ids=["small", "large"])
+ACTIONS = TensorSpec("actions", (4, 2))
+
+
+def last(kept: TensorSpec) -> Told:
+    return Told(
+        "last", (kept,), (ACTIONS,), lambda w, out: out["actions"].fill_(float(w["kept"].max()))
+    )
+
+
+@SIZES
+def test_what_a_thread_of_a_part_writes_late_reaches_no_later_part(values: int) -> None:
+    kept, held, calls = TensorSpec("kept", (values,)), [], []
+
+    def work(_window: Any, out: Any) -> None:
+        calls.append(len(calls))
+        out["kept"].fill_(len(calls))
+        if held:  # as a thread does that the first call has started
+            held[0].fill_(99.0)
+        if len(calls) == 1:
+            held.append(out["kept"])
+
+    policy = joined(Told("first", (), (kept,), work), last(kept))
+    out = {"actions": torch.zeros(2, 4, 2)}
+    there = {"present": torch.tensor([True, True])}
+    if values == 3:
+        policy(there, out)
+        assert out["actions"].eq(1).all()
+        policy(there, out)
+    else:  # no second memory
+        for _ in range(3):
+            with pytest.raises(UnwrittenError, match=r"'kept' is still referred to .* 128 KiB"):
+                policy(there, out)
+        held.clear()
+        policy(there, out)
+    assert out["actions"].eq(len(calls)).all()
+
+
+def test_a_part_that_changes_what_others_read_is_refused_by_name() -> None:
+    left, kept = TensorSpec("left", (3,)), TensorSpec("kept", (3,))
+    first = Told("first", (), (left, kept), lambda _w, out: [t.fill_(1.0) for t in out.values()])
+    second = Told("last", (left, kept), (ACTIONS,), lambda w, _out: w["kept"][0].neg_())
+    out = {"actions": torch.zeros(2, 4, 2)}
+    with pytest.raises(PolicyError, match="part 'last' changed its input kept in place"):
+        joined(first, second)({"present": torch.tensor([True, True])}, out)
+
+
+def test_a_part_may_write_beside_what_it_reads_in_the_memory_of_one_slot() -> None:
+    left, right = TensorSpec("left", (3,)), TensorSpec("right", (3,))
+    parts = (
+        Told("first", (), (left,), lambda _w, out: out["left"].fill_(1.0)),
+        Told("second", (left,), (right,), lambda w, out: out["right"].copy_(w["left"])),
+        Told("last", (left, right), (ACTIONS,), None),
+    )
+    place = cut(specs_of(parts), (1, 1, 2), WINDOW)[1]
+    slot = new_slots(SlotLayout(("index",), place.outputs, 2), 1)[0]
+    rows = torch.zeros(2, 4, dtype=torch.int64)
+    window = {"present": torch.tensor([True, True]), "rows": rows}
+    Joined(parts[:2], place, 2, CPU, 7)(window, slot.tensors)
+    assert slot.tensors["right"].eq(1).all()
+
+
+def test_what_a_part_does_to_the_mask_of_present_rows_hides_nothing_it_left_out() -> None:
+    kept = TensorSpec("kept", (3,))
+    present = TensorSpec("present", (), "bool")
+    liar = Told("first", (present,), (kept,), lambda w, _out: w["present"].numpy().fill(0))
+    with pytest.raises(UnwrittenError, match="output 'kept'"):
+        joined(liar, last(kept))(
+            {"present": torch.tensor([True, True])}, {"actions": torch.zeros(2, 4, 2)}
+        )
+
+
+def test_every_part_hears_which_rows_are_reset_whatever_another_one_does_to_the_mask() -> None:
+    kept, heard = TensorSpec("kept", (3,)), []
+    first = Told("first", (), (kept,), None, lambda rows: rows.logical_not_())
+    second = last(kept)
+    second.resets = lambda rows: heard.append(rows.tolist())
+    joined(first, second).reset(torch.tensor([True, False]))
+    assert heard == [[True, False]]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+def test_parts_of_a_place_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("launch.device_ranks", "policy.graphed"):
+        monkeypatch.setattr(f"ppstream.{module}.compiled", lambda part: compiled(part, "eager"))
+    kept = TensorSpec("kept", (3,))
+    parts: Any = [
+        Told("first", (), (kept,), lambda _w, out: out["kept"].fill_(1.0)),
+        Told("last", (kept,), (ACTIONS,), lambda w, out: out["actions"].copy_(w["kept"].sum())),
+    ]
+    config = small_config("policy.compile=true", "batch.rows=2")
+    place = cut(specs_of(parts), (1, 1), WINDOW)[1]
+    stage_b = stage_b_on_host_slots(policy_at(place, parts, config, CPU, "run"), config, CPU, "run")
+    layouts = (SlotLayout(("index",), specs, 2) for specs in (WINDOW, place.outputs))
+    envelope, result = (new_slots(layout, 1)[0] for layout in layouts)
+    envelope.tensors["present"].fill_(value=True)
+    before = compile_counts().graphs
+    for _ in range(2):
+        stage_b(0, envelope, result)
+    assert result.tensors["actions"].eq(6).all()
+    assert compile_counts().graphs == before + 2
 
 
 def test_a_policy_of_one_part_runs_as_it_is() -> None:

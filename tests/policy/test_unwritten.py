@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppstream.core.specs import TensorSpec
 from ppstream.links.slots import Slot, SlotLayout, new_slots
+from ppstream.pipeline.stage_b import StageB
 from ppstream.policy.unwritten import (
     FLOATS,
     SAMPLE_BYTES,
@@ -227,6 +228,50 @@ def test_what_a_thread_writes_later_reaches_neither_the_result_nor_the_next_call
     outputs.hand_over(HERE)
     kept[0].fill_(9.0)  # the call is over
     assert slot.tensors["second"].eq(0).all()
+
+
+def test_a_large_output_that_is_kept_fails_every_result_until_it_is_let_go() -> None:
+    slot, kept = slot_of("float32", LARGE), []
+    outputs = Outputs(slot, INTEGERS)
+
+    def write() -> None:
+        everything(outputs.given)
+        kept.append(outputs.given["second"].numpy())
+
+    for _ in range(2):
+        with pytest.raises(UnwrittenError, match=r"'second' is still referred to .*\.clone\(\)"):
+            outputs.prove(write, HERE)
+    kept.clear()
+    outputs.prove(lambda: everything(outputs.given), HERE)
+
+
+def test_an_exception_that_held_a_large_output_costs_one_result() -> None:
+    outputs = Outputs(slot_of("float32", LARGE), INTEGERS)
+
+    def fail() -> None:
+        second = outputs.given["second"]
+        error = ValueError(second)
+        error.__context__ = error  # a cycle, which frees itself only when garbage is collected
+        raise error
+
+    with pytest.raises(ValueError, match="tensor"):
+        outputs.prove(fail, HERE)
+    outputs.prove(lambda: everything(outputs.given), HERE)
+
+
+def test_what_a_policy_does_to_the_mask_of_present_rows_hides_nothing_it_left_out() -> None:
+    class Liar(Policy):
+        inputs = (TensorSpec("present", (), "bool"),)  # type: ignore[assignment]
+
+        def __call__(self, window: Any, out: Mapping[str, Tensor]) -> None:
+            window["present"].zero_()
+
+    specs = (*Liar.inputs, TensorSpec("rows", (4,), "int64"))
+    envelope = new_slots(SlotLayout(("index",), specs, 3), 1)[0]
+    envelope.tensors["present"].fill_(value=True)
+    stage_b = StageB(Liar(everything), 3, INTEGERS)
+    with pytest.raises(UnwrittenError, match="output 'first'"):
+        stage_b(0, envelope, slot_of("float32"))
 
 
 REBINDERS: list[Write] = [

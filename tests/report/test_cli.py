@@ -377,6 +377,17 @@ def test_the_first_fault_of_each_kind_is_shown_with_rank_place_and_count(tmp_pat
     assert "What failed" in page.read_text()
 
 
+def test_a_run_that_cannot_be_read_makes_no_page_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden = simulate()
+    golden.manifest["standalone"]["places_ns"] = [[1], 2]
+    page = tmp_path / "page.html"
+    assert main([str(golden.write(tmp_path / "run")), "--html", str(page)]) == 3
+    assert "places_ns: ns is [1], expected an integer" in capsys.readouterr().err
+    assert not page.exists()
+
+
 def test_service_tells_outages_holes_and_what_robots_say() -> None:
     golden = simulate(stages(t_in=40), phase="ready", pacing="sample")
     for line in golden.lines[200:]:

@@ -680,3 +680,29 @@ def test_a_client_may_be_closed_while_one_asks() -> None:
         with pytest.raises(PpstreamError, match="closed while it asked"):
             other.ask(BOTH, 60.0)
         closing.join(5)
+
+
+def test_chunks_that_stand_unread_when_a_client_closes_are_counted_and_reported() -> None:
+    gate = threading.Event()
+    with serving(make_config(), answers=True) as server:
+        client = make_client(server.sessions.endpoint, on_chunk=lambda _: gate.wait(10))
+        client.connect()
+        assert client.wait_ready(10)
+        for number in range(6):
+            client.push("joints", now_ns(), [1, 2, 3])
+            wait_until(lambda number=number: server.emitted > number)
+        is_closing = threading.Thread(target=client.close)
+        is_closing.start()
+        wait_until(lambda: client._is_closing)
+        time.sleep(0.05)  # what was emitted is there
+        gate.set()
+        is_closing.join(10)
+        found = client.statistics()
+        assert found.timeline.received == 1
+        assert found.dropped == {"closed": 5}
+
+        def told() -> list[tuple[int, int]]:
+            reports = [one for one in server.sessions.reports if isinstance(one, ChunkReport)]
+            return [(one.seq, one.executed) for one in reports]
+
+        wait_until(lambda: told() == [(seq, 0) for seq in range(6)])

@@ -27,6 +27,7 @@ class _Part:
         """Nothing is kept."""
 
     def refuse(self, values: Tensor) -> None:
+        assert not torch.is_grad_enabled()
         if self._fails and float(values[0, -1, 0]) > 1.5:
             raise ValueError(f"{self.name} refuses what is above 1.5")
 

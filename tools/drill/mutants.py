@@ -113,8 +113,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "outputs are filled before each call",
-        "ppstream/pipeline/stage_b.py",
-        "        outputs.fill()\n",
+        "ppstream/policy/unwritten.py",
+        "            self.fill()\n",
         "",
         "policy-writes-nothing-once",
     ),
