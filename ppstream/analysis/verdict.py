@@ -238,7 +238,7 @@ def _contradictions(evidence: Evidence, verdict: Verdict, reasons: Iterable[str]
 
 
 def _disagreements(run: RunLog) -> Iterator[str]:
-    """Yields where run.json's topology, which lines are read by, is not what was asked for."""
+    """Yields where the topology, by which lines are read, is not what its run was asked to be."""
     topology, cut = run.topology, run.manifest.get("cut")
     if topology.world_size == 1:
         return

@@ -279,7 +279,8 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
             facts,
         )
     )
-    peer.heart.send(RankHeart(token))
+    with suppress(PeerLostError):  # of a rank that refused this one the answer is still to be read
+        peer.heart.send(RankHeart(token))
     answer = peer.receive(round(limit_s * NS_PER_S))
     if isinstance(answer, RankRefused):
         raise HandshakeError("\n".join(answer.difference))

@@ -20,7 +20,14 @@ from ppstream.launch import handshake
 from ppstream.launch.handshake import compare_facts, configuration_facts
 from ppstream.observe.run_folder import Run
 from ppstream.wire.fields import WIRE_MAJOR
-from ppstream.wire.rank_messages import Drain, Heartbeat, RankHeart, RankHello, RankWelcome
+from ppstream.wire.rank_messages import (
+    Drain,
+    Heartbeat,
+    RankHeart,
+    RankHello,
+    RankRefused,
+    RankWelcome,
+)
 
 CONFIG = PipelineConfig(
     name="x",
@@ -65,6 +72,19 @@ def test_weights_are_compared_by_what_they_hold_wherever_they_lie(tmp_path):
     compare_facts(mine, with_weights(tmp_path, "theirs.safetensors", b"abc"), 1)
     with pytest.raises(HandshakeError, match=r"config\.policy\.weights: rank 0 has .*, rank 1 has"):
         compare_facts(mine, with_weights(tmp_path, "other.safetensors", b"abd"), 1)
+
+
+def test_why_a_rank_was_refused_is_read_though_the_other_one_has_left(monkeypatch):
+    (control, theirs), (heart, gone) = ([Peer(end) for end in socket.socketpair()] for _ in "ab")
+    gone.close()
+    theirs.send(RankRefused(("config.pipeline.d_in: rank 0 has 2, rank 1 has 3",)))
+    ends = iter((control, heart))
+    monkeypatch.setattr(handshake, "connect", lambda *_, **__: next(ends))
+    store = SimpleNamespace(get=lambda key, limit_s: "token", rank=1, generation=0)
+    with pytest.raises(HandshakeError, match="rank 0 has 2, rank 1 has 3"):
+        handshake.introduce(CONFIG, store)
+    for end in (control, heart, theirs):
+        end.close()
 
 
 def test_where_the_policy_rank_runs_and_on_what_is_kept(tmp_path):
