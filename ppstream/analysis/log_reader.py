@@ -45,7 +45,7 @@ def read_run(folder: Path) -> RunLog:
     Raises:
         LogError: a file is not readable, not in this format, or broken before its last line.
     """
-    manifest = _object(_text(folder / MANIFEST), f"{folder / MANIFEST}")
+    manifest = read_manifest(folder)
     files = log_files(folder)
     ranks = {name.rank for name in files.values()}
     missing = tuple(rank for rank in range(ranks_of(manifest)) if rank not in ranks)
@@ -54,6 +54,15 @@ def read_run(folder: Path) -> RunLog:
         manifest, read_lines(files, torn), missing_ranks=missing, exits=_exits(folder / EXITS)
     )
     return replace(run, torn_lines=len(torn))
+
+
+def read_manifest(folder: Path) -> Json:
+    """Read one run's ``run.json``.
+
+    Raises:
+        LogError: it cannot be read, or is no JSON object.
+    """
+    return _object(_text(folder / MANIFEST), f"{folder / MANIFEST}")
 
 
 class LogFile(NamedTuple):

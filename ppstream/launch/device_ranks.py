@@ -253,8 +253,7 @@ def open_policy_rank(
             policy raises on its first slots passes through.
     """
     set_switch_interval(DEVICE_SWITCH_INTERVAL_S)
-    rank = position.place
-    device = torch.device(placement.ranks[rank].device)
+    device = torch.device(placement.ranks[position.place].device)
     link = _open_link(config, placement, position, store, shape, device, log)
     policy = prepared.policy
     parts = PolicyDevice(
@@ -268,8 +267,7 @@ def open_policy_rank(
         stream=torch_stream("b"),
         shape=shape,
         nodes=prepared.nodes,
-        rank=rank,
-        relays=position.places > 1,
+        position=position,
         parts_ns=prepared.parts_ns,
     )
     loop = DevicePolicyRank(parts)

@@ -50,14 +50,15 @@ def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float
     """
     there, back = (shape.envelope, shape.envelope_slots), (shape.result, shape.result_slots)
     out_order, in_order = orders_of(ends, shape.generation)
-    if ends.position.place == 0:
+    place, places = ends.position
+    if ends.position.is_front:
         leads_out = _group(ends.behind, store, 0, SENDER, timeout_s)
-        leads_in = _group(ends.before, store, ends.position.places, RECEIVER, timeout_s)
+        leads_in = _group(ends.before, store, places, RECEIVER, timeout_s)
         out = GlooOut(leads_out, RECEIVER, *there, out_order)
         into = GlooIn(leads_in, SENDER, *back, in_order, out)
     else:
-        leads_in = _group(ends.before, store, ends.position.place - 1, RECEIVER, timeout_s)
-        leads_out = _group(ends.behind, store, ends.position.place, SENDER, timeout_s)
+        leads_in = _group(ends.before, store, place - 1, RECEIVER, timeout_s)
+        leads_out = _group(ends.behind, store, place, SENDER, timeout_s)
         out = GlooOut(leads_out, RECEIVER, *back, out_order)
         into = GlooIn(leads_in, SENDER, *there, in_order, out)
 

@@ -158,7 +158,7 @@ def open_host(ends: Neighbours, shape: LinkShape, timeout_s: float) -> Hops:
         ConfigError: the slots do not fit into memory.
         ProtocolError: the other end's slots are of another size.
     """
-    is_front, limit_ns = ends.position.place == 0, round(timeout_s * NS_PER_S)
+    is_front, limit_ns = ends.position.is_front, round(timeout_s * NS_PER_S)
     there, back = (shape.envelope, shape.envelope_slots), (shape.result, shape.result_slots)
     mine, theirs = (there, back) if is_front else (back, there)  # out, into
     fds: list[int] = []

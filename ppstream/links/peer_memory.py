@@ -107,9 +107,8 @@ class PeerLink(CountedLink):
         )
         slots = device_slots(mine.tensor(device)[COUNTER_BYTES:], into, count)
         most = put_bytes
-        if most is None:  # a kernel sends a header that the host knows: no policy's rank of a chain
-            relays = position.places > 1 and not position.is_front
-            most = 0 if relays else put_limit(shape.d_in, out.slot_bytes)
+        if most is None:  # a kernel sends a header that the host knows
+            most = 0 if position.relays else put_limit(shape.d_in, out.slot_bytes)
         make_puts = partial(Puts, device) if out.slot_bytes <= most else None
         make_waits = partial(Waits, device) if spins else None
         super().__init__(out, shape, device, slots, places, make_puts, make_waits)

@@ -44,6 +44,11 @@ class Position(NamedTuple):
         return self.place == 0
 
     @property
+    def relays(self) -> bool:
+        """True on a policy rank of several: what it sends carries names that its host knows not."""
+        return self.places > 1 and not self.is_front
+
+    @property
     def behind(self) -> int:
         """The place that this rank's hop leads to."""
         return (self.place + 1) % (self.places + 1)

@@ -7,7 +7,6 @@ RUN``.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from ppstream.analysis.log_reader import log_files, read_lines
+from ppstream.analysis.log_reader import MANIFEST, log_files, read_lines, read_manifest
 from ppstream.core.errors import LogError
 from ppstream.core.quantiles import quantiles
 
@@ -89,9 +88,10 @@ def _b_ns(lines: Sequence[Mapping[str, Any]]) -> list[int]:
 
 def _front_parts(directory: Path) -> frozenset[str]:
     """Names of the policy's parts on rank 0, whose blocks lie in A."""
-    about = directory / "run.json"
-    manifest = json.loads(about.read_text()) if about.exists() else {}
-    ranks = manifest.get("topology", {}).get("ranks", [])
+    if not (directory / MANIFEST).exists():
+        return frozenset()
+    topology: Any = read_manifest(directory).get("topology", {})
+    ranks = topology.get("ranks", [])
     return frozenset(ranks[0].get("parts", [])) if ranks else frozenset()
 
 

@@ -184,8 +184,8 @@ class RobotLink:
         here = threading.current_thread()
         if here is self._guest:  # in its callback: nobody else works
             self._guest_left.set()
-        elif here is not self._thread and self._reading.acquire(timeout=JOIN_S):  # no guest works
-            self._reading.release()
+        elif self._guest and here is not self._thread and self._reading.acquire(timeout=JOIN_S):
+            self._reading.release()  # the guest has left
         if self._thread is not here:
             self._thread.join(JOIN_S)
         if self.failure is None:

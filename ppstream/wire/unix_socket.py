@@ -17,6 +17,7 @@ import socket
 import stat
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -47,7 +48,7 @@ CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid: struct ucred of SO_P
 BLOCK_BYTES: Final = 512  # of st_blocks
 
 
-class _UnixSocket:
+class _UnixSocket(ABC):
     """The part that both sides share: sending from any thread, and taking one packet."""
 
     def __init__(self, endpoint: str, frame_bytes_max: int) -> None:
@@ -76,8 +77,9 @@ class _UnixSocket:
         except OSError:  # neither memory nor a descriptor is left
             return False
 
+    @abstractmethod
     def _connection(self, peer: bytes) -> socket.socket | None:
-        raise NotImplementedError
+        """Returns what leads to ``peer``; None: nobody is there. The lock is held."""
 
     def _send(self, peer: bytes, body: bytes, tail: memoryview, fd: int | None = None) -> int:
         """Send one packet; returns the error's number, 0 for none."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks
+from recorded_runs import played
 from recording_files import made_recording
 from robot_rig import wait_until
 
@@ -54,19 +55,9 @@ def actions_of(
     root: Path, recording: Path, *settings: str, ranks: int
 ) -> tuple[dict[str, np.ndarray], list[str | None]]:
     """Actions by name, and why each envelope of the recording gave none."""
-    out = root / "actions.npz"
-    played = (
-        f"service.recording={recording}",
-        f"service.actions_file={out}",
-        "pipeline.windows=scheduled",
-    )
     options = f"policy.options={{{SHAPE}}}"
-    asked = (*PARTS, SERVED, options, *played, *settings)
-    with Ranks(root, *asked, world_size=ranks, module="ungated") as run:
-        assert run.wait(LIMIT_S) == [0] * ranks, run.output()
-        drops = [line.get("drop") for line in run.envelopes("ready")]
-    with np.load(out) as arrays:
-        return dict(arrays), drops
+    asked = (*PARTS, SERVED, options, "pipeline.windows=scheduled", *settings)
+    return played(root, recording, *asked, ranks=ranks, limit_s=LIMIT_S, module="ungated")
 
 
 @pytest.fixture(scope="module")

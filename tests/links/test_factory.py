@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ranks import free_port
 
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
@@ -175,8 +176,7 @@ class EchoRank:
     """A front link in this process, and the echoing policy rank in a real second one."""
 
     def __init__(self, kind: str, size: int, envelopes: int, stack: ExitStack) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         store = join_store(environment | {"RANK": "0"})
         listener = Listener(store)
@@ -534,8 +534,7 @@ def test_an_absent_peer_ends_the_opening_within_its_limit(kind: str) -> None:
 
 
 def test_ranks_of_one_generation_share_the_store() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     base = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     front = join_store(base | {"RANK": "0"})
     back = join_store(base | {"RANK": "1"})

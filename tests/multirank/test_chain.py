@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from policy_in_parts import CALL
 from ranks import Ranks
+from recorded_runs import played
 from recording_files import made_recording
 from robot_rig import wait_until
 
@@ -44,14 +45,8 @@ def actions_of(
     root: Path, recording: Path, *settings: str, ranks: int, fails: str = ""
 ) -> tuple[dict[str, np.ndarray], list[str | None]]:
     """Actions by name, and why each envelope of the recording gave none."""
-    out = root / "actions.npz"
     options = f'policy.options={{{SHAPE}, fails="{fails}"}}'
-    files = (f"service.recording={recording}", f"service.actions_file={out}")
-    with Ranks(root, *PARTS, options, *files, *settings, world_size=ranks) as run:
-        assert run.wait() == [0] * ranks, run.output()
-        drops = [line.get("drop") for line in run.envelopes("ready")]
-    with np.load(out) as arrays:
-        return dict(arrays), drops
+    return played(root, recording, *PARTS, options, *settings, ranks=ranks)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import CONFIG, Ranks
+from recorded_runs import played
 from recording_files import made_recording
 
 from ppstream.recording.load import load_recording
@@ -21,13 +22,7 @@ ECHO = (
 
 
 def actions_of(root: Path, recording: Path, *overrides: str, world_size: int = 2) -> dict:
-    root.mkdir()
-    out = root / "actions.npz"
-    settings = (f"service.recording={recording}", f"service.actions_file={out}", *overrides)
-    with Ranks(root, *ECHO, *settings, world_size=world_size) as ranks:
-        assert ranks.wait() == [0] * world_size, ranks.output()
-    with np.load(out) as arrays:
-        return dict(arrays)
+    return played(root, recording, *ECHO, *overrides, ranks=world_size)[0]
 
 
 def assert_identical(one: dict, other: dict) -> None:
@@ -83,13 +78,8 @@ def test_recorded_1_khz_arm_gives_the_twin_s_actions_bit_for_bit(tmp_path):
 def actions_of_file(
     root: Path, config: Path, recording: Path, options: str, *, world_size: int
 ) -> dict:
-    root.mkdir()
-    out = root / "actions.npz"
-    settings = (f"service.recording={recording}", f"service.actions_file={out}", options)
-    with Ranks(root, *ECHO, *settings, world_size=world_size, config=config) as ranks:
-        assert ranks.wait(80) == [0] * world_size, ranks.output()
-    with np.load(out) as arrays:
-        return dict(arrays)
+    asked = (*ECHO, options)
+    return played(root, recording, *asked, ranks=world_size, limit_s=80, config=config)[0]
 
 
 def test_bring_up_on_a_recording_repeats_it(tmp_path):

@@ -42,7 +42,7 @@ from ppstream.links import device_counters
 from ppstream.links.device_counters import CountedLink
 from ppstream.links.device_link import Headers, device_slots, most_queued, run_ahead
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
-from ppstream.links.slots import LinkShape, SlotLayout
+from ppstream.links.slots import LinkShape, Position, SlotLayout
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
@@ -352,8 +352,7 @@ class DevicePipeline:
             "stream": None,
             "shape": shape,
             "nodes": self._nodes,
-            "rank": rank,
-            "relays": len(self.policies) > 1,
+            "position": Position(rank, len(self.policies)),
         }
         return PolicyRankThread(link, policy, kernels, parts, self._stack)
 

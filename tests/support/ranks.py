@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import pytest
 from forked_process import ForkedProcess
+from real_runs import free_port as free_port
 
 CONFIG = Path(__file__).with_name("small.toml")
 END_LIMIT_S = 40
@@ -25,16 +23,6 @@ SERIAL: Final = ("pipeline.d_in=1", "simulate.a_ms=5", "simulate.c_ms=0", "polic
 #: Whoever does may be refused on a busy machine, rightly: so again.
 JUDGED_AGAIN = pytest.mark.flaky(reruns=2, reruns_delay=10, only_rerun=["LOW_OVERLAP", "CONTENDED"])
 RANK_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def free_port() -> int:
-    """A port below those that the kernel gives to connections: none takes it before it is bound."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(lowest // 2, lowest)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def environment_without_ranks() -> dict[str, str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from ranks import Ranks
+from ranks import END_LIMIT_S, Ranks
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
@@ -36,6 +36,27 @@ def arm_recording(folder: Path) -> Path:
         arrays[f"{name}.values"] = rng.normal(size=(SAMPLES, 7)).astype(np.float32)
     np.savez(folder / "arm.npz", **arrays)
     return folder / "arm.npz"
+
+
+def played(
+    root: Path,
+    recording: Path,
+    *settings: str,
+    ranks: int = 2,
+    limit_s: float = END_LIMIT_S,
+    **options: Any,
+) -> tuple[dict[str, np.ndarray[Any, Any]], list[str | None]]:
+    """Serves a recording: its actions by name, and why each envelope gave none.
+
+    ``options`` are those of ``Ranks``.
+    """
+    out = root / "actions.npz"
+    files = (f"service.recording={recording}", f"service.actions_file={out}")
+    with Ranks(root, *files, *settings, world_size=ranks, **options) as run:
+        assert run.wait(limit_s) == [0] * ranks, run.output()
+        drops = [line.get("drop") for line in run.envelopes("ready")]
+    with np.load(out) as arrays:
+        return dict(arrays), drops
 
 
 class Depth(NamedTuple):

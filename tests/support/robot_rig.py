@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from ppstream.config.rules import problems
 from ppstream.config.schema import (
     ActionConfig,
     BatchConfig,
@@ -55,6 +57,14 @@ def make_config(endpoint: str | None = None, *, rows: int = 1) -> PipelineConfig
         batch=BatchConfig(rows=rows),
         service=ServiceConfig(endpoint=endpoint or default_endpoint),
     )
+
+
+def service_problems(endpoint: str, **fields: object) -> list[str]:
+    """What is wrong with the service of a configuration with these fields."""
+    config = make_config(endpoint)
+    service = msgspec.structs.replace(config.service, **fields)
+    lines = problems(msgspec.structs.replace(config, service=service))
+    return [line for line in lines if line.startswith("service.")]
 
 
 def make_rows(config: PipelineConfig, ring_samples: int = 1024) -> list[RowInput]:

@@ -19,9 +19,8 @@ import pytest
 from fuzz.frames import fuzz_packets
 from hypothesis import given
 from hypothesis import strategies as st
-from robot_rig import make_client, make_config, serving, wait_until
+from robot_rig import make_client, make_config, service_problems, serving, wait_until
 
-from ppstream.config.rules import problems
 from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.wire import unix_socket
@@ -194,10 +193,7 @@ def test_keys_are_of_tcp_alone(tmp_path: Path) -> None:
 def test_a_configuration_that_guards_the_other_kind_is_refused(
     endpoint: str, fields: dict[str, object], problem: str | None
 ) -> None:
-    config = make_config(endpoint)
-    service = msgspec.structs.replace(config.service, **fields)
-    lines = problems(msgspec.structs.replace(config, service=service))
-    found = [line for line in lines if line.startswith("service.")]
+    found = service_problems(endpoint, **fields)
     assert [problem in line for line in found] == ([] if problem is None else [True])
 
 

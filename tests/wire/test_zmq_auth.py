@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 from fuzz.frames import HUGE, fuzz_connections, handshake
-from robot_rig import ANY_PORT, make_client, make_config, serving, wait_until
+from robot_rig import ANY_PORT, make_client, make_config, service_problems, serving, wait_until
 from zmq.auth.thread import ThreadAuthenticator
 
 from ppstream.config.rules import problems
@@ -286,10 +286,7 @@ def test_a_robot_client_with_keys_is_served_on_a_network_address(tmp_path: Path)
 def test_a_configuration_without_its_keys_is_refused(
     endpoint: str, fields: dict[str, str], problem: str | None
 ) -> None:
-    config = make_config(endpoint)
-    service = msgspec.structs.replace(config.service, **fields)
-    lines = problems(msgspec.structs.replace(config, service=service))
-    found = [line for line in lines if line.startswith("service.")]
+    found = service_problems(endpoint, **fields)
     assert [problem in line for line in found] == ([] if problem is None else [True])
 
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 import numpy as np
 import torch
 from claimed_numbers import Claim, ratio, write_audited
+from real_runs import free_port
 
 from ppstream.control.launcher_store import join_store
 from ppstream.control.peer import Peer
@@ -144,8 +145,7 @@ class Other:
 
 def measure(other: Other, kind: str, size: int, count: int) -> tuple[list[int], int]:
     """One-way durations of ``2 * count`` messages and the CPU time both processes took, in ns."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     other.begin(kind, size, count, port)
     end = open_end(kind, size, other.bare, port, front=True)
     durations: list[int] = []

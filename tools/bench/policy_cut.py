@@ -156,9 +156,12 @@ def measure(name: str, gpus: int, served_s: float, paced_hz: float | None) -> Fo
 def print_found(one: Found, whole_ms: float) -> None:
     places = " | ".join(f"{ms:.2f}" for ms in one.places_ms) or "whole"
     s = "NA" if one.s is None else f"{one.s:.3f}"
+    gain = f"{whole_ms / one.period_ms:.2f} x one GPU"
+    if one.places_ms:
+        gain += f", {sum(one.places_ms) / one.period_ms:.2f} x the parts in turn"
     print(
         f"{one.name} on {one.gpus}: places {places} ms; period {one.period_ms:.2f} ms "
-        f"({whole_ms / one.period_ms:.2f} x), S {s}, {one.verdict} {' '.join(one.bad_audits)}; "
+        f"({gain}), S {s}, {one.verdict} {' '.join(one.bad_audits)}; "
         f"at the robot {one.hz:.1f} chunks/s, age p50 {one.age_ms:.1f} ms; paced "
         f"{one.paced_hz:.1f}/s, age p50 {one.paced_age_ms:.2f} ms",
         flush=True,

@@ -33,7 +33,7 @@ from ppstream.cuda.driver import CudaEvent
 from ppstream.cuda.streams import stream
 from ppstream.links.device_link import most_queued
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, ResultStatus
-from ppstream.links.slots import GENERATION, INDEX
+from ppstream.links.slots import BACK, GENERATION, INDEX, Position
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.device.event_times import PolicyTimes, book_policy
 from ppstream.pipeline.device.policy_rank_queue import SlotPlan, places, sends_from_b
@@ -75,8 +75,7 @@ class PolicyDevice(NamedTuple):
     stream: torch.cuda.Stream  # stage B's, torch's current one
     shape: LinkShape
     nodes: int | None = None  # kernels, copies and memsets of a stage B, where they are known
-    rank: int = 1
-    relays: bool = False  # results carry the names and faults of their envelopes (a chain's do)
+    position: Position = BACK
     parts_ns: Mapping[str, int] = MappingProxyType({})  # of each part, alone
 
 
@@ -87,7 +86,7 @@ class DevicePolicyRank(PolicyRank):
 
     def __init__(self, parts: PolicyDevice) -> None:
         config = parts.config
-        super().__init__(config, parts.stage_b, parts.peer, parts.log, parts.rank)
+        super().__init__(config, parts.stage_b, parts.peer, parts.log, parts.position.place)
         self.link = parts.link
         self._parts = parts
         self._stream = stream("b")
@@ -95,7 +94,7 @@ class DevicePolicyRank(PolicyRank):
         self._d_in = config.pipeline.d_in
         self._ahead = parts.shape.ahead  # of its envelopes; 0: stage B waits for none
         self._most_queued = most_queued(parts.shape)
-        self._places = places(self.link, self._stream, self._d_in, relays=parts.relays)
+        self._places = places(self.link, self._stream, self._d_in, relays=parts.position.relays)
         self._sends_on = self._stream if sends_from_b(self.link, self._d_in) else None
         self._announced = 0  # envelopes that rank 0 rang for, where stage B is not queued ahead
         self._expected = 0  # receipts queued

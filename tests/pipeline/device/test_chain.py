@@ -77,6 +77,22 @@ def booked(pipeline: DevicePipeline) -> None:
     wait_until(lambda: all(rank.loop.progress >= RUN for rank in pipeline.ranks))
 
 
+def told_of_faults(
+    pipeline: DevicePipeline,
+) -> tuple[dict[int, str], list[dict[str, Any]], list[set[int]]]:
+    """Drops by envelope, faults as logged, and the envelopes that each policy rank dropped."""
+    booked(pipeline)
+    ranks = range(1, len(pipeline.ranks) + 1)
+    return (
+        {line["seq"]: line["drop"] for line in pipeline.envelopes() if line.get("drop")},
+        [line for line in pipeline.lines() if line.get("name") == "fault"],
+        [
+            {line["seq"] for line in pipeline.lines(rank) if line.get("drop") == "policy_error"}
+            for rank in ranks
+        ],
+    )
+
+
 @pytest.mark.parametrize("front", [False, True])
 @pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("puts", [False, True])  # rank 0's send may be a kernel: it knows the names
@@ -114,13 +130,7 @@ def test_a_fault_at_any_place_drops_its_envelope_and_no_other(
         pipeline.ranks[at].queued.refuse = {20}
         pipeline.saturate()
         pipeline.rank0.run(RUN)
-        booked(pipeline)
-        dropped = {line["seq"]: line["drop"] for line in pipeline.envelopes() if line.get("drop")}
-        faults = [line for line in pipeline.lines() if line.get("name") == "fault"]
-        lines = [
-            {line["seq"] for line in pipeline.lines(rank) if line.get("drop") == "policy_error"}
-            for rank in range(1, CHAIN + 1)
-        ]
+        dropped, faults, lines = told_of_faults(pipeline)
     assert dropped == {20: "policy_error"}
     assert [(line["rank"], line["index"]) for line in faults] == [(at + 1, 20)]
     assert lines == [set()] * at + [{20}] * (CHAIN - at)  # whoever is behind ran on what was there
@@ -135,13 +145,7 @@ def test_a_fault_of_a_part_on_rank_0_drops_its_envelope_and_no_other(
         pipeline.front_stage.refuse = {20}
         pipeline.saturate()
         pipeline.rank0.run(RUN)
-        booked(pipeline)
-        dropped = {line["seq"]: line["drop"] for line in pipeline.envelopes() if line.get("drop")}
-        faults = [line for line in pipeline.lines() if line.get("name") == "fault"]
-        lines = [
-            {line["seq"] for line in pipeline.lines(rank) if line.get("drop") == "policy_error"}
-            for rank in range(1, policy_ranks + 1)
-        ]
+        dropped, faults, lines = told_of_faults(pipeline)
     assert dropped == {20: "policy_error"}
     assert [(line["rank"], line["seq"]) for line in faults] == [(0, 20)]
     assert lines == [{20}] * policy_ranks
