@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from ppstream.analysis.period_model import StageTimes
 from ppstream.analysis.places import StageB, lines_of
-from ppstream.analysis.records import Envelope, IsolatedTimes, RunLog, Topology
+from ppstream.analysis.records import Envelope, IsolatedTimes, PolicyLine, RunLog, Topology
 from ppstream.analysis.scores import Primary, mean_times, resource_names
 from ppstream.analysis.segments import ALONE, BRING_UP, JudgedSpan
 from ppstream.core.cpus import Machine
@@ -183,25 +183,29 @@ def _parts(lines: Sequence[Envelope], topology: Topology, ran: StageTimes) -> _P
     """Of these lines; None where the CPU time of a stage is not known."""
     n = sum(e.is_emitted for e in lines)
     places = [lines_of(lines, k) for k in topology.ranks]
-    known = [e.cpu_a_ns for e in lines] + [line.cpu_b_ns for mine in places for line in mine]
-    if not n or not all(places) or None in known or len(places) != len(ran.places):
+    cpus_b = [_mean(mine, "cpu_b_ns") for mine in places]
+    cpu_a = _mean(lines, "cpu_a_ns")
+    known = [ns for ns in cpus_b if ns is not None]
+    if not n or cpu_a is None or len(known) != len(ran.places) or len(cpus_b) != len(known):
         return None
     whole = mean_times(lines, n, StageB(lines, topology))
-    cpu_a, cpu_c, late_a, late_c = (
-        sum(getattr(e, name) or 0 for e in lines) / n
-        for name in ("cpu_a_ns", "cpu_c_ns", "delay_a_ns", "delay_c_ns")
+    # those that were emitted pay for all
+    share_a, share_c = len(lines) / n, sum(e.tDecode is not None for e in lines) / n
+    cpu_c, late_a, late_c = (
+        (_mean(lines, name) or 0) for name in ("cpu_c_ns", "delay_a_ns", "delay_c_ns")
     )
-    cpu_b, late_b = (
-        [
-            sum(getattr(line, name) or 0 for line in mine) / (topology.replicas * len(mine))
-            for mine in places
-        ]
-        for name in ("cpu_b_ns", "delay_b_ns")
-    )
-    cpu = _each(min, whole, StageTimes.of_chain(cpu_a, cpu_b, cpu_c))
+    cpu_b = [ns / topology.replicas for ns in known]
+    late_b = [(_mean(mine, "delay_b_ns") or 0) / topology.replicas for mine in places]
+    cpu = _each(min, whole, StageTimes.of_chain(share_a * cpu_a, cpu_b, share_c * cpu_c))
     most = _each(sub, whole, cpu)
-    delay = _each(min, most, StageTimes.of_chain(late_a, late_b, late_c))
+    delay = _each(min, most, StageTimes.of_chain(share_a * late_a, late_b, share_c * late_c))
     return _Parts(cpu, delay, _each(sub, most, delay))
+
+
+def _mean(lines: Sequence[Envelope | PolicyLine], name: str) -> float | None:
+    """Of the lines that tell: what a short stage costs is not measured each time."""
+    known = [ns for line in lines if (ns := getattr(line, name)) is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _resources(times: StageTimes, topology: Topology) -> tuple[float, ...]:

@@ -31,6 +31,9 @@ CARRIER: Final = LENGTH.pack(0)
 class FrameSender:
     """Sends over ``sock``, which stays the caller's; a lock keeps frames of two threads apart.
 
+    Attributes:
+        frames_sent: frames that the kernel has whole.
+
     Args:
         sock: a connected stream socket with time-out 0.
         name: how errors call the other side.
@@ -45,6 +48,7 @@ class FrameSender:
         self._outgoing = bytearray(CARRIER)
         self._rest = b""  # of a frame that was offered: it goes first
         self._broken: PeerLostError | None = None
+        self.frames_sent = 0
 
     def send(
         self, frame: rank_messages.Control, is_alive: Callable[[], bool] = lambda: False
@@ -65,7 +69,9 @@ class FrameSender:
             sent = 0 if self._rest else self._send_some(data)
             if sent < len(data):
                 self._send_rest(memoryview(self._rest + bytes(data))[sent:], is_alive)
+                self.frames_sent += bool(self._rest)
                 self._rest = b""
+            self.frames_sent += 1
         finally:
             self._lock.release()
 
@@ -80,11 +86,13 @@ class FrameSender:
         try:
             if self._rest:
                 self._rest = self._rest[self._send_some(self._rest) :]
+                self.frames_sent += not self._rest
             if self._rest:
                 return False
             data = self._encoded(frame)
             sent = self._send_some(data)
             self._rest = bytes(data[sent:]) if sent else b""
+            self.frames_sent += sent == len(data)
             return sent > 0
         finally:
             self._lock.release()

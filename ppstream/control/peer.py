@@ -54,6 +54,7 @@ class Peer:
             the peer made progress that no frame tells of, the heartbeat when the heart beat.
         peer_progress: progress of the last heartbeat.
         bytes_read: bytes taken from the socket so far.
+        frames_heard: frames taken from it so far, those that carry descriptors not among them.
         lost_ns: when the peer's end was first noticed; None while it lives.
         heart: the same rank at the end of its second socket, which only heartbeats and a goodbye
             go through; set while ranks meet. It belongs to the heartbeat, and closes with this one.
@@ -81,7 +82,7 @@ class Peer:
         self.inbox: deque[rank_messages.Control] = deque()
         self.last_heard_ns = clock()
         self.peer_progress = 0
-        self.bytes_read = 0
+        self.bytes_read = self.frames_heard = 0
         self.lost_ns: int | None = None
         self.heart: Peer | None = None
         self.listen: Callable[[], None] | None = None
@@ -105,6 +106,11 @@ class Peer:
         if self._socket.family == socket.AF_UNIX:
             return None
         return str(self._socket.getsockname()[0])
+
+    @property
+    def frames_sent(self) -> int:
+        """Frames that the other rank will hear, as it counts them in ``frames_heard``."""
+        return self._sender.frames_sent
 
     @property
     def goodbye(self) -> rank_messages.Goodbye | None:
@@ -336,6 +342,7 @@ class Peer:
         if not data and self._carriers:
             self._carriers -= 1
             return
+        self.frames_heard += 1
         try:
             frame = rank_messages.control.decode(data)
         except DECODE_ERRORS as error:

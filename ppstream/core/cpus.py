@@ -13,8 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from ppstream.core.clock import thread_cpu_ns
+
 SCHEDSTAT: Final = "/proc/thread-self/schedstat"
 SCHEDSTAT_BYTES: Final = 64
+SHORT_NS: Final = 100_000  # of a stage: what it costs is asked for now and then
+ONE_OF: Final = 4
 IDLE: Final = 3  # of the fields of /proc/stat, as the next
 IO_WAIT: Final = 4
 STEAL: Final = 7  # what a hypervisor took
@@ -208,8 +212,8 @@ class RunDelay:
 
     def __init__(self) -> None:
         self._fd = -1
-        self._seen_ns = 0
-        self._entered_ns: int | None = None
+        self._newest_ns: int | None = None
+        self._taken_ns = 0
 
     def begin(self) -> None:
         """The calling thread is the one from now on, and starts at 0."""
@@ -219,28 +223,53 @@ class RunDelay:
             self._fd = os.open(SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             self._fd = -1
-        self.take_ns()
+        self._taken_ns = self.read_ns() or 0
+
+    def read_ns(self) -> int | None:
+        """The thread's total as of now, by a system call; None where the kernel counts none."""
+        if self._fd >= 0:
+            self._newest_ns = int(os.pread(self._fd, SCHEDSTAT_BYTES, 0).split()[1])
+        return self._newest_ns
 
     def take_ns(self) -> int | None:
-        """The time since this was last asked; None where the kernel does not count it."""
-        now_ns = self._read_ns()
-        if now_ns is None:
+        """The time since this was last asked, up to the newest ``read_ns``."""
+        if self._newest_ns is None:
             return None
-        taken_ns, self._seen_ns = now_ns - self._seen_ns, now_ns
+        taken_ns, self._taken_ns = self._newest_ns - self._taken_ns, self._newest_ns
         return taken_ns
 
+
+class StageCost:
+    """CPU time of one stage of a thread, and time in it that the thread had no CPU.
+
+    Asking takes four system calls, as much as a short stage: of one that usually takes less than
+    ``SHORT_NS`` they are asked for one envelope of ``ONE_OF``, and None is told of the others.
+
+    Attributes:
+        cpu_ns: of the newest stage; None: not asked, as the next.
+        delay_ns: also None where the kernel counts none.
+    """
+
+    def __init__(self, delay: RunDelay) -> None:
+        self.cpu_ns: int | None = None
+        self.delay_ns: int | None = None
+        self._delay = delay
+        self._usual_ns = 2 * SHORT_NS
+        self._passed = 0
+        self._entered: tuple[int, int | None] | None = None
+
     def enter(self) -> None:
-        """A stage begins."""
-        self._entered_ns = self._read_ns()
+        """The stage begins."""
+        self._passed += 1
+        if self._usual_ns >= SHORT_NS or self._passed % ONE_OF == 0:
+            self._entered = thread_cpu_ns(), self._delay.read_ns()
 
-    def leave(self) -> int | None:
-        """It ends; returns the time since it began, which ``take_ns`` will tell as well."""
-        now_ns = self._read_ns()
-        if now_ns is None or self._entered_ns is None:
-            return None
-        return now_ns - self._entered_ns
-
-    def _read_ns(self) -> int | None:
-        if self._fd < 0:
-            return None
-        return int(os.pread(self._fd, SCHEDSTAT_BYTES, 0).split()[1])
+    def leave(self, took_ns: int) -> None:
+        """It has ended, so long after it began."""
+        self._usual_ns += (took_ns - self._usual_ns) >> 3
+        self.cpu_ns = self.delay_ns = None
+        if self._entered is not None:
+            (cpu_ns, before_ns), self._entered = self._entered, None
+            self.cpu_ns = thread_cpu_ns() - cpu_ns
+            if (after_ns := self._delay.read_ns()) is not None and before_ns is not None:
+                self.delay_ns = after_ns - before_ns

@@ -11,13 +11,28 @@ import os
 import select
 import threading
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 
 #: select(2) cannot name higher descriptors; poll(2) can, but ends a wait up to 1 ms late
 #: (measured medians: poll +0.2 to +1.0 ms, select +0.1 ms at any time-out).
 FD_SETSIZE: Final = 1024
+
+
+class Bell(Protocol):
+    """A sender in another process, which makes a descriptor readable only for a sleeper."""
+
+    def fileno(self) -> int: ...
+
+    def sleep(self) -> bool:
+        """Ask to be woken; returns False when there is something already."""
+
+    def wake(self) -> None:
+        """No longer asleep."""
+
+    def clear(self) -> None:
+        """Make the descriptor unreadable again."""
 
 
 class Waiter:
@@ -32,7 +47,10 @@ class Waiter:
         self._lock = threading.RLock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
+        self._asleep = False  # only then a wake is a system call
+        self._wake_due = False
         self.woken = False
+        self._bells: list[Bell] = []
         self._fds: list[int] = []
         self._poll = select.poll()
         self.register(self._wake_fd)
@@ -44,6 +62,11 @@ class Waiter:
         self._fds.append(fd)
         self._poll.register(fd, select.POLLIN)
         self._may_select = max(self._fds) < FD_SETSIZE
+
+    def register_bell(self, bell: Bell) -> None:
+        """Watch ``bell`` and its descriptor; the caller keeps it open."""
+        self.register(bell.fileno())
+        self._bells.append(bell)
 
     def unregister(self, fd: int) -> None:
         """Stop watching ``fd``; to be called before it is closed."""
@@ -61,23 +84,32 @@ class Waiter:
             timeout_ns: None waits without limit; zero or less only looks.
 
         Returns:
-            The descriptors that are readable; none when anything may have happened: after a wake,
-            or when time ran out.
+            The descriptors that are readable, or of a bell that has rung: then others may be, too.
+            None when anything may have happened: after a wake, or when time ran out.
 
         Raises:
             OSError: a registered descriptor was closed (EBADF).
         """
-        ready = self._ready(timeout_ns)
+        self._asleep = True  # before the looks: whoever comes later writes a descriptor
+        rung = [bell.fileno() for bell in self._bells if not bell.sleep()]
+        ready = [] if rung or self._wake_due else self._ready(timeout_ns)
+        self._asleep = False
+        for bell in self._bells:
+            bell.wake()
+            if bell.fileno() in ready:
+                bell.clear()
         self.woken = self._wake_fd in ready
-        if not self.woken:
-            return ready
-        os.eventfd_read(self._wake_fd)
-        return ()
+        if self.woken:
+            os.eventfd_read(self._wake_fd)
+        if self._wake_due:  # never unset unseen
+            self.woken, self._wake_due = True, False
+        return () if self.woken else rung or ready
 
     def wake(self) -> None:
         """End the present or next ``wait``; for any thread and signal handlers."""
         with self._lock:
-            if not self._closed:
+            self._wake_due = True
+            if self._asleep and not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:

@@ -19,16 +19,17 @@ import torch.distributed as dist
 
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError
-from ppstream.links.arrivals import StampedArrivals
 from ppstream.links.protocol import Hops
 from ppstream.links.slots import INDEX, LinkShape, Order, Slot, new_slots, orders_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from torch._C._distributed_c10d import Store, Work
 
     from ppstream.control.peer import Peer
-    from ppstream.links.arrivals import Arrivals
+    from ppstream.core.waiter import Waiter
     from ppstream.links.protocol import Neighbours
     from ppstream.links.slots import SlotLayout
 
@@ -39,7 +40,6 @@ NOTE_BYTES: Final = 64  # gloo accepts less than what was posted
 CLOSE_LIMIT_S: Final = 1.0
 #: One slot more than credits need: the END note overwrites no slot that is still being read.
 SPARE_SLOTS: Final = 1
-STAMPS_MAX: Final = 256  # more than can be in flight; rank 0 takes none of its own
 
 
 def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float) -> Hops:
@@ -55,12 +55,13 @@ def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float
         leads_out = _group(ends.behind, store, 0, SENDER, timeout_s)
         leads_in = _group(ends.before, store, places, RECEIVER, timeout_s)
         out = GlooOut(leads_out, RECEIVER, *there, out_order)
-        into = GlooIn(leads_in, SENDER, *back, in_order, out)
+        into = GlooIn(leads_in, SENDER, *back, in_order, out, ends.before)
     else:
         leads_in = _group(ends.before, store, place - 1, RECEIVER, timeout_s)
         leads_out = _group(ends.behind, store, place, SENDER, timeout_s)
         out = GlooOut(leads_out, RECEIVER, *back, out_order)
-        into = GlooIn(leads_in, SENDER, *there, in_order, out)
+        rank0 = ends.before if place == 1 else None
+        into = GlooIn(leads_in, SENDER, *there, in_order, out, rank0)
 
     def close() -> None:
         """Tell the peer that nothing more will come, and wait a second for its answer.
@@ -168,15 +169,14 @@ class GlooIn:
         count: int,
         order: Order,
         answer: GlooOut,
+        peer: Peer | None,
     ) -> None:
         self._order = order
+        self._peer = peer  # whose frames the owner of this hop takes, too
         self._slots = new_slots(layout, count + SPARE_SLOTS)
-        self._arrived: deque[int] = deque()
-        self._stamps_ns: deque[int] = deque(maxlen=STAMPS_MAX)  # of what arrived, oldest first
-        self.arrivals: Arrivals = StampedArrivals(self._stamps_ns)
+        self._arrived: deque[tuple[int, int]] = deque()
         self._broken: str | None = None
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.fds: tuple[int, ...] = (self._fd,)
         self._closing = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, args=(group, source, answer), name="gloo-receive", daemon=True
@@ -187,7 +187,15 @@ class GlooIn:
         """As ``InHop``."""
         return self._slots[index % len(self._slots)]
 
-    def receive_nowait(self) -> int | None:
+    def watch(self, waiter: Waiter) -> frozenset[int]:
+        """As ``InHop``."""
+        waiter.register(self._fd)
+        return frozenset((self._fd,))
+
+    def hear(self, ready: Sequence[int]) -> None:
+        """As ``InHop``: the look itself takes back the signal."""
+
+    def receive_nowait(self) -> tuple[int, int] | None:
         """As ``InHop``; an empty look also takes back the eventfd's signal."""
         if not self._arrived:
             try:
@@ -198,11 +206,14 @@ class GlooIn:
                 if self._broken is not None:
                     raise PeerLostError(f"the link's connection broke: {self._broken}")
                 return None
-        index = self._arrived.popleft()
-        return self._order.receive(index, self.slot(index))
+        if self._peer is not None:
+            self._peer.pump()
+            if self._peer.inbox:
+                return None
+        index, at_ns = self._arrived.popleft()
+        return self._order.receive(index, self.slot(index)), at_ns
 
     def close(self) -> None:
-        self.fds = ()
         self._thread.join(CLOSE_LIMIT_S)
         with self._closing:
             if self._fd >= 0:
@@ -222,8 +233,7 @@ class GlooIn:
             if slot.header[INDEX] == END:
                 answer.end()
                 return
-            self._stamps_ns.append(now_ns())
-            self._arrived.append(index)
+            self._arrived.append((index, now_ns()))
             self._signal()
             index += 1
 

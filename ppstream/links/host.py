@@ -1,4 +1,4 @@
-"""The ``host`` link: slots in shared memory, the doorbell a frame on the control socket.
+"""The ``host`` link: slots in shared memory, and in front of them the doorbell (``doorbell.py``).
 
 The memory has no name and is passed as a descriptor, so a kill leaves nothing behind; it is sized
 before it is used and sealed, so neither end can be hit by SIGBUS later. Nothing is copied. Linux
@@ -12,19 +12,22 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError
-from ppstream.links.arrivals import SocketArrivals
+from ppstream.links.doorbell import Doorbell, doorbell_bytes
 from ppstream.links.protocol import Hops
 from ppstream.links.slots import Order, Slot, make_slots, orders_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ppstream.control.peer import Peer
+    from ppstream.core.waiter import Waiter
     from ppstream.links.protocol import Neighbours
     from ppstream.links.slots import LinkShape, SlotLayout
 
@@ -35,6 +38,7 @@ V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 V2: Final = ("memory.max", "memory.current", "inactive_file")
 KIB: Final = 1024
 LOST_GRACE_NS: Final = NS_PER_S
+HOP_FDS: Final = 2  # its memory, and its doorbell's eventfd
 
 
 def available_bytes() -> int:
@@ -78,8 +82,9 @@ def _group_bytes(group: Path) -> int:
 class HostOut:
     """The sending end of a hop (``links.protocol.OutHop``)."""
 
-    def __init__(self, peer: Peer, slots: tuple[Slot, ...], order: Order) -> None:
-        self._peer, self._slots, self._order = peer, slots, order
+    def __init__(self, peer: Peer, memory: HopMemory, order: Order) -> None:
+        self._peer, self._order = peer, order
+        self._slots, self._bell = memory
 
     def slot(self, index: int) -> Slot:
         """As ``OutHop``."""
@@ -88,44 +93,48 @@ class HostOut:
     def commit(self, index: int) -> None:
         """As ``OutHop``: ring for it."""
         self._order.send(index, self.slot(index))
-        self._peer.ring(index)
+        self._bell.ring(index, now_ns(), self._peer.frames_sent)
 
     def close(self) -> None:
         """Forget the slots; the memory goes with the last tensor that refers to it."""
         self._slots = ()
+        self._bell.close()
 
 
 class HostIn:
     """The receiving end of a hop (``links.protocol.InHop``)."""
 
-    fds: tuple[int, ...] = ()
-
-    def __init__(
-        self, peer: Peer, slots: tuple[Slot, ...], order: Order, *, is_pumped: bool
-    ) -> None:
-        self._peer, self._slots, self._order = peer, slots, order
-        self._is_pumped = is_pumped  # by its owner
+    def __init__(self, peer: Peer, memory: HopMemory, order: Order, *, is_pumped: bool) -> None:
+        self._peer, self._order = peer, order
+        self._slots, self._bell = memory
+        self._is_pumped = is_pumped  # by its owner, too
         self._end_ns: int | None = None  # when the end of a peer that is pumped here was seen
-        if not is_pumped:
-            self.fds = (peer.fileno(),)
-        self._arrivals: SocketArrivals | None = None
 
-    @property
-    def arrivals(self) -> SocketArrivals:
+    def watch(self, waiter: Waiter) -> frozenset[int]:
         """As ``InHop``."""
-        if self._arrivals is None:
-            peer = self._peer
-            self._arrivals = SocketArrivals(peer.fileno(), lambda: peer.bytes_read)
-        return self._arrivals
-
-    def receive_nowait(self) -> int | None:
-        """As ``InHop``: whose doorbell the peer's pump has heard."""
+        waiter.register_bell(self._bell)
+        fds = {self._bell.fileno()}
         if not self._is_pumped:
+            waiter.register(self._peer.fileno())
+            fds.add(self._peer.fileno())
+        return frozenset(fds)
+
+    def hear(self, ready: Sequence[int]) -> None:
+        """As ``InHop``."""
+        if not self._is_pumped and (not ready or self._peer.fileno() in ready):
             self._pump()
-        if not self._peer.bells:
+
+    def receive_nowait(self) -> tuple[int, int] | None:
+        """As ``InHop``."""
+        if not self._bell.is_rung:
             return None
-        index = self._peer.bells.popleft()
-        return self._order.receive(index, self.slot(index))
+        if self._bell.frames > self._peer.frames_heard:
+            if self._is_pumped:
+                self._peer.pump()
+                return None
+            self._pump()
+        index, at_ns = self._bell.take()
+        return self._order.receive(index, self.slot(index)), at_ns
 
     def slot(self, index: int) -> Slot:
         """As ``InHop``."""
@@ -143,9 +152,8 @@ class HostIn:
 
     def close(self) -> None:
         """As ``HostOut``."""
-        if self._arrivals is not None:
-            self._arrivals.close()
         self._slots = ()
+        self._bell.close()
 
 
 def open_host(ends: Neighbours, shape: LinkShape, timeout_s: float) -> Hops:
@@ -161,32 +169,40 @@ def open_host(ends: Neighbours, shape: LinkShape, timeout_s: float) -> Hops:
     is_front, limit_ns = ends.position.is_front, round(timeout_s * NS_PER_S)
     there, back = (shape.envelope, shape.envelope_slots), (shape.result, shape.result_slots)
     mine, theirs = (there, back) if is_front else (back, there)  # out, into
-    fds: list[int] = []
+    fds: list[int] = []  # of the hop that leads out, then of the one that leads in
     try:
         if is_front:
-            fds += (_allocate(_bytes(mine)), _allocate(_bytes(theirs)))
+            fds += _make(mine)
+            fds += _make(theirs)
             if ends.before is ends.behind:
                 ends.behind.send_fds(fds)
             else:
-                ends.behind.send_fds(fds[:1])
-                ends.before.send_fds(fds[1:])
+                ends.behind.send_fds(fds[:HOP_FDS])
+                ends.before.send_fds(fds[HOP_FDS:])
         elif ends.before is ends.behind:
-            fds += reversed(ends.before.receive_fds(2, limit_ns))
+            received = ends.before.receive_fds(2 * HOP_FDS, limit_ns)
+            fds += received[HOP_FDS:] + received[:HOP_FDS]
         else:
             if ends.position.place == ends.position.places:
-                fds += ends.behind.receive_fds(1, limit_ns)
+                fds += ends.behind.receive_fds(HOP_FDS, limit_ns)
             else:
-                fds.append(_allocate(_bytes(mine)))
+                fds += _make(mine)
                 ends.behind.send_fds(fds)
-            fds += ends.before.receive_fds(1, limit_ns)
-        slots = [_map(fd, *hop) for fd, hop in zip(fds, (mine, theirs), strict=True)]
-    finally:
+            fds += ends.before.receive_fds(HOP_FDS, limit_ns)
+        memories = [
+            _open(memory_fd, bell_fd, hop)
+            for memory_fd, bell_fd, hop in zip(fds[::2], fds[1::2], (mine, theirs), strict=True)
+        ]
+    except BaseException:
         for fd in fds:
             os.close(fd)
+        raise
+    for fd in fds[::2]:  # the mapping stays; the eventfds are the doorbells'
+        os.close(fd)
     out_order, in_order = orders_of(ends, shape.generation)
-    out = HostOut(ends.behind, slots[0], out_order)
+    out = HostOut(ends.behind, memories[0], out_order)
     is_from_rank0 = ends.position.place <= 1
-    into = HostIn(ends.before, slots[1], in_order, is_pumped=is_from_rank0)
+    into = HostIn(ends.before, memories[1], in_order, is_pumped=is_from_rank0)
 
     def close() -> None:
         into.close()
@@ -195,9 +211,26 @@ def open_host(ends: Neighbours, shape: LinkShape, timeout_s: float) -> Hops:
     return Hops("host", out, into, close)
 
 
+class HopMemory(NamedTuple):
+    """Shared memory of a hop, as one end maps it."""
+
+    slots: tuple[Slot, ...]
+    bell: Doorbell
+
+
 def _bytes(hop: tuple[SlotLayout, int]) -> int:
     layout, count = hop
-    return layout.slot_bytes * count
+    return doorbell_bytes(count) + layout.slot_bytes * count
+
+
+def _make(hop: tuple[SlotLayout, int]) -> tuple[int, int]:
+    """Descriptors of a new hop: its memory and its doorbell's eventfd."""
+    memory_fd = _allocate(_bytes(hop))
+    try:
+        return memory_fd, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    except OSError:
+        os.close(memory_fd)
+        raise
 
 
 def _allocate(size: int) -> int:
@@ -223,13 +256,16 @@ def _too_large(size: int, why: str) -> str:
     )
 
 
-def _map(fd: int, layout: SlotLayout, count: int) -> tuple[Slot, ...]:
-    size, wanted = os.fstat(fd).st_size, _bytes((layout, count))
+def _open(memory_fd: int, bell_fd: int, hop: tuple[SlotLayout, int]) -> HopMemory:
+    """Map a hop's memory; its doorbell owns ``bell_fd`` from now on."""
+    (layout, count), wanted = hop, _bytes(hop)
+    size = os.fstat(memory_fd).st_size
     if size != wanted:
         raise ProtocolError(
-            f"the slots of a hop are {size} bytes, this rank's layout has {wanted}: the ranks "
+            f"a hop's memory is {size} bytes, this rank's layout has {wanted}: the ranks "
             "disagree on the policy's tensors or the queue bounds"
         )
     # numpy holds the mapping's buffer for as long as any view lives; torch.frombuffer would not.
-    shared = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    return make_slots(torch.from_numpy(np.frombuffer(shared, dtype=np.uint8)), layout, count)
+    shared = mmap.mmap(memory_fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    slots = torch.from_numpy(np.frombuffer(shared, np.uint8, offset=doorbell_bytes(count)))
+    return HopMemory(make_slots(slots, layout, count), Doorbell(shared, count, bell_fd))

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ppstream.control.peer import Peer
-    from ppstream.links.arrivals import Arrivals
+    from ppstream.core.waiter import Waiter
     from ppstream.links.slots import Position, Slot
 
 
@@ -33,20 +33,19 @@ class OutHop(Protocol):
 
 
 class InHop(Protocol):
-    """The end that receives; one thread, which pumps the peer.
+    """The end that receives; one thread."""
 
-    Attributes:
-        fds: to be waited for besides the peer's; readable: something may be there.
-    """
+    def watch(self, waiter: Waiter) -> frozenset[int]:
+        """Have ``waiter`` woken by what comes; returns the descriptors that it will name."""
 
-    fds: tuple[int, ...]
+    def hear(self, ready: Sequence[int]) -> None:
+        """The waiter has named these descriptors, or none: anything may have happened."""
 
-    @property
-    def arrivals(self) -> Arrivals:
-        """When what came had come while the thread was busy; from the first use on."""
+    def receive_nowait(self) -> tuple[int, int] | None:
+        """Index of the next complete one, in order, and when it was complete, by this host's clock.
 
-    def receive_nowait(self) -> int | None:
-        """Index of the next complete one, in order; the peer must have been pumped.
+        None also while control frames that the sender sent before it lie in the peer's inbox: the
+        owner takes them first.
 
         Raises:
             ProtocolError: what arrived is not the next index of this generation.

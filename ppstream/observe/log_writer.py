@@ -24,7 +24,7 @@ from ppstream.core.clock import now_ns
 
 logger = logging.getLogger("ppstream")
 
-DRAIN_INTERVAL_S: Final = 0.02
+DRAIN_INTERVAL_S: Final = 0.1
 FLUSH_TIMEOUT_S: Final = 2.0
 LINES_MAX: Final = 65536  # events waiting for the disk
 FILE_MODE: Final = 0o640

@@ -21,7 +21,7 @@ import torch
 
 from ppstream.control.watchdog import ProgressMark, stage_b_limit_ns
 from ppstream.core.clock import now_ns, thread_cpu_ns
-from ppstream.core.cpus import RunDelay
+from ppstream.core.cpus import RunDelay, StageCost
 from ppstream.core.errors import ProtocolError
 from ppstream.core.waiter import Waiter
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, read_stage_b
@@ -55,7 +55,7 @@ class OnHost(ABC):
         self._waiter = loop.waiter
         self._times, self._run_delay = loop.times, loop.run_delay
         self._times_c, self._run_delay_c = loop.times, loop.run_delay  # of the thread that runs C
-        self._cpu_ns = 0  # of that thread, when its stage C began
+        self._cost_a, self._cost_c = StageCost(loop.run_delay), StageCost(loop.run_delay)
         self._thread_cpus: dict[str, list[int]] = {}  # as each thread's newest run ended
 
     @contextmanager
@@ -78,15 +78,16 @@ class OnHost(ABC):
     def _build(self, flight: Flight, slot: Slot, ends_ns: Sequence[int | None]) -> None:
         """Stage A into ``slot``, with the waits before it."""
         record = flight.record
-        self._run_delay.enter()
+        self._cost_a.enter()
         self._loop.stage_a.build(flight, slot, ends_ns)
-        record.delay_a_ns = self._run_delay.leave()
-        self._times.stage(record.tA0 or 0, record.tA1 or 0)
+        began_ns, ended_ns = record.tA0 or 0, record.tA1 or 0
+        self._cost_a.leave(ended_ns - began_ns)
+        record.cpu_a_ns, record.delay_a_ns = self._cost_a.cpu_ns, self._cost_a.delay_ns
+        self._times.stage(began_ns, ended_ns)
         self._loop.book_input_waits(flight)
 
     def _begin_c(self, flight: Flight) -> None:
-        self._cpu_ns = thread_cpu_ns()
-        self._run_delay_c.enter()
+        self._cost_c.enter()
         flight.record.tDecode = self._times_c.begin()
         self._loop.credits.begin_decode(flight.record.tDecode)
         if nvtx_ranges.on:
@@ -100,8 +101,8 @@ class OnHost(ABC):
         # The emitter's own time is the link's. A dropped envelope has no end of C in the log: its
         # time is the link's, too.
         ended_ns = times.end(at_ns=flight.emit_ns) if drop is None else times.end(LINK)
-        record.cpu_c_ns = thread_cpu_ns() - self._cpu_ns
-        record.delay_c_ns = self._run_delay_c.leave()
+        self._cost_c.leave(ended_ns - (record.tDecode or 0))
+        record.cpu_c_ns, record.delay_c_ns = self._cost_c.cpu_ns, self._cost_c.delay_ns
         record.w_result_ns = times.take_ns("result")
         return ended_ns
 
@@ -111,30 +112,33 @@ class OnHost(ABC):
         """As ``Executor``. One blocking call, timed as one.
 
         What arrives while it lasts, and looking at it, is part of the wait and booked under its
-        cause. Finding work at once is no wait but the link's time.
+        cause. Finding work at once is no wait but the link's time. What costs a system call is
+        looked at when the call has named it, and before an envelope begins.
         """
         loop, times = self._loop, self._times
         times.begin()
         cause = self._wait_cause()
-        self._look()
-        slept = False
+        self._glance()
+        if not self._is_idle():
+            if loop.may_start():
+                loop.take_in()  # the newest samples
+            times.end(LINK)
+            return
         while self._is_idle():
-            slept = True
             limit_ns = WAIT_MAX_NS
             if cause == "input":  # only then can the clock alone give work
                 dues = (loop.source.next_due_ns(), loop.pacing.due_ns())
                 now = now_ns()
                 limit_ns = min([limit_ns, *(max(0, due - now) for due in dues if due is not None)])
             self._look_at(self._waiter.wait(limit_ns))
-        times.end(cause if slept else LINK)
+        times.end(cause)
 
-    def _look(self) -> None:
-        """Look at everything that can give work, without waiting."""
-        self._loop.take_in()
+    def _glance(self) -> None:  # noqa: B027 - not all have something there
+        """Look at what costs no system call."""
 
     def _look_at(self, ready: Sequence[int]) -> None:
         """Look again after a wait, at least at these descriptors; at everything when none is."""
-        self._look()
+        self._loop.take_in()
 
     @abstractmethod
     def _is_idle(self) -> bool:
@@ -156,7 +160,7 @@ class HostExecutor(OnHost):
         self._committed: deque[Flight] = deque()
         self._received: deque[Flight] = deque()
         self._hand_over: Callable[[Flight], None] = self._received.append
-        self._result_fds = {*(found.peer.fileno() for found in policy_ranks), *hops.into.fds}
+        self._result_fds: frozenset[int] = frozenset()  # of policy ranks and of the hop
 
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
@@ -164,11 +168,13 @@ class HostExecutor(OnHost):
         for policy_rank in self.policy_ranks:
             policy_rank.attach(loop)
         self._credits = loop.credits
-        self._poll_results()
+        self._watch_results(self._waiter)
 
-    def _poll_results(self) -> None:
-        for fd in self._result_fds:
-            self._waiter.register(fd)
+    def _watch_results(self, waiter: Waiter) -> None:
+        fds = {found.peer.fileno() for found in self.policy_ranks}
+        for fd in fds:
+            waiter.register(fd)
+        self._result_fds = self.into.watch(waiter) | fds
 
     @property
     def in_flight(self) -> int:
@@ -215,17 +221,25 @@ class HostExecutor(OnHost):
 
     # ---- between envelopes -----------------------------------------------------------------------
 
-    def observe(self) -> None:
-        """Read the control sockets; each result that D_out has room for returns its credit."""
+    def hear(self, ready: Sequence[int]) -> None:
+        """Read the control sockets that a wait has named; all of them when it named none."""
         for policy_rank in self.policy_ranks:
-            peer = policy_rank.peer
-            peer.pump()
-            while peer.inbox:
-                policy_rank.take_frame(peer.inbox.popleft())
+            if not ready or policy_rank.peer.fileno() in ready:
+                policy_rank.peer.pump()
+        self.into.hear(ready)
+
+    def observe(self) -> None:
+        """Take what was heard; each result that D_out has room for returns its credit."""
+        self._take_frames()
         while self._credits.may_receive():
-            index = self.into.receive_nowait()
-            if index is None:
-                return
+            if (arrival := self.into.receive_nowait()) is None:
+                if not self._take_frames():
+                    return
+                continue
+            index, _ = arrival
+            if self.into.slot(index).header[FAILED]:  # why was said before, by any of them
+                self.hear(())
+                self._take_frames()
             flight = self._committed.popleft()
             if flight.index != index:
                 raise ProtocolError(f"result {index} came, {flight.index} is owed next")
@@ -239,6 +253,16 @@ class HostExecutor(OnHost):
             if nvtx_ranges.on:
                 nvtx_ranges.RECV.pop()
 
+    def _take_frames(self) -> bool:
+        """Returns True if there were any."""
+        found = False
+        for policy_rank in self.policy_ranks:
+            inbox = policy_rank.peer.inbox
+            while inbox:
+                policy_rank.take_frame(inbox.popleft())
+                found = True
+        return found
+
     def check_policy_ranks(self) -> None:
         """Raises as ``PolicyRankPeer.check``, of the results that are owed now."""
         limit_ns = stage_b_limit_ns(self._loop.standstill_ns, self._loop.usual_b_ns)
@@ -247,22 +271,17 @@ class HostExecutor(OnHost):
         for policy_rank in self.policy_ranks:
             policy_rank.check(now, oldest, limit_ns)
 
-    def _look(self) -> None:
-        self._loop.take_in()
-        # With work in hand the socket can wait: reading it costs as much as a small stage C.
-        if not self._received and not self._loop.may_start():
+    def _glance(self) -> None:
+        if not self._received and not self._loop.may_start():  # results can wait behind work
             self.observe()
-            self.check_policy_ranks()
 
     def _look_at(self, ready: Sequence[int]) -> None:
         # After a pause of some ms one look in vain takes 20 to 50 us: the caches are cold.
-        if not ready or not self._loop.source_fds:
-            self._look()
-            return
-        if not self._result_fds.isdisjoint(ready):  # results first: what robots sent may be much
-            self.observe()
+        if not ready or not self._result_fds.isdisjoint(ready):
+            self.hear(ready)
+            self.observe()  # results first: what robots sent may be much
         self.check_policy_ranks()
-        if not self._result_fds.issuperset(ready):
+        if not self._result_fds.issuperset(ready) or not (ready and self._loop.source_fds):
             self._loop.take_in()
 
     def _is_idle(self) -> bool:
@@ -311,6 +330,7 @@ class SplitExecutor(HostExecutor):
         super().attach(loop)
         self._hand_over = self._queue_to_decode
         self._times_c, self._run_delay_c = TimeAccount(), RunDelay()
+        self._cost_c = StageCost(self._run_delay_c)
         names = ("receive", "decode", "front")
         self._marks = {name: ProgressMark(f"the {name} thread") for name in names}
         loop.marks = (loop.mark, *self._marks.values())
@@ -318,9 +338,8 @@ class SplitExecutor(HostExecutor):
         self._front_costs_ns = 0, 0  # CPU time and run delay of its newest call
         self._told: list[tuple[int, str, Callable[[int, str], None]]] | None = None
 
-    def _poll_results(self) -> None:
-        for fd in self._result_fds:
-            self._results.register(fd)
+    def _watch_results(self, waiter: Waiter) -> None:
+        super()._watch_results(self._results)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -381,12 +400,13 @@ class SplitExecutor(HostExecutor):
         mark = self._marks["front"]
         mark.turns += 1
         cpu_ns = thread_cpu_ns()
-        self._delay_front.enter()
+        delay_ns = self._delay_front.read_ns()
         try:
             with mark:
                 call()
         finally:
-            self._front_costs_ns = thread_cpu_ns() - cpu_ns, self._delay_front.leave() or 0
+            late_ns = (self._delay_front.read_ns() or 0) - (delay_ns or 0)
+            self._front_costs_ns = thread_cpu_ns() - cpu_ns, late_ns
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
         """As ``Executor``."""
@@ -410,7 +430,7 @@ class SplitExecutor(HostExecutor):
             self.observe()
             self.check_policy_ranks()
             if self._credits.may_receive():
-                self._results.wait(WAIT_MAX_NS)
+                self.hear(self._results.wait(WAIT_MAX_NS))
             else:  # what is readable may not be read yet: waiting for it would spin
                 self._room.wait(IDLE_S)
                 self._room.clear()
@@ -464,8 +484,8 @@ class SplitExecutor(HostExecutor):
         if self._failure is not None:
             raise self._failure
 
-    def _look(self) -> None:
-        self._loop.take_in()
+    def _glance(self) -> None:
+        """Results are another thread's."""
 
     def _look_at(self, ready: Sequence[int]) -> None:
         self._loop.take_in()

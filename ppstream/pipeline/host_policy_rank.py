@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from ppstream.core.clock import NS_PER_S, now_ns, thread_cpu_ns
-from ppstream.core.cpus import RunDelay
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.cpus import RunDelay, StageCost
 from ppstream.links.headers import (
     EPOCH,
     FAILED,
@@ -24,7 +24,7 @@ from ppstream.pipeline.time_accounting import LINK, TimeAccount
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
@@ -55,18 +55,19 @@ class HostPolicyRank(PolicyRank):
         self.stage_b = stage_b
         self.out, self.into = hops.out, hops.into
         self._close = hops.close
-        self._arrivals = hops.into.arrivals
         self.waiter = waiter
+        self._ready: Sequence[int] | None = ()  # named by the newest wait; None: looked at
         self._serving: tuple[int, int] | None = None  # epoch and seq of the newest envelope
         self.times = TimeAccount()
         self.run_delay = RunDelay()
+        self._cost = StageCost(self.run_delay)
         self._previous_tb1 = 0
         self._measured = new_stage_b()  # of the newest envelope
-        self._waiting: deque[tuple[int, int]] = deque()  # envelopes that came, and when
+        self._waiting: deque[tuple[int, int]] = deque()
         self._is_first = rank == 1
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
-        for fd in (peer.fileno(), *hops.into.fds):
-            waiter.register(fd)
+        waiter.register(peer.fileno())
+        hops.into.watch(waiter)
 
     def run(self, give_up: Callable[[], bool]) -> str:
         """As ``PolicyRank``, on the thread that waits and works."""
@@ -83,27 +84,26 @@ class HostPolicyRank(PolicyRank):
         return True
 
     def receive(self) -> None:
-        """Take every complete envelope, with the time it came."""
-        self.peer.pump()
-        indices = []
-        while (index := self.into.receive_nowait()) is not None:
-            indices.append(index)
-        if indices:
-            now = now_ns()
-            self.peer.last_heard_ns = now  # an envelope is a sign of life
-            self._waiting.extend(zip(indices, self._arrivals.take(len(indices), now), strict=True))
+        """Take every complete envelope; read the control socket if the wait has named it."""
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            if not ready or self.peer.fileno() in ready:
+                self.peer.pump()
+            self.into.hear(ready)
+        while (arrival := self.into.receive_nowait()) is not None:
+            self._waiting.append(arrival)
+            _, self.peer.last_heard_ns = arrival  # an envelope is a sign of life
 
     def serve(self, index: int, complete_ns: int) -> None:
         """Stage B on one envelope that was complete at ``complete_ns``, to committed result."""
         envelope, result = self.into.slot(index), self.out.slot(index)
         epoch, seq = envelope.header.item(EPOCH), envelope.header.item(SEQ)
         self._serving = epoch, seq
-        self.run_delay.enter()
-        cpu_ns = thread_cpu_ns()
+        self._cost.enter()
         tb0 = self.times.begin()
         failed = envelope.header.item(FAILED) or self.run_policy(index, epoch, envelope, result)
         tb1 = self.times.end()
-        cpu_ns, delay_ns = thread_cpu_ns() - cpu_ns, self.run_delay.leave()
+        self._cost.leave(tb1 - tb0)
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
         measured, header = self._measured, result.header
         measured.tB0, measured.tB1 = tb0, tb1
@@ -125,7 +125,7 @@ class HostPolicyRank(PolicyRank):
         record.epoch, record.seq, record.phase = epoch, seq, self.phase
         log_stage_b(measured, record)
         record.tOut = committed_ns
-        record.cpu_b_ns, record.delay_b_ns = cpu_ns, delay_ns
+        record.cpu_b_ns, record.delay_b_ns = self._cost.cpu_ns, self._cost.delay_ns
         record.run_delay_ns = self.run_delay.take_ns()
         record.drop = FAILURES[failed]
         if self._meter is not None:
@@ -134,7 +134,6 @@ class HostPolicyRank(PolicyRank):
 
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> int:
         """Returns the header's ``failed``; rank 0 is told why before it gets the result."""
-        self._arrivals.watch()
         if nvtx_ranges.on:
             nvtx_ranges.B.push(epoch, int(envelope.header[SEQ]))
         try:
@@ -145,7 +144,6 @@ class HostPolicyRank(PolicyRank):
         finally:
             if nvtx_ranges.on:
                 nvtx_ranges.B.pop()
-            self._arrivals.rest()
         return 0
 
     def close(self) -> None:
@@ -157,7 +155,7 @@ class HostPolicyRank(PolicyRank):
         began = self.times.begin()
         if self.phase != "warming":
             self.peer.check_alive(began, self._frozen_ns)
-        self.waiter.wait(WAIT_NS)
+        self._ready = self.waiter.wait(WAIT_NS)
         self.times.end("input")
 
     def measure(self, repeats: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from ppstream.core.clock import NS_PER_MS, now_ns, thread_cpu_ns
+from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.links.headers import FAILED
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.flight import name_rows, owners_of
@@ -102,7 +102,6 @@ class StageA:
         front = self.front
         window = slot if front is None else front.window
         record = flight.record
-        cpu_ns = thread_cpu_ns()
         record.tA0 = now_ns()
         if nvtx_ranges.on:
             nvtx_ranges.A.push(flight.epoch, flight.seq)
@@ -119,4 +118,3 @@ class StageA:
             name = (flight.epoch, flight.seq, record.phase or "")
             self.recorder.windows(record.tA0, *name, flight.owners)
         record.tA1 = now_ns()
-        record.cpu_a_ns = thread_cpu_ns() - cpu_ns

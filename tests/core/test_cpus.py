@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from ppstream.core.cpus import Machine, MachineMeter, RunDelay, usable_cpus
+from ppstream.core.clock import thread_cpu_ns
+from ppstream.core.cpus import (
+    ONE_OF,
+    SHORT_NS,
+    Machine,
+    MachineMeter,
+    RunDelay,
+    StageCost,
+    usable_cpus,
+)
 
 OWN = len(os.sched_getaffinity(0))
 
@@ -152,6 +161,34 @@ def test_what_the_run_has_started_is_no_other_program(tmp_path: Path) -> None:
     assert meter.read({"r0": [cpu + 4000]}).others_cpus is None
 
 
+def test_what_a_long_stage_costs_is_asked_each_time_and_a_short_one_s_now_and_then() -> None:
+    delay = RunDelay()
+    delay.begin()
+    cost = StageCost(delay)
+    known = []
+    for took_ns in [10 * SHORT_NS] * 20 + [SHORT_NS // 10] * 80 + [10 * SHORT_NS] * 40:
+        cost.enter()
+        cost.leave(took_ns)
+        known.append(cost.cpu_ns is not None)
+    assert all(known[:20])
+    assert sum(known[60:100]) == 40 // ONE_OF
+    assert all(known[110:])
+
+
+def test_cost_of_a_stage_is_the_time_that_its_thread_computed_in_it() -> None:
+    delay = RunDelay()
+    delay.begin()
+    cost = StageCost(delay)
+    cost.enter()
+    until_ns = thread_cpu_ns() + 2_000_000
+    while thread_cpu_ns() < until_ns:
+        pass
+    cost.leave(2_000_000)
+    assert cost.cpu_ns is not None
+    assert 2_000_000 <= cost.cpu_ns < 20_000_000
+    assert cost.delay_ns is None or cost.delay_ns >= 0
+
+
 def test_thread_beside_a_busy_one_on_its_cpu_was_runnable_without_it() -> None:
     cpu = min(os.sched_getaffinity(0))
     busy = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
@@ -164,6 +201,7 @@ def test_thread_beside_a_busy_one_on_its_cpu_was_runnable_without_it() -> None:
         delay.begin()
         while not waited or waited[-1] < 3_000_000:
             sum(range(20_000))
+            delay.read_ns()
             waited.append((waited[-1] if waited else 0) + (delay.take_ns() or 0))
 
     with subprocess.Popen(busy, stdout=subprocess.PIPE) as other:

@@ -89,17 +89,19 @@ class Chain:
             thread.start()
         for thread in threads:
             thread.join()
-        fds = {peer.fileno() for peer in far}
-        fds.update(*(found.into.fds for found in self.hops.values()))
-        for fd in fds:
-            self.waiter.register(fd)
+        for found in self.hops.values():
+            found.into.watch(self.waiter)
 
     def take_nowait(self, hop: int) -> int | None:
         """What has come over a hop; rank 0's own sockets are pumped by whoever owns them."""
         place = (hop + 1) % PLACES
+        into = self.hops[place].into
+        if (arrival := into.receive_nowait()) is not None:
+            return arrival[0]
         if place < 2:
             self.peers[place].before.pump()
-        return self.hops[place].into.receive_nowait()
+        into.hear(())
+        return None
 
     def take(self, hop: int) -> int:
         deadline_ns = now_ns() + WAIT_NS
@@ -230,8 +232,11 @@ def test_another_generation_is_refused(kind: str, hop: int) -> None:
 @each_hop
 def test_a_doorbell_of_another_index_is_refused(hop: int) -> None:
     with opened("host") as chain:
-        chain.peers[hop].behind.ring(5)
-        with pytest.raises(ProtocolError, match=f"{NAMES[hop]} 5 was announced, 0 is due"):
+        chain.hops[hop].out.commit(0)
+        chain.take(hop)
+        out: Any = chain.hops[hop].out
+        out._bell.ring(5, at_ns=1, frames=0)
+        with pytest.raises(ProtocolError, match=f"slot of {NAMES[hop]} 1"):
             chain.take(hop)
 
 

@@ -198,8 +198,8 @@ class LinkEnd:
         self.outgoing, self.incoming = self.hops.out.slot, self.hops.into.slot
         self.commit = self.hops.out.commit
         self.waiter = Waiter()
-        for fd in (self.peer.fileno(), *self.hops.into.fds):
-            self.waiter.register(fd)
+        self.waiter.register(self.peer.fileno())
+        self.hops.into.watch(self.waiter)
         self.far_duration_ns = self.far_cpu_ns = 0
 
     def send(self, index: int, extra_ns: int = 0) -> None:
@@ -211,8 +211,7 @@ class LinkEnd:
 
     def receive(self, index: int) -> int:
         while self.hops.into.receive_nowait() is None:
-            self.waiter.wait(None)
-            self.peer.pump()
+            self.hops.into.hear(self.waiter.wait(None))
         arrived_ns = time.monotonic_ns()
         slot = self.incoming(index)
         self.far_cpu_ns = int(slot.header[CPU])
