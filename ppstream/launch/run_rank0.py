@@ -37,11 +37,12 @@ from ppstream.links.protocol import Hops, Neighbours
 from ppstream.links.slots import Position, SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
-from ppstream.pipeline.host_executor import HostExecutor, SplitExecutor
+from ppstream.pipeline.host_executor import HostExecutor
 from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.loop import Executor, Rank0Loop
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.service import Service
+from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
 from ppstream.policy.compatibility import build_parts, places_of
 from ppstream.policy.parts import Place, load, part_times_of, specs_of

@@ -104,7 +104,6 @@ class HostPolicyRank(PolicyRank):
         failed = envelope.header.item(FAILED) or self.run_policy(index, epoch, envelope, result)
         tb1 = self.times.end()
         self._cost.leave(tb1 - tb0)
-        self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
         measured, header = self._measured, result.header
         measured.tB0, measured.tB1 = tb0, tb1
         measured.idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
@@ -118,9 +117,10 @@ class HostPolicyRank(PolicyRank):
         write_stage_b(header, measured)
         if not self._is_first:
             add_places(header, envelope.header)
-        self._newest_b.append(tb1 - tb0)
         self.out.commit(index)
         self.progress += 1
+        self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
+        self._newest_b.append(tb1 - tb0)
         record = self.log.take()
         record.epoch, record.seq, record.phase = epoch, seq, self.phase
         log_stage_b(measured, record)

@@ -46,7 +46,9 @@ class InlineExecutor(OnHost):
 
     def begin(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         """As ``Executor``: stages A and B."""
-        self._build(flight, self._envelope, ends_ns)
+        self._cost_a.enter()
+        self._loop.stage_a.build(flight, self._envelope, ends_ns)
+        self._book_a(flight)
         record, ledger = flight.record, self._loop.credits
         tb0 = flight.sent_ns = record.tSend = now_ns()
         ledger.commit(tb0)

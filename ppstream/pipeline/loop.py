@@ -3,6 +3,14 @@
 An executor carries an envelope from stage A to a result in host memory: ``host_executor.py`` over
 a link between CPUs, ``device/executor.py`` on a GPU's streams, ``inline_executor.py`` in turn in
 this process. What else a run is on rank 0 stands in ``rank0.py``.
+
+*Leave first, account later.* Behind a pause each call costs several times what it costs back to
+back, so between a receipt and the send that it leads to stand what decides whether and what is
+sent (epoch, lease, limits, owner) and the stamps, nothing else. Names, ledgers, counters, costs and
+the log's record come behind the send, on the same thread and before that takes in anything else: no
+reader sees a half. A process that dies between the two loses a line of its log, never an action.
+This holds for both ranks and the robot's client. One case books first: with split threads another
+thread may finish the envelope that was just sent.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.core.simulated_delay import Delay
     from ppstream.ingest.intake import Intake
+    from ppstream.ingest.window import WindowInfo
     from ppstream.links.slots import Slot
     from ppstream.pipeline.flight import Flight
     from ppstream.pipeline.stage_b import StageB
@@ -92,10 +93,11 @@ class StageA:
     def __init__(self, config: PipelineConfig, simulated: Delay) -> None:
         self.intake: Intake
         self._simulated = simulated
+        self._cut: WindowInfo | None = None  # the newest, while its flight does not know it
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
 
     def build(self, flight: Flight, slot: Slot, ends_ns: Sequence[int | None]) -> None:
-        """Fill the slot and the flight's record, from ``tA0`` to ``tA1``.
+        """Fill the slot, from ``tA0`` to ``tA1``; ``settle`` comes behind it.
 
         ``ends_ns`` fixes the window end of each row; None means the newest reference stamp.
         """
@@ -105,16 +107,29 @@ class StageA:
         record.tA0 = now_ns()
         if nvtx_ranges.on:
             nvtx_ranges.A.push(flight.epoch, flight.seq)
-        info = self.intake.cutter.cut(window.tensors, ends_ns, self._lease_ns)
+        self._cut = self.intake.cutter.cut(window.tensors, ends_ns, self._lease_ns)
         self._simulated.spend()
+        if front is None:
+            slot.header[FAILED] = 0
+        else:
+            self.settle(flight)  # rows may get other owners while a part runs
+            slot.header[FAILED] = front.run(flight, slot)
+        if nvtx_ranges.on:
+            nvtx_ranges.A.pop()
+        record.tA1 = now_ns()
+
+    def settle(self, flight: Flight) -> None:
+        """Fill the flight's owners and their names, its arrival and input ages; record it.
+
+        Before anything else is taken in: the rows are still those of the window.
+        """
+        if (info := self._cut) is None:
+            return
+        self._cut, record = None, flight.record
         flight.received_ns = record.tRx = info.newest_rx_ns
         flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
         record.input_age_ns = info.input_age_ns
         name_rows(flight)
-        slot.header[FAILED] = 0 if front is None else front.run(flight, slot)
-        if nvtx_ranges.on:
-            nvtx_ranges.A.pop()
         if self.recorder is not None:
             name = (flight.epoch, flight.seq, record.phase or "")
-            self.recorder.windows(record.tA0, *name, flight.owners)
-        record.tA1 = now_ns()
+            self.recorder.windows(record.tA0 or 0, *name, flight.owners)

@@ -10,6 +10,7 @@ from pipeline_in_process import NewestValues, PipelineInProcess, small_config
 from ppstream.analysis.segments import select_window
 from ppstream.analysis.thread_time import Threads
 from ppstream.core.clock import NS_PER_MS
+from ppstream.core.cpus import ONE_OF
 from ppstream.links.host import HostIn, HostOut
 from ppstream.pipeline import time_accounting
 from ppstream.pipeline.stage_c import StageC
@@ -113,7 +114,9 @@ def test_lines_tell_the_cpu_time_of_stages_and_the_wait_for_a_cpu(threads, tmp_p
         ("c", [line["tEmit"] - line["tDecode"] for line in lines]),
     ):
         assert 0 < sum(line[f"cpu_{stage}_ns"] for line in lines) < sum(ns) / 2
-    assert all(line["cpu_b_ns"] > 0 for line in policy_lines)
+    known = [line["cpu_b_ns"] for line in policy_lines if "cpu_b_ns" in line]
+    assert len(known) >= len(policy_lines) // ONE_OF  # of a stage as short as this, now and then
+    assert min(known) > 0
     delays = ["run_delay_ns"] + (["run_delay_c_ns"] if threads == "split" else [])
     assert all(line[name] >= 0 for line in lines for name in delays)
     assert all(line["run_delay_ns"] >= 0 for line in policy_lines)

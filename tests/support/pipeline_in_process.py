@@ -35,12 +35,13 @@ from ppstream.links.slots import BACK, FRONT, new_slots
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
-from ppstream.pipeline.host_executor import HostExecutor, SplitExecutor
+from ppstream.pipeline.host_executor import HostExecutor
 from ppstream.pipeline.host_policy_rank import HostPolicyRank
 from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Saturated
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import StageA
 from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.stage_c import StageC
