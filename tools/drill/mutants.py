@@ -99,7 +99,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "each thread of the loop has a mark",
-        "ppstream/pipeline/host_executor.py",
+        "ppstream/pipeline/split_executor.py",
         "        loop.marks = (loop.mark, *self._marks.values())\n",
         "",
         "decode-thread-never-ends",
