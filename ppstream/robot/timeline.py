@@ -145,7 +145,6 @@ class ActionTimeline:
                 return None
             self._counts.refused[refusal] += 1
             if refusal in ("expired", "too_old", "superseded"):
-                self._count_ended()  # in order
                 self._outcomes.append(playing.outcome())
         return refusal
 
