@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
@@ -225,8 +224,7 @@ class RobotClient:
             until_ns = now_ns() + round(timeout_s * NS_PER_S)
 
             def send() -> bool:
-                if self._merged:  # asked again at once: the policy is to know what is executed
-                    self._tell_merged(link)
+                self._tell_merged(link)  # who asks again at once: the policy is to know
                 taken = [self.push(stream, stamp, values) for stream, values in samples.items()]
                 if self._outbox.due_ns is not None:
                     self._flush(link)
@@ -376,11 +374,15 @@ class RobotClient:
 
     def _tell_merged(self, link: RobotLink) -> None:
         """Whoever is first: tell rank 0 what the newest merged chunk changed."""
-        with suppress(IndexError):  # there is none, or another thread was faster
+        if not self._merged:
+            return
+        try:
             chunk, arrived_ns = self._merged.pop()
-            self._feedback.arrived(arrived_ns)
-            if chunk.session == self._session.session:
-                self._feedback.send_prefix(link.send, chunk.session, chunk.session_epoch)
+        except IndexError:  # another thread was faster
+            return
+        self._feedback.arrived(arrived_ns)
+        if chunk.session == self._session.session:
+            self._feedback.send_prefix(link.send, chunk.session, chunk.session_epoch)
 
     def _turn(self, now: int) -> int | None:
         """The link's thread: send what is due, and say when the next batch is.

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -490,6 +491,42 @@ def test_frames_that_nobody_reads_do_not_fill_the_memory(server: MessageSocket) 
         assert sent < 100
     assert 8 < sent < 64
     client.close()
+
+
+def test_a_robot_whose_reader_stands_hears_what_is_refused_and_its_newest_sample_gets_in_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel keeps the oldest: what it refuses is told, so that the next sample takes over."""
+    send_buffers(monkeypatch, 16_384)
+    stands, may_go = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        stands.set()
+        assert may_go.wait(30)
+
+    with (
+        serving(make_config(f"unix://{tmp_path}/robot")) as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
+        client.connect()
+        assert client.wait_ready(10)
+        wait_until(lambda: server.sessions.reports)  # nothing else is sent for a while
+        standing = threading.Thread(target=server.order, args=(stand,))
+        standing.start()
+        assert stands.wait(10)
+        taken = [client.push("joints", stamp_ns, [1, 2, 3]) for stamp_ns in range(1, 101)]
+        sent = sum(taken)
+        assert 0 < sent < 100
+        assert taken == sorted(taken, reverse=True)
+        assert (client.statistics().sent, client.statistics().unsent) == (sent, 100 - sent)
+        may_go.set()
+        standing.join(10)
+        ring = server.rows[0].rings["joints"]
+        wait_until(lambda: ring.accepted == sent)
+        assert ring.newest_ns == sent
+        assert client.push("joints", 101, [1, 2, 3])
+        wait_until(lambda: ring.newest_ns == 101)
+        assert client.statistics().sessions_opened == 1
 
 
 def test_a_message_is_kept_while_it_is_read_and_its_memory_is_given_back(
