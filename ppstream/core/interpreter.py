@@ -9,7 +9,7 @@ sets one:
 |---|---|---|
 | a thread of a rank | 0.5 ms while another waits; Python's own is 5 ms | `SWITCH_INTERVAL_S` |
 | ... whose loop is on a GPU | 0.01 ms: driver calls give turns away | `DEVICE_SWITCH_INTERVAL_S` |
-| a thread beside a robot's control loop | 0.5 ms while the loop runs | `short_turns` |
+| a thread beside a robot's control loop | 0.05 ms while the loop runs | `short_turns` |
 | log, metrics, health beside a loop | 0.1 ms, then a pause of 0.1 ms | `Pieces` |
 | the collector in a rank | collects before ready; what exists then is left out | `freeze_garbage` |
 | ... that lets a part of the policy go | collects while nothing runs | `collect_garbage` |
@@ -30,6 +30,7 @@ from ppstream.core.clock import NS_PER_S, now_ns
 
 SWITCH_INTERVAL_S: Final = 0.0005
 DEVICE_SWITCH_INTERVAL_S: Final = 0.00001
+CONTROL_SWITCH_INTERVAL_S: Final = 0.00005  # a tick waits no longer for whoever receives
 PIECE_NS: Final = 100_000  # half of a short stage's time
 PAUSE_S: Final = 0.0001
 EVERY_NS: Final = NS_PER_S
@@ -44,12 +45,12 @@ def set_switch_interval(interval_s: float = SWITCH_INTERVAL_S) -> None:
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Turns of ``SWITCH_INTERVAL_S`` at most in this block; what was set before holds again behind.
+    """Turns of ``CONTROL_SWITCH_INTERVAL_S`` at most here; what was set before holds again behind.
 
     For a process that is not ours alone.
     """
     before_s = sys.getswitchinterval()
-    sys.setswitchinterval(min(before_s, SWITCH_INTERVAL_S))
+    sys.setswitchinterval(min(before_s, CONTROL_SWITCH_INTERVAL_S))
     try:
         yield
     finally:

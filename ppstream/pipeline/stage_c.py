@@ -78,7 +78,8 @@ class StageC:
         }
         shape = (config.actions.horizon, len(config.actions.names))
         self._horizon = config.actions.horizon
-        self._actions = [np.zeros(shape, dtype=np.float32) for _ in range(config.batch.rows)]
+        self._actions = [np.full(shape, np.nan, np.float32) for _ in range(config.batch.rows)]
+        self._is_blank = [True] * config.batch.rows
         self._bytes = [actions.data.cast("B") for actions in self._actions]
         self._broken: list[str | None] = [None] * config.batch.rows  # the rule, by decoded row
         self._episodes: list[tuple[int, int]] = [(0, 0)] * config.batch.rows
@@ -128,12 +129,19 @@ class StageC:
                 self._decoder.reset(row)
                 self._episodes[row] = episode
             arrays = {name: values[row] for name, values in result.items()}
-            self._actions[row].fill(np.nan)  # what it leaves out is refused, not executed again
+            if not self._is_blank[row]:  # it was decoded, and not emitted
+                self._blank(row)
+            self._is_blank[row] = False
             self._decoder(row, arrays, self._actions[row])
         except BaseException as error:  # noqa: BLE001 - user code: one row fails, the run goes on
             self.on_fault("C", fault_of(error, DECODER), seq=flight.seq)
             return "decoder_error"
         return None
+
+    def _blank(self, row: int) -> None:
+        """Makes the row's memory NaN: what the next call leaves out is refused, not sent again."""
+        self._actions[row].fill(np.nan)
+        self._is_blank[row] = True
 
     def emit(self, flight: Flight, rows: list[int], emitter: Emitter) -> str | None:
         """Hand over the decoded rows that may be executed; returns why none was, or None.
@@ -146,8 +154,6 @@ class StageC:
         emitted = False
         is_served = not isinstance(emitter, NoEmitter)
         for row in rows:
-            if is_served:
-                self._count_rules(row)
             reason = self._refuse(flight, row) or emitter.emit(row, self._chunk(flight, row))
             if reason is not None:
                 self.rows_dropped[reason] += 1
@@ -155,6 +161,10 @@ class StageC:
             emitted = True
             if self._skips_answered and is_served:
                 self._answered[row] = flight.owners[row].episode, flight.owners[row].window_end_ns
+        for row in rows:  # behind the last send
+            if is_served:
+                self._count_rules(row)
+            self._blank(row)
         return None if emitted else reason
 
     def _has_answer(self, row: int, owner: Owner) -> bool:

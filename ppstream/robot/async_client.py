@@ -7,12 +7,12 @@ deadlines, so a robot that moves should execute its timeline from a ``ControlLoo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
-from ppstream.robot.client import RobotClient
+from ppstream.robot.client import Answer, RobotClient
 from ppstream.robot.outbox import Values
 from ppstream.wire.robot_messages import ActionChunk
 
@@ -60,6 +60,20 @@ class AsyncRobotClient:
     def push(self, stream: str, stamp_ns: int | Values, values: Any) -> bool:
         """``RobotClient.push``: it never waits."""
         return self.client.push(stream, stamp_ns, values)
+
+    async def ask(
+        self, samples: Mapping[str, Any], timeout_s: float, stamp_ns: int | None = None
+    ) -> Answer:
+        """``RobotClient.ask`` in a thread; cancelled, it goes on there until its time is over.
+
+        Raises:
+            TimeoutError: no chunk came in time.
+            PeerLostError: nobody can take samples now.
+            SpecError: the samples are not what was declared.
+            PpstreamError: ``connect`` was not called.
+            ReceiverEndedError: the receiving thread ended by an exception.
+        """
+        return await asyncio.to_thread(self.client.ask, samples, timeout_s, stamp_ns)
 
     async def chunks(self) -> AsyncIterator[ActionChunk]:
         """Every chunk as it is merged; of those that came meanwhile only the newest.

@@ -7,7 +7,7 @@ Sending never waits; samples that nobody can take now are counted and forgotten,
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -109,6 +109,7 @@ class RobotClient:
         self._link: RobotLink | None = None
         self._asking = threading.Lock()
         self._asked: _Asked | None = None
+        self._merged: deque[tuple[ActionChunk, int]] = deque(maxlen=1)  # the newest, and when
         self._is_closing = False
         self._counting = threading.Lock()
         self._sent = 0
@@ -221,17 +222,21 @@ class RobotClient:
             stamp = self.clock() if stamp_ns is None else stamp_ns
             asked = self._asked = _Asked(stamp)
             until_ns = now_ns() + round(timeout_s * NS_PER_S)
-            with link.working():
+
+            def send() -> bool:
+                self._tell_merged(link)  # who asks again at once: the policy is to know
                 taken = [self.push(stream, stamp, values) for stream, values in samples.items()]
-                self._flush(link)
-                if all(taken):
-                    link.work_until(lambda: asked.answer is not None, until_ns)
+                if self._outbox.due_ns is not None:
+                    self._flush(link)
+                return all(taken)
+
+            is_sent = link.send_and_work(send, lambda: asked.answer is not None, until_ns)
             self._asked = None
         if asked.answer is not None:
             return asked.answer
         if link.is_closing:
             raise PpstreamError("this client was closed while it asked")
-        if not all(taken):
+        if not is_sent:
             what = f"{self._endpoint}: nobody can take samples now; the run is {self.phase}"
             raise PeerLostError(what)
         raise TimeoutError(
@@ -335,31 +340,48 @@ class RobotClient:
         return self._link
 
     def _living_link(self) -> RobotLink:
-        link = self._connected_link()
-        link.raise_failure()
+        link = self._link
+        if link is None or link.failure is not None:
+            link = self._connected_link()
+            link.raise_failure()
         return link
 
     def _merge(self, chunk: ActionChunk) -> None:
-        """The link's thread: a chunk arrived."""
-        link = self._connected_link()
-        with link.changed:  # a reset comes wholly before or wholly after
+        """The link's thread: a chunk arrived. What is only counted or told waits for ``_turn``."""
+        link = self._link
+        assert link is not None
+        with link.lock:  # a reset comes wholly before or wholly after
             reason = self._session.reject(chunk) or ("closed" if self._is_closing else None)
             refusal = None if reason else self.timeline.merge(chunk, self.clock())
+        if reason is not None:
+            self._drop(link, chunk, reason)
+            return
         asked = self._asked
-        if reason is None and asked is not None and chunk.window_end_ns >= asked.stamp_ns:
+        if asked is not None and chunk.window_end_ns >= asked.stamp_ns:
             self._asked = None
             asked.answer = Answer(chunk, self.timeline.actions_of(chunk), refusal)
-        if reason is not None:
-            with self._counting:
-                self._dropped[reason] += 1
-            if reason == "closed":
-                self._feedback.unread(chunk)
-                self._feedback.send_reports(link.send)
-        elif refusal is None:
-            arrived_ns = now_ns()
-            if self.on_chunk is not None:  # before what is only counted
+        if refusal is None:
+            self._merged.append((chunk, now_ns()))
+            if self.on_chunk is not None:
                 self.on_chunk(chunk)
-            self._feedback.arrived(arrived_ns)
+
+    def _drop(self, link: RobotLink, chunk: ActionChunk, reason: str) -> None:
+        with self._counting:
+            self._dropped[reason] += 1
+        if reason == "closed":
+            self._feedback.unread(chunk)
+            self._feedback.send_reports(link.send)
+
+    def _tell_merged(self, link: RobotLink) -> None:
+        """Whoever is first: tell rank 0 what the newest merged chunk changed."""
+        if not self._merged:
+            return
+        try:
+            chunk, arrived_ns = self._merged.pop()
+        except IndexError:  # another thread was faster
+            return
+        self._feedback.arrived(arrived_ns)
+        if chunk.session == self._session.session:
             self._feedback.send_prefix(link.send, chunk.session, chunk.session_epoch)
 
     def _turn(self, now: int) -> int | None:
@@ -368,6 +390,7 @@ class RobotClient:
         Reports leave here, just after a chunk came, when they delay nobody's samples.
         """
         link, feedback = self._connected_link(), self._feedback
+        self._tell_merged(link)
         feedback.collect()
         feedback.send_reports(link.send)
         if not self._session.executable:

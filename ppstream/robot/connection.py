@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from ppstream.core.clock import Clock, now_ns
@@ -19,8 +19,9 @@ from ppstream.core.waiter import Waiter
 from ppstream.robot.session import HOPELESS, RobotSession
 from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.keys import ClientKeys
-from ppstream.wire.message_socket import COPIED_BYTES, connect_client
+from ppstream.wire.message_socket import MAX_DRAIN, connect_client
 from ppstream.wire.robot_messages import (
+    PARTS_BYTES,
     ActionChunk,
     Bye,
     ClockQuestion,
@@ -68,7 +69,8 @@ class RobotLink:
         clock: Clock = now_ns,
     ) -> None:
         self.session = session
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()  # of ``changed``, for who neither waits nor notifies
+        self.changed = threading.Condition(self.lock)
         self.undecodable = 0
         self._endpoint = endpoint
         self._on_chunk = on_chunk
@@ -85,7 +87,7 @@ class RobotLink:
         self._thread = threading.Thread(target=self._run, name="ppstream-robot", daemon=True)
         self._reading = threading.Lock()  # held by who does the link's work: its thread or a guest
         self._guest: threading.Thread | None = None
-        self._guest_left = threading.Event()
+        self._visit = threading.Lock()  # held while there is a guest, or while the thread reads
 
     def start(self) -> None:
         """Start the thread; apart from the constructor, so that callbacks may use the link."""
@@ -93,7 +95,7 @@ class RobotLink:
 
     def send(self, message: FromRobot) -> bool:
         """Send from any thread without waiting; False: nobody can take it now."""
-        if isinstance(message, Samples) and message.values.nbytes >= COPIED_BYTES:
+        if isinstance(message, Samples) and message.values.nbytes >= PARTS_BYTES:
             head, values = in_parts(message)
             return self._socket.send(head, tail=values)
         return self._socket.send(encoder.encode(message))
@@ -136,36 +138,38 @@ class RobotLink:
         if self.failure is not None:
             raise ReceiverEndedError(self.failure) from self._cause
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """A context in which the caller does the link's work, and its thread rests.
+    def send_and_work(
+        self, send: Callable[[], bool], is_over: Callable[[], bool], until_ns: int
+    ) -> bool:
+        """Call ``send``, then do the link's work on the caller's thread until ``is_over()``.
 
-        What arrives is read without a switch of threads. For one thread at a time.
+        What arrives from now on is read without a switch of threads. The link's thread is asked to
+        rest only once ``send`` has returned: while the answer is being made. For one thread at a
+        time.
+
+        Args:
+            send: False when there is nothing to wait for.
+            is_over: looked at after each message.
+            until_ns: when to give up, by this host's clock.
+
+        Returns:
+            What ``send`` returned.
 
         Raises:
             ReceiverEndedError: an exception ended the work, here or on the link's thread.
         """
-        self._guest_left.clear()
+        self._visit.acquire()
         self._guest = threading.current_thread()
-        self.wake()
-        with self._reading:
-            try:
-                yield
-            finally:
-                self._guest = None
-                self._guest_left.set()
-        self.raise_failure()
-
-    def work_until(self, is_over: Callable[[], bool], until_ns: int) -> None:
-        """Do the link's work until ``is_over()``, or then; within ``working``."""
         try:
-            while not (is_over() or self.is_closing or self.failure):
-                left_ns = until_ns - now_ns()
-                if left_ns <= 0:
-                    break
-                self._work(left_ns)
-        except Exception as error:  # noqa: BLE001 - as on the link's thread
-            self._fail(error)
+            is_sent = send()
+            if is_sent:
+                self.wake()
+                with self._reading:
+                    self._work_until(is_over, until_ns)
+        finally:
+            self._end_visit()
+        self.raise_failure()
+        return is_sent
 
     def refuse_callbacks(self) -> None:
         """Raises PpstreamError when the caller does the link's work: it is in a callback."""
@@ -183,7 +187,7 @@ class RobotLink:
         self.wake()
         here = threading.current_thread()
         if here is self._guest:  # in its callback: nobody else works
-            self._guest_left.set()
+            self._end_visit()
         elif self._guest and here is not self._thread and self._reading.acquire(timeout=JOIN_S):
             self._reading.release()  # the guest has left
         if self._thread is not here:
@@ -200,18 +204,53 @@ class RobotLink:
             while not self.is_closing:
                 with self._reading:
                     while not (self.is_closing or self._guest):
-                        self._work()
+                        self._wait()
+                        self._read_unless_visited()
                 if self._guest:
-                    self._guest_left.wait()
+                    with self._visit:
+                        pass
         except BaseException as error:  # noqa: BLE001 - the top of a thread: its users raise it
             self._fail(error)
 
-    def _work(self, limit_ns: int | None = None) -> None:
-        """Send what is due, wait for at most ``limit_ns``, and receive what has come."""
+    def _end_visit(self) -> None:
+        """The guest's thread: the link's own goes on."""
+        if self._guest is not None:  # else it has closed the link meanwhile
+            self._guest = None
+            self._visit.release()
+
+    def _read_unless_visited(self) -> None:
+        if self._visit.acquire(blocking=False):  # else what came is the guest's
+            try:
+                self._read(lambda: self.is_closing)
+            finally:
+                self._visit.release()
+
+    def _work_until(self, is_over: Callable[[], bool], until_ns: int) -> None:
+        try:
+            # It reads before it waits, too: the link's thread may have been told of what came.
+            while not (is_over() or self.is_closing or self.failure or self._read(is_over)):
+                left_ns = until_ns - now_ns()
+                if left_ns <= 0:
+                    break
+                self._wait(left_ns)
+        except Exception as error:  # noqa: BLE001 - as on the link's thread
+            self._fail(error)
+
+    def _wait(self, limit_ns: int | None = None) -> None:
+        """Send what is due, and wait for what comes, for at most ``limit_ns``."""
         rest_ns = self._turn(now_ns())
         self._waiter.wait(rest_ns if limit_ns is None else min(limit_ns, rest_ns))
-        for frame in self._socket.drain():
-            self._receive(frame.body)
+
+    def _read(self, is_over: Callable[[], bool]) -> bool:
+        """Receive what has come, each message before looking for the next; True: it is over."""
+        for _ in range(MAX_DRAIN):
+            for frame in self._socket.drain(limit=1):
+                self._receive(frame.body)
+            if is_over():
+                return True
+            if not self._socket.has_more:
+                break
+        return False
 
     def _fail(self, error: BaseException) -> None:
         """The thread ends: nobody may go on as if chunks could come."""

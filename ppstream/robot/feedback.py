@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
@@ -85,9 +84,12 @@ class Feedback:
 
     def send_reports(self, send: Send) -> None:
         """Sends what was collected, whether or not a server takes it."""
-        with suppress(IndexError):  # empty, perhaps because another thread was faster
-            while True:
-                send(self._reports.popleft())
+        while self._reports:
+            try:
+                report = self._reports.popleft()
+            except IndexError:  # another thread was faster
+                return
+            send(report)
 
     def send_prefix(self, send: Send, session: int, session_epoch: int) -> None:
         """Sends what will be executed until the next chunk comes, if the policy asks for it."""
@@ -146,4 +148,4 @@ class Feedback:
 
 def _possible(number: int) -> int:
     """As the wire takes it; below 0 comes of a clock that was set back, or stamps that lead it."""
-    return max(0, min(number, MOST))
+    return number if 0 <= number <= MOST else max(0, min(number, MOST))

@@ -22,6 +22,7 @@ Stream: TypeAlias = tuple[str, int] | tuple[str, int, str] | tuple[str, int, str
 DTYPES: Final = ("float32", "float64", "uint8")
 ENCODINGS: Final = ("raw", "jpeg")
 BATCH_SAMPLES: Final = 256  # a full batch leaves before its time
+MIN_NS, MAX_NS = -(2**63), 2**63 - 1  # that an int64 holds
 MAX_PUSH_BYTES: Final = 1024 * 1024  # of values at once, a quarter of the largest frame
 
 
@@ -146,7 +147,7 @@ class _Gathering:
             and values.dtype == self._dtype
             and values.shape == self._shape
             and values.flags.c_contiguous
-            and _is_int64(stamp_ns)
+            and MIN_NS <= stamp_ns <= MAX_NS
         )
 
     def checked(self, stamp_ns: int | Values, values: Any) -> tuple[Values, Values]:
@@ -207,7 +208,7 @@ def _stamps(stamp_ns: int | Values) -> Values:
 
 
 def _is_int64(stamp_ns: int) -> bool:
-    return -(2**63) <= stamp_ns < 2**63
+    return MIN_NS <= stamp_ns <= MAX_NS
 
 
 def _declaration(stream: Stream) -> StreamDeclaration:

@@ -35,6 +35,7 @@ Refusal = Literal[
 ACTION_BYTES: Final = 4  # float32
 MAX_PENDING: Final = 64  # chunks whose first step is still to come
 MAX_OUTCOMES: Final = 1024  # what became of chunks, until somebody takes it
+_FLOAT32: Final = np.dtype(np.float32)
 DELAYS: Final = 10  # chunks over which the longest delay is told to the policy
 
 
@@ -91,6 +92,7 @@ class ActionTimeline:
         self._newest: ActionChunk | None = None
         self._delays_ns: deque[int] = deque(maxlen=DELAYS)
         self._outcomes: deque[Outcome] = deque(maxlen=MAX_OUTCOMES)
+        self._ended: list[ChunkPlayback] = []  # not counted yet
         self._counts = TimelineCounts()
         self._holds = HoldCounts()
 
@@ -251,12 +253,14 @@ class ActionTimeline:
         """Returns the fate of the chunks that ended by ``now_ns`` and since the last call."""
         with self._lock:
             self._forget_past(now_ns)
+            self._count_ended()
             outcomes = list(self._outcomes)
             self._outcomes.clear()
         return outcomes
 
     def statistics(self) -> TimelineStatistics:
         with self._lock:
+            self._count_ended()
             return self._counts.statistics(len(self._playing), self._max_age_ns)
 
     def _hold(self, now_ns: int, *, is_trouble: bool = False) -> None:
@@ -287,8 +291,7 @@ class ActionTimeline:
         """Returns the chunk's actions ``[horizon, dim]``, not copied; empty when malformed."""
         if len(chunk.actions) != chunk.horizon * self.dim * ACTION_BYTES:
             return np.empty((0, self.dim), dtype=np.float32)
-        flat: Actions = np.frombuffer(chunk.actions, dtype=np.float32)
-        return flat.reshape(chunk.horizon, self.dim)
+        return np.ndarray((chunk.horizon, self.dim), _FLOAT32, chunk.actions)
 
     def _deadline_ns(self, chunk: ActionChunk) -> int:
         if not self._max_age_ns:
@@ -299,7 +302,7 @@ class ActionTimeline:
         chunk, newest = playing.chunk, self._newest
         if not len(playing.actions):
             return "malformed"
-        if not np.isfinite(playing.actions).all():
+        if 0 in np.isfinite(playing.actions).tobytes():
             return "non_finite"
         same_session = newest is not None and newest.session == chunk.session
         if newest is not None and same_session and _order(chunk) <= _order(newest):
@@ -334,9 +337,17 @@ class ActionTimeline:
         self._fading.replace(playing, by)
 
     def _end(self, playing: ChunkPlayback) -> None:
-        outcome = playing.outcome()
-        self._outcomes.append(outcome)
-        self._counts.end(outcome)
+        """A chunk ends; it is counted once somebody looks, not while the next one is merged."""
+        self._ended.append(playing)
+        if len(self._ended) >= MAX_PENDING:
+            self._count_ended()
+
+    def _count_ended(self) -> None:
+        for playing in self._ended:
+            outcome = playing.outcome()
+            self._outcomes.append(outcome)
+            self._counts.end(outcome)
+        self._ended.clear()
 
 
 def _order(chunk: ActionChunk) -> tuple[int, int, int, int]:

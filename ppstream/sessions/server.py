@@ -3,12 +3,22 @@
 It decodes what robots say, puts samples into their row's rings and sends action chunks back. A ring
 judges the samples and the policy the actions; here only who may speak, how much, and for which row.
 No frame that a stranger can send raises: each is counted with its reason.
+
+*Leave first, account later*, here and wherever a sample or a chunk passes: between the receipt of
+a message and the one that must leave because of it stands only what decides whether that may
+leave: who speaks and how much, session, episode, epoch, lease, finite values, limits. Counts,
+names, reports, log lines and the room for the next message come behind the send, before the same
+thread takes up its next work. Nothing is lost by that if the process dies in between: counts live
+in its memory alone and would have died with it, a log line that is missing is one of an envelope
+whose run the report shows as cut short, and of a chunk that did leave the robot tells what became
+of it. The other order would lose the chunk, and count it as sent. What one ledger balances changes
+together, so that it balances between two envelopes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -49,6 +59,7 @@ if TYPE_CHECKING:
 
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
 SERVING: Final = frozenset({"ready", "degraded"})  # phases in which samples and actions flow
+_INT64: Final = np.dtype(np.int64)
 ENDING: Final = frozenset({"draining", "stopped"})  # phases in which nobody is admitted
 
 
@@ -85,6 +96,7 @@ class Sessions:
         self._phase = "starting"
         self._lost_due_ns = 0
         self._second_ns = 0  # when the next one begins
+        self._silent_ns = 0  # nobody can be silent for too long before
         self._strangers_left = STRANGER_FRAMES_PER_S
         self._counts = SessionCounts()
         self.requests = SessionRequests(config, self._table, self._counts, self._send, self._wake)
@@ -114,18 +126,18 @@ class Sessions:
         """
         if now_ns >= self._second_ns:
             self._begin_second(now_ns)
-        taken = self.requests.take()
+        taken = 0
         until_ns = self._clock() + DRAIN_NS
         while frames := self._socket.drain(DRAIN_FRAMES):
             for frame in frames:
                 taken += self._take(frame, now_ns)
             if not self._socket.has_more or self._clock() >= until_ns:
                 break
+        taken += self.requests.take()
         if self._socket.malformed:
             self._counts.frames_dropped["malformed"] = self._socket.malformed
-        if not self._socket.has_more:  # else nobody can be called silent yet
-            for session in self._table.silent(now_ns):
-                self._close(session, "silent")
+        if now_ns >= self._silent_ns and not self._socket.has_more:  # else some may yet be heard
+            self._close_silent(now_ns)
         return taken
 
     def emit(self, row: int, chunk: ActionChunk) -> str | None:
@@ -197,7 +209,12 @@ class Sessions:
             return 0
         session.heard_ns = now_ns
         if isinstance(message, Samples):
-            return self._samples(session, message, now_ns)
+            if message.stream >= len(session.streams):
+                self._drop("stream")
+                return 0
+            taken = self._samples(session, message, now_ns)
+            self._counts.frames_handled += 1
+            return taken
         self._counts.frames_handled += 1
         if isinstance(message, Bye):
             self._close(session, "bye")
@@ -206,10 +223,6 @@ class Sessions:
         return 0
 
     def _samples(self, session: Session, message: Samples, now_ns: int) -> int:
-        if message.stream >= len(session.streams):
-            self._drop("stream")
-            return 0
-        self._counts.frames_handled += 1
         stream = session.streams[message.stream]
         n, rest = divmod(len(message.stamps), 8)
         if not session.is_serving:
@@ -225,8 +238,8 @@ class Sessions:
             else:
                 stream.ring.refuse("shape", max(n, 1))
             return 0
-        stamps = np.frombuffer(message.stamps, np.int64)
-        values = np.frombuffer(message.values, stream.dtype).reshape(n, stream.dim)
+        stamps: np.ndarray[Any, Any] = np.ndarray((n,), _INT64, message.stamps)
+        values: np.ndarray[Any, Any] = np.ndarray((n, stream.dim), stream.dtype, message.values)
         return stream.ring.append(stamps, values, now_ns)
 
     # ---- sessions ----------------------------------------------------------------------------
@@ -266,6 +279,12 @@ class Sessions:
         self._table.refill()
         self._counts.connections_refused = self._socket.refused()
         self.requests.each_second(now_ns)
+
+    def _close_silent(self, now_ns: int) -> None:
+        for session in self._table.silent(now_ns):
+            self._close(session, "silent")
+        due_ns = self._table.next_silent_ns()
+        self._silent_ns = now_ns + SILENCE_NS if due_ns is None else due_ns
 
     def _close(self, session: Session, reason: str) -> None:
         self._counts.closed[reason] += 1

@@ -31,7 +31,9 @@ from ppstream.wire.fields import (
 )
 
 NO_BYTES: Final = b"\xc4\0"  # MessagePack of a binary without bytes
-BIN_32: Final = struct.Struct(">BI")  # before a binary of 64 KiB and more: its kind and its length
+BIN_16: Final = struct.Struct(">BH")  # before a binary of 256 bytes and more: its kind and length
+BIN_32: Final = struct.Struct(">BI")  # ... of 64 KiB and more
+PARTS_BYTES: Final = 4096  # of values that are not copied to be sent: a camera's, not a joint's
 
 # ---- robot -> rank 0 ------------------------------------------------------------------------
 
@@ -111,10 +113,12 @@ class Samples(Message, frozen=True, tag=2):
 def in_parts(message: Samples) -> tuple[bytes, memoryview]:
     """Encode ``message`` without a copy of its values: they follow the bytes returned first.
 
-    Both together are what the encoder writes for more than 65,535 bytes of values.
+    Both together are what the encoder writes for ``PARTS_BYTES`` of values and more.
     """
     empty = encoder.encode(msgspec.structs.replace(message, values=memoryview(b"")))
-    return empty[: -len(NO_BYTES)] + BIN_32.pack(0xC6, message.values.nbytes), message.values
+    size = message.values.nbytes
+    head = BIN_16.pack(0xC5, size) if size < 1 << 16 else BIN_32.pack(0xC6, size)
+    return empty[: -len(NO_BYTES)] + head, message.values
 
 
 class ChunkReport(Message, frozen=True, tag=3):
@@ -272,7 +276,10 @@ class Emitter(Protocol):
     """Takes finished action chunks. Called from the thread that decodes; must not block."""
 
     def emit(self, row: int, chunk: ActionChunk) -> str | None:
-        """Hand over; returns why it could not be, or None."""
+        """Hand over; returns why it could not be, or None.
+
+        The memory of ``chunk.actions`` is overwritten once this has returned.
+        """
 
 
 class Lost(Message, frozen=True, tag=21):

@@ -42,6 +42,8 @@ LENGTH: Final = struct.Struct("<Q")
 BACKLOG: Final = 128  # connections not accepted yet
 READY_MAX: Final = 64  # connections that the kernel names at once
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+#: A packet is cut, or the descriptors that it brings; no enum, whose ``&`` is Python code.
+CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 TOO_LARGE: Final = (errno.EMSGSIZE, errno.ENOBUFS)  # for this socket's buffer, or in one piece
 ONE_FD: Final = socket.CMSG_LEN(struct.calcsize("i"))  # the kernel closes any further one
 CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid: struct ucred of SO_PEERCRED
@@ -58,6 +60,7 @@ class _UnixSocket(ABC):
         self.has_more = False
         self._frame_bytes_max = frame_bytes_max
         self._buffer = bytearray(PACKET_BYTES_MAX)
+        self._buffers = (self._buffer,)
         self._view = memoryview(self._buffer)
         self._lock = threading.Lock()  # held to send, and to make or close a connection
         self._closed = False
@@ -106,12 +109,14 @@ class _UnixSocket(ABC):
         """
         try:
             size, control, flags, _ = connection.recvmsg_into(
-                (self._buffer,), ONE_FD, socket.MSG_CMSG_CLOEXEC
+                self._buffers, ONE_FD, socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, ConnectionResetError):
             return None  # reset: it left without having read all; what it sent comes next
         except OSError as error:
             raise EOFError from error
+        if size and not control and not flags & CUT:
+            return bytes(self._view[:size])
         fds = [
             fd
             for level, kind, data in control
@@ -121,10 +126,7 @@ class _UnixSocket(ABC):
         try:
             if flags & socket.MSG_TRUNC or not size:
                 raise EOFError
-            is_cut = bool(flags & socket.MSG_CTRUNC)
-            if not fds and not is_cut:
-                return bytes(self._view[:size])
-            return self._carried(size, fds, is_cut=is_cut)
+            return self._carried(size, fds, is_cut=bool(flags & socket.MSG_CTRUNC))
         except ProtocolError:
             self.malformed += 1
             return None
@@ -200,9 +202,9 @@ class UnixServer(_UnixSocket):
             return frames
         for _ in range(limit):
             if not self._turn:
-                self._turn.extend(fd for fd, _ in self._epoll.poll(0, READY_MAX))
-                if not self._turn:
+                if not (ready := self._epoll.poll(0, READY_MAX)):
                     return frames
+                self._turn.extend([fd for fd, _ in ready])
             fd = self._turn.popleft()
             if fd == self._listener_fd:
                 self._accept()

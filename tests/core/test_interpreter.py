@@ -9,11 +9,11 @@ import pytest
 from ppstream.core import interpreter
 from ppstream.core.clock import ManualClock, now_ns
 from ppstream.core.interpreter import (
+    CONTROL_SWITCH_INTERVAL_S,
     EVERY_NS,
     OVERDUE_NS,
     PAUSE_S,
     PIECE_NS,
-    SWITCH_INTERVAL_S,
     GcControl,
     InterpreterPauses,
     short_turns,
@@ -43,7 +43,9 @@ def test_a_pause_is_made_when_a_piece_is_long_enough(monkeypatch: pytest.MonkeyP
     assert len(slept) == 2
 
 
-@pytest.mark.parametrize(("before_s", "inside_s"), [(0.005, SWITCH_INTERVAL_S), (1e-4, 1e-4)])
+@pytest.mark.parametrize(
+    ("before_s", "inside_s"), [(0.005, CONTROL_SWITCH_INTERVAL_S), (1e-5, 1e-5)]
+)
 def test_short_turns_end_with_their_block(before_s: float, inside_s: float) -> None:
     ours_s = sys.getswitchinterval()
     sys.setswitchinterval(before_s)

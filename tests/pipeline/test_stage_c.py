@@ -168,3 +168,50 @@ def test_a_robot_with_limits_of_its_own_is_held_to_those(tmp_path: Path) -> None
     own, common = (np.frombuffer(c.actions, np.float32).reshape(4, 2) for c in emitter.chunks)
     assert own.max(axis=0).tolist() == [0.25, 0.75]
     assert common.max(axis=0).tolist() == [1.0, 1.0]
+
+
+def test_what_the_rules_did_is_counted_once_the_chunk_has_left(tmp_path: Path) -> None:
+    counted: list[int] = []
+
+    class Looking(Chunks):
+        def emit(self, row: int, chunk: ActionChunk) -> None:
+            super().emit(row, chunk)
+            counted.append(running.rank0.stage_c.statistics().chunks)
+
+    with pipeline(tmp_path) as (running, _):
+        running.rank0.emitter = Looking()
+        running.rank0.run(3)
+        assert running.rank0.stage_c.statistics().chunks == 3
+    assert counted == [0, 1, 2]
+
+
+class Forgetful:
+    """A decoder that writes everything in its first call, and later leaves the last step out."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def reset(self, row: int) -> None:
+        pass
+
+    def __call__(self, row: int, result: Any, actions: np.ndarray[Any, Any]) -> None:
+        self.calls += 1
+        actions[: 4 if self.calls == 1 else 3] = 0.5
+
+
+@pytest.mark.parametrize("is_emitted", [True, False])
+def test_what_a_decoder_leaves_out_is_refused_also_behind_a_result_that_was_not_emitted(
+    tmp_path: Path, *, is_emitted: bool
+) -> None:
+    with pipeline(tmp_path) as (running, emitter):
+        stage_c, row = running.rank0.stage_c, running.intake.rows[0]
+        stage_c._decoder = Forgetful()
+        owner = Owner(True, (row.session, row.session_epoch), 0, 0)
+        result = {"actions": np.zeros((1, 4, 2), np.float32)}
+        dropped = []
+        for seq in range(2):
+            flight = Flight(seq, 0, seq, EnvelopeRecord(), [owner], received_ns=1, emit_ns=1)
+            rows = stage_c.decode(flight, result)
+            if is_emitted or seq:  # a cut may come in between
+                dropped.append(stage_c.emit(flight, rows, emitter))
+    assert dropped == [None, "non_finite"][not is_emitted :]

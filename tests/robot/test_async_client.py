@@ -110,3 +110,34 @@ def test_without_a_server_connecting_fails_and_nothing_is_left(tmp_path: Path) -
         await robot.close()
 
     asyncio.run(live())
+
+
+def test_an_observation_is_awaited_and_others_run_meanwhile() -> None:
+    async def live(endpoint: str) -> list[tuple[int, int]]:
+        ends = []
+        async with AsyncRobotClient(make_client(endpoint)) as robot:
+            await robot.wait_ready()
+            for _ in range(5):
+                stamp_ns = now_ns()
+                answer = await robot.ask({"joints": [0, 0, 0]}, 5.0, stamp_ns)
+                ends.append((stamp_ns, answer.chunk.window_end_ns))
+        return ends
+
+    async def wait_in_vain(endpoint: str) -> int:
+        turns = 0
+        async with AsyncRobotClient(make_client(endpoint)) as robot:
+            await robot.wait_ready()
+            asking = asyncio.create_task(robot.ask({"joints": [0, 0, 0]}, 0.3))
+            while not asking.done():
+                await asyncio.sleep(0.01)
+                turns += 1
+            with pytest.raises(TimeoutError, match=r"came within 0\.3 s"):
+                await asking
+        return turns
+
+    with serving(answers=True) as server:
+        endpoint = server.sessions.endpoint
+        for stamp_ns, end_ns in asyncio.run(asyncio.wait_for(live(endpoint), 30)):
+            assert end_ns == stamp_ns
+        server.order(lambda: setattr(server, "_answers", False))
+        assert asyncio.run(asyncio.wait_for(wait_in_vain(endpoint), 30)) > 3

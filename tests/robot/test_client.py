@@ -33,7 +33,7 @@ from ppstream.core.waiter import Waiter
 from ppstream.robot import feedback
 from ppstream.robot.control_loop import ControlLoop
 from ppstream.robot.outbox import Outbox
-from ppstream.wire.robot_messages import ActionChunk, ChunkReport, RobotState
+from ppstream.wire.robot_messages import ActionChunk, ChunkReport, Prefix, RobotState, Samples
 
 pytestmark = pytest.mark.usefixtures("either_socket")
 
@@ -706,3 +706,74 @@ def test_chunks_that_stand_unread_when_a_client_closes_are_counted_and_reported(
             return [(one.seq, one.executed) for one in reports]
 
         wait_until(lambda: told() == [(seq, 0) for seq in range(6)])
+
+
+def note_calls(monkeypatch: pytest.MonkeyPatch, called: list[Any], owner: Any, *names: str) -> None:
+    """From now on ``called`` gets each call of these methods: its name, or the message it sends."""
+
+    def noting(name: str) -> None:
+        method = getattr(owner, name)
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            called.append(type(arguments[0]) if name == "send" else name)
+            return method(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in names:
+        noting(name)
+
+
+def test_an_observation_leaves_before_anything_else_is_done_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[Any] = []
+    with (
+        serving(make_config(), answers=True) as server,
+        make_client(server.sessions.endpoint) as client,
+    ):
+        client.connect()
+        assert client.wait_ready(10)
+        wait_until(lambda: len(server.sessions.reports) == 1)  # nothing else is due for a second
+        note_calls(monkeypatch, called, client._link, "send", "wake", "_turn", "_read")
+        client.ask({"joints": [1, 2, 3]}, 5.0)
+    assert called[:2] == [Samples, "wake"]
+
+
+def test_who_asks_again_at_once_tells_first_what_is_executed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[Any] = []
+    config = make_config()
+    actions = msgspec.structs.replace(config.actions, prefix_steps=4)
+    config = msgspec.structs.replace(config, actions=actions)
+    with serving(config, answers=True) as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        assert client.wait_ready(10)
+        chunk = client.ask({"joints": [1, 2, 3]}, 5.0).chunk
+        wait_until(lambda: server.rows[0].commitment is not None)
+        note_calls(monkeypatch, called, client._link, "send", "wake")
+        client._merged.append((chunk, now_ns()))  # as if the link's thread had not run yet
+        client.ask({"joints": [1, 2, 3]}, 5.0)
+    assert called[:3] == [Prefix, Samples, "wake"]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_chunk_is_handed_over_before_it_is_counted_or_told(
+    monkeypatch: pytest.MonkeyPatch, *, asks: bool
+) -> None:
+    called: list[Any] = []
+    with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
+        client.connect()
+        assert client.wait_ready(10)
+        books = ("arrived", "send_prefix", "collect", "send_reports", "send_state")
+        note_calls(monkeypatch, called, client._feedback, *books)
+        note_calls(monkeypatch, called, client._session, "reject")
+        client.on_chunk = lambda chunk: called.append("on_chunk")
+        if asks:
+            client.ask({"joints": [1, 2, 3]}, 5.0)
+        else:
+            client.push("joints", now_ns(), [1, 2, 3])
+        wait_until(lambda: "on_chunk" in called and called[-1] == "send_state")
+    came = called.index("reject")
+    assert called[came + 1 : came + 5] == ["on_chunk", "arrived", "send_prefix", "collect"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from robot_rig import DT_NS, LEASE_NS, MS, make_chunk
 
 from ppstream.core.errors import ReceiverEndedError
-from ppstream.robot.timeline import ActionTimeline
+from ppstream.robot.timeline import MAX_PENDING, ActionTimeline
 
 
 def timeline_of(*chunks: Any, now_ns: int = 0) -> ActionTimeline:
@@ -127,3 +127,16 @@ def test_a_chunk_played_by_someone_else_ends_a_hold() -> None:
     timeline.held(12 * MS)
     assert timeline.mark_executed(chunk, 15 * MS)
     assert timeline.holds(99 * MS) == (1, 3 * MS, 0, "")
+
+
+def test_chunks_that_ended_are_counted_when_somebody_looks_and_few_wait_for_it() -> None:
+    timeline = ActionTimeline(2)
+    for seq in range(10 * MAX_PENDING):
+        end_ns = 2 * seq * DT_NS
+        assert timeline.merge(make_chunk(seq, end_ns=end_ns), end_ns) is None
+        assert len(timeline._ended) < MAX_PENDING
+        if seq % 100 == 99:
+            found = timeline.statistics()
+            assert (found.received, found.superseded, found.pending) == (seq + 1, seq - 1, 2)
+    outcomes = timeline.take_outcomes(end_ns)
+    assert [outcome.seq for outcome in outcomes] == list(range(10 * MAX_PENDING - 2))

@@ -182,6 +182,19 @@ def test_a_name_is_free_again_when_its_holder_has_been_silent(desk: Desk) -> Non
     assert desk.sessions.statistics().closed == {"silent": 1}
 
 
+def test_each_robot_is_given_up_when_its_own_silence_has_lasted(desk_of_two: Desk) -> None:
+    desk = desk_of_two
+    desk.admit(desk.robot(), robot="one")
+    desk.now_ns += SILENCE_NS // 2
+    desk.admit(desk.robot(), robot="two")
+    left = []
+    for pause_ns in (SILENCE_NS // 2 - 1, 1, SILENCE_NS // 2 - 1, 1):
+        desk.now_ns += pause_ns
+        desk.sessions.drain(desk.now_ns)
+        left.append([row.robot for row in desk.rows if row.session])
+    assert left == [["one", "two"], ["two"], ["two"], []]
+
+
 def test_the_same_robot_takes_its_place_back_at_once(desk: Desk) -> None:
     before = desk.admit(desk.robot()).session
     after = desk.admit(desk.robot(), resumes=before).session
