@@ -5,12 +5,14 @@ a link between CPUs, ``device/executor.py`` on a GPU's streams, ``inline_executo
 this process. What else a run is on rank 0 stands in ``rank0.py``.
 
 *Leave first, account later.* Behind a pause each call costs several times what it costs back to
-back, so between a receipt and the send that it leads to stand what decides whether and what is
-sent (epoch, lease, limits, owner) and the stamps, nothing else. Names, ledgers, counters, costs and
-the log's record come behind the send, on the same thread and before that takes in anything else: no
-reader sees a half. A process that dies between the two loses a line of its log, never an action.
-This holds for both ranks and the robot's client. One case books first: with split threads another
-thread may finish the envelope that was just sent.
+back. So between a receipt and the send that it leads to stand the stamps and what decides whether
+that may leave (who speaks and how much, session, episode, epoch, lease, finite values, limits),
+nothing else. Names, ledgers, counters, costs, reports and the log's line come behind the send, on
+the same thread, before that takes up its next work. A process that dies in between loses counts
+that lived in its memory alone, and a line of its log: of a chunk that left, the robot tells what
+became of it. The other order would lose the chunk and count it as sent. This holds for both ranks
+and the robot's client. One case accounts first: with split threads another thread may finish the
+envelope that was just sent.
 """
 
 from __future__ import annotations

@@ -4,15 +4,8 @@ It decodes what robots say, puts samples into their row's rings and sends action
 judges the samples and the policy the actions; here only who may speak, how much, and for which row.
 No frame that a stranger can send raises: each is counted with its reason.
 
-*Leave first, account later*, here and wherever a sample or a chunk passes: between the receipt of
-a message and the one that must leave because of it stands only what decides whether that may
-leave: who speaks and how much, session, episode, epoch, lease, finite values, limits. Counts,
-names, reports, log lines and the room for the next message come behind the send, before the same
-thread takes up its next work. Nothing is lost by that if the process dies in between: counts live
-in its memory alone and would have died with it, a log line that is missing is one of an envelope
-whose run the report shows as cut short, and of a chunk that did leave the robot tells what became
-of it. The other order would lose the chunk, and count it as sent. What one ledger balances changes
-together, so that it balances between two envelopes.
+Counts, reports and the room for the next message come behind what must leave, as everywhere
+(``pipeline/loop.py``); what one ledger balances changes together.
 """
 
 from __future__ import annotations
