@@ -27,7 +27,7 @@ class Twins:
     """The same row twice: rings of two streams and their clock."""
 
     def __init__(self, capacity: int) -> None:
-        streams = [stream(REFERENCE, DIM, max_gap_ms=5.0), stream(OTHER, 1, max_gap_ms=50.0)]
+        streams = [stream(REFERENCE, DIM, max_gap_ms=5.0), stream(OTHER, DIM, max_gap_ms=1e6)]
         self.banks: list[dict[str, RingBank]] = []
         self.rows = []
         for _ in range(2):
@@ -75,10 +75,9 @@ others = st.sampled_from(["episode", "close", "recording", "jump"])
 
 
 def arrays(message: Message, begin_ns: int) -> tuple[Any, Any]:
-    dim = DIM if message.name == REFERENCE else 1
     steps = message.steps_ns * (9 if message.kind == "many" else 1)
     stamps = (np.cumsum([0, *steps], dtype=np.int64) + np.int64(begin_ns)).astype(np.int64)
-    columns = dim + (message.kind == "wide")
+    columns = DIM + (message.kind == "wide")
     filled = np.resize(np.array(message.values, np.float32), (len(stamps), columns))
     if message.kind == "float64":
         return stamps, filled.astype(np.float64)
@@ -119,7 +118,7 @@ def test_whatever_arrives_both_rows_hold_and_count_the_same(
                 twins.both(lambda row: row.new_episode())
             elif event == "jump":
                 stamps = np.full(JUMP_SAMPLES + 1, -7, np.int64)
-                zeros = np.zeros((len(stamps), 1), np.float32)
+                zeros = np.zeros((len(stamps), DIM), np.float32)
                 twins.both(lambda row: row.rings[OTHER].append(stamps, zeros, rx_ns))  # noqa: B023
             else:
                 twins.both(lambda row: row.close())
@@ -178,18 +177,21 @@ AT_A_LIMIT = {
     "one after the other late": [(STALE_NS + 2, 1), (0, STALE_NS), (BACKLOG_NS, 1), (9, 1)],
     "as quick as the quickest": [(MS, MS), (MS, MS)],
     "quicker": [(MS, MS + 1), (MS, MS)],
+    "good after one that was late": [(1, -1), (1, 2)],
+    "good after a backlog": [(STALE_NS + 2, 1), (0, STALE_NS), (BACKLOG_NS, 1), (0, BACKLOG_NS)],
     "the best of late is old": [(BEST_NS - 1, BEST_NS - 1), (1, 1), (1, 0)],
 }
 
 
+@pytest.mark.parametrize("name", [REFERENCE, OTHER])
 @pytest.mark.parametrize("what", AT_A_LIMIT)
-def test_at_each_limit_both_decide_the_same(what: str) -> None:
+def test_at_each_limit_both_decide_the_same(what: str, name: str) -> None:
     twins = Twins(8)
     rx_ns = stamp_ns = 100 * BEST_NS
     for late_ns, newer_ns in [(0, 0), *AT_A_LIMIT[what]]:
         rx_ns, stamp_ns = rx_ns + late_ns, stamp_ns + newer_ns
         stamps, values = np.array([stamp_ns]), np.ones((1, DIM), np.float32)
-        twins.both(lambda row: row.reference.append(stamps, values, rx_ns))  # noqa: B023
+        twins.both(lambda row: row.rings[name].append(stamps, values, rx_ns))  # noqa: B023
 
 
 @pytest.mark.parametrize(("name", "number"), [("count", 9), ("settled", 3), ("accepted", -1)])

@@ -104,7 +104,8 @@ samples = st.tuples(
     st.just("samples"),
     st.integers(0, 9),  # row
     st.integers(0, 3),  # stream
-    st.lists(st.integers(1, 9 * MS) | st.just(MS), min_size=1, max_size=7),  # steps
+    st.lists(st.integers(1, 9 * MS), min_size=1, max_size=7)  # steps
+    | st.lists(st.integers(1, 9).map(lambda step_ms: step_ms * MS), min_size=1, max_size=7),
     st.lists(values, min_size=1, max_size=9),
 )
 cuts = st.tuples(st.just("cut"), st.lists(st.none() | st.integers(-40, 40), min_size=1, max_size=3))
@@ -136,6 +137,24 @@ def test_whatever_is_held_both_cut_the_same(
             twins.both(lambda one: one.rows[index].close())  # noqa: B023
         elif twins.inputs[0].rows[index].session == 0:
             twins.both(lambda one: one.rows[index].open(77, is_real_time=False))  # noqa: B023
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("unit_ns", [1, MS])
+def test_many_digits_and_targets_just_at_a_limit_are_cut_the_same(rows: int, unit_ns: int) -> None:
+    rng = np.random.default_rng(5)
+    limits = [(8.0, 5.0)] * len(COMPILED_MODES)
+    groups = ["state", "state", "tool"]
+    case = Case([4, 3, 5], list(COMPILED_MODES), groups, limits, rows, 32, 1.0, 64)
+    twins = Twins(case)
+    for index in range(rows):
+        twins.both(lambda one: one.rows[index].open(1, is_real_time=False))  # noqa: B023
+    for _ in range(40):
+        for index in range(rows):
+            for number in range(len(case.dims)):
+                steps_ns = rng.integers(1, 12 * MS // unit_ns, 7) * unit_ns
+                fill(twins, index, 0, number, steps_ns.tolist(), rng.standard_normal(35).tolist())
+        twins.cut([None] * rows)
 
 
 def fill(

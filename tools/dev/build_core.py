@@ -1,4 +1,4 @@
-"""Compile ``ppstream/native/core.c``: as a hook of the build, or in place, ``build_core.py``.
+"""Compile ``ppstream/native/core.c``: as a hook of the build, or in place, run by itself.
 
 The build goes on without a compiler, and says so in one line: the Python twins do the same. With
 ``--strict`` a warning and a failure are errors.
@@ -31,6 +31,8 @@ class CustomBuildHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """``version`` is that of the wheel's kind: standard, or editable, which builds in place."""
+        if os.environ.get("PPSTREAM_NATIVE") == "0":  # a wheel for any machine and Python 3.10
+            return
         problem = compile_core(Path(self.root), Path(self.root, LIBRARY))
         if problem is not None:
             self.app.display_warning(f"ppstream runs without its compiled core: {problem}")
@@ -43,7 +45,13 @@ class CustomBuildHook(BuildHookInterface[Any]):
 
 def compile_core(root: Path, library: Path, *more: str) -> str | None:
     """Make ``library`` from the source under ``root``; returns why there is none, or None."""
-    library.unlink(missing_ok=True)  # an older one does not outlive a failure
+    problem = _compile(root, library, *more)
+    if problem is not None:
+        library.unlink(missing_ok=True)  # an older one does not outlive a failure
+    return problem
+
+
+def _compile(root: Path, library: Path, *more: str) -> str | None:
     if sys.implementation.name != "cpython" or sys.version_info < (3, 11):
         return "it needs CPython 3.11 or newer"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
