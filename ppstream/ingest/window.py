@@ -178,11 +178,12 @@ class WindowCutter:
     def _cut_compiled(self, ends: Sequence[int], views: _Views) -> None:
         """The same in C, bit for bit."""
         for row, lines in enumerate(views.lines):
-            if not views.present[row]:
-                for line in lines:
-                    line(None)
+            present, all_valid = views.present[row], True
+            for line in lines:
+                all_valid &= line(ends[row] if present else None)
+            if not present:
                 self._leave_empty(row, views)
-            elif sum(line(ends[row]) for line in lines) == len(lines):  # each runs, unlike in all()
+            elif all_valid:
                 self.targets += self._steps
             else:
                 self._count_invalid(row, views)

@@ -326,19 +326,19 @@ static PyObject *are_inside(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *from[3];
     Py_buffer views[3] = {0};
-    int inside = 1;
+    int is_mine = 1, inside = 1;
     if (!PyArg_ParseTuple(args, "OOO", &from[0], &from[1], &from[2]))
         return NULL;
-    for (int i = 0; inside && i < 3; i++)
-        inside = PyObject_GetBuffer(from[i], &views[i], READABLE) == 0 &&
-                 is_of(&views[i], 2, 'f') && views[i].len == views[0].len;
+    for (int i = 0; is_mine && i < 3; i++)
+        is_mine = PyObject_GetBuffer(from[i], &views[i], READABLE) == 0 &&
+                  is_of(&views[i], 2, 'f') && views[i].len == views[0].len;
     PyErr_Clear(); /* with holes in memory: not mine */
     const float *actions = views[0].buf, *low = views[1].buf, *high = views[2].buf;
-    for (int64_t i = 0; inside && i < views[0].len / 4; i++)
-        inside = actions[i] >= low[i] && actions[i] <= high[i]; /* a NaN is not */
+    for (int64_t i = 0; is_mine && i < views[0].len / 4; i++)
+        inside &= (actions[i] >= low[i]) & (actions[i] <= high[i]); /* a NaN is not */
     for (int i = 0; i < 3; i++)
         PyBuffer_Release(&views[i]);
-    return PyBool_FromLong(inside);
+    return PyBool_FromLong(is_mine && inside);
 }
 
 /* ---- types and module ---------------------------------------------------------------------- */

@@ -95,5 +95,5 @@ class Ring:
     def account(self, first_target_ns: int, end_ns: int, ledger: Ledger, /) -> int | None:
         """``SensorRing.settle``. Raises ValueError when the ring's numbers disagree."""
 
-def are_inside(actions: NDArray[Any], low: NDArray[Any], high: NDArray[Any], /) -> bool:
+def are_inside(actions: NDArray[Any], low: memoryview, high: memoryview, /) -> bool:
     """True for contiguous float32 arrays of one size with ``low <= actions <= high``, no NaN."""

@@ -58,6 +58,7 @@ class ActionRules:
         self._above, self._below = self._inside  # the low limits, the high ones
         self._all_inside = np.ones_like(self._inside).tobytes()
         self._is_compiled = native.is_used
+        self._limits = self._low.data, self._high.data  # cheaper to pass than arrays
         self._clips = actions.on_limit == "clip"
         self._switches = [
             (index, np.sort(np.asarray(actions.discrete[name], dtype=np.float32)))
@@ -122,7 +123,7 @@ class ActionRules:
     def _is_inside(self, actions: Array) -> bool:
         """Finite and within the limits: a NaN compares as outside."""
         if self._is_compiled:
-            return native.are_inside(actions, self._low, self._high)
+            return native.are_inside(actions, *self._limits)
         np.greater_equal(actions, self._low, self._above)
         np.less_equal(actions, self._high, self._below)
         return self._inside.tobytes() == self._all_inside

@@ -17,8 +17,8 @@ from ppstream.native import loader
 ASK = """
 import json, sys
 from ppstream import native
-from ppstream.ingest.ring import SensorRing
-print(json.dumps([native.is_used, native.why_not, SensorRing.__mro__[1].__module__]))
+from ppstream.ingest.sample_ledger import SampleLedger
+print(json.dumps([native.is_used, native.why_not, SampleLedger.__mro__[1].__module__]))
 """
 STALE = """
 import sys, types
