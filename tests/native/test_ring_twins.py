@@ -194,6 +194,13 @@ def test_at_each_limit_both_decide_the_same(what: str, name: str) -> None:
         twins.both(lambda row: row.rings[name].append(stamps, values, rx_ns))  # noqa: B023
 
 
+def test_the_first_of_a_clock_is_python_s_however_old_it_is() -> None:
+    twins = Twins(8)
+    for stamp_ns in (1 - FAR, 2 - FAR):
+        stamps, values = np.array([stamp_ns]), np.ones((1, DIM), np.float32)
+        twins.both(lambda row: row.reference.append(stamps, values, 5))  # noqa: B023
+
+
 @pytest.mark.parametrize(("name", "number"), [("count", 9), ("settled", 3), ("accepted", -1)])
 def test_numbers_that_contradict_each_other_reach_no_memory(name: str, number: int) -> None:
     ring = open_row().reference
