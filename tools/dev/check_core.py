@@ -20,13 +20,14 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 TESTS: Final = sorted((ROOT / "tests" / "native").glob("test_*_twins.py"))
 LIMIT_S: Final = 300
 
-#: In place of the core in the package, before anything imports that one.
+#: Puts it in place of the package's own, before anything imports that. The sanitizers write to the
+#: descriptor of stderr, which pytest leaves alone this way.
 RUN: Final = """
 import importlib.util, sys
 import pytest
 spec = importlib.util.spec_from_file_location("ppstream.native.core", sys.argv[1])
 sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--timeout", "0", *sys.argv[2:]]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--capture", "sys", *sys.argv[2:]]))
 """
 
 
