@@ -54,9 +54,10 @@ class WindowInfo(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """One resampling plan, and the names of the three tensors it writes."""
+    """One resampling plan, its streams, and the names of the three tensors it writes."""
 
     plan: ResamplePlan
+    streams: Sequence[StreamConfig]
     out: tuple[str, str, str]
 
 
@@ -113,19 +114,19 @@ class WindowCutter:
                     steps,
                     distinct=True,  # a SensorRing takes each stamp once
                 ),
+                streams,
                 group_names(group),
             )
             for group, streams in config.groups.items()
         ]
         self._is_compiled = native.is_used and all(
             _is_compiled(stream, len(rows) * steps)
-            for streams in config.groups.values()
-            for stream in streams
+            for group in self._groups
+            for stream in group.streams
         )
         self._streams = tuple(stream.name for stream in config.streams)
         self._steps = steps
-        self._sources = list(config.groups.values())
-        self._group_streams = [tuple(s.name for s in streams) for streams in self._sources]
+        self._group_streams = [tuple(s.name for s in group.streams) for group in self._groups]
         self.targets = 0  # of every stream that is no camera, over all rows
         self.invalid = {name: 0 for names in self._group_streams for name in names}  # of them
         is_asked = config.actions.prefix_steps > 0
@@ -233,10 +234,10 @@ class WindowCutter:
     ) -> tuple[Callable[[int | None], bool], ...]:
         """One call for each stream of a row, which cuts it into its columns for a window's end."""
         lines: list[Callable[[int | None], bool]] = []
-        for group, streams in zip(self._groups, self._sources, strict=True):
+        for group in self._groups:
             values, valid, age_s = (out[name][row].numpy() for name in group.out)
             left = 0
-            for column, stream in enumerate(streams):
+            for column, stream in enumerate(group.streams):
                 part = slice(left, left := left + stream.dim)
                 source = self._rows[row].rings[stream.name]
                 lines.append(

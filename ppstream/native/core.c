@@ -51,7 +51,7 @@ static int is_of(const Py_buffer *view, int ndim, char code)
 }
 
 /* Fills view with memory [length] or [length, width] to write to, whose rows have no holes. */
-static int get(PyObject *from, Py_buffer *view, char code, int64_t length, int64_t width)
+static int get(PyObject *from, Py_buffer *view, char code, Py_ssize_t length, Py_ssize_t width)
 {
     int ndim = width > 0 ? 2 : 1;
     if (PyObject_GetBuffer(from, view, WRITABLE) < 0)
@@ -70,7 +70,7 @@ static int64_t read_stamp(const char *stamps, int64_t index)
     return stamp_ns;
 }
 
-/* ---- what a ring holds, counted from the oldest, which lies at head -------------------------- */
+/* ---- what a ring holds, counted from the oldest --------------------------------------------- */
 
 static int is_sound(const Ring *ring)
 {
@@ -79,28 +79,23 @@ static int is_sound(const Ring *ring)
            ring->settled >= oldest && ring->settled <= ring->accepted;
 }
 
-static int64_t head_of(const Ring *ring)
+static int64_t slot_of(const Ring *ring, int64_t index)
 {
-    return (ring->accepted - ring->count) % ring->capacity;
+    return (ring->accepted - ring->count + index) % ring->capacity;
 }
 
-static int64_t slot_of(const Ring *ring, int64_t head, int64_t index)
+static int64_t stamp_of(const Ring *ring, int64_t index)
 {
-    return head + index < ring->capacity ? head + index : head + index - ring->capacity;
+    return ((const int64_t *)ring->stamps.buf)[slot_of(ring, index)];
 }
 
-static int64_t stamp_of(const Ring *ring, int64_t head, int64_t index)
+/* How many samples are at or before a stamp. */
+static int64_t count_until(const Ring *ring, int64_t at_ns)
 {
-    return ((const int64_t *)ring->stamps.buf)[slot_of(ring, head, index)];
-}
-
-/* How many samples are at or before a stamp; at least so many are. */
-static int64_t count_until(const Ring *ring, int64_t head, int64_t at_ns, int64_t at_least)
-{
-    int64_t low = at_least, high = ring->count;
+    int64_t low = 0, high = ring->count;
     while (low < high) {
         int64_t middle = low + (high - low) / 2;
-        if (stamp_of(ring, head, middle) <= at_ns)
+        if (stamp_of(ring, middle) <= at_ns)
             low = middle + 1;
         else
             high = middle;
@@ -169,7 +164,7 @@ static int64_t append(Ring *ring, const char *stamps, const char *values, int64_
     store(ring, stamps, values, n);
     ring->accepted += n;
     *(int64_t *)ring->held.buf = ring->count = count;
-    *(int64_t *)ring->head.buf = head_of(ring);
+    *(int64_t *)ring->head.buf = slot_of(ring, 0);
     ring->newest_ns = newest_ns;
     ring->newest_rx_ns = rx_ns;
     ledger->received += n;
@@ -218,9 +213,10 @@ static void mix(float *to, const float *first, const float *second, double weigh
     }
 }
 
-/* One target, at or before which so many samples are; returns whether it is valid. */
-static int cut_target(const Ring *ring, const Line *line, int64_t t, int64_t tgt_ns, int64_t passed)
+/* Writes one target; true when it is valid. */
+static int cut_target(const Ring *ring, const Line *line, int64_t t, int64_t tgt_ns)
 {
+    int64_t passed = count_until(ring, tgt_ns);
     float *to = (float *)((char *)line->values.buf + t * line->values.strides[0]);
     float *age_s = (float *)((char *)line->age_s.buf + t * line->age_s.strides[0]);
     char *valid = (char *)line->valid.buf + t * line->valid.strides[0];
@@ -229,13 +225,13 @@ static int cut_target(const Ring *ring, const Line *line, int64_t t, int64_t tgt
         *age_s = 0;
         return *valid = 0;
     }
-    int64_t head = head_of(ring), last = ring->count - 1;
-    int64_t before = passed > 0 ? passed - 1 : 0, after = passed <= last ? passed : last;
-    const float *first = (float *)ring->values.buf + slot_of(ring, head, before) * ring->dim;
-    const float *second = (float *)ring->values.buf + slot_of(ring, head, after) * ring->dim;
-    uint64_t first_ns = stamp_of(ring, head, before);
+    int64_t before = passed > 0 ? passed - 1 : 0;
+    int64_t after = passed < ring->count ? passed : ring->count - 1;
+    const float *first = (float *)ring->values.buf + slot_of(ring, before) * ring->dim;
+    const float *second = (float *)ring->values.buf + slot_of(ring, after) * ring->dim;
+    uint64_t first_ns = stamp_of(ring, before);
     uint64_t past_ns = (uint64_t)tgt_ns - first_ns;
-    uint64_t gap_ns = (uint64_t)stamp_of(ring, head, after) - first_ns;
+    uint64_t gap_ns = (uint64_t)stamp_of(ring, after) - first_ns;
     uint64_t bridge_ns = past_ns ? gap_ns : 0, held_ns = bridge_ns ? 0 : past_ns;
     if (line->mode == LINEAR) {
         mix(to, first, second, (double)past_ns / (double)(gap_ns ? gap_ns : 1), ring->dim);
@@ -250,42 +246,28 @@ static int cut_target(const Ring *ring, const Line *line, int64_t t, int64_t tgt
     return *valid = passed && held_ns <= line->age_ns && bridge_ns <= line->gap_ns;
 }
 
-static PyObject *cut(const Ring *ring, const Line *line, PyObject *end, int64_t dt_ns)
-{
-    int64_t passed = 0, steps = line->values.shape[0], end_ns = NEVER_NS;
-    int all_valid = 1;
-    if (end != Py_None) {
-        end_ns = PyLong_AsLongLong(end);
-        if (PyErr_Occurred())
-            return NULL;
-    }
-    for (int64_t t = 0; t < steps; t++) {
-        uint64_t back_ns = end == Py_None ? 0 : (uint64_t)(steps - 1 - t) * (uint64_t)dt_ns;
-        int64_t tgt_ns = (int64_t)((uint64_t)end_ns - back_ns);
-        passed = count_until(ring, head_of(ring), tgt_ns, passed);
-        all_valid &= cut_target(ring, line, t, tgt_ns, passed);
-    }
-    return PyBool_FromLong(all_valid);
-}
-
 static PyObject *ring_cut(PyObject *self, PyObject *args)
 {
     Ring *ring = (Ring *)self;
     Line line = {0};
-    PyObject *end, *values, *valid, *age_s, *all_valid = NULL;
+    PyObject *end, *values, *valid, *age_s;
     long long steps, dt_ns;
+    int all_valid = 1;
     if (!PyArg_ParseTuple(args, "LLiKKOOOO", &steps, &dt_ns, &line.mode, &line.gap_ns, &line.age_ns,
                           &values, &valid, &age_s, &end))
         return NULL;
+    uint64_t end_ns = end == Py_None ? NEVER_NS : PyLong_AsLongLong(end);
+    uint64_t step_ns = end == Py_None ? 0 : dt_ns; /* unsigned, since numpy wraps around, too */
     if (!is_sound(ring) || !ring->values.buf)
         PyErr_SetString(PyExc_ValueError, "the ring has no values, or its numbers disagree");
-    else if (get(values, &line.values, 'f', steps, ring->dim) &&
-             get(valid, &line.valid, '?', steps, 0) && get(age_s, &line.age_s, 'f', steps, 0))
-        all_valid = cut(ring, &line, end, dt_ns);
+    if (!PyErr_Occurred() && get(values, &line.values, 'f', steps, ring->dim) &&
+        get(valid, &line.valid, '?', steps, 0) && get(age_s, &line.age_s, 'f', steps, 0))
+        for (int64_t t = 0; t < steps; t++)
+            all_valid &= cut_target(ring, &line, t, end_ns - (steps - 1 - t) * step_ns);
     PyBuffer_Release(&line.values);
     PyBuffer_Release(&line.valid);
     PyBuffer_Release(&line.age_s);
-    return all_valid;
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(all_valid);
 }
 
 /* ---- settle: ring.py ----------------------------------------------------------------------- */
@@ -299,14 +281,14 @@ static PyObject *ring_account(PyObject *self, PyObject *args)
         return NULL;
     if (!is_sound(ring))
         return PyErr_Format(PyExc_ValueError, "the ring's numbers disagree");
-    int64_t oldest = ring->accepted - ring->count, head = head_of(ring);
-    int64_t reached = count_until(ring, head, end_ns, 0), from = ring->settled - oldest;
+    int64_t oldest = ring->accepted - ring->count;
+    int64_t reached = count_until(ring, end_ns), from = ring->settled - oldest;
     if (reached == 0)
         Py_RETURN_NONE;
     if (reached > from) {
         int64_t used_from = from;
-        if (stamp_of(ring, head, from) < first_ns)
-            used_from = count_until(ring, head, first_ns, from) - 1;
+        if (stamp_of(ring, from) < first_ns)
+            used_from = count_until(ring, first_ns) - 1;
         ((Ledger *)ledger)->in_flight -= reached - used_from;
         ((Ledger *)ledger)->used += reached - used_from;
         ring->settled = oldest + reached;
@@ -317,7 +299,7 @@ static PyObject *ring_account(PyObject *self, PyObject *args)
             return NULL;
         Py_XDECREF(done);
     }
-    return PyLong_FromLongLong(stamp_of(ring, head, reached - 1));
+    return PyLong_FromLongLong(stamp_of(ring, reached - 1));
 }
 
 /* ---- limits: action_limits.py ---------------------------------------------------------------- */
@@ -377,22 +359,17 @@ static void ring_dealloc(PyObject *self)
 }
 
 #define FIELD(Type, name, field) {name, T_LONGLONG, offsetof(Type, field), 0, NULL}
-static PyMemberDef ledger_members[] = {FIELD(Ledger, "received", received),
-                                       FIELD(Ledger, "used", used),
-                                       FIELD(Ledger, "in_flight", in_flight),
-                                       {NULL, 0, 0, 0, NULL}};
-static PyMemberDef clock_members[] = {FIELD(Clock, "_floor_ns", floor_ns),
-                                      FIELD(Clock, "_best_ns", best_ns),
-                                      FIELD(Clock, "_best_until_ns", best_until_ns),
-                                      FIELD(Clock, "_rejected", rejected),
-                                      FIELD(Clock, "_stale_since_ns", stale_since_ns),
-                                      {NULL, 0, 0, 0, NULL}};
-static PyMemberDef ring_members[] = {FIELD(Ring, "accepted", accepted),
-                                     FIELD(Ring, "count", count),
-                                     FIELD(Ring, "settled", settled),
-                                     FIELD(Ring, "newest_ns", newest_ns),
-                                     FIELD(Ring, "newest_rx_ns", newest_rx_ns),
-                                     {NULL, 0, 0, 0, NULL}};
+#define END {NULL, 0, 0, 0, NULL}
+static PyMemberDef ledger_members[] = {
+    FIELD(Ledger, "received", received), FIELD(Ledger, "used", used),
+    FIELD(Ledger, "in_flight", in_flight), END};
+static PyMemberDef clock_members[] = {
+    FIELD(Clock, "_floor_ns", floor_ns), FIELD(Clock, "_best_ns", best_ns),
+    FIELD(Clock, "_best_until_ns", best_until_ns), FIELD(Clock, "_rejected", rejected),
+    FIELD(Clock, "_stale_since_ns", stale_since_ns), END};
+static PyMemberDef ring_members[] = {
+    FIELD(Ring, "accepted", accepted), FIELD(Ring, "count", count), FIELD(Ring, "settled", settled),
+    FIELD(Ring, "newest_ns", newest_ns), FIELD(Ring, "newest_rx_ns", newest_rx_ns), END};
 static PyMethodDef ring_methods[] = {{"bind", ring_bind, METH_VARARGS, NULL},
                                      {"take", ring_take, METH_VARARGS, NULL},
                                      {"cut", ring_cut, METH_VARARGS, NULL},
