@@ -10,9 +10,12 @@ BIN := $(VENV)/bin
 CONTENTION := one-cpu lock-beside-others one-cpu-of-two slower-alone one-interpreter worse-service
 # Most tests wait most of their time, so they run beside each other, a file in one process.
 BESIDE := -n 3 --dist loadfile --max-worker-restart 0
+CORE := ppstream/native/core.abi3.so
+# What the compiled core and its Python twins do, of which the tests' own run takes the core.
+TWINS := tests/ingest tests/pipeline/test_decode.py tests/pipeline/test_stage_c.py
 SOURCES := $(shell find ppstream kernels stages -name '*.py')
 
-.PHONY: help demo test check check-docs check-gate lint format docs mutants clean
+.PHONY: help demo test check check-docs check-gate check-native lint format docs mutants clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,7 +23,8 @@ help:
 	@echo 'make test    lint, types, floors, the API reference, and the tests of the code'
 	@echo 'make check-docs  the run-books, pictures, dashboard, alerts and the rules of the source'
 	@echo 'make check-gate  real runs that only seem to overlap: gate and report refuse them'
-	@echo 'make check   everything that must hold: make test, check-docs and check-gate'
+	@echo 'make check-native  the compiled core and its Python twins, with two sanitizers'
+	@echo 'make check   everything that must hold: make test and the three above'
 	@echo 'make lint    ruff, mypy and import floors alone'
 	@echo 'make format  let ruff format the source'
 	@echo 'make docs    the API reference from the docstrings, in build/docs; a warning is an error'
@@ -30,8 +34,9 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/ppstream run
 
-test: lint docs
+test: lint docs $(CORE)
 	$(BIN)/python -m pytest -m alone || failed=1; \
+	PPSTREAM_NATIVE=0 $(BIN)/python -m pytest $(BESIDE) $(TWINS) || failed=1; \
 	$(BIN)/python -m pytest -m 'not alone' $(BESIDE) && test -z "$$failed"
 
 check-docs: $(VENV)/.dev
@@ -40,7 +45,14 @@ check-docs: $(VENV)/.dev
 check-gate: $(VENV)/.dev
 	$(BIN)/python tools/drill/fault_drill.py --only $(CONTENTION)
 
-check: check-docs check-gate test
+check-native: $(VENV)/.dev
+	$(BIN)/python tools/dev/check_core.py
+
+check: check-docs check-native check-gate test
+
+# The installation made it already; again when the source is newer.
+$(CORE): ppstream/native/core.c tools/dev/build_core.py | $(VENV)/.dev
+	$(BIN)/python tools/dev/build_core.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ from ppstream_kernels.source import Columns
 
 Array: TypeAlias = NDArray[Any]
 
-_FEW_ELEMENTS: Final = 4096  # up to here float64 in numpy beats torch.lerp (fewer, cheaper calls)
+FEW_ELEMENTS: Final = 4096  # up to here float64 in numpy beats torch.lerp (fewer, cheaper calls)
 _PART_BYTES: Final = 512 << 10  # of one sample each; two parts and the output stay in L2
 _HALVES: Final = (torch.bfloat16, torch.float16)
 
@@ -102,7 +102,7 @@ def _streams(columns: Columns, found: Brackets, weight_SBT: Doubles) -> list[_St
 
 
 def _is_small_linear(stream: _Stream) -> bool:
-    is_small = stream.weight_M1.size * stream.samples_RD.shape[1] <= _FEW_ELEMENTS
+    is_small = stream.weight_M1.size * stream.samples_RD.shape[1] <= FEW_ELEMENTS
     return stream.mode == "linear" and is_small and stream.dtype is not torch.float64
 
 

@@ -176,7 +176,7 @@ def _settings(run: RunLog) -> dict[str, object]:
     versions = run.manifest.get("versions")
     if isinstance(versions, Mapping):
         kept |= {f"version of {name}": value for name, value in versions.items()}
-    return kept
+    return kept | {"native": run.manifest.get("native")}
 
 
 def _differences(a: Json, b: Json) -> Iterator[tuple[str, object, object]]:

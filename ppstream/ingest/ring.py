@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from ppstream import native
 from ppstream.core.clock import NS_PER_MS
 from ppstream.ingest.sample_ledger import (
     DUPLICATE,
@@ -62,7 +63,7 @@ class RingBank:
         self.head = torch.zeros(rows, dtype=torch.int64)  # slot of the oldest
 
 
-class SensorRing:
+class SensorRing(native.Ring):
     """One row of a bank. Its samples are finite, and their stamps strictly increase.
 
     Of equal stamps the first sample counts; resampling rests on both (``window.py``).
@@ -94,6 +95,18 @@ class SensorRing:
         self._stamps: NDArray[np.int64] = bank.stamps_ns[row].numpy()
         self._counts: NDArray[np.int64] = bank.count.numpy()
         self._heads: NDArray[np.int64] = bank.head.numpy()
+        self._is_compiled = native.is_used
+        if native.is_used:
+            self.bind(
+                self._capacity,
+                self._dim,
+                None if self._is_image else self._values,
+                self._stamps,
+                self._counts[row : row + 1],
+                self._heads[row : row + 1],
+                self._gap_ns,
+            )
+        self._takes = native.is_used and not self._is_image and self._dtype == np.float32
 
     def append(self, stamps: NDArray[np.int64], values: NDArray[Any], rx_ns: int) -> int:
         """Take in the samples of one message; nothing bad is raised, all of it is counted.
@@ -108,6 +121,10 @@ class SensorRing:
         Returns:
             How many samples were accepted; the ledger says why others were not.
         """
+        if self._takes and self.tap is None:
+            n = self.take(stamps, values, rx_ns, self.ledger, self._clock)
+            if n:
+                return n
         if not self._fits(stamps, values):
             self.refuse(SHAPE, max(1, stamps.size))
             return 0
@@ -148,6 +165,8 @@ class SensorRing:
         Returns:
             The stamp of the newest sample used, None when there is none.
         """
+        if self._is_compiled:
+            return self.account(first_target_ns, end_ns, self.ledger)
         stop = self.accepted if self.newest_ns <= end_ns else self._number_after(end_ns)
         if stop == self.accepted - self.count:
             return None

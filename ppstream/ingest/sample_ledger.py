@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, TypedDict
 
+from ppstream import native
+
 # Refused on arrival:
 SHAPE: Final = "shape"  # a message whose arrays are not what the stream declared
 NON_FINITE: Final = "non_finite"  # NaN, infinite, or too large for float32
@@ -35,13 +37,11 @@ class Balance(TypedDict):
     in_flight: int
 
 
-class SampleLedger:
+class SampleLedger(native.Ledger):
     """Counts of one row and stream; written by the thread that owns the ring, and by it alone.
 
     Holes between samples taken in, wider than a window bridges, are counted beside the balance.
     """
-
-    __slots__ = ("dropped", "holes", "in_flight", "longest_hole_ns", "received", "used")
 
     def __init__(self) -> None:
         self.received = 0

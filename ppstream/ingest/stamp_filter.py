@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from ppstream import native
 from ppstream.core.clock import NS_PER_S
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Judged(NamedTuple):
     stale: int
 
 
-class StampFilter:
+class StampFilter(native.Clock):
     """Judges all streams of one robot together, as they share one clock.
 
     Args:
@@ -60,7 +61,7 @@ class StampFilter:
             self._is_real_time = is_real_time
         self._lead_ns: int | None = None
         self._rejected = 0
-        self._stale_since_ns: int | None = None
+        self._stale_since_ns = NEVER_NS  # when the first of a backlog came; never: there is none
         self._begin_best(NEVER_NS, 0)
 
     def accepts(self, stamp_ns: int, rx_ns: int) -> bool:
@@ -81,7 +82,7 @@ class StampFilter:
         if lead_ns > self._best_ns or rx_ns >= self._best_until_ns:
             self._improve(lead_ns, rx_ns)
         self._rejected = 0
-        self._stale_since_ns = None
+        self._stale_since_ns = NEVER_NS
         return True
 
     def is_stale(self, stamp_ns: int, rx_ns: int) -> bool:
@@ -93,7 +94,7 @@ class StampFilter:
         lead_ns = stamp_ns - rx_ns
         if lead_ns >= self._floor_ns:
             return False
-        if self._stale_since_ns is None:
+        if self._stale_since_ns == NEVER_NS:
             self._stale_since_ns = rx_ns
         elif rx_ns - self._stale_since_ns > BACKLOG_NS:
             self._begin_best(lead_ns, rx_ns)
@@ -138,7 +139,7 @@ class StampFilter:
         elif self._is_real_time:
             grown = np.minimum(np.maximum(earlier, base_ns) + FUTURE_LIMIT_NS, -NEVER_NS)
             stop = _first(future & (stamps <= grown), stop)
-        if self._stale_since_ns is not None and rx_ns - self._stale_since_ns > BACKLOG_NS:
+        if self._stale_since_ns != NEVER_NS and rx_ns - self._stale_since_ns > BACKLOG_NS:
             stop = _first(stale, stop)
         rejected = (late | future).cumsum()
         in_a_row = rejected - np.maximum.accumulate(np.where(good, rejected, -self._rejected))
@@ -165,7 +166,7 @@ class StampFilter:
         if len(good):
             self.accepts(good.item(0), rx_ns)
             self.accepts(good.item(-1), rx_ns)
-        elif stale and self._stale_since_ns is None:
+        elif stale and self._stale_since_ns == NEVER_NS:
             self._stale_since_ns = rx_ns
         self._rejected = rejected
 
@@ -185,7 +186,7 @@ class StampFilter:
     def _set_floor(self) -> None:
         best_ns = max(self._best_ns, self._previous_ns)
         counts = self._stale_ns is not None and self._is_real_time and best_ns > NEVER_NS
-        self._floor_ns = best_ns - (self._stale_ns or 0) if counts else 4 * NEVER_NS
+        self._floor_ns = best_ns - (self._stale_ns or 0) if counts else 2 * NEVER_NS
 
 
 def _first(which: NDArray[np.bool_], end: int) -> int:

@@ -8,17 +8,20 @@ between samples arise ``ppstream_kernels``'.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 
+from ppstream import native
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.specs import TensorSpec
 from ppstream.ingest.camera_frames import CameraCutter, camera_specs
 from ppstream.ingest.executed_prefix import PrefixWriter, prefix_specs
 from ppstream.ingest.stamp_filter import NEVER_NS
 from ppstream_kernels import ResamplePlan, StreamSource
+from ppstream_kernels.blend import FEW_ELEMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from ppstream.ingest.ring import RingBank
     from ppstream.ingest.rows import RowInput
 
+COMPILED_MODES: Final = ("linear", "previous", "nearest")  # by the core's numbers
 VIEWS_MAX: Final = 64  # more than a link has slots
 
 #: What the int64 tensor ``rows [B, 4]`` of an envelope holds.
@@ -50,9 +54,10 @@ class WindowInfo(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """One resampling plan, and the names of the three tensors it writes."""
+    """One resampling plan, its streams, and the names of the three tensors it writes."""
 
     plan: ResamplePlan
+    streams: Sequence[StreamConfig]
     out: tuple[str, str, str]
 
 
@@ -61,10 +66,11 @@ class _Views(NamedTuple):
 
     out: Mapping[str, Tensor]
     resample: tuple[Callable[[], None], ...]  # by group
+    lines: tuple[tuple[Callable[[int | None], bool], ...], ...]  # the core's, by row and stream
     values: tuple[Tensor, ...]
     valid: tuple[NDArray[np.bool_], ...]  # by group
-    present: NDArray[np.bool_]
-    fields: NDArray[np.int64]
+    present: memoryview  # bool [B]
+    fields: memoryview  # int64 [B, 4]
 
 
 class WindowCutter:
@@ -95,6 +101,7 @@ class WindowCutter:
         self.inputs = input_specs(config)
         self._rows = rows
         self._row_numbers = range(len(rows))
+        self._dt_ns = dt_ns
         self._span_ns = (steps - 1) * dt_ns
         self._offsets_ns: NDArray[np.int64] = np.arange(1 - steps, 1, dtype=np.int64) * dt_ns
         self._targets_ns = torch.empty(len(rows), steps, dtype=torch.int64)
@@ -107,13 +114,19 @@ class WindowCutter:
                     steps,
                     distinct=True,  # a SensorRing takes each stamp once
                 ),
+                streams,
                 group_names(group),
             )
             for group, streams in config.groups.items()
         ]
+        self._is_compiled = native.is_used and all(
+            _is_compiled(stream, len(rows) * steps)
+            for group in self._groups
+            for stream in group.streams
+        )
         self._streams = tuple(stream.name for stream in config.streams)
         self._steps = steps
-        self._group_streams = [tuple(s.name for s in streams) for streams in config.groups.values()]
+        self._group_streams = [tuple(s.name for s in group.streams) for group in self._groups]
         self.targets = 0  # of every stream that is no camera, over all rows
         self.invalid = {name: 0 for names in self._group_streams for name in names}  # of them
         is_asked = config.actions.prefix_steps > 0
@@ -137,13 +150,10 @@ class WindowCutter:
         """
         views = self._views.get(id(out)) or self._view(out)
         ends = [self._begin_row(row, ends_ns[row], lease_ns, views) for row in self._row_numbers]
-        for resample in views.resample:
-            resample()
-        for row, place in enumerate(self._rows):
-            if place.session != 0 and not place.present:  # its other streams hold samples
-                for values in views.values:
-                    values[row].zero_()
-        self._count_invalid(views)
+        if self._is_compiled:
+            self._cut_compiled(ends, views)
+        else:
+            self._cut_rows(ends, views)
         if self._cameras:
             self._cut_cameras(out, ends)
         if self._prefixes is not None:
@@ -152,16 +162,45 @@ class WindowCutter:
             self._cut_instructions(out)
         return WindowInfo(ends, self._newest_rx_ns(), self._settle(ends))
 
-    def _count_invalid(self, views: _Views) -> None:
-        """Of robots that are there; usually every target is valid, and that is quickly seen."""
+    def _cut_rows(self, ends: Sequence[int], views: _Views) -> None:
+        for row, end in enumerate(ends):
+            if views.present[row]:
+                np.add(self._offsets_ns, end, out=self._targets_view[row])
+            else:
+                self._targets_view[row] = NEVER_NS  # before any sample: nothing is valid
+        for resample in views.resample:
+            resample()
         for row in self._row_numbers:
-            if not views.present[row]:
-                continue
-            self.targets += self._steps
-            for names, valid in zip(self._group_streams, views.valid, strict=True):
-                if not valid[row].all():
-                    for name, count in zip(names, (~valid[row]).sum(axis=0).tolist(), strict=True):
-                        self.invalid[name] += count
+            if views.present[row]:
+                self._count_invalid(row, views)
+            else:
+                self._leave_empty(row, views)
+
+    def _cut_compiled(self, ends: Sequence[int], views: _Views) -> None:
+        """The same in C, bit for bit."""
+        for row, lines in enumerate(views.lines):
+            present, all_valid = views.present[row], True
+            for line in lines:
+                all_valid &= line(ends[row] if present else None)
+            if not present:
+                self._leave_empty(row, views)
+            elif all_valid:
+                self.targets += self._steps
+            else:
+                self._count_invalid(row, views)
+
+    def _leave_empty(self, row: int, views: _Views) -> None:
+        if self._rows[row].session != 0:  # its other streams hold samples
+            for values in views.values:
+                values[row].zero_()
+
+    def _count_invalid(self, row: int, views: _Views) -> None:
+        """Of a robot that is there; usually every target is valid, and that is quickly seen."""
+        self.targets += self._steps
+        for names, valid in zip(self._group_streams, views.valid, strict=True):
+            if not valid[row].all():
+                for name, count in zip(names, (~valid[row]).sum(axis=0).tolist(), strict=True):
+                    self.invalid[name] += count
 
     def _cut_cameras(self, out: Mapping[str, Tensor], ends: Sequence[int]) -> None:
         for name, camera in self._cameras.items():
@@ -182,22 +221,51 @@ class WindowCutter:
             resample.append(group.plan.bind(self._targets_ns, (values, valid, age_s)))
             written.append(values)
             told.append(valid.numpy())
-        present, fields = out["present"].numpy(), out["rows"].numpy()
-        views = _Views(out, tuple(resample), tuple(written), tuple(told), present, fields)
+        lines = [self._lines(out, row) for row in self._row_numbers] if self._is_compiled else ()
+        present, fields = out["present"].numpy().data, out["rows"].numpy().data
+        views = _Views(
+            out, tuple(resample), tuple(lines), tuple(written), tuple(told), present, fields
+        )
         self._views[id(out)] = views
         return views
 
+    def _lines(
+        self, out: Mapping[str, Tensor], row: int
+    ) -> tuple[Callable[[int | None], bool], ...]:
+        """One call for each stream of a row, which cuts it into its columns for a window's end."""
+        lines: list[Callable[[int | None], bool]] = []
+        for group in self._groups:
+            values, valid, age_s = (out[name][row].numpy() for name in group.out)
+            left = 0
+            for column, stream in enumerate(group.streams):
+                part = slice(left, left := left + stream.dim)
+                source = self._rows[row].rings[stream.name]
+                lines.append(
+                    partial(
+                        source.cut,
+                        self._steps,
+                        self._dt_ns,
+                        COMPILED_MODES.index(stream.interpolation),
+                        round(stream.max_gap_ms * NS_PER_MS),
+                        round(stream.max_age_ms * NS_PER_MS),
+                        values[:, part].data,
+                        valid[:, column].data,
+                        age_s[:, column].data,
+                    )
+                )
+        return tuple(lines)
+
     def _begin_row(self, row: int, end_ns: int | None, lease_ns: int, views: _Views) -> int:
-        """Fix the row's targets and identity; returns its window's end, 0 when it is absent."""
+        """Write whose row it is; returns its window's end, 0 when it is absent."""
         place = self._rows[row]
         present = views.present[row] = place.present
-        if not present:
-            self._targets_view[row] = NEVER_NS  # before any sample: nothing is valid
-            views.fields[row] = (place.session, place.session_epoch, 0, 0)
-            return 0
-        end = place.reference.newest_ns if end_ns is None else end_ns
-        np.add(self._offsets_ns, end, out=self._targets_view[row])
-        views.fields[row] = (place.session, place.session_epoch, end, end + lease_ns)
+        end = expires = 0
+        if present:
+            end = place.reference.newest_ns if end_ns is None else end_ns
+            expires = end + lease_ns
+        fields = views.fields
+        fields[row, 0], fields[row, 1] = place.session, place.session_epoch
+        fields[row, 2], fields[row, 3] = end, expires
         return end
 
     def _newest_rx_ns(self) -> int:
@@ -259,6 +327,12 @@ def stream_source(
         round(stream.max_gap_ms * NS_PER_MS),
         round(stream.max_age_ms * NS_PER_MS),
     )
+
+
+def _is_compiled(stream: StreamConfig, targets: int) -> bool:
+    """True for what the core resamples; of many elements linear is torch's, in float32."""
+    is_small = targets * stream.dim <= FEW_ELEMENTS or stream.interpolation != "linear"
+    return stream.interpolation in COMPILED_MODES and is_small
 
 
 def _source(stream: StreamConfig, bank: RingBank) -> StreamSource:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from math import prod
 from typing import Final
 
+from ppstream import native
 from ppstream.analysis.period_model import PipelineForm, StageTimes, latency, limiting_term, period
 from ppstream.config.rules import rank_problems
 from ppstream.config.schema import PipelineConfig
@@ -137,6 +138,7 @@ def _placement_lines(
     if not placement.is_inline:
         yield _row("bounds", f"D_in {shape.d_in}, D_out {shape.d_out}")
     yield _row("pacing", f"{shape.pacing}, {shape.windows} windows")
+    yield _row("core", _core_text())
     yield _row("robots", _service_text(config))
 
 
@@ -211,6 +213,10 @@ def _stages_text(config: PipelineConfig, plan: RankPlan) -> str:
     threads = f" ({how})" if plan.stages == ("A", "C") else ""
     policy = f" ({config.policy.target})" if "B" in plan.stages else ""
     return f"stage {' + '.join(plan.stages)}{threads}{policy}"
+
+
+def _core_text() -> str:
+    return "compiled" if native.is_used else f"in Python: {native.why_not}"
 
 
 def _service_text(config: PipelineConfig) -> str:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from ppstream import native
 from ppstream.control.peer_process import start_time
 from ppstream.core.errors import FINAL_CODES, OTHER_LEFT, ConfigError, ExitCode
 
@@ -121,6 +122,7 @@ class Run:
             config=config,
             config_sha256=config_sha256,
             versions=versions,
+            native=native.is_used,
             hardware=hardware(),
             command=sys.argv,
         )

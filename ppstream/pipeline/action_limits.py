@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
 
+from ppstream import native
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class ActionRules:
         self._inside = np.empty((2, *self._low.shape), dtype=bool)
         self._above, self._below = self._inside  # the low limits, the high ones
         self._all_inside = np.ones_like(self._inside).tobytes()
+        self._is_compiled = native.is_used
+        self._limits = self._low.data, self._high.data  # cheaper to pass than arrays
         self._clips = actions.on_limit == "clip"
         self._switches = [
             (index, np.sort(np.asarray(actions.discrete[name], dtype=np.float32)))
@@ -119,6 +122,8 @@ class ActionRules:
 
     def _is_inside(self, actions: Array) -> bool:
         """Finite and within the limits: a NaN compares as outside."""
+        if self._is_compiled:
+            return native.are_inside(actions, *self._limits)
         np.greater_equal(actions, self._low, self._above)
         np.less_equal(actions, self._high, self._below)
         return self._inside.tobytes() == self._all_inside

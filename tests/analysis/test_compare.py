@@ -132,6 +132,7 @@ def test_what_matters_is_refused_by_name(
         ("config.streams.0.new_setting", 3, "streams.0.new_setting None → 3"),
         ("versions.ppstream", "0.2.0", "version of ppstream 0.1.0 → 0.2.0"),
         ("hardware.kernel", "6.2", "hardware.kernel 6.1 → 6.2"),
+        ("native", True, "native None → True"),
     ],
 )
 def test_what_is_being_compared_is_named_and_allowed(

@@ -20,6 +20,12 @@ def begin(root: Path, keep: int = 20) -> Run:
     return run
 
 
+@pytest.mark.parametrize("used", [True, False])
+def test_run_json_tells_whether_the_compiled_core_was_used(tmp_path, monkeypatch, used):
+    monkeypatch.setattr("ppstream.native.is_used", used)
+    assert json.loads((begin(tmp_path).directory / "run.json").read_text())["native"] is used
+
+
 def test_latest_points_at_the_newest_run(tmp_path):
     begin(tmp_path)
     newest = begin(tmp_path)

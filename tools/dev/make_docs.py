@@ -83,7 +83,8 @@ def resolve(module: ModuleType) -> None:
 
 def type_checking_imports(module: ModuleType) -> list[str]:
     """The import statements under ``if TYPE_CHECKING``."""
-    source = inspect.getsource(module) or "pass"
+    is_source = (module.__file__ or "").endswith(".py")  # the compiled core has its stub
+    source = (is_source and inspect.getsource(module)) or "pass"
     return [
         ast.unparse(statement)
         for node in ast.walk(ast.parse(source))

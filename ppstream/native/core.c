@@ -1,0 +1,405 @@
+/* The compiled twins of ring append, window cut, settling and action limits.
+ *
+ * Python's classes inherit the structs' fields as members, so Python's careful ways work on the
+ * same numbers. A call does the usual case and gives what its Python twin gives, bit for bit; for
+ * the rest it says "not mine" before it has touched a thing. All calls hold the GIL and none
+ * blocks. Nothing that a stranger sends is parsed here. core.pyi has the contracts.
+ */
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+
+#define API 1 /* loader.py has the same number; both change with this file's interface */
+#define NEVER_NS (-((int64_t)1 << 62))
+#define WRITABLE (PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE)
+#define READABLE (PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
+
+enum { LINEAR, PREVIOUS, NEAREST };
+
+typedef struct {
+    PyObject_HEAD
+    long long received, used, in_flight;
+} Ledger;
+
+typedef struct {
+    PyObject_HEAD
+    long long floor_ns, best_ns, best_until_ns, rejected, stale_since_ns;
+} Clock;
+
+typedef struct {
+    PyObject_HEAD
+    long long accepted, count, settled, newest_ns, newest_rx_ns;
+    int64_t capacity, dim;
+    uint64_t gap_ns;
+    Py_buffer values, stamps, held, head; /* [N, D] float32 or none; int64 [N], [1], [1] */
+} Ring;
+
+static PyTypeObject *ledger_type, *clock_type, *ring_type;
+
+/* ---- memory -------------------------------------------------------------------------------- */
+
+/* True for elements of a code, 'l' int64, 'f' float32, '?' bool; '=' is numpy's "unaligned". */
+static int is_of(const Py_buffer *view, int ndim, char code)
+{
+    const char *format = view->format + (*view->format == '=');
+    char found = *format == 'q' ? 'l' : *format;
+    return view->ndim == ndim && found == code && format[1] == 0;
+}
+
+/* Fills view with memory [length] or [length, width] to write to, whose rows have no holes. */
+static int get(PyObject *from, Py_buffer *view, char code, Py_ssize_t length, Py_ssize_t width)
+{
+    int ndim = width > 0 ? 2 : 1;
+    if (PyObject_GetBuffer(from, view, WRITABLE) < 0)
+        return 0;
+    if (is_of(view, ndim, code) && *view->format == code && view->shape[0] == length &&
+        (ndim == 1 || (view->shape[1] == width && view->strides[1] == view->itemsize)))
+        return 1;
+    PyErr_Format(PyExc_ValueError, "needs [%zd, %zd] of '%c'", length, width, code);
+    return 0;
+}
+
+static int64_t read_stamp(const char *stamps, int64_t index)
+{
+    int64_t stamp_ns; /* in a message it may be unaligned */
+    memcpy(&stamp_ns, stamps + index * 8, 8);
+    return stamp_ns;
+}
+
+/* ---- what a ring holds, counted from the oldest --------------------------------------------- */
+
+static int is_sound(const Ring *ring)
+{
+    int64_t oldest = ring->accepted - ring->count;
+    return ring->head.buf && ring->count >= 0 && ring->count <= ring->capacity && oldest >= 0 &&
+           ring->settled >= oldest && ring->settled <= ring->accepted;
+}
+
+static int64_t slot_of(const Ring *ring, int64_t index)
+{
+    return (ring->accepted - ring->count + index) % ring->capacity;
+}
+
+static int64_t stamp_of(const Ring *ring, int64_t index)
+{
+    return ((const int64_t *)ring->stamps.buf)[slot_of(ring, index)];
+}
+
+/* How many samples are at or before a stamp. */
+static int64_t count_until(const Ring *ring, int64_t at_ns)
+{
+    int64_t low = 0, high = ring->count;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (stamp_of(ring, middle) <= at_ns)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* ---- append: ring.py and stamp_filter.py ----------------------------------------------------- */
+
+/* True for stamps that strictly increase from the newest on, without a hole to be counted. */
+static int are_next(const Ring *ring, const char *stamps, int64_t n)
+{
+    int64_t before_ns = ring->newest_ns;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t stamp_ns = read_stamp(stamps, i);
+        uint64_t step_ns = (uint64_t)stamp_ns - (uint64_t)before_ns;
+        if (stamp_ns <= before_ns || (before_ns != NEVER_NS && step_ns > ring->gap_ns))
+            return 0;
+        before_ns = stamp_ns;
+    }
+    return 1;
+}
+
+/* True for a stamp that StampFilter.accepts takes without learning from it. */
+static int is_plausible(const Clock *clock, int64_t stamp_ns, int64_t rx_ns)
+{
+    int64_t lead_ns;
+    if (__builtin_sub_overflow(stamp_ns, rx_ns, &lead_ns) || clock->best_ns <= NEVER_NS)
+        return 0;
+    return lead_ns >= clock->floor_ns && lead_ns <= clock->best_ns && rx_ns < clock->best_until_ns;
+}
+
+static int are_finite(const char *values, int64_t n)
+{
+    int all = 1;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, values + i * 4, 4);
+        all &= (bits & 0x7f800000u) != 0x7f800000u;
+    }
+    return all;
+}
+
+static void store(Ring *ring, const char *stamps, const char *values, int64_t n)
+{
+    int64_t begin = ring->accepted % ring->capacity, bytes = ring->dim * 4;
+    int64_t first = n < ring->capacity - begin ? n : ring->capacity - begin;
+    char *to_stamps = ring->stamps.buf, *to_values = ring->values.buf;
+    memcpy(to_stamps + begin * 8, stamps, first * 8);
+    memcpy(to_values + begin * bytes, values, first * bytes);
+    memcpy(to_stamps, stamps + first * 8, (n - first) * 8);
+    memcpy(to_values, values + first * bytes, (n - first) * bytes);
+}
+
+/* n, or 0 with nothing touched. */
+static int64_t append(Ring *ring, const char *stamps, const char *values, int64_t n, int64_t rx_ns,
+                      Ledger *ledger, Clock *clock)
+{
+    if (!is_sound(ring) || n < 1 || n > ring->capacity)
+        return 0;
+    int64_t count = ring->count + n < ring->capacity ? ring->count + n : ring->capacity;
+    int64_t oldest = ring->accepted + n - count, newest_ns = read_stamp(stamps, n - 1);
+    if (ring->settled < oldest || !are_next(ring, stamps, n) ||
+        !is_plausible(clock, newest_ns, rx_ns) || !are_finite(values, n * ring->dim))
+        return 0;
+    store(ring, stamps, values, n);
+    ring->accepted += n;
+    *(int64_t *)ring->held.buf = ring->count = count;
+    *(int64_t *)ring->head.buf = slot_of(ring, 0);
+    ring->newest_ns = newest_ns;
+    ring->newest_rx_ns = rx_ns;
+    ledger->received += n;
+    ledger->in_flight += n;
+    clock->rejected = 0;
+    clock->stale_since_ns = NEVER_NS;
+    return n;
+}
+
+static PyObject *ring_take(PyObject *self, PyObject *args)
+{
+    Ring *ring = (Ring *)self;
+    PyObject *from_stamps, *from_values, *ledger, *clock;
+    Py_buffer stamps = {0}, values = {0};
+    long long rx_ns, taken = 0;
+    if (!PyArg_ParseTuple(args, "OOLO!O!", &from_stamps, &from_values, &rx_ns, ledger_type, &ledger,
+                          clock_type, &clock))
+        return NULL;
+    if (PyObject_GetBuffer(from_stamps, &stamps, READABLE) < 0 ||
+        PyObject_GetBuffer(from_values, &values, READABLE) < 0)
+        PyErr_Clear(); /* with holes in memory: not mine */
+    else if (ring->values.buf && is_of(&stamps, 1, 'l') && is_of(&values, 2, 'f') &&
+             values.shape[0] == stamps.shape[0] && values.shape[1] == ring->dim)
+        taken = append(ring, stamps.buf, values.buf, stamps.shape[0], rx_ns, (Ledger *)ledger,
+                       (Clock *)clock);
+    PyBuffer_Release(&stamps);
+    PyBuffer_Release(&values);
+    return PyLong_FromLongLong(taken);
+}
+
+/* ---- cut: bracket.py, blend.py, mixing.py and trust.py of ppstream_kernels ------------------- */
+
+typedef struct {
+    int mode;
+    unsigned long long gap_ns, age_ns;
+    Py_buffer values, valid, age_s; /* strided: [T, D] float32, [T] bool, [T] float32 */
+} Line;
+
+static void mix(float *to, const float *first, const float *second, double weight, int64_t dim)
+{
+    for (int64_t i = 0; i < dim; i++) {
+        double mixed = (double)second[i] - (double)first[i];
+        mixed = mixed * weight;
+        mixed = mixed + (double)first[i];
+        to[i] = (float)mixed;
+    }
+}
+
+/* Writes one target; true when it is valid. */
+static int cut_target(const Ring *ring, const Line *line, int64_t t, int64_t tgt_ns)
+{
+    int64_t passed = count_until(ring, tgt_ns);
+    float *to = (float *)((char *)line->values.buf + t * line->values.strides[0]);
+    float *age_s = (float *)((char *)line->age_s.buf + t * line->age_s.strides[0]);
+    char *valid = (char *)line->valid.buf + t * line->valid.strides[0];
+    if (ring->count == 0) {
+        memset(to, 0, ring->dim * sizeof *to);
+        *age_s = 0;
+        return *valid = 0;
+    }
+    int64_t before = passed > 0 ? passed - 1 : 0;
+    int64_t after = passed < ring->count ? passed : ring->count - 1;
+    const float *first = (float *)ring->values.buf + slot_of(ring, before) * ring->dim;
+    const float *second = (float *)ring->values.buf + slot_of(ring, after) * ring->dim;
+    uint64_t first_ns = stamp_of(ring, before);
+    uint64_t past_ns = (uint64_t)tgt_ns - first_ns;
+    uint64_t gap_ns = (uint64_t)stamp_of(ring, after) - first_ns;
+    uint64_t bridge_ns = past_ns ? gap_ns : 0, held_ns = bridge_ns ? 0 : past_ns;
+    if (line->mode == LINEAR) {
+        mix(to, first, second, (double)past_ns / (double)(gap_ns ? gap_ns : 1), ring->dim);
+    } else {
+        int is_newer = line->mode == NEAREST && gap_ns && past_ns > gap_ns - past_ns;
+        memcpy(to, is_newer ? second : first, ring->dim * sizeof *to);
+        bridge_ns = is_newer ? gap_ns - past_ns : past_ns;
+        held_ns = is_newer ? 0 : past_ns;
+    }
+    held_ns = passed ? held_ns : 0;
+    *age_s = (float)((double)held_ns * 1e-9);
+    return *valid = passed && held_ns <= line->age_ns && bridge_ns <= line->gap_ns;
+}
+
+static PyObject *ring_cut(PyObject *self, PyObject *args)
+{
+    Ring *ring = (Ring *)self;
+    Line line = {0};
+    PyObject *end, *values, *valid, *age_s;
+    long long steps, dt_ns;
+    int all_valid = 1;
+    if (!PyArg_ParseTuple(args, "LLiKKOOOO", &steps, &dt_ns, &line.mode, &line.gap_ns, &line.age_ns,
+                          &values, &valid, &age_s, &end))
+        return NULL;
+    uint64_t end_ns = end == Py_None ? NEVER_NS : PyLong_AsLongLong(end);
+    uint64_t step_ns = end == Py_None ? 0 : dt_ns; /* unsigned, since numpy wraps around, too */
+    if (!is_sound(ring) || !ring->values.buf)
+        PyErr_SetString(PyExc_ValueError, "the ring has no values, or its numbers disagree");
+    if (!PyErr_Occurred() && get(values, &line.values, 'f', steps, ring->dim) &&
+        get(valid, &line.valid, '?', steps, 0) && get(age_s, &line.age_s, 'f', steps, 0))
+        for (int64_t t = 0; t < steps; t++)
+            all_valid &= cut_target(ring, &line, t, end_ns - (steps - 1 - t) * step_ns);
+    PyBuffer_Release(&line.values);
+    PyBuffer_Release(&line.valid);
+    PyBuffer_Release(&line.age_s);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(all_valid);
+}
+
+/* ---- settle: ring.py ----------------------------------------------------------------------- */
+
+static PyObject *ring_account(PyObject *self, PyObject *args)
+{
+    Ring *ring = (Ring *)self;
+    PyObject *ledger, *done = NULL;
+    long long first_ns, end_ns;
+    if (!PyArg_ParseTuple(args, "LLO!", &first_ns, &end_ns, ledger_type, &ledger))
+        return NULL;
+    if (!is_sound(ring))
+        return PyErr_Format(PyExc_ValueError, "the ring's numbers disagree");
+    int64_t oldest = ring->accepted - ring->count;
+    int64_t reached = count_until(ring, end_ns), from = ring->settled - oldest;
+    if (reached == 0)
+        Py_RETURN_NONE;
+    if (reached > from) {
+        int64_t used_from = from;
+        if (stamp_of(ring, from) < first_ns)
+            used_from = count_until(ring, first_ns) - 1;
+        ((Ledger *)ledger)->in_flight -= reached - used_from;
+        ((Ledger *)ledger)->used += reached - used_from;
+        ring->settled = oldest + reached;
+        if (used_from > from)
+            done = PyObject_CallMethod(ledger, "drop", "sL", "passed_over",
+                                       (long long)(used_from - from));
+        if (used_from > from && done == NULL)
+            return NULL;
+        Py_XDECREF(done);
+    }
+    return PyLong_FromLongLong(stamp_of(ring, reached - 1));
+}
+
+/* ---- limits: action_limits.py ---------------------------------------------------------------- */
+
+static PyObject *are_inside(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *from[3];
+    Py_buffer views[3] = {0};
+    int is_mine = 1, inside = 1;
+    if (!PyArg_ParseTuple(args, "OOO", &from[0], &from[1], &from[2]))
+        return NULL;
+    for (int i = 0; is_mine && i < 3; i++)
+        is_mine = PyObject_GetBuffer(from[i], &views[i], READABLE) == 0 &&
+                  is_of(&views[i], 2, 'f') && views[i].len == views[0].len;
+    PyErr_Clear(); /* with holes in memory: not mine */
+    const float *actions = views[0].buf, *low = views[1].buf, *high = views[2].buf;
+    for (int64_t i = 0; is_mine && i < views[0].len / 4; i++)
+        inside &= (actions[i] >= low[i]) & (actions[i] <= high[i]); /* a NaN is not */
+    for (int i = 0; i < 3; i++)
+        PyBuffer_Release(&views[i]);
+    return PyBool_FromLong(is_mine && inside);
+}
+
+/* ---- types and module ---------------------------------------------------------------------- */
+
+static PyObject *ring_bind(PyObject *self, PyObject *args)
+{
+    Ring *ring = (Ring *)self;
+    PyObject *values, *stamps, *held, *head;
+    long long capacity, dim;
+    unsigned long long gap_ns;
+    if (!PyArg_ParseTuple(args, "LLOOOOK", &capacity, &dim, &values, &stamps, &held, &head,
+                          &gap_ns))
+        return NULL;
+    if (ring->capacity || capacity < 1 || dim < 1)
+        return PyErr_Format(PyExc_ValueError, "a ring with slots is bound once");
+    ring->capacity = capacity;
+    ring->dim = dim;
+    ring->gap_ns = gap_ns;
+    if ((values != Py_None && !get(values, &ring->values, 'f', capacity, dim)) ||
+        !get(stamps, &ring->stamps, 'l', capacity, 0) || !get(held, &ring->held, 'l', 1, 0) ||
+        !get(head, &ring->head, 'l', 1, 0))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static void ring_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    Ring *ring = (Ring *)self;
+    PyBuffer_Release(&ring->values);
+    PyBuffer_Release(&ring->stamps);
+    PyBuffer_Release(&ring->held);
+    PyBuffer_Release(&ring->head);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+#define FIELD(Type, name, field) {name, T_LONGLONG, offsetof(Type, field), 0, NULL}
+#define END {NULL, 0, 0, 0, NULL}
+static PyMemberDef ledger_members[] = {
+    FIELD(Ledger, "received", received), FIELD(Ledger, "used", used),
+    FIELD(Ledger, "in_flight", in_flight), END};
+static PyMemberDef clock_members[] = {
+    FIELD(Clock, "_floor_ns", floor_ns), FIELD(Clock, "_best_ns", best_ns),
+    FIELD(Clock, "_best_until_ns", best_until_ns), FIELD(Clock, "_rejected", rejected),
+    FIELD(Clock, "_stale_since_ns", stale_since_ns), END};
+static PyMemberDef ring_members[] = {
+    FIELD(Ring, "accepted", accepted), FIELD(Ring, "count", count), FIELD(Ring, "settled", settled),
+    FIELD(Ring, "newest_ns", newest_ns), FIELD(Ring, "newest_rx_ns", newest_rx_ns), END};
+static PyMethodDef ring_methods[] = {{"bind", ring_bind, METH_VARARGS, NULL},
+                                     {"take", ring_take, METH_VARARGS, NULL},
+                                     {"cut", ring_cut, METH_VARARGS, NULL},
+                                     {"account", ring_account, METH_VARARGS, NULL},
+                                     {NULL, NULL, 0, NULL}};
+static PyMethodDef functions[] = {{"are_inside", are_inside, METH_VARARGS, NULL},
+                                  {NULL, NULL, 0, NULL}};
+static PyType_Slot ledger_slots[] = {{Py_tp_members, ledger_members}, {0, NULL}};
+static PyType_Slot clock_slots[] = {{Py_tp_members, clock_members}, {0, NULL}};
+static PyType_Slot ring_slots[] = {{Py_tp_members, ring_members},
+                                   {Py_tp_methods, ring_methods},
+                                   {Py_tp_dealloc, ring_dealloc},
+                                   {0, NULL}};
+
+static PyTypeObject *add_type(PyObject *module, const char *name, int size, PyType_Slot *slots)
+{
+    PyType_Spec spec = {name, size, 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+    PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(&spec);
+    return type && PyModule_AddType(module, type) == 0 ? type : NULL;
+}
+
+PyMODINIT_FUNC PyInit_core(void)
+{
+    static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "core", .m_size = -1,
+                                     .m_methods = functions};
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL || PyModule_AddIntConstant(module, "API", API) < 0)
+        return NULL;
+    ledger_type = add_type(module, "ppstream.native.core.Ledger", sizeof(Ledger), ledger_slots);
+    clock_type = add_type(module, "ppstream.native.core.Clock", sizeof(Clock), clock_slots);
+    ring_type = add_type(module, "ppstream.native.core.Ring", sizeof(Ring), ring_slots);
+    return ledger_type && clock_type && ring_type ? module : NULL;
+}

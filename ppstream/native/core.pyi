@@ -1,0 +1,99 @@
+"""Compiled twins of ring append, window cut, settling and action limits; see ``core.c``.
+
+The members are the Python classes' own; an int beyond 64 bits raises OverflowError.
+"""
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+API: int
+
+class Ledger:
+    """Members of ``SampleLedger``."""
+
+    received: int
+    used: int
+    in_flight: int
+
+class Clock:
+    """Members of ``StampFilter``."""
+
+    _floor_ns: int
+    _best_ns: int
+    _best_until_ns: int
+    _rejected: int
+    _stale_since_ns: int
+
+class Ring:
+    """Members of ``SensorRing``, and its calls."""
+
+    accepted: int
+    count: int
+    settled: int
+    newest_ns: int
+    newest_rx_ns: int
+
+    def bind(
+        self,
+        capacity: int,
+        dim: int,
+        values: NDArray[Any] | None,
+        stamps: NDArray[Any],
+        count: NDArray[Any],
+        head: NDArray[Any],
+        gap_ns: int,
+        /,
+    ) -> None:
+        """Keep the ring's memory: float32 ``[N, dim]`` or none; int64 ``[N]``, ``[1]``, ``[1]``.
+
+        Raises:
+            ValueError: an array is not as above, or the ring is bound.
+        """
+
+    def take(
+        self,
+        stamps: NDArray[Any],
+        values: NDArray[Any],
+        rx_ns: int,
+        ledger: Ledger,
+        clock: Clock,
+        /,
+    ) -> int:
+        """``SensorRing.append``: n, or 0 with nothing touched, which means not mine."""
+
+    def cut(
+        self,
+        steps: int,
+        dt_ns: int,
+        mode: int,
+        gap_ns: int,
+        age_ns: int,
+        values: memoryview,
+        valid: memoryview,
+        age_s: memoryview,
+        end_ns: int | None,
+        /,
+    ) -> bool:
+        """Resample the ring at T targets up to ``end_ns``, or before any sample; all are valid.
+
+        Args:
+            steps: T.
+            dt_ns: distance of two targets.
+            mode: 0 linear (in float64), 1 previous, 2 nearest.
+            gap_ns: as ``StreamSource.max_gap_ns``.
+            age_ns: as ``StreamSource.max_age_ns``.
+            values: ``[T, dim]`` float32, written; its rows may be apart.
+            valid: ``[T]`` bool, written, strided.
+            age_s: ``[T]`` float32, written, strided.
+            end_ns: of the last target; None: all targets lie at ``NEVER_NS``.
+
+        Raises:
+            ValueError: an array is not as above, or the ring's numbers disagree.
+        """
+
+    def account(self, first_target_ns: int, end_ns: int, ledger: Ledger, /) -> int | None:
+        """``SensorRing.settle``. Raises ValueError when the ring's numbers disagree."""
+
+def are_inside(actions: NDArray[Any], low: memoryview, high: memoryview, /) -> bool:
+    """True for contiguous float32 arrays of one size with ``low <= actions <= high``, no NaN."""

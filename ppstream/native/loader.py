@@ -1,0 +1,45 @@
+"""Loads the compiled core, or stands in for it: bases without members, which the twins inherit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+API: Final = 1  # core.c has the same number: an older build of it is refused
+SWITCH: Final = "PPSTREAM_NATIVE"  # "0": the Python twins; "1": an ImportError where there is none
+
+
+def _obstacle() -> str | None:
+    """Returns why the core cannot be used, None when it can."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH} is 0"
+    if sys.version_info < (3, 11):
+        return "the stable ABI has buffers since Python 3.11"
+    try:
+        core = import_module("ppstream.native.core")
+    except ModuleNotFoundError:
+        return "there was no C compiler when ppstream was installed"
+    except ImportError as error:
+        return str(error)
+    if core.API != API:
+        return f"{core.__file__} has API {core.API}, want {API}: install again"
+    return None
+
+
+why_not: Final = _obstacle()
+is_used: Final = why_not is None
+if not is_used and os.environ.get(SWITCH) == "1":
+    raise ImportError(f"{SWITCH} is 1, but there is no compiled core: {why_not}")
+
+if TYPE_CHECKING or is_used:
+    from ppstream.native import core
+
+    Clock = core.Clock
+    Ledger = core.Ledger
+    Ring = core.Ring
+    are_inside = core.are_inside
+else:
+    Clock = Ledger = Ring = object
+    are_inside = None
