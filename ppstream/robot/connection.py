@@ -170,7 +170,9 @@ class RobotLink:
         self._guest = threading.current_thread()
         try:
             is_sent = send()
-            if is_sent and not (self._is_gated and self._work_beside(is_over, until_ns)):
+            if is_sent and self._is_gated:
+                self._work_beside(is_over, until_ns)
+            elif is_sent:
                 self.wake()
                 with self._reading:
                     self._work_until(is_over, until_ns)
@@ -234,27 +236,23 @@ class RobotLink:
             finally:
                 self._visit.release()
 
-    def _work_beside(self, is_over: Callable[[], bool], until_ns: int) -> bool:
-        """Read while the link's thread sleeps; False: not over, and there is more to do than read.
-
-        The thread is not woken: what it is to send leaves here, or when it wakes by itself.
-        """
+    def _work_beside(self, is_over: Callable[[], bool], until_ns: int) -> None:
+        """Read while the link's thread sleeps; what is due leaves here, or when it wakes."""
         self._gate.modify(self._socket.fd, 0)
         try:
-            while self.session.session and not (self.is_closing or self.failure):
+            while not (self.is_closing or self.failure):
                 left_ns = until_ns - now_ns()
                 if left_ns <= 0:
                     break
                 rest_ns = min(left_ns, self._turn(now_ns()), SLICE_NS)
                 self._arrivals.poll(-(-rest_ns // NS_PER_MS))
                 if self._read(is_over):
-                    return True
+                    break
         except Exception as error:  # noqa: BLE001 - as on the link's thread
             self._fail(error)
         finally:
             if not self.is_closing:  # else a callback may have closed it
                 self._gate.modify(self._socket.fd, select.EPOLLIN)
-        return False
 
     def _work_until(self, is_over: Callable[[], bool], until_ns: int) -> None:
         try:
