@@ -232,6 +232,8 @@ class RobotClient:
 
             is_sent = link.send_and_work(send, lambda: asked.answer is not None, until_ns)
             self._asked = None
+        if self._feedback.tells_prefix:
+            link.wake()  # others may push the next window's samples
         if asked.answer is not None:
             return asked.answer
         if link.is_closing:

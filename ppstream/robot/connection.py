@@ -7,16 +7,18 @@ samples, no actions and no opinion about motion.
 from __future__ import annotations
 
 import logging
+import select
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from ppstream.core.clock import Clock, now_ns
+from ppstream.core.clock import NS_PER_MS, Clock, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError, PpstreamError, ReceiverEndedError
 from ppstream.core.waiter import Waiter
 from ppstream.robot.session import HOPELESS, RobotSession
+from ppstream.wire.endpoints import unix_path
 from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.keys import ClientKeys
 from ppstream.wire.message_socket import MAX_DRAIN, connect_client
@@ -34,6 +36,7 @@ from ppstream.wire.robot_messages import (
 
 logger = logging.getLogger("ppstream")
 
+SLICE_NS: Final = 50 * NS_PER_MS  # of a guest's wait: so late it sees that the link is closed
 JOIN_S: Final = 2.0  # the thread waits for nothing that wake() does not end
 
 
@@ -81,8 +84,13 @@ class RobotLink:
         self.is_closing = False
         self._clock = clock
         self._socket = connect_client(endpoint, keys)
+        self._gate = select.epoll()  # shut while a guest reads: what comes wakes nobody else
+        self._gate.register(self._socket.fd, select.EPOLLIN)
+        self._is_gated = unix_path(endpoint) is not None  # ZeroMQ tells not all by its descriptor
+        self._arrivals = select.poll()  # the guest's
+        self._arrivals.register(self._socket.fd, select.POLLIN)
         self._waiter = Waiter()
-        self._waiter.register(self._socket.fd)
+        self._waiter.register(self._gate.fileno())
         self._socket.wake = self.wake = self._waiter.wake
         self._thread = threading.Thread(target=self._run, name="ppstream-robot", daemon=True)
         self._reading = threading.Lock()  # held by who does the link's work: its thread or a guest
@@ -143,9 +151,9 @@ class RobotLink:
     ) -> bool:
         """Call ``send``, then do the link's work on the caller's thread until ``is_over()``.
 
-        What arrives from now on is read without a switch of threads. The link's thread is asked to
-        rest only once ``send`` has returned: while the answer is being made. For one thread at a
-        time.
+        What arrives from now on is read without a switch of threads. On this host the link's thread
+        sleeps on; else it is asked to rest, once ``send`` has returned: while the answer is being
+        made. For one thread at a time.
 
         Args:
             send: False when there is nothing to wait for.
@@ -162,7 +170,9 @@ class RobotLink:
         self._guest = threading.current_thread()
         try:
             is_sent = send()
-            if is_sent:
+            if is_sent and self._is_gated:
+                self._work_beside(is_over, until_ns)
+            elif is_sent:
                 self.wake()
                 with self._reading:
                     self._work_until(is_over, until_ns)
@@ -188,8 +198,8 @@ class RobotLink:
         here = threading.current_thread()
         if here is self._guest:  # in its callback: nobody else works
             self._end_visit()
-        elif self._guest and here is not self._thread and self._reading.acquire(timeout=JOIN_S):
-            self._reading.release()  # the guest has left
+        elif self._guest and here is not self._thread and self._visit.acquire(timeout=JOIN_S):
+            self._visit.release()  # the guest has left
         if self._thread is not here:
             self._thread.join(JOIN_S)
         if self.failure is None:
@@ -198,6 +208,7 @@ class RobotLink:
         self._leave()
         self._socket.close()
         self._waiter.close()
+        self._gate.close()
 
     def _run(self) -> None:
         try:
@@ -224,6 +235,24 @@ class RobotLink:
                 self._read(lambda: self.is_closing)
             finally:
                 self._visit.release()
+
+    def _work_beside(self, is_over: Callable[[], bool], until_ns: int) -> None:
+        """Read while the link's thread sleeps; what is due leaves here, or when it wakes."""
+        self._gate.modify(self._socket.fd, 0)
+        try:
+            while not (self.is_closing or self.failure):
+                left_ns = until_ns - now_ns()
+                if left_ns <= 0:
+                    break
+                rest_ns = min(left_ns, self._turn(now_ns()), SLICE_NS)
+                self._arrivals.poll(-(-rest_ns // NS_PER_MS))
+                if self._read(is_over):
+                    break
+        except Exception as error:  # noqa: BLE001 - as on the link's thread
+            self._fail(error)
+        finally:
+            if not self.is_closing:  # else a callback may have closed it
+                self._gate.modify(self._socket.fd, select.EPOLLIN)
 
     def _work_until(self, is_over: Callable[[], bool], until_ns: int) -> None:
         try:

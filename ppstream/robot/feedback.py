@@ -44,7 +44,7 @@ class Feedback:
         self._ages = Durations()
         self._dispatches = Durations()
         self._reports: deque[ChunkReport] = deque(maxlen=MAX_REPORTS)
-        self._tells_prefix = False
+        self.tells_prefix = False
         self._session = 0  # that may be told how the robot fares
         self._state: RobotState | None = None  # as it was told last
         self._state_ns = 0  # when it was
@@ -54,7 +54,7 @@ class Feedback:
 
     def adopt(self, welcome: Welcome) -> None:
         """A session opened: what its actions mean, and what it wants to know."""
-        self._tells_prefix = welcome.prefix_steps > 0
+        self.tells_prefix = welcome.prefix_steps > 0
         self._session = welcome.session if welcome.minor >= STATE_SINCE_MINOR else 0
         self._state, self._is_urgent, self._gap_ns = None, True, 0
         self._timeline.begin_session()
@@ -93,7 +93,7 @@ class Feedback:
 
     def send_prefix(self, send: Send, session: int, session_epoch: int) -> None:
         """Sends what will be executed until the next chunk comes, if the policy asks for it."""
-        plan = self._timeline.plan(self._clock()) if self._tells_prefix else None
+        plan = self._timeline.plan(self._clock()) if self.tells_prefix else None
         if plan is not None:
             delay_ns = _possible(self._timeline.delay_ns)
             when = (plan.start_ns, plan.dt_ns, plan.expires_ns, delay_ns)
