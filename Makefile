@@ -11,7 +11,7 @@ CONTENTION := one-cpu lock-beside-others one-cpu-of-two slower-alone one-interpr
 # Most tests wait most of their time, so they run beside each other, a file in one process.
 BESIDE := -n 3 --dist loadfile --max-worker-restart 0
 CORE := ppstream/native/core.abi3.so
-# What the compiled core and its Python twins do, of which the tests' own run takes the core.
+# Tests of what the compiled core does, which run once more with its Python twins.
 TWINS := tests/ingest tests/pipeline/test_decode.py tests/pipeline/test_stage_c.py
 SOURCES := $(shell find ppstream kernels stages -name '*.py')
 
@@ -36,7 +36,7 @@ demo: $(VENV)/.demo
 
 test: lint docs $(CORE)
 	$(BIN)/python -m pytest -m alone || failed=1; \
-	PPSTREAM_NATIVE=0 $(BIN)/python -m pytest $(BESIDE) $(TWINS) || failed=1; \
+	PPSTREAM_NATIVE=0 $(BIN)/python -m pytest -m 'not alone' $(BESIDE) $(TWINS) || failed=1; \
 	$(BIN)/python -m pytest -m 'not alone' $(BESIDE) && test -z "$$failed"
 
 check-docs: $(VENV)/.dev

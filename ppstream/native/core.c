@@ -47,7 +47,8 @@ static int is_of(const Py_buffer *view, int ndim, char code)
 {
     const char *format = view->format + (*view->format == '=');
     char found = *format == 'q' ? 'l' : *format;
-    return view->ndim == ndim && found == code && format[1] == 0;
+    Py_ssize_t size = code == 'l' ? 8 : code == 'f' ? 4 : 1;
+    return view->ndim == ndim && found == code && format[1] == 0 && view->itemsize == size;
 }
 
 /* Fills view with memory [length] or [length, width] to write to, whose rows have no holes. */
