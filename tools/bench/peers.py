@@ -63,6 +63,7 @@ PIPELINED: Final = 4  # requests under way through Ray's stages
 #: Bring-up of a policy that hardly works proves nothing, least of all on a CPU that it shares.
 ACCEPT: Final = 'bringup.accept=["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]'
 ATTEMPTS: Final = 3  # of a peer in a round: the gate may refuse what a busy machine disturbs
+LEASE_MS: Final = 2000  # no other peer drops what comes late
 RUN_S: Final = 300.0
 END_LIMIT_S: Final = 10.0
 
@@ -288,7 +289,7 @@ def settings(address: str, work: str) -> list[str]:
     """Of the ranks: those of ``latency.py``, with the work of the peers' policy."""
     found = rank_settings(address, "serial", TIMED[work][1], RUN_S)
     found += ["policy.target=bench.policies:build_peer", f"policy.options.work={work}"]
-    found += [ACCEPT, "bringup.envelopes=200"]
+    found += [ACCEPT, "bringup.envelopes=200", f"actions.lease_ms={LEASE_MS}"]
     if work == "cameras":
         side = peers_work.SIDE
         cameras = ", ".join(
