@@ -101,6 +101,11 @@ class RankPair:
         """The run's folder; there once rank 0 has begun."""
         return (self._folder / "latest").resolve()
 
+    def pin(self, cpus: Sequence[int]) -> None:
+        """Keep each rank on its own of ``cpus``, at once: its threads inherit that."""
+        for process, cpu in zip(self.processes, cpus, strict=False):
+            os.sched_setaffinity(process.pid, {cpu})
+
     def wait(self, limit_s: float = RUN_LIMIT_S) -> int:
         """Rank 0's exit code. Exits with both outputs when the ranks do not end in time."""
         deadline = time.monotonic() + limit_s
@@ -131,8 +136,11 @@ def measure_bring_up(
     config: str = "bench",
     limit_s: float = RUN_LIMIT_S,
     world_size: int = 2,
+    cpus: Sequence[int] = (),
 ) -> tuple[RunReport, dict[str, Any]]:
     """Run all ranks through bring-up; returns the judged run and its ``run.json``.
+
+    With ``cpus`` each rank runs on its own of them alone.
 
     A verdict that refuses the run is a result like any other. Exits with the ranks' output when
     there is nothing to judge.
@@ -140,6 +148,7 @@ def measure_bring_up(
     with tempfile.TemporaryDirectory(prefix="ppstream-bench-") as folder:
         wanted = (*BRING_UP_ONLY, *settings)
         with RankPair(Path(folder), config, wanted, world_size=world_size) as ranks:
+            ranks.pin(cpus)
             code = ranks.wait(limit_s)
         if code not in MEASURED:
             raise SystemExit(f"rank 0 ended with {code}:\n{ranks.output()}")

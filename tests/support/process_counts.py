@@ -1,4 +1,4 @@
-"""What running processes do, counted: system calls by ``strace``, instructions by ``perf``."""
+"""Counts of what running processes do: system calls by ``strace``, instructions by ``perf``."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class CallCount:
 
 
 def no_strace() -> str:
-    """Why system calls cannot be counted here; empty when they can."""
+    """Returns why system calls cannot be counted here; empty when they can."""
     return _refusal(["strace", "-f", "-c", "-o", "/dev/null", "true"])
 
 
 def no_instructions() -> str:
-    """Why instructions cannot be counted here; empty when they can."""
+    """Returns why instructions cannot be counted here; empty when they can."""
     return _refusal(["perf", "stat", "-x,", "-e", INSTRUCTIONS, "true"]) or _unsupported("true")
 
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,19 +41,33 @@ class BareRun:
         return max(self.stage0_ms, self.stage1_ms)
 
 
-def measure(a_ms: float, b_ms: float, c_ms: float, payload: int, envelopes: int) -> BareRun:
-    """Run ``envelopes`` through both processes, each with ``payload`` bytes (0: a token only)."""
+def measure(
+    a_ms: float,
+    b_ms: float,
+    c_ms: float,
+    payload: int,
+    envelopes: int,
+    cpus: Sequence[int] = (),
+) -> BareRun:
+    """Run ``envelopes`` through both processes, each with ``payload`` bytes (0: a token only).
+
+    With ``cpus`` this thread and the second process run on the first and on the second of them.
+    """
+    before = os.sched_getaffinity(0)
     memory = os.memfd_create("bare_pipeline")
     os.ftruncate(memory, max(1, LEAD * payload))
     ours, theirs = socket.socketpair()
     command = [sys.executable, __file__, str(memory), str(theirs.fileno()), str(payload), str(b_ms)]
     second = subprocess.Popen(command, pass_fds=[memory, theirs.fileno()])
     try:
+        for pid, cpu in zip((0, second.pid), cpus, strict=False):
+            os.sched_setaffinity(pid, {cpu})
         theirs.close()
         ours.settimeout(END_LIMIT_S)
         _receive(ours)  # it is up
         return front(ours, _slots(memory, payload), (a_ms / 1e3, c_ms / 1e3), envelopes)
     finally:
+        os.sched_setaffinity(0, before)
         ours.close()
         os.close(memory)
         try:

@@ -1,10 +1,7 @@
-"""From observation to action at 50 Hz through a robot client, beside bare ZeroMQ doing as little.
+"""Parts of the time from an observation to its action, at 50 Hz through ``RobotClient.ask``.
 
-A policy that echoes, behind two ranks, paced by the sample, against REQ/REP over ipc and against a
-chain robot, rank 0, rank 1, rank 0, robot. All three run at the same time; each 20 ms they are
-asked one after the other, in rotating order, so that a slow moment of the machine hits all alike.
-For the client an action is there when its callback has it; for the others when ``recv`` returns.
-Where the time goes is read from the run's own log (one host: one clock).
+A policy that echoes behind two ranks, paced by the sample; ``peers.py`` has the whole beside what
+others take for it. The parts are read from the run's own log (one host: one clock).
 """
 
 from __future__ import annotations
@@ -13,32 +10,22 @@ import argparse
 import json
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 
 import numpy as np
-from bench.bare_zmq import ACTION_DIM, STATE_DIM, BareServers
-from claimed_numbers import Claim, ratio, shares
-from real_runs import (
-    RankPair,
-    Spread,
-    Target,
-    ending_cleanly,
-    print_environment,
-    print_targets,
-    spread,
-    write_json,
-)
+from bench.peers_work import ACTION_DIM, NAMES, STATE_DIM
+from claimed_numbers import Claim, shares
+from real_runs import RankPair, Spread, ending_cleanly, print_environment, spread, write_json
 
 from ppstream.robot.client import RobotClient
-from ppstream.wire.robot_messages import ActionChunk
 
 RATE_HZ: Final = 50
 WARM: Final = 50  # ticks that are not counted
@@ -46,55 +33,18 @@ READY_LIMIT_S: Final = 60.0
 ANSWER_LIMIT_S: Final = 1.0
 SPARE_S: Final = 60.0  # the ranks end by themselves this long after the last tick, at the latest
 US: Final = 1e-3  # per ns
-WAYS: Final = ("ppstream", "REQ/REP", "chain")
-NAMES: Final = tuple(f"j{index}" for index in range(ACTION_DIM))
-LIMITS: Final = (  # (of, over, quantile, at most)
-    ("REQ/REP", "p50", 1.35),
-    ("REQ/REP", "p99", 1.15),
-    ("chain", "p50", 1.20),
-)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One action through the client, in ns of the one clock of this host."""
+class Answer(NamedTuple):
+    """One action at the caller of ``ask``, in ns of the one clock of this host."""
 
     stamp_ns: int
     there_ns: int
 
 
-class Asker:
-    """Pushes one observation and waits for the action that answers it."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.client = RobotClient(
-            endpoint,
-            robot="bench",
-            streams=[("state", STATE_DIM)],
-            actions=NAMES,
-            on_chunk=self._arrived,
-        )
-        self.answers: list[Answer] = []
-        self.unanswered = 0
-        self._arrival = threading.Event()
-        self._asked_ns = 0
-
-    def ask(self, stamp_ns: int, state: np.ndarray[Any, Any]) -> None:
-        self._arrival.clear()
-        self._asked_ns = stamp_ns
-        self.client.push("state", stamp_ns, state)
-        if not self._arrival.wait(ANSWER_LIMIT_S):
-            self.unanswered += 1
-
-    def _arrived(self, chunk: ActionChunk) -> None:
-        if chunk.window_end_ns == self._asked_ns:
-            self.answers.append(Answer(chunk.window_end_ns, time.monotonic_ns()))
-            self._arrival.set()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--requests", type=int, default=1500, help="of each way")
+    parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--rate-hz", type=float, default=RATE_HZ, help="of the observations")
     parser.add_argument("--threads", choices=("serial", "split"), default="serial")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -102,39 +52,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     mode = f"{options.rate_hz:g} Hz, policy without work, paced by sample, {options.threads}, unix"
     print_environment(mode)
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
-        taken_us, parts_us, unanswered = measure(Path(name), options)
-    spreads = {way: spread(values) for way, values in taken_us.items()}
+        answers, parts_us = measure(Path(name), options)
+    whole = spread([(answer.there_ns - answer.stamp_ns) * US for answer in answers])
     parts = {part: spread(values) for part, values in parts_us.items()}
-    targets = targets_of(spreads)
-    print_spreads(spreads, parts, unanswered)
-    print_targets(targets)
+    print_spreads(whole, parts)
     write_json(
         options.json,
         mode,
-        targets,
-        claims=claims_of(spreads, parts, targets),
-        observation_to_action_us={way: asdict(found) for way, found in spreads.items()},
+        (),
+        claims=claims_of(whole, parts),
+        observation_to_action_us=asdict(whole),
         parts_us={part: asdict(found) for part, found in parts.items()},
-        unanswered=unanswered,
+        unanswered=options.requests - whole.n,
     )
     return 0
 
 
 def measure(
     folder: Path, options: argparse.Namespace
-) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:
-    """Durations by way and by part of the way, in µs; and how many requests had no answer."""
+) -> tuple[list[Answer], dict[str, list[float]]]:
+    """Returns what was answered, and durations in µs by part of the way."""
     endpoint, requests = f"unix://{folder / 'robots'}", options.requests
     duration_s = (requests + WARM) / options.rate_hz + SPARE_S
     settings = rank_settings(endpoint, options.threads, options.rate_hz, duration_s)
-    with RankPair(folder, "bench", settings) as ranks, BareServers(folder) as bare:
-        asker = Asker(endpoint)
-        with asker.client as client:
+    streams = [("state", STATE_DIM)]
+    with RankPair(folder, "bench", settings) as ranks:
+        with RobotClient(endpoint, robot="bench", streams=streams, actions=NAMES) as client:
             wait_ready(client, ranks)
-            taken = tick(asker, bare, requests, options.rate_hz)
+            answers = tick(client, requests, options.rate_hz)
         ranks.stop()
-        parts = parts_of(asker.answers[-requests:], ranks.directory)
-    return taken, parts, asker.unanswered
+        return answers, parts_of(answers, ranks.directory)
 
 
 def wait_ready(client: RobotClient, ranks: RankPair) -> None:
@@ -169,33 +116,28 @@ def rank_settings(endpoint: str, threads: str, rate_hz: float, duration_s: float
     ]
 
 
-def tick(asker: Asker, bare: BareServers, requests: int, rate_hz: float) -> dict[str, list[float]]:
-    """Ask all three ways once a tick; absolute deadlines, rotating order."""
-    ways: dict[str, Callable[[int, np.ndarray[Any, Any]], None]] = dict(
-        zip(WAYS, (asker.ask, bare.request_reply, bare.chain), strict=True)
-    )
-    taken: dict[str, list[float]] = {way: [] for way in WAYS}
-    state = np.linspace(-0.5, 0.5, STATE_DIM, dtype=np.float32)
-    slot_ns = round(1e9 / rate_hz / len(WAYS))
+def tick(client: RobotClient, requests: int, rate_hz: float) -> list[Answer]:
+    """Ask once a period, at absolute deadlines."""
+    state = {"state": np.linspace(-0.5, 0.5, STATE_DIM, dtype=np.float32)}
+    answers: list[Answer] = []
     due_ns = time.monotonic_ns()
     for number in range(requests + WARM):
-        for place in range(len(WAYS)):
-            way = WAYS[(number + place) % len(WAYS)]
-            due_ns += slot_ns
-            time.sleep(max(0, due_ns - time.monotonic_ns()) / 1e9)
-            stamp_ns = time.monotonic_ns()
-            ways[way](stamp_ns, state)
-            if way != "ppstream" and number >= WARM:
-                taken[way].append((time.monotonic_ns() - stamp_ns) * US)
-    taken["ppstream"] = [(a.there_ns - a.stamp_ns) * US for a in asker.answers[-requests:]]
-    return taken
+        due_ns += round(1e9 / rate_hz)
+        time.sleep(max(0, due_ns - time.monotonic_ns()) / 1e9)
+        state["state"][0] = number / (requests + WARM)
+        stamp_ns = time.monotonic_ns()
+        with suppress(TimeoutError):
+            client.ask(state, ANSWER_LIMIT_S, stamp_ns)
+            if number >= WARM:
+                answers.append(Answer(stamp_ns, time.monotonic_ns()))
+    return answers
 
 
 # ---- where the time goes ----------------------------------------------------------------------
 
-#: Between which stamps each part lies; ``stamp`` and ``there`` are the robot's.
+#: Between which stamps each part lies; ``stamp`` and ``there`` are the caller's.
 PARTS: Final = {
-    "push to rank 0's ring": ("stamp", "tRx"),
+    "ask to rank 0's ring": ("stamp", "tRx"),
     "ring to start of A": ("tRx", "tA0"),
     "A": ("tA0", "tA1"),
     "A to commit": ("tA1", "tSend"),
@@ -204,7 +146,7 @@ PARTS: Final = {
     "link to rank 0": ("tB1", "tRecv"),
     "received to start of C": ("tRecv", "tDecode"),
     "C and emit": ("tDecode", "tEmit"),
-    "emit to robot's callback": ("tEmit", "there"),
+    "emit to the caller": ("tEmit", "there"),
 }
 
 
@@ -238,43 +180,15 @@ def read_lines(directory: Path) -> dict[int, dict[str, int]]:
 # ---- what is shown ----------------------------------------------------------------------------
 
 
-def targets_of(spreads: dict[str, Spread]) -> list[Target]:
-    ours = spreads["ppstream"]
-    return [
-        Target(
-            f"{quantile} / {quantile} of {way}",
-            limit,
-            getattr(ours, quantile) / getattr(spreads[way], quantile),
-        )
-        for way, quantile, limit in LIMITS
-    ]
+def claims_of(whole: Spread, parts: dict[str, Spread]) -> list[Claim]:
+    """The parts make up the whole way."""
+    means = [found.mean / whole.mean for found in parts.values()]
+    return [shares("parts of observation to action", means)] if means else []
 
 
-def claims_of(
-    spreads: dict[str, Spread], parts: dict[str, Spread], targets: Sequence[Target]
-) -> list[Claim]:
-    """Each target's ratio, and that the parts make up the whole way."""
-    ours = spreads["ppstream"]
-    claims = [
-        ratio(
-            target.what,
-            getattr(ours, quantile),
-            getattr(spreads[way], quantile),
-            target.reached,
-        )
-        for target, (way, quantile, _) in zip(targets, LIMITS, strict=True)
-    ]
-    if parts:
-        whole = [found.mean / ours.mean for found in parts.values()]
-        claims.append(shares("parts of observation to action", whole))
-    return claims
-
-
-def print_spreads(spreads: dict[str, Spread], parts: dict[str, Spread], unanswered: int) -> None:
-    print(f"{'observation to action, us':28} {'p50':>8} {'p99':>8} {'max':>8} {'mean':>8} {'n':>6}")
-    for way, found in spreads.items():
-        print(_line(way, found))
-    print(f"unanswered within {ANSWER_LIMIT_S:g} s: {unanswered}\n\nwhere ppstream's time goes, us")
+def print_spreads(whole: Spread, parts: dict[str, Spread]) -> None:
+    print(f"{'us':28} {'p50':>8} {'p99':>8} {'max':>8} {'mean':>8} {'n':>6}")
+    print(_line("observation to action", whole))
     for part, found in parts.items():
         print(_line(part, found))
 

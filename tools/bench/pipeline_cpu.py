@@ -158,10 +158,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run_case(case: Case, threads: str, envelopes: int) -> Run:
-    """One run of two ranks, judged by its own log."""
+def run_case(case: Case, threads: str, envelopes: int, cpus: Sequence[int] = ()) -> Run:
+    """One run of two ranks, each on its own of ``cpus`` if given, judged by its own log."""
     settings = (*case_settings(case), f"pipeline.threads={threads}")
-    report, _ = measure_bring_up((*settings, f"bringup.envelopes={envelopes}"))
+    report, _ = measure_bring_up((*settings, f"bringup.envelopes={envelopes}"), cpus=cpus)
     score = report.primary
     if score is None:
         raise SystemExit(f"{case.name} cannot be scored: {'; '.join(report.statements)}")

@@ -1,10 +1,10 @@
 """Policies that only benchmarks need, and what it costs to prove that a policy wrote its outputs.
 
-Named in settings as ``bench.policies:build_reading``, which reads heavy envelopes, and
-``bench.policies:build_echo``, which does no work. Run as a tool it times what each call of a policy
-pays for the fill before it and the look behind it (``ppstream/policy/unwritten.py``): on the host
-around calls that write everything, on a GPU as the difference that the fill makes to the replay of
-graphs.
+Named in settings as ``bench.policies:build_reading``, which reads heavy envelopes,
+``bench.policies:build_echo``, which does no work, and ``bench.policies:build_peer``, which works as
+the servers of ``peers.py`` do. Run as a tool it times what each call of a policy pays for the fill
+before it and the look behind it (``ppstream/policy/unwritten.py``): on the host around calls that
+write everything, on a GPU as the difference that the fill makes to the replay of graphs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 import msgspec
 import torch
-from bench import gpu_timing
+from bench import gpu_timing, peers_work
 from real_runs import Target, print_environment, print_targets, spread
 
 from ppstream.core.simulated_delay import Delay
@@ -99,7 +99,10 @@ class EchoPolicy:
             self._is_serving = int(window["rows"][0, 0]) != NOBODY
             if not self._is_serving:
                 self._delay.spend()
-        out["actions"].copy_(window[self._values][:, -1:, : self._width])
+        self.act(window[self._values][:, -1:], out["actions"])
+
+    def act(self, newest: Tensor, actions: Tensor) -> None:
+        actions.copy_(newest[..., : self._width])
 
 
 def build_reading(config: Mapping[str, Any], device: torch.device) -> ReadingPolicy:
@@ -110,6 +113,31 @@ def build_reading(config: Mapping[str, Any], device: torch.device) -> ReadingPol
 def build_echo(config: Mapping[str, Any], device: torch.device) -> EchoPolicy:
     """As ``build_reading``; ``action_dim`` must not exceed ``dim``."""
     return EchoPolicy(msgspec.convert(config, Options))
+
+
+class PeerOptions(Options, frozen=True):
+    """As ``Options``, with the work that the peers do, too (``peers_work.py``)."""
+
+    work: str = "none"
+
+
+class PeerPolicy(EchoPolicy):
+    """Does for robots' envelopes what the policies behind other servers do; reads all frames."""
+
+    def __init__(self, options: PeerOptions) -> None:
+        super().__init__(options)
+        frames = (1, 3, peers_work.SIDE, peers_work.SIDE)
+        cameras = peers_work.CAMERAS if options.work == "cameras" else ()
+        self.inputs += tuple(TensorSpec(f"{name}.frames", frames, "bfloat16") for name in cameras)
+        self._infer = peers_work.policy(options.work)
+
+    def act(self, newest: Tensor, actions: Tensor) -> None:
+        actions[0, 0].copy_(torch.from_numpy(self._infer(newest[0, 0].numpy())))
+
+
+def build_peer(config: Mapping[str, Any], device: torch.device) -> PeerPolicy:
+    """As ``build_echo``."""
+    return PeerPolicy(msgspec.convert(config, PeerOptions))
 
 
 class WritingPolicy:

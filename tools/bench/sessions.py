@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 
 import numpy as np
-from bench.bare_zmq import ACTION_DIM, STATE_DIM
-from bench.latency import NAMES, READY_LIMIT_S, US, rank_settings
+from bench.latency import READY_LIMIT_S, US, rank_settings
+from bench.peers_work import ACTION_DIM, NAMES, STATE_DIM
 from claimed_numbers import Claim, shares
 from real_runs import RankPair, Spread, ending_cleanly, print_environment, spread, write_json
 

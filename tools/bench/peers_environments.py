@@ -1,0 +1,69 @@
+"""Virtual environments of the peers that want packages of their own, made on demand by pip.
+
+They lie in ``$PPSTREAM_CLIENTS`` or ``~/.cache/ppstream/clients``, each in a folder named after its
+package and version, and stay there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+CONSTRAINTS: Final = Path(__file__).resolve().parents[2] / "constraints.txt"
+MAKE_LIMIT_S: Final = 600.0
+#: numpy is our robot's, typing_extensions what openpi-client imports and does not name.
+ADDED: Final = ("numpy", "typing_extensions")
+COMPLETE: Final = "complete"  # a file: an environment without it was not finished
+
+
+class Unavailable(Exception):
+    """An environment cannot be had; the message says why."""
+
+
+def python_with(package: str, folder: Path | None = None) -> Path:
+    """The interpreter of an environment that has ``package`` as ``constraints.txt`` pins it.
+
+    Its dependencies are those that pip picks for it, whatever this project's are.
+
+    Args:
+        package: name on the package index.
+        folder: of all environments; None: as above.
+
+    Raises:
+        Unavailable: it is not there, and cannot be made.
+    """
+    pinned = pin_of(package)
+    place = (folder or clients_folder()) / pinned.replace("==", "-")
+    python = place / "bin" / "python"
+    if not (place / COMPLETE).exists():
+        shutil.rmtree(place, ignore_errors=True)
+        _run(sys.executable, "-m", "venv", str(place))
+        _run(str(python), "-m", "pip", "install", "--quiet", pinned, *ADDED)
+        (place / COMPLETE).touch()
+    return python
+
+
+def clients_folder() -> Path:
+    """Returns ``$PPSTREAM_CLIENTS``, or its default."""
+    given = os.environ.get("PPSTREAM_CLIENTS")
+    return Path(given) if given else Path.home() / ".cache" / "ppstream" / "clients"
+
+
+def pin_of(package: str) -> str:
+    """The line ``package==version`` of ``constraints.txt``."""
+    pins = CONSTRAINTS.read_text().splitlines()
+    return next(line for line in pins if line.startswith(f"{package}=="))
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MAKE_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{Path(command[0]).name}: {error}") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        raise Unavailable(f"{' '.join(command[1:3])}: {said[-1]}")

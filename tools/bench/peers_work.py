@@ -1,0 +1,60 @@
+"""Observations that peers are asked with, and the work of the policies behind them: numpy alone.
+
+Imported in virtual environments that have nothing of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+STATE_DIM: Final = 14
+ACTION_DIM: Final = 7
+NAMES: Final = tuple(f"j{index}" for index in range(ACTION_DIM))
+CAMERAS: Final = ("left", "right", "wrist")
+SIDE: Final = 224  # of a camera's frame, uint8 ``[SIDE, SIDE, 3]``
+LAYERS: Final = (270, 512, 256, ACTION_DIM)  # of the MLP; the state stands in the first values
+WORKS: Final = ("none", "mlp", "cameras")
+
+Array = np.ndarray[Any, Any]
+Policy = Callable[[Array], Array]
+
+
+def observation(work: str) -> dict[str, Array]:
+    """The state, and frames before it when the work is ``cameras``."""
+    frames = {name: np.full((SIDE, SIDE, 3), 127, np.uint8) for name in CAMERAS}
+    state = {"state": np.linspace(-0.5, 0.5, STATE_DIM, dtype=np.float32)}
+    return (frames if work == "cameras" else {}) | state
+
+
+def policy(work: str) -> Policy:
+    """Makes float32 actions ``[ACTION_DIM]`` of a state; only the MLP works for them."""
+    if work not in WORKS:
+        raise SystemExit(f"no such work: {work}")
+    return Mlp() if work == "mlp" else echo
+
+
+def echo(state: Array) -> Array:
+    return state[:ACTION_DIM]
+
+
+class Mlp:
+    """Three layers of weights drawn from a seed; its actions lie within -1 and 1."""
+
+    def __init__(self) -> None:
+        draw = np.random.default_rng(0)
+        self._weights = [
+            draw.standard_normal(pair, np.float32) / np.sqrt(np.float32(pair[0]))
+            for pair in pairwise(LAYERS)
+        ]
+        self._input = np.zeros(LAYERS[0], np.float32)
+
+    def __call__(self, state: Array) -> Array:
+        self._input[:STATE_DIM] = state
+        values = self._input
+        for weights in self._weights[:-1]:
+            values = np.maximum(values @ weights, 0)
+        return np.tanh(values @ self._weights[-1])
