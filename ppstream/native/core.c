@@ -61,6 +61,8 @@ static int get(PyObject *from, Py_buffer *view, char code, Py_ssize_t length, Py
         (ndim == 1 || (view->shape[1] == width && view->strides[1] == view->itemsize)))
         return 1;
     PyErr_Format(PyExc_ValueError, "needs [%zd, %zd] of '%c'", length, width, code);
+    PyBuffer_Release(view);
+    view->buf = NULL;
     return 0;
 }
 
@@ -341,8 +343,11 @@ static PyObject *ring_bind(PyObject *self, PyObject *args)
     ring->dim = dim;
     ring->gap_ns = gap_ns;
     if ((values != Py_None && !get(values, &ring->values, 'f', capacity, dim)) ||
-        !get(stamps, &ring->stamps, 'l', capacity, 0) || !get(held, &ring->held, 'l', 1, 0) ||
-        !get(head, &ring->head, 'l', 1, 0))
+        !get(stamps, &ring->stamps, 'l', capacity, 0) || !get(held, &ring->held, 'l', 1, 0))
+        return NULL;
+    if (!PyBuffer_IsContiguous(&ring->values, 'C') || !PyBuffer_IsContiguous(&ring->stamps, 'C'))
+        return PyErr_Format(PyExc_ValueError, "needs a ring's memory without holes");
+    if (!get(head, &ring->head, 'l', 1, 0)) /* the last one: is_sound asks for it */
         return NULL;
     Py_RETURN_NONE;
 }

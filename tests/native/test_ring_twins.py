@@ -58,7 +58,7 @@ class Message(NamedTuple):
 
 usual_steps = st.lists(st.integers(1, 4 * MS), max_size=9)
 odd_steps = st.lists(st.integers(-2 * MS, 9 * MS) | st.sampled_from([0, FAR, -FAR]), max_size=9)
-values = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.just(-0.0)
+numbers = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.just(-0.0)
 messages = st.builds(
     Message,
     name=st.sampled_from([REFERENCE, REFERENCE, OTHER]),
@@ -66,8 +66,8 @@ messages = st.builds(
     | st.sampled_from([STALE_NS, BACKLOG_NS + 1, BEST_NS, FUTURE_LIMIT_NS]),
     begin_ns=st.integers(1, 6 * MS) | st.sampled_from([0, -1, STALE_NS, -FAR, FAR]),
     steps_ns=usual_steps | odd_steps,
-    values=st.lists(values, min_size=1, max_size=20)
-    | st.lists(values | st.sampled_from([np.nan, np.inf, -np.inf]), min_size=1, max_size=20),
+    values=st.lists(numbers, min_size=1, max_size=20)
+    | st.lists(numbers | st.sampled_from([np.nan, np.inf, -np.inf]), min_size=1, max_size=20),
     kind=st.sampled_from(["plain"] * 6 + ["unaligned", "strided", "float64", "wide", "many"]),
 )
 windows = st.tuples(st.sampled_from([REFERENCE, OTHER]), st.integers(-9, 9), st.integers(0, 30))
@@ -210,19 +210,33 @@ def test_numbers_that_contradict_each_other_reach_no_memory(name: str, number: i
         ring.settle(0, MS)
 
 
-def test_a_ring_keeps_memory_that_fits_and_keeps_it_once() -> None:
-    stamps, values = np.zeros(4, np.int64), np.zeros((4, DIM), np.float32)
-    one = np.zeros(1, np.int64)
+stamps, values, one = np.zeros(4, np.int64), np.zeros((4, DIM), np.float32), np.zeros(1, np.int64)
+NO_MEMORY = {
+    "too short": (5, values, stamps, one, one),
+    "another dtype": (4, values.astype(np.float64), stamps, one, one),
+    "no head": (4, values, stamps, one, one[:0]),
+    "stamps with holes": (2, values[:2], stamps[::2], one, one),
+    "values with holes": (2, values[::2], stamps[:2], one, one),
+}
+
+
+@pytest.mark.parametrize("what", NO_MEMORY)
+def test_a_ring_without_memory_that_fits_takes_nothing(what: str) -> None:
+    capacity, *memory = NO_MEMORY[what]
+    ring, ledger, clock = native.Ring(), native.Ledger(), native.Clock()
     with pytest.raises(ValueError, match="needs"):
-        native.Ring().bind(5, DIM, values, stamps, one, one, 0)
-    with pytest.raises(ValueError, match="needs"):
-        native.Ring().bind(4, DIM, values.astype(np.float64), stamps, one, one, 0)
+        ring.bind(capacity, DIM, *memory, 0)
+    ring.newest_ns, clock._best_ns, clock._best_until_ns = -FAR, 9 * MS, 9 * MS
+    assert ring.take(*usual(1, after_ms=1), 0, ledger, clock) == 0
+    with pytest.raises(ValueError, match="numbers disagree"):
+        ring.account(0, 0, ledger)
+
+
+def test_a_ring_is_bound_once() -> None:
     ring = native.Ring()
     ring.bind(4, DIM, values, stamps, one, one, 0)
     with pytest.raises(ValueError, match="bound once"):
         ring.bind(4, DIM, values, stamps, one, one, 0)
-    with pytest.raises(ValueError, match="numbers disagree"):
-        native.Ring().account(0, 0, native.Ledger())
 
 
 def test_every_member_of_the_core_is_one_that_python_names() -> None:

@@ -27,7 +27,8 @@ import importlib.util, sys
 import pytest
 spec = importlib.util.spec_from_file_location("ppstream.native.core", sys.argv[1])
 sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--capture", "sys", *sys.argv[2:]]))
+options = ["-q", "-p", "no:cacheprovider", "--capture=sys", "--timeout=0"]
+sys.exit(pytest.main([*options, *sys.argv[2:]]))
 """
 
 
