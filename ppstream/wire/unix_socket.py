@@ -35,7 +35,7 @@ from ppstream.wire.message_socket import (
     Frame,
 )
 
-PACKET_BYTES_MAX: Final = 192 * 1024  # of a message that travels in its packet; below SO_SNDBUF
+PACKET_BYTES_MAX: Final = 32 * 1024  # in one packet; SO_SNDBUF has room for six, or 50 carriers
 #: Bytes of a carrier: the message's length, then zeros, so that SO_SNDBUF has room for about 50.
 CARRIER_BYTES: Final = 3072
 LENGTH: Final = struct.Struct("<Q")
