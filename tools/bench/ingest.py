@@ -3,12 +3,15 @@
 Five measurements in CPU time of the thread that does the work, so that other processes matter
 little: ``ring.append`` alone; a message from its bytes to the ring (decode, all checks, append);
 the whole way from a RobotClient through a socket to the ring; ten streams at 1 kHz in real time;
-and cutting a window. Medians of interleaved rounds. ``--json FILE`` writes the table.
+and cutting a window. Medians of interleaved rounds. ``--json FILE`` writes the table. With
+``--against PATH`` the same script of another checkout runs in turn with this one, ABBA.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 import numpy as np
 import torch
-from claimed_numbers import Timed, median_rate, write_audited
+from claimed_numbers import Timed, median_rate, ratio, write_audited
 
 from ppstream.config.load import as_toml
 from ppstream.config.schema import (
@@ -54,16 +57,21 @@ DIM = 14
 BATCHES = 400  # timed together
 ROUNDS = 15
 SOCKET_SAMPLES = 100_000
-REPLAY = Path(__file__).parents[1] / "replay.py"
+ROOT = Path(__file__).resolve().parents[2]
+REPLAY = ROOT / "tools" / "replay.py"
 KHZ_STREAMS = 10
 KHZ_SECONDS = 2.0
+ATTEMPTS = 3  # of a checkout's run: a busy machine drops samples of those in real time
 
 
 def main() -> int:
     """Run all, print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout")
     arguments = parser.parse_args()
+    if arguments.against is not None:
+        return compare(arguments.against, arguments.json)
     torch.set_num_threads(1)
     floods = _floods()
     flood_rows = [_flood_row(*found) for found in floods.items()]
@@ -78,6 +86,39 @@ def main() -> int:
     claims = [median_rate(row["what"], rounds, row["p50"]) for row, rounds in pairs]
     write_audited(arguments.json, {"hardware": machine, "rows": rows}, claims)
     return 0
+
+
+def compare(other: Path, file: Path | None) -> int:
+    """Print each row of both checkouts, and this one's p50 over the other's."""
+    roots = {"here": ROOT, "there": other.resolve()}
+    found: dict[str, list[dict[str, dict[str, Any]]]] = {side: [] for side in roots}
+    for side in ("here", "there", "there", "here"):
+        found[side].append(_rows_of(roots[side]))
+    shared = [what for what in found["here"][0] if what in found["there"][0]]
+    rows, claims = [], []
+    print(f"{'p50, mean of 2 runs':40} {'here':>12} {'there':>12} {'here/there':>12}")
+    for what in shared:
+        here, there = (sum(run[what]["p50"] for run in found[side]) / 2 for side in roots)
+        rows.append({"what": what, "here": here, "there": there, "ratio": here / there})
+        claims.append(ratio(what, here, there, here / there))
+        unit = found["here"][0][what]["unit"]
+        print(f"{what:40} {here:12,.1f} {there:12,.1f} {here / there:12.3f} {unit}")
+    write_audited(file, {"hardware": hardware(), "against": str(other), "rows": rows}, claims)
+    return 0
+
+
+def _rows_of(root: Path) -> dict[str, dict[str, Any]]:
+    """Rows of one run of the checkout's own script, by what they measure."""
+    path = os.pathsep.join(str(root / room) for room in ("", "kernels", "stages"))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rows.json")
+        command = [sys.executable, str(root / "tools/bench/ingest.py"), "--json", str(file)]
+        environment = os.environ | {"PYTHONPATH": path}
+        for _ in range(ATTEMPTS):
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode == 0:
+                return {row["what"]: row for row in json.loads(file.read_text())["rows"]}
+        raise SystemExit(f"{root}: no run of {ATTEMPTS} ended well:\n{done.stderr}")
 
 
 def _row(what: str, values: list[float], unit: str) -> dict[str, Any]:
