@@ -112,6 +112,7 @@ class OnHost(ABC):
         self._glance()
         slept = is_fresh = False
         while self._is_idle():
+            self._rest()
             slept = True
             limit_ns = WAIT_MAX_NS
             if cause == "input":  # only then can the clock alone give work
@@ -125,6 +126,10 @@ class OnHost(ABC):
 
     def _glance(self) -> None:  # noqa: B027 - not all have something there
         """Look at what costs no system call."""
+
+    def _rest(self) -> None:
+        """Do what no envelope is to wait for, before a sleep."""
+        self._loop.tidy()
 
     def _look_at(self, ready: Sequence[int]) -> bool:
         """Look again after a wait, at least at these descriptors; at everything when none is.
@@ -283,12 +288,15 @@ class HostExecutor(OnHost):
         if not self._received and not self._loop.may_start():  # results can wait behind work
             self.observe()
 
+    def _rest(self) -> None:
+        super()._rest()
+        self.check_policy_ranks()
+
     def _look_at(self, ready: Sequence[int]) -> bool:
         # After a pause of some ms one look in vain takes 20 to 50 us: the caches are cold.
         if not ready or not self._result_fds.isdisjoint(ready):
             self.hear(ready)
             self.observe()  # results first: what robots sent may be much
-        self.check_policy_ranks()
         if ready and self._result_fds.issuperset(ready):
             return False
         self._loop.take_in()

@@ -284,14 +284,18 @@ class Rank0:
         if self.stop_reason is not None and self.phase == "ready":
             self.change_phase("draining")
             self.drain_until_ns = now + self._drain_limit_ns
-        if self.reports:
-            write_reports(self.log, self.reports)
         if now >= self._next_ledger_ns:
             self._next_ledger_ns = now + LEDGER_INTERVAL_NS
             self.write_ledger()
             for look in self.on_second:
                 look(now)
 
+    def tidy(self) -> None:
+        """Write what robots have told into the log."""
+        if self.reports:
+            write_reports(self.log, self.reports)
+
     def write_ledger(self) -> None:
-        """One ledger line: samples by stream, and envelopes."""
+        """One ledger line: samples by stream, and envelopes; what robots told comes before it."""
+        self.tidy()
         write_ledger(self)

@@ -201,6 +201,9 @@ class SplitExecutor(HostExecutor):
         if self._failure is not None:
             raise self._failure
 
+    def _rest(self) -> None:
+        self._loop.tidy()
+
     def _glance(self) -> None:
         """Results are another thread's."""
 

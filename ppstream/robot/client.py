@@ -389,17 +389,17 @@ class RobotClient:
     def _turn(self, now: int) -> int | None:
         """The link's thread: send what is due, and say when the next batch is.
 
-        Reports leave here, just after a chunk came, when they delay nobody's samples.
+        Reports leave here, some together and just after a chunk came: they delay nobody's samples.
         """
         link, feedback = self._connected_link(), self._feedback
         self._tell_merged(link)
         feedback.collect()
-        feedback.send_reports(link.send)
+        reports_due_ns = feedback.send_due_reports(link.send, now)
         if not self._session.executable:
             feedback.await_ready()
         state_due_ns = self._tell_state(link, now)
         self._send_batches(link, self._outbox.take_due(now), now)
-        dues = (self._outbox.due_ns, state_due_ns)
+        dues = (self._outbox.due_ns, state_due_ns, reports_due_ns)
         return min((due for due in dues if due is not None), default=None)
 
     def _tell_state(self, link: RobotLink, now: int, *, is_last: bool = False) -> int | None:

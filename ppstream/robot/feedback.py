@@ -27,6 +27,8 @@ from ppstream.wire.robot_messages import (
 )
 
 MAX_REPORTS: Final = 256  # waiting to be sent
+REPORTS_AT_ONCE: Final = 8  # so many leave together: each packet alone wakes rank 0
+REPORTS_LATE_NS: Final = 100 * NS_PER_MS  # fewer leave so long after the first
 STATE_SINCE_MINOR: Final = 2  # an older rank 0 does not know RobotState
 STATE_PAUSES_NS: Final = (NS_PER_S, 100 * NS_PER_MS)  # between two; when a hold or fault began
 MOST: Final = 2**53  # that the wire takes of a count or duration
@@ -44,6 +46,7 @@ class Feedback:
         self._ages = Durations()
         self._dispatches = Durations()
         self._reports: deque[ChunkReport] = deque(maxlen=MAX_REPORTS)
+        self._reports_due_ns: int | None = None
         self.tells_prefix = False
         self._session = 0  # that may be told how the robot fares
         self._state: RobotState | None = None  # as it was told last
@@ -82,8 +85,22 @@ class Feedback:
         with self._lock:
             return self._ages.quantiles(), self._dispatches.quantiles()
 
+    def send_due_reports(self, send: Send, now_ns: int) -> int | None:
+        """Sends what was collected once it is much or old; returns when that will be, if ever."""
+        waiting = len(self._reports)
+        if not waiting:
+            self._reports_due_ns = None
+        elif self._reports_due_ns is None:
+            self._reports_due_ns = now_ns + REPORTS_LATE_NS
+        due_ns = self._reports_due_ns
+        if waiting >= REPORTS_AT_ONCE or (due_ns is not None and now_ns >= due_ns):
+            self.send_reports(send)
+            return None
+        return due_ns
+
     def send_reports(self, send: Send) -> None:
         """Sends what was collected, whether or not a server takes it."""
+        self._reports_due_ns = None
         while self._reports:
             try:
                 report = self._reports.popleft()

@@ -431,8 +431,26 @@ def test_samples_in_parts_are_those_of_the_encoder() -> None:
 
 
 @pytest.mark.parametrize(
+    ("frame_bytes", "frames"), [(96 * 96 * 3, 6), (224 * 224 * 3, 40), (FRAME_BYTES, 40)]
+)
+def test_frames_of_several_cameras_at_once_find_room_before_any_is_read(
+    server: MessageSocket, monkeypatch: pytest.MonkeyPatch, frame_bytes: int, frames: int
+) -> None:
+    send_buffers(monkeypatch, SEND_BUFFER)
+    client = connect_client(server.endpoint)
+    frame = bytes(frame_bytes)
+    assert [client.send(frame) for _ in range(frames)] == [True] * frames
+    taken: list[int] = []
+    wait_until(
+        lambda: taken.extend(len(one.body) for one in server.drain()) or len(taken) == frames
+    )
+    assert taken == [frame_bytes] * frames
+    client.close()
+
+
+@pytest.mark.parametrize(
     ("height", "width", "is_packet"),
-    [(96, 96, True), (224, 224, True), (HEIGHT, WIDTH, False)],
+    [(96, 96, True), (224, 224, False), (HEIGHT, WIDTH, False)],
     ids=["27 KB", "150 KB", "2.8 MB"],
 )
 def test_a_frame_is_copied_twice_between_array_and_ring(

@@ -264,6 +264,7 @@ class DeviceExecutor:
     def _poll_by_clock(self) -> None:
         """Look at everything but descriptors: a wait that ran out found none readable."""
         self._loop.take_in()
+        self._loop.tidy()
         now = now_ns()
         self._a.ingest(now)
         oldest = self._underway.oldest if self._underway else None
