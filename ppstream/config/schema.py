@@ -211,6 +211,8 @@ class PipelineShape(_Part, frozen=True):
     d_in: Annotated[int, Meta(ge=1, le=64)] = 2  # unless stated: the number of ranks
     d_out: Annotated[int, Meta(ge=1, le=64)] = 2
     credit: Literal["before_window", "after_window"] = "before_window"  # freshness | throughput
+    #: On CPUs: while a rank waits, dry runs of the window and of a stateless policy so often.
+    keep_warm_ms: Annotated[float, Meta(ge=0.1, le=100)] | None = None
 
 
 class LinkConfig(_Part, frozen=True):

@@ -20,6 +20,7 @@ from ppstream.core.errors import ProtocolError
 from ppstream.core.waiter import Waiter
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, read_stage_b
 from ppstream.observe import nvtx_ranges
+from ppstream.pipeline.keep_warm import KeepWarm
 from ppstream.pipeline.policy_rank_peer import instruct_all, thread_cpus
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
 from ppstream.pipeline.time_accounting import LINK
@@ -49,6 +50,7 @@ class OnHost(ABC):
         self._times_c, self._run_delay_c = loop.times, loop.run_delay  # of the thread that runs C
         self._cost_a, self._cost_c = StageCost(loop.run_delay), StageCost(loop.run_delay)
         self._thread_cpus: dict[str, list[int]] = {}  # as each thread's newest run ended
+        self._keep_warm = KeepWarm(loop.config, self._rehearse, loop.log)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -119,13 +121,16 @@ class OnHost(ABC):
                 dues = (loop.source.next_due_ns(), loop.pacing.due_ns())
                 now = now_ns()
                 limit_ns = min([limit_ns, *(max(0, due - now) for due in dues if due is not None)])
-            is_fresh = self._look_at(self._waiter.wait(limit_ns))
+            is_fresh = self._look_at(self._keep_warm.wait(self._waiter, limit_ns, loop.phase))
         times.end(cause if slept else LINK)
         if not is_fresh and loop.may_start():
             loop.take_in()  # the newest samples
 
     def _glance(self) -> None:  # noqa: B027 - not all have something there
         """Look at what costs no system call."""
+
+    def _rehearse(self) -> None:
+        self._loop.stage_a.rehearse()
 
     def _rest(self) -> None:
         """Do what no envelope is to wait for, before a sleep."""

@@ -18,6 +18,7 @@ from ppstream.links.headers import (
     write_stage_b,
 )
 from ppstream.observe import nvtx_ranges
+from ppstream.pipeline.keep_warm import KeepWarm
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.time_accounting import LINK, TimeAccount
@@ -66,6 +67,7 @@ class HostPolicyRank(PolicyRank):
         self._waiting: deque[tuple[int, int]] = deque()
         self._is_first = rank == 1
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
+        self._keep_warm = KeepWarm(config, self._rehearse, log)
         waiter.register(peer.fileno())
         hops.into.watch(waiter)
 
@@ -146,6 +148,10 @@ class HostPolicyRank(PolicyRank):
                 nvtx_ranges.B.pop()
         return 0
 
+    def _rehearse(self) -> None:
+        if self.stage_b.may_rehearse:
+            self.stage_b.rehearse()
+
     def close(self) -> None:
         """As ``PolicyRank``."""
         self._close()
@@ -155,7 +161,7 @@ class HostPolicyRank(PolicyRank):
         began = self.times.begin()
         if self.phase != "warming":
             self.peer.check_alive(began, self._frozen_ns)
-        self._ready = self.waiter.wait(WAIT_NS)
+        self._ready = self._keep_warm.wait(self.waiter, WAIT_NS, self.phase)
         self.times.end("input")
 
     def measure(self, repeats: int) -> tuple[int, ...]:

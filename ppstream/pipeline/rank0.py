@@ -5,6 +5,7 @@ Also the log lines beside envelopes: robots' reports, and the ledger each second
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -52,7 +53,8 @@ def write_reports(log: TimestampLog, reports: deque[Told]) -> None:
 
 def write_ledger(rank0: Rank0) -> None:
     """One ledger line: samples by stream, envelopes, and what the action rules did to chunks."""
-    found = rank0.stage_c.statistics()
+    with rank0.counting:
+        found, finished = rank0.stage_c.statistics(), rank0.finished
     rank0.log.line(
         "ledger",
         streams=stream_lines(rank0.intake),
@@ -60,7 +62,7 @@ def write_ledger(rank0: Rank0) -> None:
             "received": rank0.started,
             "used": found.emitted,
             "dropped": found.dropped,
-            "in_flight": rank0.started - rank0.finished,
+            "in_flight": rank0.started - finished,
         },
         actions={
             "chunks": found.chunks,
@@ -98,6 +100,7 @@ class Rank0:
         self.epoch = 0
         self.started = 0  # envelopes of the whole run: the next index
         self.finished = 0
+        self.counting = threading.Lock()  # what ended, and how: another thread may end envelopes
         self.intake: Intake
         self.source: Source
         self.pacing: Pacing
@@ -224,8 +227,9 @@ class Rank0:
         self.credits.book(record, at_ns)
         record.w_emit_ns = 0  # an emitter never blocks
         self.log.commit(record)
-        self.finished += 1
-        self.stage_c.count(drop)
+        with self.counting:
+            self.finished += 1
+            self.stage_c.count(drop)
 
     def tell_fault(self, stage: str, fault: Fault, **fields: int) -> None:
         """A fault that this rank has found: print the first of its kind, and log it."""

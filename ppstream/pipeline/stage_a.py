@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.links.headers import FAILED
+from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.flight import name_rows, owners_of
 from ppstream.policy.unwritten import failure
@@ -93,6 +94,7 @@ class StageA:
     def __init__(self, config: PipelineConfig, simulated: Delay) -> None:
         self.intake: Intake
         self._simulated = simulated
+        self._scratch: Slot | None = None  # of dry runs
         self._cut: WindowInfo | None = None  # the newest, while its flight does not know it
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
 
@@ -117,6 +119,14 @@ class StageA:
         if nvtx_ranges.on:
             nvtx_ranges.A.pop()
         record.tA1 = now_ns()
+
+    def rehearse(self) -> None:
+        """Cut a window into memory that nobody reads; nothing is accounted for."""
+        cutter = self.intake.cutter
+        if self._scratch is None:
+            layout = SlotLayout((), cutter.inputs, len(self.intake.rows))
+            (self._scratch,) = new_slots(layout, 1)
+        cutter.rehearse(self._scratch.tensors)
 
     def settle(self, flight: Flight) -> None:
         """Fill the flight's owners and their names, its arrival and input ages; record it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -10,6 +11,8 @@ from ppstream.policy.protocol import instruct
 from ppstream.policy.unwritten import INTEGERS, Outputs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ppstream.links.slots import Slot
     from ppstream.policy.protocol import Policy
 
@@ -34,6 +37,8 @@ class StageB:
         self._rows = rows
         self._integers = integers
         self._outputs: dict[int, Outputs] = {}  # of each slot
+        self._newest: Slot | None = None  # envelope
+        self._scratch: Mapping[str, torch.Tensor] = {}  # outputs of dry runs
 
     def __call__(self, epoch: int, envelope: Slot, result: Slot) -> None:
         """Have the policy write every output of ``result``. Raises whatever the policy raises.
@@ -53,6 +58,23 @@ class StageB:
         tensors, present = envelope.tensors, envelope.arrays["present"].copy()
         window = {name: tensors[name] for name in self._inputs}
         outputs.prove(lambda: self._policy(window, outputs.given), present)
+        self._newest = envelope
+
+    @property
+    def may_rehearse(self) -> bool:
+        """True for a policy that keeps nothing from call to call."""
+        return bool(getattr(self._policy, "stateless", False))
+
+    def rehearse(self) -> None:
+        """Call the policy once more on the newest envelope, for nobody. Raises what it raises.
+
+        That envelope's slot is written again only once further results were committed.
+        """
+        if self._newest is None:
+            return
+        tensors = self._newest.tensors
+        window = {name: tensors[name] for name in self._inputs}
+        self._policy(window, self._scratch)
 
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
@@ -60,6 +82,9 @@ class StageB:
 
     def _outputs_of(self, result: Slot) -> Outputs:
         outputs = self._outputs[id(result)] = Outputs(result, self._integers)
+        if not self._scratch:
+            copies = {name: tensor.clone() for name, tensor in result.tensors.items()}
+            self._scratch = MappingProxyType(copies)
         return outputs
 
     def _reset(self, rows: list[bool]) -> None:

@@ -142,6 +142,7 @@ class PipelineInProcess:
         waiter = Waiter()
         self.policy_log = log
         loop = HostPolicyRank(config, stage_b, ends[1], back, log, waiter)
+        self.policy_loop = loop
         self._thread = threading.Thread(target=self._serve, args=(loop,))
         self._thread.start()
         closing = (front, back, log, waiter, *ends)

@@ -43,12 +43,18 @@ from real_runs import (
 )
 
 TWO, ONE = "ppstream, two ranks", "ppstream, one rank"
+KEPT_WARM: Final = "ppstream, two ranks, kept warm"
 REP, OPENPI, RAY = "ZeroMQ REQ/REP", "openpi", "Ray compiled graph"
 SERIAL, SPLIT, BY_HAND = "ppstream, serial", "ppstream, split", "by hand"
-ASKED: Final = (TWO, ONE, REP, OPENPI, RAY)
+OURS: Final = {
+    TWO: (),
+    ONE: (),
+    KEPT_WARM: ("pipeline.keep_warm_ms=2",),
+}  # and their settings
+ASKED: Final = (*OURS, REP, OPENPI, RAY)
 #: Peers that need an environment of their own: the package that it has.
 PACKAGES: Final = {OPENPI: "openpi-client", RAY: "ray"}
-ROBOTS: Final = {TWO: "ppstream", ONE: "ppstream", REP: "reply", OPENPI: "openpi", RAY: "ray"}
+ROBOTS: Final = dict.fromkeys(OURS, "ppstream") | {REP: "reply", OPENPI: "openpi", RAY: "ray"}
 PARTS: Final = ("none", "mlp", "cameras", "stages")
 AT_50_HZ, WITH_MLP, FRAMES = "50 Hz, no work", "50 Hz, MLP", "30 Hz, three cameras"
 ONE_FLIES, FOUR_FLY = "no work, 1 in flight", "no work, 4 in flight"
@@ -122,7 +128,7 @@ class Session:
         self.found: list[Found] = []
         self.versions: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
-        self.pythons = {TWO: sys.executable, ONE: sys.executable, REP: sys.executable}
+        self.pythons = dict.fromkeys((*OURS, REP), sys.executable)
         free = sorted(os.sched_getaffinity(0))
         #: Of the process that is asked, of the robot, and of the second process behind the first.
         self.cpus = [free[0], free[min(1, len(free) - 1)], free[min(2, len(free) - 1)]]
@@ -267,9 +273,10 @@ def serving(session: Session, peer: str, work: str) -> Iterator[str]:
     """The peer's server, while the block runs; its address."""
     with tempfile.TemporaryDirectory(dir=session.folder) as name:
         folder = Path(name)
-        if peer in (TWO, ONE):
+        if peer in OURS:
             address = f"unix://{folder}/robots"
-            ranks = RankPair(folder, "bench", settings(address, work), world_size=1 + (peer == TWO))
+            asked = [*settings(address, work), *OURS[peer]]
+            ranks = RankPair(folder, "bench", asked, world_size=1 + (peer != ONE))
             with ranks:
                 ranks.pin(ranks_cpus(session))
                 try:

@@ -82,6 +82,8 @@ class EchoPolicy:
     runtime's own microseconds says so. Robots' envelopes never wait here.
     """
 
+    stateless = True  # what it remembers is which phase it is in
+
     def __init__(self, options: Options) -> None:
         self._values = f"{options.group}.values"
         values = TensorSpec(self._values, (options.steps, options.dim))
