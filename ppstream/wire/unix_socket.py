@@ -200,16 +200,19 @@ class UnixServer(_UnixSocket):
         self.has_more = False
         if self._closed:
             return frames
+        has_polled = False
         for _ in range(limit):
             if not self._turn:
-                if not (ready := self._epoll.poll(0, READY_MAX)):
+                if has_polled or not (ready := self._epoll.poll(0, READY_MAX)):
                     return frames
+                has_polled = True
                 self._turn.extend([fd for fd, _ in ready])
             fd = self._turn.popleft()
             if fd == self._listener_fd:
                 self._accept()
             elif (message := self._next(fd)) is not None:
                 frames.append(Frame(self._by_fd[fd][0], message))
+                self._turn.append(fd)  # until it has none left
                 left -= len(message)
                 if left <= 0:
                     break
