@@ -74,6 +74,9 @@ def test_another_thread_ends_a_wait(waiter: PythonWaiter, timeout_ns: int | None
     assert 10 * NS_PER_MS < now_ns() - began < 5 * NS_PER_S
     assert waiter.woken
     timer.join()
+    waiter.wait(0)  # the wake may have come between the wait's end and the last look at its flag
+    assert not waiter.wait(0)
+    assert not waiter.woken
 
 
 def test_no_wake_is_slept_over_between_two_threads(waiter: PythonWaiter) -> None:

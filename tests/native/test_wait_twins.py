@@ -47,6 +47,7 @@ def test_a_bell_of_python_is_refused_by_name() -> None:
     waiter.register_bell(bell)
     with pytest.raises(TypeError, match="takes compiled doorbells"):
         waiter.wait(0)
+    assert not waiter._asleep
     waiter.close()
     bell.close()
 
