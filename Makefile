@@ -51,7 +51,7 @@ check-native: $(VENV)/.dev
 check: check-docs check-native check-gate test
 
 # The installation made it already; again when the source is newer.
-$(CORE): ppstream/native/core.c tools/dev/build_core.py | $(VENV)/.dev
+$(CORE): $(wildcard ppstream/native/*.[ch]) tools/dev/build_core.py | $(VENV)/.dev
 	$(BIN)/python tools/dev/build_core.py
 
 lint: $(VENV)/.dev

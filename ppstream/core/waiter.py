@@ -1,7 +1,7 @@
 """Waiter: a thread sleeps until a descriptor is readable, another thread calls, or time runs out.
 
 Not an event loop: it says only *that* something happened; the caller looks at its own sources, each
-of which is cheap to ask. Nothing here spins.
+of which is cheap to ask. Nothing here spins. The compiled core waits and wakes where there is one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from ppstream import native
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 
 #: select(2) cannot name higher descriptors; poll(2) can, but ends a wait up to 1 ms late
@@ -35,12 +36,8 @@ class Bell(Protocol):
         """Make the descriptor unreadable again."""
 
 
-class Waiter:
-    """Waits for any of the registered descriptors. One thread waits; ``wake`` is for any thread.
-
-    Attributes:
-        woken: the last wait was ended by ``wake``, or found that it would have been.
-    """
+class PythonWaiter:
+    """``Waiter`` without the compiled core, and the reference of it."""
 
     def __init__(self) -> None:
         # Reentrant: a signal handler may call wake() inside the same thread's wake().
@@ -74,7 +71,7 @@ class Waiter:
         self._poll.unregister(fd)
         self._may_select = max(self._fds, default=0) < FD_SETSIZE
 
-    def wait(self, timeout_ns: int | None) -> Sequence[int]:
+    def wait(self, timeout_ns: int | None, /) -> Sequence[int]:
         """Return when a descriptor is readable, after ``wake``, or after ``timeout_ns``.
 
         A wake that came before the wait ends it at once; several wakes count as one. It never
@@ -133,3 +130,11 @@ class Waiter:
             if event & select.POLLNVAL:
                 raise OSError(errno.EBADF, f"descriptor {fd} was closed while registered")
         return [fd for fd, _ in events]
+
+
+class Waiter(native.Waiter, PythonWaiter):
+    """Waits for any of the registered descriptors. One thread waits; ``wake`` is for any thread.
+
+    Attributes:
+        woken: the last wait was ended by ``wake``, or found that it would have been.
+    """

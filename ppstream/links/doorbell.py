@@ -1,13 +1,14 @@
 """Doorbell: how many slots of a hop were committed, when, and whether the receiver sleeps.
 
-Four words in the shared memory of the hop and one stamp a slot. A commit writes the slot, its
+Words in the shared memory of the hop and one stamp a slot. A commit writes the slot, its
 stamp, and then the count; only for a receiver that says that it sleeps it writes an eventfd, too.
 Both ends are on one host and share its monotonic clock, so a stamp of the sender is exact for the
 receiver, however long that was busy.
 
 Python has no memory barriers. x86-64 keeps stores in order, and taking a lock there is the barrier
 between "I sleep" and the last look at the count. Elsewhere each commit writes the eventfd, and the
-receiver believes a count only once it has read that: the two system calls are the barrier.
+receiver believes a count only once it has read that: the two system calls are the barrier. The
+compiled core has barriers and needs none of this where both ends have it (``native/wait.c``).
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import platform
 import threading
 from typing import TYPE_CHECKING, Final
 
+from ppstream import native
+
 if TYPE_CHECKING:
     import mmap
 
 COUNT: Final = 0  # slots committed; the sender's
 FRAMES: Final = 1  # control frames that the sender had sent before that; the sender's
 SLEEPS: Final = 8  # not 0: the receiver wants the eventfd; on a cache line of its own
+# Words 2 and 9 are the compiled core's: sender and receiver say there that they have barriers.
 STAMPS: Final = 16  # of the newest commit in each slot; the sender's
 WORD_BYTES: Final = 8
 ALIGNMENT_BYTES: Final = 64
@@ -35,15 +39,8 @@ def doorbell_bytes(slots: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-class Doorbell:
-    """One end of it: one thread rings, or one thread listens.
-
-    Args:
-        memory: of the hop, zeroed when it was made.
-        slots: that the hop has.
-        fd: the eventfd, non-blocking; owned.
-        is_ordered: the processor keeps stores in order.
-    """
+class PythonDoorbell:
+    """``Doorbell`` without the compiled core, and the reference of it."""
 
     def __init__(
         self, memory: mmap.mmap, slots: int, fd: int, *, is_ordered: bool = IS_ORDERED
@@ -62,7 +59,7 @@ class Doorbell:
 
     # ---- the sender's ------------------------------------------------------------------------
 
-    def ring(self, index: int, at_ns: int, frames: int) -> None:
+    def ring(self, index: int, at_ns: int, frames: int, /) -> None:
         """Slot ``index`` was complete at ``at_ns``, behind so many control frames."""
         words = self._words
         words[STAMPS + index % self._slots] = at_ns
@@ -119,3 +116,14 @@ class Doorbell:
             os.close(self._fd)
             self._fd = -1
             self._words = memoryview(bytearray(self._words)).cast("q")
+
+
+class Doorbell(native.Bell, PythonDoorbell):
+    """One end of it: one thread rings, or one thread listens. The ends may be different twins.
+
+    Args:
+        memory: of the hop, zeroed when it was made.
+        slots: that the hop has.
+        fd: the eventfd, non-blocking; owned.
+        is_ordered: the processor keeps stores in order.
+    """

@@ -1,21 +1,14 @@
-/* The compiled twins of ring append, window cut, settling and action limits.
+/* The compiled twins of ring append, window cut, settling and action limits; and the module.
  *
  * Python's classes inherit the structs' fields as members, so Python's careful ways work on the
  * same numbers. A call does the usual case and gives what its Python twin gives, bit for bit; for
  * the rest it says "not mine" before it has touched a thing. All calls hold the GIL and none
  * blocks. Nothing that a stranger sends is parsed here. core.pyi has the contracts.
  */
-#define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-#include <structmember.h>
+#include "module.h"
 
-#define API 1 /* loader.py has the same number; both change with this file's interface */
+#define API 2 /* loader.py has the same number; both change with this module's interface */
 #define NEVER_NS (-((int64_t)1 << 62))
-#define WRITABLE (PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE)
 #define READABLE (PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
 
 enum { LINEAR, PREVIOUS, NEAREST };
@@ -40,31 +33,7 @@ typedef struct {
 
 static PyTypeObject *ledger_type, *clock_type, *ring_type;
 
-/* ---- memory -------------------------------------------------------------------------------- */
-
-/* True for elements of a code, 'l' int64, 'f' float32, '?' bool; '=' is numpy's "unaligned". */
-static int is_of(const Py_buffer *view, int ndim, char code)
-{
-    const char *format = view->format + (*view->format == '=');
-    char found = *format == 'q' ? 'l' : *format;
-    Py_ssize_t size = code == 'l' ? 8 : code == 'f' ? 4 : 1;
-    return view->ndim == ndim && found == code && format[1] == 0 && view->itemsize == size;
-}
-
-/* Fills view with memory [length] or [length, width] to write to, whose rows have no holes. */
-static int get(PyObject *from, Py_buffer *view, char code, Py_ssize_t length, Py_ssize_t width)
-{
-    int ndim = width > 0 ? 2 : 1;
-    if (PyObject_GetBuffer(from, view, WRITABLE) < 0)
-        return 0;
-    if (is_of(view, ndim, code) && *view->format == code && view->shape[0] == length &&
-        (ndim == 1 || (view->shape[1] == width && view->strides[1] == view->itemsize)))
-        return 1;
-    PyErr_Format(PyExc_ValueError, "needs [%zd, %zd] of '%c'", length, width, code);
-    PyBuffer_Release(view);
-    view->buf = NULL;
-    return 0;
-}
+/* ---- a stamp, and what a ring holds, counted from the oldest ------------------------------- */
 
 static int64_t read_stamp(const char *stamps, int64_t index)
 {
@@ -72,8 +41,6 @@ static int64_t read_stamp(const char *stamps, int64_t index)
     memcpy(&stamp_ns, stamps + index * 8, 8);
     return stamp_ns;
 }
-
-/* ---- what a ring holds, counted from the oldest --------------------------------------------- */
 
 static int is_sound(const Ring *ring)
 {
@@ -354,18 +321,14 @@ static PyObject *ring_bind(PyObject *self, PyObject *args)
 
 static void ring_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     Ring *ring = (Ring *)self;
     PyBuffer_Release(&ring->values);
     PyBuffer_Release(&ring->stamps);
     PyBuffer_Release(&ring->held);
     PyBuffer_Release(&ring->head);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    release(self);
 }
 
-#define FIELD(Type, name, field) {name, T_LONGLONG, offsetof(Type, field), 0, NULL}
-#define END {NULL, 0, 0, 0, NULL}
 static PyMemberDef ledger_members[] = {
     FIELD(Ledger, "received", received), FIELD(Ledger, "used", used),
     FIELD(Ledger, "in_flight", in_flight), END};
@@ -390,13 +353,6 @@ static PyType_Slot ring_slots[] = {{Py_tp_members, ring_members},
                                    {Py_tp_dealloc, ring_dealloc},
                                    {0, NULL}};
 
-static PyTypeObject *add_type(PyObject *module, const char *name, int size, PyType_Slot *slots)
-{
-    PyType_Spec spec = {name, size, 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
-    PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(&spec);
-    return type && PyModule_AddType(module, type) == 0 ? type : NULL;
-}
-
 PyMODINIT_FUNC PyInit_core(void)
 {
     static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "core", .m_size = -1,
@@ -407,5 +363,5 @@ PyMODINIT_FUNC PyInit_core(void)
     ledger_type = add_type(module, "ppstream.native.core.Ledger", sizeof(Ledger), ledger_slots);
     clock_type = add_type(module, "ppstream.native.core.Clock", sizeof(Clock), clock_slots);
     ring_type = add_type(module, "ppstream.native.core.Ring", sizeof(Ring), ring_slots);
-    return ledger_type && clock_type && ring_type ? module : NULL;
+    return ledger_type && clock_type && ring_type && ppstream_add_wait(module) ? module : NULL;
 }

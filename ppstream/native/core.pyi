@@ -1,8 +1,11 @@
-"""Compiled twins of ring append, window cut, settling and action limits; see ``core.c``.
+"""Compiled twins of ring append, window cut, settling, action limits, doorbell and wait.
+
+See ``core.c`` and, for the last two, ``wait.c``.
 
 The members are the Python classes' own; an int beyond 64 bits raises OverflowError.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -94,6 +97,63 @@ class Ring:
 
     def account(self, first_target_ns: int, end_ns: int, ledger: Ledger, /) -> int | None:
         """``SensorRing.settle``. Raises ValueError when the ring's numbers disagree."""
+
+class Bell:
+    """Members of ``Doorbell``, and its calls.
+
+    A call raises ValueError before there are words. ``_words`` is memory to write to: int64
+    ``[STAMPS + slots]``, aligned; the bell holds it until it gets another.
+    """
+
+    _words: memoryview[int]
+    _fd: int
+    _is_ordered: bool
+    _count: int
+    _taken: int
+
+    @property
+    def is_rung(self) -> bool:
+        """As ``Doorbell``, and no system call where both ends fence."""
+
+    @property
+    def frames(self) -> int:
+        """As ``Doorbell``."""
+
+    def ring(self, index: int, at_ns: int, frames: int, /) -> None:
+        """As ``Doorbell``, whose eventfd it writes without letting go of the GIL."""
+
+    def take(self) -> tuple[int, int]:
+        """As ``Doorbell``."""
+
+    def sleep(self) -> bool:
+        """As ``Doorbell``."""
+
+    def wake(self) -> None:
+        """As ``Doorbell``."""
+
+class Waiter:
+    """Members of ``Waiter`` in ``core/waiter.py``, and its calls."""
+
+    woken: bool
+    _fds: list[int]
+    _bells: list[Any]  # Bell
+    _wake_fd: int
+    _asleep: bool
+    _wake_due: bool
+    _closed: bool
+
+    def wait(self, timeout_ns: int | None, /) -> Sequence[int]:
+        """As ``Waiter.wait``, at any descriptor to the nanosecond, by ppoll(2).
+
+        A mere look keeps the GIL; a longer wait lets go of it. Signal handlers run at once.
+
+        Raises:
+            OSError: as ``Waiter.wait``.
+            TypeError: a bell is not a compiled one.
+        """
+
+    def wake(self) -> None:
+        """As ``Waiter.wake``. Whoever calls it holds the GIL, so it needs no lock."""
 
 def are_inside(actions: NDArray[Any], low: memoryview, high: memoryview, /) -> bool:
     """True for contiguous float32 arrays of one size with ``low <= actions <= high``, no NaN."""

@@ -2,45 +2,59 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 import ppstream.core.waiter
+from ppstream import native
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.core.waiter import Waiter
+from ppstream.core.waiter import PythonWaiter, Waiter
 
 LONG_NS = 10 * NS_PER_S
+ROUNDS = 20_000
+
+
+@pytest.fixture(params=["select", "poll", "compiled"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[PythonWaiter]:
+    """Both ways of Python to wait, since descriptors above FD_SETSIZE leave only poll; and C's."""
+    if request.param == "compiled":
+        if not native.is_used:
+            pytest.skip(f"no compiled core: {native.why_not}")
+        return Waiter
+    if request.param == "poll":
+        monkeypatch.setattr(ppstream.core.waiter, "FD_SETSIZE", 0)
+    return PythonWaiter
 
 
 @pytest.fixture
-def waiter() -> Iterator[Waiter]:
-    waiter = Waiter()
+def waiter(kind: type[PythonWaiter]) -> Iterator[PythonWaiter]:
+    waiter = kind()
     yield waiter
     waiter.close()
 
 
-@pytest.fixture(params=["select", "poll"])
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to wait: descriptors above FD_SETSIZE leave only poll."""
-    if request.param == "poll":
-        monkeypatch.setattr(ppstream.core.waiter, "FD_SETSIZE", 0)
+def test_the_compiled_core_waits_where_there_is_one() -> None:
+    compiled = native.Waiter.__dict__.get("wait")
+    assert (Waiter.wait is compiled) == native.is_used
 
 
-@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("timeout_ns", [300_000, 2_500_000])
-def test_it_never_returns_before_the_timeout(waiter: Waiter, timeout_ns: int) -> None:
+def test_it_never_returns_before_the_timeout(waiter: PythonWaiter, timeout_ns: int) -> None:
     for _ in range(20):
         began = now_ns()
-        waiter.wait(timeout_ns)
+        assert not waiter.wait(timeout_ns)
         assert now_ns() - began >= timeout_ns
 
 
-@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("timeout_ns", [None, LONG_NS])
-def test_a_wake_before_the_wait_ends_it_and_only_it(waiter: Waiter, timeout_ns: int | None) -> None:
+def test_a_wake_before_the_wait_ends_it_and_only_it(
+    waiter: PythonWaiter, timeout_ns: int | None
+) -> None:
     waiter.wake()
     waiter.wake()
     began = now_ns()
@@ -51,37 +65,67 @@ def test_a_wake_before_the_wait_ends_it_and_only_it(waiter: Waiter, timeout_ns: 
     assert now_ns() - began >= 5 * NS_PER_MS
 
 
-@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("timeout_ns", [None, LONG_NS])
-def test_another_thread_ends_a_wait(waiter: Waiter, timeout_ns: int | None) -> None:
+def test_another_thread_ends_a_wait(waiter: PythonWaiter, timeout_ns: int | None) -> None:
     timer = threading.Timer(0.02, waiter.wake)
     timer.start()
     began = now_ns()
-    waiter.wait(timeout_ns)
+    assert not waiter.wait(timeout_ns)
     assert 10 * NS_PER_MS < now_ns() - began < 5 * NS_PER_S
+    assert waiter.woken
     timer.join()
+    waiter.wait(0)  # the wake may have come between the wait's end and the last look at its flag
+    assert not waiter.wait(0)
+    assert not waiter.woken
 
 
-@pytest.mark.usefixtures("either")
-def test_a_readable_or_hung_up_descriptor_ends_a_wait(waiter: Waiter) -> None:
+def test_no_wake_is_slept_over_between_two_threads(waiter: PythonWaiter) -> None:
+    posted, seen = [0], threading.Semaphore(0)
+
+    def post() -> None:
+        for _ in range(ROUNDS):
+            posted[0] += 1
+            waiter.wake()
+            seen.acquire()
+
+    thread = threading.Thread(target=post, daemon=True)
+    thread.start()
+    for number in range(ROUNDS):
+        while posted[0] <= number:
+            waiter.wait(LONG_NS)
+            assert waiter.woken, "a wake was slept over"
+        seen.release()
+    thread.join()
+
+
+def test_a_readable_or_hung_up_descriptor_ends_a_wait(waiter: PythonWaiter) -> None:
     near, far = socket.socketpair()
     with near, far:
         waiter.register(near.fileno())
         far.send(b"x")
         began = now_ns()
-        waiter.wait(LONG_NS)
+        assert waiter.wait(LONG_NS) == [near.fileno()]
         near.recv(1)
         far.close()
-        waiter.wait(LONG_NS)
-        waiter.wait(None)
+        assert waiter.wait(LONG_NS) == [near.fileno()]
+        assert waiter.wait(None) == [near.fileno()]
         assert now_ns() - began < 5 * NS_PER_S
         waiter.unregister(near.fileno())
         began = now_ns()
-        waiter.wait(3 * NS_PER_MS)
+        assert not waiter.wait(3 * NS_PER_MS)
         assert now_ns() - began >= 3 * NS_PER_MS
 
 
-def test_only_looking_does_not_wait(waiter: Waiter) -> None:
+def test_a_wake_beside_readable_descriptors_says_that_anything_may_be(waiter: PythonWaiter) -> None:
+    fd = os.eventfd(1)
+    waiter.register(fd)
+    waiter.wake()
+    assert not waiter.wait(0)
+    assert waiter.wait(0) == [fd]
+    os.close(fd)
+
+
+def test_only_looking_does_not_wait(waiter: PythonWaiter) -> None:
     began = now_ns()
     for _ in range(100):
         waiter.wait(0)
@@ -89,8 +133,7 @@ def test_only_looking_does_not_wait(waiter: Waiter) -> None:
     assert now_ns() - began < NS_PER_S
 
 
-@pytest.mark.usefixtures("either")
-def test_a_wake_that_only_looking_finds_is_told_apart_from_nothing(waiter: Waiter) -> None:
+def test_a_wake_that_only_looking_finds_is_told_apart_from_nothing(waiter: PythonWaiter) -> None:
     waiter.wake()
     assert not waiter.wait(0)
     assert waiter.woken
@@ -98,10 +141,9 @@ def test_a_wake_that_only_looking_finds_is_told_apart_from_nothing(waiter: Waite
     assert not waiter.woken
 
 
-@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("timeout_ns", [None, LONG_NS])
 def test_a_descriptor_closed_while_registered_is_an_error_not_a_busy_loop(
-    waiter: Waiter, timeout_ns: int | None
+    waiter: PythonWaiter, timeout_ns: int | None
 ) -> None:
     fd = os.eventfd(0)
     waiter.register(fd)
@@ -110,7 +152,7 @@ def test_a_descriptor_closed_while_registered_is_an_error_not_a_busy_loop(
         waiter.wait(timeout_ns)
 
 
-def test_the_same_descriptor_twice_is_refused(waiter: Waiter) -> None:
+def test_the_same_descriptor_twice_is_refused(waiter: PythonWaiter) -> None:
     near, far = socket.socketpair()
     with near, far:
         waiter.register(near.fileno())
@@ -118,13 +160,72 @@ def test_the_same_descriptor_twice_is_refused(waiter: Waiter) -> None:
             waiter.register(near.fileno())
 
 
-def test_closing_twice_leaks_nothing_and_a_late_wake_writes_nowhere() -> None:
+def test_closing_twice_leaks_nothing_and_a_late_wake_writes_nowhere(
+    kind: type[PythonWaiter],
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    waiter = Waiter()
+    waiter = kind()
     waiter.close()
     waiter.close()
     stranger = os.eventfd(0, os.EFD_NONBLOCK)  # takes the number that was freed
+    waiter._asleep = True
     waiter.wake()
     assert not select.select([stranger], (), (), 0)[0]
     os.close(stranger)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- signals -------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """Raised by a signal's handler."""
+
+
+@contextmanager
+def signals(handler: signal.Handlers | object, waiter: PythonWaiter) -> Iterator[None]:
+    """SIGUSR1 for this thread, again and again: one of them falls into the wait."""
+    before = signal.signal(signal.SIGUSR1, handler)  # type: ignore[arg-type]
+    ended, here = threading.Event(), threading.get_ident()
+
+    def send() -> None:
+        while not ended.wait(0.002):
+            if waiter._asleep:
+                signal.pthread_kill(here, signal.SIGUSR1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_s_handler_runs_at_once_and_may_wake(waiter: PythonWaiter) -> None:
+    with signals(lambda *_: waiter.wake(), waiter):
+        assert not waiter.wait(LONG_NS)
+    assert waiter.woken
+
+
+def test_after_a_signal_the_rest_of_the_time_is_waited_for(waiter: PythonWaiter) -> None:
+    heard: list[int] = []
+    with signals(lambda number, _: heard.append(number), waiter):
+        began = now_ns()
+        assert not waiter.wait(50 * NS_PER_MS)
+    assert now_ns() - began >= 50 * NS_PER_MS
+    assert not waiter.woken
+    assert heard
+
+
+def test_what_a_handler_raises_ends_the_wait_and_loses_no_wake(waiter: PythonWaiter) -> None:
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        waiter.wake()
+        raise Stop
+
+    with signals(stop, waiter), pytest.raises(Stop):
+        waiter.wait(LONG_NS)
+    waiter.wait(LONG_NS)
+    assert waiter.woken

@@ -235,7 +235,7 @@ def test_a_doorbell_of_another_index_is_refused(hop: int) -> None:
         chain.hops[hop].out.commit(0)
         chain.take(hop)
         out: Any = chain.hops[hop].out
-        out._bell.ring(5, at_ns=1, frames=0)
+        out._bell.ring(5, 1, 0)
         with pytest.raises(ProtocolError, match=f"slot of {NAMES[hop]} 1"):
             chain.take(hop)
 

@@ -1,36 +1,61 @@
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import select
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
 
+from ppstream import native
 from ppstream.core.clock import NS_PER_S
-from ppstream.core.waiter import Waiter
-from ppstream.links.doorbell import Doorbell, doorbell_bytes
+from ppstream.core.waiter import PythonWaiter, Waiter
+from ppstream.links.doorbell import SLEEPS, Doorbell, PythonDoorbell, doorbell_bytes
 
 SLOTS = 4
 LONG_NS = 10 * NS_PER_S
+ROUNDS = 20_000
+TWINS = {"python": PythonDoorbell, "core": Doorbell}
+ORDERS = {"in-order": True, "in-no-order": False}
+CASES = ["-".join(case) for case in itertools.product(TWINS, TWINS, ORDERS)]
 
 
 class Ends(NamedTuple):
-    sender: Doorbell
-    receiver: Doorbell
+    sender: PythonDoorbell
+    receiver: PythonDoorbell
 
     def is_readable(self) -> bool:
         return bool(select.select([self.receiver], [], [], 0)[0])
 
+    def waiter(self) -> PythonWaiter:
+        """A thread of the receiver's process has the same twin of both."""
+        return Waiter() if isinstance(self.receiver, Doorbell) else PythonWaiter()
 
-@pytest.fixture(params=[True, False], ids=["stores-in-order", "stores-in-no-order"])
+    def fence(self) -> bool:
+        """Both have barriers, or the processor needs none."""
+        return self.sender._is_ordered or all(isinstance(end, Doorbell) for end in self)
+
+
+@pytest.fixture(params=CASES)
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    memory = mmap.mmap(-1, doorbell_bytes(SLOTS))
+    """Sender's and receiver's twin, each with a mapping and a descriptor of its own."""
+    sender, receiver, order = request.param.split("-", 2)
+    if "core" in (sender, receiver) and not native.is_used:
+        pytest.skip(f"no compiled core: {native.why_not}")
+    memory_fd = os.memfd_create("hop")
+    os.truncate(memory_fd, doorbell_bytes(SLOTS))
     fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    fds = (os.dup(fd), fd)  # as after a descriptor was passed
-    ends = Ends(*(Doorbell(memory, SLOTS, one, is_ordered=request.param) for one in fds))
+    ends = Ends(
+        *(
+            TWINS[name](mmap.mmap(memory_fd, 0), SLOTS, one, is_ordered=ORDERS[order])
+            for name, one in ((sender, os.dup(fd)), (receiver, fd))
+        )
+    )
+    os.close(memory_fd)
     yield ends
     ends.sender.close()
     ends.receiver.close()
@@ -40,7 +65,7 @@ def test_what_was_committed_comes_in_order_with_its_own_stamp(ends: Ends) -> Non
     assert not ends.receiver.is_rung
     for first in range(0, 40, 3):
         for index in range(first, first + 3):
-            ends.sender.ring(index, at_ns=1000 + index, frames=0)
+            ends.sender.ring(index, 1000 + index, 0)
         taken = []
         while ends.receiver.is_rung:
             taken.append(ends.receiver.take())
@@ -48,15 +73,15 @@ def test_what_was_committed_comes_in_order_with_its_own_stamp(ends: Ends) -> Non
 
 
 def test_it_tells_how_many_frames_belong_before_the_newest(ends: Ends) -> None:
-    ends.sender.ring(0, at_ns=1, frames=0)
-    ends.sender.ring(1, at_ns=2, frames=7)
+    ends.sender.ring(0, 1, 0)
+    ends.sender.ring(1, 2, 7)
     assert ends.receiver.is_rung
     assert ends.receiver.frames == 7
 
 
 def test_a_sleeper_is_woken_once_and_may_sleep_again(ends: Ends) -> None:
     assert ends.receiver.sleep()
-    ends.sender.ring(0, at_ns=1, frames=0)
+    ends.sender.ring(0, 1, 0)
     assert ends.is_readable()
     ends.receiver.wake()
     ends.receiver.clear()
@@ -67,53 +92,104 @@ def test_a_sleeper_is_woken_once_and_may_sleep_again(ends: Ends) -> None:
 
 
 def test_nobody_sleeps_over_what_was_committed_before(ends: Ends) -> None:
-    ends.sender.ring(0, at_ns=1, frames=0)
+    ends.sender.ring(0, 1, 0)
     assert not ends.receiver.sleep()
 
 
-def test_where_stores_are_in_order_only_a_sleeper_costs_a_system_call(ends: Ends) -> None:
-    if not ends.receiver._is_ordered:
-        pytest.skip("each commit is a system call there")
-    ends.sender.ring(0, at_ns=1, frames=0)
-    assert not ends.is_readable()
-    ends.receiver.take()
-    ends.receiver.sleep()
+def test_where_both_fence_only_a_sleeper_costs_a_system_call(ends: Ends) -> None:
+    ends.receiver.sleep()  # a compiled one says here that it fences
     ends.receiver.wake()
-    ends.sender.ring(1, at_ns=2, frames=0)
-    assert not ends.is_readable()
+    ends.sender.ring(0, 1, 0)
+    assert ends.is_readable() == (not ends.fence())
+    assert ends.receiver.is_rung
+    ends.receiver.take()
+    ends.receiver.clear()
+    ends.receiver.sleep()
+    ends.sender.ring(1, 2, 0)
+    assert ends.is_readable()
 
 
-def test_where_they_are_not_a_count_is_believed_behind_the_system_call_alone() -> None:
-    memory = mmap.mmap(-1, doorbell_bytes(SLOTS))
-    mute, fd = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2))
-    sender = Doorbell(memory, SLOTS, mute, is_ordered=False)
-    receiver = Doorbell(memory, SLOTS, fd, is_ordered=False)
-    sender.ring(0, at_ns=1, frames=0)  # the count is in memory, and the signal elsewhere
-    assert not receiver.is_rung
+def test_where_one_does_not_a_count_is_believed_behind_the_system_call_alone(ends: Ends) -> None:
+    elsewhere, fd = os.eventfd(0), ends.sender._fd
+    ends.sender._fd = elsewhere
+    ends.sender.ring(0, 1, 0)  # the count is in memory, and the signal elsewhere
+    assert ends.receiver.is_rung == ends.fence()
     os.eventfd_write(fd, 1)
-    assert receiver.is_rung
-    sender.close()
-    receiver.close()
+    assert ends.receiver.is_rung
+    ends.sender._fd = fd
+    os.close(elsewhere)
+
+
+def receive_all(ends: Ends, release: Callable[[], object]) -> None:
+    """Take each commit of the rounds in turn; ``release`` gives its slot back.
+
+    The sender has one slot to begin with: no later commit makes good for one that was slept over.
+    """
+    waiter = ends.waiter()
+    waiter.register_bell(ends.receiver)
+    for index in range(ROUNDS):
+        while not ends.receiver.is_rung:
+            assert waiter.wait(LONG_NS), "a commit was slept over"
+        assert ends.receiver.take() == (index, 7 * index)
+        for _ in range(SLOTS if index == ROUNDS // 2 else 1):
+            release()
+    waiter.close()
 
 
 def test_no_commit_is_slept_over_between_two_threads(ends: Ends) -> None:
-    waiter, rounds = Waiter(), 20_000
-    waiter.register_bell(ends.receiver)
-    room = threading.Semaphore(SLOTS)
+    room = threading.Semaphore(1)
 
     def send() -> None:
-        for index in range(rounds):
+        for index in range(ROUNDS):
             room.acquire()
-            ends.sender.ring(index, at_ns=index, frames=0)
+            ends.sender.ring(index, 7 * index, 0)
 
-    thread = threading.Thread(target=send)
+    thread = threading.Thread(target=send, daemon=True)
     thread.start()
-    for index in range(rounds):
-        while not ends.receiver.is_rung:
-            assert waiter.wait(LONG_NS), "a commit was slept over"
-        assert ends.receiver.take() == (index, index)
-        room.release()
+    receive_all(ends, room.release)
     thread.join()
+
+
+def test_no_commit_is_slept_over_between_two_processes(ends: Ends) -> None:
+    free, give = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads: it uses nothing
+        child = os.fork()
+    if child == 0:
+        os.close(give)  # the end of the parent is the end of the pipe
+        for index in range(ROUNDS):
+            if not os.read(free, 1):
+                os._exit(1)
+            ends.sender.ring(index, 7 * index, 0)
+        while os.read(free, SLOTS):  # of the last rounds
+            pass
+        os._exit(0)
+    os.close(free)
+    try:
+        os.write(give, b".")
+        receive_all(ends, lambda: os.write(give, b"."))
+    finally:
+        os.close(give)
+        _, status = os.waitpid(child, 0)
+    assert status == 0
+
+
+def test_a_wait_leaves_the_receiver_awake_however_it_ends(ends: Ends) -> None:
+    waiter = ends.waiter()
+    waiter.register_bell(ends.receiver)
+    assert not waiter.wait(0)
+    assert ends.receiver._words[SLEEPS] == 0
+    ends.sender.ring(0, 1, 0)
+    assert waiter.wait(LONG_NS) == [ends.receiver.fileno()]
+    assert ends.receiver._words[SLEEPS] == 0
+    while ends.receiver.is_rung:
+        ends.receiver.take()
+    timer = threading.Timer(0.02, lambda: ends.sender.ring(1, 2, 0))
+    timer.start()
+    assert waiter.wait(LONG_NS) == [ends.receiver.fileno()]
+    timer.join()
+    assert ends.receiver._words[SLEEPS] == 0
+    assert not ends.is_readable()
     waiter.close()
 
 

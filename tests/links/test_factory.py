@@ -389,7 +389,7 @@ def test_a_doorbell_without_its_envelope_is_refused() -> None:
         ends.front.out.commit(0)
         ends.envelope()
         out: Any = ends.front.out
-        out._bell.ring(1, at_ns=1, frames=0)
+        out._bell.ring(1, 1, 0)
         with pytest.raises(ProtocolError, match="slot of envelope 1"):
             ends.envelope()
 

@@ -48,7 +48,7 @@ def test_it_can_be_turned_off() -> None:
     assert json.loads(ask(PPSTREAM_NATIVE="0").stdout) == [
         False,
         "PPSTREAM_NATIVE is 0",
-        "builtins",
+        "ppstream.native.loader",
     ]
 
 

@@ -2,12 +2,15 @@
 
 Each call back to back, and once after a pause of 20 ms, as at 50 Hz, when caches hold other things.
 Core and twin alternate in one run, on rings of the same contents; medians of wall time in µs.
+A wait takes its bell's slot, too; a ring to a sleeper writes the eventfd, and nobody sleeps on it.
 ``--json FILE`` writes the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +34,9 @@ from ppstream.config.schema import (
     WindowConfig,
 )
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.waiter import PythonWaiter, Waiter
 from ppstream.ingest.intake import Intake, build_intake
+from ppstream.links.doorbell import SLEEPS, Doorbell, PythonDoorbell, doorbell_bytes
 from ppstream.links.slots import SlotLayout
 from ppstream.observe.run_folder import hardware
 from ppstream.pipeline.action_limits import ActionRules
@@ -40,6 +45,8 @@ PAUSE_S: Final = 0.02
 PAUSES: Final = 150  # of each twin
 CALLS: Final = 3000  # back to back, of each twin
 DIM: Final = 14
+SLOTS: Final = 4
+TWINS: Final = (Waiter, Doorbell), (PythonWaiter, PythonDoorbell)
 
 
 class Timed(NamedTuple):
@@ -58,13 +65,14 @@ def main() -> int:
     if not native.is_used:
         sys.exit(f"nothing to compare: {native.why_not}")
     torch.set_num_threads(1)
-    rows = [row for timed in (appends(), *cuts(), limits()) for row in measure(timed)]
+    calls = (appends(), *cuts(), limits(), *waits(), *rings())
+    rows = [row for timed in calls for row in measure(timed)]
     machine = hardware()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    print(f"{'':36} {'core µs':>9} {'Python µs':>10} {'Python / core':>14}")
+    print(f"{'':44} {'core µs':>9} {'Python µs':>10} {'Python / core':>14}")
     for row in rows:
         ratio = row["python_us"] / row["core_us"]
-        print(f"{row['what']:36} {row['core_us']:9.2f} {row['python_us']:10.2f} {ratio:14.1f}")
+        print(f"{row['what']:44} {row['core_us']:9.2f} {row['python_us']:10.2f} {ratio:14.1f}")
     write_audited(arguments.json, {"hardware": machine, "rows": rows}, [])
     return 0
 
@@ -136,6 +144,54 @@ def limits() -> Timed:
     chunk = np.zeros((16, DIM), np.float32)
     core, python = ((lambda _, one=one: one.enforce(chunk)) for one in rules)
     return Timed("limits 16 x 14", core, python)
+
+
+def waits() -> Iterator[Timed]:
+    """A wait beside a bell that has rung, and one that finds nothing."""
+    found, nothing = [_wait(*twins, rings=True) for twins in TWINS], [_wait(*t) for t in TWINS]
+    yield Timed("wait that finds a bell rung", *found)
+    yield Timed("wait that times out at 0", *nothing)
+
+
+def _wait(
+    waiters: type[PythonWaiter], bells: type[PythonDoorbell], *, rings: bool = False
+) -> Callable[[int], object]:
+    waiter = waiters()
+    sender, receiver = _hop(bells)
+    waiter.register_bell(receiver)
+
+    def call(turn: int) -> None:
+        assert waiter.wait(0)
+        receiver.take()
+
+    if not rings:
+        return lambda _: waiter.wait(0)
+    for index in range(CALLS + PAUSES):
+        sender.ring(index, 0, 0)
+    return call
+
+
+def rings() -> Iterator[Timed]:
+    """A commit's ring to a receiver that sleeps, and to one awake."""
+    for what, sleeps in (("ring to a sleeper", 1), ("ring to one awake", 0)):
+        yield Timed(what, *(_ring(bells, sleeps) for _, bells in TWINS))
+
+
+def _ring(bells: type[PythonDoorbell], sleeps: int) -> Callable[[int], object]:
+    sender, receiver = _hop(bells)
+    words = receiver._words
+
+    def call(turn: int) -> None:
+        words[SLEEPS] = sleeps
+        sender.ring(turn, 0, 0)
+
+    return call
+
+
+def _hop(bells: type[PythonDoorbell]) -> tuple[PythonDoorbell, PythonDoorbell]:
+    memory = mmap.mmap(-1, doorbell_bytes(SLOTS))
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    return bells(memory, SLOTS, fd), bells(memory, SLOTS, fd)
 
 
 def _intakes(steps: int, streams: tuple[StreamConfig, ...]) -> tuple[Intake, Intake]:

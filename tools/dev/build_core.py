@@ -1,4 +1,4 @@
-"""Compile ``ppstream/native/core.c``: as a hook of the build, or in place, run by itself.
+"""Compile ``ppstream/native/*.c``: as a hook of the build, or in place, run by itself.
 
 The build goes on without a compiler, and says so in one line: the Python twins do the same. With
 ``--strict`` a warning and a failure are errors.
@@ -18,7 +18,7 @@ from typing import Any, Final
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE: Final = Path("ppstream", "native")
-SOURCE: Final = NATIVE / "core.c"
+SOURCES: Final = (NATIVE / "core.c", NATIVE / "wait.c")
 LIBRARY: Final = NATIVE / "core.abi3.so"
 FLAGS: Final = ("-shared", "-fPIC", "-O2", "-ffp-contract=off")  # a fused multiply rounds once less
 STRICT: Final = ("-std=gnu11", "-Wall", "-Wextra", "-Werror")
@@ -59,7 +59,8 @@ def _compile(root: Path, library: Path, *more: str) -> str | None:
     unfinished = library.with_suffix(".tmp")
     include = f"-I{sysconfig.get_path('include')}"
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, *FLAGS, *more, include, root / SOURCE, "-o", unfinished]
+    sources = [root / source for source in SOURCES]
+    command = [*compiler, *FLAGS, *more, include, *sources, "-o", unfinished]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

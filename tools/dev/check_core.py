@@ -1,4 +1,4 @@
-"""Run ``tests/native`` against the compiled core with AddressSanitizer and UBSan.
+"""Run the tests of the twins against the compiled core with AddressSanitizer and UBSan.
 
 The core is compiled anew, warnings are errors, into a folder of its own. Ends with 0 and the reason
 where there is no compiler or no libasan.
@@ -17,7 +17,11 @@ from typing import Final
 from build_core import SANITIZE, STRICT, compile_core
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-TESTS: Final = sorted((ROOT / "tests" / "native").glob("test_*_twins.py"))
+TESTS: Final = [
+    *sorted((ROOT / "tests" / "native").glob("test_*_twins.py")),
+    ROOT / "tests" / "core" / "test_waiter.py",
+    ROOT / "tests" / "links" / "test_doorbell.py",
+]
 LIMIT_S: Final = 300
 
 #: Puts it in place of the package's own, before anything imports that. The sanitizers write to the
