@@ -24,7 +24,11 @@ from real_runs import BRING_UP_ONLY, SOURCES
 
 from ppstream.core.clock import now_ns
 
-pytestmark = [pytest.mark.multirank, pytest.mark.alone]
+pytestmark = [
+    pytest.mark.multirank,
+    pytest.mark.alone,
+    pytest.mark.flaky(reruns=2),  # a lock that another program's turn makes somebody wait for
+]
 
 BENCH = Path("bench")  # the configuration that the stages ship
 RATE_HZ = 50
