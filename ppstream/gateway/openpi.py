@@ -193,6 +193,9 @@ class OpenpiServer:
         except PpstreamError as error:
             logger.info("%s is refused: %s", connection.remote_address, error)
             await _refuse(connection, _last_line(str(error)))
+        except Exception:
+            logger.exception("%s: the gateway failed", connection.remote_address)
+            raise  # the library closes with 1011
         finally:
             await self._in_thread(session.close)
             self._sessions.discard(session)

@@ -135,6 +135,7 @@ class GatewaySession:
         if answer is None:
             raise NoAnswerError(f"the policy does not follow the new prompt yet; {self._limit()}")
         if answer.fault:
+            self._prompt = None  # it follows the one before; asked again, it is told again
             raise NoAnswerError(f"the policy cannot follow this prompt: {answer.fault}")
         self._prompt = prompt
         self._newest = None  # made for the prompt before
@@ -161,7 +162,7 @@ class GatewaySession:
 
     def _reply(self, chunk: ActionChunk) -> Reply:
         conditioned = self.client.conditioned
-        told = None if conditioned is None else conditioned.session
+        told = None if conditioned is None or conditioned.fault else conditioned.session
         if self._prompt is not None and told != chunk.session:
             self._prompt = None  # the run began anew, and may not know the prompt yet
             raise NoAnswerError("the run was restarted and has to be told the prompt; ask again")

@@ -2,18 +2,22 @@ from __future__ import annotations
 
 import socket
 import stat
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from documents import BOOKS, FENCE
 
+from ppstream.config.gateway_rules import gateway_problems
 from ppstream.config.load import read
 from ppstream.config.schema import GatewayConfig
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.gateway.cli import api_key, main, tls_context
 
 DROID = str(Path(__file__).parents[1] / "support" / "droid.toml")
+PAGE = BOOKS / "connect-openpi.md"
 
 
 def gateway(**changes: Any) -> GatewayConfig:
@@ -45,6 +49,14 @@ def test_an_address_in_use_is_refused_by_name(capsys: pytest.CaptureFixture[str]
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main(["--config", DROID, "--set", f"gateway.0.listen={address}"]) == ExitCode.CONFIG
     assert f"gateway[0].listen: {address}" in capsys.readouterr().err
+
+
+def test_the_configuration_of_the_run_book_fits_its_robot() -> None:
+    (block,) = (one for one in FENCE.findall(PAGE.read_text()) if "[[gateway]]" in one)
+    (shown,) = tomllib.loads(block)["gateway"]
+    config = read(DROID, ["policy.instructions=true"])
+    gateways = (msgspec.convert(shown, GatewayConfig),)
+    assert list(gateway_problems(msgspec.structs.replace(config, gateway=gateways))) == []
 
 
 def test_the_key_is_the_files_only_line(tmp_path: Path) -> None:

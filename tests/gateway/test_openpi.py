@@ -11,14 +11,16 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import msgspec
 import numpy as np
 import pytest
 from gateway_rig import SHAPE, Gateway, emit, gated, gateway_to, observation
-from robot_rig import make_client, make_config, serving, wait_until
+from robot_rig import Server, make_client, make_config, serving, wait_until
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from ppstream.gateway import openpi
 from ppstream.wire.openpi import encode
+from ppstream.wire.robot_messages import ChunkReport
 
 KEY = "0123456789abcdef0123"
 OPENING = (
@@ -251,6 +253,41 @@ def test_an_answer_waits_until_the_policy_follows_a_new_prompt() -> None:
         assert "cannot follow this prompt: too long" in robot.ask(observation(prompt="sing"))
         assert robot.ask()["actions"].shape == SHAPE
         assert told == ["pick", "place", "sing"]
+
+
+def test_a_run_that_began_anew_is_told_the_prompt_before_it_answers() -> None:
+    config = make_config(f"tcp://127.0.0.1:{free_port()}", rows=1)
+    policy = msgspec.structs.replace(config.policy, instructions=True)
+    config = msgspec.structs.replace(config, policy=policy)
+
+    def attach(rank0: Server) -> None:
+        def teach(number: int, text: str, done: Any) -> None:
+            done(number, "")
+
+        rank0.order(lambda: rank0.sessions.requests.attach(teach, lambda *_, **__: None))
+
+    pick = observation(prompt="pick")
+    with ExitStack() as stack:
+        with serving(config, answers=True) as rank0:
+            attach(rank0)
+            gateway = stack.enter_context(gateway_to(rank0, config, timeout_ms=500.0))
+            robot = stack.enter_context(gateway.robot())
+            assert robot.ask(pick)["server_timing"]["epoch"] == 1
+        with serving(config, answers=True) as rank0:  # whose policy cannot follow any
+            answers: list[Any] = []
+            wait_until(lambda: answers.append(robot.ask(pick)) or "cannot follow" in answers[-1])
+            assert all(isinstance(answer, str) for answer in answers)
+            assert "has to be told the prompt" in "".join(answers)
+
+
+def test_a_reply_counts_as_executed_for_reports_and_ages() -> None:
+    with gated() as (rank0, gateway):
+        with gateway.robot() as robot:
+            robot.ask()
+            robot.ask()
+        wait_until(lambda: not rank0.rows[0].session)
+        reports = [one for one in rank0.sessions.reports if isinstance(one, ChunkReport)]
+        assert [report.executed > 0 for report in reports] == [True, True]
 
 
 def test_a_prompt_that_nobody_confirms_is_not_answered() -> None:
