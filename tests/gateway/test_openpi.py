@@ -11,11 +11,19 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-import msgspec
 import numpy as np
 import pytest
-from gateway_rig import SHAPE, Gateway, emit, gated, gateway_to, observation
-from robot_rig import Server, make_client, make_config, serving, wait_until
+from gateway_rig import (
+    LONG_LIVED,
+    SHAPE,
+    Gateway,
+    emit,
+    gated,
+    gateway_to,
+    observation,
+    slow_config,
+)
+from robot_rig import Server, make_client, serving, wait_until
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from ppstream.gateway import openpi
@@ -131,6 +139,17 @@ def test_a_robot_without_a_row_is_refused_with_the_reason() -> None:
         assert first.ask()["actions"].shape == SHAPE
 
 
+def test_more_connections_than_rows_can_come_to_serve_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openpi, "SPARE_CONNECTIONS", 0)
+    with gated() as (_, gateway), gateway.robot() as first:
+        with pytest.raises(ConnectionClosed) as caught, gateway.robot():
+            pass
+        assert caught.value.rcvd.reason == "too many connections"
+        assert first.ask()["actions"].shape == SHAPE
+
+
 def has_ended(connection: socket.socket) -> bool:
     try:
         return connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
@@ -162,7 +181,7 @@ def test_a_half_open_connection_gives_its_row_back() -> None:
         address = ("127.0.0.1", gateway.port)
         with socket.create_connection(address) as silent:
             silent.sendall(OPENING)
-            wait_until(lambda: rank0.rows[0].session)
+            wait_until(lambda: rank0.sessions.statistics().opened)
             wait_until(lambda: not rank0.rows[0].session)
         with gateway.robot() as robot:
             assert robot.ask()["actions"].shape == SHAPE
@@ -175,7 +194,7 @@ def test_a_reader_that_takes_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatc
         socket.create_connection(("127.0.0.1", gateway.port)) as slow,
     ):
         slow.sendall(OPENING)
-        wait_until(lambda: rank0.rows[0].session)
+        wait_until(lambda: rank0.sessions.statistics().opened)
         wait_until(lambda: not rank0.rows[0].session)
 
 
@@ -219,14 +238,14 @@ def test_a_run_that_is_not_ready_is_named_by_its_phase() -> None:
 
 
 def test_a_run_that_is_gone_is_told_and_found_again() -> None:
-    config = make_config(f"tcp://127.0.0.1:{free_port()}")
+    config = slow_config(f"tcp://127.0.0.1:{free_port()}")
     with ExitStack() as stack:
-        with serving(config, answers=True) as rank0:
+        with serving(config, answers=True, **LONG_LIVED) as rank0:
             gateway = stack.enter_context(gateway_to(rank0, config, timeout_ms=300.0))
             robot = stack.enter_context(gateway.robot())
             assert robot.ask()["actions"].shape == SHAPE
         assert isinstance(robot.ask(), str)
-        with serving(config, answers=True):
+        with serving(config, answers=True, **LONG_LIVED):
             wait_until(lambda: not isinstance(robot.ask(), str))
 
 
@@ -256,9 +275,7 @@ def test_an_answer_waits_until_the_policy_follows_a_new_prompt() -> None:
 
 
 def test_a_run_that_began_anew_is_told_the_prompt_before_it_answers() -> None:
-    config = make_config(f"tcp://127.0.0.1:{free_port()}", rows=1)
-    policy = msgspec.structs.replace(config.policy, instructions=True)
-    config = msgspec.structs.replace(config, policy=policy)
+    config = slow_config(f"tcp://127.0.0.1:{free_port()}", instructions=True)
 
     def attach(rank0: Server) -> None:
         def teach(number: int, text: str, done: Any) -> None:
@@ -268,12 +285,12 @@ def test_a_run_that_began_anew_is_told_the_prompt_before_it_answers() -> None:
 
     pick = observation(prompt="pick")
     with ExitStack() as stack:
-        with serving(config, answers=True) as rank0:
+        with serving(config, answers=True, **LONG_LIVED) as rank0:
             attach(rank0)
             gateway = stack.enter_context(gateway_to(rank0, config, timeout_ms=500.0))
             robot = stack.enter_context(gateway.robot())
             assert robot.ask(pick)["server_timing"]["epoch"] == 1
-        with serving(config, answers=True) as rank0:  # whose policy cannot follow any
+        with serving(config, answers=True, **LONG_LIVED) as rank0:  # whose policy cannot follow any
             answers: list[Any] = []
             wait_until(lambda: answers.append(robot.ask(pick)) or "cannot follow" in answers[-1])
             assert all(isinstance(answer, str) for answer in answers)

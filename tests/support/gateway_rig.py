@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from robot_rig import HORIZON, Server, make_chunk, make_config, serving
+from robot_rig import HORIZON, MS, Server, make_chunk, make_config, serving
 from websockets.sync.client import ClientConnection, connect
 
 from ppstream.config.schema import GatewayConfig, PipelineConfig
@@ -20,6 +20,20 @@ from ppstream.wire.openpi import decode, encode
 
 MAP = {"joints": "state/joints", "imu": "imu.values"}
 SHAPE = (HORIZON, 2)
+LONG_NS = 100_000 * MS  # no chunk is too late on a busy machine
+LONG_LIVED = {"dt_ns": LONG_NS, "lease_ns": LONG_NS}
+
+
+def slow_config(
+    endpoint: str | None = None, *, rows: int = 1, instructions: bool = False
+) -> PipelineConfig:
+    """The rig's, with leases that no busy machine outlasts."""
+    config = make_config(endpoint, rows=rows)
+    return msgspec.structs.replace(
+        config,
+        actions=msgspec.structs.replace(config.actions, lease_ms=LONG_NS / MS),
+        policy=msgspec.structs.replace(config.policy, instructions=instructions),
+    )
 
 
 def gateway_config(config: PipelineConfig, endpoint: str, **changes: Any) -> GatewayConfig:
@@ -124,11 +138,9 @@ def gated(
     **changes: Any,
 ) -> Iterator[tuple[Server, Gateway]]:
     """Rank 0 that answers each observation, behind a gateway; every ring's ledger balances."""
-    config = make_config(rows=rows)
-    policy = msgspec.structs.replace(config.policy, instructions=instructions)
-    config = msgspec.structs.replace(config, policy=policy)
+    config = slow_config(rows=rows, instructions=instructions)
     with (
-        serving(config, answers=answers, phase=phase) as rank0,
+        serving(config, answers=answers, phase=phase, **LONG_LIVED) as rank0,
         gateway_to(rank0, config, **changes) as gateway,
     ):
         yield rank0, gateway
@@ -141,6 +153,7 @@ def emit(rank0: Server, seq: int, **changes: Any) -> None:
     def act() -> None:
         end_ns = row.rings["joints"].newest_ns
         fields = {"session": row.session, "episode": row.session_epoch, "end_ns": end_ns}
+        fields |= {"dt_ns": LONG_NS, "expires_ns": end_ns + LONG_NS}
         rank0.sessions.emit(0, make_chunk(seq, **{**fields, **changes}))
 
     rank0.order(act)
