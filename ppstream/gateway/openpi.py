@@ -26,8 +26,8 @@ from websockets.http11 import Request, Response
 from ppstream.config.gateway_rules import listen_address
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.core.errors import PpstreamError, ProtocolError
-from ppstream.gateway.key_map import KeyMap, ObservationError
+from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
+from ppstream.gateway.key_map import KeyMap
 from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply, gateway_keys
 from ppstream.wire.openpi import decode, encode
 
@@ -211,7 +211,7 @@ class OpenpiServer:
             except NoAnswerError as error:
                 await self._send(connection, str(error))
                 continue
-            except (ObservationError, ProtocolError) as error:
+            except (SpecError, ProtocolError) as error:
                 await self._fail(connection, str(error))
                 return
             except Exception as error:

@@ -95,7 +95,7 @@ class GatewaySession:
         """Send one observation, stamped when it was received, and wait for its actions.
 
         Raises:
-            ObservationError: it is not what the map says.
+            SpecError: it is not what the map says, or the prompt is too long.
             NoAnswerError: none came within ``timeout_ms``, or they may not be executed any more.
         """
         samples = self._map.samples(observation)

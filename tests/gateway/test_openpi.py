@@ -68,7 +68,7 @@ def test_a_robot_hears_metadata_and_then_an_answer_to_each_observation() -> None
         assert {"infer_ms", "age_ms", "lease_ms", "epoch", "prev_total_ms"} == set(timing)
         assert "prev_total_ms" not in first["server_timing"]
         assert 0 < timing["age_ms"] <= timing["infer_ms"]
-        assert rank0.emitted == 2
+        wait_until(lambda: rank0.emitted == 2)
 
 
 def test_all_samples_of_an_observation_have_one_stamp_and_its_values() -> None:
@@ -272,6 +272,15 @@ def test_an_answer_waits_until_the_policy_follows_a_new_prompt() -> None:
         assert "cannot follow this prompt: too long" in robot.ask(observation(prompt="sing"))
         assert robot.ask()["actions"].shape == SHAPE
         assert told == ["pick", "place", "sing"]
+
+
+def test_a_prompt_too_long_for_the_wire_is_told_and_not_logged_as_a_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with gated(instructions=True) as (_, gateway), gateway.robot() as robot:
+        assert "an instruction of 5000 characters" in robot.ask(observation(prompt="x" * 5000))
+        assert closing(robot).rcvd.code == 1011
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 def test_a_run_that_began_anew_is_told_the_prompt_before_it_answers() -> None:
