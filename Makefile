@@ -15,16 +15,17 @@ CORE := ppstream/native/core.abi3.so
 TWINS := tests/ingest tests/pipeline/test_decode.py tests/pipeline/test_stage_c.py
 SOURCES := $(shell find ppstream kernels stages -name '*.py')
 
-.PHONY: help demo test check check-docs check-gate check-native lint format docs mutants clean
+.PHONY: help demo test test-clients check check-docs check-gate check-native lint format docs mutants clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    balance the embedded cart-pole through two ranks, then print the report'
 	@echo 'make test    lint, types, floors, the API reference, and the tests of the code'
+	@echo 'make test-clients  the gateway with clients that others publish'
 	@echo 'make check-docs  the run-books, pictures, dashboard, alerts and the rules of the source'
 	@echo 'make check-gate  real runs that only seem to overlap: gate and report refuse them'
 	@echo 'make check-native  the compiled core and its Python twins, with two sanitizers'
-	@echo 'make check   everything that must hold: make test and the three above'
+	@echo 'make check   everything that must hold: make test and the four above'
 	@echo 'make lint    ruff, mypy and import floors alone'
 	@echo 'make format  let ruff format the source'
 	@echo 'make docs    the API reference from the docstrings, in build/docs; a warning is an error'
@@ -39,6 +40,9 @@ test: lint docs $(CORE)
 	PPSTREAM_NATIVE=0 $(BIN)/python -m pytest -m 'not alone' $(BESIDE) $(TWINS) || failed=1; \
 	$(BIN)/python -m pytest -m 'not alone' $(BESIDE) && test -z "$$failed"
 
+test-clients: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/clients
+
 check-docs: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/docs
 
@@ -48,7 +52,7 @@ check-gate: $(VENV)/.dev
 check-native: $(VENV)/.dev
 	$(BIN)/python tools/dev/check_core.py
 
-check: check-docs check-native check-gate test
+check: check-docs check-native check-gate test-clients test
 
 # The installation made it already; again when the source is newer.
 $(CORE): $(wildcard ppstream/native/*.[ch]) tools/dev/build_core.py | $(VENV)/.dev

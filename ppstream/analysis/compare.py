@@ -26,7 +26,7 @@ WORKLOAD: Final = (
     *("bringup.source", "bringup.recording"),  # how the judged stretch was fed
 )
 #: Parts that never matter: names, places and limits.
-ASIDE: Final = ("name", "log", "liveness", "service", "demo", "bringup")
+ASIDE: Final = ("name", "log", "liveness", "service", "demo", "bringup", "gateway")
 #: Two machines of one kind, or one after an update, may be compared; it is said, though.
 SOFT_HARDWARE: Final = ("host", "kernel")
 FILES: Final = ("policy.weights", "bringup.recording")  # where a file lies is no difference

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from ppstream.config.gateway_rules import gateway_problems
 from ppstream.config.schema import (
     CHANNELS,
     MAX_DIM,
@@ -108,6 +109,7 @@ def problems(config: PipelineConfig) -> list[str]:
         *_service_problems(config),
         *_limit_problems(config),
         *_device_problems(config),
+        *gateway_problems(config),
     ]
 
 

@@ -57,7 +57,9 @@ TURN_KEY: Final = "run/turn"  # policy ranks come one by one
 HOP_KEY: Final = "hop"  # where a policy rank is reached by the next one
 WORDS_NS: Final = NS_PER_S  # rank 0 hears within this why a rank was lost
 SPARE_NS: Final = 2 * NS_PER_S  # the rank that builds notices first: it knows more
-RANK0_ONLY: Final = frozenset({"service", "bringup", "decode", "log", "demo", "simulate"})
+RANK0_ONLY: Final = frozenset(
+    {"service", "bringup", "decode", "log", "demo", "simulate", "gateway"}
+)
 TEST_HOOK_PREFIX: Final = "PPSTREAM_TEST_"
 
 

@@ -33,7 +33,12 @@ def refuse(error: ConfigError) -> int:
 
 def missing_packages(config: PipelineConfig) -> list[str]:
     """Lists packages that the configuration needs and that are not installed."""
+    missing = []
     robot = config.demo.robot if config.demo is not None else ""
     if robot.startswith(DEMO_ROBOTS) and find_spec("mujoco") is None:
-        return [f"demo.robot: {robot} needs mujoco: pip install 'ppstream[demo]', or demo = none"]
-    return []
+        missing.append(
+            f"demo.robot: {robot} needs mujoco: pip install 'ppstream[demo]', or demo = none"
+        )
+    if config.gateway and find_spec("websockets") is None:
+        missing.append("gateway: it needs websockets: pip install 'ppstream[gateway]'")
+    return missing

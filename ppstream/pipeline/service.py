@@ -20,6 +20,7 @@ from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sensor_health import SensorChange, SensorState
 from ppstream.ingest.sources import RecordedSource, Source
 from ppstream.observe.run_folder import ROBOT_STORY, Run
+from ppstream.pipeline.gateway_process import GatewayProcess
 from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Scheduled, service_pacing
 from ppstream.recording.action_file import ActionFile
@@ -47,6 +48,7 @@ class Service:
         self._run = run
         self._rank0 = rank0
         self._robot: subprocess.Popen[bytes] | None = None
+        self._gateway: GatewayProcess | None = None
 
     def __enter__(self) -> Service:
         service = self.config.service
@@ -63,6 +65,8 @@ class Service:
             logger.info("robots connect to %s", self.sessions.endpoint)
             if self.config.demo is not None:
                 self._robot = self._start_robot(self.config.demo, self.sessions.endpoint)
+            if self.config.gateway:
+                self._gateway = GatewayProcess(self.config, self._run, self.sessions.endpoint)
         if service.actions_file is not None:
             self._actions = ActionFile(Path(service.actions_file), len(self.config.actions.names))
         return self
@@ -70,6 +74,8 @@ class Service:
     def __exit__(self, *_: object) -> None:
         if self.sessions is not None:
             self.sessions.set_phase("stopped")
+            if self._gateway is not None:
+                self._gateway.close()
             self.sessions.close()
         if self._recorder is not None:
             self._rank0.stage_a.recorder = None
@@ -88,6 +94,9 @@ class Service:
                     "ready; its message stands above (mujoco comes with 'ppstream[demo]')"
                 ]
             )
+        if self._gateway is not None:
+            self._gateway.check_started()
+            self._rank0.on_second.append(self._gateway.check)
         rank0, duration_s = self._rank0, self.config.service.duration_s
         source = self._source()
         state = SensorState(self.config, self.intake, self._tell_sensor, self._tell_degraded)

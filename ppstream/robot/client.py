@@ -270,6 +270,24 @@ class RobotClient:
         """The server's newest answer to an instruction."""
         return self._session.conditioned
 
+    def wait_conditioned(self, epoch: int, timeout_s: float) -> Conditioned | None:
+        """Wait for the answer to the instruction of ``epoch``, or a newer one; None: not in time.
+
+        Raises:
+            PpstreamError: ``connect`` was not called.
+            ReceiverEndedError: the receiving thread ended by an exception.
+        """
+        link = self._living_link()
+
+        def answered() -> Conditioned | None:
+            answer = self.conditioned
+            return answer if answer and answer.conditioning_epoch >= epoch else None
+
+        with link.changed:
+            link.changed.wait_for(lambda: answered() or link.failure, timeout_s)
+        link.raise_failure()
+        return answered()
+
     def executed(self, chunk: ActionChunk, at_ns: int) -> bool:
         """Tell that the first action of ``chunk`` was executed at ``at_ns``, the robot's clock.
 

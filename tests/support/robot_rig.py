@@ -104,6 +104,8 @@ class Server:
         phase: str = "ready",
         answers: bool = False,
         ring_samples: int = 1024,
+        dt_ns: int = DT_NS,
+        lease_ns: int = LEASE_NS,
     ) -> None:
         self.rows = make_rows(config, ring_samples)
         self.sessions = Sessions(config, self.rows)
@@ -113,6 +115,7 @@ class Server:
         self.emitted = 0
         self._orders: list[Callable[[], None]] = [lambda: self.sessions.set_phase(phase)]
         self._answers = answers
+        self._times_ns = dt_ns, lease_ns  # of its chunks
         self._answered_ns = 0
         self._end = False
         self._failure: BaseException | None = None
@@ -161,10 +164,10 @@ class Server:
             end_ns = row.rings["joints"].newest_ns
             if row.present and end_ns > self._answered_ns:
                 self._answered_ns = end_ns
-                chunk = make_chunk(
-                    self.emitted, session=row.session, episode=row.session_epoch, end_ns=end_ns
-                )
-                self.sessions.emit(index, chunk)
+                dt_ns, lease_ns = self._times_ns
+                of = {"session": row.session, "episode": row.session_epoch, "end_ns": end_ns}
+                times = {"dt_ns": dt_ns, "expires_ns": end_ns + lease_ns}
+                self.sessions.emit(index, make_chunk(self.emitted, **of, **times))
                 self.emitted += 1
 
 

@@ -1,0 +1,184 @@
+"""Rules of ``[[gateway]]``: where it listens, whom it lets in, its map of an observation's keys.
+
+``key_entries`` reads a map for the gateway, too; what a value must look like when a robot sends it
+stands in ``gateway/key_map.py``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ppstream.config.schema import GatewayConfig, PipelineConfig, StreamConfig
+from ppstream.wire.endpoints import PORT_MAX, endpoint_problem, is_local
+
+PROMPT: Final = "prompt"  # the entry of a map that is no stream
+LAYOUTS: Final = ("auto", "hwc", "chw")  # of a camera's frames
+ENTRY_KEYS: Final = ("key", "layout", "optional")
+METADATA_KINDS: Final = (str, bool, int, float, list, Mapping)
+
+_LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s\[\]]+):(?P<port>\d{1,5})")
+
+
+class KeyEntry(NamedTuple):
+    """Place of a stream's values, or of the prompt, in an observation."""
+
+    key: str  # "/" is part of a key, "." descends into a map
+    layout: str = LAYOUTS[0]
+    optional: bool = False
+
+
+def key_entries(gateway: GatewayConfig) -> dict[str, KeyEntry]:
+    """The map of a checked configuration, by stream and ``PROMPT``."""
+    return {
+        name: KeyEntry(value) if isinstance(value, str) else KeyEntry(**value)
+        for name, value in gateway.map.items()
+    }
+
+
+def listen_address(listen: str) -> tuple[str, int] | None:
+    """Host and port of ADDRESS:PORT; None: it is none."""
+    match = _LISTEN.fullmatch(listen)
+    if match is None or int(match["port"]) > PORT_MAX:
+        return None
+    return match["host"].strip("[]"), int(match["port"])
+
+
+def rank0_endpoint(config: PipelineConfig, gateway: GatewayConfig) -> str | None:
+    """Address of rank 0 as the gateway reaches it."""
+    return gateway.endpoint or config.service.endpoint
+
+
+def gateway_problems(config: PipelineConfig) -> Iterator[str]:
+    """Every disagreement, each ``path: got ..., want ...``."""
+    listens = Counter(one.listen for one in config.gateway if not one.listen.endswith(":0"))
+    for index, gateway in enumerate(config.gateway):
+        path = f"gateway[{index}]"
+        if listens[gateway.listen] > 1:
+            yield f"{path}.listen: got {gateway.listen!r} twice, want each address once"
+        yield from _listen_problems(path, gateway)
+        yield from _rank0_problems(path, config, gateway)
+        yield from _map_problems(f"{path}.map", config, gateway)
+        yield from _metadata_problems(f"{path}.metadata", gateway.metadata)
+
+
+def _listen_problems(path: str, gateway: GatewayConfig) -> Iterator[str]:
+    address = listen_address(gateway.listen)
+    if address is None:
+        yield f"{path}.listen: got {gateway.listen!r}, want ADDRESS:PORT, such as 127.0.0.1:8000"
+    elif not _is_loopback(address[0]):
+        for name in ("api_key_file", "certfile", "keyfile"):
+            if getattr(gateway, name) is None:
+                yield (
+                    f"{path}.{name}: missing, want a file because other hosts can reach "
+                    f"listen = {gateway.listen!r}; or listen at 127.0.0.1, behind a proxy with TLS"
+                )
+    if (gateway.certfile is None) != (gateway.keyfile is None):
+        yield f"{path}.certfile: got it or keyfile alone, want both or neither"
+    for name in ("api_key_file", "certfile", "keyfile", "secret_key", "server_key"):
+        file = getattr(gateway, name)
+        if file is not None and not Path(file).is_file():
+            yield f"{path}.{name}: got {file!r}, which is not there; want a file"
+
+
+def _is_loopback(host: str) -> bool:
+    """True when only this host reaches it; a name other than localhost may stand for anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _rank0_problems(path: str, config: PipelineConfig, gateway: GatewayConfig) -> Iterator[str]:
+    service, endpoint = config.service, rank0_endpoint(config, gateway)
+    if service.recording is not None:
+        yield f"{path}: got one beside service.recording, want robots or a recording"
+    if endpoint is None:
+        yield "service.endpoint: got none, want an address because a gateway connects to it"
+        return
+    if gateway.endpoint is not None and (problem := endpoint_problem(gateway.endpoint)):
+        yield f"{path}.endpoint: {problem}"
+        return
+    has_keys = [gateway.secret_key is not None, gateway.server_key is not None]
+    if has_keys[0] != has_keys[1]:
+        yield f"{path}.secret_key: got it or server_key alone, want both or neither"
+    needs_keys = service.secret_key is not None or not is_local(endpoint)
+    if needs_keys and not all(has_keys):
+        yield f"{path}.secret_key: missing, want it and server_key: {endpoint} serves none without"
+
+
+def _map_problems(path: str, config: PipelineConfig, gateway: GatewayConfig) -> Iterator[str]:
+    streams = {stream.name: stream for stream in config.streams}
+    if PROMPT in streams:
+        yield f"{path}: got a stream named {PROMPT!r}, want another name: it is the instruction's"
+    for name, stream in streams.items():
+        if name not in gateway.map:
+            yield f"{path}.{name}: missing, want the key of stream {name!r} ({_want(stream)})"
+    for name, value in gateway.map.items():
+        if name in streams:
+            yield from _entry_problems(f"{path}.{name}", value, streams[name], config)
+        elif name != PROMPT:
+            known = ", ".join([*streams, PROMPT])
+            yield f"{path}.{name}: got no stream's name, want one of {known}"
+        elif not isinstance(value, str) or not value:
+            yield f"{path}.{name}: got {value!r}, want the key of the instruction"
+        elif not config.policy.instructions:
+            yield (
+                f"{path}.{name}: got {value!r} with policy.instructions = false, want true, or no "
+                "prompt: nobody would follow it"
+            )
+    pacing, _, paced_by = config.pipeline.pacing.partition(":")
+    if gateway.answer == "exact" and pacing == "sample" and paced_by not in ("", _ends(config)):
+        yield (
+            f"{path.removesuffix('.map')}.answer: got 'exact' with pipeline.pacing = "
+            f"'sample:{paced_by}', want 'sample': {_ends(config)} would come behind the window"
+        )
+
+
+def _entry_problems(
+    path: str, value: Any, stream: StreamConfig, config: PipelineConfig
+) -> Iterator[str]:
+    if isinstance(value, str):
+        value = {"key": value}
+    if not isinstance(value, Mapping):
+        yield f"{path}: got {value!r}, want a key, or {{ key, layout, optional }}"
+        return
+    for name in value:
+        if name not in ENTRY_KEYS:
+            yield f"{path}.{name}: unknown key (known: {', '.join(ENTRY_KEYS)})"
+    key, layout, optional = (value.get(name) for name in ENTRY_KEYS)
+    if not isinstance(key, str) or not key:
+        yield f"{path}.key: got {key!r}, want text, such as observation/joint_position"
+    if layout is not None and layout not in LAYOUTS:
+        yield f"{path}.layout: got {layout!r}, want one of {', '.join(LAYOUTS)}"
+    if layout is not None and stream.image is None:
+        yield f"{path}.layout: got one of a stream without image, want none"
+    if optional is not None and not isinstance(optional, bool):
+        yield f"{path}.optional: got {optional!r}, want true or false"
+    if optional is True and stream.name == _ends(config):
+        yield f"{path}.optional: got true, want false: this stream's stamp ends the window"
+
+
+def _ends(config: PipelineConfig) -> str:
+    return config.reference.name
+
+
+def _want(stream: StreamConfig) -> str:
+    if stream.image is not None:
+        return f"frames of {stream.image.height} x {stream.image.width}"
+    return f"{stream.dim} {stream.dtype}"
+
+
+def _metadata_problems(path: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, METADATA_KINDS):
+        yield f"{path}: got {value!r}, want text, numbers, truth values, lists and tables"
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _metadata_problems(f"{path}.{key}", one)
+    elif isinstance(value, list):
+        for index, one in enumerate(value):
+            yield from _metadata_problems(f"{path}[{index}]", one)

@@ -1,0 +1,156 @@
+"""``ppstream-gateway``: serves robots of foreign wires, as the ``[[gateway]]`` of a run say.
+
+Started by hand, or by rank 0, with which it ends. Once it listens it prints a line for each wire,
+with the address. SIGTERM and SIGINT end it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import ssl
+import stat
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from ppstream.config import load
+from ppstream.core.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from ppstream.config.schema import GatewayConfig, PipelineConfig
+
+logger = logging.getLogger("ppstream")
+
+KEY_CHARACTERS_MIN: Final = 16
+KEY_CHARACTERS_MAX: Final = 1024
+OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+PYTHON_MIN: Final = (3, 11)  # reads TOML
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and do what it asks for; returns the exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="ppstream: %(message)s", stream=sys.stderr)
+    try:
+        if sys.version_info < PYTHON_MIN:
+            raise ConfigError(["this Python is too old, want 3.11 or newer"])
+        if find_spec("websockets") is None:
+            raise ConfigError(["websockets is not installed: pip install 'ppstream[gateway]'"])
+        config = _with_endpoint(load.load(args), args.endpoint)
+        if not config.gateway:
+            raise ConfigError(["gateway: got none, want [[gateway]] with wire = 'openpi' at least"])
+        if args.describe:
+            from ppstream.gateway.openpi import describe
+
+            print("\n\n".join(describe(config, gateway) for gateway in config.gateway))
+            return 0
+        asyncio.run(serve(config))
+    except ConfigError as error:
+        print(error, file=sys.stderr, flush=True)
+        return int(ExitCode.CONFIG)
+    return 0
+
+
+async def serve(config: PipelineConfig) -> None:
+    """Serve every gateway of ``config`` until a signal comes.
+
+    Raises:
+        ConfigError: an address cannot be bound, or a file not be used.
+    """
+    from ppstream.gateway.openpi import OpenpiServer
+
+    stopping = asyncio.Event()
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    async with AsyncExitStack() as stack:
+        for index, gateway in enumerate(config.gateway):
+            path = f"gateway[{index}]"
+            key, tls = api_key(path, gateway), tls_context(path, gateway)
+            server = OpenpiServer(config, gateway, api_key=key, tls=tls)
+            try:
+                await stack.enter_async_context(server)
+            except OSError as error:
+                raise ConfigError([f"{path}.listen: {gateway.listen}: {error.strerror}"]) from error
+            logger.info("clients of %s connect to %s", gateway.wire, server.address)
+            print(gateway.wire, server.address, flush=True)
+        await stopping.wait()
+
+
+def api_key(path: str, gateway: GatewayConfig) -> str | None:
+    """The key that robots say; None: none is asked for.
+
+    Raises:
+        ConfigError: the file holds none, or others than its owner may read it.
+    """
+    name = gateway.api_key_file
+    if name is None:
+        return None
+    try:
+        mode, key = Path(name).stat().st_mode, Path(name).read_bytes()[: KEY_CHARACTERS_MAX + 2]
+    except OSError as error:
+        raise ConfigError([f"{path}.api_key_file: {name}: {error.strerror}"]) from error
+    if mode & OTHERS:
+        raise ConfigError([f"{path}.api_key_file: {name} can be read by others; chmod 600 {name}"])
+    text = key.decode("ascii", "replace").strip()
+    if not KEY_CHARACTERS_MIN <= len(text) <= KEY_CHARACTERS_MAX or not text.isprintable():
+        raise ConfigError(
+            [
+                f"{path}.api_key_file: got {len(text)} characters, want {KEY_CHARACTERS_MIN} to "
+                f"{KEY_CHARACTERS_MAX} that print, such as openssl rand -hex 32 makes"
+            ]
+        )
+    return text
+
+
+def tls_context(path: str, gateway: GatewayConfig) -> ssl.SSLContext | None:
+    """The certificate to show; None: no TLS.
+
+    Raises:
+        ConfigError: the files are no certificate and its key.
+    """
+    if gateway.certfile is None or gateway.keyfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(gateway.certfile, gateway.keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError([f"{path}.certfile: {gateway.certfile}: {error}"]) from error
+    return context
+
+
+def _with_endpoint(config: PipelineConfig, endpoint: str | None) -> PipelineConfig:
+    """Puts rank 0's address in, where it is known only once rank 0 has bound it."""
+    if endpoint is None:
+        return config
+    gateways = tuple(
+        one if one.endpoint else msgspec.structs.replace(one, endpoint=endpoint)
+        for one in config.gateway
+    )
+    return msgspec.structs.replace(config, gateway=gateways)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ppstream-gateway", description=(__doc__ or "").split("\n")[0]
+    )
+    load.add_arguments(parser)
+    parser.add_argument(
+        "--describe", action="store_true", help="print the map and an example request, and leave"
+    )
+    parser.add_argument(
+        "--endpoint", metavar="ENDPOINT", help="where rank 0 listens (default: as configured)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

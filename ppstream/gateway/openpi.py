@@ -1,0 +1,363 @@
+"""OpenpiServer: openpi's WebSocket, on which its clients send observations and get actions.
+
+The server tells its metadata, then answers each observation in turn; a text frame is an error. What
+asking again may mend leaves the connection open, everything else closes it. Requests wait in
+threads, so a slow run, robot or reader delays nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import http
+import itertools
+import json
+import logging
+import re
+import ssl
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from ppstream.config.gateway_rules import listen_address
+from ppstream.config.schema import GatewayConfig, PipelineConfig
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
+from ppstream.gateway.key_map import KeyMap
+from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply, gateway_keys
+from ppstream.wire.openpi import decode, encode
+
+logger = logging.getLogger("ppstream")
+library_logger = logging.getLogger("ppstream.gateway.websockets")
+library_logger.setLevel(logging.CRITICAL)  # whoever connects could fill our log
+
+HEALTH: Final = "/healthz"
+ROBOT_PATH: Final = re.compile(r"/robots/([A-Za-z0-9_-]{1,64})")  # names the robot
+ROBOT_CHARACTERS: Final = 64  # of a name
+KEY_SCHEME: Final = "Api-Key "
+ENDPOINT: Final = "endpoint"  # a request that is no observation, in dialects of the wire
+RESET_DONE: Final = {"status": "reset successful"}
+SPARE_CONNECTIONS: Final = 8  # beyond the rows: those that a robot has just left, and refused ones
+SPARE_SOCKETS: Final = 64  # beyond those: opening handshakes and health
+OPEN_LIMIT_S: Final = 10.0
+SEND_LIMIT_S: Final = 5.0  # a reader that takes no reply for so long is gone
+CLOSE_LIMIT_S: Final = 2.0
+PROBE_EVERY_NS: Final = NS_PER_S
+REASON_BYTES: Final = 120  # of a close frame, which has room for 123
+BYTES_PER_MB: Final = 1_000_000
+READY: Final = ("ready", "degraded")
+
+T = TypeVar("T")
+
+
+class OpenpiServer:
+    """One ``[[gateway]]`` of wire ``openpi``; an asynchronous context manager: it serves inside.
+
+    Args:
+        api_key: that a robot must know; None: none.
+        tls: for ``wss://``; None: ``ws://``.
+
+    Raises:
+        ConfigError: keys for rank 0 cannot be read.
+        OSError: on entering: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        gateway: GatewayConfig,
+        *,
+        api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._config, self._gateway = config, gateway
+        self._api_key, self._tls = api_key, tls
+        self._keys = gateway_keys(gateway)
+        self._sessions_max = config.batch.rows + SPARE_CONNECTIONS
+        self._threads = ThreadPoolExecutor(self._sessions_max + 1, "ppstream-gateway")
+        self._sessions: set[GatewaySession] = set()
+        self._sockets = 0
+        self._numbers = itertools.count(1)
+        self._probing = asyncio.Lock()
+        self._probed = ("connecting", 0)  # phase, and when
+        self._metadata = encode(metadata(config, gateway))
+        self._server: Server | None = None
+
+    @property
+    def address(self) -> str:
+        """Address that clients of this host connect to."""
+        assert self._server is not None, "entered"
+        host, port = next(iter(self._server.sockets)).getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        return f"{'ws' if self._tls is None else 'wss'}://{host}:{port}"
+
+    async def __aenter__(self) -> OpenpiServer:
+        address = listen_address(self._gateway.listen)
+        assert address is not None, "checked with the configuration"
+        more: dict[str, Any] = {}
+        if self._tls is not None:
+            more = {"ssl": self._tls, "ssl_handshake_timeout": OPEN_LIMIT_S}
+        self._server = await serve(
+            self._serve,
+            *address,
+            process_request=self._request,
+            create_connection=_counted(self._take_socket, self._leave_socket),
+            origins=[None],  # a page in a browser names one, and may ask any port of its host
+            compression=None,
+            max_size=round(self._gateway.message_mb * BYTES_PER_MB),
+            max_queue=1,  # frames read ahead of the one in work
+            open_timeout=OPEN_LIMIT_S,
+            close_timeout=CLOSE_LIMIT_S,
+            ping_interval=self._gateway.silence_s / 2,
+            ping_timeout=self._gateway.silence_s / 2,
+            server_header=None,
+            logger=library_logger,
+            **more,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+        self._threads.shutdown(wait=False)
+
+    # ---- before a connection is one ---------------------------------------------------------
+
+    def _take_socket(self) -> bool:
+        self._sockets += 1
+        return self._sockets <= self._sessions_max + SPARE_SOCKETS
+
+    def _leave_socket(self) -> None:
+        self._sockets -= 1
+
+    async def _request(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Answer health, and whoever has no key; None: go on with the handshake."""
+        if request.path == HEALTH:
+            phase = await self._phase()
+            if phase in READY:
+                return connection.respond(http.HTTPStatus.OK, "OK\n")
+            return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"{phase}\n")
+        if self._api_key is None:
+            return None
+        said = request.headers.get_all("Authorization")
+        wanted = (KEY_SCHEME + self._api_key).encode()
+        if len(said) == 1 and hmac.compare_digest(said[0].encode(errors="replace"), wanted):
+            return None
+        return connection.respond(
+            http.HTTPStatus.UNAUTHORIZED, "want the header Authorization: Api-Key KEY\n"
+        )
+
+    async def _phase(self) -> str:
+        """The run's phase, as a session tells it; where there is none, one opened for it."""
+        for session in self._sessions:
+            if session.client.connected:
+                return session.client.phase
+        async with self._probing:
+            phase, then_ns = self._probed
+            if not then_ns or now_ns() - then_ns >= PROBE_EVERY_NS:
+                phase = await self._in_thread(self._probe)
+                self._probed = phase, now_ns()
+            return phase
+
+    def _probe(self) -> str:
+        session = GatewaySession(self._config, self._gateway, self._keys, "gateway-health")
+        try:
+            session.open()
+            return session.client.phase
+        except PpstreamError as error:
+            return str(error)
+        finally:
+            session.close()
+
+    # ---- one robot --------------------------------------------------------------------------
+
+    async def _serve(self, connection: ServerConnection) -> None:
+        if len(self._sessions) >= self._sessions_max:
+            await _refuse(connection, "too many connections")
+            return
+        robot = self._name(connection)
+        session = GatewaySession(self._config, self._gateway, self._keys, robot)
+        self._sessions.add(session)
+        try:
+            await self._in_thread(session.open)
+            logger.info("%s is robot %s", connection.remote_address, robot)
+            await self._send(connection, self._metadata)
+            await self._answer_all(connection, session)
+        except ConnectionClosed:
+            pass  # openpi's clients say no goodbye
+        except PpstreamError as error:
+            logger.info("%s is refused: %s", connection.remote_address, error)
+            await _refuse(connection, _last_line(str(error)))
+        except Exception:
+            logger.exception("%s: the gateway failed", connection.remote_address)
+            raise  # the library closes with 1011
+        finally:
+            await self._in_thread(session.close)
+            self._sessions.discard(session)
+
+    async def _answer_all(self, connection: ServerConnection, session: GatewaySession) -> None:
+        total_ns: int | None = None  # of the request before, from its receipt to its reply
+        async for frame in connection:
+            received_ns = now_ns()
+            try:
+                if isinstance(frame, str):
+                    raise ProtocolError("got a text frame, want a binary one")
+                reply = await self._in_thread(self._answer, session, frame, received_ns)
+            except NoAnswerError as error:
+                await self._send(connection, str(error))
+                continue
+            except (SpecError, ProtocolError) as error:
+                await self._fail(connection, str(error))
+                return
+            except Exception as error:
+                logger.exception("a request could not be answered")
+                await self._fail(connection, f"the gateway failed: {error}")
+                return
+            if isinstance(reply, Reply):
+                infer_ns = now_ns() - received_ns
+                await self._send(connection, encode(message(reply, infer_ns, total_ns)))
+                session.handed_over(reply, now_ns())
+            else:
+                await self._send(connection, encode(reply))
+            total_ns = now_ns() - received_ns
+
+    def _answer(
+        self, session: GatewaySession, frame: bytes, received_ns: int
+    ) -> Reply | Mapping[str, Any]:
+        request = decode(frame)
+        endpoint = request.get(ENDPOINT, "infer")
+        if endpoint == "reset":
+            session.reset()
+            return RESET_DONE
+        if endpoint != "infer":
+            raise ProtocolError(f"endpoint: got {str(endpoint)[:64]!r}, want 'infer' or 'reset'")
+        return session.answer(request, received_ns)
+
+    async def _fail(self, connection: ServerConnection, text: str) -> None:
+        """Say what is wrong, and close as openpi's own server does."""
+        logger.info("%s is sent away: %s", connection.remote_address, text)
+        await self._send(connection, text)
+        await connection.close(1011, "the error stands in the frame before")
+
+    async def _send(self, connection: ServerConnection, frame: bytes | str) -> None:
+        try:
+            await asyncio.wait_for(connection.send(frame), SEND_LIMIT_S)
+        except TimeoutError:
+            logger.info("%s reads no replies: closed", connection.remote_address)
+            connection.transport.abort()
+            await connection.wait_closed()
+            await connection.send(b"")  # raises how it was closed
+
+    def _name(self, connection: ServerConnection) -> str:
+        request = connection.request
+        named = None if request is None else ROBOT_PATH.fullmatch(request.path)
+        if named is not None:
+            return named[1]
+        return f"openpi-{next(self._numbers)}-{_peer(connection)}"[:ROBOT_CHARACTERS]
+
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+def _counted(take: Callable[[], bool], leave: Callable[[], None]) -> type[ServerConnection]:
+    """Makes connections that count from their first byte on, and end at once when refused."""
+
+    class Counted(ServerConnection):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            if not take():
+                self.transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            leave()
+            super().connection_lost(exc)
+
+    return Counted
+
+
+def metadata(config: PipelineConfig, gateway: GatewayConfig) -> dict[str, Any]:
+    """The first message to each robot: what is configured, and the contract under ``ppstream``."""
+    actions = config.actions
+    keys = {key: wanted for key, _, wanted in KeyMap(config, gateway).rows()}
+    contract = {
+        "run": config.name,
+        "observation": keys,
+        "actions": list(actions.names),
+        "horizon": actions.horizon,
+        "dt_ms": actions.dt_ms,
+        "lease_ms": actions.lease_ms,
+        "answer": gateway.answer,
+    }
+    return {"ppstream": contract, **gateway.metadata}
+
+
+def message(reply: Reply, infer_ns: int, total_ns: int | None) -> dict[str, Any]:
+    """A reply as openpi's clients read it.
+
+    The actions are its only array: their broker cuts every array of a reply step by step.
+    """
+    timing = {
+        "infer_ms": infer_ns / NS_PER_MS,
+        "age_ms": reply.age_ms,
+        "lease_ms": reply.lease_ms,
+        "epoch": reply.epoch,
+    }
+    if total_ns is not None:
+        timing["prev_total_ms"] = total_ns / NS_PER_MS
+    found: dict[str, Any] = {"actions": reply.actions, "server_timing": timing}
+    if reply.policy_ms is not None and reply.wait_ms is not None:
+        timing |= {"wait_ms": reply.wait_ms, "policy_ms": reply.policy_ms}
+        found["policy_timing"] = {"infer_ms": reply.policy_ms}
+    return found
+
+
+def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
+    """The map, and a request that fits it, for people."""
+    key_map, actions = KeyMap(config, gateway), config.actions
+    lines = [f"openpi on {gateway.listen}, answer = {gateway.answer}", ""]
+    lines += [f"  {key}: {wanted} -> {stream}" for key, stream, wanted in key_map.rows()]
+    shape = f"float32 [{actions.horizon}, {len(actions.names)}]"
+    lines += [f"  actions: {shape} = {', '.join(actions.names)}, {actions.dt_ms:g} ms apart", ""]
+    host, port = listen_address(gateway.listen) or ("127.0.0.1", 8000)
+    lines += [
+        "import numpy as np",
+        "from openpi_client.websocket_client_policy import WebsocketClientPolicy",
+        "",
+        f'client = WebsocketClientPolicy("{host}", {port})',
+        "observation = " + _source(key_map.example()),
+        'actions = client.infer(observation)["actions"]',
+    ]
+    return "\n".join(lines)
+
+
+def _source(value: Any, depth: int = 0) -> str:
+    """Python that makes ``value``: maps, texts and arrays of zeros."""
+    if isinstance(value, Mapping):
+        indent = "    " * (depth + 1)
+        lines = [
+            f"{indent}{json.dumps(key)}: {_source(one, depth + 1)},\n" for key, one in value.items()
+        ]
+        return "{\n" + "".join(lines) + "    " * depth + "}"
+    if isinstance(value, str):
+        return json.dumps(value)
+    return f"np.zeros({tuple(value.shape)}, np.{value.dtype})"
+
+
+async def _refuse(connection: ServerConnection, reason: str) -> None:
+    """Close before the metadata: a text would be taken for them."""
+    short = reason.encode()[:REASON_BYTES].decode(errors="ignore")
+    await connection.close(1013, short)
+
+
+def _last_line(text: str) -> str:
+    return text.splitlines()[-1].strip() if text else "refused"
+
+
+def _peer(connection: ServerConnection) -> str:
+    address = connection.remote_address
+    return f"{address[0]}-{address[1]}" if isinstance(address, tuple) else "unknown"

@@ -1,0 +1,188 @@
+"""GatewaySession: one foreign robot as a robot of the run, request by request.
+
+Its methods wait, so a server calls them from a thread of the connection's own, one at a time. It
+knows observations and answers, not how they travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from ppstream.config.gateway_rules import rank0_endpoint
+from ppstream.config.schema import GatewayConfig, PipelineConfig
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
+from ppstream.gateway.key_map import Array, KeyMap
+from ppstream.robot.client import RobotClient
+from ppstream.wire.keys import ClientKeys, client_keys
+from ppstream.wire.robot_messages import ActionChunk
+
+CONNECT_LIMIT_S: Final = 2.0  # for a session: a row that is being given back is free by then
+MIN_WAIT_S: Final = 1e-3
+
+
+class NoAnswerError(PpstreamError):
+    """An observation has no answer now; asking again may help. The message says why."""
+
+
+class Reply(NamedTuple):
+    """Actions for an observation, float32 ``[horizon, dim]``, and what is known of them.
+
+    ``wait_ms`` and ``policy_ms`` need ``actions.provenance``. ``chunk`` is for ``handed_over``.
+    """
+
+    actions: Array
+    age_ms: float  # window end to now
+    lease_ms: float  # from now; the actions are worth nothing afterwards
+    epoch: int  # of the instruction that the policy follows; 0: none
+    wait_ms: float | None
+    policy_ms: float | None
+    chunk: ActionChunk
+
+
+def gateway_keys(gateway: GatewayConfig) -> ClientKeys | None:
+    """Keys with which a gateway shows itself to rank 0; None: it needs none.
+
+    Raises:
+        ConfigError: a file holds no key, or the secret can be read by others.
+    """
+    if gateway.secret_key is None or gateway.server_key is None:
+        return None
+    return client_keys(gateway.secret_key, gateway.server_key)
+
+
+class GatewaySession:
+    """One robot's session on rank 0, from ``open`` to ``close``.
+
+    Args:
+        robot: its name, for people, logs and ``actions.robots``.
+        keys: as ``gateway_keys`` gives them.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        gateway: GatewayConfig,
+        keys: ClientKeys | None,
+        robot: str,
+    ) -> None:
+        endpoint = rank0_endpoint(config, gateway)
+        if endpoint is None:
+            raise ConfigError(["service.endpoint: got none, want one for the gateway"])
+        self._gateway = gateway
+        self._map = KeyMap(config, gateway)
+        self._newest: ActionChunk | None = None
+        self._prompt: str | None = None
+        self.client = RobotClient(
+            endpoint,
+            robot=robot,
+            streams=[(stream.name, stream.dim, stream.dtype) for stream in config.streams],
+            actions=config.actions.names,
+            on_chunk=self._keep,
+            keys=keys,
+        )
+
+    def open(self) -> None:
+        """Ask rank 0 for a row.
+
+        Raises:
+            PpstreamError: there is none in time, or never; the message is the refusal.
+        """
+        self.client.connect(CONNECT_LIMIT_S)
+
+    def answer(self, observation: Mapping[str, Any], received_ns: int) -> Reply:
+        """Send one observation, stamped when it was received, and wait for its actions.
+
+        Raises:
+            SpecError: it is not what the map says, or the prompt is too long.
+            NoAnswerError: none came within ``timeout_ms``, or they may not be executed any more.
+        """
+        samples = self._map.samples(observation)
+        prompt = self._map.prompt(observation)
+        until_ns = received_ns + round(self._gateway.timeout_ms * NS_PER_MS)
+        if not self.client.wait_ready(_left_s(until_ns)):
+            raise NoAnswerError(f"the run is {self.client.phase}; ask again once it is ready")
+        if prompt is not None and prompt != self._prompt:
+            self._follow(prompt, until_ns)
+        in_force = self._in_force() if self._gateway.answer == "newest" else None
+        if in_force is None:
+            return self._asked(samples, received_ns, until_ns)
+        for stream, values in samples.items():
+            self.client.push(stream, received_ns, values)
+        return self._reply(in_force)
+
+    def reset(self) -> None:
+        """Begin a new episode: what is owed to the old one is dropped."""
+        self.client.reset()
+        self._newest = None
+
+    def handed_over(self, reply: Reply, at_ns: int) -> None:
+        """Count the reply as executed: what its robot does with it, nobody here can see."""
+        self.client.executed(reply.chunk, at_ns)
+
+    def close(self) -> None:
+        """Give the row back. Twice is fine."""
+        self.client.close()
+
+    def _keep(self, chunk: ActionChunk) -> None:
+        self._newest = chunk
+
+    def _follow(self, prompt: str, until_ns: int) -> None:
+        """Have the policy follow ``prompt``, and wait until it does."""
+        epoch = self.client.instruct(prompt)
+        answer = self.client.wait_conditioned(epoch, _left_s(until_ns))
+        if answer is None:
+            raise NoAnswerError(f"the policy does not follow the new prompt yet; {self._limit()}")
+        if answer.fault:
+            self._prompt = None  # it follows the one before; asked again, it is told again
+            raise NoAnswerError(f"the policy cannot follow this prompt: {answer.fault}")
+        self._prompt = prompt
+        self._newest = None  # made for the prompt before
+
+    def _asked(self, samples: Mapping[str, Array], received_ns: int, until_ns: int) -> Reply:
+        try:
+            answer = self.client.ask(samples, _left_s(until_ns), received_ns)
+        except TimeoutError as error:
+            said = f"no actions came for this observation; the run is {self.client.phase}"
+            raise NoAnswerError(f"{said}; {self._limit()}") from error
+        except PeerLostError as error:
+            raise NoAnswerError(str(error)) from error
+        if answer.refusal is not None:
+            age_ms = (now_ns() - answer.chunk.window_end_ns) / NS_PER_MS
+            raise NoAnswerError(
+                f"the actions may not be executed: {answer.refusal}, {age_ms:.0f} ms after the "
+                "observation"
+            )
+        return self._reply(answer.chunk)
+
+    def _in_force(self) -> ActionChunk | None:
+        newest = self._newest
+        return newest if newest is not None and now_ns() < newest.expires_ns else None
+
+    def _reply(self, chunk: ActionChunk) -> Reply:
+        conditioned = self.client.conditioned
+        told = None if conditioned is None or conditioned.fault else conditioned.session
+        if self._prompt is not None and told != chunk.session:
+            self._prompt = None  # the run began anew, and may not know the prompt yet
+            raise NoAnswerError("the run was restarted and has to be told the prompt; ask again")
+        now = now_ns()
+        if now >= chunk.expires_ns:
+            raise NoAnswerError("the actions may not be executed: expired")
+        parts = chunk.provenance
+        return Reply(
+            actions=self.client.timeline.actions_of(chunk).copy(),
+            age_ms=(now - chunk.window_end_ns) / NS_PER_MS,
+            lease_ms=(chunk.expires_ns - now) / NS_PER_MS,
+            epoch=0 if conditioned is None else conditioned.conditioning_epoch,
+            wait_ms=None if parts is None else (parts.server_ns - parts.b_ns) / NS_PER_MS,
+            policy_ms=None if parts is None else parts.b_ns / NS_PER_MS,
+            chunk=chunk,
+        )
+
+    def _limit(self) -> str:
+        return f"gateway.timeout_ms is {self._gateway.timeout_ms:g}"
+
+
+def _left_s(until_ns: int) -> float:
+    return max(MIN_WAIT_S, (until_ns - now_ns()) / NS_PER_S)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ppstream.config.gateway_rules import KeyEntry, gateway_problems, key_entries, listen_address
+from ppstream.config.load import as_toml, read
+from ppstream.config.schema import GatewayConfig, PipelineConfig
+from ppstream.core.errors import ConfigError
+
+DROID = str(Path(__file__).parents[1] / "support" / "droid.toml")
+MAP = {"joints": "a/b", "gripper": "c.d", "wrist": {"key": "e", "layout": "chw"}}
+OPEN = "0.0.0.0:8000"
+
+
+def droid(**changes: Any) -> PipelineConfig:
+    config = read(DROID)
+    gateway = msgspec.structs.replace(config.gateway[0], **{"map": MAP, **changes})
+    return msgspec.structs.replace(config, gateway=(gateway,))
+
+
+def found(config: PipelineConfig) -> str:
+    return "\n".join(gateway_problems(config))
+
+
+def test_a_gateway_that_agrees_with_its_run_is_no_problem() -> None:
+    assert found(droid()) == ""
+    assert key_entries(droid().gateway[0])["wrist"] == KeyEntry("e", "chw", optional=False)
+
+
+def test_a_gateway_survives_the_way_through_toml(tmp_path: Path) -> None:
+    config = read(DROID)
+    file = tmp_path / "again.toml"
+    file.write_text(as_toml(config))
+    assert read(str(file)).gateway == config.gateway
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"listen": "8000"}, "gateway[0].listen: got '8000', want ADDRESS:PORT"),
+        ({"listen": "127.0.0.1:70000"}, "want ADDRESS:PORT"),
+        ({"listen": OPEN}, "gateway[0].api_key_file: missing"),
+        ({"listen": OPEN, "api_key_file": DROID}, "gateway[0].certfile: missing"),
+        ({"certfile": DROID}, "gateway[0].certfile: got it or keyfile alone"),
+        ({"api_key_file": "/nowhere"}, "gateway[0].api_key_file: got '/nowhere', which is not"),
+        ({"endpoint": "nonsense"}, "gateway[0].endpoint: got 'nonsense'"),
+        ({"endpoint": "tcp://10.0.0.1:5870"}, "gateway[0].secret_key: missing"),
+        ({"secret_key": DROID}, "gateway[0].secret_key: got it or server_key alone"),
+        ({"map": MAP | {"arm": "x"}}, "gateway[0].map.arm: got no stream's name"),
+        ({"map": {"joints": "a"}}, "gateway[0].map.wrist: missing, want the key of stream"),
+        ({"map": MAP | {"joints": 3}}, "gateway[0].map.joints: got 3, want a key"),
+        ({"map": MAP | {"joints": ""}}, "gateway[0].map.joints.key: got ''"),
+        ({"map": MAP | {"joints": {"key": "a", "lay": 1}}}, "map.joints.lay: unknown key"),
+        ({"map": MAP | {"joints": {"key": "a", "layout": "hwc"}}}, "map.joints.layout: got one"),
+        ({"map": MAP | {"wrist": {"key": "a", "layout": "nchw"}}}, "want one of auto, hwc, chw"),
+        ({"map": MAP | {"wrist": {"key": "a", "optional": 1}}}, "map.wrist.optional: got 1"),
+        (
+            {"map": MAP | {"joints": {"key": "a", "optional": True}}},
+            "map.joints.optional: got true",
+        ),
+        ({"map": MAP | {"prompt": "prompt"}}, "map.prompt: got 'prompt' with policy.instructions"),
+        ({"map": MAP | {"prompt": {"key": "a"}}}, "want the key of the instruction"),
+        ({"metadata": {"a": [{"b": None}]}}, "gateway[0].metadata.a[0].b: got None"),
+    ],
+)
+def test_each_disagreement_is_said_with_its_place(changes: dict[str, Any], said: str) -> None:
+    assert said in found(droid(**changes))
+
+
+def test_all_problems_of_a_map_are_said_at_once() -> None:
+    lines = found(droid(map={"arm": "x", "joints": 3, "prompt": "p"})).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "gateway[0].map.gripper",
+        "gateway[0].map.wrist",
+        "gateway[0].map.arm",
+        "gateway[0].map.joints",
+        "gateway[0].map.prompt",
+    ]
+
+
+def test_two_gateways_cannot_listen_at_one_address() -> None:
+    config = droid(listen="127.0.0.1:8000")
+    assert "twice" in found(msgspec.structs.replace(config, gateway=2 * config.gateway))
+    free = droid(listen="127.0.0.1:0")
+    assert "twice" not in found(msgspec.structs.replace(free, gateway=2 * free.gateway))
+
+
+def test_a_recording_leaves_no_room_for_a_gateway() -> None:
+    config = droid()
+    service = msgspec.structs.replace(config.service, recording="a.mcap")
+    assert "service.recording" in found(msgspec.structs.replace(config, service=service))
+
+
+def test_an_exact_answer_needs_windows_that_wait_for_the_reference() -> None:
+    config = droid()
+    shape = msgspec.structs.replace(config.pipeline, pacing="sample:gripper")
+    assert "gateway[0].answer" in found(msgspec.structs.replace(config, pipeline=shape))
+    newest = msgspec.structs.replace(droid(answer="newest"), pipeline=shape)
+    assert "answer" not in found(newest)
+
+
+@pytest.mark.parametrize(
+    ("listen", "wanted"),
+    [("[::1]:8000", ("::1", 8000)), ("localhost:0", ("localhost", 0)), ("a b:1", None)],
+)
+def test_addresses_are_taken_apart(listen: str, wanted: tuple[str, int] | None) -> None:
+    assert listen_address(listen) == wanted
+
+
+def test_ipv6_loopback_needs_no_key() -> None:
+    assert found(droid(listen="[::1]:8000")) == ""
+
+
+def test_a_gateway_without_a_map_is_refused_by_its_path() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(DROID, ["gateway.0.map=3", "gateway.0.wire=ros"])
+    assert [line.split(":")[0] for line in caught.value.problems] == [
+        "gateway[0].wire",
+        "gateway[0].map",
+    ]
+    assert isinstance(read(DROID).gateway[0], GatewayConfig)

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import socket
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from documents import BOOKS, FENCE
+
+from ppstream.config.gateway_rules import gateway_problems
+from ppstream.config.load import read
+from ppstream.config.schema import GatewayConfig
+from ppstream.core.errors import ConfigError, ExitCode
+from ppstream.gateway.cli import api_key, main, tls_context
+
+DROID = str(Path(__file__).parents[1] / "support" / "droid.toml")
+PAGE = BOOKS / "connect-openpi.md"
+
+
+def gateway(**changes: Any) -> GatewayConfig:
+    return msgspec.structs.replace(read(DROID).gateway[0], **changes)
+
+
+def key_file(folder: Path, text: str, mode: int = stat.S_IRUSR) -> str:
+    file = folder / "key"
+    file.write_text(text)
+    file.chmod(mode)
+    return str(file)
+
+
+def test_describe_prints_the_map_and_a_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", DROID, "--describe", "--set", "gateway.0.listen=127.0.0.1:8000"]) == 0
+    said = capsys.readouterr().out
+    assert "  observation/joint_position: numbers [7] -> joints" in said
+    assert 'client = WebsocketClientPolicy("127.0.0.1", 8000)' in said
+    assert '    "observation/wrist_image_left": np.zeros((8, 6, 3), np.uint8),' in said
+
+
+def test_a_run_without_a_gateway_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "demo"]) == ExitCode.CONFIG
+    assert "gateway: got none" in capsys.readouterr().err
+
+
+def test_an_address_in_use_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["--config", DROID, "--set", f"gateway.0.listen={address}"]) == ExitCode.CONFIG
+    assert f"gateway[0].listen: {address}" in capsys.readouterr().err
+
+
+def test_the_configuration_of_the_run_book_fits_its_robot() -> None:
+    (block,) = (one for one in FENCE.findall(PAGE.read_text()) if "[[gateway]]" in one)
+    (shown,) = tomllib.loads(block)["gateway"]
+    config = read(DROID, ["policy.instructions=true"])
+    gateways = (msgspec.convert(shown, GatewayConfig),)
+    assert list(gateway_problems(msgspec.structs.replace(config, gateway=gateways))) == []
+
+
+def test_the_key_is_the_files_only_line(tmp_path: Path) -> None:
+    assert api_key("gateway[0]", gateway()) is None
+    wanted = gateway(api_key_file=key_file(tmp_path, "0123456789abcdef\n"))
+    assert api_key("gateway[0]", wanted) == "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        ("short\n", 0o600, "got 5 characters"),
+        ("0123456789abcdef\nmore\n", 0o600, "that print"),
+        ("0" * 2000, 0o600, "want 16 to 1024"),
+        ("0123456789abcdef", 0o640, "can be read by others; chmod 600"),
+    ],
+)
+def test_a_key_that_protects_nobody_is_refused(
+    tmp_path: Path, text: str, mode: int, said: str
+) -> None:
+    wanted = gateway(api_key_file=key_file(tmp_path, text, mode))
+    with pytest.raises(ConfigError) as caught:
+        api_key("gateway[0]", wanted)
+    assert said in str(caught.value)
+    assert text.strip() not in str(caught.value)
+
+
+def test_files_that_are_no_certificate_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        tls_context("gateway[0]", gateway(certfile=DROID, keyfile=DROID))
+    assert "gateway[0].certfile" in str(caught.value)

@@ -1,0 +1,393 @@
+"""openpi's wire with plain WebSocket clients: answers, refusals, and what others notice of them."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+from gateway_rig import (
+    LONG_LIVED,
+    SHAPE,
+    Gateway,
+    emit,
+    gated,
+    gateway_to,
+    observation,
+    slow_config,
+)
+from robot_rig import Server, make_client, serving, wait_until
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from ppstream.gateway import openpi
+from ppstream.wire.openpi import encode
+from ppstream.wire.robot_messages import ChunkReport
+
+KEY = "0123456789abcdef0123"
+OPENING = (
+    b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+CERTIFICATE = (
+    *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"),
+    *("-addext", "subjectAltName=DNS:localhost"),
+)
+
+
+def health(gateway: Gateway) -> tuple[int, str]:
+    try:
+        with urlopen(f"http://127.0.0.1:{gateway.port}/healthz", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def closing(robot: Any) -> ConnectionClosed:
+    with pytest.raises(ConnectionClosed) as caught:
+        robot.receive()
+    return caught.value
+
+
+def test_a_robot_hears_metadata_and_then_an_answer_to_each_observation() -> None:
+    with gated(metadata={"reset_pose": [0, -1.5]}) as (rank0, gateway), gateway.robot() as robot:
+        assert robot.metadata["reset_pose"] == [0, -1.5]
+        assert robot.metadata["ppstream"]["actions"] == ["dx", "dy"]
+        first, second = robot.ask(), robot.ask()
+        assert first["actions"].shape == SHAPE
+        assert first["actions"].dtype == np.float32
+        assert (second["actions"] != first["actions"]).any()
+        timing = second["server_timing"]
+        assert {"infer_ms", "age_ms", "lease_ms", "epoch", "prev_total_ms"} == set(timing)
+        assert "prev_total_ms" not in first["server_timing"]
+        assert 0 < timing["age_ms"] <= timing["infer_ms"]
+        wait_until(lambda: rank0.emitted == 2)
+
+
+def test_all_samples_of_an_observation_have_one_stamp_and_its_values() -> None:
+    with gated() as (rank0, gateway), gateway.robot() as robot:
+        robot.ask(observation(0.75))
+        rings = rank0.rows[0].rings
+        assert rings["joints"].newest_ns == rings["imu"].newest_ns
+
+
+def test_a_path_names_the_robot_and_a_new_connection_is_a_new_session() -> None:
+    with gated() as (rank0, gateway):
+        sessions = []
+        for _ in range(2):
+            with gateway.robot("/robots/arm-7") as robot:
+                assert robot.ask()["actions"].shape == SHAPE
+                assert rank0.rows[0].robot == "arm-7"
+                sessions.append(rank0.rows[0].session)
+            wait_until(lambda: not rank0.rows[0].session)
+        assert len(set(sessions)) == 2
+
+
+def test_a_reset_begins_a_new_episode() -> None:
+    with gated() as (rank0, gateway), gateway.robot() as robot:
+        robot.ask()
+        assert robot.ask({"endpoint": "reset"}) == {"status": "reset successful"}
+        wait_until(lambda: rank0.rows[0].session_epoch == 1)
+        assert robot.ask(observation(endpoint="infer"))["actions"].shape == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"a": 1}, "state/joints: it is missing, want numbers [3]"),
+        (observation(imu=None), "imu.values: it is missing"),
+        (observation(**{"state/joints": np.zeros(4)}), "state/joints: got float64 [4]"),
+        (observation(imu={"values": np.zeros((2, 2))}), "imu.values: got float64 [2, 2]"),
+        (observation(**{"state/joints": "abc"}), "state/joints: got str"),
+        ({"endpoint": "kill"}, "endpoint: got 'kill', want 'infer' or 'reset'"),
+        (b"\xc1", "not a message of openpi"),
+        (b"", "not a message of openpi"),
+        ("text", "got a text frame"),
+    ],
+)
+def test_bad_input_is_told_to_its_robot_alone(message: Any, said: str) -> None:
+    with gated(rows=2) as (rank0, gateway), gateway.robot() as other:
+        other.ask()
+        with gateway.robot() as robot:
+            assert said in robot.ask(message)
+            assert closing(robot).rcvd.code == 1011
+        assert other.ask()["actions"].shape == SHAPE
+        wait_until(lambda: [row.session != 0 for row in rank0.rows] == [True, False])
+
+
+def test_an_oversized_message_ends_its_connection_alone() -> None:
+    with gated(rows=2, message_mb=0.01) as (_, gateway), gateway.robot() as other:
+        with gateway.robot() as robot:
+            robot.send(bytes(20_000))
+            assert closing(robot).rcvd.code == 1009
+        assert other.ask()["actions"].shape == SHAPE
+
+
+def test_a_robot_without_a_row_is_refused_with_the_reason() -> None:
+    with gated() as (_, gateway), gateway.robot() as first:
+        with pytest.raises(ConnectionClosed) as caught, gateway.robot():
+            pass
+        assert caught.value.rcvd.code == 1013
+        assert "all 1 rows are taken" in caught.value.rcvd.reason
+        assert first.ask()["actions"].shape == SHAPE
+
+
+def test_more_connections_than_rows_can_come_to_serve_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openpi, "SPARE_CONNECTIONS", 0)
+    with gated() as (_, gateway), gateway.robot() as first:
+        with pytest.raises(ConnectionClosed) as caught, gateway.robot():
+            pass
+        assert caught.value.rcvd.reason == "too many connections"
+        assert first.ask()["actions"].shape == SHAPE
+
+
+def has_ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_sockets_that_say_nothing_are_bounded_and_delay_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openpi, "SPARE_SOCKETS", 4)
+    with gated() as (_, gateway), gateway.robot() as robot, ExitStack() as stack:
+        bound = 1 + openpi.SPARE_CONNECTIONS + 4
+        idle = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+            for _ in range(bound + 10)
+        ]
+        wait_until(lambda: sum(map(has_ended, idle)) == 11)  # the robot has one of the places
+        assert robot.ask()["actions"].shape == SHAPE
+        for one in idle:
+            one.close()
+        wait_until(lambda: health(gateway)[0] == 200)
+
+
+def test_a_half_open_connection_gives_its_row_back() -> None:
+    with gated(silence_s=0.4) as (rank0, gateway):
+        address = ("127.0.0.1", gateway.port)
+        with socket.create_connection(address) as silent:
+            silent.sendall(OPENING)
+            wait_until(lambda: rank0.sessions.statistics().opened)
+            wait_until(lambda: not rank0.rows[0].session)
+        with gateway.robot() as robot:
+            assert robot.ask()["actions"].shape == SHAPE
+
+
+def test_a_reader_that_takes_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openpi, "SEND_LIMIT_S", 0.2)
+    with (
+        gated(metadata={"pad": "x" * 30_000_000}) as (rank0, gateway),
+        socket.create_connection(("127.0.0.1", gateway.port)) as slow,
+    ):
+        slow.sendall(OPENING)
+        wait_until(lambda: rank0.sessions.statistics().opened)
+        wait_until(lambda: not rank0.rows[0].session)
+
+
+def test_no_answer_in_time_is_told_and_the_connection_stays() -> None:
+    with gated(answers=False, timeout_ms=50.0) as (rank0, gateway), gateway.robot() as robot:
+        assert "gateway.timeout_ms is 50" in robot.ask()
+        assert "no actions came" in robot.ask()
+        assert rank0.rows[0].session
+
+
+def test_actions_past_their_lease_are_never_sent() -> None:
+    with gated(answers=False) as (rank0, gateway), gateway.robot() as robot:
+        robot.send(observation())
+        wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns > 0)
+        end_ns = rank0.rows[0].rings["joints"].newest_ns
+        emit(rank0, 0, expires_ns=end_ns + 1)
+        assert "may not be executed: expired" in robot.receive()
+
+
+def test_newest_answers_at_once_with_the_chunk_in_force() -> None:
+    with gated(answers=False, answer="newest") as (rank0, gateway), gateway.robot() as robot:
+        robot.send(observation())
+        wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns > 0)
+        emit(rank0, 7)
+        first = robot.receive()
+        again = robot.ask()  # nothing else was emitted
+        assert (again["actions"] == first["actions"]).all()
+        assert again["server_timing"]["age_ms"] > first["server_timing"]["age_ms"]
+
+
+def test_a_run_that_is_not_ready_is_named_by_its_phase() -> None:
+    with gated(phase="warming", timeout_ms=50.0) as (rank0, gateway):
+        assert health(gateway) == (503, "warming\n")
+        wait_until(lambda: not rank0.rows[0].session)
+        with gateway.robot() as robot:
+            assert "the run is warming" in robot.ask()
+            assert health(gateway) == (503, "warming\n")
+            rank0.order(lambda: rank0.sessions.set_phase("ready"))
+            assert robot.ask()["actions"].shape == SHAPE
+            assert health(gateway) == (200, "OK\n")
+
+
+def test_a_run_that_is_gone_is_told_and_found_again() -> None:
+    config = slow_config(f"tcp://127.0.0.1:{free_port()}")
+    with ExitStack() as stack:
+        with serving(config, answers=True, **LONG_LIVED) as rank0:
+            gateway = stack.enter_context(gateway_to(rank0, config, timeout_ms=300.0))
+            robot = stack.enter_context(gateway.robot())
+            assert robot.ask()["actions"].shape == SHAPE
+        assert isinstance(robot.ask(), str)
+        with serving(config, answers=True, **LONG_LIVED):
+            wait_until(lambda: not isinstance(robot.ask(), str))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_an_answer_waits_until_the_policy_follows_a_new_prompt() -> None:
+    told: list[str] = []
+
+    def teach(number: int, text: str, done: Any) -> None:
+        told.append(text)
+        done(number, "too long" if text == "sing" else "")
+
+    with gated(instructions=True) as (rank0, gateway), gateway.robot() as robot:
+        rank0.order(lambda: rank0.sessions.requests.attach(teach, lambda *_, **__: None))
+        first = robot.ask(observation(prompt="pick"))
+        assert first["server_timing"]["epoch"] == 1
+        assert rank0.rows[0].conditioning_epoch == 1
+        assert robot.ask(observation(prompt="pick"))["server_timing"]["epoch"] == 1
+        assert robot.ask(observation(prompt=b"place"))["server_timing"]["epoch"] == 2
+        assert "cannot follow this prompt: too long" in robot.ask(observation(prompt="sing"))
+        assert robot.ask()["actions"].shape == SHAPE
+        assert told == ["pick", "place", "sing"]
+
+
+def test_a_prompt_too_long_for_the_wire_is_told_and_not_logged_as_a_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with gated(instructions=True) as (_, gateway), gateway.robot() as robot:
+        assert "an instruction of 5000 characters" in robot.ask(observation(prompt="x" * 5000))
+        assert closing(robot).rcvd.code == 1011
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_a_run_that_began_anew_is_told_the_prompt_before_it_answers() -> None:
+    config = slow_config(f"tcp://127.0.0.1:{free_port()}", instructions=True)
+
+    def attach(rank0: Server) -> None:
+        def teach(number: int, text: str, done: Any) -> None:
+            done(number, "")
+
+        rank0.order(lambda: rank0.sessions.requests.attach(teach, lambda *_, **__: None))
+
+    pick = observation(prompt="pick")
+    with ExitStack() as stack:
+        with serving(config, answers=True, **LONG_LIVED) as rank0:
+            attach(rank0)
+            gateway = stack.enter_context(gateway_to(rank0, config, timeout_ms=500.0))
+            robot = stack.enter_context(gateway.robot())
+            assert robot.ask(pick)["server_timing"]["epoch"] == 1
+        with serving(config, answers=True, **LONG_LIVED) as rank0:  # whose policy cannot follow any
+            answers: list[Any] = []
+            wait_until(lambda: answers.append(robot.ask(pick)) or "cannot follow" in answers[-1])
+            assert all(isinstance(answer, str) for answer in answers)
+            assert "has to be told the prompt" in "".join(answers)
+
+
+def test_a_reply_counts_as_executed_for_reports_and_ages() -> None:
+    with gated() as (rank0, gateway):
+        with gateway.robot() as robot:
+            robot.ask()
+            robot.ask()
+        wait_until(lambda: not rank0.rows[0].session)
+        reports = [one for one in rank0.sessions.reports if isinstance(one, ChunkReport)]
+        assert [report.executed > 0 for report in reports] == [True, True]
+
+
+def test_a_prompt_that_nobody_confirms_is_not_answered() -> None:
+    with (
+        gated(instructions=True, timeout_ms=100.0) as (rank0, gateway),
+        gateway.robot() as robot,
+    ):
+        rank0.order(lambda: rank0.sessions.requests.attach(lambda *_: None, lambda *_, **__: None))
+        assert "does not follow the new prompt yet" in robot.ask(observation(prompt="pick"))
+        assert rank0.emitted == 0
+
+
+@pytest.mark.parametrize("said", [None, "Bearer " + KEY, "Api-Key " + KEY[1:], "Api-Key ü"])
+def test_a_robot_without_the_key_is_refused_before_it_is_one(said: str | None) -> None:
+    headers = {} if said is None else {"Authorization": said}
+    with gated(api_key=KEY) as (rank0, gateway):
+        with (
+            pytest.raises((InvalidStatus, UnicodeEncodeError)),
+            gateway.robot(additional_headers=headers),
+        ):
+            pass
+        assert not rank0.rows[0].session
+        assert health(gateway)[0] == 200
+        with gateway.robot(additional_headers={"Authorization": f"Api-Key {KEY}"}) as robot:
+            assert robot.ask()["actions"].shape == SHAPE
+
+
+def test_a_page_in_a_browser_is_refused() -> None:
+    with (
+        gated() as (_, gateway),
+        pytest.raises(InvalidStatus),
+        gateway.robot(origin="http://localhost"),
+    ):
+        pass
+
+
+def test_tls_serves_who_trusts_the_certificate(tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("cert.pem", "key.pem")]
+    subprocess.run(
+        [*CERTIFICATE, "-out", files[0], "-keyout", files[1]],
+        check=True,
+        capture_output=True,
+    )
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(*files)
+    with gated(tls=tls) as (_, gateway):
+        trusting = ssl.create_default_context(cafile=files[0])
+        with gateway.robot(ssl=trusting) as robot:
+            assert robot.ask()["actions"].shape == SHAPE
+        with pytest.raises((ssl.SSLError, InvalidHandshake)), gateway.robot():
+            pass
+
+
+def test_two_robots_are_answered_beside_a_native_one() -> None:
+    with gated(rows=3) as (rank0, gateway), make_client(rank0.sessions.endpoint) as native:
+        native.connect()
+        with gateway.robot() as one, gateway.robot() as other:
+            for _ in range(5):
+                one.send(observation(0.1))
+                assert one.receive()["actions"].shape == SHAPE
+                assert other.ask(observation(0.2))["actions"].shape == SHAPE
+        assert native.connected
+
+
+def test_the_end_of_the_gateway_is_a_goodbye() -> None:
+    with ExitStack() as stack:
+        with gated() as (_, gateway):
+            robot = stack.enter_context(gateway.robot())
+            robot.ask()
+        assert closing(robot).rcvd.code == 1001
+
+
+def test_garbage_before_a_handshake_costs_nobody_anything() -> None:
+    with gated() as (_, gateway), gateway.robot() as robot:
+        with socket.create_connection(("127.0.0.1", gateway.port)) as hostile:
+            hostile.sendall(b"\x16\x03\x01" + bytes(1000) + encode({"a": 1}))
+        assert robot.ask()["actions"].shape == SHAPE

@@ -1,0 +1,78 @@
+"""``[[gateway]]`` in a run's own TOML: rank 0 starts the gateway, and it ends with the run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import Ranks
+from robot_rig import wait_until
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from ppstream.control.peer_process import children
+from ppstream.core.errors import ExitCode
+from ppstream.wire.openpi import decode, encode
+
+pytestmark = pytest.mark.multirank
+
+DROID = Path(__file__).parents[1] / "support" / "droid.toml"
+LISTENS = re.compile(r"clients of openpi connect to (ws://\S+)")
+REQUESTS = 50
+
+
+def observation(number: int) -> dict[str, object]:
+    return {
+        "observation/joint_position": np.arange(7) / 8 + number / 64,
+        "observation/gripper_position": np.array([number / 64]),
+        "observation/wrist_image_left": np.full((8, 6, 3), number, np.uint8),
+        "prompt": "nobody follows it here",
+    }
+
+
+def test_each_answer_is_of_its_very_observation_and_the_gateway_ends_with_the_run(
+    tmp_path: Path,
+) -> None:
+    with Ranks(tmp_path, config=DROID, world_size=1) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        wait_until(lambda: LISTENS.search(ranks.output()))
+        found = LISTENS.search(ranks.output())
+        assert found
+        with connect(found[1], compression=None, proxy=None) as robot:
+            assert decode(bytes(robot.recv()))["reset_pose"] == [0, -1.5]
+            for number in range(REQUESTS):
+                given = observation(number)
+                robot.send(encode(given))
+                actions = decode(bytes(robot.recv()))["actions"]
+                assert actions.shape == (10, 8)
+                values = [given["observation/joint_position"], [number / 64]]
+                assert (actions == np.concatenate(values).astype("f4")).all()
+            ranks.processes[0].send_signal(signal.SIGTERM)
+            with pytest.raises(ConnectionClosed):
+                robot.recv(20)
+        assert ranks.wait() == [ExitCode.DRAINED]
+
+
+def test_a_gateway_that_cannot_start_ends_the_run_before_it_is_ready(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("short")
+    key.chmod(0o600)
+    setting = f"gateway.0.api_key_file={key}"
+    with Ranks(tmp_path, setting, config=DROID, world_size=1) as ranks:
+        assert ranks.wait() == [ExitCode.CONFIG]
+        assert "gateway[0].api_key_file" in ranks.output()
+        assert "gateway: it ended with code 11 before the run was ready" in ranks.output()
+
+
+def test_a_gateway_that_dies_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    with Ranks(tmp_path, config=DROID, world_size=1) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        (gateway,) = children(ranks.processes[0].pid)
+        os.kill(gateway, signal.SIGKILL)
+        wait_until(lambda: "the gateway ended with code -9: its robots hold" in ranks.output())
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        assert ranks.wait() == [ExitCode.DRAINED]

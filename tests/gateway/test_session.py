@@ -1,0 +1,106 @@
+"""GatewaySession against rank 0's ingest, without a wire in front."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from gateway_rig import (
+    LONG_LIVED,
+    LONG_NS,
+    SHAPE,
+    emit,
+    gateway_config,
+    observation,
+    slow_config,
+)
+from robot_rig import MS, Server, serving, wait_until
+
+from ppstream.core.clock import now_ns
+from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply
+from ppstream.wire.robot_messages import Provenance
+
+
+@contextmanager
+def served(**changes: Any) -> Iterator[tuple[Server, GatewaySession]]:
+    """A policy that follows every prompt, and answers when it is told to."""
+    config = slow_config(instructions=True)
+    with serving(config, **LONG_LIVED) as rank0:
+
+        def teach(number: int, text: str, done: Any) -> None:
+            done(number, "")
+
+        rank0.order(lambda: rank0.sessions.requests.attach(teach, lambda *_, **__: None))
+        endpoint = rank0.sessions.endpoint
+        gateway = gateway_config(config, endpoint, **changes)
+        session = GatewaySession(config, gateway, None, "arm")
+        try:
+            session.open()
+            yield rank0, session
+        finally:
+            session.close()
+
+
+def answered(rank0: Server, session: GatewaySession, seq: int = 0, **chunk: Any) -> Reply:
+    """The reply to an observation for which rank 0 emits one chunk, numbered ``seq``."""
+    replies: list[Any] = []
+
+    def ask() -> None:
+        try:
+            replies.append(session.answer(observation(), now_ns()))
+        except NoAnswerError as error:
+            replies.append(error)
+
+    asking = threading.Thread(target=ask)
+    before_ns = rank0.rows[0].rings["joints"].newest_ns
+    asking.start()
+    wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns > before_ns)
+    emit(rank0, seq, **chunk)
+    asking.join(20)
+    if isinstance(replies[0], NoAnswerError):
+        raise replies[0]
+    reply: Reply = replies[0]
+    return reply
+
+
+def test_samples_are_stamped_when_their_observation_was_received() -> None:
+    with served(timeout_ms=50.0) as (rank0, session):
+        received_ns = now_ns() - 3 * MS
+        with pytest.raises(NoAnswerError):
+            session.answer(observation(), received_ns)
+        wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns == received_ns)
+        assert rank0.rows[0].rings["imu"].newest_ns == received_ns
+
+
+def test_actions_whose_steps_are_all_past_are_refused_by_name() -> None:
+    with served() as (rank0, session):
+        with pytest.raises(NoAnswerError, match="may not be executed: superseded"):
+            answered(rank0, session, start_ns=now_ns() - 1000 * MS, dt_ns=1)
+        assert answered(rank0, session, 1).actions.shape == SHAPE
+
+
+@pytest.mark.parametrize("change", ["prompt", "episode", "nothing"])
+def test_newest_gives_no_actions_of_an_earlier_prompt_or_episode(change: str) -> None:
+    with served(answer="newest", timeout_ms=1000.0) as (rank0, session):
+        first = answered(rank0, session)
+        given = observation(prompt="pick" if change == "prompt" else None)
+        if change == "episode":
+            session.reset()
+        if change == "nothing":
+            again = session.answer(given, now_ns())
+            assert again.chunk == first.chunk
+            return
+        with pytest.raises(NoAnswerError, match="no actions came"):
+            session.answer(given, now_ns())
+
+
+def test_the_parts_of_an_age_come_with_provenance() -> None:
+    parts = Provenance({}, 1 * MS, 2 * MS, 3 * MS, 4 * MS, 5 * MS, 6 * MS, 7 * MS)
+    with served() as (rank0, session):
+        reply = answered(rank0, session, provenance=parts)
+        assert (reply.policy_ms, reply.wait_ms) == (5.0, 23.0)
+        assert reply.lease_ms + reply.age_ms == pytest.approx(LONG_NS / MS)
+        assert answered(rank0, session, 1).policy_ms is None
