@@ -105,7 +105,7 @@ class Bell:
     ``[STAMPS + slots]``, aligned; the bell holds it until it gets another.
     """
 
-    _words: memoryview[int]
+    _words: memoryview
     _fd: int
     _is_ordered: bool
     _count: int
