@@ -125,10 +125,11 @@ def test_a_ros_node_reorders_joints_publishes_commands_and_says_why_it_holds() -
         ring = server.rows[0].rings["joints"]
         node.joint_state(dy=2.0)  # not all joints: somebody else's message
         node.joint_state(gripper=3.0, dy=2.0, dx=1.0)
-        wait_until(lambda: ring.accepted)
+        wait_until(lambda: ring.count)
         assert ring.accepted == 1
         assert held(ring)[1] == [[1.0, 2.0]]
-        wait_until(lambda: node.commands)
+        # a busy machine may have let the first chunk grow too old
+        wait_until(lambda: node.commands or node.joint_state(dx=1.0, dy=2.0))
         assert len(node.commands[0].data) == 2
         wait_until(lambda: node.warnings)  # no sample came any more
         assert "lease fault" in node.warnings[0]
