@@ -10,6 +10,7 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +21,41 @@ PROMPT: Final = "prompt"  # the entry of a map that is no stream
 LAYOUTS: Final = ("auto", "hwc", "chw")  # of a camera's frames
 ENTRY_KEYS: Final = ("key", "layout", "optional")
 METADATA_KINDS: Final = (str, bool, int, float, list, Mapping)
+
+
+class WireRules(NamedTuple):
+    """Means of one wire, of those that a ``[[gateway]]`` can ask for."""
+
+    library: str  # module that serves it
+    extra: str  # of this package, which brings the library
+    listen: str  # where its clients look first
+    lacks: tuple[str, ...]  # settings that mean nothing on it
+    abroad: tuple[str, ...]  # files wanted where other hosts reach it; none: they may not
+
+
+WIRES: Final = {
+    "openpi": WireRules(
+        library="websockets",
+        extra="gateway",
+        listen="127.0.0.1:8000",
+        lacks=(),
+        abroad=("api_key_file", "certfile", "keyfile"),
+    ),
+    "groot": WireRules(
+        library="zmq",
+        extra="gateway",
+        listen="127.0.0.1:5555",
+        lacks=("metadata", "certfile", "keyfile"),
+        abroad=("api_key_file",),
+    ),
+    "lerobot": WireRules(
+        library="grpc",
+        extra="gateway",
+        listen="127.0.0.1:8080",
+        lacks=("metadata", "api_key_file", "certfile", "keyfile"),
+        abroad=(),
+    ),
+}
 
 _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s\[\]]+):(?P<port>\d{1,5})")
 
@@ -48,6 +84,22 @@ def listen_address(listen: str) -> tuple[str, int] | None:
     return match["host"].strip("[]"), int(match["port"])
 
 
+def listen_of(gateway: GatewayConfig) -> str:
+    """ADDRESS:PORT at which a gateway listens."""
+    return gateway.listen or WIRES[gateway.wire].listen
+
+
+def missing_libraries(config: PipelineConfig) -> list[str]:
+    """Lists, of each wire that is asked for, the library that is not installed."""
+    wires = dict.fromkeys(gateway.wire for gateway in config.gateway)
+    return [
+        f"gateway: wire = {wire!r} needs {WIRES[wire].library}: "
+        f"pip install 'ppstream[{WIRES[wire].extra}]'"
+        for wire in wires
+        if find_spec(WIRES[wire].library) is None
+    ]
+
+
 def rank0_endpoint(config: PipelineConfig, gateway: GatewayConfig) -> str | None:
     """Address of rank 0 as the gateway reaches it."""
     return gateway.endpoint or config.service.endpoint
@@ -55,27 +107,43 @@ def rank0_endpoint(config: PipelineConfig, gateway: GatewayConfig) -> str | None
 
 def gateway_problems(config: PipelineConfig) -> Iterator[str]:
     """Every disagreement, each ``path: got ..., want ...``."""
-    listens = Counter(one.listen for one in config.gateway if not one.listen.endswith(":0"))
+    listens = Counter(listen_of(one) for one in config.gateway)
     for index, gateway in enumerate(config.gateway):
         path = f"gateway[{index}]"
-        if listens[gateway.listen] > 1:
-            yield f"{path}.listen: got {gateway.listen!r} twice, want each address once"
+        listen = listen_of(gateway)
+        if listens[listen] > 1 and not listen.endswith(":0"):
+            yield f"{path}.listen: got {listen!r} twice, want each address once"
+        yield from _wire_problems(path, gateway)
         yield from _listen_problems(path, gateway)
         yield from _rank0_problems(path, config, gateway)
         yield from _map_problems(f"{path}.map", config, gateway)
         yield from _metadata_problems(f"{path}.metadata", gateway.metadata)
 
 
+def _wire_problems(path: str, gateway: GatewayConfig) -> Iterator[str]:
+    defaults = GatewayConfig(wire=gateway.wire, map={})
+    for name in WIRES[gateway.wire].lacks:
+        value = getattr(gateway, name)
+        if value != getattr(defaults, name):
+            yield f"{path}.{name}: got {value!r}, want none: wire {gateway.wire!r} has none"
+
+
 def _listen_problems(path: str, gateway: GatewayConfig) -> Iterator[str]:
-    address = listen_address(gateway.listen)
+    listen, abroad = listen_of(gateway), WIRES[gateway.wire].abroad
+    address = listen_address(listen)
     if address is None:
-        yield f"{path}.listen: got {gateway.listen!r}, want ADDRESS:PORT, such as 127.0.0.1:8000"
+        yield f"{path}.listen: got {listen!r}, want ADDRESS:PORT, such as 127.0.0.1:8000"
     elif not _is_loopback(address[0]):
-        for name in ("api_key_file", "certfile", "keyfile"):
+        if not abroad:
+            yield (
+                f"{path}.listen: got {listen!r}, want an address of loopback: wire "
+                f"{gateway.wire!r} asks nobody who they are; other hosts come through a tunnel"
+            )
+        for name in abroad:
             if getattr(gateway, name) is None:
                 yield (
                     f"{path}.{name}: missing, want a file because other hosts can reach "
-                    f"listen = {gateway.listen!r}; or listen at 127.0.0.1, behind a proxy with TLS"
+                    f"listen = {listen!r}; or listen at 127.0.0.1, behind what encrypts"
                 )
     if (gateway.certfile is None) != (gateway.keyfile is None):
         yield f"{path}.certfile: got it or keyfile alone, want both or neither"

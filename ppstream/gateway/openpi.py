@@ -14,7 +14,6 @@ import itertools
 import json
 import logging
 import re
-import ssl
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
@@ -23,12 +22,13 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from ppstream.config.gateway_rules import listen_address
+from ppstream.config.gateway_rules import listen_address, listen_of
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
 from ppstream.gateway.key_map import KeyMap
 from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply, gateway_keys
+from ppstream.gateway.wires import Access
 from ppstream.wire.openpi import decode, encode
 
 logger = logging.getLogger("ppstream")
@@ -55,27 +55,11 @@ T = TypeVar("T")
 
 
 class OpenpiServer:
-    """One ``[[gateway]]`` of wire ``openpi``; an asynchronous context manager: it serves inside.
+    """One ``[[gateway]]`` of wire ``openpi``, as ``WireServer``: ``wss://`` with TLS, else ``ws://``."""
 
-    Args:
-        api_key: that a robot must know; None: none.
-        tls: for ``wss://``; None: ``ws://``.
-
-    Raises:
-        ConfigError: keys for rank 0 cannot be read.
-        OSError: on entering: the address cannot be bound.
-    """
-
-    def __init__(
-        self,
-        config: PipelineConfig,
-        gateway: GatewayConfig,
-        *,
-        api_key: str | None = None,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
+    def __init__(self, config: PipelineConfig, gateway: GatewayConfig, access: Access) -> None:
         self._config, self._gateway = config, gateway
-        self._api_key, self._tls = api_key, tls
+        self._api_key, self._tls = access
         self._keys = gateway_keys(gateway)
         self._sessions_max = config.batch.rows + SPARE_CONNECTIONS
         self._threads = ThreadPoolExecutor(self._sessions_max + 1, "ppstream-gateway")
@@ -89,14 +73,14 @@ class OpenpiServer:
 
     @property
     def address(self) -> str:
-        """Address that clients of this host connect to."""
+        """As ``WireServer``."""
         assert self._server is not None, "entered"
         host, port = next(iter(self._server.sockets)).getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         return f"{'ws' if self._tls is None else 'wss'}://{host}:{port}"
 
     async def __aenter__(self) -> OpenpiServer:
-        address = listen_address(self._gateway.listen)
+        address = listen_address(listen_of(self._gateway))
         assert address is not None, "checked with the configuration"
         more: dict[str, Any] = {}
         if self._tls is not None:
@@ -264,6 +248,11 @@ class OpenpiServer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
 
+def build(config: PipelineConfig, gateway: GatewayConfig, access: Access) -> OpenpiServer:
+    """As ``Wire``."""
+    return OpenpiServer(config, gateway, access)
+
+
 def _counted(take: Callable[[], bool], leave: Callable[[], None]) -> type[ServerConnection]:
     """Makes connections that count from their first byte on, and end at once when refused."""
 
@@ -317,13 +306,13 @@ def message(reply: Reply, infer_ns: int, total_ns: int | None) -> dict[str, Any]
 
 
 def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
-    """The map, and a request that fits it, for people."""
+    """As ``Wire``."""
     key_map, actions = KeyMap(config, gateway), config.actions
-    lines = [f"openpi on {gateway.listen}, answer = {gateway.answer}", ""]
+    lines = [f"openpi on {listen_of(gateway)}, answer = {gateway.answer}", ""]
     lines += [f"  {key}: {wanted} -> {stream}" for key, stream, wanted in key_map.rows()]
     shape = f"float32 [{actions.horizon}, {len(actions.names)}]"
     lines += [f"  actions: {shape} = {', '.join(actions.names)}, {actions.dt_ms:g} ms apart", ""]
-    host, port = listen_address(gateway.listen) or ("127.0.0.1", 8000)
+    host, port = listen_address(listen_of(gateway)) or ("127.0.0.1", 8000)
     lines += [
         "import numpy as np",
         "from openpi_client.websocket_client_policy import WebsocketClientPolicy",

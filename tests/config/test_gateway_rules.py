@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
 
-from ppstream.config.gateway_rules import KeyEntry, gateway_problems, key_entries, listen_address
+from ppstream.config import gateway_rules
+from ppstream.config.gateway_rules import (
+    WIRES,
+    KeyEntry,
+    gateway_problems,
+    key_entries,
+    listen_address,
+    listen_of,
+    missing_libraries,
+)
 from ppstream.config.load import as_toml, read
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.errors import ConfigError
@@ -109,6 +118,35 @@ def test_an_exact_answer_needs_windows_that_wait_for_the_reference() -> None:
 )
 def test_addresses_are_taken_apart(listen: str, wanted: tuple[str, int] | None) -> None:
     assert listen_address(listen) == wanted
+
+
+def test_every_wire_has_its_rules_and_an_address_of_loopback() -> None:
+    assert tuple(WIRES) == get_args(get_type_hints(GatewayConfig)["wire"])
+    config = read(DROID, ["gateway.0.listen=none"])
+    assert listen_of(config.gateway[0]) == "127.0.0.1:8000"
+    assert all("127.0.0.1" in rules.listen for rules in WIRES.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"wire": "groot", "certfile": DROID, "keyfile": DROID}, "gateway[0].certfile: got"),
+        ({"wire": "groot", "metadata": {"a": 1}}, "gateway[0].metadata: got {'a': 1}, want none"),
+        ({"wire": "groot", "listen": OPEN}, "gateway[0].api_key_file: missing"),
+        ({"wire": "lerobot", "listen": OPEN}, "gateway[0].listen: got '0.0.0.0:8000', want an"),
+    ],
+)
+def test_what_a_wire_lacks_is_not_configured(changes: dict[str, Any], said: str) -> None:
+    assert said in found(droid(**{"metadata": {}, **changes}))
+
+
+def test_a_library_that_is_not_there_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_rules, "find_spec", lambda name: None if name == "grpc" else name)
+    assert missing_libraries(droid()) == []
+    (missing,) = missing_libraries(droid(wire="lerobot"))
+    assert missing == "gateway: wire = 'lerobot' needs grpc: pip install 'ppstream[gateway]'"
 
 
 def test_ipv6_loopback_needs_no_key() -> None:
