@@ -203,6 +203,14 @@ def test_a_wait_leaves_the_receiver_awake_however_it_ends(ends: Ends) -> None:
     timer.join()
     assert ends.receiver._words[SLEEPS] == 0
     assert not ends.is_readable()
+    while ends.receiver.is_rung:
+        ends.receiver.take()
+    gone = os.eventfd(0)
+    waiter.register(gone)
+    os.close(gone)
+    with pytest.raises(OSError, match=r"closed|Bad file"):
+        waiter.wait(LONG_NS)
+    assert ends.receiver._words[SLEEPS] == 0
     waiter.close()
 
 
