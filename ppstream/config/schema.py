@@ -292,7 +292,7 @@ class GatewayConfig(_Part, frozen=True):
     # free one, told in the log
     answer: Literal["exact", "newest"] = "exact"  # chunk of this observation | the newest, at once
     timeout_ms: Positive = 1000.0  # for an answer; then the robot is told why there is none
-    silence_s: Positive = 40.0  # a robot that answers no ping for so long is gone
+    silence_s: Positive = 40.0  # a robot that answers no ping, or of GR00T asks nothing, is gone
     message_mb: Positive = 64.0  # largest message taken
     metadata: dict[str, Any] = {}  # told to each robot that connects
     # Of GR00T: by key of its action, first and behind-last of actions.names; the form of
