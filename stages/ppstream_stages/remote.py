@@ -223,7 +223,11 @@ class OpenpiLink:
         frame = self._receive(until_ns)
         if isinstance(frame, str):
             raise ServerError(f"the server says: {_cut(frame)}")
-        return _array(openpi.decode(frame).get("actions"), "actions")
+        reply = openpi.decode_reply(frame)
+        if isinstance(reply, Mapping) and reply.get("type") == "error":  # vLLM-Omni's
+            raise ServerError(f"the server says: {_cut(reply.get('message'))}")
+        actions = _array(reply.get("actions") if isinstance(reply, Mapping) else reply, "actions")
+        return actions[0] if actions.ndim == 3 and len(actions) == 1 else actions
 
     def reset(self, until_ns: int) -> bool:
         """As ``Link``."""

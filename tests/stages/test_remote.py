@@ -127,6 +127,7 @@ def test_a_new_episode_of_a_row_is_a_new_connection_of_that_row_alone() -> None:
         ({"actions": np.zeros((10, 7))}, "got actions float64 [10, 7], want [10, 8]"),
         ({"actions": [0.0]}, "actions: got list, want an array of numbers"),
         ({"other": 1}, "actions: got NoneType"),
+        ({"type": "error", "message": "no GPU"}, "the server says: no GPU (row 0)"),
     ],
 )
 def test_an_answer_without_actions_is_a_fault_that_says_why(answer: Any, said: str) -> None:
@@ -215,12 +216,18 @@ def test_either_generation_of_groot_is_asked_in_its_own_form(generation: str) ->
         assert called(policy, window_of(2, steps=1, dim=5)).isfinite().all()
 
 
-def test_our_own_gateway_of_openpi_is_a_policy_server_like_any_other() -> None:
+@pytest.mark.parametrize("path", ["", "/v1/realtime/robot/openpi"])  # the second is vLLM-Omni's
+def test_our_own_gateway_of_openpi_is_a_policy_server_like_any_other(path: str) -> None:
     with gated(map={"joints": "arm.joints", "imu": "imu"}) as (_, gateway):
-        options = {**GROOT, "wire": "openpi", "url": gateway.server.address, "action_keys": {}}
+        url = gateway.server.address + path
+        options = {**GROOT, "wire": "openpi", "url": url, "action_keys": {}}
         options["numbers"] = {"arm.joints": [0, 3], "imu": [3, 5]}
         with built(**options) as policy:
             actions = called(policy, window_of(1, steps=1, dim=5))
+            window = window_of(1, steps=1, dim=5)
+            window["state.values"] += float("inf")
+            with pytest.raises(ServerError, match=r"the server says: [^$]*not finite"):
+                called(policy, window)
         assert torch.allclose(actions[0, :, 1], -torch.arange(4.0), atol=2e-3)
 
 
