@@ -10,6 +10,7 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +21,41 @@ PROMPT: Final = "prompt"  # the entry of a map that is no stream
 LAYOUTS: Final = ("auto", "hwc", "chw")  # of a camera's frames
 ENTRY_KEYS: Final = ("key", "layout", "optional")
 METADATA_KINDS: Final = (str, bool, int, float, list, Mapping)
+
+
+class WireRules(NamedTuple):
+    """Means of one wire, of those that a ``[[gateway]]`` can ask for."""
+
+    library: str  # module that serves it
+    extra: str  # of this package, which brings the library
+    listen: str  # where its clients look first
+    lacks: tuple[str, ...]  # settings that mean nothing on it
+    abroad: tuple[str, ...]  # files wanted where other hosts reach it; none: they may not
+
+
+WIRES: Final = {
+    "openpi": WireRules(
+        library="websockets",
+        extra="gateway",
+        listen="127.0.0.1:8000",
+        lacks=("action_keys", "generation"),
+        abroad=("api_key_file", "certfile", "keyfile"),
+    ),
+    "groot": WireRules(
+        library="zmq",
+        extra="gateway",
+        listen="127.0.0.1:5555",
+        lacks=("metadata", "certfile", "keyfile"),
+        abroad=("api_key_file",),
+    ),
+    "lerobot": WireRules(
+        library="grpc",
+        extra="gateway",
+        listen="127.0.0.1:8080",
+        lacks=("action_keys", "generation", "metadata", "api_key_file", "certfile", "keyfile"),
+        abroad=(),
+    ),
+}
 
 _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s\[\]]+):(?P<port>\d{1,5})")
 
@@ -48,6 +84,22 @@ def listen_address(listen: str) -> tuple[str, int] | None:
     return match["host"].strip("[]"), int(match["port"])
 
 
+def listen_of(gateway: GatewayConfig) -> str:
+    """ADDRESS:PORT at which a gateway listens."""
+    return gateway.listen or WIRES[gateway.wire].listen
+
+
+def missing_libraries(config: PipelineConfig) -> list[str]:
+    """Lists, of each wire that is asked for, the library that is not installed."""
+    wires = dict.fromkeys(gateway.wire for gateway in config.gateway)
+    return [
+        f"gateway: wire = {wire!r} needs {WIRES[wire].library}: "
+        f"pip install 'ppstream[{WIRES[wire].extra}]'"
+        for wire in wires
+        if find_spec(WIRES[wire].library) is None
+    ]
+
+
 def rank0_endpoint(config: PipelineConfig, gateway: GatewayConfig) -> str | None:
     """Address of rank 0 as the gateway reaches it."""
     return gateway.endpoint or config.service.endpoint
@@ -55,27 +107,45 @@ def rank0_endpoint(config: PipelineConfig, gateway: GatewayConfig) -> str | None
 
 def gateway_problems(config: PipelineConfig) -> Iterator[str]:
     """Every disagreement, each ``path: got ..., want ...``."""
-    listens = Counter(one.listen for one in config.gateway if not one.listen.endswith(":0"))
+    listens = Counter(listen_of(one) for one in config.gateway)
     for index, gateway in enumerate(config.gateway):
         path = f"gateway[{index}]"
-        if listens[gateway.listen] > 1:
-            yield f"{path}.listen: got {gateway.listen!r} twice, want each address once"
+        listen = listen_of(gateway)
+        if listens[listen] > 1 and not listen.endswith(":0"):
+            yield f"{path}.listen: got {listen!r} twice, want each address once"
+        yield from _wire_problems(path, gateway)
         yield from _listen_problems(path, gateway)
         yield from _rank0_problems(path, config, gateway)
         yield from _map_problems(f"{path}.map", config, gateway)
         yield from _metadata_problems(f"{path}.metadata", gateway.metadata)
+        if gateway.wire == "groot":
+            yield from _groot_problems(path, config, gateway)
+
+
+def _wire_problems(path: str, gateway: GatewayConfig) -> Iterator[str]:
+    defaults = GatewayConfig(wire=gateway.wire, map={})
+    for name in WIRES[gateway.wire].lacks:
+        value = getattr(gateway, name)
+        if value != getattr(defaults, name):
+            yield f"{path}.{name}: got {value!r}, want none: wire {gateway.wire!r} has none"
 
 
 def _listen_problems(path: str, gateway: GatewayConfig) -> Iterator[str]:
-    address = listen_address(gateway.listen)
+    listen, abroad = listen_of(gateway), WIRES[gateway.wire].abroad
+    address = listen_address(listen)
     if address is None:
-        yield f"{path}.listen: got {gateway.listen!r}, want ADDRESS:PORT, such as 127.0.0.1:8000"
-    elif not _is_loopback(address[0]):
-        for name in ("api_key_file", "certfile", "keyfile"):
+        yield f"{path}.listen: got {listen!r}, want ADDRESS:PORT, such as 127.0.0.1:8000"
+    elif not is_loopback(address[0]):
+        if not abroad:
+            yield (
+                f"{path}.listen: got {listen!r}, want an address of loopback: wire "
+                f"{gateway.wire!r} asks nobody who they are; other hosts come through a tunnel"
+            )
+        for name in abroad:
             if getattr(gateway, name) is None:
                 yield (
                     f"{path}.{name}: missing, want a file because other hosts can reach "
-                    f"listen = {gateway.listen!r}; or listen at 127.0.0.1, behind a proxy with TLS"
+                    f"listen = {listen!r}; or listen at 127.0.0.1, behind what encrypts"
                 )
     if (gateway.certfile is None) != (gateway.keyfile is None):
         yield f"{path}.certfile: got it or keyfile alone, want both or neither"
@@ -85,7 +155,7 @@ def _listen_problems(path: str, gateway: GatewayConfig) -> Iterator[str]:
             yield f"{path}.{name}: got {file!r}, which is not there; want a file"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """True when only this host reaches it; a name other than localhost may stand for anything."""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -137,6 +207,32 @@ def _map_problems(path: str, config: PipelineConfig, gateway: GatewayConfig) -> 
             f"{path.removesuffix('.map')}.answer: got 'exact' with pipeline.pacing = "
             f"'sample:{paced_by}', want 'sample': {_ends(config)} would come behind the window"
         )
+
+
+def _groot_problems(path: str, config: PipelineConfig, gateway: GatewayConfig) -> Iterator[str]:
+    """Disagreements of what GR00T alone has: named parts of the action, and keys by modality."""
+    names = config.actions.names
+    taken: Counter[int] = Counter()
+    for key, (first, end) in gateway.action_keys.items():
+        if first < end <= len(names):
+            taken.update(range(first, end))
+        else:
+            yield (
+                f"{path}.action_keys.{key}: got [{first}, {end}], want a part of the "
+                f"{len(names)} actions, such as [0, {len(names)}]"
+            )
+    for index, name in enumerate(names):
+        if taken[index] != 1:
+            yield (
+                f"{path}.action_keys: got action {name!r} ({index}) {taken[index]} times, want it "
+                f"in one key, such as {{ arm = [0, {len(names)}] }}"
+            )
+    for stream in config.streams:
+        entry = gateway.map.get(stream.name)
+        text = entry.get("key") if isinstance(entry, Mapping) else entry
+        prefix = "state." if stream.image is None else "video."
+        if isinstance(text, str) and text and not text.startswith(prefix):
+            yield f"{path}.map.{stream.name}: got {text!r}, want {prefix}NAME, as GR00T has it"
 
 
 def _entry_problems(

@@ -18,6 +18,7 @@ from ppstream.config.field_types import (
     Device,
     Devices,
     FilePath,
+    Index,
     Interpolation,
     Module,
     Name,
@@ -283,17 +284,22 @@ class DemoConfig(_Part, frozen=True):
 class GatewayConfig(_Part, frozen=True):
     """Robots that speak another wire, served by ``ppstream-gateway`` as robots of this run."""
 
-    wire: Literal["openpi"]
+    wire: Literal["openpi", "groot", "lerobot"]
     # By stream its path in a robot's observation, or { key, layout = "hwc" | "chw" | "auto",
     # optional }; by prompt, which is no stream, the instruction's.
     map: dict[str, Any]
-    listen: Text = "127.0.0.1:8000"  # ADDRESS:PORT; port 0: any free one, told in the log
+    listen: Text | None = None  # ADDRESS:PORT, none: loopback, the wire's own port; port 0: any
+    # free one, told in the log
     answer: Literal["exact", "newest"] = "exact"  # chunk of this observation | the newest, at once
     timeout_ms: Positive = 1000.0  # for an answer; then the robot is told why there is none
-    silence_s: Positive = 40.0  # a robot that answers no ping for so long is gone
+    silence_s: Positive = 40.0  # a robot that answers no ping, or of GR00T asks nothing, is gone
     message_mb: Positive = 64.0  # largest message taken
     metadata: dict[str, Any] = {}  # told to each robot that connects
-    # Other hosts can reach it: all three are needed; a robot says Authorization: Api-Key KEY.
+    # Of GR00T: by key of its action, first and behind-last of actions.names; the form of
+    # get_modality_config, which changed.
+    action_keys: dict[str, tuple[Index, Index]] = {}
+    generation: Literal["n1.5", "n1.6"] = "n1.6"
+    # Other hosts can reach it: what the wire has of them is needed.
     api_key_file: FilePath | None = None  # the key alone, readable by its owner alone
     certfile: FilePath | None = None  # TLS, PEM
     keyfile: FilePath | None = None

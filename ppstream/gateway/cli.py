@@ -15,14 +15,16 @@ import stat
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from ppstream.config import load
+from ppstream.config.gateway_rules import listen_of, missing_libraries
 from ppstream.core.errors import ConfigError, ExitCode
+from ppstream.gateway.modality_file import run_of
+from ppstream.gateway.wires import Access, wire_of
 
 if TYPE_CHECKING:
     from ppstream.config.schema import GatewayConfig, PipelineConfig
@@ -43,15 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if sys.version_info < PYTHON_MIN:
             raise ConfigError(["this Python is too old, want 3.11 or newer"])
-        if find_spec("websockets") is None:
-            raise ConfigError(["websockets is not installed: pip install 'ppstream[gateway]'"])
+        if args.origin is not None:
+            print(run_of(args.origin))
+            return 0
         config = _with_endpoint(load.load(args), args.endpoint)
         if not config.gateway:
             raise ConfigError(["gateway: got none, want [[gateway]] with wire = 'openpi' at least"])
+        if missing := missing_libraries(config):
+            raise ConfigError(missing)
         if args.describe:
-            from ppstream.gateway.openpi import describe
-
-            print("\n\n".join(describe(config, gateway) for gateway in config.gateway))
+            print("\n\n".join(wire_of(one).describe(config, one) for one in config.gateway))
             return 0
         asyncio.run(serve(config))
     except ConfigError as error:
@@ -66,20 +69,19 @@ async def serve(config: PipelineConfig) -> None:
     Raises:
         ConfigError: an address cannot be bound, or a file not be used.
     """
-    from ppstream.gateway.openpi import OpenpiServer
-
     stopping = asyncio.Event()
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     async with AsyncExitStack() as stack:
         for index, gateway in enumerate(config.gateway):
             path = f"gateway[{index}]"
-            key, tls = api_key(path, gateway), tls_context(path, gateway)
-            server = OpenpiServer(config, gateway, api_key=key, tls=tls)
+            access = Access(api_key(path, gateway), tls_context(path, gateway))
+            server = wire_of(gateway).build(config, gateway, access)
             try:
                 await stack.enter_async_context(server)
             except OSError as error:
-                raise ConfigError([f"{path}.listen: {gateway.listen}: {error.strerror}"]) from error
+                said = f"{path}.listen: {listen_of(gateway)}: {error.strerror}"
+                raise ConfigError([said]) from error
             logger.info("clients of %s connect to %s", gateway.wire, server.address)
             print(gateway.wire, server.address, flush=True)
         await stopping.wait()
@@ -145,6 +147,13 @@ def _parser() -> argparse.ArgumentParser:
     load.add_arguments(parser)
     parser.add_argument(
         "--describe", action="store_true", help="print the map and an example request, and leave"
+    )
+    parser.add_argument(
+        "--from",
+        dest="origin",
+        metavar="PATH",
+        help="print a gateway for GR00T's clients from a modality.json, or a run's streams, too, "
+        "from a LeRobot dataset, and leave",
     )
     parser.add_argument(
         "--endpoint", metavar="ENDPOINT", help="where rank 0 listens (default: as configured)"

@@ -11,10 +11,8 @@ import asyncio
 import hmac
 import http
 import itertools
-import json
 import logging
 import re
-import ssl
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
@@ -23,12 +21,13 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from ppstream.config.gateway_rules import listen_address
+from ppstream.config.gateway_rules import listen_address, listen_of
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
-from ppstream.gateway.key_map import KeyMap
+from ppstream.gateway.key_map import KeyMap, source_of
 from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply, gateway_keys
+from ppstream.gateway.wires import Access
 from ppstream.wire.openpi import decode, encode
 
 logger = logging.getLogger("ppstream")
@@ -40,6 +39,8 @@ ROBOT_PATH: Final = re.compile(r"/robots/([A-Za-z0-9_-]{1,64})")  # names the ro
 ROBOT_CHARACTERS: Final = 64  # of a name
 KEY_SCHEME: Final = "Api-Key "
 ENDPOINT: Final = "endpoint"  # a request that is no observation, in dialects of the wire
+EPISODE: Final = "session_id"  # of a request, in the same dialects: another one is a new episode
+OMNI_PATH: Final = "/v1/realtime/robot/openpi"  # vLLM-Omni's: bare actions, errors as maps
 RESET_DONE: Final = {"status": "reset successful"}
 SPARE_CONNECTIONS: Final = 8  # beyond the rows: those that a robot has just left, and refused ones
 SPARE_SOCKETS: Final = 64  # beyond those: opening handshakes and health
@@ -55,27 +56,11 @@ T = TypeVar("T")
 
 
 class OpenpiServer:
-    """One ``[[gateway]]`` of wire ``openpi``; an asynchronous context manager: it serves inside.
+    """One ``[[gateway]]`` of wire ``openpi``, as ``WireServer``: ``wss://`` with TLS, else ``ws://``."""
 
-    Args:
-        api_key: that a robot must know; None: none.
-        tls: for ``wss://``; None: ``ws://``.
-
-    Raises:
-        ConfigError: keys for rank 0 cannot be read.
-        OSError: on entering: the address cannot be bound.
-    """
-
-    def __init__(
-        self,
-        config: PipelineConfig,
-        gateway: GatewayConfig,
-        *,
-        api_key: str | None = None,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
+    def __init__(self, config: PipelineConfig, gateway: GatewayConfig, access: Access) -> None:
         self._config, self._gateway = config, gateway
-        self._api_key, self._tls = api_key, tls
+        self._api_key, self._tls = access
         self._keys = gateway_keys(gateway)
         self._sessions_max = config.batch.rows + SPARE_CONNECTIONS
         self._threads = ThreadPoolExecutor(self._sessions_max + 1, "ppstream-gateway")
@@ -89,14 +74,14 @@ class OpenpiServer:
 
     @property
     def address(self) -> str:
-        """Address that clients of this host connect to."""
+        """As ``WireServer``."""
         assert self._server is not None, "entered"
         host, port = next(iter(self._server.sockets)).getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         return f"{'ws' if self._tls is None else 'wss'}://{host}:{port}"
 
     async def __aenter__(self) -> OpenpiServer:
-        address = listen_address(self._gateway.listen)
+        address = listen_address(listen_of(self._gateway))
         assert address is not None, "checked with the configuration"
         more: dict[str, Any] = {}
         if self._tls is not None:
@@ -202,6 +187,7 @@ class OpenpiServer:
 
     async def _answer_all(self, connection: ServerConnection, session: GatewaySession) -> None:
         total_ns: int | None = None  # of the request before, from its receipt to its reply
+        is_omni = _path(connection) == OMNI_PATH
         async for frame in connection:
             received_ns = now_ns()
             try:
@@ -209,18 +195,22 @@ class OpenpiServer:
                     raise ProtocolError("got a text frame, want a binary one")
                 reply = await self._in_thread(self._answer, session, frame, received_ns)
             except NoAnswerError as error:
-                await self._send(connection, str(error))
+                await self._send(connection, _error(str(error), is_omni=is_omni))
                 continue
             except (SpecError, ProtocolError) as error:
-                await self._fail(connection, str(error))
-                return
+                if not is_omni:
+                    await self._fail(connection, str(error))
+                    return
+                await self._send(connection, _error(str(error), is_omni=True))
+                continue
             except Exception as error:
                 logger.exception("a request could not be answered")
                 await self._fail(connection, f"the gateway failed: {error}")
                 return
             if isinstance(reply, Reply):
                 infer_ns = now_ns() - received_ns
-                await self._send(connection, encode(message(reply, infer_ns, total_ns)))
+                answer = reply.actions if is_omni else message(reply, infer_ns, total_ns)
+                await self._send(connection, encode(answer))
                 session.handed_over(reply, now_ns())
             else:
                 await self._send(connection, encode(reply))
@@ -236,6 +226,8 @@ class OpenpiServer:
             return RESET_DONE
         if endpoint != "infer":
             raise ProtocolError(f"endpoint: got {str(endpoint)[:64]!r}, want 'infer' or 'reset'")
+        if isinstance(episode := request.get(EPISODE), str):
+            session.follow_episode(episode)
         return session.answer(request, received_ns)
 
     async def _fail(self, connection: ServerConnection, text: str) -> None:
@@ -254,14 +246,18 @@ class OpenpiServer:
             await connection.send(b"")  # raises how it was closed
 
     def _name(self, connection: ServerConnection) -> str:
-        request = connection.request
-        named = None if request is None else ROBOT_PATH.fullmatch(request.path)
+        named = ROBOT_PATH.fullmatch(_path(connection))
         if named is not None:
             return named[1]
         return f"openpi-{next(self._numbers)}-{_peer(connection)}"[:ROBOT_CHARACTERS]
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+def build(config: PipelineConfig, gateway: GatewayConfig, access: Access) -> OpenpiServer:
+    """As ``Wire``."""
+    return OpenpiServer(config, gateway, access)
 
 
 def _counted(take: Callable[[], bool], leave: Callable[[], None]) -> type[ServerConnection]:
@@ -301,57 +297,46 @@ def message(reply: Reply, infer_ns: int, total_ns: int | None) -> dict[str, Any]
 
     The actions are its only array: their broker cuts every array of a reply step by step.
     """
-    timing = {
-        "infer_ms": infer_ns / NS_PER_MS,
-        "age_ms": reply.age_ms,
-        "lease_ms": reply.lease_ms,
-        "epoch": reply.epoch,
-    }
+    timing = reply.timing(infer_ns)
     if total_ns is not None:
         timing["prev_total_ms"] = total_ns / NS_PER_MS
     found: dict[str, Any] = {"actions": reply.actions, "server_timing": timing}
-    if reply.policy_ms is not None and reply.wait_ms is not None:
-        timing |= {"wait_ms": reply.wait_ms, "policy_ms": reply.policy_ms}
+    if reply.policy_ms is not None:
         found["policy_timing"] = {"infer_ms": reply.policy_ms}
     return found
 
 
 def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
-    """The map, and a request that fits it, for people."""
+    """As ``Wire``."""
     key_map, actions = KeyMap(config, gateway), config.actions
-    lines = [f"openpi on {gateway.listen}, answer = {gateway.answer}", ""]
+    lines = [f"openpi on {listen_of(gateway)}, answer = {gateway.answer}", ""]
     lines += [f"  {key}: {wanted} -> {stream}" for key, stream, wanted in key_map.rows()]
     shape = f"float32 [{actions.horizon}, {len(actions.names)}]"
     lines += [f"  actions: {shape} = {', '.join(actions.names)}, {actions.dt_ms:g} ms apart", ""]
-    host, port = listen_address(gateway.listen) or ("127.0.0.1", 8000)
+    host, port = listen_address(listen_of(gateway)) or ("127.0.0.1", 8000)
     lines += [
         "import numpy as np",
         "from openpi_client.websocket_client_policy import WebsocketClientPolicy",
         "",
         f'client = WebsocketClientPolicy("{host}", {port})',
-        "observation = " + _source(key_map.example()),
+        "observation = " + source_of(key_map.example()),
         'actions = client.infer(observation)["actions"]',
     ]
     return "\n".join(lines)
-
-
-def _source(value: Any, depth: int = 0) -> str:
-    """Python that makes ``value``: maps, texts and arrays of zeros."""
-    if isinstance(value, Mapping):
-        indent = "    " * (depth + 1)
-        lines = [
-            f"{indent}{json.dumps(key)}: {_source(one, depth + 1)},\n" for key, one in value.items()
-        ]
-        return "{\n" + "".join(lines) + "    " * depth + "}"
-    if isinstance(value, str):
-        return json.dumps(value)
-    return f"np.zeros({tuple(value.shape)}, np.{value.dtype})"
 
 
 async def _refuse(connection: ServerConnection, reason: str) -> None:
     """Close before the metadata: a text would be taken for them."""
     short = reason.encode()[:REASON_BYTES].decode(errors="ignore")
     await connection.close(1013, short)
+
+
+def _path(connection: ServerConnection) -> str:
+    return "" if connection.request is None else connection.request.path
+
+
+def _error(text: str, *, is_omni: bool) -> str | bytes:
+    return encode({"type": "error", "message": text}) if is_omni else text
 
 
 def _last_line(text: str) -> str:

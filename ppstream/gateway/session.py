@@ -40,6 +40,18 @@ class Reply(NamedTuple):
     policy_ms: float | None
     chunk: ActionChunk
 
+    def timing(self, infer_ns: int) -> dict[str, float]:
+        """Times for a robot's program, in ms: ``infer_ns`` is from receipt to now."""
+        found = {
+            "infer_ms": infer_ns / NS_PER_MS,
+            "age_ms": self.age_ms,
+            "lease_ms": self.lease_ms,
+            "epoch": self.epoch,
+        }
+        if self.policy_ms is not None and self.wait_ms is not None:
+            found |= {"wait_ms": self.wait_ms, "policy_ms": self.policy_ms}
+        return found
+
 
 def gateway_keys(gateway: GatewayConfig) -> ClientKeys | None:
     """Keys with which a gateway shows itself to rank 0; None: it needs none.
@@ -74,6 +86,7 @@ class GatewaySession:
         self._map = KeyMap(config, gateway)
         self._newest: ActionChunk | None = None
         self._prompt: str | None = None
+        self._episode: str | None = None  # as the robot names it
         self.client = RobotClient(
             endpoint,
             robot=robot,
@@ -115,7 +128,13 @@ class GatewaySession:
     def reset(self) -> None:
         """Begin a new episode: what is owed to the old one is dropped."""
         self.client.reset()
-        self._newest = None
+        self._newest = self._episode = None
+
+    def follow_episode(self, name: str) -> None:
+        """Begin a new episode when the robot names another one than before."""
+        if self._episode not in (None, name):
+            self.reset()
+        self._episode = name
 
     def handed_over(self, reply: Reply, at_ns: int) -> None:
         """Count the reply as executed: what its robot does with it, nobody here can see."""

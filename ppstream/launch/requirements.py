@@ -6,6 +6,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
+from ppstream.config.gateway_rules import missing_libraries
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.launch.rank_exit import RankEnd
 
@@ -39,6 +40,4 @@ def missing_packages(config: PipelineConfig) -> list[str]:
         missing.append(
             f"demo.robot: {robot} needs mujoco: pip install 'ppstream[demo]', or demo = none"
         )
-    if config.gateway and find_spec("websockets") is None:
-        missing.append("gateway: it needs websockets: pip install 'ppstream[gateway]'")
-    return missing
+    return missing + missing_libraries(config)

@@ -173,7 +173,7 @@ def bind_zmq(endpoint: str, keys: ServerKeys | None, frame_bytes_max: int) -> Sh
             zmq.MAXMSGSIZE: frame_bytes_max,
             zmq.LINGER: SERVER_LINGER_MS,
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
-            **_silent_for(SERVER_SILENT_S),
+            **silent_for(SERVER_SILENT_S),
         },
         keys,
     )
@@ -198,12 +198,12 @@ def connect_zmq(endpoint: str, keys: ClientKeys | None) -> SharedSocket:
             zmq.LINGER: CLIENT_LINGER_MS,
             zmq.RECONNECT_IVL: RECONNECT_MS[0],
             zmq.RECONNECT_IVL_MAX: RECONNECT_MS[1],
-            **_silent_for(SILENT_S),
+            **silent_for(SILENT_S),
         },
     )
 
 
-def _silent_for(limit_s: int) -> dict[int, int]:
+def silent_for(limit_s: int) -> dict[int, int]:
     """Options of TCP with which a connection breaks once its other end was silent for so long."""
     return {
         zmq.TCP_KEEPALIVE: 1,

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
 
-from ppstream.config.gateway_rules import KeyEntry, gateway_problems, key_entries, listen_address
+from ppstream.config import gateway_rules
+from ppstream.config.gateway_rules import (
+    WIRES,
+    KeyEntry,
+    gateway_problems,
+    key_entries,
+    listen_address,
+    listen_of,
+    missing_libraries,
+)
 from ppstream.config.load import as_toml, read
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.errors import ConfigError
@@ -14,6 +23,12 @@ from ppstream.core.errors import ConfigError
 DROID = str(Path(__file__).parents[1] / "support" / "droid.toml")
 MAP = {"joints": "a/b", "gripper": "c.d", "wrist": {"key": "e", "layout": "chw"}}
 OPEN = "0.0.0.0:8000"
+GROOT = {
+    "wire": "groot",
+    "metadata": {},
+    "map": {"joints": "state.arm", "gripper": "state.grip", "wrist": "video.wrist"},
+    "action_keys": {"arm": (0, 7), "grip": (7, 8)},
+}
 
 
 def droid(**changes: Any) -> PipelineConfig:
@@ -32,7 +47,7 @@ def test_a_gateway_that_agrees_with_its_run_is_no_problem() -> None:
 
 
 def test_a_gateway_survives_the_way_through_toml(tmp_path: Path) -> None:
-    config = read(DROID)
+    config = droid(**GROOT)
     file = tmp_path / "again.toml"
     file.write_text(as_toml(config))
     assert read(str(file)).gateway == config.gateway
@@ -109,6 +124,54 @@ def test_an_exact_answer_needs_windows_that_wait_for_the_reference() -> None:
 )
 def test_addresses_are_taken_apart(listen: str, wanted: tuple[str, int] | None) -> None:
     assert listen_address(listen) == wanted
+
+
+def test_every_wire_has_its_rules_and_an_address_of_loopback() -> None:
+    assert tuple(WIRES) == get_args(get_type_hints(GatewayConfig)["wire"])
+    config = read(DROID, ["gateway.0.listen=none"])
+    assert listen_of(config.gateway[0]) == "127.0.0.1:8000"
+    assert all("127.0.0.1" in rules.listen for rules in WIRES.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({**GROOT, "certfile": DROID, "keyfile": DROID}, "gateway[0].certfile: got"),
+        ({**GROOT, "metadata": {"a": 1}}, "gateway[0].metadata: got {'a': 1}, want none"),
+        ({**GROOT, "listen": OPEN}, "gateway[0].api_key_file: missing"),
+        ({"action_keys": {"arm": (0, 8)}}, "gateway[0].action_keys: got {'arm': (0, 8)}, want no"),
+        ({"generation": "n1.5"}, "gateway[0].generation: got 'n1.5', want none"),
+        ({"wire": "lerobot", "listen": OPEN}, "gateway[0].listen: got '0.0.0.0:8000', want an"),
+    ],
+)
+def test_what_a_wire_lacks_is_not_configured(changes: dict[str, Any], said: str) -> None:
+    assert said in found(droid(**{"metadata": {}, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"action_keys": {}}, "gateway[0].action_keys: got action 'j1' (0) 0 times, want it in"),
+        ({"action_keys": {"a": (0, 8), "b": (7, 8)}}, "action 'grip' (7) 2 times"),
+        ({"action_keys": {"a": (0, 8), "b": (7, 9)}}, "action_keys.b: got [7, 9], want a part"),
+        ({"action_keys": {"a": (0, 8), "b": (7, 10**15)}}, "action_keys.b: got [7, 1000000"),
+        ({"action_keys": {"a": (0, 8), "b": (3, 3)}}, "action_keys.b: got [3, 3]"),
+        ({"map": {**GROOT["map"], "wrist": "state.w"}}, "map.wrist: got 'state.w', want video."),
+        ({"map": {**GROOT["map"], "joints": {"key": "arm"}}}, "map.joints: got 'arm', want state"),
+    ],
+)
+def test_the_parts_of_a_groot_are_checked_with_the_run(changes: dict[str, Any], said: str) -> None:
+    assert found(droid(**GROOT)) == ""
+    assert said in found(droid(**{**GROOT, **changes}))
+
+
+def test_a_library_that_is_not_there_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_rules, "find_spec", lambda name: None if name == "grpc" else name)
+    assert missing_libraries(droid()) == []
+    (missing,) = missing_libraries(droid(wire="lerobot"))
+    assert missing == "gateway: wire = 'lerobot' needs grpc: pip install 'ppstream[gateway]'"
 
 
 def test_ipv6_loopback_needs_no_key() -> None:

@@ -1,0 +1,64 @@
+"""The contract of a foreign wire: a file of this package, named after the wire, with two functions.
+
+``config/gateway_rules.py`` has its rules beside those of the others (``WIRES``), the schema its
+name. A wire's libraries are imported by its own file alone.
+"""
+
+from __future__ import annotations
+
+import ssl
+from importlib import import_module
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+
+if TYPE_CHECKING:
+    from ppstream.config.schema import GatewayConfig, PipelineConfig
+
+PACKAGE: Final = "ppstream.gateway"
+
+
+class Access(NamedTuple):
+    """Proofs that a server asks of its robots, and shows them."""
+
+    api_key: str | None = None  # that a robot must know; None: none
+    tls: ssl.SSLContext | None = None  # None: not encrypted
+
+
+class WireServer(Protocol):
+    """One ``[[gateway]]``: an asynchronous context manager that serves inside.
+
+    Entering raises ``OSError`` when the address cannot be bound.
+    """
+
+    @property
+    def address(self) -> str:
+        """Address that clients of this host connect to."""
+
+    async def __aenter__(self) -> WireServer: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class Wire(Protocol):
+    """Contents of the file of a wire."""
+
+    def build(self, config: PipelineConfig, gateway: GatewayConfig, access: Access) -> WireServer:
+        """The server of a checked configuration, not yet listening.
+
+        Raises:
+            ConfigError: keys for rank 0 cannot be read.
+        """
+
+    def describe(self, config: PipelineConfig, gateway: GatewayConfig) -> str:
+        """The map, and a client that fits it, for people."""
+
+
+def wire_of(gateway: GatewayConfig) -> Wire:
+    """The file of a gateway's wire."""
+    return cast("Wire", import_module(f"{PACKAGE}.{gateway.wire}"))
