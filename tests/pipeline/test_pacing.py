@@ -155,6 +155,11 @@ def test_a_robot_whose_answer_is_under_way_is_waited_for_until_gather_ms_behind_
     assert batch.due_at == 70 + GATHER
     batch.send(75, 0, 1)
     batch.begin(75)  # together from now on
+    batch.finished += 1
+    batch.send(90, 0)
+    batch.send(92, 2)
+    assert not batch.due(95)
+    assert batch.due_at == 90 + GATHER  # no answer was seen under way: from the first sample
 
 
 def test_who_does_not_come_back_behind_an_answer_costs_gather_ms(batch):
