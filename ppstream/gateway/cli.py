@@ -23,6 +23,7 @@ import msgspec
 
 from ppstream.config import load
 from ppstream.core.errors import ConfigError, ExitCode
+from ppstream.core.interpreter import set_switch_interval
 
 if TYPE_CHECKING:
     from ppstream.config.schema import GatewayConfig, PipelineConfig
@@ -68,6 +69,7 @@ async def serve(config: PipelineConfig) -> None:
     """
     from ppstream.gateway.openpi import OpenpiServer
 
+    set_switch_interval()  # a thread for each robot, and another that receives for it
     stopping = asyncio.Event()
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

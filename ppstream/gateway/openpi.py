@@ -246,7 +246,8 @@ class OpenpiServer:
 
     async def _send(self, connection: ServerConnection, frame: bytes | str) -> None:
         try:
-            await asyncio.wait_for(connection.send(frame), SEND_LIMIT_S)
+            async with asyncio.timeout(SEND_LIMIT_S):
+                await connection.send(frame)
         except TimeoutError:
             logger.info("%s reads no replies: closed", connection.remote_address)
             connection.transport.abort()
