@@ -31,6 +31,7 @@ class WireRules(NamedTuple):
     listen: str  # where its clients look first
     lacks: tuple[str, ...]  # settings that mean nothing on it
     abroad: tuple[str, ...]  # files wanted where other hosts reach it; none: they may not
+    is_by_number: bool = False  # a key is of one number, or one frame
 
 
 WIRES: Final = {
@@ -52,8 +53,9 @@ WIRES: Final = {
         library="grpc",
         extra="gateway",
         listen="127.0.0.1:8080",
-        lacks=("metadata", "api_key_file", "certfile", "keyfile"),
+        lacks=("answer", "metadata", "api_key_file", "certfile", "keyfile"),
         abroad=(),
+        is_by_number=True,
     ),
 }
 
@@ -203,6 +205,8 @@ def _map_problems(path: str, config: PipelineConfig, gateway: GatewayConfig) -> 
     for name, value in gateway.map.items():
         if name in streams:
             yield from _entry_problems(f"{path}.{name}", value, streams[name], config)
+            if WIRES[gateway.wire].is_by_number:
+                yield from _number_problems(f"{path}.{name}", value, streams[name])
         elif name != PROMPT:
             known = ", ".join([*streams, PROMPT])
             yield f"{path}.{name}: got no stream's name, want one of {known}"
@@ -245,6 +249,12 @@ def _entry_problems(
         yield f"{path}.optional: got {optional!r}, want true or false"
     if optional is True and stream.name == _ends(config):
         yield f"{path}.optional: got true, want false: this stream's stamp ends the window"
+
+
+def _number_problems(path: str, value: Any, stream: StreamConfig) -> Iterator[str]:
+    key = value.get("key") if isinstance(value, Mapping) else value
+    if isinstance(key, str) and stream.image is None and stream.dim > 1:
+        yield f"{path}: got {key!r}, want a list of {stream.dim} keys: each is of one number"
 
 
 def _keys_problems(

@@ -26,6 +26,15 @@ class ObservationError(SpecError):
     """An observation is not what the map says; the message has every difference, a line each."""
 
 
+class Form(NamedTuple):
+    """Form of the value at a key."""
+
+    key: str
+    stream: str
+    optional: bool
+    shapes: tuple[tuple[int, int, int], ...] | None  # of a frame; None: numbers
+
+
 class KeyMap:
     """Map of one gateway: finds and converts the samples of an observation."""
 
@@ -83,6 +92,13 @@ class KeyMap:
         if self._prompt is not None:
             yield self._prompt.name, "the instruction", "text, may be missing"
 
+    def forms(self) -> Iterator[Form]:
+        """Each key, in a robot's own terms."""
+        for mapped in self._streams:
+            shapes = None if mapped.stream.image is None else tuple(mapped.shapes().values())
+            for key in mapped.entry.keys:
+                yield Form(key, mapped.stream.name, mapped.entry.optional, shapes)
+
     def example(self) -> dict[str, Any]:
         """An observation that fits, of zeros."""
         observation: dict[str, Any] = {}
@@ -129,13 +145,13 @@ class _Mapped(NamedTuple):
                 return "a number each"
             alone = " or a number" if self.stream.dim == 1 else ""
             return f"numbers [{self.stream.dim}]{alone}"
-        shapes = " or ".join(str(list(shape)) for shape in self._shapes().values())
+        shapes = " or ".join(str(list(shape)) for shape in self.shapes().values())
         return f"uint8, or floats from 0 to 1, {shapes}"
 
     def example(self) -> Array:
         if self.stream.image is None:
             return np.zeros(self.stream.dim if len(self.entry.keys) == 1 else ())
-        return np.zeros(next(iter(self._shapes().values())), np.uint8)
+        return np.zeros(next(iter(self.shapes().values())), np.uint8)
 
     def _numbers(self, array: Array) -> Array:
         if array.size != self.stream.dim or array.ndim > 1:
@@ -147,7 +163,7 @@ class _Mapped(NamedTuple):
         return array.astype(self.stream.dtype).reshape(-1)
 
     def _frame(self, array: Array) -> Array:
-        layouts = [name for name, shape in self._shapes().items() if array.shape == shape]
+        layouts = [name for name, shape in self.shapes().items() if array.shape == shape]
         is_float = array.dtype.kind == "f"
         if not layouts or not (is_float or array.dtype == np.uint8):
             raise ValueError(f"got {array.dtype} {list(array.shape)}")
@@ -159,7 +175,7 @@ class _Mapped(NamedTuple):
             array = array.transpose(1, 2, 0)
         return np.ascontiguousarray(array).reshape(-1)
 
-    def _shapes(self) -> dict[str, tuple[int, int, int]]:
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
         """Shapes of a frame that are taken, by layout."""
         image = self.stream.image
         assert image is not None, "a camera's"

@@ -1,4 +1,7 @@
-"""A gateway on a thread beside rank 0's ingest, and robots that are plain WebSocket clients."""
+"""A gateway on a thread beside rank 0's ingest, and robots that are plain WebSocket clients.
+
+Other wires bring robots of their own.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,7 @@ from robot_rig import HORIZON, MS, Server, make_chunk, make_config, serving
 from websockets.sync.client import ClientConnection, connect
 
 from ppstream.config.schema import GatewayConfig, PipelineConfig
-from ppstream.gateway.openpi import OpenpiServer
-from ppstream.gateway.wires import Access
+from ppstream.gateway.wires import Access, wire_of
 from ppstream.wire.openpi import decode, encode
 
 MAP = {"joints": "state/joints", "imu": "imu.values"}
@@ -77,12 +79,12 @@ class Robot:
 
 
 class Gateway:
-    """An ``OpenpiServer`` on an event loop of its own."""
+    """The server of a gateway's wire, on an event loop of its own."""
 
     def __init__(self, config: PipelineConfig, gateway: GatewayConfig, access: Access) -> None:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self.server = OpenpiServer(config, gateway, access)
+        self.server = wire_of(gateway).build(config, gateway, access)
         self._started: threading.Event = threading.Event()
         self._thread = threading.Thread(
             target=self._loop.run_until_complete, args=(self._run(),), daemon=True
