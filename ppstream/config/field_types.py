@@ -13,6 +13,7 @@ Interpolation = Literal["linear", "previous", "nearest", "slerp", "angle"]
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
+Index = Annotated[int, Meta(ge=0)]
 Text = Annotated[str, Meta(min_length=1)]
 Name = Annotated[  # fits the wire and a log's key
     str,

@@ -39,7 +39,7 @@ WIRES: Final = {
         library="websockets",
         extra="gateway",
         listen="127.0.0.1:8000",
-        lacks=(),
+        lacks=("action_keys", "generation"),
         abroad=("api_key_file", "certfile", "keyfile"),
     ),
     "groot": WireRules(
@@ -53,7 +53,10 @@ WIRES: Final = {
         library="grpc",
         extra="gateway",
         listen="127.0.0.1:8080",
-        lacks=("answer", "metadata", "api_key_file", "certfile", "keyfile"),
+        lacks=(
+            *("action_keys", "answer", "generation", "metadata"),
+            *("api_key_file", "certfile", "keyfile"),
+        ),
         abroad=(),
         is_by_number=True,
     ),
@@ -134,6 +137,8 @@ def gateway_problems(config: PipelineConfig) -> Iterator[str]:
         yield from _rank0_problems(path, config, gateway)
         yield from _map_problems(f"{path}.map", config, gateway)
         yield from _metadata_problems(f"{path}.metadata", gateway.metadata)
+        if gateway.wire == "groot":
+            yield from _groot_problems(path, config, gateway)
 
 
 def _wire_problems(path: str, gateway: GatewayConfig) -> Iterator[str]:
@@ -149,7 +154,7 @@ def _listen_problems(path: str, gateway: GatewayConfig) -> Iterator[str]:
     address = listen_address(listen)
     if address is None:
         yield f"{path}.listen: got {listen!r}, want ADDRESS:PORT, such as 127.0.0.1:8000"
-    elif not _is_loopback(address[0]):
+    elif not is_loopback(address[0]):
         if not abroad:
             yield (
                 f"{path}.listen: got {listen!r}, want an address of loopback: wire "
@@ -169,7 +174,7 @@ def _listen_problems(path: str, gateway: GatewayConfig) -> Iterator[str]:
             yield f"{path}.{name}: got {file!r}, which is not there; want a file"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """True when only this host reaches it; a name other than localhost may stand for anything."""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -223,6 +228,32 @@ def _map_problems(path: str, config: PipelineConfig, gateway: GatewayConfig) -> 
             f"{path.removesuffix('.map')}.answer: got 'exact' with pipeline.pacing = "
             f"'sample:{paced_by}', want 'sample': {_ends(config)} would come behind the window"
         )
+
+
+def _groot_problems(path: str, config: PipelineConfig, gateway: GatewayConfig) -> Iterator[str]:
+    """Disagreements of what GR00T alone has: named parts of the action, and keys by modality."""
+    names = config.actions.names
+    taken: Counter[int] = Counter()
+    for key, (first, end) in gateway.action_keys.items():
+        if first < end <= len(names):
+            taken.update(range(first, end))
+        else:
+            yield (
+                f"{path}.action_keys.{key}: got [{first}, {end}], want a part of the "
+                f"{len(names)} actions, such as [0, {len(names)}]"
+            )
+    for index, name in enumerate(names):
+        if taken[index] != 1:
+            yield (
+                f"{path}.action_keys: got action {name!r} ({index}) {taken[index]} times, want it "
+                f"in one key, such as {{ arm = [0, {len(names)}] }}"
+            )
+    for stream in config.streams:
+        entry = gateway.map.get(stream.name)
+        text = entry.get("key") if isinstance(entry, Mapping) else entry
+        prefix = "state." if stream.image is None else "video."
+        if text and not (isinstance(text, str) and text.startswith(prefix)):
+            yield f"{path}.map.{stream.name}: got {text!r}, want {prefix}NAME, as GR00T has it"
 
 
 def _entry_problems(

@@ -18,6 +18,7 @@ from ppstream.config.field_types import (
     Device,
     Devices,
     FilePath,
+    Index,
     Interpolation,
     Module,
     Name,
@@ -294,6 +295,10 @@ class GatewayConfig(_Part, frozen=True):
     silence_s: Positive = 40.0  # a robot that answers no ping for so long is gone
     message_mb: Positive = 64.0  # largest message taken
     metadata: dict[str, Any] = {}  # told to each robot that connects
+    # Of GR00T: by key of its action, first and behind-last of actions.names; the form of
+    # get_modality_config, which changed.
+    action_keys: dict[str, tuple[Index, Index]] = {}
+    generation: Literal["n1.5", "n1.6"] = "n1.6"
     # Other hosts can reach it: what the wire has of them is needed.
     api_key_file: FilePath | None = None  # the key alone, readable by its owner alone
     certfile: FilePath | None = None  # TLS, PEM

@@ -19,10 +19,10 @@ from ppstream.config.validate import NONE
 
 def as_toml(config: PipelineConfig) -> str:
     """Every value of ``config``, defaults included, as a TOML document."""
-    return "\n".join(_table(msgspec.to_builtins(config), "")) + "\n"
+    return "\n".join(table_lines(msgspec.to_builtins(config))) + "\n"
 
 
-def _table(table: Mapping[str, Any], path: str) -> Iterator[str]:
+def table_lines(table: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """A struct's values first, its tables and lists of tables behind them."""
     for key, value in table.items():
         if not _has_own_heading(value, path):
@@ -33,7 +33,7 @@ def _table(table: Mapping[str, Any], path: str) -> Iterator[str]:
         for entry in value if isinstance(value, list | tuple) else [value]:
             heading = f"[[{key}]]" if isinstance(value, list | tuple) else f"[{key}]"
             yield f"\n{heading}"
-            yield from _table(entry, key)
+            yield from table_lines(entry, key)
 
 
 def _has_own_heading(value: Any, path: str) -> bool:

@@ -23,6 +23,7 @@ import msgspec
 from ppstream.config import load
 from ppstream.config.gateway_rules import listen_of, missing_libraries
 from ppstream.core.errors import ConfigError, ExitCode
+from ppstream.gateway.modality_file import run_of
 from ppstream.gateway.wires import Access, wire_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if sys.version_info < PYTHON_MIN:
             raise ConfigError(["this Python is too old, want 3.11 or newer"])
+        if args.origin is not None:
+            print(run_of(args.origin))
+            return 0
         config = _with_endpoint(load.load(args), args.endpoint)
         if not config.gateway:
             raise ConfigError(["gateway: got none, want [[gateway]] with wire = 'openpi' at least"])
@@ -143,6 +147,13 @@ def _parser() -> argparse.ArgumentParser:
     load.add_arguments(parser)
     parser.add_argument(
         "--describe", action="store_true", help="print the map and an example request, and leave"
+    )
+    parser.add_argument(
+        "--from",
+        dest="origin",
+        metavar="PATH",
+        help="print a gateway for GR00T's clients from a modality.json, or a run's streams, too, "
+        "from a LeRobot dataset, and leave",
     )
     parser.add_argument(
         "--endpoint", metavar="ENDPOINT", help="where rank 0 listens (default: as configured)"

@@ -5,6 +5,7 @@ Plain data in, samples ``[dim]`` out, in the streams' dtypes; it knows no wire a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -185,6 +186,20 @@ class _Mapped(NamedTuple):
         }
         layout = self.entry.layout
         return shapes if layout == LAYOUTS[0] else {layout: shapes[layout]}
+
+
+def source_of(value: Any, depth: int = 0) -> str:
+    """Python that makes ``value``: maps, texts, lists of them, and arrays of zeros."""
+    if isinstance(value, Mapping):
+        indent = "    " * (depth + 1)
+        lines = [
+            f"{indent}{json.dumps(key)}: {source_of(one, depth + 1)},\n"
+            for key, one in value.items()
+        ]
+        return "{\n" + "".join(lines) + "    " * depth + "}"
+    if isinstance(value, str | list):
+        return json.dumps(value)
+    return f"np.zeros({tuple(value.shape)}, np.{value.dtype})"
 
 
 def _at(observation: Mapping[str, Any], key: str) -> Any:

@@ -11,7 +11,6 @@ import asyncio
 import hmac
 import http
 import itertools
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from ppstream.config.gateway_rules import listen_address, listen_of
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
-from ppstream.gateway.key_map import KeyMap
+from ppstream.gateway.key_map import KeyMap, source_of
 from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply, gateway_keys
 from ppstream.gateway.wires import Access
 from ppstream.wire.openpi import decode, encode
@@ -290,17 +289,11 @@ def message(reply: Reply, infer_ns: int, total_ns: int | None) -> dict[str, Any]
 
     The actions are its only array: their broker cuts every array of a reply step by step.
     """
-    timing = {
-        "infer_ms": infer_ns / NS_PER_MS,
-        "age_ms": reply.age_ms,
-        "lease_ms": reply.lease_ms,
-        "epoch": reply.epoch,
-    }
+    timing = reply.timing(infer_ns)
     if total_ns is not None:
         timing["prev_total_ms"] = total_ns / NS_PER_MS
     found: dict[str, Any] = {"actions": reply.actions, "server_timing": timing}
-    if reply.policy_ms is not None and reply.wait_ms is not None:
-        timing |= {"wait_ms": reply.wait_ms, "policy_ms": reply.policy_ms}
+    if reply.policy_ms is not None:
         found["policy_timing"] = {"infer_ms": reply.policy_ms}
     return found
 
@@ -318,23 +311,10 @@ def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
         "from openpi_client.websocket_client_policy import WebsocketClientPolicy",
         "",
         f'client = WebsocketClientPolicy("{host}", {port})',
-        "observation = " + _source(key_map.example()),
+        "observation = " + source_of(key_map.example()),
         'actions = client.infer(observation)["actions"]',
     ]
     return "\n".join(lines)
-
-
-def _source(value: Any, depth: int = 0) -> str:
-    """Python that makes ``value``: maps, texts and arrays of zeros."""
-    if isinstance(value, Mapping):
-        indent = "    " * (depth + 1)
-        lines = [
-            f"{indent}{json.dumps(key)}: {_source(one, depth + 1)},\n" for key, one in value.items()
-        ]
-        return "{\n" + "".join(lines) + "    " * depth + "}"
-    if isinstance(value, str):
-        return json.dumps(value)
-    return f"np.zeros({tuple(value.shape)}, np.{value.dtype})"
 
 
 async def _refuse(connection: ServerConnection, reason: str) -> None:

@@ -41,6 +41,18 @@ class Reply(NamedTuple):
     policy_ms: float | None
     chunk: ActionChunk
 
+    def timing(self, infer_ns: int) -> dict[str, float]:
+        """Times for a robot's program, in ms: ``infer_ns`` is from receipt to now."""
+        found = {
+            "infer_ms": infer_ns / NS_PER_MS,
+            "age_ms": self.age_ms,
+            "lease_ms": self.lease_ms,
+            "epoch": self.epoch,
+        }
+        if self.policy_ms is not None and self.wait_ms is not None:
+            found |= {"wait_ms": self.wait_ms, "policy_ms": self.policy_ms}
+        return found
+
 
 def gateway_keys(gateway: GatewayConfig) -> ClientKeys | None:
     """Keys with which a gateway shows itself to rank 0; None: it needs none.

@@ -23,6 +23,12 @@ from ppstream.core.errors import ConfigError
 DROID = str(Path(__file__).parents[1] / "support" / "droid.toml")
 MAP = {"joints": "a/b", "gripper": "c.d", "wrist": {"key": "e", "layout": "chw"}}
 OPEN = "0.0.0.0:8000"
+GROOT = {
+    "wire": "groot",
+    "metadata": {},
+    "map": {"joints": "state.arm", "gripper": "state.grip", "wrist": "video.wrist"},
+    "action_keys": {"arm": (0, 7), "grip": (7, 8)},
+}
 
 
 def droid(**changes: Any) -> PipelineConfig:
@@ -41,7 +47,7 @@ def test_a_gateway_that_agrees_with_its_run_is_no_problem() -> None:
 
 
 def test_a_gateway_survives_the_way_through_toml(tmp_path: Path) -> None:
-    config = read(DROID)
+    config = droid(**GROOT)
     file = tmp_path / "again.toml"
     file.write_text(as_toml(config))
     assert read(str(file)).gateway == config.gateway
@@ -130,14 +136,33 @@ def test_every_wire_has_its_rules_and_an_address_of_loopback() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"wire": "groot", "certfile": DROID, "keyfile": DROID}, "gateway[0].certfile: got"),
-        ({"wire": "groot", "metadata": {"a": 1}}, "gateway[0].metadata: got {'a': 1}, want none"),
-        ({"wire": "groot", "listen": OPEN}, "gateway[0].api_key_file: missing"),
+        ({**GROOT, "certfile": DROID, "keyfile": DROID}, "gateway[0].certfile: got"),
+        ({**GROOT, "metadata": {"a": 1}}, "gateway[0].metadata: got {'a': 1}, want none"),
+        ({**GROOT, "listen": OPEN}, "gateway[0].api_key_file: missing"),
+        ({"action_keys": {"arm": (0, 8)}}, "gateway[0].action_keys: got {'arm': (0, 8)}, want no"),
+        ({"generation": "n1.5"}, "gateway[0].generation: got 'n1.5', want none"),
         ({"wire": "lerobot", "listen": OPEN}, "gateway[0].listen: got '0.0.0.0:8000', want an"),
     ],
 )
 def test_what_a_wire_lacks_is_not_configured(changes: dict[str, Any], said: str) -> None:
     assert said in found(droid(**{"metadata": {}, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"action_keys": {}}, "gateway[0].action_keys: got action 'j1' (0) 0 times, want it in"),
+        ({"action_keys": {"a": (0, 8), "b": (7, 8)}}, "action 'grip' (7) 2 times"),
+        ({"action_keys": {"a": (0, 8), "b": (7, 9)}}, "action_keys.b: got [7, 9], want a part"),
+        ({"action_keys": {"a": (0, 8), "b": (7, 10**15)}}, "action_keys.b: got [7, 1000000"),
+        ({"action_keys": {"a": (0, 8), "b": (3, 3)}}, "action_keys.b: got [3, 3]"),
+        ({"map": {**GROOT["map"], "wrist": "state.w"}}, "map.wrist: got 'state.w', want video."),
+        ({"map": {**GROOT["map"], "joints": {"key": "arm"}}}, "map.joints: got 'arm', want state"),
+    ],
+)
+def test_the_parts_of_a_groot_are_checked_with_the_run(changes: dict[str, Any], said: str) -> None:
+    assert found(droid(**GROOT)) == ""
+    assert said in found(droid(**{**GROOT, **changes}))
 
 
 def test_a_library_that_is_not_there_is_named_with_its_extra(

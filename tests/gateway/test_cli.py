@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from documents import BOOKS, FENCE
 
@@ -15,9 +16,17 @@ from ppstream.config.load import read
 from ppstream.config.schema import GatewayConfig
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.gateway.cli import api_key, main, tls_context
+from ppstream.gateway.groot_messages import Asked
 
 DROID = str(Path(__file__).parents[1] / "support" / "droid.toml")
-PAGE = BOOKS / "connect-openpi.md"
+PAGES = ("connect-openpi.md", "connect-groot.md")
+GROOT = (
+    "gateway.0.wire=groot",
+    "gateway.0.metadata={}",
+    "gateway.0.map={joints='state.arm', gripper='state.grip', wrist='video.wrist', prompt='task'}",
+    "gateway.0.action_keys={arm=[0, 7], grip=[7, 8]}",
+    "policy.instructions=true",
+)
 
 
 def gateway(**changes: Any) -> GatewayConfig:
@@ -39,6 +48,19 @@ def test_describe_prints_the_map_and_a_request(capsys: pytest.CaptureFixture[str
     assert '    "observation/wrist_image_left": np.zeros((8, 6, 3), np.uint8),' in said
 
 
+def test_describe_prints_a_request_of_the_newer_groot(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [word for setting in GROOT for word in ("--set", setting)]
+    assert main(["--config", DROID, "--describe", *settings]) == 0
+    said = capsys.readouterr().out
+    assert "  state.arm: numbers [7] -> joints" in said
+    assert "  action.grip: float32 [10, 1] = grip" in said
+    assert '        "arm": np.zeros((1, 1, 7), np.float32),' in said
+    assert '        "task": [["pick up the cup"]],' in said
+    example = said.partition("observation = ")[2].partition("actions, info")[0]
+    asked = Asked.of({"observation": eval(example, {"np": np})})
+    assert asked.observation["video.wrist"].shape == (8, 6, 3)
+
+
 def test_a_run_without_a_gateway_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "demo"]) == ExitCode.CONFIG
     assert "gateway: got none" in capsys.readouterr().err
@@ -51,8 +73,9 @@ def test_an_address_in_use_is_refused_by_name(capsys: pytest.CaptureFixture[str]
     assert f"gateway[0].listen: {address}" in capsys.readouterr().err
 
 
-def test_the_configuration_of_the_run_book_fits_its_robot() -> None:
-    (block,) = (one for one in FENCE.findall(PAGE.read_text()) if "[[gateway]]" in one)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_configuration_of_the_run_book_fits_its_robot(page: str) -> None:
+    (block,) = (one for one in FENCE.findall((BOOKS / page).read_text()) if "[[gateway]]" in one)
     (shown,) = tomllib.loads(block)["gateway"]
     config = read(DROID, ["policy.instructions=true"])
     gateways = (msgspec.convert(shown, GatewayConfig),)

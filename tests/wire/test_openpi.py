@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ppstream.core.errors import ProtocolError
-from ppstream.wire import openpi
+from ppstream.wire import foreign_msgpack
 from ppstream.wire.openpi import decode, encode
 
 ARRAY_HEAD = "84c40b5f5f6e6461727261795f5fc3c40464617461"  # map of 4, "__ndarray__": true, "data"
@@ -190,7 +190,7 @@ def test_an_array_shares_no_memory_that_can_be_written() -> None:
 
 
 def test_a_message_at_the_bound_is_read() -> None:
-    many = openpi.ITEMS_MAX - 3
+    many = foreign_msgpack.ITEMS_MAX - 3
     assert len(decode(msgspec.msgpack.encode({"a": [None] * many}))["a"]) == many
     with pytest.raises(ProtocolError):
         decode(msgspec.msgpack.encode({"a": [None] * (many + 1)}))

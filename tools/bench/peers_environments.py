@@ -17,6 +17,8 @@ CONSTRAINTS: Final = Path(__file__).resolve().parents[2] / "constraints.txt"
 MAKE_LIMIT_S: Final = 600.0
 #: numpy is our robot's, typing_extensions what openpi-client imports and does not name.
 ADDED: Final = ("numpy", "typing_extensions")
+#: Of a package whose own dependencies fill a disk: what the part of it that is used imports.
+INSTEAD: Final = {"strands-robots": ("msgpack", "numpy", "pyzmq")}
 COMPLETE: Final = "complete"  # a file: an environment without it was not finished
 
 
@@ -27,7 +29,7 @@ class Unavailable(Exception):
 def python_with(package: str, folder: Path | None = None) -> Path:
     """The interpreter of an environment that has ``package`` as ``constraints.txt`` pins it.
 
-    Its dependencies are those that pip picks for it, whatever this project's are.
+    Its dependencies are those that pip picks for it, whatever this project's are, or ``INSTEAD``.
 
     Args:
         package: name on the package index.
@@ -42,7 +44,12 @@ def python_with(package: str, folder: Path | None = None) -> Path:
     if not (place / COMPLETE).exists():
         shutil.rmtree(place, ignore_errors=True)
         _run(sys.executable, "-m", "venv", str(place))
-        _run(str(python), "-m", "pip", "install", "--quiet", pinned, *ADDED)
+        install = (str(python), "-m", "pip", "install", "--quiet")
+        if package in INSTEAD:
+            _run(*install, "--no-deps", pinned)
+            _run(*install, *INSTEAD[package])
+        else:
+            _run(*install, pinned, *ADDED)
         (place / COMPLETE).touch()
     return python
 

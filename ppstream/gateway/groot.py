@@ -1,0 +1,326 @@
+"""GrootServer: GR00T's ZeroMQ wire, on which its clients ask for actions and get them.
+
+Every request is answered, also with an error map that says why there are no actions: these clients
+wait for ever. A client is known by its address in ZeroMQ, and is a robot from its first observation
+until its connection ends or it is silent. Requests wait in threads; the socket is the event loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import logging
+import re
+import socket as sockets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypeVar
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from ppstream.config.gateway_rules import is_loopback, listen_address, listen_of
+from ppstream.config.schema import GatewayConfig, PipelineConfig
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
+from ppstream.gateway.groot_messages import Asked, modalities
+from ppstream.gateway.groot_messages import describe as describe
+from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply, gateway_keys
+from ppstream.gateway.wires import Access
+from ppstream.wire.groot import decode, encode
+
+logger = logging.getLogger("ppstream")
+
+PONG: Final = {"status": "ok", "message": "Server is running"}
+UNAUTHORIZED: Final = "Unauthorized: Invalid API token"  # as GR00T's own server says it
+NAMED: Final = re.compile(rb"[A-Za-z0-9_-]{1,64}")  # an address that a client chose: its name
+ROBOT_CHARACTERS: Final = 64
+ENVELOPE_MAX: Final = 8  # frames in front of a request: a proxy adds some
+TOLD_MAX: Final = 16  # reasons of refusals in the log
+SPARE_CLIENTS: Final = 8  # beyond the rows: those that have just left, and refused ones
+WAITING_MAX: Final = 4  # requests, and replies, of one client that ZeroMQ keeps
+READ_FACTOR: Final = 2  # a message so many times too large is still read, to be answered
+SWEEP_S: Final = 1.0
+END_LIMIT_S: Final = 1.0  # for the last replies to leave
+MS_PER_S: Final = 1000
+BYTES_PER_MB: Final = 1_000_000
+
+T = TypeVar("T")
+
+
+class _Robot:
+    """One client that has a session."""
+
+    def __init__(self, name: str, session: GatewaySession) -> None:
+        self.name, self.session = name, session
+        self.turn = asyncio.Lock()  # its session does one thing at a time
+        self.descriptor = -1  # of its connection
+        self.seen_ns = now_ns()
+
+
+class _Request(NamedTuple):
+    """One message, as it came."""
+
+    envelope: list[bytes]  # back to its client
+    body: bytes
+    descriptor: int
+    peer: str
+    received_ns: int
+
+    @property
+    def client(self) -> bytes:
+        """Address of its client."""
+        return self.envelope[0]
+
+
+class GrootServer:
+    """One ``[[gateway]]`` of wire ``groot``, as ``WireServer``."""
+
+    def __init__(self, config: PipelineConfig, gateway: GatewayConfig, access: Access) -> None:
+        self._config, self._gateway, self._token = config, gateway, access.api_key
+        self._keys = gateway_keys(gateway)
+        self._clients_max = config.batch.rows + SPARE_CLIENTS
+        self._threads = ThreadPoolExecutor(self._clients_max + 1, "ppstream-gateway")
+        self._robots: dict[bytes, _Robot] = {}
+        self._work: dict[bytes, tuple[asyncio.Task[None], _Request]] = {}
+        self._ends: set[asyncio.Task[None]] = set()
+        self._loops: list[asyncio.Task[None]] = []
+        self._numbers = itertools.count(1)
+        self._told: set[str] = set()
+        self._modalities = modalities(config, gateway)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._monitor = self._context.socket(zmq.PAIR)
+
+    @property
+    def address(self) -> str:
+        """As ``WireServer``."""
+        return self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    async def __aenter__(self) -> GrootServer:
+        address = listen_address(listen_of(self._gateway))
+        assert address is not None, "checked with the configuration"
+        try:
+            _bind(self._socket, self._gateway, *address)
+            self._monitor.set(zmq.RCVHWM, 0)  # a full one would stop the socket's own thread
+            name = f"inproc://connections-{id(self)}"
+            self._socket.monitor(name, zmq.Event.DISCONNECTED)
+            self._monitor.connect(name)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, error.strerror) from error
+        if not is_loopback(address[0]):
+            logger.warning("%s: this wire is not encrypted, the token neither", self.address)
+        self._loops = [asyncio.create_task(self._serve()), asyncio.create_task(self._sweep())]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Answer whoever waits, give the rows back, and let the last replies leave."""
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.wait(self._loops)
+        unread = []
+        with suppress(zmq.Again):
+            while True:
+                unread.append(await self._receive(zmq.NOBLOCK))
+        waiting = [request for task, request in self._work.values() if task.cancel()]
+        for request in (*waiting, *unread):
+            self._send(request, {"error": "the gateway ends"})
+        closing = [asyncio.to_thread(robot.session.close) for robot in self._robots.values()]
+        if pending := [*self._ends, *map(asyncio.ensure_future, closing)]:
+            await asyncio.wait(pending, timeout=END_LIMIT_S)
+        self._threads.shutdown(wait=False)
+        self._socket.disable_monitor()
+        self._context.destroy(linger=round(END_LIMIT_S * MS_PER_S))
+
+    # ---- the socket -----------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        while True:
+            request = await self._receive()
+            await self._end_disconnected()  # one of them may be this client, before
+            if request.client in self._work:
+                self._send(request, {"error": "a request of this client is not answered yet"})
+            elif len(self._work) >= self._clients_max:
+                self._send(request, {"error": "too many clients ask at once; ask again"})
+            else:
+                self._work[request.client] = (asyncio.create_task(self._answer(request)), request)
+
+    async def _receive(self, flags: int = 0) -> _Request:
+        """Raises zmq.Again: with NOBLOCK, there is none."""
+        frames = await self._socket.recv_multipart(flags, copy=False)
+        received_ns, last = now_ns(), frames[-1]
+        envelope = [frame.bytes for frame in frames[:-1]]
+        if len(envelope) > ENVELOPE_MAX:
+            envelope = [envelope[0], b""]
+        try:
+            descriptor, peer = int(last.get(zmq.SRCFD)), str(last.get("Peer-Address"))
+        except zmq.ZMQError:
+            descriptor, peer = -1, "unknown"
+        return _Request(envelope, last.bytes, descriptor, peer, received_ns)
+
+    def _send(self, request: _Request, reply: Any) -> bool:
+        """Answer; False: it cannot be written, or its client is gone or reads nothing."""
+        try:
+            frames = [*request.envelope, encode(reply)]
+            sent = asyncio.ensure_future(self._socket.send_multipart(frames, zmq.NOBLOCK))
+            return sent.exception() is None  # with NOBLOCK it is done at once
+        except ProtocolError as error:
+            logger.error("a reply cannot be written: %s", error)
+            return self._send(request, {"error": str(error)})
+
+    async def _end_disconnected(self) -> None:
+        """Give back the rows of clients whose connection has ended."""
+        with suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(await self._monitor.recv_multipart(zmq.NOBLOCK))
+                for client, robot in list(self._robots.items()):
+                    if robot.descriptor == event["value"]:
+                        self._end(client, "its connection has ended")
+
+    async def _sweep(self) -> None:
+        silence_ns = round(self._gateway.silence_s * NS_PER_S)
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self._end_disconnected()
+            for client, robot in list(self._robots.items()):
+                if client not in self._work and now_ns() - robot.seen_ns >= silence_ns:
+                    self._end(client, f"it asked nothing for {self._gateway.silence_s:g} s")
+
+    def _end(self, client: bytes, why: str) -> None:
+        robot = self._robots.pop(client)
+        logger.info("robot %s has left: %s", robot.name, why)
+        task = asyncio.create_task(self._close(robot))
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
+
+    async def _close(self, robot: _Robot) -> None:
+        async with robot.turn:
+            await self._in_thread(robot.session.close)
+
+    # ---- one request ----------------------------------------------------------------------------
+
+    async def _answer(self, request: _Request) -> None:
+        reply: Any
+        given: Reply | None = None
+        try:
+            reply, given = await self._reply(request)
+        except (NoAnswerError, SpecError) as error:
+            reply = {"error": str(error)}
+        except PpstreamError as error:
+            self._tell_once(request, str(error))
+            reply = {"error": str(error)}
+        except Exception as error:
+            logger.exception("a request could not be answered")
+            reply = {"error": f"the gateway failed: {error}"}
+        finally:
+            self._work.pop(request.client, None)
+        robot = self._robots.get(request.client)
+        if not self._send(request, reply):
+            if robot is not None:
+                self._end(request.client, "it reads no replies")
+        elif robot is not None and given is not None:
+            robot.session.handed_over(given, now_ns())
+
+    async def _reply(self, request: _Request) -> tuple[Any, Reply | None]:
+        """The message, and the actions in it.
+
+        Raises:
+            PpstreamError: there is no reply but this error.
+        """
+        if len(request.body) > self._gateway.message_mb * BYTES_PER_MB:
+            raise ProtocolError(
+                f"got a message of {len(request.body)} bytes, want at most "
+                f"gateway.message_mb = {self._gateway.message_mb:g}"
+            )
+        message = await self._in_thread(decode, request.body)
+        said = str(message.get("api_token")).encode(errors="replace")
+        if self._token is not None and not hmac.compare_digest(said, self._token.encode()):
+            raise ProtocolError(UNAUTHORIZED)
+        endpoint, data = message.get("endpoint", "get_action"), message.get("data")
+        if endpoint == "ping":
+            return PONG, None
+        if endpoint == "get_modality_config":
+            return self._modalities, None
+        if endpoint == "kill":
+            raise ProtocolError("kill is not offered here: who started the run ends it")
+        if endpoint not in ("get_action", "reset"):
+            raise ProtocolError(f"Unknown endpoint: {str(endpoint)[:64]}")
+        robot = await self._robot(request)
+        async with robot.turn:
+            if endpoint == "reset":
+                await self._in_thread(robot.session.reset)
+                return {}, None
+            asked = Asked.of(data)
+            given = await self._in_thread(
+                robot.session.answer, asked.observation, request.received_ns
+            )
+        parts = asked.parts(given.actions, self._gateway.action_keys)
+        timing = given.timing(now_ns() - request.received_ns)
+        return [parts, timing] if asked.is_newer else parts, given
+
+    async def _robot(self, request: _Request) -> _Robot:
+        """The client's session, opened by its first request.
+
+        Raises:
+            PpstreamError: there is no row for it.
+        """
+        robot = self._robots.get(request.client)
+        if robot is None:
+            if len(self._robots) >= self._clients_max:
+                raise NoAnswerError("too many clients")
+            name = self._name(request)
+            session = GatewaySession(self._config, self._gateway, self._keys, name)
+            robot = self._robots[request.client] = _Robot(name, session)
+            robot.descriptor = request.descriptor
+            try:
+                async with robot.turn:
+                    await self._in_thread(session.open)
+            except PpstreamError:
+                self._robots.pop(request.client, None)
+                await self._in_thread(session.close)
+                raise
+            logger.info("%s is robot %s", request.peer, name)
+        robot.descriptor, robot.seen_ns = request.descriptor, now_ns()
+        return robot
+
+    def _name(self, request: _Request) -> str:
+        if NAMED.fullmatch(request.client):
+            return request.client.decode()
+        return f"groot-{next(self._numbers)}-{request.peer}"[:ROBOT_CHARACTERS]
+
+    def _tell_once(self, request: _Request, why: str) -> None:
+        """Whoever connects could fill our log, so each reason stands there once."""
+        kind = why[:40]
+        if kind not in self._told and len(self._told) < TOLD_MAX:
+            self._told.add(kind)
+            logger.warning("%s is refused: %s (said once)", request.peer, why)
+
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+def build(config: PipelineConfig, gateway: GatewayConfig, access: Access) -> GrootServer:
+    """As ``Wire``."""
+    return GrootServer(config, gateway, access)
+
+
+def _bind(socket: zmq.asyncio.Socket, gateway: GatewayConfig, host: str, port: int) -> None:
+    """Raises ZMQError, or OSError: it cannot listen there."""
+    beat_ms = round(gateway.silence_s * MS_PER_S / 2)
+    options = {
+        zmq.ROUTER_MANDATORY: 1,  # a client that has left is an error, not a silence
+        zmq.MAXMSGSIZE: round(READ_FACTOR * gateway.message_mb * BYTES_PER_MB),
+        zmq.RCVHWM: WAITING_MAX,
+        zmq.SNDHWM: WAITING_MAX,
+        zmq.HEARTBEAT_IVL: beat_ms,
+        zmq.HEARTBEAT_TIMEOUT: beat_ms,
+        zmq.IPV6: int(":" in host),
+    }
+    for option, value in options.items():
+        socket.set(option, value)
+    address = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM)[0][4][0]
+    socket.bind(f"tcp://[{address}]:{port}" if ":" in str(address) else f"tcp://{address}:{port}")

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ppstream.config.gateway_rules import gateway_problems
+from ppstream.config.schema import PipelineConfig
+from ppstream.core.errors import ConfigError, ExitCode
+from ppstream.gateway.cli import main
+from ppstream.gateway.modality_file import run_of
+
+ARM = {"single_arm": {"start": 0, "end": 5}, "gripper": {"start": 5, "end": 6}}
+MODALITY: dict[str, Any] = {
+    "state": ARM,
+    "action": ARM,
+    "video": {"webcam": {"original_key": "observation.images.front"}, "gripper": {}},
+    "annotation": {"human.validity": {}, "human.task_description": {"original_key": "task_index"}},
+}
+INFO: dict[str, Any] = {
+    "fps": 20.0,
+    "features": {
+        "observation.images.front": {"shape": [48, 64, 3]},
+        "observation.images.gripper": {"shape": [3, 24, 32]},
+        "action": {"shape": [6], "names": [f"m{index}.pos" for index in range(6)]},
+    },
+}
+USERS: dict[str, Any] = {
+    "name": "so100",
+    "actions": {"horizon": 16, "low": [-9.0] * 6, "high": [9.0] * 6, "lease_ms": 5000},
+    "policy": {"target": "nobody:asks"},
+    "service": {"endpoint": "tcp://127.0.0.1:0"},
+}
+
+
+def dataset(folder: Path, modality: Any = MODALITY, info: Any = INFO) -> Path:
+    (folder / "meta").mkdir()
+    (folder / "meta/modality.json").write_text(json.dumps(modality))
+    (folder / "meta/info.json").write_text(json.dumps(info))
+    return folder
+
+
+def test_a_dataset_and_what_the_user_decides_make_a_run(tmp_path: Path) -> None:
+    table = tomllib.loads(run_of(str(dataset(tmp_path))))
+    for key, value in USERS.items():
+        table[key] = table.get(key, {}) | value if isinstance(value, dict) else value
+    config = msgspec.convert(table, PipelineConfig)
+    assert list(gateway_problems(config)) == []
+    sizes = [(one.name, one.dim, one.rate_hz) for one in config.streams]
+    assert sizes == [
+        ("single_arm", 5, 20.0),
+        ("gripper", 1, 20.0),
+        ("webcam", 48 * 64 * 3, 20.0),
+        ("gripper_camera", 24 * 32 * 3, 20.0),
+    ]
+    assert config.actions.names[0] == "m0_pos"
+    assert config.gateway[0].map["prompt"] == "annotation.human.task_description"
+    assert config.gateway[0].map["gripper_camera"] == "video.gripper"
+
+
+def test_a_file_alone_gives_the_gateway(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = dataset(tmp_path, {**MODALITY, "annotation": {}})
+    assert main(["--from", str(folder / "meta/modality.json")]) == 0
+    said = capsys.readouterr().out
+    assert "# Numbers of the streams: single_arm 5, gripper 1" in said
+    table = tomllib.loads(said)
+    assert set(table) == {"gateway"}
+    assert table["gateway"][0]["action_keys"] == {"single_arm": [0, 5], "gripper": [5, 6]}
+    assert "prompt" not in table["gateway"][0]["map"]
+
+
+@pytest.mark.parametrize(
+    ("modality", "info", "said"),
+    [
+        ({}, INFO, "`state`"),
+        ({**MODALITY, "action": {}}, INFO, "length >= 1"),
+        ([], INFO, "Expected `object`"),
+        (MODALITY, {**INFO, "fps": 0}, "fps"),
+        (MODALITY, {**INFO, "features": {}}, "no frames for the camera 'webcam'"),
+    ],
+)
+def test_a_dataset_of_another_form_is_refused(
+    tmp_path: Path, modality: Any, info: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_of(str(dataset(tmp_path, modality, info)))
+    assert said in str(caught.value)
+
+
+def test_a_place_without_a_dataset_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--from", str(tmp_path)]) == ExitCode.CONFIG
+    assert f"{tmp_path}/meta/modality.json: No such file" in capsys.readouterr().err
