@@ -43,6 +43,7 @@ SERVICE: Final = "transport.AsyncInference"
 EMPTY: Final = b""
 WAIT_S: Final = 2.0  # for actions; then an empty reply, and the client asks again
 STREAM_LIMIT_S: Final = 10.0  # for all pieces of one observation
+ASKS_WITHIN_S: Final = 5.0  # a client that has asked once asks all the time, or has left
 CLOSE_LIMIT_S: Final = 1.0
 SWEEP_S: Final = 1.0
 LOG_EVERY_NS: Final = NS_PER_S  # a robot's refusals, a line each
@@ -51,6 +52,8 @@ REMEMBERED: Final = 256  # observations that actions may still come for
 SPARE_SESSIONS: Final = 8  # beyond the rows: those that a robot has just left, and refused ones
 SPARE_CONNECTIONS: Final = 64  # beyond those
 CALLS_PER_CONNECTION: Final = 8
+PACE_STEPS: Final = 60  # executed, over which a client's pace is measured
+PACE_MARGIN: Final = 1.2  # of the actions' own
 ROBOT_CHARACTERS: Final = 64  # of a name
 BYTES_PER_MB: Final = 1_000_000
 STATE: Final = "observation.state"
@@ -67,6 +70,25 @@ class _Step(NamedTuple):
     timestamp: float
 
 
+class _Pace:
+    """Steps that a client executes each second, as its observations tell."""
+
+    def __init__(self) -> None:
+        self._first: _Step | None = None
+
+    def add(self, step: _Step) -> float:
+        """Steps per second of the last ``PACE_STEPS``; 0: not known now."""
+        first = self._first
+        if first is None or step.timestep < first.timestep:
+            self._first = step
+            return 0.0
+        steps, seconds = step.timestep - first.timestep, step.timestamp - first.timestamp
+        if steps < PACE_STEPS:
+            return 0.0
+        self._first = step
+        return steps / seconds if seconds > 0 else 0.0
+
+
 class _Robot:
     """One peer: its session, and what is known of its calls."""
 
@@ -77,7 +99,10 @@ class _Robot:
         self.arrived = asyncio.Event()  # actions, perhaps
         self.calls = 0
         self.called_ns = now_ns()  # begin or end of the latest
+        self.has_asked = False  # for actions
         self.told_ns = 0
+        self.pace = _Pace()
+        self.is_fast = False  # faster than the actions, and that is told
         self.is_reading = False  # an observation
         self.actions_max: int | None = None  # of a reply; None: all
         self.sent: dict[int, _Step] = {}  # observations, by stamp
@@ -91,6 +116,10 @@ class _Robot:
         finally:
             self.calls -= 1
             self.called_ns = now_ns()
+
+    def is_silent(self, now: int, silence_s: float) -> bool:
+        limit_s = min(silence_s, ASKS_WITHIN_S) if self.has_asked else silence_s
+        return not self.calls and now - self.called_ns > limit_s * NS_PER_S
 
     def remember(self, stamp_ns: int, step: _Step) -> None:
         while len(self.sent) >= REMEMBERED:
@@ -118,6 +147,7 @@ class LerobotServer:
         self._server: Any = None
         self._port = 0
         self._sweeping: asyncio.Task[None] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def address(self) -> str:
@@ -158,7 +188,9 @@ class LerobotServer:
             self._sweeping.cancel()
         if self._server is not None:
             await self._server.stop(CLOSE_LIMIT_S)
-        await asyncio.gather(*map(self._leave, list(self._robots)))
+        for peer in list(self._robots):
+            self._leave(peer)
+        await asyncio.gather(*self._leaving)
         self._threads.shutdown(wait=False)
 
     def _handlers(self) -> Any:
@@ -184,7 +216,7 @@ class LerobotServer:
             assert session is not None, "opened"
             limit_s = self._gateway.timeout_ms * NS_PER_MS / NS_PER_S
             if not await self._in_thread(session.client.wait_ready, limit_s):
-                await self._leave(peer)
+                self._leave(peer)
                 said = f"the run is {session.client.phase}; start the client once it is ready"
                 await self._refuse(robot, context, grpc.StatusCode.FAILED_PRECONDITION, said)
             if not is_new:
@@ -201,7 +233,7 @@ class LerobotServer:
             except ProtocolError as error:
                 lines = [str(error)]
             if lines:
-                await self._leave(context.peer())
+                self._leave(context.peer())
                 status = grpc.StatusCode.INVALID_ARGUMENT
                 await self._refuse(robot, context, status, "\n".join(lines))
             robot.actions_max = wanted.actions_per_chunk
@@ -244,6 +276,7 @@ class LerobotServer:
         if robot is None:
             await asyncio.sleep(WAIT_S)
             return EMPTY
+        robot.has_asked = True
         try:
             with robot.call():
                 while (taken := robot.take()) is None:
@@ -255,7 +288,7 @@ class LerobotServer:
                 return self._reply(robot, *taken)
         except asyncio.CancelledError:
             if context.time_remaining() is None:  # it set no limit: its connection has ended
-                await asyncio.shield(self._leave(peer))
+                self._leave(peer)
             raise
 
     # ---- behind the calls -----------------------------------------------------------------------
@@ -273,8 +306,20 @@ class LerobotServer:
         observation = decode_observation(whole)
         session = robot.session
         assert session is not None, "opened"
-        robot.remember(received_ns, _Step(observation.timestep, observation.timestamp))
+        step = _Step(observation.timestep, observation.timestamp)
+        robot.remember(received_ns, step)
+        self._check_pace(robot, robot.pace.add(step))
         session.observe(observation.observation, received_ns)
+
+    def _check_pace(self, robot: _Robot, pace: float) -> None:
+        wanted = NS_PER_S / NS_PER_MS / self._config.actions.dt_ms
+        if pace > PACE_MARGIN * wanted and not robot.is_fast:
+            robot.is_fast = True
+            logger.warning(
+                "%s executes %.1f actions/s, and they are made for %.1f: start it with --fps=%d, "
+                "or set actions.dt_ms",
+                *(robot.name, pace, wanted, round(wanted)),
+            )
 
     def _reply(self, robot: _Robot, reply: Reply, answered: _Step) -> bytes:
         message = encode_actions(
@@ -297,15 +342,20 @@ class LerobotServer:
                 status = grpc.StatusCode.RESOURCE_EXHAUSTED
                 await self._refuse(robot, context, status, "too many connections")
             self._robots[peer] = robot
+        status = grpc.StatusCode.RESOURCE_EXHAUSTED
         async with robot.opening:
+            if self._robots.get(peer) is not robot:
+                await self._refuse(robot, context, status, "this robot has just left; call again")
             if robot.session is None:
                 try:
                     await self._open(robot)
                 except PpstreamError as error:
-                    await self._leave(peer)
+                    self._leave(peer)
                     said = str(error).splitlines()[-1].strip()
-                    status = grpc.StatusCode.RESOURCE_EXHAUSTED
                     await self._refuse(robot, context, status, said)
+                except BaseException:
+                    self._leave(peer)
+                    raise
         return robot
 
     async def _open(self, robot: _Robot) -> None:
@@ -325,12 +375,14 @@ class LerobotServer:
         robot.session = session
         logger.info("%s is a robot", robot.name)
 
-    async def _leave(self, peer: str) -> None:
-        """Give a robot's row back. Twice is fine."""
+    def _leave(self, peer: str) -> None:
+        """Give a robot's row back, soon. Twice is fine."""
         robot = self._robots.pop(peer, None)
         if robot is not None and robot.session is not None:
             logger.info("%s has left", robot.name)
-            await self._in_thread(robot.session.close)
+            task = asyncio.create_task(self._in_thread(robot.session.close))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     async def _refuse(self, robot: _Robot, context: Context, status: Any, said: str) -> NoReturn:
         """End a call with the reason; the log has one line of each robot now and then."""
@@ -344,14 +396,10 @@ class LerobotServer:
         """Robots that have not called for long have left."""
         while True:
             await asyncio.sleep(min(SWEEP_S, self._gateway.silence_s / 2))
-            before_ns = now_ns() - round(self._gateway.silence_s * NS_PER_S)
-            silent = [
-                peer
-                for peer, robot in self._robots.items()
-                if not robot.calls and robot.session is not None and robot.called_ns < before_ns
-            ]
-            for peer in silent:
-                await self._leave(peer)
+            now, limit_s = now_ns(), self._gateway.silence_s
+            for peer, robot in list(self._robots.items()):
+                if robot.session is not None and robot.is_silent(now, limit_s):
+                    self._leave(peer)
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
@@ -398,10 +446,10 @@ def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
     lines += [f"  {key}: {wanted} -> {stream}" for key, stream, wanted in key_map.rows()]
     lines += [f"  actions: {', '.join(actions.names)}, {actions.dt_ms:g} ms apart", ""]
     host, port = _address(gateway)
-    fps = NS_PER_S / NS_PER_MS / actions.dt_ms
+    fps = round(NS_PER_S / NS_PER_MS / actions.dt_ms)
     lines += [
         "python -m lerobot.async_inference.robot_client \\",
-        f"  --server_address={_bracketed(host)}:{port} --fps={fps:g} \\",
+        f"  --server_address={_bracketed(host)}:{port} --fps={fps} \\",
         f"  --actions_per_chunk={actions.horizon} --policy_type=act \\",
         "  --pretrained_name_or_path=none --robot.type=ROBOT --robot.port=PORT",
     ]

@@ -327,6 +327,16 @@ def test_a_robot_that_calls_no_more_gives_its_row_back() -> None:
         assert robot.ask()  # it is a robot anew, without being started again
 
 
+def test_a_client_that_asks_no_more_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It closed its channel between two calls: nobody tells."""
+    monkeypatch.setattr(lerobot, "ASKS_WITHIN_S", 0.3)
+    with lerobot_gated() as (rank0, gateway):
+        with robot_of(gateway) as robot:
+            robot.start()
+            robot.ask()
+        wait_until(lambda: not rank0.rows[0].session)
+
+
 FROZEN = """
 import sys
 sys.path[:0] = sys.argv[2:]
@@ -466,6 +476,19 @@ def test_actions_of_the_task_before_are_not_handed_over(monkeypatch: pytest.Monk
         assert robot.actions() == []
         emit(rank0, 1)
         assert robot.actions()[0].timestep == 5
+
+
+@pytest.mark.parametrize(("fps", "is_told"), [(100, False), (110, False), (200, True)])
+def test_a_client_that_executes_faster_than_the_actions_are_made_for_is_told_once(
+    fps: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lerobot_gated() as (_, gateway), robot_of(gateway) as robot:
+        robot.start()
+        for step in range(0, 400, 20):
+            robot.ask(timestep=step, timestamp=1.7e9 + step / fps)
+    told = [one.getMessage() for one in caplog.records if "actions/s" in one.getMessage()]
+    assert len(told) == is_told
+    assert all("200.0 actions/s, and they are made for 100.0: start" in one for one in told)
 
 
 def test_two_robots_are_answered_with_their_own() -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,16 @@ MAKE_LIMIT_S: Final = 600.0
 #: numpy is our robot's, typing_extensions what openpi-client imports and does not name.
 ADDED: Final = ("numpy", "typing_extensions")
 #: Of a package whose own dependencies fill a disk: what the part of it that is used imports.
-INSTEAD: Final = {"strands-robots": ("msgpack", "numpy", "pyzmq")}
+INSTEAD: Final = {
+    "strands-robots": ("msgpack", "numpy", "pyzmq"),
+    "lerobot": (
+        *("draccus==0.10.0", "deepdiff", "einops", "grpcio", "huggingface-hub<1"),
+        *("packaging", "pillow", "protobuf", "pyserial", "safetensors", "termcolor"),
+    ),
+}
+#: Of a package that wants torch, which is large: what this interpreter has installed is seen, too.
+SHARING: Final = frozenset({"lerobot"})
+PURELIB: Final = "import sysconfig; print(sysconfig.get_path('purelib'))"
 COMPLETE: Final = "complete"  # a file: an environment without it was not finished
 
 
@@ -44,6 +54,9 @@ def python_with(package: str, folder: Path | None = None) -> Path:
     if not (place / COMPLETE).exists():
         shutil.rmtree(place, ignore_errors=True)
         _run(sys.executable, "-m", "venv", str(place))
+        if package in SHARING:
+            ours, theirs = sysconfig.get_path("purelib"), _run(str(python), "-c", PURELIB)
+            Path(theirs.strip(), "shared.pth").write_text(f"{ours}\n")
         install = (str(python), "-m", "pip", "install", "--quiet")
         if package in INSTEAD:
             _run(*install, "--no-deps", pinned)
@@ -66,7 +79,7 @@ def pin_of(package: str) -> str:
     return next(line for line in pins if line.startswith(f"{package}=="))
 
 
-def _run(*command: str) -> None:
+def _run(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=MAKE_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -74,3 +87,4 @@ def _run(*command: str) -> None:
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
         raise Unavailable(f"{' '.join(command[1:3])}: {said[-1]}")
+    return done.stdout
