@@ -89,7 +89,7 @@ class _Pace:
         return steps / seconds if seconds > 0 else 0.0
 
 
-class _Robot:
+class ServedRobot:
     """One peer: its session, and what is known of its calls."""
 
     def __init__(self, name: str) -> None:
@@ -142,7 +142,8 @@ class LerobotServer:
         self._keys = gateway_keys(gateway)
         self._sessions_max = config.batch.rows + SPARE_SESSIONS
         self._threads = ThreadPoolExecutor(2 * self._sessions_max, "ppstream-gateway")
-        self._robots: dict[str, _Robot] = {}
+        self.robots: dict[str, ServedRobot] = {}  # by peer
+        self._stranger = ServedRobot("a client")  # that is no robot
         self._numbers = itertools.count(1)
         self._server: Any = None
         self._port = 0
@@ -165,6 +166,7 @@ class LerobotServer:
             "grpc.max_allowed_incoming_connections": connections,
             "grpc.keepalive_time_ms": silence_ms // 2,
             "grpc.keepalive_timeout_ms": silence_ms // 2,
+            "grpc.http2.ping_timeout_ms": silence_ms // 2,
             "grpc.keepalive_permit_without_calls": 1,
             "grpc.http2.max_pings_without_data": 0,
         }
@@ -188,7 +190,7 @@ class LerobotServer:
             self._sweeping.cancel()
         if self._server is not None:
             await self._server.stop(CLOSE_LIMIT_S)
-        for peer in list(self._robots):
+        for peer in list(self.robots):
             self._leave(peer)
         await asyncio.gather(*self._leaving)
         self._threads.shutdown(wait=False)
@@ -210,17 +212,21 @@ class LerobotServer:
     async def _ready(self, _: bytes, context: Context) -> bytes:
         """A client has started: a robot, or a new episode of one."""
         peer = context.peer()
-        is_new = peer not in self._robots
+        is_new = peer not in self.robots
         with (robot := await self._robot(context)).call():
             session = robot.session
             assert session is not None, "opened"
             limit_s = self._gateway.timeout_ms * NS_PER_MS / NS_PER_S
-            if not await self._in_thread(session.client.wait_ready, limit_s):
+            said = f"the run is {session.client.phase}; start the client once it is ready"
+            try:
+                is_ready = await self._in_thread(session.client.wait_ready, limit_s)
+                if is_ready and not is_new:
+                    await self._in_thread(session.reset)
+            except PpstreamError as error:
+                is_ready, said = False, str(error)
+            if not is_ready:
                 self._leave(peer)
-                said = f"the run is {session.client.phase}; start the client once it is ready"
                 await self._refuse(robot, context, grpc.StatusCode.FAILED_PRECONDITION, said)
-            if not is_new:
-                await self._in_thread(session.reset)
         return EMPTY
 
     async def _instructions(self, message: bytes, context: Context) -> bytes:
@@ -272,7 +278,7 @@ class LerobotServer:
         """The newest actions, or nothing after a while: the client asks again at once."""
         peer = context.peer()
         until_ns = now_ns() + round(WAIT_S * NS_PER_S)
-        robot = self._robots.get(peer)
+        robot = self.robots.get(peer)
         if robot is None:
             await asyncio.sleep(WAIT_S)
             return EMPTY
@@ -302,7 +308,7 @@ class LerobotServer:
                     return whole
         raise ProtocolError("an observation that has no END")
 
-    def _observe(self, robot: _Robot, whole: bytes, received_ns: int) -> None:
+    def _observe(self, robot: ServedRobot, whole: bytes, received_ns: int) -> None:
         observation = decode_observation(whole)
         session = robot.session
         assert session is not None, "opened"
@@ -311,7 +317,7 @@ class LerobotServer:
         self._check_pace(robot, robot.pace.add(step))
         session.observe(observation.observation, received_ns)
 
-    def _check_pace(self, robot: _Robot, pace: float) -> None:
+    def _check_pace(self, robot: ServedRobot, pace: float) -> None:
         wanted = NS_PER_S / NS_PER_MS / self._config.actions.dt_ms
         if pace > PACE_MARGIN * wanted and not robot.is_fast:
             robot.is_fast = True
@@ -321,7 +327,7 @@ class LerobotServer:
                 *(robot.name, pace, wanted, round(wanted)),
             )
 
-    def _reply(self, robot: _Robot, reply: Reply, answered: _Step) -> bytes:
+    def _reply(self, robot: ServedRobot, reply: Reply, answered: _Step) -> bytes:
         message = encode_actions(
             reply.actions[: robot.actions_max],
             timestep=answered.timestep,
@@ -332,19 +338,17 @@ class LerobotServer:
         robot.session.handed_over(reply, now_ns())
         return message
 
-    async def _robot(self, context: Context) -> _Robot:
+    async def _robot(self, context: Context) -> ServedRobot:
         """The robot of a call, with a session: of a client that connects anew, a new one."""
-        peer = context.peer()
-        robot = self._robots.get(peer)
+        peer, status = context.peer(), grpc.StatusCode.RESOURCE_EXHAUSTED
+        robot = self.robots.get(peer)
         if robot is None:
-            robot = _Robot(f"lerobot-{next(self._numbers)}-{_readable(peer)}"[:ROBOT_CHARACTERS])
-            if len(self._robots) >= self._sessions_max:
-                status = grpc.StatusCode.RESOURCE_EXHAUSTED
-                await self._refuse(robot, context, status, "too many connections")
-            self._robots[peer] = robot
-        status = grpc.StatusCode.RESOURCE_EXHAUSTED
+            if len(self.robots) >= self._sessions_max:
+                await self._refuse(self._stranger, context, status, "too many connections")
+            name = f"lerobot-{next(self._numbers)}-{_readable(peer)}"[:ROBOT_CHARACTERS]
+            robot = self.robots[peer] = ServedRobot(name)
         async with robot.opening:
-            if self._robots.get(peer) is not robot:
+            if self.robots.get(peer) is not robot:
                 await self._refuse(robot, context, status, "this robot has just left; call again")
             if robot.session is None:
                 try:
@@ -358,7 +362,7 @@ class LerobotServer:
                     raise
         return robot
 
-    async def _open(self, robot: _Robot) -> None:
+    async def _open(self, robot: ServedRobot) -> None:
         loop = asyncio.get_running_loop()
         session = GatewaySession(
             self._config,
@@ -377,14 +381,16 @@ class LerobotServer:
 
     def _leave(self, peer: str) -> None:
         """Give a robot's row back, soon. Twice is fine."""
-        robot = self._robots.pop(peer, None)
+        robot = self.robots.pop(peer, None)
         if robot is not None and robot.session is not None:
             logger.info("%s has left", robot.name)
             task = asyncio.create_task(self._in_thread(robot.session.close))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 
-    async def _refuse(self, robot: _Robot, context: Context, status: Any, said: str) -> NoReturn:
+    async def _refuse(
+        self, robot: ServedRobot, context: Context, status: Any, said: str
+    ) -> NoReturn:
         """End a call with the reason; the log has one line of each robot now and then."""
         if now_ns() - robot.told_ns >= LOG_EVERY_NS:
             robot.told_ns = now_ns()
@@ -397,7 +403,7 @@ class LerobotServer:
         while True:
             await asyncio.sleep(min(SWEEP_S, self._gateway.silence_s / 2))
             now, limit_s = now_ns(), self._gateway.silence_s
-            for peer, robot in list(self._robots.items()):
+            for peer, robot in list(self.robots.items()):
                 if robot.session is not None and robot.is_silent(now, limit_s):
                     self._leave(peer)
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,7 +24,9 @@ from lerobot_rig import (
     FEATURES,
     MAP,
     Robot,
+    data_field,
     instance,
+    instructed,
     observed,
     piece,
     refused,
@@ -34,9 +37,11 @@ from lerobot_rig import (
 )
 from robot_rig import Server, serving, wait_until
 
+from ppstream.config.load import read
 from ppstream.gateway import lerobot
-from ppstream.wire.lerobot import OBSERVATION
+from ppstream.wire.lerobot import OBSERVATION, decode_instructions
 
+ESTABLISHED = "01"  # as /proc/net/tcp has it
 WIRE = {"wire": "lerobot", "map": MAP}
 
 
@@ -55,7 +60,7 @@ def robot_of(gateway: Gateway) -> Any:
 
 def robot_in(gateway: Gateway) -> Any:
     """The only robot that the gateway knows."""
-    (robot,) = gateway.server._robots.values()
+    (robot,) = gateway.server.robots.values()
     return robot
 
 
@@ -172,6 +177,51 @@ def test_a_client_whose_contract_differs_is_told_each_difference(
         assert all(map(str.startswith, said.splitlines(), lines))
         wait_until(lambda: not rank0.rows[0].session)
         robot.start()  # what fits is served, on the same channel
+
+
+SO101 = str(Path(__file__).parents[1] / "support" / "so101.toml")
+
+
+@pytest.mark.parametrize(
+    ("cameras", "setting", "lines"),
+    [
+        ({"front": [8, 6, 3]}, "name=a", []),
+        ({"front": [3, 8, 6]}, "name=a", []),
+        (
+            {"front": [3, 8, 6]},
+            "gateway.0.map.front={key='front', layout='hwc'}",
+            ["front: got frames [3, 8, 6], stream front wants [8, 6, 3]"],
+        ),
+        (
+            {"front": [480, 640, 3]},
+            "name=a",
+            ["front: got frames [480, 640, 3], stream front wants [8, 6, 3] or [3, 8, 6]"],
+        ),
+        (
+            {"top\nall is well": [8, 6, 3]},
+            "name=a",
+            [
+                "front: the robot has no such camera, stream front wants it",
+                "'top\\nall is well': the robot sends it, no stream wants it",
+            ],
+        ),
+        ({}, "gateway.0.map.front={key='front', optional=true}", []),
+    ],
+)
+def test_cameras_of_a_contract_have_the_streams_names_and_sizes(
+    cameras: dict[str, list[int]], setting: str, lines: list[str]
+) -> None:
+    config = read(SO101, [setting])
+    motors = [
+        *("shoulder_pan.pos", "shoulder_lift.pos", "elbow_flex.pos"),
+        *("wrist_flex.pos", "wrist_roll.pos", "gripper.pos"),
+    ]
+    features = {"observation.state": {"dtype": "float32", "shape": [6], "names": motors}}
+    for name, shape in cameras.items():
+        features[f"observation.images.{name}"] = {"dtype": "image", "shape": shape, "names": None}
+    message = data_field(1, instructed(lerobot_features=features))
+    wanted = decode_instructions(message)
+    assert lerobot.differences(config, config.gateway[0], wanted) == lines
 
 
 class Attack:
@@ -309,7 +359,10 @@ def test_junk_on_the_socket_costs_nobody_anything() -> None:
         assert robot.ask()
 
 
-def test_a_client_that_closes_its_channel_gives_its_row_back_at_once() -> None:
+def test_a_client_that_closes_its_channel_gives_its_row_back_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lerobot, "ASKS_WITHIN_S", 1000.0)
     with lerobot_gated() as (rank0, gateway):
         for _ in range(2):
             with robot_of(gateway) as robot:
@@ -337,6 +390,13 @@ def test_a_client_that_asks_no_more_has_left(monkeypatch: pytest.MonkeyPatch) ->
         wait_until(lambda: not rank0.rows[0].session)
 
 
+def connected_to(port: int) -> int:
+    """How many connections the system holds open at a port of ours."""
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return sum(row[3] == ESTABLISHED and int(row[1][-4:], 16) == port for row in rows)
+
+
 FROZEN = """
 import sys
 sys.path[:0] = sys.argv[2:]
@@ -357,8 +417,10 @@ def test_a_half_open_connection_gives_its_row_back() -> None:
                 assert process.stdout is not None
                 assert process.stdout.readline() == b"asked\n"
                 wait_until(lambda: rank0.rows[0].session)
+                assert connected_to(gateway.port) == 1
                 process.send_signal(signal.SIGSTOP)  # its kernel still takes what is sent
                 wait_until(lambda: not rank0.rows[0].session, seconds=30)
+                wait_until(lambda: not connected_to(gateway.port), seconds=30)
             finally:
                 process.kill()
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lerobot_rig import BEGIN, END, MIDDLE, data_field, instance, piece
 
 from ppstream.core.errors import ProtocolError
 from ppstream.wire import lerobot
@@ -30,7 +31,6 @@ from ppstream.wire.lerobot import (
 GOLDEN = Path(__file__).parents[1] / "golden"  # as the client of LeRobot 0.4.4 wrote them
 MOTORS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
 NAMES = tuple(f"{motor}.pos" for motor in MOTORS)
-BEGIN, MIDDLE, END = 1, 2, 3
 
 
 @dataclass
@@ -42,14 +42,6 @@ class TimedAction:
 
 def golden(name: str, protocol: int) -> bytes:
     return (GOLDEN / f"lerobot-{name}-p{protocol}.bin").read_bytes()
-
-
-def data_field(number: int, data: bytes) -> bytes:
-    return bytes([number << 3 | 2]) + lerobot._as_varint(len(data)) + data
-
-
-def piece(state: int, data: bytes) -> bytes:
-    return bytes([1 << 3, state]) + data_field(2, data)
 
 
 def unpickled(message: bytes, monkeypatch: pytest.MonkeyPatch) -> list[TimedAction]:
@@ -121,13 +113,6 @@ def test_an_observation_with_other_fields_is_refused(fields: dict[str, Any], sai
     with pytest.raises(ProtocolError) as caught:
         decode_observation(instance(lerobot.OBSERVATION, whole))
     assert said in str(caught.value)
-
-
-def instance(name: str, fields: dict[str, Any]) -> bytes:
-    """The pickle of an object, written without its class."""
-    module, _, cls = name.rpartition(".")
-    state = pickle.dumps(fields, 2)[2:-1]
-    return b"\x80\x02c" + f"{module}\n{cls}\n".encode() + b")\x81" + state + b"b."
 
 
 def test_a_pickle_of_another_kind_is_refused_by_name() -> None:
