@@ -259,7 +259,7 @@ class LivenessConfig(_Part, frozen=True):
     heartbeat_ms: Positive = 200.0  # below a third of frozen_ms
     frozen_ms: Positive = 1500.0  # silent this long and no progress
     watchdog_s: Positive = 5.0  # a thread, or stage B, at a standstill; or 5 times the usual B
-    start_s: Positive = 600.0  # the same before ready: a build, first calls, a compilation
+    start_s: Positive = 600.0  # the same before ready: a build, links, first calls, a compilation
     handshake_s: Positive = 15.0
     drain_s: Positive = 5.0
     policy_errors_max: Count = 5  # consecutive ones end the run with 26
@@ -292,7 +292,7 @@ class GatewayConfig(_Part, frozen=True):
     # free one, told in the log
     answer: Literal["exact", "newest"] = "exact"  # chunk of this observation | the newest, at once
     timeout_ms: Positive = 1000.0  # for an answer; then the robot is told why there is none
-    silence_s: Positive = 40.0  # a robot that answers no ping for so long is gone
+    silence_s: Positive = 40.0  # a robot that answers no ping, or of GR00T asks nothing, is gone
     message_mb: Positive = 64.0  # largest message taken
     metadata: dict[str, Any] = {}  # told to each robot that connects
     # Of GR00T: by key of its action, first and behind-last of actions.names; the form of

@@ -48,7 +48,7 @@ class Peer:
     that pumps.
 
     Attributes:
-        bells: indices of doorbells heard, oldest first; the link takes them out.
+        bells: indices of envelopes that the peer rang for, oldest first; the loops of GPUs ring so.
         inbox: every other frame except heartbeats, oldest first; the owner takes them out.
         last_heard_ns: when the last frame was read, in this rank's clock; the owner moves it when
             the peer made progress that no frame tells of, the heartbeat when the heart beat.

@@ -88,11 +88,14 @@ class PythonWaiter:
             OSError: a registered descriptor was closed (EBADF).
         """
         self._asleep = True  # before the looks: whoever comes later writes a descriptor
-        rung = [bell.fileno() for bell in self._bells if not bell.sleep()]
-        ready = [] if rung or self._wake_due else self._ready(timeout_ns)
-        self._asleep = False
+        try:
+            rung = [bell.fileno() for bell in self._bells if not bell.sleep()]
+            ready = [] if rung or self._wake_due else self._ready(timeout_ns)
+        finally:
+            self._asleep = False
+            for bell in self._bells:
+                bell.wake()
         for bell in self._bells:
-            bell.wake()
             if bell.fileno() in ready:
                 bell.clear()
         self.woken = self._wake_fd in ready

@@ -31,6 +31,7 @@ from ppstream.gateway.groot_messages import describe as describe
 from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply, gateway_keys
 from ppstream.gateway.wires import Access
 from ppstream.wire.groot import decode, encode
+from ppstream.wire.zmq_socket import HANDSHAKE_MS, silent_for
 
 logger = logging.getLogger("ppstream")
 
@@ -44,6 +45,7 @@ SPARE_CLIENTS: Final = 8  # beyond the rows: those that have just left, and refu
 WAITING_MAX: Final = 4  # requests, and replies, of one client that ZeroMQ keeps
 READ_FACTOR: Final = 2  # a message so many times too large is still read, to be answered
 SWEEP_S: Final = 1.0
+SILENT_MIN_S: Final = 2  # the kernel's least
 END_LIMIT_S: Final = 1.0  # for the last replies to leave
 MS_PER_S: Final = 1000
 BYTES_PER_MB: Final = 1_000_000
@@ -310,14 +312,13 @@ def build(config: PipelineConfig, gateway: GatewayConfig, access: Access) -> Gro
 
 def _bind(socket: zmq.asyncio.Socket, gateway: GatewayConfig, host: str, port: int) -> None:
     """Raises ZMQError, or OSError: it cannot listen there."""
-    beat_ms = round(gateway.silence_s * MS_PER_S / 2)
     options = {
         zmq.ROUTER_MANDATORY: 1,  # a client that has left is an error, not a silence
         zmq.MAXMSGSIZE: round(READ_FACTOR * gateway.message_mb * BYTES_PER_MB),
         zmq.RCVHWM: WAITING_MAX,
         zmq.SNDHWM: WAITING_MAX,
-        zmq.HEARTBEAT_IVL: beat_ms,
-        zmq.HEARTBEAT_TIMEOUT: beat_ms,
+        zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+        **silent_for(max(SILENT_MIN_S, round(gateway.silence_s))),
         zmq.IPV6: int(":" in host),
     }
     for option, value in options.items():

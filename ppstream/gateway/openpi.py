@@ -39,6 +39,8 @@ ROBOT_PATH: Final = re.compile(r"/robots/([A-Za-z0-9_-]{1,64})")  # names the ro
 ROBOT_CHARACTERS: Final = 64  # of a name
 KEY_SCHEME: Final = "Api-Key "
 ENDPOINT: Final = "endpoint"  # a request that is no observation, in dialects of the wire
+EPISODE: Final = "session_id"  # of a request, in the same dialects: another one is a new episode
+OMNI_PATH: Final = "/v1/realtime/robot/openpi"  # vLLM-Omni's: bare actions, errors as maps
 RESET_DONE: Final = {"status": "reset successful"}
 SPARE_CONNECTIONS: Final = 8  # beyond the rows: those that a robot has just left, and refused ones
 SPARE_SOCKETS: Final = 64  # beyond those: opening handshakes and health
@@ -185,6 +187,7 @@ class OpenpiServer:
 
     async def _answer_all(self, connection: ServerConnection, session: GatewaySession) -> None:
         total_ns: int | None = None  # of the request before, from its receipt to its reply
+        is_omni = _path(connection) == OMNI_PATH
         async for frame in connection:
             received_ns = now_ns()
             try:
@@ -192,18 +195,22 @@ class OpenpiServer:
                     raise ProtocolError("got a text frame, want a binary one")
                 reply = await self._in_thread(self._answer, session, frame, received_ns)
             except NoAnswerError as error:
-                await self._send(connection, str(error))
+                await self._send(connection, _error(str(error), is_omni=is_omni))
                 continue
             except (SpecError, ProtocolError) as error:
-                await self._fail(connection, str(error))
-                return
+                if not is_omni:
+                    await self._fail(connection, str(error))
+                    return
+                await self._send(connection, _error(str(error), is_omni=True))
+                continue
             except Exception as error:
                 logger.exception("a request could not be answered")
                 await self._fail(connection, f"the gateway failed: {error}")
                 return
             if isinstance(reply, Reply):
                 infer_ns = now_ns() - received_ns
-                await self._send(connection, encode(message(reply, infer_ns, total_ns)))
+                answer = reply.actions if is_omni else message(reply, infer_ns, total_ns)
+                await self._send(connection, encode(answer))
                 session.handed_over(reply, now_ns())
             else:
                 await self._send(connection, encode(reply))
@@ -219,6 +226,8 @@ class OpenpiServer:
             return RESET_DONE
         if endpoint != "infer":
             raise ProtocolError(f"endpoint: got {str(endpoint)[:64]!r}, want 'infer' or 'reset'")
+        if isinstance(episode := request.get(EPISODE), str):
+            session.follow_episode(episode)
         return session.answer(request, received_ns)
 
     async def _fail(self, connection: ServerConnection, text: str) -> None:
@@ -237,8 +246,7 @@ class OpenpiServer:
             await connection.send(b"")  # raises how it was closed
 
     def _name(self, connection: ServerConnection) -> str:
-        request = connection.request
-        named = None if request is None else ROBOT_PATH.fullmatch(request.path)
+        named = ROBOT_PATH.fullmatch(_path(connection))
         if named is not None:
             return named[1]
         return f"openpi-{next(self._numbers)}-{_peer(connection)}"[:ROBOT_CHARACTERS]
@@ -321,6 +329,14 @@ async def _refuse(connection: ServerConnection, reason: str) -> None:
     """Close before the metadata: a text would be taken for them."""
     short = reason.encode()[:REASON_BYTES].decode(errors="ignore")
     await connection.close(1013, short)
+
+
+def _path(connection: ServerConnection) -> str:
+    return "" if connection.request is None else connection.request.path
+
+
+def _error(text: str, *, is_omni: bool) -> str | bytes:
+    return encode({"type": "error", "message": text}) if is_omni else text
 
 
 def _last_line(text: str) -> str:

@@ -92,6 +92,7 @@ class GatewaySession:
         self._taken: ActionChunk | None = None
         self._since_ns = 0  # observations before are of another prompt or episode
         self._prompt: str | None = None
+        self._episode: str | None = None  # as the robot names it
         self.client = RobotClient(
             endpoint,
             robot=robot,
@@ -153,7 +154,13 @@ class GatewaySession:
         """Begin a new episode: what is owed to the old one is dropped."""
         self.client.reset()
         self._since_ns = now_ns()
-        self._newest = None
+        self._newest = self._episode = None
+
+    def follow_episode(self, name: str) -> None:
+        """Begin a new episode when the robot names another one than before."""
+        if self._episode not in (None, name):
+            self.reset()
+        self._episode = name
 
     def handed_over(self, reply: Reply, at_ns: int) -> None:
         """Count the reply as executed: what its robot does with it, nobody here can see."""

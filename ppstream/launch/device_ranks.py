@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ppstream.config.rules import rank_problems
-from ppstream.control.launcher_store import OPEN_TIMEOUT_S
 from ppstream.core.errors import ConfigError
 from ppstream.core.interpreter import DEVICE_SWITCH_INTERVAL_S, set_switch_interval
 from ppstream.cuda import startup
@@ -299,10 +298,12 @@ def _open_link(
         ConfigError, DeviceError, PeerLostError, ProtocolError: as ``open_device`` and ``measure``.
     """
     assert placement.link is not None
+    limit_s = config.liveness.start_s
+    spins = config.link.wait == "kernel"
     link = open_device(
-        placement.link, position, store, shape, device, spins=config.link.wait == "kernel"
+        placement.link, position, store, shape, device, timeout_s=limit_s, spins=spins
     )
-    latency = measure(link, position, OPEN_TIMEOUT_S)
+    latency = measure(link, position, limit_s)
     log.event("link", link=link.name, why=placement.why, **latency._asdict())
     if position.is_front:
         logger.info(

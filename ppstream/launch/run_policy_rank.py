@@ -150,7 +150,7 @@ def _open(
     assert placement.link is not None
     device = torch.device(placement.ranks[store.rank].device)
     stage_b = device_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
-    hops = open_hops(placement.link, ends, store, shape)
+    hops = open_hops(placement.link, ends, store, shape, timeout_s=config.liveness.start_s)
     part_times = part_times_of(policy)
     return HostPolicyRank(config, stage_b, hops, peer, log, waiter, store.rank, part_times)
 

@@ -200,7 +200,8 @@ def _pipelined(
             assert placement.link is not None
             assert isinstance(parts.stage_a, StageA), "placed so"
             ends = Neighbours(peers[-1], peers[0], Position(0, len(peers)))
-            hops = open_hops(placement.link, ends, store, shape)
+            limit_s = config.liveness.start_s
+            hops = open_hops(placement.link, ends, store, shape, timeout_s=limit_s)
             stack.callback(hops.close)
             logger.info("link %s: %s", hops.name, placement.why)
             if front is not None:

@@ -29,14 +29,12 @@ SLEEPS: Final = 8  # not 0: the receiver wants the eventfd; on a cache line of i
 # Words 2 and 9 are the compiled core's: sender and receiver say there that they have barriers.
 STAMPS: Final = 16  # of the newest commit in each slot; the sender's
 WORD_BYTES: Final = 8
-ALIGNMENT_BYTES: Final = 64
 IS_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
 
 
 def doorbell_bytes(slots: int) -> int:
-    """Bytes of shared memory that the doorbell of so many slots takes, before the slots."""
-    size = (STAMPS + slots) * WORD_BYTES
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    """Bytes of shared memory that the doorbell of so many slots takes."""
+    return (STAMPS + slots) * WORD_BYTES
 
 
 class PythonDoorbell:
@@ -45,8 +43,7 @@ class PythonDoorbell:
     def __init__(
         self, memory: mmap.mmap, slots: int, fd: int, *, is_ordered: bool = IS_ORDERED
     ) -> None:
-        end = (STAMPS + slots) * WORD_BYTES
-        self._words = memoryview(memory)[:end].cast("q")
+        self._words = memoryview(memory)[: doorbell_bytes(slots)].cast("q")
         self._slots = slots
         self._fd = fd
         self._is_ordered = is_ordered

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ppstream.control.launcher_store import OPEN_TIMEOUT_S, LauncherStore
+from ppstream.control.launcher_store import LauncherStore
 from ppstream.core.errors import ConfigError
 from ppstream.links.device_link import DeviceLink
 from ppstream.links.gloo import open_gloo
@@ -34,7 +34,7 @@ def open_hops(
     store: LauncherStore,
     shape: LinkShape,
     *,
-    timeout_s: float = OPEN_TIMEOUT_S,
+    timeout_s: float,
 ) -> Hops:
     """Both hops of a rank to and from its neighbours, which must be in here at the same time.
 
@@ -43,7 +43,7 @@ def open_hops(
         ends: this rank's place; the peers stay the caller's and must outlive the hops.
         store: used by ``gloo`` only.
         shape: of the two hops; the same on both ends of each.
-        timeout_s: bound of the whole opening.
+        timeout_s: bound of the whole opening; a neighbour that works may take long to come.
 
     Raises:
         ConfigError: unknown kind, or the slots do not fit into memory.
@@ -64,7 +64,7 @@ def open_device(
     shape: LinkShape,
     device: torch.device,
     *,
-    timeout_s: float = OPEN_TIMEOUT_S,
+    timeout_s: float,
     spins: bool = True,
 ) -> DeviceLink:
     """Both hops of a rank with a GPU; its neighbours must be here at the same time.
@@ -75,7 +75,7 @@ def open_device(
         store: where neighbours find each other.
         shape: of the two hops; each the same on both ends.
         device: of this rank; current, and CUDA has started on it.
-        timeout_s: bound of a neighbour's coming.
+        timeout_s: bound of a neighbour's coming; one that works may take long.
         spins: of ``peer``: streams of stages wait by a kernel (``peer_memory.py``).
 
     Raises:
@@ -89,5 +89,5 @@ def open_device(
     if kind == "pinned":
         return PinnedLink(position, store, shape, device, timeout_s)
     if kind == "nccl":
-        return NcclLink(position, store.raw, shape, device)
+        return NcclLink(position, store.raw, shape, device, timeout_s)
     raise ConfigError([f"link.kind: {kind!r} is not one of {', '.join(DEVICE_KINDS)}"])

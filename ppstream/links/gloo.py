@@ -55,13 +55,14 @@ def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float
         leads_out = _group(ends.behind, store, 0, SENDER, timeout_s)
         leads_in = _group(ends.before, store, places, RECEIVER, timeout_s)
         out = GlooOut(leads_out, RECEIVER, *there, out_order)
-        into = GlooIn(leads_in, SENDER, *back, in_order, out, ends.before)
+        layout = back
     else:
         leads_in = _group(ends.before, store, place - 1, RECEIVER, timeout_s)
         leads_out = _group(ends.behind, store, place, SENDER, timeout_s)
         out = GlooOut(leads_out, RECEIVER, *back, out_order)
-        rank0 = ends.before if place == 1 else None
-        into = GlooIn(leads_in, SENDER, *there, in_order, out, rank0)
+        layout = there
+    pumped = ends.before if ends.owner_pumps_before else None
+    into = GlooIn(leads_in, SENDER, *layout, in_order, out, pumped)
 
     def close() -> None:
         """Tell the peer that nothing more will come, and wait a second for its answer.

@@ -21,7 +21,7 @@ from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError
 from ppstream.links.doorbell import Doorbell, doorbell_bytes
 from ppstream.links.protocol import Hops
-from ppstream.links.slots import Order, Slot, make_slots, orders_of
+from ppstream.links.slots import Order, Slot, aligned, make_slots, orders_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -201,8 +201,7 @@ def open_host(ends: Neighbours, shape: LinkShape, timeout_s: float) -> Hops:
         os.close(fd)
     out_order, in_order = orders_of(ends, shape.generation)
     out = HostOut(ends.behind, memories[0], out_order)
-    is_from_rank0 = ends.position.place <= 1
-    into = HostIn(ends.before, memories[1], in_order, is_pumped=is_from_rank0)
+    into = HostIn(ends.before, memories[1], in_order, is_pumped=ends.owner_pumps_before)
 
     def close() -> None:
         into.close()
@@ -220,7 +219,7 @@ class HopMemory(NamedTuple):
 
 def _bytes(hop: tuple[SlotLayout, int]) -> int:
     layout, count = hop
-    return doorbell_bytes(count) + layout.slot_bytes * count
+    return aligned(doorbell_bytes(count)) + layout.slot_bytes * count
 
 
 def _make(hop: tuple[SlotLayout, int]) -> tuple[int, int]:
@@ -267,5 +266,6 @@ def _open(memory_fd: int, bell_fd: int, hop: tuple[SlotLayout, int]) -> HopMemor
         )
     # numpy holds the mapping's buffer for as long as any view lives; torch.frombuffer would not.
     shared = mmap.mmap(memory_fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    slots = torch.from_numpy(np.frombuffer(shared, np.uint8, offset=doorbell_bytes(count)))
+    behind_bell = np.frombuffer(shared, np.uint8, offset=aligned(doorbell_bytes(count)))
+    slots = torch.from_numpy(behind_bell)
     return HopMemory(make_slots(slots, layout, count), Doorbell(shared, count, bell_fd))

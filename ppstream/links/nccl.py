@@ -79,9 +79,10 @@ class NcclLink:
 
     Args:
         position: of this rank.
-        store: the launcher's, as torch knows it; its time-out bounds the neighbours' coming.
+        store: the launcher's, as torch knows it; its time-out becomes this one.
         shape: of both hops.
         device: of this rank; current, and CUDA has started.
+        timeout_s: bound of the neighbours' coming.
         group_timeout: of both communicators; nothing depends on it.
 
     Raises:
@@ -98,6 +99,7 @@ class NcclLink:
         store: Store,
         shape: LinkShape,
         device: torch.device,
+        timeout_s: float,
         *,
         group_timeout: timedelta = FOR_EVER,
     ) -> None:
@@ -118,6 +120,7 @@ class NcclLink:
         }
         self._outgoing, self._incoming = (groups[hop] for hop in ranks)
         self._sent = self._expected = 0
+        store.set_timeout(timedelta(seconds=timeout_s))
         try:
             for group in groups.values():  # in one order on all ranks: each waits for its other end
                 group.eager_connect_single_device(self.out[0].raw.device)

@@ -74,6 +74,11 @@ class Neighbours(NamedTuple):
         """Of two ranks: ``FRONT`` is rank 0, ``BACK`` the policy rank."""
         return cls(peer, peer, position)
 
+    @property
+    def owner_pumps_before(self) -> bool:
+        """True where the hops' owner reads the control socket of ``before``: rank 0's, or to it."""
+        return self.position.place <= 1
+
 
 class Hops(NamedTuple):
     """Both hops of a rank.

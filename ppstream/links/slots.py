@@ -82,10 +82,10 @@ class SlotLayout:
         self.tensors = tensors
         self.rows = rows
         self.offsets: dict[str, int] = {}
-        position = _aligned(len(header) * 8)
+        position = aligned(len(header) * 8)
         for spec in tensors:
             self.offsets[spec.name] = position
-            position = _aligned(position + spec.bytes_for(rows))
+            position = aligned(position + spec.bytes_for(rows))
         self.slot_bytes = position
 
     def views(self, slot: Tensor) -> Mapping[str, Tensor]:
@@ -105,7 +105,8 @@ class SlotLayout:
         return slot[: len(self.header) * 8].view(torch.int64)
 
 
-def _aligned(position: int) -> int:
+def aligned(position: int) -> int:
+    """The next boundary of ``ALIGNMENT_BYTES``, or this one."""
     return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -26,6 +26,7 @@ from prometheus_client.exposition import choose_encoder
 
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError
+from ppstream.wire.robot_messages import SERVING
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -36,7 +37,6 @@ HOST: Final = "127.0.0.1"
 REQUEST_LIMIT_S: Final = 2.0
 REQUESTS_MAX: Final = 16  # at once
 LOOK_S: Final = 0.2  # between two looks at what is over its limit
-READY: Final = frozenset({"ready", "degraded"})
 
 
 class HealthServer:
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path in ("/healthz", "/readyz"):
             with self.turn:
                 said = dict(self.health())
-            ok = path == "/healthz" or said["phase"] in READY
+            ok = path == "/healthz" or said["phase"] in SERVING
             body = json.dumps(said, indent=1).encode() + b"\n"
             self._answer(200 if ok else 503, "application/json", body)
         else:

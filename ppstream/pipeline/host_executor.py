@@ -166,6 +166,7 @@ class HostExecutor(OnHost):
         self._committed: deque[Flight] = deque()
         self._received: deque[Flight] = deque()
         self._hand_over: Callable[[Flight], None] = self._received.append
+        self._header: list[int] = []  # of the result that is being decoded
         self._result_fds: frozenset[int] = frozenset()  # of policy ranks and of the hop
 
     def attach(self, loop: Rank0Loop) -> None:
@@ -219,7 +220,7 @@ class HostExecutor(OnHost):
         """As ``Executor``."""
         slot = self.into.slot(flight.index)
         self._begin_c(flight)
-        header = slot.header.tolist()
+        header = self._header = slot.header.tolist()
         if header[EPOCH] != flight.epoch or header[SEQ] != flight.seq:
             raise ProtocolError(
                 f"result {flight.index} answers epoch and seq {[header[EPOCH], header[SEQ]]}, "
@@ -230,10 +231,10 @@ class HostExecutor(OnHost):
         return slot, FAILURES[header[FAILED]]
 
     def settle(self, flight: Flight, drop: str | None) -> int:
-        """As ``Executor``: the result's slot is still this envelope's."""
+        """As ``Executor``, behind ``result``."""
         loop, record = self._loop, flight.record
         ended_ns = super().settle(flight, drop)
-        read_stage_b(self.into.slot(flight.index).header.tolist(), record)
+        read_stage_b(self._header, record)
         loop.usual_b_ns += ((record.B_ns or 0) - loop.usual_b_ns) >> 3
         return ended_ns
 

@@ -67,7 +67,7 @@ class HostPolicyRank(PolicyRank):
         self._waiting: deque[tuple[int, int]] = deque()
         self._is_first = rank == 1
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
-        self._keep_warm = KeepWarm(config, self._rehearse, log)
+        self._keep_warm = KeepWarm(config, stage_b.rehearse if stage_b.may_rehearse else None, log)
         waiter.register(peer.fileno())
         hops.into.watch(waiter)
 
@@ -147,10 +147,6 @@ class HostPolicyRank(PolicyRank):
             if nvtx_ranges.on:
                 nvtx_ranges.B.pop()
         return 0
-
-    def _rehearse(self) -> None:
-        if self.stage_b.may_rehearse:
-            self.stage_b.rehearse()
 
     def close(self) -> None:
         """As ``PolicyRank``."""

@@ -37,7 +37,7 @@ class StageB:
         self._rows = rows
         self._integers = integers
         self._outputs: dict[int, Outputs] = {}  # of each slot
-        self._newest: Slot | None = None  # envelope
+        self._newest: tuple[Slot, Slot] | None = None  # envelope and result
         self._scratch: Mapping[str, torch.Tensor] = {}  # outputs of dry runs
 
     def __call__(self, epoch: int, envelope: Slot, result: Slot) -> None:
@@ -55,10 +55,9 @@ class StageB:
             self._reset([new != old for new, old in pairs])
         self._episodes, self._epoch = episodes, epoch
         outputs = self._outputs.get(id(result)) or self._outputs_of(result)
-        tensors, present = envelope.tensors, envelope.arrays["present"].copy()
-        window = {name: tensors[name] for name in self._inputs}
+        window, present = self._window(envelope), envelope.arrays["present"].copy()
         outputs.prove(lambda: self._policy(window, outputs.given), present)
-        self._newest = envelope
+        self._newest = envelope, result
 
     @property
     def may_rehearse(self) -> bool:
@@ -72,9 +71,11 @@ class StageB:
         """
         if self._newest is None:
             return
-        tensors = self._newest.tensors
-        window = {name: tensors[name] for name in self._inputs}
-        self._policy(window, self._scratch)
+        envelope, result = self._newest
+        if not self._scratch:
+            copies = {name: tensor.clone() for name, tensor in result.tensors.items()}
+            self._scratch = MappingProxyType(copies)
+        self._policy(self._window(envelope), self._scratch)
 
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
@@ -82,10 +83,10 @@ class StageB:
 
     def _outputs_of(self, result: Slot) -> Outputs:
         outputs = self._outputs[id(result)] = Outputs(result, self._integers)
-        if not self._scratch:
-            copies = {name: tensor.clone() for name, tensor in result.tensors.items()}
-            self._scratch = MappingProxyType(copies)
         return outputs
+
+    def _window(self, envelope: Slot) -> dict[str, torch.Tensor]:
+        return {name: envelope.tensors[name] for name in self._inputs}
 
     def _reset(self, rows: list[bool]) -> None:
         self._policy.reset(torch.tensor(rows))

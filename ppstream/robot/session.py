@@ -17,6 +17,7 @@ from ppstream.core.errors import SpecError
 from ppstream.robot.statistics import Reconnecting
 from ppstream.wire.fields import MAX_NAME, WIRE_MAJOR, WIRE_MINOR, encoder
 from ppstream.wire.robot_messages import (
+    SERVING,
     ActionChunk,
     Conditioned,
     Hello,
@@ -36,7 +37,6 @@ RETRY_NS: Final = (50 * NS_PER_MS, 2 * NS_PER_S)  # between Hellos: at first, an
 STUCK_NS: Final = NS_PER_S  # unable to send for this long: the connection is gone
 PINGS_PER_SILENCE: Final = 4  # keep well inside the server's limit
 CONNECTING: Final = "connecting"
-EXECUTABLE: Final = frozenset({"ready", "degraded"})  # in any other phase a robot holds
 HOPELESS: Final = frozenset({"version", "contract"})  # asking again does not help
 UNSENDABLE: Final = (msgspec.ValidationError, UnicodeEncodeError)  # too long, or not UTF-8
 
@@ -87,7 +87,7 @@ class RobotSession:
 
     @property
     def executable(self) -> bool:
-        return self.phase in EXECUTABLE
+        return self.phase in SERVING
 
     @property
     def is_hopeless(self) -> bool:

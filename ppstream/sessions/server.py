@@ -35,6 +35,7 @@ from ppstream.wire.fields import DECODE_ERRORS, MAX_DETAILS, encoder
 from ppstream.wire.keys import server_keys
 from ppstream.wire.message_socket import Frame, bind_server
 from ppstream.wire.robot_messages import (
+    SERVING,
     ActionChunk,
     Bye,
     Hello,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from ppstream.ingest.rows import RowInput
 
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
-SERVING: Final = frozenset({"ready", "degraded"})  # phases in which samples and actions flow
 _INT64: Final = np.dtype(np.int64)
 ENDING: Final = frozenset({"draining", "stopped"})  # phases in which nobody is admitted
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ppstream.core.errors import ProtocolError
-from ppstream.wire.foreign_msgpack import Array, as_array, dtype_of, read_map
+from ppstream.wire.foreign_msgpack import Array, as_array, dtype_of, read, read_map
 
 WIRE: Final = "openpi"
 ARRAY: Final = b"__ndarray__"
@@ -36,8 +36,13 @@ def decode(frame: bytes) -> dict[str, Any]:
     return read_map(frame, WIRE, _replaced)
 
 
-def encode(message: Mapping[str, Any]) -> bytes:
-    """The bytes of ``message``: plain data, NumPy arrays and NumPy numbers.
+def decode_reply(frame: bytes) -> Any:
+    """The reply of ``frame``: as ``decode``, or one array alone, as vLLM-Omni answers."""
+    return read(frame, WIRE, _replaced)
+
+
+def encode(message: Mapping[str, Any] | Array) -> bytes:
+    """The bytes of ``message``: plain data, NumPy arrays and NumPy numbers; or one array alone.
 
     Raises:
         ProtocolError: it holds what openpi's clients cannot read.

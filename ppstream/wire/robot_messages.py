@@ -247,8 +247,12 @@ class Refused(Message, frozen=True, tag=18):
     details: Annotated[tuple[Text, ...], Meta(max_length=MAX_DETAILS)]
 
 
+#: Phases in which samples and actions flow; in any other a robot holds.
+SERVING: Final = frozenset({"ready", "degraded"})
+
+
 class Phase(Message, frozen=True, tag=19):
-    """The run changed its phase; the robot holds unless it is ``ready`` or ``degraded``."""
+    """The run changed its phase; the robot holds unless it is one of ``SERVING``."""
 
     phase: Name
 

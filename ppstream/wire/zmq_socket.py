@@ -33,8 +33,11 @@ CLIENT_SEND_FRAMES: Final = 256
 SERVER_LINGER_MS: Final = 200  # the last phase still leaves; then the context ends
 CLIENT_LINGER_MS: Final = 100  # the goodbye still leaves
 RECONNECT_MS: Final = (20, 500)  # first and longest pause between TCP attempts
-HEARTBEAT_MS: Final = (500, 2000)  # a connection silent for the second is taken as broken
-SERVER_HEARTBEAT_MS: Final = (1000, 5000)  # same; also of one that never was a robot's
+#: A connection whose other host says nothing for so long, not even that it got what was sent, is
+#: broken. The kernels tell; ZeroMQ's own heartbeats abort the process once a queue was full.
+SILENT_S: Final = 2
+SERVER_SILENT_S: Final = 5
+MS_PER_S: Final = 1000
 HANDSHAKE_MS: Final = 2000  # a connection that does not say who it is ends
 
 
@@ -170,8 +173,7 @@ def bind_zmq(endpoint: str, keys: ServerKeys | None, frame_bytes_max: int) -> Sh
             zmq.MAXMSGSIZE: frame_bytes_max,
             zmq.LINGER: SERVER_LINGER_MS,
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
-            zmq.HEARTBEAT_IVL: SERVER_HEARTBEAT_MS[0],
-            zmq.HEARTBEAT_TIMEOUT: SERVER_HEARTBEAT_MS[1],
+            **silent_for(SERVER_SILENT_S),
         },
         keys,
     )
@@ -196,10 +198,20 @@ def connect_zmq(endpoint: str, keys: ClientKeys | None) -> SharedSocket:
             zmq.LINGER: CLIENT_LINGER_MS,
             zmq.RECONNECT_IVL: RECONNECT_MS[0],
             zmq.RECONNECT_IVL_MAX: RECONNECT_MS[1],
-            zmq.HEARTBEAT_IVL: HEARTBEAT_MS[0],
-            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_MS[1],
+            **silent_for(SILENT_S),
         },
     )
+
+
+def silent_for(limit_s: int) -> dict[int, int]:
+    """Options of TCP with which a connection breaks once its other end was silent for so long."""
+    return {
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: 1,
+        zmq.TCP_KEEPALIVE_INTVL: 1,
+        zmq.TCP_KEEPALIVE_CNT: limit_s - 1,
+        zmq.TCP_MAXRT: limit_s * MS_PER_S,
+    }
 
 
 def _integer(option: int | bytes) -> int:

@@ -55,6 +55,10 @@ class NetworkPart:
 
     A module that several networks share is loaded once, for all of them.
 
+    Attributes:
+        network: with its weights once it is loaded.
+        weights: their shapes by name; parts may have weights in common.
+
     Args:
         name: unique within the policy.
         network: made on the meta device.
@@ -70,9 +74,8 @@ class NetworkPart:
     ) -> None:
         self.name = name
         self.inputs, self.outputs = network.inputs, network.outputs
-        self._network = network.to(dtype).requires_grad_(requires_grad=False).eval()
+        self.network = network.to(dtype).requires_grad_(requires_grad=False).eval()
         self._fill, self._device = fill, device
-        #: Shapes of the weights by name. Parts may have weights in common.
         self.weights = {key: tuple(weight.shape) for key, weight in network.named_parameters()}
         if hasattr(network, "instruct"):
             self.instruct = network.instruct
@@ -85,7 +88,7 @@ class NetworkPart:
     @property
     def flops(self) -> int:
         """Floating-point operations of one call with one row, counted from the shapes."""
-        network, meta = self._network, torch.device("meta")
+        network, meta = self.network, torch.device("meta")
         tensors = chain(network.named_parameters(), network.named_buffers())
         state = {name: torch.empty_like(tensor, device=meta) for name, tensor in tensors}
         given, out = (
@@ -102,13 +105,13 @@ class NetworkPart:
     def load(self) -> None:
         """Makes and fills whatever of it is not yet on its device."""
         fresh: dict[str, Tensor] = {}
-        for path, module in self._network.named_modules():
+        for path, module in self.network.named_modules():
             own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
             if any(tensor.is_meta for tensor in own):
                 module.to_empty(device=self._device, recurse=False)
                 fresh.update(module.named_parameters(path, recurse=False))
         self._fill(fresh)
-        self._network.start()
+        self.network.start()
 
     def reset(self, rows: Tensor) -> None:
         """Nothing to forget: the inputs are all it knows."""
@@ -116,7 +119,7 @@ class NetworkPart:
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         """Writes every output in place."""
-        self._network(inputs, out)
+        self.network(inputs, out)
 
 
 def parts_from(

@@ -27,7 +27,7 @@ from robot_rig import Server, make_client, serving, wait_until
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from ppstream.gateway import openpi
-from ppstream.wire.openpi import encode
+from ppstream.wire.openpi import decode, encode
 from ppstream.wire.robot_messages import ChunkReport
 
 KEY = "0123456789abcdef0123"
@@ -96,6 +96,30 @@ def test_a_reset_begins_a_new_episode() -> None:
         assert robot.ask({"endpoint": "reset"}) == {"status": "reset successful"}
         wait_until(lambda: rank0.rows[0].session_epoch == 1)
         assert robot.ask(observation(endpoint="infer"))["actions"].shape == SHAPE
+
+
+def test_another_session_id_is_a_new_episode_and_the_same_one_is_not() -> None:
+    with gated() as (rank0, gateway), gateway.robot() as robot:
+        for name, episodes in (("a", 0), ("a", 0), ("b", 1), ("c", 2)):
+            robot.ask(observation(session_id=name))
+            wait_until(lambda wanted=episodes: rank0.rows[0].session_epoch == wanted)
+        robot.ask({"endpoint": "reset"})
+        robot.ask(observation(session_id="d"))
+        assert rank0.rows[0].session_epoch == 3
+
+
+def test_clients_of_vllm_omni_get_bare_actions_and_errors_that_leave_the_connection() -> None:
+    with gated() as (_, gateway), gateway.robot("/v1/realtime/robot/openpi") as robot:
+        robot.send(observation())
+        bare = bytes(robot.connection.recv(20))
+        actions = decode(b"\x81\xa7actions" + bare)["actions"]
+        assert (actions.dtype, actions.shape) == (np.float32, SHAPE)
+        for message, said in (({"a": 1}, "it is missing"), (b"", "not a message of openpi")):
+            error = robot.ask(message)
+            assert error["type"] == "error"
+            assert said in error["message"]
+        assert robot.ask({"endpoint": "reset"}) == {"status": "reset successful"}
+        assert robot.ask({"endpoint": "kill"})["type"] == "error"
 
 
 @pytest.mark.parametrize(

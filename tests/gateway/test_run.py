@@ -6,10 +6,12 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import zmq
 from lerobot_rig import refused, robot_at, rows_of
 from ranks import Ranks
 from robot_rig import wait_until
@@ -18,6 +20,7 @@ from websockets.sync.client import connect
 
 from ppstream.control.peer_process import children
 from ppstream.core.errors import ExitCode
+from ppstream.wire import groot
 from ppstream.wire.openpi import decode, encode
 
 pytestmark = pytest.mark.multirank
@@ -28,6 +31,13 @@ MOTORS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_ro
 LISTENS = re.compile(r"clients of openpi connect to (ws://\S+)")
 LEROBOT_LISTENS = re.compile(r"clients of lerobot connect to (\S+)")
 REQUESTS = 50
+GROOT_LISTENS = re.compile(r"clients of groot connect to (tcp://\S+)")
+GROOT = (
+    "gateway.0.wire=groot",
+    "gateway.0.metadata={}",
+    "gateway.0.map={joints='state.arm', gripper='state.grip', wrist='video.wrist'}",
+    "gateway.0.action_keys={arm=[0, 7], grip=[7, 8]}",
+)
 
 
 def observation(number: int) -> dict[str, object]:
@@ -95,6 +105,37 @@ def test_a_gateway_that_cannot_start_ends_the_run_before_it_is_ready(tmp_path: P
         assert ranks.wait() == [ExitCode.CONFIG]
         assert "gateway[0].api_key_file" in ranks.output()
         assert "gateway: it ended with code 11 before the run was ready" in ranks.output()
+
+
+def test_a_client_of_groot_is_answered_also_when_the_run_is_killed_amid_its_request(
+    tmp_path: Path,
+) -> None:
+    with (
+        Ranks(tmp_path, *GROOT, config=DROID, world_size=1) as ranks,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as robot,
+    ):
+        ranks.wait_for_event("phase", phase="ready")
+        wait_until(lambda: GROOT_LISTENS.search(ranks.output()))
+        found = GROOT_LISTENS.search(ranks.output())
+        assert found
+        robot.connect(found[1])
+        robot.set(zmq.RCVTIMEO, 20_000)
+        data = {"state.arm": np.ones((1, 7)), "state.grip": np.ones((1, 1))}
+        data["video.wrist"] = np.zeros((1, 8, 6, 3), np.uint8)
+        request = [b"", groot.encode({"endpoint": "get_action", "data": data})]
+
+        def answer() -> Any:
+            return groot.decode_reply(robot.recv_multipart()[-1])
+
+        robot.send_multipart(request)
+        assert answer()["action.arm"].shape == (10, 7)
+        ranks.processes[0].send_signal(signal.SIGSTOP)
+        robot.send_multipart(request)
+        robot.send_multipart(request)
+        assert "is not answered yet" in answer()["error"]  # so the one before is in work
+        ranks.processes[0].send_signal(signal.SIGKILL)
+        assert answer() == {"error": "the gateway ends"}
 
 
 def test_a_gateway_that_dies_is_told_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def open_link(kind: str, side: str, store: LauncherStore, device: torch.device) 
         return PeerLink(side, store, shape(kind), device, WAIT_S, put_bytes=put_bytes)
     if kind == "nccl-short":
         short = timedelta(seconds=GROUP_S)
-        return NcclLink(side, store.raw, shape(kind), device, group_timeout=short)
-    return open_device(kind, side, store, shape(kind), device)
+        return NcclLink(side, store.raw, shape(kind), device, WAIT_S, group_timeout=short)
+    return open_device(kind, side, store, shape(kind), device, timeout_s=WAIT_S)
 
 
 class End:

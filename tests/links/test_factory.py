@@ -40,6 +40,7 @@ from ppstream.wire.rank_messages import PhaseChange
 HEADER = ("index", "generation", "epoch", "seq")
 KINDS = ("host", "gloo")
 WAIT_NS = 20 * NS_PER_S
+OPEN_S = 20.0
 PAYLOADS = (1, 7, 64, 4096, 100_003, 1 << 20, 16 << 20)  # bytes
 
 torch.set_num_threads(1)
@@ -63,7 +64,8 @@ store = join_store()
 peer = connect(store, 20.0)
 header = ("index", "generation", "epoch", "seq")
 layout = SlotLayout(header, (TensorSpec("x", (size,), "uint8"),), 1)
-hops = open_hops(kind, Neighbours.pair(BACK, peer), store, LinkShape(layout, layout, 2, 2))
+ends = Neighbours.pair(BACK, peer)
+hops = open_hops(kind, ends, store, LinkShape(layout, layout, 2, 2), timeout_s=20.0)
 waiter = Waiter()
 waiter.register(peer.fileno())
 hops.into.watch(waiter)
@@ -112,15 +114,15 @@ class Ends:
 
         def open_other() -> None:
             try:
-                opened.append(
-                    open_hops(kind, Neighbours.pair(BACK, self.back_peer), store, back or front)
-                )
+                ends = Neighbours.pair(BACK, self.back_peer)
+                opened.append(open_hops(kind, ends, store, back or front, timeout_s=OPEN_S))
             except ProtocolError as error:
                 failed.append(error)
 
         thread = threading.Thread(target=open_other)
         thread.start()
-        self.front = open_hops(kind, Neighbours.pair(FRONT, self.front_peer), store, front)
+        ends = Neighbours.pair(FRONT, self.front_peer)
+        self.front = open_hops(kind, ends, store, front, timeout_s=OPEN_S)
         thread.join()
         if failed:
             self.front_peer.close()
@@ -194,9 +196,8 @@ class EchoRank:
         self.peer = listener.accept(30.0)
         stack.callback(self.peer.close)
         layout = layout_of(size, dtype="uint8")
-        self.link = open_hops(
-            kind, Neighbours.pair(FRONT, self.peer), store, LinkShape(layout, layout, 2, 2)
-        )
+        ends, shape = Neighbours.pair(FRONT, self.peer), LinkShape(layout, layout, 2, 2)
+        self.link = open_hops(kind, ends, store, shape, timeout_s=OPEN_S)
         stack.callback(self.link.close)
         self.waiter = Waiter()
         stack.callback(self.waiter.close)
@@ -423,7 +424,7 @@ def test_an_unknown_kind_is_a_configuration_error() -> None:
     near, far = socket.socketpair()
     store = LauncherStore(memory_store(), 0, 2, 0)
     with near, far, pytest.raises(ConfigError, match=r"link\.kind: 'nccl'"):
-        open_hops("nccl", Neighbours.pair(FRONT, Peer(near)), store, shape_of())
+        open_hops("nccl", Neighbours.pair(FRONT, Peer(near)), store, shape_of(), timeout_s=OPEN_S)
 
 
 # ---- memory -----------------------------------------------------------------------------------
@@ -433,9 +434,8 @@ def open_host_front(layout: SlotLayout) -> None:
     near, far = socket.socketpair()
     with near, far:
         store = LauncherStore(memory_store(), 0, 2, 0)
-        open_hops(
-            "host", Neighbours.pair(FRONT, Peer(near)), store, LinkShape(layout, layout, 1, 1)
-        )
+        ends, shape = Neighbours.pair(FRONT, Peer(near)), LinkShape(layout, layout, 1, 1)
+        open_hops("host", ends, store, shape, timeout_s=OPEN_S)
 
 
 def test_slots_larger_than_the_memory_are_a_configuration_error() -> None:

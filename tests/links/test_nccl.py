@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -79,11 +80,18 @@ def test_each_hop_has_a_group_of_its_own_and_opens_in_one_order(
         assert sent == came == {f"hop {place}"}
 
 
-def link(side: Position, result_bytes: int) -> NcclLink:
+def link(side: Position, result_bytes: int, store: dist.Store | None = None) -> NcclLink:
     envelope = SlotLayout(HEADER, (TensorSpec("x", (1 << 20,), "uint8"),), 1)
     result = SlotLayout(HEADER, (TensorSpec("x", (result_bytes,), "uint8"),), 1)
-    store: Any = None
-    return NcclLink(side, store, LinkShape(envelope, result, 2, 2), torch.device("cpu"))
+    shape = LinkShape(envelope, result, 2, 2)
+    return NcclLink(side, store or dist.HashStore(), shape, torch.device("cpu"), timeout_s=500.0)
+
+
+def test_a_neighbour_that_comes_late_is_waited_for(calls: list[tuple[str, str, int]]) -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=15))  # of the meeting of the ranks
+    link(FRONT, 64, store)
+    assert store.timeout == timedelta(seconds=500)
 
 
 def test_both_ends_connect_in_one_order(calls: list[tuple[str, str, int]]) -> None:

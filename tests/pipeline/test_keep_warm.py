@@ -131,7 +131,11 @@ def test_a_policy_that_does_not_say_it_is_stateless_is_not_rehearsed(tmp_path: P
 
 def test_a_served_run_with_dry_runs_gives_every_robot_its_answers(tmp_path: Path) -> None:
     endpoint = f"unix://{tmp_path}/robots"
-    served = (WARM, f"service.endpoint={endpoint}")
+    served = (
+        WARM,
+        f"service.endpoint={endpoint}",
+        "actions.lease_ms=5000",
+    )  # a busy machine is slow
     streams = [("joints", 3), ("imu", 2)]
     with (
         Ranks(tmp_path, *served) as ranks,

@@ -93,7 +93,7 @@ def test_backbones_and_transformer_in_a_row_are_the_whole_policy() -> None:
     backbones.load()
     made = in_a_row([backbones, transformer], window)
     assert torch.equal(made["actions"], run(config, **window))
-    patches = backbones._network.patches[0]
+    patches = backbones.network.patches[0]
     for frame in range(2):
         with torch.inference_mode():
             seen = patches(window["front.frames"][:, frame]).flatten(2).transpose(1, 2)
@@ -108,7 +108,7 @@ def test_weights_are_read_and_must_fit(tmp_path: Path) -> None:
     weights: dict[str, torch.Tensor] = {}
     for part in build(config | {"seed": 3}, CPU):
         part.load()
-        weights |= part._network.state_dict()
+        weights |= part.network.state_dict()
     assert {"patches.0.weight", "embed.weight", "place", "encoder.0.attend.ask.bias"} < set(weights)
     save_file(weights, file)
     loaded = run(config | {"weights": str(file)})

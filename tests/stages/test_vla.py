@@ -65,7 +65,7 @@ def window_of(parts: list[NetworkPart]) -> dict[str, torch.Tensor]:
 
 def weights_of(parts: list[NetworkPart]) -> dict[str, torch.Tensor]:
     """By the names that a file has."""
-    return {name: w for part in parts for name, w in part._network.state_dict().items()}
+    return {name: w for part in parts for name, w in part.network.state_dict().items()}
 
 
 def run(config: dict[str, Any], seed: int = 0, **given: torch.Tensor) -> torch.Tensor:

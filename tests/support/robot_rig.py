@@ -116,7 +116,7 @@ class Server:
         self._orders: list[Callable[[], None]] = [lambda: self.sessions.set_phase(phase)]
         self._answers = answers
         self._times_ns = dt_ns, lease_ns  # of its chunks
-        self._answered_ns = 0
+        self._answered_ns = [0] * len(self.rows)
         self._end = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -162,8 +162,8 @@ class Server:
     def _answer(self) -> None:
         for index, row in enumerate(self.rows):
             end_ns = row.rings["joints"].newest_ns
-            if row.present and end_ns > self._answered_ns:
-                self._answered_ns = end_ns
+            if row.present and end_ns > self._answered_ns[index]:
+                self._answered_ns[index] = end_ns
                 dt_ns, lease_ns = self._times_ns
                 of = {"session": row.session, "episode": row.session_epoch, "end_ns": end_ns}
                 times = {"dt_ns": dt_ns, "expires_ns": end_ns + lease_ns}

@@ -15,7 +15,7 @@ BURN = f"import time\nwhile time.process_time() < {BURN_S}: pass"
 
 
 def session(folder: Path, *options: str) -> Session:
-    return Session(peers._options(["--peers", REP, *options]), folder)
+    return Session(peers.options_of(["--peers", REP, *options]), folder)
 
 
 def test_a_robot_asks_a_server_and_gets_every_answer(tmp_path: Path) -> None:
@@ -70,14 +70,14 @@ def test_a_target_is_judged_by_the_median_of_ratios_within_a_round() -> None:
 
 
 def test_time_of_what_we_started_is_not_foreign() -> None:
-    before = cores._ours()
+    before = cores.own_ticks()
     subprocess.run([sys.executable, "-c", BURN], check=True)
-    assert cores._ours() - before >= 0.9 * BURN_S * cores.TICKS_HZ
+    assert cores.own_ticks() - before >= 0.9 * BURN_S * cores.TICKS_HZ
 
 
 def test_time_of_anything_else_is_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process than ours is one that does not descend from the one that counts."""
     counted = cores.Cores()
     subprocess.run([sys.executable, "-c", BURN], check=True)
-    monkeypatch.setattr(cores, "_ours", lambda: counted._began[2])
+    monkeypatch.setattr(cores, "own_ticks", lambda: counted.began[2])
     assert counted.foreign() > 0

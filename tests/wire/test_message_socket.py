@@ -89,6 +89,33 @@ def test_what_came_while_the_owner_sends_is_announced(endpoint: str) -> None:
     server.close()
 
 
+FLOODED_SERVER = """
+import time
+from ppstream.wire import zmq_socket
+from ppstream.wire.message_socket import bind_server, connect_client
+server = bind_server("tcp://127.0.0.1:*")
+client = connect_client(server.endpoint)
+frames, count, until = [], 0, time.monotonic() + 20
+while not frames and time.monotonic() < until:
+    client.send(b"hello")
+    frames = server.drain(1)
+while count < 4 * zmq_socket.SERVER_RECEIVE_FRAMES and time.monotonic() < until:
+    count += client.send(bytes(4096))
+client.close()
+for _ in range(20):  # nobody reads; what is sent to the one that left breaks the connection
+    server.send(b"chunk", frames[0].peer)
+    time.sleep(0.1)  # and what ZeroMQ does by its clock it does meanwhile
+print(count, len(server.drain(1)))
+server.close()
+"""
+
+
+def test_a_client_that_floods_and_leaves_ends_nobody_who_does_not_read() -> None:
+    command = [sys.executable, "-c", FLOODED_SERVER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "1024 1\n"), done.stderr
+
+
 def test_what_a_limit_left_is_announced(endpoint: str) -> None:
     server = bind_server(endpoint)
     client = connect_client(server.endpoint)

@@ -12,15 +12,19 @@ IDLE: Final = (3, 4)  # of the fields of /proc/stat: idle, iowait
 
 
 class Cores:
-    """Begins to count when it is made. Time that the host took from the machine counts, too."""
+    """Begins to count when it is made. Time that the host took from the machine counts, too.
+
+    Attributes:
+        began: the monotonic time, ticks of all cores, and own ones.
+    """
 
     def __init__(self) -> None:
-        self._began = (time.monotonic(), _busy(), _ours())
+        self.began = (time.monotonic(), _busy(), own_ticks())
 
     def foreign(self) -> float:
         """Cores busy with anything else since then, on average."""
-        began, busy, ours = self._began
-        foreign = (_busy() - busy - (_ours() - ours)) / TICKS_HZ
+        began, busy, ours = self.began
+        foreign = (_busy() - busy - (own_ticks() - ours)) / TICKS_HZ
         return max(0.0, foreign / (time.monotonic() - began))
 
 
@@ -30,7 +34,7 @@ def _busy() -> int:
     return sum(int(ticks) for place, ticks in enumerate(fields) if place not in IDLE)
 
 
-def _ours() -> int:
+def own_ticks() -> int:
     """Ticks of this process, of all that descend from it, and of those of them that ended."""
     ticks: dict[int, int] = {}
     parents: dict[int, int] = {}

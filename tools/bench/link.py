@@ -193,7 +193,11 @@ class LinkEnd:
         else:
             self.peer = connect(store, 20.0)
         self.hops = open_hops(
-            kind, Neighbours.pair(FRONT if front else BACK, self.peer), store, shape
+            kind,
+            Neighbours.pair(FRONT if front else BACK, self.peer),
+            store,
+            shape,
+            timeout_s=20.0,
         )
         self.outgoing, self.incoming = self.hops.out.slot, self.hops.into.slot
         self.commit = self.hops.out.commit

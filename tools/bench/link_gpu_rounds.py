@@ -188,6 +188,6 @@ def _open(run: Run, here: LauncherStore, device: torch.device) -> Any:
     if run.way == "pinned":
         return PinnedLink(side, here, shape, device, WAIT_S)
     if run.way == "nccl":
-        return NcclLink(side, here.raw, shape, device)
+        return NcclLink(side, here.raw, shape, device, WAIT_S)
     put_bytes = EVERY_SIZE if run.way == "put" else 0
     return PeerLink(side, here, shape, device, WAIT_S, put_bytes=put_bytes)

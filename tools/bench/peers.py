@@ -147,7 +147,7 @@ class Session:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _options(argv)
+    options = options_of(argv)
     torch.set_num_threads(1)
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
         session = Session(options, Path(name))
@@ -173,7 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="rows to measure")
     parser.add_argument("--peers", nargs="+", choices=ASKED, default=ASKED)

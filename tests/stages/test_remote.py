@@ -1,0 +1,313 @@
+"""A policy behind another server's wire: an openpi server of thirty lines, and our own gateways."""
+
+from __future__ import annotations
+
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from documents import BOOKS, FENCE
+from gateway_rig import SHAPE, gated
+from policy_server import PolicyServer, echo, policy_server
+from ranks import Ranks
+from robot_rig import wait_until
+from torch import Tensor
+
+from ppstream import ConfigError, RobotClient
+from ppstream.config.load import read
+from ppstream.core.errors import ExitCode
+from ppstream_stages.remote import RemotePolicy, ServerError, build
+
+CPU = torch.device("cpu")
+DIM, HORIZON = 8, 10
+LIMIT_MS = 20_000.0
+CAMERA = {"name": "wrist", "height": 4, "width": 6}
+OPTIONS: dict[str, Any] = {
+    "wire": "openpi",
+    "numbers": {"observation/joint_position": [0, 7], "gripper": [7, 8]},
+    "cameras": {"images.wrist": CAMERA},
+    "steps": 2,
+    "dim": DIM,
+    "horizon": HORIZON,
+    "action_dim": DIM,
+    "timeout_ms": LIMIT_MS,
+    "prompt": "prompt",
+    "text": "wait",
+}
+GROOT: dict[str, Any] = {
+    "wire": "groot",
+    "numbers": {"state.arm": [0, 3], "state.imu": [3, 5]},
+    "steps": 1,
+    "dim": 5,
+    "horizon": SHAPE[0],
+    "action_dim": SHAPE[1],
+    "timeout_ms": LIMIT_MS,
+    "action_keys": {"x": [0, 1], "y": [1, 2]},
+}
+
+
+def window_of(rows: int, *, steps: int = 2, dim: int = DIM) -> dict[str, Tensor]:
+    """Row r's newest values are r, r + 1/16, ...; its frames are of one shade, its text is r."""
+    newest = torch.arange(rows)[:, None] + torch.arange(dim) / 16
+    shades = torch.arange(rows).view(rows, 1, 1, 1, 1) / 255
+    return {
+        "state.values": torch.stack([torch.zeros(rows, dim)] * (steps - 1) + [newest], 1),
+        "wrist.frames": shades.expand(rows, 1, 3, 4, 6).contiguous(),
+        "instruction_id": torch.arange(rows),
+        "present": torch.ones(rows, dtype=torch.bool),
+    }
+
+
+def called(policy: RemotePolicy, window: dict[str, Tensor]) -> Tensor:
+    rows = len(window["present"])
+    out = {"actions": torch.full((rows, *policy.outputs[0].shape), float("nan"))}
+    policy(window, out)
+    return out["actions"]
+
+
+@contextmanager
+def built(**options: Any) -> Iterator[RemotePolicy]:
+    with closing(build(options, CPU)) as policy:
+        yield policy
+
+
+def remote(server: PolicyServer, **changes: Any) -> AbstractContextManager[RemotePolicy]:
+    return built(**{**OPTIONS, "url": server.url, **changes})
+
+
+def reset(policy: RemotePolicy, *rows: bool) -> None:
+    policy.reset(torch.tensor(rows))
+
+
+def test_each_row_is_a_connection_and_gets_the_actions_of_its_own_request() -> None:
+    with policy_server() as server, remote(server, instructions=True) as policy:
+        policy.instruct(1, "pick")
+        window = window_of(2)
+        for _ in range(3):
+            actions = called(policy, window)
+            wanted = window["state.values"][:, -1:].expand(2, HORIZON, DIM)
+            assert torch.equal(actions, wanted)
+        assert server.connections == 2
+        first, second = sorted(server.seen[:2], key=lambda one: float(one["gripper"][0]))
+        assert (first["prompt"], second["prompt"]) == ("wait", "pick")
+        pixels = second["images"]["wrist"]
+        assert (pixels.dtype, pixels.shape, pixels.max()) == (np.uint8, (4, 6, 3), 1)
+
+
+def test_a_row_without_a_robot_asks_nothing() -> None:
+    with policy_server() as server:
+        window = window_of(3)
+        window["present"][1] = False
+        with remote(server) as policy:
+            actions = called(policy, window)
+        assert server.connections == 2
+        assert not actions[1].any()
+
+
+def test_a_new_episode_of_a_row_is_a_new_connection_of_that_row_alone() -> None:
+    with policy_server() as server, remote(server) as policy:
+        reset(policy, True, True)
+        called(policy, window_of(2))
+        reset(policy, True, False)
+        called(policy, window_of(2))
+        assert server.connections == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("CUDA error", "the server says: CUDA error (row 0)"),
+        ({"actions": np.zeros((9, DIM))}, "got actions float64 [9, 8], want [10, 8] or more"),
+        ({"actions": np.zeros((10, 7))}, "got actions float64 [10, 7], want [10, 8]"),
+        ({"actions": [0.0]}, "actions: got list, want an array of numbers"),
+        ({"other": 1}, "actions: got NoneType"),
+        ({"type": "error", "message": "no GPU"}, "the server says: no GPU (row 0)"),
+    ],
+)
+def test_an_answer_without_actions_is_a_fault_that_says_why(answer: Any, said: str) -> None:
+    answers = [answer]
+    with (
+        policy_server(lambda seen: answers.pop() if answers else echo(seen)) as server,
+        remote(server) as policy,
+    ):
+        with pytest.raises(ServerError) as caught:
+            called(policy, window_of(1))
+        assert said in str(caught.value)
+        assert server.url in str(caught.value)
+        assert called(policy, window_of(1)).isfinite().all()
+        assert server.connections == 2
+
+
+def test_a_late_answer_is_a_fault_and_never_that_of_a_later_request() -> None:
+    hold = threading.Event()
+    values = iter((1.0, 2.0))
+
+    def slowly(_: dict[str, Any]) -> dict[str, Any]:
+        value = next(values)
+        if value == 1.0:
+            hold.wait(20)
+        return {"actions": np.full((12, DIM), value)}
+
+    with policy_server(slowly) as server, remote(server, timeout_ms=1500.0) as policy:
+        with pytest.raises(ServerError, match=r"no answer within policy.options.timeout_ms"):
+            called(policy, window_of(1))
+        hold.set()
+        assert (called(policy, window_of(1)) == 2.0).all()
+
+
+def test_a_fault_of_one_row_leaves_no_answer_of_another_to_be_taken_later() -> None:
+    def pick(seen: dict[str, Any]) -> Any:
+        return "no" if seen["gripper"][0] < 1 else echo(seen)
+
+    with policy_server(pick) as server, remote(server) as policy:
+        with pytest.raises(ServerError, match="row 0"):
+            called(policy, window_of(2))
+        window = window_of(2)
+        window["state.values"] += 1
+        assert torch.equal(called(policy, window)[:, 0], window["state.values"][:, -1])
+
+
+def test_a_server_that_comes_back_is_found_again() -> None:
+    with ExitStack() as stack:
+        with policy_server() as server:
+            policy, port = stack.enter_context(remote(server)), server.port
+            called(policy, window_of(1))
+        with pytest.raises(ServerError, match=f"127.0.0.1:{port}"):
+            called(policy, window_of(1))
+        with policy_server(port=port):
+            assert called(policy, window_of(1)).isfinite().all()
+
+
+def test_the_key_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("0123456789abcdef\n")
+    with policy_server() as server, remote(server, api_key_file=str(file)) as policy:
+        called(policy, window_of(1))
+        assert server.headers[0]["Authorization"] == "Api-Key 0123456789abcdef"
+
+
+@pytest.mark.parametrize("generation", ["n1.5", "n1.6"])
+def test_either_generation_of_groot_is_asked_in_its_own_form(generation: str) -> None:
+    wire: dict[str, Any] = {
+        "wire": "groot",
+        "map": {"joints": "state.arm", "imu": "state.imu"},
+        "action_keys": {"x": (0, 1), "y": (1, 2)},
+    }
+    with ExitStack() as stack:
+        rank0, gateway = stack.enter_context(gated(rows=2, generation=generation, **wire))
+        url = f"tcp://127.0.0.1:{gateway.port}"
+        policy = stack.enter_context(built(**{**GROOT, "url": url, "generation": generation}))
+        window = window_of(2, steps=1, dim=5)
+        actions = called(policy, window)
+        assert torch.allclose(actions[:, :, 0], torch.arange(4.0), atol=2e-3)
+        assert torch.allclose(actions[:, :, 1], -torch.arange(4.0), atol=2e-3)
+        reset(policy, True, False)
+        wanted = 0 if generation == "n1.5" else 1
+        wait_until(lambda: sum(row.session_epoch for row in rank0.rows) == wanted)
+        window["state.values"] *= float("inf")
+        with pytest.raises(ServerError, match=r"the server says: [^$]*state.arm: got numbers"):
+            called(policy, window)
+        assert called(policy, window_of(2, steps=1, dim=5)).isfinite().all()
+
+
+@pytest.mark.parametrize("path", ["", "/v1/realtime/robot/openpi"])  # the second is vLLM-Omni's
+def test_our_own_gateway_of_openpi_is_a_policy_server_like_any_other(path: str) -> None:
+    with gated(map={"joints": "arm.joints", "imu": "imu"}) as (_, gateway):
+        url = gateway.server.address + path
+        options = {**GROOT, "wire": "openpi", "url": url, "action_keys": {}}
+        options["numbers"] = {"arm.joints": [0, 3], "imu": [3, 5]}
+        with built(**options) as policy:
+            actions = called(policy, window_of(1, steps=1, dim=5))
+            window = window_of(1, steps=1, dim=5)
+            window["state.values"] += float("inf")
+            with pytest.raises(ServerError, match=r"the server says: [^$]*not finite"):
+                called(policy, window)
+        assert torch.allclose(actions[0, :, 1], -torch.arange(4.0), atol=2e-3)
+
+
+def test_a_server_of_groot_that_is_not_there_is_a_fault_in_time() -> None:
+    with policy_server() as server:
+        url = f"tcp://127.0.0.1:{server.port}"  # speaks another protocol
+        options = {**GROOT, "url": url, "timeout_ms": 100.0}
+        with built(**options) as policy, pytest.raises(ServerError, match="no answer within"):
+            called(policy, window_of(1, steps=1, dim=5))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({**OPTIONS, "url": "http://a"}, "url: got 'http://a', want ws:// or wss://HOST:PORT"),
+        ({**GROOT, "url": "ws://a"}, "url: got 'ws://a', want tcp://HOST:PORT"),
+        ({**OPTIONS, "url": "ws://a", "numbers": {"a": [3, 9]}}, "numbers.a: got [3, 9]"),
+        ({**OPTIONS, "url": "ws://a", "prompt": None, "instructions": True}, "prompt: missing"),
+        ({**OPTIONS, "url": "ws://a", "action_keys": {"a": [0, 8]}}, "action_keys: got some"),
+        ({**GROOT, "url": "tcp://a", "numbers": {"arm": [0, 3]}}, "arm: want state.NAME"),
+        ({**GROOT, "url": "tcp://a", "cameras": {"state.a": CAMERA}}, "state.a: want video.NAME"),
+        ({**GROOT, "url": "tcp://a", "action_keys": {"x": [0, 1]}}, "action_keys: want each"),
+        ({**GROOT, "url": "tcp://a", "action_keys": {"x": [0, 2], "y": [2, 2]}}, "want each"),
+        ({**OPTIONS, "url": "ws://a", "api_key_file": "/nowhere"}, "api_key_file: [Errno 2]"),
+        ({**OPTIONS, "url": "ws://a", "weights": "a.safetensors"}, "weights"),
+    ],
+)
+def test_options_that_disagree_are_refused_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(options, CPU)
+    assert said in str(caught.value)
+
+
+def test_a_gpu_has_nothing_to_do_here() -> None:
+    with pytest.raises(ConfigError, match=r"want placement.policy = 'cpu'"):
+        build({**OPTIONS, "url": "ws://a"}, torch.device("cuda:0"))
+
+
+@pytest.mark.multirank
+def test_a_run_with_the_shipped_configuration_serves_the_policy_of_another_server(
+    tmp_path: Path,
+) -> None:
+    def droid(seen: dict[str, Any]) -> dict[str, Any]:
+        return echo({**seen, "gripper": seen["observation/gripper_position"]})
+
+    with policy_server(droid) as server:
+        cameras = [
+            f"'observation/{key}' = {{name='{name}', height=8, width=6}}"
+            for key, name in (("exterior_image_1_left", "exterior"), ("wrist_image_left", "wrist"))
+        ]
+        settings = [
+            f"policy.options.url={server.url}",
+            "policy.options.timeout_ms=4000",
+            f"policy.options.cameras={{{', '.join(cameras)}}}",
+            "streams.exterior.image={height=8, width=6, dtype='float32'}",
+            "streams.wrist.image={height=8, width=6, dtype='float32'}",
+            f"service.endpoint=unix://{tmp_path}/r",
+        ]
+        config = read("remote_droid", settings)
+        file = Path(__file__).parents[2] / "stages/ppstream_stages/remote_droid.toml"
+        with Ranks(tmp_path, *settings, config=file, world_size=1) as ranks:
+            ranks.wait_for_event("phase", phase="ready")
+            streams = [(one.name, one.dim, one.dtype) for one in config.streams]
+            with RobotClient(
+                f"unix://{tmp_path}/r", robot="arm", streams=streams, actions=config.actions.names
+            ) as robot:
+                robot.connect()
+                values = np.arange(8, dtype=np.float32) / 8
+                frame = np.zeros(config.streams[-1].dim, np.uint8)
+                samples = {"exterior": frame, "wrist": frame}
+                samples |= {"gripper": values[7:], "joints": values[:7]}
+                answer = robot.ask(samples, 20.0)
+                actions = robot.timeline.actions_of(answer.chunk)
+                assert (actions == values).all()
+            ranks.processes[0].terminate()
+            assert ranks.wait() == [ExitCode.DRAINED]
+
+
+def test_the_run_book_shows_the_shipped_configuration() -> None:
+    page = (BOOKS / "policy-server.md").read_text()
+    (block,) = (one for one in FENCE.findall(page) if "ppstream_stages.remote" in one)
+    shown = tomllib.loads(block)["policy"]
+    assert shown["options"] == read("remote_droid").policy.options
