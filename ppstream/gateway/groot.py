@@ -46,6 +46,7 @@ WAITING_MAX: Final = 4  # requests, and replies, of one client that ZeroMQ keeps
 READ_FACTOR: Final = 2  # a message so many times too large is still read, to be answered
 SWEEP_S: Final = 1.0
 SILENT_MIN_S: Final = 2  # the kernel's least
+UNREAD_MAX: Final = 1000  # requests that are still answered when the gateway ends
 END_LIMIT_S: Final = 1.0  # for the last replies to leave
 MS_PER_S: Final = 1000
 BYTES_PER_MB: Final = 1_000_000
@@ -117,6 +118,8 @@ class GrootServer:
         if not is_loopback(address[0]):
             logger.warning("%s: this wire is not encrypted, the token neither", self.address)
         self._loops = [asyncio.create_task(self._serve()), asyncio.create_task(self._sweep())]
+        for loop in self._loops:
+            loop.add_done_callback(_tell_failure)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -124,9 +127,9 @@ class GrootServer:
         for loop in self._loops:
             loop.cancel()
         await asyncio.wait(self._loops)
-        unread = []
+        unread: list[_Request] = []
         with suppress(zmq.Again):
-            while True:
+            while len(unread) < UNREAD_MAX:
                 unread.append(await self._receive(zmq.NOBLOCK))
         waiting = [request for task, request in self._work.values() if task.cancel()]
         for request in (*waiting, *unread):
@@ -142,8 +145,14 @@ class GrootServer:
 
     async def _serve(self) -> None:
         while True:
-            request = await self._receive()
-            await self._end_disconnected()  # one of them may be this client, before
+            try:
+                request = await self._receive()
+                await self._end_disconnected()  # one of them may be this client, before
+            except zmq.ZMQError:
+                raise  # of the socket itself: nobody can be served
+            except Exception:
+                logger.exception("a message could not be read")
+                continue
             if request.client in self._work:
                 self._send(request, {"error": "a request of this client is not answered yet"})
             elif len(self._work) >= self._clients_max:
@@ -271,6 +280,9 @@ class GrootServer:
             PpstreamError: there is no row for it.
         """
         robot = self._robots.get(request.client)
+        if robot is not None and robot.descriptor != request.descriptor:
+            self._end(request.client, "another connection has its address")
+            robot = None
         if robot is None:
             if len(self._robots) >= self._clients_max:
                 raise NoAnswerError("too many clients")
@@ -305,6 +317,11 @@ class GrootServer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
 
+def _tell_failure(loop: asyncio.Task[None]) -> None:
+    if not loop.cancelled() and (error := loop.exception()) is not None:
+        logger.error("the gateway serves no client of GR00T any more", exc_info=error)
+
+
 def build(config: PipelineConfig, gateway: GatewayConfig, access: Access) -> GrootServer:
     """As ``Wire``."""
     return GrootServer(config, gateway, access)
@@ -314,6 +331,7 @@ def _bind(socket: zmq.asyncio.Socket, gateway: GatewayConfig, host: str, port: i
     """Raises ZMQError, or OSError: it cannot listen there."""
     options = {
         zmq.ROUTER_MANDATORY: 1,  # a client that has left is an error, not a silence
+        zmq.ROUTER_HANDOVER: 1,  # a client that chose its address may come again before that
         zmq.MAXMSGSIZE: round(READ_FACTOR * gateway.message_mb * BYTES_PER_MB),
         zmq.RCVHWM: WAITING_MAX,
         zmq.SNDHWM: WAITING_MAX,

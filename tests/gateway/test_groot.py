@@ -283,6 +283,36 @@ def test_an_address_that_a_client_chose_names_the_robot() -> None:
         assert [row.robot for row in rank0.rows] == ["arm-7", "groot-1-127.0.0.1"]
 
 
+def test_a_client_of_the_same_address_takes_the_robot_over() -> None:
+    with gated(**GROOT) as (rank0, gateway), client(gateway, IDENTITY=b"arm-7") as before:
+        assert "action.x" in before.ask()
+        session = rank0.rows[0].session
+        with client(gateway, IDENTITY=b"arm-7") as after:
+            assert "action.x" in after.ask()
+            assert rank0.rows[0].session not in (0, session)
+
+
+def test_a_message_that_breaks_its_reader_breaks_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gated(**GROOT) as (_, gateway), client(gateway, zmq.DEALER) as robot:
+        last = zmq.Frame.get
+        failing = [ValueError("broken")]
+
+        def get(frame: zmq.Frame, option: Any) -> Any:
+            if failing:
+                raise failing.pop()
+            return last(frame, option)
+
+        monkeypatch.setattr(zmq.Frame, "get", get)
+        for _ in range(2):
+            robot.socket.send_multipart([b"", encode({"endpoint": "ping"})])
+        assert robot.receive()["status"] == "ok"
+    assert [record.message for record in caplog.records if record.exc_info] == [
+        "a message could not be read"
+    ]
+
+
 def test_a_reset_begins_a_new_episode() -> None:
     with gated(**GROOT) as (rank0, gateway), client(gateway) as robot:
         robot.ask()

@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What the command line asks for."""
+    """Choices of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="rows to measure")
     parser.add_argument("--peers", nargs="+", choices=ASKED, default=ASKED)
