@@ -28,7 +28,6 @@ INSTEAD: Final = {
 }
 #: Of a package that wants torch, which is large: what this interpreter has installed is seen, too.
 SHARING: Final = frozenset({"lerobot"})
-PURELIB: Final = "import sysconfig; print(sysconfig.get_path('purelib'))"
 COMPLETE: Final = "complete"  # a file: an environment without it was not finished
 
 
@@ -54,9 +53,7 @@ def python_with(package: str, folder: Path | None = None) -> Path:
     if not (place / COMPLETE).exists():
         shutil.rmtree(place, ignore_errors=True)
         _run(sys.executable, "-m", "venv", str(place))
-        if package in SHARING:
-            ours, theirs = sysconfig.get_path("purelib"), _run(str(python), "-c", PURELIB)
-            Path(theirs.strip(), "shared.pth").write_text(f"{ours}\n")
+        _share(package, place)
         install = (str(python), "-m", "pip", "install", "--quiet")
         if package in INSTEAD:
             _run(*install, "--no-deps", pinned)
@@ -64,7 +61,15 @@ def python_with(package: str, folder: Path | None = None) -> Path:
         else:
             _run(*install, pinned, *ADDED)
         (place / COMPLETE).touch()
+    _share(package, place)  # another checkout may have made it
     return python
+
+
+def _share(package: str, place: Path) -> None:
+    """Have ``package`` see what this interpreter has installed, where it wants that."""
+    if package in SHARING:
+        (theirs,) = place.glob("lib/python*/site-packages")
+        (theirs / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
 
 
 def clients_folder() -> Path:
@@ -79,7 +84,7 @@ def pin_of(package: str) -> str:
     return next(line for line in pins if line.startswith(f"{package}=="))
 
 
-def _run(*command: str) -> str:
+def _run(*command: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=MAKE_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -87,4 +92,3 @@ def _run(*command: str) -> str:
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
         raise Unavailable(f"{' '.join(command[1:3])}: {said[-1]}")
-    return done.stdout
