@@ -17,6 +17,7 @@ from ppstream.analysis.memory_use import memory_use
 from ppstream.analysis.period_model import deeper, limiting_term, period, window_star
 from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
+from ppstream.analysis.requests import requests_of, streams_on_request
 from ppstream.analysis.run_report import OldestAction, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import (
     HARMLESS,
@@ -155,6 +156,7 @@ def _findings(
         model=None if inline else _model(score, window),
         critical_path=critical_path(window),
         service={} if service is None else service.reasons,
+        requests=None if service is None else service.requests,
         contradictions=contradictions,
         places=place_rows(run, window, score, evidence.alone),
         better_cut=better_cut(run, score),
@@ -240,7 +242,12 @@ def _service(run: RunLog) -> ServiceReport | None:
     window = select_window(run, READY)
     score = primary(window, resampled=False)
     reasons = _service_reasons(run, ready)
-    found = [ledger for ledger in run.ledgers if ledger.stream not in (TOTAL, ENVELOPES)]
+    on_request = streams_on_request(run.config)
+    found = [
+        ledger._replace(is_on_request=ledger.stream in on_request)
+        for ledger in run.ledgers
+        if ledger.stream not in (TOTAL, ENVELOPES)
+    ]
     verdict = Verdict.FAIL if len(reasons) > 1 else Verdict.INCONCLUSIVE
     return ServiceReport(
         limited_by=classify(window, score),
@@ -254,6 +261,7 @@ def _service(run: RunLog) -> ServiceReport | None:
         robots=run.robot_states,
         rule_counts=run.rule_counts,
         streams=tuple(ledger for ledger in found if ledger.holes is not None),
+        requests=requests_of(run.config, ready),
     )
 
 

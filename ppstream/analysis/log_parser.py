@@ -28,6 +28,7 @@ from ppstream.analysis.records import (
     Topology,
     header_words,
 )
+from ppstream.analysis.requests import Asked
 from ppstream.core.errors import LogError
 
 SCHEMA: Final = "ppstream.log/"
@@ -118,6 +119,7 @@ class _Sorted:
         self.memory: list[MemoryLine] = []
         self.unbelievable = self.ignored = 0
         self.strangers: dict[str, None] = {}  # an ordered set
+        self._asked = Asked()
         self._run_id = run_id
 
     def add(self, line: LogLine) -> None:
@@ -127,7 +129,9 @@ class _Sorted:
             return
         kind = line.fields.get("kind")
         if kind == "envelope":
-            self.envelopes.append(_envelope(line))
+            envelope = _envelope(line)
+            self._asked.count(envelope, line.fields)
+            self.envelopes.append(envelope)
         elif kind == "stage1":
             place = line.rank if len(self.places) > 1 else 1
             if 1 <= place <= len(self.places):

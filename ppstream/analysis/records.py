@@ -138,7 +138,7 @@ class PolicyRankTimes:
 class _Rank0Stamps(LineHead):
     __slots__ = ()
 
-    pacing: str | None = None  # saturated | tick | sample | free
+    pacing: str | None = None  # saturated | tick | sample | rows | free
     tA0: int | None = None  # A begins
     tA1: int | None = None  # A is over
     tSend: int | None = None  # the envelope is committed to the link
@@ -221,12 +221,14 @@ class PolicyLine(PolicyRankTimes, _PolicyStamps):
 class Envelope(EnvelopeLine):
     """Rank 0's line of one envelope after reading; the policy ranks' lines fill missing fields.
 
-    The reader reduces the fields of rows to ``lease_ns`` and to the oldest row's ``input_age_ns``;
-    ``window_end_ns``, ``expires_ns``, ``session`` and ``session_epoch`` stay None. Once a
-    ``RunLog`` has it, nothing changes it.
+    The reader reduces the fields of rows to ``lease_ns``, ``asked``, ``asked_ahead`` and to the
+    oldest row's ``input_age_ns``; ``window_end_ns``, ``expires_ns``, ``session`` and
+    ``session_epoch`` stay None. Once a ``RunLog`` has it, nothing changes it.
     """
 
     lease_ns: int | None = None  # shortest ``expires_ns - window_end_ns`` of its rows
+    asked: int | None = None  # robots with a newer window than before; None: rows are not named
+    asked_ahead: int | None = None  # of them, those whose window before was under way at tA0
     places: tuple[PolicyLine | None, ...] = ()  # the line of each policy rank, in their order
 
     @property
@@ -292,6 +294,7 @@ class Ledger(NamedTuple):
     longest_hole_ns: int | None = None
     targets: int | None = None  # of windows
     invalid: int | None = None  # of them
+    is_on_request: bool = False  # then holes between samples mean nothing
 
     @property
     def imbalance(self) -> int:

@@ -11,6 +11,7 @@ from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
 from ppstream.analysis.place_table import BetterCut, Place
 from ppstream.analysis.records import Ledger, RobotStateLine, RuleCounts
+from ppstream.analysis.requests import Requests
 from ppstream.analysis.run_statistics import ChunkGaps, FaultSeen
 from ppstream.analysis.safety_counts import QueueMaxima
 from ppstream.analysis.scores import Compat, Primary
@@ -42,6 +43,7 @@ class ServiceReport:
     robots: tuple[RobotStateLine, ...] = ()
     streams: tuple[Ledger, ...] = ()
     rule_counts: RuleCounts | None = None  # ``actions`` in JSON
+    requests: Requests | None = None  # of robots that ask; None: samples come by themselves
 
 
 class OldestAction(NamedTuple):
@@ -216,12 +218,14 @@ def _service_dict(service: ServiceReport | None, age: Quantiles | None) -> dict[
         "robots": [robot._asdict() for robot in service.robots],
         "actions": None if service.rule_counts is None else service.rule_counts._asdict(),
         "streams": {ledger.stream: _stream_dict(ledger) for ledger in service.streams},
+        "requests": None if service.requests is None else service.requests._asdict(),
     }
 
 
 def _stream_dict(ledger: Ledger) -> dict[str, object]:
     longest_ns = ledger.longest_hole_ns
     return {
+        "on_request": ledger.is_on_request,
         "holes": ledger.holes,
         "longest_hole_ms": None if longest_ns is None else longest_ns * MS,
         "invalid_share": ledger.invalid_share,

@@ -9,6 +9,7 @@ from typing import Final
 from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
 from ppstream.analysis.period_model import Deeper, PipelineForm
 from ppstream.analysis.place_table import BetterCut, Place, held_hop
+from ppstream.analysis.requests import Requests
 from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns, wait_share
 from ppstream.analysis.scores import (
     CEILING_MIN,
@@ -65,6 +66,7 @@ class Diagnosis:
     model: Model | None
     critical_path: dict[str, dict[str, float]]
     service: Mapping[str, str]  # reasons, each with its sentence
+    requests: Requests | None
     contradictions: Sequence[str]  # sentences: where the folder says otherwise than its lines
     places: list[Place]  # every rank, rank 0 first
     better_cut: BetterCut | None
@@ -74,7 +76,7 @@ def statements(findings: Diagnosis) -> list[str]:
     """Sentences in the order a tired reader needs them."""
     advice = () if "BAD_INSTRUMENT" in findings.reasons else (_limit, _cut, _hop, _depth, _path)
     parts = (_served, _accepted, _headline, _reasons, _machine, _choice)
-    parts = (*parts, *advice, _alone, _published, _limits, _rules, _log)
+    parts = (*parts, *advice, _in_step, _alone, _published, _limits, _rules, _log)
     return [sentence for part in parts for sentence in part(findings)]
 
 
@@ -118,6 +120,11 @@ def _machine(f: Diagnosis) -> Iterator[str]:
     machine = f.evidence.machine
     if machine is not None and (f.verdict is not Verdict.PASS or machine.is_short):
         yield f"this machine in bring-up: {machine.text()}"
+
+
+def _in_step(f: Diagnosis) -> Iterator[str]:
+    if f.requests is not None and f.requests.text:
+        yield f.requests.text
 
 
 def _alone(f: Diagnosis) -> Iterator[str]:

@@ -42,8 +42,8 @@ Devices = Annotated[tuple[Device, ...], Meta(min_length=1, extra={"one": True})]
 PacingRule = Annotated[
     str,
     Meta(
-        pattern=r"^(sample(:.+)?|tick|free|saturated)\Z",
-        extra={"want": "one of sample, sample:<stream>, tick, free, saturated"},
+        pattern=r"^(sample(:.+)?|rows|tick|free|saturated)\Z",
+        extra={"want": "one of sample, sample:<stream>, rows, tick, free, saturated"},
     ),
 ]
 FilePath = Annotated[str, Meta(min_length=1, extra={"path": True})]  # made absolute when read

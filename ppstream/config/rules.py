@@ -159,19 +159,31 @@ def _stream_problems(config: PipelineConfig) -> Iterator[str]:
         yield from _shape_problems(path, stream)
         if stream.interpolation == "slerp" and stream.dim != 4:
             yield f"{path}.dim: got {stream.dim}, want 4: slerp interpolates quaternions"
-        period_ms = 1000 / stream.rate_hz
-        if stream.max_gap_ms < period_ms:
-            yield (
-                f"{path}.max_gap_ms: got {stream.max_gap_ms:g}, want at least the {period_ms:g} ms "
-                f"between two samples at rate_hz = {stream.rate_hz:g}"
-            )
-        samples = config.ring_samples(stream)
-        if samples > RING_SAMPLES_MAX:
-            yield (
-                f"{path}.rate_hz: got {stream.rate_hz:g}, which needs a ring of {samples} samples; "
-                f"want {RING_SAMPLES_MAX} at most (window.steps x dt_ms, max_gap_ms and max_age_ms "
-                "lengthen it, too)"
-            )
+        yield from _rate_problems(path, stream, config)
+
+
+def _rate_problems(path: str, stream: StreamConfig, config: PipelineConfig) -> Iterator[str]:
+    rate_hz, request_hz = stream.rate_hz, stream.max_request_hz
+    if (rate_hz is None) == (request_hz is None):
+        got = "missing" if rate_hz is None else f"got {rate_hz:g} beside max_request_hz"
+        yield (
+            f"{path}.rate_hz: {got}, want either rate_hz, of a sensor that sends by itself, or "
+            "max_request_hz, of a robot that sends on request"
+        )
+        return
+    if rate_hz is not None and stream.max_gap_ms < (period_ms := 1000 / rate_hz):
+        yield (
+            f"{path}.max_gap_ms: got {stream.max_gap_ms:g}, want at least the {period_ms:g} ms "
+            f"between two samples at rate_hz = {rate_hz:g}"
+        )
+    samples = config.ring_samples(stream)
+    if samples > RING_SAMPLES_MAX:
+        name = "rate_hz" if request_hz is None else "max_request_hz"
+        yield (
+            f"{path}.{name}: got {stream.most_hz:g}, which needs a ring of {samples} samples; "
+            f"want {RING_SAMPLES_MAX} at most (window.steps x dt_ms, max_gap_ms and max_age_ms "
+            "lengthen it, too)"
+        )
 
 
 def _shape_problems(path: str, stream: StreamConfig) -> Iterator[str]:
@@ -227,6 +239,18 @@ def _pacing_problems(config: PipelineConfig) -> Iterator[str]:
         yield f"pipeline.pacing: got stream {stream!r}, want one of {', '.join(names)}"
     if kind == "tick" and shape.tick_hz is None:
         yield "pipeline.tick_hz: missing, want a number above 0 because pacing = 'tick'"
+    gather_ms, lease_ms = shape.gather_ms, config.actions.lease_ms
+    if kind == "rows" and (gather_ms is None or gather_ms >= lease_ms):
+        got = "missing" if gather_ms is None else f"got {gather_ms:g}"
+        yield (
+            f"pipeline.gather_ms: {got}, want a number above 0 and below actions.lease_ms = "
+            f"{lease_ms:g} because pacing = 'rows'"
+        )
+    if kind != "rows" and gather_ms is not None:
+        yield (
+            f"pipeline.gather_ms: got {gather_ms:g} with pacing = {shape.pacing!r}, want pacing = "
+            "'rows', or gather_ms left out"
+        )
     if shape.windows == "scheduled" and config.service.recording is None:
         yield (
             "pipeline.windows: got 'scheduled' without service.recording, "

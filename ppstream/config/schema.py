@@ -99,7 +99,8 @@ class StreamConfig(_Part, frozen=True, kw_only=True):
 
     name: Name
     dim: Count = 0  # values per sample; left out of a camera
-    rate_hz: Positive  # nominal; sizes the ring and the synthetic source
+    rate_hz: Positive | None = None  # nominal; sizes the ring and the synthetic source
+    max_request_hz: Positive | None = None  # instead: comes on request, and so often at most
     interpolation: Interpolation = "linear"
     dtype: Literal["float32", "float64", "uint8"] = "float32"  # uint8 of a camera alone
     group: Name = "state"  # streams of one group become one tensor, concatenated in file order
@@ -117,6 +118,16 @@ class StreamConfig(_Part, frozen=True, kw_only=True):
             pixels = self.image.height * self.image.width
             msgspec.structs.force_setattr(self, "dim", pixels * CHANNELS)
             msgspec.structs.force_setattr(self, "dtype", "uint8")
+
+    @property
+    def most_hz(self) -> float:
+        """Samples a second that are to be expected: nominally, or of requests at most."""
+        return self.rate_hz or self.max_request_hz or 0.0
+
+    @property
+    def is_on_request(self) -> bool:
+        """True when samples come with a robot's requests: late, slow or silent is none of them."""
+        return self.max_request_hz is not None
 
 
 class WindowConfig(_Part, frozen=True):
@@ -207,6 +218,7 @@ class PipelineShape(_Part, frozen=True):
 
     pacing: PacingRule = "sample"  # of the reference stream, else of the one named
     tick_hz: Positive | None = None  # needed by pacing = "tick"
+    gather_ms: Positive | None = None  # needed by pacing = "rows": wait so long for other robots
     windows: Literal["live", "scheduled"] = "live"
     threads: Literal["auto", "serial", "split"] = "auto"  # auto: split for long front parts
     d_in: Annotated[int, Meta(ge=1, le=64)] = 2  # unless stated: the number of ranks
@@ -339,7 +351,7 @@ class PipelineConfig(_Part, frozen=True):
     def reference(self) -> StreamConfig:
         """The stream whose newest stamp ends the window: the marked one, else the fastest."""
         marked = [stream for stream in self.streams if stream.reference]
-        return marked[0] if marked else max(self.streams, key=lambda stream: stream.rate_hz)
+        return marked[0] if marked else max(self.streams, key=lambda stream: stream.most_hz)
 
     @property
     def groups(self) -> dict[str, tuple[StreamConfig, ...]]:
@@ -376,7 +388,7 @@ class PipelineConfig(_Part, frozen=True):
         Of a camera the newest frames alone are used.
         """
         if stream.image is not None:
-            ahead = math.ceil(RING_MARGIN * stream.rate_hz * stream.max_age_ms / 1000)
+            ahead = math.ceil(RING_MARGIN * stream.most_hz * stream.max_age_ms / 1000)
             return RING_SPARE_SAMPLES + stream.image.frames + ahead
         reach_ms = self.window_span_ms + stream.max_gap_ms + stream.max_age_ms
-        return RING_SPARE_SAMPLES + math.ceil(RING_MARGIN * stream.rate_hz * reach_ms / 1000)
+        return RING_SPARE_SAMPLES + math.ceil(RING_MARGIN * stream.most_hz * reach_ms / 1000)

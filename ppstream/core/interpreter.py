@@ -7,7 +7,7 @@ sets one:
 
 | who | holds it at most | limit |
 |---|---|---|
-| a thread of a rank | 0.5 ms while another waits; Python's own is 5 ms | `SWITCH_INTERVAL_S` |
+| a thread of a rank or gateway | 0.5 ms while another waits (Python's: 5) | `SWITCH_INTERVAL_S` |
 | ... whose loop is on a GPU | 0.01 ms: driver calls give turns away | `DEVICE_SWITCH_INTERVAL_S` |
 | a thread beside a robot's control loop | 0.05 ms while the loop runs | `short_turns` |
 | log, metrics, health beside a loop | 0.1 ms, then a pause of 0.1 ms | `Pieces` |

@@ -23,6 +23,7 @@ import msgspec
 from ppstream.config import load
 from ppstream.config.gateway_rules import listen_of, missing_libraries
 from ppstream.core.errors import ConfigError, ExitCode
+from ppstream.core.interpreter import set_switch_interval
 from ppstream.gateway.modality_file import run_of
 from ppstream.gateway.wires import Access, wire_of
 
@@ -69,6 +70,7 @@ async def serve(config: PipelineConfig) -> None:
     Raises:
         ConfigError: an address cannot be bound, or a file not be used.
     """
+    set_switch_interval()  # a thread for each robot, and another that receives for it
     stopping = asyncio.Event()
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

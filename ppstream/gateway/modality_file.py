@@ -96,11 +96,12 @@ def _lerobot(place: str, info: _Info) -> dict[str, Any]:
         raise ConfigError([f"{place}: {INFO} has no names of {STATE}, want one of each motor"])
     cameras = [key.removeprefix(IMAGES) for key in info.features if key.startswith(IMAGES)]
     keys: dict[str, Any] = {JOINTS: motors}
-    streams: list[dict[str, Any]] = [{"name": JOINTS, "dim": len(motors), "rate_hz": info.fps}]
+    rate = {"max_request_hz": info.fps}  # a client sends as it needs actions, each step at most
+    streams: list[dict[str, Any]] = [{"name": JOINTS, "dim": len(motors), **rate}]
     for key in cameras:
         name = _name(f"{key}_camera" if key == JOINTS else key)
         keys[name] = key
-        streams.append(_frames(place, name, info, IMAGES + key))
+        streams.append(_frames(place, name, info, IMAGES + key) | rate)
     return {
         "streams": streams,
         "window": {"steps": 1, "dt_ms": 1e3 / info.fps},
@@ -136,7 +137,7 @@ def _frames(place: str, name: str, info: _Info, key: str) -> dict[str, Any]:
         raise ConfigError([f"{place}: {INFO} has no frames for the camera {name!r}, at {key}"])
     channels_last = feature.shape[-1] == CHANNELS
     height, width = feature.shape[:2] if channels_last else feature.shape[1:]
-    return {"name": name, "rate_hz": info.fps, "image": {"height": height, "width": width}}
+    return {"name": name, "image": {"height": height, "width": width}}
 
 
 def _gateway(modality: _Modality) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def _streams(place: str, modality: _Modality, info: _Info) -> dict[str, Any]:
     ]
     for key, camera in modality.video.items():
         name, place_of = _camera(key, modality), camera.original_key or f"{IMAGES}{key}"
-        streams.append(_frames(place, name, info, place_of))
+        streams.append(_frames(place, name, info, place_of) | {"rate_hz": info.fps})
     action = info.features.get(ACTION)
     total = max(part.end for part in modality.action.values())
     names = action.names if action is not None else None

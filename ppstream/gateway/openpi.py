@@ -29,6 +29,7 @@ from ppstream.gateway.key_map import KeyMap, source_of
 from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply, gateway_keys
 from ppstream.gateway.wires import Access
 from ppstream.wire.openpi import decode, encode
+from ppstream.wire.robot_messages import SERVING
 
 logger = logging.getLogger("ppstream")
 library_logger = logging.getLogger("ppstream.gateway.websockets")
@@ -50,7 +51,6 @@ CLOSE_LIMIT_S: Final = 2.0
 PROBE_EVERY_NS: Final = NS_PER_S
 REASON_BYTES: Final = 120  # of a close frame, which has room for 123
 BYTES_PER_MB: Final = 1_000_000
-READY: Final = ("ready", "degraded")
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ class OpenpiServer:
         """Answer health, and whoever has no key; None: go on with the handshake."""
         if request.path == HEALTH:
             phase = await self._phase()
-            if phase in READY:
+            if phase in SERVING:
                 return connection.respond(http.HTTPStatus.OK, "OK\n")
             return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"{phase}\n")
         if self._api_key is None:
@@ -238,7 +238,8 @@ class OpenpiServer:
 
     async def _send(self, connection: ServerConnection, frame: bytes | str) -> None:
         try:
-            await asyncio.wait_for(connection.send(frame), SEND_LIMIT_S)
+            async with asyncio.timeout(SEND_LIMIT_S):
+                await connection.send(frame)
         except TimeoutError:
             logger.info("%s reads no replies: closed", connection.remote_address)
             connection.transport.abort()

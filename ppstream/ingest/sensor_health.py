@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 #: ``silent``: nothing accepted for longer than the stream's ``max_age_ms``; ``refused``: more than
 #: half of what came was; ``slow``: less than half the nominal rate; ``unchanged``: the same values
-#: for a second, which a resting robot's sensor also shows.
+#: for a second, which a resting robot's sensor also shows. A stream that comes on request is never
+#: silent or slow.
 Condition = Literal["ok", "silent", "refused", "slow", "unchanged"]
 
 SLOW: Final = 0.5  # of the nominal rate
@@ -104,9 +105,11 @@ def _condition(stream: StreamConfig, ring: SensorRing, before: _Seen, now: _Seen
     came, taken = now.received - before.received, now.accepted - before.accepted
     if came and came - taken > REFUSED * came:
         return "refused"
+    if stream.is_on_request:
+        return "ok"
     if now.at_ns - ring.newest_rx_ns > max(stream.max_age_ms * NS_PER_MS, NS_PER_S):
         return "silent"
-    wanted = stream.rate_hz * seconds
+    wanted = stream.most_hz * seconds
     if wanted >= SAMPLES_MIN and taken < SLOW * wanted:
         return "slow"
     return "ok"

@@ -91,7 +91,7 @@ class RecordedSource:
         self.windows = self._schedule.windows
         self._taken = 0
         self._repeat = repeat
-        self._lap_ns = self._last_ns - self._first_ns + round(NS_PER_S / config.reference.rate_hz)
+        self._lap_ns = self._last_ns - self._first_ns + round(NS_PER_S / config.reference.most_hz)
         self._shift_ns = 0  # added to stamps, and to the times at which they are due
         for row in rows:
             row.robot = recording.robot  # whose limits are its own

@@ -78,7 +78,7 @@ class SyntheticRobots:
     def __init__(
         self, config: PipelineConfig, rows: Sequence[RowInput], seed: int, start_ns: int
     ) -> None:
-        step_ns = round(NS_PER_S / config.reference.rate_hz / len(rows))
+        step_ns = round(NS_PER_S / config.reference.most_hz / len(rows))
         self._sources = [
             SyntheticSource(config, row, seed + number, start_ns + number * step_ns)
             for number, row in enumerate(rows)
@@ -103,7 +103,7 @@ class _Signal:
         self._stream = stream
         self._rng = rng
         self._start_ns = start_ns
-        self._period_ns = NS_PER_S / stream.rate_hz
+        self._period_ns = NS_PER_S / stream.most_hz
         self._jitter_ns = min(stream.jitter_ms * NS_PER_MS, JITTER_MAX * self._period_ns)
         self._block = BLOCK
         if stream.image is not None:

@@ -14,7 +14,7 @@ from typing import Final
 from ppstream import native
 from ppstream.analysis.period_model import PipelineForm, StageTimes, latency, limiting_term, period
 from ppstream.config.rules import rank_problems
-from ppstream.config.schema import PipelineConfig
+from ppstream.config.schema import PipelineConfig, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.cuda import startup
 from ppstream.ingest.intake import build_intake
@@ -137,7 +137,8 @@ def _placement_lines(
         yield _row("cut", "best of the parts' times, which rank 1 measures at the start")
     if not placement.is_inline:
         yield _row("bounds", f"D_in {shape.d_in}, D_out {shape.d_out}")
-    yield _row("pacing", f"{shape.pacing}, {shape.windows} windows")
+    gathers = "" if shape.gather_ms is None else f" within {shape.gather_ms:g} ms"
+    yield _row("pacing", f"{shape.pacing}{gathers}, {shape.windows} windows")
     yield _row("core", _core_text())
     yield _row("robots", _service_text(config))
 
@@ -237,9 +238,17 @@ def _stream_lines(config: PipelineConfig) -> Iterator[str]:
         mark = ", ends the window" if stream == config.reference else ""
         yield _row(
             stream.name,
-            f"{stream.dim} values at {stream.rate_hz:g} Hz, {stream.interpolation}, "
+            f"{stream.dim} values {_rate_text(stream)}, {stream.interpolation}, "
             f"group {stream.group}, ring of {config.ring_samples(stream)} samples{mark}",
         )
+
+
+def _rate_text(stream: StreamConfig) -> str:
+    return (
+        f"on request, {stream.most_hz:g} Hz at most"
+        if stream.is_on_request
+        else (f"at {stream.most_hz:g} Hz")
+    )
 
 
 def _slot_lines(what: str, layout: SlotLayout, slots: int, placement: Placement) -> Iterator[str]:

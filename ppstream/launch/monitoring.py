@@ -53,6 +53,7 @@ class Monitoring:
         self._who = {"run_id": run.run_id, "rank": str(rank), "generation": str(generation)}
         self._who |= {"name": config.name, "mode": config.mode}
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
+        self._on_request = {s.name: float(s.is_on_request) for s in config.streams}
         stack.callback(MemoryLines(log).close)
         if config.mode == "throughput":
             Profiler(config.profile, log, run.directory, rank, generation).listen()
@@ -98,6 +99,7 @@ class Monitoring:
                 credit_ledger=credit_ledger,
                 live_class=live,
                 lease_s=self._lease_ns / NS_PER_S,
+                on_request=self._on_request,
             )
         log.watchers.append(tally)
         server = HealthServer(port, collector, lambda: self._health(tally))

@@ -216,6 +216,7 @@ class Rank0Collector(RankCollector):
         credit_ledger: Queues,
         live_class: LiveBottleneck,
         lease_s: float,
+        on_request: Mapping[str, float],
     ) -> None:
         super().__init__(tally, log, run)
         self.sessions: Robots | None = None
@@ -223,6 +224,7 @@ class Rank0Collector(RankCollector):
         self._credits = credit_ledger
         self._live = live_class
         self._lease_s = lease_s
+        self._on_request = on_request
 
     def families(self) -> Iterator[Metric]:
         yield from super().families()
@@ -303,6 +305,12 @@ class Rank0Collector(RankCollector):
             yield show.counters(
                 f"ppstream_samples_{what}", f"Samples that {text}.", "stream", found
             )
+        yield show.gauges(
+            "ppstream_stream_on_request",
+            "1: samples come with a robot's requests.",
+            "stream",
+            self._on_request,
+        )
         lost = {name: imbalance(balance) for name, balance in streams.items()}
         if envelopes:
             lost["envelopes"] = imbalance(envelopes)

@@ -117,7 +117,7 @@ class OnHost(ABC):
             self._rest()
             slept = True
             limit_ns = WAIT_MAX_NS
-            if cause == "input":  # only then can the clock alone give work
+            if cause == "input" and loop.may_begin():  # only then can the clock alone give work
                 dues = (loop.source.next_due_ns(), loop.pacing.due_ns())
                 now = now_ns()
                 limit_ns = min([limit_ns, *(max(0, due - now) for due in dues if due is not None)])

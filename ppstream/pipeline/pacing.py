@@ -6,11 +6,11 @@ It decides the moment only; which data is used is always the newest (or, schedul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ppstream.core.clock import NS_PER_S, Ticker
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, Ticker
 
 if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
@@ -24,7 +24,7 @@ _is_present: Final = attrgetter("present")
 class Pacing(Protocol):
     """A rule for starting stage A."""
 
-    name: str  # as the log writes it: saturated | tick | sample | free
+    name: str  # as the log writes it: saturated | tick | sample | rows | free
 
     def due(self, now_ns: int) -> bool:
         """True when A may begin now."""
@@ -86,6 +86,75 @@ class OnSample:
         return total
 
 
+class OnRows:
+    """A begins once each robot has sent a new sample of the reference stream: one batch for all.
+
+    ``gather_ns`` behind the first of these samples A begins without the rest. A robot whose answer
+    is still under way may be waiting for it before it sends again: then the time counts from that
+    answer, which A could not overtake anyway. A robot that was silent for a lease is not waited
+    for.
+
+    Args:
+        rows: places of robots; free ones, and those without a sample, are not waited for.
+        gather_ns: see above.
+        lease_ns: of actions.
+        finished: counts the envelopes that were emitted or dropped; none is in flight now.
+    """
+
+    name = "rows"
+
+    def __init__(
+        self,
+        rows: Sequence[RowInput],
+        gather_ns: int,
+        lease_ns: int,
+        finished: Callable[[], int],
+    ) -> None:
+        self._rows = rows
+        self._newest = (None,) * len(rows)
+        self._gather_ns, self._lease_ns = gather_ns, lease_ns
+        self._finished = finished
+        self._begun = finished()
+        self._seen = [0] * len(rows)  # samples that a window has had
+        self._owed = [0] * len(rows)  # the answer is out once so many envelopes are finished
+        self._was_owed = False
+        self._until_ns: int | None = None  # who comes later comes too late
+
+    def due(self, now_ns: int) -> bool:
+        finished = self._finished()
+        first_ns: int | None = None
+        is_owed = is_missing = False
+        for row, seen, owed in zip(self._rows, self._seen, self._owed, strict=True):
+            if not row.present:
+                continue
+            received_ns = row.reference.newest_rx_ns
+            if row.reference.accepted > seen:
+                first_ns = received_ns if first_ns is None else min(first_ns, received_ns)
+            elif owed > finished:
+                is_owed = True
+            elif now_ns - received_ns < self._lease_ns:
+                is_missing = True
+        if first_ns is None or is_owed:
+            self._was_owed = is_owed
+            self._until_ns = None
+            return False
+        if self._until_ns is None:
+            self._until_ns = (now_ns if self._was_owed else first_ns) + self._gather_ns
+        return not is_missing or now_ns >= self._until_ns
+
+    def started(self) -> Sequence[int | None]:
+        self._begun += 1
+        for index, row in enumerate(self._rows):
+            if row.reference.accepted > self._seen[index]:
+                self._seen[index] = row.reference.accepted
+                self._owed[index] = self._begun
+        self._was_owed, self._until_ns = False, None
+        return self._newest
+
+    def due_ns(self) -> int | None:
+        return self._until_ns
+
+
 class OnTick:
     """A begins on absolute ticks; ticks that pass while it cannot are skipped and counted."""
 
@@ -133,14 +202,30 @@ class Scheduled:
         return None
 
 
-def service_pacing(config: PipelineConfig, rows: Sequence[RowInput], now_ns: int) -> Pacing:
-    """The pacing that the configuration names for service."""
-    kind, _, stream = config.pipeline.pacing.partition(":")
+def service_pacing(
+    config: PipelineConfig, rows: Sequence[RowInput], now_ns: int, finished: Callable[[], int]
+) -> Pacing:
+    """The pacing that the configuration names for service.
+
+    Args:
+        config: of the run.
+        rows: of service's intake.
+        now_ns: when it begins.
+        finished: counts the envelopes that were emitted or dropped; none is in flight now.
+    """
+    shape = config.pipeline
+    kind, _, stream = shape.pacing.partition(":")
     if kind == "saturated":
         return Saturated(rows)
     if kind == "tick":
-        assert config.pipeline.tick_hz is not None, "checked with the configuration"
-        return OnTick(rows, config.pipeline.tick_hz, now_ns)
+        assert shape.tick_hz is not None, "checked with the configuration"
+        return OnTick(rows, shape.tick_hz, now_ns)
+    if kind == "rows":
+        assert shape.gather_ms is not None, "checked with the configuration"
+        gather_ns, lease_ns = (
+            round(ms * NS_PER_MS) for ms in (shape.gather_ms, config.actions.lease_ms)
+        )
+        return OnRows(rows, gather_ns, lease_ns, finished)
     if kind == "free":
         return OnSample(rows, None)
     return OnSample(rows, stream or config.reference.name)

@@ -149,7 +149,8 @@ class Service:
     def _pacing(self, source: Source) -> Pacing:
         if isinstance(source, RecordedSource) and source.scheduled:
             return Scheduled(source)
-        return service_pacing(self.config, self.intake.rows, now_ns())
+        rank0 = self._rank0
+        return service_pacing(self.config, self.intake.rows, now_ns(), lambda: rank0.finished)
 
     def _start_robot(self, demo: DemoConfig, endpoint: str) -> subprocess.Popen[bytes]:
         settings: dict[str, object] = {"endpoint": endpoint}

@@ -285,7 +285,8 @@ def _robot_parts(robot: RobotStateLine) -> Iterator[str]:
 
 def _hole_parts(stream: Ledger) -> Iterator[str]:
     longest = f", longest {ms(stream.longest_hole_ns or 0)}" if stream.holes else ""
-    yield f"holes above max_gap_ms: {stream.holes}{longest}"
+    holes = f"holes above max_gap_ms: {stream.holes}{longest}"
+    yield "on request" if stream.is_on_request else holes
     share = stream.invalid_share
     yield "invalid targets not counted" if share is None else f"{share:.1%} of targets invalid"
 

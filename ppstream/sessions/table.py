@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SILENCE_NS: Final = 5 * NS_PER_S  # a robot that says nothing for longer has left
 PUSH_BYTES: Final = 1 << 20  # a robot sends no more samples at once than fit
 HEADER_BYTES: Final = 1 << 16  # of any message, beside its samples
-RATE_MARGIN: Final = 4.0  # times the nominal rates, each sample a frame of its own
+RATE_MARGIN: Final = 4.0  # times the declared rates, each sample a frame of its own
 OTHER_FRAMES_PER_S: Final = 400  # reports, prefixes, pings, instructions
 STRANGER_FRAMES_PER_S: Final = 500  # of all connections without a session together
 DRAIN_NS: Final = NS_PER_MS  # then what comes waits until results were looked at
@@ -46,7 +46,7 @@ def frames_per_second(config: PipelineConfig) -> int:
     """
     if config.batch.rows == 1:
         return sys.maxsize
-    samples_per_s = sum(stream.rate_hz for stream in config.streams)
+    samples_per_s = sum(stream.most_hz for stream in config.streams)
     return OTHER_FRAMES_PER_S + math.ceil(RATE_MARGIN * samples_per_s)
 
 
@@ -57,7 +57,7 @@ def samples_per_second(config: PipelineConfig, stream: StreamConfig) -> int:
     """
     if config.batch.rows == 1:
         return sys.maxsize
-    return config.ring_samples(stream) + math.ceil(RATE_MARGIN * stream.rate_hz)
+    return config.ring_samples(stream) + math.ceil(RATE_MARGIN * stream.most_hz)
 
 
 class SessionTable:

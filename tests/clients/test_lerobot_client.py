@@ -28,22 +28,22 @@ name = "so101"
 [[streams]]
 name = "joints"
 dim = 6
-rate_hz = 60
+max_request_hz = 100
 reference = true
 
 [[streams]]
 name = "front"
-rate_hz = 60
+max_request_hz = 100
 image = { height = 480, width = 640, resize = [60, 80] }
 
 [[streams]]
 name = "top"
-rate_hz = 60
+max_request_hz = 100
 image = { height = 480, width = 640, resize = [60, 80] }
 
 [[streams]]
 name = "wrist"
-rate_hz = 60
+max_request_hz = 100
 image = { height = 480, width = 640, resize = [60, 80] }
 
 [window]

@@ -25,7 +25,7 @@ LISTENS = re.compile(r"clients of openpi connect to (ws://\S+)")
 REQUESTS = 200
 LIMIT_S = 100
 KEY = "0123456789abcdef0123"
-CAMERA: dict[str, Any] = {"rate_hz": 500, "image": {"height": 224, "width": 224}}
+CAMERA: dict[str, Any] = {"max_request_hz": 500, "image": {"height": 224, "width": 224}}
 #: By robot: numbers as (stream, dim, key), cameras as (stream, entry of the map), actions, horizon.
 RUNS: dict[str, tuple[list[tuple[str, int, str]], list[tuple[str, Any]], int, int]] = {
     "droid": (
@@ -75,7 +75,7 @@ def run_of(robot: str, folder: Path) -> Path:
     table = {
         "name": robot,
         "streams": [
-            {"name": name, "dim": dim, "rate_hz": 500, "reference": not index}
+            {"name": name, "dim": dim, "max_request_hz": 500, "reference": not index}
             for index, (name, dim, _) in enumerate(numbers)
         ]
         + [{"name": name, **CAMERA} for name, _ in cameras],

@@ -108,7 +108,7 @@ def test_every_problem_is_reported_at_once_with_its_remedy(file: Path) -> None:
     file.write_text(text + "\n[pipeline]\ndin = 3\nd_out = 65\n[log]\nkeep = true\n")
     assert problems_of(file) == [
         "streams[0].dim: got 0, want a whole number, at least 1",
-        "streams[0].rate_hz: got 'fast', want a number, above 0",
+        "streams[0].rate_hz: got 'fast', want a number, above 0, or \"none\"",
         "streams[1].interpolation: got 'previus', want one of linear, previous, nearest, slerp, "
         "angle (did you mean 'previous'?)",
         "actions.horizon: missing, want a whole number, at least 1",
@@ -135,7 +135,7 @@ def test_tables_and_lists_of_the_wrong_kind_are_named(file: Path) -> None:
         ("policy.target=acme.stages", "got 'acme.stages', want 'package.module:attr'"),
         ("decode.target=acme/x:build", "got 'acme/x:build', want 'package.module:attr'"),
         ("demo.robot=a b", "got 'a b', want 'package.module'"),
-        ("pipeline.pacing=often", "got 'often', want one of sample, sample:<stream>, tick, free"),
+        ("pipeline.pacing=often", "got 'often', want one of sample, sample:<stream>, rows, tick,"),
         ("pipeline.pacing=free:imu", "got 'free:imu', want one of sample"),
         ("streams.imu.name=", "got '', want 1 to 64 letters"),
         ('streams.imu.name="a\\n"', "want 1 to 64 letters"),

@@ -57,6 +57,15 @@ def test_plain_configuration_has_no_problem() -> None:
         ({"streams__1__max_age_ms": 1e12}, "streams[1].max_age_ms: got 1e+12, want 1e-06 (1 ns)"),
         ({"streams__0__rate_hz": 1e10}, "streams[0].rate_hz: got 1e+10, want 3e-08 (one a year)"),
         ({"streams__0__rate_hz": 5e-324}, "streams[0].rate_hz: got 4.94066e-324, want 3e-08"),
+        ({"streams__0__rate_hz": None}, "streams[0].rate_hz: missing, want either rate_hz, of a"),
+        (
+            {"streams__0__max_request_hz": 50.0},
+            "streams[0].rate_hz: got 1000 beside max_request_hz, want either rate_hz, of a sensor",
+        ),
+        (
+            {"streams__0__rate_hz": None, "streams__0__max_request_hz": 1e8},
+            "streams[0].max_request_hz: got 1e+08, which needs a ring of",
+        ),
         ({"streams__2__name": "joints"}, "streams: got 'joints' 2 times, want each name once"),
         (
             {"streams__0__reference": True, "streams__2__reference": True},
@@ -76,6 +85,15 @@ def test_plain_configuration_has_no_problem() -> None:
             "pipeline.pacing: got stream 'gps', want one of joints, pose, imu",
         ),
         ({"pipeline__pacing": "tick"}, "pipeline.tick_hz: missing, want a number above 0"),
+        ({"pipeline__pacing": "rows"}, "pipeline.gather_ms: missing, want a number above 0 and"),
+        (
+            {"pipeline__pacing": "rows", "pipeline__gather_ms": 200.0},
+            "pipeline.gather_ms: got 200, want a number above 0 and below actions.lease_ms = 200",
+        ),
+        (
+            {"pipeline__gather_ms": 10.0},
+            "pipeline.gather_ms: got 10 with pacing = 'sample', want pacing = 'rows', or",
+        ),
         ({"pipeline__windows": "scheduled"}, "pipeline.windows: got 'scheduled' without service"),
         ({"bringup__source": "recording"}, "bringup.recording: missing, want a file"),
         (
@@ -125,6 +143,7 @@ def test_disagreement_is_named_with_its_path_and_remedy(changes: dict[str, Any],
     [
         {"pipeline__pacing": "sample:imu"},
         {"pipeline__pacing": "tick", "pipeline__tick_hz": 50.0},
+        {"pipeline__pacing": "rows", "pipeline__gather_ms": 10.0},
         {"pipeline__pacing": "saturated"},
         {"service__endpoint": "tcp://[::1]:0"},
         {"service__endpoint": "tcp://127.0.0.1:*"},
@@ -189,3 +208,13 @@ def test_ring_holds_window_gap_and_lead_at_twice_the_nominal_rate() -> None:
     # 10 steps of 10 ms, a gap of 200 ms and a lead of 200 ms: 500 ms at 100 Hz, twice, and 16.
     assert plain.window_span_ms == 100.0
     assert plain.ring_samples(plain.streams[1]) == 116
+
+
+def test_a_stream_on_request_is_sized_by_its_most_requests_and_may_have_any_gap() -> None:
+    asked = {"rate_hz": None, "max_request_hz": 1000.0, "max_gap_ms": 0.1}
+    changes = {f"streams__0__{name}": value for name, value in asked.items()}
+    found = config(**changes, streams__2__max_gap_ms=100.0)
+    assert problems(found) == []
+    assert found.reference.name == "joints"
+    by_rate = config(streams__0__max_gap_ms=0.1)
+    assert found.ring_samples(found.streams[0]) == by_rate.ring_samples(by_rate.streams[0])

@@ -146,10 +146,17 @@ ALSO: list[tuple[str, dict[str, str]]] = [
 ]
 
 
+ON_REQUEST = {f"ppstream_stream_on_request{{{R0}, stream='imu'}}": "1x40"}
+#: Nobody asks: a pause is no fault of robots that send on request.
+PAUSED = ON_REQUEST | FIRES["PpstreamStreamSilent"] | FIRES["PpstreamStarving"]
+
+
 @needs_promtool
 def test_every_alert_fires_on_its_case_and_is_silent_on_a_steady_run(tmp_path: Path) -> None:
     groups = [rule_test(FIRES, {}, 0)]
     groups += [rule_test([alert], changes, 1) for alert, changes in [*FIRES.items(), *ALSO]]
+    groups.append(rule_test(["PpstreamStreamSilent", "PpstreamStarving"], PAUSED, 0))
+    groups.append(rule_test(["PpstreamStarving"], ON_REQUEST | FIRES["PpstreamStarving"], 1))
     file = tmp_path / "cases.yml"
     file.write_text(json.dumps({"rule_files": [str(RULES)], "tests": groups}))  # JSON is YAML, too
     promtool("test", "rules", str(file))

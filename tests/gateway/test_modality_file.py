@@ -81,7 +81,7 @@ def test_a_dataset_without_modalities_makes_a_run_for_clients_of_lerobot(
         "joints_camera": "joints",
         "prompt": "task",
     }
-    sizes = [(one.name, one.dim, one.rate_hz) for one in config.streams]
+    sizes = [(one.name, one.dim, one.max_request_hz) for one in config.streams]
     assert sizes == [
         ("joints", 6, 30.0),
         ("front", 48 * 64 * 3, 30.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from robot_rig import wait_until
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
 from ppstream.control.peer_process import children
 from ppstream.core.errors import ExitCode
+from ppstream.report.text import render
 from ppstream.wire import groot
 from ppstream.wire.openpi import decode, encode
 
@@ -38,6 +42,9 @@ GROOT = (
     "gateway.0.map={joints='state.arm', gripper='state.grip', wrist='video.wrist'}",
     "gateway.0.action_keys={arm=[0, 7], grip=[7, 8]}",
 )
+ROBOTS = 4
+#: Nobody is left behind for want of a CPU.
+IN_ROWS = (f"batch.rows={ROBOTS}", "pipeline.pacing=rows", "pipeline.gather_ms=2000")
 
 
 def observation(number: int) -> dict[str, object]:
@@ -94,6 +101,43 @@ def test_a_robot_of_lerobot_gets_actions_of_its_own_observations(tmp_path: Path)
             with pytest.raises(grpc.RpcError) as caught:
                 robot.send()
             assert refused(caught.value)[0] == "UNAVAILABLE"
+
+
+def ask(address: str, robot: int) -> None:
+    """Each of this robot's answers is of the observation before it."""
+    with connect(address, compression=None, proxy=None) as connection:
+        connection.recv()
+        for number in range(robot, robot + ROBOTS * REQUESTS, ROBOTS):
+            connection.send(encode(observation(number % 256)))
+            actions = decode(bytes(connection.recv()))["actions"]
+            wanted = np.append(np.arange(7) / 8 + number % 256 / 64, number % 256 / 64)
+            assert (actions == wanted.astype("f4")).all(), (robot, number)
+
+
+def test_robots_in_rows_get_answers_of_their_own_and_the_report_says_that_they_ask_in_step(
+    tmp_path: Path,
+) -> None:
+    with Ranks(tmp_path, *IN_ROWS, config=DROID, world_size=2) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        wait_until(lambda: LISTENS.search(ranks.output()))
+        found = LISTENS.search(ranks.output())
+        assert found
+        with ThreadPoolExecutor(ROBOTS) as threads:
+            for asked in [threads.submit(ask, found[1], robot) for robot in range(ROBOTS)]:
+                asked.result(100)
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        assert ranks.wait() == [ExitCode.DRAINED] * 2
+    told = {line["condition"] for line in ranks.lines(0) if line.get("name") == "sensor"}
+    assert told <= {"ok", "unchanged"}
+    report = judge(read_run(ranks.directory))
+    assert report.service is not None
+    requests = report.service.requests
+    assert requests is not None
+    assert (requests.windows, requests.ahead) == (ROBOTS * REQUESTS, 0)
+    assert requests.envelopes < 2 * REQUESTS  # most are of several robots
+    text = " ".join(render(report).split())
+    assert "robots ask in lock-step: 200 of 200 windows in service began with" in text
+    assert re.search(r"joints on request 0.0% of targets invalid", text)
 
 
 def test_a_gateway_that_cannot_start_ends_the_run_before_it_is_ready(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 from robot_rig import make_config
@@ -12,8 +13,8 @@ MS = 1_000_000
 class Rig:
     """One robot of two streams (joints 100 Hz, imu 50 Hz), fed second by second."""
 
-    def __init__(self):
-        config = make_config()
+    def __init__(self, config=None):
+        config = config or make_config()
         self.intake = build_intake(config)
         self.row = self.intake.rows[0]
         self.row.open(7)
@@ -58,6 +59,21 @@ def test_a_silent_stream_is_told_once_and_its_return_too(rig):
     rig.second()
     assert rig.told() == [("imu", "ok")]
     assert rig.degraded == [True, False]
+
+
+def test_a_stream_on_request_is_never_silent_or_slow():
+    config = make_config()
+    streams = tuple(
+        msgspec.structs.replace(stream, max_request_hz=stream.rate_hz, rate_hz=None)
+        for stream in config.streams
+    )
+    rig = Rig(msgspec.structs.replace(config, streams=streams))
+    rig.second()
+    rig.second(joints=3, imu=0)
+    rig.second(joints=0, imu=0)
+    assert rig.told() == []
+    rig.second(value=np.nan)
+    assert rig.told() == [("joints", "refused"), ("imu", "refused")]
 
 
 def test_a_collapsed_rate_is_slow(rig):

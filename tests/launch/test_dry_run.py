@@ -162,6 +162,13 @@ def test_one_rank_has_one_slot_each_way_and_no_link(given: ModuleType) -> None:
     assert "D_in" not in row(text, "pacing")
 
 
+def test_streams_on_request_and_rows_are_said(given: ModuleType) -> None:
+    stream = {"name": "joints", "dim": 13, "max_request_hz": 50.0}
+    text = describe(config(streams=[stream], pipeline={"pacing": "rows", "gather_ms": 15}), 2)
+    assert "13 values on request, 50 Hz at most, linear" in row(text, "joints")
+    assert row(text, "pacing") == "pacing rows within 15 ms, live windows"
+
+
 def test_every_problem_is_found_at_once(given: ModuleType) -> None:
     given.inputs = (TensorSpec("state.value", (32, 13)), TensorSpec("present", (), "bool"))
     given.outputs = (TensorSpec("actions", (8, 2)), TensorSpec("x", ()), TensorSpec("x", ()))

@@ -51,6 +51,7 @@ def test_rank_0_shows_what_its_loop_did(watched: Watched) -> None:
     assert seen["ppstream_queue_depth", ("d_in",)] == 0
     assert seen["ppstream_ledger_imbalance", ("envelopes",)] == 0
     assert seen["ppstream_samples_received_total", ("imu",)] > 0
+    assert seen["ppstream_stream_on_request", ("imu",)] == 0
     assert seen["ppstream_lease_seconds", ()] == pytest.approx(0.2)
     assert len(_classes(seen)) == 7
 

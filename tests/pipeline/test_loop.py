@@ -18,7 +18,7 @@ from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.headers import ENVELOPE_HEADER, SEQ
 from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.pipeline import host_executor
-from ppstream.pipeline.pacing import OnSample, Saturated, Scheduled
+from ppstream.pipeline.pacing import OnSample, OnTick, Saturated, Scheduled
 from ppstream.pipeline.stage_a import FrontParts
 from ppstream.pipeline.stage_b import StageB
 
@@ -365,6 +365,25 @@ def test_stop_finishes_what_is_in_flight_and_starts_nothing(build, form):
         pipeline.rank0.run()
         assert pipeline.rank0.credits.in_system == 0
         assert pipeline.rank0.started == pipeline.rank0.finished == len(pipeline.collector.chunks)
+
+
+@pytest.mark.parametrize("form", THREADS)
+def test_a_stopped_loop_looks_at_no_tick_while_its_last_result_is_on_its_way(build, form):
+    turns = []
+
+    def act(call):
+        if call == 3:
+            pipeline.rank0.request_stop("enough")
+            turns.append(pipeline.rank0.mark.turns)
+            time.sleep(0.3)  # ticks fall due meanwhile
+            turns.append(pipeline.rank0.mark.turns)
+
+    with build(form, NewestValues(act)) as pipeline:
+        rows = pipeline.intake.rows
+        source = SyntheticSource(pipeline.config, rows[0], seed=1, start_ns=now_ns())
+        pipeline.enter(source, OnTick(rows, 200.0, now_ns()))
+        pipeline.rank0.run()
+    assert turns[1] - turns[0] < 50
 
 
 @pytest.mark.parametrize("form", FORMS)

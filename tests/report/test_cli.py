@@ -146,7 +146,7 @@ def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     assert isinstance(service, dict)
     assert set(service) == {
         *("class", "latency_ms", "age_ms", "deadline", "utilisation", "drops", "actions"),
-        *("verdict", "reasons", "longest_without_chunk_ms", "robots", "streams"),
+        *("verdict", "reasons", "longest_without_chunk_ms", "robots", "streams", "requests"),
     }
 
 
@@ -412,6 +412,10 @@ def test_service_tells_outages_holes_and_what_robots_say() -> None:
     assert isinstance(service, dict)
     assert service["longest_without_chunk_ms"] == pytest.approx(729)
     assert service["streams"]["imu"]["invalid_share"] == pytest.approx(0.015)
+    golden.manifest["config"]["streams"] = [{"name": "imu", "max_request_hz": 50.0}]
+    asked = report_of(golden)
+    assert "imu on request 1.5% of targets invalid" in " ".join(render(asked).split())
+    assert "on request, 1.5% of targets invalid" in service_table(asked.service or report.service)
     page = service_table(report.service) if report.service else ""
     for shown in ("729 ms, 1 above 300 ms", "3 holds for 900 ms", "2 holes above max_gap_ms"):
         assert shown in page

@@ -290,7 +290,7 @@ def serving(session: Session, peer: str, work: str) -> Iterator[str]:
             given = f"ipc://{folder}/rep" if peer == REP else "127.0.0.1"
             module = ["-m", "bench.peers_servers", ROBOTS[peer], given, work]
             with program(session, peer, module, session.cpus[:1]) as server:
-                yield _line(server)
+                yield read_line(server)
 
 
 def settings(address: str, work: str) -> list[str]:
@@ -320,7 +320,7 @@ class Robot:
 
     def __enter__(self) -> Robot:
         self._process = self._program.__enter__()
-        self._versions |= json.loads(_line(self._process))
+        self._versions |= json.loads(read_line(self._process))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -330,7 +330,7 @@ class Robot:
         """Returns what the robot measured."""
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
-        return json.loads(_line(self._process))
+        return json.loads(read_line(self._process))
 
 
 @contextmanager
@@ -362,7 +362,7 @@ def program(
         process.stdout.close()
 
 
-def _line(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:

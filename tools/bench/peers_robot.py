@@ -130,14 +130,16 @@ class Openpi:
     def __init__(self, address: str, work: str, cpus: list[int]) -> None:
         from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
-        pin(os.getpid(), cpus[1])
+        if cpus:
+            pin(os.getpid(), cpus[1])
         host, port = address.rsplit(":", 1)
         self._client = WebsocketClientPolicy(host, int(port))
 
-    def ask(self, given: Observation) -> None:
-        actions = self._client.infer(given)["actions"]
+    def ask(self, given: Observation) -> Array:
+        actions: Array = self._client.infer(given)["actions"]
         if actions.shape != (1, ACTION_DIM):
             raise SystemExit(f"{actions.shape} came")
+        return actions[0]
 
 
 class Ray:
@@ -231,6 +233,24 @@ def period(robot: Any, given: Observation, *, times: int, warm: int, in_flight: 
     return (time.monotonic_ns() - began_ns) / 1e3 / answers
 
 
+def closed(robot: Any, given: Observation, *, seconds: float, mark: float) -> Any:
+    """Asks again at each answer, which must echo; returns both instants of all, in ns.
+
+    ``mark`` tells this robot's observations from those of others.
+    """
+    given["state"][1] = mark
+    taken_ns: list[tuple[int, int]] = []
+    until_ns = time.monotonic_ns() + round(seconds * 1e9)
+    while not taken_ns or taken_ns[-1][1] < until_ns:
+        given["state"][0] = 1 / (2 + len(taken_ns))
+        began_ns = time.monotonic_ns()
+        actions = robot.ask(given)
+        taken_ns.append((began_ns, time.monotonic_ns()))
+        if (actions != given["state"][:ACTION_DIM]).any():
+            raise SystemExit(f"{given['state']} was answered with {actions}")
+    return taken_ns
+
+
 def _ask(robot: Any, given: Observation, times: int, in_flight: int) -> int:
     """Returns how many answers came."""
     answers = 0
@@ -247,15 +267,18 @@ def _ask(robot: Any, given: Observation, times: int, in_flight: int) -> int:
     return answers
 
 
+MEASURES: Final = {"latencies": latencies, "period": period, "closed": closed}
+
+
 def main(peer: str, address: str, work: str, cpus: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the peers print is no answer
-    robot = ROBOTS[peer](address, work, [int(cpu) for cpu in cpus.split(",")])
+    robot = ROBOTS[peer](address, work, [int(cpu) for cpu in cpus.split(",") if cpu])
     _answer(answers, {package: version(package) for package in robot.packages})
     given = observation(work)
     for line in sys.stdin:
         order = json.loads(line)
-        found = {"latencies": latencies, "period": period}[order.pop("measure")]
+        found = MEASURES[order.pop("measure")]
         _answer(answers, found(robot, given, **order))
 
 

@@ -5,6 +5,7 @@ Imported in virtual environments that have nothing of ours.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Final
@@ -17,7 +18,8 @@ NAMES: Final = tuple(f"j{index}" for index in range(ACTION_DIM))
 CAMERAS: Final = ("left", "right", "wrist")
 SIDE: Final = 224  # of a camera's frame, uint8 ``[SIDE, SIDE, 3]``
 LAYERS: Final = (270, 512, 256, ACTION_DIM)  # of the MLP; the state stands in the first values
-WORKS: Final = ("none", "mlp", "cameras")
+WORKS: Final = ("none", "mlp", "cameras", "pause")
+PAUSE_MS: Final = 40.0
 
 Array = np.ndarray[Any, Any]
 Policy = Callable[[Array], Array]
@@ -34,11 +36,22 @@ def policy(work: str) -> Policy:
     """Makes float32 actions ``[ACTION_DIM]`` of a state; only the MLP works for them."""
     if work not in WORKS:
         raise SystemExit(f"no such work: {work}")
-    return Mlp() if work == "mlp" else echo
+    return {"mlp": Mlp, "pause": Pause}.get(work, Echo)()
 
 
-def echo(state: Array) -> Array:
-    return state[:ACTION_DIM]
+class Echo:
+    """Its actions are the first values of the state."""
+
+    def __call__(self, state: Array) -> Array:
+        return state[:ACTION_DIM]
+
+
+class Pause(Echo):
+    """The same, ``PAUSE_MS`` later; no core is busy meanwhile."""
+
+    def __call__(self, state: Array) -> Array:
+        time.sleep(PAUSE_MS / 1e3)
+        return super().__call__(state)
 
 
 class Mlp:

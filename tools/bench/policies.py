@@ -1,8 +1,9 @@
 """Policies that only benchmarks need, and what it costs to prove that a policy wrote its outputs.
 
 Named in settings as ``bench.policies:build_reading``, which reads heavy envelopes,
-``bench.policies:build_echo``, which does no work, and ``bench.policies:build_peer``, which works as
-the servers of ``peers.py`` do. Run as a tool it times what each call of a policy pays for the fill
+``bench.policies:build_echo``, which does no work, ``bench.policies:build_pausing``, which takes as
+long for any number of rows, and ``bench.policies:build_peer``, which works as the servers of
+``peers.py`` do. Run as a tool it times what each call of a policy pays for the fill
 before it and the look behind it (``ppstream/policy/unwritten.py``): on the host around calls that
 write everything, on a GPU as the difference that the fill makes to the replay of graphs.
 """
@@ -115,6 +116,19 @@ def build_reading(config: Mapping[str, Any], device: torch.device) -> ReadingPol
 def build_echo(config: Mapping[str, Any], device: torch.device) -> EchoPolicy:
     """As ``build_reading``; ``action_dim`` must not exceed ``dim``."""
     return EchoPolicy(msgspec.convert(config, Options))
+
+
+class PausingPolicy(EchoPolicy):
+    """As long as the peers' ``pause``, once for all rows of an envelope."""
+
+    def act(self, newest: Tensor, actions: Tensor) -> None:
+        time.sleep(peers_work.PAUSE_MS / 1e3)
+        super().act(newest, actions)
+
+
+def build_pausing(config: Mapping[str, Any], device: torch.device) -> PausingPolicy:
+    """As ``build_echo``."""
+    return PausingPolicy(msgspec.convert(config, Options))
 
 
 class PeerOptions(Options, frozen=True):

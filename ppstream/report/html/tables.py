@@ -170,7 +170,8 @@ def service_table(service: ServiceReport) -> str:
     for stream in service.streams:
         invalid_share = stream.invalid_share
         invalid = "not counted" if invalid_share is None else f"{invalid_share:.1%}"
-        said = f"{stream.holes} holes above max_gap_ms, {invalid} of targets invalid"
+        holes = "on request" if stream.is_on_request else f"{stream.holes} holes above max_gap_ms"
+        said = f"{holes}, {invalid} of targets invalid"
         rows.append((stream.stream, said))
     return table((), rows)
 

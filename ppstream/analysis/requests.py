@@ -1,0 +1,115 @@
+"""Evidence on robots that ask on request: began a window before their last answer? Pure.
+
+A robot in lock-step has one request in flight. Whatever the depth of the queues, its own windows
+follow each other, and only windows of other robots can overlap with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from ppstream.analysis.records import Envelope, Json
+
+WINDOWS_MIN: Final = 20  # fewer show no habit
+ROW_NAMES: Final = ("session", "session_epoch", "window_end_ns")
+AHEAD_MAX: Final = 0.01  # of the windows: a request that timed out is asked again
+
+
+class Requests(NamedTuple):
+    """Windows with an observation that no earlier one had, of robots that ask on request."""
+
+    envelopes: int  # with one at least
+    windows: int
+    ahead: int  # begun while the same robot's window before was under way
+
+    @property
+    def in_step(self) -> bool:
+        """True when robots waited for each answer before they asked again."""
+        return self.windows >= WINDOWS_MIN and self.ahead <= AHEAD_MAX * self.windows
+
+    @property
+    def share(self) -> float:
+        """Windows in an envelope."""
+        return self.windows / self.envelopes if self.envelopes else 0.0
+
+    @property
+    def text(self) -> str:
+        """For people: what it means for overlap, and what would change it; empty: nothing."""
+        if not self.in_step:
+            return ""
+        return (
+            f"robots ask in lock-step: {self.windows - self.ahead} of {self.windows} windows in "
+            "service began with their robot's answer before it out, so one robot by itself "
+            f"overlaps nothing; an envelope answers {self.share:.2f} robots. What does more at "
+            'once: robots that share envelopes (pipeline.pacing = "rows"), answer = "newest" of '
+            "the gateway, or RobotClient, which sends without waiting"
+        )
+
+
+class Asked:
+    """Counts robots with a newer window, for the reader: lines come in the order of their ends."""
+
+    def __init__(self) -> None:
+        #: By session: its newest episode and window's end, and when that envelope was over.
+        self._newest: dict[int, tuple[tuple[int, int], int]] = {}
+
+    def count(self, envelope: Envelope, line: Json) -> None:
+        """Fill in an envelope's counts from its line, where that names the rows."""
+        rows = [*zip(*(_of_rows(line.get(name)) for name in ROW_NAMES), strict=False)]
+        if not any(rows):
+            return
+        envelope.asked = envelope.asked_ahead = 0
+        for session, episode, end in rows:
+            before, over_ns = self._newest.get(session, (None, 0))
+            if session <= 0 or not end or before == (episode, end):  # no robot, or nothing new
+                continue
+            envelope.asked += 1
+            envelope.asked_ahead += over_ns > (envelope.tA0 or 0)
+            self._newest[session] = (episode, end), envelope.tEmit or 0
+
+
+def _of_rows(value: object) -> list[int]:
+    """Numbers of rows, a lone row's too; what is no number is 0."""
+    listed = value if isinstance(value, list) else [value]
+    return [found if type(found) is int else 0 for found in listed]
+
+
+def requests_of(config: Json, ready: Iterable[Envelope]) -> Requests | None:
+    """Counts over the envelopes of service; None where the input does not come on request.
+
+    Args:
+        config: of the run.
+        ready: its envelopes of service, from a log that names the rows.
+    """
+    if not is_on_request(config):
+        return None
+    told = [(e.asked, e.asked_ahead or 0) for e in ready if e.asked]
+    return Requests(len(told), sum(n for n, _ in told), sum(ahead for _, ahead in told))
+
+
+def is_on_request(config: Json) -> bool:
+    """True when the stream that ends the windows comes on request, whatever others do."""
+    streams = [stream for stream in _tables(config.get("streams")) if stream.get("name")]
+    marked = [stream for stream in streams if stream.get("reference") is True]
+    ends = marked or sorted(streams, key=_most_hz, reverse=True)
+    return bool(ends) and ends[0].get("max_request_hz") is not None
+
+
+def streams_on_request(config: Json) -> set[object]:
+    """Names of streams that come on request."""
+    return {
+        stream.get("name")
+        for stream in _tables(config.get("streams"))
+        if stream.get("max_request_hz") is not None
+    }
+
+
+def _most_hz(stream: Json) -> float:
+    value = stream.get("rate_hz") or stream.get("max_request_hz")
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _tables(value: object) -> list[Json]:
+    found = value if isinstance(value, list) else []
+    return [table for table in found if isinstance(table, Mapping)]

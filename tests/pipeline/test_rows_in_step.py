@@ -1,0 +1,133 @@
+"""Robots that wait for each answer before they send again, as rows of one batch, by executor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+from device_in_process import GPUS, DevicePipeline
+from pipeline_in_process import NewestValues, PipelineInProcess, small_config
+
+from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.pipeline.pacing import service_pacing
+from ppstream.pipeline.rank0 import WAIT_MAX_NS
+from ppstream.wire.robot_messages import ActionChunk
+
+ROBOTS = 4
+ROUNDS = 30
+GATHER_MS = 40.0
+TURNS_MAX = 20  # looks at the input, by envelope
+FORMS = ["serial", "split", "inline", "kept warm", "device"]
+#: No answer is too late, and nobody is left behind, on a busy machine.
+PATIENT = ("batch.rows=4", "actions.lease_ms=60000", "pipeline.pacing=rows")
+STREAMS = {"joints": 3, "imu": 2}
+
+
+class InStep:
+    """Source and emitter: each answer to a robot makes its next sample, until it has had enough.
+
+    Args:
+        rounds: samples of each robot; the first one is there from the start.
+    """
+
+    fds: tuple[int, ...] = ()
+
+    def __init__(self, rows: Any, *rounds: int) -> None:
+        self.rows, self.rounds = rows, rounds
+        self.sent = [0] * ROBOTS
+        self.answered = self.drained = 0
+        self.wrong: list[tuple[int, float, float]] = []
+        self._next: SimpleQueue[int] = SimpleQueue()
+        for number, row in enumerate(rows):
+            row.open(1 + number)
+            self._next.put(number)
+
+    @property
+    def exhausted(self) -> bool:
+        return self.answered == sum(self.rounds)
+
+    def drain(self, now_ns: int) -> int:
+        taken = 0
+        self.drained += 1
+        while True:
+            try:
+                number = self._next.get_nowait()
+            except Empty:
+                return taken
+            self.sent[number] += 1
+            for name in ("imu", "joints"):
+                values = np.full((1, STREAMS[name]), self._value(number), np.float32)
+                self.rows[number].rings[name].append(np.array([now_ns]), values, now_ns)
+            taken += 1
+
+    def next_due_ns(self) -> int | None:
+        return None if self._next.empty() else now_ns()
+
+    def emit(self, row: int, chunk: ActionChunk) -> None:
+        newest = np.frombuffer(chunk.actions, np.float32)[-1]
+        if newest != np.float32(self._value(row)):
+            self.wrong.append((row, float(newest), self._value(row)))
+        self.answered += 1
+        if self.sent[row] < self.rounds[row]:
+            self._next.put(row)
+
+    def _value(self, row: int) -> float:
+        return row / 10 + self.sent[row] / 1000
+
+
+def serve(
+    form: str, folder: Path, monkeypatch: Any, *rounds: int, gather_ms: float
+) -> tuple[InStep, list[dict[str, Any]]]:
+    """What the robots made of it, and rank 0's lines of the envelopes."""
+    settings = [*PATIENT, f"pipeline.gather_ms={gather_ms}"]
+    settings += [f"pipeline.threads={form}"] if form == "split" else []
+    settings += ["pipeline.keep_warm_ms=1"] if form == "kept warm" else []
+    config = small_config(*settings, *(GPUS if form == "device" else ()))
+    pipeline: Any = (
+        DevicePipeline(config, NewestValues(), folder, monkeypatch)
+        if form == "device"
+        else PipelineInProcess(config, NewestValues(), folder, inline=form == "inline")
+    )
+    with pipeline:
+        rank0, rows = pipeline.rank0, pipeline.intake.rows
+        robots = InStep(rows, *rounds)
+        pacing = service_pacing(config, rows, now_ns(), lambda: rank0.finished)
+        rank0.enter("ready", intake=pipeline.intake, source=robots, pacing=pacing, emitter=robots)
+        rank0.run()
+        return robots, pipeline.envelopes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_robots_in_step_share_every_envelope_and_get_their_own_answers(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    robots, lines = serve(form, tmp_path, monkeypatch, *[ROUNDS] * ROBOTS, gather_ms=30_000)
+    assert robots.sent == [ROUNDS] * ROBOTS
+    assert robots.wrong == []
+    assert {line["pacing"] for line in lines} == {"rows"}
+    ends = [line["window_end_ns"] for line in lines]
+    assert len(ends) == ROUNDS
+    assert all(len(set(of_one)) == ROUNDS for of_one in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_robot_that_stops_asking_costs_the_others_gather_ms_each_time(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    robots, lines = serve(form, tmp_path, monkeypatch, 8, 8, 8, 4, gather_ms=GATHER_MS)
+    assert robots.sent == [8, 8, 8, 4]
+    assert robots.wrong == []
+    ends = [line["window_end_ns"] for line in lines]
+    assert [len(set(of_one)) for of_one in zip(*ends, strict=True)] == robots.sent
+    waits_ns = [
+        line["tA0"] - line["tRx"]
+        for line, before, end in zip(lines[1:], ends, ends[1:], strict=False)
+        if before[3] == end[3]
+    ]
+    assert len(waits_ns) >= 4
+    assert GATHER_MS / 2 * NS_PER_MS <= min(waits_ns) < WAIT_MAX_NS  # the clock ended it
+    if form in ("serial", "split", "inline"):
+        assert robots.drained < TURNS_MAX * len(lines)  # nothing spins meanwhile
