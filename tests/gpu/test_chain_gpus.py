@@ -107,7 +107,7 @@ def test_nccl_carries_every_hop_of_a_chain(twin, tmp_path):
 def test_no_rank_outlives_another_of_the_chain(rank, how, tmp_path):
     options = f"policy.options={{{SHAPE}}}"
     settings = (*PARTS, SERVED, options, *placed("012", 0, 1, 2), "log.keep=1")
-    with Ranks(tmp_path, *settings, world_size=3, module="ungated") as run:
+    with Ranks(tmp_path, *settings, world_size=3) as run:
         run.wait_for_event("phase", LIMIT_S, phase="ready")
         ends = [other for other in run.processes if other is not run.processes[rank]]
         os.kill(run.processes[rank].pid, how)
@@ -121,7 +121,7 @@ def test_no_rank_outlives_another_of_the_chain(rank, how, tmp_path):
 def test_a_chain_drains_when_it_is_asked_to(tmp_path):
     options = f"policy.options={{{SHAPE}}}"
     settings = (*PARTS, SERVED, options, *placed("012", 0, 1, 2))
-    with Ranks(tmp_path, *settings, world_size=3, module="ungated") as run:
+    with Ranks(tmp_path, *settings, world_size=3) as run:
         run.wait_for_event("phase", LIMIT_S, phase="ready")
         run.processes[0].terminate()
         assert run.wait(20) == [0] * 3, run.output()

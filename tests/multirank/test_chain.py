@@ -186,6 +186,8 @@ def test_no_rank_outlives_another_of_the_chain(rank, how, tmp_path):
         assert 20 in codes
 
 
+#: A rank that is made to leave may not get to write why, on a busy machine.
+@pytest.mark.flaky(reruns=2, only_rerun=["KeyError"])
 def test_a_rank_stopped_while_warming_is_the_only_one_that_is_killed(tmp_path):
     parts = "policy.options={parts_ms=[1, 400, 1], horizon=4, action_dim=2}"
     settings = (*placed(0, 1, 2), parts, "liveness.frozen_ms=1000")

@@ -15,14 +15,15 @@ import pytest
 from ranks import CONFIG, SERIAL, SERVED, Ranks, environment_without_ranks, free_port
 from robot_rig import wait_until
 
-pytestmark = pytest.mark.multirank
+LIMIT_S = 120  # of a launch on a machine that others use
+pytestmark = [pytest.mark.multirank, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 def torchrun(
     log_root: Path, *settings: str, options: tuple[str, ...] = (), config: str = str(CONFIG)
 ) -> list[str]:
     """The command line; ``timeout -k`` around it, since an agent may ignore SIGTERM."""
-    launcher = ["timeout", "-k", "5", "60", sys.executable, "-m", "torch.distributed.run"]
+    launcher = ["timeout", "-k", "5", str(LIMIT_S), sys.executable, "-m", "torch.distributed.run"]
     launcher += ["--nproc-per-node=2", f"--master-port={free_port()}", *options]
     module = ["-m", "ppstream.serve", "--config", config]
     pairs = (f"log.root={log_root}", *settings)
@@ -73,14 +74,14 @@ def test_a_chain_starts_anew_when_its_middle_rank_is_killed(link, tmp_path):
     )
     options = ("--nproc-per-node=4", "--max-restarts=1")
     with launched(tmp_path, torchrun(tmp_path, *settings, options=options)) as (run, stop):
-        run.wait_for_event("phase", phase="ready")
+        run.wait_for_event("phase", 80, phase="ready")
         about = json.loads((run.directory / "run.json").read_text())
         os.kill(about["policy_ranks"][1]["pid"], signal.SIGKILL)
 
         def is_ready_again() -> bool:
             return any(line.get("phase") == "ready" for line in run.lines(0, generation=1))
 
-        wait_until(is_ready_again, seconds=40)
+        wait_until(is_ready_again, seconds=80)
         stop()
     assert {rank: end["code"] for rank, end in run.exits().items()} == dict.fromkeys("0123", 0)
     for rank in range(4):
@@ -91,7 +92,11 @@ def test_a_chain_starts_anew_when_its_middle_rank_is_killed(link, tmp_path):
 def test_refused_run_does_not_loop_under_max_restarts(tmp_path):
     command = torchrun(tmp_path, *SERIAL, options=("--max-restarts=1",))
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=70, env=environment_without_ranks()
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S + 10,
+        env=environment_without_ranks(),
     )
     assert done.returncode == 1  # torchrun's own: the ranks' codes stand in exit.json
     runs = [path for path in tmp_path.iterdir() if (path / "run.json").exists()]
@@ -107,7 +112,11 @@ def test_a_run_times_its_parts_and_takes_the_best_cut(tmp_path):
     places = "placement.parts=auto", 'placement.policy=["cpu", "cpu"]'
     command = torchrun(tmp_path, parts, *places, SERVED, options=("--nproc-per-node=3",))
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=70, env=environment_without_ranks()
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S + 10,
+        env=environment_without_ranks(),
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(((tmp_path / "latest").resolve() / "run.json").read_text())
@@ -119,11 +128,17 @@ def test_a_run_times_its_parts_and_takes_the_best_cut(tmp_path):
     assert len(others) == len(told["cut"]["cuts"]) - 1
 
 
+#: Three ranks on two processors that others use: the gate may rightly find too little to judge.
+@pytest.mark.flaky(reruns=2, reruns_delay=5, only_rerun=["GATE_INCONCLUSIVE"])
 def test_the_shipped_cut_becomes_ready_on_three_ranks_and_says_what_each_runs(tmp_path):
     settings = ("service.endpoint=none", "service.duration_s=0.5", "bringup.envelopes=100", SERVED)
     command = torchrun(tmp_path, *settings, options=("--nproc-per-node=3",), config="vla_tiny")
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=70, env=environment_without_ranks()
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S + 10,
+        env=environment_without_ranks(),
     )
     assert done.returncode == 0, done.stderr
     run = (tmp_path / "latest").resolve()

@@ -16,7 +16,9 @@ from real_runs import free_port as free_port
 
 CONFIG = Path(__file__).with_name("small.toml")
 END_LIMIT_S = 40
-#: Whoever does not ask for overlap is served without: a busy machine may have none.
+#: Whoever does not ask for a verdict is served whatever it is: a busy machine may have no overlap,
+#: take for ever to be warm, and stop a rank for longer than the audits bear.
+SERVE, UNGATED = "ppstream.serve", "ungated"
 SERVED: Final = "bringup.accept=['NOTHING_TO_HIDE', 'LOW_OVERLAP', 'CONTENDED']"
 #: One credit and no stage C: nothing overlaps, however busy the machine is.
 SERIAL: Final = ("pipeline.d_in=1", "simulate.a_ms=5", "simulate.c_ms=0", "policy.options.b_ms=6")
@@ -34,8 +36,8 @@ class Ranks:
     """``world_size`` ranks of one run; use as a context manager: none outlives it.
 
     ``overrides`` is ``--set`` for every rank; ``only`` maps a rank to overrides of its own. With
-    ``judged`` the gate refuses what does not overlap, as it does by default elsewhere. Each rank
-    runs ``module``.
+    ``judged`` the gate refuses what does not overlap, as it does by default elsewhere; without it
+    lets everything pass. Each rank runs ``module``, if that is given.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Ranks:
         env: dict[str, str] | None = None,
         config: Path = CONFIG,
         judged: bool = False,
-        module: str = "ppstream.serve",
+        module: str | None = None,
     ) -> None:
         log_root.mkdir(parents=True, exist_ok=True)
         self.log_root = log_root
@@ -57,7 +59,7 @@ class Ranks:
         for rank in range(world_size):
             mine = (*overrides, *(only or {}).get(rank, ()))
             settings = [f"log.root={log_root}", *([] if judged else [SERVED]), *mine]
-            command = [module, "--config", str(config)]
+            command = [module or (SERVE if judged else UNGATED), "--config", str(config)]
             command += [part for setting in settings for part in ("--set", setting)]
             environment = os.environ | {
                 "RANK": str(rank),

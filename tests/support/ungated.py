@@ -1,6 +1,7 @@
 """``ppstream.serve`` whose gate lets every verdict pass.
 
-For ranks that share a GPU: their periods and stamps are those of its time slices.
+For tests that do not ask for a verdict, on a busy machine too, and for ranks that share a GPU:
+their periods and stamps are those of its time slices.
 """
 
 from __future__ import annotations
