@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 #: Ends behind a bring-up: there is something to report.
 REPORTED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE)
 
+#: Of a log that is read at the end of a run, in some 10 s: a launcher kills its ranks 30 s behind a
+#: SIGTERM. An hour at 100 Hz logs 400 MB.
+REPORT_BYTES_MAX: Final = 50_000_000
 #: What the extra ``serve`` brings.
 SERVE_PACKAGES: Final = ("torch", "safetensors", "nvtx", "prometheus_client")
 
@@ -138,8 +141,19 @@ def end_of(error: BaseException, end: RankEnd) -> tuple[ExitCode, str]:
 
 
 def print_report(run: Run) -> None:
-    """Prints the run's report, and below it what the embedded robot printed."""
-    cli.main([str(run.directory)])
+    """Prints the run's report, and below it what the embedded robot printed.
+
+    Of a long run it says how to get the report.
+    """
+    log_bytes = sum(path.stat().st_size for path in run.directory.glob("rank*.jsonl"))
+    if log_bytes <= REPORT_BYTES_MAX:
+        cli.main([str(run.directory)])
+    else:
+        print(
+            f"the log of {run.run_id} has {log_bytes / 1e6:.0f} MB, and up to "
+            f"{REPORT_BYTES_MAX / 1e6:.0f} are read at the end of a run; its report: "
+            f"ppstream-report {run.directory}"
+        )
     if blocks := attribution.report(run.directory):
         print(blocks)
     story = run.directory / ROBOT_STORY

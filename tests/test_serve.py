@@ -3,12 +3,14 @@ import subprocess
 import sys
 
 import pytest
+from golden_runs import simulate
 
 from ppstream import serve
 from ppstream.config import load
 from ppstream.core.errors import MEANINGS, ExitCode
 from ppstream.launch import requirements
 from ppstream.launch.placement import ranks_wanted
+from ppstream.observe.run_folder import Run
 
 OLD_PYTHON = """
 import sys
@@ -58,3 +60,16 @@ def test_help_has_every_exit_code_and_its_meaning(capsys):
     for code in ExitCode:
         assert f"{int(code):3d}  {code.name}" in text
         assert MEANINGS[code] in text
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_the_end_of_a_run_reads_no_log_that_takes_longer_than_launchers_wait(
+    tmp_path, monkeypatch, capsys, is_long
+):
+    run = Run(simulate(n=200).write(tmp_path / "a-run"))
+    if is_long:
+        monkeypatch.setattr(serve, "REPORT_BYTES_MAX", 10_000)
+    serve.print_report(run)
+    said = capsys.readouterr().out
+    assert ("primary" in said) == (not is_long)
+    assert (f"ppstream-report {run.directory}" in said) == is_long

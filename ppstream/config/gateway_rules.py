@@ -31,6 +31,7 @@ class WireRules(NamedTuple):
     listen: str  # where its clients look first
     lacks: tuple[str, ...]  # settings that mean nothing on it
     abroad: tuple[str, ...]  # files wanted where other hosts reach it; none: they may not
+    is_by_number: bool = False  # a key is of one number, or one frame
 
 
 WIRES: Final = {
@@ -52,8 +53,12 @@ WIRES: Final = {
         library="grpc",
         extra="gateway",
         listen="127.0.0.1:8080",
-        lacks=("action_keys", "generation", "metadata", "api_key_file", "certfile", "keyfile"),
+        lacks=(
+            *("action_keys", "answer", "generation", "metadata"),
+            *("api_key_file", "certfile", "keyfile"),
+        ),
         abroad=(),
+        is_by_number=True,
     ),
 }
 
@@ -63,17 +68,31 @@ _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s\[\]]+):(?P<port>\d{1,5
 class KeyEntry(NamedTuple):
     """Place of a stream's values, or of the prompt, in an observation."""
 
-    key: str  # "/" is part of a key, "." descends into a map
+    key: str | tuple[str, ...]  # "/" is part of a key, "." descends into a map; several: of one
+    # number each
     layout: str = LAYOUTS[0]
     optional: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Each key, of one number if there are several."""
+        return (self.key,) if isinstance(self.key, str) else self.key
+
+    @property
+    def name(self) -> str:
+        """Its keys, for people."""
+        return ", ".join(self.keys)
 
 
 def key_entries(gateway: GatewayConfig) -> dict[str, KeyEntry]:
     """The map of a checked configuration, by stream and ``PROMPT``."""
-    return {
-        name: KeyEntry(value) if isinstance(value, str) else KeyEntry(**value)
-        for name, value in gateway.map.items()
-    }
+    return {name: _entry(value) for name, value in gateway.map.items()}
+
+
+def _entry(value: Any) -> KeyEntry:
+    table = value if isinstance(value, Mapping) else {"key": value}
+    key = table["key"]
+    return KeyEntry(**{**table, "key": key if isinstance(key, str) else tuple(key)})
 
 
 def listen_address(listen: str) -> tuple[str, int] | None:
@@ -191,6 +210,8 @@ def _map_problems(path: str, config: PipelineConfig, gateway: GatewayConfig) -> 
     for name, value in gateway.map.items():
         if name in streams:
             yield from _entry_problems(f"{path}.{name}", value, streams[name], config)
+            if WIRES[gateway.wire].is_by_number:
+                yield from _number_problems(f"{path}.{name}", value, streams[name])
         elif name != PROMPT:
             known = ", ".join([*streams, PROMPT])
             yield f"{path}.{name}: got no stream's name, want one of {known}"
@@ -231,14 +252,14 @@ def _groot_problems(path: str, config: PipelineConfig, gateway: GatewayConfig) -
         entry = gateway.map.get(stream.name)
         text = entry.get("key") if isinstance(entry, Mapping) else entry
         prefix = "state." if stream.image is None else "video."
-        if isinstance(text, str) and text and not text.startswith(prefix):
+        if text and not (isinstance(text, str) and text.startswith(prefix)):
             yield f"{path}.map.{stream.name}: got {text!r}, want {prefix}NAME, as GR00T has it"
 
 
 def _entry_problems(
     path: str, value: Any, stream: StreamConfig, config: PipelineConfig
 ) -> Iterator[str]:
-    if isinstance(value, str):
+    if isinstance(value, str | list | tuple):
         value = {"key": value}
     if not isinstance(value, Mapping):
         yield f"{path}: got {value!r}, want a key, or {{ key, layout, optional }}"
@@ -247,7 +268,9 @@ def _entry_problems(
         if name not in ENTRY_KEYS:
             yield f"{path}.{name}: unknown key (known: {', '.join(ENTRY_KEYS)})"
     key, layout, optional = (value.get(name) for name in ENTRY_KEYS)
-    if not isinstance(key, str) or not key:
+    if isinstance(key, list | tuple):
+        yield from _keys_problems(f"{path}.key", key, stream)
+    elif not isinstance(key, str) or not key:
         yield f"{path}.key: got {key!r}, want text, such as observation/joint_position"
     if layout is not None and layout not in LAYOUTS:
         yield f"{path}.layout: got {layout!r}, want one of {', '.join(LAYOUTS)}"
@@ -257,6 +280,25 @@ def _entry_problems(
         yield f"{path}.optional: got {optional!r}, want true or false"
     if optional is True and stream.name == _ends(config):
         yield f"{path}.optional: got true, want false: this stream's stamp ends the window"
+
+
+def _number_problems(path: str, value: Any, stream: StreamConfig) -> Iterator[str]:
+    key = value.get("key") if isinstance(value, Mapping) else value
+    if isinstance(key, str) and stream.image is None and stream.dim > 1:
+        yield f"{path}: got {key!r}, want a list of {stream.dim} keys: each is of one number"
+
+
+def _keys_problems(
+    path: str, keys: list[Any] | tuple[Any, ...], stream: StreamConfig
+) -> Iterator[str]:
+    if stream.image is not None:
+        yield f"{path}: got a list, want one key: a frame is one value"
+    elif not all(isinstance(key, str) and key for key in keys):
+        yield f"{path}: got {list(keys)!r}, want texts"
+    elif len(keys) != stream.dim:
+        yield f"{path}: got {len(keys)} keys, want {stream.dim}: each is of one number"
+    elif len(set(keys)) != len(keys):
+        yield f"{path}: got {list(keys)!r}, want each key once"
 
 
 def _ends(config: PipelineConfig) -> str:

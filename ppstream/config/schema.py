@@ -297,8 +297,9 @@ class GatewayConfig(_Part, frozen=True):
     """Robots that speak another wire, served by ``ppstream-gateway`` as robots of this run."""
 
     wire: Literal["openpi", "groot", "lerobot"]
-    # By stream its path in a robot's observation, or { key, layout = "hwc" | "chw" | "auto",
-    # optional }; by prompt, which is no stream, the instruction's.
+    # By stream its path in a robot's observation, or a list of them, each of one number, or
+    # { key, layout = "hwc" | "chw" | "auto", optional }; by prompt, which is no stream, the
+    # instruction's.
     map: dict[str, Any]
     listen: Text | None = None  # ADDRESS:PORT, none: loopback, the wire's own port; port 0: any
     # free one, told in the log

@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="origin",
         metavar="PATH",
         help="print a gateway for GR00T's clients from a modality.json, or a run's streams, too, "
-        "from a LeRobot dataset, and leave",
+        "from a LeRobot dataset (without that file: for LeRobot's clients), and leave",
     )
     parser.add_argument(
         "--endpoint", metavar="ENDPOINT", help="where rank 0 listens (default: as configured)"

@@ -106,7 +106,7 @@ def modalities(config: PipelineConfig, gateway: GatewayConfig) -> dict[str, Any]
     """The answer to ``get_modality_config``: what the map asks for, and the parts of the action."""
     is_old = gateway.generation == "n1.5"
     entries = key_entries(gateway)
-    keys = [entries[stream.name].key for stream in config.streams]
+    keys = [entries[stream.name].name for stream in config.streams]
     found = {
         modality: [key for key in keys if _modality(key) == modality] for modality in MODALITIES
     }
@@ -116,7 +116,7 @@ def modalities(config: PipelineConfig, gateway: GatewayConfig) -> dict[str, Any]
             modality: [key.partition(".")[2] for key in keys] for modality, keys in found.items()
         }
     if PROMPT in entries:
-        found[LANGUAGE] = [entries[PROMPT].key]
+        found[LANGUAGE] = [entries[PROMPT].name]
     steps = {"action": config.actions.horizon}
     return {
         modality: modality_config(range(steps.get(modality, 1)), keys, as_text=is_old)
@@ -156,5 +156,5 @@ def _example(config: PipelineConfig, gateway: GatewayConfig) -> dict[str, Any]:
             kind = value.dtype if modality == "video" else np.float32
             found.setdefault(modality, {})[key] = value[None, None].astype(kind)
     if PROMPT in entries:
-        found[LANGUAGE] = {entries[PROMPT].key: [["pick up the cup"]]}
+        found[LANGUAGE] = {entries[PROMPT].name: [["pick up the cup"]]}
     return found

@@ -6,7 +6,7 @@ Plain data in, samples ``[dim]`` out, in the streams' dtypes; it knows no wire a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,12 +18,22 @@ from ppstream.core.errors import SpecError
 Array: TypeAlias = np.ndarray[Any, Any]
 
 NUMBERS: Final = "biuf"  # kinds of dtype that a stream of numbers takes
+NUMBER_KINDS: Final = (bool, int, float, np.ndarray, np.generic)  # that may hold one
 WHITE: Final = 255.0  # of a channel that is sent as 0 to 1
 LARGEST_F32: Final = float(np.finfo(np.float32).max)
 
 
 class ObservationError(SpecError):
     """An observation is not what the map says; the message has every difference, a line each."""
+
+
+class Form(NamedTuple):
+    """Form of the value at a key."""
+
+    key: str
+    stream: str
+    optional: bool
+    shapes: tuple[tuple[int, int, int], ...] | None  # of a frame; None: numbers
 
 
 class KeyMap:
@@ -44,13 +54,13 @@ class KeyMap:
         """
         found, problems = {}, []
         for mapped in self._sent:
-            value = _at(observation, mapped.entry.key)
-            if value is None and mapped.entry.optional:
+            values = [_at(observation, key) for key in mapped.entry.keys]
+            if mapped.entry.optional and all(value is None for value in values):
                 continue
             try:
-                found[mapped.stream.name] = mapped.sample(value)
+                found[mapped.stream.name] = mapped.sample(values)
             except ValueError as error:
-                problems.append(f"{mapped.entry.key}: {error}, want {mapped.wanted()}")
+                problems.append(f"{mapped.entry.name}: {error}, want {mapped.wanted()}")
         if problems:
             raise ObservationError("\n".join([*problems, f"got the keys {_shown(observation)}"]))
         return found
@@ -61,7 +71,7 @@ class KeyMap:
         Raises:
             ObservationError: it is no text.
         """
-        value = None if self._prompt is None else _at(observation, self._prompt.key)
+        value = None if self._prompt is None else _at(observation, self._prompt.name)
         if value is None or self._prompt is None:
             return None
         try:
@@ -70,26 +80,34 @@ class KeyMap:
             if isinstance(value, bytes):
                 value = value.decode()
         except ValueError as error:
-            raise ObservationError(f"{self._prompt.key}: {error}, want one text") from error
+            raise ObservationError(f"{self._prompt.name}: {error}, want one text") from error
         if not isinstance(value, str):
-            raise ObservationError(f"{self._prompt.key}: got {_kind(value)}, want text")
+            raise ObservationError(f"{self._prompt.name}: got {_kind(value)}, want text")
         return value
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Key, stream and wanted form of each entry, for people."""
         for mapped in self._streams:
             optional = ", may be missing" * mapped.entry.optional
-            yield mapped.entry.key, mapped.stream.name, mapped.wanted() + optional
+            yield mapped.entry.name, mapped.stream.name, mapped.wanted() + optional
         if self._prompt is not None:
-            yield self._prompt.key, "the instruction", "text, may be missing"
+            yield self._prompt.name, "the instruction", "text, may be missing"
+
+    def forms(self) -> Iterator[Form]:
+        """Each key, in a robot's own terms."""
+        for mapped in self._streams:
+            shapes = None if mapped.stream.image is None else tuple(mapped.shapes().values())
+            for key in mapped.entry.keys:
+                yield Form(key, mapped.stream.name, mapped.entry.optional, shapes)
 
     def example(self) -> dict[str, Any]:
         """An observation that fits, of zeros."""
         observation: dict[str, Any] = {}
         for mapped in self._streams:
-            _put(observation, mapped.entry.key, mapped.example())
+            for key in mapped.entry.keys:
+                _put(observation, key, mapped.example())
         if self._prompt is not None:
-            _put(observation, self._prompt.key, "pick up the cup")
+            _put(observation, self._prompt.name, "pick up the cup")
         return observation
 
 
@@ -97,8 +115,22 @@ class _Mapped(NamedTuple):
     stream: StreamConfig
     entry: KeyEntry
 
-    def sample(self, value: Any) -> Array:
-        """Raises ValueError: how ``value`` differs."""
+    def sample(self, values: Sequence[Any]) -> Array:
+        """Raises ValueError: how ``values``, one of each key, differ."""
+        return self._joined(values) if len(values) > 1 else self._whole(values[0])
+
+    def _joined(self, values: Sequence[Any]) -> Array:
+        missing = [k for k, value in zip(self.entry.keys, values, strict=True) if value is None]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} is missing")
+        arrays = [np.asarray(value) for value in values if isinstance(value, NUMBER_KINDS)]
+        if len(arrays) < len(values) or any(
+            array.size != 1 or array.dtype.kind not in NUMBERS for array in arrays
+        ):
+            raise ValueError("got what is no number")
+        return self._numbers(np.array([array.item() for array in arrays], np.float64))
+
+    def _whole(self, value: Any) -> Array:
         if value is None:
             raise ValueError("it is missing")
         array = np.asarray(value) if isinstance(value, bool | int | float | list) else value
@@ -110,15 +142,17 @@ class _Mapped(NamedTuple):
     def wanted(self) -> str:
         """Words what a robot shall send."""
         if self.stream.image is None:
+            if len(self.entry.keys) > 1:
+                return "a number each"
             alone = " or a number" if self.stream.dim == 1 else ""
             return f"numbers [{self.stream.dim}]{alone}"
-        shapes = " or ".join(str(list(shape)) for shape in self._shapes().values())
+        shapes = " or ".join(str(list(shape)) for shape in self.shapes().values())
         return f"uint8, or floats from 0 to 1, {shapes}"
 
     def example(self) -> Array:
         if self.stream.image is None:
-            return np.zeros(self.stream.dim)
-        return np.zeros(next(iter(self._shapes().values())), np.uint8)
+            return np.zeros(self.stream.dim if len(self.entry.keys) == 1 else ())
+        return np.zeros(next(iter(self.shapes().values())), np.uint8)
 
     def _numbers(self, array: Array) -> Array:
         if array.size != self.stream.dim or array.ndim > 1:
@@ -130,7 +164,7 @@ class _Mapped(NamedTuple):
         return array.astype(self.stream.dtype).reshape(-1)
 
     def _frame(self, array: Array) -> Array:
-        layouts = [name for name, shape in self._shapes().items() if array.shape == shape]
+        layouts = [name for name, shape in self.shapes().items() if array.shape == shape]
         is_float = array.dtype.kind == "f"
         if not layouts or not (is_float or array.dtype == np.uint8):
             raise ValueError(f"got {array.dtype} {list(array.shape)}")
@@ -142,7 +176,7 @@ class _Mapped(NamedTuple):
             array = array.transpose(1, 2, 0)
         return np.ascontiguousarray(array).reshape(-1)
 
-    def _shapes(self) -> dict[str, tuple[int, int, int]]:
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
         """Shapes of a frame that are taken, by layout."""
         image = self.stream.image
         assert image is not None, "a camera's"

@@ -1,8 +1,8 @@
-"""A gateway for clients of GR00T as their dataset describes its robot: TOML from ``modality.json``.
+"""A gateway for a robot as its dataset describes the robot: TOML for clients of GR00T or LeRobot.
 
-That file names the parts of the state, the action and the cameras. ``meta/info.json`` of the same
-dataset adds rates, sizes and the actions' names. What a run asks of its user (limits, lease,
-horizon, policy) neither knows.
+GR00T's ``modality.json`` names the parts of the state, the action and the cameras. LeRobot's
+``meta/info.json`` has rates, sizes and names: for clients of GR00T beside the other, for those of
+LeRobot alone. What a run asks of its user (limits, lease, horizon, policy) neither knows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from ppstream.core.errors import ConfigError
 
 MODALITY: Final = "modality.json"
 INFO: Final = "info.json"
+STATE: Final = "observation.state"
+IMAGES: Final = "observation.images."
+ACTION: Final = "action"
+JOINTS: Final = "joints"  # the stream of all motors
 TASK: Final = "task_description"  # of several annotations the one that robots send
 UNFIT: Final = re.compile(r"[^A-Za-z0-9_/-]")  # in a name
 NAME_CHARACTERS: Final = 64
@@ -59,12 +63,15 @@ class _Info(msgspec.Struct):
 def run_of(place: str) -> str:
     """TOML for clients of the robot at ``place``: a ``modality.json``, or a LeRobot dataset.
 
-    Of a file it is the gateway alone, of a dataset's folder the streams and the actions, too.
+    Of a file it is the gateway alone, of a dataset's folder the streams and the actions, too; a
+    dataset without ``modality.json`` is for clients of LeRobot.
 
     Raises:
         ConfigError: there is none, or it is not of that form.
     """
     path = Path(place)
+    if path.is_dir() and not (path / "meta" / MODALITY).exists():
+        return _text(place, _lerobot(place, _read(path / "meta" / INFO, _Info)), "LeRobot")
     if path.is_dir():
         modality = _read(path / "meta" / MODALITY, _Modality)
         info = _read(path / "meta" / INFO, _Info)
@@ -74,8 +81,63 @@ def run_of(place: str) -> str:
     return f"# Numbers of the streams: {numbers}\n" + _text(place, _gateway(modality))
 
 
-def _text(place: str, table: Mapping[str, Any]) -> str:
-    return f"# For clients of GR00T, from {place}\n" + "\n".join(table_lines(table))
+def _text(place: str, table: Mapping[str, Any], whose: str = "GR00T") -> str:
+    return f"# For clients of {whose}, from {place}\n" + "\n".join(table_lines(table))
+
+
+def _lerobot(place: str, info: _Info) -> dict[str, Any]:
+    """Streams, actions and gateway of LeRobot's own clients, which send a number by each motor.
+
+    Raises:
+        ConfigError: the dataset has no names of motors.
+    """
+    motors = _names(info.features.get(STATE))
+    if not motors:
+        raise ConfigError([f"{place}: {INFO} has no names of {STATE}, want one of each motor"])
+    cameras = [key.removeprefix(IMAGES) for key in info.features if key.startswith(IMAGES)]
+    keys: dict[str, Any] = {JOINTS: motors}
+    rate = {"max_request_hz": info.fps}  # a client sends as it needs actions, each step at most
+    streams: list[dict[str, Any]] = [{"name": JOINTS, "dim": len(motors), **rate}]
+    for key in cameras:
+        name = _name(f"{key}_camera" if key == JOINTS else key)
+        keys[name] = key
+        streams.append(_frames(place, name, info, IMAGES + key) | rate)
+    return {
+        "streams": streams,
+        "window": {"steps": 1, "dt_ms": 1e3 / info.fps},
+        "actions": {
+            "names": [_name(one) for one in _names(info.features.get(ACTION)) or motors],
+            "dt_ms": 1e3 / info.fps,
+        },
+        "policy": {"instructions": True},
+        "gateway": [{"wire": "lerobot", "map": {**keys, PROMPT: "task"}}],
+    }
+
+
+def _names(feature: _Feature | None) -> list[str]:
+    """Names of the numbers of a feature, as datasets have them: in a list, or in a map of one."""
+    if feature is None:
+        return []
+    names = feature.names
+    if isinstance(names, dict) and len(names) == 1:
+        (names,) = names.values()
+    if not isinstance(names, list) or feature.shape != [len(names)]:
+        return []
+    return [str(one) for one in names]
+
+
+def _frames(place: str, name: str, info: _Info, key: str) -> dict[str, Any]:
+    """The stream of a camera.
+
+    Raises:
+        ConfigError: the dataset has no frames of it.
+    """
+    feature = info.features.get(key)
+    if feature is None or len(feature.shape) != 3:
+        raise ConfigError([f"{place}: {INFO} has no frames for the camera {name!r}, at {key}"])
+    channels_last = feature.shape[-1] == CHANNELS
+    height, width = feature.shape[:2] if channels_last else feature.shape[1:]
+    return {"name": name, "image": {"height": height, "width": width}}
 
 
 def _gateway(modality: _Modality) -> dict[str, Any]:
@@ -101,14 +163,9 @@ def _streams(place: str, modality: _Modality, info: _Info) -> dict[str, Any]:
         for key, part in modality.state.items()
     ]
     for key, camera in modality.video.items():
-        feature = info.features.get(camera.original_key or f"observation.images.{key}")
-        if feature is None or len(feature.shape) != 3:
-            raise ConfigError([f"{place}: {INFO} has no frames for the camera {key!r}"])
-        channels_last = feature.shape[-1] == CHANNELS
-        height, width = feature.shape[:2] if channels_last else feature.shape[1:]
-        image = {"height": height, "width": width}
-        streams.append({"name": _camera(key, modality), "rate_hz": info.fps, "image": image})
-    action = info.features.get("action")
+        name, place_of = _camera(key, modality), camera.original_key or f"{IMAGES}{key}"
+        streams.append(_frames(place, name, info, place_of) | {"rate_hz": info.fps})
+    action = info.features.get(ACTION)
     total = max(part.end for part in modality.action.values())
     names = action.names if action is not None else None
     if not isinstance(names, list) or len(names) != total:

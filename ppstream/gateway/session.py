@@ -1,12 +1,13 @@
 """GatewaySession: one foreign robot as a robot of the run, request by request.
 
-Its methods wait, so a server calls them from a thread of the connection's own, one at a time. It
-knows observations and answers, not how they travel.
+Its methods wait, so a server calls them from a thread of the connection's own, one at a time; only
+``take`` never waits, and may be called beside them. It knows observations and answers, not how they
+travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from ppstream.config.gateway_rules import rank0_endpoint
@@ -70,6 +71,7 @@ class GatewaySession:
     Args:
         robot: its name, for people, logs and ``actions.robots``.
         keys: as ``gateway_keys`` gives them.
+        on_actions: called by the receiving thread when ``take`` may have something new.
     """
 
     def __init__(
@@ -78,13 +80,17 @@ class GatewaySession:
         gateway: GatewayConfig,
         keys: ClientKeys | None,
         robot: str,
+        on_actions: Callable[[], None] | None = None,
     ) -> None:
         endpoint = rank0_endpoint(config, gateway)
         if endpoint is None:
             raise ConfigError(["service.endpoint: got none, want one for the gateway"])
         self._gateway = gateway
         self._map = KeyMap(config, gateway)
+        self._on_actions = on_actions
         self._newest: ActionChunk | None = None
+        self._taken: ActionChunk | None = None
+        self._since_ns = 0  # observations before are of another prompt or episode
         self._prompt: str | None = None
         self._episode: str | None = None  # as the robot names it
         self.client = RobotClient(
@@ -111,13 +117,8 @@ class GatewaySession:
             SpecError: it is not what the map says, or the prompt is too long.
             NoAnswerError: none came within ``timeout_ms``, or they may not be executed any more.
         """
-        samples = self._map.samples(observation)
-        prompt = self._map.prompt(observation)
         until_ns = received_ns + round(self._gateway.timeout_ms * NS_PER_MS)
-        if not self.client.wait_ready(_left_s(until_ns)):
-            raise NoAnswerError(f"the run is {self.client.phase}; ask again once it is ready")
-        if prompt is not None and prompt != self._prompt:
-            self._follow(prompt, until_ns)
+        samples = self._accepted(observation, received_ns, until_ns)
         in_force = self._in_force() if self._gateway.answer == "newest" else None
         if in_force is None:
             return self._asked(samples, received_ns, until_ns)
@@ -125,9 +126,34 @@ class GatewaySession:
             self.client.push(stream, received_ns, values)
         return self._reply(in_force)
 
+    def observe(self, observation: Mapping[str, Any], received_ns: int) -> None:
+        """Send one observation, stamped when it was received; ``take`` has its actions later.
+
+        Raises:
+            SpecError: as ``answer``.
+            NoAnswerError: nobody takes it now, or the policy does not follow its prompt.
+        """
+        until_ns = received_ns + round(self._gateway.timeout_ms * NS_PER_MS)
+        samples = self._accepted(observation, received_ns, until_ns)
+        taken = [self.client.push(name, received_ns, one) for name, one in samples.items()]
+        if not all(taken):
+            raise NoAnswerError(f"nobody can take samples now; the run is {self.client.phase}")
+
+    def take(self) -> Reply | None:
+        """The newest actions in force, each once; None: none are new."""
+        newest = self._in_force()
+        if newest is None or newest is self._taken or newest.window_end_ns < self._since_ns:
+            return None
+        self._taken = newest
+        try:
+            return self._reply(newest)
+        except NoAnswerError:
+            return None  # a later observation will have some
+
     def reset(self) -> None:
         """Begin a new episode: what is owed to the old one is dropped."""
         self.client.reset()
+        self._since_ns = now_ns()
         self._newest = self._episode = None
 
     def follow_episode(self, name: str) -> None:
@@ -146,6 +172,21 @@ class GatewaySession:
 
     def _keep(self, chunk: ActionChunk) -> None:
         self._newest = chunk
+        if self._on_actions is not None:
+            self._on_actions()
+
+    def _accepted(
+        self, observation: Mapping[str, Any], received_ns: int, until_ns: int
+    ) -> dict[str, Array]:
+        """The samples of an observation whose prompt the policy follows, once the run is ready."""
+        samples = self._map.samples(observation)
+        prompt = self._map.prompt(observation)
+        if not self.client.wait_ready(_left_s(until_ns)):
+            raise NoAnswerError(f"the run is {self.client.phase}; ask again once it is ready")
+        if prompt is not None and prompt != self._prompt:
+            self._follow(prompt, until_ns)
+            self._since_ns = received_ns
+        return samples
 
     def _follow(self, prompt: str, until_ns: int) -> None:
         """Have the policy follow ``prompt``, and wait until it does."""

@@ -79,6 +79,10 @@ def test_a_gateway_survives_the_way_through_toml(tmp_path: Path) -> None:
         ),
         ({"map": MAP | {"prompt": "prompt"}}, "map.prompt: got 'prompt' with policy.instructions"),
         ({"map": MAP | {"prompt": {"key": "a"}}}, "want the key of the instruction"),
+        ({"map": MAP | {"joints": ["a"] * 7}}, "map.joints.key: got ['a', 'a'"),
+        ({"map": MAP | {"joints": ["a", "b"]}}, "map.joints.key: got 2 keys, want 7"),
+        ({"map": MAP | {"joints": [1] * 7}}, "want texts"),
+        ({"map": MAP | {"wrist": ["a"]}}, "map.wrist.key: got a list, want one key"),
         ({"metadata": {"a": [{"b": None}]}}, "gateway[0].metadata.a[0].b: got None"),
     ],
 )
@@ -141,6 +145,8 @@ def test_every_wire_has_its_rules_and_an_address_of_loopback() -> None:
         ({**GROOT, "listen": OPEN}, "gateway[0].api_key_file: missing"),
         ({"action_keys": {"arm": (0, 8)}}, "gateway[0].action_keys: got {'arm': (0, 8)}, want no"),
         ({"generation": "n1.5"}, "gateway[0].generation: got 'n1.5', want none"),
+        ({"wire": "lerobot", "answer": "newest"}, "gateway[0].answer: got 'newest', want none"),
+        ({"wire": "lerobot"}, "map.joints: got 'a/b', want a list of 7 keys"),
         ({"wire": "lerobot", "listen": OPEN}, "gateway[0].listen: got '0.0.0.0:8000', want an"),
     ],
 )

@@ -19,7 +19,8 @@ from ppstream.gateway.cli import api_key, main, tls_context
 from ppstream.gateway.groot_messages import Asked
 
 DROID = str(Path(__file__).parents[1] / "support" / "droid.toml")
-PAGES = ("connect-openpi.md", "connect-groot.md")
+SO101 = str(Path(__file__).parents[1] / "support" / "so101.toml")
+PAGES = {"connect-openpi.md": DROID, "connect-groot.md": DROID, "connect-lerobot.md": SO101}
 GROOT = (
     "gateway.0.wire=groot",
     "gateway.0.metadata={}",
@@ -61,15 +62,27 @@ def test_describe_prints_a_request_of_the_newer_groot(capsys: pytest.CaptureFixt
     assert asked.observation["video.wrist"].shape == (8, 6, 3)
 
 
+def test_describe_prints_a_client_of_lerobot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", SO101, "--describe", "--set", "gateway.0.listen=none"]) == 0
+    said = capsys.readouterr().out
+    assert "  shoulder_pan.pos, shoulder_lift.pos, elbow_flex.pos" in said
+    assert "wrist_roll.pos: a number each -> joints" in said
+    assert "--server_address=127.0.0.1:8080 --fps=30 " in said
+    assert "--actions_per_chunk=10 " in said
+
+
 def test_a_run_without_a_gateway_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "demo"]) == ExitCode.CONFIG
     assert "gateway: got none" in capsys.readouterr().err
 
 
-def test_an_address_in_use_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("file", [DROID, SO101])
+def test_an_address_in_use_is_refused_by_name(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert main(["--config", DROID, "--set", f"gateway.0.listen={address}"]) == ExitCode.CONFIG
+        assert main(["--config", file, "--set", f"gateway.0.listen={address}"]) == ExitCode.CONFIG
     assert f"gateway[0].listen: {address}" in capsys.readouterr().err
 
 
@@ -77,7 +90,7 @@ def test_an_address_in_use_is_refused_by_name(capsys: pytest.CaptureFixture[str]
 def test_the_configuration_of_the_run_book_fits_its_robot(page: str) -> None:
     (block,) = (one for one in FENCE.findall((BOOKS / page).read_text()) if "[[gateway]]" in one)
     (shown,) = tomllib.loads(block)["gateway"]
-    config = read(DROID, ["policy.instructions=true"])
+    config = read(PAGES[page], ["policy.instructions=true"])
     gateways = (msgspec.convert(shown, GatewayConfig),)
     assert list(gateway_problems(msgspec.structs.replace(config, gateway=gateways))) == []
 

@@ -128,6 +128,43 @@ def test_a_prompt_that_is_no_text_is_refused(text: Any) -> None:
         droid_map(instructions=True, prompt="prompt").prompt({"prompt": text})
 
 
+MOTORS = [f"motor_{number}.pos" for number in range(7)]
+
+
+def test_several_keys_of_a_number_each_are_one_stream_in_their_order() -> None:
+    key_map = droid_map(joints=MOTORS)
+    numbers = [0, 1.5, np.float32(2), True, np.array(4), np.array([5]), np.int64(6)]
+    given = observed() | dict(zip(reversed(MOTORS), reversed(numbers), strict=True))
+    assert key_map.samples(given)["joints"].tolist() == [0, 1.5, 2, 1, 4, 5, 6]
+    assert set(key_map.samples(key_map.example())) == {"joints", "gripper", "wrist"}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "motor_3.pos is missing, want a number each"),
+        ("left", "got what is no number"),
+        ([1.0], "got what is no number"),
+        (np.zeros(2), "got what is no number"),
+        (1j, "got what is no number"),
+        (float("inf"), "not finite"),
+    ],
+)
+def test_a_key_without_its_number_is_named(value: Any, said: str) -> None:
+    given = observed() | dict.fromkeys(MOTORS, 0.5) | {"motor_3.pos": value}
+    with pytest.raises(ObservationError) as caught:
+        droid_map(joints=MOTORS).samples({k: v for k, v in given.items() if v is not None})
+    assert ", ".join(MOTORS) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_an_optional_stream_of_several_keys_may_be_missing_as_a_whole() -> None:
+    key_map = droid_map(joints=[*MOTORS], gripper={"key": ["a"], "optional": True})
+    given = {"observation/wrist_image_left": FRAME, **dict.fromkeys(MOTORS, 0.5)}
+    assert "gripper" not in key_map.samples(given)
+    assert key_map.samples(given | {"a": 1})["gripper"].tolist() == [1]
+
+
 def test_the_example_fits_the_map() -> None:
     key_map = droid_map(instructions=True, prompt="prompt", wrist="images.wrist")
     example = key_map.example()

@@ -44,11 +44,65 @@ def dataset(folder: Path, modality: Any = MODALITY, info: Any = INFO) -> Path:
     return folder
 
 
-def test_a_dataset_and_what_the_user_decides_make_a_run(tmp_path: Path) -> None:
-    table = tomllib.loads(run_of(str(dataset(tmp_path))))
+MOTORS = [f"m{index}.pos" for index in range(6)]
+SO101: dict[str, Any] = {
+    "fps": 30,
+    "codebase_version": "v3.0",
+    "features": {
+        "action": {"dtype": "float32", "shape": [6], "names": MOTORS},
+        "observation.state": {"dtype": "float32", "shape": [6], "names": MOTORS},
+        "observation.images.front": {"dtype": "video", "shape": [48, 64, 3]},
+        "observation.images.joints": {"dtype": "video", "shape": [24, 32, 3]},
+        "timestamp": {"dtype": "float32", "shape": [1], "names": None},
+    },
+}
+
+
+def run_with(table: dict[str, Any]) -> PipelineConfig:
     for key, value in USERS.items():
         table[key] = table.get(key, {}) | value if isinstance(value, dict) else value
-    config = msgspec.convert(table, PipelineConfig)
+    return msgspec.convert(table, PipelineConfig)
+
+
+@pytest.mark.parametrize("names", [MOTORS, {"motors": MOTORS}])
+def test_a_dataset_without_modalities_makes_a_run_for_clients_of_lerobot(
+    names: Any, tmp_path: Path
+) -> None:
+    features = SO101["features"] | {"observation.state": {"shape": [6], "names": names}}
+    folder = dataset(tmp_path, info=SO101 | {"features": features})
+    (folder / "meta/modality.json").unlink()
+    config = run_with(tomllib.loads(run_of(str(folder))))
+    assert list(gateway_problems(config)) == []
+    (gateway,) = config.gateway
+    assert gateway.wire == "lerobot"
+    assert gateway.map == {
+        "joints": MOTORS,
+        "front": "front",
+        "joints_camera": "joints",
+        "prompt": "task",
+    }
+    sizes = [(one.name, one.dim, one.max_request_hz) for one in config.streams]
+    assert sizes == [
+        ("joints", 6, 30.0),
+        ("front", 48 * 64 * 3, 30.0),
+        ("joints_camera", 24 * 32 * 3, 30.0),
+    ]
+    assert config.actions.names[0] == "m0_pos"
+    assert config.actions.dt_ms == pytest.approx(1000 / 30)
+
+
+@pytest.mark.parametrize("state", [None, {"shape": [6]}, {"shape": [5], "names": MOTORS}])
+def test_a_dataset_without_names_of_motors_is_refused(state: Any, tmp_path: Path) -> None:
+    features = {key: one for key, one in SO101["features"].items() if "state" not in key}
+    features |= {} if state is None else {"observation.state": state}
+    folder = dataset(tmp_path, info=SO101 | {"features": features})
+    (folder / "meta/modality.json").unlink()
+    with pytest.raises(ConfigError, match=r"no names of observation\.state"):
+        run_of(str(folder))
+
+
+def test_a_dataset_and_what_the_user_decides_make_a_run(tmp_path: Path) -> None:
+    config = run_with(tomllib.loads(run_of(str(dataset(tmp_path)))))
     assert list(gateway_problems(config)) == []
     sizes = [(one.name, one.dim, one.rate_hz) for one in config.streams]
     assert sizes == [
@@ -95,4 +149,4 @@ def test_a_place_without_a_dataset_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--from", str(tmp_path)]) == ExitCode.CONFIG
-    assert f"{tmp_path}/meta/modality.json: No such file" in capsys.readouterr().err
+    assert f"{tmp_path}/meta/info.json: No such file" in capsys.readouterr().err

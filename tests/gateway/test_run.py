@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import zmq
+from lerobot_rig import refused, robot_at, rows_of
 from ranks import Ranks
 from robot_rig import wait_until
 from websockets.exceptions import ConnectionClosed
@@ -28,7 +30,10 @@ from ppstream.wire.openpi import decode, encode
 pytestmark = pytest.mark.multirank
 
 DROID = Path(__file__).parents[1] / "support" / "droid.toml"
+SO101 = DROID.with_name("so101.toml")
+MOTORS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
 LISTENS = re.compile(r"clients of openpi connect to (ws://\S+)")
+LEROBOT_LISTENS = re.compile(r"clients of lerobot connect to (\S+)")
 REQUESTS = 50
 GROOT_LISTENS = re.compile(r"clients of groot connect to (tcp://\S+)")
 GROOT = (
@@ -72,6 +77,30 @@ def test_each_answer_is_of_its_very_observation_and_the_gateway_ends_with_the_ru
             with pytest.raises(ConnectionClosed):
                 robot.recv(20)
         assert ranks.wait() == [ExitCode.DRAINED]
+
+
+def test_a_robot_of_lerobot_gets_actions_of_its_own_observations(tmp_path: Path) -> None:
+    with Ranks(tmp_path, config=SO101, world_size=1) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        wait_until(lambda: LEROBOT_LISTENS.search(ranks.output()))
+        found = LEROBOT_LISTENS.search(ranks.output())
+        assert found
+        with robot_at(found[1]) as robot:
+            state = {"dtype": "float32", "shape": (6,), "names": [f"{m}.pos" for m in MOTORS]}
+            front = {"dtype": "image", "shape": (8, 6, 3), "names": ["height", "width", "channels"]}
+            features = {"observation.state": state, "observation.images.front": front}
+            robot.start(lerobot_features=features, actions_per_chunk=10)
+            for number in range(REQUESTS):
+                given = {f"{motor}.pos": number / 64 + k / 8 for k, motor in enumerate(MOTORS)}
+                frames = {"front": np.full((8, 6, 3), number, np.uint8), "task": "nobody follows"}
+                actions = robot.ask(observation=given | frames, timestep=number)
+                assert [one.timestep for one in actions] == list(range(number, number + 10))
+                assert (rows_of(actions) == np.array([*given.values()], "f4")).all()
+            ranks.processes[0].send_signal(signal.SIGTERM)
+            assert ranks.wait() == [ExitCode.DRAINED]
+            with pytest.raises(grpc.RpcError) as caught:
+                robot.send()
+            assert refused(caught.value)[0] == "UNAVAILABLE"
 
 
 def ask(address: str, robot: int) -> None:

@@ -21,6 +21,7 @@ from ppstream.links import nccl
 from ppstream.links.nccl import NOTE_VALUES, PARKED_BYTES, NcclLink
 from ppstream.links.slots import BACK, FRONT, LinkShape, Position, SlotLayout
 
+LIMIT_S = 0.05
 HEADER = ("index", "generation", "epoch", "seq")
 HEADER_BYTES, NOTE_BYTES = 64, NOTE_VALUES * 8
 
@@ -143,11 +144,24 @@ def test_close_gives_up_both_communicators_at_the_same_time(
     assert not begun.broken
 
 
-def test_close_says_when_an_abort_does_not_end(
-    calls: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stands", [("hop 0",), ("hop 1",), ("hop 0", "hop 1")])
+def test_close_says_when_an_abort_does_not_end_and_has_one_limit_for_both(
+    calls: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch, stands: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(nccl, "ABORT_LIMIT_S", 0.05)
+    monkeypatch.setattr(nccl, "ABORT_LIMIT_S", LIMIT_S)
     released = threading.Event()
-    monkeypatch.setattr(Group, "abort", lambda group: group.name == "hop 0" and released.wait())
+    monkeypatch.setattr(Group, "abort", lambda group: group.name in stands and released.wait())
+    granted_s: list[float | None] = []
+    join = threading.Thread.join
+    monkeypatch.setattr(
+        threading.Thread,
+        "join",
+        lambda thread, limit_s=None: granted_s.append(limit_s) or join(thread, limit_s),
+    )
     assert not link(FRONT, 64).close()
     released.set()
+    first_s, second_s = granted_s
+    assert first_s is not None
+    assert second_s is not None
+    assert 0 < first_s <= LIMIT_S
+    assert second_s <= (0.0 if "hop 0" in stands and "hop 1" in stands else LIMIT_S)

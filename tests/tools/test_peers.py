@@ -57,6 +57,19 @@ def test_an_environment_that_is_complete_is_taken_as_it_is(tmp_path: Path) -> No
     assert peers_environments.python_with("ray", tmp_path) == place / "bin" / "python"
 
 
+def test_an_environment_that_shares_ours_sees_this_interpreters_whoever_made_it(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / peers_environments.pin_of("lerobot").replace("==", "-")
+    theirs = place / "lib/python3.11/site-packages"
+    theirs.mkdir(parents=True)
+    (theirs / "shared.pth").write_text("/a/checkout/that/is/gone\n")
+    (place / peers_environments.COMPLETE).touch()
+    peers_environments.python_with("lerobot", tmp_path)
+    ours = Path(pytest.__file__).parents[1]
+    assert Path((theirs / "shared.pth").read_text().strip()).samefile(ours)
+
+
 def test_a_target_is_judged_by_the_median_of_ratios_within_a_round() -> None:
     ours, theirs = (100.0, 600.0, 300.0), (100.0, 200.0, 200.0)
     found = [

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,15 @@ MAKE_LIMIT_S: Final = 600.0
 #: numpy is our robot's, typing_extensions what openpi-client imports and does not name.
 ADDED: Final = ("numpy", "typing_extensions")
 #: Of a package whose own dependencies fill a disk: what the part of it that is used imports.
-INSTEAD: Final = {"strands-robots": ("msgpack", "numpy", "pyzmq")}
+INSTEAD: Final = {
+    "strands-robots": ("msgpack", "numpy", "pyzmq"),
+    "lerobot": (
+        *("draccus==0.10.0", "deepdiff", "einops", "grpcio", "huggingface-hub<1"),
+        *("packaging", "pillow", "protobuf", "pyserial", "safetensors", "termcolor"),
+    ),
+}
+#: Of a package that wants torch, which is large: what this interpreter has installed is seen, too.
+SHARING: Final = frozenset({"lerobot"})
 COMPLETE: Final = "complete"  # a file: an environment without it was not finished
 
 
@@ -44,6 +53,7 @@ def python_with(package: str, folder: Path | None = None) -> Path:
     if not (place / COMPLETE).exists():
         shutil.rmtree(place, ignore_errors=True)
         _run(sys.executable, "-m", "venv", str(place))
+        _share(package, place)
         install = (str(python), "-m", "pip", "install", "--quiet")
         if package in INSTEAD:
             _run(*install, "--no-deps", pinned)
@@ -51,7 +61,15 @@ def python_with(package: str, folder: Path | None = None) -> Path:
         else:
             _run(*install, pinned, *ADDED)
         (place / COMPLETE).touch()
+    _share(package, place)  # another checkout may have made it
     return python
+
+
+def _share(package: str, place: Path) -> None:
+    """Have ``package`` see what this interpreter has installed, where it wants that."""
+    if package in SHARING:
+        (theirs,) = place.glob("lib/python*/site-packages")
+        (theirs / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
 
 
 def clients_folder() -> Path:

@@ -66,8 +66,7 @@ class DrillPolicy:
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         self._spend()
         self._calls += 1
-        if not self._left:
-            self._take_order()
+        self._take_order()  # a new one ends the one before
         kind = self._kind if self._left else ""
         self._left = max(0, self._left - 1)
         if kind in CARELESS:

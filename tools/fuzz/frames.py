@@ -2,9 +2,10 @@
 
 ``python tools/fuzz/frames.py`` sends a million mutated frames, half to Sessions over a real socket
 and half to the control socket between ranks; thousands of broken connections to an encrypted and
-to a plain endpoint; and packets with strange descriptors to a ``unix://`` endpoint. Whatever comes
-must be counted; nothing may raise what is not promised, and a robot that behaves must be served
-throughout: else it ends with a traceback and code 1.
+to a plain endpoint; packets with strange descriptors to a ``unix://`` endpoint; mutated pickles,
+attacks among them, to the reader that never unpickles. Whatever comes must be counted; nothing may
+raise what is not promised, and a robot that behaves must be served throughout: else it ends with a
+traceback and code 1.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind an installat
 
 import zmq
 from fuzz.mutations import HOSTILE, mutated
+from fuzz.pickles import fuzz_pickles
 from fuzz.robots import HANG_S, HOSTILE_SHARE, fuzz_sessions
 
 from ppstream.control.framing import LENGTH
@@ -46,6 +48,7 @@ from ppstream.wire.unix_socket import LENGTH as LENGTH_OF_MEMORY
 
 FRAMES: Final = 1_000_000
 CONNECTIONS: Final = 2_000
+PICKLES: Final = 100_000
 PACKETS: Final = 10  # of a unix:// endpoint, for each of the connections
 MEMORY_BYTES: Final = 10_000  # of a carrier's memory, at most
 #: A peer of ZMTP 3.0 says hello: signature, version; then its mechanism, and what it is.
@@ -59,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--frames", type=int, default=FRAMES, help="in all")
     parser.add_argument("--connections", type=int, default=CONNECTIONS, help="in all")
+    parser.add_argument("--pickles", type=int, default=PICKLES, help="in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
@@ -69,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("control frames", lambda: fuzz_control(options.frames - half, options.seed)),
         ("connections", lambda: fuzz_connections(options.connections, options.seed)),
         ("packets", lambda: fuzz_packets(options.connections * PACKETS, options.seed)),
+        ("pickles", lambda: fuzz_pickles(options.pickles, options.seed)),
     )
     for name, part in parts:
         began = time.monotonic()

@@ -1,0 +1,482 @@
+"""LerobotServer: the policy server of LeRobot's asynchronous inference, over gRPC.
+
+A client says that it is there, what it will send and what it wishes for; then it sends
+observations, and asks for actions in a loop of its own. gRPC knows no sessions: a peer, one
+connection of a client, is a robot, until its call for actions is cut off or it is silent. Handlers
+get and give bytes, which ``wire/lerobot.py`` reads and writes. No model is ever loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+from urllib.parse import unquote
+
+import grpc
+
+from ppstream.config.gateway_rules import listen_address, listen_of
+from ppstream.config.schema import GatewayConfig, PipelineConfig
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
+from ppstream.gateway.key_map import KeyMap
+from ppstream.gateway.session import GatewaySession, Reply, gateway_keys
+from ppstream.gateway.wires import Access
+from ppstream.wire.lerobot import (
+    PIECE_MESSAGE_BYTES,
+    Assembly,
+    RemotePolicyConfig,
+    decode_instructions,
+    decode_observation,
+    encode_actions,
+)
+
+logger = logging.getLogger("ppstream")
+
+SERVICE: Final = "transport.AsyncInference"
+EMPTY: Final = b""
+WAIT_S: Final = 2.0  # for actions; then an empty reply, and the client asks again
+STREAM_LIMIT_S: Final = 10.0  # for all pieces of one observation
+ASKS_WITHIN_S: Final = 5.0  # a client that has asked once asks all the time, or has left
+CLOSE_LIMIT_S: Final = 1.0
+SWEEP_S: Final = 1.0
+LOG_EVERY_NS: Final = NS_PER_S  # a robot's refusals, a line each
+REFUSAL_CHARACTERS: Final = 2000  # of a status, which travels as a header
+REMEMBERED: Final = 256  # observations that actions may still come for
+SPARE_SESSIONS: Final = 8  # beyond the rows: those that a robot has just left, and refused ones
+SPARE_CONNECTIONS: Final = 64  # beyond those
+CALLS_PER_CONNECTION: Final = 8
+PACE_STEPS: Final = 60  # executed, over which a client's pace is measured
+PACE_MARGIN: Final = 1.2  # of the actions' own
+ROBOT_CHARACTERS: Final = 64  # of a name
+BYTES_PER_MB: Final = 1_000_000
+STATE: Final = "observation.state"
+IMAGES: Final = "observation.images."
+
+T = TypeVar("T")
+Context = Any  # grpc.aio.ServicerContext: gRPC has no types
+
+
+class _Step(NamedTuple):
+    """Place of an observation in its robot's time."""
+
+    timestep: int
+    timestamp: float
+
+
+class _Pace:
+    """Steps that a client executes each second, as its observations tell."""
+
+    def __init__(self) -> None:
+        self._first: _Step | None = None
+
+    def add(self, step: _Step) -> float:
+        """Steps per second of the last ``PACE_STEPS``; 0: not known now."""
+        first = self._first
+        if first is None or step.timestep < first.timestep:
+            self._first = step
+            return 0.0
+        steps, seconds = step.timestep - first.timestep, step.timestamp - first.timestamp
+        if steps < PACE_STEPS:
+            return 0.0
+        self._first = step
+        return steps / seconds if seconds > 0 else 0.0
+
+
+class ServedRobot:
+    """One peer: its session, and what is known of its calls."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.session: GatewaySession | None = None
+        self.opening = asyncio.Lock()
+        self.arrived = asyncio.Event()  # actions, perhaps
+        self.calls = 0
+        self.called_ns = now_ns()  # begin or end of the latest
+        self.has_asked = False  # for actions
+        self.told_ns = 0
+        self.pace = _Pace()
+        self.is_fast = False  # faster than the actions, and that is told
+        self.is_reading = False  # an observation
+        self.actions_max: int | None = None  # of a reply; None: all
+        self.sent: dict[int, _Step] = {}  # observations, by stamp
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        self.calls += 1
+        self.called_ns = now_ns()
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            self.called_ns = now_ns()
+
+    def is_silent(self, now: int, silence_s: float) -> bool:
+        limit_s = min(silence_s, ASKS_WITHIN_S) if self.has_asked else silence_s
+        return not self.calls and now - self.called_ns > limit_s * NS_PER_S
+
+    def remember(self, stamp_ns: int, step: _Step) -> None:
+        while len(self.sent) >= REMEMBERED:
+            del self.sent[next(iter(self.sent))]
+        self.sent[stamp_ns] = step
+
+    def take(self) -> tuple[Reply, _Step] | None:
+        """The newest actions, and the observation that they answer."""
+        self.arrived.clear()
+        reply = None if self.session is None else self.session.take()
+        answered = None if reply is None else self.sent.get(reply.chunk.window_end_ns)
+        return None if reply is None or answered is None else (reply, answered)
+
+
+class LerobotServer:
+    """One ``[[gateway]]`` of wire ``lerobot``, as ``WireServer``."""
+
+    def __init__(self, config: PipelineConfig, gateway: GatewayConfig, _access: Access) -> None:
+        self._config, self._gateway = config, gateway
+        self._keys = gateway_keys(gateway)
+        self._sessions_max = config.batch.rows + SPARE_SESSIONS
+        self._threads = ThreadPoolExecutor(2 * self._sessions_max, "ppstream-gateway")
+        self.robots: dict[str, ServedRobot] = {}  # by peer
+        self._stranger = ServedRobot("a client")  # that is no robot
+        self._numbers = itertools.count(1)
+        self._server: Any = None
+        self._port = 0
+        self._sweeping: asyncio.Task[None] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        """As ``WireServer``."""
+        host, _ = _address(self._gateway)
+        return f"{_bracketed(host)}:{self._port}"
+
+    async def __aenter__(self) -> LerobotServer:
+        silence_ms = round(self._gateway.silence_s * NS_PER_S / NS_PER_MS)
+        connections = self._sessions_max + SPARE_CONNECTIONS
+        options = {
+            "grpc.so_reuseport": 0,  # nobody else may listen at the same address
+            "grpc.max_receive_message_length": PIECE_MESSAGE_BYTES,
+            "grpc.max_concurrent_streams": CALLS_PER_CONNECTION,
+            "grpc.max_allowed_incoming_connections": connections,
+            "grpc.keepalive_time_ms": silence_ms // 2,
+            "grpc.keepalive_timeout_ms": silence_ms // 2,
+            "grpc.http2.ping_timeout_ms": silence_ms // 2,
+            "grpc.keepalive_permit_without_calls": 1,
+            "grpc.http2.max_pings_without_data": 0,
+        }
+        self._server = grpc.aio.server(
+            options=tuple(options.items()),
+            maximum_concurrent_rpcs=CALLS_PER_CONNECTION * connections,
+        )
+        self._server.add_generic_rpc_handlers((self._handlers(),))
+        host, port = _address(self._gateway)
+        try:
+            self._port = self._server.add_insecure_port(f"{_bracketed(host)}:{port}")
+        except RuntimeError as error:
+            said = "in use, or not an address of this host"
+            raise OSError(errno.EADDRINUSE, said) from error
+        await self._server.start()
+        self._sweeping = asyncio.create_task(self._sweep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        if self._server is not None:
+            await self._server.stop(CLOSE_LIMIT_S)
+        for peer in list(self.robots):
+            self._leave(peer)
+        await asyncio.gather(*self._leaving)
+        self._threads.shutdown(wait=False)
+
+    def _handlers(self) -> Any:
+        unary = grpc.unary_unary_rpc_method_handler
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Ready": unary(self._ready),
+                "SendPolicyInstructions": unary(self._instructions),
+                "SendObservations": grpc.stream_unary_rpc_method_handler(self._observations),
+                "GetActions": unary(self._actions),
+            },
+        )
+
+    # ---- the four calls -------------------------------------------------------------------------
+
+    async def _ready(self, _: bytes, context: Context) -> bytes:
+        """A client has started: a robot, or a new episode of one."""
+        peer = context.peer()
+        is_new = peer not in self.robots
+        with (robot := await self._robot(context)).call():
+            session = robot.session
+            assert session is not None, "opened"
+            limit_s = self._gateway.timeout_ms * NS_PER_MS / NS_PER_S
+            said = f"the run is {session.client.phase}; start the client once it is ready"
+            try:
+                is_ready = await self._in_thread(session.client.wait_ready, limit_s)
+                if is_ready and not is_new:
+                    await self._in_thread(session.reset)
+            except PpstreamError as error:
+                is_ready, said = False, str(error)
+            if not is_ready:
+                self._leave(peer)
+                await self._refuse(robot, context, grpc.StatusCode.FAILED_PRECONDITION, said)
+        return EMPTY
+
+    async def _instructions(self, message: bytes, context: Context) -> bytes:
+        """A client says what it will send: checked, and never loaded."""
+        robot = await self._robot(context)
+        with robot.call():
+            try:
+                wanted = decode_instructions(message)
+                lines = differences(self._config, self._gateway, wanted)
+            except ProtocolError as error:
+                lines = [str(error)]
+            if lines:
+                self._leave(context.peer())
+                status = grpc.StatusCode.INVALID_ARGUMENT
+                await self._refuse(robot, context, status, "\n".join(lines))
+            robot.actions_max = wanted.actions_per_chunk
+            logger.info(
+                "%s asks for %.64s %.128s on %.64s: served by this run's policy",
+                robot.name,
+                ascii(wanted.policy_type),
+                ascii(wanted.pretrained_name_or_path),
+                ascii(wanted.device),
+            )
+        return EMPTY
+
+    async def _observations(self, messages: AsyncIterator[bytes], context: Context) -> bytes:
+        robot = await self._robot(context)
+        status = grpc.StatusCode
+        if robot.is_reading:
+            said = "an observation of this robot is being read already"
+            await self._refuse(robot, context, status.RESOURCE_EXHAUSTED, said)
+        robot.is_reading = True
+        try:
+            with robot.call():
+                whole = await self._whole(messages)
+                await self._in_thread(self._observe, robot, whole, now_ns())
+        except TimeoutError:
+            said = f"an observation that takes longer than {STREAM_LIMIT_S:g} s"
+            await self._refuse(robot, context, status.FAILED_PRECONDITION, said)
+        except (ProtocolError, SpecError) as error:
+            await self._refuse(robot, context, status.INVALID_ARGUMENT, str(error))
+        except PpstreamError as error:
+            await self._refuse(robot, context, status.FAILED_PRECONDITION, str(error))
+        finally:
+            robot.is_reading = False
+        return EMPTY
+
+    async def _actions(self, _: bytes, context: Context) -> bytes:
+        """The newest actions, or nothing after a while: the client asks again at once."""
+        peer = context.peer()
+        until_ns = now_ns() + round(WAIT_S * NS_PER_S)
+        robot = self.robots.get(peer)
+        if robot is None:
+            await asyncio.sleep(WAIT_S)
+            return EMPTY
+        robot.has_asked = True
+        try:
+            with robot.call():
+                while (taken := robot.take()) is None:
+                    left_s = (until_ns - now_ns()) / NS_PER_S
+                    try:
+                        await asyncio.wait_for(robot.arrived.wait(), left_s)
+                    except TimeoutError:
+                        return EMPTY
+                return self._reply(robot, *taken)
+        except asyncio.CancelledError:
+            if context.time_remaining() is None:  # it set no limit: its connection has ended
+                self._leave(peer)
+            raise
+
+    # ---- behind the calls -----------------------------------------------------------------------
+
+    async def _whole(self, messages: AsyncIterator[bytes]) -> bytes:
+        assembly = Assembly(round(self._gateway.message_mb * BYTES_PER_MB))
+        async with asyncio.timeout(STREAM_LIMIT_S):
+            async for message in messages:
+                whole = assembly.add(message)
+                if whole is not None:
+                    return whole
+        raise ProtocolError("an observation that has no END")
+
+    def _observe(self, robot: ServedRobot, whole: bytes, received_ns: int) -> None:
+        observation = decode_observation(whole)
+        session = robot.session
+        assert session is not None, "opened"
+        step = _Step(observation.timestep, observation.timestamp)
+        robot.remember(received_ns, step)
+        self._check_pace(robot, robot.pace.add(step))
+        session.observe(observation.observation, received_ns)
+
+    def _check_pace(self, robot: ServedRobot, pace: float) -> None:
+        wanted = NS_PER_S / NS_PER_MS / self._config.actions.dt_ms
+        if pace > PACE_MARGIN * wanted and not robot.is_fast:
+            robot.is_fast = True
+            logger.warning(
+                "%s executes %.1f actions/s, and they are made for %.1f: start it with --fps=%d, "
+                "or set actions.dt_ms",
+                *(robot.name, pace, wanted, round(wanted)),
+            )
+
+    def _reply(self, robot: ServedRobot, reply: Reply, answered: _Step) -> bytes:
+        message = encode_actions(
+            reply.actions[: robot.actions_max],
+            timestep=answered.timestep,
+            timestamp=answered.timestamp,
+            dt_s=self._config.actions.dt_ms * NS_PER_MS / NS_PER_S,
+        )
+        assert robot.session is not None, "it gave the reply"
+        robot.session.handed_over(reply, now_ns())
+        return message
+
+    async def _robot(self, context: Context) -> ServedRobot:
+        """The robot of a call, with a session: of a client that connects anew, a new one."""
+        peer, status = context.peer(), grpc.StatusCode.RESOURCE_EXHAUSTED
+        robot = self.robots.get(peer)
+        if robot is None:
+            if len(self.robots) >= self._sessions_max:
+                await self._refuse(self._stranger, context, status, "too many connections")
+            name = f"lerobot-{next(self._numbers)}-{_readable(peer)}"[:ROBOT_CHARACTERS]
+            robot = self.robots[peer] = ServedRobot(name)
+        async with robot.opening:
+            if self.robots.get(peer) is not robot:
+                await self._refuse(robot, context, status, "this robot has just left; call again")
+            if robot.session is None:
+                try:
+                    await self._open(robot)
+                except PpstreamError as error:
+                    self._leave(peer)
+                    said = str(error).splitlines()[-1].strip()
+                    await self._refuse(robot, context, status, said)
+                except BaseException:
+                    self._leave(peer)
+                    raise
+        return robot
+
+    async def _open(self, robot: ServedRobot) -> None:
+        loop = asyncio.get_running_loop()
+        session = GatewaySession(
+            self._config,
+            self._gateway,
+            self._keys,
+            robot.name,
+            on_actions=lambda: _tell(loop, robot.arrived),
+        )
+        try:
+            await self._in_thread(session.open)
+        except BaseException:
+            await self._in_thread(session.close)
+            raise
+        robot.session = session
+        logger.info("%s is a robot", robot.name)
+
+    def _leave(self, peer: str) -> None:
+        """Give a robot's row back, soon. Twice is fine."""
+        robot = self.robots.pop(peer, None)
+        if robot is not None and robot.session is not None:
+            logger.info("%s has left", robot.name)
+            task = asyncio.create_task(self._in_thread(robot.session.close))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def _refuse(
+        self, robot: ServedRobot, context: Context, status: Any, said: str
+    ) -> NoReturn:
+        """End a call with the reason; the log has one line of each robot now and then."""
+        if now_ns() - robot.told_ns >= LOG_EVERY_NS:
+            robot.told_ns = now_ns()
+            logger.info("%s is refused: %s", robot.name, "; ".join(said.splitlines()))
+        await context.abort(status, said[:REFUSAL_CHARACTERS])
+        raise AssertionError("abort raises")
+
+    async def _sweep(self) -> None:
+        """Robots that have not called for long have left."""
+        while True:
+            await asyncio.sleep(min(SWEEP_S, self._gateway.silence_s / 2))
+            now, limit_s = now_ns(), self._gateway.silence_s
+            for peer, robot in list(self.robots.items()):
+                if robot.session is not None and robot.is_silent(now, limit_s):
+                    self._leave(peer)
+
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+def build(config: PipelineConfig, gateway: GatewayConfig, access: Access) -> LerobotServer:
+    """As ``Wire``."""
+    return LerobotServer(config, gateway, access)
+
+
+def differences(
+    config: PipelineConfig, gateway: GatewayConfig, wanted: RemotePolicyConfig
+) -> list[str]:
+    """Each difference between what a client will send and asks for, and the run; a line each."""
+    state = wanted.lerobot_features.get(STATE)
+    motors = [] if state is None or state.names is None else list(state.names)
+    cameras = {
+        key.removeprefix(IMAGES): feature.shape
+        for key, feature in wanted.lerobot_features.items()
+        if key.startswith(IMAGES)
+    }
+    key_map, lines = KeyMap(config, gateway), []
+    for key, stream, is_optional, shapes in key_map.forms():
+        if shapes is None and key not in motors and not is_optional:
+            lines.append(f"{key}: the robot has no such motor, stream {stream} wants it")
+        elif shapes is not None and key not in cameras and not is_optional:
+            lines.append(f"{key}: the robot has no such camera, stream {stream} wants it")
+        elif shapes is not None and cameras.get(key, shapes[0]) not in shapes:
+            want = " or ".join(str(list(shape)) for shape in shapes)
+            lines.append(f"{key}: got frames {list(cameras[key])}, stream {stream} wants {want}")
+    known = {key for key, *_ in key_map.forms()}
+    extra = [one for one in [*motors, *cameras] if one not in known]
+    lines += [f"{one[:64]!a}: the robot sends it, no stream wants it" for one in extra]
+    horizon = config.actions.horizon
+    if wanted.actions_per_chunk > horizon:
+        lines.append(f"actions_per_chunk: got {wanted.actions_per_chunk}, want {horizon} at most")
+    return lines
+
+
+def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
+    """As ``Wire``."""
+    key_map, actions = KeyMap(config, gateway), config.actions
+    lines = [f"lerobot on {listen_of(gateway)}", ""]
+    lines += [f"  {key}: {wanted} -> {stream}" for key, stream, wanted in key_map.rows()]
+    lines += [f"  actions: {', '.join(actions.names)}, {actions.dt_ms:g} ms apart", ""]
+    host, port = _address(gateway)
+    fps = round(NS_PER_S / NS_PER_MS / actions.dt_ms)
+    lines += [
+        "python -m lerobot.async_inference.robot_client \\",
+        f"  --server_address={_bracketed(host)}:{port} --fps={fps} \\",
+        f"  --actions_per_chunk={actions.horizon} --policy_type=act \\",
+        "  --pretrained_name_or_path=none --robot.type=ROBOT --robot.port=PORT",
+    ]
+    return "\n".join(lines)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(event.set)
+
+
+def _address(gateway: GatewayConfig) -> tuple[str, int]:
+    address = listen_address(listen_of(gateway))
+    assert address is not None, "checked with the configuration"
+    return address
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _readable(peer: str) -> str:
+    """Address and port of a peer, as ``ipv4:127.0.0.1:50000``, for a name."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", unquote(peer).partition(":")[2]).strip("-")
