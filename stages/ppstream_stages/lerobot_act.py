@@ -31,7 +31,7 @@ PLACE_BASE: Final = 10000.0
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``config.json`` says of the network."""
+    """Sizes in ``config.json``, of the network."""
 
     chunk_size: int
     vision_backbone: str = "resnet18"
@@ -47,7 +47,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reads(msgspec.Struct, frozen=True, kw_only=True):
-    """What the network takes of a window: names, and shapes of one step or frame."""
+    """Tensors of a window that the network takes: names, and shapes of one step or frame."""
 
     steps: int
     state: tuple[str, int] | None
@@ -91,7 +91,7 @@ class Scale(nn.Module):
         return (x - self.shift) / self.spread
 
     def back(self, x: Tensor) -> Tensor:
-        """What the network gives as ``x``."""
+        """The inverse, of what the network gives."""
         return x * self.spread + self.shift
 
 
