@@ -37,7 +37,7 @@ ACTIONS_MAX: Final = 1024
 HEARTBEATS_PER_FROZEN: Final = 3  # so that one late heartbeat kills nobody
 RECORDING_SUFFIXES: Final = (".npz", ".npy", ".mcap", ".ulg", ".bag")
 RECORD_SUFFIX: Final = ".mcap"
-WEIGHTS_SUFFIX: Final = ".safetensors"
+WEIGHTS_SUFFIXES: Final = (".safetensors", ".onnx")
 _PICKLE: Final = "a pickle or TorchScript: reading it can run code"
 #: Why other formats of weights are refused.
 CODE_IN_WEIGHTS: Final = {
@@ -301,11 +301,11 @@ def _weights_problems(config: PipelineConfig) -> Iterator[str]:
         return
     yield from _missing_file("policy.weights", weights)
     suffix = Path(weights).suffix
-    if suffix != WEIGHTS_SUFFIX:
+    if suffix not in WEIGHTS_SUFFIXES:
         why = CODE_IN_WEIGHTS.get(suffix, "which may hold code")
         yield (
             f"policy.weights: got {weights!r}, {why}; "
-            f"want a {WEIGHTS_SUFFIX} file: it holds no code"
+            f"want a {' or '.join(WEIGHTS_SUFFIXES)} file: it holds no code"
         )
 
 

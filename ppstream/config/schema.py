@@ -175,7 +175,7 @@ class PolicyConfig(_Part, frozen=True):
     """Stage B: ``module:attr`` of a ``build(config, device)`` function, its weights and options."""
 
     target: Target
-    weights: FilePath | None = None  # .safetensors
+    weights: FilePath | None = None  # .safetensors, .onnx
     options: dict[str, Any] = {}  # handed to build() untouched
     instructions: bool = False  # robots may send texts: inputs instruction_id, conditioning_epoch
     graph: bool = True  # on a GPU: replayed from CUDA graphs that warm-up records

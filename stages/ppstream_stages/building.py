@@ -128,6 +128,7 @@ def parts_from(
     draw: Fill,
     path: str | Path | None,
     device: torch.device,
+    unused: tuple[str, ...] = (),
 ) -> list[NetworkPart]:
     """A part for each of ``networks``, in order; without weights yet.
 
@@ -137,6 +138,7 @@ def parts_from(
         draw: fills weights where there is no file.
         path: of a safetensors file with the weights of all.
         device: that they compute on.
+        unused: beginnings of names that the file may have beside theirs.
 
     Raises:
         ConfigError: the file cannot be read, or does not fit.
@@ -144,7 +146,8 @@ def parts_from(
     fill = draw if path is None else partial(_read_weights, path)
     parts = [NetworkPart(name, made, dtype, fill, device) for name, made in networks.items()]
     if path is not None:
-        _check_weights(path, {n: shape for part in parts for n, shape in part.weights.items()})
+        wanted = {name: shape for part in parts for name, shape in part.weights.items()}
+        _check_weights(path, wanted, unused)
     return parts
 
 
@@ -159,11 +162,14 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
     _read_weights(path, weights)
 
 
-def _check_weights(path: str | Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _check_weights(
+    path: str | Path, wanted: Mapping[str, tuple[int, ...]], unused: tuple[str, ...] = ()
+) -> None:
     """Compares names and shapes in the file's header alone."""
     try:
         with safe_open(path, "pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - it is no dict
+        found = {name: shape for name, shape in found.items() if not name.startswith(unused)}
     except (OSError, SafetensorError) as error:
         raise ConfigError([f"policy.weights: {path} cannot be read: {error}"]) from error
     common = wanted.keys() & found.keys()

@@ -112,7 +112,7 @@ def test_plain_configuration_has_no_problem() -> None:
         ({"record__file": "/no/such/run.mcap"}, "want it in a folder that can be written to"),
         ({"service__recording": "/no/such.npy"}, "service.recording: got '/no/such.npy', which is"),
         ({"service__actions_file": "/tmp/a.npz"}, "service.actions_file: got a file without serv"),
-        ({"policy__weights": __file__}, "want a .safetensors file: it holds no code"),
+        ({"policy__weights": __file__}, "want a .safetensors or .onnx file: it holds no code"),
         ({"policy__weights": "/no/w.safetensors"}, "policy.weights: got '/no/w.safetensors', whi"),
         ({"demo": {"robot": "a.b"}, "service__endpoint": None}, "service.endpoint: got none, want"),
         ({"service__endpoint": "127.0.0.1:5870"}, "service.endpoint: got '127.0.0.1:5870', want"),

@@ -8,18 +8,16 @@ datasets alone use are stood in for, so that they need not be installed.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import json
 import sys
 import threading
 import time
-import types
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+from stand_ins import stand_in_for
 
 ABSENT = {
     *("accelerate", "av", "cv2", "datasets", "diffusers", "gymnasium", "imageio", "jsonlines"),
@@ -27,49 +25,7 @@ ABSENT = {
 }
 
 
-class StandInKind(type):
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return StandIn
-
-    def __or__(cls, _: Any) -> Any:
-        return cls
-
-    __ror__ = __or__
-
-
-class StandIn(metaclass=StandInKind):
-    """Whatever a module of such a library names: a class, a decorator or a value."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return self
-
-
-class StandInModule(types.ModuleType):
-    __version__ = "0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (StandIn,), {})
-
-
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in ABSENT:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return StandInModule(spec.name)
-
-    def exec_module(self, _: types.ModuleType) -> None: ...
-
-
-sys.meta_path.insert(0, StandIns())
+stand_in_for(ABSENT)
 
 from lerobot.async_inference.configs import RobotClientConfig  # noqa: E402
 from lerobot.async_inference.robot_client import RobotClient  # noqa: E402

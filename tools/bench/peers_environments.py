@@ -25,6 +25,7 @@ INSTEAD: Final = {
         *("draccus==0.10.0", "deepdiff", "einops", "grpcio", "huggingface-hub<1"),
         *("packaging", "pillow", "protobuf", "pyserial", "safetensors", "termcolor"),
     ),
+    "torchvision": ("pillow",),
 }
 #: Of a package that wants torch, which is large: what this interpreter has installed is seen, too.
 SHARING: Final = frozenset({"lerobot"})

@@ -1,0 +1,313 @@
+"""Folders of LeRobot; the comparison with LeRobot itself is in ``tests/clients``."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from documents import BOOKS, FENCE
+from ranks import SERVED, Ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ppstream import ConfigError
+from ppstream.config.load import read
+from ppstream.core.errors import ExitCode
+from ppstream.ingest.window import input_specs
+from ppstream.policy.compatibility import build_parts, places_of
+from ppstream.policy.parts import specs_of
+from ppstream_stages import export
+from ppstream_stages.lerobot import build
+from ppstream_stages.lerobot_act import Reads, Sizes, Weights
+
+torch.set_num_threads(1)
+
+RUN = FENCE.findall((BOOKS / "policy-from-lerobot.md").read_text())[0]
+FRAMES = (3, 120, 160)
+FILES = {
+    "config": "config.json",
+    "before": "policy_preprocessor.json",
+    "behind": "policy_postprocessor.json",
+}
+SMALL = {
+    "type": "act",
+    "n_obs_steps": 1,
+    "chunk_size": 20,
+    "dim_model": 32,
+    "n_heads": 2,
+    "dim_feedforward": 32,
+    "n_encoder_layers": 1,
+    "n_decoder_layers": 1,
+    "latent_dim": 4,
+    "optimizer_lr": 1e-5,
+}
+
+
+def numbers(size: int, kind: str) -> dict[str, Any]:
+    return {"type": kind, "shape": [size]}
+
+
+def json(folder: Path, name: str, content: Any) -> None:
+    (folder / FILES[name]).write_bytes(msgspec.json.encode(content))
+
+
+def saved(folder: Path, *, has_camera: bool = False) -> Path:
+    """A folder as LeRobot saves it, with random weights and a state of 6 values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state, environment = numbers(6, "STATE"), numbers(2, "ENV")
+    inputs: dict[str, Any] = {"observation.state": state}
+    if has_camera:
+        inputs["observation.images.front"] = {"type": "VISUAL", "shape": FRAMES}
+    else:
+        inputs["observation.environment_state"] = environment
+    outputs = {"action": numbers(6, "ACTION")}
+    modes = {"STATE": "MEAN_STD", "ENV": "MIN_MAX", "ACTION": "MEAN_STD", "VISUAL": "MEAN_STD"}
+    norms = {"eps": 1e-8, "norm_map": modes, "features": {**inputs, **outputs}}
+    json(folder, "config", {**SMALL, "input_features": inputs, "output_features": outputs})
+    steps = [
+        {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+        {"registry_name": "to_batch_processor", "config": {}},
+        {"registry_name": "device_processor", "config": {"device": "cuda", "float_dtype": None}},
+        {"registry_name": "normalizer_processor", "config": norms, "state_file": "a.safetensors"},
+    ]
+    json(folder, "before", {"name": "policy_preprocessor", "steps": steps})
+    last = {
+        "registry_name": "unnormalizer_processor",
+        "config": norms,
+        "state_file": "b.safetensors",
+    }
+    json(folder, "behind", {"name": "policy_postprocessor", "steps": [last, steps[2]]})
+    stats = {
+        "observation.state.mean": torch.arange(6.0),
+        "observation.state.std": torch.ones(6) * 2,
+    }
+    stats |= {"observation.environment_state.min": torch.tensor([-2.0, 1.0])}
+    stats |= {"observation.environment_state.max": torch.tensor([2.0, 2.0])}
+    save_file(stats, folder / "a.safetensors")
+    actions = {"action.mean": torch.full((6,), 10.0), "action.std": torch.full((6,), 3.0)}
+    save_file(actions, folder / "b.safetensors")
+    reads = Reads(
+        steps=1,
+        state=("state", 6),
+        environment=None if has_camera else ("environment", 2),
+        cameras=(("front", FRAMES),) if has_camera else (),
+    )
+    weights = Weights(msgspec.convert(SMALL, Sizes), reads, 6)
+    torch.manual_seed(0)
+    drawn = {
+        f"model.{name}": torch.randn(weight.shape) * 0.1
+        for name, weight in weights.named_parameters()
+    }
+    drawn |= {name: one.abs() + 0.5 for name, one in drawn.items() if "running_var" in name}
+    save_file(
+        {**drawn, "model.vae_encoder_cls_embed.weight": torch.ones(1)}, folder / "model.safetensors"
+    )
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return saved(tmp_path / "act_pick")
+
+
+def change(folder: Path, name: str, edit: Callable[[Any], object]) -> None:
+    content = msgspec.json.decode((folder / FILES[name]).read_bytes())
+    edit(content)
+    json(folder, name, content)
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    (policy,) = build(
+        {**options, "weights": str(folder / "model.safetensors")}, torch.device("cpu")
+    )
+    policy.load()
+    return policy
+
+
+def actions_of(policy: Any, state: Tensor, environment: Tensor) -> Tensor:
+    window = {"state.values": state, "environment.values": environment}
+    out = torch.full((len(state), *policy.outputs[0].shape), torch.nan)
+    policy(window, {"actions": out})
+    return out
+
+
+def test_normalisation_of_the_processors_is_part_of_the_policy(folder: Path) -> None:
+    state, environment = torch.randn(2, 1, 6), torch.randn(2, 1, 2)
+    normalised = actions_of(loaded(folder), state, environment)
+    for name in ("before", "behind"):
+        change(
+            folder, name, lambda one: [step["config"].pop("norm_map", 0) for step in one["steps"]]
+        )
+        change(
+            folder,
+            name,
+            lambda one: [
+                step["config"].update(norm_map={}) for step in one["steps"] if "state_file" in step
+            ],
+        )
+    plain = loaded(folder)
+    low, high = torch.tensor([-2.0, 1.0]), torch.tensor([2.0, 2.0])
+    expected = actions_of(
+        plain, (state - torch.arange(6.0)) / 2, 2 * (environment - low) / (high - low) - 1
+    )
+    assert expected.std() > 0.01
+    assert torch.allclose(normalised, expected * 3 + 10, atol=1e-5)
+    assert not torch.allclose(normalised, actions_of(plain, state, environment), atol=0.1)
+
+
+def test_the_last_step_is_read_and_the_chunk_is_cut(folder: Path) -> None:
+    state, environment = torch.randn(2, 1, 6), torch.randn(2, 1, 2)
+    whole = actions_of(loaded(folder), state, environment)
+    assert whole.shape == (2, 20, 6)
+    policy = loaded(folder, steps=3, horizon=7)
+    older = torch.randn(2, 2, 6), torch.randn(2, 2, 2)
+    window = torch.cat([older[0], state], 1), torch.cat([older[1], environment], 1)
+    assert torch.equal(actions_of(policy, *window), whole[:, :7])
+
+
+def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, "model.extra": torch.ones(1)}, file)
+    with pytest.raises(ConfigError, match=r"it has too many: model\.extra$"):
+        loaded(folder)
+    del weights["model.action_head.bias"]
+    save_file(weights, file)
+    with pytest.raises(ConfigError, match=r"it lacks model\.action_head\.bias$"):
+        loaded(folder)
+
+
+def edits(**values: Any) -> Callable[[Any], object]:
+    return lambda content: content.update(values)
+
+
+def step(index: int, **values: Any) -> Callable[[Any], object]:
+    return lambda content: content["steps"][index].update(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "said"),
+    [
+        (
+            "config",
+            edits(type="smolvla"),
+            "got a policy 'smolvla', want 'act'; it would need its la",
+        ),
+        ("config", edits(type="pi05"), "'pi05', want 'act'; it would need its language model, and"),
+        ("config", edits(type="tdmpc"), "got a policy 'tdmpc', want 'act'"),
+        ("config", edits(n_obs_steps=2), "n_obs_steps: got 2, want 1"),
+        ("config", edits(chunk_size="20"), "Expected `int`, got `str` - at `$.chunk_size`"),
+        ("config", edits(feedforward_activation="glu"), "got 'glu', want 'relu' or 'gelu'"),
+        (
+            "config",
+            edits(
+                vision_backbone="resnet50",
+                input_features={"observation.image": {"type": "VISUAL", "shape": [3, 8, 8]}},
+            ),
+            "vision_backbone: got 'resnet50', want 'resnet18' or 'resnet34'",
+        ),
+        (
+            "config",
+            edits(input_features={"observation.state": {"type": "STATE", "shape": []}}),
+            "got observation.state STATE [], which no window has",
+        ),
+        (
+            "config",
+            edits(output_features={}),
+            "output_features: got none, want one row of 'action'",
+        ),
+        (
+            "before",
+            step(1, registry_name="tokenizer_processor"),
+            "step 1 (tokenizer_processor) is n",
+        ),
+        (
+            "before",
+            step(1, **{"registry_name": None, "class": "os.system"}),
+            "step 1 (os.system) is",
+        ),
+        (
+            "behind",
+            step(0, registry_name="normalizer_processor"),
+            "step 0 (normalizer_processor) is",
+        ),
+        ("before", step(2, config={"float_dtype": "bfloat16"}), "float_dtype: got 'bfloat16'"),
+        ("before", step(3, state_file="../a.safetensors"), "want a file of this folder"),
+        ("before", step(3, state_file="none.safetensors"), "none.safetensors cannot be read"),
+        ("before", step(3, state_file="b.safetensors", config={}), "missing required field"),
+        (
+            "behind",
+            lambda one: one["steps"][0]["config"].update(norm_map={"ACTION": "MIN_MAX"}),
+            "action: MIN_MAX needs min and max, which its state file lacks",
+        ),
+        (
+            "behind",
+            lambda one: one["steps"][0]["config"].update(norm_map={"ACTION": "LOG"}),
+            "action: got 'LOG', want MEAN_STD, MIN_MAX, QUANTILES, QUANTILE10 or IDENTITY",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(
+    folder: Path, name: str, edit: Callable[[Any], object], said: str
+) -> None:
+    change(folder, name, edit)
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder)
+    assert said in str(caught.value)
+    assert FILES[name] in str(caught.value)
+
+
+def test_every_reason_is_told_at_once(folder: Path) -> None:
+    change(folder, "config", edits(n_obs_steps=2))
+    (folder / FILES["before"]).unlink()
+    change(folder, "behind", step(0, registry_name="mine"))
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder, horizon=21, cameras={"front": "observation.images.top"})
+    said = [text.rpartition(".json: ")[2] for text in caught.value.problems]
+    assert said == [
+        "n_obs_steps: got 2, want 1",
+        "policy.options.cameras.front: got 'observation.images.top', the policy reads no camera",
+        "policy.options.horizon: got 21, the policy makes 20 steps",
+        "No such file or directory",
+        "step 0 (mine) is not known here; want device_processor, unnormalizer_processor",
+    ]
+
+
+@pytest.fixture(scope="module")
+def so101(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run-book's run, with a policy of random weights where it says."""
+    root = tmp_path_factory.mktemp("so101")
+    weights = tomllib.loads(RUN)["policy"]["weights"]
+    saved(root / Path(weights).parent, has_camera=True)
+    (root / "so101.toml").write_text(RUN)
+    return root / "so101.toml"
+
+
+def test_the_run_of_the_run_book_fits_and_another_does_not(so101: Path) -> None:
+    config = read(str(so101))
+    parts = specs_of(build_parts(config, torch.device("cpu")))
+    places_of(config, parts, input_specs(config), inline=True)
+    config = read(str(so101), ["streams.front.image.resize=[48, 64]", "streams.joints.dim=5"])
+    with pytest.raises(ConfigError) as caught:
+        places_of(config, parts, input_specs(config), inline=True)
+    assert len(caught.value.problems) == 2
+
+
+def test_such_a_policy_can_be_written_as_onnx(
+    so101: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main(["--config", str(so101), "--out", str(tmp_path)]) == 0
+    assert float(capsys.readouterr().out.rpartition(" ")[2]) <= 1e-4
+
+
+@pytest.mark.multirank
+def test_the_run_of_the_run_book_serves_the_policy(so101: Path, tmp_path: Path) -> None:
+    endpoint = f"service.endpoint=unix://{tmp_path}/r"
+    with Ranks(tmp_path, endpoint, SERVED, config=so101, world_size=1) as ranks:
+        ranks.wait_for_event("phase", phase="ready")
+        assert ranks.wait() == [ExitCode.DRAINED]
