@@ -148,14 +148,14 @@ def print_report(run: Run) -> None:
     log_bytes = sum(path.stat().st_size for path in run.directory.glob("rank*.jsonl"))
     if log_bytes <= REPORT_BYTES_MAX:
         cli.main([str(run.directory)])
+        if blocks := attribution.report(run.directory):
+            print(blocks)
     else:
         print(
             f"the log of {run.run_id} has {log_bytes / 1e6:.0f} MB, and up to "
             f"{REPORT_BYTES_MAX / 1e6:.0f} are read at the end of a run; its report: "
             f"ppstream-report {run.directory}"
         )
-    if blocks := attribution.report(run.directory):
-        print(blocks)
     story = run.directory / ROBOT_STORY
     if story.exists():
         print(story.read_text(), end="")

@@ -69,6 +69,8 @@ def test_the_end_of_a_run_reads_no_log_that_takes_longer_than_launchers_wait(
     run = Run(simulate(n=200).write(tmp_path / "a-run"))
     if is_long:
         monkeypatch.setattr(serve, "REPORT_BYTES_MAX", 10_000)
+        for path in run.directory.glob("rank*.jsonl"):  # whoever reads it raises
+            path.write_text("no log\n" + path.read_text())
     serve.print_report(run)
     said = capsys.readouterr().out
     assert ("primary" in said) == (not is_long)
