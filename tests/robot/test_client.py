@@ -342,7 +342,7 @@ def test_whatever_needs_a_receiving_thread_that_has_ended_says_so(
             assert "in fail" in str(raised.value)
         assert not client.ready
         wait_until(lambda: server.sessions.statistics().closed == {"bye": 1})
-        assert not client.connected
+        wait_until(lambda: not client.connected)  # it says goodbye first
         assert client.statistics().line().startswith(f"the receiving thread ended: {said}")
         assert server.sessions.reports[-1].fault.startswith("client: the receiving thread ended")
         wait_until(lambda: caplog.messages)
