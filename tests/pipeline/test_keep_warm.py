@@ -135,6 +135,7 @@ def test_a_served_run_with_dry_runs_gives_every_robot_its_answers(tmp_path: Path
         WARM,
         f"service.endpoint={endpoint}",
         "actions.lease_ms=5000",
+        "actions.dt_ms=1000",
     )  # a busy machine is slow
     streams = [("joints", 3), ("imu", 2)]
     with (
