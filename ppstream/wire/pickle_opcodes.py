@@ -8,23 +8,24 @@ and texts, and on the result's depth and items, where a value counts each time i
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ppstream.core.errors import ProtocolError
-
-Array: TypeAlias = np.ndarray[Any, Any]
+from ppstream.wire.foreign_msgpack import (
+    DEPTH_MAX,
+    DIMENSIONS_MAX,
+    ITEMS_MAX,
+    Array,
+    as_array,
+)
 
 OPCODES_MAX: Final = 65536
-ITEMS_MAX: Final = 16384  # of the result, nested ones included
-DEPTH_MAX: Final = 16
-DIMENSIONS_MAX: Final = 8
 INTEGER_BYTES_MAX: Final = 8
 TEXT_BYTES_MAX: Final = 65536  # longer ones are bytes, as protocol 2 writes them
 PROTOCOLS: Final = range(2, 6)
@@ -300,12 +301,7 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Array:
         raise ValueError(f"an array's shape is not up to {DIMENSIONS_MAX} numbers")
     if not all(type(one) is int and one >= 0 for one in shape):
         raise ValueError("an array's shape is not made of numbers from 0 on")
-    wanted = math.prod(shape) * dtype.dtype.itemsize
-    if wanted != len(data):
-        raise ValueError(
-            f"an array {dtype.dtype} {list(shape)} has {len(data)} bytes, want {wanted}"
-        )
-    return np.ndarray(shape, dtype.dtype, data, order="F" if order == "F" else "C")
+    return as_array(data, dtype.dtype, shape, order)
 
 
 class _Tree:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.peers_environments import Unavailable, python_with
 from ranks import Ranks
-from robot_rig import wait_until
 
 from ppstream.core.errors import ExitCode
 
+PACKAGE = "strands-robots"
 ROBOT = Path(__file__).parents[1] / "support" / "groot_robot.py"
-LISTENS = re.compile(r"clients of groot connect to tcp://127.0.0.1:(\d+)")
 REQUESTS = 200
 LIMIT_S = 100
 TOKEN = "0123456789abcdef0123"
@@ -67,26 +64,10 @@ action_keys = { single_arm = [0, 5], gripper = [5, 6] }
 """
 
 
-@pytest.fixture(scope="module")
-def python() -> str:
-    try:
-        return str(python_with("strands-robots"))
-    except Unavailable as error:
-        pytest.skip(f"strands-robots cannot be had: {error}")
-
-
 def run_in(folder: Path) -> Path:
     file = folder / "so100.toml"
     file.write_text(f'{RUN}\n[service]\nendpoint = "unix://{folder}/robots"\n')
     return file
-
-
-def port_of(ranks: Ranks) -> str:
-    ranks.wait_for_event("phase", phase="ready")
-    wait_until(lambda: LISTENS.search(ranks.output()))
-    listens = LISTENS.search(ranks.output())
-    assert listens
-    return listens[1]
 
 
 def robot(python: str, *words: str) -> subprocess.Popen[str]:
@@ -109,7 +90,7 @@ def test_both_generations_are_answered_with_their_own_actions_side_by_side(
     python: str, tmp_path: Path
 ) -> None:
     with Ranks(tmp_path, config=run_in(tmp_path), world_size=2) as ranks:
-        port = port_of(ranks)
+        port = ranks.gateway_address("groot").rpartition(":")[2]
         robots = {name: robot(python, port, name, str(REQUESTS)) for name in ("n1.5", "n1.6")}
         found = {name: said(process) for name, process in robots.items()}
         for name, one in found.items():
@@ -133,7 +114,7 @@ def test_a_client_with_the_token_is_served_and_one_without_is_not(
     file.chmod(0o600)
     setting = f"gateway.0.api_key_file={file}"
     with Ranks(tmp_path, setting, config=run_in(tmp_path), world_size=1) as ranks:
-        port = port_of(ranks)
+        port = ranks.gateway_address("groot").rpartition(":")[2]
         assert said(robot(python, port, "n1.6", "5", TOKEN))["p50_ms"] > 0
         with pytest.raises(AssertionError, match="Unauthorized: Invalid API token"):
             said(robot(python, port, "n1.6", "5"))

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.peers_environments import Unavailable, python_with
 from ranks import Ranks
 from robot_rig import wait_until
 
 from ppstream.core.errors import ExitCode
 
+PACKAGE = "lerobot"
 ROBOT = Path(__file__).parents[1] / "support" / "lerobot_robot.py"
-LISTENS = re.compile(r"clients of lerobot connect to (\S+)")
 DETAILS = re.compile(r'details = "(.*)"')
 HAS_LEFT = re.compile(r"lerobot-1-\S+ has left")
 ACTIONS = 120
@@ -78,26 +77,10 @@ wrist = "wrist"
 """
 
 
-@pytest.fixture(scope="module")
-def python() -> str:
-    try:
-        return str(python_with("lerobot"))
-    except Unavailable as error:
-        pytest.skip(f"lerobot cannot be had: {error}")
-
-
 def run_in(folder: Path) -> Path:
     file = folder / "so101.toml"
     file.write_text(f'{RUN}\n[service]\nendpoint = "unix://{folder}/robots"\n')
     return file
-
-
-def address_of(ranks: Ranks) -> str:
-    ranks.wait_for_event("phase", phase="ready")
-    wait_until(lambda: LISTENS.search(ranks.output()))
-    listens = LISTENS.search(ranks.output())
-    assert listens
-    return listens[1]
 
 
 def play(python: str, folder: Path, *words: str) -> tuple[dict[str, Any], str]:
@@ -118,7 +101,7 @@ def play(python: str, folder: Path, *words: str) -> tuple[dict[str, Any], str]:
 @pytest.mark.timeout(240)
 def test_the_client_executes_actions_of_its_own_observations(python: str, tmp_path: Path) -> None:
     with Ranks(tmp_path, config=run_in(tmp_path), world_size=2) as ranks:
-        found, said = play(python, tmp_path, address_of(ranks), str(ACTIONS), "16")
+        found, said = play(python, tmp_path, ranks.gateway_address("lerobot"), str(ACTIONS), "16")
         assert found["started"] is True, said
         assert found["strange"] == []
         executed = found["executed"]
@@ -142,7 +125,7 @@ def test_a_client_whose_contract_differs_does_not_start_and_is_told_why(
 ) -> None:
     setting = "gateway.0.map.front=cam_high"
     with Ranks(tmp_path, setting, config=run_in(tmp_path), world_size=1) as ranks:
-        found, said = play(python, tmp_path, address_of(ranks), "1", "17")
+        found, said = play(python, tmp_path, ranks.gateway_address("lerobot"), "1", "17")
         assert found["started"] is False
         assert "cam_high: the robot has no such camera, stream front wants it" in said
         assert "'front': the robot sends it, no stream wants it" in said

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from bench.peers_environments import Unavailable, python_with
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from ranks import Ranks
-from robot_rig import wait_until
 
 from ppstream.core.errors import ExitCode
 from ppstream.wire.openpi import decode, encode
 
+PACKAGE = "openpi-client"
 ROBOT = Path(__file__).parents[1] / "support" / "openpi_robot.py"
-LISTENS = re.compile(r"clients of openpi connect to (ws://\S+)")
 REQUESTS = 200
 LIMIT_S = 100
 KEY = "0123456789abcdef0123"
@@ -58,14 +55,6 @@ RUNS: dict[str, tuple[list[tuple[str, int, str]], list[tuple[str, Any]], int, in
         10,
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def python() -> str:
-    try:
-        return str(python_with("openpi-client"))
-    except Unavailable as error:
-        pytest.skip(f"openpi-client cannot be had: {error}")
 
 
 def run_of(robot: str, folder: Path) -> Path:
@@ -143,13 +132,10 @@ def test_requests_of_openpis_examples_are_answered_with_their_own_actions(
     robot: str, python: str, tmp_path: Path
 ) -> None:
     with Ranks(tmp_path, config=run_of(robot, tmp_path), world_size=2) as ranks:
-        ranks.wait_for_event("phase", phase="ready")
-        wait_until(lambda: LISTENS.search(ranks.output()))
-        listens = LISTENS.search(ranks.output())
-        assert listens
-        with urlopen(listens[1].replace("ws:", "http:") + "/healthz", timeout=20) as health:
+        address = ranks.gateway_address("openpi")
+        with urlopen(address.replace("ws:", "http:") + "/healthz", timeout=20) as health:
             assert (health.status, health.read()) == (200, b"OK\n")
-        found = ask(python, listens[1], robot, str(REQUESTS))
+        found = ask(python, address, robot, str(REQUESTS))
         shape = [RUNS[robot][2]]
         assert found["steps"] == [shape] * 7
         assert found["metadata"]["reset_pose"] == [0, -1.5]
@@ -171,13 +157,10 @@ def test_a_client_with_the_key_is_served_and_one_without_is_not(
     file.chmod(0o600)
     setting = f"gateway.0.api_key_file={file}"
     with Ranks(tmp_path, setting, config=run_of("libero", tmp_path), world_size=1) as ranks:
-        ranks.wait_for_event("phase", phase="ready")
-        wait_until(lambda: LISTENS.search(ranks.output()))
-        listens = LISTENS.search(ranks.output())
-        assert listens
-        assert ask(python, listens[1], "libero", "5", KEY)["p50_ms"] > 0
+        address = ranks.gateway_address("openpi")
+        assert ask(python, address, "libero", "5", KEY)["p50_ms"] > 0
         with pytest.raises(AssertionError, match="HTTP 401"):
-            ask(python, listens[1], "libero", "5")
+            ask(python, address, "libero", "5")
 
 
 leaves = st.one_of(

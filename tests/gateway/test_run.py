@@ -32,10 +32,7 @@ pytestmark = pytest.mark.multirank
 DROID = Path(__file__).parents[1] / "support" / "droid.toml"
 SO101 = DROID.with_name("so101.toml")
 MOTORS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
-LISTENS = re.compile(r"clients of openpi connect to (ws://\S+)")
-LEROBOT_LISTENS = re.compile(r"clients of lerobot connect to (\S+)")
 REQUESTS = 50
-GROOT_LISTENS = re.compile(r"clients of groot connect to (tcp://\S+)")
 GROOT = (
     "gateway.0.wire=groot",
     "gateway.0.metadata={}",
@@ -60,11 +57,8 @@ def test_each_answer_is_of_its_very_observation_and_the_gateway_ends_with_the_ru
     tmp_path: Path,
 ) -> None:
     with Ranks(tmp_path, config=DROID, world_size=1) as ranks:
-        ranks.wait_for_event("phase", phase="ready")
-        wait_until(lambda: LISTENS.search(ranks.output()))
-        found = LISTENS.search(ranks.output())
-        assert found
-        with connect(found[1], compression=None, proxy=None) as robot:
+        address = ranks.gateway_address("openpi")
+        with connect(address, compression=None, proxy=None) as robot:
             assert decode(bytes(robot.recv()))["reset_pose"] == [0, -1.5]
             for number in range(REQUESTS):
                 given = observation(number)
@@ -81,11 +75,8 @@ def test_each_answer_is_of_its_very_observation_and_the_gateway_ends_with_the_ru
 
 def test_a_robot_of_lerobot_gets_actions_of_its_own_observations(tmp_path: Path) -> None:
     with Ranks(tmp_path, config=SO101, world_size=1) as ranks:
-        ranks.wait_for_event("phase", phase="ready")
-        wait_until(lambda: LEROBOT_LISTENS.search(ranks.output()))
-        found = LEROBOT_LISTENS.search(ranks.output())
-        assert found
-        with robot_at(found[1]) as robot:
+        address = ranks.gateway_address("lerobot")
+        with robot_at(address) as robot:
             state = {"dtype": "float32", "shape": (6,), "names": [f"{m}.pos" for m in MOTORS]}
             front = {"dtype": "image", "shape": (8, 6, 3), "names": ["height", "width", "channels"]}
             features = {"observation.state": state, "observation.images.front": front}
@@ -118,12 +109,9 @@ def test_robots_in_rows_get_answers_of_their_own_and_the_report_says_that_they_a
     tmp_path: Path,
 ) -> None:
     with Ranks(tmp_path, *IN_ROWS, config=DROID, world_size=2) as ranks:
-        ranks.wait_for_event("phase", phase="ready")
-        wait_until(lambda: LISTENS.search(ranks.output()))
-        found = LISTENS.search(ranks.output())
-        assert found
+        address = ranks.gateway_address("openpi")
         with ThreadPoolExecutor(ROBOTS) as threads:
-            for asked in [threads.submit(ask, found[1], robot) for robot in range(ROBOTS)]:
+            for asked in [threads.submit(ask, address, robot) for robot in range(ROBOTS)]:
                 asked.result(100)
         ranks.processes[0].send_signal(signal.SIGTERM)
         assert ranks.wait() == [ExitCode.DRAINED] * 2
@@ -159,11 +147,8 @@ def test_a_client_of_groot_is_answered_also_when_the_run_is_killed_amid_its_requ
         zmq.Context() as context,
         context.socket(zmq.DEALER) as robot,
     ):
-        ranks.wait_for_event("phase", phase="ready")
-        wait_until(lambda: GROOT_LISTENS.search(ranks.output()))
-        found = GROOT_LISTENS.search(ranks.output())
-        assert found
-        robot.connect(found[1])
+        address = ranks.gateway_address("groot")
+        robot.connect(address)
         robot.set(zmq.RCVTIMEO, 20_000)
         data = {"state.arm": np.ones((1, 7)), "state.grip": np.ones((1, 1))}
         data["video.wrist"] = np.zeros((1, 8, 6, 3), np.uint8)

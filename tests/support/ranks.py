@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -102,6 +103,16 @@ class Ranks:
             raise AssertionError(
                 f"a rank did not end within {limit_s} s:\n{self.output()}"
             ) from None
+
+    def gateway_address(self, wire: str) -> str:
+        """Where the gateway of ``wire`` listens, once the run is ready."""
+        listens = re.compile(rf"clients of {wire} connect to (\S+)")
+        self.wait_for_event("phase", phase="ready")
+        deadline = time.monotonic() + END_LIMIT_S
+        while (found := listens.search(self.output())) is None:
+            assert time.monotonic() < deadline, f"no gateway came:\n{self.output()}"
+            time.sleep(0.01)
+        return found[1]
 
     def wait_for_event(self, name: str, limit_s: float = END_LIMIT_S, **fields: object) -> dict:
         """The first event of that name (and fields) in rank 0's log, as soon as it is there."""

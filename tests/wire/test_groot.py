@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from plain_data import NUMBERS_AND_TEXTS, nested, same
 
 from ppstream.core.errors import ProtocolError
 from ppstream.wire.foreign_msgpack import ITEMS_MAX
@@ -81,14 +82,8 @@ GOLDEN: list[tuple[Any, bytes]] = [
     ),
 ]
 
-dtypes = st.one_of(
-    arrays.boolean_dtypes(),
-    arrays.integer_dtypes(),
-    arrays.unsigned_integer_dtypes(),
-    arrays.floating_dtypes(sizes=(16, 32, 64)),
-    arrays.unicode_string_dtypes(min_len=1, max_len=5),
-)
 shapes = arrays.array_shapes(min_dims=0, min_side=0, max_dims=5, max_side=4)
+every_array = NUMBERS_AND_TEXTS.flatmap(lambda dtype: arrays.arrays(dtype, shapes))
 leaves = st.one_of(
     st.none(),
     st.booleans(),
@@ -96,28 +91,10 @@ leaves = st.one_of(
     st.floats(allow_nan=False),
     st.text(max_size=20),
     st.binary(max_size=20),
-    dtypes.flatmap(lambda dtype: arrays.arrays(dtype, shapes)),
+    every_array,
     arrays.arrays(np.float32, shapes).map(np.asfortranarray),
 )
-values = st.recursive(
-    leaves,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=8,
-)
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray):
-        return (
-            isinstance(other, np.ndarray)
-            and (one.dtype, one.shape) == (other.dtype, other.shape)
-            and one.tobytes() == other.tobytes()
-        )
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and bool(one == other)
+values = nested(leaves)
 
 
 def array(file: Any, **more: Any) -> bytes:
@@ -151,7 +128,10 @@ def test_what_is_encoded_is_read_back_in_dtype_shape_and_bytes(message: dict[str
     assert same(message, decode(encode(message)))
 
 
-@given(dtypes.flatmap(lambda dtype: arrays.arrays(dtype, shapes)), st.sampled_from([1, 2, 3]))
+@given(
+    every_array,
+    st.sampled_from([1, 2, 3]),
+)
 def test_an_npy_of_any_version_is_read_as_numpy_reads_it(given_: Any, version: int) -> None:
     out = io.BytesIO()
     np.lib.format.write_array(out, given_, (version, 0), allow_pickle=False)

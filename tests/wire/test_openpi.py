@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from plain_data import NUMBERS_AND_TEXTS, nested, same
 
 from ppstream.core.errors import ProtocolError
 from ppstream.wire import foreign_msgpack
@@ -56,13 +57,6 @@ GOLDEN = [
     ),
 ]
 
-dtypes = st.one_of(
-    arrays.boolean_dtypes(),
-    arrays.integer_dtypes(),
-    arrays.unsigned_integer_dtypes(),
-    arrays.floating_dtypes(sizes=(16, 32, 64)),
-    arrays.unicode_string_dtypes(min_len=1, max_len=5),
-)
 shapes = arrays.array_shapes(min_dims=0, min_side=0, max_dims=3, max_side=4)
 leaves = st.one_of(
     st.none(),
@@ -71,28 +65,10 @@ leaves = st.one_of(
     st.floats(),
     st.text(max_size=20),
     st.binary(max_size=20),
-    dtypes.flatmap(lambda dtype: arrays.arrays(dtype, shapes)),
+    NUMBERS_AND_TEXTS.flatmap(lambda dtype: arrays.arrays(dtype, shapes)),
 )
-values = st.recursive(
-    leaves,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=8,
-)
+values = nested(leaves)
 messages = st.dictionaries(st.text(max_size=9), values, max_size=4)
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray):
-        return (
-            isinstance(other, np.ndarray)
-            and (one.dtype, one.shape) == (other.dtype, other.shape)
-            and one.tobytes() == other.tobytes()
-        )
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and (one == other or one != one)
 
 
 def array(**changes: Any) -> bytes:

@@ -14,6 +14,7 @@ from fuzz.pickles import fuzz_pickles
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from plain_data import NUMBERS, same
 
 from ppstream.core.errors import ProtocolError
 from ppstream.wire import pickle_opcodes
@@ -22,12 +23,6 @@ from ppstream.wire.pickle_opcodes import Instance, decode
 PROTOCOLS = list(pickle_opcodes.PROTOCOLS)
 MODULE = __name__
 
-dtypes = st.one_of(
-    arrays.boolean_dtypes(),
-    arrays.integer_dtypes(),
-    arrays.unsigned_integer_dtypes(),
-    arrays.floating_dtypes(sizes=(16, 32, 64)),
-)
 shapes = arrays.array_shapes(min_dims=0, min_side=1, max_dims=3, max_side=4)
 leaves = st.one_of(
     st.none(),
@@ -36,8 +31,8 @@ leaves = st.one_of(
     st.floats(),
     st.text(max_size=20),
     st.binary(min_size=1, max_size=20),
-    dtypes.flatmap(lambda dtype: arrays.arrays(dtype, shapes)),
-    dtypes.flatmap(lambda dtype: arrays.arrays(dtype, shapes)).map(np.asfortranarray),
+    NUMBERS.flatmap(lambda dtype: arrays.arrays(dtype, shapes)),
+    NUMBERS.flatmap(lambda dtype: arrays.arrays(dtype, shapes)).map(np.asfortranarray),
 )
 values = st.recursive(
     leaves,
@@ -61,20 +56,6 @@ class Calls:
 
     def __reduce__(self) -> Any:
         return self.call
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray | np.generic):
-        return (
-            isinstance(other, np.ndarray | np.generic)
-            and (one.dtype, one.shape) == (other.dtype, other.shape)
-            and np.asarray(one).tobytes() == np.asarray(other).tobytes()
-        )
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and (one == other or one != one)
 
 
 @given(values, st.sampled_from(PROTOCOLS))

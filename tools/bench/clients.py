@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median_low
 from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 from bench.cores import Cores
 from bench.latency import rank_settings
-from bench.peers import ACCEPT, OPENPI, Robot, Session, program, read_line
+from bench.peers import ACCEPT, OPENPI, Robot, Session, program, range_text, read_line
 from bench.peers_work import PAUSE_MS
 from claimed_numbers import Claim, median_round, ratio
 from real_runs import (
@@ -226,22 +226,16 @@ def print_cells(found: Sequence[Cell]) -> None:
         ones = {cell.round: cell.per_s for cell in rows if cell.clients == 1}
         for clients in sorted({cell.clients for cell in rows}):
             here = [cell for cell in rows if cell.clients == clients]
+            times = [cell.per_s / ones[cell.round] for cell in here if cell.round in ones]
             columns = (
                 str(clients),
-                _range([cell.per_s for cell in here], 1),
-                _range([cell.per_s / ones[cell.round] for cell in here if cell.round in ones], 2),
-                _range([cell.p50_ms for cell in here], 1),
-                _range([cell.p99_ms for cell in here], 1),
-                _range([cell.foreign for cell in here], 2),
+                range_text([cell.per_s for cell in here], 1),
+                range_text(times, 2),
+                range_text([cell.p50_ms for cell in here], 1),
+                range_text([cell.p99_ms for cell in here], 1),
+                range_text([cell.foreign for cell in here], 2),
             )
             print(f"{server:18}" + "".join(f"{column:>22}" for column in columns))
-
-
-def _range(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return "-"
-    shown = f"{median(values):.{digits}f}"
-    return f"{shown} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 if __name__ == "__main__":

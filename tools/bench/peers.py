@@ -407,17 +407,18 @@ def print_rows(found: Sequence[Found]) -> None:
             ratios = [each.p50 / base[each.round].p50 for each in rounds if each.round in base]
             p99 = [each.p99 for each in rounds if each.p99 is not None]
             columns = (
-                _range([each.p50 for each in rounds], 0),
-                _range(p99, 0),
-                _range(ratios, 3),
-                _range([each.foreign for each in rounds], 2),
+                range_text([each.p50 for each in rounds], 0),
+                range_text(p99, 0),
+                range_text(ratios, 3),
+                range_text([each.foreign for each in rounds], 2),
             )
             missing = sum(each.unanswered for each in rounds)
             note = f"  {missing} unanswered" if missing else ""
             print(f"{peer:28}" + "".join(f"{column:>28}" for column in columns) + note)
 
 
-def _range(values: Sequence[float], digits: int) -> str:
+def range_text(values: Sequence[float], digits: int) -> str:
+    """The median of rounds with their range."""
     if not values:
         return "-"
     shown = f"{median(values):.{digits}f}"
