@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 # Runs whose stages only seem to overlap; they want the machine for themselves.
 CONTENTION := one-cpu lock-beside-others one-cpu-of-two slower-alone one-interpreter worse-service
 # Most tests wait most of their time, so they run beside each other, a file in one process.
-BESIDE := -n 3 --dist loadfile --max-worker-restart 0
+BESIDE := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+ALONE := $(shell grep -rl --include='*.py' 'mark[.]alone' tests)
 CORE := ppstream/native/core.abi3.so
 # Tests of what the compiled core does, which run once more with its Python twins.
 TWINS := tests/ingest tests/pipeline/test_decode.py tests/pipeline/test_stage_c.py
@@ -21,7 +22,7 @@ SOURCES := $(shell find ppstream kernels stages -name '*.py')
 help:
 	@echo 'make demo    balance the embedded cart-pole through two ranks, then print the report'
 	@echo 'make test    lint, types, floors, the API reference, and the tests of the code'
-	@echo 'make test-clients  the gateway with clients that others publish'
+	@echo 'make test-clients  the gateway with clients that others publish, and policies of LeRobot and ONNX'
 	@echo 'make check-docs  the run-books, pictures, dashboard, alerts and the rules of the source'
 	@echo 'make check-gate  real runs that only seem to overlap: gate and report refuse them'
 	@echo 'make check-native  the compiled core and its Python twins, with two sanitizers'
@@ -36,12 +37,12 @@ demo: $(VENV)/.demo
 	$(BIN)/ppstream run
 
 test: lint docs $(CORE)
-	$(BIN)/python -m pytest -m alone || failed=1; \
+	$(BIN)/python -m pytest -m alone $(ALONE) || failed=1; \
 	PPSTREAM_NATIVE=0 $(BIN)/python -m pytest -m 'not alone' $(BESIDE) $(TWINS) || failed=1; \
 	$(BIN)/python -m pytest -m 'not alone' $(BESIDE) && test -z "$$failed"
 
 test-clients: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/clients
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/clients
 
 check-docs: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/docs
@@ -52,7 +53,10 @@ check-gate: $(VENV)/.dev
 check-native: $(VENV)/.dev
 	$(BIN)/python tools/dev/check_core.py
 
-check: check-docs check-native check-gate test-clients test
+# What keeps no time goes side by side; the tests come last, also when something before them fails.
+check: $(VENV)/.dev
+	$(MAKE) --keep-going --jobs=2 --output-sync=target check-docs check-native test-clients || failed=1; \
+	$(MAKE) --keep-going --jobs=1 check-gate test && test -z "$$failed"
 
 # The installation made it already; again when the source is newer.
 $(CORE): $(wildcard ppstream/native/*.[ch]) tools/dev/build_core.py | $(VENV)/.dev

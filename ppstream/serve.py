@@ -87,12 +87,12 @@ def run_rank(config: PipelineConfig, rank: int) -> int:
     end = RankEnd(rank, generation)
     run = Run.of_launcher(root) if generation else None
     if run is not None and (code := run.final_code()) is not None:
-        end.say(code, "an earlier generation ended so; restarting cannot improve it")
+        end.print_last_line(code, "an earlier generation ended so; restarting cannot improve it")
         return int(code)
     final = ExitCode.INTERNAL, "this rank's end could not be told"
     try:
         final = _run(config, end, run)
-        final = end.settled(*final)
+        final = end.end_of_main_thread(*final)
         end.record(*final)
         if rank == 0 and end.run is not None and end.on_stop is not None and final[0] in REPORTED:
             print_report(end.run)
@@ -134,7 +134,7 @@ def end_of(error: BaseException, end: RankEnd) -> tuple[ExitCode, str]:
         if code is ExitCode.INTERNAL:
             traceback.print_exception(error)
         if code not in REPORTED and code not in FINAL_CODES:  # else it may be printing its report
-            reason += end.see_peer_out(0.0 if isinstance(error, PeerFrozenError) else SEE_OUT_S)
+            reason += end.end_other_ranks(0.0 if isinstance(error, PeerFrozenError) else SEE_OUT_S)
     except Exception as failure:  # noqa: BLE001 - nothing changes the code
         end.complain("the end is not told in full", failure)
     return code, reason

@@ -30,13 +30,23 @@ def test_an_old_python_is_told_at_once_which_one_it_needs(command):
     assert "this is Python 3.10, rank 0 and policy ranks need 3.11 or newer" in ended.stderr
 
 
-def test_a_missing_demo_extra_is_a_configuration_error_before_any_rank(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("missing", "extra", "arguments"),
+    [
+        ("mujoco", "demo", ("--config", "demo")),
+        ("foxglove", "view", ("--config", "bench", "--set", "view.port=0")),
+        ("mcap", "view", ("--config", "bench", "--set", "view.port=0")),
+    ],
+)
+def test_a_missing_extra_is_a_configuration_error_before_any_rank(
+    missing, extra, arguments, monkeypatch, capsys
+):
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        requirements, "find_spec", lambda name: (name != "mujoco" and found(name)) or None
+        requirements, "find_spec", lambda name: (name != missing and found(name)) or None
     )
-    assert serve.main(["--config", "demo"]) == 11
-    assert "pip install 'ppstream[demo]'" in capsys.readouterr().err
+    assert serve.main(arguments) == 11
+    assert f"pip install 'ppstream[{extra}]'" in capsys.readouterr().err
     assert requirements.missing_packages(load.read("bench")) == []
 
 

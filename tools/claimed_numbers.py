@@ -21,7 +21,7 @@ Claim = dict[str, Any]
 Round = TypeVar("Round")
 
 
-class Timed(NamedTuple):
+class ClaimedTime(NamedTuple):
     """Work done, and how long it took."""
 
     items: int
@@ -46,7 +46,7 @@ def median_round(rounds: Sequence[Round], figure: Callable[[Round], float]) -> R
     return sorted(rounds, key=figure)[(len(rounds) - 1) // 2]
 
 
-def median_rate(what: str, rounds: Sequence[Timed], claimed: float) -> Claim:
+def median_rate(what: str, rounds: Sequence[ClaimedTime], claimed: float) -> Claim:
     """``claimed`` is the median rate of an odd number of rounds: that round made it."""
     items, seconds = median_round(rounds, lambda each: each.rate)
     return throughput(what, items, seconds, claimed)

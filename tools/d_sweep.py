@@ -21,10 +21,10 @@ import torch
 from claimed_numbers import Claim, ratio
 from d_sweep_cells import (
     Advice,
-    Cell,
     Pass,
-    Row,
     Stages,
+    SweepCell,
+    SweepRow,
     abba,
     cells,
     combine,
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mode = f"{options.kind} stages, host link, log on, 2 x {options.envelopes} envelopes, ABBA"
     print_environment(mode)
     order = abba(cells(options.stages, options.threads, options.depths))
-    passes: dict[Cell, list[Pass]] = {}
+    passes: dict[SweepCell, list[Pass]] = {}
     with ending_cleanly():
         for number, cell in enumerate(order, start=1):
             print(f"{number}/{len(order)}  {cell.stages}  {cell.threads}  D {cell.depth}")
@@ -111,7 +111,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 # ---- one cell ---------------------------------------------------------------------------------
 
 
-def run_cell(cell: Cell, kind: str, envelopes: int) -> Pass:
+def run_cell(cell: SweepCell, kind: str, envelopes: int) -> Pass:
     """One run of all ranks; exits when it did not get through bring-up."""
     settings = [*_settings(cell, kind), f"bringup.envelopes={envelopes}", "bringup.standalone=2"]
     report, _ = measure_bring_up(settings, world_size=1 + len(cell.stages.places_ms))
@@ -135,7 +135,7 @@ def read_pass(report: RunReport) -> Pass:
     )
 
 
-def slot_bytes(cell: Cell) -> int:
+def slot_bytes(cell: SweepCell) -> int:
     """Returns the bytes of the slots of both directions."""
     config = load.read("bench", _settings(cell, "sleep"))
     *_, policy = build_parts(config, torch.device("cpu"))
@@ -144,7 +144,7 @@ def slot_bytes(cell: Cell) -> int:
     return envelopes + shape.result_slots * shape.result.slot_bytes
 
 
-def _settings(cell: Cell, kind: str) -> list[str]:
+def _settings(cell: SweepCell, kind: str) -> list[str]:
     places_ms = cell.stages.places_ms
     policy = [f"policy.options.b_ms={cell.stages.b_ms}"]
     if len(places_ms) > 1:
@@ -169,7 +169,7 @@ def _settings(cell: Cell, kind: str) -> list[str]:
 # ---- what is shown ----------------------------------------------------------------------------
 
 
-def print_rows(rows: Sequence[Row]) -> None:
+def print_rows(rows: Sequence[SweepRow]) -> None:
     print(
         f"\n{'':24} {'threads':7}  D {'period':>8} {'model':>8} {'gap':>7} {'S':>5} {'E':>5}"
         f" {'latency p50':>11} {'p99':>6} {'max':>6} {'age p50':>8} {'slots':>9}  {'n':>4}"
@@ -204,7 +204,7 @@ def print_advice(advice: Sequence[Advice]) -> None:
         )
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[SweepRow], path: Path) -> None:
     """Period and latency over D, one row of panels for each stage times."""
     import matplotlib as mpl
 
@@ -238,7 +238,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     print(f"\nplot: {path}")
 
 
-def claims_of(rows: Sequence[Row]) -> list[Claim]:
+def claims_of(rows: Sequence[SweepRow]) -> list[Claim]:
     """Each cell's period over the model's."""
     return [
         ratio(
@@ -251,7 +251,7 @@ def claims_of(rows: Sequence[Row]) -> list[Claim]:
     ]
 
 
-def _row_dict(row: Row) -> dict[str, Any]:
+def _row_dict(row: SweepRow) -> dict[str, Any]:
     return asdict(row) | {"cell": _cell_dict(row.cell), "gap": row.gap}
 
 
@@ -260,7 +260,7 @@ def _advice_dict(item: Advice) -> dict[str, Any]:
     return {"cell": _cell_dict(item.row.cell), "price": price}
 
 
-def _cell_dict(cell: Cell) -> dict[str, Any]:
+def _cell_dict(cell: SweepCell) -> dict[str, Any]:
     return cell._asdict() | {"stages": cell.stages._asdict()}
 
 

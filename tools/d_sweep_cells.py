@@ -40,7 +40,7 @@ class Stages(NamedTuple):
         return f"A {self.a_ms:g}  B {places}  C {self.c_ms:g} ms"
 
 
-class Cell(NamedTuple):
+class SweepCell(NamedTuple):
     """One point of the sweep: D_in = D_out = ``depth``."""
 
     stages: Stages
@@ -63,10 +63,10 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """A cell's passes together. ``slot_bytes``: both directions' slots, shared by the ranks."""
 
-    cell: Cell
+    cell: SweepCell
     period_ms: float
     model_ms: float
     formula: str
@@ -95,7 +95,7 @@ class Price(NamedTuple):
 class Advice(NamedTuple):
     """The smallest D whose period is good enough; ``price``: over the next smaller D, if any."""
 
-    row: Row
+    row: SweepRow
     price: Price | None
 
 
@@ -108,19 +108,23 @@ def parse_stages(text: str) -> Stages:
     return Stages(a_ms, b_ms, c_ms, tuple(behind_ms))
 
 
-def cells(stages: Iterable[Stages], threads: Sequence[str], depths: Sequence[int]) -> list[Cell]:
-    return [Cell(s, t, depth) for s in stages for t in threads for depth in sorted(set(depths))]
+def cells(
+    stages: Iterable[Stages], threads: Sequence[str], depths: Sequence[int]
+) -> list[SweepCell]:
+    return [
+        SweepCell(s, t, depth) for s in stages for t in threads for depth in sorted(set(depths))
+    ]
 
 
-def abba(forwards: Sequence[Cell]) -> list[Cell]:
+def abba(forwards: Sequence[SweepCell]) -> list[SweepCell]:
     """Every cell twice, the second time in reverse: a steady drift adds the same to each."""
     return [*forwards, *reversed(forwards)]
 
 
-def combine(cell: Cell, passes: Sequence[Pass], slot_bytes: int) -> Row:
+def combine(cell: SweepCell, passes: Sequence[Pass], slot_bytes: int) -> SweepRow:
     """Means of the passes' means; latencies and ages of all of them pooled."""
     overlaps = [found.overlap for found in passes if found.overlap is not None]
-    return Row(
+    return SweepRow(
         cell=cell,
         period_ms=fmean(found.period_ms for found in passes),
         model_ms=fmean(found.model_ms for found in passes),
@@ -134,15 +138,15 @@ def combine(cell: Cell, passes: Sequence[Pass], slot_bytes: int) -> Row:
     )
 
 
-def recommend(rows: Sequence[Row]) -> list[Advice]:
+def recommend(rows: Sequence[SweepRow]) -> list[Advice]:
     """One advice for each stage times and thread mode, in the order of the rows."""
-    groups: dict[tuple[Stages, str], list[Row]] = {}
+    groups: dict[tuple[Stages, str], list[SweepRow]] = {}
     for row in rows:
         groups.setdefault((row.cell.stages, row.cell.threads), []).append(row)
     return [_advice(sorted(group, key=lambda row: row.cell.depth)) for group in groups.values()]
 
 
-def gap_targets(rows: Iterable[Row]) -> list[Target]:
+def gap_targets(rows: Iterable[SweepRow]) -> list[Target]:
     """Returns what the model must explain, as gap in ms over the limit in ms (at most 1)."""
     targets = []
     for row in rows:
@@ -155,7 +159,7 @@ def gap_targets(rows: Iterable[Row]) -> list[Target]:
     return targets
 
 
-def _advice(group: list[Row]) -> Advice:
+def _advice(group: list[SweepRow]) -> Advice:
     best_ms = min(row.period_ms for row in group)
     index = next(i for i, row in enumerate(group) if row.period_ms <= GOOD_ENOUGH * best_ms)
     row = group[index]

@@ -17,7 +17,7 @@ import torch
 
 from ppstream.config import load
 from ppstream.core.clock import NS_PER_MS
-from ppstream.recording.items import Cut, Emitted, Item, SamplesItem
+from ppstream.recording.items import Emitted, Item, RowWindow, SamplesItem
 from ppstream.recording.mcap_writer import RecordFile
 from ppstream_stages.cartpole import decode, policy
 from ppstream_stages.cartpole.layout import LEASE_NS
@@ -71,7 +71,7 @@ def _answer(episode: Episode, control: Controller, arrives_ms: int) -> list[Item
     chunk = chunk_of(seq, end_ns, forces)
     header = (ROBOT, episode.body.now_ns, 0, seq, "ready", (1, 0))
     return [
-        Cut(*header, end_ns, end_ns + LEASE_NS, {}),
+        RowWindow(*header, end_ns, end_ns + LEASE_NS, {}),
         Emitted(ROBOT, arrives_ns, chunk, ""),
     ]
 

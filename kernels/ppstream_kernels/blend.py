@@ -40,7 +40,7 @@ class _Stream(NamedTuple):
     columns: slice  # of the output
 
 
-class Output(NamedTuple):
+class BlendOutput(NamedTuple):
     """The values being written: one memory, two views."""
 
     tensor_BTW: Tensor
@@ -58,7 +58,7 @@ class Blend:
         self._others = [stream for stream in self._streams if not _is_small_linear(stream)]
         self._small = _SmallLinear(small, self._weight_SBT) if small else None
 
-    def write(self, out: Output) -> None:
+    def write(self, out: BlendOutput) -> None:
         """Every element of the output, rounded once; 0 for rows without samples."""
         found = self._found
         np.divide(found.past_ns_SBT, np.maximum(found.gap_ns_SBT, 1), self._weight_SBT)
@@ -71,9 +71,9 @@ class Blend:
                 out.tensor_BTW[torch.from_numpy(empty_B), :, stream.columns] = 0
 
 
-def output_of(values_BTW: Tensor) -> Output:
+def output_of(values_BTW: Tensor) -> BlendOutput:
     """Returns where a blend writes: contiguous values of any of the four dtypes."""
-    return Output(values_BTW, _rows(_array(values_BTW)))
+    return BlendOutput(values_BTW, _rows(_array(values_BTW)))
 
 
 def _streams(columns: Columns, found: Brackets, weight_SBT: Doubles) -> list[_Stream]:
@@ -141,7 +141,7 @@ class _SmallLinear:
             (stream.columns, mixed_MD) for stream, mixed_MD in zip(streams, mixed, strict=True)
         ]
 
-    def write(self, out: Output) -> None:
+    def write(self, out: BlendOutput) -> None:
         """The columns of these streams."""
         for samples_RD, rows_2BT, gathered_2BTD, pair_2BTD, bfloat16s in self._gathers:
             samples_RD.take(rows_2BT, 0, gathered_2BTD, "wrap")  # "raise" would buffer
@@ -166,7 +166,7 @@ def _gather(stream: _Stream, pair_2BTD: Doubles) -> _Gather:
     return _Gather(stream.samples_RD, stream.rows_2BT, gathered_2BTD, pair_2BTD, bfloat16s)
 
 
-def _write_alone(stream: _Stream, out: Output) -> None:
+def _write_alone(stream: _Stream, out: BlendOutput) -> None:
     rows_2M = stream.rows_2BT.reshape(2, stream.weight_M1.size)
     if stream.mode in PICKING_MODES:
         _copy_first(stream, rows_2M[0], out)
@@ -183,7 +183,7 @@ def _write_alone(stream: _Stream, out: Output) -> None:
         _round_into(out, stream.columns, mixed_MD)
 
 
-def _copy_first(stream: _Stream, first_M: Int64s, out: Output) -> None:
+def _copy_first(stream: _Stream, first_M: Int64s, out: BlendOutput) -> None:
     picked_MD = stream.samples_RD.take(first_M, 0, mode="wrap")
     if out.tensor_BTW.dtype is stream.dtype:
         out.array_MW[:, stream.columns] = picked_MD
@@ -191,7 +191,7 @@ def _copy_first(stream: _Stream, first_M: Int64s, out: Output) -> None:
         out.tensor_BTW.flatten(0, 1)[:, stream.columns] = _tensor(picked_MD, stream.dtype)
 
 
-def _lerp_in_parts(stream: _Stream, rows_2M: Int64s, out: Output) -> None:
+def _lerp_in_parts(stream: _Stream, rows_2M: Int64s, out: BlendOutput) -> None:
     """torch.lerp starts from the closer sample: exact at both, monotone, never beyond either.
 
     Where the output is one piece of memory of the same dtype, the first samples are gathered right
@@ -239,7 +239,7 @@ class _Scratch(threading.local):
 _scratch: Final = _Scratch()
 
 
-def _round_into(out: Output, columns: slice, mixed_MD: Doubles) -> None:
+def _round_into(out: BlendOutput, columns: slice, mixed_MD: Doubles) -> None:
     if out.tensor_BTW.dtype in _HALVES:
         out.tensor_BTW.flatten(0, 1)[:, columns] = torch.from_numpy(mixed_MD)
     else:

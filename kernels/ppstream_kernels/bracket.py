@@ -95,10 +95,10 @@ class Brackets:
         """
         if len(tgt_ns_BT) == 1:
             self._search_one_row(tgt_ns_BT[0])
-            self._place()
+            self._find()
         else:
             self._search_rows(tgt_ns_BT)
-            self._place_in_rows()
+            self._find_in_rows()
         self._measure(tgt_ns_BT)
         for line, mode in zip(self._lines, self.modes, strict=True):
             if mode in PICKING_MODES:
@@ -131,7 +131,7 @@ class Brackets:
             for b, place in enumerate(zip(heads, counts, tgt_ns_BT, strict=True)):
                 line.passed_BT[b] = search_row(ring.stamps_ns_BN[b], *place)
 
-    def _place_in_rows(self) -> None:
+    def _find_in_rows(self) -> None:
         """Rows of all rings: where each begins is added last, or first while nothing wraps."""
         rings = [line.ring for line in self._lines]
         slots_S11 = np.array([[[ring.slots]] for ring in rings])
@@ -143,13 +143,13 @@ class Brackets:
         is_rotated = head_SB1.any()
         self._low_SB1[:] = head_SB1 if is_rotated else base_SB1
         np.add(self._low_SB1, np.maximum(count_SB1 - 1, 0), self._high_SB1)
-        self._place()
+        self._find()
         if is_rotated:
             rows_2SBT = self.rows_2SBT
             np.subtract(rows_2SBT, slots_S11, out=rows_2SBT, where=rows_2SBT >= slots_S11)
             rows_2SBT += base_SB1
 
-    def _place(self) -> None:
+    def _find(self) -> None:
         """From "how many have passed" to the two samples around, both among the samples held."""
         first_SBT, second_SBT = self._first_SBT, self._second_SBT
         np.add(self.passed_SBT, self._low_SB1, second_SBT)

@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ppstream_kernels.blend import Blend, Output, output_of
+from ppstream_kernels.blend import Blend, BlendOutput, output_of
 from ppstream_kernels.bracket import Brackets
 from ppstream_kernels.rings import Bools, Int64s
 from ppstream_kernels.source import Columns
@@ -57,7 +57,7 @@ class CpuPlan:
         self.bind(tgt_ns, values, valid, age_s)()
 
     def _run(
-        self, tgt_ns_BT: Int64s, values: Output, valid_SBT: Bools, age_s_SBT: Float32s
+        self, tgt_ns_BT: Int64s, values: BlendOutput, valid_SBT: Bools, age_s_SBT: Float32s
     ) -> None:
         self._brackets.find(tgt_ns_BT)
         self._blend.write(values)

@@ -40,7 +40,7 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]
 
 
-class Form(NamedTuple):
+class LaunchForm(NamedTuple):
     """One launch without its addresses."""
 
     variant: Variant
@@ -52,11 +52,11 @@ class Form(NamedTuple):
 
 
 def stream_address_at(position: int) -> int:
-    """Returns where in ``Form.parameters`` the addresses of the ``position``-th stream begin."""
+    """Offset in ``LaunchForm.parameters`` of the addresses of the ``position``-th stream."""
     return _HEADER.size + position * _STREAM.size
 
 
-def make_forms(columns: Columns, tgt_ns: Tensor, out_values: Tensor, gpu: Gpu) -> list[Form]:
+def make_forms(columns: Columns, tgt_ns: Tensor, out_values: Tensor, gpu: Gpu) -> list[LaunchForm]:
     """The launches of a call: one, unless there are more than ``MOST_STREAMS`` streams.
 
     Arguments are checked otherwise, and there is at least one target.
@@ -75,7 +75,7 @@ def make_forms(columns: Columns, tgt_ns: Tensor, out_values: Tensor, gpu: Gpu) -
 
 def _make_form(
     columns: Columns, group: range, tgt_ns: Tensor, out_values: Tensor, gpu: Gpu
-) -> Form:
+) -> LaunchForm:
     rows, targets = tgt_ns.shape
     widths = [samples.shape[2] for samples in columns.values]
     lefts = [sum(widths[:s]) for s in group]
@@ -105,7 +105,7 @@ def _make_form(
     header = _header(tgt_ns, sum(widths), len(widths), group)
     variant = _variant(columns, group, out_values)
     unused = bytes(_STREAM.size * (variant.streams - len(group)))
-    return Form(
+    return LaunchForm(
         variant,
         _grid(first_tile, rows),
         tiling.threads,

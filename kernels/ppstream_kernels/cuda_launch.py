@@ -16,8 +16,8 @@ import torch
 from ppstream_kernels.cuda_call import (
     HEADER_ADDRESSES,
     STREAM_ADDRESSES,
-    Form,
     Gpu,
+    LaunchForm,
     stream_address_at,
 )
 from ppstream_kernels.cuda_compile import Variant, import_cuda
@@ -54,17 +54,15 @@ class Prepared:
         RuntimeError: cuda-core is missing, or does not get on with this GPU or driver.
     """
 
-    def __init__(self, form: Form, index: int) -> None:
+    def __init__(self, form: LaunchForm, index: int) -> None:
         self.form, self.index = form, index
         self.size = (*form.grid, form.threads, 1, 1, form.shared_bytes)
         self.kernel = _load(form.variant, index)
         attributes = (ctypes.addressof(_OVERLAPPING), 1) if _may_overlap(index) else (0, 0)
         config = _CONFIG.pack(*self.size, 0, *attributes)
         self.memory = config + bytes(_POINTER.size) + form.parameters
-        self.launch_kernel = _launch_kernel()
-        # torch.cuda.current_stream().cuda_stream says the same, 3 µs later.
-        self.current_device: Callable[[], int] = torch._C._cuda_getDevice
-        self.current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self.launch_kernel = launch_function()
+        self.current_device, self.current_stream = torch_calls()
 
 
 def make_queue(
@@ -72,7 +70,7 @@ def make_queue(
 ) -> Callable[[], None]:
     """Returns a call that queues a launch with all its addresses; one thread at a time.
 
-    Addresses are plain numbers: whoever queues a launch keeps the memory. The driver copies the
+    Addresses are plain numbers: the caller of a launch keeps the memory. The driver copies the
     arguments while it queues, also into a graph that is being captured.
 
     Args:
@@ -124,8 +122,16 @@ def _memory(
     return memory
 
 
+def torch_calls() -> tuple[Callable[[], int], Callable[[int], int]]:
+    """Torch's index of the current device, and the driver's stream that is current on a device.
+
+    ``torch.cuda.current_stream().cuda_stream`` says the same, 3 µs later.
+    """
+    return torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+
+
 @cache
-def _launch_kernel() -> Callable[..., int]:
+def launch_function() -> Callable[..., int]:
     """The driver's own function: its Python binding takes twice as long to get there."""
     call = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     call.argtypes = [ctypes.c_void_p] * 4
@@ -134,11 +140,12 @@ def _launch_kernel() -> Callable[..., int]:
 
 def _may_overlap(index: int) -> bool:
     is_able = gpu(index).capability >= _OVERLAPPING_CAPABILITY
-    return is_able and _driver_version() >= _OVERLAPPING_DRIVER
+    return is_able and driver_version() >= _OVERLAPPING_DRIVER
 
 
 @cache
-def _driver_version() -> int:
+def driver_version() -> int:
+    """The newest CUDA that the driver knows, as 12030 for 12.3; 0 where it does not answer."""
     error, version = import_cuda("cuda.bindings.driver").cuDriverGetVersion()
     return int(version) if error == 0 else 0
 

@@ -16,7 +16,7 @@ Key: TypeAlias = tuple[Hashable, ...]
 Queue: TypeAlias = Callable[[], None]  # queues a call with all its addresses
 T = TypeVar("T")
 
-_MOST_KEPT: Final = 1024  # launches or forms: of a plan, and of the ops per thread
+MOST_KEPT: Final = 1024  # launches or forms: of a plan, and of the ops per thread
 _WORD_BYTES: Final = 16
 
 
@@ -109,7 +109,7 @@ def _prepare(columns: Columns, tgt_ns: Tensor, values: Tensor) -> list[Prepared]
 
 def keep(kept: dict[Key, T], key: Key, what: T) -> None:
     """Puts ``what`` into ``kept``, which starts anew rather than grow without end."""
-    if len(kept) >= _MOST_KEPT:
+    if len(kept) >= MOST_KEPT:
         kept.clear()
     kept[key] = what
 

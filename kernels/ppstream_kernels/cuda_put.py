@@ -1,6 +1,6 @@
 """Launches ``put.cu``: a message into another device's memory, and its count, in one kernel.
 
-No synchronisation and no allocation once made. Addresses are plain numbers: whoever makes the
+No synchronisation and no allocation once made. Addresses are plain numbers: the maker of the
 launches keeps the memory.
 """
 
@@ -76,7 +76,7 @@ class Puts:
             pack_route(self._memory, number, route, counted, arrived + number * _FLAG)
             shape = (kernel, blocks, 1, 1, threads, 1, 1, 0)
             self._launches.append((shape, first + number * size))
-        self.queue(len(routes), 1, torch._C._cuda_getCurrentRawStream(index))
+        self.queue(len(routes), 1, torch.cuda.current_stream(index).cuda_stream)
         torch.cuda.synchronize(device)
 
     def write_header(self, message: int, numbers: Sequence[int]) -> None:

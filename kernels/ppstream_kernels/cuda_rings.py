@@ -1,7 +1,7 @@
 """Launches ``rings.cu``, and the driver's calls beside it: no synchronisation, no allocation.
 
 Each launch is made once, with all its addresses, and queued as often as wanted, also into a graph.
-Addresses are plain numbers: whoever makes a launch keeps the memory.
+Addresses are plain numbers: the owner of a launch keeps the memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Lane(NamedTuple):
     words: int
 
 
-class Launch:
+class KernelLaunch:
     """A kernel with its arguments: ``queue`` puts it on torch's current stream."""
 
     def __init__(
@@ -150,29 +150,29 @@ class FramesCall(NamedTuple):
     is_half: bool
 
 
-def scatter(device: Device, call: ScatterCall) -> Launch:
+def scatter(device: Device, call: ScatterCall) -> KernelLaunch:
     """Takes over the block at ``call.block``, and then its table."""
-    return Launch("scatter", device, (_SCATTER_BLOCKS, 1, 1), _SCATTER.pack(*call))
+    return KernelLaunch("scatter", device, (_SCATTER_BLOCKS, 1, 1), _SCATTER.pack(*call))
 
 
-def begin(device: Device, call: BeginCall) -> Launch:
+def begin(device: Device, call: BeginCall) -> KernelLaunch:
     """Fixes what the next window uses, as the rings are when it runs."""
     threads = _THREADS if call.batch * call.steps <= _THREADS else _MOST_THREADS
-    return Launch("begin", device, (1, 1, 1), _BEGIN.pack(*call), threads)
+    return KernelLaunch("begin", device, (1, 1, 1), _BEGIN.pack(*call), threads)
 
 
-def prefix(device: Device, call: PrefixCall, *, batch: int) -> Launch:
+def prefix(device: Device, call: PrefixCall, *, batch: int) -> KernelLaunch:
     """Actions that each robot of the batch executes while its next chunk is made."""
-    return Launch("prefix", device, (batch, 1, 1), _PREFIX.pack(*call))
+    return KernelLaunch("prefix", device, (batch, 1, 1), _PREFIX.pack(*call))
 
 
-def frames(device: Device, call: FramesCall, *, batch: int, newest: int) -> Launch:
+def frames(device: Device, call: FramesCall, *, batch: int, newest: int) -> KernelLaunch:
     """The ``newest`` frames of every row of the batch, oldest first."""
     *addresses, scale, shift, slots, from_height, from_width, height, width, is_half = call
     sizes = (slots, from_height, from_width, height, width, int(is_half))
     blocks = -(-height * width // _THREADS)
     packed = _FRAMES.pack(*addresses, *scale, *shift, *sizes)
-    return Launch("frames", device, (blocks, newest, batch), packed)
+    return KernelLaunch("frames", device, (blocks, newest, batch), packed)
 
 
 def pack_lanes(lanes: list[Lane]) -> bytes:

@@ -53,7 +53,7 @@ class Waits:
         self._first = ctypes.addressof(self._arguments)  # cuLaunchKernel reads addresses
         passed = torch.zeros(1, dtype=torch.int32, device=device)
         ARGUMENTS.pack_into(self._memory, 0, passed.data_ptr(), 0)
-        self.queue(0, torch._C._cuda_getCurrentRawStream(index))
+        self.queue(0, torch.cuda.current_stream(index).cuda_stream)
         torch.cuda.synchronize(device)
         ARGUMENTS.pack_into(self._memory, 0, counter, 0)
 

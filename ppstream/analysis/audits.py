@@ -108,7 +108,9 @@ def little(run: RunLog, window: JudgedSpan) -> Audit:
     lines = [e for e in run.envelopes if e.generation == window.generation]
     ends = _counted_ends(lines, window)
     if not ends:
-        return Audit(None, note="no two emits with all that was under way in the log")
+        return Audit(
+            None, note="the log has no two emits with every envelope in flight between them"
+        )
     used = [e for first, last in ends for e in (*first, *last)]
     lacking = [t for t, _, _ in queues.values() if any(getattr(e, t) is None for e in used)]
     if lacking:
@@ -260,13 +262,13 @@ def stamps(run: RunLog, window: JudgedSpan) -> Audit:
     measured, topology = window.measured, window.topology
     if not any(line is not None for e in measured for line in e.places):
         elsewhere = is_elsewhere(run.manifest)
-        place = "are on another host" if elsewhere else "are missing"
+        where = "are on another host" if elsewhere else "are missing"
         of = "ranks'" if topology.is_chain else "rank's"
-        return Audit(None, note=f"the policy {of} lines {place}", may_lack=elsewhere)
+        return Audit(None, note=f"the policy {of} lines {where}", may_lack=elsewhere)
     newest = set(map(id, run.envelopes[-topology.in_system :]))  # may not be written yet
-    missing, place = missing_lines(window, newest)
+    missing, where = missing_lines(window, newest)
     if missing > EPS:
-        note = f"lines of {place if topology.is_chain else 'the policy rank'} missing"
+        note = f"lines of {where if topology.is_chain else 'the policy rank'} missing"
         return Audit(ok=False, value=missing, limit=EPS, note=note)
     pairs = ((e.B_ns, slowest_b_ns(e)) for e in measured)
     broken_ns = sum(
@@ -286,7 +288,7 @@ def ledger(run: RunLog, window: JudgedSpan) -> Audit:
     end_ns = _phase_end_ns(run, window)
     books = [
         book
-        for book in run.envelope_books
+        for book in run.envelope_ledgers
         if book.generation == window.generation and (end_ns is None or (book.t or 0) <= end_ns)
     ]
     if not judged or not books:

@@ -94,7 +94,7 @@ def audit_claims(claims: Iterable[object]) -> list[Finding]:
     Raises:
         ClaimError: not such an object, an unknown kind, or a number is missing.
     """
-    return [_audit(claim, f"claim {place}") for place, claim in enumerate(claims, start=1)]
+    return [_audit(claim, f"claim {number}") for number, claim in enumerate(claims, start=1)]
 
 
 def claims_of(document: object) -> list[object]:

@@ -80,7 +80,7 @@ class Comparison:
         half = (d.high - d.low) / 2
         if not d.is_shown:
             return (
-                f"no difference in the period that these runs could show: "
+                f"no difference in the period is visible in these runs: "
                 f"{-d.change:+.1%} ± {half:.1%} faster"
             )
         word = "faster" if d.change < 0 else "slower"
@@ -116,7 +116,7 @@ def _unusable(side: Side) -> Iterator[str]:
         untrue = ("BAD_INSTRUMENT", "CONTRADICTED", "PERTURBED")
         broken = [reason for reason in report.reasons if reason in untrue]
         if broken:
-            yield f"{side.name}: run {report.run_id} is {', '.join(broken)}: its times are not true"
+            yield f"{side.name}: run {report.run_id} is {', '.join(broken)}: its times are wrong"
         elif report.window.n < BLOCK:
             yield f"{side.name}: run {report.run_id} has {report.window.n} periods, needs {BLOCK}"
         elif report.window.span_ns <= 0:

@@ -15,7 +15,7 @@ from operator import add, sub
 from typing import Final, NamedTuple
 
 from ppstream.analysis.period_model import StageTimes
-from ppstream.analysis.places import StageB, lines_of
+from ppstream.analysis.places import StageBTimes, lines_of
 from ppstream.analysis.records import Envelope, IsolatedTimes, PolicyLine, RunLog, Topology
 from ppstream.analysis.scores import Primary, mean_times, resource_names
 from ppstream.analysis.segments import ALONE, BRING_UP, JudgedSpan
@@ -130,7 +130,7 @@ def _own(
 
     Waits for a CPU do not.
     CPU time and the rest of it count as long as they lasted alone, or in the run where that was
-    less: whoever works or sleeps longer alone than in the run buys nothing.
+    less: a stage that works or sleeps longer alone than in the run gains nothing.
     """
     if ran is None:
         return times, _each(min, times, whole)
@@ -188,7 +188,7 @@ def _parts(lines: Sequence[Envelope], topology: Topology, ran: StageTimes) -> _P
     known = [ns for ns in cpus_b if ns is not None]
     if not n or cpu_a is None or len(known) != len(ran.places) or len(cpus_b) != len(known):
         return None
-    whole = mean_times(lines, n, StageB(lines, topology))
+    whole = mean_times(lines, n, StageBTimes(lines, topology))
     # those that were emitted pay for all
     share_a, share_c = len(lines) / n, sum(e.tDecode is not None for e in lines) / n
     cpu_c, late_a, late_c = (

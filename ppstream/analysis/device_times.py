@@ -109,8 +109,8 @@ def clocks_seen(run: RunLog) -> list[ClockSeen]:
     by_rank: dict[int, list[tuple[int, int, int]]] = {}
     for event in run.events:
         if event.name == "clock":
-            said = (event.fields.get(k) for k in ("bracket_ns", "surprise_ns", "drift_ppb"))
-            bracket, surprise, drift = (n if isinstance(n, int) else 0 for n in said)
+            values = (event.fields.get(k) for k in ("bracket_ns", "surprise_ns", "drift_ppb"))
+            bracket, surprise, drift = (n if isinstance(n, int) else 0 for n in values)
             by_rank.setdefault(event.rank, []).append((bracket, abs(surprise), drift))
     return [
         ClockSeen(rank, len(seen), max(s[0] for s in seen), max(s[1] for s in seen), seen[-1][2])

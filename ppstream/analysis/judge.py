@@ -83,9 +83,7 @@ def judge(
     """
     window = select_window(run, phase)
     evidence = _evidence(run, window)
-    bringup = _mapping(run.config.get("bringup"))
-    budgets = period_budget_ns, latency_budget_ns
-    gate = Gate(profile, _overlap_min(bringup), *budgets, _accept(bringup))
+    gate = _gate(run, profile, (period_budget_ns, latency_budget_ns))
     queues = queue_maxima(e for e in run.envelopes if e.phase in window.phases)
     service = _service(run)
     findings = _findings(evidence, gate, queues, service)
@@ -117,9 +115,10 @@ def judge(
         cpu=stage_cpu(window),
         machine=evidence.machine,
         faults=first_faults(run),
-        input_source=_input_source(bringup, window),
+        input_source=_input_source(run, window),
         places=findings.places,
         better_cut=findings.better_cut,
+        requests=run.requests,
     )
 
 
@@ -172,6 +171,11 @@ def _oldest(run: RunLog) -> OldestAction | None:
     return OldestAction(run.oldest_ns, limit_ns)
 
 
+def _gate(run: RunLog, profile: str, budgets_ns: tuple[int | None, int | None]) -> Gate:
+    bringup = _mapping(run.config.get("bringup"))
+    return Gate(profile, _overlap_min(bringup), *budgets_ns, _accept(bringup))
+
+
 def _overlap_min(bringup: Json) -> float:
     """The limit the run itself was started with."""
     value = bringup.get("overlap_min", OVERLAP_MIN)
@@ -186,9 +190,10 @@ def _accept(bringup: Json) -> tuple[str, ...]:
     return tuple(reason for reason in ACCEPTABLE if reason in listed)
 
 
-def _input_source(bringup: Json, window: JudgedSpan) -> str:
+def _input_source(run: RunLog, window: JudgedSpan) -> str:
     if window.phases != {BRING_UP}:
         return ""
+    bringup = _mapping(run.config.get("bringup"))
     return "recorded" if bringup.get("source") == "recording" else "synthetic"
 
 

@@ -12,9 +12,10 @@ from typing import Any, Final, NamedTuple, get_type_hints
 
 from ppstream.analysis.records import (
     ENVELOPES,
+    REQUESTS,
     TOTAL,
     Envelope,
-    EnvelopeBook,
+    EnvelopeLedger,
     EnvelopeLine,
     IsolatedTimes,
     Json,
@@ -22,14 +23,16 @@ from ppstream.analysis.records import (
     LogEvent,
     MemoryLine,
     PolicyLine,
+    RobotRequests,
     RobotStateLine,
     RuleCounts,
     RunLog,
     Topology,
     header_words,
 )
-from ppstream.analysis.requests import Asked
-from ppstream.core.errors import LogError
+from ppstream.analysis.requests import Asked, GatewayTotals
+from ppstream.core.errors import LogError, printable
+from ppstream.core.quantiles import BINS
 
 SCHEMA: Final = "ppstream.log/"
 SCHEMA_MAJOR: Final = 1
@@ -89,13 +92,14 @@ def parse_run(
         standalone=_standalone(manifest, "standalone"),
         standalone_after=_standalone(manifest, "standalone_after"),
         ledgers=tuple(part for (at, _), part in found.ledgers.items() if at == newest),
-        envelope_books=tuple(found.books),
+        envelope_ledgers=tuple(found.books),
         rule_counts=found.rule_counts.get(newest),
         robot_states=tuple(found.states.values()),
         unbelievable=found.unbelievable,
         strangers=tuple(found.strangers),
         exits=exits or {},
         memory=tuple(found.memory),
+        requests=found.requests.by_robot(),
         torn_lines=torn_lines,
         missing_ranks=missing_ranks,
         ignored_lines=found.ignored,
@@ -113,10 +117,11 @@ class _Sorted:
         self.ages_ns: list[int] = []
         self.oldest_ns = 0
         self.ledgers: dict[tuple[int, str], Ledger] = {}
-        self.books: list[EnvelopeBook] = []
+        self.books: list[EnvelopeLedger] = []
         self.rule_counts: dict[int, RuleCounts] = {}  # by generation
         self.states: dict[tuple[int, int], RobotStateLine] = {}
         self.memory: list[MemoryLine] = []
+        self.requests = GatewayTotals()
         self.unbelievable = self.ignored = 0
         self.strangers: dict[str, None] = {}  # an ordered set
         self._asked = Asked()
@@ -148,6 +153,8 @@ class _Sorted:
             self._ledger(line)
         elif kind == "memory":
             self.memory.append(_memory(line))
+        elif kind == REQUESTS:
+            self.requests.add(line.generation, _requests(line))
         else:
             self.ignored += 1
 
@@ -170,8 +177,8 @@ class _Sorted:
         if any(n is not None and not 0 <= n <= COUNT_MAX for n in counts.values()):
             self.unbelievable += 1
             return
-        said = _text(found.get("fault"))
-        fault = _shown(said) if said else None
+        given = _text(found.get("fault"))
+        fault = _shown(given) if given else None
         state = RobotStateLine(session or 0, fault=fault, **counts)
         self.states[line.generation, state.session] = state
 
@@ -184,7 +191,7 @@ class _Sorted:
             if part.stream == ENVELOPES:
                 t = _int(line.fields, "t", line.where)
                 finished = part.received - part.in_flight
-                self.books.append(EnvelopeBook(line.generation, t, finished, part.imbalance))
+                self.books.append(EnvelopeLedger(line.generation, t, finished, part.imbalance))
 
 
 def check_schema(record: Json, where: str) -> None:
@@ -249,7 +256,7 @@ def _names(value: object) -> tuple[str, ...]:
 
 def _shown(text: str) -> str:
     """Text of others as a line of a report can hold it."""
-    return "".join(c if c.isprintable() else "?" for c in text[:TEXT_CHARS])
+    return printable(text, TEXT_CHARS)
 
 
 def _choice(table: Json, key: str, allowed: tuple[str, ...], default: str) -> str:
@@ -289,6 +296,8 @@ _NUMBERS: Final = {line: _named(line, int | None) for line in _LINES}
 _TEXTS: Final = {line: _named(line, str | None) for line in _LINES}
 _MEMORY: Final = _named(MemoryLine, int | None)
 _ROBOT_COUNTS: Final = _named(RobotStateLine, int | None)
+_REQUEST_COUNTS: Final = _named(RobotRequests, int)
+_BINS: Final = frozenset(map(str, range(BINS)))
 #: Both sides write these; rank 0's line wins, the policy rank's fills what it lacks.
 _SHARED: Final = tuple(header_words(EnvelopeLine))
 
@@ -323,13 +332,13 @@ def _declared(kind: type, line: LogLine) -> dict[str, Any]:
 
 def _join(envelope: Envelope, lines: Sequence[PolicyLine | None]) -> Envelope:
     envelope.places = tuple(lines)
-    for name, value in _told(lines).items():
+    for name, value in _answers(lines).items():
         if getattr(envelope, name) is None:
             setattr(envelope, name, value)
     return envelope
 
 
-def _told(lines: Sequence[PolicyLine | None]) -> dict[str, int | None]:
+def _answers(lines: Sequence[PolicyLine | None]) -> dict[str, int | None]:
     """The fields of rank 0's line that the policy ranks' lines give, as rank 0 would log them.
 
     Of a chain: B of the slowest place, the residences' sum, and the waits of the last place.
@@ -411,6 +420,20 @@ def _ledger(name: str, table: Json, where: str) -> Ledger:
         longest_hole_ns=_int(table, "longest_hole_ns", where),
         targets=_int(table, "targets", where),
         invalid=_int(table, "invalid", where),
+    )
+
+
+def _requests(line: LogLine) -> RobotRequests:
+    found, where = line.fields, line.where
+    wire, robot = (_shown(str(found.get(name) or "?")) for name in ("wire", "robot"))
+    counts = {name: _int(found, name, where) or 0 for name in _REQUEST_COUNTS}
+    errors, bins = _mapping(found.get("errors")), _mapping(found.get("bins"))
+    return RobotRequests(
+        wire,
+        robot,
+        errors={_shown(reason): _int(errors, reason, where) or 0 for reason in errors},
+        bins={int(at): n for at in bins if at in _BINS and (n := _int(bins, at, where) or 0) > 0},
+        **counts,
     )
 
 

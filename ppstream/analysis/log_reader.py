@@ -22,6 +22,7 @@ MANIFEST: Final = "run.json"
 EXITS: Final = "exit.json"
 #: ``rank0.gen0.jsonl``; anything between generation and suffix is a part of the same log.
 _LOG_NAME: Final = re.compile(r"rank(\d+)\.gen(\d+)(?:\..+)?\.jsonl")
+_GATEWAY_NAME: Final = re.compile(r"gateway()\.gen(\d+)\.jsonl")  # a file for each start
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -48,6 +49,7 @@ def read_run(folder: Path) -> RunLog:
     manifest = read_manifest(folder)
     files = log_files(folder)
     ranks = {name.rank for name in files.values()}
+    files |= _files(folder, _GATEWAY_NAME)
     missing = tuple(rank for rank in range(ranks_of(manifest)) if rank not in ranks)
     torn: list[str] = []
     run = parse_run(
@@ -78,14 +80,19 @@ def log_files(folder: Path) -> dict[Path, LogFile]:
     Raises:
         LogError: there is no such folder.
     """
+    return _files(folder, _LOG_NAME)
+
+
+def _files(folder: Path, name: re.Pattern[str]) -> dict[Path, LogFile]:
+    """Files by a pattern of rank and generation; a gateway's are rank 0's."""
     try:
         paths = sorted(folder.iterdir())
     except OSError as error:
         raise LogError(f"{folder}: cannot be read: {error.strerror}") from error
     return {
-        path: LogFile(int(match[1]), int(match[2]))
+        path: LogFile(int(match[1] or 0), int(match[2]))
         for path in paths
-        if (match := _LOG_NAME.fullmatch(path.name))
+        if (match := name.fullmatch(path.name))
     }
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.period_model import period
 from ppstream.analysis.places import arrived_ns, lines_of, mean_hops_ns
-from ppstream.analysis.policy_cut import Costs, Cut, best_cut
+from ppstream.analysis.policy_cut import Costs, PolicyCut, best_cut
 from ppstream.analysis.records import PolicyLine, RunLog
 from ppstream.analysis.scores import Primary, form_of
 from ppstream.analysis.segments import JudgedSpan
@@ -25,7 +25,7 @@ HELD_TIMES: Final = 3.0  # the other hops
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlaceRow:
     """One rank of a run: means of an envelope in ns; None: not known.
 
     ``wait_input_ns``: it had nothing to do; ``wait_output_ns``: for room behind it; on rank 0 what
@@ -57,7 +57,7 @@ class BetterCut:
 
 def place_rows(
     run: RunLog, window: JudgedSpan, score: Primary | None, alone: Alone | None
-) -> list[Place]:
+) -> list[PlaceRow]:
     """Of every rank; none where one process runs all stages."""
     topology, measured = run.topology, window.measured
     if topology.world_size == 1 or not measured or not window.n:
@@ -68,7 +68,7 @@ def place_rows(
     waits = ("w_input_ns", "w_credit_ns", "w_slot_ns")
     own = [busy[name] for name in ("r0", "r0A", "r0C") if name in busy]
     rows = [
-        Place(
+        PlaceRow(
             rank=0,
             parts=topology.parts_of(0),
             device=topology.device_of(0),
@@ -86,7 +86,7 @@ def place_rows(
         busy_ns = busy.get(name)
         own_alone = alone_ns.get(f"B{place}", None if topology.is_chain else alone_ns.get("B"))
         rows.append(
-            Place(
+            PlaceRow(
                 rank=place,
                 parts=topology.parts_of(place),
                 device=topology.device_of(place),
@@ -102,7 +102,7 @@ def place_rows(
     return rows
 
 
-def held_hop(rows: Sequence[Place], period_ns: float) -> Place | None:
+def held_hop(rows: Sequence[PlaceRow], period_ns: float) -> PlaceRow | None:
     """The place whose hop takes long and far longer than the others: something holds it."""
     known = [row for row in rows if row.hop_ns is not None]
     if len(known) < 3:  # of two hops nobody can say which one is usual
@@ -127,7 +127,7 @@ def better_cut(run: RunLog, score: Primary | None) -> BetterCut | None:
     placement = tuple(k for k, own in enumerate(topology.parts) for _ in own)
     if set(topology.ranks) - set(placement):
         return None
-    cut = Cut(tuple(placement.index(k) for k in topology.ranks), costs)
+    cut = PolicyCut(tuple(placement.index(k) for k in topology.ranks), costs)
     found, form = best_cut(costs, topology.world_size), form_of(topology)
     expected_ns = period(found.times, form)
     if expected_ns > (1 - WORTH) * period(cut.times, form):

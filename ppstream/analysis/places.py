@@ -29,7 +29,7 @@ def lost_places(envelopes: Sequence[Envelope], topology: Topology) -> list[int]:
     return [k for k in topology.ranks if len(lines_of(envelopes, k)) <= LOST * len(envelopes)]
 
 
-class StageB:
+class StageBTimes:
     """Stage B on each policy rank, of some envelopes; ``names`` are the ranks as resources.
 
     Where no place of a chain has lines, which is so while a run goes on and on other hosts, the
@@ -116,8 +116,8 @@ def _boots(manifest: Json) -> list[object]:
     topology, hellos = manifest.get("topology"), manifest.get("policy_ranks")
     ranks = topology.get("ranks") if isinstance(topology, Mapping) else None
     tables = [*(ranks if isinstance(ranks, list) else ())]
-    said = [manifest.get("policy_rank"), *(hellos if isinstance(hellos, list) else ())]
-    tables += [table for table in said if isinstance(table, Mapping) and "boot_id" in table]
+    facts = [manifest.get("policy_rank"), *(hellos if isinstance(hellos, list) else ())]
+    tables += [table for table in facts if isinstance(table, Mapping) and "boot_id" in table]
     return [table.get("boot_id") for table in tables if isinstance(table, Mapping)]
 
 

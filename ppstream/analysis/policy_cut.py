@@ -48,7 +48,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PolicyCut:
     """``starts[k - 1]`` is the first part of place k; the parts before the first are rank 0's."""
 
     starts: tuple[int, ...]
@@ -95,12 +95,12 @@ class Cut:
 class Prediction:
     """Expectations of the model of one cut."""
 
-    cut: Cut
+    cut: PolicyCut
     period: float
     latency: float  # tA0 to tEmit of a saturated run, in the mean
 
 
-def best_cut(costs: Costs, places: int) -> Cut:
+def best_cut(costs: Costs, places: int) -> PolicyCut:
     """The cut with the smallest largest load; of equal ones the one with the smallest hops.
 
     Args:
@@ -117,7 +117,7 @@ def best_cut(costs: Costs, places: int) -> Cut:
     return _cheapest(costs, places, worst * _EQUAL, lambda cost, _load, end: cost + hops[end])[1]
 
 
-def _cheapest(costs: Costs, places: int, load_max: float, add: _Add) -> tuple[float, Cut]:
+def _cheapest(costs: Costs, places: int, load_max: float, add: _Add) -> tuple[float, PolicyCut]:
     """By dynamic programming over places and their first parts, from the last place forwards."""
     parts = len(costs.parts)
     sums = [0.0]
@@ -139,15 +139,15 @@ def _cheapest(costs: Costs, places: int, load_max: float, add: _Add) -> tuple[fl
                 before[i] = min(ways)
         found = before
     cost, starts = found[0]
-    return cost, Cut(starts, costs)
+    return cost, PolicyCut(starts, costs)
 
 
-def all_cuts(costs: Costs, places: int) -> Iterator[Cut]:
+def all_cuts(costs: Costs, places: int) -> Iterator[PolicyCut]:
     """Every cut, in order of its starts; the arguments are those of ``best_cut``."""
     _check(costs, places)
     for starts in combinations(range(len(costs.parts)), places - 1):
         if costs.is_front_open or not starts[0]:
-            yield Cut(starts, costs)
+            yield PolicyCut(starts, costs)
 
 
 def cut_table(costs: Costs, places: int, form: PipelineForm, rows: int) -> list[Prediction]:
@@ -163,7 +163,7 @@ def cut_table(costs: Costs, places: int, form: PipelineForm, rows: int) -> list[
     return [predict(cut, form) for cut in chosen]
 
 
-def predict(cut: Cut, form: PipelineForm) -> Prediction:
+def predict(cut: PolicyCut, form: PipelineForm) -> Prediction:
     """Of a saturated run of this form."""
     return Prediction(cut, period(cut.times, form), settled_latency(cut.times, form))
 

@@ -13,12 +13,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
+
+from ppstream.core.quantiles import Quantiles, binned_quantiles
 
 Json = Mapping[str, object]
 
 TOTAL: Final = "total"
 ENVELOPES: Final = "envelopes"
+REQUESTS: Final = "requests"  # ``kind`` of the gateway's lines
+
+#: Reasons why a gateway's client got no actions for a request.
+RequestError = Literal[
+    "bad_request",  # it is not what the map, or the wire, says
+    "busy",  # the client, or too many others, had one in work
+    "refused",  # rank 0 gave no row, or the token is wrong
+    "not_ready",  # the run took no samples
+    "prompt",  # the policy did not follow the prompt
+    "timeout",  # no actions came within ``timeout_ms``
+    "not_executable",  # they came behind their lease, or are no actions
+    "peer_lost",  # rank 0 left, or began anew
+    "superseded",  # a later observation was answered instead: LeRobot's clients alone
+    "gone",  # the connection ended before the answer, or its client reads nothing
+    "gateway_ends",
+    "gateway_failed",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +185,7 @@ class EnvelopeLine(PolicyRankTimes, _Rank0Stamps):
     w_credit_ns: int | None = None  # for a credit
     w_slot_ns: int | None = None  # for a slot
     w_result_ns: int | None = None  # C waited for a result
-    w_emit_ns: int | None = None  # for whoever takes the actions
+    w_emit_ns: int | None = None  # for the consumer of the actions
     busy_link_ns: int | None = None  # of the thread that runs A; serial: of the only one
     busy_link_c_ns: int | None = None  # of the thread that runs C, if it has one of its own
     cpu_a_ns: int | None = None  # CPU time of A's thread, within A
@@ -327,7 +346,45 @@ class RuleCounts(NamedTuple):
         )
 
 
-class EnvelopeBook(NamedTuple):
+@dataclass(slots=True)
+class RobotRequests:
+    """Requests for actions of one robot on one wire.
+
+    In a line of the gateway's log: since the robot's line before. In a ``RunLog``: of the run.
+    """
+
+    wire: str
+    robot: str
+    requests: int = 0
+    answered: int = 0
+    errors: dict[str, int] = field(default_factory=dict)  # by ``RequestError``
+    unanswered: int = 0  # at the end of the line's time, or of the log
+    max_ns: int = 0  # from receipt to answer, of those that were answered
+    bins: dict[int, int] = field(default_factory=dict)  # the same times, as ``bin_of`` counts
+
+    def add(self, other: RobotRequests) -> None:
+        """Add another one's counts to these."""
+        self.requests += other.requests
+        self.answered += other.answered
+        self.unanswered += other.unanswered
+        self.max_ns = max(self.max_ns, other.max_ns)
+        for reason, n in other.errors.items():
+            self.errors[reason] = self.errors.get(reason, 0) + n
+        for index, n in other.bins.items():
+            self.bins[index] = self.bins.get(index, 0) + n
+
+    @property
+    def imbalance(self) -> int:
+        """Requests that went missing (positive) or ended twice (negative)."""
+        return self.requests - self.answered - sum(self.errors.values()) - self.unanswered
+
+    @property
+    def latency(self) -> Quantiles | None:
+        """Times from receipt to answer; None without an answer."""
+        return binned_quantiles(self.bins, self.max_ns)
+
+
+class EnvelopeLedger(NamedTuple):
     """The ledger of envelopes at one moment of rank 0's clock."""
 
     generation: int
@@ -362,13 +419,14 @@ class RunLog:
     standalone: IsolatedTimes | None = None  # directly before bring-up
     standalone_after: IsolatedTimes | None = None  # directly behind it
     ledgers: tuple[Ledger, ...] = ()  # of the newest generation
-    envelope_books: tuple[EnvelopeBook, ...] = ()
+    envelope_ledgers: tuple[EnvelopeLedger, ...] = ()
     rule_counts: RuleCounts | None = None  # of the newest generation; None: not logged
     robot_states: tuple[RobotStateLine, ...] = ()  # by session
     unbelievable: int = 0  # reports of robots that are left out: their ages cannot be
     strangers: tuple[str, ...] = ()  # files with lines of another run, which are left out
     exits: Json = field(default_factory=dict)  # exit.json as it stands
     memory: tuple[MemoryLine, ...] = ()  # some one a second of each rank
+    requests: tuple[RobotRequests, ...] = ()  # that gateways logged, by wire and robot
     torn_lines: int = 0
     missing_ranks: tuple[int, ...] = ()
     ignored_lines: int = 0

@@ -1,19 +1,22 @@
-"""Evidence on robots that ask on request: began a window before their last answer? Pure.
+"""Robots that ask on request: do they wait for each answer, and how does a gateway answer? Pure.
 
 A robot in lock-step has one request in flight. Whatever the depth of the queues, its own windows
-follow each other, and only windows of other robots can overlap with them.
+follow each other, and only windows of other robots can overlap with them. What a gateway counted
+of its clients' requests is added up by wire and robot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Final, NamedTuple
 
-from ppstream.analysis.records import Envelope, Json
+from ppstream.analysis.records import Envelope, Json, RobotRequests
 
 WINDOWS_MIN: Final = 20  # fewer show no habit
 ROW_NAMES: Final = ("session", "session_epoch", "window_end_ns")
 AHEAD_MAX: Final = 0.01  # of the windows: a request that timed out is asked again
+ROBOTS_MAX: Final = 64  # of a wire that a report names; those with the fewest requests are summed
 
 
 class Requests(NamedTuple):
@@ -69,6 +72,41 @@ class Asked:
             self._newest[session] = (episode, end), envelope.tEmit or 0
 
 
+class GatewayTotals:
+    """Adds up the lines of gateways, for the reader."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[str, str], RobotRequests] = {}
+        #: Requests in work at the newest line, by generation as well: a gateway that was killed
+        #: answers none of them.
+        self._in_work: dict[tuple[int, str, str], int] = {}
+
+    def add(self, generation: int, line: RobotRequests) -> None:
+        self._in_work[generation, line.wire, line.robot] = line.unanswered
+        line.unanswered = 0
+        self._totals.setdefault((line.wire, line.robot), RobotRequests(line.wire, line.robot)).add(
+            line
+        )
+
+    def by_robot(self) -> tuple[RobotRequests, ...]:
+        """The sums in order of the lines, ``ROBOTS_MAX`` of each wire, and one of its others."""
+        rows = {key: replace(row, errors={**row.errors}) for key, row in self._totals.items()}
+        for (_, *key), n in self._in_work.items():
+            rows[key[0], key[1]].unanswered += n
+        found: list[RobotRequests] = []
+        for wire in dict.fromkeys(row.wire for row in rows.values()):
+            mine = [row for row in rows.values() if row.wire == wire]
+            most = sorted(mine, key=lambda row: row.requests, reverse=True)[:ROBOTS_MAX]
+            named = {row.robot for row in most}
+            found += [row for row in mine if row.robot in named]
+            if rest := [row for row in mine if row.robot not in named]:
+                others = RobotRequests(wire, f"{len(rest)} others")
+                for row in rest:
+                    others.add(row)
+                found.append(others)
+        return tuple(found)
+
+
 def _of_rows(value: object) -> list[int]:
     """Numbers of rows, a lone row's too; what is no number is 0."""
     listed = value if isinstance(value, list) else [value]
@@ -84,8 +122,8 @@ def requests_of(config: Json, ready: Iterable[Envelope]) -> Requests | None:
     """
     if not is_on_request(config):
         return None
-    told = [(e.asked, e.asked_ahead or 0) for e in ready if e.asked]
-    return Requests(len(told), sum(n for n, _ in told), sum(ahead for _, ahead in told))
+    asked = [(e.asked, e.asked_ahead or 0) for e in ready if e.asked]
+    return Requests(len(asked), sum(n for n, _ in asked), sum(ahead for _, ahead in asked))
 
 
 def is_on_request(config: Json) -> bool:

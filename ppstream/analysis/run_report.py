@@ -9,8 +9,8 @@ from ppstream.analysis.audits import Audit
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
-from ppstream.analysis.place_table import BetterCut, Place
-from ppstream.analysis.records import Ledger, RobotStateLine, RuleCounts
+from ppstream.analysis.place_table import BetterCut, PlaceRow
+from ppstream.analysis.records import Ledger, RobotRequests, RobotStateLine, RuleCounts
 from ppstream.analysis.requests import Requests
 from ppstream.analysis.run_statistics import ChunkGaps, FaultSeen
 from ppstream.analysis.safety_counts import QueueMaxima
@@ -23,6 +23,7 @@ from ppstream.core.cpus import Machine
 from ppstream.core.quantiles import Quantiles
 
 MS: Final = 1e-6  # per ns
+_NO_TIMES: Final = dict.fromkeys(("p50", "p95", "p99", "max"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,9 @@ class RunReport:
     machine: Machine | None = None  # during bring-up
     faults: list[FaultSeen] = field(default_factory=list)  # of user code, the first of each kind
     input_source: str = ""  # of the judged phase: synthetic, recorded; empty: robots
-    places: list[Place] = field(default_factory=list)  # ranks, rank 0 first
+    places: list[PlaceRow] = field(default_factory=list)  # ranks, rank 0 first
     better_cut: BetterCut | None = None
+    requests: tuple[RobotRequests, ...] = ()  # of gateways' clients, by wire and robot
 
     @property
     def accepted(self) -> list[str]:
@@ -143,6 +145,7 @@ class RunReport:
             "clocks": [asdict(clock) for clock in self.clocks],
             "places": [asdict(place) for place in self.places],
             "better_cut": None if self.better_cut is None else asdict(self.better_cut),
+            "requests": [_requests_dict(row) for row in self.requests],
         }
 
 
@@ -220,6 +223,13 @@ def _service_dict(service: ServiceReport | None, age: Quantiles | None) -> dict[
         "streams": {ledger.stream: _stream_dict(ledger) for ledger in service.streams},
         "requests": None if service.requests is None else service.requests._asdict(),
     }
+
+
+def _requests_dict(row: RobotRequests) -> dict[str, object]:
+    times = {f"{name}_ms": value for name, value in (_ms_dict(row.latency) or _NO_TIMES).items()}
+    counts = {name: getattr(row, name) for name in ("wire", "robot", "requests", "answered")}
+    more = {"errors": row.errors, "unanswered": row.unanswered, "imbalance": row.imbalance}
+    return counts | more | times
 
 
 def _stream_dict(ledger: Ledger) -> dict[str, object]:

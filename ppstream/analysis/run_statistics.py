@@ -12,6 +12,7 @@ from ppstream.analysis.places import stage_b_ns
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Ledger, RunLog
 from ppstream.analysis.scores import between, stage_a_ns, stage_c_ns
 from ppstream.analysis.segments import ALONE, JudgedSpan
+from ppstream.core.errors import printable
 from ppstream.core.quantiles import quantiles
 
 FAULTS_MAX: Final = 16  # kinds that are shown
@@ -158,8 +159,7 @@ def first_faults(run: RunLog) -> list[FaultSeen]:
 
 def _shown(value: object) -> str:
     """Returns a log's own words, which may be anything, as text that can be shown."""
-    text = "" if value is None else str(value)[:FAULT_CHARS]
-    return "".join(c if c.isprintable() else " " for c in text)
+    return "" if value is None else printable(str(value), FAULT_CHARS, " ")
 
 
 def _sample_ledgers(ledgers: Iterable[Ledger]) -> list[Ledger]:

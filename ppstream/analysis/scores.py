@@ -16,7 +16,7 @@ from typing import Final
 
 from ppstream.analysis.bootstrap import Row, interval
 from ppstream.analysis.period_model import PipelineForm, StageTimes
-from ppstream.analysis.places import StageB
+from ppstream.analysis.places import StageBTimes
 from ppstream.analysis.records import Envelope, Topology
 from ppstream.analysis.segments import JudgedSpan, Segment
 
@@ -156,7 +156,7 @@ def primary(window: JudgedSpan, *, resampled: bool = True) -> Primary | None:
     """
     if window.n == 0 or window.span_ns <= 0 or missing_stages(window):
         return None
-    stage_b = StageB(window.measured, window.topology)
+    stage_b = StageBTimes(window.measured, window.topology)
     if stage_b.lost and stage_b.is_whole:
         return None
     names = resource_names(window.topology, stage_b.names)
@@ -237,7 +237,7 @@ def _published_stages(envelope: Envelope) -> tuple[int, int] | None:
     return stage0, envelope.B_ns or 0
 
 
-def _rows(segment: Segment, topology: Topology, stage_b: StageB) -> list[Row]:
+def _rows(segment: Segment, topology: Topology, stage_b: StageBTimes) -> list[Row]:
     """Period and busy times per emit; what a dropped envelope kept busy goes to the next emit."""
     width = len(resource_names(topology, stage_b.names))
     intervals = [
@@ -315,7 +315,7 @@ def _free_transport_ns(window: JudgedSpan) -> float:
 
 
 def mean_times(
-    envelopes: Sequence[Envelope], n: int, stage_b: StageB, hops: Sequence[float] | None = None
+    envelopes: Sequence[Envelope], n: int, stage_b: StageBTimes, hops: Sequence[float] | None = None
 ) -> StageTimes:
     """Mean times of ``n`` emits; what was dropped between them took time, too."""
     return StageTimes.of_chain(
@@ -326,7 +326,7 @@ def mean_times(
     )
 
 
-def _mean_times(window: JudgedSpan, transport_ns: float, stage_b: StageB) -> StageTimes:
+def _mean_times(window: JudgedSpan, transport_ns: float, stage_b: StageBTimes) -> StageTimes:
     """Means over the window; one number for all transfers is all that the stamps give."""
     hops = len(stage_b.names) + 1
     return mean_times(window.measured, window.n, stage_b, [transport_ns / hops] * hops)

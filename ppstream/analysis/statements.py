@@ -8,7 +8,7 @@ from typing import Final
 
 from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
 from ppstream.analysis.period_model import Deeper, PipelineForm
-from ppstream.analysis.place_table import BetterCut, Place, held_hop
+from ppstream.analysis.place_table import BetterCut, PlaceRow, held_hop
 from ppstream.analysis.requests import Requests
 from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns, wait_share
 from ppstream.analysis.scores import (
@@ -68,7 +68,7 @@ class Diagnosis:
     service: Mapping[str, str]  # reasons, each with its sentence
     requests: Requests | None
     contradictions: Sequence[str]  # sentences: where the folder says otherwise than its lines
-    places: list[Place]  # every rank, rank 0 first
+    places: list[PlaceRow]  # every rank, rank 0 first
     better_cut: BetterCut | None
 
 
@@ -83,7 +83,7 @@ def statements(findings: Diagnosis) -> list[str]:
 def _served(f: Diagnosis) -> Iterator[str]:
     """Bring-up beside a service that was not like it."""
     if f.service:
-        of = "bring-up" if f.evidence.window.phases == {BRING_UP} else "what is judged"
+        of = "bring-up" if f.evidence.window.phases == {BRING_UP} else "the judged phase"
         yield f"{of} {f.verdict.name}, service: {'; '.join(f.service.values())}"
 
 
@@ -134,27 +134,27 @@ def _alone(f: Diagnosis) -> Iterator[str]:
         return
     if alone.strict < STRICT_MIN:
         yield (
-            f"the period is {alone.strict:.3f} of the slowest stage alone: the stages were "
-            "measured slower alone than they run; clocks moved, or something else ran meanwhile"
+            f"the period is {alone.strict:.3f} of the slowest isolated stage: the stages were "
+            "measured slower in isolation than they run; clocks changed, or another program ran"
         )
     times = alone.times.stages
     for stage, ratio in alone.moved.items():
         off_ns = abs(ratio - 1) * times[stage]
         if abs(ratio - 1) > MOVED_MAX and off_ns > MOVED_NS:
-            took = f"{ratio:.2f} x as long behind bring-up as before it"
+            took = f"{ratio:.2f} x as long after bring-up as before it"
             yield f"{_stage(f, stage)} alone took {took}"
     for stage, ratio in alone.slower.items():
         if ratio > 1 + MOVED_MAX and (1 - 1 / ratio) * times[stage] > MOVED_NS:
             yield (
-                f"{_stage(f, stage)} worked or slept {ratio:.2f} x as long alone as in the run: "
-                "what it did beyond that does not count"
+                f"{_stage(f, stage)} worked or slept {ratio:.2f} x as long in isolation as in the "
+                "run: the excess does not count"
             )
 
 
 def _limits(f: Diagnosis) -> Iterator[str]:
     if f.gate.overlap_min < OVERLAP_MIN:
         least = f"{f.gate.overlap_min:.2f}"
-        yield f"bringup.overlap_min asks for {least} of overlap; {OVERLAP_MIN:.2f} is usual"
+        yield f"bringup.overlap_min is {least}, below the usual {OVERLAP_MIN:.2f}"
 
 
 def _headline(f: Diagnosis) -> Iterator[str]:
@@ -166,7 +166,7 @@ def _headline(f: Diagnosis) -> Iterator[str]:
     times = f"{score.period_ns / busiest:.2f} x max(stage)" if busiest else "no stage time"
     period = f"period {in_ms(score.period_ns)} ms = {times}"
     if score.s is None:
-        yield f"{period}, overlap undefined: nothing ran beside anything"
+        yield f"{period}, overlap undefined: no two stages ran at the same time"
     else:
         yield (
             f"{period}, overlap {_interval(score)} at D_in/D_out = {topology.d_in}/{topology.d_out}"
@@ -215,14 +215,14 @@ def _unknown_texts(f: Diagnosis) -> dict[str, str]:
     return _spoilt_texts(f, f.evidence.spoilt) | {
         "CONTRADICTED": f"{'; '.join(f.contradictions)}: this folder was changed, or judged by "
         "other rules",
-        "NOT_AUDITED": f"not audited: {parts}; a score that nobody checked is none",
+        "NOT_AUDITED": f"not audited: {parts}; an unaudited score proves nothing",
         "UNNAMED_TIME": f"time outside stages and named waits: {'; '.join(threads)} (limit "
-        f"{UNNAMED_MAX:.0%}): something blocks there that has no name",
+        f"{UNNAMED_MAX:.0%}): a source, a hook or a callback blocks there",
         "INLINE": "one process runs all stages in turn: no overlap to judge; start two ranks",
-        "MISSING_LOGS": f"the log lacks {_lacking(f, lacking)}; overlap cannot be proven without",
+        "MISSING_LOGS": f"the log lacks {_lacking(f, lacking)}: overlap cannot be proven",
         "BAD_INSTRUMENT": f"the log contradicts itself in {', '.join(failed)}: "
-        "repair the stamps before believing any score",
-        "PERTURBED": "a profiler or an injected fault was on; measure again without",
+        "correct the stamps before you trust a score",
+        "PERTURBED": "a profiler or an injected fault was on; measure again without it",
         "TOO_FEW": f"{window.n} envelopes after warm-up, {N_MIN} needed; run longer",
         "NOT_WARM": "the period never became steady; look for compiles, allocation, throttling",
         "INPUT_LIMITED": f"{input_share:.0%} of the time went into waiting for input (limit "
@@ -266,9 +266,9 @@ def _contended(f: Diagnosis) -> str:
     stretch = ", ".join(f"{_stage(f, k)} {ratio:.2f}" for k, ratio in alone.stretch.items())
     score = "undefined" if alone.s is None else f"{alone.s:.2f}"
     return (
-        f"by the stages' times alone overlap is {score}, it must reach {f.gate.overlap_min:.2f}: "
-        f"in the run {stretch} x their time alone; what is stretched waits inside, for a CPU, a "
-        "lock, the interpreter or a device that another holds"
+        f"overlap from the isolated stage times is {score}, limit {f.gate.overlap_min:.2f}: "
+        f"in the run {stretch} x their isolated time; a stretched stage waits inside for a CPU, a "
+        "lock, the interpreter or a device that another thread uses"
     )
 
 
@@ -317,9 +317,9 @@ def _limit(f: Diagnosis) -> Iterator[str]:
         "make it shorter or move work to the policy rank",
         "stage1-limited": f"{policy} sets the period: it is busy {score.places[slowest]:.0%} of "
         f"it; only a faster {shorter} helps",
-        "window-limited": f"credits set the period: A waits {credit:.0%} of it for one",
-        "serialized": "the stages run in turn: is the next envelope sent before this result is "
-        "decoded? Does A need what C computes?",
+        "window-limited": f"credits set the period: A waits {credit:.0%} of it for a credit",
+        "serialized": "the stages run in turn: check that the next envelope is sent before this "
+        "result is decoded, and that A does not need what C computes",
         "overhead-limited": "no stage and no queue sets the period: look for the GIL, "
         "collections, a busy host",
     }[f.limited_by]
@@ -349,14 +349,14 @@ def _hop(f: Diagnosis) -> Iterator[str]:
     took = f"{in_ms(held.hop_ns or 0)} ms an envelope"
     if held.rank == topology.places and topology.threads == "serial":
         yield (
-            f"results are on their way to rank 0 for {took}: its one thread runs A meanwhile; with "
-            'pipeline.threads = "split" it takes them in at once'
+            f"results wait {took} for rank 0, whose one thread runs A meanwhile; with "
+            'pipeline.threads = "split" rank 0 receives them at once'
         )
         return
     names = ["rank 0", *map(topology.title, topology.ranks), "rank 0"]
     yield (
         f"the hop from {names[held.rank]} to {names[held.rank + 1]} takes {took}, far more than "
-        "the others: something holds results there"
+        "the other hops: results are held up there"
     )
 
 
@@ -386,7 +386,7 @@ def _depth_advice(model: Model, form: PipelineForm) -> str:
             )
         return (
             f"D_in {form.d_in} is deep enough: {deep.d_in} would gain {gain}, less than the model "
-            f"can tell, for {price}"
+            f"can resolve, for {price}"
         )
     if form.d_in > model.w_star:
         excess = form.d_in - model.w_star
@@ -416,8 +416,8 @@ def _published(f: Diagnosis) -> Iterator[str]:
     passed = f.verdict is Verdict.PASS
     if f.compat.gate and not passed:
         yield (
-            f"the published score {_score(f.compat)} would have passed: it knows neither waits "
-            "nor audits, and does not decide"
+            f"the published score {_score(f.compat)} would have passed: it ignores waits "
+            "and audits, and does not decide"
         )
     elif passed and not f.compat.gate:
         yield f"the published gate would have refused: {_published_reason(f.compat)}"
@@ -445,7 +445,7 @@ def _log(f: Diagnosis) -> Iterator[str]:
     if unchecked and not {"INLINE", "NOT_AUDITED"} & set(f.reasons):
         yield f"not audited: {'; '.join(f'{n}: {a.note}' for n, a in unchecked.items())}"
     if run.unbelievable:
-        yield f"{run.unbelievable} reports of robots left out: no age or count can be as they say"
+        yield f"{run.unbelievable} robot reports left out: their ages or counts are impossible"
     lost = {k.stream: k.imbalance for k in run.ledgers if k.imbalance}
     if lost:
         where = ", ".join(f"{stream} {count:+d}" for stream, count in lost.items())
@@ -456,8 +456,8 @@ def _rules(f: Diagnosis) -> Iterator[str]:
     found = f.evidence.run.rule_counts
     if found is not None and (found.clipped_chunks or found.refused):
         yield (
-            f"the rules of [actions] changed what the policy asked for: {found.text}; look at its "
-            "scaling before the limits"
+            f"the rules of [actions] changed the policy's actions: {found.text}; check its "
+            "scaling before you widen the limits"
         )
 
 

@@ -96,11 +96,11 @@ def decide(evidence: Evidence, gate: Gate) -> Decision:
     unjudged = {"INLINE", "NOTHING_TO_HIDE"} & set(unknown)  # there a low score says nothing
     weak = [] if unjudged and gate.profile == "bringup" else score_reasons(evidence, gate)
     verdict = _verdict(safety, unknown, weak)
-    said = _contradictions(evidence, verdict, [*safety, *unknown, *weak])
-    if said:
+    found = _contradictions(evidence, verdict, [*safety, *unknown, *weak])
+    if found:
         unknown = ["CONTRADICTED", *unknown]
         verdict = _verdict(safety, unknown, weak)
-    return Decision(verdict, [*safety, *unknown, *weak], said)
+    return Decision(verdict, [*safety, *unknown, *weak], found)
 
 
 def _verdict(safety: list[str], unknown: list[str], weak: list[str]) -> Verdict:
@@ -164,7 +164,7 @@ def unaudited(evidence: Evidence) -> dict[str, str]:
         if audit.ok is None and not audit.may_lack and not audit.missing
     }
     if evidence.alone is None:
-        found["alone"] = "run.json has no stage times alone"
+        found["alone"] = "run.json has no isolated stage times"
     return found
 
 
@@ -211,8 +211,8 @@ def _contradictions(evidence: Evidence, verdict: Verdict, reasons: Iterable[str]
     lines now say; a score that is not theirs.
     """
     run, window, primary = evidence.run, evidence.window, evidence.primary
-    said = [f"{file} has lines of another run" for file in run.strangers]
-    said += _disagreements(run)
+    texts = [f"{file} has lines of another run" for file in run.strangers]
+    texts += _disagreements(run)
     event = logged_verdict(run, window)
     if event is not None:
         name, overlap = event.fields.get("verdict"), event.fields.get("overlap")
@@ -221,20 +221,20 @@ def _contradictions(evidence: Evidence, verdict: Verdict, reasons: Iterable[str]
         is_known = isinstance(name, str) and name in Verdict.__members__
         is_worse = is_known and worse(Verdict[str(name)], verdict) is not verdict
         if is_worse or not set(theirs) <= set(reasons):
-            said.append(f"the run's own verdict was {' '.join([str(name), *theirs])}")
+            texts.append(f"the run's own verdict was {' '.join([str(name), *theirs])}")
         score = None if primary is None else primary.s
         if isinstance(overlap, int | float) and (
             score is None or not abs(score - overlap) <= SCORE_APART
         ):
             now = "none" if score is None else f"{score:.2f}"
-            said.append(f"the run's own verdict had overlap {overlap:.2f}, its lines have {now}")
+            texts.append(f"the run's own verdict had overlap {overlap:.2f}, its lines have {now}")
     end = run.exits.get("0") if window.phases == {BRING_UP} else None
     if isinstance(end, Mapping) and end.get("generation", window.generation) == window.generation:
         code = end.get("code")
         refused = REFUSED.get(code) if isinstance(code, int) else None
         if refused is not None and worse(Verdict[refused], verdict) is not verdict:
-            said.append(f"exit.json has code {code}: the gate refused this run")
-    return said
+            texts.append(f"exit.json has code {code}: the gate refused this run")
+    return texts
 
 
 def _disagreements(run: RunLog) -> Iterator[str]:

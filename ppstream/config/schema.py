@@ -43,6 +43,14 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     robot: Name | None = None  # whose samples are replayed of a recording with several robots
 
 
+class ViewConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A WebSocket for Foxglove, served on loopback by a process beside rank 0."""
+
+    port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # 8765 is the viewers' default
+    # 0: any free port, told when the run begins; none: no live view
+    queue_mb: Positive = 8.0  # waiting for that process; what comes on top is dropped and counted
+
+
 class RecordedAs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Location of a stream's samples in a PX4 ULog, a ROS bag or an MCAP file made by others."""
 
@@ -342,6 +350,7 @@ class PipelineConfig(_Part, frozen=True):
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
     record: RecordConfig = RecordConfig()
+    view: ViewConfig = ViewConfig()
     profile: ProfileConfig = ProfileConfig()
     mode: Literal["throughput", "attribution"] = "throughput"  # attribution times blocks alone
     demo: DemoConfig | None = None

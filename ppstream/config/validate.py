@@ -22,7 +22,7 @@ NONE: Final = "none"  # TOML has no null: this text stands for it where a field 
 _KINDS: Final = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
 
 
-class Kind(NamedTuple):
+class FieldType(NamedTuple):
     """A field's type, taken apart."""
 
     base: Any  # without Annotated and None: a struct, a scalar, Literal[...], tuple[...] or dict
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     words: tuple[str, ...] = ()  # texts that may stand in its place
 
 
-def kind_of(annotation: Any) -> Kind:
+def kind_of(annotation: Any) -> FieldType:
     """``annotation`` without its ``Annotated`` and ``None`` parts, which are told apart."""
     origin = get_origin(annotation)
     if origin is Annotated:
@@ -44,7 +44,7 @@ def kind_of(annotation: Any) -> Kind:
         words = tuple(word for text in texts for word in get_args(text))
         is_optional = type(None) in get_args(annotation)
         return kind_of(main)._replace(optional=is_optional, words=words)
-    return Kind(annotation, optional=False, bounds=())
+    return FieldType(annotation, optional=False, bounds=())
 
 
 def normalise(value: Any, annotation: Any, folder: Path) -> Any:
@@ -100,7 +100,7 @@ def _table_problems(value: Any, struct: type[msgspec.Struct], path: str) -> Iter
             yield f"{_join(path, name)}: unknown key{_key_suggestion(name, struct, known)}"
 
 
-def _list_problems(value: Any, kind: Kind, path: str) -> Iterator[str]:
+def _list_problems(value: Any, kind: FieldType, path: str) -> Iterator[str]:
     if not isinstance(value, list):
         yield _line(path, value, _wanted(kind))
         return
@@ -112,10 +112,10 @@ def _line(path: str, got: Any, wanted: str) -> str:
     return f"{path or 'configuration'}: got {got!r}, want {wanted}"
 
 
-def _wanted(kind: Kind) -> str:
+def _wanted(kind: FieldType) -> str:
     """Words what would be right: ``a whole number, at least 1, at most 64, or "none"``."""
-    if told := [meta.extra["want"] for meta in kind.bounds if meta.extra and "want" in meta.extra]:
-        text = str(told[0])
+    if wants := [meta.extra["want"] for meta in kind.bounds if meta.extra and "want" in meta.extra]:
+        text = str(wants[0])
     elif choices := _choices(kind):
         text = "one of " + ", ".join(choices) if len(choices) > 1 else repr(choices[0])
     elif _is_struct(kind.base) or get_origin(kind.base) is dict:
@@ -143,7 +143,7 @@ def _bound_words(meta: Meta) -> Iterator[str]:
         yield "not empty"
 
 
-def _choices(kind: Kind) -> tuple[str, ...]:
+def _choices(kind: FieldType) -> tuple[str, ...]:
     return get_args(kind.base) if _is_literal(kind.base) else ()
 
 

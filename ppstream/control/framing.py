@@ -107,7 +107,7 @@ class FrameSender:
         try:
             socket.send_fds(self._socket, [CARRIER], list(fds))
         except OSError as error:
-            raise PeerLostError(f"{self._name} takes no descriptors: {error}") from error
+            raise PeerLostError(f"{self._name} accepts no descriptors: {error}") from error
         finally:
             self._lock.release()
 

@@ -28,7 +28,7 @@ AWAY_BEATS: Final = 2  # so long without a look, this process was stopped, or it
 
 
 class HeartbeatThread:
-    """Sends a heartbeat every ``interval_ns`` from ``start`` to ``stop``, and hears the peer's.
+    """Sends a heartbeat every ``interval_ns`` from ``start`` to ``stop``, and receives the peer's.
 
     A heartbeat that finds the socket full is dropped: what lies unread there says the same.
 

@@ -58,7 +58,7 @@ class Peer:
         lost_ns: when the peer's end was first noticed; None while it lives.
         heart: the same rank at the end of its second socket, which only heartbeats and a goodbye
             go through; set while ranks meet. It belongs to the heartbeat, and closes with this one.
-        listen: hears what the heart has said; set by the heartbeat.
+        listen: receives the peer's heartbeats; set by the heartbeat.
 
     Args:
         sock: a connected UNIX or TCP stream socket.
@@ -178,7 +178,7 @@ class Peer:
                 room = self._reader.room()
                 taken = self._read(room)
                 for data in self._reader.frames(taken):
-                    self._take(data)
+                    self._handle(data)
                     heard = True
                 if taken < len(room):
                     break
@@ -200,7 +200,7 @@ class Peer:
         Raises:
             PeerLeftError: the peer says that it leaves.
             PeerLostError: the peer is gone, or said nothing within ``timeout_ns``.
-            WatchdogError: it said nothing within ``timeout_ns`` though its heart beats.
+            WatchdogError: it said nothing within ``timeout_ns`` though its heartbeats arrive.
             ProtocolError: as ``pump``.
         """
         self._pump_until(lambda: bool(self.inbox), timeout_ns, what)
@@ -288,7 +288,9 @@ class Peer:
             if left_ns <= 0:
                 text = f"{self.name} did not send {what} within {timeout_ns / NS_PER_S:.1f} s"
                 if self._is_beating():
-                    raise WatchdogError(f"{text} though its heart beats: its main thread stands")
+                    raise WatchdogError(
+                        f"{text} though its heartbeats arrive: its main thread is stuck"
+                    )
                 raise PeerLostError(text)
             readable.poll(left_ns / NS_PER_MS)
 
@@ -338,7 +340,7 @@ class Peer:
             raise ProtocolError(f"{self.name} passed more than {FDS_MAX} descriptors")
         return taken
 
-    def _take(self, data: memoryview) -> None:
+    def _handle(self, data: memoryview) -> None:
         if not data and self._carriers:
             self._carriers -= 1
             return

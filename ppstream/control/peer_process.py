@@ -170,7 +170,7 @@ def command(pid: int) -> str:
     return " ".join(_words(Path(f"/proc/{pid}/cmdline"), "\0")).strip()
 
 
-# ---- a module that ends with whoever started it -----------------------------------------------
+# ---- a module that ends with the process that started it --------------------------------------
 
 
 def bound_command(module: str, *arguments: str) -> list[str]:

@@ -78,7 +78,7 @@ class Marked(Protocol):
 S = TypeVar("S", bound=Marked)
 
 
-def watched(run: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+def with_watchdog(run: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """A method that is a loop: its object's ``mark`` is running while it does."""
 
     @functools.wraps(run)
@@ -155,14 +155,14 @@ class Watchdog:
                 continue
             self._still[mark] = (turns, still_ns + passed_ns)
             if still_ns + passed_ns > self._limit_ns():
-                self._tell(mark, still_ns + passed_ns)
+                self._report(mark, still_ns + passed_ns)
                 return
 
     def _run(self) -> None:
         while not self._end.wait(INTERVAL_NS / NS_PER_S):
             self.check()
 
-    def _tell(self, mark: ProgressMark, still_ns: int) -> None:
+    def _report(self, mark: ProgressMark, still_ns: int) -> None:
         self._end.set()
         try:
             faulthandler.dump_traceback(self._file, all_threads=True)

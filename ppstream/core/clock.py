@@ -47,7 +47,7 @@ class Ticker:
         self.period_ns = period_ns
         self.due_ns = start_ns + period_ns
 
-    def take(self, now_ns: int) -> int:
+    def consume(self, now_ns: int) -> int:
         """Consume all ticks due by ``now_ns``; returns how many (above one: some were missed)."""
         if now_ns < self.due_ns:
             return 0

@@ -231,7 +231,7 @@ class RunDelay:
             self._newest_ns = int(os.pread(self._fd, SCHEDSTAT_BYTES, 0).split()[1])
         return self._newest_ns
 
-    def take_ns(self) -> int | None:
+    def pop_ns(self) -> int | None:
         """The time since this was last asked, up to the newest ``read_ns``."""
         if self._newest_ns is None:
             return None

@@ -13,7 +13,7 @@ class ExitCode(IntEnum):
     """End of a rank; torchrun itself returns 0 or 1, so ``exit.json`` carries this."""
 
     DRAINED = 0
-    INTERNAL = 1  # an exception nobody expected: a bug
+    INTERNAL = 1  # an unexpected exception: a bug
     HANDSHAKE = 10  # ranks disagree on configuration or versions
     CONFIG = 11  # configuration or preflight: nothing was started
     PEER_LOST = 20  # the other rank is gone
@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
 #: What each code means, and what to do; ``--help`` and runbooks/faults.md show the same.
 MEANINGS: Final = {
     ExitCode.DRAINED: "asked to stop, or its input has ended; nothing is owed",
-    ExitCode.INTERNAL: "an exception nobody expected: a bug; its traceback stands above",
+    ExitCode.INTERNAL: "an unexpected exception: a bug; its traceback is printed above",
     ExitCode.HANDSHAKE: "ranks differ in configuration, versions or weights: the lines above",
     ExitCode.CONFIG: "configuration or installation; nothing was started: the lines above",
     ExitCode.PEER_LOST: "the other rank died, or was silent for liveness.frozen_ms: restart",
@@ -50,6 +50,11 @@ OTHER_LEFT: Final = "the other rank left with"  # how a reason begins that is th
 FINAL_CODES = frozenset(
     {ExitCode.HANDSHAKE, ExitCode.CONFIG, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUSIVE}
 )
+
+
+def printable(text: str, characters: int, instead: str = "?") -> str:
+    """Returns the beginning of a text of others, with ``instead`` for what does not print."""
+    return "".join(one if one.isprintable() else instead for one in text[:characters])
 
 
 class PpstreamError(Exception):
@@ -106,7 +111,7 @@ class PeerLeftError(PeerLostError):
         theirs = ExitCode(code)
         is_ours = theirs is ExitCode.DRAINED or theirs in FINAL_CODES
         self.exit_code = theirs if is_ours else ExitCode.PEER_LOST
-        self.said = f"exit {code} {theirs.name} {reason}"
+        self.reported = f"exit {code} {theirs.name} {reason}"
         super().__init__(f"{OTHER_LEFT} {code} {theirs.name}: {reason}")
 
 

@@ -30,7 +30,7 @@ from ppstream.core.clock import NS_PER_S, now_ns
 
 SWITCH_INTERVAL_S: Final = 0.0005
 DEVICE_SWITCH_INTERVAL_S: Final = 0.00001
-CONTROL_SWITCH_INTERVAL_S: Final = 0.00005  # a tick waits no longer for whoever receives
+CONTROL_SWITCH_INTERVAL_S: Final = 0.00005  # a tick waits no longer for a receiver
 PIECE_NS: Final = 100_000  # half of a short stage's time
 PAUSE_S: Final = 0.0001
 EVERY_NS: Final = NS_PER_S

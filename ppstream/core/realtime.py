@@ -1,4 +1,4 @@
-"""RealTime: what a control loop asks of the operating system, and what it was refused.
+"""RealTime: settings that a control loop requests of the operating system, and the refused ones.
 
 Scheduling class and processors of the calling thread, memory that is never paged out. All of it is
 given back at the end. Nothing here makes Python real-time: it only keeps others out of the way.
@@ -30,13 +30,13 @@ class NotPermittedError(PpstreamError):
 
 @dataclass(frozen=True, slots=True)
 class RealTime:
-    """Real-time settings to ask for, for as long as the loop runs.
+    """Real-time settings of the operating system, in force while the loop runs.
 
     Args:
         fifo_priority: 1 to 99: run the loop's thread under SCHED_FIFO, before every normal thread.
         cpus: run it on these processors only.
         lock_memory: keep all of the process's memory, present and future, in RAM.
-        required: refuse to run when something is refused; else it is logged and counted.
+        required: raise when a setting is refused; False: log and count the refusal.
     """
 
     fifo_priority: int | None = None
@@ -46,7 +46,7 @@ class RealTime:
 
 
 class RealTimeScope:
-    """A context manager on the loop's own thread; ``refused`` says what was, and what would help.
+    """A context manager on the loop's own thread; ``refused``: refusals, each with its remedy.
 
     Raises on entry:
         NotPermittedError: something was refused, and it is required.
@@ -62,9 +62,9 @@ class RealTimeScope:
         self.refused = tuple(
             line
             for line in (
-                _asked(lambda: self._lock_memory(wanted.lock_memory)),
-                _asked(lambda: self._move(wanted.cpus)),
-                _asked(lambda: self._prefer(wanted.fifo_priority)),
+                _refusal_of(lambda: self._lock_memory(wanted.lock_memory)),
+                _refusal_of(lambda: self._move(wanted.cpus)),
+                _refusal_of(lambda: self._prefer(wanted.fifo_priority)),
             )
             if line
         )
@@ -125,7 +125,7 @@ def end_timeouts_on_time() -> bool:
     return bool(ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0) == 0)
 
 
-def _asked(ask: Callable[[], None]) -> str | None:
+def _refusal_of(ask: Callable[[], None]) -> str | None:
     """Returns what was refused, in words, or None."""
     try:
         ask()

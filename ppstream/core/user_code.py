@@ -41,13 +41,13 @@ class Fault(NamedTuple):
     kind: str  # exception | memory | unwritten, or the action rule that was broken
     name: str  # of the exception's type, else the kind
     what: str  # in one line
-    place: str = ""  # file, line and function; empty: nowhere in particular
+    location: str = ""  # file, line and function; empty: nowhere in particular
     text: str = ""  # the traceback
 
     @property
     def line(self) -> str:
         """The fault and its place."""
-        return f"{self.what} at {self.place}" if self.place else self.what
+        return f"{self.what} at {self.location}" if self.location else self.what
 
 
 class FirstFaults:
@@ -57,15 +57,15 @@ class FirstFaults:
         self._rank = rank
         self._seen: set[tuple[str, str, str]] = set()
 
-    def tell(self, stage: str, fault: Fault) -> bool:
+    def report(self, stage: str, fault: Fault) -> bool:
         """Print it, if it is the first of its kind; returns whether it is."""
         key = stage, fault.kind, fault.name
         if key in self._seen or len(self._seen) >= SHOWN_MAX:
             return False
         self._seen.add(key)
         text = f"\n{fault.text.rstrip()}" if fault.text else ""
-        told = self._rank, stage, fault.kind, fault.line, text
-        logger.error("rank %d, stage %s: the first %s: %s%s", *told)
+        arguments = self._rank, stage, fault.kind, fault.line, text
+        logger.error("rank %d, stage %s: the first %s: %s%s", *arguments)
         return True
 
 
@@ -80,17 +80,17 @@ def fault_of(error: BaseException, who: str, kind: str = "") -> Fault:
     Raises:
         UserExitError: it was ``sys.exit()``, which asks for the end of the process.
     """
-    place = place_of(error)
+    location = location_of(error)
     if is_a(error, SystemExit):
         code = _safely(repr, getattr(error, "code", None))
-        where = f" at {place}" if place else ""
+        where = f" at {location}" if location else ""
         raise UserExitError(f"{who} called sys.exit({_cut(code, WHAT_MAX)}){where}") from None
     name = _clean(type(error).__name__)[:MAX_PLACE]
-    message = said(error)
+    message = message_of(error)
     if not kind:
         kind = "memory" if _is_memory(error, message) else "exception"
     what = _cut(" ".join(f"{name}: {message}".split()).removesuffix(":"), WHAT_MAX)
-    return Fault(kind, name, what, place, traceback_of(error))
+    return Fault(kind, name, what, location, traceback_of(error))
 
 
 def is_a(error: BaseException, *types: type) -> bool:
@@ -98,7 +98,7 @@ def is_a(error: BaseException, *types: type) -> bool:
     return issubclass(type(error), types)
 
 
-def said(error: BaseException, most: int = MAX_TEXT) -> str:
+def message_of(error: BaseException, most: int = MAX_TEXT) -> str:
     """The text of an exception, whatever its ``str()`` does: at most so many characters."""
     return _cut(_safely(str, error), most)
 
@@ -108,7 +108,7 @@ def traceback_of(error: BaseException) -> str:
     return _cut(_safely(_format, error), MAX_TEXT)
 
 
-def place_of(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """``file:line in function`` of the innermost frame that is neither a library's nor ours."""
     if is_a(error, SyntaxError) and (file := getattr(error, "filename", None)):
         return _tail(_safely(str, f"{file}:{getattr(error, 'lineno', 0)}"))

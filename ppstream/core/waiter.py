@@ -21,7 +21,7 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S
 FD_SETSIZE: Final = 1024
 
 
-class Bell(Protocol):
+class WaiterBell(Protocol):
     """A sender in another process, which makes a descriptor readable only for a sleeper."""
 
     def fileno(self) -> int: ...
@@ -47,7 +47,7 @@ class PythonWaiter:
         self._asleep = False  # only then a wake is a system call
         self._wake_due = False
         self.woken = False
-        self._bells: list[Bell] = []
+        self._bells: list[WaiterBell] = []
         self._fds: list[int] = []
         self._poll = select.poll()
         self.register(self._wake_fd)
@@ -60,7 +60,7 @@ class PythonWaiter:
         self._poll.register(fd, select.POLLIN)
         self._may_select = max(self._fds) < FD_SETSIZE
 
-    def register_bell(self, bell: Bell) -> None:
+    def register_bell(self, bell: WaiterBell) -> None:
         """Watch ``bell`` and its descriptor; the caller keeps it open."""
         self.register(bell.fileno())
         self._bells.append(bell)
@@ -87,7 +87,7 @@ class PythonWaiter:
         Raises:
             OSError: a registered descriptor was closed (EBADF).
         """
-        self._asleep = True  # before the looks: whoever comes later writes a descriptor
+        self._asleep = True  # before the looks: a later sender writes a descriptor
         try:
             rung = [bell.fileno() for bell in self._bells if not bell.sleep()]
             ready = [] if rung or self._wake_due else self._ready(timeout_ns)

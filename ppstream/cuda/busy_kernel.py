@@ -69,7 +69,7 @@ class GpuWork:
         if not self.products:
             return
         if torch.cuda.is_current_stream_capturing():  # a graph cannot hold the start of another
-            self._products(self.products)
+            self.queue_products(self.products)
         else:
             self._graph.replay()
 
@@ -81,10 +81,11 @@ class GpuWork:
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self._products(products)
+            self.queue_products(products)
         return graph
 
-    def _products(self, count: int) -> None:
+    def queue_products(self, count: int) -> None:
+        """``count`` kernels, all the same, on the current stream."""
         for _ in range(count):
             torch.mm(self._left, self._left, out=self._out)
 

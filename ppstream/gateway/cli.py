@@ -25,6 +25,7 @@ from ppstream.config.gateway_rules import listen_of, missing_libraries
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.gateway.modality_file import run_of
+from ppstream.gateway.request_log import RequestCounts, RequestLog
 from ppstream.gateway.wires import Access, wire_of
 
 if TYPE_CHECKING:
@@ -57,33 +58,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.describe:
             print("\n\n".join(wire_of(one).describe(config, one) for one in config.gateway))
             return 0
-        asyncio.run(serve(config))
+        asyncio.run(serve(config, args.log))
     except ConfigError as error:
         print(error, file=sys.stderr, flush=True)
         return int(ExitCode.CONFIG)
     return 0
 
 
-async def serve(config: PipelineConfig) -> None:
+async def serve(config: PipelineConfig, folder: Path | None = None) -> None:
     """Serve every gateway of ``config`` until a signal comes.
+
+    Args:
+        config: of the run.
+        folder: the run's, for the log of requests; None: they are not logged.
 
     Raises:
         ConfigError: an address cannot be bound, or a file not be used.
     """
+    counts = [RequestCounts(gateway.wire) for gateway in config.gateway]
+    log = None if folder is None else RequestLog(folder, counts)
     set_switch_interval()  # a thread for each robot, and another that receives for it
     stopping = asyncio.Event()
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     async with AsyncExitStack() as stack:
-        for index, gateway in enumerate(config.gateway):
+        if log is not None:
+            stack.callback(log.start().close)  # once the servers have answered the last requests
+        for index, (gateway, requests) in enumerate(zip(config.gateway, counts, strict=True)):
             path = f"gateway[{index}]"
             access = Access(api_key(path, gateway), tls_context(path, gateway))
-            server = wire_of(gateway).build(config, gateway, access)
+            server = wire_of(gateway).build(config, gateway, access, requests)
             try:
                 await stack.enter_async_context(server)
             except OSError as error:
-                said = f"{path}.listen: {listen_of(gateway)}: {error.strerror}"
-                raise ConfigError([said]) from error
+                reason = f"{path}.listen: {listen_of(gateway)}: {error.strerror}"
+                raise ConfigError([reason]) from error
             logger.info("clients of %s connect to %s", gateway.wire, server.address)
             print(gateway.wire, server.address, flush=True)
         await stopping.wait()
@@ -159,6 +168,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--endpoint", metavar="ENDPOINT", help="where rank 0 listens (default: as configured)"
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="FOLDER",
+        help="the run's folder, such as logs/latest: count requests there, for the report",
     )
     return parser
 

@@ -28,7 +28,14 @@ from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
 from ppstream.gateway.groot_messages import Asked, modalities
 from ppstream.gateway.groot_messages import describe as describe
-from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply, gateway_keys
+from ppstream.gateway.request_log import UNNAMED, CountedRequest, RequestCounts
+from ppstream.gateway.session import (
+    GatewaySession,
+    NoAnswerError,
+    Reply,
+    gateway_keys,
+    reason_of,
+)
 from ppstream.gateway.wires import Access
 from ppstream.wire.groot import decode, encode
 from ppstream.wire.zmq_socket import HANDSHAKE_MS, silent_for
@@ -71,7 +78,7 @@ class _Request(NamedTuple):
     body: bytes
     descriptor: int
     peer: str
-    received_ns: int
+    counted: CountedRequest
 
     @property
     def client(self) -> bytes:
@@ -82,8 +89,15 @@ class _Request(NamedTuple):
 class GrootServer:
     """One ``[[gateway]]`` of wire ``groot``, as ``WireServer``."""
 
-    def __init__(self, config: PipelineConfig, gateway: GatewayConfig, access: Access) -> None:
+    def __init__(
+        self,
+        config: PipelineConfig,
+        gateway: GatewayConfig,
+        access: Access,
+        requests: RequestCounts,
+    ) -> None:
         self._config, self._gateway, self._token = config, gateway, access.api_key
+        self._requests = requests
         self._keys = gateway_keys(gateway)
         self._clients_max = config.batch.rows + SPARE_CLIENTS
         self._threads = ThreadPoolExecutor(self._clients_max + 1, "ppstream-gateway")
@@ -119,7 +133,7 @@ class GrootServer:
             logger.warning("%s: this wire is not encrypted, the token neither", self.address)
         self._loops = [asyncio.create_task(self._serve()), asyncio.create_task(self._sweep())]
         for loop in self._loops:
-            loop.add_done_callback(_tell_failure)
+            loop.add_done_callback(_log_failure)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -133,6 +147,7 @@ class GrootServer:
                 unread.append(await self._receive(zmq.NOBLOCK))
         waiting = [request for task, request in self._work.values() if task.cancel()]
         for request in (*waiting, *unread):
+            request.counted.failed("gateway_ends")
             self._send(request, {"error": "the gateway ends"})
         closing = [asyncio.to_thread(robot.session.close) for robot in self._robots.values()]
         if pending := [*self._ends, *map(asyncio.ensure_future, closing)]:
@@ -154,8 +169,10 @@ class GrootServer:
                 logger.exception("a message could not be read")
                 continue
             if request.client in self._work:
+                request.counted.failed("busy")
                 self._send(request, {"error": "a request of this client is not answered yet"})
             elif len(self._work) >= self._clients_max:
+                request.counted.failed("busy")
                 self._send(request, {"error": "too many clients ask at once; ask again"})
             else:
                 self._work[request.client] = (asyncio.create_task(self._answer(request)), request)
@@ -171,7 +188,8 @@ class GrootServer:
             descriptor, peer = int(last.get(zmq.SRCFD)), str(last.get("Peer-Address"))
         except zmq.ZMQError:
             descriptor, peer = -1, "unknown"
-        return _Request(envelope, last.bytes, descriptor, peer, received_ns)
+        counted = self._requests.received(self._known_name(envelope[0]), received_ns)
+        return _Request(envelope, last.bytes, descriptor, peer, counted)
 
     def _send(self, request: _Request, reply: Any) -> bool:
         """Answer; False: it cannot be written, or its client is gone or reads nothing."""
@@ -220,19 +238,27 @@ class GrootServer:
         try:
             reply, given = await self._reply(request)
         except (NoAnswerError, SpecError) as error:
+            request.counted.failed(reason_of(error))
             reply = {"error": str(error)}
         except PpstreamError as error:
-            self._tell_once(request, str(error))
+            request.counted.failed(reason_of(error))
+            self._log_once(request, str(error))
             reply = {"error": str(error)}
         except Exception as error:
+            request.counted.failed(reason_of(error))
             logger.exception("a request could not be answered")
             reply = {"error": f"the gateway failed: {error}"}
         finally:
             self._work.pop(request.client, None)
         robot = self._robots.get(request.client)
-        if not self._send(request, reply):
-            if robot is not None:
-                self._end(request.client, "it reads no replies")
+        is_sent = self._send(request, reply)
+        if given is not None:
+            if is_sent:
+                request.counted.answered()
+            else:
+                request.counted.failed("gone")
+        if robot is not None and not is_sent:
+            self._end(request.client, "it reads no replies")
         elif robot is not None and given is not None:
             robot.session.handed_over(given, now_ns())
 
@@ -248,8 +274,9 @@ class GrootServer:
                 f"gateway.message_mb = {self._gateway.message_mb:g}"
             )
         message = await self._in_thread(decode, request.body)
-        said = str(message.get("api_token")).encode(errors="replace")
-        if self._token is not None and not hmac.compare_digest(said, self._token.encode()):
+        found = str(message.get("api_token")).encode(errors="replace")
+        if self._token is not None and not hmac.compare_digest(found, self._token.encode()):
+            request.counted.failed("refused")
             raise ProtocolError(UNAUTHORIZED)
         endpoint, data = message.get("endpoint", "get_action"), message.get("data")
         if endpoint == "ping":
@@ -265,12 +292,13 @@ class GrootServer:
             if endpoint == "reset":
                 await self._in_thread(robot.session.reset)
                 return {}, None
+            request.counted.begin(robot.name)
             asked = Asked.of(data)
             given = await self._in_thread(
-                robot.session.answer, asked.observation, request.received_ns
+                robot.session.answer, asked.observation, request.counted.received_ns
             )
         parts = asked.parts(given.actions, self._gateway.action_keys)
-        timing = given.timing(now_ns() - request.received_ns)
+        timing = given.timing(now_ns() - request.counted.received_ns)
         return [parts, timing] if asked.is_newer else parts, given
 
     async def _robot(self, request: _Request) -> _Robot:
@@ -285,7 +313,7 @@ class GrootServer:
             robot = None
         if robot is None:
             if len(self._robots) >= self._clients_max:
-                raise NoAnswerError("too many clients")
+                raise NoAnswerError("too many clients", "refused")
             name = self._name(request)
             session = GatewaySession(self._config, self._gateway, self._keys, name)
             robot = self._robots[request.client] = _Robot(name, session)
@@ -301,12 +329,18 @@ class GrootServer:
         robot.descriptor, robot.seen_ns = request.descriptor, now_ns()
         return robot
 
+    def _known_name(self, client: bytes) -> str:
+        """Name of a client before it is a robot, for the log of requests."""
+        if (robot := self._robots.get(client)) is not None:
+            return robot.name
+        return client.decode() if NAMED.fullmatch(client) else UNNAMED
+
     def _name(self, request: _Request) -> str:
         if NAMED.fullmatch(request.client):
             return request.client.decode()
         return f"groot-{next(self._numbers)}-{request.peer}"[:ROBOT_CHARACTERS]
 
-    def _tell_once(self, request: _Request, why: str) -> None:
+    def _log_once(self, request: _Request, why: str) -> None:
         """Whoever connects could fill our log, so each reason stands there once."""
         kind = why[:40]
         if kind not in self._told and len(self._told) < TOLD_MAX:
@@ -317,14 +351,16 @@ class GrootServer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
 
-def _tell_failure(loop: asyncio.Task[None]) -> None:
+def _log_failure(loop: asyncio.Task[None]) -> None:
     if not loop.cancelled() and (error := loop.exception()) is not None:
         logger.error("the gateway serves no client of GR00T any more", exc_info=error)
 
 
-def build(config: PipelineConfig, gateway: GatewayConfig, access: Access) -> GrootServer:
+def build(
+    config: PipelineConfig, gateway: GatewayConfig, access: Access, requests: RequestCounts
+) -> GrootServer:
     """As ``Wire``."""
-    return GrootServer(config, gateway, access)
+    return GrootServer(config, gateway, access, requests)
 
 
 def _bind(socket: zmq.asyncio.Socket, gateway: GatewayConfig, host: str, port: int) -> None:

@@ -13,20 +13,22 @@ import errno
 import itertools
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 from urllib.parse import unquote
 
 import grpc
 
+from ppstream.analysis.records import RequestError
 from ppstream.config.gateway_rules import listen_address, listen_of
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
 from ppstream.gateway.key_map import KeyMap
-from ppstream.gateway.session import GatewaySession, Reply, gateway_keys
+from ppstream.gateway.lerobot_robot import Observed, ServedRobot, Step
+from ppstream.gateway.request_log import CountedRequest, RequestCounts
+from ppstream.gateway.session import GatewaySession, Reply, gateway_keys, reason_of
 from ppstream.gateway.wires import Access
 from ppstream.wire.lerobot import (
     PIECE_MESSAGE_BYTES,
@@ -43,16 +45,13 @@ SERVICE: Final = "transport.AsyncInference"
 EMPTY: Final = b""
 WAIT_S: Final = 2.0  # for actions; then an empty reply, and the client asks again
 STREAM_LIMIT_S: Final = 10.0  # for all pieces of one observation
-ASKS_WITHIN_S: Final = 5.0  # a client that has asked once asks all the time, or has left
 CLOSE_LIMIT_S: Final = 1.0
 SWEEP_S: Final = 1.0
 LOG_EVERY_NS: Final = NS_PER_S  # a robot's refusals, a line each
 REFUSAL_CHARACTERS: Final = 2000  # of a status, which travels as a header
-REMEMBERED: Final = 256  # observations that actions may still come for
 SPARE_SESSIONS: Final = 8  # beyond the rows: those that a robot has just left, and refused ones
 SPARE_CONNECTIONS: Final = 64  # beyond those
 CALLS_PER_CONNECTION: Final = 8
-PACE_STEPS: Final = 60  # executed, over which a client's pace is measured
 PACE_MARGIN: Final = 1.2  # of the actions' own
 ROBOT_CHARACTERS: Final = 64  # of a name
 BYTES_PER_MB: Final = 1_000_000
@@ -63,82 +62,17 @@ T = TypeVar("T")
 Context = Any  # grpc.aio.ServicerContext: gRPC has no types
 
 
-class _Step(NamedTuple):
-    """Place of an observation in its robot's time."""
-
-    timestep: int
-    timestamp: float
-
-
-class _Pace:
-    """Steps that a client executes each second, as its observations tell."""
-
-    def __init__(self) -> None:
-        self._first: _Step | None = None
-
-    def add(self, step: _Step) -> float:
-        """Steps per second of the last ``PACE_STEPS``; 0: not known now."""
-        first = self._first
-        if first is None or step.timestep < first.timestep:
-            self._first = step
-            return 0.0
-        steps, seconds = step.timestep - first.timestep, step.timestamp - first.timestamp
-        if steps < PACE_STEPS:
-            return 0.0
-        self._first = step
-        return steps / seconds if seconds > 0 else 0.0
-
-
-class ServedRobot:
-    """One peer: its session, and what is known of its calls."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.session: GatewaySession | None = None
-        self.opening = asyncio.Lock()
-        self.arrived = asyncio.Event()  # actions, perhaps
-        self.calls = 0
-        self.called_ns = now_ns()  # begin or end of the latest
-        self.has_asked = False  # for actions
-        self.told_ns = 0
-        self.pace = _Pace()
-        self.is_fast = False  # faster than the actions, and that is told
-        self.is_reading = False  # an observation
-        self.actions_max: int | None = None  # of a reply; None: all
-        self.sent: dict[int, _Step] = {}  # observations, by stamp
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        self.calls += 1
-        self.called_ns = now_ns()
-        try:
-            yield
-        finally:
-            self.calls -= 1
-            self.called_ns = now_ns()
-
-    def is_silent(self, now: int, silence_s: float) -> bool:
-        limit_s = min(silence_s, ASKS_WITHIN_S) if self.has_asked else silence_s
-        return not self.calls and now - self.called_ns > limit_s * NS_PER_S
-
-    def remember(self, stamp_ns: int, step: _Step) -> None:
-        while len(self.sent) >= REMEMBERED:
-            del self.sent[next(iter(self.sent))]
-        self.sent[stamp_ns] = step
-
-    def take(self) -> tuple[Reply, _Step] | None:
-        """The newest actions, and the observation that they answer."""
-        self.arrived.clear()
-        reply = None if self.session is None else self.session.take()
-        answered = None if reply is None else self.sent.get(reply.chunk.window_end_ns)
-        return None if reply is None or answered is None else (reply, answered)
-
-
 class LerobotServer:
     """One ``[[gateway]]`` of wire ``lerobot``, as ``WireServer``."""
 
-    def __init__(self, config: PipelineConfig, gateway: GatewayConfig, _access: Access) -> None:
-        self._config, self._gateway = config, gateway
+    def __init__(
+        self,
+        config: PipelineConfig,
+        gateway: GatewayConfig,
+        _access: Access,
+        requests: RequestCounts,
+    ) -> None:
+        self._config, self._gateway, self._requests = config, gateway, requests
         self._keys = gateway_keys(gateway)
         self._sessions_max = config.batch.rows + SPARE_SESSIONS
         self._threads = ThreadPoolExecutor(2 * self._sessions_max, "ppstream-gateway")
@@ -149,6 +83,7 @@ class LerobotServer:
         self._port = 0
         self._sweeping: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
+        self._left_because: RequestError = "gone"
 
     @property
     def address(self) -> str:
@@ -179,13 +114,14 @@ class LerobotServer:
         try:
             self._port = self._server.add_insecure_port(f"{_bracketed(host)}:{port}")
         except RuntimeError as error:
-            said = "in use, or not an address of this host"
-            raise OSError(errno.EADDRINUSE, said) from error
+            reason = "in use, or not an address of this host"
+            raise OSError(errno.EADDRINUSE, reason) from error
         await self._server.start()
         self._sweeping = asyncio.create_task(self._sweep())
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._left_because = "gateway_ends"
         if self._sweeping is not None:
             self._sweeping.cancel()
         if self._server is not None:
@@ -217,16 +153,16 @@ class LerobotServer:
             session = robot.session
             assert session is not None, "opened"
             limit_s = self._gateway.timeout_ms * NS_PER_MS / NS_PER_S
-            said = f"the run is {session.client.phase}; start the client once it is ready"
+            reason = f"the run is {session.client.phase}; start the client once it is ready"
             try:
                 is_ready = await self._in_thread(session.client.wait_ready, limit_s)
                 if is_ready and not is_new:
                     await self._in_thread(session.reset)
             except PpstreamError as error:
-                is_ready, said = False, str(error)
+                is_ready, reason = False, str(error)
             if not is_ready:
                 self._leave(peer)
-                await self._refuse(robot, context, grpc.StatusCode.FAILED_PRECONDITION, said)
+                await self._refuse(robot, context, grpc.StatusCode.FAILED_PRECONDITION, reason)
         return EMPTY
 
     async def _instructions(self, message: bytes, context: Context) -> bytes:
@@ -254,22 +190,35 @@ class LerobotServer:
 
     async def _observations(self, messages: AsyncIterator[bytes], context: Context) -> bytes:
         robot = await self._robot(context)
+        request = self._requests.received(robot.name, now_ns())
+        request.begin()
         status = grpc.StatusCode
         if robot.is_reading:
-            said = "an observation of this robot is being read already"
-            await self._refuse(robot, context, status.RESOURCE_EXHAUSTED, said)
+            request.failed("busy")
+            reason = "an observation of this robot is being read already"
+            await self._refuse(robot, context, status.RESOURCE_EXHAUSTED, reason)
         robot.is_reading = True
         try:
             with robot.call():
                 whole = await self._whole(messages)
-                await self._in_thread(self._observe, robot, whole, now_ns())
+                request.received_ns = now_ns()
+                await self._in_thread(self._observe, robot, whole, request)
         except TimeoutError:
-            said = f"an observation that takes longer than {STREAM_LIMIT_S:g} s"
-            await self._refuse(robot, context, status.FAILED_PRECONDITION, said)
+            request.failed("bad_request")
+            reason = f"an observation that takes longer than {STREAM_LIMIT_S:g} s"
+            await self._refuse(robot, context, status.FAILED_PRECONDITION, reason)
         except (ProtocolError, SpecError) as error:
+            request.failed("bad_request")
             await self._refuse(robot, context, status.INVALID_ARGUMENT, str(error))
         except PpstreamError as error:
+            request.failed(reason_of(error))
             await self._refuse(robot, context, status.FAILED_PRECONDITION, str(error))
+        except asyncio.CancelledError:
+            request.failed(self._left_because)
+            raise
+        except Exception:
+            request.failed("gateway_failed")
+            raise
         finally:
             robot.is_reading = False
         return EMPTY
@@ -285,13 +234,13 @@ class LerobotServer:
         robot.has_asked = True
         try:
             with robot.call():
-                while (taken := robot.take()) is None:
+                while (found := robot.pop()) is None:
                     left_s = (until_ns - now_ns()) / NS_PER_S
                     try:
                         await asyncio.wait_for(robot.arrived.wait(), left_s)
                     except TimeoutError:
                         return EMPTY
-                return self._reply(robot, *taken)
+                return self._reply(robot, *found)
         except asyncio.CancelledError:
             if context.time_remaining() is None:  # it set no limit: its connection has ended
                 self._leave(peer)
@@ -308,14 +257,14 @@ class LerobotServer:
                     return whole
         raise ProtocolError("an observation that has no END")
 
-    def _observe(self, robot: ServedRobot, whole: bytes, received_ns: int) -> None:
+    def _observe(self, robot: ServedRobot, whole: bytes, request: CountedRequest) -> None:
         observation = decode_observation(whole)
         session = robot.session
         assert session is not None, "opened"
-        step = _Step(observation.timestep, observation.timestamp)
-        robot.remember(received_ns, step)
+        step = Step(observation.timestep, observation.timestamp)
+        robot.remember(Observed(step, request))
         self._check_pace(robot, robot.pace.add(step))
-        session.observe(observation.observation, received_ns)
+        session.observe(observation.observation, request.received_ns)
 
     def _check_pace(self, robot: ServedRobot, pace: float) -> None:
         wanted = NS_PER_S / NS_PER_MS / self._config.actions.dt_ms
@@ -327,7 +276,7 @@ class LerobotServer:
                 *(robot.name, pace, wanted, round(wanted)),
             )
 
-    def _reply(self, robot: ServedRobot, reply: Reply, answered: _Step) -> bytes:
+    def _reply(self, robot: ServedRobot, reply: Reply, answered: Step) -> bytes:
         message = encode_actions(
             reply.actions[: robot.actions_max],
             timestep=answered.timestep,
@@ -336,6 +285,7 @@ class LerobotServer:
         )
         assert robot.session is not None, "it gave the reply"
         robot.session.handed_over(reply, now_ns())
+        robot.answered(reply)
         return message
 
     async def _robot(self, context: Context) -> ServedRobot:
@@ -355,8 +305,8 @@ class LerobotServer:
                     await self._open(robot)
                 except PpstreamError as error:
                     self._leave(peer)
-                    said = str(error).splitlines()[-1].strip()
-                    await self._refuse(robot, context, status, said)
+                    found = str(error).splitlines()[-1].strip()
+                    await self._refuse(robot, context, status, found)
                 except BaseException:
                     self._leave(peer)
                     raise
@@ -369,7 +319,7 @@ class LerobotServer:
             self._gateway,
             self._keys,
             robot.name,
-            on_actions=lambda: _tell(loop, robot.arrived),
+            on_actions=lambda: _notify(loop, robot.arrived),
         )
         try:
             await self._in_thread(session.open)
@@ -384,18 +334,19 @@ class LerobotServer:
         robot = self.robots.pop(peer, None)
         if robot is not None and robot.session is not None:
             logger.info("%s has left", robot.name)
+            robot.leave(self._left_because)
             task = asyncio.create_task(self._in_thread(robot.session.close))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 
     async def _refuse(
-        self, robot: ServedRobot, context: Context, status: Any, said: str
+        self, robot: ServedRobot, context: Context, status: Any, reason: str
     ) -> NoReturn:
         """End a call with the reason; the log has one line of each robot now and then."""
         if now_ns() - robot.told_ns >= LOG_EVERY_NS:
             robot.told_ns = now_ns()
-            logger.info("%s is refused: %s", robot.name, "; ".join(said.splitlines()))
-        await context.abort(status, said[:REFUSAL_CHARACTERS])
+            logger.info("%s is refused: %s", robot.name, "; ".join(reason.splitlines()))
+        await context.abort(status, reason[:REFUSAL_CHARACTERS])
         raise AssertionError("abort raises")
 
     async def _sweep(self) -> None:
@@ -411,9 +362,11 @@ class LerobotServer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
 
-def build(config: PipelineConfig, gateway: GatewayConfig, access: Access) -> LerobotServer:
+def build(
+    config: PipelineConfig, gateway: GatewayConfig, access: Access, requests: RequestCounts
+) -> LerobotServer:
     """As ``Wire``."""
-    return LerobotServer(config, gateway, access)
+    return LerobotServer(config, gateway, access, requests)
 
 
 def differences(
@@ -462,7 +415,7 @@ def describe(config: PipelineConfig, gateway: GatewayConfig) -> str:
     return "\n".join(lines)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+def _notify(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(event.set)
 

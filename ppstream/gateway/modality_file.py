@@ -144,11 +144,11 @@ def _gateway(modality: _Modality) -> dict[str, Any]:
     keys = {_name(key): f"state.{key}" for key in modality.state}
     keys |= {_camera(key, modality): f"video.{key}" for key in modality.video}
     annotations = [f"annotation.{key}" for key in modality.annotation]
-    if told := [key for key in annotations if TASK in key] or annotations:
-        keys[PROMPT] = told[0]
+    if found := [key for key in annotations if TASK in key] or annotations:
+        keys[PROMPT] = found[0]
     parts = {key: [part.start, part.end] for key, part in modality.action.items()}
     gateway = [{"wire": "groot", "map": keys, "action_keys": parts}]
-    return ({"policy": {"instructions": True}} if told else {}) | {"gateway": gateway}
+    return ({"policy": {"instructions": True}} if found else {}) | {"gateway": gateway}
 
 
 def _streams(place: str, modality: _Modality, info: _Info) -> dict[str, Any]:

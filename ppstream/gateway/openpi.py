@@ -21,12 +21,20 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
+from ppstream.analysis.records import RequestError
 from ppstream.config.gateway_rules import listen_address, listen_of
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
 from ppstream.gateway.key_map import KeyMap, source_of
-from ppstream.gateway.session import GatewaySession, NoAnswerError, Reply, gateway_keys
+from ppstream.gateway.request_log import CountedRequest, RequestCounts
+from ppstream.gateway.session import (
+    GatewaySession,
+    NoAnswerError,
+    Reply,
+    gateway_keys,
+    reason_of,
+)
 from ppstream.gateway.wires import Access
 from ppstream.wire.openpi import decode, encode
 from ppstream.wire.robot_messages import SERVING
@@ -58,8 +66,14 @@ T = TypeVar("T")
 class OpenpiServer:
     """One ``[[gateway]]`` of wire ``openpi``, as ``WireServer``: ``wss://`` with TLS, else ``ws://``."""
 
-    def __init__(self, config: PipelineConfig, gateway: GatewayConfig, access: Access) -> None:
-        self._config, self._gateway = config, gateway
+    def __init__(
+        self,
+        config: PipelineConfig,
+        gateway: GatewayConfig,
+        access: Access,
+        requests: RequestCounts,
+    ) -> None:
+        self._config, self._gateway, self._requests = config, gateway, requests
         self._api_key, self._tls = access
         self._keys = gateway_keys(gateway)
         self._sessions_max = config.batch.rows + SPARE_CONNECTIONS
@@ -71,6 +85,7 @@ class OpenpiServer:
         self._probed = ("connecting", 0)  # phase, and when
         self._metadata = encode(metadata(config, gateway))
         self._server: Server | None = None
+        self._closed_because: RequestError = "gone"
 
     @property
     def address(self) -> str:
@@ -90,7 +105,7 @@ class OpenpiServer:
             self._serve,
             *address,
             process_request=self._request,
-            create_connection=_counted(self._take_socket, self._leave_socket),
+            create_connection=_counted(self._accept_socket, self._leave_socket),
             origins=[None],  # a page in a browser names one, and may ask any port of its host
             compression=None,
             max_size=round(self._gateway.message_mb * BYTES_PER_MB),
@@ -106,6 +121,7 @@ class OpenpiServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._closed_because = "gateway_ends"
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -113,7 +129,7 @@ class OpenpiServer:
 
     # ---- before a connection is one ---------------------------------------------------------
 
-    def _take_socket(self) -> bool:
+    def _accept_socket(self) -> bool:
         self._sockets += 1
         return self._sockets <= self._sessions_max + SPARE_SOCKETS
 
@@ -129,9 +145,9 @@ class OpenpiServer:
             return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, f"{phase}\n")
         if self._api_key is None:
             return None
-        said = request.headers.get_all("Authorization")
+        found = request.headers.get_all("Authorization")
         wanted = (KEY_SCHEME + self._api_key).encode()
-        if len(said) == 1 and hmac.compare_digest(said[0].encode(errors="replace"), wanted):
+        if len(found) == 1 and hmac.compare_digest(found[0].encode(errors="replace"), wanted):
             return None
         return connection.respond(
             http.HTTPStatus.UNAUTHORIZED, "want the header Authorization: Api-Key KEY\n"
@@ -172,7 +188,7 @@ class OpenpiServer:
             await self._in_thread(session.open)
             logger.info("%s is robot %s", connection.remote_address, robot)
             await self._send(connection, self._metadata)
-            await self._answer_all(connection, session)
+            await self._answer_all(connection, session, robot)
         except ConnectionClosed:
             pass  # openpi's clients say no goodbye
         except PpstreamError as error:
@@ -185,50 +201,61 @@ class OpenpiServer:
             await self._in_thread(session.close)
             self._sessions.discard(session)
 
-    async def _answer_all(self, connection: ServerConnection, session: GatewaySession) -> None:
+    async def _answer_all(
+        self, connection: ServerConnection, session: GatewaySession, robot: str
+    ) -> None:
         total_ns: int | None = None  # of the request before, from its receipt to its reply
         is_omni = _path(connection) == OMNI_PATH
         async for frame in connection:
-            received_ns = now_ns()
+            request = self._requests.received(robot, now_ns())
             try:
                 if isinstance(frame, str):
                     raise ProtocolError("got a text frame, want a binary one")
-                reply = await self._in_thread(self._answer, session, frame, received_ns)
+                reply = await self._in_thread(self._answer, session, frame, request)
             except NoAnswerError as error:
+                request.failed(error.reason)
                 await self._send(connection, _error(str(error), is_omni=is_omni))
                 continue
             except (SpecError, ProtocolError) as error:
+                request.failed("bad_request")
                 if not is_omni:
                     await self._fail(connection, str(error))
                     return
                 await self._send(connection, _error(str(error), is_omni=True))
                 continue
             except Exception as error:
+                request.failed(reason_of(error))
                 logger.exception("a request could not be answered")
                 await self._fail(connection, f"the gateway failed: {error}")
                 return
             if isinstance(reply, Reply):
-                infer_ns = now_ns() - received_ns
+                infer_ns = now_ns() - request.received_ns
                 answer = reply.actions if is_omni else message(reply, infer_ns, total_ns)
-                await self._send(connection, encode(answer))
+                try:
+                    await self._send(connection, encode(answer))
+                except ConnectionClosed:
+                    request.failed(self._closed_because)
+                    raise
+                request.answered()
                 session.handed_over(reply, now_ns())
             else:
                 await self._send(connection, encode(reply))
-            total_ns = now_ns() - received_ns
+            total_ns = now_ns() - request.received_ns
 
     def _answer(
-        self, session: GatewaySession, frame: bytes, received_ns: int
+        self, session: GatewaySession, frame: bytes, request: CountedRequest
     ) -> Reply | Mapping[str, Any]:
-        request = decode(frame)
-        endpoint = request.get(ENDPOINT, "infer")
+        asked = decode(frame)
+        endpoint = asked.get(ENDPOINT, "infer")
         if endpoint == "reset":
             session.reset()
             return RESET_DONE
         if endpoint != "infer":
             raise ProtocolError(f"endpoint: got {str(endpoint)[:64]!r}, want 'infer' or 'reset'")
-        if isinstance(episode := request.get(EPISODE), str):
+        request.begin()
+        if isinstance(episode := asked.get(EPISODE), str):
             session.follow_episode(episode)
-        return session.answer(request, received_ns)
+        return session.answer(asked, request.received_ns)
 
     async def _fail(self, connection: ServerConnection, text: str) -> None:
         """Say what is wrong, and close as openpi's own server does."""
@@ -256,9 +283,11 @@ class OpenpiServer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
 
-def build(config: PipelineConfig, gateway: GatewayConfig, access: Access) -> OpenpiServer:
+def build(
+    config: PipelineConfig, gateway: GatewayConfig, access: Access, requests: RequestCounts
+) -> OpenpiServer:
     """As ``Wire``."""
-    return OpenpiServer(config, gateway, access)
+    return OpenpiServer(config, gateway, access, requests)
 
 
 def _counted(take: Callable[[], bool], leave: Callable[[], None]) -> type[ServerConnection]:

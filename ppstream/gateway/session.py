@@ -10,10 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+from ppstream.analysis.records import RequestError
 from ppstream.config.gateway_rules import rank0_endpoint
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
+from ppstream.core.errors import (
+    ConfigError,
+    PeerLostError,
+    PpstreamError,
+    ProtocolError,
+    SpecError,
+)
 from ppstream.gateway.key_map import Array, KeyMap
 from ppstream.robot.client import RobotClient
 from ppstream.wire.keys import ClientKeys, client_keys
@@ -24,7 +31,24 @@ MIN_WAIT_S: Final = 1e-3
 
 
 class NoAnswerError(PpstreamError):
-    """An observation has no answer now; asking again may help. The message says why."""
+    """An observation has no answer now; asking again may help. The message says why.
+
+    Attributes:
+        reason: the same for the log of requests.
+    """
+
+    def __init__(self, message: str, reason: RequestError) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def reason_of(error: Exception) -> RequestError:
+    """Returns the reason that the log of requests has for an error of a session."""
+    if isinstance(error, NoAnswerError):
+        return error.reason
+    if isinstance(error, SpecError | ProtocolError):
+        return "bad_request"
+    return "refused" if isinstance(error, PpstreamError) else "gateway_failed"
 
 
 class Reply(NamedTuple):
@@ -137,9 +161,10 @@ class GatewaySession:
         samples = self._accepted(observation, received_ns, until_ns)
         taken = [self.client.push(name, received_ns, one) for name, one in samples.items()]
         if not all(taken):
-            raise NoAnswerError(f"nobody can take samples now; the run is {self.client.phase}")
+            reason = f"nobody can take samples now; the run is {self.client.phase}"
+            raise NoAnswerError(reason, "not_ready")
 
-    def take(self) -> Reply | None:
+    def pop(self) -> Reply | None:
         """The newest actions in force, each once; None: none are new."""
         newest = self._in_force()
         if newest is None or newest is self._taken or newest.window_end_ns < self._since_ns:
@@ -182,7 +207,8 @@ class GatewaySession:
         samples = self._map.samples(observation)
         prompt = self._map.prompt(observation)
         if not self.client.wait_ready(_left_s(until_ns)):
-            raise NoAnswerError(f"the run is {self.client.phase}; ask again once it is ready")
+            reason = f"the run is {self.client.phase}; ask again once it is ready"
+            raise NoAnswerError(reason, "not_ready")
         if prompt is not None and prompt != self._prompt:
             self._follow(prompt, until_ns)
             self._since_ns = received_ns
@@ -193,10 +219,11 @@ class GatewaySession:
         epoch = self.client.instruct(prompt)
         answer = self.client.wait_conditioned(epoch, _left_s(until_ns))
         if answer is None:
-            raise NoAnswerError(f"the policy does not follow the new prompt yet; {self._limit()}")
+            reason = f"the policy does not follow the new prompt yet; {self._limit()}"
+            raise NoAnswerError(reason, "prompt")
         if answer.fault:
             self._prompt = None  # it follows the one before; asked again, it is told again
-            raise NoAnswerError(f"the policy cannot follow this prompt: {answer.fault}")
+            raise NoAnswerError(f"the policy cannot follow this prompt: {answer.fault}", "prompt")
         self._prompt = prompt
         self._newest = None  # made for the prompt before
 
@@ -204,15 +231,16 @@ class GatewaySession:
         try:
             answer = self.client.ask(samples, _left_s(until_ns), received_ns)
         except TimeoutError as error:
-            said = f"no actions came for this observation; the run is {self.client.phase}"
-            raise NoAnswerError(f"{said}; {self._limit()}") from error
+            reason = f"no actions came for this observation; the run is {self.client.phase}"
+            raise NoAnswerError(f"{reason}; {self._limit()}", "timeout") from error
         except PeerLostError as error:
-            raise NoAnswerError(str(error)) from error
+            raise NoAnswerError(str(error), "peer_lost") from error
         if answer.refusal is not None:
             age_ms = (now_ns() - answer.chunk.window_end_ns) / NS_PER_MS
             raise NoAnswerError(
                 f"the actions may not be executed: {answer.refusal}, {age_ms:.0f} ms after the "
-                "observation"
+                "observation",
+                "not_executable",
             )
         return self._reply(answer.chunk)
 
@@ -222,13 +250,14 @@ class GatewaySession:
 
     def _reply(self, chunk: ActionChunk) -> Reply:
         conditioned = self.client.conditioned
-        told = None if conditioned is None or conditioned.fault else conditioned.session
-        if self._prompt is not None and told != chunk.session:
+        followed_by = None if conditioned is None or conditioned.fault else conditioned.session
+        if self._prompt is not None and followed_by != chunk.session:
             self._prompt = None  # the run began anew, and may not know the prompt yet
-            raise NoAnswerError("the run was restarted and has to be told the prompt; ask again")
+            reason = "the run was restarted and has to be told the prompt; ask again"
+            raise NoAnswerError(reason, "peer_lost")
         now = now_ns()
         if now >= chunk.expires_ns:
-            raise NoAnswerError("the actions may not be executed: expired")
+            raise NoAnswerError("the actions may not be executed: expired", "not_executable")
         parts = chunk.provenance
         return Reply(
             actions=self.client.timeline.actions_of(chunk).copy(),

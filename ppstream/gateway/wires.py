@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 if TYPE_CHECKING:
     from ppstream.config.schema import GatewayConfig, PipelineConfig
+    from ppstream.gateway.request_log import RequestCounts
 
 PACKAGE: Final = "ppstream.gateway"
 
@@ -48,8 +49,14 @@ class WireServer(Protocol):
 class Wire(Protocol):
     """Contents of the file of a wire."""
 
-    def build(self, config: PipelineConfig, gateway: GatewayConfig, access: Access) -> WireServer:
-        """The server of a checked configuration, not yet listening.
+    def build(
+        self,
+        config: PipelineConfig,
+        gateway: GatewayConfig,
+        access: Access,
+        requests: RequestCounts,
+    ) -> WireServer:
+        """The server of a checked configuration, not yet listening; it counts its requests.
 
         Raises:
             ConfigError: keys for rank 0 cannot be read.

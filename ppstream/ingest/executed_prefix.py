@@ -33,14 +33,14 @@ DELAY: Final = "delay_steps"
 Array = np.ndarray[Any, Any]
 
 
-def commitment(said: Prefix, dim: int) -> Commitment | None:
+def commitment(prefix: Prefix, dim: int) -> Commitment | None:
     """Reads what the robot says it executes; None when nothing of it can be executed."""
-    if not said.actions or len(said.actions) % (ACTION_BYTES * dim):
+    if not prefix.actions or len(prefix.actions) % (ACTION_BYTES * dim):
         return None
-    actions = np.frombuffer(bytes(said.actions), dtype=np.float32).reshape(-1, dim)
+    actions = np.frombuffer(bytes(prefix.actions), dtype=np.float32).reshape(-1, dim)
     if not np.isfinite(actions).all():
         return None
-    return Commitment(said.start_ns, said.dt_ns, said.expires_ns, said.delay_ns, actions)
+    return Commitment(prefix.start_ns, prefix.dt_ns, prefix.expires_ns, prefix.delay_ns, actions)
 
 
 def prefix_specs(actions: ActionConfig) -> tuple[TensorSpec, ...]:
@@ -73,21 +73,21 @@ class PrefixWriter:
     def write(self, out: Mapping[str, Tensor], ends_ns: Sequence[int]) -> None:
         """For windows that end at ``ends_ns``, robot clock, one of each row."""
         prefixes, delays = out[VALUES].numpy(), out[DELAY].numpy()
-        for row, (place, end_ns) in enumerate(zip(self._rows, ends_ns, strict=True)):
-            said = place.commitment if place.present else None
-            if said is None or end_ns + self._dt_ns > said.expires_ns:
+        for row, (served, end_ns) in enumerate(zip(self._rows, ends_ns, strict=True)):
+            commitment = served.commitment if served.present else None
+            if commitment is None or end_ns + self._dt_ns > commitment.expires_ns:
                 prefixes[row], delays[row] = 0, 0
                 continue
-            prefixes[row] = self._at(said, end_ns + self._offsets_ns)
-            over = -(-(said.delay_ns - self._dt_ns) // self._dt_ns)
+            prefixes[row] = self._at(commitment, end_ns + self._offsets_ns)
+            over = -(-(commitment.delay_ns - self._dt_ns) // self._dt_ns)
             delays[row] = max(0, min(over, len(self._offsets_ns)))
 
-    def _at(self, said: Commitment, due_ns: Array) -> Array:
-        last = len(said.actions) - 1
-        place = np.clip((due_ns - said.start_ns) / said.dt_ns, 0, last)
-        left = place.astype(np.int64)
-        share = (place - left)[:, None]
+    def _at(self, commitment: Commitment, due_ns: Array) -> Array:
+        last = len(commitment.actions) - 1
+        position = np.clip((due_ns - commitment.start_ns) / commitment.dt_ns, 0, last)
+        left = position.astype(np.int64)
+        share = (position - left)[:, None]
         share = np.where(self._discrete, 0.0, share)
-        before, behind = said.actions[left], said.actions[np.minimum(left + 1, last)]
+        before, behind = commitment.actions[left], commitment.actions[np.minimum(left + 1, last)]
         between: Array = before + share * (behind - before)
         return between

@@ -78,7 +78,7 @@ class SensorRing(native.Ring):
         self.bank = bank
         self.stream = bank.stream
         self.ledger = SampleLedger()
-        self.accepted = 0  # samples ever taken in; never goes back
+        self.accepted = 0  # samples ever accepted; never goes back
         self.count = 0
         self.settled = 0  # samples below this number are accounted for
         self.newest_ns = NEVER_NS
@@ -151,7 +151,7 @@ class SensorRing(native.Ring):
         return self._append_some(stamps, values, rx_ns)
 
     def refuse(self, reason: str, samples: int) -> None:
-        """Count ``samples`` that arrived for this stream and cannot be taken in."""
+        """Count ``samples`` that arrived for this stream and cannot be accepted."""
         self.ledger.received += samples
         self.ledger.reject(reason, samples)
 
@@ -182,7 +182,7 @@ class SensorRing(native.Ring):
         """Empty the ring; what no window has used yet is dropped for ``reason``."""
         if self.tap is not None:
             self.tap.cleared(self.stream.name, reason)
-        self._lose_before(self.accepted, reason)
+        self._drop_before(self.accepted, reason)
         self._counts[self.row] = self.count = 0
         self.newest_ns = self.newest_rx_ns = NEVER_NS
 
@@ -259,7 +259,7 @@ class SensorRing(native.Ring):
         oldest = self.accepted - self.count
         self._heads[self.row] = oldest % capacity
         if self.settled < oldest:
-            self._lose_before(oldest, OVERWRITTEN)
+            self._drop_before(oldest, OVERWRITTEN)
         before_ns = stamps.item(0) if self.newest_ns == NEVER_NS else self.newest_ns
         self.newest_ns = stamps.item(n - 1)
         if self.newest_ns - before_ns > self._gap_ns:
@@ -270,7 +270,7 @@ class SensorRing(native.Ring):
         self.newest_rx_ns = rx_ns
         return n
 
-    def _lose_before(self, number: int, reason: str) -> None:
+    def _drop_before(self, number: int, reason: str) -> None:
         if self.settled < number:
             self.ledger.drop(reason, number - self.settled)
             self.settled = number

@@ -67,7 +67,7 @@ class SensorState:
         self._streams = config.streams
         self._intake = intake
         self._tell = tell
-        self._tell_degraded = tell_degraded
+        self._on_degraded = tell_degraded
         self._seen: dict[tuple[int, str], _Seen] = {}
         self.conditions: dict[tuple[int, str], Condition] = {}  # of streams of present robots
         self._is_degraded = False
@@ -80,7 +80,7 @@ class SensorState:
         is_degraded = not DEGRADED.isdisjoint(self.conditions.values())
         if is_degraded != self._is_degraded:
             self._is_degraded = is_degraded
-            self._tell_degraded(is_degraded)
+            self._on_degraded(is_degraded)
 
     def _check_stream(self, row: int, place: RowInput, stream: StreamConfig, now_ns: int) -> None:
         key, ring = (row, stream.name), place.rings[stream.name]

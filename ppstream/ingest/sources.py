@@ -74,7 +74,7 @@ class RecordedSource:
     ) -> None:
         self.scheduled = config.pipeline.windows == "scheduled"
         if speed is None and not self.scheduled:
-            raise ValueError("live windows need a speed: without one nothing says when a sample is")
+            raise ValueError("live windows need a speed: the speed defines when a sample is")
         found = load_recording(path, config.streams, config.record.robot)
         recording = found.select(config.streams)
         self._tracks = [(name, track, track.due_ns) for name, track in recording.tracks.items()]

@@ -63,7 +63,7 @@ class SyntheticSource:
     def _drain_signal(self, signal: _Signal, now_ns: int) -> int:
         samples = 0
         while signal.next_due_ns <= now_ns:
-            stamps_ns, values = signal.take(now_ns)
+            stamps_ns, values = signal.pop_due(now_ns)
             self._row.rings[signal.name].append(stamps_ns, values, now_ns)
             samples += len(stamps_ns)
         return samples
@@ -116,7 +116,7 @@ class _Signal:
         self._taken = 0
         self._invent()
 
-    def take(self, now_ns: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    def pop_due(self, now_ns: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Stamps and values of this block's samples that are due by now and were not taken yet."""
         begin, end = self._taken, int(self._due_ns.searchsorted(now_ns, "right"))
         taken = self._due_ns[begin:end] + CLOCK_OFFSET_NS, self._values[begin:end]

@@ -160,7 +160,7 @@ class WindowCutter:
             self._prefixes.write(out, ends)
         if self._is_instructed:
             self._cut_instructions(out)
-        return WindowInfo(ends, self._newest_rx_ns(), self._settle(ends))
+        return WindowInfo(ends, self._newest_rx_ns(), self._account(ends))
 
     def rehearse(self, out: Mapping[str, Tensor]) -> None:
         """Write a window as of now, without cameras, that nobody will use or account for."""
@@ -215,27 +215,27 @@ class WindowCutter:
 
     def _cut_cameras(self, out: Mapping[str, Tensor], ends: Sequence[int]) -> None:
         for name, camera in self._cameras.items():
-            for row, place in enumerate(self._rows):
-                camera.cut(out, row, place.rings[name], ends[row] if place.present else None)
+            for row, served in enumerate(self._rows):
+                camera.cut(out, row, served.rings[name], ends[row] if served.present else None)
 
     def _cut_instructions(self, out: Mapping[str, Tensor]) -> None:
         ids, epochs = (out[name].numpy() for name in INSTRUCTION_INPUTS)
-        for row, place in enumerate(self._rows):
-            ids[row], epochs[row] = place.instruction_id, place.conditioning_epoch
+        for row, served in enumerate(self._rows):
+            ids[row], epochs[row] = served.instruction_id, served.conditioning_epoch
 
     def _view(self, out: Mapping[str, Tensor]) -> _Views:
         if len(self._views) >= VIEWS_MAX:
             self._views.clear()
-        resample, written, told = [], [], []
+        resample, written, validity = [], [], []
         for group in self._groups:
             values, valid, age_s = (out[name] for name in group.out)
             resample.append(group.plan.bind(self._targets_ns, (values, valid, age_s)))
             written.append(values)
-            told.append(valid.numpy())
+            validity.append(valid.numpy())
         lines = [self._lines(out, row) for row in self._row_numbers] if self._is_compiled else ()
         present, fields = out["present"].numpy().data, out["rows"].numpy().data
         views = _Views(
-            out, tuple(resample), tuple(lines), tuple(written), tuple(told), present, fields
+            out, tuple(resample), tuple(lines), tuple(written), tuple(validity), present, fields
         )
         self._views[id(out)] = views
         return views
@@ -268,36 +268,36 @@ class WindowCutter:
 
     def _begin_row(self, row: int, end_ns: int | None, lease_ns: int, views: _Views) -> int:
         """Write whose row it is; returns its window's end, 0 when it is absent."""
-        place = self._rows[row]
-        present = views.present[row] = place.present
+        served = self._rows[row]
+        present = views.present[row] = served.present
         end = expires = 0
         if present:
-            end = place.reference.newest_ns if end_ns is None else end_ns
+            end = served.reference.newest_ns if end_ns is None else end_ns
             expires = end + lease_ns
         fields = views.fields
-        fields[row, 0], fields[row, 1] = place.session, place.session_epoch
+        fields[row, 0], fields[row, 1] = served.session, served.session_epoch
         fields[row, 2], fields[row, 3] = end, expires
         return end
 
     def _newest_rx_ns(self) -> int:
         return max(
-            (place.reference.newest_rx_ns for place in self._rows if place.present), default=0
+            (served.reference.newest_rx_ns for served in self._rows if served.present), default=0
         )
 
-    def _settle(self, ends: Sequence[int]) -> Ages:
-        """Book what the window used; returns the age of each input."""
+    def _account(self, ends: Sequence[int]) -> Ages:
+        """Account for what the window used; returns the age of each input."""
         if len(ends) == 1:
-            return {name: self._settle_ring(0, name, ends[0]) for name in self._streams}
+            return {name: self._account_ring(0, name, ends[0]) for name in self._streams}
         return {
-            name: [self._settle_ring(row, name, end) for row, end in enumerate(ends)]
+            name: [self._account_ring(row, name, end) for row, end in enumerate(ends)]
             for name in self._streams
         }
 
-    def _settle_ring(self, row: int, stream: str, end_ns: int) -> int | None:
-        place = self._rows[row]
-        if not place.present:
+    def _account_ring(self, row: int, stream: str, end_ns: int) -> int | None:
+        served = self._rows[row]
+        if not served.present:
             return None
-        newest_ns = place.rings[stream].settle(end_ns - self._span_ns, end_ns)
+        newest_ns = served.rings[stream].settle(end_ns - self._span_ns, end_ns)
         return None if newest_ns is None else end_ns - newest_ns
 
 

@@ -45,7 +45,7 @@ TIMED_CALLS: Final = 9  # of each part; their median counts
 CUTS_SHOWN: Final = 5
 
 
-class PartTimes(msgspec.Struct, frozen=True):
+class MeasuredParts(msgspec.Struct, frozen=True):
     """Parts of a policy in order, and the time that a call of each takes alone."""
 
     parts: tuple[PartSpecs, ...]
@@ -72,8 +72,8 @@ def choose_cut(
     with course.step("the call to time parts"):
         for peer in peers:
             peer.send(Ready({}))
-    told = handshake.wait_ready(config, peers[0], "the times of the policy's parts")
-    times = msgspec.convert(told, PartTimes)
+    found = handshake.wait_ready(config, peers[0], "the times of the policy's parts")
+    times = msgspec.convert(found, MeasuredParts)
     costs = costs_of(config, times)
     table = cut_table(costs, 1 + len(peers), _form(config), CUTS_SHOWN)
     for line in table_lines(config, times, table):
@@ -85,7 +85,7 @@ def choose_cut(
     return _placed(config, where)
 
 
-def costs_of(config: PipelineConfig, times: PartTimes) -> Costs:
+def costs_of(config: PipelineConfig, times: MeasuredParts) -> Costs:
     """Returns what a cut puts somewhere: parts and simulated stages in ns, hops in bytes.
 
     How long a hop takes is not known before a link is open: it counts as free.
@@ -119,7 +119,7 @@ def _form(config: PipelineConfig) -> PipelineForm:
 
 
 def table_lines(
-    config: PipelineConfig, times: PartTimes, table: Sequence[Prediction]
+    config: PipelineConfig, times: MeasuredParts, table: Sequence[Prediction]
 ) -> Iterator[str]:
     """Yields the parts' times, and a row for each cut; the first is the one that is taken."""
     device = config.placement.policy[0]
@@ -149,7 +149,7 @@ def _age_ns(row: Prediction) -> float:
     return row.cut.times.through + row.period
 
 
-def facts_of(times: PartTimes, table: Sequence[Prediction]) -> dict[str, Any]:
+def facts_of(times: MeasuredParts, table: Sequence[Prediction]) -> dict[str, Any]:
     """Returns the same for run.json; the first of ``cuts`` is the one that is taken."""
     return {
         "parts": [part.name for part in times.parts],
@@ -188,8 +188,8 @@ def follow_cut(
         times = time_parts(config, device) if rank == 1 else None
     if times is not None:
         rank0.send(Ready(msgspec.to_builtins(times)))
-    told = handshake.wait_ready(config, rank0, "the cut of the policy")
-    return _placed(config, msgspec.convert(told["parts"], tuple[int, ...]))
+    found = handshake.wait_ready(config, rank0, "the cut of the policy")
+    return _placed(config, msgspec.convert(found["parts"], tuple[int, ...]))
 
 
 def _placed(config: PipelineConfig, where: tuple[int, ...]) -> PipelineConfig:
@@ -197,7 +197,7 @@ def _placed(config: PipelineConfig, where: tuple[int, ...]) -> PipelineConfig:
     return msgspec.structs.replace(config, placement=placement)
 
 
-def time_parts(config: PipelineConfig, device: torch.device) -> PartTimes:
+def time_parts(config: PipelineConfig, device: torch.device) -> MeasuredParts:
     """Loads, calls and lets go each part of the policy, one at a time, on ``device``.
 
     Parts may share what they load, so each one comes from a ``build`` of its own.
@@ -217,7 +217,7 @@ def time_parts(config: PipelineConfig, device: torch.device) -> PartTimes:
         if device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # of each stream that recorded a part
             torch.cuda.empty_cache()
-    return PartTimes(specs, tuple(found))
+    return MeasuredParts(specs, tuple(found))
 
 
 def _time_part(part: Policy, config: PipelineConfig, device: torch.device) -> int:

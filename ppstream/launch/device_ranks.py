@@ -112,7 +112,7 @@ def open_rank0(
         for mean_ms in (simulate.a_ms, simulate.c_ms)
     )
     position = Position(0, len(policy_ranks))
-    link = _open_link(config, placement, position, store, shape, device, parts.log)
+    link = open_link(config, placement, position, store, shape, device, parts.log)
     own = Rank0Device(
         link=link,
         shape=shape,
@@ -253,7 +253,7 @@ def open_policy_rank(
     """
     set_switch_interval(DEVICE_SWITCH_INTERVAL_S)
     device = torch.device(placement.ranks[position.place].device)
-    link = _open_link(config, placement, position, store, shape, device, log)
+    link = open_link(config, placement, position, store, shape, device, log)
     policy = prepared.policy
     parts = PolicyDevice(
         config=config,
@@ -283,7 +283,7 @@ def _seal(policy: Policy, log: TimestampLog) -> None:
         log.event("policy_graphs", **policy.statistics()._asdict())
 
 
-def _open_link(
+def open_link(
     config: PipelineConfig,
     placement: Placement,
     position: Position,

@@ -158,14 +158,14 @@ def _part_lines(
         ranks = ["rank 0" if placement.is_inline else "any rank"] * len(parts)
     for where, part in zip(ranks, parts, strict=True):
         written = sum(spec.bytes_for(config.batch.rows) for spec in part.outputs)
-        told = [where, f"writes {size_text(written)}"]
+        texts = [where, f"writes {size_text(written)}"]
         sizes = getattr(part, "parameters", None), getattr(part, "flops", None)
-        yield _row(name_of(part), ", ".join([*told, *_size_texts(*sizes)]))
+        yield _row(name_of(part), ", ".join([*texts, *_size_texts(*sizes)]))
     flops: list[float | None] = [getattr(part, "flops", None) for part in parts]
     known = [each for each in flops if each is not None]
     whole = _parameters(parts), sum(known) if len(known) == len(parts) else None
-    if told := [*_size_texts(*whole)]:
-        yield _row("all", ", ".join(told))
+    if texts := [*_size_texts(*whole)]:
+        yield _row("all", ", ".join(texts))
 
 
 def _size_texts(parameters: int | None, flops: float | None) -> Iterator[str]:

@@ -55,7 +55,7 @@ from ppstream.wire.rank_messages import (
 TOKEN_KEY: Final = "run/token"  # known to the launcher's ranks alone
 TURN_KEY: Final = "run/turn"  # policy ranks come one by one
 HOP_KEY: Final = "hop"  # where a policy rank is reached by the next one
-WORDS_NS: Final = NS_PER_S  # rank 0 hears within this why a rank was lost
+WORDS_NS: Final = NS_PER_S  # rank 0 receives within this why a rank was lost
 SPARE_NS: Final = 2 * NS_PER_S  # the rank that builds notices first: it knows more
 RANK0_ONLY: Final = frozenset(
     {"service", "bringup", "decode", "log", "demo", "simulate", "gateway"}
@@ -147,10 +147,10 @@ def wait_ready(config: PipelineConfig, peer: Peer, what: str) -> dict[str, Any]:
 
 
 @contextmanager
-def telling(*peers: Peer) -> Iterator[None]:
+def saying_goodbye(*peers: Peer) -> Iterator[None]:
     """Tell other ranks why this one ends; if one of them went first, what it said is the reason.
 
-    A policy rank that lost its neighbour waits a moment for rank 0, who hears why.
+    A policy rank that lost its neighbour waits a moment for rank 0, which receives the reason.
 
     Raises:
         PeerLeftError: instead of a PeerLostError, when another rank had said why.
@@ -161,14 +161,14 @@ def telling(*peers: Peer) -> Iterator[None]:
         limit_ns = WORDS_NS if len(peers) == 1 else 0
         first = next(filter(None, (peer.last_words(limit_ns) for peer in peers)), error)
         if len(peers) > 1:
-            _tell(peers, first)
+            _send_goodbyes(peers, first)
         raise first from None
     except BaseException as error:
-        _tell(peers, error)
+        _send_goodbyes(peers, error)
         raise
 
 
-def _tell(peers: tuple[Peer, ...], error: BaseException) -> None:
+def _send_goodbyes(peers: tuple[Peer, ...], error: BaseException) -> None:
     code, text = how_it_ends(error)
     for peer in peers:
         with suppress(PpstreamError):
@@ -200,7 +200,7 @@ def admit(
     hello = peer.receive(round(limit_s * NS_PER_S))
     token = store.get(TOKEN_KEY, limit_s)
     if not isinstance(hello, RankHello) or (hello.token, hello.rank) != (token, rank):
-        raise ProtocolError("a stranger connected to the control socket: it does not know the run")
+        raise ProtocolError("a process without this run's token connected to the control socket")
     try:
         if hello.generation != store.generation:
             raise HandshakeError(
@@ -221,7 +221,7 @@ def _expect_token(peer: Peer, token: str, limit_s: float, where: str) -> None:
     """Wait for the first frame of a further connection between ranks that know each other."""
     frame = peer.receive(round(limit_s * NS_PER_S))
     if not isinstance(frame, RankHeart) or frame.token != token:
-        raise ProtocolError(f"a stranger connected to {where}: it does not know the run")
+        raise ProtocolError(f"a process without this run's token connected to {where}")
 
 
 def agree_on_parts(
@@ -291,14 +291,14 @@ def introduce(config: PipelineConfig, store: LauncherStore) -> tuple[Peer, Run]:
     return peer, Run.joined(Path(answer.run_dir))
 
 
-def meet_neighbours(
+def connect_neighbours(
     config: PipelineConfig, store: LauncherStore, rank0: Peer, stack: ExitStack
 ) -> Neighbours:
     """The policy ranks on either side of this one, whose peers ``stack`` closes; else rank 0.
 
     Raises:
         PeerLostError: one of them did not come within ``liveness.handshake_s``.
-        ProtocolError: whoever came is no rank of this run.
+        ProtocolError: the process that connected is no rank of this run.
     """
     limit_s, place, places = config.liveness.handshake_s, store.rank, store.world_size - 1
     token = store.get(TOKEN_KEY, limit_s)

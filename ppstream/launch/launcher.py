@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: Rank 0 hears of a stop first, so that the other one's end is never taken for a failure.
+#: Rank 0 gets a stop first, so that the other one's end is never taken for a failure.
 LEAD_S: Final = 0.2
 SPARE_S: Final = 5.0  # on top of what the ranks need to drain and close
 HERE: Final = "127.0.0.1"  # a host's own name may take a resolver seconds
@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(missing)
     except ConfigError as error:
         return refuse(error)
-    return Launch(config, args.nproc or ranks_wanted(config)).run(_rank_arguments(args))
+    return RankLauncher(config, args.nproc or ranks_wanted(config)).run(_rank_arguments(args))
 
 
-class Launch:
+class RankLauncher:
     """One run of ``count`` ranks on this host; the main thread waits and takes signals."""
 
     def __init__(self, config: PipelineConfig, count: int) -> None:
@@ -75,11 +75,13 @@ class Launch:
         while not self._over.wait(LEAD_S):
             pass  # a wait without limit may miss a signal that another thread receives
         if self._fault is not None:
-            RankEnd(0).say(ExitCode.INTERNAL, f"the ranks could not be started: {self._fault}")
+            RankEnd(0).print_last_line(
+                ExitCode.INTERNAL, f"the ranks could not be started: {self._fault}"
+            )
             return int(ExitCode.INTERNAL)
         code = self._code()
         if code is not ExitCode.DRAINED:
-            RankEnd(0).say(code, self._reason())
+            RankEnd(0).print_last_line(code, self._reason())
         return int(code)
 
     def _launch(self, arguments: Sequence[str]) -> None:

@@ -84,23 +84,23 @@ class Lookout:
             self._deadline_ns = min(due_ns, self._deadline_ns or due_ns)
         os.eventfd_write(self._wake_fd, 1)
 
-    def take_time(self) -> None:
+    def clear_deadline(self) -> None:
         """Nobody has to leave by a certain moment any more."""
         with self._lock:
             self._deadline_ns = None
 
     def _run(self) -> None:
         while True:
-            self._look_while_it_can()
+            self._poll_until_error()
             time.sleep(INTERVAL_MS / 1000)
 
-    def _look_while_it_can(self) -> None:
+    def _poll_until_error(self) -> None:
         try:
-            self._look()
+            self._poll()
         except Exception as error:  # noqa: BLE001 - no memory or descriptor now, perhaps later
             self._end.complain("its lookout begins anew", error)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if self._launcher is not None:
@@ -112,16 +112,16 @@ class Lookout:
             if self._launcher is not None and self._launcher.fileno() in ready:
                 gone, self._launcher = self._launcher, None
                 poll.unregister(gone.fileno())
-                self._lose_launcher(gone)
+                self._on_launcher_gone(gone)
             for rank in list(self._siblings):
-                self._look_at_sibling(rank)
+                self._check_sibling(rank)
             if (due_ns := self._deadline_ns) is not None and now_ns() >= due_ns:
                 self._leave()
 
     def _leave(self) -> None:
         code, reason = ExitCode.PEER_LOST, "this rank's main thread did not leave in time"
         try:
-            code, reason = self._end.told()
+            code, reason = self._end.end_without_main_thread()
         finally:
             self._end.leave(code, reason)
 
@@ -131,12 +131,12 @@ class Lookout:
             waits.append(max(0, due_ns - now_ns()) / NS_PER_MS)
         return min(waits, default=None)
 
-    def _lose_launcher(self, process: HeldProcess) -> None:
+    def _on_launcher_gone(self, process: HeldProcess) -> None:
         """Nobody is left to start, stop or see this run: drain what is on its way, and leave."""
         reason = f"{LAUNCHER_LOST}: process {process.pid}, which started this rank, is gone"
-        self.leave_by(LAUNCHER_GRACE_S if self._end.lose_launcher(reason) else 0.0)
+        self.leave_by(LAUNCHER_GRACE_S if self._end.on_launcher_lost(reason) else 0.0)
 
-    def _look_at_sibling(self, rank: int) -> None:
+    def _check_sibling(self, rank: int) -> None:
         end = self._end
         process = end.processes.get(rank)
         if process is None:
@@ -153,7 +153,7 @@ class Lookout:
         if looks > self._stopped_looks_max:
             what = f"rank {rank} was stopped before it served"
             end.peer_lost = what  # before it is ended: the main thread will see no more than that
-            end.leave(ExitCode.PEER_LOST, what + end.see_peer_out(0.0, rank))
+            end.leave(ExitCode.PEER_LOST, what + end.end_other_ranks(0.0, rank))
 
 
 def _world_size(environment: Mapping[str, str]) -> int:

@@ -84,16 +84,16 @@ class Monitoring:
         from ppstream.observe.live_class import LiveBottleneck
         from ppstream.observe.metrics import PolicyCollector, Rank0Collector
 
-        tally: LiveCounters
+        counters: LiveCounters
         collector: Collector
         if credit_ledger is None:
-            tally = policy_tally = PolicyCounters()
-            collector = PolicyCollector(policy_tally, log, self._who)
+            counters = policy_counters = PolicyCounters()
+            collector = PolicyCollector(policy_counters, log, self._who)
         else:
-            tally = rank0_tally = Rank0Counters(self._lease_ns)
+            counters = rank0_counters = Rank0Counters(self._lease_ns)
             live = LiveBottleneck(lambda: json.loads((directory / "run.json").read_text()))
             collector = self.collector = Rank0Collector(
-                rank0_tally,
+                rank0_counters,
                 log,
                 self._who,
                 credit_ledger=credit_ledger,
@@ -101,18 +101,18 @@ class Monitoring:
                 lease_s=self._lease_ns / NS_PER_S,
                 on_request=self._on_request,
             )
-        log.watchers.append(tally)
-        server = HealthServer(port, collector, lambda: self._health(tally))
+        log.watchers.append(counters)
+        server = HealthServer(port, collector, lambda: self._health(counters))
         stack.callback(server.close)
         log.event("metrics", port=server.port)
         logger.info("metrics of rank %s: http://127.0.0.1:%d", self._who["rank"], server.port)
 
-    def _health(self, tally: LiveCounters) -> dict[str, Any]:
-        tally.count()
+    def _health(self, counters: LiveCounters) -> dict[str, Any]:
+        counters.count()
         return {
             **self._who,
-            "phase": tally.phase,
-            "verdict": tally.verdict,
+            "phase": counters.phase,
+            "verdict": counters.verdict,
             "pid": os.getpid(),
-            "envelopes": tally.envelopes,
+            "envelopes": counters.envelopes,
         }

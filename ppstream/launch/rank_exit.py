@@ -24,7 +24,7 @@ from ppstream.core.errors import (
     PpstreamError,
     StoppedEarlyError,
 )
-from ppstream.core.user_code import UserExitError, fault_of, said
+from ppstream.core.user_code import UserExitError, fault_of, message_of
 from ppstream.links import nccl_dump
 from ppstream.observe.run_folder import Run
 from ppstream.wire.rank_messages import Goodbye
@@ -54,7 +54,7 @@ class Deadline(Protocol):
 
     def leave_by(self, seconds: float) -> None: ...
 
-    def take_time(self) -> None: ...
+    def clear_deadline(self) -> None: ...
 
 
 class RankEnd:
@@ -65,7 +65,7 @@ class RankEnd:
         peers: the ranks that this one answers to, once they have met: rank 0 has all policy ranks,
             each of them has rank 0.
         processes: those of them that are on this host, once they are known.
-        peer_said: how one of them said that it ends.
+        peer_reason: how one of them said that it ends.
         decided: this rank is leaving, and why.
         is_drained: both sides said goodbye: the other one may go first.
         peer_lost: what is known of another rank's end that its sockets do not tell.
@@ -79,7 +79,7 @@ class RankEnd:
         self.run: Run | None = None
         self.peers: dict[int, Peer] = {}
         self.processes: dict[int, HeldProcess] = {}
-        self.peer_said: str | None = None
+        self.peer_reason: str | None = None
         self.decided: tuple[ExitCode, str] | None = None
         self.is_drained = False
         self.peer_lost: str | None = None
@@ -114,30 +114,30 @@ class RankEnd:
         if not self._leaving.acquire(blocking=False):
             threading.Event().wait()  # the other thread that is leaving ends this process
         try:
-            teller = threading.Thread(target=self._tell, args=(code, reason), daemon=True)
+            teller = threading.Thread(target=self._write_end, args=(code, reason), daemon=True)
             try:
                 teller.start()
             except (RuntimeError, MemoryError):  # no thread to be had
-                self._tell(code, reason)
+                self._write_end(code, reason)
             else:
                 teller.join(TELL_LIMIT_S)
         finally:
             os._exit(int(code))
 
-    def _tell(self, code: ExitCode, reason: str) -> None:
+    def _write_end(self, code: ExitCode, reason: str) -> None:
         try:
             self.record(code, reason)
             _end_all(filter(None, map(HeldProcess.of, descendants(os.getpid()))))
             if code is not ExitCode.DRAINED:
-                self.say_who_failed_first(code)
+                self.print_first_failure(code)
         except Exception as error:  # noqa: BLE001 - the last line is told whatever else failed
             self.complain("the end is not told in full", error)
         if self.rank == 0 or code is not ExitCode.DRAINED:
-            self.say(code, reason)
+            self.print_last_line(code, reason)
         with suppress(OSError, ValueError):
             sys.stdout.flush()
 
-    def say(self, code: ExitCode, reason: str) -> None:
+    def print_last_line(self, code: ExitCode, reason: str) -> None:
         """The last line of a rank; only the failing ones of the policy ranks say it."""
         where = "" if self.rank == 0 else f"rank {self.rank}: "
         _print(f"ppstream: {where}exit {int(code)} {code.name} {reason}")
@@ -148,7 +148,7 @@ class RankEnd:
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
             _print(f"ppstream: rank {self.rank}: {what}: {text}")
 
-    def say_who_failed_first(self, code: ExitCode) -> None:
+    def print_first_failure(self, code: ExitCode) -> None:
         """One line that stands above the launcher's many, unless it is this rank itself."""
         first = self.run.first_to_fail(self.generation) if self.run is not None else None
         if self.launcher_lost is not None:
@@ -157,15 +157,15 @@ class RankEnd:
             rank, end = first
             why = end["reason"].partition("\n")[0]
             text = f"rank {rank}: exit {end['code']} {end['name']} {why}"
-        elif self.peer_said is not None:
-            text = f"{self._another}: {self.peer_said.partition(chr(10))[0]}"
+        elif self.peer_reason is not None:
+            text = f"{self._another}: {self.peer_reason.partition(chr(10))[0]}"
         elif code is ExitCode.PEER_LOST:
             text = f"{self._another}: it left no exit code (killed, crashed, or out of reach)"
         else:
             return
         _print(f"ppstream: first to fail: {text}")
 
-    def keep_evidence(self, code: ExitCode) -> None:
+    def save_nccl_dump(self, code: ExitCode) -> None:
         """Keeps NCCL's record if this rank ends because something is stuck: before links close."""
         if code is ExitCode.WATCHDOG and self.run is not None:
             name = f"rank{self.rank}.gen{self.generation}.nccl.json"
@@ -195,7 +195,7 @@ class RankEnd:
         lost = {rank: peer.lost_ns for rank, peer in self.peers.items() if peer.lost_ns}
         return min(lost, key=lambda rank: lost[rank]) if lost else None
 
-    def settled(self, code: ExitCode, reason: str) -> tuple[ExitCode, str]:
+    def end_of_main_thread(self, code: ExitCode, reason: str) -> tuple[ExitCode, str]:
         """Returns this rank's end when its main thread ends with ``code``."""
         if self.launcher_lost is not None and code in (ExitCode.DRAINED, ExitCode.PEER_LOST):
             return ExitCode.PEER_LOST, self.launcher_lost
@@ -213,20 +213,20 @@ class RankEnd:
         is_over = end.get("generation") == self.generation and end.get("code") == ExitCode.DRAINED
         return f"{OTHER_LEFT} 0 DRAINED: {end.get('reason')}" if is_over else None
 
-    def told(self) -> tuple[ExitCode, str]:
+    def end_without_main_thread(self) -> tuple[ExitCode, str]:
         """Returns this rank's end when its main thread does not leave by itself."""
         stands = f"; this rank's main thread is in {where(self._main_thread)}"
         if self.launcher_lost is not None:
-            return ExitCode.PEER_LOST, self.launcher_lost + self.see_peer_out(BEREFT_SEE_OUT_S)
+            return ExitCode.PEER_LOST, self.launcher_lost + self.end_other_ranks(BEREFT_SEE_OUT_S)
         if self.decided is not None:
             code, reason = self.decided
             return code, f"{reason}{stands} and did not close within {CLOSE_GRACE_S:g} s"
         for peer in self.peers.values():
             if (goodbye := peer.goodbye) is not None:
                 left = PeerLeftError(goodbye.code, goodbye.reason)
-                self.peer_said = left.said
+                self.peer_reason = left.reported
                 return left.exit_code, str(left)
-        return self.settled(ExitCode.PEER_LOST, f"{self._how_gone()}{stands}")
+        return self.end_of_main_thread(ExitCode.PEER_LOST, f"{self._how_gone()}{stands}")
 
     def stop_early(self, name: str) -> None:
         """The answer to a signal while nothing is started yet.
@@ -252,7 +252,7 @@ class RankEnd:
     def because_of(self, error: BaseException) -> tuple[ExitCode, str]:
         """Returns this rank's end for ``error``; one of closing changes no end but a good one."""
         if isinstance(error, PeerLeftError):
-            self.peer_said = error.said
+            self.peer_reason = error.reported
         if self.decided is None or error is self._decided_by:
             return how_it_ends(error)
         if self.decided[0] is not ExitCode.DRAINED or isinstance(error, OSError):
@@ -280,21 +280,21 @@ class RankEnd:
     def has_closed(self) -> None:
         """Lifts the deadline: what is left, as a report, takes the time it takes."""
         if self.lookout is not None and self.launcher_lost is None:
-            self.lookout.take_time()
+            self.lookout.clear_deadline()
 
     def leave_when_lost(self) -> None:
         """The peer hung up or ended: leave within a grace, even from inside a long stage."""
         if not self.is_drained and self.decided is None and self.lookout is not None:
             self.lookout.leave_by(LOST_GRACE_S)
 
-    def lose_launcher(self, reason: str) -> bool:
+    def on_launcher_lost(self, reason: str) -> bool:
         """Nobody is left who could stop this run; returns whether a loop was asked to drain."""
         self.launcher_lost = reason
         if self.on_stop is not None:
             self.on_stop(reason)
         return self.on_stop is not None
 
-    def see_peer_out(self, limit_s: float, stopped: int | None = None) -> str:
+    def end_other_ranks(self, limit_s: float, stopped: int | None = None) -> str:
         """Leave no process of this run behind: end other ranks' unless they leave by themselves.
 
         The launcher would wait 30 s for it before it restarts. Rank 0 may have a robot to end and
@@ -314,10 +314,10 @@ class RankEnd:
         for rank, process in sorted(self.processes.items(), key=lambda item: item[0] != frozen):
             is_hasty = not limit_s and frozen in (rank, None)
             left_s = 0.0 if is_hasty else max(0, until_ns - now_ns()) / NS_PER_S
-            done += self._see_out(rank, process, left_s, is_hasty=is_hasty)
+            done += self._end_rank(rank, process, left_s, is_hasty=is_hasty)
         return done
 
-    def _see_out(self, rank: int, process: HeldProcess, limit_s: float, *, is_hasty: bool) -> str:
+    def _end_rank(self, rank: int, process: HeldProcess, limit_s: float, *, is_hasty: bool) -> str:
         is_patient = self.rank != 0 and not is_hasty
         done = ""
         if not process.wait_gone(ZOMBIE_S if is_patient else limit_s):
@@ -334,21 +334,21 @@ class RankEnd:
 
     def _how_gone(self) -> str:
         if not self.peers:
-            return f"{self._another} ended before it had met this rank; look at its output"
-        return "the other rank's process is gone, and said nothing"
+            return f"{self._another} ended before its handshake with this rank; read its output"
+        return "the other rank's process exited without a message"
 
 
 def how_it_ends(error: BaseException) -> tuple[ExitCode, str]:
     """Returns the exit code and reason for ``error``, in text that can be written and sent."""
     if isinstance(error, PpstreamError | StoppedEarlyError):
-        return error.exit_code, said(error, REASON_MAX)
+        return error.exit_code, message_of(error, REASON_MAX)
     if isinstance(error, SystemExit):
         try:
             fault_of(error, "code of this rank")
         except UserExitError as left:
             error = left
         return ExitCode.POLICY_OUTPUT, str(error)
-    text = said(error)
+    text = message_of(error)
     if isinstance(error, MemoryError):
         return ExitCode.OUT_OF_MEMORY, text or "memory ran out on this rank"
     return ExitCode.INTERNAL, f"{type(error).__name__}: {text}"
@@ -432,7 +432,7 @@ def start_watchdog(config: PipelineConfig, loop: Loop, end: RankEnd) -> Watchdog
         try:
             for peer in end.peers.values():
                 peer.send(Goodbye(int(ExitCode.WATCHDOG), text))
-            end.keep_evidence(ExitCode.WATCHDOG)
+            end.save_nccl_dump(ExitCode.WATCHDOG)
         except Exception as error:  # noqa: BLE001 - nothing may keep a stuck rank
             end.complain("the other rank is not told", error)
         finally:

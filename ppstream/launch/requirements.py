@@ -21,14 +21,16 @@ def refuse_python() -> int:
     """Say which Python is needed; returns the exit code."""
     found, wanted = (".".join(map(str, v[:2])) for v in (sys.version_info, PYTHON_MIN))
     text = f"this is Python {found}, rank 0 and policy ranks need {wanted} or newer"
-    RankEnd(0).say(ExitCode.CONFIG, f"{text}; a robot's side (ppstream.robot) runs here")
+    RankEnd(0).print_last_line(
+        ExitCode.CONFIG, f"{text}; a robot's side (ppstream.robot) runs here"
+    )
     return int(ExitCode.CONFIG)
 
 
 def refuse(error: ConfigError) -> int:
     """Say every problem of a configuration; returns the exit code."""
     print(error, file=sys.stderr, flush=True)
-    RankEnd(0).say(ExitCode.CONFIG, f"{len(error.problems)} problem(s), listed above")
+    RankEnd(0).print_last_line(ExitCode.CONFIG, f"{len(error.problems)} problem(s), listed above")
     return int(ExitCode.CONFIG)
 
 
@@ -40,4 +42,10 @@ def missing_packages(config: PipelineConfig) -> list[str]:
         missing.append(
             f"demo.robot: {robot} needs mujoco: pip install 'ppstream[demo]', or demo = none"
         )
+    if config.view.port is not None:
+        missing += [
+            f"view.port: the live view needs {library}: pip install 'ppstream[view]'"
+            for library in ("foxglove", "mcap")
+            if find_spec(library) is None
+        ]
     return missing + missing_libraries(config)

@@ -42,7 +42,7 @@ class Patience:
         self._limit_ns = round(limit_s * NS_PER_S)
         self._asked_ns: int | None = None
 
-    def asked(self, _signal: str) -> None:
+    def on_signal(self, _signal: str) -> None:
         if self._asked_ns is None:
             self._asked_ns = now_ns()
 
@@ -65,15 +65,15 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         stack.callback(peer.close)
         process = end.met(0, peer)
         patience = Patience(config.liveness.drain_s + OUTLIVE_DRAIN_S)
-        end.pass_stops_to(patience.asked)
+        end.pass_stops_to(patience.on_signal)
         met: list[PolicyRank] = []  # this loop, once it exists
         handshake.start_heartbeat(
             config, peer, lambda: met[0].progress if met else 0, end.leave_when_lost, process, stack
         )
         course = rank_exit.Course(config)
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
-        with handshake.telling(peer):
-            ends = handshake.meet_neighbours(config, store, peer, stack)
+        with handshake.saying_goodbye(peer):
+            ends = handshake.connect_neighbours(config, store, peer, stack)
             device = torch.device(placement.ranks[store.rank].device)
             config = auto_cut.follow_cut(config, store.rank, device, peer, course)
             placement = device_ranks.place_here(config, store.world_size)
@@ -99,7 +99,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             stack.callback(loop.close)
             met.append(loop)
             course.loop = loop
-            end.on_stop = patience.asked
+            end.on_stop = patience.on_signal
             if end.lookout is not None:
                 loop.on_phase.append(end.lookout.on_phase)
             reason = loop.run(patience.is_over)

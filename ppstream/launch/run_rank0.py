@@ -71,8 +71,8 @@ def run_front(config: PipelineConfig, end: rank_exit.RankEnd, run: Run) -> str:
     course = rank_exit.Course(config)
     with ExitStack() as stack, end.closing():
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
-        met = None if placement.is_inline else _meet(config, course, end, run, stack)
-        with handshake.telling(*met[0]) if met is not None else nullcontext():
+        met = None if placement.is_inline else _connect(config, course, end, run, stack)
+        with handshake.saying_goodbye(*met[0]) if met is not None else nullcontext():
             if met is not None:
                 config = auto_cut.choose_cut(config, met[0], course, run)
                 placement = device_ranks.place_here(config, world_size)
@@ -82,7 +82,7 @@ def run_front(config: PipelineConfig, end: rank_exit.RankEnd, run: Run) -> str:
 Met = tuple[tuple[Peer, ...], LauncherStore]  # the policy ranks, in order
 
 
-def _meet(
+def _connect(
     config: PipelineConfig,
     course: rank_exit.Course,
     end: rank_exit.RankEnd,
@@ -100,11 +100,11 @@ def _meet(
 
     peers: list[Peer] = []
     for rank in range(1, store.world_size):
-        with handshake.telling(*peers):
+        with handshake.saying_goodbye(*peers):
             peer = handshake.admit(config, store, listener, run, rank)
         stack.callback(peer.close)
         peers.append(peer)
-        with handshake.telling(*peers):
+        with handshake.saying_goodbye(*peers):
             process = end.met(rank, peer)
             handshake.start_heartbeat(config, peer, finished, end.leave_when_lost, process, stack)
     listener.close()
@@ -157,7 +157,7 @@ def _serve(
         _check_ledgers(intake, service.intake)
         rank0.log.flush()
     except PpstreamError as error:
-        end.keep_evidence(error.exit_code)
+        end.save_nccl_dump(error.exit_code)
         raise
     end.is_drained = True
     _release_policy_ranks(rank0)
@@ -214,13 +214,13 @@ def _pipelined(
             )
     rank0 = Rank0Loop(*parts, executor=executor)
 
-    def tell_policy_ranks(phase: str) -> None:
+    def send_phase(phase: str) -> None:
         for peer in peers:
             peer.send(PhaseChange(phase))
 
-    rank0.on_phase.append(tell_policy_ranks)
+    rank0.on_phase.append(send_phase)
     if rank0.stage_a.front is not None:
-        rank0.stage_a.front.on_fault = rank0.tell_policy_fault
+        rank0.stage_a.front.on_fault = rank0.report_policy_fault
     return rank0
 
 
@@ -257,8 +257,8 @@ def _with_threads(config: PipelineConfig, front: FrontParts | None, hops: Hops) 
             logger.info("threads serial: front parts raised on zeros: %s", policy_fault(error).line)
         else:
             threads = "split" if took_ms > LONG_FRONT_MS else "serial"
-            told = threads, took_ms, LONG_FRONT_MS
-            logger.info("threads %s: front parts take %.2f ms, split above %g ms", *told)
+            arguments = threads, took_ms, LONG_FRONT_MS
+            logger.info("threads %s: front parts take %.2f ms, split above %g ms", *arguments)
     shape = msgspec.structs.replace(config.pipeline, threads=threads)
     return msgspec.structs.replace(config, pipeline=shape)
 

@@ -37,7 +37,7 @@ RELEASE_LIMIT_NS: Final = 500 * NS_PER_MS  # of each route
 POLL_S: Final = 0.0002
 
 
-class Places(NamedTuple):
+class CounterAddresses(NamedTuple):
     """Addresses that this device can reach."""
 
     my_counter: int
@@ -46,7 +46,7 @@ class Places(NamedTuple):
     landing: int | None = None  # where the peer's sends arrive, if not in the slots themselves
 
 
-class Puts(Protocol):
+class PutLauncher(Protocol):
     """Sends in one kernel each, as ``cuda_put.Puts``: a message for each slot, and the note."""
 
     def write_header(self, message: int, numbers: Sequence[int]) -> None: ...
@@ -54,7 +54,7 @@ class Puts(Protocol):
     def queue(self, message: int, count: int, stream: Any) -> None: ...
 
 
-class Waits(Protocol):
+class WaitLauncher(Protocol):
     """Waits for this end's counter in one kernel each, as ``cuda_wait.Waits``."""
 
     def queue(self, count: int, stream: Any) -> None: ...
@@ -82,9 +82,9 @@ class CountedLink:
         shape: LinkShape,
         device: torch.device,
         into: tuple[DeviceSlot, ...],
-        places: Places,
-        make_puts: Callable[[Sequence[Route], int], Puts] | None = None,
-        make_waits: Callable[[int], Waits] | None = None,
+        places: CounterAddresses,
+        make_puts: Callable[[Sequence[Route], int], PutLauncher] | None = None,
+        make_waits: Callable[[int], WaitLauncher] | None = None,
     ) -> None:
         self.into = into
         self.out = new_device_slots(out, len(into), device)
@@ -93,10 +93,10 @@ class CountedLink:
         self._headers = Headers(out, len(into), shape.generation)
         self._far = torch.zeros(1, dtype=torch.int64, pin_memory=torch.cuda.is_available())
         self._sent = self._expected = 0  # indices due
-        self._told = self._awaited = 0  # counts: of slots and of notes before them
+        self._counted = self._awaited = 0  # counts: of slots and of notes before them
         self._routes = [
-            Route(slot.address, places.their_slots + place * slot.size, slot.size)
-            for place, slot in enumerate(self.out)
+            Route(slot.address, places.their_slots + number * slot.size, slot.size)
+            for number, slot in enumerate(self.out)
         ]
         self._note = len(self._routes)
         self._routes.append(self._routes[0]._replace(size=self.note_bytes))
@@ -108,14 +108,23 @@ class CountedLink:
         self.sending, self.receiving = stream("sending"), stream("receiving")
         self._used = {self.sending, self.receiving}  # and stages' streams that send or wait
 
+    def count_from(self, count: int) -> None:
+        """Begin anew at index 0, with a counter that stands at ``count`` of its cycle.
+
+        Nothing is in flight; the other end does the same, and neither sends before both are idle.
+        """
+        self._sent = self._expected = 0
+        self._counted = self._awaited = count
+        self.sending.write_value(self._places.my_counter, count)
+
     def queue_header(self, index: int, numbers: Sequence[int]) -> None:
         """With the kernel that sends the slot, or into the slot, so that one copy sends both."""
-        place = index % len(self.out)
+        number = index % len(self.out)
         if self._puts is not None:
-            self._puts.write_header(place, (index, self._generation, *numbers))
+            self._puts.write_header(number, (index, self._generation, *numbers))
             return
         header, size = self._headers.write(index, numbers)
-        self.sending.copy(self.out[place].address, header, size)
+        self.sending.copy(self.out[number].address, header, size)
 
     def queue_send(self, index: int, stream: CudaStream | None = None) -> None:
         """Bring slot ``index`` over, then count it."""
@@ -129,10 +138,10 @@ class CountedLink:
         if index != self._expected:
             raise ProtocolError(f"slot {index} was to be received, {self._expected} is due")
         self._expected += 1
-        place = index % len(self.into)
+        number = index % len(self.into)
         spins = stream is not None
         at = self._stream(stream, self.receiving)
-        self._receive(place, self.into[place].size, at, spins=spins)
+        self._receive(number, self.into[number].size, at, spins=spins)
 
     def queue_wait(self, index: int, stream: CudaStream) -> bool:
         """On the counter itself, unless slots are fetched from where they landed: that is later."""
@@ -171,20 +180,20 @@ class CountedLink:
         return given
 
     def _send(self, message: int, stream: CudaStream) -> None:
-        self._told += 1
+        self._counted += 1
         if self._puts is not None:
-            self._puts.queue(message, self._told, stream.handle)
+            self._puts.queue(message, self._counted, stream.handle)
             return
         source, target, size = self._routes[message]
         stream.copy(target, source, size)
-        stream.write_value(self._places.their_counter, self._told)
+        stream.write_value(self._places.their_counter, self._counted)
 
-    def _receive(self, place: int, size: int, stream: CudaStream, *, spins: bool) -> None:
+    def _receive(self, number: int, size: int, stream: CudaStream, *, spins: bool) -> None:
         self._awaited += 1
         self._wait(self._awaited, stream, spins=spins)
         if self._places.landing is not None:
-            slot = self.into[place]
-            stream.copy(slot.address, self._places.landing + place * slot.size, size)
+            slot = self.into[number]
+            stream.copy(slot.address, self._places.landing + number * slot.size, size)
 
     def _wait(self, count: int, stream: CudaStream, *, spins: bool) -> None:
         """By a kernel where ``spins`` allows it: nothing runs meanwhile that it would hold up."""

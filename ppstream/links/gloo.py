@@ -188,12 +188,12 @@ class GlooIn:
         """As ``InHop``."""
         return self._slots[index % len(self._slots)]
 
-    def watch(self, waiter: Waiter) -> frozenset[int]:
+    def register_with(self, waiter: Waiter) -> frozenset[int]:
         """As ``InHop``."""
         waiter.register(self._fd)
         return frozenset((self._fd,))
 
-    def hear(self, ready: Sequence[int]) -> None:
+    def on_ready(self, ready: Sequence[int]) -> None:
         """As ``InHop``: the look itself takes back the signal."""
 
     def receive_nowait(self) -> tuple[int, int] | None:

@@ -110,7 +110,7 @@ class HostIn:
         self._is_pumped = is_pumped  # by its owner, too
         self._end_ns: int | None = None  # when the end of a peer that is pumped here was seen
 
-    def watch(self, waiter: Waiter) -> frozenset[int]:
+    def register_with(self, waiter: Waiter) -> frozenset[int]:
         """As ``InHop``."""
         waiter.register_bell(self._bell)
         fds = {self._bell.fileno()}
@@ -119,7 +119,7 @@ class HostIn:
             fds.add(self._peer.fileno())
         return frozenset(fds)
 
-    def hear(self, ready: Sequence[int]) -> None:
+    def on_ready(self, ready: Sequence[int]) -> None:
         """As ``InHop``."""
         if not self._is_pumped and (not ready or self._peer.fileno() in ready):
             self._pump()

@@ -28,14 +28,14 @@ SKIPPED: Final = 4  # of them: the ends begin at different times
 POLL_S: Final = 0.0002
 
 
-class Latency(NamedTuple):
+class LinkLatency(NamedTuple):
     """Of a link that was just opened."""
 
     one_way_ns: int  # of a hop: its share of the median round trip, in the quickest round
     note_bytes: int
 
 
-def measure(link: DeviceLink, position: Position, timeout_s: float) -> Latency:
+def measure(link: DeviceLink, position: Position, timeout_s: float) -> LinkLatency:
     """Measure ``link``, on all ranks at the same time, before its first slot; some ms.
 
     Raises:
@@ -44,7 +44,7 @@ def measure(link: DeviceLink, position: Position, timeout_s: float) -> Latency:
     events = [CudaEvent() for _ in range(TRIPS)]
     until_ns = now_ns() + round(timeout_s * NS_PER_S)
     rounds_ns = [_round(link, position, events, until_ns) for _ in range(ROUNDS)]
-    return Latency(round(min(rounds_ns) / (position.places + 1)), link.note_bytes)
+    return LinkLatency(round(min(rounds_ns) / (position.places + 1)), link.note_bytes)
 
 
 def _round(link: DeviceLink, position: Position, events: list[CudaEvent], until_ns: int) -> float:
@@ -60,7 +60,7 @@ def _round(link: DeviceLink, position: Position, events: list[CudaEvent], until_
     while not events[-1].is_done():
         if now_ns() > until_ns:
             link.close()
-            raise PeerLostError(f"link {link.name}: the other ranks pass on no notes")
+            raise PeerLostError(f"link {link.name}: the other ranks forward no probe messages")
         time.sleep(POLL_S)
     times_ns = [event.ns_since(events[SKIPPED]) or 0 for event in events[SKIPPED:]]  # all are done
     return statistics.median(later - earlier for earlier, later in pairwise(times_ns))

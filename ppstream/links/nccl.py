@@ -118,7 +118,7 @@ class NcclLink:
         place, places = position
         ranks = {place: SENDER, (place - 1) % (places + 1): RECEIVER}  # of the hops by number
         groups = {
-            hop: _group(store, f"hop {hop}", ranks[hop], group_timeout) for hop in sorted(ranks)
+            hop: open_group(store, f"hop {hop}", ranks[hop], group_timeout) for hop in sorted(ranks)
         }
         self._outgoing, self._incoming = (groups[hop] for hop in ranks)
         self._sent = self._expected = 0
@@ -205,7 +205,15 @@ class NcclLink:
         self._incoming.recv([tensor], SENDER, 0).wait()
 
 
-def _group(store: Store, name: str, rank: int, timeout: timedelta) -> Any:
+def open_group(store: Store, name: str, rank: int, timeout: timedelta) -> Any:
+    """Returns torch's group of two ranks, which is not connected yet.
+
+    Args:
+        store: where the ranks meet.
+        name: of the group, the same on both.
+        rank: ``SENDER`` or ``RECEIVER``.
+        timeout: of its operations.
+    """
     os.environ.update(SETTINGS)
     nccl_dump.switch_on()
     options = dist.ProcessGroupNCCL.Options()

@@ -51,7 +51,7 @@ import torch
 
 from ppstream.core.errors import ProtocolError
 from ppstream.cuda.driver import DeviceMemory, MappedMemory
-from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, Places
+from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, CounterAddresses
 from ppstream.links.device_link import device_slots, layouts, slot_count
 from ppstream_kernels.cuda_put import Puts
 from ppstream_kernels.cuda_wait import Waits
@@ -100,7 +100,7 @@ class PeerLink(CountedLink):
         mine = DeviceMemory(COUNTER_BYTES + count * into.slot_bytes)
         wanted = COUNTER_BYTES + count * out.slot_bytes
         self._theirs = _exchange(position, store, mine, wanted, timeout_s)
-        places = Places(
+        places = CounterAddresses(
             my_counter=mine.address,
             their_counter=self._theirs.address,
             their_slots=self._theirs.address + COUNTER_BYTES,

@@ -17,7 +17,7 @@ import torch
 
 from ppstream.core.errors import ConfigError, PeerLostError, ProtocolError
 from ppstream.cuda.driver import register_host, unregister_host
-from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, Places
+from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, CounterAddresses
 from ppstream.links.device_link import layouts, new_device_slots, slot_count
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class PinnedLink(CountedLink):
             for memory, size in zip(self._memories, sizes, strict=True)
         )
         self._is_pinned = True
-        places = Places(
+        places = CounterAddresses(
             my_counter=mine,
             their_counter=theirs,
             their_slots=theirs + COUNTER_BYTES,

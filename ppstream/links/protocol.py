@@ -35,10 +35,10 @@ class OutHop(Protocol):
 class InHop(Protocol):
     """The end that receives; one thread."""
 
-    def watch(self, waiter: Waiter) -> frozenset[int]:
+    def register_with(self, waiter: Waiter) -> frozenset[int]:
         """Have ``waiter`` woken by what comes; returns the descriptors that it will name."""
 
-    def hear(self, ready: Sequence[int]) -> None:
+    def on_ready(self, ready: Sequence[int]) -> None:
         """The waiter has named these descriptors, or none: anything may have happened."""
 
     def receive_nowait(self) -> tuple[int, int] | None:

@@ -4,7 +4,7 @@ A policy names its blocks with ``with block("encode"):``; outside attribution mo
 profile, that costs one call and does nothing. In attribution mode each block waits at both ends for
 what is queued before it, so its time is its own; that changes the schedule, and therefore every
 record carries ``mode = "attribution"``, which no gate accepts. Inside compiled code, and in a CUDA
-graph that is replayed, a block is nothing.
+graph that is replayed, a block does nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def block(name: str) -> AbstractContextManager[object]:
     return _NOTHING if _open is None else _open(name)
 
 
-def give_blocks_to(opener: BlockOpener | None) -> None:
-    """Sets who is asked for each block from now on; None: nobody."""
+def set_block_opener(opener: BlockOpener | None) -> None:
+    """Sets the opener of each block from now on; None: blocks do nothing."""
     global _open
     _open = opener
 
@@ -73,18 +73,18 @@ class Attribution:
     def start(self) -> None:
         """From the next envelope on."""
         self._log.mode = "attribution"
-        self._log.on_take = self._write
-        give_blocks_to(self._block)
+        self._log.on_acquire = self._write
+        set_block_opener(self._block)
 
     def stop(self) -> None:
         self._log.mode = "throughput"
-        self._log.on_take = None
-        give_blocks_to(None)
+        self._log.on_acquire = None
+        set_block_opener(None)
 
     def line(self, line: Mapping[str, Any]) -> None:
         """As a watcher of its log: from ``bring-up`` to the next phase, between two envelopes."""
         if line.get("name") == "phase":
-            self._log.on_take = self.start if line["phase"] == "bring-up" else self.stop
+            self._log.on_acquire = self.start if line["phase"] == "bring-up" else self.stop
 
     def record(self, record: object) -> None:
         """Says nothing about the phase."""

@@ -142,9 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, kind, body)
         elif path in ("/healthz", "/readyz"):
             with self.turn:
-                said = dict(self.health())
-            ok = path == "/healthz" or said["phase"] in SERVING
-            body = json.dumps(said, indent=1).encode() + b"\n"
+                found = dict(self.health())
+            ok = path == "/healthz" or found["phase"] in SERVING
+            body = json.dumps(found, indent=1).encode() + b"\n"
             self._answer(200 if ok else 503, "application/json", body)
         else:
             self._answer(404, "text/plain", b"/metrics /healthz /readyz\n")

@@ -1,8 +1,8 @@
 """Live bottleneck: the report's own functions on the newest envelopes.
 
-The answer is made anew every 5 s at most, whoever asks. The 300 envelopes are read in pieces of
-about 100 µs; each step of judging is a piece by itself, of up to 5 ms. The tally is to have counted
-them.
+The answer is recomputed every 5 s at most, for all callers. The 300 envelopes are read in pieces of
+about 100 µs; each step of judging is a piece by itself, of up to 5 ms. The counters must have
+counted them.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class LiveBottleneck:
         self._found = Bottleneck()
         self._due_ns = 0
 
-    def now(self, tally: Rank0Counters) -> Bottleneck:
+    def now(self, counters: Rank0Counters) -> Bottleneck:
         """Of the phase that the newest envelope belongs to."""
         now = self._clock()
         if now >= self._due_ns:
             self._due_ns = now + REFRESH_NS
-            self._found = self._judge(tally)
+            self._found = self._judge(counters)
         return self._found
 
-    def _judge(self, tally: Rank0Counters) -> Bottleneck:
-        records = list(tally.newest)
+    def _judge(self, counters: Rank0Counters) -> Bottleneck:
+        records = list(counters.newest)
         if not records:
             return Bottleneck()
         pieces = InterpreterPauses()

@@ -104,7 +104,7 @@ class LiveCounters(ABC):
         """Count what is kept; to be called before a look, by any thread."""
         with self._counting:
             pieces = InterpreterPauses()
-            records, ages_ns = take_all(self._records), take_all(self._action_ages_ns)
+            records, ages_ns = pop_all(self._records), pop_all(self._action_ages_ns)
             if ages_ns:
                 rows = np.repeat(self.histograms.rows("action_age"), len(ages_ns))
                 self.histograms.add(rows, np.array(ages_ns, np.float64))
@@ -193,18 +193,18 @@ class Rank0Counters(LiveCounters):
         for stage, taken in zip(STAGES, stages, strict=True):
             self.recent.add(stage, taken)
 
-    def _add_ages(self, said: Sequence[dict[str, Any]], pieces: InterpreterPauses) -> None:
+    def _add_ages(self, windows: Sequence[dict[str, Any]], pieces: InterpreterPauses) -> None:
         """By stream; where a window has several rows, the oldest."""
-        if not said:
+        if not windows:
             return
         names: list[str] = []
         ages: list[Any] = []
-        for each in _in_blocks(said, pieces):
+        for each in _in_blocks(windows, pieces):
             names += each
             ages += each.values()
-        one = [*said[0]]
-        if names == one * len(said):  # a run's windows all have the same streams
-            rows = np.tile(self.histograms.rows("observation_age", one), len(said))
+        one = [*windows[0]]
+        if names == one * len(windows):  # a run's windows all have the same streams
+            rows = np.tile(self.histograms.rows("observation_age", one), len(windows))
         else:
             rows = self.histograms.rows("observation_age", names)
         if list in map(type, ages):
@@ -265,7 +265,7 @@ def bump(counter: Counter[str], label: str, by: int = 1) -> None:
     counter[label if label in counter or len(counter) < LABELS_MAX else OTHER] += by
 
 
-def take_all(kept: list[Any]) -> list[Any]:
+def pop_all(kept: list[Any]) -> list[Any]:
     """All of it, and gone from there; another thread may append meanwhile."""
     taken = kept[:]
     del kept[: len(taken)]
@@ -273,7 +273,7 @@ def take_all(kept: list[Any]) -> list[Any]:
 
 
 def _in_blocks(items: Sequence[T], pieces: InterpreterPauses) -> Iterator[T]:
-    """Each of them; whoever takes them pauses between some."""
+    """Each of them; the caller pauses between some."""
     for first in range(0, len(items), BLOCK):
         pieces.pause()
         yield from items[first : first + BLOCK]

@@ -83,10 +83,10 @@ class TimestampLog:
 
     Attributes:
         mode: written into every record: what its times are worth.
-        on_take: called by ``take``, between two envelopes of its thread; None: nobody asked.
-        on_next_take: as ``on_take``, once; whoever sets it may be overwritten by the next.
-        queues_ahead: the loop queues on a device, and heeds ``on_dry``.
-        on_dry: until the loop has run dry and called it, it queues nothing new; None: go on.
+        on_acquire: called by ``take``, between two envelopes of its thread; None: nobody asked.
+        on_next_acquire: as ``on_acquire``, once; a later assignment replaces an earlier one.
+        queues_ahead: the loop queues on a device, and heeds ``on_idle``.
+        on_idle: until the loop has run dry and called it, it queues nothing new; None: go on.
         watchers: one that raises is left out from then on.
     """
 
@@ -102,10 +102,10 @@ class TimestampLog:
         kind = "envelope" if record is EnvelopeRecord else "stage1"
         self.path = path
         self.mode = "throughput"
-        self.on_take: Callable[[], None] | None = None
-        self.on_next_take: Callable[[], None] | None = None
+        self.on_acquire: Callable[[], None] | None = None
+        self.on_next_acquire: Callable[[], None] | None = None
         self.queues_ahead = False
-        self.on_dry: Callable[[], None] | None = None
+        self.on_idle: Callable[[], None] | None = None
         self.watchers: list[Watcher] = []
         self.run_id = run_id
         self.generation = generation
@@ -132,12 +132,12 @@ class TimestampLog:
         self._thread = threading.Thread(target=self._drain, name="timestamps", daemon=True)
         self._thread.start()
 
-    def take(self) -> Any:
+    def acquire(self) -> Any:
         """A blank record to fill; a spare that goes nowhere when the ring is full."""
-        if self.on_take is not None:
-            self.on_take()
-        if self.on_next_take is not None:
-            act, self.on_next_take = self.on_next_take, None
+        if self.on_acquire is not None:
+            self.on_acquire()
+        if self.on_next_acquire is not None:
+            act, self.on_next_acquire = self.on_next_acquire, None
             act()
         if self._taken - self._drained >= len(self._ring):
             self._lost += 1
@@ -147,19 +147,19 @@ class TimestampLog:
         record.mode = self.mode
         return record
 
-    def when_dry(self, act: Callable[[], None]) -> None:
+    def when_idle(self, act: Callable[[], None]) -> None:
         """Have ``act`` called when nothing of the loop is queued: now, unless it queues ahead.
 
-        To be called where ``on_take`` is; ``act`` is called on the same thread.
+        To be called where ``on_acquire`` is; ``act`` is called on the same thread.
         """
         if self.queues_ahead:
-            self.on_dry = act
+            self.on_idle = act
         else:
             act()
 
-    def dry(self) -> None:
-        """For a loop that has run dry: do what was to wait for that."""
-        act, self.on_dry = self.on_dry, None
+    def run_when_idle(self) -> None:
+        """The loop is idle: call the action that waits for that."""
+        act, self.on_idle = self.on_idle, None
         if act is not None:
             act()
 
@@ -229,7 +229,7 @@ class TimestampLog:
                 watcher.line(line)
             for record in records:
                 watcher.record(record)
-        except Exception:  # the top of a thread, too: the log outlives whoever watches it
+        except Exception:  # the top of a thread, too: the log outlives its watchers
             logger.exception("%s stopped watching the log", type(watcher).__name__)
             self.watchers.remove(watcher)
 

@@ -34,21 +34,21 @@ CLOSE_LIMIT_S: Final = 1.0
 STATM: Final = Path("/proc/self/statm")
 
 
-class _Newest:
-    """Each half replaced whole by its one writer; any thread reads."""
+class Noted:
+    """The newest notes: each half replaced whole by its one writer; any thread reads."""
 
     allocator: Mapping[str, Any] | None = None
     room: tuple[int, int] | None = None  # free and total bytes
 
 
-_newest: Final = _Newest()
+noted: Final = Noted()
 
 
 def note_allocator() -> None:
     """Read the allocator's counters; for the thread that allocates, some 20 µs."""
     device = started()
     if device is not None:
-        _newest.allocator = torch.cuda.memory_stats_as_nested_dict(device)
+        noted.allocator = torch.cuda.memory_stats_as_nested_dict(device)
 
 
 def note_room() -> None:
@@ -60,22 +60,22 @@ def note_room() -> None:
     device = started()
     if device is not None:
         torch.cuda.set_device(device)
-        _newest.room = torch.cuda.mem_get_info(device)
+        noted.room = torch.cuda.mem_get_info(device)
 
 
 def newest() -> tuple[torch.device, GpuMemory] | None:
     """The device that this process started CUDA on, and what was noted last; calls nothing."""
     device = started()
-    if device is None or _newest.allocator is None or _newest.room is None:
+    if device is None or noted.allocator is None or noted.room is None:
         return None
-    return device, memory(_newest.allocator, *_newest.room)
+    return device, memory(noted.allocator, *noted.room)
 
 
-def memory(said: Mapping[str, Any], free: int, total: int) -> GpuMemory:
+def memory(statistics: Mapping[str, Any], free: int, total: int) -> GpuMemory:
     """From torch's nested ``memory_stats`` and the device's free and total bytes."""
 
     def count(name: str, what: str) -> int:
-        return int(said.get(name, {}).get("all", {}).get(what, 0))
+        return int(statistics.get(name, {}).get("all", {}).get(what, 0))
 
     reserved = count("reserved_bytes", "current")
     return GpuMemory(
@@ -87,8 +87,8 @@ def memory(said: Mapping[str, Any], free: int, total: int) -> GpuMemory:
         total_bytes=total,
         allocations=count("allocation", "allocated"),
         segments=count("segment", "allocated"),
-        alloc_retries=int(said.get("num_alloc_retries", 0)),
-        ooms=int(said.get("num_ooms", 0)),
+        alloc_retries=int(statistics.get("num_alloc_retries", 0)),
+        ooms=int(statistics.get("num_ooms", 0)),
     )
 
 
@@ -112,7 +112,7 @@ class MemoryLines:
         while not is_over:
             gpu_memory.note_room()
             write_line(self._log)
-            self._log.on_next_take = gpu_memory.note_allocator
+            self._log.on_next_acquire = gpu_memory.note_allocator
             is_over = self._ended.wait(self._interval_s)
         write_line(self._log)
 

@@ -94,7 +94,7 @@ def recent(name: str, text: str, label: str, found: Mapping[str, Values]) -> Met
 
 
 class _InPieces(list[Sample]):
-    """The samples of a family; whoever writes them out pauses between some."""
+    """The samples of a family; the writer pauses between some."""
 
     def __init__(self, samples: Iterable[Sample], pieces: InterpreterPauses) -> None:
         super().__init__(samples)

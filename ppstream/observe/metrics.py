@@ -88,37 +88,37 @@ def memory_families(now: GpuMemory) -> Iterator[Metric]:
     yield show.counter("ppstream_gpu_ooms", "Allocations refused.", now.ooms or 0)
 
 
-def robot_families(said: SessionStatistics) -> Iterator[Metric]:
+def robot_families(sessions: SessionStatistics) -> Iterator[Metric]:
     """Sessions, frames and chunks; what was dropped stands in ``ppstream_dropped_total``."""
-    yield show.gauge("ppstream_robots", "Robots with a session.", said.open)
-    yield show.counter("ppstream_sessions_opened", "Sessions that began.", said.opened)
+    yield show.gauge("ppstream_robots", "Robots with a session.", sessions.open)
+    yield show.counter("ppstream_sessions_opened", "Sessions that began.", sessions.opened)
     yield show.counters(
-        "ppstream_sessions_closed", "Sessions that ended, by reason.", "reason", said.closed
+        "ppstream_sessions_closed", "Sessions that ended, by reason.", "reason", sessions.closed
     )
     yield show.counters(
-        "ppstream_sessions_refused", "Hellos refused, by reason.", "reason", said.refused
+        "ppstream_sessions_refused", "Hellos refused, by reason.", "reason", sessions.refused
     )
     yield show.counters(
         "ppstream_connections_refused",
         "What never came to speak, by reason.",
         "reason",
-        said.connections_refused,
+        sessions.connections_refused,
     )
-    yield show.counter("ppstream_frames_received", "Frames from robots.", said.frames_received)
-    yield show.counter("ppstream_episodes_reset", "Episodes that robots began.", said.resets)
-    yield show.counter("ppstream_chunks_sent", "Action chunks sent.", said.chunks_sent)
+    yield show.counter("ppstream_frames_received", "Frames from robots.", sessions.frames_received)
+    yield show.counter("ppstream_episodes_reset", "Episodes that robots began.", sessions.resets)
+    yield show.counter("ppstream_chunks_sent", "Action chunks sent.", sessions.chunks_sent)
 
 
 class RankCollector(Collector):
     """Metrics of any rank: build, run, phase, stages, waits, drops, faults, log, memory."""
 
-    def __init__(self, tally: LiveCounters, log: TimestampLog, run: Mapping[str, str]) -> None:
-        self._tally = tally
+    def __init__(self, counters: LiveCounters, log: TimestampLog, run: Mapping[str, str]) -> None:
+        self._counters = counters
         self._log = log
         self._run = run
 
     def collect(self) -> Iterator[Metric]:
-        self._tally.count()
+        self._counters.count()
         return show.in_pieces(self.families())
 
     def families(self) -> Iterator[Metric]:
@@ -137,41 +137,43 @@ class RankCollector(Collector):
             python=platform.python_version(),
         )
         yield show.info("ppstream_run_info", "The run this rank belongs to.", **self._run)
-        yield show.state("ppstream_phase", "Phase of the run.", "phase", PHASES, self._tally.phase)
+        yield show.state(
+            "ppstream_phase", "Phase of the run.", "phase", PHASES, self._counters.phase
+        )
 
     def work(self) -> Iterator[Metric]:
-        tally = self._tally
+        counters = self._counters
         yield show.histograms(
             "ppstream_stage_duration_seconds",
             "Time a stage is busy.",
             "stage",
-            tally.histograms.of("stage"),
+            counters.histograms.of("stage"),
         )
         yield show.recent(
             "ppstream_stage_duration_recent_seconds",
             "Quantiles of a stage's newest 1000 durations.",
             "stage",
-            tally.recent.copy(),
+            counters.recent.copy(),
         )
-        waits = {cause: waited_ns * S for cause, waited_ns in dict(tally.waits_ns).items()}
+        waits = {cause: waited_ns * S for cause, waited_ns in dict(counters.waits_ns).items()}
         yield show.counters(
             "ppstream_wait_seconds", "Time a thread waited, by cause.", "cause", waits
         )
         yield show.counter(
             "ppstream_link_busy_seconds",
             "Time between stages and waits: the links' calls and the loop's own work.",
-            tally.link_ns * S,
+            counters.link_ns * S,
         )
-        yield show.counter("ppstream_envelopes", "Envelopes that ended here.", tally.envelopes)
+        yield show.counter("ppstream_envelopes", "Envelopes that ended here.", counters.envelopes)
 
     def trouble(self) -> Iterator[Metric]:
-        tally, log = self._tally, self._log.statistics()
+        counters, log = self._counters, self._log.statistics()
         yield show.dropped(self.drops())
         yield show.counters(
-            "ppstream_faults", "Faults of stages, by kind.", "kind", dict(tally.faults)
+            "ppstream_faults", "Faults of stages, by kind.", "kind", dict(counters.faults)
         )
         yield show.counters(
-            "ppstream_events", "Rare things that happened.", "name", dict(tally.events)
+            "ppstream_events", "Rare things that happened.", "name", dict(counters.events)
         )
         yield show.counter("ppstream_log_records", "Lines in the log.", log.written)
         yield show.counter("ppstream_log_lost", "Lines that never got there.", log.lost)
@@ -179,26 +181,28 @@ class RankCollector(Collector):
 
     def drops(self) -> dict[str, Mapping[str, float]]:
         """By where and why."""
-        return {"envelope": dict(self._tally.drops)}
+        return {"envelope": dict(self._counters.drops)}
 
 
 class PolicyCollector(RankCollector):
     """A policy rank's own: residence, idle time, and recompiles once warm."""
 
-    def __init__(self, tally: PolicyCounters, log: TimestampLog, run: Mapping[str, str]) -> None:
-        super().__init__(tally, log, run)
-        self._policy = tally
+    def __init__(self, counters: PolicyCounters, log: TimestampLog, run: Mapping[str, str]) -> None:
+        super().__init__(counters, log, run)
+        self._policy = counters
 
     def work(self) -> Iterator[Metric]:
         yield from super().work()
-        tally = self._policy
+        counters = self._policy
         yield show.histogram(
             "ppstream_residence_seconds",
             "Envelope complete to result committed.",
-            tally.histograms.one("residence"),
+            counters.histograms.one("residence"),
         )
-        yield show.counter("ppstream_idle_seconds", "Stage B without work.", tally.idle_ns * S)
-        yield show.counter("ppstream_recompiles", "Graphs compiled in stage B.", tally.recompiles)
+        yield show.counter("ppstream_idle_seconds", "Stage B without work.", counters.idle_ns * S)
+        yield show.counter(
+            "ppstream_recompiles", "Graphs compiled in stage B.", counters.recompiles
+        )
 
 
 class Rank0Collector(RankCollector):
@@ -209,7 +213,7 @@ class Rank0Collector(RankCollector):
 
     def __init__(
         self,
-        tally: Rank0Counters,
+        counters: Rank0Counters,
         log: TimestampLog,
         run: Mapping[str, str],
         *,
@@ -218,9 +222,9 @@ class Rank0Collector(RankCollector):
         lease_s: float,
         on_request: Mapping[str, float],
     ) -> None:
-        super().__init__(tally, log, run)
+        super().__init__(counters, log, run)
         self.sessions: Robots | None = None
-        self._rank0 = tally
+        self._rank0 = counters
         self._credits = credit_ledger
         self._live = live_class
         self._lease_s = lease_s
@@ -228,7 +232,7 @@ class Rank0Collector(RankCollector):
 
     def families(self) -> Iterator[Metric]:
         yield from super().families()
-        yield from self.judged()
+        yield from self.live_bottleneck()
         yield from self.queues()
         yield from self.ages()
         yield from self.ledger()
@@ -236,14 +240,14 @@ class Rank0Collector(RankCollector):
         if self.sessions is not None:
             yield from robot_families(self.sessions.statistics())
 
-    def judged(self) -> Iterator[Metric]:
-        tally, found = self._rank0, self._live.now(self._rank0)
+    def live_bottleneck(self) -> Iterator[Metric]:
+        counters, found = self._rank0, self._live.now(self._rank0)
         yield show.state(
-            "ppstream_bringup_verdict", "Bring-up's verdict.", "verdict", VERDICTS, tally.verdict
+            "ppstream_bringup_verdict", "Bring-up's verdict.", "verdict", VERDICTS, counters.verdict
         )
-        if tally.overlap is not None:
+        if counters.overlap is not None:
             yield show.gauge(
-                "ppstream_overlap_score", "S of bring-up: the overlap proven.", tally.overlap
+                "ppstream_overlap_score", "S of bring-up: the overlap proven.", counters.overlap
             )
         yield show.state(
             "ppstream_run_class", "What limits the newest envelopes.", "class", CLASSES, found.name
@@ -259,7 +263,7 @@ class Rank0Collector(RankCollector):
             ("latency", "From the start of A until the host has the actions."),
             ("link", "Both transfers of an envelope."),
         ):
-            yield show.histogram(f"ppstream_{span}_seconds", text, tally.histograms.one(span))
+            yield show.histogram(f"ppstream_{span}_seconds", text, counters.histograms.one(span))
 
     def queues(self) -> Iterator[Metric]:
         now = self._credits.statistics()
@@ -276,26 +280,26 @@ class Rank0Collector(RankCollector):
         )
 
     def ages(self) -> Iterator[Metric]:
-        tally = self._rank0
+        counters = self._rank0
         yield show.histograms(
             "ppstream_observation_age_seconds",
             "Age of a stream's newest sample at the end of its window.",
             "stream",
-            tally.histograms.of("observation_age"),
+            counters.histograms.of("observation_age"),
         )
         yield show.histogram(
             "ppstream_emit_age_seconds",
             "Since the newest sample used arrived.",
-            tally.histograms.one("emit_age"),
+            counters.histograms.one("emit_age"),
         )
         yield show.histogram(
             "ppstream_action_age_seconds",
             "Of executed chunks, observation to action; the robots' own measure.",
-            tally.histograms.one("action_age"),
+            counters.histograms.one("action_age"),
         )
         yield show.gauge("ppstream_lease_seconds", "Age at which actions expire.", self._lease_s)
         yield show.counter(
-            "ppstream_deadline_missed", "Envelopes past their lease on leaving.", tally.misses
+            "ppstream_deadline_missed", "Envelopes past their lease on leaving.", counters.misses
         )
 
     def ledger(self) -> Iterator[Metric]:
@@ -320,18 +324,18 @@ class Rank0Collector(RankCollector):
 
     def rules(self) -> Iterator[Metric]:
         """Counts of chunks for robots that ``[actions]`` judged, as of the newest ledger line."""
-        said = self._rank0.actions
+        found = self._rank0.actions
         for name, key, text in (
             ("chunks_checked", "chunks", "Chunks for robots, held to the rules of [actions]."),
             ("chunks_clipped", "clipped_chunks", "Chunks with values clipped to their limits."),
             ("values_clipped", "clipped_values", "Values of chunks, clipped to their limits."),
         ):
-            yield show.counter(f"ppstream_{name}", text, said.get(key, 0))
+            yield show.counter(f"ppstream_{name}", text, found.get(key, 0))
         yield show.counters(
             "ppstream_chunks_refused",
             "Chunks that broke a rule of [actions], by rule.",
             "rule",
-            said.get("refused", {}),
+            found.get("refused", {}),
         )
 
     def drops(self) -> dict[str, Mapping[str, float]]:
@@ -342,8 +346,8 @@ class Rank0Collector(RankCollector):
         found: dict[str, Mapping[str, float]] = super().drops()
         found["sample"] = samples
         if self.sessions is not None:
-            said = self.sessions.statistics()
-            found |= {"frame": said.frames_dropped, "chunk": said.chunks_dropped}
+            given = self.sessions.statistics()
+            found |= {"frame": given.frames_dropped, "chunk": given.chunks_dropped}
         return found
 
 

@@ -52,7 +52,7 @@ class NvtxRange:
         self._domain.pop_range()
 
 
-class _Nobody:
+class _NoDomain:
     """Stands in for the domain where the nvtx package is not installed."""
 
     def get_event_attributes(self, *, message: str, color: int) -> None: ...
@@ -62,7 +62,7 @@ def _domain() -> Any:
     try:
         import nvtx
     except ImportError:
-        return _Nobody()
+        return _NoDomain()
     return nvtx.get_domain("ppstream")
 
 

@@ -10,7 +10,7 @@ policy that launches kernel by kernel feels.
 
 The profiler waits for the whole device when it stops. A loop that queues ahead of its device has
 waits for the other rank queued there, and would wait for itself: so a profile begins, starts to
-record and stops only when that loop has run dry (``TimestampLog.when_dry``). Its trace has whole
+record and stops only when that loop is idle (``TimestampLog.when_idle``). Its trace has whole
 envelopes alone, and those that were queued when it was to stop.
 """
 
@@ -78,23 +78,23 @@ class Profiler:
     def _prepare(self) -> None:
         try:
             _load()
-        except Exception:  # the top of a thread: whoever asks again may be luckier
+        except Exception:  # the top of a thread: a later request may succeed
             logger.exception("the profiler cannot be loaded")
             self.is_wanted = False
         else:
-            self._log.on_take = self._ask
+            self._log.on_acquire = self._ask
 
     def _ask(self) -> None:
         """Between two envelopes: begin as soon as nothing is queued."""
-        self._log.on_take = None
-        self._log.when_dry(self._begin)
+        self._log.on_acquire = None
+        self._log.when_idle(self._begin)
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Looks for *ready*: bring-up is not to be disturbed."""
         is_ready = line.get("name") == "phase" and line["phase"] == "ready"
         if is_ready and not self.is_wanted:  # else a signal was quicker
             self._left = self._config.after or 0
-            self._log.on_take = self._count_down
+            self._log.on_acquire = self._count_down
 
     def record(self, record: object) -> None:
         """An envelope says nothing about the phase to come."""
@@ -102,7 +102,7 @@ class Profiler:
     def _count_down(self) -> None:
         self._left -= 1
         if self._left < 0:
-            self._log.on_take = None
+            self._log.on_acquire = None
             self.request()
 
     def _begin(self) -> None:
@@ -112,7 +112,7 @@ class Profiler:
         self._log.mode = "trace"
         self._log.event("profile", state="begins", cycles=self._cycles)
         nvtx_ranges.annotate(_Annotation)
-        attribution.give_blocks_to(_annotated_block)
+        attribution.set_block_opener(_annotated_block)
         # else a later call to CUDA takes the tracer out again, whatever is queued then
         os.environ.setdefault("TEARDOWN_CUPTI", "0")
         began = now_ns()
@@ -135,14 +135,14 @@ class Profiler:
         )
         self._running.start()
         _launch()
-        self._log.on_take = self._step
+        self._log.on_acquire = self._step
 
     def _step(self) -> None:
         """One envelope more; where the profiler's state changes, once nothing is queued."""
         self._left -= 1
         if self._left in (self._config.warmup + self._config.active, self._config.active, 0):
-            self._log.on_take = None
-            self._log.when_dry(self._change)
+            self._log.on_acquire = None
+            self._log.when_idle(self._change)
         else:
             self._running.step()
 
@@ -151,7 +151,7 @@ class Profiler:
         began = now_ns()
         self._running.step()
         _launch()
-        self._log.on_take = self._step
+        self._log.on_acquire = self._step
         if not self._left:
             self._running.stop()
             if self._cycles:
@@ -162,9 +162,9 @@ class Profiler:
 
     def _end(self) -> None:
         nvtx_ranges.annotate(None)
-        attribution.give_blocks_to(None)
+        attribution.set_block_opener(None)
         self._running, self.is_wanted = None, False
-        self._log.mode, self._log.on_take = "throughput", None
+        self._log.mode, self._log.on_acquire = "throughput", None
         self._log.event("profile", state="ended", held_ms=round(self._held_ns * MS, 1))
 
     def _write(self, ended: Any) -> None:

@@ -26,7 +26,7 @@ SCHEMA: Final = "ppstream.log/1"
 ROBOT_STORY: Final = "robot.txt"  # what the embedded robot says at its end
 DIRECTORY_MODE: Final = 0o750
 LOCK_TRIES: Final = 50
-LOCK_PAUSE_S: Final = 0.02  # whoever holds it for longer is stopped
+LOCK_PAUSE_S: Final = 0.02  # a process that holds it for longer is stopped
 
 
 def utc_now() -> str:
@@ -104,8 +104,8 @@ class Run:
     def describe_policy_rank(self, rank: int, facts: dict[str, Any]) -> None:
         """Write what a policy rank said of itself; they come in order. Raises as ``describe``."""
         before = _read(self.directory / "run.json").get("policy_ranks", [])[: rank - 1]
-        told: dict[str, Any] = {"policy_ranks": [*before, facts]}
-        self.describe(**told, **({"policy_rank": facts} if rank == 1 else {}))
+        fields: dict[str, Any] = {"policy_ranks": [*before, facts]}
+        self.describe(**fields, **({"policy_rank": facts} if rank == 1 else {}))
 
     def begin(
         self, *, config: dict[str, Any], config_sha256: str, versions: dict[str, str]

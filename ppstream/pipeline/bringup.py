@@ -108,12 +108,12 @@ def bring_up(rank0: Rank0Loop, intake: Intake, robots: Source | None, run: Run) 
         GateFailedError, GateInconclusiveError: not ready, and why.
     """
     meter = machine_meter(rank0)
-    tell_machine(rank0, meter)
+    log_machine(rank0, meter)
     made_up = _source(rank0.config, intake)
     source = Beside(made_up, robots)
     warm_up(rank0, intake, source)
     if rank0.stop_reason is None:
-        run.describe(standalone=time_standalone(rank0, rank0.config.bringup.standalone))
+        run.describe(standalone=time_isolated_stages(rank0, rank0.config.bringup.standalone))
     if rank0.config.mode == "attribution" and rank0.stop_reason is None:
         time_blocks(rank0, intake, source)
     if not rank0.executor.policy_ranks or rank0.stop_reason is not None:
@@ -121,9 +121,9 @@ def bring_up(rank0: Rank0Loop, intake: Intake, robots: Source | None, run: Run) 
         return
     meter.restart()
     run_saturated(rank0, intake, source)
-    tell_machine(rank0, meter)
+    log_machine(rank0, meter)
     if rank0.stop_reason is None:
-        after = time_standalone(rank0, rank0.config.bringup.standalone)
+        after = time_isolated_stages(rank0, rank0.config.bringup.standalone)
         run.describe(standalone_after=after)
     made_up.close()
     if rank0.stop_reason is None:
@@ -153,7 +153,7 @@ def machine_meter(rank0: Rank0Loop) -> MachineMeter:
     return MachineMeter(threads + len(pids), tuple(pids), of_this_run)
 
 
-def tell_machine(rank0: Rank0Loop, meter: MachineMeter) -> None:
+def log_machine(rank0: Rank0Loop, meter: MachineMeter) -> None:
     """Log how busy the host is, and say it where threads have to share a CPU."""
     machine = meter.read(rank0.thread_cpus())
     rank0.log.event("machine", **machine._asdict())
@@ -227,7 +227,7 @@ def warm_up(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
     freeze_garbage()
 
 
-def time_standalone(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
+def time_isolated_stages(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
     """Durations of each stage while nothing else runs: ``A_ns`` is a median, ``A_mean_ns`` a mean.
 
     In a chain ``places_ns`` has the mean of each place, and B is the slowest one's.
@@ -241,15 +241,15 @@ def time_standalone(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
     if not all(durations.values()):
         return {}
     stages = {name: durations[name] for name in "ABC"}
-    told: dict[str, Any] = {f"{k}_ns": round(statistics.median(v)) for k, v in stages.items()}
-    told |= {f"{k}_mean_ns": round(statistics.fmean(v)) for k, v in stages.items()}
+    fields: dict[str, Any] = {f"{k}_ns": round(statistics.median(v)) for k, v in stages.items()}
+    fields |= {f"{k}_mean_ns": round(statistics.fmean(v)) for k, v in stages.items()}
     if places := [v for k, v in durations.items() if k not in stages]:
-        told["places_ns"] = [round(statistics.fmean(v)) for v in places]
+        fields["places_ns"] = [round(statistics.fmean(v)) for v in places]
     front = rank0.stage_a.front
     parts_ns = {} if front is None else front.part_times(repeats)
     for policy_rank in rank0.executor.policy_ranks:
         parts_ns |= policy_rank.parts_ns
-    return told | ({"parts_ns": parts_ns} if parts_ns else {})
+    return fields | ({"parts_ns": parts_ns} if parts_ns else {})
 
 
 def run_saturated(rank0: Rank0Loop, intake: Intake, source: Source) -> None:

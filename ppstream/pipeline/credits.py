@@ -120,13 +120,13 @@ class CreditLedger:
         with self._lock:
             return self._q_decode.integral_ns(now_ns)
 
-    def book(self, record: EnvelopeRecord, now_ns: int) -> None:
+    def write_counts(self, record: EnvelopeRecord, now_ns: int) -> None:
         """Write the counts of ``now_ns`` into a record, with the maxima since the last one."""
         with self._lock:
             record.outstanding, record.outstanding_max, record.outstanding_ns_total = (
-                self._outstanding.take(now_ns)
+                self._outstanding.drain(now_ns)
             )
-            record.q_decode, record.q_decode_max, record.q_decode_ns_total = self._q_decode.take(
+            record.q_decode, record.q_decode_max, record.q_decode_ns_total = self._q_decode.drain(
                 now_ns
             )
 
@@ -182,7 +182,7 @@ class _Level:
     def integral_ns(self, now_ns: int) -> int:
         return self._weight_ns + self.count * now_ns
 
-    def take(self, now_ns: int) -> tuple[int, int, int]:
+    def drain(self, now_ns: int) -> tuple[int, int, int]:
         """The count, the highest since the last call, and the integral."""
         count, highest = self.count, self._highest
         self._highest = count

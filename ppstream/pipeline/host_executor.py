@@ -69,7 +69,7 @@ class OnHost(ABC):
 
     # ---- stages ------------------------------------------------------------------------------
 
-    def _book_a(self, flight: Flight) -> None:
+    def _account_a(self, flight: Flight) -> None:
         """Account for stage A and the waits before it; ``_cost_a`` was entered."""
         record = flight.record
         self._loop.stage_a.settle(flight)
@@ -77,7 +77,7 @@ class OnHost(ABC):
         self._cost_a.leave(ended_ns - began_ns)
         record.cpu_a_ns, record.delay_a_ns = self._cost_a.cpu_ns, self._cost_a.delay_ns
         self._times.stage(began_ns, ended_ns)
-        self._loop.book_input_waits(flight)
+        self._loop.record_input_waits(flight)
 
     def _begin_c(self, flight: Flight) -> None:
         self._cost_c.enter()
@@ -96,7 +96,7 @@ class OnHost(ABC):
         ended_ns = times.end(at_ns=flight.emit_ns) if drop is None else times.end(LINK)
         self._cost_c.leave(ended_ns - (record.tDecode or 0))
         record.cpu_c_ns, record.delay_c_ns = self._cost_c.cpu_ns, self._cost_c.delay_ns
-        record.w_result_ns = times.take_ns("result")
+        record.w_result_ns = times.pop_ns("result")
         return ended_ns
 
     # ---- waits -------------------------------------------------------------------------------
@@ -121,10 +121,12 @@ class OnHost(ABC):
                 dues = (loop.source.next_due_ns(), loop.pacing.due_ns())
                 now = now_ns()
                 limit_ns = min([limit_ns, *(max(0, due - now) for due in dues if due is not None)])
-            is_fresh = self._look_at(self._keep_warm.wait(self._waiter, limit_ns, loop.phase))
+            is_fresh = self._poll_after_wait(
+                self._keep_warm.wait(self._waiter, limit_ns, loop.phase)
+            )
         times.end(cause if slept else LINK)
         if not is_fresh and loop.may_start():
-            loop.take_in()  # the newest samples
+            loop.drain_inputs()  # the newest samples
 
     def _glance(self) -> None:  # noqa: B027 - not all have something there
         """Look at what costs no system call."""
@@ -136,12 +138,12 @@ class OnHost(ABC):
         """Do what no envelope is to wait for, before a sleep."""
         self._loop.tidy()
 
-    def _look_at(self, ready: Sequence[int]) -> bool:
+    def _poll_after_wait(self, ready: Sequence[int]) -> bool:
         """Look again after a wait, at least at these descriptors; at everything when none is.
 
-        Returns True when samples were taken in.
+        Returns True when samples were received.
         """
-        self._loop.take_in()
+        self._loop.drain_inputs()
         return True
 
     @abstractmethod
@@ -181,7 +183,7 @@ class HostExecutor(OnHost):
         fds = {found.peer.fileno() for found in self.policy_ranks}
         for fd in fds:
             waiter.register(fd)
-        self._result_fds = self.into.watch(waiter) | fds
+        self._result_fds = self.into.register_with(waiter) | fds
 
     @property
     def in_flight(self) -> int:
@@ -198,7 +200,7 @@ class HostExecutor(OnHost):
         self._cost_a.enter()
         self._loop.stage_a.build(flight, slot, ends_ns)
         if self._books_first:
-            self._book_a(flight)
+            self._account_a(flight)
         slot.header[EPOCH], slot.header[SEQ] = flight.epoch, flight.seq
         # stamped first: who receives looks at the oldest that is there, from a thread of its own
         flight.sent_ns = flight.record.tSend = now_ns()
@@ -210,7 +212,7 @@ class HostExecutor(OnHost):
         if nvtx_ranges.on:
             nvtx_ranges.SEND.pop()
         if not self._books_first:
-            self._book_a(flight)
+            self._account_a(flight)
 
     def finished(self) -> Flight | None:
         """As ``Executor``."""
@@ -240,25 +242,25 @@ class HostExecutor(OnHost):
 
     # ---- between envelopes -----------------------------------------------------------------------
 
-    def hear(self, ready: Sequence[int]) -> None:
+    def read_control(self, ready: Sequence[int]) -> None:
         """Read the control sockets that a wait has named; all of them when it named none."""
         for policy_rank in self.policy_ranks:
             if not ready or policy_rank.peer.fileno() in ready:
                 policy_rank.peer.pump()
-        self.into.hear(ready)
+        self.into.on_ready(ready)
 
     def observe(self) -> None:
         """Take what was heard; each result that D_out has room for returns its credit."""
-        self._take_frames()
+        self._read_frames()
         while self._credits.may_receive():
             if (arrival := self.into.receive_nowait()) is None:
-                if not self._take_frames():
+                if not self._read_frames():
                     return
                 continue
             index, _ = arrival
             if self.into.slot(index).header[FAILED]:  # why was said before, by any of them
-                self.hear(())
-                self._take_frames()
+                self.read_control(())
+                self._read_frames()
             flight = self._committed.popleft()
             if flight.index != index:
                 raise ProtocolError(f"result {index} came, {flight.index} is owed next")
@@ -272,13 +274,13 @@ class HostExecutor(OnHost):
             if nvtx_ranges.on:
                 nvtx_ranges.RECV.pop()
 
-    def _take_frames(self) -> bool:
+    def _read_frames(self) -> bool:
         """Returns True if there were any."""
         found = False
         for policy_rank in self.policy_ranks:
             inbox = policy_rank.peer.inbox
             while inbox:
-                policy_rank.take_frame(inbox.popleft())
+                policy_rank.on_control_frame(inbox.popleft())
                 found = True
         return found
 
@@ -298,14 +300,14 @@ class HostExecutor(OnHost):
         super()._rest()
         self.check_policy_ranks()
 
-    def _look_at(self, ready: Sequence[int]) -> bool:
+    def _poll_after_wait(self, ready: Sequence[int]) -> bool:
         # After a pause of some ms one look in vain takes 20 to 50 us: the caches are cold.
         if not ready or not self._result_fds.isdisjoint(ready):
-            self.hear(ready)
+            self.read_control(ready)
             self.observe()  # results first: what robots sent may be much
         if ready and self._result_fds.issuperset(ready):
             return False
-        self._loop.take_in()
+        self._loop.drain_inputs()
         return True
 
     def _is_idle(self) -> bool:

@@ -63,13 +63,13 @@ class HostPolicyRank(PolicyRank):
         self.run_delay = RunDelay()
         self._cost = StageCost(self.run_delay)
         self._previous_tb1 = 0
-        self._measured = new_stage_b()  # of the newest envelope
+        self.measured = new_stage_b()  # of the newest envelope
         self._waiting: deque[tuple[int, int]] = deque()
         self._is_first = rank == 1
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
         self._keep_warm = KeepWarm(config, stage_b.rehearse if stage_b.may_rehearse else None, log)
         waiter.register(peer.fileno())
-        hops.into.watch(waiter)
+        hops.into.register_with(waiter)
 
     def run(self, give_up: Callable[[], bool]) -> str:
         """As ``PolicyRank``, on the thread that waits and works."""
@@ -91,7 +91,7 @@ class HostPolicyRank(PolicyRank):
         if ready is not None:
             if not ready or self.peer.fileno() in ready:
                 self.peer.pump()
-            self.into.hear(ready)
+            self.into.on_ready(ready)
         while (arrival := self.into.receive_nowait()) is not None:
             self._waiting.append(arrival)
             _, self.peer.last_heard_ns = arrival  # an envelope is a sign of life
@@ -106,11 +106,11 @@ class HostPolicyRank(PolicyRank):
         failed = envelope.header.item(FAILED) or self.run_policy(index, epoch, envelope, result)
         tb1 = self.times.end()
         self._cost.leave(tb1 - tb0)
-        measured, header = self._measured, result.header
+        measured, header = self.measured, result.header
         measured.tB0, measured.tB1 = tb0, tb1
         measured.idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
-        measured.wait_input_ns = self.times.take_ns("input")
-        measured.busy_link_ns = self.times.take_ns(LINK)
+        measured.wait_input_ns = self.times.pop_ns("input")
+        measured.busy_link_ns = self.times.pop_ns(LINK)
         self._previous_tb1 = tb1
         # residence ends where the result is committed; the doorbell itself is the link's time
         committed_ns = now_ns()
@@ -123,15 +123,15 @@ class HostPolicyRank(PolicyRank):
         self.progress += 1
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
         self._newest_b.append(tb1 - tb0)
-        record = self.log.take()
+        record = self.log.acquire()
         record.epoch, record.seq, record.phase = epoch, seq, self.phase
         log_stage_b(measured, record)
         record.tOut = committed_ns
         record.cpu_b_ns, record.delay_b_ns = self._cost.cpu_ns, self._cost.delay_ns
-        record.run_delay_ns = self.run_delay.take_ns()
+        record.run_delay_ns = self.run_delay.pop_ns()
         record.drop = FAILURES[failed]
         if self._meter is not None:
-            record.recompiles = self._meter.take()
+            record.recompiles = self._meter.drain()
         self.log.commit(record)
 
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> int:
@@ -141,7 +141,7 @@ class HostPolicyRank(PolicyRank):
         try:
             self.stage_b(epoch, envelope, result)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
-            self.tell_fault(index, error)
+            self.report_fault(index, error)
             return failure(error)
         finally:
             if nvtx_ranges.on:

@@ -48,7 +48,7 @@ class InlineExecutor(OnHost):
         """As ``Executor``: stages A and B."""
         self._cost_a.enter()
         self._loop.stage_a.build(flight, self._envelope, ends_ns)
-        self._book_a(flight)
+        self._account_a(flight)
         record, ledger = flight.record, self._loop.credits
         tb0 = flight.sent_ns = record.tSend = now_ns()
         ledger.commit(tb0)
@@ -69,7 +69,7 @@ class InlineExecutor(OnHost):
         try:
             self._stage_b(flight.epoch, self._envelope, self._result)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
-            self._loop.tell_policy_fault(flight, error)
+            self._loop.report_policy_fault(flight, error)
             return failure(error)
         finally:
             if nvtx_ranges.on:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ppstream.control.watchdog import stage_b_limit_ns, watched
+from ppstream.control.watchdog import stage_b_limit_ns, with_watchdog
 from ppstream.core.clock import now_ns
 from ppstream.pipeline.rank0 import Rank0
 
@@ -84,7 +84,7 @@ class Executor(Protocol):
         """Durations of A, B and C with nothing beside them, in ns; nothing is in flight."""
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
-        """Take a text to the policy; ``done`` hears that it has it, or the fault, on any thread."""
+        """Send a text to the policy; ``done`` gets the number and the fault, on any thread."""
 
     def thread_cpus(self) -> dict[str, list[int]]:
         """CPUs that each thread of the run may use, by the resource that it is, if known."""
@@ -100,7 +100,7 @@ class Rank0Loop(Rank0):
         self._alone: list[tuple[int, int, int]] | None = None  # stage times, while they are asked
         executor.attach(self)
 
-    @watched
+    @with_watchdog
     def run(self, envelopes: int | None = None) -> None:
         """Run until ``envelopes`` more have begun, a stop is asked for, or the source has ended.
 
@@ -176,7 +176,7 @@ class Rank0Loop(Rank0):
         return self.executor.thread_cpus()
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
-        """Take a text to the policy; ``done`` hears that it has it, or the fault, on any thread."""
+        """Send a text to the policy; ``done`` gets the number and the fault, on any thread."""
         self.executor.instruct(number, text, done)
 
 

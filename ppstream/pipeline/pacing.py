@@ -168,7 +168,7 @@ class OnTick:
         self.missed = 0
 
     def due(self, now_ns: int) -> bool:
-        ticks = self._ticker.take(now_ns)
+        ticks = self._ticker.consume(now_ns)
         self.missed += max(0, ticks - 1) + (1 if ticks and self._owed else 0)
         self._owed = self._owed or ticks > 0
         return self._owed and any(map(_is_present, self._rows))

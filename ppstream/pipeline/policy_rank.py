@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
-from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns, watched
+from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns, with_watchdog
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, PeerLostError
 from ppstream.core.user_code import FirstFaults
@@ -88,7 +88,7 @@ class PolicyRank(ABC):
             return self._start_ns
         return stage_b_limit_ns(self._watchdog_ns, self._usual_b_ns)
 
-    @watched
+    @with_watchdog
     def run(self, give_up: Callable[[], bool]) -> str:
         """Serve until rank 0 says drain; returns its reason.
 
@@ -100,9 +100,11 @@ class PolicyRank(ABC):
             if self.step():
                 continue
             if self.peer.inbox:
-                self.take_frame(self.peer.inbox.popleft())
+                self.on_control_frame(self.peer.inbox.popleft())
             elif give_up():
-                raise PeerLostError("asked to stop, and rank 0 did not drain within its limit")
+                raise PeerLostError(
+                    "this rank was asked to stop, and rank 0 did not drain within its limit"
+                )
             else:
                 self.wait()
         return self.drain_reason
@@ -143,7 +145,7 @@ class PolicyRank(ABC):
         for tell in self.on_phase:
             tell(phase)
 
-    def take_frame(self, frame: object) -> None:
+    def on_control_frame(self, frame: object) -> None:
         """One control frame that is neither doorbell nor heartbeat.
 
         Raises:
@@ -165,12 +167,12 @@ class PolicyRank(ABC):
                     self.peer.send(PartTimes(times_ns))
                 self.peer.send(Measured(durations_ns, self.log.statistics().refused))
 
-    def tell_fault(self, index: int, error: BaseException) -> None:
-        """The policy raised on envelope ``index``: rank 0 hears why before it has the result.
+    def report_fault(self, index: int, error: BaseException) -> None:
+        """The policy raised on envelope ``index``: rank 0 gets the fault before the result.
 
         Raises:
             UserExitError: it called ``sys.exit()``.
         """
         fault = policy_fault(error)
-        text = fault.text if self._faults.tell("B", fault) else ""
-        self.peer.send(PolicyFault(index, fault.kind, text, fault.what, fault.place))
+        text = fault.text if self._faults.report("B", fault) else ""
+        self.peer.send(PolicyFault(index, fault.kind, text, fault.what, fault.location))

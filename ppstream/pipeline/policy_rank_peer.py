@@ -67,7 +67,7 @@ class PolicyRankPeer:
         self._instructed = done
         self.peer.send(Instruction(number, text))
 
-    def take_frame(self, frame: object) -> None:
+    def on_control_frame(self, frame: object) -> None:
         """One control frame that is neither doorbell nor heartbeat.
 
         Raises:
@@ -111,8 +111,8 @@ class PolicyRankPeer:
         if now - oldest.sent_ns > limit_ns + RESULT_SPARE_NS:
             raise WatchdogError(
                 f"no result of envelope {oldest.index} for "
-                f"{(limit_ns + RESULT_SPARE_NS) / NS_PER_S:.1f} s though the policy rank's heart "
-                "beats: stage B, a device or the link is stuck"
+                f"{(limit_ns + RESULT_SPARE_NS) / NS_PER_S:.1f} s though the policy rank's "
+                "heartbeats arrive: stage B, a device or the link is stuck"
             )
 
     def thread_cpus(self) -> dict[str, list[int]]:
@@ -132,7 +132,7 @@ class PolicyRankPeer:
         self.peer.send(Measure(envelopes))
         frame = self.peer.receive(self._rank0.start_ns)
         while isinstance(frame, PolicyFault | PartTimes):
-            self.take_frame(frame)
+            self.on_control_frame(frame)
             frame = self.peer.receive(self._rank0.start_ns)
         if not isinstance(frame, Measured):
             raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
@@ -151,15 +151,15 @@ def instruct_all(
     waits = len(policy_ranks) + (front is not None)
     faults: list[str] = []
 
-    def heard(number: int, fault: str) -> None:
+    def on_instructed(number: int, fault: str) -> None:
         faults.append(fault)
         if len(faults) == waits:
             done(number, next(filter(None, faults), ""))
 
     if front is not None:
-        heard(number, front.instruct(number, text))
+        on_instructed(number, front.instruct(number, text))
     for policy_rank in policy_ranks:
-        policy_rank.instruct(number, text, heard)
+        policy_rank.instruct(number, text, on_instructed)
 
 
 def thread_cpus(policy_ranks: Sequence[PolicyRankPeer]) -> dict[str, list[int]]:

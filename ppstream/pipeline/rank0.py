@@ -46,9 +46,9 @@ WAIT_MAX_NS: Final = NS_PER_S // 10  # no wait is longer: limits are looked at t
 def write_reports(log: TimestampLog, reports: deque[Told]) -> None:
     """Writes what robots measured of chunks and themselves (``robot_state``), by their clocks."""
     while reports:
-        told = reports.popleft()
-        kind = "robot" if isinstance(told, ChunkReport) else "robot_state"
-        log.line(kind, **msgspec.structs.asdict(told))
+        found = reports.popleft()
+        kind = "robot" if isinstance(found, ChunkReport) else "robot_state"
+        log.line(kind, **msgspec.structs.asdict(found))
 
 
 def write_ledger(rank0: Rank0) -> None:
@@ -114,14 +114,14 @@ class Rank0:
         self.mark = ProgressMark("rank 0's loop", self.at)
         self.marks: tuple[ProgressMark, ...] = (self.mark,)  # of every thread of the loop
         self._faults = FirstFaults(0)
-        stage_c.on_fault = self.tell_fault
-        stage_c.on_refused = self._tell_refused
+        stage_c.on_fault = self.report_fault
+        stage_c.on_refused = self._report_refused
         self._drain_limit_ns = round(config.liveness.drain_s * NS_PER_S)
         self.drain_until_ns: int | None = None
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self.start_ns = round(config.liveness.start_s * NS_PER_S)
         self._next_ledger_ns = 0
-        self.usual_b_ns = 0  # a mean that forgets, where rank 0 hears of it
+        self.usual_b_ns = 0  # a moving mean, where rank 0 receives it
         self.times = TimeAccount()  # of the thread that runs stage A, as the next
         self.run_delay = RunDelay()
 
@@ -145,7 +145,7 @@ class Rank0:
 
     @property
     def is_cut_due(self) -> bool:
-        """True when a cut was asked for and not made: the next ``take_in`` makes it."""
+        """True when a cut was asked for and not made: the next ``drain_inputs`` makes it."""
         return bool(self._cuts)
 
     def request_cut(self, reason: str) -> None:
@@ -177,7 +177,7 @@ class Rank0:
         self.change_phase(phase)
 
     def change_phase(self, phase: str) -> None:
-        """Log it, and tell whoever wants to know."""
+        """Log the phase, and call ``on_phase``."""
         self.phase = phase
         self.log.event("phase", phase=phase)
         for tell in self.on_phase:
@@ -206,7 +206,7 @@ class Rank0:
 
     def next_flight(self) -> Flight:
         """Take a record for the next envelope and name it."""
-        record = self.log.take()
+        record = self.log.acquire()
         record.epoch, record.seq = self.epoch, self._seq
         record.phase, record.pacing = self.phase, self.pacing.name
         self.started, self._seq = self.started + 1, self._seq + 1
@@ -224,33 +224,33 @@ class Rank0:
                 self.log.event("first_action", epoch=flight.epoch, since_cut_ns=since_ns)
         record.drop = drop
         self.credits.emit(at_ns)
-        self.credits.book(record, at_ns)
+        self.credits.write_counts(record, at_ns)
         record.w_emit_ns = 0  # an emitter never blocks
         self.log.commit(record)
         with self.counting:
             self.finished += 1
             self.stage_c.count(drop)
 
-    def tell_fault(self, stage: str, fault: Fault, **fields: int) -> None:
+    def report_fault(self, stage: str, fault: Fault, **fields: int) -> None:
         """A fault that this rank has found: print the first of its kind, and log it."""
-        if not self._faults.tell(stage, fault):
+        if not self._faults.report(stage, fault):
             fault = fault._replace(text="")
         self.log_fault(stage, fault, 0, **fields)
 
-    def tell_policy_fault(self, flight: Flight, error: BaseException) -> None:
+    def report_policy_fault(self, flight: Flight, error: BaseException) -> None:
         """A part of the policy raised here. Raises UserExitError: it called ``sys.exit()``."""
-        self.tell_fault("B", policy_fault(error), seq=flight.seq)
+        self.report_fault("B", policy_fault(error), seq=flight.seq)
 
     def log_fault(self, stage: str, fault: Fault, rank: int, **fields: int) -> None:
         """One event, before the envelope it is about is counted."""
         self.stage_c.last_fault = fault
         kind, _, what, place, text = fault
-        told = {"what": what, "place": place, "text": text}
-        self.log.event("fault", stage=stage, rank=rank, fault=kind, **fields, **told)
+        details = {"what": what, "place": place, "text": text}
+        self.log.event("fault", stage=stage, rank=rank, fault=kind, **fields, **details)
 
-    def _tell_refused(self, fault: Fault) -> None:
+    def _report_refused(self, fault: Fault) -> None:
         """No failure of a call, so no fault: actions that are finite and within rules are asked."""
-        self._faults.tell("C", fault)
+        self._faults.report("C", fault)
         self.log.event("refused", rank=0, rule=fault.kind, what=fault.what)
 
     def decode_and_emit(self, flight: Flight, result: Slot) -> str | None:
@@ -265,19 +265,19 @@ class Rank0:
             return "stale"
         return self.stage_c.emit(flight, rows, self.emitter)
 
-    def book_input_waits(self, flight: Flight) -> None:
-        """Book the waits before stage A, and the link's time since, on this envelope."""
-        record, take_ns = flight.record, self.times.take_ns
-        record.w_input_ns = take_ns("input")
-        record.w_credit_ns = take_ns("credit")
-        record.busy_link_ns = take_ns(LINK)
-        record.run_delay_ns = self.run_delay.take_ns()
+    def record_input_waits(self, flight: Flight) -> None:
+        """Record the waits before stage A, and the link's time since, in this envelope's line."""
+        record, pop_ns = flight.record, self.times.pop_ns
+        record.w_input_ns = pop_ns("input")
+        record.w_credit_ns = pop_ns("credit")
+        record.busy_link_ns = pop_ns(LINK)
+        record.run_delay_ns = self.run_delay.pop_ns()
         record.w_slot_ns = 0  # slots follow from credits: nobody ever waits for one
 
     # ---- the loop's bookkeeping --------------------------------------------------------------
 
-    def take_in(self) -> None:
-        """Take in what has arrived, cut the epoch when asked, and write the ledger each second."""
+    def drain_inputs(self) -> None:
+        """Receive what has arrived, cut the epoch when asked, and write the ledger each second."""
         now = now_ns()
         self.mark.turns += 1
         self.source.drain(now)

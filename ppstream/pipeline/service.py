@@ -20,7 +20,7 @@ from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sensor_health import SensorChange, SensorState
 from ppstream.ingest.sources import RecordedSource, Source
 from ppstream.observe.run_folder import ROBOT_STORY, Run
-from ppstream.pipeline.gateway_process import GatewayProcess
+from ppstream.pipeline.child_process import ChildProcess, start_gateway, start_view
 from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Scheduled, service_pacing
 from ppstream.recording.action_file import ActionFile
@@ -48,11 +48,15 @@ class Service:
         self._run = run
         self._rank0 = rank0
         self._robot: subprocess.Popen[bytes] | None = None
-        self._gateway: GatewayProcess | None = None
+        self._gateway: ChildProcess | None = None
+        self._view: ChildProcess | None = None
 
     def __enter__(self) -> Service:
         service = self.config.service
-        self._recorder = open_recorder(self.config, self._run.run_id)
+        view_fd = None
+        if self.config.view.port is not None:
+            self._view, view_fd = start_view(self.config.view.port)
+        self._recorder = open_recorder(self.config, self._run.run_id, view_fd)
         if self._recorder is not None:
             self._recorder.tap(self.intake.rows)
             self._rank0.log.watchers.append(self._recorder)
@@ -66,7 +70,7 @@ class Service:
             if self.config.demo is not None:
                 self._robot = self._start_robot(self.config.demo, self.sessions.endpoint)
             if self.config.gateway:
-                self._gateway = GatewayProcess(self.config, self._run, self.sessions.endpoint)
+                self._gateway = start_gateway(self.config, self._run, self.sessions.endpoint)
         if service.actions_file is not None:
             self._actions = ActionFile(Path(service.actions_file), len(self.config.actions.names))
         return self
@@ -80,7 +84,10 @@ class Service:
         if self._recorder is not None:
             self._rank0.stage_a.recorder = None
             self._rank0.log.flush()  # what it still has to tell
-            self._recorder.close()
+            for lost in self._recorder.close():
+                self._rank0.log.event("recorder", **lost)
+        if self._view is not None:
+            self._view.close()
         self._end_robot()
         if self._actions is not None:
             self._actions.close()
@@ -94,12 +101,15 @@ class Service:
                     "ready; its message stands above (mujoco comes with 'ppstream[demo]')"
                 ]
             )
-        if self._gateway is not None:
-            self._gateway.check_started()
-            self._rank0.on_second.append(self._gateway.check)
+        for child in (self._gateway, self._view):
+            if child is not None:
+                child.check_started()
+                self._rank0.on_second.append(child.check)
+        if self._recorder is not None:
+            self._rank0.on_second.append(self._log_losses)
         rank0, duration_s = self._rank0, self.config.service.duration_s
         source = self._source()
-        state = SensorState(self.config, self.intake, self._tell_sensor, self._tell_degraded)
+        state = SensorState(self.config, self.intake, self._log_sensor, self._on_degraded)
         if self.sessions is not None:  # a recording may be fed at any speed
             rank0.on_second.append(state.check)
         rank0.cut("ready")
@@ -125,12 +135,17 @@ class Service:
             rank0.change_phase("draining")
         rank0.write_ledger()
 
-    def _tell_sensor(self, change: SensorChange) -> None:
+    def _log_losses(self, _now_ns: int) -> None:
+        assert self._recorder is not None, "called with one alone"
+        for lost in self._recorder.losses():
+            self._rank0.log.event("recorder", **lost)
+
+    def _log_sensor(self, change: SensorChange) -> None:
         robot = self.intake.rows[change.row].robot
         logger.info("%s of %s: %s, was %s", change.stream, robot, change.condition, change.before)
         self._rank0.log.event("sensor", robot=robot, **change._asdict())
 
-    def _tell_degraded(self, is_degraded: bool) -> None:  # noqa: FBT001 - a callback's only value
+    def _on_degraded(self, is_degraded: bool) -> None:  # noqa: FBT001 - a callback's only value
         self._rank0.log.event("degraded", degraded=is_degraded)
         if self.sessions is not None and self._rank0.phase == "ready":
             self.sessions.set_phase("degraded" if is_degraded else "ready")

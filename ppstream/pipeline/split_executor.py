@@ -107,9 +107,9 @@ class SplitExecutor(HostExecutor):
         done.add_done_callback(lambda _: self._waiter.wake())
         while not done.done():
             self._waiter.wait(WAIT_MAX_NS)
-            self._loop.take_in()
-        told, self._told = self._told, None
-        for number, text, heard in told:
+            self._loop.drain_inputs()
+        found, self._told = self._told, None
+        for number, text, heard in found:
             super().instruct(number, text, heard)
         return done.exception()
 
@@ -132,8 +132,8 @@ class SplitExecutor(HostExecutor):
         else:
             self._told.append((number, text, done))
 
-    def _book_a(self, flight: Flight) -> None:
-        super()._book_a(flight)
+    def _account_a(self, flight: Flight) -> None:
+        super()._account_a(flight)
         record, (cpu_ns, delay_ns) = flight.record, self._front_costs_ns
         record.cpu_a_ns = (record.cpu_a_ns or 0) + cpu_ns
         for name in ("delay_a_ns", "run_delay_ns"):  # None where the kernel does not count it
@@ -147,7 +147,7 @@ class SplitExecutor(HostExecutor):
             self.observe()
             self.check_policy_ranks()
             if self._credits.may_receive():
-                self.hear(self._results.wait(WAIT_MAX_NS))
+                self.read_control(self._results.wait(WAIT_MAX_NS))
             else:  # what is readable may not be read yet: waiting for it would spin
                 self._room.wait(IDLE_S)
                 self._room.clear()
@@ -191,8 +191,8 @@ class SplitExecutor(HostExecutor):
     def settle(self, flight: Flight, drop: str | None) -> int:
         """As ``Executor``."""
         ended_ns = super().settle(flight, drop)
-        flight.record.busy_link_c_ns = self._times_c.take_ns(LINK)
-        flight.record.run_delay_c_ns = self._run_delay_c.take_ns()
+        flight.record.busy_link_c_ns = self._times_c.pop_ns(LINK)
+        flight.record.run_delay_c_ns = self._run_delay_c.pop_ns()
         return ended_ns
 
     def wait(self, *, worked: bool) -> None:
@@ -207,8 +207,8 @@ class SplitExecutor(HostExecutor):
     def _glance(self) -> None:
         """Results are another thread's."""
 
-    def _look_at(self, ready: Sequence[int]) -> bool:
-        self._loop.take_in()
+    def _poll_after_wait(self, ready: Sequence[int]) -> bool:
+        self._loop.drain_inputs()
         return True
 
     def _is_idle(self) -> bool:

@@ -21,7 +21,7 @@ from ppstream.policy.unwritten import HOW_TO_WRITE
 from ppstream.wire.robot_messages import ActionChunk, Emitter, Provenance
 
 EMIT_MARGIN_NS: Final = NS_PER_MS  # an action is refused this long before its lease ends
-#: Why a result cannot be used, whoever would get it; so many in a row end the run.
+#: Reasons why no row can use a result; so many in a row end the run.
 UNUSABLE: Final = frozenset(
     {
         "policy_error",
@@ -219,8 +219,8 @@ class StageC:
     def _refuse(self, flight: Flight, row: int) -> str | None:
         """Returns the reason why this row's actions must not reach the robot, or None."""
         owner = flight.owners[row]
-        place = self.intake.rows[row]
-        if owner.episode != (place.session, place.session_epoch):
+        served = self.intake.rows[row]
+        if owner.episode != (served.session, served.session_epoch):
             return "session_reset"
         if self._broken[row] is not None:
             return self._broken[row]

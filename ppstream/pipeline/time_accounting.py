@@ -46,7 +46,7 @@ class TimeAccount:
             self._ns[LINK] += began_ns - self._since_ns
         self._since_ns = ended_ns
 
-    def take_ns(self, cause: str) -> int:
+    def pop_ns(self, cause: str) -> int:
         """Returns the time that has gone to it since the last call."""
         taken_ns, self._ns[cause] = self._ns[cause], 0
         return taken_ns

@@ -44,7 +44,7 @@ class RecompileMeter:
         self._told = compile_counts().graphs
         self._sealed: CompileCounts | None = None
 
-    def take(self) -> int:
+    def drain(self) -> int:
         """Graphs compiled since the last call: the log's ``recompiles`` of the next line."""
         graphs = compile_counts().graphs
         fresh, self._told = graphs - self._told, graphs

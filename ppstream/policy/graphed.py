@@ -205,7 +205,7 @@ class GraphedPolicy:
             raise ConfigError(
                 [
                     f"policy.graph: {self._name} cannot be recorded as a CUDA "
-                    f"graph ({text}); set policy.graph = false, or take out what waits for the GPU "
+                    f"graph ({text}); set policy.graph = false, or remove what waits for the GPU "
                     "(.item(), .cpu(), print) and what changes its shapes"
                 ]
             ) from error

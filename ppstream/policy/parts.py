@@ -173,7 +173,7 @@ class Joined:
         return tuple(step.part for step in self._steps)
 
     def reset(self, rows: Tensor) -> None:
-        """As each part does; none hears what another one does to ``rows``."""
+        """As each part does; no part sees what another one does to ``rows``."""
         for step in self._steps:
             step.part.reset(rows.clone())
 

@@ -30,14 +30,14 @@ class Policy(Protocol):
     configuration. Input names are ``<group>.values [T, D]``, ``<group>.valid [T, S]`` bool,
     ``<group>.age_s [T, S]`` float32 (S streams of the group) and ``present []`` bool.
 
-    With ``actions.prefix_steps`` there are ``executed_prefix [P, action_dim]`` float32, what the
-    robot executes at the first P steps of the chunk to be made, and ``delay_steps []`` int64, how
-    many of them will be over when it comes (``executed_prefix.py``).
+    With ``actions.prefix_steps`` there are ``executed_prefix [P, action_dim]`` float32, the actions
+    that the robot executes at the first P steps of the next chunk, and ``delay_steps []`` int64,
+    the number of those steps that end before the chunk arrives (``executed_prefix.py``).
 
     With ``policy.instructions`` there are ``instruction_id []`` and ``conditioning_epoch []`` int64
     too, and the policy must have ``instruct(number: int, text: str) -> None``: called once for each
-    text, before any window names it by ``instruction_id`` (0: none); keep what comes of it.
-    On a GPU it must not be the first to launch a kernel: that would wait for what stands queued.
+    text, before any window names it by ``instruction_id`` (0: none); keep its result.
+    On a GPU it must not be the first to launch a kernel, which would wait for all queued work.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -50,20 +50,20 @@ class Policy(Protocol):
         """Write every output in place into ``out``; neither may be kept after returning.
 
         Tensors are ``[B, *shape]`` and live in the link's slots. On a GPU: current stream, no host
-        synchronisation. Gradients are off: a call that needs some has ``torch.enable_grad()``, and
-        writes what is detached. An exception is one failed envelope, counted, and told to the
-        robot, also a KeyboardInterrupt; ``sys.exit()`` ends the run.
+        synchronisation. Gradients are off: a call that needs them uses ``torch.enable_grad()``,
+        and writes detached tensors. An exception, also a KeyboardInterrupt, fails one envelope and
+        is counted; ``sys.exit()`` ends the run.
 
         ``out`` is read-only: ``out["actions"] = x`` raises, ``out["actions"].copy_(x)`` writes. It
-        holds no older result but what proves (``unwritten.py``) that this call wrote each output of
-        each row that is present: one that is left out, in part, or written by a thread after the
-        call has returned, fails the envelope as ``unwritten``. A policy that wants its last output
+        holds no older result: a fill value (``unwritten.py``) shows whether this call wrote each
+        output of each present row. An output that is omitted, incomplete, or written by a thread
+        after the return fails the envelope as ``unwritten``. A policy that needs its last output
         keeps a copy. Outputs in uint8 have a multiple of 8 bytes in a row.
         """
 
 
 class Decoder(Protocol):
-    """Stage C, on rank 0: one result of the policy to the actions of one robot row."""
+    """Stage C, on rank 0: turns one result of the policy into the actions of one robot row."""
 
     def reset(self, row: int) -> None:
         """A new episode of ``row`` began."""
@@ -71,11 +71,11 @@ class Decoder(Protocol):
     def __call__(self, row: int, result: Mapping[str, np.ndarray], actions: np.ndarray) -> None:
         """Write the row's action chunk, ``[horizon, action_dim]`` float32, into ``actions``.
 
-        They hold NaN before the call, no older chunk.
+        ``actions`` holds NaN before the call, no older chunk.
 
         ``result`` maps the policy's output names to that row's arrays (read only, valid during the
-        call). Non-finite values are caught behind this call, and limits enforced; both are counted.
-        An exception is no action for this row, counted as ``decoder_error``.
+        call). Rank 0 then drops non-finite values and enforces limits; both are counted. After
+        an exception this row gets no action, counted as ``decoder_error``.
         """
 
 

@@ -10,8 +10,8 @@ them. Rows of absent robots are not looked at.
     uint8         the same, 8 bytes of it in a row (``compatibility.py`` wants a multiple of 8)
     bool          a byte that is neither 0 nor 1
 
-The host fills and looks at its own memory (``Outputs``). On a GPU the fill is queued in front of
-the policy, in its graph (``FilledPolicy``); rank 0 looks at its copy of the result (``Results``).
+The host fills and checks its own memory (``Outputs``). On a GPU the fill is queued in front of
+the policy, in its graph (``FilledPolicy``); rank 0 checks its copy of the result (``Results``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 from ppstream.core.errors import PolicyError
 from ppstream.core.interpreter import collect_garbage
-from ppstream.core.user_code import Fault, fault_of, is_a, said
+from ppstream.core.user_code import Fault, fault_of, is_a, message_of
 from ppstream.policy.protocol import POLICY
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def drawn_for(run_id: str) -> int:
 
 def rebinding(error: BaseException) -> UnwrittenError | None:
     """Words the remedy for a policy that put tensors of its own into ``out``; else None."""
-    if type(error) in REBINDING and "mappingproxy" in said(error):
+    if type(error) in REBINDING and "mappingproxy" in message_of(error):
         return UnwrittenError(f"out is read-only: {HOW_TO_WRITE}")
     return None
 
@@ -129,8 +129,8 @@ class _Layout(NamedTuple):
         return cls(pattern, size, shape, (row_bytes, step_bytes), is_whole=False)
 
 
-class _Look:
-    """Looks at one output in host memory; its calls are few, since each finds cold caches."""
+class _Probe:
+    """Checks one output in host memory; its calls are few, since each finds cold caches."""
 
     def __init__(self, name: str, tensor: Tensor, integers: int) -> None:
         layout, memory = _Layout.of(tensor, integers), _bytes(tensor)
@@ -187,9 +187,9 @@ class Outputs:
     def __init__(self, slot: HasTensors, integers: int) -> None:
         self.slot = slot
         self._integers = integers
-        self._looks = tuple(_Look(name, t, integers) for name, t in slot.tensors.items())
-        large = [look for look in self._looks if slot.tensors[look.name].nbytes > WHOLE_BYTES]
-        self._large = {look.name: (look, _apart(slot.tensors[look.name])) for look in large}
+        self._probes = tuple(_Probe(name, t, integers) for name, t in slot.tensors.items())
+        large = [probe for probe in self._probes if slot.tensors[probe.name].nbytes > WHOLE_BYTES]
+        self._large = {probe.name: (probe, _apart(slot.tensors[probe.name])) for probe in large}
         self.renew()
         self._lent = {name: _referred(tensor) for name, (_, tensor) in self._large.items()}
 
@@ -239,8 +239,8 @@ class Outputs:
         self._check_returned()
         for memory, pattern in self._fills:
             memory[:] = pattern
-        for look, _ in self._large.values():
-            look.fill()
+        for probe, _ in self._large.values():
+            probe.fill()
 
     def hand_over(self, present: Rows) -> None:
         """Behind a call: what was written is in the slot, and was looked at there.
@@ -251,8 +251,8 @@ class Outputs:
         """
         for slot, memory in self._copies:
             slot[:] = memory
-        for look in self._looks:
-            if look.finds() and (text := look.text(present)):
+        for probe in self._probes:
+            if probe.finds() and (text := probe.text(present)):
                 raise UnwrittenError(text)
         self._check_returned()
 
@@ -270,8 +270,8 @@ class Outputs:
                 collect_garbage()  # an exception may be what kept it
                 if _referred(tensor) > self._lent[name]:
                     raise UnwrittenError(
-                        f"output {name!r} is still referred to behind the call: it has "
-                        f"{tensor.nbytes >> 10} KiB, above {WHOLE_BYTES >> 10} it is a result's "
+                        f"output {name!r} is still referenced after the call: it has "
+                        f"{tensor.nbytes >> 10} KiB, above {WHOLE_BYTES >> 10} it is the result's "
                         f"own memory, which a thread could write into later; keep out[{name!r}]"
                         ".clone(), and have threads end before the call does"
                     )
@@ -282,16 +282,16 @@ class Results:
 
     def __init__(self, integers: int) -> None:
         self._integers = integers
-        self._slots: dict[int, tuple[HasTensors, tuple[_Look, ...]]] = {}
+        self._slots: dict[int, tuple[HasTensors, tuple[_Probe, ...]]] = {}
 
     def unwritten(self, slot: HasTensors, present: Rows) -> str:
         """Words what the policy left out in rows that are present; empty: nothing."""
         known = self._slots.get(id(slot))
         if known is None:
-            looks = (_Look(name, t, self._integers) for name, t in slot.tensors.items())
-            known = self._slots[id(slot)] = slot, tuple(looks)
-        for look in known[1]:
-            if look.finds() and (text := look.text(present)):
+            probes = (_Probe(name, t, self._integers) for name, t in slot.tensors.items())
+            known = self._slots[id(slot)] = slot, tuple(probes)
+        for probe in known[1]:
+            if probe.finds() and (text := probe.text(present)):
                 return text
         return ""
 

@@ -46,11 +46,11 @@ class FieldReader:
             if s.recorded is None
         ]
         if missing or not streams:
-            raise ConfigError(missing or [f"{path}: no stream says where it is recorded"])
+            raise ConfigError(missing or [f"{path}: no stream declares where it is recorded"])
         self._wanted = [_Wanted(stream) for stream in streams]
         self.topics = {wanted.topic for wanted in self._wanted}
 
-    def take(self, topic: str, message: object, at_ns: int) -> None:
+    def add(self, topic: str, message: object, at_ns: int) -> None:
         """One message and when it was logged.
 
         Raises:
@@ -59,10 +59,10 @@ class FieldReader:
         for wanted in self._wanted:
             if wanted.topic == topic:
                 try:
-                    wanted.take(message, at_ns)
+                    wanted.add(message, at_ns)
                 except (LookupError, AttributeError, TypeError, ValueError) as error:
                     raise ConfigError(
-                        [f"{self._path}: stream {wanted.name!r} in {topic}: {_say(error)}"]
+                        [f"{self._path}: stream {wanted.name!r} in {topic}: {_text_of(error)}"]
                     ) from error
 
     def tracks(self, topics: Iterable[str]) -> dict[str, Track]:
@@ -97,7 +97,7 @@ class _Wanted:
         self._arrivals: list[int] = []
         self._values: list[list[float]] = []
 
-    def take(self, message: object, at_ns: int) -> None:
+    def add(self, message: object, at_ns: int) -> None:
         values: list[float] = []
         for field in self._fields:
             values += np.atleast_1d(np.asarray(follow(message, field), np.float64)).ravel().tolist()
@@ -148,5 +148,5 @@ def _steps(path: str) -> tuple[str, ...]:
     return tuple(_STEP.findall(path))
 
 
-def _say(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return f"no field {error}" if isinstance(error, LookupError) else str(error)

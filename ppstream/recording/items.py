@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ppstream.analysis.records import EnvelopeLine
     from ppstream.config.schema import StreamConfig
     from ppstream.wire.robot_messages import ActionChunk
 
@@ -31,7 +32,7 @@ class SamplesItem(NamedTuple):
         return len(self.stamps) + len(self.values) + ITEM_BYTES
 
 
-class Cut(NamedTuple):
+class RowWindow(NamedTuple):
     """One row's window."""
 
     robot: str
@@ -70,7 +71,29 @@ class LoggedLine(NamedTuple):
     fields: Mapping[str, Any]
 
 
-Item = SamplesItem | Cut | Cleared | Emitted | LoggedLine
+class FrameItem(NamedTuple):
+    """One frame of a camera, as it arrived."""
+
+    robot: str
+    stream: str
+    stamp_ns: int  # robot clock
+    pixels: bytes  # [height * width * 3]
+    received_ns: int
+
+    @property
+    def size(self) -> int:
+        """Bytes it keeps while it waits."""
+        return len(self.pixels) + ITEM_BYTES
+
+
+class EnvelopeItem(NamedTuple):
+    """Rank 0's line of an envelope, emitted or dropped."""
+
+    at_ns: int
+    line: EnvelopeLine
+
+
+Item = SamplesItem | RowWindow | Cleared | Emitted | LoggedLine | FrameItem | EnvelopeItem
 
 
 class Taker(Protocol):
@@ -83,23 +106,31 @@ class Taker(Protocol):
     def cleared(self, robot: str, reason: str) -> None: ...
 
 
-class Ring(Protocol):
+class FrameTaker(Taker, Protocol):
+    """Takes what a camera's ring tells, too."""
+
+    def frames(
+        self, robot: str, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int
+    ) -> None: ...
+
+
+class RecordedRing(Protocol):
     """A stream's ring, as far as it is read and set."""
 
     stream: StreamConfig
     tap: RowTap | None
 
 
-class Row(Protocol):
+class RecordedRow(Protocol):
     """A row of rings, as far as it is read."""
 
     robot: str
 
     @property
-    def reference(self) -> Ring: ...
+    def reference(self) -> RecordedRing: ...
 
     @property
-    def rings(self) -> Mapping[str, Ring]: ...
+    def rings(self) -> Mapping[str, RecordedRing]: ...
 
 
 class WindowOwner(Protocol):
@@ -121,7 +152,7 @@ class WindowOwner(Protocol):
 class RowTap:
     """Tap of a row's rings: calls the taker under the name of the robot that holds the row."""
 
-    def __init__(self, taker: Taker, row: Row, place: int) -> None:
+    def __init__(self, taker: Taker, row: RecordedRow, place: int) -> None:
         self._taker = taker
         self._row = row
         self._place = f"row{place}"
@@ -138,3 +169,17 @@ class RowTap:
         """All rings of a row are emptied together: once is enough."""
         if stream == self._row.reference.stream.name:
             self._taker.cleared(self.robot, reason)
+
+
+class FrameTap(RowTap):
+    """Tap of a camera's ring."""
+
+    def __init__(self, taker: FrameTaker, row: RecordedRow, place: int) -> None:
+        super().__init__(taker, row, place)
+        self._frames = taker.frames
+
+    def samples(self, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int) -> None:
+        self._frames(self.robot, stream, stamps, values, rx_ns)
+
+    def cleared(self, stream: str, reason: str) -> None:
+        """Not told: the ring of another stream does."""

@@ -56,7 +56,7 @@ class EncodedMessage(NamedTuple):
     data: bytes
 
 
-class Noted(NamedTuple):
+class McapMetadata(NamedTuple):
     """A record of metadata."""
 
     name: str
@@ -84,7 +84,7 @@ def load_mcap(path: Path, streams: Sequence[StreamConfig], robot: str | None) ->
     raise ConfigError([f"{path}: holds no message"])
 
 
-def read_mcap(path: Path) -> Iterator[EncodedMessage | Noted]:
+def read_mcap(path: Path) -> Iterator[EncodedMessage | McapMetadata]:
     """Messages and metadata in the order of the file, as far as it is whole.
 
     Raises:
@@ -100,7 +100,7 @@ def read_mcap(path: Path) -> Iterator[EncodedMessage | Noted]:
         elif isinstance(record, Channel):
             channels[record.id] = record
         elif isinstance(record, Metadata):
-            yield Noted(record.name, dict(record.metadata))
+            yield McapMetadata(record.name, dict(record.metadata))
         elif isinstance(record, Message):
             channel = channels[record.channel_id]
             about = channel.topic, channel.message_encoding, schemas.get(channel.schema_id)
@@ -130,7 +130,7 @@ def _records(path: Path) -> Iterator[Any]:
 
 
 def _of_others(
-    path: Path, records: Iterator[EncodedMessage | Noted], streams: Sequence[StreamConfig]
+    path: Path, records: Iterator[EncodedMessage | McapMetadata], streams: Sequence[StreamConfig]
 ) -> Recording:
     reader = FieldReader(path, streams)
     topics: set[str] = set()
@@ -143,7 +143,7 @@ def _of_others(
             decode = decoders.get(found.topic)
             if decode is None:
                 decode = decoders[found.topic] = _decoder(path, found)
-            reader.take(found.topic, decode(found.data), found.at_ns)
+            reader.add(found.topic, decode(found.data), found.at_ns)
     return Recording(reader.tracks(topics))
 
 
@@ -159,13 +159,15 @@ def _decoder(path: Path, found: EncodedMessage) -> Callable[[bytes], object]:
     )
 
 
-def _of_ours(path: Path, records: Iterator[EncodedMessage | Noted], robot: str | None) -> Recording:
+def _of_ours(
+    path: Path, records: Iterator[EncodedMessage | McapMetadata], robot: str | None
+) -> Recording:
     robots: dict[str, _Robot] = {}
     for found in records:
         parts = parse_topic(found.topic) if isinstance(found, EncodedMessage) else None
         if isinstance(found, EncodedMessage) and parts is not None and parts[1] in DECODERS:
             one = robots.setdefault(parts[0], _Robot(parts[0]))
-            one.take(parts[2], DECODERS[parts[1]].decode(found.data))
+            one.add(parts[2], DECODERS[parts[1]].decode(found.data))
     names = ", ".join(sorted(robots)) or "nobody"
     if robot is None and len(robots) > 1:
         raise ConfigError([f"record.robot: missing, want one of {names} in {path}"])
@@ -184,7 +186,7 @@ class _Stream:
         self._dim = 0
         self._parts: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
 
-    def take(self, batch: SampleBatch) -> None:
+    def add(self, batch: SampleBatch) -> None:
         self.lost += batch.first - self.end
         self.end = batch.first + len(batch.stamps_ns)
         self._dim = batch.dim
@@ -205,9 +207,9 @@ class _Robot:
         self.streams: dict[str, _Stream] = {}
         self._steps: list[RecordedStep] = []
 
-    def take(self, stream: str, body: SampleBatch | WindowHeader | Reset) -> None:
+    def add(self, stream: str, body: SampleBatch | WindowHeader | Reset) -> None:
         if isinstance(body, SampleBatch):
-            self.streams.setdefault(stream, _Stream()).take(body)
+            self.streams.setdefault(stream, _Stream()).add(body)
         elif isinstance(body, WindowHeader):
             self._steps.append(RecordedStep(body.window_end_ns, "", body.samples))
         else:

@@ -20,6 +20,8 @@ ACTIONS: Final = "actions"
 RESETS: Final = "resets"
 EVENTS_TOPIC: Final = "/events"
 REPORTS_TOPIC: Final = "/reports"
+CAMERAS: Final = "cameras"
+ENVELOPES_TOPIC: Final = "/envelopes"
 
 
 class SampleBatch(msgspec.Struct, frozen=True):
@@ -87,7 +89,42 @@ class Report(msgspec.Struct, frozen=True):
     executed: int
 
 
-Body = SampleBatch | WindowHeader | Chunk | Reset | Event | Report
+class EnvelopeAges(msgspec.Struct, frozen=True):
+    """Ages and times of an envelope that was emitted or dropped; a live view alone has it."""
+
+    epoch: int
+    seq: int
+    phase: str
+    dropped: str  # empty: it was emitted
+    age_ns: int | None  # from the arrival of the newest sample used to the emitted chunk
+    input_age_ns: dict[str, Any]  # by stream: from its newest sample to the window's end
+    a_ns: int | None  # stages A and B
+    b_ns: int | None
+
+
+class Time(msgspec.Struct, frozen=True):
+    """An instant of the robot's clock, as viewers want it."""
+
+    sec: int
+    nsec: int
+
+
+class RawImage(msgspec.Struct, frozen=True):
+    """A frame of a camera, in the viewers' own schema; a live view alone has it."""
+
+    timestamp: Time
+    frame_id: str
+    width: int
+    height: int
+    encoding: str
+    step: int  # bytes of a row of pixels
+    data: bytes
+
+
+Body = SampleBatch | WindowHeader | Chunk | Reset | Event | Report | EnvelopeAges | RawImage
+
+#: Schemas that viewers know by name.
+FOXGLOVE: Final[dict[type[Body], str]] = {RawImage: "foxglove.RawImage"}
 
 
 def topic(robot: str, kind: str, stream: str = "") -> str:
@@ -104,10 +141,14 @@ def parse_topic(name: str) -> tuple[str, str, str] | None:
     return None
 
 
-def json_schema(message: type[Body]) -> bytes:
+def schema_name(message: type[Body]) -> str:
+    return FOXGLOVE.get(message, f"ppstream.{message.__name__}")
+
+
+def json_schema(message: type[msgspec.Struct]) -> bytes:
     """The JSON schema of a message, in the plain form that viewers understand."""
-    _, parts = msgspec.json.schema_components((message,))
-    return msgspec.json.encode(_plain(parts[message.__name__]))
+    _, parts = msgspec.json.schema_components((message,), ref_template="{name}")
+    return msgspec.json.encode(_plain(parts[message.__name__], parts))
 
 
 def need_mcap() -> None:
@@ -120,12 +161,14 @@ def need_mcap() -> None:
         ) from error
 
 
-def _plain(schema: Any) -> Any:
-    """Without alternatives: a value that may be null keeps its other type."""
+def _plain(schema: Any, parts: dict[str, Any]) -> Any:
+    """Without alternatives and references: a value that may be null keeps its other type."""
     if isinstance(schema, list):
-        return [_plain(item) for item in schema]
+        return [_plain(item, parts) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    if "$ref" in schema:
+        return _plain(parts[schema["$ref"]], parts)
     if "anyOf" in schema:
-        return next(_plain(item) for item in schema["anyOf"] if item != {"type": "null"})
-    return {key: _plain(value) for key, value in schema.items()}
+        return next(_plain(item, parts) for item in schema["anyOf"] if item != {"type": "null"})
+    return {key: _plain(value, parts) for key, value in schema.items()}

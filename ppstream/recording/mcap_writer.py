@@ -16,10 +16,23 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from ppstream.core.clock import NS_PER_MS
-from ppstream.recording.items import Cleared, Cut, Emitted, Item, LoggedLine, SamplesItem
+from ppstream.config.schema import CHANNELS
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.recording.item_queue import QUEUE_MAX, ItemQueue
+from ppstream.recording.items import (
+    Cleared,
+    Emitted,
+    EnvelopeItem,
+    FrameItem,
+    Item,
+    LoggedLine,
+    RowWindow,
+    SamplesItem,
+)
 from ppstream.recording.mcap_schema import (
     ACTIONS,
+    CAMERAS,
+    ENVELOPES_TOPIC,
     EVENTS_TOPIC,
     METADATA,
     REPORTS_TOPIC,
@@ -29,41 +42,63 @@ from ppstream.recording.mcap_schema import (
     WINDOWS,
     Body,
     Chunk,
+    EnvelopeAges,
     Event,
+    RawImage,
     Report,
     Reset,
     SampleBatch,
+    Time,
     WindowHeader,
     json_schema,
     need_mcap,
+    schema_name,
     topic,
 )
 from ppstream.recording.recorder import Recorder
 
 if TYPE_CHECKING:
+    from ppstream.analysis.records import EnvelopeLine
     from ppstream.config.schema import PipelineConfig, StreamConfig
 
 CHUNK_BYTES: Final = 1 << 17  # what a killed run loses at most
 FILE_MODE: Final = 0o640
 MB: Final = 1_000_000
 BATCH_NS: Final = 20 * NS_PER_MS  # samples of one message arrived within it
+VIEW_ITEMS: Final = 4096  # that may wait for the live view: people want to see what is new
+FRAME_SIDE: Final = 320  # pixels: encoding a larger one would hold the interpreter for too long
 EVENT_FIELDS: Final = frozenset({"kind", "run_id", "generation", "t", "name", "text"})
 
 encode: Final = msgspec.json.Encoder().encode
 
 
-def open_recorder(config: PipelineConfig, run_id: str) -> Recorder | None:
+def open_recorder(
+    config: PipelineConfig, run_id: str, view_fd: int | None = None
+) -> Recorder | None:
     """The recorder that the configuration asks for, or None.
+
+    Args:
+        config: of the run.
+        run_id: as in the log.
+        view_fd: a pipe to the live view, the recorder's from now on; None: there is none.
 
     Raises:
         ConfigError: ``mcap`` is not installed.
     """
-    record = config.record
-    if record.file is None:
+    record, recording, view = config.record, None, None
+    if record.file is None and view_fd is None:
         return None
     need_mcap()
-    path = Path(record.file)
-    return Recorder(lambda: RecordFile(path, config, run_id), round(record.queue_mb * MB))
+
+    def queue(name: str, target: Path | int, size_mb: float, items_max: int) -> ItemQueue:
+        size = round(size_mb * MB)
+        return ItemQueue(name, lambda: RecordFile(target, config, run_id), size, items_max)
+
+    if record.file is not None:
+        recording = queue("recording", Path(record.file), record.queue_mb, QUEUE_MAX)
+    if view_fd is not None:
+        view = queue("live view", view_fd, config.view.queue_mb, VIEW_ITEMS)
+    return Recorder(recording, view)
 
 
 class McapMessage(NamedTuple):
@@ -78,40 +113,50 @@ class RecordFile:
     """A sink of the recorder; belongs to its thread.
 
     Args:
-        path: a new file beside it is taken when it is there already; a named pipe is written to
-            once somebody reads it.
+        target: a path, of which a new file beside it is taken when it is there already, and a named
+            pipe is written to once somebody reads it; or a descriptor, closed with the file.
+            A pipe gets each message at once, a file larger chunks.
         config: streams and actions.
         run_id: as in the log.
     """
 
-    def __init__(self, path: Path, config: PipelineConfig, run_id: str) -> None:
+    def __init__(self, target: Path | int, config: PipelineConfig, run_id: str) -> None:
         from mcap.writer import CompressionType, Writer
 
         self._streams = {stream.name: stream for stream in config.streams}
-        self._output = Output(path)
+        self._output = McapOutput(target)
         output: Any = self._output  # no IO[bytes] of the standard library's, but all that is used
-        self._writer: Any = Writer(output, chunk_size=CHUNK_BYTES, compression=CompressionType.LZ4)
+        self._writer: Any = Writer(
+            output,
+            chunk_size=CHUNK_BYTES,
+            compression=CompressionType.LZ4,
+            use_chunking=not self._output.is_pipe,
+        )
         self._schemas: dict[type[Body], int] = {}
         self._channels: dict[str, int] = {}
         self._numbers: dict[int, int] = {}
         self._newest_ns = 0
         self._writer.start(library="ppstream")
         self._writer.add_metadata(METADATA, _facts(config, run_id))
+        self._output.flush()
 
     def write(self, items: Sequence[Item]) -> None:
         """Raises OSError when the disk is full or a pipe's reader has left."""
-        found = [*_batches(items, self._streams), *map(_message, _single(items))]
+        singles = (_message(item, self._streams) for item in _single(items))
+        found = [*_batches(items, self._streams), *singles]
         for message in sorted(found, key=lambda message: message.at_ns):
             self._newest_ns = max(self._newest_ns, message.at_ns)
             channel = self._channel(message)
             number = self._numbers[channel] = self._numbers[channel] + 1
             data = encode(message.body)
             self._writer.add_message(channel, self._newest_ns, data, message.at_ns, number)
+        self._output.flush()
 
     def close(self) -> None:
         """Write the index; the file is complete."""
         try:
             self._writer.finish()
+            self._output.flush()
         finally:
             self._output.close()
 
@@ -126,27 +171,27 @@ class RecordFile:
 
     def _schema(self, body: type[Body]) -> int:
         if body not in self._schemas:
-            name, data = f"ppstream.{body.__name__}", json_schema(body)
+            name, data = schema_name(body), json_schema(body)
             self._schemas[body] = self._writer.register_schema(name, "jsonschema", data)
         return self._schemas[body]
 
 
-class Output:
-    """A file or named pipe for the writer; what was begun when it failed is cut off again."""
+class McapOutput:
+    """A file or pipe for the writer; of a file what was begun when it failed is cut off again."""
 
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(unused(path), os.O_WRONLY | os.O_CREAT, FILE_MODE)
+    def __init__(self, target: Path | int) -> None:
+        if isinstance(target, Path):
+            target = os.open(unused(target), os.O_WRONLY | os.O_CREAT, FILE_MODE)
+        self._fd = target
         self._written = 0
+        self._waiting = bytearray()  # for flush(), if it is a pipe: one write for many messages
+        self.is_pipe = stat.S_ISFIFO(os.fstat(target).st_mode)
 
     def write(self, data: bytes) -> int:
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-        except OSError:
-            if stat.S_ISREG(os.fstat(self._fd).st_mode):
-                os.ftruncate(self._fd, self._written)
-            raise
+        if self.is_pipe:
+            self._waiting += data
+        else:
+            self._write_all(data)
         self._written += len(data)
         return len(data)
 
@@ -154,10 +199,22 @@ class Output:
         return self._written
 
     def flush(self) -> None:
-        """Nothing is kept back here."""
+        """A pipe's reader gets what was written."""
+        self._write_all(self._waiting)
+        self._waiting = bytearray()
 
     def close(self) -> None:
         os.close(self._fd)
+
+    def _write_all(self, data: bytes | bytearray) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            if not self.is_pipe:
+                os.ftruncate(self._fd, self._written)
+            raise
 
 
 def unused(path: Path) -> Path:
@@ -212,15 +269,19 @@ def _batch(parts: list[SamplesItem], stream: StreamConfig) -> McapMessage:
     return McapMessage(received[-1], topic(first.robot, SAMPLES, stream.name), body)
 
 
-def _single(items: Sequence[Item]) -> Iterator[Cut | Cleared | Emitted | LoggedLine]:
+#: Items of which each makes a message.
+Single = RowWindow | Cleared | Emitted | LoggedLine | FrameItem | EnvelopeItem
+
+
+def _single(items: Sequence[Item]) -> Iterator[Single]:
     for item in items:
         if not isinstance(item, SamplesItem):
             yield item
 
 
-def _message(item: Cut | Cleared | Emitted | LoggedLine) -> McapMessage:
+def _message(item: Single, streams: Mapping[str, StreamConfig]) -> McapMessage:
     match item:
-        case Cut():
+        case RowWindow():
             ends = item.window_end_ns, item.expires_ns
             header = WindowHeader(
                 item.epoch, item.seq, item.phase, *item.episode, *ends, item.samples
@@ -234,6 +295,11 @@ def _message(item: Cut | Cleared | Emitted | LoggedLine) -> McapMessage:
             return McapMessage(item.at_ns, topic(item.robot, ACTIONS), _chunk(item))
         case LoggedLine():
             return _line(item)
+        case FrameItem():
+            name = topic(item.robot, CAMERAS, item.stream)
+            return McapMessage(item.received_ns, name, _image(item, streams[item.stream]))
+        case EnvelopeItem():
+            return McapMessage(item.at_ns, ENVELOPES_TOPIC, _envelope(item.line))
 
 
 def _chunk(item: Emitted) -> Chunk:
@@ -244,10 +310,28 @@ def _chunk(item: Emitted) -> Chunk:
 
 
 def _line(item: LoggedLine) -> McapMessage:
-    said = item.fields
-    if said["kind"] == "robot":
-        report = Report(*(said[name] for name in Report.__struct_fields__))
+    found = item.fields
+    if found["kind"] == "robot":
+        report = Report(*(found[name] for name in Report.__struct_fields__))
         return McapMessage(item.at_ns, REPORTS_TOPIC, report)
-    rest = {key: value for key, value in said.items() if key not in EVENT_FIELDS}
-    event = Event(said["name"], str(said.get("text", "")), rest)
+    rest = {key: value for key, value in found.items() if key not in EVENT_FIELDS}
+    event = Event(found["name"], str(found.get("text", "")), rest)
     return McapMessage(item.at_ns, EVENTS_TOPIC, event)
+
+
+def _image(item: FrameItem, stream: StreamConfig) -> RawImage:
+    """Every n-th pixel, so that the picture is at most ``FRAME_SIDE`` wide and high."""
+    assert stream.image is not None, "a camera"
+    shape = stream.image.height, stream.image.width, CHANNELS
+    step = -(-max(shape) // FRAME_SIDE)
+    pixels = np.frombuffer(item.pixels, np.uint8).reshape(shape)[::step, ::step]
+    height, width, _ = pixels.shape
+    stamp = Time(*divmod(item.stamp_ns, NS_PER_S))
+    size = width, height, "rgb8", CHANNELS * width
+    return RawImage(stamp, item.stream, *size, pixels.tobytes())
+
+
+def _envelope(line: EnvelopeLine) -> EnvelopeAges:
+    a_ns = None if line.tA0 is None or line.tA1 is None else line.tA1 - line.tA0
+    times = line.age_rank0_ns, dict(line.input_age_ns or {}), a_ns, line.B_ns
+    return EnvelopeAges(line.epoch, line.seq, line.phase or "", line.drop or "", *times)

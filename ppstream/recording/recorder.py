@@ -1,29 +1,28 @@
-"""Recorder: what a run took in and gave out, handed over by its loops and written by a thread.
+"""Recorder: what a run took in and gave out, handed over by its loops to the queues that write it.
 
-The loops copy some hundred bytes into a bounded queue and never wait. When the disk, or the reader
-of a pipe, is slower than the run or gone, what does not fit is dropped and counted, and the run
-goes on. What a recording looks like is ``mcap_writer.py``'s.
+A recording's queue writes MCAP to disk, a live view's to the process that serves viewers; each
+drops by itself what does not fit. What a recording looks like is ``mcap_writer.py``'s.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from ppstream.core.clock import now_ns
+from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.recording.items import (
     Cleared,
-    Cut,
     Emitted,
+    EnvelopeItem,
+    FrameItem,
+    FrameTap,
     Item,
     LoggedLine,
-    Row,
+    RecordedRow,
     RowTap,
+    RowWindow,
     SamplesItem,
     WindowOwner,
 )
@@ -33,70 +32,48 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ppstream.recording.item_queue import ItemQueue
     from ppstream.wire.robot_messages import ActionChunk, Emitter
 
-logger = logging.getLogger("ppstream")
-
-WRITE_INTERVAL_S: Final = 0.1  # a wake-up costs as much as a few messages: not too many
-CLOSE_LIMIT_S: Final = 2.0
-QUEUE_MAX: Final = 1 << 16  # items, whatever their size
-
-
-class Sink(Protocol):
-    """Destination of items; called by the recorder's thread alone, may block and raise OSError."""
-
-    def write(self, items: Sequence[Item]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class RecorderStatistics(msgspec.Struct, frozen=True):
-    """Counts of items: handed over = written + dropped + waiting."""
-
-    written: int
-    dropped: int
-    waiting: int
-    failure: str  # why nothing is written any more; empty: all is well
+FRAME_INTERVAL_NS: Final = 200 * NS_PER_MS  # of one camera in a live view: its frames are large
+ENVELOPE_INTERVAL_NS: Final = 10 * NS_PER_MS  # in a live view: bring-up may have thousands a second
 
 
 class Recorder:
-    """A bounded queue between the loops and a thread that writes.
+    """Copies what the loops tell it, for a recording, a live view, or both.
 
     ``tap`` and what it attaches belong to the thread that owns the rows, as does ``windows``;
     ``chunk``, ``line`` and ``record`` may be called from any one other thread each.
 
     Args:
-        open_sink: opens what is written to; called by the thread, since it may block.
-        queue_bytes: samples that may wait.
+        recording: takes samples, windows, chunks, resets, events and reports.
+        view: takes the same, the ages of a hundred envelopes a second, and five frames a second of
+            each camera.
     """
 
-    def __init__(self, open_sink: Callable[[], Sink], queue_bytes: int) -> None:
-        self._open_sink = open_sink
-        self._queue_bytes = queue_bytes
-        self._queue: deque[Item] = deque()
+    def __init__(self, recording: ItemQueue | None, view: ItemQueue | None = None) -> None:
+        self.recording = recording
+        self.view = view
+        self.queues = tuple(queue for queue in (recording, view) if queue is not None)
         self._rows: list[RowTap] = []
         self._counts: dict[str, dict[str, int]] = {}
-        self._offered_bytes = 0  # of samples: written by the rows' thread alone,
-        self._taken_bytes = 0  # and by the recorder's
-        self._written = 0
-        self._dropped = 0  # by the threads that hand over,
-        self._drop_lock = threading.Lock()
-        self._lost = 0  # and by the recorder's own
-        self._failure = ""
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
-        self._thread.start()
+        self._frames_ns: dict[tuple[str, str], int] = {}  # arrival of the newest one taken
+        self._envelope_ns = 0  # end of the newest one taken
+        self._dropped = dict.fromkeys(self.queues, 0)  # when it was looked at last,
+        self._dropping: set[ItemQueue] = set()  # and those that had dropped something
 
     # ---- what the loops call ---------------------------------------------------------------
 
-    def tap(self, rows: Sequence[Row]) -> None:
-        """Record what these rows' rings are given from now on; frames of cameras are not."""
+    def tap(self, rows: Sequence[RecordedRow]) -> None:
+        """Record what these rows' rings are given from now on."""
         for row in rows:
             tap = RowTap(self, row, len(self._rows))
             self._rows.append(tap)
             for ring in row.rings.values():
                 if ring.stream.image is None:
                     ring.tap = tap
+                elif self.view is not None:
+                    ring.tap = FrameTap(self, row, len(self._rows) - 1)
 
     def samples(
         self, robot: str, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int
@@ -105,20 +82,20 @@ class Recorder:
         counts = self._counts_of(robot)
         first = counts.get(stream, 0)
         counts[stream] = end = first + len(stamps)
-        if self._failure:
-            self._drop()
+        self._put(SamplesItem(robot, stream, first, end, stamps.tobytes(), values.tobytes(), rx_ns))
+
+    def frames(
+        self, robot: str, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int
+    ) -> None:
+        """Copy the newest frame that arrived, unless one of this camera was copied just before."""
+        camera = robot, stream
+        if self.view is None or rx_ns < self._frames_ns.get(camera, 0) + FRAME_INTERVAL_NS:
             return
-        item = SamplesItem(robot, stream, first, end, stamps.tobytes(), values.tobytes(), rx_ns)
-        size = item.size
-        if self._offered_bytes - self._taken_bytes + size > self._queue_bytes:
-            self._drop()
-            return
-        self._offered_bytes += size
-        if not self._offer(item):
-            self._offered_bytes -= size
+        self._frames_ns[camera] = rx_ns
+        self.view.put(FrameItem(*camera, stamps.item(-1), values[-1].tobytes(), rx_ns))
 
     def cleared(self, robot: str, reason: str) -> None:
-        self._offer(Cleared(robot, now_ns(), reason, dict(self._counts_of(robot))))
+        self._put(Cleared(robot, now_ns(), reason, dict(self._counts_of(robot))))
 
     def windows(
         self, at_ns: int, epoch: int, seq: int, phase: str, windows: Sequence[WindowOwner]
@@ -129,7 +106,7 @@ class Recorder:
                 robot = tap.robot
                 ends = window.episode, window.window_end_ns, window.expires_ns
                 counts = dict(self._counts_of(robot))
-                self._offer(Cut(robot, at_ns, epoch, seq, phase, *ends, counts))
+                self._put(RowWindow(robot, at_ns, epoch, seq, phase, *ends, counts))
 
     def emitter(self, emitter: Emitter | None) -> Emitter:
         """An emitter that records what it hands on to ``emitter``."""
@@ -138,83 +115,56 @@ class Recorder:
     def chunk(self, row: int, chunk: ActionChunk, dropped: str | None) -> None:
         actions = memoryview(bytes(chunk.actions))
         copied = msgspec.structs.replace(chunk, actions=actions, provenance=None)
-        self._offer(Emitted(self._rows[row].robot, now_ns(), copied, dropped or ""))
+        self._put(Emitted(self._rows[row].robot, now_ns(), copied, dropped or ""))
 
     def line(self, line: Mapping[str, Any], /) -> None:
         """A line of the log; ledgers are not recorded."""
         if line["kind"] in ("event", "robot"):
-            self._offer(LoggedLine(line["t"], line))
+            self._put(LoggedLine(line["t"], line))
 
     def record(self, record: Any, /) -> None:
-        """An envelope of the log: told when it was dropped."""
-        if record.drop is not None and record.kind == "envelope":
+        """An envelope of the log: told when it was dropped, and to a live view now and then."""
+        if record.kind != "envelope":
+            return
+        at_ns = record.tEmit or record.tDecode or now_ns()
+        if record.drop is not None:
             fields = {"name": "drop", "epoch": record.epoch, "seq": record.seq}
-            at_ns = record.tDecode or now_ns()
-            self._offer(LoggedLine(at_ns, {"kind": "event", **fields, "reason": record.drop}))
+            self._put(LoggedLine(at_ns, {"kind": "event", **fields, "reason": record.drop}))
+        if self.view is not None and at_ns >= self._envelope_ns + ENVELOPE_INTERVAL_NS:
+            self._envelope_ns = at_ns
+            self.view.put(EnvelopeItem(at_ns, record))
 
-    def close(self) -> None:
-        """Write what waits, and complete the file; bounded, whatever the disk does."""
-        self._closing.set()
-        self._thread.join(CLOSE_LIMIT_S)
-        if self._thread.is_alive():
-            self._failure = f"the writer did not finish within {CLOSE_LIMIT_S:g} s"
-        found = self.statistics()
-        lost = found.dropped + found.waiting
-        if found.failure or lost:
-            logger.warning(
-                "recording: %d items lost of %d%s", lost, lost + found.written, _why(found)
-            )
+    def losses(self) -> list[dict[str, Any]]:
+        """Fields of an event for each queue that began or ceased to drop since the last call."""
+        news = []
+        for queue in self.queues:
+            found = queue.statistics()
+            is_dropping = found.dropped > self._dropped[queue]
+            self._dropped[queue] = found.dropped
+            if is_dropping != (queue in self._dropping):
+                self._dropping ^= {queue}
+                news.append({"to": queue.name, **msgspec.structs.asdict(found)})
+        return news
 
-    def statistics(self) -> RecorderStatistics:
-        """A copy; from any thread."""
-        dropped = self._dropped + self._lost
-        return RecorderStatistics(self._written, dropped, len(self._queue), self._failure)
+    def close(self) -> list[dict[str, Any]]:
+        """Write what waits, and complete the file; bounded, whatever disk and viewers do.
 
-    def _offer(self, item: Item) -> bool:
-        if len(self._queue) >= QUEUE_MAX or self._failure or self._closing.is_set():
-            self._drop()
-            return False
-        self._queue.append(item)
-        return True
+        Returns:
+            Fields of an event for each queue: its items, and why it stopped, if it did.
+        """
+        for queue in self.queues:
+            queue.close()
+        return [{"to": one.name, **msgspec.structs.asdict(one.statistics())} for one in self.queues]
 
-    def _drop(self) -> None:
-        with self._drop_lock:
-            self._dropped += 1
+    def _put(self, item: Item) -> None:
+        for queue in self.queues:
+            queue.put(item)
 
     def _counts_of(self, robot: str) -> dict[str, int]:
         counts = self._counts.get(robot)
         if counts is None:
             counts = self._counts[robot] = {}
         return counts
-
-    # ---- the thread ------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            sink = self._open_sink()
-            while not self._closing.wait(WRITE_INTERVAL_S):
-                self._write_batch(sink)
-            self._write_batch(sink)
-            sink.close()
-        except OSError as error:  # disk full or gone, reader left: the run matters more
-            self._failure = error.strerror or str(error)
-        except Exception as error:  # noqa: BLE001 - the top of a thread: the run goes on
-            self._failure = f"{type(error).__name__}: {error}"
-        if self._failure:
-            self._lost += len(self._queue)
-            self._queue.clear()
-            logger.warning("recording stopped, the run goes on: %s", self._failure)
-
-    def _write_batch(self, sink: Sink) -> None:
-        batch = [self._queue.popleft() for _ in range(len(self._queue))]
-        self._taken_bytes += sum(item.size for item in batch if isinstance(item, SamplesItem))
-        if batch:
-            try:
-                sink.write(batch)
-            except BaseException:
-                self._lost += len(batch)
-                raise
-            self._written += len(batch)
 
 
 class RecordedEmitter:
@@ -228,7 +178,3 @@ class RecordedEmitter:
         dropped = None if self._emitter is None else self._emitter.emit(row, chunk)
         self._recorder.chunk(row, chunk, dropped)
         return dropped
-
-
-def _why(found: RecorderStatistics) -> str:
-    return f": {found.failure}" if found.failure else ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ppstream.core.errors import ConfigError
-from ppstream.core.user_code import said
+from ppstream.core.user_code import message_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -136,7 +136,7 @@ class Recording:
 
 def unreadable(path: Path, error: Exception, where: str = "") -> ConfigError:
     """Words the error for a file that a reader gave up on."""
-    what = " ".join(f"{type(error).__name__}: {said(error)}".split())[:DAMAGE_CHARS]
+    what = " ".join(f"{type(error).__name__}: {message_of(error)}".split())[:DAMAGE_CHARS]
     kind = KINDS.get(path.suffix, "a ROS bag" if path.is_dir() else ".npz or .npy")
     if isinstance(error, OSError) and error.strerror:
         return ConfigError([f"{path}: cannot be read as {kind}: {error.strerror}"])

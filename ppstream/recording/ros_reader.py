@@ -33,7 +33,7 @@ def load_bag(path: Path, streams: Sequence[StreamConfig]) -> Recording:
         chosen = [c for c in reader.connections if c.topic in fields.topics]
         for connection, at_ns, data in reader.messages(connections=chosen) if chosen else ():
             message = reader.deserialize(data, connection.msgtype)
-            fields.take(connection.topic, message, at_ns)
+            fields.add(connection.topic, message, at_ns)
     return Recording(fields.tracks(topics))
 
 

@@ -39,7 +39,7 @@ def load_ulog(path: Path, streams: Sequence[StreamConfig]) -> Recording:
     with path.open("rb") as file:
         log = ULog(file)
     if log.file_corruption:
-        logger.warning("%s is damaged: what is whole of it is read", path)
+        logger.warning("%s is damaged: only its intact part is read", path)
     topics = {(topic.name, topic.multi_id): topic.data for topic in log.data_list}
     problems: list[str] = []
     tracks = {s.name: track for s in streams if (track := _track(path, s, topics, problems))}

@@ -29,7 +29,7 @@ ON_DEVICE: Final = (
 )
 
 
-class Timed(NamedTuple):
+class BlockTimes(NamedTuple):
     """Durations of one stage or block, in those of ``envelopes`` that had any."""
 
     name: str
@@ -120,11 +120,11 @@ def _between(records: Iterable[Mapping[str, Any]], begin: str, end: str) -> list
     return [e[end] - e[begin] for e in records if begin in e and end in e]
 
 
-def _stage(name: str, values_ns: list[int]) -> Timed:
-    return Timed(name, 0, values_ns, len(values_ns))
+def _stage(name: str, values_ns: list[int]) -> BlockTimes:
+    return BlockTimes(name, 0, values_ns, len(values_ns))
 
 
-def _with_blocks(stage: Timed, blocks: Sequence[Mapping[str, int]]) -> Iterator[Timed]:
+def _with_blocks(stage: BlockTimes, blocks: Sequence[Mapping[str, int]]) -> Iterator[BlockTimes]:
     """A stage, its blocks below their outer ones, and what no block names.
 
     A policy rank begins with its blocks some envelopes late: they are averaged over their own.
@@ -134,19 +134,21 @@ def _with_blocks(stage: Timed, blocks: Sequence[Mapping[str, int]]) -> Iterator[
     for found in blocks:
         for name, took_ns in found.items():
             values[name].append(took_ns)
-    rows = [Timed(name, 1 + name.count("/"), v, len(blocks)) for name, v in values.items()]
+    rows = [BlockTimes(name, 1 + name.count("/"), v, len(blocks)) for name, v in values.items()]
     yield from rows
     if rows:
         named_ns = sum(row.each_ns for row in rows if row.depth == 1)
-        yield Timed(UNNAMED, 1, [max(0, round(stage.each_ns - named_ns))], 1)
+        yield BlockTimes(UNNAMED, 1, [max(0, round(stage.each_ns - named_ns))], 1)
 
 
-def _text(rows: Sequence[Timed], said: Mapping[str, Any], *, is_on_device: bool) -> Iterator[str]:
+def _text(
+    rows: Sequence[BlockTimes], event: Mapping[str, Any], *, is_on_device: bool
+) -> Iterator[str]:
     yield f"ATTRIBUTION   {LABEL}"
-    if said:
-        period_ms, before_ms = said["period_ns"] * MS, said["throughput_period_ns"] * MS
+    if event:
+        period_ms, before_ms = event["period_ns"] * MS, event["throughput_period_ns"] * MS
         yield (
-            f"perturbation  {said['perturbation']:.3f} x: period {period_ms:.3g} ms attributed, "
+            f"perturbation  {event['perturbation']:.3f} x: period {period_ms:.3g} ms attributed, "
             f"{before_ms:.3g} ms in throughput mode"
         )
     whole_ns = sum(row.each_ns for row in rows if row.depth == 0) or 1

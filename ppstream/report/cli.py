@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _show(text: str) -> None:
     """Print, in plain ASCII where the terminal cannot do better."""
-    if sys.stdout is None:  # closed by whoever started this: the exit code is wanted alone
+    if sys.stdout is None:  # closed by the caller, who wants the exit code alone
         return
     encoding = sys.stdout.encoding or "utf-8"
     try:

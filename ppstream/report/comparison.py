@@ -29,8 +29,8 @@ def comparison_text(found: Comparison) -> str:
     counts = [
         (len(side.runs), sum(r.window.n for _, r in side.runs)) for side in (found.a, found.b)
     ]
-    said = [f"{runs} run{'s' * (runs > 1)}, {n} envelopes" for runs, n in counts]
-    lines += ["", f"A {found.a.name}: {said[0]}", f"B {found.b.name}: {said[1]}"]
+    texts = [f"{runs} run{'s' * (runs > 1)}, {n} envelopes" for runs, n in counts]
+    lines += ["", f"A {found.a.name}: {texts[0]}", f"B {found.b.name}: {texts[1]}"]
     lines += [f"set differently: {knob}" for knob in found.knobs]
     if min(runs for runs, _ in counts) < SEVERAL:
         lines += [

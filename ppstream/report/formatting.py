@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Final
 
+from ppstream.analysis.records import RobotRequests
 from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.scores import between
 from ppstream.core.quantiles import Quantiles
@@ -29,6 +30,19 @@ def quantile_texts(found: Quantiles) -> dict[str, str]:
         "p99": "NA" if p99_ns is None else ms(p99_ns),
         "max": ms(found.max_ns),
     }
+
+
+def error_text(row: RobotRequests) -> str:
+    """Requests without actions, by reason; those that nobody answered are the last."""
+    parts = [f"{n} {reason}" for reason, n in row.errors.items()]
+    parts += [f"{row.unanswered} unanswered"] if row.unanswered else []
+    return ", ".join(parts) or "none"
+
+
+def imbalance_text(row: RobotRequests) -> str:
+    """The ledger of a row that does not balance."""
+    errors = sum(row.errors.values())
+    return f"{row.answered} answered + {errors} errors + {row.unanswered} unanswered"
 
 
 def gib(size: float) -> str:

@@ -41,8 +41,8 @@ def write_trace(path: Path, run: RunLog) -> int:
     about = {"run_id": run.run_id, "envelopes_left_out": left_out, "tool": "ppstream-report"}
     with path.open("w", encoding="utf-8") as file:
         file.write('{"traceEvents":[\n')
-        for place, event in enumerate(events):
-            file.write(",\n" if place else "")
+        for number, event in enumerate(events):
+            file.write(",\n" if number else "")
             file.write(json.dumps(event, separators=(",", ":")))
         tail = {"displayTimeUnit": "ms", "otherData": about}
         file.write("\n]," + json.dumps(tail)[1:] + "\n")
@@ -111,11 +111,11 @@ class _Processes:
                 clock = self._clocks[rank - 1]
                 exact = clock.text if clock else f"no stamps of this rank: {guess}"
                 named.append(_meta("process_labels", where, labels=exact))
-        for place, track in enumerate([PHASES, *tracks]):
+        for number, track in enumerate([PHASES, *tracks]):
             where = self.place(track)
             title = f"policy {track}" if track in self._policy else track
             named.append(_meta("thread_name", where, name=title))
-            named.append(_meta("thread_sort_index", where, sort_index=place))
+            named.append(_meta("thread_sort_index", where, sort_index=number))
         return named
 
 

@@ -56,7 +56,7 @@ class Point(NamedTuple):
     top: float  # the largest
 
 
-class Depth(NamedTuple):
+class ExpectedDepth(NamedTuple):
     """Expectation of the model for one D_in, the other times being as measured; in ns."""
 
     d_in: int
@@ -215,7 +215,7 @@ def queue_levels(window: JudgedSpan, queue: str) -> tuple[list[float], list[floa
     return at, means, maxima
 
 
-def depth_curve(score: Primary | None, window: JudgedSpan) -> list[Depth]:
+def depth_curve(score: Primary | None, window: JudgedSpan) -> list[ExpectedDepth]:
     """Period and latency by D_in, from the window's own stage means."""
     if score is None or window.topology.world_size == 1:
         return []
@@ -223,7 +223,7 @@ def depth_curve(score: Primary | None, window: JudgedSpan) -> list[Depth]:
     depths = sorted({*DEPTHS, form.d_in})
     forms = [replace(form, d_in=d_in) for d_in in depths]
     return [
-        Depth(
+        ExpectedDepth(
             f.d_in, period(score.times, f), _latency(score.times, f), limiting_term(score.times, f)
         )
         for f in forms

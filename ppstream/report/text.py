@@ -9,16 +9,24 @@ from typing import Final
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.device_times import StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
-from ppstream.analysis.records import Ledger, RobotStateLine
+from ppstream.analysis.records import Ledger, RobotRequests, RobotStateLine
 from ppstream.analysis.run_report import RunReport, ServiceReport
 from ppstream.analysis.run_statistics import FaultSeen
 from ppstream.analysis.scores import Compat, Primary
 from ppstream.core.quantiles import Quantiles, quantiles
-from ppstream.report.formatting import gib, ms, quantile_texts, why_scores_differ
+from ppstream.report.formatting import (
+    error_text,
+    gib,
+    imbalance_text,
+    ms,
+    quantile_texts,
+    why_scores_differ,
+)
 from ppstream.report.series import input_ages_ns, latency_parts, periods_ns
 
 WIDTH: Final = 100
 LABEL: Final = 13  # columns of a row's name
+NAME: Final = 26  # columns of a robot's name
 BAR: Final = 30  # columns of a full bar
 GAP: Final = "   "
 #: For terminals that know no more.
@@ -55,6 +63,7 @@ def render(report: RunReport) -> str:
         *_drop_lines(report.drops),
         *_fault_lines(report.faults),
         *_service_lines(report.service),
+        *_request_lines(report.requests),
         *_device_lines(report.on_device),
         *_memory_lines(report.memory),
     ]
@@ -208,7 +217,7 @@ def _time_lines(report: RunReport) -> Iterator[str]:
         shown = [f"{name} {ms(ns)}" for name, ns in parts.items() if ns >= SHOWN_NS]
         yield from _row("  mean of it", shown)
     if report.pick_up is not None:
-        behind = "of it behind the end of C on the device"
+        behind = "of it after the end of C on the device"
         yield from _row("  pick-up", [*_quantile_parts(report.pick_up), behind])
     if report.age is not None:
         yield from _row("age", [*_quantile_parts(report.age), "measured by the robots"])
@@ -242,8 +251,8 @@ def _drop_lines(found: Mapping[str, object]) -> Iterator[str]:
 
 
 def _fault_lines(faults: Sequence[FaultSeen]) -> Iterator[str]:
-    for place, fault in enumerate(faults):
-        yield from _wrapped_row("" if place else "first faults", str(fault))
+    for number, fault in enumerate(faults):
+        yield from _wrapped_row("" if number else "first faults", str(fault))
 
 
 def _service_lines(service: ServiceReport | None) -> Iterator[str]:
@@ -269,6 +278,33 @@ def _service_lines(service: ServiceReport | None) -> Iterator[str]:
         yield from _row("  robot", _robot_parts(robot))
     for stream in service.streams:
         yield from _row(f"  {stream.stream}"[: LABEL - 1], _hole_parts(stream))
+
+
+def _request_lines(rows: Sequence[RobotRequests]) -> Iterator[str]:
+    """A table of the gateway's clients, and the rows whose counts do not add up."""
+    cells: list[tuple[str, ...]] = [("wire", "robot", "requests", "answered", "p50", "p99", "max")]
+    for row in rows:
+        times = {} if row.latency is None else quantile_texts(row.latency)
+        robot = row.robot if len(row.robot) <= NAME else row.robot[: NAME - 3] + "..."
+        shown = (times.get(name, "NA") for name in ("p50", "p99", "max"))
+        cells.append((row.wire, robot, str(row.requests), str(row.answered), *shown))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    errors = ["errors", *map(error_text, rows)]
+    if rows:
+        yield "Requests"
+    for row_cells, reason in zip(cells if rows else (), errors, strict=False):
+        names = [text.ljust(width) for text, width in zip(row_cells[:2], widths[:2], strict=True)]
+        numbers = [text.rjust(width) for text, width in zip(row_cells[2:], widths[2:], strict=True)]
+        line = f"  {'  '.join([*names, *numbers])}"
+        if len(line) + len(reason) + 2 <= WIDTH:
+            yield f"{line}  {reason}"
+        else:
+            yield line
+            yield from _wrapped_row("", reason)
+    for row in rows:
+        if row.imbalance:
+            reason = f"{row.wire} {row.robot}: {row.requests} requests, and {imbalance_text(row)}"
+            yield from _wrapped_row("  ledger off", reason)
 
 
 def _robot_parts(robot: RobotStateLine) -> Iterator[str]:
@@ -339,7 +375,7 @@ def _row(label: str, parts: Iterable[str]) -> list[str]:
 def _wrapped_row(label: str, text: str) -> list[str]:
     """A labelled row of running text."""
     lines = textwrap.wrap(text, WIDTH - LABEL)
-    return [f"{label if not place else '':<{LABEL}}{line}" for place, line in enumerate(lines)]
+    return [f"{label if not number else '':<{LABEL}}{line}" for number, line in enumerate(lines)]
 
 
 def _wrap(text: str, indent: int) -> list[str]:

@@ -1,6 +1,6 @@
-"""AsyncRobotClient: a RobotClient for asyncio users. What waits is awaited, chunks are iterated.
+"""AsyncRobotClient: a RobotClient for asyncio. Calls that wait are awaited, chunks are iterated.
 
-The same client with the same thread underneath. It is no control loop: an event loop gives no
+The same client with the same thread underneath. It is not a control loop: an event loop has no
 deadlines, so a robot that moves should execute its timeline from a ``ControlLoop`` thread.
 """
 
@@ -37,7 +37,7 @@ class AsyncRobotClient:
         client.on_chunk = self._arrived
 
     async def connect(self, timeout_s: float = 10.0) -> None:
-        """Open a session; cancelled, it goes on in the background until its time is over.
+        """Open a session; a cancelled call continues in the background until its timeout.
 
         Raises:
             HandshakeError: the server refuses this robot for good; the message is the difference.
@@ -64,11 +64,11 @@ class AsyncRobotClient:
     async def ask(
         self, samples: Mapping[str, Any], timeout_s: float, stamp_ns: int | None = None
     ) -> Answer:
-        """``RobotClient.ask`` in a thread; cancelled, it goes on there until its time is over.
+        """``RobotClient.ask`` in a thread; a cancelled call continues there until its timeout.
 
         Raises:
             TimeoutError: no chunk came in time.
-            PeerLostError: nobody can take samples now.
+            PeerLostError: rank 0 cannot receive samples now.
             SpecError: the samples are not what was declared.
             PpstreamError: ``connect`` was not called.
             ReceiverEndedError: the receiving thread ended by an exception.
@@ -76,7 +76,7 @@ class AsyncRobotClient:
         return await asyncio.to_thread(self.client.ask, samples, timeout_s, stamp_ns)
 
     async def chunks(self) -> AsyncIterator[ActionChunk]:
-        """Every chunk as it is merged; of those that came meanwhile only the newest.
+        """Every chunk as it is merged; of several that arrived meanwhile only the newest.
 
         Ends when the client is closed.
 
@@ -100,7 +100,7 @@ class AsyncRobotClient:
         try:
             await asyncio.to_thread(self.client.close)
         except asyncio.CancelledError:
-            self.client.close()  # the thread may not have begun: nobody else would do it
+            self.client.close()  # the thread may not have begun: nothing else would do it
             raise
         finally:
             self._is_closed = True
@@ -127,7 +127,7 @@ class AsyncRobotClient:
         if self._then is not None:
             self._then(chunk)
         if self._loop is not None:
-            with suppress(RuntimeError):  # it is closed: whoever executes the timeline goes on
+            with suppress(RuntimeError):  # it is closed: the timeline stays in use
                 self._loop.call_soon_threadsafe(self._offer, chunk)
 
     def _offer(self, chunk: ActionChunk) -> None:

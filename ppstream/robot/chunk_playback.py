@@ -24,7 +24,7 @@ Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 MAX_FADING: Final = 16  # replaced within one blend; then the least of them is let go
 
 
-class Part(NamedTuple):
+class BlendPart(NamedTuple):
     """One chunk of a mixture; ``share`` is of what the older ones leave, the first one's is 1."""
 
     playing: ChunkPlayback
@@ -55,15 +55,15 @@ class Blending:
             parts = self.parts((playing,), now_ns)
             self._replaced = [part.playing for part in parts[:-1]]
 
-    def parts(self, playing: Iterable[ChunkPlayback], at_ns: int) -> list[Part]:
+    def parts(self, playing: Iterable[ChunkPlayback], at_ns: int) -> list[BlendPart]:
         """Returns the parts of the newest of ``playing``'s action at ``at_ns``, oldest first."""
         chain = [*self._replaced, *playing]
-        parts: list[Part] = []
+        parts: list[BlendPart] = []
         for index, newer in enumerate(chain):
             share = 1.0 if index == 0 else self._share(chain[index - 1], newer, at_ns)
             if share >= 1:
                 parts.clear()
-            parts.append(Part(newer, share))
+            parts.append(BlendPart(newer, share))
         return parts
 
     def _least(self, at_ns: int) -> int:
@@ -86,19 +86,19 @@ class Blending:
         return min(1.0, max(0.0, (at_ns - begin_ns) / blend_ns))
 
 
-def blended(parts: Sequence[Part], at_ns: int) -> Actions:
+def blended(parts: Sequence[BlendPart], at_ns: int) -> Actions:
     """The mixture at ``at_ns``, ``[dim]``; discrete actions are the newest chunk's alone."""
     action = parts[0].playing.action_at(at_ns)
     for playing, share in parts[1:]:
         newer = playing.action_at(at_ns)
-        action = mixed(action, newer, share)
+        action = interpolate(action, newer, share)
         if playing.discrete is not None:
             action = np.where(playing.discrete, newer, action)
     return action
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ChunkOutcome:
     """Fate of one merged chunk.
 
     ``age_ns``: from its window's end to the execution of its first action, or to its receipt when
@@ -159,7 +159,7 @@ class ChunkPlayback:
             point: Actions = self.actions[max(0, min(step, self.chunk.horizon - 1))].copy()
             return point
         left = self.actions[step]
-        between = mixed(left, self.actions[step + 1], within_ns / self.chunk.dt_ns)
+        between = interpolate(left, self.actions[step + 1], within_ns / self.chunk.dt_ns)
         return between if self.discrete is None else np.where(self.discrete, left, between)
 
     def play(self, step: int, at_ns: int, age_ns: int) -> None:
@@ -172,10 +172,10 @@ class ChunkPlayback:
             self.executed += 1
             self.last_step = step
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ChunkOutcome:
         chunk = self.chunk
         until_ns = self.first_ns if self.executed else self.received_ns
-        return Outcome(
+        return ChunkOutcome(
             session=chunk.session,
             epoch=chunk.epoch,
             seq=chunk.seq,
@@ -188,7 +188,7 @@ class ChunkPlayback:
         )
 
 
-def mixed(left: Actions, right: Actions, share: float) -> Actions:
+def interpolate(left: Actions, right: Actions, share: float) -> Actions:
     """``left + share * (right - left)`` for a share in [0, 1], never outside the two.
 
     In float64, whose rounding to float32 cannot pass either end.

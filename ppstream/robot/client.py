@@ -1,7 +1,7 @@
 """RobotClient: the robot's end of a session. Samples out, action chunks in, no torch.
 
-It decides nothing about motion: ``timeline`` says what is due, ``control_loop.py`` executes it.
-Sending never waits; samples that nobody can take now are counted and forgotten, not queued.
+The client decides nothing about motion: ``timeline`` holds the actions, ``control_loop.py``
+executes them. Sending never waits; samples that cannot be sent now are counted and dropped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Answer(NamedTuple):
     Attributes:
         chunk: with its window's end, steps and lease.
         actions: float32 ``[horizon, dim]``, sharing the chunk's memory.
-        refusal: why none of them may be executed, as ``ActionTimeline.merge`` says: it came too
-            late, for instance; None: the timeline has it.
+        refusal: the reason why ``ActionTimeline.merge`` rejected the chunk, such as a late arrival;
+            None: the timeline has the chunk.
     """
 
     chunk: ActionChunk
@@ -50,26 +50,26 @@ class _Asked:
 class RobotClient:
     """One robot: declares its streams and actions, pushes samples, receives action chunks.
 
-    All methods may be called from any thread; ``close`` ends it for good. An exception on the
-    receiving thread, of ``on_chunk`` for instance, ends that: it is logged, ``failure`` has its
-    traceback, and whatever needs the thread raises, ``timeline.action_at`` included.
+    All methods may be called from any thread; a closed client cannot be used again. An exception
+    on the receiving thread, such as one of ``on_chunk``, ends the thread: it is logged, ``failure``
+    has its traceback, and each call that needs the thread raises, also ``timeline.action_at``.
 
     Args:
         endpoint: where rank 0 listens, ``unix://PATH`` on this host, or ``tcp://HOST:PORT``.
         robot: a name for people and logs.
-        streams: ``(name, dim)`` or ``(name, dim, dtype)``, all that the pipeline has configured.
+        streams: ``(name, dim)`` or ``(name, dim, dtype)``, every stream of the configuration.
         actions: action names in the order of a chunk's columns.
         batch_ms: gather samples this long before they are sent; 0 sends each push at once, from
             the caller's thread.
         blend_ms: how long a newer chunk takes to replace the one before; 0: at once.
         max_age_ms: execute no action later than this after its window's end, though its lease may
-            run longer; the server may ask for less. None: what the server says.
+            run longer; the server may set less. None: the server's maximum.
         on_chunk: called by the receiving thread, or by one in ``ask``, with each chunk it merged;
             must return quickly.
         clock: the clock that stamps the samples; leases and ages are judged by it alone.
         real_time: False when a recording is replayed at another speed than its own.
         keys: ``keys.client_keys(secret_file, server_file)``; needed where the server is on another
-            host, which serves nobody without.
+            host, which serves no robot without keys.
 
     Raises:
         SpecError: streams or names cannot be declared like this.
@@ -119,8 +119,8 @@ class RobotClient:
     def connect(self, timeout_s: float = 10.0) -> None:
         """Open a session. From then on the client reconnects by itself, as a new session.
 
-        After an error it goes on trying in the background until it is closed; ask again to wait
-        again.
+        After an error the client retries in the background until it is closed; call again to wait
+        for the session.
 
         Raises:
             HandshakeError: the server refuses this robot for good; the message is the difference.
@@ -171,7 +171,7 @@ class RobotClient:
     def push(self, stream: str, stamp_ns: int | Values, values: Any) -> bool:
         """Send one sample ``[dim]``, or several ``[n, dim]`` with stamps ``[n]``; never waits.
 
-        Values are copied. False: nobody can take samples now, and those due were counted unsent.
+        Values are copied. False: rank 0 cannot receive now; the due samples were counted unsent.
 
         Raises:
             SpecError: the samples are not what was declared for ``stream``.
@@ -201,8 +201,8 @@ class RobotClient:
     ) -> Answer:
         """Send a sample of each stream, and wait for the chunk of a window that ends there.
 
-        The caller's thread reads it from the socket itself. Chunks that come meanwhile go to the
-        timeline and ``on_chunk`` as ever, also this one.
+        The caller's thread reads the chunk from the socket itself. Every chunk that arrives
+        meanwhile, also this one, goes to the timeline and to ``on_chunk``.
 
         Args:
             samples: values ``[dim]`` by stream, sent in this order: the one that ends windows last.
@@ -210,8 +210,8 @@ class RobotClient:
             stamp_ns: of all samples; None: now.
 
         Raises:
-            TimeoutError: none came in time.
-            PeerLostError: nobody can take samples now.
+            TimeoutError: no such chunk came in time.
+            PeerLostError: rank 0 cannot receive samples now.
             SpecError: as ``push``.
             PpstreamError: ``connect`` was not called, or this is a callback of the client.
             ReceiverEndedError: the receiving thread ended by an exception.
@@ -224,7 +224,7 @@ class RobotClient:
             until_ns = now_ns() + round(timeout_s * NS_PER_S)
 
             def send() -> bool:
-                self._tell_merged(link)  # who asks again at once: the policy is to know
+                self._send_merged(link)  # who asks again at once: the policy is to know
                 taken = [self.push(stream, stamp, values) for stream, values in samples.items()]
                 if self._outbox.due_ns is not None:
                     self._flush(link)
@@ -237,9 +237,9 @@ class RobotClient:
         if asked.answer is not None:
             return asked.answer
         if link.is_closing:
-            raise PpstreamError("this client was closed while it asked")
+            raise PpstreamError("this client was closed during ask()")
         if not is_sent:
-            what = f"{self._endpoint}: nobody can take samples now; the run is {self.phase}"
+            what = f"{self._endpoint}: rank 0 cannot receive samples now; the run is {self.phase}"
             raise PeerLostError(what)
         raise TimeoutError(
             f"no chunk of a window that ends at {stamp} came within {timeout_s:g} s; the run is "
@@ -261,7 +261,7 @@ class RobotClient:
         with link.changed:
             message = self._session.instruct(text)
             if self.connected and not link.send(message):
-                self._session.lose(now_ns())  # the next session's Hello will say it
+                self._session.on_lost(now_ns())  # the next session's Hello will say it
         link.wake()
         return message.conditioning_epoch
 
@@ -309,7 +309,9 @@ class RobotClient:
             self.timeline.clear()
             self._session.session_epoch += 1
             if self.connected and not link.send(ResetRequest(self._session.session)):
-                self._session.lose(now_ns())  # rank 0 did not hear it: only a new session is safe
+                self._session.on_lost(
+                    now_ns()
+                )  # rank 0 did not hear it: only a new session is safe
         link.wake()
 
     def statistics(self) -> ClientStatistics:
@@ -345,7 +347,7 @@ class RobotClient:
                 self.timeline.clear()  # so that the last chunks are reported, too
             self._feedback.collect()
             self._feedback.send_reports(self._link.send)
-            self._tell_state(self._link, now_ns(), is_last=True)
+            self._send_state(self._link, now_ns(), is_last=True)
             self._link.close()
 
     def __enter__(self) -> RobotClient:
@@ -367,7 +369,7 @@ class RobotClient:
         return link
 
     def _merge(self, chunk: ActionChunk) -> None:
-        """The link's thread: a chunk arrived. What is only counted or told waits for ``_turn``."""
+        """The link's thread: a chunk arrived. Counts and notifications wait for ``_turn``."""
         link = self._link
         assert link is not None
         with link.lock:  # a reset comes wholly before or wholly after
@@ -392,8 +394,8 @@ class RobotClient:
             self._feedback.unread(chunk)
             self._feedback.send_reports(link.send)
 
-    def _tell_merged(self, link: RobotLink) -> None:
-        """Whoever is first: tell rank 0 what the newest merged chunk changed."""
+    def _send_merged(self, link: RobotLink) -> None:
+        """Send rank 0 what the newest merged chunk changed; the first thread to call does it."""
         if not self._merged:
             return
         try:
@@ -407,26 +409,26 @@ class RobotClient:
     def _turn(self, now: int) -> int | None:
         """The link's thread: send what is due, and say when the next batch is.
 
-        Reports leave here, some together and just after a chunk came: they delay nobody's samples.
+        Reports leave here, some together and just after a chunk came: they delay no samples.
         """
         link, feedback = self._connected_link(), self._feedback
-        self._tell_merged(link)
+        self._send_merged(link)
         feedback.collect()
         reports_due_ns = feedback.send_due_reports(link.send, now)
         if not self._session.executable:
             feedback.await_ready()
-        state_due_ns = self._tell_state(link, now)
-        self._send_batches(link, self._outbox.take_due(now), now)
+        state_due_ns = self._send_state(link, now)
+        self._send_batches(link, self._outbox.pop_due(now), now)
         dues = (self._outbox.due_ns, state_due_ns, reports_due_ns)
         return min((due for due in dues if due is not None), default=None)
 
-    def _tell_state(self, link: RobotLink, now: int, *, is_last: bool = False) -> int | None:
+    def _send_state(self, link: RobotLink, now: int, *, is_last: bool = False) -> int | None:
         return self._feedback.send_state(link.send, self._session.session, now, is_last=is_last)
 
     def _fail(self, why: str) -> None:
-        """The link's thread ends: the last that rank 0 hears is why."""
+        """The link's thread ends: the last message to rank 0 is the reason."""
         self.timeline.fail(why, f"client: {why}")
-        self._tell_state(self._connected_link(), now_ns(), is_last=True)
+        self._send_state(self._connected_link(), now_ns(), is_last=True)
 
     def _hurry(self) -> None:
         """Any thread: a hold or a fault began."""
@@ -436,7 +438,7 @@ class RobotClient:
 
     def _flush(self, link: RobotLink) -> None:
         now = now_ns()
-        self._send_batches(link, self._outbox.take_due(now, everything=True), now)
+        self._send_batches(link, self._outbox.pop_due(now, everything=True), now)
 
     def _send_batches(self, link: RobotLink, batches: list[Batch], now: int) -> bool:
         session = self._session.session
@@ -450,7 +452,7 @@ class RobotClient:
             self._sent += sent
             self._unsent += unsent
         if sent:
-            self._session.spoke(now)
+            self._session.on_sent(now)
         if unsent and session:
             self._session.doubt()
             link.wake()

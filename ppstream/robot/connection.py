@@ -44,7 +44,7 @@ class RobotLink:
     """Connects at once and goes on trying until it is closed.
 
     An exception that ends its thread, from a callback or of its own, is logged once; ``failure``
-    is its text from then on, the session is given back, and whoever sends or waits raises it.
+    is its text from then on, the session ends, and each call that sends or waits raises it.
 
     Args:
         endpoint: where rank 0 listens.
@@ -126,7 +126,7 @@ class RobotLink:
         self.raise_failure()
         if is_open:
             return
-        why = f"nobody answered within {timeout_s:g} s" if refused is None else refused.reason
+        why = f"no answer within {timeout_s:g} s" if refused is None else refused.reason
         lines = [f"{self._endpoint}: no session: {why}", *(refused.details if refused else ())]
         raise (HandshakeError if why in HOPELESS else PeerLostError)("\n  ".join(lines))
 
@@ -184,7 +184,9 @@ class RobotLink:
     def refuse_callbacks(self) -> None:
         """Raises PpstreamError when the caller does the link's work: it is in a callback."""
         if threading.current_thread() in (self._thread, self._guest):
-            raise PpstreamError("a callback of the client cannot wait for what it would receive")
+            raise PpstreamError(
+                "a callback of the client cannot wait for what its own thread would receive"
+            )
 
     def close(self) -> None:
         """End the thread, hand on what came and stands unread, say goodbye, release the socket.
@@ -330,5 +332,5 @@ class RobotLink:
             self.send(ClockReading(message.session, message.asked_ns, self._clock()))
             return
         with self.changed:
-            self.session.take(message, now_ns())
+            self.session.on_answer(message, now_ns())
             self.changed.notify_all()

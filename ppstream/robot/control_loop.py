@@ -46,8 +46,8 @@ class LoopFault:
 
     ``lease``: the newest action chunk expired before another came; ``phase``: the run left the
     phases in which robots may move; ``client``: the client's receiving thread has ended, ``text``
-    has its traceback; ``loop``: a tick raised ``text``, as ``run`` did then; ``stop``: somebody
-    called ``stop``, ``text`` is the reason given. ``at_ns`` and ``expired_ns`` are the robot's
+    has its traceback; ``loop``: a tick raised ``text``, as ``run`` did then; ``stop``: a call
+    of ``stop``, ``text`` is its reason. ``at_ns`` and ``expired_ns`` are the robot's
     clock.
     """
 
@@ -64,8 +64,8 @@ class LoopFault:
 class LoopStatistics:
     """Counts since the start; ``lateness`` is how long after its deadline a tick began.
 
-    ``oldest_ns``: age of the oldest action executed; ``max_age_ns``: what was allowed, 0 when the
-    lease alone says. ``collections`` and ``longest_collection_ns``: of garbage, between ticks.
+    ``oldest_ns``: age of the oldest action executed; ``max_age_ns``: the limit, 0 when only
+    the lease limits. ``collections`` and ``longest_collection_ns``: of garbage, between ticks.
     ``refused``: what the operating system did not permit.
     """
 
@@ -101,18 +101,18 @@ class ControlLoop:
         read: called with the robot's time; returns new samples by stream, ``[dim]`` each, stamped
             with that time and pushed. None: samples are pushed elsewhere.
         write: executes one action ``[dim]`` float32.
-        client: where actions come from.
+        client: source of the actions.
         hold: keeps the robot where it is; called each tick when no action may be executed.
-        on_expiry: what follows a fault: ``hold`` only, or ``stop`` or ``home`` instead, ``hold_ms``
-            later, each tick until the fault is cleared.
-        stop: called with what shall be left of the motion: from 1.0 linearly to 0.0 within
-            ``ramp_ms``, then 0.0 at every tick. Velocities and forces are scaled by it. What
-            follows the method ``stop``, whatever ``on_expiry`` says.
+        on_expiry: reaction to a fault: ``hold`` only, or from ``hold_ms`` later on ``stop`` or
+            ``home`` at each tick until the fault is cleared.
+        stop: called with the factor for velocities and forces: from 1.0 linearly to 0.0 within
+            ``ramp_ms``, then 0.0 at every tick. The method ``stop`` uses this ramp for every
+            ``on_expiry``.
         home: moves it to its rest position, one tick at a time.
         hold_ms: from the fault to ``stop`` or ``home``.
         ramp_ms: how long ``stop`` takes.
         resume: a fault ends by itself as soon as an action may be executed again.
-        realtime: what to ask the operating system for while ``run`` runs.
+        realtime: settings of the operating system while ``run`` runs.
 
     Raises:
         ValueError: ``on_expiry`` names a reaction that was not given, or the rate is not positive.
@@ -137,7 +137,9 @@ class ControlLoop:
         if rate_hz <= 0:
             raise ValueError(f"rate_hz must be above 0, got {rate_hz}")
         if {"hold": hold, "stop": stop, "home": home}[on_expiry] is None:
-            raise ValueError(f"on_expiry={on_expiry!r} needs {on_expiry}=: say how this robot does")
+            raise ValueError(
+                f"on_expiry={on_expiry!r} needs {on_expiry}=: pass the function that does it"
+            )
         self.period_ns = round(NS_PER_S / rate_hz)
         self._read = read
         self._write = write
@@ -179,7 +181,7 @@ class ControlLoop:
         """
         if self._is_ended:
             raise PpstreamError(
-                "this loop was ended, and an ended loop moves nothing: make another one; to stop "
+                "this loop has ended and cannot run again: create a new one; to stop "
                 "for a while use stop(reason), and clear_fault() to go on"
             )
         try:
@@ -203,15 +205,15 @@ class ControlLoop:
 
         From the next tick on nothing is executed until ``clear_fault``, also with ``resume``: a
         robot that moves goes through the ramp of ``stop=`` at once, without ``hold_ms``, or holds
-        where there is none; it never goes home. A tick under way may still execute its action. The
-        first of several counts, so that no ramp begins anew. It needs a loop that ticks, and
-        replaces no emergency stop of the hardware.
+        where there is none; it never goes home. A tick in progress may still execute its action. Of
+        several calls only the first counts, so that the ramp does not restart. The call needs a
+        loop that ticks, and does not replace a hardware emergency stop.
         """
         if self._stopped is None:
             self._stopped = LoopFault("stop", self._client.clock(), None, reason)
 
     def clear_fault(self) -> None:
-        """Permit actions again, after ``stop`` too; what may be executed, the timeline says.
+        """Permit actions again, after ``stop`` too; the timeline decides which may be executed.
 
         A fault whose cause lasts, such as ``client``, latches again at the next tick.
         """
@@ -264,7 +266,7 @@ class ControlLoop:
             time.sleep(max(0, ticker.due_ns - now_ns()) / NS_PER_S)
             tick_ns = now_ns()
             self._lateness.add(tick_ns - ticker.due_ns)
-            self._missed += max(0, ticker.take(tick_ns) - 1)
+            self._missed += max(0, ticker.consume(tick_ns) - 1)
             self.tick()
             done_ns = now_ns()
             self._garbage.offer(done_ns, ticker.due_ns - done_ns)
@@ -327,7 +329,7 @@ class ControlLoop:
         return None
 
     def _break(self, error: Exception) -> None:
-        """A tick raised: whoever looks at the loop from elsewhere, rank 0 too, shall see it."""
+        """A tick raised: record the fault for other threads and for rank 0."""
         at_ns = self._client.clock()
         *_, what = traceback.format_exception_only(error)
         fault = self._fault = LoopFault(

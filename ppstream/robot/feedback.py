@@ -66,7 +66,7 @@ class Feedback:
     def collect(self) -> None:
         """Take what became of chunks since the last call."""
         with self._lock:
-            for outcome in self._timeline.take_outcomes(self._clock()):
+            for outcome in self._timeline.pop_outcomes(self._clock()):
                 if outcome.executed:
                     self._ages.add(outcome.age_ns)
                     self._dispatches.add(outcome.dispatch_ns)

@@ -78,10 +78,10 @@ class Outbox:
                 gathering.put(stamps, array, now_ns)
                 if self.due_ns is None:
                     self.due_ns = now_ns + self._batch_ns
-                return self._take_due(now_ns)
-            full = [*gathering.take(), Batch(gathering.index, stamps.data, array.data, len(stamps))]
+                return self._pop_due(now_ns)
+            full = [*gathering.pop(), Batch(gathering.index, stamps.data, array.data, len(stamps))]
             self.due_ns = self._oldest_due_ns()
-            return [*full, *self._take_due(now_ns)]
+            return [*full, *self._pop_due(now_ns)]
 
     def encoded(self, stream: str, stamp_ns: int, data: bytes) -> Batch:
         """One encoded frame to send, never gathered.
@@ -103,22 +103,22 @@ class Outbox:
         stamp = stamp_ns.to_bytes(8, "little", signed=True)
         return Batch(gathering.index, memoryview(stamp), memoryview(data), 1)
 
-    def take_due(self, now_ns: int, *, everything: bool = False) -> list[Batch]:
+    def pop_due(self, now_ns: int, *, everything: bool = False) -> list[Batch]:
         """All gathered samples once the oldest is due, or ``everything`` now."""
         with self._lock:
-            return self._take() if everything else self._take_due(now_ns)
+            return self._pop() if everything else self._pop_due(now_ns)
 
     def _oldest_due_ns(self) -> int | None:
         begun = (gathering.since_ns for gathering in self._gathering.values())
         oldest = min((since_ns for since_ns in begun if since_ns is not None), default=None)
         return None if oldest is None else oldest + self._batch_ns
 
-    def _take_due(self, now_ns: int) -> list[Batch]:
-        return [] if self.due_ns is None or now_ns < self.due_ns else self._take()
+    def _pop_due(self, now_ns: int) -> list[Batch]:
+        return [] if self.due_ns is None or now_ns < self.due_ns else self._pop()
 
-    def _take(self) -> list[Batch]:
+    def _pop(self) -> list[Batch]:
         self.due_ns = None
-        return [batch for gathering in self._gathering.values() for batch in gathering.take()]
+        return [batch for gathering in self._gathering.values() for batch in gathering.pop()]
 
 
 class _Gathering:
@@ -184,7 +184,7 @@ class _Gathering:
         self._values[self._count : end] = values
         self._count = end
 
-    def take(self) -> list[Batch]:
+    def pop(self) -> list[Batch]:
         """The gathered samples, copied; empty when there are none."""
         count, self._count, self.since_ns = self._count, 0, None
         if not count:

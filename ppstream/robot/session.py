@@ -119,19 +119,19 @@ class RobotSession:
         another address; but a full one looks the same, so it is given some time.
         """
         if self.session and sent:
-            self.spoke(now_ns)
+            self.on_sent(now_ns)
             return
         if self.session:
             self._stuck_ns = self._stuck_ns or now_ns
             self._spoke_ns = now_ns + RETRY_NS[0] - self._ping_ns
             if now_ns - self._stuck_ns >= STUCK_NS:
-                self.lose(now_ns)
+                self.on_lost(now_ns)
             return
         self._attempts += 1
         self._hello_ns = now_ns + self._retry_ns
         self._retry_ns = min(2 * self._retry_ns, RETRY_NS[1]) if sent else RETRY_NS[0]
 
-    def spoke(self, now_ns: int) -> None:
+    def on_sent(self, now_ns: int) -> None:
         """Something was sent, from any thread: it says as much as a ping."""
         self._spoke_ns = now_ns
         self._stuck_ns = 0
@@ -154,7 +154,9 @@ class RobotSession:
         )
         return message
 
-    def take(self, answer: Welcome | Refused | Phase | Lost | Conditioned, now_ns: int) -> bool:
+    def on_answer(
+        self, answer: Welcome | Refused | Phase | Lost | Conditioned, now_ns: int
+    ) -> bool:
         """Take what the server says; True: a new session is open."""
         if isinstance(answer, Welcome):
             return self._open(answer, now_ns)
@@ -165,10 +167,10 @@ class RobotSession:
         elif isinstance(answer, Conditioned):
             self.conditioned = answer
         elif answer.session == self.session:
-            self.lose(now_ns)
+            self.on_lost(now_ns)
         return False
 
-    def lose(self, now_ns: int) -> None:
+    def on_lost(self, now_ns: int) -> None:
         """The session is gone: ask for a new one at once."""
         if self.session:
             logger.info("session %x is lost: asking for a new one", self.session)
@@ -203,7 +205,7 @@ class RobotSession:
         if self._lost_ns is not None:
             self._outages.add(now_ns - self._lost_ns)
             self._lost_ns = None
-        self.spoke(now_ns)
+        self.on_sent(now_ns)
         if self._on_open is not None:
             self._on_open(welcome)
         return True

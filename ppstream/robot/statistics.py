@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.quantiles import Quantiles
-from ppstream.robot.chunk_playback import Outcome
+from ppstream.robot.chunk_playback import ChunkOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,9 @@ class TimelineStatistics:
     """Counts since the start: received = refused + executed + superseded + pending.
 
     ``executed``: at least one step was; ``superseded``: none, a newer chunk came first.
-    ``oldest_ns``: window end to execution of the oldest action executed; ``max_age_ns``: what it
-    may be at most, 0 when the lease alone says; ``too_old``: how often an action was refused for
-    it though its lease still ran.
+    ``oldest_ns``: window end to execution of the oldest action executed; ``max_age_ns``: its
+    limit, 0 when only the lease limits; ``too_old``: how often an action beyond the limit was
+    refused though its lease still ran.
     """
 
     received: int
@@ -41,7 +41,7 @@ class TimelineStatistics:
 
 
 def oldest_text(oldest_ns: int, max_age_ns: int) -> str:
-    """For people; an age of 0 says that no action was executed."""
+    """For people; an age of 0 means that no action was executed."""
     if not oldest_ns:
         return "no action executed"
     limit = f" of {max_age_ns / NS_PER_MS:g}" if max_age_ns else ""
@@ -52,7 +52,7 @@ class Holds(NamedTuple):
     """Executed and held ticks of a robot since its session began.
 
     ``holds``: times it began to hold though the run was ready and it had executed actions of this
-    episode; ``held_ns``: how long, the hold under way included. ``fault``: the newest of
+    episode; ``held_ns``: how long, with the hold in progress. ``fault``: the newest of
     ``faults``, in words.
     """
 
@@ -75,14 +75,14 @@ class HoldCounts:
     fault: str = ""
     _since_ns: int | None = None  # the hold under way
     _newest_ns: int = 0  # when it was last seen to go on
-    _standing: str = ""  # the fault under way
+    _latched: str = ""  # the fault under way
     _has_executed: bool = False
 
     def execute(self, at_ns: int) -> None:
         """An action is executed: nothing is held, no fault stands."""
         self.pause(at_ns)
         self._has_executed = True
-        self._standing = ""
+        self._latched = ""
 
     def hold(self, at_ns: int) -> bool:
         """Nothing is executed though the run is ready; True when a hold begins by that."""
@@ -93,10 +93,10 @@ class HoldCounts:
         self.holds += 1
         return True
 
-    def stand(self, fault: str) -> bool:
+    def latch(self, fault: str) -> bool:
         """The fault that stands now, empty: none; True when it latched since the last call."""
-        is_new = fault not in ("", self._standing)
-        self._standing = fault
+        is_new = fault not in ("", self._latched)
+        self._latched = fault
         if is_new:
             self.faults += 1
             self.fault = fault
@@ -115,8 +115,8 @@ class HoldCounts:
 
     def begin_session(self) -> None:
         self.holds = int(self._since_ns is not None)
-        self.faults = int(self._standing != "")
-        self.held_ns, self.fault = 0, self._standing
+        self.faults = int(self._latched != "")
+        self.held_ns, self.fault = 0, self._latched
 
     def so_far(self, now_ns: int) -> Holds:
         running_ns = 0 if self._since_ns is None else max(0, now_ns - self._since_ns)
@@ -136,7 +136,7 @@ class TimelineCounts:
     too_old: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: ChunkOutcome) -> None:
         """A chunk ended."""
         self.steps_executed += outcome.executed
         self.steps_skipped += outcome.skipped
@@ -163,10 +163,10 @@ class TimelineCounts:
 
 @dataclass(frozen=True, slots=True)
 class Reconnecting:
-    """State of a client that gets its session back.
+    """State of a client that reconnects.
 
-    ``attempts``: times it asked since it holds none; 0 while it holds one. ``pause_ns``: what it
-    waits between two of them now. ``refusal``: the last answer, if it was one. ``outage``: from
+    ``attempts``: Hellos since it lost its session; 0 while it has one. ``pause_ns``: the present
+    pause between two of them. ``refusal``: the last answer, if it was one. ``outage``: from
     noticing a loss to the new session, over all losses.
     """
 
@@ -180,10 +180,10 @@ class Reconnecting:
 class ClientStatistics:
     """Counts since the start; ``age`` is observation to action, in the robot's clock.
 
-    ``failure``: what ended the receiving thread, with its traceback; None: it lives.
-    ``unsent``: samples pushed while nobody could take them. ``dropped``: chunks that were not for
-    this robot as it was, and those that nobody had read when it closed (``closed``); the timeline
-    counts the rest. ``undecodable``: frames. ``dispatch``: from
+    ``failure``: the exception that ended the receiving thread, with traceback; None: it runs.
+    ``unsent``: samples pushed while rank 0 could not receive. ``dropped``: chunks of another
+    session or episode, and those unread at the close (``closed``); the timeline counts the
+    rest. ``undecodable``: frames. ``dispatch``: from
     the receipt of a chunk to the execution of its first action.
     """
 

@@ -19,10 +19,10 @@ from ppstream.core.errors import ReceiverEndedError
 from ppstream.robot.chunk_playback import (
     Actions,
     Blending,
+    BlendPart,
+    ChunkOutcome,
     ChunkPlayback,
     Mask,
-    Outcome,
-    Part,
     blended,
 )
 from ppstream.robot.statistics import HoldCounts, Holds, TimelineCounts, TimelineStatistics
@@ -34,9 +34,9 @@ Refusal = Literal[
 
 ACTION_BYTES: Final = 4  # float32
 MAX_PENDING: Final = 64  # chunks whose first step is still to come
-MAX_OUTCOMES: Final = 1024  # what became of chunks, until somebody takes it
+MAX_OUTCOMES: Final = 1024  # fates of chunks, until they are popped
 _FLOAT32: Final = np.dtype(np.float32)
-DELAYS: Final = 10  # chunks over which the longest delay is told to the policy
+DELAYS: Final = 10  # chunks whose longest delay the policy gets
 
 
 class Executing(NamedTuple):
@@ -61,9 +61,9 @@ class Plan(NamedTuple):
 class ActionTimeline:
     """Merges chunks on one thread, gives actions on another: both under one short lock.
 
-    While two chunks are blended an action is a mixture of both: it stays between them, begins at
-    what was executed last and ends at the newer chunk, ``blend_ms`` after that took over and before
-    the older one may no longer be executed. Discrete actions are never mixed.
+    While two chunks are blended, an action lies between both: the blend begins at the last executed
+    action and ends at the newer chunk, ``blend_ms`` after that one began and before the older
+    chunk's lease ends. Discrete actions are never blended.
 
     Args:
         dim: actions per step, in the order declared to the server.
@@ -72,9 +72,9 @@ class ActionTimeline:
             its lease runs.
 
     Attributes:
-        failure: why no chunk can come any more; None: nothing is wrong.
-        is_ready: whether the run's phase lets robots move; only then a hold counts as one.
-        on_trouble: called, outside the lock, by whoever asks when a hold begins or a fault latches.
+        failure: the reason why no more chunks can arrive; None: they can.
+        is_ready: returns True while the run's phase permits motion; only then holds are counted.
+        on_trouble: called, outside the lock, by the thread that sees a hold begin or a fault latch.
     """
 
     def __init__(self, dim: int, *, blend_ms: float = 0.0, max_age_ms: float | None = None) -> None:
@@ -91,7 +91,7 @@ class ActionTimeline:
         self._playing: deque[ChunkPlayback] = deque()  # by start, at most one of them begun
         self._newest: ActionChunk | None = None
         self._delays_ns: deque[int] = deque(maxlen=DELAYS)
-        self._outcomes: deque[Outcome] = deque(maxlen=MAX_OUTCOMES)
+        self._outcomes: deque[ChunkOutcome] = deque(maxlen=MAX_OUTCOMES)
         self._ended: list[ChunkPlayback] = []  # not counted yet
         self._counts = TimelineCounts()
         self._holds = HoldCounts()
@@ -141,7 +141,7 @@ class ActionTimeline:
             if refusal is None:
                 self._take_over(playing)
                 self._delays_ns.append(now_ns - chunk.window_end_ns)
-                self._forget_past(now_ns)
+                self._drop_past(now_ns)
                 return None
             self._counts.refused[refusal] += 1
             if refusal in ("expired", "too_old", "superseded"):
@@ -159,7 +159,7 @@ class ActionTimeline:
         """
         self.raise_failure()
         with self._lock:
-            self._forget_past(now_ns)
+            self._drop_past(now_ns)
             playing = self._playing[0] if self._playing else None
             if playing is not None and now_ns >= playing.chunk.start_ns:
                 parts = self._execute(playing, now_ns)
@@ -178,17 +178,17 @@ class ActionTimeline:
 
         Args:
             now_ns: robot clock.
-            fault: what stands in the way until somebody clears it; empty: nothing does.
+            fault: the fault that blocks motion until it is cleared; empty: none.
         """
         with self._lock:
-            is_new = self._holds.stand(fault)
+            is_new = self._holds.latch(fault)
         self._hold(now_ns, is_trouble=is_new)
 
     def fail(self, why: str, fault: str) -> None:
-        """No chunk can come any more: ``action_at`` raises ``why``, and ``fault`` is counted."""
+        """No more chunks can arrive: ``action_at`` raises ``why``, and ``fault`` is counted."""
         self.failure = why
         with self._lock:
-            self._holds.stand(fault)
+            self._holds.latch(fault)
 
     def raise_failure(self) -> None:
         """Raises ReceiverEndedError when no chunk can come any more."""
@@ -196,7 +196,7 @@ class ActionTimeline:
             raise ReceiverEndedError(self.failure)
 
     def begin_session(self) -> None:
-        """Count holds and faults anew; one that is under way belongs to the new session."""
+        """Restart the counts of holds and faults; a hold in progress belongs to the new session."""
         with self._lock:
             self._holds.begin_session()
 
@@ -211,7 +211,7 @@ class ActionTimeline:
         Nothing is counted. None when there is no chunk.
         """
         with self._lock:
-            self._forget_past(now_ns)
+            self._drop_past(now_ns)
             if not self._playing:
                 return None
             newest = self._playing[-1]
@@ -249,10 +249,10 @@ class ActionTimeline:
             self._newest = None
             self._holds.begin_episode()
 
-    def take_outcomes(self, now_ns: int) -> list[Outcome]:
+    def pop_outcomes(self, now_ns: int) -> list[ChunkOutcome]:
         """Returns the fate of the chunks that ended by ``now_ns`` and since the last call."""
         with self._lock:
-            self._forget_past(now_ns)
+            self._drop_past(now_ns)
             self._count_ended()
             outcomes = list(self._outcomes)
             self._outcomes.clear()
@@ -275,7 +275,7 @@ class ActionTimeline:
 
     # ---- under the lock ------------------------------------------------------------------------
 
-    def _execute(self, playing: ChunkPlayback, now_ns: int) -> list[Part]:
+    def _execute(self, playing: ChunkPlayback, now_ns: int) -> list[BlendPart]:
         """Returns what the action at ``now_ns`` is mixed from; it counts as executed."""
         self._fading.forget(playing, now_ns)
         parts = self._fading.parts((playing,), now_ns)
@@ -322,7 +322,7 @@ class ActionTimeline:
         if len(self._playing) > MAX_PENDING:
             self._end(self._playing.popleft())
 
-    def _forget_past(self, now_ns: int) -> None:
+    def _drop_past(self, now_ns: int) -> None:
         """Drop chunks that a newer, begun one has replaced, and the begun one once it expired."""
         playing = self._playing
         while len(playing) > 1 and playing[1].chunk.start_ns <= now_ns:
@@ -337,7 +337,7 @@ class ActionTimeline:
         self._fading.replace(playing, by)
 
     def _end(self, playing: ChunkPlayback) -> None:
-        """A chunk ends; it is counted once somebody looks, not while the next one is merged."""
+        """A chunk ends; it is counted at the next read, not while the next one is merged."""
         self._ended.append(playing)
         if len(self._ended) >= MAX_PENDING:
             self._count_ended()

@@ -2,7 +2,7 @@
 
 A text gets a number when it is first wanted; a row names that number only after the policy has
 confirmed it, so no window ever names a text that the policy does not know. It speaks to nobody by
-itself: ``tell`` takes the text to the policy, ``take_news`` says what changed.
+itself: ``tell`` takes the text to the policy, ``pop_changes`` says what changed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Instructions:
         self._answers: deque[tuple[int, str]] = deque()
         self._changes: deque[InstructionChange] = deque()
 
-    def want(self, row: RowInput, conditioning_epoch: int, text: str) -> bool:
+    def request(self, row: RowInput, conditioning_epoch: int, text: str) -> bool:
         """``row`` shall follow ``text`` (empty: none); False: it is not newer than its last."""
         wished = self._wishes.get(row.session)
         newest = row.conditioning_epoch if wished is None else wished[1].conditioning_epoch
@@ -60,7 +60,7 @@ class Instructions:
         self._wishes[row.session] = (row, wish)
         number = self._number(text)
         if number is None:
-            self._refuse(wish, f"{TEXTS_MAX} different texts are the most of one run")
+            self._refuse(wish, f"{TEXTS_MAX} different texts are the limit of one run")
         elif number in self._faults:
             self._refuse(wish, self._faults[number])
         self._adopt()
@@ -70,7 +70,7 @@ class Instructions:
         """The policy knows the text of ``number``, or why it cannot; from any thread."""
         self._answers.append((number, fault))
 
-    def take_news(self) -> list[InstructionChange]:
+    def pop_changes(self) -> list[InstructionChange]:
         """Returns what changed since the last call; the rows have it already."""
         while self._answers:
             number, fault = self._answers.popleft()

@@ -92,7 +92,7 @@ class FrameDecoder:
         key = (frame.session.id, id(frame.stream))
         return self._lanes[hash(key) % len(self._lanes)].put(key, frame)
 
-    def take(self) -> list[DecodedFrame]:
+    def drain(self) -> list[DecodedFrame]:
         """Returns what was decoded since the last call, in order for each camera."""
         done = []
         while self._done:

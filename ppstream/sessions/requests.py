@@ -76,9 +76,11 @@ class SessionRequests:
         self.reports: deque[Told] = deque(maxlen=MAX_REPORTS)
         self._states: Counter[int] = Counter()  # by session, of this second
         self.clock: Clock = now_ns
-        self._teach: Teach = _nobody
+        self._teach: Teach = _ignore
         self._log_event: LogEvent = _nowhere
-        self.instructions = Instructions(self._tell) if config.policy.instructions else None
+        self.instructions = (
+            Instructions(self._send_instruction) if config.policy.instructions else None
+        )
         probe_s = config.service.clock_probe_s
         self._probe_ns = None if probe_s is None else round(probe_s * NS_PER_S)
         self._probe_due_ns = 0
@@ -98,7 +100,7 @@ class SessionRequests:
 
     def begin(self, session: Session) -> None:
         """The session's row is open: its instruction may take effect."""
-        self._want(session)
+        self._request_instruction(session)
 
     def note(self, session: Session, message: Note) -> None:
         """Whatever a robot says that is neither hello nor samples nor goodbye."""
@@ -136,7 +138,7 @@ class SessionRequests:
         elif epoch > session.wish[0]:
             session.wish = epoch, message.text
             if session.is_serving:
-                self._want(session)
+                self._request_instruction(session)
 
     def reading(self, session: Session, message: ClockReading) -> None:
         """Makes a record of a robot's clock; the time of day is asked now, not at arrival."""
@@ -155,14 +157,14 @@ class SessionRequests:
         if not self._cameras.submit(frame):
             stream.ring.refuse("superseded", 1)
 
-    def take(self) -> int:
+    def drain(self) -> int:
         """Put decoded frames into their rings, and tell what became of instructions.
 
         Returns:
             How many samples the rings accepted.
         """
         taken = 0
-        for frame, values, decode_ns in self._cameras.take():
+        for frame, values, decode_ns in self._cameras.drain():
             ring, session = frame.stream.ring, frame.session
             self._counts.images_decoded += values is not None
             self._counts.image_decode_ns += decode_ns
@@ -173,7 +175,7 @@ class SessionRequests:
             else:
                 taken += ring.append(np.array((frame.stamp_ns,)), values, frame.rx_ns)
         if self.instructions is not None:
-            self._take_news(self.instructions)
+            self._apply_changes(self.instructions)
         return taken
 
     def each_second(self, now_ns: int) -> None:
@@ -188,14 +190,14 @@ class SessionRequests:
     def close(self) -> None:
         self._cameras.close()
 
-    def _want(self, session: Session) -> None:
+    def _request_instruction(self, session: Session) -> None:
         epoch, text = session.wish
         if self.instructions is not None and epoch:
-            self.instructions.want(session.row, epoch, text)
-            self._take_news(self.instructions)
+            self.instructions.request(session.row, epoch, text)
+            self._apply_changes(self.instructions)
 
-    def _take_news(self, instructions: Instructions) -> None:
-        for change in instructions.take_news():
+    def _apply_changes(self, instructions: Instructions) -> None:
+        for change in instructions.pop_changes():
             self._counts.instructions += not change.fault
             self._log_event("instruction", **change._asdict())
             session = self._table.by_id(change.session)
@@ -203,12 +205,12 @@ class SessionRequests:
                 answer = Conditioned(change.session, change.conditioning_epoch, change.fault)
                 self._send(session.peer, answer)
 
-    def _tell(self, number: int, text: str) -> None:
+    def _send_instruction(self, number: int, text: str) -> None:
         assert self.instructions is not None
         self._teach(number, text, self.instructions.confirm)
 
 
-def _nobody(number: int, text: str, done: Callable[[int, str], None]) -> None:
+def _ignore(number: int, text: str, done: Callable[[int, str], None]) -> None:
     done(number, "there is no policy")
 
 

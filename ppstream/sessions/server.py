@@ -123,10 +123,10 @@ class Sessions:
         until_ns = self._clock() + DRAIN_NS
         while frames := self._socket.drain(DRAIN_FRAMES):
             for frame in frames:
-                taken += self._take(frame, now_ns)
+                taken += self._handle(frame, now_ns)
             if not self._socket.has_more or self._clock() >= until_ns:
                 break
-        taken += self.requests.take()
+        taken += self.requests.drain()
         if self._socket.malformed:
             self._counts.frames_dropped["malformed"] = self._socket.malformed
         if now_ns >= self._silent_ns and not self._socket.has_more:  # else some may yet be heard
@@ -175,7 +175,7 @@ class Sessions:
 
     # ---- frames ------------------------------------------------------------------------------
 
-    def _take(self, frame: Frame, now_ns: int) -> int:
+    def _handle(self, frame: Frame, now_ns: int) -> int:
         """Handle one frame; returns how many samples the rings accepted."""
         session = self._table.by_peer(frame.peer)
         if session is None:
@@ -198,7 +198,7 @@ class Sessions:
             return 0
         if session is None or session.id != message.session:
             self._drop("stranger")
-            self._tell_lost(frame.peer, message.session, now_ns)
+            self._send_lost(frame.peer, message.session, now_ns)
             return 0
         session.heard_ns = now_ns
         if isinstance(message, Samples):
@@ -294,7 +294,7 @@ class Sessions:
         shown = tuple(line[:MAX_TEXT] for line in details[:MAX_DETAILS])
         self._send(peer, Refused(reason, shown))
 
-    def _tell_lost(self, peer: bytes, session: int, now_ns: int) -> None:
+    def _send_lost(self, peer: bytes, session: int, now_ns: int) -> None:
         if now_ns >= self._lost_due_ns:
             self._lost_due_ns = now_ns + LOST_PAUSE_NS
             self._send(peer, Lost(session))

@@ -40,7 +40,7 @@ class OffsetEstimate:
         self._readings: deque[Offset] = deque(maxlen=READINGS)
 
     def add(self, asked_ns: int, robot_ns: int, heard_ns: int) -> Offset | None:
-        """One answer: when it was asked and heard by rank 0's clock, and what the robot's showed.
+        """One answer: its request and receipt by rank 0's clock, and the time on the robot's clock.
 
         Returns:
             The best estimate now; None when the answer cannot be one: it came before the question.
@@ -116,10 +116,10 @@ class Session:
         if self.is_serving:
             self.row.new_episode()
 
-    def commit(self, said: Prefix) -> None:
+    def commit(self, prefix: Prefix) -> None:
         """Takes what the robot executes next, for the next window; not of an earlier episode."""
-        if self.is_serving and said.session_epoch == self.row.session_epoch:
-            self.row.commitment = commitment(said, len(self.hello.actions))
+        if self.is_serving and prefix.session_epoch == self.row.session_epoch:
+            self.row.commitment = commitment(prefix, len(self.hello.actions))
 
     def end(self) -> None:
         """Free the row."""

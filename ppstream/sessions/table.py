@@ -114,12 +114,12 @@ class SessionTable:
 
     def open(self, peer: bytes, hello: Hello, now_ns: int) -> Session:
         """Give the first free row to a robot that nothing objects to."""
-        place = self._at.index(None)
-        row = self._rows[place]
+        index = self._at.index(None)
+        row = self._rows[index]
         session = Session(
             id=secrets.randbits(48) | 1,  # not to be guessed, and new after a restart
             peer=peer,
-            place=place,
+            place=index,
             row=row,
             hello=hello,
             streams=[
@@ -132,7 +132,7 @@ class SessionTable:
             frames_left=self._frames_per_s,
             wish=(hello.conditioning_epoch, hello.instruction),
         )
-        self._of[peer] = self._at[place] = session
+        self._of[peer] = self._at[index] = session
         return session
 
     def refill(self) -> None:

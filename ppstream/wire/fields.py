@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from ppstream.core.errors import MAX_PLACE, MAX_TEXT
+from ppstream.core.errors import MAX_PLACE, MAX_TEXT, printable
 
 WIRE_MAJOR: Final = 1
 WIRE_MINOR: Final = 2  # rank 0 serves robots of this minor version and of the one before
@@ -42,7 +42,7 @@ class ControlFrame(Message, frozen=True, forbid_unknown_fields=True):
 
 def fault_text(text: str) -> str:
     """The beginning of ``text`` as it may travel and be shown: characters that print, alone."""
-    return "".join(one if one.isprintable() else " " for one in text[:MAX_FAULT])
+    return printable(text, MAX_FAULT, " ")
 
 
 encoder: Final = msgspec.msgpack.Encoder()

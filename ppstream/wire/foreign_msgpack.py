@@ -71,7 +71,7 @@ def as_array(data: Any, dtype: np.dtype[Any], shape: Any, order: Any = "C") -> A
         ValueError: they are not, or a size exceeds a bound.
     """
     if not isinstance(data, bytes | memoryview) or not isinstance(shape, list | tuple):
-        raise ValueError("an array's data are no bytes, or its shape is no list")
+        raise ValueError("an array needs bytes as data, and a list as shape")
     if len(shape) > DIMENSIONS_MAX or not all(type(one) is int and one >= 0 for one in shape):
         raise ValueError(f"an array has the shape {list(shape[: DIMENSIONS_MAX + 1])}")
     wanted = math.prod(shape) * dtype.itemsize
@@ -92,7 +92,7 @@ def _check_items(frame: bytes) -> None:
     at, due, items = 0, 1, 0
     while due:
         if at >= len(frame):
-            raise ValueError("it ends in the middle")
+            raise ValueError("it ends too early")
         due, items, kind, at = due - 1, items + 1, frame[at], at + 1
         if kind <= 0x7F or kind >= 0xE0:
             continue

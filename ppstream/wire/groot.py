@@ -93,7 +93,7 @@ def _replaced(table: dict[Any, Any]) -> Any:
         return table
     file = table.get(NPY)
     if len(table) != 2 or not isinstance(file, bytes):
-        raise ValueError(f"an array has other keys than {ARRAY} and {NPY}, or no bytes")
+        raise ValueError(f"an array needs the keys {ARRAY} and {NPY}, and bytes")
     return _array(file)
 
 
@@ -101,7 +101,7 @@ def _array(file: bytes) -> Array:
     """The array of an ``.npy`` file."""
     width = HEAD_WIDTHS.get(file[6:8])
     if not file.startswith(MAGIC) or width is None:
-        raise ValueError("an array is no .npy file of version 1 to 3")
+        raise ValueError("an array is not an .npy file of version 1 to 3")
     start = 8 + width
     length = int.from_bytes(file[8:start], "little")
     head = HEAD.fullmatch(file[start : start + min(length, HEAD_MAX)].decode("latin-1"))

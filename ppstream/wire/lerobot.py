@@ -148,7 +148,7 @@ def decode_fields(message: bytes) -> dict[int, int | bytes]:
         if size is None or not number:
             raise ProtocolError(f"not a protobuf message: a field of kind {kind}")
         if at + size > len(message):
-            raise ProtocolError("not a protobuf message: it ends in the middle")
+            raise ProtocolError("not a protobuf message: it ends too early")
         found[number], at = message[at : at + size], at + size
     if at < len(message):
         raise ProtocolError(f"a protobuf message of more than {FIELDS_MAX} fields")
@@ -161,7 +161,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
             return value, at + index + 1
-    raise ProtocolError("not a protobuf message: a number does not end")
+    raise ProtocolError("not a protobuf message: a number ends too early")
 
 
 def encode_actions(actions: Array, *, timestep: int, timestamp: float, dt_s: float) -> bytes:

@@ -85,7 +85,7 @@ class _Object:
 
     def build(self, state: Any) -> None:
         if type(state) is not dict:
-            raise ValueError(f"the state of a {self.name} is no map")
+            raise ValueError(f"the state of a {self.name} is not a map")
         self.state = state
 
 
@@ -94,7 +94,7 @@ class _DType:
 
     def __init__(self, name: Any) -> None:
         if type(name) is not str:
-            raise ValueError("a dtype's name is no text")
+            raise ValueError("a dtype's name is not text")
         if DTYPE.fullmatch(name) is None:
             raise ValueError(f"dtype {name[:NAME_SHOWN]!a} is not taken")
         self._name = name
@@ -102,9 +102,9 @@ class _DType:
 
     def build(self, state: Any) -> None:
         if type(state) is not tuple or len(state) < 5:
-            raise ValueError("the state of a dtype is not five values or more")
+            raise ValueError("the state of a dtype has fewer than five values")
         if type(state[1]) is not str or state[1] not in BYTE_ORDERS:
-            raise ValueError("a dtype's byte order is none")
+            raise ValueError("a dtype's byte order is invalid")
         if any(inner is not None for inner in state[2:5]):
             raise ValueError("a dtype with fields or an inner shape is not taken")
         self.dtype = np.dtype(state[1] + self._name)
@@ -117,7 +117,7 @@ class _Shell:
 
     def build(self, state: Any) -> None:
         if type(state) is not tuple or len(state) != 5:
-            raise ValueError("the state of an array is not five values")
+            raise ValueError("the state of an array does not have five values")
         _, shape, dtype, is_fortran, data = state
         self.array = _array(data, dtype, shape, "F" if is_fortran is True else "C")
 
@@ -138,7 +138,7 @@ class _Reader:
             if code == _STOP:
                 values, *marked = self._stacks
                 if marked or len(values) != 1 or self._at < len(self._data):
-                    raise ValueError("it is not one value")
+                    raise ValueError("it does not hold exactly one value")
                 return values[0]
             step = _STEPS.get(code)
             if step is None:
@@ -148,18 +148,18 @@ class _Reader:
 
     # ---- arguments of opcodes ------------------------------------------------------------------
 
-    def take(self, count: int) -> bytes:
+    def read(self, count: int) -> bytes:
         end = self._at + count
         if end > len(self._data):
-            raise ValueError("it ends in the middle")
+            raise ValueError("it ends too early")
         found, self._at = self._data[self._at : end], end
         return found
 
     def number(self, width: int) -> int:
-        return int.from_bytes(self.take(width), "little")
+        return int.from_bytes(self.read(width), "little")
 
     def text(self, width: int) -> None:
-        raw = self.take(self.number(width))
+        raw = self.read(self.number(width))
         if len(raw) > TEXT_BYTES_MAX and _BEYOND_LATIN_1.search(raw):
             raise ValueError(f"a text of {len(raw)} bytes, at most {TEXT_BYTES_MAX} are taken")
         self.push(raw.decode())
@@ -167,10 +167,10 @@ class _Reader:
     def integer(self, width: int) -> None:
         if width > INTEGER_BYTES_MAX:
             raise ValueError(f"an integer of {width} bytes, at most {INTEGER_BYTES_MAX} are taken")
-        self.push(int.from_bytes(self.take(width), "little", signed=True))
+        self.push(int.from_bytes(self.read(width), "little", signed=True))
 
     def double(self) -> None:
-        self.push(_DOUBLE.unpack(self.take(_DOUBLE.size))[0])
+        self.push(_DOUBLE.unpack(self.read(_DOUBLE.size))[0])
 
     def protocol(self) -> None:
         version = self.number(1)
@@ -178,7 +178,7 @@ class _Reader:
             raise ValueError(f"protocol {version} is not taken")
 
     def frame(self) -> None:
-        self.take(8)  # its length: its bytes are here already
+        self.read(8)  # its length: its bytes are here already
 
     # ---- stack and memo ------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class _Reader:
 
     def since_mark(self) -> list[Any]:
         if len(self._stacks) == 1:
-            raise ValueError("there is no mark")
+            raise ValueError("an opcode needs a mark, and there is none")
         return self._stacks.pop()
 
     def put(self, index: int | None = None) -> None:
@@ -204,7 +204,7 @@ class _Reader:
 
     def get(self, index: int) -> None:
         if index not in self._memo:
-            raise ValueError(f"nothing is remembered as {index}")
+            raise ValueError(f"no value is stored under {index}")
         self.push(self._memo[index])
 
     # ---- values made of values -----------------------------------------------------------------
@@ -215,19 +215,19 @@ class _Reader:
     def append(self, values: list[Any]) -> None:
         target = self.top()
         if type(target) is not list:
-            raise ValueError("something is appended to what is no list")
+            raise ValueError("a value is appended to an object that is not a list")
         target.extend(values)
 
     def set_items(self, values: list[Any]) -> None:
         target = self.top()
         keys = values[::2]
         if type(target) is not dict or len(values) % 2 or not all(type(k) is str for k in keys):
-            raise ValueError("a map does not have text keys")
+            raise ValueError("a map has keys that are not text")
         target.update(zip(keys, values[1::2], strict=True))
 
     def name_global(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise ValueError("a global's name is no text")
+            raise ValueError("a global's name is not text")
         full = f"{module[:NAME_MAX]}.{name[:NAME_MAX]}"
         if full not in self._classes and full not in _CALLS and full != _NDARRAY:
             raise ValueError(f"the global {full[:NAME_SHOWN]!a} is not taken")
@@ -236,7 +236,7 @@ class _Reader:
     def name_line(self) -> None:
         match = _NAME_LINE.match(self._data, self._at)
         if match is None:
-            raise ValueError("a global's name is no line of text")
+            raise ValueError("a global's name is not a line of text")
         self._at = match.end()
         self.name_global(match[1].decode(), match[2].decode())
 
@@ -248,21 +248,21 @@ class _Reader:
         values, function = self.pop(), self.pop()
         call = _CALLS.get(function.name) if type(function) is _Global else None
         if call is None or type(values) is not tuple:
-            raise ValueError("a call of what is no function")
+            raise ValueError("a call of an object that is not a function")
         self.push(call(self, *values))
 
     def new_object(self) -> None:
         values, kind = self.pop(), self.pop()
         if type(kind) is not _Global or kind.name not in self._classes:
-            raise ValueError("an object of what is no class")
+            raise ValueError("an instance of an object that is not a class")
         if type(values) is not tuple or values:
-            raise ValueError(f"a {kind.name} is made of values, want a state")
+            raise ValueError(f"a {kind.name} is constructed from values, want a state")
         self.push(_Object(kind.name))
 
     def build(self) -> None:
         state, target = self.pop(), self.top()
         if not isinstance(target, _Object | _DType | _Shell):
-            raise ValueError("a state of what has none")
+            raise ValueError("a state for an object that has none")
         target.build(state)
 
     # ---- functions that a pickle may name ------------------------------------------------------
@@ -270,15 +270,15 @@ class _Reader:
     def encoded(self, text: Any, codec: Any) -> bytes:
         """Bytes as protocol 2 has them: a text of as many characters."""
         if type(text) is not str or type(codec) is not str or codec != "latin1":
-            raise ValueError("bytes are no text in latin1")
+            raise ValueError("bytes are not latin-1 text")
         self._copied += len(text)
         if self._copied > len(self._data):
-            raise ValueError("bytes are made again and again of the same text")
+            raise ValueError("the same text is converted to bytes repeatedly")
         return text.encode("latin-1")
 
     def shell(self, kind: Any, _shape: Any, _code: Any) -> _Shell:
         if type(kind) is not _Global or kind.name != _NDARRAY:
-            raise ValueError("an array is none of NumPy's")
+            raise ValueError("an array is not NumPy's")
         return _Shell()
 
     def dtype(self, name: Any, _align: Any, _copy: Any) -> _DType:
@@ -294,13 +294,13 @@ class _Reader:
 def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Array:
     """A read-only view of ``data``."""
     if type(data) is not bytes or type(dtype) is not _DType:
-        raise ValueError("an array's data are no bytes, or its dtype is none")
+        raise ValueError("an array needs bytes as data, and a dtype")
     if type(order) is not str or order not in ORDERS:
-        raise ValueError("an array's order is none")
+        raise ValueError("an array's order is invalid")
     if type(shape) is not tuple or len(shape) > DIMENSIONS_MAX:
         raise ValueError(f"an array's shape is not up to {DIMENSIONS_MAX} numbers")
     if not all(type(one) is int and one >= 0 for one in shape):
-        raise ValueError("an array's shape is not made of numbers from 0 on")
+        raise ValueError("an array's shape has sizes that are not integers of 0 or more")
     return as_array(data, dtype.dtype, shape, order)
 
 
@@ -329,7 +329,7 @@ class _Tree:
                 raise ValueError("an array has no data")
             return value.array
         if isinstance(value, _Global | _DType):
-            raise ValueError("a class, function or dtype stands where data should")
+            raise ValueError("a class, function or dtype in place of data")
         return value
 
 
@@ -357,10 +357,10 @@ _STEPS: Final[dict[int, Callable[[_Reader], None]]] = {
     0x8C: lambda reader: reader.text(1),  # SHORT_BINUNICODE
     ord("X"): lambda reader: reader.text(4),  # BINUNICODE
     0x8D: lambda reader: reader.text(8),  # BINUNICODE8
-    ord("C"): lambda reader: reader.push(reader.take(reader.number(1))),  # SHORT_BINBYTES
-    ord("B"): lambda reader: reader.push(reader.take(reader.number(4))),  # BINBYTES
-    0x8E: lambda reader: reader.push(reader.take(reader.number(8))),  # BINBYTES8
-    0x96: lambda reader: reader.push(reader.take(reader.number(8))),  # BYTEARRAY8
+    ord("C"): lambda reader: reader.push(reader.read(reader.number(1))),  # SHORT_BINBYTES
+    ord("B"): lambda reader: reader.push(reader.read(reader.number(4))),  # BINBYTES
+    0x8E: lambda reader: reader.push(reader.read(reader.number(8))),  # BINBYTES8
+    0x96: lambda reader: reader.push(reader.read(reader.number(8))),  # BYTEARRAY8
     ord("]"): lambda reader: reader.push([]),  # EMPTY_LIST
     ord("a"): lambda reader: reader.append([reader.pop()]),  # APPEND
     ord("e"): lambda reader: reader.append(reader.since_mark()),  # APPENDS

@@ -142,7 +142,7 @@ class _UnixSocket(ABC):
             EOFError: more than the other side may send.
         """
         if is_cut or size != CARRIER_BYTES or len(fds) != 1:
-            raise ProtocolError("descriptors that nobody asked for, or none left for one")
+            raise ProtocolError("unexpected descriptors, or a message without its descriptor")
         (length,) = LENGTH.unpack_from(self._buffer)
         if length > self._frame_bytes_max:
             raise EOFError
@@ -150,11 +150,11 @@ class _UnixSocket(ABC):
             seals = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)
             found = os.fstat(fds[0])
         except OSError as error:
-            raise ProtocolError("no memory") from error
+            raise ProtocolError("a descriptor that is not shared memory") from error
         if seals & SEALS != SEALS or not 0 < length == found.st_size:
             raise ProtocolError("memory that is not sealed, or of another size")
         if found.st_blocks * BLOCK_BYTES < length:
-            raise ProtocolError("memory with holes: reading them would take pages of ours")
+            raise ProtocolError("memory with holes: reading it would allocate pages here")
         try:
             flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
             return memoryview(mmap.mmap(fds[0], length, flags, mmap.PROT_READ))
@@ -324,7 +324,7 @@ class UnixClient(_UnixSocket):
     def _connection(self, peer: bytes) -> socket.socket | None:
         """The connection; a new one when there is none. The lock is held."""
         if self._server is None:
-            made = _seqpacket()
+            made = seqpacket()
             try:
                 made.connect(self._path)
             except OSError:  # nobody listens, or too many wait to be accepted
@@ -342,7 +342,7 @@ class UnixClient(_UnixSocket):
             self._server = None
 
 
-def _seqpacket() -> socket.socket:
+def seqpacket() -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(0)
     return made
@@ -374,7 +374,7 @@ def _listen(path: Path, *, is_shared: bool) -> socket.socket:
     Raises:
         ConfigError: as ``UnixServer``.
     """
-    listener = _seqpacket()
+    listener = seqpacket()
     try:
         if problem := folder_problem(path, is_shared=is_shared):
             raise ConfigError([f"cannot listen on 'unix://{path}': {problem}"])
@@ -413,7 +413,7 @@ def _remove_stale(path: Path) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise ConfigError([f"cannot listen on 'unix://{path}': it is a file and no socket"])
-    with _seqpacket() as probe:
+    with seqpacket() as probe:
         if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
             raise ConfigError(
                 [

@@ -58,7 +58,7 @@ class SocketGuard:
         """True when ``key`` may connect; asked by the authenticator's thread."""
         return key in self._allowed
 
-    def look(self, socket: zmq.Socket[bytes]) -> None:
+    def count_refused(self, socket: zmq.Socket[bytes]) -> None:
         """Count what was turned away since; for the socket's owner, about once a second."""
         if self._monitor is None:  # a flood stopped it
             try:

@@ -100,11 +100,11 @@ class SharedSocket:
             if self._closed:
                 return frames
             try:
-                left = MAX_DRAIN_BYTES - self._take(frames)
+                left = MAX_DRAIN_BYTES - self._receive(frames)
                 if not self._is_readable():
                     return frames  # the common case; an exception would cost twice the question
                 while len(frames) < limit and left > 0:
-                    left -= self._take(frames)
+                    left -= self._receive(frames)
             except zmq.Again:
                 return frames
         self.has_more = True
@@ -116,7 +116,7 @@ class SharedSocket:
         if self._guard is None or self._closed:
             return {}
         with self._lock:
-            self._guard.look(self._socket)
+            self._guard.count_refused(self._socket)
         return dict(self._guard.refused)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class SharedSocket:
     def _is_readable(self) -> bool:
         return bool(_integer(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
-    def _take(self, frames: list[Frame]) -> int:
+    def _receive(self, frames: list[Frame]) -> int:
         """Receive one message; returns its bytes."""
         peer = self._socket.recv(zmq.NOBLOCK) if self._routed else b""
         part = self._socket.recv(zmq.NOBLOCK, copy=False)  # parts of one message arrive together

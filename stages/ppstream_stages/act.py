@@ -35,7 +35,7 @@ FEED_FORWARD: Final = 3200  # at a width of 512, as ACT has it
 WIDTH: Final = 512
 
 
-class Camera(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CameraInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A camera stream as the policy reads it."""
 
     name: str
@@ -59,7 +59,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     horizon: Count
     action_dim: Count
     group: str = "state"
-    cameras: tuple[Camera, ...] = ()
+    cameras: tuple[CameraInput, ...] = ()
     width: Annotated[int, Meta(ge=64, multiple_of=64)] = WIDTH
     encoder_blocks: Count = 4
     decoder_blocks: Count = 4
@@ -94,7 +94,7 @@ class Attention(nn.Module):
         return joined
 
 
-class Block(nn.Module):
+class AttentionBlock(nn.Module):
     """Pre-norm self-attention, attention to ``tokens`` in a decoder, and a feed-forward layer."""
 
     def __init__(self, width: int, *, is_decoder: bool) -> None:
@@ -129,10 +129,10 @@ class Weights(nn.Module):
         self.place = nn.Parameter(torch.randn(tokens, width) * 0.02)
         self.queries = nn.Parameter(torch.randn(options.horizon, width) * 0.02)
         self.encoder = nn.ModuleList(
-            Block(width, is_decoder=False) for _ in range(options.encoder_blocks)
+            AttentionBlock(width, is_decoder=False) for _ in range(options.encoder_blocks)
         )
         self.decoder = nn.ModuleList(
-            Block(width, is_decoder=True) for _ in range(options.decoder_blocks)
+            AttentionBlock(width, is_decoder=True) for _ in range(options.decoder_blocks)
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, options.action_dim)

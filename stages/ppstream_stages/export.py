@@ -25,7 +25,7 @@ from ppstream.config import load
 from ppstream.core.errors import ExitCode
 from ppstream.policy.compatibility import build_parts
 from ppstream_stages.building import NetworkPart
-from ppstream_stages.onnx import INSTALL, SIDECAR, OnnxPolicy, PolicyFile, Scale
+from ppstream_stages.onnx import INSTALL, SIDECAR, OnnxPolicy, PolicyFile, TensorScale
 
 MODEL: Final = "model.onnx"
 LIBRARIES: Final = ("onnx", "onnxruntime", "onnxscript")
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(
-    config: PipelineConfig, folder: Path, normalisation: Mapping[str, Scale]
+    config: PipelineConfig, folder: Path, normalisation: Mapping[str, TensorScale]
 ) -> tuple[PolicyFile, float]:
     """Writes the policy of ``config`` into ``folder``, over what has these names there.
 
@@ -117,12 +117,12 @@ def export(
         raise ConfigError([f"--out: {folder}: {error.strerror}"]) from error
     difference = _difference(whole, folder / MODEL, about)
     if not difference <= DIFFERENCE_MAX:
-        said = f"it differs by {difference:.1e} from torch, want {DIFFERENCE_MAX:.0e} at most"
-        raise ConfigError([f"{folder / MODEL}: {said}; do not use it"])
+        reason = f"it differs by {difference:.1e} from torch, want {DIFFERENCE_MAX:.0e} at most"
+        raise ConfigError([f"{folder / MODEL}: {reason}; do not use it"])
     return about, difference
 
 
-def scales_of(path: Path | None) -> dict[str, Scale]:
+def scales_of(path: Path | None) -> dict[str, TensorScale]:
     """``normalisation`` from a file such as ``{"state.values": {"mean": [..], "std": [..]}}``.
 
     Raises:
@@ -131,7 +131,7 @@ def scales_of(path: Path | None) -> dict[str, Scale]:
     if path is None:
         return {}
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Scale])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, TensorScale])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError([f"--stats: {path}: {error}"]) from error
 

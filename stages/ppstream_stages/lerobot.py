@@ -1,4 +1,4 @@
-"""A policy that LeRobot trained, from its local folder: ACT, without LeRobot.
+"""A policy that LeRobot trained, from its local folder: ACT or Diffusion, without LeRobot.
 
 ``policy.weights`` names the folder's ``model.safetensors``; ``config.json`` and the processors'
 files lie beside it. What they say is checked before a rank starts. Of the processors' steps those
@@ -8,9 +8,9 @@ elsewhere, and no name in a file is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 import torch
@@ -20,14 +20,21 @@ from torch import Tensor
 from ppstream import ConfigError
 from ppstream.config.field_types import Count
 from ppstream_stages.building import NetworkPart, options_of, parts_from
-from ppstream_stages.lerobot_act import ACTIVATIONS, DEPTHS, UNUSED, ActNetwork, Reads, Sizes
+from ppstream_stages.lerobot_act import ActNetwork, ActSizes
+from ppstream_stages.lerobot_diffusion import DiffusionNetwork, DiffusionSizes
+from ppstream_stages.lerobot_network import (
+    ACTION,
+    ENVIRONMENT,
+    STATE,
+    VISUAL,
+    ConfigFeature,
+    LeRobotNetwork,
+    Reads,
+)
 
 CONFIG: Final = "config.json"
 PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")
 FILE_MAX: Final = 1_000_000  # bytes of a JSON file
-STATE: Final = "observation.state"
-ENVIRONMENT: Final = "observation.environment_state"
-ACTION: Final = "action"
 NORMALISERS: Final = ("normalizer_processor", "unnormalizer_processor")
 #: Steps before and behind the policy; the others have nothing to do here.
 STEPS: Final = (
@@ -42,9 +49,12 @@ MODES: Final = {
     "QUANTILE10": ("q10", "q90"),
 }
 IDENTITY: Final = "IDENTITY"
+KINDS: Final[Mapping[str, type[ActSizes | DiffusionSizes]]] = {
+    "act": ActSizes,
+    "diffusion": DiffusionSizes,
+}
 #: What other kinds of policies would need.
 LACKING: Final = {
-    "diffusion": "its U-Net and its noise schedule",
     "smolvla": "its language model and tokenizer",
     "pi0": "its language model and tokenizer",
     "pi05": "its language model, and the state as text for its tokenizer",
@@ -53,28 +63,25 @@ LACKING: Final = {
 Content = TypeVar("Content")
 
 
-class Feature(msgspec.Struct, frozen=True):
-    """A tensor in ``config.json``."""
-
-    type: str
-    shape: tuple[int, ...]
-
-
-class Kind(msgspec.Struct, frozen=True):
-    """The part of ``config.json`` that every policy has."""
+class PolicyKind(msgspec.Struct, frozen=True):
+    """The part of ``config.json`` that says how to read the others."""
 
     type: str
 
 
-class ActConfig(Sizes, frozen=True, kw_only=True):
-    """``config.json`` of ACT, as far as acting needs it."""
+class PolicyFeatures(msgspec.Struct, frozen=True):
+    """The part of ``config.json`` that every policy of ``KINDS`` has."""
 
-    input_features: dict[str, Feature]
-    output_features: dict[str, Feature]
-    n_obs_steps: int = 1
+    input_features: dict[str, ConfigFeature]
+    output_features: dict[str, ConfigFeature]
+
+    @property
+    def cameras(self) -> list[str]:
+        """Keys of the cameras, in order."""
+        return [key for key, one in self.input_features.items() if one.type == VISUAL]
 
 
-class Step(msgspec.Struct, frozen=True):
+class ProcessorStep(msgspec.Struct, frozen=True):
     """A step of a processor."""
 
     registry_name: str | None = None
@@ -86,14 +93,14 @@ class Step(msgspec.Struct, frozen=True):
 class Processor(msgspec.Struct, frozen=True):
     """``policy_preprocessor.json`` or ``policy_postprocessor.json``."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProcessorStep, ...]
 
 
 class Normaliser(msgspec.Struct, frozen=True):
     """Configuration of a step that normalises."""
 
     norm_map: dict[str, str]
-    features: dict[str, Feature]
+    features: dict[str, ConfigFeature]
     eps: float = 1e-8
     normalize_observation_keys: tuple[str, ...] | None = None
 
@@ -101,12 +108,14 @@ class Normaliser(msgspec.Struct, frozen=True):
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[policy.options]``."""
 
-    steps: Count = 1  # of the window; the last one is read
-    horizon: Count | None = None  # of the chunk; None: all that the policy makes
+    steps: Count | None = None  # of the window; None: those that the policy reads, the last ones
+    horizon: Count | None = None  # of the chunk; None: what LeRobot keeps
     group: str = "state"  # streams in the order of observation.state
     environment: str = "environment"  # group for observation.environment_state
     cameras: dict[str, str] = {}  # stream = key; others are named as the end of their key
     weights: str | None = None  # model.safetensors of the folder
+    noise: Literal["fixed", "fresh"] | None = None  # of Diffusion; None: fixed
+    seed: int | None = None  # of fixed noise; None: 0
 
 
 def build(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
@@ -119,87 +128,93 @@ def build(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
     if options.weights is None:
         raise ConfigError(["policy.weights: got none, want model.safetensors of a LeRobot folder"])
     weights = Path(options.weights)
-    act = _act_config(weights.with_name(CONFIG))
     path = weights.with_name(CONFIG)
-    found = [f"policy.weights: {path}: {text}" for text in _act_problems(act)]
-    found += (f"policy.options.{text}" for text in _option_problems(act, options))
+    kind, features, sizes = _config(path)
+    found = [f"policy.weights: {path}: {text}" for text in _problems(features, sizes)]
+    found += (f"policy.options.{text}" for text in _option_problems(features, sizes, options))
     scales: dict[str, tuple[Tensor, Tensor]] = {}
-    keys = _names(act, options)
+    keys = _names(features, options)
     for name, allowed in zip(PROCESSORS, STEPS, strict=True):
         path = weights.with_name(name)
         found += (f"policy.weights: {path}: {text}" for text in _fold(path, allowed, keys, scales))
     if found:
         raise ConfigError(found)
-    horizon = options.horizon or act.chunk_size
-    (action_dim,) = act.output_features[ACTION].shape
-    reads = _reads(act, options)
+    horizon = options.horizon or sizes.horizons[0]
+    (action_dim,) = features.output_features[ACTION].shape
+    reads = _reads(features, sizes, options)
     with torch.device("meta"):
-        network = ActNetwork(act, reads, horizon, action_dim, scales)
-    return parts_from({"act": network}, torch.float32, _nothing, weights, device, unused=UNUSED)
+        network: LeRobotNetwork
+        if isinstance(sizes, ActSizes):
+            network = ActNetwork(sizes, reads, horizon, action_dim, scales)
+        else:
+            seed = None if options.noise == "fresh" else options.seed or 0
+            network = DiffusionNetwork(sizes, reads, horizon, action_dim, scales, seed)
+    networks = {kind: network}
+    return parts_from(networks, torch.float32, _nothing, weights, device, network.unused)
 
 
 def _nothing(weights: Mapping[str, Tensor]) -> None:
     """Draws none: there is always a file."""
 
 
-def _act_config(path: Path) -> ActConfig:
+def _config(path: Path) -> tuple[str, PolicyFeatures, ActSizes | DiffusionSizes]:
+    """Kind, tensors and sizes of a policy from its ``config.json``."""
     try:
-        kind = _read(path, Kind).type
-        if kind == "act":
-            return _read(path, ActConfig)
+        kind = _read(path, PolicyKind).type
+        if kind in KINDS:
+            return kind, _read(path, PolicyFeatures), _read(path, KINDS[kind])
         lacks = f"; it would need {LACKING[kind]}" if kind in LACKING else ""
-        said = f"got a policy {kind!r}, want 'act'{lacks}"
+        reason = f"got a policy {kind!r}, want {' or '.join(map(repr, KINDS))}{lacks}"
     except ConfigError as error:
-        said = str(error)
-    raise ConfigError([f"policy.weights: {path}: {said}"])
+        reason = str(error)
+    raise ConfigError([f"policy.weights: {path}: {reason}"])
 
 
-def _act_problems(act: ActConfig) -> Iterator[str]:
+def _problems(features: PolicyFeatures, sizes: ActSizes | DiffusionSizes) -> Iterator[str]:
     """Yields what this network does not do."""
-    wanted: dict[str, Sequence[object]] = {
-        "n_obs_steps": [1],
-        "replace_final_stride_with_dilation": [False],
-        "feedforward_activation": [*ACTIVATIONS],
-    }
-    if any(one.type == "VISUAL" for one in act.input_features.values()):
-        wanted["vision_backbone"] = [*DEPTHS]
-    for name, values in wanted.items():
-        if (got := getattr(act, name)) not in values:
-            yield f"{name}: got {got!r}, want {' or '.join(map(repr, values))}"
-    if act.chunk_size < 1 or act.n_heads < 1 or act.dim_model % (2 * act.n_heads):
-        yield "chunk_size, n_heads, dim_model: want sizes of a network"
-    for key, one in act.input_features.items():
+    yield from sizes.problems(features.input_features)
+    for key, one in features.input_features.items():
         is_number = len(one.shape) == 1 and (key, one.type) in (
             (STATE, "STATE"),
             (ENVIRONMENT, "ENV"),
         )
-        is_frame = one.type == "VISUAL" and len(one.shape) == 3 and one.shape[0] == 3
+        is_frame = one.type == VISUAL and len(one.shape) == 3 and one.shape[0] == 3
         if not (is_number or is_frame) or min(one.shape) < 1:
             yield f"input_features: got {key} {one.type} {list(one.shape)}, which no window has"
-    found = {key: len(one.shape) for key, one in act.output_features.items()}
+    found = {key: len(one.shape) for key, one in features.output_features.items()}
     if found != {ACTION: 1}:
         yield f"output_features: got {', '.join(found) or 'none'}, want one row of {ACTION!r}"
 
 
-def _option_problems(act: ActConfig, options: Options) -> Iterator[str]:
-    frames = [key for key, one in act.input_features.items() if one.type == "VISUAL"]
+def _option_problems(
+    features: PolicyFeatures, sizes: ActSizes | DiffusionSizes, options: Options
+) -> Iterator[str]:
     for stream, key in options.cameras.items():
-        if key not in frames:
-            listed = ", ".join(frames) or "no camera"
+        if key not in features.cameras:
+            listed = ", ".join(features.cameras) or "no camera"
             yield f"cameras.{stream}: got {key!r}, the policy reads {listed}"
-    names = list(_names(act, options).values())
+    names = list(_names(features, options).values())
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"cameras: {name!r} would be read for two keys; want a stream for each"
-    if options.horizon is not None and options.horizon > act.chunk_size:
-        yield f"horizon: got {options.horizon}, the policy makes {act.chunk_size} steps"
+    _, most = sizes.horizons
+    if options.horizon is not None and options.horizon > most:
+        yield f"horizon: got {options.horizon}, the policy makes {most} steps"
+    if options.steps is not None and options.steps < sizes.n_obs_steps:
+        yield f"steps: got {options.steps}, the policy reads {sizes.n_obs_steps}"
+    if isinstance(sizes, ActSizes):
+        for name in ("noise", "seed"):
+            if getattr(options, name) is not None:
+                yield f"{name}: got {getattr(options, name)!r}, but ACT draws no noise"
+    elif options.noise == "fresh" and options.seed is not None:
+        yield f"seed: got {options.seed}, but fresh noise has none; want noise = 'fixed'"
 
 
-def _names(act: ActConfig, options: Options) -> dict[str, str]:
+def _names(features: PolicyFeatures, options: Options) -> dict[str, str]:
     """Tensors of window and result by LeRobot's keys."""
     streams = {key: stream for stream, key in options.cameras.items()}
     found = {ACTION: "actions"}
-    for key, one in act.input_features.items():
-        if one.type == "VISUAL":
+    for key, one in features.input_features.items():
+        if one.type == VISUAL:
             found[key] = f"{streams.get(key, key.rpartition('.')[2])}.frames"
         else:
             group = options.group if key == STATE else options.environment
@@ -207,18 +222,20 @@ def _names(act: ActConfig, options: Options) -> dict[str, str]:
     return found
 
 
-def _reads(act: ActConfig, options: Options) -> Reads:
-    names, features = _names(act, options), act.input_features
+def _reads(features: PolicyFeatures, sizes: ActSizes | DiffusionSizes, options: Options) -> Reads:
+    names, shapes = _names(features, options), features.input_features
 
     def numbers(key: str) -> tuple[str, int] | None:
-        return (names[key], features[key].shape[0]) if key in features else None
+        return (names[key], shapes[key].shape[0]) if key in shapes else None
 
-    cameras = [key for key, one in features.items() if one.type == "VISUAL"]
     return Reads(
-        steps=options.steps,
+        steps=options.steps or sizes.n_obs_steps,
         state=numbers(STATE),
         environment=numbers(ENVIRONMENT),
-        cameras=tuple((names[key], features[key].shape) for key in cameras),
+        cameras=tuple(
+            (names[key].removesuffix(".frames"), shapes[key].shape) for key in features.cameras
+        ),
+        frames=sizes.n_obs_steps,
     )
 
 
@@ -247,7 +264,10 @@ def _fold(
 
 
 def _fold_step(
-    path: Path, step: Step, names: Mapping[str, str], scales: dict[str, tuple[Tensor, Tensor]]
+    path: Path,
+    step: ProcessorStep,
+    names: Mapping[str, str],
+    scales: dict[str, tuple[Tensor, Tensor]],
 ) -> Iterator[str]:
     """As ``_fold``, of a step that normalises ``names`` by their keys."""
     try:
@@ -311,5 +331,5 @@ def _read(path: Path, kind: type[Content]) -> Content:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(FILE_MAX), type=kind)
     except (OSError, msgspec.DecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError([str(said)]) from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError([str(reason)]) from error

@@ -47,7 +47,7 @@ INSTALL: Final = "pip install 'ppstream[onnx]'"
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 
 
-class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TensorScale(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Mean and deviation of a tensor, one for each value or, of frames, for each channel."""
 
     mean: tuple[float, ...]
@@ -69,7 +69,7 @@ class PolicyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    normalisation: dict[str, Scale] = {}
+    normalisation: dict[str, TensorScale] = {}
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -158,7 +158,9 @@ class OnnxPolicy:
         if self._device.type == "cpu":
             return self._session, None
         if _cuda.is_current_stream_capturing():
-            raise RuntimeError("ONNX Runtime launches its kernels itself")
+            raise RuntimeError(
+                "ONNX Runtime cannot be recorded into a CUDA graph: it launches its kernels itself"
+            )
         stream = int(_cuda.current_stream(self._device).cuda_stream)
         if self._session is None or stream != self._stream:
             self._session = None  # first, so that one at a time has its memory
@@ -186,8 +188,8 @@ class OnnxPolicy:
                 content, options, providers=[*where, "CPUExecutionProvider"]
             )
         except Exception as error:  # its errors have no class in common
-            said = f"policy.weights: {self._model}: ONNX Runtime cannot run it: {_line(error)}"
-            raise ConfigError([said]) from error
+            reason = f"policy.weights: {self._model}: ONNX Runtime cannot run it: {_line(error)}"
+            raise ConfigError([reason]) from error
 
 
 def build(config: Mapping[str, Any], device: torch.device) -> OnnxPolicy:
@@ -218,10 +220,10 @@ def read_policy_file(path: Path) -> PolicyFile:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(SIDECAR_MAX), type=PolicyFile)
     except OSError as error:
-        said = f"{error.strerror}; want it beside the .onnx file: ppstream-export writes both"
+        reason = f"{error.strerror}; want it beside the .onnx file: ppstream-export writes both"
     except (msgspec.DecodeError, SpecError) as error:
-        said = str(error)
-    raise ConfigError([f"policy.weights: {path}: {said}"])
+        reason = str(error)
+    raise ConfigError([f"policy.weights: {path}: {reason}"])
 
 
 def _missing(device: torch.device) -> Iterator[str]:
@@ -255,7 +257,7 @@ def _differences(model: Path, about: PolicyFile) -> Iterator[str]:
     try:
         graph = onnx.load_model_from_string(content).graph
     except DecodeError:
-        yield f"{model}: it is no ONNX file"
+        yield f"{model}: it is not an ONNX file"
         return
     if any(tensor.data_location == tensor.EXTERNAL for tensor in graph.initializer):
         yield f"{model}: some of its weights are in other files; want all of them in this one"
@@ -301,7 +303,9 @@ def _scale_problems(about: PolicyFile) -> Iterator[str]:
                 yield f"{SIDECAR}: normalisation.{name}.{field}: got {got} numbers, want {wanted}"
 
 
-def _scale_tensors(spec: TensorSpec, scale: Scale, device: torch.device) -> tuple[Tensor, Tensor]:
+def _scale_tensors(
+    spec: TensorSpec, scale: TensorScale, device: torch.device
+) -> tuple[Tensor, Tensor]:
     shape = (-1, 1, 1) if _axis(spec.name) == -3 else (-1,)
     mean, std = (torch.tensor(numbers, device=device) for numbers in (scale.mean, scale.std))
     return mean.view(shape), std.view(shape)
@@ -313,8 +317,8 @@ def _axis(name: str) -> int:
 
 
 def _bind(bind: Any, spec: TensorSpec, tensor: Tensor) -> None:
-    place = tensor.device.type, tensor.device.index or 0
-    bind(spec.name, *place, ELEMENTS[spec.dtype], tuple(tensor.shape), tensor.data_ptr())
+    location = tensor.device.type, tensor.device.index or 0
+    bind(spec.name, *location, ELEMENTS[spec.dtype], tuple(tensor.shape), tensor.data_ptr())
 
 
 def _other_file(model: Path, found: str, wanted: str) -> str:

@@ -44,7 +44,7 @@ SAID_MAX: Final = 300  # characters of what a server says
 CLOSE_S: Final = 0.1  # for a server's goodbye
 
 
-class Camera(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ServerCamera(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A camera stream as the server wants it; its stream has mean 0, std 1 and dtype float32."""
 
     name: str
@@ -60,7 +60,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     wire: Literal["openpi", "groot"]
     url: str  # ws://HOST:PORT, tcp://HOST:PORT
     numbers: dict[str, Slice]  # by key of the request: first and behind-last value of the group
-    cameras: dict[str, Camera] = {}  # by key of the request
+    cameras: dict[str, ServerCamera] = {}  # by key of the request
     steps: Count  # of the window; the last one is sent
     dim: Count  # values of the group, all its streams together
     group: str = "state"
@@ -136,7 +136,7 @@ class RemotePolicy:
                 actions[row].numpy()[:] = self._fitting(found)
                 waiting.discard(row)
         except FAILURES as error:
-            text = f"{self._options.url}: {_said(error)} (row {row})"
+            text = f"{self._options.url}: {_reason_of(error)} (row {row})"
             raise ServerError(text) from error
         finally:
             for row in waiting:  # an answer of theirs may still come
@@ -205,7 +205,7 @@ class OpenpiLink:
             additional_headers={} if key is None else {"Authorization": f"Api-Key {key}"},
         )
         self._stack = ExitStack()
-        with _told():
+        with _as_server_errors():
             self._connection: ClientConnection = self._stack.enter_context(opening)
         try:
             self._receive(until_ns)  # its metadata
@@ -215,7 +215,7 @@ class OpenpiLink:
 
     def ask(self, request: Mapping[str, Any]) -> None:
         """As ``Link``."""
-        with _told():
+        with _as_server_errors():
             self._connection.send(openpi.encode(_nested(request)))
 
     def answer(self, until_ns: int) -> Array:
@@ -238,7 +238,7 @@ class OpenpiLink:
         self._stack.close()
 
     def _receive(self, until_ns: int) -> str | bytes:
-        with _told():
+        with _as_server_errors():
             return self._connection.recv(_left_s(until_ns))
 
 
@@ -265,7 +265,9 @@ class GrootLink:
         reply = self._receive(until_ns)
         actions = reply if self._is_old() else (reply[0] if isinstance(reply, list) else None)
         if not isinstance(actions, Mapping):
-            raise ServerError(f"got an answer that is no {self._options.generation}'s")
+            raise ServerError(
+                f"got an answer that does not have the form of {self._options.generation}"
+            )
         options, prefix = self._options, "action." if self._is_old() else ""
         parts: dict[str, Array] = {}
         for key, (first, end) in options.action_keys.items():
@@ -406,7 +408,7 @@ def _left_s(until_ns: int) -> float:
     return max(0.0, (until_ns - now_ns()) / NS_PER_S)
 
 
-def _said(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     """Reason of a failure, in a few words."""
     if isinstance(error, TimeoutError):
         return "no answer within policy.options.timeout_ms"
@@ -418,7 +420,7 @@ def _cut(text: object) -> str:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _as_server_errors() -> Iterator[None]:
     """Failures of the WebSocket become a ``ServerError``."""
     from websockets.exceptions import WebSocketException
 

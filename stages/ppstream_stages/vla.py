@@ -59,7 +59,7 @@ class ImageEncoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     patch: Count = 14  # pixels, both ways
 
 
-class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TransformerSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sizes of the language model or of the action expert; both have the same heads and depth."""
 
     width: Count
@@ -83,8 +83,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     heads: Count = 8  # with one head of keys and values
     head_width: Count = 256
     image: ImageEncoder = ImageEncoder()
-    language: Decoder = Decoder(width=2048, feed_forward=16384)
-    expert: Decoder = Decoder(width=1024, feed_forward=4096)
+    language: TransformerSizes = TransformerSizes(width=2048, feed_forward=16384)
+    expert: TransformerSizes = TransformerSizes(width=1024, feed_forward=4096)
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # that it computes in, and of its frames
     instructions: bool = False  # as policy.instructions: reads the texts that robots send
     vocabulary: Annotated[int, Meta(ge=2)] = 4096  # words that it can tell apart, with instructions
@@ -146,7 +146,7 @@ class ImageLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm attention with one head of keys and values, and a gated feed-forward layer."""
 
-    def __init__(self, sizes: Decoder, heads: int, head_width: int) -> None:
+    def __init__(self, sizes: TransformerSizes, heads: int, head_width: int) -> None:
         super().__init__()
         width = sizes.width
         self.heads, self.head_width = heads, head_width
@@ -344,7 +344,7 @@ class InstructedLanguage(Language):
             ValueError: there are too many words or texts.
         """
         if not 0 < number <= TEXTS_MAX:
-            raise ValueError(f"text {number}: {TEXTS_MAX} texts are the most of one run")
+            raise ValueError(f"text {number}: {TEXTS_MAX} texts are the limit of one run")
         ids = token_ids(text, self.ids.shape[1], self.vocabulary)
         self.kept[number].copy_(torch.tensor(ids))
         self.ids[number].copy_(self.kept[number], non_blocking=True)

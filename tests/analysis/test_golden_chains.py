@@ -90,7 +90,7 @@ TABLE: dict[str, Case] = {
         "says": "the hop from place 2 (part_2 on cpu) to place 3 (part_3 on cpu) takes"}),
     "results wait for rank 0's thread": (lambda: run(chain(8, 9, a=9, x=[0.1, 0.1, 7]), CHAIN),
         "PASS", {"places.2.hop_ns": ms(7),
-        "says": "results are on their way to rank 0 for 7.00 ms an envelope: its one thread"}),
+        "says": "results wait 7.00 ms an envelope for rank 0, whose one thread"}),
     "there before it was sent": (lambda: run(FOUR, LONG_CHAIN).add(3, tB0=-20, tB1=-20),
         "INCONCLUSIVE BAD_INSTRUMENT | order(place 3 (part_3 on cpu) has envelope)"),
     "there before it was sent, another clock": (

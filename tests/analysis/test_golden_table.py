@@ -175,7 +175,7 @@ TABLE: dict[str, Case] = {
     "asks for more overlap": (lambda: run(form=JUST_IN_TIME).set("config.bringup.overlap_min", 0.6),
         "FAIL LOW_OVERLAP"),
     "asks for less overlap": (lambda: run().set("config.bringup.overlap_min", 0.05), "PASS",
-        {"limits": {"overlap_min": 0.05, "accept": []}, "says": "asks for 0.05"}),
+        {"limits": {"overlap_min": 0.05, "accept": []}, "says": "overlap_min is 0.05"}),
     "accepts low overlap": (lambda: run(form=IN_TURN)
             .set("config.bringup", {"overlap_min": 0.2, "accept": ["LOW_OVERLAP", "X"]}),
         "FAIL LOW_OVERLAP", {"accepted": ["LOW_OVERLAP"], "says": "SERVING"}),
@@ -414,16 +414,16 @@ TABLE: dict[str, Case] = {
         "FAIL LOW_OVERLAP"),
     "long links in B": (links_in_b, "FAIL CONTENDED", {"primary.S": 0.667}),
     "not timed alone": (lambda: unset("standalone"), "INCONCLUSIVE NOT_AUDITED",
-        {"says": "alone: run.json has no stage times alone", "primary.strict": None}),
+        {"says": "alone: run.json has no isolated stage times", "primary.strict": None}),
     # ---- advice ----------------------------------------------------------------------------------
     "policy sets": (run, "PASS", {"says": ["the policy sets", "only a faster B helps",
         "period 10.0 ms = 1.00 x max(stage), overlap 1.00 [1.00, 1.00] at D_in/D_out = 2/2"]}),
     "deep enough": (lambda: run(stages(a=9.2), SPLIT), "PASS",
-        {"says": "3 would gain 1%, less than the model can tell, for actions 9.80 ms older"}),
+        {"says": "3 would gain 1%, less than the model can resolve, for actions 9.80 ms older"}),
     "deep enough, 10 µs": (lambda: run(stages(a=0.2, b=0.2, c=0.1, x=0.01), SPLIT), "PASS",
-        {"says": "3 would gain 5%, less than the model can tell, for actions of the same age"}),
+        {"says": "3 would gain 5%, less than the model can resolve, for actions of the same age"}),
     "deep enough, jittered": (lambda: run(jittered(stages(a=9.8), 400, seed=1), SPLIT), "PASS",
-        {"says": "3 would gain 4%, less than the model can tell"}),
+        {"says": "3 would gain 4%, less than the model can resolve"}),
     "too deep": (lambda: run(form=PipelineForm(d_in=4)), "PASS", {"says": "D_in 4 is 2 too deep"}),
     "waits for D_out": (
         lambda: run(SLOW_C, PipelineForm("split", d_in=4, d_out=4)).put(residence_ns=ms(10)),
@@ -440,7 +440,7 @@ TABLE: dict[str, Case] = {
     "impossible ages": (lambda: run()
             .tell(*chunks([(ms(30), 3, ms(40)), (-(2**62), 3, ms(40)), (2**62, 3, ms(40)), (ms(30),
             3, -1)]), robot(held_ns=-5)), "PASS", {"age_ms.max": 30, "oldest_action_ms.age": 40,
-        "says": "4 reports of robots left out"}),
+        "says": "4 robot reports left out"}),
     "ledger, nested": (lambda: run()
             .tell({"kind": "ledger", "streams": {"camera": JOINT, "joint": JOINT}},
             {"kind": "ledger", "streams": {"camera": CAMERA, "joint": JOINT}}), "PASS", LATE),

@@ -56,9 +56,9 @@ def measured(
     return (z.c1[last] - z.c1[first]) / cycle, mean
 
 
-def test_period_formula_equals_the_recurrence_on_thousands_of_configurations() -> None:
+def test_period_formula_equals_the_recurrence_wherever_it_settles() -> None:
     source = random.Random(20)
-    for _ in range(3000):
+    for _ in range(600):
         times, form = drawn(source)
         formula = period(times, form)
         # near-equal circuits take long to settle
@@ -76,7 +76,7 @@ def test_period_formula_equals_the_recurrence_on_thousands_of_configurations() -
 def test_latency_formula_equals_the_recurrence_where_one_stage_leads_clearly() -> None:
     source = random.Random(21)
     checked = 0
-    for _ in range(1500):
+    for _ in range(500):
         times, form = drawn(source)
         formula = latency(times, form)
         resources = sorted([times.a, times.b, times.c])
@@ -86,7 +86,7 @@ def test_latency_formula_equals_the_recurrence_where_one_stage_leads_clearly() -
             continue
         assert measured(times, form, 300)[1] == pytest.approx(formula, abs=1e-6), f"{times} {form}"
         checked += 1
-    assert checked > 300
+    assert checked > 100
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_input_slower_than_everything_sets_the_period() -> None:
 
 def test_depth_beyond_w_star_never_shortens_the_period() -> None:
     source = random.Random(22)
-    for _ in range(500):
+    for _ in range(200):
         times, form = drawn(source)
 
         def at(d_in: int, times: StageTimes = times, form: PipelineForm = form) -> float:
@@ -196,7 +196,7 @@ def drawn_chain(source: random.Random) -> tuple[StageTimes, PipelineForm]:
     return times, replace(form, d_in=source.randint(1, n + 2))
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False))
 def test_period_formula_of_a_chain_equals_the_recurrence(source: random.Random) -> None:
     times, form = drawn_chain(source)
@@ -207,7 +207,7 @@ def test_period_formula_of_a_chain_equals_the_recurrence(source: random.Random) 
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False))
 def test_latency_formula_of_a_chain_equals_the_recurrence(source: random.Random) -> None:
     times, form = drawn_chain(source)
@@ -220,7 +220,7 @@ def test_latency_formula_of_a_chain_equals_the_recurrence(source: random.Random)
     assert measured(times, form, 500, 60)[1] == pytest.approx(formula, abs=1e-6)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False))
 def test_depth_beyond_w_star_of_a_chain_never_shortens_the_period(source: random.Random) -> None:
     times, form = drawn_chain(source)

@@ -69,7 +69,7 @@ def test_every_number_and_text_that_is_written_is_read(tmp_path: Path) -> None:
                 given[line][name] = 1000 * rank + n if hints[name] == int | None else f"a {name}"
         path = tmp_path / f"rank{rank}.gen2.jsonl"
         log = TimestampLog(path, record, 1, run_id="golden", generation=2)
-        filled = log.take()
+        filled = log.acquire()
         for name, value in given[line].items():
             setattr(filled, name, value)
         log.commit(filled)
@@ -97,7 +97,7 @@ folder = Path(sys.argv[1])
 assert Path(ppstream.__file__).is_relative_to(folder), ppstream.__file__
 for rank, kind in enumerate((EnvelopeRecord, PolicyRecord)):
     log = TimestampLog(folder / f"rank{rank}.gen0.jsonl", kind, 4, run_id="golden", generation=0)
-    record = log.take()
+    record = log.acquire()
     record.seq = record.epoch = 0
     if "new_ns" in kind.__struct_fields__:
         record.new_ns = 77
@@ -114,7 +114,7 @@ folder = Path(sys.argv[1])
 assert Path(ppstream.__file__).is_relative_to(folder), ppstream.__file__
 class Measuring(whole.HostPolicyRank):
     def run_policy(self, *envelope):
-        self._measured.new_ns = 77
+        self.measured.new_ns = 77
         return super().run_policy(*envelope)
 whole.HostPolicyRank = Measuring
 with whole.PipelineInProcess(whole.small_config(), whole.NewestValues(), folder) as pipeline:

@@ -9,8 +9,12 @@ from golden_runs import GoldenRun, ms, simulate, stages
 from judging import judged
 
 from ppstream.analysis.period_model import PipelineForm
-from ppstream.analysis.requests import Requests, is_on_request
+from ppstream.analysis.records import RobotRequests
+from ppstream.analysis.requests import ROBOTS_MAX, Requests, is_on_request
 from ppstream.analysis.run_report import RunReport
+from ppstream.core.quantiles import bin_of
+from ppstream.report.html.page import render_page
+from ppstream.report.text import WIDTH, render
 
 ON_REQUEST = {"name": "joints", "max_request_hz": 50.0, "rate_hz": None}
 BY_ITSELF = {"name": "joints", "max_request_hz": None, "rate_hz": 50.0}
@@ -125,3 +129,90 @@ def test_holes_of_a_stream_on_request_are_none() -> None:
         "joints": True,
         "imu": False,
     }
+
+
+# ---- what a gateway counted ----------------------------------------------------------------------
+
+
+def gateway_line(robot: str, requests: int, answered: int, **more: Any) -> dict[str, Any]:
+    """Of answers that took 10 ms each."""
+    times = {"max_ns": ms(10), "bins": {str(bin_of(ms(10))): answered}} if answered else {}
+    counts = {"requests": requests, "answered": answered, "unanswered": 0, "errors": {}}
+    return {"kind": "requests", "wire": "openpi", "robot": robot, **counts, **times, **more}
+
+
+def with_gateway(*lines: dict[str, Any]) -> tuple[RunReport, str, str]:
+    """The report, its text and its page."""
+    golden = simulate()
+    run = golden.tell(*lines).parse()
+    report = judged(golden)
+    return report, render(report), render_page([(run, report)])
+
+
+def test_a_run_without_a_gateway_shows_no_table() -> None:
+    report, text, page = with_gateway()
+    assert report.as_dict()["requests"] == []
+    assert "Requests" not in text
+    assert "Requests" not in page
+
+
+def test_the_table_has_a_row_for_each_robot_and_the_json_its_numbers() -> None:
+    errors = {"timeout": 2, "bad_request": 1}
+    report, text, page = with_gateway(
+        gateway_line("left", 700, 690, errors=errors, unanswered=7),
+        gateway_line("right", 5, 4, unanswered=1),
+        gateway_line("left", 400, 407, unanswered=0),
+        gateway_line("right", 0, 0, errors={"gone": 1}),
+    )
+    left, right = report.as_dict()["requests"]  # type: ignore[misc]
+    assert left == {
+        "wire": "openpi",
+        "robot": "left",
+        "requests": 1100,
+        "answered": 1097,
+        "errors": errors,
+        "unanswered": 0,
+        "imbalance": 0,
+        "p50_ms": pytest.approx(10, rel=0.02),
+        "p95_ms": pytest.approx(10, rel=0.02),
+        "p99_ms": pytest.approx(10, rel=0.02),
+        "max_ms": pytest.approx(10),
+    }
+    assert (right["p99_ms"], right["errors"]) == (None, {"gone": 1})  # too few for a p99
+    head, first, second = text[text.index("Requests\n") :].splitlines()[1:4]
+    assert head.split() == ["wire", "robot", "requests", "answered", "p50", "p99", "max", "errors"]
+    assert first.split()[:5] == ["openpi", "left", "1100", "1097", "10.0"]
+    assert first.endswith("2 timeout, 1 bad_request")
+    assert second.split()[-7:] == ["10.0", "ms", "NA", "10.0", "ms", "1", "gone"]
+    assert "ledger off: " not in text + page
+    assert "<h2>Requests</h2>" in page
+    assert "<td>2 timeout, 1 bad_request</td>" in page
+
+
+def test_a_ledger_that_does_not_balance_is_told() -> None:
+    report, text, page = with_gateway(gateway_line("left", 9, 5, errors={"gone": 1}, unanswered=1))
+    (row,) = report.requests
+    assert row.imbalance == 2
+    said = "5 answered + 1 errors + 1 unanswered"
+    assert f"  ledger off openpi left: 9 requests, and {said}" in text
+    assert f"ledger off: {said}" in page
+
+
+def test_many_robots_with_long_names_keep_the_table_small() -> None:
+    lines = [gateway_line(f"{'long' * 15}-{n}", n, n) for n in range(1, 1001)]
+    errors = dict.fromkeys(("bad_request", "not_executable", "gateway_failed", "timeout"), 1)
+    lines.append(gateway_line("\x1b[31m", 2000, 1996, errors=errors))
+    report, text, _ = with_gateway(*lines)
+    assert len(report.requests) == ROBOTS_MAX + 1
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "\x1b" not in text
+    others = report.requests[-1]
+    assert others.robot == f"{1001 - ROBOTS_MAX} others"
+    assert others.requests == sum(range(1, 1001 - ROBOTS_MAX + 1))
+    assert sum(row.requests for row in report.requests) == sum(range(1, 1001)) + 2000
+
+
+@pytest.mark.parametrize("bins", [{"x": 1}, {"-1": 1}, {"9999999": 1}, {"5": -9}, [1], None])
+def test_bins_that_are_none_are_left_out(bins: object) -> None:
+    report, _, _ = with_gateway(gateway_line("left", 1, 1, bins=bins))
+    assert report.requests == (RobotRequests("openpi", "left", 1, 1, max_ns=ms(10)),)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from gateway_rig import certificate
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -117,9 +119,14 @@ def inline(value: Any) -> str:
     return json.dumps(value)
 
 
-def ask(python: str, *words: str) -> dict[str, Any]:
+def ask(python: str, *words: str, trusted: str | None = None) -> dict[str, Any]:
+    """The robot's findings; it trusts the certificate of the file ``trusted``, too."""
     done = subprocess.run(
-        [python, str(ROBOT), *words], capture_output=True, text=True, timeout=LIMIT_S
+        [python, str(ROBOT), *words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=os.environ | ({} if trusted is None else {"SSL_CERT_FILE": trusted}),
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -161,6 +168,23 @@ def test_a_client_with_the_key_is_served_and_one_without_is_not(
         assert ask(python, address, "libero", "5", KEY)["p50_ms"] > 0
         with pytest.raises(AssertionError, match="HTTP 401"):
             ask(python, address, "libero", "5")
+
+
+@pytest.mark.timeout(240)
+def test_a_client_that_trusts_the_certificate_is_served_over_tls_and_no_other(
+    python: str, tmp_path: Path
+) -> None:
+    trusted, key = certificate(tmp_path)
+    settings = (f"gateway.0.certfile={trusted}", f"gateway.0.keyfile={key}")
+    with Ranks(tmp_path, *settings, config=run_of("libero", tmp_path), world_size=1) as ranks:
+        address = ranks.gateway_address("openpi")
+        assert address.startswith("wss://127.0.0.1:")
+        address = address.replace("127.0.0.1", "localhost")
+        assert ask(python, address, "libero", "5", trusted=trusted)["p50_ms"] > 0
+        with pytest.raises(AssertionError, match="certificate verify failed"):
+            ask(python, address, "libero", "5")
+        with pytest.raises(AssertionError, match=r"InvalidMessage|ConnectionClosed|EOFError"):
+            ask(python, address.replace("wss:", "ws:"), "libero", "5")
 
 
 leaves = st.one_of(

@@ -12,7 +12,7 @@ from ppstream.control.watchdog import (
     Watchdog,
     is_patient,
     stage_b_limit_ns,
-    watched,
+    with_watchdog,
 )
 from ppstream.core.clock import NS_PER_S
 
@@ -96,7 +96,7 @@ def test_watched_runs_the_mark_while_the_loop_does(tmp_path):
     class Loop:
         mark = ProgressMark("loop")
 
-        @watched
+        @with_watchdog
         def run(self, fails):
             assert self.mark.is_running
             assert self.mark.thread_id == threading.get_ident()

@@ -5,15 +5,15 @@ from ppstream.core.clock import ManualClock, Ticker
 
 def test_late_tick_does_not_shift_the_ones_behind_it():
     ticker = Ticker(period_ns=10, start_ns=0)
-    assert ticker.take(9) == 0
-    assert ticker.take(17) == 1
+    assert ticker.consume(9) == 0
+    assert ticker.consume(17) == 1
     assert ticker.due_ns == 20
 
 
 def test_missed_ticks_are_counted_once():
     ticker = Ticker(period_ns=10, start_ns=0)
-    assert ticker.take(35) == 3
-    assert ticker.take(35) == 0
+    assert ticker.consume(35) == 3
+    assert ticker.consume(35) == 0
     assert ticker.due_ns == 40
 
 

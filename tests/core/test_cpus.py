@@ -197,12 +197,12 @@ def test_thread_beside_a_busy_one_on_its_cpu_was_runnable_without_it() -> None:
     def work() -> None:
         os.sched_setaffinity(0, {cpu})  # of this thread alone
         delay = RunDelay()
-        assert delay.take_ns() is None
+        assert delay.pop_ns() is None
         delay.begin()
         while not waited or waited[-1] < 3_000_000:
             sum(range(20_000))
             delay.read_ns()
-            waited.append((waited[-1] if waited else 0) + (delay.take_ns() or 0))
+            waited.append((waited[-1] if waited else 0) + (delay.pop_ns() or 0))
 
     with subprocess.Popen(busy, stdout=subprocess.PIPE) as other:
         try:

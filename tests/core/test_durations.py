@@ -13,7 +13,14 @@ from ppstream.core.durations import (
     Recent,
     quantiles_ns,
 )
-from ppstream.core.quantiles import Quantiles
+from ppstream.core.quantiles import (
+    BIN_RATIO,
+    BINS,
+    Quantiles,
+    bin_of,
+    binned_quantiles,
+    quantiles,
+)
 
 
 def test_nothing_measured_is_all_zero() -> None:
@@ -117,3 +124,25 @@ def test_without_values_there_are_no_quantiles():
     found.add("A", np.array([NONE]))
     assert found == {}
     assert quantiles_ns(np.array([])) == []
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 99, 1000, 5000])
+def test_a_quantile_of_bins_is_at_most_one_bin_too_long_however_they_were_added(n: int) -> None:
+    values = [round(v) for v in np.random.default_rng(n).lognormal(16, 3, n)]
+    bins: dict[int, int] = {}
+    for value in values:
+        bins[bin_of(value)] = bins.get(bin_of(value), 0) + 1
+    exact, found = quantiles(values), binned_quantiles(bins, max(values))
+    assert exact is not None
+    assert found is not None
+    assert (found.count, found.max_ns) == (exact.count, exact.max_ns)
+    for name in ("p50_ns", "p95_ns", "p99_ns"):
+        assert getattr(exact, name) - 1 <= getattr(found, name)
+        assert getattr(found, name) <= BIN_RATIO * getattr(exact, name) + 1
+
+
+def test_every_duration_has_a_bin() -> None:
+    bins = [bin_of(value) for value in (-5, 0, 1, 2, 1000, 10**9, 10**17, 1 << 62)]
+    assert bins == sorted(bins)
+    assert (bins[0], bins[-1]) == (0, BINS - 1)
+    assert binned_quantiles({}, 0) is None

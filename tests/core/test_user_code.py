@@ -21,8 +21,8 @@ from ppstream.core.user_code import (
     FirstFaults,
     UserExitError,
     fault_of,
-    place_of,
-    said,
+    location_of,
+    message_of,
 )
 from ppstream.launch.rank_exit import how_it_ends
 from ppstream.pipeline.decode import CopyDecoder
@@ -105,10 +105,10 @@ def test_every_exception_fits_a_frame_and_says_what_and_where(kind: str) -> None
     assert len(fault.what) <= WHAT_MAX
     assert "\n" not in fault.what
     assert fault.kind == "exception"
-    assert fault.place.startswith(f"{__file__}:")
-    assert len(fault.place) <= MAX_PLACE
+    assert fault.location.startswith(f"{__file__}:")
+    assert len(fault.location) <= MAX_PLACE
     assert len(fault.text) <= MAX_TEXT
-    frame = PolicyFault(1, fault.kind, fault.text, fault.what, fault.place)
+    frame = PolicyFault(1, fault.kind, fault.text, fault.what, fault.location)
     assert msgspec.msgpack.decode(encoder.encode(frame), type=PolicyFault) == frame
 
 
@@ -125,8 +125,8 @@ def test_the_place_is_the_user_s_line_and_not_the_library_s() -> None:
     def act() -> None:
         torch.zeros(3).copy_(torch.zeros(2, 5))
 
-    assert place_of(caught(act)).endswith(" in act")
-    ours = place_of(caught(lambda: small_config("actions.horizon=0")))
+    assert location_of(caught(act)).endswith(" in act")
+    ours = location_of(caught(lambda: small_config("actions.horizon=0")))
     assert ours.endswith(" in small_config")
 
 
@@ -157,20 +157,20 @@ def test_the_first_of_each_kind_is_printed_once_and_kinds_are_bounded(
 ) -> None:
     faults = FirstFaults(1)
     fault = fault_of(caught(ODD["plain"][0]), "the policy")
-    assert [faults.tell("B", fault) for _ in range(3)] == [True, False, False]
-    assert faults.tell("C", fault)
+    assert [faults.report("B", fault) for _ in range(3)] == [True, False, False]
+    assert faults.report("C", fault)
     (first, second) = caplog.messages
     assert first.startswith("rank 1, stage B: the first exception: RuntimeError: breaker says no ")
-    assert f" at {fault.place}\nTraceback (most recent call last)" in first
+    assert f" at {fault.location}\nTraceback (most recent call last)" in first
     assert "stage C" in second
-    kinds = [faults.tell("B", Fault("exception", f"E{n}", f"E{n}")) for n in range(100)]
+    kinds = [faults.report("B", Fault("exception", f"E{n}", f"E{n}")) for n in range(100)]
     assert sum(kinds) == SHOWN_MAX - 2
 
 
 def test_reasons_of_ends_can_be_written_and_sent() -> None:
     code, text = how_it_ends(OSError("\udcff"))
     assert (code, text) == (ExitCode.INTERNAL, r"OSError: \udcff")
-    assert len(said(ValueError("x" * (8 << 20)))) <= MAX_TEXT
+    assert len(message_of(ValueError("x" * (8 << 20)))) <= MAX_TEXT
     assert len(how_it_ends(ConfigError(["x" * 100] * 300))[1]) == 300 * 101 - 1
 
 
@@ -200,7 +200,7 @@ def build(
     form: str, policy: NewestValues, folder: Path, decoder: Decoder | None = None
 ) -> PipelineInProcess:
     threads = "serial" if form == "inline" else form
-    config = small_config(f"pipeline.threads={threads}", "actions.lease_ms=60000")  # never expired
+    config = small_config(f"pipeline.threads={threads}")
     return PipelineInProcess(config, policy, folder, inline=form == "inline", decoder=decoder)
 
 
@@ -329,7 +329,7 @@ def test_the_first_chunk_that_breaks_a_rule_is_told_with_what_was_measured(
     setting: str, rule: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     more = ("actions.high=[3,3]", "actions.on_limit=drop") if rule == "limit" else ()
-    config = small_config(setting, "actions.lease_ms=60000", *more)
+    config = small_config(setting, *more)
     with PipelineInProcess(config, NewestValues(), tmp_path, inline=True) as pipeline:
         pipeline.saturate()
         with pytest.raises(PolicyError, match=f"the last: {rule}, the first time: {says}"):
@@ -345,7 +345,7 @@ def test_the_first_action_that_is_not_finite_is_named(tmp_path: Path) -> None:
             super().__call__(window, out)
             out["actions"][0, 2, 1] = float("nan")
 
-    config = small_config("actions.lease_ms=60000")
+    config = small_config()
     with PipelineInProcess(config, Nan(), tmp_path, inline=True) as pipeline:
         pipeline.saturate()
         with pytest.raises(PolicyError, match="non_finite, the first time: action 'b' is nan"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ import ppstream.core.waiter
 from ppstream import native
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.waiter import PythonWaiter, Waiter
+from ppstream.links.doorbell import SLEEPS, WORD_BYTES, Doorbell, PythonDoorbell, doorbell_bytes
 
 LONG_NS = 10 * NS_PER_S
 ROUNDS = 20_000
@@ -160,21 +162,6 @@ def test_the_same_descriptor_twice_is_refused(waiter: PythonWaiter) -> None:
             waiter.register(near.fileno())
 
 
-def test_closing_twice_leaks_nothing_and_a_late_wake_writes_nowhere(
-    kind: type[PythonWaiter],
-) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    waiter = kind()
-    waiter.close()
-    waiter.close()
-    stranger = os.eventfd(0, os.EFD_NONBLOCK)  # takes the number that was freed
-    waiter._asleep = True
-    waiter.wake()
-    assert not select.select([stranger], (), (), 0)[0]
-    os.close(stranger)
-    assert len(os.listdir("/proc/self/fd")) <= before  # others of this process may close theirs
-
-
 # ---- signals -------------------------------------------------------------------------------------
 
 
@@ -182,15 +169,38 @@ class Stop(Exception):
     """Raised by a signal's handler."""
 
 
+class SleepFlag:
+    """A doorbell of a waiter: in its memory stands whether a thread is inside the wait."""
+
+    def __init__(self, waiter: PythonWaiter) -> None:
+        bell = Doorbell if isinstance(waiter, Waiter) else PythonDoorbell
+        self._memory = mmap.mmap(-1, doorbell_bytes(1))
+        self._bell = bell(self._memory, 1, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        waiter.register_bell(self._bell)
+
+    def is_set(self) -> bool:
+        return bool(self._memory[SLEEPS * WORD_BYTES])
+
+    def close(self) -> None:
+        self._bell.close()
+
+
+@pytest.fixture
+def flag(waiter: PythonWaiter) -> Iterator[SleepFlag]:
+    flag = SleepFlag(waiter)
+    yield flag
+    flag.close()
+
+
 @contextmanager
-def signals(handler: signal.Handlers | object, waiter: PythonWaiter) -> Iterator[None]:
-    """SIGUSR1 for this thread, again and again: one of them falls into the wait."""
+def signals(handler: signal.Handlers | object, flag: SleepFlag) -> Iterator[None]:
+    """SIGUSR1 for this thread, again and again while it waits."""
     before = signal.signal(signal.SIGUSR1, handler)  # type: ignore[arg-type]
     ended, here = threading.Event(), threading.get_ident()
 
     def send() -> None:
         while not ended.wait(0.002):
-            if waiter._asleep:
+            if flag.is_set():
                 signal.pthread_kill(here, signal.SIGUSR1)
 
     thread = threading.Thread(target=send)
@@ -203,15 +213,19 @@ def signals(handler: signal.Handlers | object, waiter: PythonWaiter) -> Iterator
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_signal_s_handler_runs_at_once_and_may_wake(waiter: PythonWaiter) -> None:
-    with signals(lambda *_: waiter.wake(), waiter):
+def test_a_signal_s_handler_runs_at_once_and_may_wake(
+    waiter: PythonWaiter, flag: SleepFlag
+) -> None:
+    with signals(lambda *_: waiter.wake(), flag):
         assert not waiter.wait(LONG_NS)
     assert waiter.woken
 
 
-def test_after_a_signal_the_rest_of_the_time_is_waited_for(waiter: PythonWaiter) -> None:
+def test_after_a_signal_the_rest_of_the_time_is_waited_for(
+    waiter: PythonWaiter, flag: SleepFlag
+) -> None:
     heard: list[int] = []
-    with signals(lambda number, _: heard.append(number), waiter):
+    with signals(lambda number, _: heard.append(number), flag):
         began = now_ns()
         assert not waiter.wait(50 * NS_PER_MS)
     assert now_ns() - began >= 50 * NS_PER_MS
@@ -219,13 +233,39 @@ def test_after_a_signal_the_rest_of_the_time_is_waited_for(waiter: PythonWaiter)
     assert heard
 
 
-def test_what_a_handler_raises_ends_the_wait_and_loses_no_wake(waiter: PythonWaiter) -> None:
+def test_what_a_handler_raises_ends_the_wait_and_loses_no_wake(
+    waiter: PythonWaiter, flag: SleepFlag
+) -> None:
     def stop(*_: object) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         waiter.wake()
         raise Stop
 
-    with signals(stop, waiter), pytest.raises(Stop):
+    with signals(stop, flag), pytest.raises(Stop):
         waiter.wait(LONG_NS)
     waiter.wait(LONG_NS)
     assert waiter.woken
+
+
+def test_closing_twice_leaks_nothing_and_a_late_wake_writes_nowhere(
+    kind: type[PythonWaiter],
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    waiter = kind()
+    flag = SleepFlag(waiter)
+    strangers: list[int] = []
+
+    def close_and_wake(*_: object) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        waiter.close()
+        waiter.close()
+        strangers.append(os.eventfd(0, os.EFD_NONBLOCK))  # takes the number that was freed
+        waiter.wake()
+        raise Stop
+
+    with signals(close_and_wake, flag), pytest.raises(Stop):
+        waiter.wait(LONG_NS)
+    assert not select.select(strangers, (), (), 0)[0]
+    os.close(strangers[0])
+    flag.close()
+    assert len(os.listdir("/proc/self/fd")) <= before  # others of this process may close theirs

@@ -3,14 +3,15 @@
 import json
 import re
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_rules import BOARD, ROOT, RULES, Prometheus, needs_promtool, promtool
+from robot_rig import wait_until
 from watched_ranks import Watched
 
 from ppstream.observe import memory as gpu_memory
@@ -176,10 +177,8 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Watched,
         server = Prometheus(tmp_path_factory.mktemp("server"), watched.ports, free_port())
         stack.callback(server.close)
         watched.run(30)
-        deadline = time.monotonic() + START_LIMIT_S
-        while len(server.query("ppstream_envelopes_total > 0")) < 2:
-            assert time.monotonic() < deadline, server.ask("targets")
-            time.sleep(0.2)
+        both = partial(server.query, "ppstream_envelopes_total > 0")
+        wait_until(lambda: len(both()) == 2, seconds=START_LIMIT_S)
         yield watched, server
 
 
@@ -196,13 +195,12 @@ def test_real_server_scrapes_both_ranks(scraped: tuple[Watched, Prometheus]) -> 
 
 def test_real_server_evaluates_every_rule(scraped: tuple[Watched, Prometheus]) -> None:
     _, server = scraped
-    deadline = time.monotonic() + START_LIMIT_S
-    while True:
-        said = [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
-        if all(rule["health"] == "ok" for rule in said):
-            break
-        assert time.monotonic() < deadline, said
-        time.sleep(0.2)
+
+    def evaluated() -> list[Any]:
+        return [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
+
+    wait_until(lambda: all(rule["health"] == "ok" for rule in evaluated()), seconds=START_LIMIT_S)
+    said = evaluated()
     assert {rule["name"] for rule in said} == set(rules())
     assert "PpstreamLedgerImbalance" not in {
         rule["name"] for rule in said if rule["state"] == "firing"

@@ -26,6 +26,7 @@ LOOKS: Final = {"--check", "--print-config", "--help", "--list"}  # start nothin
 ELSEWHERE: Final = {
     "ppstream.serve": "tests/multirank/test_torchrun.py",
     "ppstream.launch.launcher": "tests/multirank/test_launcher.py",
+    "ppstream.view": "tests/view/test_live_view.py",
     "tools/d_sweep.py": "tests/tools/test_d_sweep.py",
     "tools/dev/draw_golden_cases.py": "tests/docs/test_golden_pictures.py",
     "tools/drill/": "tests/multirank/test_faults.py",  # parts of the next

@@ -54,6 +54,7 @@ MAY_IMPORT: Final = {
         "ppstream/links/gloo.py",
         "ppstream/links/nccl.py",
     },
+    "foxglove": {"ppstream/view/live_view.py"},  # viewers: a process of its own
     # the robot wire, both of its ends and nothing between the ranks
     "zmq": {
         "ppstream/wire/zmq_socket.py",
@@ -62,6 +63,17 @@ MAY_IMPORT: Final = {
         "ppstream/gateway/groot.py",  # a wire of others that is ZeroMQ
     },
 }
+
+#: Documented, for all their underscore.
+NAMED_TUPLE: Final = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
+#: Private names of others that tests may use, and why.
+MAY_REACH: Final = {
+    "os._exit": "ends a process as a crash does",
+    "torch.cuda._sleep": "torch has no public kernel that only takes time",
+    "strands_robots.policies.groot.client._decode": "the codec of a client that others publish",
+    "strands_robots.policies.groot.client._encode": "the same",
+}
+ATTRIBUTE_CALLS: Final = {"getattr", "setattr", "hasattr", "delattr"}
 
 #: First words of a docstring that are refused.
 HEADLESS: Final = re.compile(r"(What|How|Whether|Where|Who|Whose|Why)\b")
@@ -159,6 +171,40 @@ def docstrings_begin_with_a_verb_or_a_noun(file: str, tree: ast.Module) -> Itera
             yield f"{file}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}"
 
 
+def private_names_stay_in_their_file(file: str, tree: ast.Module) -> Iterator[str]:
+    """A private name is used in the file that defines it, and nowhere else."""
+    own = NAMED_TUPLE | set(defined(tree))
+    for node in ast.walk(tree):
+        for line, name in reached(node):
+            last = name.rpartition(".")[2]
+            is_private = last.startswith("_") and not last.endswith("__") and last.strip("_")
+            if is_private and last not in own and name not in MAY_REACH:
+                yield f"{file}:{line} {name}: test what it gives, or make a public seam"
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Names of functions, classes, variables and of attributes that objects give themselves."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if dotted(node.value) in ("self", "cls") else []
+
+
+def reached(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of what a node reaches: an attribute, an import, a name in ``setattr``."""
+    if isinstance(node, ast.Attribute):
+        yield node.lineno, dotted(node) or node.attr
+    elif isinstance(node, ast.ImportFrom):
+        yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+    elif isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in ATTRIBUTE_CALLS:
+        for given in node.args[:2]:
+            if isinstance(given, ast.Constant) and isinstance(given.value, str):
+                yield node.lineno, given.value
+
+
 RULES: Final[tuple[Rule, ...]] = (
     nothing_unpickles,
     one_file_reads_the_clock,
@@ -167,6 +213,9 @@ RULES: Final[tuple[Rule, ...]] = (
     functions_fit_a_screen,
     docstrings_begin_with_a_verb_or_a_noun,
 )
+
+
+TEST_RULES: Final[tuple[Rule, ...]] = (private_names_stay_in_their_file,)
 
 
 def source_files() -> list[Path]:
@@ -184,9 +233,23 @@ def test_source_keeps_the_rule(rule: Rule, parsed: dict[str, ast.Module]) -> Non
     assert [text for file, tree in parsed.items() for text in rule(file, tree)] == []
 
 
+@pytest.mark.parametrize("rule", TEST_RULES, ids=lambda rule: rule.__name__)
+def test_tests_keep_the_rule(rule: Rule) -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert len(files) > 10
+    trees = {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in files}
+    assert [text for file, tree in trees.items() for text in rule(file, tree)] == []
+
+
 @pytest.mark.parametrize(
     ("rule", "source"),
     [
+        (private_names_stay_in_their_file, "import x\nx.y._z"),
+        (private_names_stay_in_their_file, "made()._z = 1"),
+        (private_names_stay_in_their_file, "class A(B):\n    def f(self):\n        self._z()"),
+        (private_names_stay_in_their_file, "from x import _y"),
+        (private_names_stay_in_their_file, 'monkeypatch.setattr(x, "_y", 1)'),
+        (private_names_stay_in_their_file, 'monkeypatch.setattr("x._y", 1)'),
         (docstrings_begin_with_a_verb_or_a_noun, 'def f():\n    """Whether it is."""'),
         (docstrings_begin_with_a_verb_or_a_noun, '"""What a link is."""'),
         (nothing_unpickles, "import pickle"),
@@ -217,6 +280,11 @@ def test_rule_catches_what_it_is_for(rule: Rule, source: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "source"),
     [
+        (
+            private_names_stay_in_their_file,
+            "class A:\n    def f(self):\n        self._z = other._z",
+        ),
+        (private_names_stay_in_their_file, "import os\nos._exit(point._replace(x=1).__class__)"),
         (nothing_unpickles, "import torch\ntorch.load(path, weights_only=True)"),
         (one_file_reads_the_clock, "import time\ntime.sleep(0.1)"),
         (one_file_reads_the_clock, "def f(time):\n    return time.time"),
@@ -236,6 +304,20 @@ def test_every_file_is_one_concept_with_a_name() -> None:
 
 def test_every_file_says_what_it_is(parsed: dict[str, ast.Module]) -> None:
     assert [file for file, tree in parsed.items() if not ast.get_docstring(tree)] == []
+
+
+def test_one_class_name_means_one_thing(parsed: dict[str, ast.Module]) -> None:
+    """A private class belongs to its file; every policy of ``stages/`` has its own Options.
+
+    ``Asked`` is a request in the log and one on GR00T's wire.
+    """
+    files: dict[str, list[str]] = {}
+    for file, tree in parsed.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(file)
+    del files["Options"], files["Asked"]
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}
 
 
 def test_folders_that_are_no_packages_stay_none() -> None:

@@ -86,6 +86,13 @@ def test_an_address_in_use_is_refused_by_name(
     assert f"gateway[0].listen: {address}" in capsys.readouterr().err
 
 
+def test_a_folder_for_the_log_that_is_no_runs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", DROID, "--log", str(tmp_path)]) == ExitCode.CONFIG
+    assert f"--log: {tmp_path}/run.json cannot be read" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_configuration_of_the_run_book_fits_its_robot(page: str) -> None:
     (block,) = (one for one in FENCE.findall((BOOKS / page).read_text()) if "[[gateway]]" in one)

@@ -38,7 +38,7 @@ from lerobot_rig import (
 from robot_rig import Server, serving, wait_until
 
 from ppstream.config.load import read
-from ppstream.gateway import lerobot
+from ppstream.gateway import lerobot, lerobot_robot
 from ppstream.wire.lerobot import OBSERVATION, decode_instructions
 
 ESTABLISHED = "01"  # as /proc/net/tcp has it
@@ -362,7 +362,7 @@ def test_junk_on_the_socket_costs_nobody_anything() -> None:
 def test_a_client_that_closes_its_channel_gives_its_row_back_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lerobot, "ASKS_WITHIN_S", 1000.0)
+    monkeypatch.setattr(lerobot_robot, "ASKS_WITHIN_S", 1000.0)
     with lerobot_gated() as (rank0, gateway):
         for _ in range(2):
             with robot_of(gateway) as robot:
@@ -382,7 +382,7 @@ def test_a_robot_that_calls_no_more_gives_its_row_back() -> None:
 
 def test_a_client_that_asks_no_more_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It closed its channel between two calls: nobody tells."""
-    monkeypatch.setattr(lerobot, "ASKS_WITHIN_S", 0.3)
+    monkeypatch.setattr(lerobot_robot, "ASKS_WITHIN_S", 0.3)
     with lerobot_gated() as (rank0, gateway):
         with robot_of(gateway) as robot:
             robot.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,13 @@ GROOT = (
     "gateway.0.map={joints='state.arm', gripper='state.grip', wrist='video.wrist'}",
     "gateway.0.action_keys={arm=[0, 7], grip=[7, 8]}",
 )
+#: Replies to a client, in this order, and what the log counts them as.
+TOLD = {
+    "answered": "answered",
+    "no actions came": "timeout",
+    "may not be executed": "not_executable",
+    "the run is": "not_ready",
+}
 ROBOTS = 4
 #: Nobody is left behind for want of a CPU.
 IN_ROWS = (f"batch.rows={ROBOTS}", "pipeline.pacing=rows", "pipeline.gather_ms=2000")
@@ -126,6 +134,61 @@ def test_robots_in_rows_get_answers_of_their_own_and_the_report_says_that_they_a
     text = " ".join(render(report).split())
     assert "robots ask in lock-step: 200 of 200 windows in service began with" in text
     assert re.search(r"joints on request 0.0% of targets invalid", text)
+
+
+def test_the_report_counts_requests_as_their_clients_did(tmp_path: Path) -> None:
+    found = Counter[str]()
+    with Ranks(tmp_path, "gateway.0.timeout_ms=400", config=DROID, world_size=1) as ranks:
+        address = ranks.gateway_address("openpi") + "/robots/arm"
+        with connect(address, compression=None, proxy=None) as robot:
+            robot.recv()
+            rank0 = ranks.processes[0]
+
+            def ask(given: dict[str, object]) -> None:
+                robot.send(encode(given))
+                reply = robot.recv(20)
+                text = reply if isinstance(reply, str) else "answered"
+                found[next(reason for said, reason in TOLD.items() if said in text)] += 1
+
+            for number in range(REQUESTS):
+                ask(observation(number))
+            rank0.send_signal(signal.SIGSTOP)
+            ask(observation(0))
+            rank0.send_signal(signal.SIGCONT)
+            ask(observation(1))
+            robot.send(encode({"a": 1}))
+            assert "missing" in str(robot.recv(20))
+        rank0.send_signal(signal.SIGTERM)
+        assert ranks.wait() == [ExitCode.DRAINED]
+    run = read_run(ranks.directory)
+    (row,) = run.requests
+    assert (row.wire, row.robot, row.requests) == ("openpi", "arm", REQUESTS + 3)
+    assert row.answered == found.pop("answered") >= REQUESTS / 2
+    assert found["timeout"] >= 1
+    assert row.errors == {**found, "bad_request": 1}
+    assert (row.unanswered, row.imbalance) == (0, 0)
+    assert "Requests\n  wire" in render(judge(run))
+    (told,) = judge(run).as_dict()["requests"]
+    assert 0 < told["p50_ms"] <= told["max_ms"] < 5000
+
+
+def test_requests_that_a_killed_gateway_had_in_work_are_unanswered(tmp_path: Path) -> None:
+    with Ranks(tmp_path, "gateway.0.timeout_ms=60000", config=DROID, world_size=1) as ranks:
+        address = ranks.gateway_address("openpi") + "/robots/arm"
+        with connect(address, compression=None, proxy=None) as robot:
+            robot.recv()
+            ranks.processes[0].send_signal(signal.SIGSTOP)
+            robot.send(encode(observation(0)))
+            log = ranks.directory / "gateway.gen0.jsonl"
+            wait_until(lambda: '"unanswered":1' in log.read_text())
+            (gateway,) = children(ranks.processes[0].pid)
+            os.kill(gateway, signal.SIGKILL)
+        ranks.processes[0].send_signal(signal.SIGCONT)
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        assert ranks.wait() == [ExitCode.DRAINED]
+    (row,) = read_run(ranks.directory).requests
+    assert (row.requests, row.answered, row.unanswered, row.imbalance) == (1, 0, 1, 0)
+    assert "1 unanswered" in render(judge(read_run(ranks.directory)))
 
 
 def test_a_gateway_that_cannot_start_ends_the_run_before_it_is_ready(tmp_path: Path) -> None:

@@ -189,9 +189,7 @@ def exchange(end: End) -> None:
 def wrap(end: End) -> None:
     """The counters pass half of their cycle, and its end."""
     for count in ((1 << 31) - 20, (1 << 32) - 20):
-        end.link._sent = end.link._expected = 0
-        end.link._told = end.link._awaited = count
-        end.link.sending.write_value(end.link._places.my_counter, count)
+        end.link.count_from(count)
         torch.cuda.synchronize()
         end.meet(f"at {count}")
         check(end)

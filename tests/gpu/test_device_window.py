@@ -101,7 +101,7 @@ class Rig:
     def compare(self, slot: Any, *ends_ns: int | None) -> None:
         """The slot's tensors, and what the window was made of, against the CPU's."""
         self.stream.synchronize()
-        taken = self.window.take()
+        taken = self.window.pop()
         expected, info = self.cut_on_cpu(*ends_ns)
         for name, wanted in expected.items():
             got = slot[name].cpu()
@@ -184,7 +184,7 @@ def test_a_window_that_stands_queued_uses_what_came_meanwhile() -> None:
     rig.push("q", *range(50, 80))
     assert rig.window.ingest(0)
     rig.stream.synchronize()
-    assert rig.window.take().info.window_end_ns == [79 * MS]
+    assert rig.window.pop().info.window_end_ns == [79 * MS]
     assert slot["rows"].tolist() == [[3, 0, 79 * MS, 79 * MS + LEASE]]
 
 
@@ -235,7 +235,7 @@ def test_ingest_and_windows_neither_synchronise_nor_allocate() -> None:
             done[turn % 3].record(rig.stream)
             while not done[turn % 3].query():
                 pass
-            rig.window.take()
+            rig.window.pop()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert ingested == 60
@@ -260,7 +260,7 @@ def test_scheduled_windows_run_ahead_and_each_finds_its_own_samples() -> None:
         assert rig.window.ingest(now_ns())
     rig.stream.synchronize()
     for turn, slot in enumerate(slots):
-        assert rig.window.take().info.window_end_ns == [(turn * 50 + 40) * MS]
+        assert rig.window.pop().info.window_end_ns == [(turn * 50 + 40) * MS]
         assert slot["state.values"][0, -1].tolist() == [turn * 50 + 40]
 
 
@@ -302,7 +302,7 @@ def test_the_executed_prefix_equals_the_cpus() -> None:
     rig.case.rows[0].commitment = None
     rig.cut(slot)
     rig.stream.synchronize()
-    rig.window.take()
+    rig.window.pop()
     assert slot["delay_steps"].tolist() == [0, 0, 0, 5]
     held = rig.case.rows[3].commitment
     assert held is not None
@@ -316,15 +316,15 @@ def test_a_window_taken_too_early_is_refused() -> None:
     slot = rig.slot()
     rig.window.prepare(slot)
     with pytest.raises(ProtocolError, match="0 are queued"):
-        rig.window.take()
+        rig.window.pop()
     with torch.cuda.stream(rig.stream):
         torch.cuda._sleep(20_000_000)
     rig.push("q", 1)
     rig.cut(slot)
     with pytest.raises(ProtocolError, match="not complete"):
-        rig.window.take()
+        rig.window.pop()
     rig.stream.synchronize()
-    assert rig.window.take().present == [True]
+    assert rig.window.pop().present == [True]
 
 
 def test_windows_between_which_nothing_came_are_made_of_the_same() -> None:
@@ -336,7 +336,7 @@ def test_windows_between_which_nothing_came_are_made_of_the_same() -> None:
     rig.push("q", 3)
     rig.cut(slot)
     rig.stream.synchronize()
-    first, second, third = (rig.window.take() for _ in range(3))
+    first, second, third = (rig.window.pop() for _ in range(3))
     assert first is second
     assert first.info.window_end_ns == [2 * MS]
     assert third.info.window_end_ns == [3 * MS]

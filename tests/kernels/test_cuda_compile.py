@@ -56,21 +56,17 @@ def test_sources_are_kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert sorted(file.name.split("-")[0] for file in tmp_path.iterdir()) == ["resample", "rings"]
 
 
-def test_a_warning_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_warning_is_seen(tmp_path: Path) -> None:
     source = tmp_path / "unused.cu"
     source.write_text('constexpr int unused = 1;\nextern "C" __global__ void resample() {}\n')
-    monkeypatch.setattr(cuda_compile, "_SOURCE", source)
-    assert "never referenced" in compile_cubin(VARIANTS[0], "sm_90").log
+    assert "never referenced" in compile_cubin(VARIANTS[0], "sm_90", source).log
 
 
-def test_a_source_that_does_not_compile_says_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_source_that_does_not_compile_says_why(tmp_path: Path) -> None:
     source = tmp_path / "broken.cu"
     source.write_text("oops\n")
-    monkeypatch.setattr(cuda_compile, "_SOURCE", source)
     with pytest.raises(Exception, match="oops"):
-        compile_cubin(VARIANTS[0], "sm_90")
+        compile_cubin(VARIANTS[0], "sm_90", source)
 
 
 def test_a_kept_cubin_is_not_compiled_again(

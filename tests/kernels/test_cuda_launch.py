@@ -67,16 +67,14 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     thread = ThreadPoolExecutor(1)
     driver = Driver(thread)
-    monkeypatch.setattr(cuda_launch, "_load", lambda *_: KERNEL)
-    monkeypatch.setattr(cuda_launch, "_launch_kernel", lambda: driver.launch)
+    monkeypatch.setattr(cuda_launch, "load_kernels", lambda *_: {"resample": KERNEL})
+    monkeypatch.setattr(cuda_launch, "launch_function", lambda: driver.launch)
     monkeypatch.setattr(cuda_plan, "gpu", lambda _: Gpu(132, driver.capability))
     monkeypatch.setattr(cuda_launch, "gpu", lambda _: Gpu(132, driver.capability))
-    monkeypatch.setattr(cuda_launch, "_driver_version", lambda: driver.version)
-    for name, call in (
-        ("_cuda_getDevice", lambda: None),  # the index of a CPU tensor's device
-        ("_cuda_getCurrentRawStream", lambda _: driver.stream),
-    ):
-        monkeypatch.setattr(torch._C, name, call, raising=False)
+    monkeypatch.setattr(cuda_launch, "driver_version", lambda: driver.version)
+    monkeypatch.setattr(  # the index of a CPU tensor's device is None
+        cuda_launch, "torch_calls", lambda: (lambda: None, lambda _: driver.stream)
+    )
     with thread:
         yield driver
 
@@ -297,7 +295,7 @@ def test_a_call_takes_as_many_launches_as_its_streams_need(
 def test_memory_of_kept_launches_is_bounded(
     driver: Driver, made: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_plan, "_MOST_KEPT", 4)
+    monkeypatch.setattr(cuda_plan, "MOST_KEPT", 4)
     src, src_ns, tgt_ns = samples()
     outputs = [out_for(src, 5) for _ in range(11)]
     calls = [*outputs, *reversed(outputs)]  # the newest first: nothing that is kept has to go
@@ -309,7 +307,7 @@ def test_memory_of_kept_launches_is_bounded(
 
 def test_a_refused_launch_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.driver")
-    monkeypatch.setattr(cuda_launch, "_launch_kernel", lambda: lambda *_: 1)
+    monkeypatch.setattr(cuda_launch, "launch_function", lambda: lambda *_: 1)
     src, src_ns, tgt_ns = samples()
     with pytest.raises(RuntimeError, match=r"refuses a launch of \(.*INVALID_VALUE"):
         driver.run(cuda_ops.resample_out, src, src_ns, tgt_ns, *out_for(src, 5))

@@ -53,7 +53,7 @@ def recorded(*calls: Call) -> torch.cuda.CUDAGraph:
 
 
 def test_a_call_sees_what_the_call_before_it_writes() -> None:
-    slow = Call(torch.randn(ROWS, SLOTS, WIDE, device="cuda"))
+    slow = Call(torch.randn(ROWS, SLOTS, WIDE).cuda())
     quick = Call(slow.out.values[:, :, -NARROW:])
     graph = recorded(slow, quick)
     for _ in range(REPLAYS):
@@ -66,8 +66,8 @@ def test_a_call_sees_what_the_call_before_it_writes() -> None:
 
 
 def test_a_call_does_not_overwrite_what_the_call_before_it_reads() -> None:
-    slow = Call(torch.randn(ROWS, SLOTS, WIDE, device="cuda"))
-    quick = Call(torch.randn(ROWS, SLOTS, NARROW, device="cuda"))
+    slow = Call(torch.randn(ROWS, SLOTS, WIDE).cuda())
+    quick = Call(torch.randn(ROWS, SLOTS, NARROW).cuda())
     end_of_last_sample = slow.src.view(-1)[-ROWS * TARGETS :].view(ROWS, TARGETS)
     quick.out = Resampled(quick.out.values, quick.out.valid, end_of_last_sample)
     graph = recorded(slow, quick)

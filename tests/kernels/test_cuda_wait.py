@@ -10,6 +10,7 @@ import torch
 from ppstream_kernels import cuda_wait
 from ppstream_kernels.cuda_wait import Waits
 
+DEVICE = torch.device("cuda", 99)  # no machine has it: a kernel loads once for a process
 COUNTER = 0x7F00_1234_5678
 
 
@@ -37,16 +38,16 @@ class Launches:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Launches:
     launches = Launches()
     monkeypatch.setattr(cuda_wait, "import_cuda", lambda name: launches)
-    monkeypatch.setattr(cuda_wait, "_kernel", lambda index: 5)
-    fakes = SimpleNamespace(_cuda_getCurrentRawStream=lambda index: 0)
-    monkeypatch.setattr(torch, "_C", fakes)
+    monkeypatch.setattr(cuda_wait, "load_kernels", lambda *_: {"wait_for_count": 5})
+    current = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: SimpleNamespace(data_ptr=lambda: 1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return launches
 
 
 def test_a_launch_takes_the_counter_and_the_lower_half_of_the_count(driver: Launches) -> None:
-    waits = Waits(torch.device("cuda", 0), COUNTER)
+    waits = Waits(DEVICE, COUNTER)
     assert driver.made == [(1, 0, 0)]  # it has run once, on memory of its own
     for count in (1, (1 << 32) - 1, 1 << 32, (1 << 33) + 7):
         waits.queue(count, "stream")
@@ -54,7 +55,7 @@ def test_a_launch_takes_the_counter_and_the_lower_half_of_the_count(driver: Laun
 
 
 def test_a_refusal_is_told(driver: Launches) -> None:
-    waits = Waits(torch.device("cuda", 0), COUNTER)
+    waits = Waits(DEVICE, COUNTER)
     driver.error = 700
     with pytest.raises(RuntimeError, match="refuses to wait for a count: 700"):
         waits.queue(1, "stream")

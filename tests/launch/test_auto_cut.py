@@ -23,7 +23,7 @@ from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.core.specs import TensorSpec
 from ppstream.launch.auto_cut import (
     TIMED_CALLS,
-    PartTimes,
+    MeasuredParts,
     choose_cut,
     costs_of,
     facts_of,
@@ -52,7 +52,7 @@ def configured(*policy: str, rank0: str = "cpu", **changes: Any) -> PipelineConf
 
 CONFIG = configured("cpu", "cpu")
 SPECS = specs_of(build_parts(CONFIG, CPU))
-TIMES = PartTimes(SPECS, (3 * MS, 2 * MS, 4 * MS))
+TIMES = MeasuredParts(SPECS, (3 * MS, 2 * MS, 4 * MS))
 
 
 def test_costs_are_the_parts_times_and_the_bytes_that_cross_in_front_of_each() -> None:

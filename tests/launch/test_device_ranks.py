@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ppstream.launch import device_ranks
-from ppstream.links.latency_probe import Latency
+from ppstream.links.latency_probe import LinkLatency
 from ppstream.links.slots import BACK, FRONT
 
 
@@ -30,7 +30,7 @@ def test_a_link_opens_within_the_limit_of_the_start_and_the_log_says_which_and_w
         ),
     )
     monkeypatch.setattr(
-        device_ranks, "measure", lambda *given: asked.append(given) or Latency(3456, 64)
+        device_ranks, "measure", lambda *given: asked.append(given) or LinkLatency(3456, 64)
     )
     placement: Any = SimpleNamespace(link="pinned", why="no peer access")
     log: Any = SimpleNamespace(event=lambda name, **fields: events.append((name, fields)))
@@ -39,7 +39,7 @@ def test_a_link_opens_within_the_limit_of_the_start_and_the_log_says_which_and_w
         link=SimpleNamespace(wait=waits), liveness=SimpleNamespace(start_s=500.0)
     )
     with caplog.at_level(logging.INFO, logger="ppstream"):
-        opened = device_ranks._open_link(
+        opened = device_ranks.open_link(
             config, placement, side, store, store, torch.device("cpu"), log
         )
     assert opened is link

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from ppstream import native
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
@@ -116,6 +117,15 @@ def test_threads_are_decided_by_front_parts_at_start_unless_stated(given: Module
     assert "stage A + C (split if front parts take more than 2 ms, else serial) on cpu" in text
     stated = describe(config(**cut, pipeline={"threads": "split"}), 2)
     assert "stage A + C (split) on cpu" in " ".join(stated.split())
+
+
+@pytest.mark.parametrize(("used", "told"), [(True, "compiled"), (False, "in Python: no")])
+def test_text_tells_whether_the_core_is_compiled(
+    given: ModuleType, monkeypatch: pytest.MonkeyPatch, used: bool, told: str
+) -> None:
+    monkeypatch.setattr(native, "is_used", used)
+    monkeypatch.setattr(native, "why_not", "no")
+    assert row(describe(config(), 2), "core") == f"core {told}"
 
 
 def test_all_parts_count_a_tensor_that_several_have_once(given: ModuleType) -> None:

@@ -118,7 +118,7 @@ def test_a_stranger_s_heart_is_refused(tmp_path, frame):
     hearts[1].send(frame)
     hearts[1].send(Drain("the next frame"))
     coming = iter((near, hearts[0]))
-    with pytest.raises(ProtocolError, match="a stranger"):
+    with pytest.raises(ProtocolError, match="without this run's token"):
         handshake.admit(
             CONFIG,
             store,

@@ -143,7 +143,7 @@ def test_a_rank_that_ends_before_ranks_have_met_is_the_reason(
         sibling.kill()
         assert end.left.wait(5)
     assert end.code is ExitCode.PEER_LOST
-    assert "rank 1 ended before it had met this rank; look at its output" in end.reason
+    assert "rank 1 ended before its handshake with this rank; read its output" in end.reason
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -247,7 +247,7 @@ def test_the_earliest_moment_counts_and_may_be_taken_back() -> None:
         end.lookout.leave_by(60)
         end.lookout.leave_by(0.3)
         end.lookout.leave_by(60)
-        end.lookout.take_time()
+        end.lookout.clear_deadline()
         assert not end.left.wait(0.6)
         end.lookout.leave_by(0.1)
         end.lookout.leave_by(60)
@@ -261,7 +261,7 @@ def test_a_rank_leaves_in_time_also_when_why_cannot_be_told(
         raise MemoryError
 
     with looking({}) as end:
-        monkeypatch.setattr(end, "told", no_memory)
+        monkeypatch.setattr(end, "end_without_main_thread", no_memory)
         assert end.lookout is not None
         end.lookout.leave_by(0.1)
         assert end.left.wait(5)
@@ -366,6 +366,6 @@ def test_what_a_dead_rank_has_forked_is_ended_by_the_other_one(
         assert child is not None
         end = RankEnd(0)
         end.processes[1] = HeldProcess.of(rank.pid)
-        assert end.see_peer_out(0.1) != "", "a living one is ended with what it had started"
+        assert end.end_other_ranks(0.1) != "", "a living one is ended with what it had started"
         assert child.wait_gone(5)
         child.close()

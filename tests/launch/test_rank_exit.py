@@ -4,7 +4,6 @@ import socket
 import subprocess
 import sys
 import threading
-from _thread import start_new_thread
 from contextlib import suppress
 
 import pytest
@@ -23,7 +22,7 @@ from ppstream.core.errors import (
     PolicyError,
     StoppedEarlyError,
 )
-from ppstream.launch.handshake import telling
+from ppstream.launch.handshake import saying_goodbye
 from ppstream.launch.rank_exit import Course, RankEnd, how_it_ends
 from ppstream.observe.run_folder import Run
 from ppstream.wire.rank_messages import Goodbye
@@ -60,7 +59,7 @@ class OtherProcess(HeldProcess):
 def test_a_frozen_or_stuck_process_is_ended_and_a_leaving_one_is_not(rank, limit_s, leaves, ended):
     end = RankEnd(rank)
     end.processes[1 - rank] = other = OtherProcess(leaves=leaves)
-    text = end.see_peer_out(limit_s)
+    text = end.end_other_ranks(limit_s)
     assert other.ended is ended
     assert ("process 4242 (state T) was ended" in text) is ended
     if ended:
@@ -70,8 +69,8 @@ def test_a_frozen_or_stuck_process_is_ended_and_a_leaving_one_is_not(rank, limit
 def failing(tmp_path, rank, capfd, **said):
     end = RankEnd(rank)
     end.run = Run(tmp_path)
-    end.peer_said = said.get("peer_said")
-    end.say_who_failed_first(said.get("code", ExitCode.PEER_LOST))
+    end.peer_reason = said.get("peer_reason")
+    end.print_first_failure(said.get("code", ExitCode.PEER_LOST))
     return capfd.readouterr().err
 
 
@@ -86,7 +85,7 @@ def test_the_rank_that_failed_first_is_named(tmp_path, capfd):
 
 def test_a_rank_that_said_nothing_is_named_and_one_that_did_is_quoted(tmp_path, capfd):
     assert "rank 1: it left no exit code" in failing(tmp_path, 0, capfd)
-    said = failing(tmp_path, 0, capfd, peer_said="exit 26 POLICY_OUTPUT why")
+    said = failing(tmp_path, 0, capfd, peer_reason="exit 26 POLICY_OUTPUT why")
     assert said == "ppstream: first to fail: rank 1: exit 26 POLICY_OUTPUT why\n"
 
 
@@ -118,7 +117,7 @@ def test_a_rank_that_lost_its_neighbour_waits_for_the_rank_that_hears_why(peers)
     ours, theirs = peers
     words = threading.Timer(0.1, theirs.send, [Goodbye(26, "rank 2 called sys.exit()")])
     words.start()
-    with pytest.raises(PeerLeftError, match=r"rank 2 called sys\.exit"), telling(ours):
+    with pytest.raises(PeerLeftError, match=r"rank 2 called sys\.exit"), saying_goodbye(ours):
         raise PeerLostError("policy rank 2 is gone: Broken pipe")
     words.join()
 
@@ -127,25 +126,25 @@ def test_the_last_words_of_a_lost_rank_are_the_reason(peers):
     ours, theirs = peers
     theirs.send(Goodbye(int(ExitCode.POLICY_OUTPUT), "NaN for ever"))
     theirs.close()
-    with pytest.raises(PeerLeftError, match="26 POLICY_OUTPUT: NaN for ever"), telling(ours):
+    with pytest.raises(PeerLeftError, match="26 POLICY_OUTPUT: NaN for ever"), saying_goodbye(ours):
         raise PeerLostError("Broken pipe")
     assert ours.last_words() is not None  # it stays readable
 
 
 def test_an_error_is_told_to_the_other_rank_and_survives_its_absence(peers):
     ours, theirs = peers
-    with pytest.raises(PolicyError), telling(ours):
+    with pytest.raises(PolicyError), saying_goodbye(ours):
         raise PolicyError("five in a row")
     with pytest.raises(PeerLeftError, match="26 POLICY_OUTPUT: five in a row"):
         theirs.receive(10**9)
     theirs.close()
-    with pytest.raises(ZeroDivisionError), telling(ours):
+    with pytest.raises(ZeroDivisionError), saying_goodbye(ours):
         raise ZeroDivisionError
 
 
 def test_a_run_that_is_stopped_early_stops_the_other_rank_without_a_failure(peers):
     ours, theirs = peers
-    with pytest.raises(StoppedEarlyError), telling(ours):
+    with pytest.raises(StoppedEarlyError), saying_goodbye(ours):
         raise StoppedEarlyError("SIGTERM before the run was ready")
     with pytest.raises(PeerLeftError) as left:
         theirs.receive(10**9)
@@ -158,7 +157,7 @@ def test_an_error_whose_text_cannot_be_shown_is_told_all_the_same(peers):
             raise ValueError("no text")
 
     ours, theirs = peers
-    with pytest.raises(Mute), telling(ours):
+    with pytest.raises(Mute), saying_goodbye(ours):
         raise Mute
     with pytest.raises(
         PeerLeftError, match="1 INTERNAL: Mute: <its text cannot be shown: ValueErr"
@@ -274,46 +273,56 @@ def test_an_error_of_closing_changes_no_end_but_a_good_one(capfd):
 
 def test_without_a_launcher_a_good_end_and_a_lost_peer_say_so():
     end = RankEnd(1)
-    assert end.settled(ExitCode.DRAINED, "SIGTERM") == (ExitCode.DRAINED, "SIGTERM")
+    assert end.end_of_main_thread(ExitCode.DRAINED, "SIGTERM") == (ExitCode.DRAINED, "SIGTERM")
     asked = []
-    assert not end.lose_launcher("LAUNCHER_LOST: process 7 is gone")
+    assert not end.on_launcher_lost("LAUNCHER_LOST: process 7 is gone")
     end.on_stop = asked.append
-    assert end.lose_launcher("LAUNCHER_LOST: process 7 is gone")
+    assert end.on_launcher_lost("LAUNCHER_LOST: process 7 is gone")
     assert asked == ["LAUNCHER_LOST: process 7 is gone"]
     for code in (ExitCode.DRAINED, ExitCode.PEER_LOST):
-        assert end.settled(code, "") == (ExitCode.PEER_LOST, "LAUNCHER_LOST: process 7 is gone")
-    assert end.settled(ExitCode.WATCHDOG, "stuck")[0] is ExitCode.WATCHDOG
+        assert end.end_of_main_thread(code, "") == (
+            ExitCode.PEER_LOST,
+            "LAUNCHER_LOST: process 7 is gone",
+        )
+    assert end.end_of_main_thread(ExitCode.WATCHDOG, "stuck")[0] is ExitCode.WATCHDOG
 
 
 def test_what_was_seen_of_the_other_rank_says_more_than_its_socket():
     end = RankEnd(0)
     end.peer_lost = "rank 1 was stopped before it served"
-    assert end.settled(ExitCode.PEER_LOST, "Connection reset by peer")[1] == end.peer_lost
-    assert end.settled(ExitCode.WATCHDOG, "stuck") == (ExitCode.WATCHDOG, "stuck")
+    assert (
+        end.end_of_main_thread(ExitCode.PEER_LOST, "Connection reset by peer")[1] == end.peer_lost
+    )
+    assert end.end_of_main_thread(ExitCode.WATCHDOG, "stuck") == (ExitCode.WATCHDOG, "stuck")
 
 
 def test_a_policy_rank_believes_what_rank_0_recorded_before_it_was_gone(tmp_path):
     end = RankEnd(1, generation=2)
     end.run = Run(tmp_path)
     end.run.record_exit(0, ExitCode.DRAINED, "SIGTERM", generation=1)
-    assert end.settled(ExitCode.PEER_LOST, "gone") == (ExitCode.PEER_LOST, "gone")
+    assert end.end_of_main_thread(ExitCode.PEER_LOST, "gone") == (ExitCode.PEER_LOST, "gone")
     end.run.record_exit(0, ExitCode.DRAINED, "SIGTERM", generation=2)
-    assert end.settled(ExitCode.PEER_LOST, "gone")[0] is ExitCode.DRAINED
-    assert end.told() == (ExitCode.DRAINED, "the other rank left with 0 DRAINED: SIGTERM")
-    assert end.settled(ExitCode.WATCHDOG, "stuck")[0] is ExitCode.WATCHDOG
+    assert end.end_of_main_thread(ExitCode.PEER_LOST, "gone")[0] is ExitCode.DRAINED
+    assert end.end_without_main_thread() == (
+        ExitCode.DRAINED,
+        "the other rank left with 0 DRAINED: SIGTERM",
+    )
+    assert end.end_of_main_thread(ExitCode.WATCHDOG, "stuck")[0] is ExitCode.WATCHDOG
     end.rank = 0
-    assert end.settled(ExitCode.PEER_LOST, "gone")[0] is ExitCode.PEER_LOST
+    assert end.end_of_main_thread(ExitCode.PEER_LOST, "gone")[0] is ExitCode.PEER_LOST
 
 
 def test_what_the_other_rank_s_heart_said_is_the_reason_of_a_rank_whose_loop_stands(peers):
     ours, theirs = peers
     end = RankEnd(0)
     end.met(1, ours)
-    assert "the other rank's process is gone, and said nothing" in end.told()[1]
-    assert "test_rank_exit.py" in end.told()[1]  # where this rank's main thread is
+    assert "the other rank's process exited without a message" in end.end_without_main_thread()[1]
+    assert (
+        "test_rank_exit.py" in end.end_without_main_thread()[1]
+    )  # where this rank's main thread is
     theirs.send(Goodbye(21, "stage B made no progress for 5.1 s; MainThread is in my.py:7 f"))
     ours.heart.pump()
-    code, reason = end.told()
+    code, reason = end.end_without_main_thread()
     assert code is ExitCode.PEER_LOST
     assert "left with 21 WATCHDOG: stage B made no progress" in reason
     assert "my.py:7 f" in reason
@@ -327,7 +336,9 @@ def test_a_stop_signal_behind_a_dead_rank_is_no_stop():
     with pytest.raises(StoppedEarlyError):
         end.stop_early("SIGTERM")
     end.processes[1] = OtherProcess(leaves=True)
-    with pytest.raises(StoppedEarlyError, match="rank 1 ended before it had met this rank") as told:
+    with pytest.raises(
+        StoppedEarlyError, match="rank 1 ended before its handshake with this rank"
+    ) as told:
         end.stop_early("SIGTERM")
     assert how_it_ends(told.value)[0] is ExitCode.PEER_LOST
 
@@ -336,15 +347,15 @@ def test_a_stop_signal_inside_the_start_of_a_thread_breaks_neither(monkeypatch):
     ignored = []
     began = threading.Event()
 
-    def start(*of_thread):
-        start_new_thread(*of_thread)
-        RankEnd(0).stop_early("SIGTERM")  # where a signal may come: nobody waits for it yet
+    def wait(event, limit_s=None):
+        RankEnd(0).stop_early("SIGTERM")  # where a signal may come: the thread is not awaited yet
 
-    monkeypatch.setattr(threading, "_start_new_thread", start)
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
     thread = threading.Thread(target=began.set, daemon=True)
-    with pytest.raises(StoppedEarlyError):
-        thread.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", wait)
+        with pytest.raises(StoppedEarlyError):
+            thread.start()
     assert began.wait(10)
     thread.join()
     assert not ignored

@@ -23,7 +23,7 @@ from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
 from ppstream.links.factory import open_hops
 from ppstream.links.protocol import Hops, Neighbours
-from ppstream.links.slots import LinkShape, Position, SlotLayout
+from ppstream.links.slots import INDEX, LinkShape, Position, SlotLayout
 from ppstream.pipeline.credits import CreditLedger
 
 KINDS = ("host", "gloo")
@@ -90,7 +90,7 @@ class Chain:
         for thread in threads:
             thread.join()
         for found in self.hops.values():
-            found.into.watch(self.waiter)
+            found.into.register_with(self.waiter)
 
     def take_nowait(self, hop: int) -> int | None:
         """What has come over a hop; rank 0's own sockets are pumped by whoever owns them."""
@@ -100,7 +100,7 @@ class Chain:
             return arrival[0]
         if place < 2:
             self.peers[place].before.pump()
-        into.hear(())
+        into.on_ready(())
         return None
 
     def take(self, hop: int) -> int:
@@ -230,12 +230,13 @@ def test_another_generation_is_refused(kind: str, hop: int) -> None:
 
 
 @each_hop
-def test_a_doorbell_of_another_index_is_refused(hop: int) -> None:
+def test_a_slot_of_another_index_is_refused(hop: int) -> None:
     with opened("host") as chain:
         chain.hops[hop].out.commit(0)
         chain.take(hop)
-        out: Any = chain.hops[hop].out
-        out._bell.ring(5, 1, 0)
+        out = chain.hops[hop].out
+        out.commit(1)
+        out.slot(1).header[INDEX] = 5
         with pytest.raises(ProtocolError, match=f"slot of {NAMES[hop]} 1"):
             chain.take(hop)
 

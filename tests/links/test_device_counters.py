@@ -15,6 +15,7 @@ from fake_wait import FakeWaits
 from linked_ends import driven_by, linked
 from robot_rig import wait_until
 
+from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import PeerLostError, ProtocolError
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaEvent, CudaStream
@@ -58,11 +59,9 @@ def assert_the_first_arrives(front: CountedLink, back: CountedLink) -> None:
 
 def set_counts(front: CountedLink, back: CountedLink, count: int) -> None:
     """As if so many had been sent each way."""
-    stream = CudaStream()
     for end in (front, back):
-        end._told = end._awaited = count
-        stream.write_value(end._places.my_counter, count)
-    wait_until(stream.is_idle)
+        end.count_from(count)
+        wait_until(end.sending.is_idle)
 
 
 @contextmanager
@@ -221,12 +220,13 @@ def test_a_round_trip_counts_every_hop(
         send = link.queue_note
 
         def held(link: CountedLink = link, hold_ms: int = hold_ms, send: Any = send) -> None:
-            queue_call(link.receiving, lambda: time.sleep(hold_ms * 1e-3))
+            stream: Any = link.receiving.handle
+            stream.queue(lambda: stream.saw(stream.now_ns + hold_ms * NS_PER_MS))
             send()
 
         monkeypatch.setattr(link, "queue_note", held)
 
-    def measure(place: int) -> latency_probe.Latency:
+    def measure(place: int) -> latency_probe.LinkLatency:
         return latency_probe.measure(links[place], Position(place, places), LIMIT_S)
 
     threads = [
@@ -237,16 +237,32 @@ def test_a_round_trip_counts_every_hop(
     latency = measure(0)
     for thread in threads:
         thread.join(LIMIT_S)
-    assert 6_000_000 <= latency.one_way_ns < 9_000_000
+    assert 6_000_000 <= latency.one_way_ns < 6_100_000
 
 
 def test_rounds_in_which_devices_wake_up_do_not_count(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds_ns = iter([2_000_000, 90_000, 20_000.5, *[22_000] * latency_probe.ROUNDS])
-    monkeypatch.setattr(latency_probe, "_round", lambda *_: next(rounds_ns))
-    front, _ = ends(puts=True)
-    assert latency_probe.measure(front, FRONT, LIMIT_S) == (10_000, 64)
+    trips_ns = [2_000_000, 90_000, 20_000, *[22_000] * (latency_probe.ROUNDS - 3)]
+    counted = latency_probe.TRIPS - latency_probe.SKIPPED
+    passed = iter([number * trip_ns for trip_ns in trips_ns for number in range(counted)])
+
+    class TimedEvent(CudaEvent):
+        def ns_since(self, earlier: CudaEvent) -> int:
+            return next(passed)
+
+    class Notes:
+        """A link whose notes are back at once."""
+
+        name, note_bytes, receiving = "notes", 64, CudaStream()
+
+        def queue_note(self) -> None: ...
+
+        def queue_note_receipt(self) -> None: ...
+
+    monkeypatch.setattr(latency_probe, "CudaEvent", TimedEvent)
+    notes: Any = Notes()
+    assert latency_probe.measure(notes, FRONT, LIMIT_S) == (10_000, 64)
 
 
 def test_a_peer_that_does_not_answer_notes_is_lost_and_holds_nothing_up(
@@ -254,7 +270,7 @@ def test_a_peer_that_does_not_answer_notes_is_lost_and_holds_nothing_up(
 ) -> None:
     front, _ = ends(puts=True)
     began = time.monotonic()
-    with pytest.raises(PeerLostError, match="pass on no notes"):
+    with pytest.raises(PeerLostError, match="forward no probe messages"):
         latency_probe.measure(front, FRONT, 0.1)
     assert time.monotonic() - began < 2
     assert front.receiving.is_idle()

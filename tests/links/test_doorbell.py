@@ -15,7 +15,7 @@ import pytest
 from ppstream import native
 from ppstream.core.clock import NS_PER_S
 from ppstream.core.waiter import PythonWaiter, Waiter
-from ppstream.links.doorbell import SLEEPS, Doorbell, PythonDoorbell, doorbell_bytes
+from ppstream.links.doorbell import SLEEPS, WORD_BYTES, Doorbell, PythonDoorbell, doorbell_bytes
 
 SLOTS = 4
 LONG_NS = 10 * NS_PER_S
@@ -29,9 +29,15 @@ class Ends(NamedTuple):
     sender: PythonDoorbell
     receiver: PythonDoorbell
     memory_fd: int
+    is_ordered: bool
 
     def is_readable(self) -> bool:
         return bool(select.select([self.receiver], [], [], 0)[0])
+
+    def is_asleep(self) -> bool:
+        """The receiver wants the descriptor, says the memory of the hop."""
+        word = os.pread(self.memory_fd, WORD_BYTES, SLEEPS * WORD_BYTES)
+        return bool(int.from_bytes(word, sys.byteorder))
 
     def waiter(self) -> PythonWaiter:
         """A thread of the receiver's process has the same twin of both."""
@@ -39,7 +45,7 @@ class Ends(NamedTuple):
 
     def fence(self) -> bool:
         """Both have barriers, or the processor needs none."""
-        return self.sender._is_ordered or all(isinstance(end, Doorbell) for end in self[:2])
+        return self.is_ordered or all(isinstance(end, Doorbell) for end in self[:2])
 
 
 @pytest.fixture(params=CASES)
@@ -57,6 +63,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
             for name, one in ((sender, os.dup(fd)), (receiver, fd))
         ),
         memory_fd,
+        ORDERS[order],
     )
     yield ends
     ends.sender.close()
@@ -113,14 +120,14 @@ def test_where_both_fence_only_a_sleeper_costs_a_system_call(ends: Ends) -> None
 
 
 def test_where_one_does_not_a_count_is_believed_behind_the_system_call_alone(ends: Ends) -> None:
-    elsewhere, fd = os.eventfd(0), ends.sender._fd
-    ends.sender._fd = elsewhere
+    elsewhere, fd = os.eventfd(0), os.dup(ends.sender.fileno())
+    os.dup2(elsewhere, ends.sender.fileno(), inheritable=False)
     ends.sender.ring(0, 1, 0)  # the count is in memory, and the signal elsewhere
     assert ends.receiver.is_rung == ends.fence()
     os.eventfd_write(fd, 1)
     assert ends.receiver.is_rung
-    ends.sender._fd = fd
     os.close(elsewhere)
+    os.close(fd)
 
 
 def receive_all(ends: Ends, release: Callable[[], object]) -> None:
@@ -174,7 +181,7 @@ def test_no_commit_is_slept_over_between_two_processes(ends: Ends) -> None:
     free, give = os.pipe()
     sender = ends.sender
     passed = ends.memory_fd, sender.fileno(), free
-    told = SLOTS, ROUNDS, *passed, int(sender._is_ordered)
+    told = SLOTS, ROUNDS, *passed, int(ends.is_ordered)
     command = [sys.executable, "-c", SENDER, type(sender).__name__, *map(str, told)]
     with subprocess.Popen(command, pass_fds=passed) as process:
         os.close(free)  # the end of the parent is the end of the pipe
@@ -191,17 +198,17 @@ def test_a_wait_leaves_the_receiver_awake_however_it_ends(ends: Ends) -> None:
     waiter = ends.waiter()
     waiter.register_bell(ends.receiver)
     assert not waiter.wait(0)
-    assert ends.receiver._words[SLEEPS] == 0
+    assert not ends.is_asleep()
     ends.sender.ring(0, 1, 0)
     assert waiter.wait(LONG_NS) == [ends.receiver.fileno()]
-    assert ends.receiver._words[SLEEPS] == 0
+    assert not ends.is_asleep()
     while ends.receiver.is_rung:
         ends.receiver.take()
     timer = threading.Timer(0.02, lambda: ends.sender.ring(1, 2, 0))
     timer.start()
     assert waiter.wait(LONG_NS) == [ends.receiver.fileno()]
     timer.join()
-    assert ends.receiver._words[SLEEPS] == 0
+    assert not ends.is_asleep()
     assert not ends.is_readable()
     while ends.receiver.is_rung:
         ends.receiver.take()
@@ -210,7 +217,7 @@ def test_a_wait_leaves_the_receiver_awake_however_it_ends(ends: Ends) -> None:
     os.close(gone)
     with pytest.raises(OSError, match=r"closed|Bad file"):
         waiter.wait(LONG_NS)
-    assert ends.receiver._words[SLEEPS] == 0
+    assert not ends.is_asleep()
     waiter.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import free_port
+from robot_rig import file_size_limit
 
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
@@ -33,7 +33,7 @@ from ppstream.core.waiter import Waiter
 from ppstream.links.factory import open_hops
 from ppstream.links.host import available_bytes
 from ppstream.links.protocol import Hops, InHop, Neighbours
-from ppstream.links.slots import BACK, FRONT, LinkShape, SlotLayout
+from ppstream.links.slots import BACK, FRONT, INDEX, LinkShape, SlotLayout
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.wire.rank_messages import PhaseChange
 
@@ -68,7 +68,7 @@ ends = Neighbours.pair(BACK, peer)
 hops = open_hops(kind, ends, store, LinkShape(layout, layout, 2, 2), timeout_s=20.0)
 waiter = Waiter()
 waiter.register(peer.fileno())
-hops.into.watch(waiter)
+hops.into.register_with(waiter)
 done = 0
 while done < envelopes:
     waiter.wait(None)
@@ -97,7 +97,7 @@ def shape_of(d_in: int = 2, d_out: int = 2, generation: int = 0, size: int = 4) 
 def index_of(hop: InHop, peer: Peer) -> int | None:
     """The next index that has come, whatever the wait has named."""
     peer.pump()
-    hop.hear(())
+    hop.on_ready(())
     arrival = hop.receive_nowait()
     return None if arrival is None else arrival[0]
 
@@ -133,7 +133,7 @@ class Ends:
         for peer in (self.front_peer, self.back_peer):
             self.waiter.register(peer.fileno())
         for hops in (self.front, self.back):
-            hops.into.watch(self.waiter)
+            hops.into.register_with(self.waiter)
 
     def result_nowait(self) -> int | None:
         return index_of(self.front.into, self.front_peer)
@@ -202,7 +202,7 @@ class EchoRank:
         self.waiter = Waiter()
         stack.callback(self.waiter.close)
         self.waiter.register(self.peer.fileno())
-        self.link.into.watch(self.waiter)
+        self.link.into.register_with(self.waiter)
 
     def go_on(self, index: int) -> None:
         for more in range(index, index + 10**6):
@@ -389,8 +389,8 @@ def test_a_doorbell_without_its_envelope_is_refused() -> None:
     with opened("host", shape_of(d_in=1)) as ends:
         ends.front.out.commit(0)
         ends.envelope()
-        out: Any = ends.front.out
-        out._bell.ring(1, 1, 0)
+        ends.front.out.commit(1)
+        ends.front.out.slot(1).header[INDEX] = 0  # as if it had not been written
         with pytest.raises(ProtocolError, match="slot of envelope 1"):
             ends.envelope()
 
@@ -447,13 +447,8 @@ def test_slots_larger_than_the_memory_are_a_configuration_error() -> None:
 
 
 def test_slots_that_the_kernel_refuses_are_a_configuration_error() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-    try:
-        with pytest.raises(ConfigError, match="File too large; lower"):
-            open_host_front(layout_of(1 << 20))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with file_size_limit(1 << 20), pytest.raises(ConfigError, match="File too large; lower"):
+        open_host_front(layout_of(1 << 20))
 
 
 def test_slots_still_referred_to_stay_readable_after_close() -> None:
@@ -485,7 +480,7 @@ def test_a_killed_policy_rank_is_noticed_and_the_link_still_closes(kind: str) ->
         began = now_ns()
         with pytest.raises(PeerLostError):
             rank.go_on(2)
-        assert now_ns() - began < 0.5 * NS_PER_S
+        assert now_ns() - began < 2 * NS_PER_S
         began = now_ns()
         rank.link.close()
         assert now_ns() - began < 3 * NS_PER_S

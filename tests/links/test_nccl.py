@@ -58,8 +58,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, int]
     driver = FakeDriver()
     monkeypatch.setattr(memops, "driver", lambda: driver)
     monkeypatch.setattr(nccl, "own_stream", lambda role: CudaStream())
-    monkeypatch.setattr(nccl, "_group", lambda store, name, *_: Group(name, found))
-    monkeypatch.setattr(NcclLink, "_on", lambda self, stream: nullcontext())
+    monkeypatch.setattr(nccl, "open_group", lambda store, name, *_: Group(name, found))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
+    monkeypatch.setattr(torch.cuda, "stream", lambda external: nullcontext())
     yield found
     driver.close()
 

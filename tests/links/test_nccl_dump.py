@@ -16,11 +16,12 @@ from ppstream.links import nccl_dump
 from ppstream.observe.run_folder import Run
 
 TRACE = b'{"entries": [{"p2p_seq_id": 7, "state": "scheduled"}], "version": "2.10"}'
+OLD, NEW = nccl_dump.DUMPS
 ON = {"TORCH_FR_BUFFER_SIZE": "256"}
 
 
 class Library:
-    """As much of torch._C._distributed_c10d as is used."""
+    """As much of torch's library as is used."""
 
     def __init__(self, **functions):
         self.__dict__.update(functions)
@@ -46,10 +47,10 @@ def refuse():
 @pytest.mark.parametrize(
     ("environment", "functions"),
     [
-        ({}, {"_dump_fr_trace_json": lambda: TRACE}),  # no NCCL link was opened
+        ({}, {NEW: lambda: TRACE}),  # no NCCL link was opened
         (ON, {}),  # torch without it
-        (ON, {"_dump_fr_trace_json": lambda: b'{"version": "2.10"}'}),  # nothing was sent
-        (ON, {"_dump_nccl_trace_json": refuse}),
+        (ON, {NEW: lambda: b'{"version": "2.10"}'}),  # nothing was sent
+        (ON, {OLD: refuse}),
     ],
 )
 def test_where_there_is_none_nothing_is_written_or_said(
@@ -63,7 +64,7 @@ def test_where_there_is_none_nothing_is_written_or_said(
 
 def test_a_recorder_that_hangs_does_not_hold_up_the_end(monkeypatch, tmp_path):
     released = threading.Event()
-    with_torch(monkeypatch, _dump_nccl_trace_json=released.wait)
+    with_torch(monkeypatch, **{OLD: released.wait})
     monkeypatch.setattr(nccl_dump, "LIMIT_S", 0.05)
     began = time.monotonic()
     assert not nccl_dump.write(tmp_path / "trace.json", ON)
@@ -81,14 +82,14 @@ def test_it_is_switched_on_unless_somebody_asked_for_a_size():
 
 
 def test_a_stuck_rank_leaves_it_in_the_folder_of_its_run_and_others_do_not(monkeypatch, tmp_path):
-    with_torch(monkeypatch, _dump_nccl_trace_json=lambda: TRACE)
+    with_torch(monkeypatch, **{OLD: lambda: TRACE})
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "256")
     end = RankEnd(1, generation=2)
-    end.keep_evidence(ExitCode.WATCHDOG)  # a run that has not begun has no folder
+    end.save_nccl_dump(ExitCode.WATCHDOG)  # a run that has not begun has no folder
     end.run = Run(tmp_path)
-    end.keep_evidence(ExitCode.PEER_LOST)
+    end.save_nccl_dump(ExitCode.PEER_LOST)
     assert list(tmp_path.iterdir()) == []
-    end.keep_evidence(ExitCode.WATCHDOG)
+    end.save_nccl_dump(ExitCode.WATCHDOG)
     assert [path.name for path in tmp_path.iterdir()] == ["rank1.gen2.nccl.json"]
 
 
@@ -102,7 +103,7 @@ class Stuck:
 
 
 def test_a_watchdog_has_it_written_before_its_rank_leaves(monkeypatch, tmp_path):
-    with_torch(monkeypatch, _dump_nccl_trace_json=lambda: TRACE)
+    with_torch(monkeypatch, **{OLD: lambda: TRACE})
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "256")
     end, loop, left = RankEnd(1), Stuck(), threading.Event()
     end.run = Run(tmp_path)

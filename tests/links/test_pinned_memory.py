@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_cuda import FakeDriver
+from fake_cuda import FakeDriver, queue_call
 from linked_ends import driven_by
 from robot_rig import wait_until
 
 from ppstream.control.launcher_store import LauncherStore
+from ppstream.core.clock import NS_PER_MS
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda.driver import CudaEvent, CudaStream
+from ppstream.links import device_counters
 from ppstream.links.pinned_memory import PinnedLink
 from ppstream.links.slots import LinkShape, Position, SlotLayout
 
@@ -107,7 +109,14 @@ def test_memory_that_a_stream_still_waits_beside_stays_pinned(
     driver: PinningDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     front, back = opened()
-    monkeypatch.setattr(front, "_moves", lambda route: False)
+    monkeypatch.setattr(device_counters, "RELEASE_LIMIT_NS", NS_PER_MS)
+    moves = threading.Event()
+    queue_call(front.receiving, lambda: moves.wait())
     assert not front.close()
     assert back.close()
     assert len(driver.pinned) == 2
+    moves.set()
+    for stream in (front.sending, front.receiving):  # they write there until they are idle
+        idle = CudaEvent()
+        stream.record(idle)
+        wait_until(idle.is_done)

@@ -11,8 +11,8 @@ from drill import fault_drill
 from drill import gpu as drill_gpu
 from drill import torchrun as drill_torchrun
 from drill.fault_drill import CPU, GPU, QUICK, drill
-from drill.judging import Outcome
-from drill.launches import Launch
+from drill.judging import FaultOutcome
+from drill.launches import LaunchDrill
 from drill.live_logs import NOTHING_SENT
 from drill.processes import MARK, marked
 from drill.scene import Failed
@@ -53,11 +53,11 @@ def test_a_bound_that_is_missed_is_said(tmp_path, monkeypatch):
 
 
 def test_a_launch_that_leaves_what_it_must_not_is_said(tmp_path):
-    def leaves(folder, outcome: Outcome):
+    def leaves(folder, outcome: FaultOutcome):
         outcome.codes = (20, 20)
         raise Failed("no orphan: not within 5 s")
 
-    outcome = fault_drill.launches(tmp_path / "x", Launch("x", "", "", "", leaves))
+    outcome = fault_drill.launches(tmp_path / "x", LaunchDrill("x", "", "", "", leaves))
     assert outcome.missed == "no orphan: not within 5 s"
     assert outcome.codes == (20, 20)
 

@@ -4,14 +4,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forked_process import ForkedProcess, run_forked
 from ranks import CONFIG, SERIAL, SERVED, Ranks, environment_without_ranks, free_port
 from robot_rig import wait_until
 
@@ -22,9 +21,9 @@ pytestmark = [pytest.mark.multirank, pytest.mark.timeout(2 * LIMIT_S)]
 def torchrun(
     log_root: Path, *settings: str, options: tuple[str, ...] = (), config: str = str(CONFIG)
 ) -> list[str]:
-    """The command line; ``timeout -k`` around it, since an agent may ignore SIGTERM."""
-    launcher = ["timeout", "-k", "5", str(LIMIT_S), sys.executable, "-m", "torch.distributed.run"]
-    launcher += ["--nproc-per-node=2", f"--master-port={free_port()}", *options]
+    """The module that torchrun is, and its arguments."""
+    launcher = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    launcher += options
     module = ["-m", "ppstream.serve", "--config", config]
     pairs = (f"log.root={log_root}", *settings)
     return [*launcher, *module, *(part for pair in pairs for part in ("--set", pair))]
@@ -33,22 +32,17 @@ def torchrun(
 @contextmanager
 def launched(log_root: Path, command: list[str]) -> Iterator[tuple[Ranks, Callable[[], None]]]:
     """Torchrun's run, and what ends it as SIGTERM to the agent does."""
-    with (log_root / "stderr").open("w") as stderr:
-        process = subprocess.Popen(
-            command, stdout=stderr, stderr=stderr, env=environment_without_ranks()
-        )
+    process = ForkedProcess(command, environment_without_ranks(), log_root / "stderr")
 
     def stop() -> None:
-        agent = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
-        os.kill(agent, signal.SIGTERM)
+        process.terminate()
         process.wait(15)
 
     try:
         yield Ranks.of_log(log_root, [log_root / "stderr"]), stop
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()
 
 
 def test_stop_signal_to_torchrun_drains_both_ranks_with_zero(tmp_path):
@@ -62,13 +56,12 @@ def test_stop_signal_to_torchrun_drains_both_ranks_with_zero(tmp_path):
     assert {rank: end["code"] for rank, end in ends.items()} == {"0": 0, "1": 0}, run.output()
 
 
-@pytest.mark.parametrize("link", ["host", "gloo"])
-def test_a_chain_starts_anew_when_its_middle_rank_is_killed(link, tmp_path):
+def test_a_chain_starts_anew_when_its_middle_rank_is_killed(tmp_path):
     settings = (
         "policy.options={parts_ms=[1, 1, 1], horizon=4, action_dim=2}",
         "placement.parts=[1, 2, 3]",
         "placement.policy=['cpu', 'cpu', 'cpu']",
-        f"link.kind={link}",
+        "link.kind=gloo",
         "service.duration_s=none",
         SERVED,
     )
@@ -91,13 +84,7 @@ def test_a_chain_starts_anew_when_its_middle_rank_is_killed(link, tmp_path):
 
 def test_refused_run_does_not_loop_under_max_restarts(tmp_path):
     command = torchrun(tmp_path, *SERIAL, options=("--max-restarts=1",))
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S + 10,
-        env=environment_without_ranks(),
-    )
+    done = run_forked(command, LIMIT_S, environment=environment_without_ranks())
     assert done.returncode == 1  # torchrun's own: the ranks' codes stand in exit.json
     runs = [path for path in tmp_path.iterdir() if (path / "run.json").exists()]
     assert len({path.resolve() for path in runs}) == 1, done.stderr
@@ -107,17 +94,18 @@ def test_refused_run_does_not_loop_under_max_restarts(tmp_path):
     assert Ranks.of_log(tmp_path, []).exits()["0"]["code"] == 30
 
 
+#: Three ranks on two processors that others use: the gate may rightly find too little to judge.
+UNJUDGED_AGAIN = pytest.mark.flaky(
+    reruns=2, reruns_delay=5, only_rerun=["GATE_INCONCLUSIVE", "exitcode  : 31"]
+)
+
+
+@UNJUDGED_AGAIN
 def test_a_run_times_its_parts_and_takes_the_best_cut(tmp_path):
     parts = "policy.options={parts_ms=[10, 10, 20, 20], horizon=4, action_dim=2}"
     places = "placement.parts=auto", 'placement.policy=["cpu", "cpu"]'
     command = torchrun(tmp_path, parts, *places, SERVED, options=("--nproc-per-node=3",))
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S + 10,
-        env=environment_without_ranks(),
-    )
+    done = run_forked(command, LIMIT_S, environment=environment_without_ranks())
     assert done.returncode == 0, done.stderr
     told = json.loads(((tmp_path / "latest").resolve() / "run.json").read_text())
     assert told["cut"]["chosen"] == [0, 0, 1, 2]
@@ -128,18 +116,11 @@ def test_a_run_times_its_parts_and_takes_the_best_cut(tmp_path):
     assert len(others) == len(told["cut"]["cuts"]) - 1
 
 
-#: Three ranks on two processors that others use: the gate may rightly find too little to judge.
-@pytest.mark.flaky(reruns=2, reruns_delay=5, only_rerun=["GATE_INCONCLUSIVE"])
+@UNJUDGED_AGAIN
 def test_the_shipped_cut_becomes_ready_on_three_ranks_and_says_what_each_runs(tmp_path):
     settings = ("service.endpoint=none", "service.duration_s=0.5", "bringup.envelopes=100", SERVED)
     command = torchrun(tmp_path, *settings, options=("--nproc-per-node=3",), config="vla_tiny")
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S + 10,
-        env=environment_without_ranks(),
-    )
+    done = run_forked(command, LIMIT_S, environment=environment_without_ranks())
     assert done.returncode == 0, done.stderr
     run = (tmp_path / "latest").resolve()
     told = json.loads((run / "run.json").read_text())

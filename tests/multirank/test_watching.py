@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from ranks import Ranks
+from ranks import SERVE, Ranks
 from watched_ranks import get
 
 from ppstream.report import attribution
@@ -26,7 +26,7 @@ ATTRIBUTION = (
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     path = {"PYTHONPATH": os.pathsep.join([SUPPORT, os.environ.get("PYTHONPATH", "")])}
-    with Ranks(tmp_path_factory.mktemp("logs"), *ATTRIBUTION, env=path) as ranks:
+    with Ranks(tmp_path_factory.mktemp("logs"), *ATTRIBUTION, env=path, module=SERVE) as ranks:
         ranks.wait_for_event("phase", phase="bring-up")
         ranks.seen = [door(ranks, rank) for rank in (0, 1)]
         for process in ranks.processes:

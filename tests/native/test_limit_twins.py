@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from twin_rows import in_python
 
 from ppstream import native
 from ppstream.config.schema import ActionConfig
@@ -34,9 +35,9 @@ def twins(**more: Any) -> list[ActionRules]:
     made = ActionConfig(
         names=names, horizon=HORIZON, dt_ms=10.0, low=LOW, high=HIGH, lease_ms=100.0, **more
     )
-    rules = [ActionRules(made), ActionRules(made)]
-    rules[1]._is_compiled = False
-    return rules
+    with in_python():
+        python = ActionRules(made)
+    return [ActionRules(made), python]
 
 
 @settings(max_examples=200, deadline=None)

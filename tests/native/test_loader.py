@@ -8,10 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from ppstream import native
-from ppstream.launch import dry_run
 from ppstream.native import loader
 
 ASK = """
@@ -67,10 +64,3 @@ def test_whoever_demands_the_core_gets_an_error_where_there_is_none() -> None:
 def test_the_source_and_the_loader_have_one_number() -> None:
     source = Path(loader.__file__).with_name("core.c").read_text()
     assert f"#define API {loader.API} " in source
-
-
-@pytest.mark.parametrize(("used", "text"), [(True, "compiled"), (False, "in Python: no")])
-def test_a_dry_run_tells_which(used: bool, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "is_used", used)
-    monkeypatch.setattr(native, "why_not", "no")
-    assert dry_run._core_text() == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import MS, stream
-from twin_rows import by_python, state_of
+from twin_rows import in_python, state_of
 
 from ppstream import native
 from ppstream.ingest.ring import RingBank
 from ppstream.ingest.rows import RowInput
-from ppstream.ingest.stamp_filter import BACKLOG_NS, BEST_NS, FUTURE_LIMIT_NS, JUMP_SAMPLES
+from ppstream.ingest.stamp_filter import (
+    BACKLOG_NS,
+    BEST_NS,
+    FUTURE_LIMIT_NS,
+    JUMP_SAMPLES,
+    StampFilter,
+)
 
 REFERENCE, OTHER = "joints", "force"
 DIM = 2
@@ -30,13 +37,13 @@ class Twins:
         streams = [stream(REFERENCE, DIM, max_gap_ms=5.0), stream(OTHER, DIM, max_gap_ms=1e6)]
         self.banks: list[dict[str, RingBank]] = []
         self.rows = []
-        for _ in range(2):
+        for made in (nullcontext(), in_python()):
             banks = {one.name: RingBank(one, 2, capacity) for one in streams}
-            row = RowInput(banks, 1, REFERENCE, STALE_NS)
+            with made:
+                row = RowInput(banks, 1, REFERENCE, STALE_NS)
             row.open(1)
             self.banks.append(banks)
             self.rows.append(row)
-        by_python(self.rows[1])
 
     def both(self, call: Any) -> Any:
         """What ``call`` says of a row, the same of both; then all that they hold is the same."""
@@ -138,8 +145,9 @@ def open_row(capacity: int = 8) -> RowInput:
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_the_core_takes_a_usual_message_itself(count: int) -> None:
-    ring = open_row().reference
-    assert ring.take(*usual(count, after_ms=1), count * MS, ring.ledger, ring._clock) == count
+    row = open_row()
+    ring = row.reference
+    assert ring.take(*usual(count, after_ms=1), count * MS, ring.ledger, row.clock) == count
     assert (ring.count, ring.accepted, ring.ledger.in_flight) == (count + 1,) * 3
 
 
@@ -164,7 +172,7 @@ def test_the_core_leaves_the_unusual_alone_and_touches_nothing(what: str) -> Non
     ring = row.reference
     before = state_of(row, {REFERENCE: ring.bank})
     stamps, values = UNUSUAL[what]()
-    assert ring.take(stamps, values, 9 * MS, ring.ledger, ring._clock) == 0
+    assert ring.take(stamps, values, 9 * MS, ring.ledger, row.clock) == 0
     assert state_of(row, {REFERENCE: ring.bank}) == before
 
 
@@ -203,9 +211,10 @@ def test_the_first_of_a_clock_is_python_s_however_old_it_is() -> None:
 
 @pytest.mark.parametrize(("name", "number"), [("count", 9), ("settled", 3), ("accepted", -1)])
 def test_numbers_that_contradict_each_other_reach_no_memory(name: str, number: int) -> None:
-    ring = open_row().reference
+    row = open_row()
+    ring = row.reference
     setattr(ring, name, number)
-    assert ring.take(*usual(1, after_ms=1), MS, ring.ledger, ring._clock) == 0
+    assert ring.take(*usual(1, after_ms=1), MS, ring.ledger, row.clock) == 0
     with pytest.raises(ValueError, match="numbers disagree"):
         ring.settle(0, MS)
 
@@ -223,10 +232,11 @@ NO_MEMORY = {
 @pytest.mark.parametrize("what", NO_MEMORY)
 def test_a_ring_without_memory_that_fits_takes_nothing(what: str) -> None:
     capacity, *memory = NO_MEMORY[what]
-    ring, ledger, clock = native.Ring(), native.Ledger(), native.Clock()
+    ring, ledger, clock = native.Ring(), native.Ledger(), StampFilter(lambda: None)
     with pytest.raises(ValueError, match="needs"):
         ring.bind(capacity, DIM, *memory, 0)
-    ring.newest_ns, clock._best_ns, clock._best_until_ns = -FAR, 9 * MS, 9 * MS
+    ring.newest_ns = -FAR
+    assert clock.accepts(9 * MS, 0)
     assert ring.take(*usual(1, after_ms=1), 0, ledger, clock) == 0
     with pytest.raises(ValueError, match="numbers disagree"):
         ring.account(0, 0, ledger)

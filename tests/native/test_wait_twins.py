@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import mmap
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,11 +17,48 @@ from ppstream.core.waiter import PythonWaiter, Waiter
 from ppstream.links.doorbell import Doorbell, PythonDoorbell, doorbell_bytes
 
 SLOTS = 2
+B = TypeVar("B", bound=PythonDoorbell)
 
 
-def make(kind: type[PythonDoorbell]) -> PythonDoorbell:
+def make(kind: type[B]) -> B:
     fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     return kind(mmap.mmap(-1, doorbell_bytes(SLOTS)), SLOTS, fd)
+
+
+def is_awake(waiter: Waiter) -> bool:
+    """Only a wake of a sleeper writes the descriptor, which the look after the next finds."""
+    found = []
+    waiter.wake()
+    for _ in range(2):
+        PythonWaiter.wait(waiter, 0)  # takes any bell
+        found.append(waiter.woken)
+    return found == [True, False]
+
+
+class BareBell(native.Bell):
+    """The compiled half of a doorbell."""
+
+    @property
+    def words(self) -> Any:
+        return self._words
+
+    @words.setter
+    def words(self, words: Any) -> None:
+        self._words = words
+
+
+class BareWaiter(native.Waiter):
+    """The compiled half of a waiter."""
+
+    def watch(self, *fds: Any) -> None:
+        self._bells, self._fds = [], list(fds)
+
+
+class SkippingDoorbell(Doorbell):
+    """A doorbell that takes any index next."""
+
+    def skip_to(self, index: int) -> None:
+        self._taken = index
 
 
 @pytest.mark.parametrize("limit_ns", [(1 << 63) - 1, -(1 << 63)])
@@ -38,7 +75,7 @@ def test_what_is_no_limit_is_refused_and_nobody_sleeps(limit: Any) -> None:
     waiter = Waiter()
     with pytest.raises((OverflowError, TypeError)):
         waiter.wait(limit)
-    assert not waiter._asleep
+    assert is_awake(waiter)
     waiter.close()
 
 
@@ -47,31 +84,28 @@ def test_a_bell_of_python_is_refused_by_name() -> None:
     waiter.register_bell(bell)
     with pytest.raises(TypeError, match="takes compiled doorbells"):
         waiter.wait(0)
-    assert not waiter._asleep
+    assert is_awake(waiter)
     waiter.close()
     bell.close()
 
 
 def test_numbers_that_are_no_descriptors_reach_no_memory() -> None:
-    waiter = native.Waiter()
-    waiter.wake()
+    waiter = BareWaiter()
     with pytest.raises(TypeError, match="has lists"):
         waiter.wait(0)
-    waiter._bells = []
-    waiter._fds = ["x"]  # type: ignore[list-item]
-    waiter._wake_due = False
+    waiter.watch("x")
     with pytest.raises(TypeError, match="str"):
         waiter.wait(0)
-    waiter._fds = [-1]  # poll(2) skips it
+    waiter.watch(-1)  # poll(2) skips it
     assert not waiter.wait(0)
 
 
 def test_a_bell_without_memory_rings_nowhere() -> None:
-    bell = native.Bell()
+    bell = BareBell()
     for call in (lambda: bell.ring(0, 1, 0), bell.take, bell.sleep, bell.wake):
         with pytest.raises(ValueError, match="no memory"):
             call()
-    for name in ("is_rung", "frames", "_words"):
+    for name in ("is_rung", "frames", "words"):
         with pytest.raises(ValueError, match="no memory"):
             getattr(bell, name)
 
@@ -90,19 +124,19 @@ NO_WORDS = {
 
 @pytest.mark.parametrize("what", NO_WORDS)
 def test_a_bell_takes_only_words(what: str) -> None:
-    bell: Any = native.Bell()
-    bell._words = WORDS.cast("q")
+    bell = BareBell()
+    bell.words = WORDS.cast("q")
     with pytest.raises((ValueError, BufferError, TypeError)):
-        bell._words = NO_WORDS[what]
+        bell.words = NO_WORDS[what]
     with pytest.raises(ValueError, match="no memory"):
         bell.take()
 
 
 def test_any_index_has_its_stamp_among_the_slots() -> None:
-    bell = make(Doorbell)
+    bell = make(SkippingDoorbell)
     for index in (-1, -SLOTS, (1 << 62) + 1):
         bell.ring(index, 5, 0)
-        bell._taken = index
+        bell.skip_to(index)
         assert bell.take() == (index, 5)
     bell.close()
 

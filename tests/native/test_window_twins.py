@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import MS, Input, config, stream
-from twin_rows import by_python, state_of
+from twin_rows import in_python, state_of
 
 from ppstream import native
 from ppstream.ingest.window import COMPILED_MODES
-from ppstream_kernels import MODES
+from ppstream_kernels import MODES, ResamplePlan
 from ppstream_kernels.blend import FEW_ELEMENTS
 
 LEASE = 100 * MS
@@ -50,10 +50,9 @@ class Twins:
             for number, dim in enumerate(case.dims)
         ]
         made = config(*streams, rows=case.rows, steps=case.steps, dt_ms=case.dt_ms)
-        self.inputs = [Input(made, capacity=case.capacity) for _ in range(2)]
-        for row in self.inputs[1].rows:
-            by_python(row)
-        self.inputs[1].cutter._is_compiled = False
+        compiled = Input(made, capacity=case.capacity)
+        with in_python():
+            self.inputs = [compiled, Input(made, capacity=case.capacity)]
         slots = [
             torch.full((one.layout.slot_bytes,), 0xCD, dtype=torch.uint8) for one in self.inputs
         ]
@@ -173,9 +172,25 @@ def case_of(mode: str, *, dim: int = 4, steps: int = 8, rows: int = 1) -> Twins:
     return Twins(Case([dim], [mode], ["state"], limits, rows, steps, 10.0, 16))
 
 
+@pytest.fixture
+def resampled(monkeypatch: pytest.MonkeyPatch) -> list[ResamplePlan]:
+    """A plan for each time that a window was cut in Python."""
+    plans: list[ResamplePlan] = []
+    bind = ResamplePlan.bind
+
+    def noting(plan: ResamplePlan, *given: Any) -> Any:
+        run = bind(plan, *given)
+        return lambda: plans.append(plan) or run()
+
+    monkeypatch.setattr(ResamplePlan, "bind", noting)
+    return plans
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_only_modes_of_the_core_are_cut_by_it(mode: str) -> None:
-    assert case_of(mode).inputs[0].cutter._is_compiled == (mode in COMPILED_MODES)
+def test_only_modes_of_the_core_are_cut_by_it(mode: str, resampled: list[ResamplePlan]) -> None:
+    one = case_of(mode).inputs[0]
+    one.cutter.cut(one.slot(), [None], LEASE)
+    assert (not resampled) == (mode in COMPILED_MODES)
 
 
 @pytest.mark.parametrize(
@@ -187,24 +202,24 @@ def test_only_modes_of_the_core_are_cut_by_it(mode: str) -> None:
     ],
 )
 def test_a_large_linear_stream_is_left_to_torch_which_rounds_otherwise(
-    mode: str, steps: int, by_core: bool
+    mode: str, steps: int, by_core: bool, resampled: list[ResamplePlan]
 ) -> None:
     twins = case_of(mode, steps=steps)
-    assert twins.inputs[0].cutter._is_compiled == by_core
     twins.both(lambda one: one.rows[0].open(1, is_real_time=False))
     fill(twins, 0, 0, 0, [MS] * 16, [0.1, 0.7, -0.3])
     twins.cut([None])
+    assert len(resampled) == (1 if by_core else 2)
 
 
-def test_the_core_cuts_a_window_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_cuts_a_window_without_torch(resampled: list[ResamplePlan]) -> None:
     case = case_of("linear").inputs[0]
     case.rows[0].open(1, is_real_time=False)
     case.rows[0].reference.append(np.arange(9) * 10 * MS, np.ones((9, 4), np.float32), 0)
-    monkeypatch.setattr(type(case.cutter), "_cut_rows", None)
     out = case.slot()
     assert case.cutter.cut(out, [None], LEASE).window_end_ns == [80 * MS]
     assert out["state.valid"].all()
     assert out["state.values"].unique().tolist() == [1]
+    assert not resampled
 
 
 @pytest.mark.parametrize("wrong", ["steps", "width", "dtype", "valid"])

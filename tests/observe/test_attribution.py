@@ -105,7 +105,7 @@ def test_names_are_bounded(tmp_path: Path) -> None:
         for number in range(2 * BLOCKS_MAX):
             with block(f"block{number}"):
                 pass
-        log.commit(log.take())
+        log.commit(log.acquire())
         assert log.flush()
     finally:
         timing.stop()
@@ -124,7 +124,7 @@ def test_block_that_raises_is_closed(tmp_path: Path) -> None:
             raise ValueError("policy")
         with block("next"):
             pass
-        log.commit(log.take())
+        log.commit(log.acquire())
         assert log.flush()
     finally:
         timing.stop()
@@ -192,12 +192,12 @@ def test_blocks_in_compiled_code_are_nothing_and_change_nothing() -> None:
     graphs = compile_counts().graphs
     compiled = torch.compile(policy, backend="eager", fullgraph=True)  # no block breaks the graph
     assert compiled(torch.zeros(2)).tolist() == [1, 1]
-    attribution.give_blocks_to(opener)
+    attribution.set_block_opener(opener)
     try:
         assert compiled(torch.zeros(2)).tolist() == [1, 1]
         assert policy(torch.zeros(2)).tolist() == [1, 1]
     finally:
-        attribution.give_blocks_to(None)
+        attribution.set_block_opener(None)
     assert called == ["outer", "inner"]  # of the call that is not compiled
     assert compile_counts().graphs == graphs + 1
 

@@ -15,7 +15,7 @@ from ppstream.observe.live_counters import (
     LiveCounters,
     PolicyCounters,
     Rank0Counters,
-    take_all,
+    pop_all,
 )
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 
@@ -162,7 +162,7 @@ class Growing(list[int]):
 
 def test_what_comes_while_all_is_taken_stays():
     kept = Growing([1, 2])
-    assert (take_all(kept), list(kept)) == ([1, 2], [9])
+    assert (pop_all(kept), list(kept)) == ([1, 2], [9])
 
 
 def test_no_period_spans_an_epoch():
@@ -256,7 +256,7 @@ def test_log_shows_its_watchers_what_it_writes_and_outlives_them(tmp_path):
     broken, tally = Raising(), Rank0Counters(LEASE_NS)
     log.watchers += [broken, tally]
     for _ in range(3):
-        log.commit(log.take())
+        log.commit(log.acquire())
         assert log.flush()
     log.event("phase", phase="ready")
     assert log.flush()
@@ -272,7 +272,7 @@ def test_log_writes_its_mode_into_every_record(tmp_path):
     log = TimestampLog(tmp_path / "log", EnvelopeRecord, 64, run_id="r", generation=0)
     log.mode = "trace"
     taken = []
-    log.on_take = lambda: taken.append(1)
-    record = log.take()
+    log.on_acquire = lambda: taken.append(1)
+    record = log.acquire()
     log.close()
     assert (record.mode, taken) == ("trace", [1])

@@ -20,7 +20,7 @@ def lines(log: TimestampLog) -> list[dict]:
 
 
 def write_one(log: TimestampLog, seq: int) -> None:
-    record = log.take()
+    record = log.acquire()
     record.epoch, record.seq, record.phase, record.tA0 = 0, seq, "ready", seq * 10
     log.commit(record)
 
@@ -44,7 +44,7 @@ def test_committed_record_is_one_line_with_its_constants_and_without_absent_fiel
 
 
 def test_reused_record_carries_nothing_of_the_one_before(log):
-    first = log.take()
+    first = log.acquire()
     first.seq, first.drop = 0, "stale"
     log.commit(first)
     assert log.flush()
@@ -56,7 +56,7 @@ def test_reused_record_carries_nothing_of_the_one_before(log):
 
 
 def test_lines_appear_in_order_of_taking_though_a_later_one_is_complete_first(log):
-    first, second = log.take(), log.take()
+    first, second = log.acquire(), log.acquire()
     first.seq, second.seq = 0, 1
     log.commit(second)
     assert log.flush()
@@ -67,9 +67,9 @@ def test_lines_appear_in_order_of_taking_though_a_later_one_is_complete_first(lo
 
 
 def test_full_ring_loses_records_and_counts_them_but_never_waits(log):
-    kept = [log.take() for _ in range(8)]
+    kept = [log.acquire() for _ in range(8)]
     for seq in range(5):
-        spare = log.take()
+        spare = log.acquire()
         spare.seq = 100 + seq
         log.commit(spare)
     assert log.statistics().lost == 5
@@ -126,7 +126,7 @@ def test_what_was_committed_before_a_kill_is_on_disk(tmp_path):
 
 
 def write_one_stage1(log: TimestampLog, seq: int) -> None:
-    record = log.take()
+    record = log.acquire()
     record.epoch, record.seq = 0, seq
     log.commit(record)
 

@@ -69,17 +69,17 @@ def test_only_the_thread_that_begins_envelopes_asks_the_allocator(
         return {"allocated_bytes": {"all": {"current": 7}}}
 
     monkeypatch.setattr(gpu_memory, "started", lambda: torch.device("cuda:1"))
-    monkeypatch.setattr(gpu_memory, "_newest", gpu_memory._Newest())
+    monkeypatch.setattr(gpu_memory, "noted", gpu_memory.Noted())
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", counters)
     monkeypatch.setattr(torch.cuda, "memory_stats", counters)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (60, 100))
     log = TimestampLog(tmp_path / "log.jsonl", EnvelopeRecord, 8, run_id="r", generation=0)
     lines = MemoryLines(log, 0.01)
-    wait_until(lambda: log.on_next_take is not None)
+    wait_until(lambda: log.on_next_acquire is not None)
     assert list(gpu_families()) == []  # nothing is known yet, and a scrape asks for nothing
     assert asked == []
-    log.commit(log.take())
+    log.commit(log.acquire())
     lines.close()
     log.close()
     assert list(gpu_families()) != []

@@ -44,7 +44,7 @@ def profiled(folder: Path, config: ProfileConfig, start: Any) -> tuple[list[dict
         pipeline.rank0.run(10)
         pipeline.rank0.log.flush()
         start(profiler)
-        wait_until(lambda: pipeline.rank0.log.on_take is not None, seconds=30)
+        wait_until(lambda: pipeline.rank0.log.on_acquire is not None, seconds=30)
         pipeline.rank0.run(40)
         return pipeline.envelopes(), pipeline.lines()
 
@@ -90,11 +90,11 @@ def test_configuration_starts_it_behind_ready_alone(tmp_path: Path) -> None:
         profiler.listen()
         pipeline.rank0.log.event("phase", phase="bring-up")
         pipeline.rank0.log.flush()
-        assert pipeline.rank0.log.on_take is None
+        assert pipeline.rank0.log.on_acquire is None
         pipeline.saturate()  # enters ready
         pipeline.rank0.log.flush()
         pipeline.rank0.run(4)  # the fourth asks for it
-        wait_until(lambda: pipeline.rank0.log.on_take is not None, seconds=30)
+        wait_until(lambda: pipeline.rank0.log.on_acquire is not None, seconds=30)
         pipeline.rank0.run(16)
         modes = [line["mode"] for line in pipeline.envelopes()]
     assert modes == ["throughput"] * 4 + ["trace"] * 3 + ["throughput"] * 13
@@ -105,7 +105,7 @@ def test_signal_during_a_profile_starts_no_second_one(tmp_path: Path) -> None:
         profiler = Profiler(SHORT, pipeline.rank0.log, tmp_path, 0, 0)
         pipeline.saturate()
         profiler.request()
-        wait_until(lambda: pipeline.rank0.log.on_take is not None, seconds=30)
+        wait_until(lambda: pipeline.rank0.log.on_acquire is not None, seconds=30)
         pipeline.rank0.run(4)
         profiler.request()
         pipeline.rank0.run(30)
@@ -118,10 +118,10 @@ def test_without_a_profile_it_costs_the_log_one_question(tmp_path: Path) -> None
     log = TimestampLog(tmp_path / "log", EnvelopeRecord, 64, run_id="r", generation=0)
     Profiler(ProfileConfig(), log, tmp_path, 0, 0).listen()
     log.close()
-    assert log.on_take is None
+    assert log.on_acquire is None
     assert log.watchers == []
     cost_s = min(
-        timeit.repeat("if log.on_take is not None: pass", globals={"log": log}, number=20_000)
+        timeit.repeat("if log.on_acquire is not None: pass", globals={"log": log}, number=20_000)
     )
     assert cost_s / 20_000 < 2e-6  # 0.02 us measured; the bound is for a machine that is busy
     assert json.loads((tmp_path / "log").read_text() or "{}") == {}
@@ -132,12 +132,12 @@ def test_a_run_that_becomes_ready_while_it_is_profiled_goes_back_to_normal(tmp_p
     profiler = Profiler(ProfileConfig(wait=2, warmup=2, active=3, after=5), log, tmp_path, 0, 0)
     log.watchers.append(profiler)
     profiler.request()
-    wait_until(lambda: log.on_take is not None, seconds=30)
+    wait_until(lambda: log.on_acquire is not None, seconds=30)
     for number in range(40):
         if number == 2:
             log.event("phase", phase="ready")
             assert log.flush()
-        log.commit(log.take())
+        log.commit(log.acquire())
     log.close()
     assert log.mode == "throughput"
     assert len(list(tmp_path.glob("profile*"))) == 1

@@ -68,7 +68,7 @@ class CreditsNeitherLoseNorMakeEnvelopes(RuleBasedStateMachine):
     @rule()
     def a_record_has_the_counts_and_their_maxima_since_the_last_one(self) -> None:
         record = EnvelopeRecord()
-        self.ledger.book(record, self.now_ns)
+        self.ledger.write_counts(record, self.now_ns)
         booked = {
             "outstanding": (record.outstanding, record.outstanding_max),
             "q_decode": (record.q_decode, record.q_decode_max),

@@ -134,6 +134,7 @@ def test_a_served_run_with_dry_runs_gives_every_robot_its_answers(tmp_path: Path
     served = (
         WARM,
         f"service.endpoint={endpoint}",
+        "service.duration_s=none",
         "actions.lease_ms=5000",
         "actions.dt_ms=1000",
     )  # a busy machine is slow

@@ -4,6 +4,7 @@ import time
 from contextlib import suppress
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -413,11 +414,17 @@ def test_new_episode_resets_the_policy_and_drops_what_belongs_to_the_old_one(bui
     assert sum(dropped.values()) == 0
 
 
-def test_a_slow_policy_is_given_its_time_in_one_process_too(build):
+def hurried(config):
+    """A watchdog far below what stage B takes."""
+    liveness = msgspec.structs.replace(config.liveness, watchdog_s=1e-9)
+    return msgspec.structs.replace(config, liveness=liveness)
+
+
+def test_a_slow_policy_is_given_its_time_in_one_process_too(build, monkeypatch):
+    monkeypatch.setattr("pipeline_in_process.patient", hurried)
     policy = NewestValues(lambda call: time.sleep(0.02))
     with build("inline", policy) as pipeline:
         rank0 = pipeline.rank0
-        rank0._watchdog_ns = 1  # far below what stage B takes
         pipeline.saturate()
         rank0.run(30)
         assert rank0.standstill_ns > 5 * 15_000_000
@@ -444,18 +451,37 @@ def test_whoever_looks_while_an_envelope_leaves_does_not_take_it_for_overdue(bui
 
 @pytest.mark.parametrize("form", THREADS)
 def test_behind_a_wait_results_are_looked_at_before_samples_are_taken_in(build, form, monkeypatch):
-    with build(form, NewestValues()) as pipeline:
+    policy = NewestValues(lambda _: time.sleep(0.002))
+    with build(form, policy, "pipeline.d_in=1") as pipeline:
         rank0, did = pipeline.rank0, []
-        executor = pipeline.executor
-        monkeypatch.setattr(executor, "observe", lambda: did.append("results"))
-        monkeypatch.setattr(rank0, "take_in", lambda: did.append("samples"))
-        source_fd = -1  # of robots: any that is not a result's
-        rank0.source_fds = (source_fd,)
-        try:
-            executor._look_at([source_fd, *executor._result_fds])
-        finally:
-            rank0.source_fds = ()
-        assert did == (["results", "samples"] if form == "serial" else ["samples"])
+        wait = rank0.waiter.wait
+
+        def wait_for_both(limit_ns):
+            did.append("wait")
+            ready = wait(limit_ns)
+            return ready and [-1, *ready]  # a robot's samples have come, too
+
+        def noting(owner, method, name):
+            call = getattr(owner, method)
+
+            def noted():
+                if threading.current_thread() is threading.main_thread():
+                    did.append(name)
+                call()
+
+            monkeypatch.setattr(owner, method, noted)
+
+        monkeypatch.setattr(rank0.waiter, "wait", wait_for_both)
+        noting(pipeline.executor, "observe", "results")
+        noting(rank0, "drain_inputs", "samples")
+        pipeline.saturate()
+        rank0.run(20)
+    behind = [did[at + 1 : at + 3] for at, what in enumerate(did) if what == "wait"]
+    assert len(behind) >= 20
+    if form == "serial":
+        assert all(found == ["results", "samples"] for found in behind)
+    else:  # results are another thread's
+        assert all(found[0] == "samples" for found in behind)
 
 
 class FrontPart:
@@ -482,7 +508,7 @@ def with_front(pipeline, act):
     part = FrontPart(pipeline, act)
     (window,) = new_slots(SlotLayout(ENVELOPE_HEADER, part.inputs, 1), 1)
     front = FrontParts(StageB(part, 1), window, lambda _: {})
-    front.on_fault = pipeline.rank0.tell_policy_fault
+    front.on_fault = pipeline.rank0.report_policy_fault
     pipeline.rank0.stage_a.front = front
     return part
 
@@ -533,16 +559,19 @@ def test_intake_decode_and_emit_do_not_wait_for_front_parts_on_split_threads(bui
 
 
 def test_what_goes_wrong_beside_front_parts_is_no_fault_of_theirs(build):
+    went_wrong = threading.Event()
+
     def act(call):
         if call == 3:
             source.broken = True
-            time.sleep(0.02)
+            assert went_wrong.wait(10)
 
     class BrokenSource(SyntheticSource):
         broken = False
 
         def drain(self, now):
             if self.broken:
+                went_wrong.set()
                 raise OSError("the sockets are gone")
             return super().drain(now)
 

@@ -21,8 +21,7 @@ ROUNDS = 30
 GATHER_MS = 40.0
 TURNS_MAX = 20  # looks at the input, by envelope
 FORMS = ["serial", "split", "inline", "kept warm", "device"]
-#: No answer is too late, and nobody is left behind, on a busy machine.
-PATIENT = ("batch.rows=4", "actions.lease_ms=60000", "pipeline.pacing=rows")
+IN_STEP = ("batch.rows=4", "pipeline.pacing=rows")
 STREAMS = {"joints": 3, "imu": 2}
 
 
@@ -82,7 +81,7 @@ def serve(
     form: str, folder: Path, monkeypatch: Any, *rounds: int, gather_ms: float
 ) -> tuple[InStep, list[dict[str, Any]]]:
     """What the robots made of it, and rank 0's lines of the envelopes."""
-    settings = [*PATIENT, f"pipeline.gather_ms={gather_ms}"]
+    settings = [*IN_STEP, f"pipeline.gather_ms={gather_ms}"]
     settings += [f"pipeline.threads={form}"] if form == "split" else []
     settings += ["pipeline.keep_warm_ms=1"] if form == "kept warm" else []
     config = small_config(*settings, *(GPUS if form == "device" else ()))

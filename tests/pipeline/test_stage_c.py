@@ -15,6 +15,7 @@ from ppstream.core.errors import PolicyError
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.flight import Flight, Owner
 from ppstream.pipeline.stage_c import NoEmitter
+from ppstream.policy.protocol import Decoder
 from ppstream.wire.robot_messages import ActionChunk
 
 
@@ -40,10 +41,15 @@ class Steps(NewestValues):
 
 @contextmanager
 def pipeline(
-    folder: Path, *settings: str, policy: NewestValues | None = None, inline: bool = True
+    folder: Path,
+    *settings: str,
+    policy: NewestValues | None = None,
+    inline: bool = True,
+    decoder: Decoder | None = None,
 ) -> Iterator[tuple[PipelineInProcess, Chunks]]:
     config = small_config(*settings)
-    with PipelineInProcess(config, policy or Steps(), folder, inline=inline) as running:
+    parts = PipelineInProcess(config, policy or Steps(), folder, inline=inline, decoder=decoder)
+    with parts as running:
         emitter = Chunks()
         running.saturate()
         running.rank0.emitter = emitter
@@ -129,8 +135,7 @@ def test_the_emit_is_stamped_before_it_so_that_the_lease_looks_at_that_stamp(
     tmp_path: Path, form: str
 ) -> None:
     threads = "serial" if form == "inline" else form
-    settings = (f"pipeline.threads={threads}", "actions.lease_ms=60000")  # never expired
-    with pipeline(tmp_path, *settings, inline=form == "inline") as (running, _):
+    with pipeline(tmp_path, f"pipeline.threads={threads}", inline=form == "inline") as (running, _):
         running.rank0.emitter = emitter = Stamped()
         running.rank0.run(20)
         lines = running.envelopes()
@@ -203,9 +208,8 @@ class Forgetful:
 def test_what_a_decoder_leaves_out_is_refused_also_behind_a_result_that_was_not_emitted(
     tmp_path: Path, *, is_emitted: bool
 ) -> None:
-    with pipeline(tmp_path) as (running, emitter):
+    with pipeline(tmp_path, decoder=Forgetful()) as (running, emitter):
         stage_c, row = running.rank0.stage_c, running.intake.rows[0]
-        stage_c._decoder = Forgetful()
         owner = Owner(True, (row.session, row.session_epoch), 0, 0)
         result = {"actions": np.zeros((1, 4, 2), np.float32)}
         dropped = []

@@ -30,17 +30,17 @@ def test_what_is_neither_stage_nor_wait_is_the_link_s(book):
     assert (book.begin(), book.end("credit")) == (100, 130)
     assert (book.begin(), book.end()) == (150, 190)
     book.begin()
-    assert [book.take_ns(cause) for cause in ("credit", "input", LINK)] == [30, 0, 130]
-    assert [book.take_ns(cause) for cause in ("credit", LINK)] == [0, 0]
+    assert [book.pop_ns(cause) for cause in ("credit", "input", LINK)] == [30, 0, 130]
+    assert [book.pop_ns(cause) for cause in ("credit", LINK)] == [0, 0]
 
 
 def test_a_stage_that_claims_a_wait_takes_nothing_back_from_it(book):
     book.begin()
     book.end("input")  # 100 to 130
     book.stage(110, 140)
-    assert (book.take_ns("input"), book.take_ns(LINK)) == (30, 100)
+    assert (book.pop_ns("input"), book.pop_ns(LINK)) == (30, 100)
     book.begin()  # 150
-    assert book.take_ns(LINK) == 10
+    assert book.pop_ns(LINK) == 10
 
 
 def losing(call):

@@ -26,6 +26,7 @@ class Doubler:
         self.resets.append(rows)
 
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        self.out = out
         self.seen.add(window["state.values"].data_ptr())
         torch.mul(window["state.values"], 2, out=out["actions"])
 
@@ -43,6 +44,6 @@ def test_what_a_policy_on_a_gpu_writes_is_in_host_memory_when_the_call_returns()
         assert out["actions"].eq(2 * value).all()
     assert len(policy.seen) == 1  # the same memory each time: a graph can hold it
     with pytest.raises(TypeError, match="mappingproxy"):
-        staged._out["actions"] = torch.zeros(ROWS, 3)  # type: ignore[index]
+        policy.out["actions"] = torch.zeros(ROWS, 3)  # type: ignore[index]
     staged.reset(torch.tensor([True, False]))
     assert policy.resets[0].device.type == "cuda"

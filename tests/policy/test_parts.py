@@ -199,7 +199,7 @@ def test_what_a_thread_of_a_part_writes_late_reaches_no_later_part(values: int) 
         policy(there, out)
     else:  # no second memory
         for _ in range(3):
-            with pytest.raises(UnwrittenError, match=r"'kept' is still referred to .* 128 KiB"):
+            with pytest.raises(UnwrittenError, match=r"'kept' is still referenced .* 128 KiB"):
                 policy(there, out)
         held.clear()
         policy(there, out)

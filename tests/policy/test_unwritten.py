@@ -239,7 +239,7 @@ def test_a_large_output_that_is_kept_fails_every_result_until_it_is_let_go() -> 
         kept.append(outputs.given["second"].numpy())
 
     for _ in range(2):
-        with pytest.raises(UnwrittenError, match=r"'second' is still referred to .*\.clone\(\)"):
+        with pytest.raises(UnwrittenError, match=r"'second' is still referenced .*\.clone\(\)"):
             outputs.prove(write, HERE)
     kept.clear()
     outputs.prove(lambda: everything(outputs.given), HERE)

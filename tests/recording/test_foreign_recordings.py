@@ -217,9 +217,9 @@ def test_an_encoding_that_nobody_here_reads_is_named(tmp_path: Path) -> None:
 
 def test_values_that_change_their_number_are_refused() -> None:
     reader = FieldReader(Path("x"), [mapped("q", "/pose", "joints")])
-    reader.take("/pose", {"joints": [1, 2]}, 0)
+    reader.add("/pose", {"joints": [1, 2]}, 0)
     with pytest.raises(ConfigError, match="1 values, 2 before"):
-        reader.take("/pose", {"joints": [1]}, 0)
+        reader.add("/pose", {"joints": [1]}, 0)
 
 
 @pytest.mark.parametrize(

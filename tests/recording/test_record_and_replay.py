@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -23,14 +22,16 @@ from mcap.reader import make_reader
 from mcap.records import Channel, Chunk, ChunkIndex, DataEnd, Header, Message, Schema, Statistics
 from mcap.stream_reader import StreamReader
 from pipeline_in_process import NewestValues, PipelineInProcess, small_config
-from robot_rig import MS, make_chunk, make_config, make_rows, wait_until
+from robot_rig import MS, file_size_limit, make_chunk, make_config, make_rows, wait_until
 
 from ppstream.config.schema import PipelineConfig, RecordConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
+from ppstream.ingest.rows import RowInput
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.pipeline.pacing import OnSample, Scheduled
+from ppstream.recording.item_queue import ItemQueue
 from ppstream.recording.items import LoggedLine, SamplesItem
 from ppstream.recording.load import load_recording
 from ppstream.recording.mcap_schema import Body, json_schema, parse_topic, topic
@@ -55,15 +56,19 @@ class Restless(SyntheticSource):
 
     drains = 0
 
+    def __init__(self, config: PipelineConfig, row: RowInput) -> None:
+        super().__init__(config, row, seed=1, start_ns=now_ns())
+        self.row = row
+
     def drain(self, now_ns: int) -> int:
         samples = super().drain(now_ns)
         self.drains += 1
-        ring = self._row.rings["joints"]
+        ring = self.row.rings["joints"]
         if self.drains % 50 == 20 and ring.count:
             stamps = np.array([ring.newest_ns - MS, ring.newest_ns])
             ring.append(stamps, np.ones((2, 3), np.float32), now_ns)
         if self.drains % 200 == 100:
-            self._row.new_episode()
+            self.row.new_episode()
         return samples
 
 
@@ -79,7 +84,7 @@ def live_run(path: Path, folder: Path) -> tuple[PipelineConfig, list[Any]]:
         rank0.enter(
             "ready",
             intake=pipeline.intake,
-            source=Restless(config, pipeline.intake.rows[0], seed=1, start_ns=now_ns()),
+            source=Restless(config, pipeline.intake.rows[0]),
             pacing=OnSample(pipeline.intake.rows, "imu"),
             emitter=recorder.emitter(pipeline.collector),
         )
@@ -87,7 +92,7 @@ def live_run(path: Path, folder: Path) -> tuple[PipelineConfig, list[Any]]:
         rank0.log.event("fault", stage="B", text="made up")
         rank0.log.flush()
         recorder.close()
-        statistics = recorder.statistics()
+        statistics = recorder.recording.statistics()
         assert (statistics.dropped, statistics.waiting, statistics.failure) == (0, 0, "")
     return config, pipeline.collector.chunks
 
@@ -314,12 +319,13 @@ class Watched:
 
     def record_until(self, condition: Callable[[], object]) -> None:
         """Record more and more; fails after some seconds."""
-        began_ns = now_ns()
-        while not condition():
+
+        def record_more() -> object:
             values = self._rng.normal(size=(500, 3)).astype(np.float32)
             self.recorder.samples("row0", "joints", np.arange(500), values, now_ns())
-            time.sleep(0.002)
-            assert now_ns() - began_ns < 20_000 * MS, self.recorder.statistics()
+            return condition()
+
+        wait_until(record_more, seconds=20)
 
     def assert_control_goes_on(self) -> None:
         chunks = self._pipeline.collector.chunks
@@ -350,12 +356,15 @@ def test_a_frozen_viewer_costs_parts_of_the_recording_and_nothing_else(tmp_path:
         assert reader.stdout is not None
         assert b"MCAP" in reader.stdout.readline()
         reader.send_signal(signal.SIGSTOP)
-        watched.record_until(lambda: watched.recorder.statistics().dropped > 10)
+        watched.record_until(lambda: watched.recorder.recording.statistics().dropped > 10)
         watched.assert_control_goes_on()
         began_ns = now_ns()
         watched.recorder.close()
         assert now_ns() - began_ns < 5_000 * MS
-        assert watched.recorder.statistics().failure == "the writer did not finish within 2 s"
+        assert (
+            watched.recorder.recording.statistics().failure
+            == "the writer did not finish within 2 s"
+        )
 
 
 def test_a_viewer_that_left_ends_the_recording_and_nothing_else(
@@ -367,11 +376,11 @@ def test_a_viewer_that_left_ends_the_recording_and_nothing_else(
         assert reader.stdout is not None
         assert b"MCAP" in reader.stdout.readline()
         reader.kill()
-        watched.record_until(lambda: watched.recorder.statistics().failure)
-        before = watched.recorder.statistics().dropped
+        watched.record_until(lambda: watched.recorder.recording.statistics().failure)
+        before = watched.recorder.recording.statistics().dropped
         watched.assert_control_goes_on()
         watched.recorder.close()
-        found = watched.recorder.statistics()
+        found = watched.recorder.recording.statistics()
     assert found.failure == "Broken pipe"
     assert found.dropped > before  # and counted
     assert "recording stopped, the run goes on: Broken pipe" in caplog.text
@@ -385,27 +394,16 @@ def ends_with_a_record(data: bytes) -> bool:
     return at == len(data)
 
 
-@contextmanager
-def disk_of(size: int) -> Iterator[None]:
-    """No file can grow beyond ``size``."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_ends_the_recording_whole_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "run.mcap"
     config = recording_to(file, small_config())
-    with Watched(config, tmp_path) as watched, disk_of(500_000):
-        watched.record_until(lambda: watched.recorder.statistics().failure)
+    with Watched(config, tmp_path) as watched, file_size_limit(500_000):
+        watched.record_until(lambda: watched.recorder.recording.statistics().failure)
         watched.assert_control_goes_on()
         watched.recorder.close()
-    assert watched.recorder.statistics().failure == "File too large"
+    assert watched.recorder.recording.statistics().failure == "File too large"
     assert "recording stopped, the run goes on: File too large" in caplog.text
     assert 250_000 < file.stat().st_size <= 500_000
     assert ends_with_a_record(file.read_bytes())
@@ -419,16 +417,16 @@ def test_samples_that_the_recorder_lost_are_told_and_forbid_exact_repeats(tmp_pa
     rows = make_rows(config)
     rows[0].open(1)
     written = threading.Event()
-    recorder = Recorder(lambda: opened_late(written, config), 4000)
+    recorder = Recorder(ItemQueue("recording", lambda: opened_late(written, config), 4000))
     recorder.tap(rows)
     for number in range(21):
         if number == 20:
             written.set()
-            wait_until(lambda: recorder.statistics().waiting == 0)
+            wait_until(lambda: recorder.recording.statistics().waiting == 0)
         stamps = (np.arange(50) + 50 * number) * MS
         rows[0].rings["joints"].append(stamps, np.ones((50, 3), np.float32), now_ns())
     recorder.close()
-    dropped = recorder.statistics().dropped
+    dropped = recorder.recording.statistics().dropped
     assert 0 < dropped < 20
     recording = load_recording(tmp_path / "run.mcap")
     assert recording.lost == {"joints": 50 * dropped}

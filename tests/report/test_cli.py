@@ -59,6 +59,7 @@ RUN_KEYS = {
     "clocks",
     "places",
     "better_cut",
+    "requests",
 }
 
 

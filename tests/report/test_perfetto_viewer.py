@@ -12,13 +12,13 @@ import json
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from golden_runs import simulate
 from headless_browser import MISSING, Browser, find_browser
+from robot_rig import wait_until
 
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.report.perfetto import write_trace
@@ -52,10 +52,7 @@ def address() -> Iterator[str]:
 
 
 def wait_for(browser: Browser, expression: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not browser.evaluate(expression):
-        assert time.monotonic() < deadline, f"{expression} never came true"
-        time.sleep(0.1)
+    wait_until(lambda: browser.evaluate(expression), seconds=LIMIT_S)
 
 
 def test_perfetto_reads_every_slice_and_arrow(tmp_path: Path, address: str) -> None:

@@ -35,7 +35,7 @@ def test_waiting_for_ready_can_be_cancelled_and_others_run_meanwhile() -> None:
         async with AsyncRobotClient(make_client(endpoint)) as robot:
             waiting = asyncio.create_task(robot.wait_ready())
             for _ in range(10):
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
                 turns += 1
             assert not waiting.done()
             waiting.cancel()
@@ -55,10 +55,8 @@ def test_chunks_that_nobody_fetched_are_counted_and_the_newest_is_given() -> Non
         async with AsyncRobotClient(client) as robot:
             for number in range(3):
                 robot.push("joints", now_ns(), [0, 0, 0])
-                while len(seen) <= number:
-                    await asyncio.sleep(0.001)
-            while robot.overtaken < 2:
-                await asyncio.sleep(0.001)
+                await asyncio.to_thread(wait_until, lambda: len(seen) > number)  # noqa: B023
+            await asyncio.to_thread(wait_until, lambda: robot.overtaken == 2)
             async for chunk in robot.chunks():
                 return chunk.seq, robot.overtaken
         raise AssertionError
@@ -139,5 +137,5 @@ def test_an_observation_is_awaited_and_others_run_meanwhile() -> None:
         endpoint = server.sessions.endpoint
         for stamp_ns, end_ns in asyncio.run(asyncio.wait_for(live(endpoint), 30)):
             assert end_ns == stamp_ns
-        server.order(lambda: setattr(server, "_answers", False))
+        server.order(lambda: setattr(server, "answers", False))
         assert asyncio.run(asyncio.wait_for(wait_in_vain(endpoint), 30)) > 3

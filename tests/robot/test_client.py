@@ -30,9 +30,12 @@ from ppstream.core.errors import (
     SpecError,
 )
 from ppstream.core.waiter import Waiter
-from ppstream.robot import feedback
+from ppstream.robot import connection, feedback
+from ppstream.robot.connection import RobotLink
 from ppstream.robot.control_loop import ControlLoop
+from ppstream.robot.feedback import Feedback
 from ppstream.robot.outbox import Outbox
+from ppstream.robot.session import RobotSession
 from ppstream.wire.robot_messages import ActionChunk, ChunkReport, Prefix, RobotState, Samples
 
 pytestmark = pytest.mark.usefixtures("either_socket")
@@ -66,8 +69,8 @@ def test_two_threads_push_and_nothing_is_lost_or_mixed() -> None:
 
         def push(stream: str, dim: int) -> None:
             for stamp_ns in range(1, count + 1):
-                while not client.push(stream, stamp_ns, np.full(dim, stamp_ns)):
-                    time.sleep(0.001)  # faster than it can be sent: refused, and counted
+                values = np.full(dim, stamp_ns)  # refused, and counted, when faster than sent
+                wait_until(lambda: client.push(stream, stamp_ns, values))  # noqa: B023
 
         threads = [threading.Thread(target=push, args=s) for s in (("joints", 3), ("imu", 2))]
         for thread in threads:
@@ -91,6 +94,7 @@ def test_gathered_samples_leave_also_when_no_push_follows() -> None:
         wait_until(lambda: [ring.accepted for ring in rings.values()] == [3, 1], seconds=1.0)
 
 
+@pytest.mark.flaky(reruns=2)  # on a busy machine an answer may pass its lease unexecuted
 def test_ages_are_of_the_robots_clock_alone() -> None:
     offset_ns = 10**18
 
@@ -160,7 +164,7 @@ def test_another_contract_is_refused_with_a_difference() -> None:
 def test_without_a_server_connect_gives_up_in_time_and_can_be_asked_again(tmp_path: Path) -> None:
     endpoint = f"unix://{tmp_path}/robot"
     with make_client(endpoint) as client:
-        with pytest.raises(PeerLostError, match=r"nobody answered within 0\.1 s"):
+        with pytest.raises(PeerLostError, match=r"no answer within 0\.1 s"):
             client.connect(0.1)
         with serving(make_config(endpoint)):
             client.connect()
@@ -261,14 +265,14 @@ def test_nothing_is_executed_before_ready_and_a_silent_server_ends_in_a_hold() -
         thread = threading.Thread(target=loop.run)
         thread.start()
         wait_until(lambda: "write" in did)
-        server.order(lambda: setattr(server, "_answers", False))  # rank 0 no longer answers
+        server.order(lambda: setattr(server, "answers", False))  # rank 0 no longer answers
         quiet_ns = now_ns()
         wait_until(lambda: loop.fault is not None)
         fault = loop.fault
         assert fault is not None
         assert fault.reason == "lease"
         assert fault.at_ns - quiet_ns <= LEASE_NS + 1 * NS_PER_S
-        server.order(lambda: setattr(server, "_answers", True))
+        server.order(lambda: setattr(server, "answers", True))
         executed = loop.statistics().executed
         received = client.timeline.statistics().received
         wait_until(lambda: client.timeline.statistics().received > received + 2)
@@ -323,7 +327,7 @@ def test_whatever_needs_a_receiving_thread_that_has_ended_says_so(
         if place == "on_chunk":
             client.on_chunk = fail
         else:  # nothing of the user's: whatever the thread does
-            monkeypatch.setattr(Outbox, "take_due", fail)
+            monkeypatch.setattr(Outbox, "pop_due", fail)
         client.push("joints", now_ns(), [0, 0, 0])
         wait_until(lambda: client.failure is not None)
         needs: tuple[Callable[[], Any], ...] = (
@@ -406,12 +410,12 @@ def test_rank_0_hears_of_holds_and_faults_and_that_they_ended() -> None:
         thread.start()
         wait_until(lambda: loop.statistics().executed)
         assert states()[0].holds == states()[0].faults == 0
-        server.order(lambda: setattr(server, "_answers", False))  # rank 0 no longer answers
+        server.order(lambda: setattr(server, "answers", False))  # rank 0 no longer answers
         wait_until(lambda: states()[-1].faults == 1)
         assert (states()[-1].holds, states()[-1].fault) == (1, "lease")
         wait_until(lambda: states()[-1].held_ns > NS_PER_S)  # it goes on to tell
         assert states()[-1].chunk_gap_ns > NS_PER_S
-        server.order(lambda: setattr(server, "_answers", True))
+        server.order(lambda: setattr(server, "answers", True))
         loop.clear_fault()
         executed = loop.statistics().executed
         wait_until(lambda: loop.statistics().executed > executed)
@@ -659,7 +663,7 @@ def test_a_callback_that_asks_or_raises_while_one_asks_is_said(asks: bool) -> No
             else:
                 with pytest.raises(ReceiverEndedError, match="no room"):
                     client.ask(BOTH, 5.0)
-    assert refused == ["a callback of the client cannot wait for what it would receive"]
+    assert refused == ["a callback of the client cannot wait for what its own thread would receive"]
 
 
 def test_a_client_may_be_closed_while_one_asks() -> None:
@@ -674,10 +678,10 @@ def test_a_client_may_be_closed_while_one_asks() -> None:
         other = make_client(server.sessions.endpoint)
         other.connect()
         assert other.wait_ready(10)
-        server.order(lambda: setattr(server, "_answers", False))
+        server.order(lambda: setattr(server, "answers", False))
         closing = threading.Timer(0.2, other.close)
         closing.start()
-        with pytest.raises(PpstreamError, match="closed while it asked"):
+        with pytest.raises(PpstreamError, match="closed during ask"):
             other.ask(BOTH, 60.0)
         closing.join(5)
 
@@ -704,12 +708,15 @@ def test_a_session_that_is_lost_while_one_asks_is_opened_again_meanwhile() -> No
         assert asking.is_alive()
         client.close()
         asking.join(10)
-    assert "closed while it asked" in str(raised[0])
+    assert "closed during ask" in str(raised[0])
 
 
-def test_chunks_that_stand_unread_when_a_client_closes_are_counted_and_reported() -> None:
+def test_chunks_that_stand_unread_when_a_client_closes_are_counted_and_reported(
+    tmp_path: Path,
+) -> None:
     gate = threading.Event()
-    with serving(make_config(), answers=True) as server:
+    config = make_config(f"unix://{tmp_path}/here")  # what was emitted is there at once
+    with serving(config, answers=True) as server:
         client = make_client(server.sessions.endpoint, on_chunk=lambda _: gate.wait(10))
         client.connect()
         assert client.wait_ready(10)
@@ -718,8 +725,7 @@ def test_chunks_that_stand_unread_when_a_client_closes_are_counted_and_reported(
             wait_until(lambda number=number: server.emitted > number)
         is_closing = threading.Thread(target=client.close)
         is_closing.start()
-        wait_until(lambda: client._is_closing)
-        time.sleep(0.05)  # what was emitted is there
+        wait_until(lambda: not client.timeline.statistics().pending)  # it closes
         gate.set()
         is_closing.join(10)
         found = client.statistics()
@@ -733,15 +739,17 @@ def test_chunks_that_stand_unread_when_a_client_closes_are_counted_and_reported(
         wait_until(lambda: told() == [(seq, 0) for seq in range(6)])
 
 
-def note_calls(monkeypatch: pytest.MonkeyPatch, called: list[Any], owner: Any, *names: str) -> None:
+def note_calls(
+    monkeypatch: pytest.MonkeyPatch, called: list[Any], owner: type, *names: str
+) -> None:
     """From now on ``called`` gets each call of these methods: its name, or the message it sends."""
 
     def noting(name: str) -> None:
         method = getattr(owner, name)
 
-        def noted(*arguments: Any, **options: Any) -> Any:
+        def noted(self: Any, *arguments: Any, **options: Any) -> Any:
             called.append(type(arguments[0]) if name == "send" else name)
-            return method(*arguments, **options)
+            return method(self, *arguments, **options)
 
         monkeypatch.setattr(owner, name, noted)
 
@@ -753,6 +761,13 @@ def test_an_observation_leaves_before_anything_else_is_done_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[Any] = []
+
+    class WakenWaiter(Waiter):
+        def wake(self) -> None:
+            called.append("wake")
+            super().wake()
+
+    monkeypatch.setattr(connection, "Waiter", WakenWaiter)
     with (
         serving(make_config(), answers=True) as server,
         make_client(server.sessions.endpoint) as client,
@@ -760,30 +775,44 @@ def test_an_observation_leaves_before_anything_else_is_done_for_it(
         client.connect()
         assert client.wait_ready(10)
         wait_until(lambda: len(server.sessions.reports) == 1)  # nothing else is due for a second
-        note_calls(monkeypatch, called, client._link, "send", "wake", "_turn", "_read")
+        note_calls(monkeypatch, called, RobotLink, "send")
+        note_calls(monkeypatch, called, Feedback, "collect")
+        called.clear()
         client.ask({"joints": [1, 2, 3]}, 5.0)
-        called = [*called]
+        did = [*called]
     is_local = server.sessions.endpoint.startswith("unix://")
-    assert called[:2] == [Samples, "_turn" if is_local else "wake"]
-    assert is_local != ("wake" in called)  # the link's thread sleeps on
+    assert did[:2] == [Samples, "collect" if is_local else "wake"]
+    assert is_local != ("wake" in did)  # the link's thread sleeps on
 
 
 def test_who_asks_again_at_once_tells_first_what_is_executed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     called: list[Any] = []
-    config = make_config()
+
+    class DeafWaiter(Waiter):
+        """Is not woken while its client asks, so that the link's thread tells nothing."""
+
+        is_deaf = False
+
+        def wake(self) -> None:
+            if not self.is_deaf:
+                super().wake()
+
+    monkeypatch.setattr(connection, "Waiter", DeafWaiter)
+    config = make_config(f"unix://{tmp_path}/here")
     actions = msgspec.structs.replace(config.actions, prefix_steps=4)
     config = msgspec.structs.replace(config, actions=actions)
     with serving(config, answers=True) as server, make_client(server.sessions.endpoint) as client:
         client.connect()
         assert client.wait_ready(10)
-        chunk = client.ask({"joints": [1, 2, 3]}, 5.0).chunk
-        wait_until(lambda: server.rows[0].commitment is not None)
-        note_calls(monkeypatch, called, client._link, "send")
-        client._merged.append((chunk, now_ns()))  # as if the link's thread had not run yet
-        client.ask({"joints": [1, 2, 3]}, 5.0)
-    assert called[:2] == [Prefix, Samples]
+        note_calls(monkeypatch, called, RobotLink, "send")
+        monkeypatch.setattr(DeafWaiter, "is_deaf", True)
+        for _ in range(2):
+            client.ask({"joints": [1, 2, 3]}, 5.0)
+        monkeypatch.setattr(DeafWaiter, "is_deaf", False)
+    told = [kind for kind in called if kind in (Samples, Prefix)]
+    assert told[:3] == [Samples, Prefix, Samples]
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -795,8 +824,8 @@ def test_a_chunk_is_handed_over_before_it_is_counted_or_told(
         client.connect()
         assert client.wait_ready(10)
         books = ("arrived", "send_prefix", "collect", "send_reports", "send_state")
-        note_calls(monkeypatch, called, client._feedback, *books)
-        note_calls(monkeypatch, called, client._session, "reject")
+        note_calls(monkeypatch, called, Feedback, *books)
+        note_calls(monkeypatch, called, RobotSession, "reject")
         client.on_chunk = lambda chunk: called.append("on_chunk")
         if asks:
             client.ask({"joints": [1, 2, 3]}, 5.0)

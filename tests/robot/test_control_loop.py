@@ -354,7 +354,7 @@ def test_a_loop_that_was_ended_does_not_pretend_to_run() -> None:
     robot.loop.run(0.01)  # its time was over: it may go on
     robot.loop.end()
     robot.receive(0)
-    with pytest.raises(PpstreamError, match=r"was ended.*stop\(reason\), and clear_fault\(\)"):
+    with pytest.raises(PpstreamError, match=r"has ended.*stop\(reason\), and clear_fault\(\)"):
         robot.loop.run(1.0)
     assert "write" not in robot.did
 

@@ -37,12 +37,12 @@ def test_gathered_samples_leave_together_when_the_oldest_is_due() -> None:
     assert outbox.add("joints", 1, [1, 2], now_ns=100) == []
     assert outbox.add("imu", 2, 7.0, now_ns=105) == []
     assert outbox.due_ns == 110
-    assert outbox.take_due(109) == []
-    joints, imu = outbox.take_due(110)
+    assert outbox.pop_due(109) == []
+    joints, imu = outbox.pop_due(110)
     assert content(joints) == ([1], [1.0, 2.0])
     assert content(imu, "float64") == ([2], [7.0])
     assert outbox.due_ns is None
-    assert outbox.take_due(1000) == []
+    assert outbox.pop_due(1000) == []
 
 
 def test_the_push_that_finds_samples_due_sends_them_in_order() -> None:
@@ -65,7 +65,7 @@ def test_a_gathered_sample_is_a_copy() -> None:
     values = np.zeros(2, np.float32)
     outbox.add("joints", 1, values, now_ns=0)
     values[:] = 9
-    (batch,) = outbox.take_due(0, everything=True)
+    (batch,) = outbox.pop_due(0, everything=True)
     assert content(batch)[1] == [0.0, 0.0]
 
 

@@ -104,13 +104,13 @@ class OutboxSendsEverySampleOnceInOrderAndInTime(RuleBasedStateMachine):
         assert np.frombuffer(batch.stamps, np.int64).tolist() == [stamp]
 
     @rule()
-    def take_due(self) -> None:
-        self._left(self.outbox.take_due(self.clock()))
+    def pop_due(self) -> None:
+        self._left(self.outbox.pop_due(self.clock()))
         self._nothing_is_late()
 
     @rule()
     def take_everything(self) -> None:
-        self._left(self.outbox.take_due(self.clock(), everything=True))
+        self._left(self.outbox.pop_due(self.clock(), everything=True))
         assert not any(self.waiting.values())
 
     @invariant()

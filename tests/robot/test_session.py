@@ -27,7 +27,7 @@ def test_it_says_hello_until_it_is_welcome_and_pings_from_then_on() -> None:
     robot.was_sent(0, sent=True)
     assert robot.due(RETRY_NS[0] - 1) is None
     assert isinstance(robot.due(RETRY_NS[0]), m.Hello)
-    assert robot.take(welcome(), 100 * MS)
+    assert robot.on_answer(welcome(), 100 * MS)
     assert robot.due(100 * MS + SILENCE_NS // 4 - 1) is None
     assert robot.due(100 * MS + SILENCE_NS // 4) == m.Ping(7)
 
@@ -51,27 +51,27 @@ def test_while_nobody_is_connected_the_pause_stays_short() -> None:
 
 def test_samples_put_a_ping_off() -> None:
     robot = session()
-    robot.take(welcome(), 0)
-    robot.spoke(500 * MS)
+    robot.on_answer(welcome(), 0)
+    robot.on_sent(500 * MS)
     assert robot.due_ns == 500 * MS + SILENCE_NS // 4
 
 
 def test_a_lost_session_is_asked_for_again_at_once_and_named() -> None:
     robot = session()
-    robot.take(welcome(7), 0)
-    robot.take(m.Lost(6), 5)
+    robot.on_answer(welcome(7), 0)
+    robot.on_answer(m.Lost(6), 5)
     assert robot.session == 7
-    robot.take(m.Lost(7), 9)
+    robot.on_answer(m.Lost(7), 9)
     hello = robot.due(9)
     assert isinstance(hello, m.Hello)
     assert hello.resumes == 7
-    assert robot.take(welcome(8), 20)
+    assert robot.on_answer(welcome(8), 20)
     assert (robot.session, robot.opened) == (8, 2)
 
 
 def test_a_connection_that_takes_nothing_for_long_ends_the_session() -> None:
     robot = session()
-    robot.take(welcome(), 0)
+    robot.on_answer(welcome(), 0)
     robot.doubt()
     now, asked = 1, 0
     while robot.session:
@@ -86,29 +86,29 @@ def test_a_connection_that_takes_nothing_for_long_ends_the_session() -> None:
 
 def test_a_full_connection_that_moves_again_keeps_its_session() -> None:
     robot = session()
-    robot.take(welcome(), 0)
+    robot.on_answer(welcome(), 0)
     robot.doubt()
     for now in range(0, 10 * STUCK_NS, STUCK_NS // 2):
         robot.was_sent(now + 1, sent=False)
-        robot.spoke(now + 2)
+        robot.on_sent(now + 2)
     assert robot.session == 7
 
 
 def test_the_phase_outlives_the_session() -> None:
     robot = session()
     assert not robot.executable
-    robot.take(welcome(phase="warming"), 0)
+    robot.on_answer(welcome(phase="warming"), 0)
     assert not robot.executable
-    robot.take(m.Phase("degraded"), 0)
-    robot.lose(1)
+    robot.on_answer(m.Phase("degraded"), 0)
+    robot.on_lost(1)
     assert robot.executable
 
 
 def test_the_second_answer_to_a_hello_opens_nothing() -> None:
     robot = session()
-    assert robot.take(welcome(), 0)
+    assert robot.on_answer(welcome(), 0)
     robot.session_epoch = 2
-    assert not robot.take(welcome(), 1)
+    assert not robot.on_answer(welcome(), 1)
     assert (robot.session_epoch, robot.opened) == (2, 1)
 
 
@@ -124,7 +124,7 @@ def test_the_second_answer_to_a_hello_opens_nothing() -> None:
 def test_a_chunk_must_be_for_this_robot_as_it_is(changes: Any, reason: str | None) -> None:
     robot = session()
     assert robot.reject(make_chunk(session=7)) == "session"
-    robot.take(welcome(7), 0)
+    robot.on_answer(welcome(7), 0)
     assert robot.reject(make_chunk(**{"session": 7, **changes})) == reason
 
 

@@ -71,7 +71,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
 
     @rule()
     def samples_are_sent(self) -> None:
-        self.robot.spoke(self.clock())
+        self.robot.on_sent(self.clock())
         self.heard_ns, self.stuck_ns = self.clock(), None
 
     @rule()
@@ -88,7 +88,7 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
         now = self.clock()
         answer = m.Welcome(1, 0, session, phase, SILENCE_NS, lease_ns, 4, 10 * MS, (), ())
         is_new = session != self.session
-        assert self.robot.take(answer, now) == is_new
+        assert self.robot.on_answer(answer, now) == is_new
         self.phase = phase
         if not is_new:
             return
@@ -104,29 +104,29 @@ class RobotSessionIsAskedForUntilItIsHeldAndThenKept(RuleBasedStateMachine):
     @rule(reason=st.sampled_from(["version", "contract", "full", "draining"]))
     def refuse(self, reason: str) -> None:
         self.refused = m.Refused(reason, ())
-        assert not self.robot.take(self.refused, self.clock())
+        assert not self.robot.on_answer(self.refused, self.clock())
 
     @rule(phase=phases)
     def change_phase(self, phase: str) -> None:
-        assert not self.robot.take(m.Phase(phase), self.clock())
+        assert not self.robot.on_answer(m.Phase(phase), self.clock())
         self.phase = phase
 
     @rule(session=st.integers(0, 3))
     def say_that_it_is_lost(self, session: int) -> None:
-        assert not self.robot.take(m.Lost(session), self.clock())
+        assert not self.robot.on_answer(m.Lost(session), self.clock())
         if session == self.session:
             self._lost()
 
     @rule(epoch=st.integers(0, 3))
     def condition(self, epoch: int) -> None:
         self.conditioned = m.Conditioned(epoch, "")
-        assert not self.robot.take(self.conditioned, self.clock())
+        assert not self.robot.on_answer(self.conditioned, self.clock())
 
     # ---- what the robot does -------------------------------------------------------------------
 
     @rule()
     def lose(self) -> None:
-        self.robot.lose(self.clock())
+        self.robot.on_lost(self.clock())
         self._lost()
 
     @precondition(lambda self: self.session)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from robot_rig import DT_NS, LEASE_NS, MS, make_chunk
+from robot_rig import DT_NS, HORIZON, LEASE_NS, MS, make_chunk
 
 from ppstream.core.errors import ReceiverEndedError
 from ppstream.robot.timeline import MAX_PENDING, ActionTimeline
@@ -131,12 +132,17 @@ def test_a_chunk_played_by_someone_else_ends_a_hold() -> None:
 
 def test_chunks_that_ended_are_counted_when_somebody_looks_and_few_wait_for_it() -> None:
     timeline = ActionTimeline(2)
+    made: list[weakref.ref[Any]] = []  # actions, which live as long as their chunks
     for seq in range(10 * MAX_PENDING):
         end_ns = 2 * seq * DT_NS
-        assert timeline.merge(make_chunk(seq, end_ns=end_ns), end_ns) is None
-        assert len(timeline._ended) < MAX_PENDING
+        actions = np.zeros((HORIZON, 2), np.float32)
+        made.append(weakref.ref(actions))
+        chunk = make_chunk(seq, end_ns=end_ns, actions=memoryview(actions).cast("B"))
+        assert timeline.merge(chunk, end_ns) is None
+        del chunk, actions
+        assert sum(one() is not None for one in made) <= MAX_PENDING + 2
         if seq % 100 == 99:
             found = timeline.statistics()
             assert (found.received, found.superseded, found.pending) == (seq + 1, seq - 1, 2)
-    outcomes = timeline.take_outcomes(end_ns)
+    outcomes = timeline.pop_outcomes(end_ns)
     assert [outcome.seq for outcome in outcomes] == list(range(10 * MAX_PENDING - 2))

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from robot_rig import DT_NS, MS, make_chunk
 
 from ppstream.core.clock import ManualClock
-from ppstream.robot.chunk_playback import Outcome
+from ppstream.robot.chunk_playback import ChunkOutcome
 from ppstream.robot.timeline import DELAYS, ActionTimeline
 from ppstream.wire.robot_messages import ActionChunk
 
@@ -60,11 +60,11 @@ class Taken:
             self.executed += 1
             self.last_step = step
 
-    def fate(self) -> Outcome:
+    def fate(self) -> ChunkOutcome:
         chunk, until_ns = self.chunk, self.first_ns if self.executed else self.received_ns
         age_ns, dispatch_ns = until_ns - chunk.window_end_ns, until_ns - self.received_ns
         counts = (age_ns, self.executed, self.skipped, self.oldest_ns, dispatch_ns)
-        return Outcome(chunk.session, chunk.epoch, chunk.seq, *counts)
+        return ChunkOutcome(chunk.session, chunk.epoch, chunk.seq, *counts)
 
 
 class TimelineGivesWhatIsDueAndNothingPastItsLease(RuleBasedStateMachine):
@@ -89,8 +89,8 @@ class TimelineGivesWhatIsDueAndNothingPastItsLease(RuleBasedStateMachine):
         self.delays: list[int] = []
         self.received = self.oldest_ns = self.too_old = 0
         self.refused: dict[str, int] = {}
-        self.late: list[Outcome] = []  # of refused chunks that rank 0 is told of
-        self.told: list[Outcome] = []
+        self.late: list[ChunkOutcome] = []  # of refused chunks that rank 0 is told of
+        self.told: list[ChunkOutcome] = []
         self.last: tuple[int, Any, list[Taken]] | None = None
 
     # ---- chunks --------------------------------------------------------------------------------
@@ -202,8 +202,8 @@ class TimelineGivesWhatIsDueAndNothingPastItsLease(RuleBasedStateMachine):
                 assert at_ns not in rows or action.tobytes() == rows[at_ns].tobytes()
 
     @rule()
-    def take_outcomes(self) -> None:
-        self.told += self.timeline.take_outcomes(self.clock())
+    def pop_outcomes(self) -> None:
+        self.told += self.timeline.pop_outcomes(self.clock())
         if not self.is_set_back:
             alive = self._alive()
             assert all(one.fate() in self.told for one in self.every if one not in alive)
@@ -211,7 +211,7 @@ class TimelineGivesWhatIsDueAndNothingPastItsLease(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "timeline"):
             self.timeline.clear()
-            self.told += self.timeline.take_outcomes(self.clock())
+            self.told += self.timeline.pop_outcomes(self.clock())
             fates = [one.fate() for one in self.every]
             assert sorted(map(repr, self.told)) == sorted(map(repr, fates + self.late))
             counts = self.timeline.statistics()

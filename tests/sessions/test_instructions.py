@@ -24,7 +24,7 @@ class Policy:
 
     def news(self) -> list[tuple[Any, ...]]:
         return [(c.conditioning_epoch, c.instruction_id, c.fault) for c in
-                self.instructions.take_news()]  # fmt: skip
+                self.instructions.pop_changes()]  # fmt: skip
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_text_is_told_once_whoever_wants_it(rows: list[RowInput]) -> None:
     policy = Policy()
     for epoch, text in enumerate(("pick", "place", "pick"), 1):
         for row in rows:
-            assert policy.instructions.want(row, epoch, text)
+            assert policy.instructions.request(row, epoch, text)
     assert policy.told == [(1, "pick"), (2, "place")]
     assert len(policy.news()) == 2  # a row's newest wish stands for those before it
     assert [(row.instruction_id, row.conditioning_epoch) for row in rows] == [(1, 3), (1, 3)]
@@ -47,7 +47,7 @@ def test_a_text_is_told_once_whoever_wants_it(rows: list[RowInput]) -> None:
 
 def test_no_row_names_a_text_before_the_policy_knows_it(rows: list[RowInput]) -> None:
     policy = Policy(answers=False)
-    policy.instructions.want(rows[0], 1, "pick")
+    policy.instructions.request(rows[0], 1, "pick")
     assert policy.news() == []
     assert rows[0].instruction_id == 0
     policy.instructions.confirm(1)
@@ -58,17 +58,17 @@ def test_no_row_names_a_text_before_the_policy_knows_it(rows: list[RowInput]) ->
 
 def test_an_instruction_that_is_not_newer_is_ignored(rows: list[RowInput]) -> None:
     policy = Policy()
-    assert policy.instructions.want(rows[0], 5, "pick")
+    assert policy.instructions.request(rows[0], 5, "pick")
     policy.news()
     for epoch in (0, 4, 5):
-        assert not policy.instructions.want(rows[0], epoch, "place")
+        assert not policy.instructions.request(rows[0], epoch, "place")
     assert policy.told == [(1, "pick")]
 
 
 def test_the_newest_wish_wins_though_an_older_one_is_confirmed_later(rows: list[RowInput]) -> None:
     policy = Policy(answers=False)
-    policy.instructions.want(rows[0], 1, "pick")
-    policy.instructions.want(rows[0], 2, "place")
+    policy.instructions.request(rows[0], 1, "pick")
+    policy.instructions.request(rows[0], 2, "place")
     policy.instructions.confirm(2)
     assert policy.news() == [(2, 2, "")]
     policy.instructions.confirm(1)
@@ -78,22 +78,22 @@ def test_the_newest_wish_wins_though_an_older_one_is_confirmed_later(rows: list[
 
 def test_what_the_policy_cannot_take_leaves_the_row_as_it_was(rows: list[RowInput]) -> None:
     policy = Policy(answers=False)
-    policy.instructions.want(rows[0], 1, "pick")
+    policy.instructions.request(rows[0], 1, "pick")
     policy.instructions.confirm(1)
     policy.news()
-    policy.instructions.want(rows[0], 2, "?")
+    policy.instructions.request(rows[0], 2, "?")
     policy.instructions.confirm(2, "no such word")
     assert policy.news() == [(2, 1, "no such word")]
     assert (rows[0].instruction_id, rows[0].conditioning_epoch) == (1, 2)
-    policy.instructions.want(rows[1], 1, "?")  # it is not asked again
+    policy.instructions.request(rows[1], 1, "?")  # it is not asked again
     assert policy.news() == [(1, 0, "no such word")]
     assert len(policy.told) == 2
 
 
 def test_no_text_is_an_instruction_too(rows: list[RowInput]) -> None:
     policy = Policy()
-    policy.instructions.want(rows[0], 1, "pick")
-    policy.instructions.want(rows[0], 2, "")
+    policy.instructions.request(rows[0], 1, "pick")
+    policy.instructions.request(rows[0], 2, "")
     policy.news()
     assert (rows[0].instruction_id, rows[0].conditioning_epoch) == (0, 2)
     assert policy.told == [(1, "pick")]
@@ -101,7 +101,7 @@ def test_no_text_is_an_instruction_too(rows: list[RowInput]) -> None:
 
 def test_a_robot_that_left_gets_nothing_and_its_successor_neither(rows: list[RowInput]) -> None:
     policy = Policy(answers=False)
-    policy.instructions.want(rows[0], 1, "pick")
+    policy.instructions.request(rows[0], 1, "pick")
     rows[0].close()
     rows[0].open(9)
     policy.instructions.confirm(1)
@@ -113,7 +113,7 @@ def test_a_robot_that_left_gets_nothing_and_its_successor_neither(rows: list[Row
 def test_a_run_has_a_largest_number_of_texts(rows: list[RowInput], extra: int) -> None:
     policy = Policy()
     for number in range(1, TEXTS_MAX + extra + 1):
-        policy.instructions.want(rows[0], number, str(number))
+        policy.instructions.request(rows[0], number, str(number))
     faults = [fault for _, _, fault in policy.news() if fault]
     assert len(policy.told) == TEXTS_MAX + min(extra, 0)
     assert len(faults) == max(extra, 0)

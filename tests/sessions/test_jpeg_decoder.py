@@ -78,7 +78,7 @@ def test_a_jpeg_becomes_the_sample_of_its_stamp_and_arrival(desk: Desk) -> None:
     robot = desk.robot()
     session = desk.admit(robot, streams=(*STREAMS, CAMERA)).session
     arrived_ns = desk.now_ns
-    desk.say(robot, frame(session, 7, jpeg(100)))
+    desk.send(robot, frame(session, 7, jpeg(100)))
     desk.now_ns += 1_000_000
     drain_until(desk, 1)
     ring = desk.rows[0].rings["front"]
@@ -101,11 +101,11 @@ def test_a_jpeg_becomes_the_sample_of_its_stamp_and_arrival(desk: Desk) -> None:
 def test_what_is_no_such_frame_is_counted_and_the_next_one_used(desk: Desk, data: bytes) -> None:
     robot = desk.robot()
     session = desk.admit(robot, streams=(*STREAMS, CAMERA)).session
-    desk.say(robot, frame(session, 7, data))
+    desk.send(robot, frame(session, 7, data))
     drain_until(desk, 1)
     ring = desk.rows[0].rings["front"]
     assert (ring.count, ring.ledger.dropped) == (0, {"jpeg": 1})
-    desk.say(robot, frame(session, 8, jpeg()))
+    desk.send(robot, frame(session, 8, jpeg()))
     drain_until(desk, 2)
     assert ring.newest_ns == 8
 
@@ -114,7 +114,7 @@ def test_what_is_no_such_frame_is_counted_and_the_next_one_used(desk: Desk, data
 def test_an_encoded_message_holds_one_frame(desk: Desk, stamps: bytes) -> None:
     robot = desk.robot()
     session = desk.admit(robot, streams=(*STREAMS, CAMERA)).session
-    desk.say(robot, m.Samples(session, 2, memoryview(stamps), memoryview(jpeg())))
+    desk.send(robot, m.Samples(session, 2, memoryview(stamps), memoryview(jpeg())))
     assert desk.rows[0].rings["front"].ledger.dropped == {"shape": 1}
 
 
@@ -128,9 +128,9 @@ def test_of_frames_that_wait_the_newest_counts(desk: Desk, monkeypatch: pytest.M
     began, may_decode = hold_decoding(monkeypatch)
     robot = desk.robot()
     session = desk.admit(robot, streams=(*STREAMS, CAMERA)).session
-    desk.say(robot, frame(session, 1, jpeg()))
+    desk.send(robot, frame(session, 1, jpeg()))
     assert began.wait(10)
-    desk.say(robot, *[frame(session, stamp, jpeg()) for stamp in (2, 3, 4)])  # the loop goes on
+    desk.send(robot, *[frame(session, stamp, jpeg()) for stamp in (2, 3, 4)])  # the loop goes on
     may_decode.set()
     drain_until(desk, 2)
     ring = desk.rows[0].rings["front"]
@@ -144,7 +144,7 @@ def test_a_frame_from_before_a_reset_or_goodbye_reaches_no_ring(
     _, may_decode = hold_decoding(monkeypatch)
     robot = desk.robot()
     session = desk.admit(robot, streams=(*STREAMS, CAMERA)).session
-    desk.say(robot, frame(session, 1, jpeg()), ends(session))
+    desk.send(robot, frame(session, 1, jpeg()), ends(session))
     may_decode.set()
     drain_until(desk, 1)
     ring = desk.rows[0].rings["front"]
@@ -156,8 +156,8 @@ def test_without_a_decoder_the_robot_is_told_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     robot = desk.robot()
-    desk.say(robot, hello(streams=(*STREAMS, CAMERA)))
-    answer = desk.hear(robot)
+    desk.send(robot, hello(streams=(*STREAMS, CAMERA)))
+    answer = desk.receive(robot)
     assert answer.reason == "contract"
     assert "pip install 'ppstream[camera]'" in answer.details[0]
 

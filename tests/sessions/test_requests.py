@@ -55,11 +55,11 @@ def test_a_robots_answer_gives_the_offset_of_its_clock_for_the_log(
     session = desk.admit(robot, minor=WIRE_MINOR).session
     desk.now_ns += NS_PER_S
     desk.sessions.drain(desk.now_ns)
-    question = desk.hear(robot)
+    question = desk.receive(robot)
     assert question == m.ClockQuestion(session, desk.now_ns)
     asked_ns = desk.now_ns
     desk.now_ns += 4 * NS_PER_MS  # there and back
-    desk.say(robot, m.ClockReading(session, asked_ns, asked_ns + NS_PER_MS + OFFSET_NS))
+    desk.send(robot, m.ClockReading(session, asked_ns, asked_ns + NS_PER_MS + OFFSET_NS))
     [(name, fields)] = events
     assert (name, fields["session"]) == ("robot_clock", session)
     assert fields["uncertainty_ns"] == 2 * NS_PER_MS
@@ -69,28 +69,28 @@ def test_a_robots_answer_gives_the_offset_of_its_clock_for_the_log(
 def test_an_answer_from_the_future_is_ignored(desk: Desk, events: Events) -> None:
     robot = desk.robot()
     session = desk.admit(robot).session
-    desk.say(robot, m.ClockReading(session, desk.now_ns + 1, 0))
+    desk.send(robot, m.ClockReading(session, desk.now_ns + 1, 0))
     assert events == []
 
 
 def test_an_instruction_waits_for_ready_and_the_newest_counts(desk: Desk, events: Events) -> None:
     robot = desk.robot()
     session = desk.admit(robot, instruction="pick", conditioning_epoch=1).session
-    desk.say(robot, m.Instruct(session, 3, "place"), m.Instruct(session, 2, "stale"))
+    desk.send(robot, m.Instruct(session, 3, "place"), m.Instruct(session, 2, "stale"))
     assert events == []
     assert desk.rows[0].instruction_id == 0
     desk.sessions.set_phase("ready")
     assert [fields["text"] for _, fields in events] == ["place"]
     assert (desk.rows[0].instruction_id, desk.rows[0].conditioning_epoch) == (1, 3)
-    assert desk.hear(robot) == m.Conditioned(session, 3)
+    assert desk.receive(robot) == m.Conditioned(session, 3)
 
 
 def test_a_run_that_takes_no_instructions_says_so() -> None:
     with open_desk() as desk:
         robot = desk.robot()
         session = desk.admit(robot).session
-        desk.say(robot, m.Instruct(session, 1, "pick"))
-        answer = desk.hear(robot)
+        desk.send(robot, m.Instruct(session, 1, "pick"))
+        answer = desk.receive(robot)
         assert (answer.session, answer.conditioning_epoch) == (session, 1)
         assert "policy.instructions" in answer.fault
         assert desk.rows[0].conditioning_epoch == 0
@@ -118,8 +118,8 @@ def test_a_robot_client_answers_with_the_clock_that_stamps_its_samples(events: E
 def test_an_instruction_too_long_for_the_wire_is_not_one(desk: Desk) -> None:
     robot = desk.robot()
     session = desk.admit(robot).session
-    desk.say(robot, m.Instruct(session, 1, "x" * MAX_INSTRUCTION))
-    desk.say(robot, m.Instruct(session, 2, "x" * (MAX_INSTRUCTION + 1)))
+    desk.send(robot, m.Instruct(session, 1, "x" * MAX_INSTRUCTION))
+    desk.send(robot, m.Instruct(session, 2, "x" * (MAX_INSTRUCTION + 1)))
     assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
     assert hello().instruction == ""
 
@@ -128,15 +128,15 @@ def test_how_a_robot_fares_is_for_the_log_bounded_and_printable(desk: Desk) -> N
     robot = desk.robot()
     session = desk.admit(robot).session
     state = m.RobotState(session, 2, 310_000_000, 1, "stop: \x1b[2J\nforged", 690_000_000)
-    desk.say(robot, state)
+    desk.send(robot, state)
     [told] = desk.sessions.reports
     assert msgspec.structs.replace(told, fault=state.fault) == state
     assert told.fault == "stop:  [2J forged"
-    desk.say(robot, *[state] * (STATES_PER_S + 4))
+    desk.send(robot, *[state] * (STATES_PER_S + 4))
     assert len(desk.sessions.reports) == STATES_PER_S
     assert desk.sessions.statistics().reports_lost == 5
     desk.now_ns += NS_PER_S
-    desk.say(robot, state)
+    desk.send(robot, state)
     assert len(desk.sessions.reports) == STATES_PER_S + 1
 
 
@@ -185,9 +185,9 @@ def test_a_duration_or_count_that_cannot_be_is_dropped_and_counted(
         m.Prefix: m.Prefix(session, 0, 0, 1, 0, 0, memoryview(bytes(8))),
     }[kind]
     largest = msgspec.structs.replace(good, **{field: 2**53})
-    desk.say(robot, largest)
+    desk.send(robot, largest)
     told = list(desk.sessions.reports)
-    desk.say(robot, msgspec.structs.replace(good, **{field: value}))
+    desk.send(robot, msgspec.structs.replace(good, **{field: value}))
     assert desk.sessions.statistics().frames_dropped == {"undecodable": 1}
     assert list(desk.sessions.reports) == told
     assert desk.sessions.statistics().open == 1
@@ -199,7 +199,7 @@ def test_an_instant_that_no_clock_shows_is_dropped_and_counted(
 ) -> None:
     robot = desk.robot()
     session = desk.admit(robot).session
-    desk.say(robot, m.ClockReading(session, desk.now_ns, robot_ns))
-    desk.say(robot, m.Prefix(session, 0, robot_ns, 1, 0, 0, memoryview(bytes(8))))
+    desk.send(robot, m.ClockReading(session, desk.now_ns, robot_ns))
+    desk.send(robot, m.Prefix(session, 0, robot_ns, 1, 0, 0, memoryview(bytes(8))))
     assert desk.sessions.statistics().frames_dropped == {"undecodable": 2}
     assert events == []

@@ -59,7 +59,7 @@ def test_a_robot_is_told_the_limits_of_its_own() -> None:
 def test_samples_reach_the_ring_of_their_stream(desk: Desk) -> None:
     robot = desk.robot()
     session = desk.admit(robot).session
-    assert desk.say(robot, samples(session, 1, 2, 3), samples(session, 7, stream=1)) == 4
+    assert desk.send(robot, samples(session, 1, 2, 3), samples(session, 7, stream=1)) == 4
     rings = desk.rows[0].rings
     assert (rings["joints"].count, rings["joints"].newest_ns) == (3, 3)
     assert (rings["imu"].count, rings["imu"].newest_ns) == (1, 7)
@@ -75,49 +75,49 @@ def test_samples_of_a_wrong_size_are_counted_as_shape(
 ) -> None:
     robot = desk.robot()
     session = desk.admit(robot).session
-    desk.say(robot, m.Samples(session, 0, memoryview(stamps), memoryview(values)))
+    desk.send(robot, m.Samples(session, 0, memoryview(stamps), memoryview(values)))
     assert [*desk.rows[0].rings["joints"].ledger.dropped] == ["shape"]
 
 
 def test_a_stream_that_was_not_declared_is_counted(desk: Desk) -> None:
     robot = desk.robot()
     message = samples(desk.admit(robot).session, 1)
-    desk.say(robot, msgspec.structs.replace(message, stream=2))
+    desk.send(robot, msgspec.structs.replace(message, stream=2))
     assert desk.sessions.statistics().frames_dropped == {"stream": 1}
 
 
 def test_a_stranger_is_told_that_the_session_is_lost(desk: Desk) -> None:
     robot = desk.robot()
-    desk.say(robot, m.Ping(99))
-    assert desk.hear(robot) == m.Lost(99)
+    desk.send(robot, m.Ping(99))
+    assert desk.receive(robot) == m.Lost(99)
     assert desk.sessions.statistics().frames_dropped == {"stranger": 1}
 
 
 def test_nobody_can_speak_for_another_ones_session(desk: Desk) -> None:
     victim, thief = desk.robot(), desk.robot()
     session = desk.admit(victim).session
-    assert desk.say(thief, samples(session, 1), m.Bye(session)) == 0
+    assert desk.send(thief, samples(session, 1), m.Bye(session)) == 0
     assert desk.rows[0].session == session
 
 
 def test_an_older_session_of_the_same_connection_is_a_strangers(desk: Desk) -> None:
     robot = desk.robot()
     session = desk.admit(robot).session
-    assert desk.say(robot, samples(session + 1, 1)) == 0
-    assert desk.hear(robot) == m.Lost(session + 1)
+    assert desk.send(robot, samples(session + 1, 1)) == 0
+    assert desk.receive(robot) == m.Lost(session + 1)
 
 
 def test_strangers_are_answered_seldom(desk: Desk) -> None:
     robot = desk.robot()
-    desk.say(robot, *[m.Ping(number) for number in range(50)])
-    assert desk.hear(robot) == m.Lost(0)
+    desk.send(robot, *[m.Ping(number) for number in range(50)])
+    assert desk.receive(robot) == m.Lost(0)
     assert robot.drain() == []
 
 
 def test_another_contract_is_refused_with_the_difference(desk: Desk) -> None:
     robot = desk.robot()
-    desk.say(robot, hello(streams=STREAMS[:1], actions=("dy", "dx")))
-    assert desk.hear(robot) == m.Refused(
+    desk.send(robot, hello(streams=STREAMS[:1], actions=("dy", "dx")))
+    assert desk.receive(robot) == m.Refused(
         "contract",
         (
             "stream 'imu': expected [2] float64, got none",
@@ -139,8 +139,8 @@ def test_another_major_version_is_refused_also_when_it_cannot_be_read(
     desk: Desk, frame: bytes
 ) -> None:
     robot = desk.robot()
-    desk.say(robot, frame)
-    answer = desk.hear(robot)
+    desk.send(robot, frame)
+    answer = desk.receive(robot)
     assert answer.reason == "version"
     assert "expected 1.1 or 1.2, got 2.0; upgrade ppstream on rank 0" in answer.details[0]
 
@@ -148,25 +148,25 @@ def test_another_major_version_is_refused_also_when_it_cannot_be_read(
 def test_a_refusal_always_fits_the_wire(desk: Desk) -> None:
     robot = desk.robot()
     streams = tuple(m.StreamDeclaration(f"s{n}", 1, "float32") for n in range(256))
-    desk.say(robot, hello(streams=streams, actions=("x" * 64,) * 1024))
-    assert len(desk.hear(robot).details) == MAX_DETAILS
+    desk.send(robot, hello(streams=streams, actions=("x" * 64,) * 1024))
+    assert len(desk.receive(robot).details) == MAX_DETAILS
 
 
 def test_when_all_rows_are_taken_a_further_robot_is_refused(desk: Desk) -> None:
     desk.admit(desk.robot())
     other = desk.robot()
-    desk.say(other, hello(robot="other"))
-    assert desk.hear(other).reason == "full"
+    desk.send(other, hello(robot="other"))
+    assert desk.receive(other).reason == "full"
 
 
 def test_each_robot_has_a_row_of_its_own(desk_of_two: Desk) -> None:
     desk = desk_of_two
     one, two = desk.robot(), desk.robot()
     first, second = desk.admit(one).session, desk.admit(two, robot="two").session
-    desk.say(two, samples(second, 5))
+    desk.send(two, samples(second, 5))
     assert [row.session for row in desk.rows] == [first, second]
     assert [row.rings["joints"].count for row in desk.rows] == [0, 1]
-    desk.say(one, m.ResetRequest(first))
+    desk.send(one, m.ResetRequest(first))
     assert [row.session_epoch for row in desk.rows] == [1, 0]
     assert desk.rows[1].rings["joints"].count == 1
 
@@ -174,8 +174,8 @@ def test_each_robot_has_a_row_of_its_own(desk_of_two: Desk) -> None:
 def test_a_name_is_free_again_when_its_holder_has_been_silent(desk: Desk) -> None:
     desk.admit(desk.robot())
     newcomer = desk.robot()
-    desk.say(newcomer, hello())
-    assert desk.hear(newcomer).reason == "name_in_use"
+    desk.send(newcomer, hello())
+    assert desk.receive(newcomer).reason == "name_in_use"
     desk.now_ns += SILENCE_NS
     desk.sessions.drain(desk.now_ns)
     desk.admit(newcomer)
@@ -214,7 +214,7 @@ def test_a_robot_that_says_anything_is_not_silent(desk: Desk) -> None:
     session = desk.admit(robot).session
     assert desk.sessions.next_due_ns() == desk.now_ns + SILENCE_NS
     desk.now_ns += SILENCE_NS - 1
-    desk.say(robot, m.Ping(session))
+    desk.send(robot, m.Ping(session))
     desk.now_ns += SILENCE_NS - 1
     desk.sessions.drain(desk.now_ns)
     assert desk.rows[0].session == session
@@ -239,14 +239,14 @@ def _is_readable(fd: int) -> bool:
 def test_a_reset_empties_the_rings_and_begins_an_episode(desk: Desk) -> None:
     robot = desk.robot()
     session = desk.admit(robot).session
-    desk.say(robot, samples(session, 1, 2), m.ResetRequest(session))
+    desk.send(robot, samples(session, 1, 2), m.ResetRequest(session))
     assert desk.rows[0].session_epoch == 1
     assert not desk.rows[0].present
 
 
 def test_a_robot_that_leaves_frees_its_row(desk: Desk) -> None:
     robot = desk.robot()
-    desk.say(robot, m.Bye(desk.admit(robot).session))
+    desk.send(robot, m.Bye(desk.admit(robot).session))
     assert desk.rows[0].session == 0
     assert desk.sessions.next_due_ns() is None
 
@@ -254,7 +254,7 @@ def test_a_robot_that_leaves_frees_its_row(desk: Desk) -> None:
 def test_reports_are_kept_for_the_log(desk: Desk) -> None:
     robot = desk.robot()
     report = m.ChunkReport(desk.admit(robot).session, 0, 5, 30 * MS, 2)
-    desk.say(robot, report)
+    desk.send(robot, report)
     assert [*desk.sessions.reports] == [report]
 
 
@@ -262,7 +262,7 @@ def test_a_chunk_reaches_its_robot(desk: Desk) -> None:
     robot = desk.robot()
     chunk = make_chunk(5, session=desk.admit(robot).session, end_ns=-3)
     desk.sessions.emit(0, chunk)
-    assert desk.hear(robot) == chunk
+    assert desk.receive(robot) == chunk
     assert desk.sessions.statistics().chunks_sent == 1
 
 
@@ -276,7 +276,7 @@ def test_a_chunk_that_is_nobodys_is_dropped_with_its_reason(desk: Desk) -> None:
     desk.sessions.emit(0, make_chunk(session=session))
     desk.sessions.set_phase("ready")
     for phase in ("draining", "ready"):
-        assert desk.hear(robot) == m.Phase(phase)
+        assert desk.receive(robot) == m.Phase(phase)
     robot.close()
 
     def is_unreachable() -> bool:
@@ -295,23 +295,23 @@ def test_before_ready_a_robot_is_admitted_and_touches_no_row(desk_before_ready: 
     welcome = desk.admit(robot)
     assert welcome.phase == "bring-up"
     desk.rows[0].open(1)  # bring-up's own samples
-    assert desk.say(robot, samples(welcome.session, 1, 2), m.ResetRequest(welcome.session)) == 0
+    assert desk.send(robot, samples(welcome.session, 1, 2), m.ResetRequest(welcome.session)) == 0
     desk.sessions.emit(0, make_chunk(session=welcome.session))
     assert desk.sessions.statistics().chunks_dropped == {"not_ready": 1}
     assert desk.sessions.statistics().samples_early == 2
     desk.rows[0].close()
 
     desk.sessions.set_phase("ready")
-    assert desk.hear(robot) == m.Phase("ready")
+    assert desk.receive(robot) == m.Phase("ready")
     assert (desk.rows[0].session, desk.rows[0].session_epoch) == (welcome.session, 1)
-    assert desk.say(robot, samples(welcome.session, 3)) == 1
+    assert desk.send(robot, samples(welcome.session, 3)) == 1
 
 
 def test_nobody_is_admitted_while_the_run_ends(desk: Desk) -> None:
     desk.sessions.set_phase("draining")
     robot = desk.robot()
-    desk.say(robot, hello())
-    assert desk.hear(robot).reason == "draining"
+    desk.send(robot, hello())
+    assert desk.receive(robot).reason == "draining"
 
 
 def test_without_an_endpoint_there_are_no_sessions() -> None:

@@ -43,10 +43,10 @@ def test_a_robot_may_send_so_many_frames_a_second_and_not_one_more(
 ) -> None:
     robot = desk.robot()
     session = desk.admit(robot).session
-    desk.say(robot, *[m.Ping(session)] * (LIMIT + extra))
+    desk.send(robot, *[m.Ping(session)] * (LIMIT + extra))
     assert desk.sessions.statistics().frames_dropped == dropped
     desk.now_ns += NS_PER_S
-    desk.say(robot, m.Ping(session))  # the next second begins
+    desk.send(robot, m.Ping(session))  # the next second begins
     assert desk.sessions.statistics().frames_dropped == dropped
 
 
@@ -54,18 +54,18 @@ def test_a_flood_of_one_robot_takes_nothing_from_another(desk: Desk) -> None:
     loud, quiet = desk.robot(), desk.robot()
     desk.admit(loud, robot="loud")
     session = desk.admit(quiet, robot="quiet").session
-    desk.say(loud, *[b"\xc1"] * (LIMIT + 1000))
+    desk.send(loud, *[b"\xc1"] * (LIMIT + 1000))
     dropped = desk.sessions.statistics().frames_dropped
     assert dropped["rate"] == 1000  # unread, while the others could not be decoded
-    assert desk.say(quiet, *[samples(session, stamp) for stamp in range(1, 101)]) == 100
+    assert desk.send(quiet, *[samples(session, stamp) for stamp in range(1, 101)]) == 100
     assert desk.sessions.statistics().frames_dropped == dropped
 
 
 @pytest.mark.parametrize(("extra", "over"), [(-1, 0), (0, 0), (1, 1)])
 def test_strangers_share_one_limit(desk: Desk, extra: int, over: int) -> None:
     one, other = desk.robot(), desk.robot()
-    desk.say(one, *[m.Ping(9)] * 100)
-    desk.say(other, *[m.Ping(9)] * (STRANGER_FRAMES_PER_S - 100 + extra))
+    desk.send(one, *[m.Ping(9)] * 100)
+    desk.send(other, *[m.Ping(9)] * (STRANGER_FRAMES_PER_S - 100 + extra))
     assert desk.sessions.statistics().frames_dropped.get("rate", 0) == over
     desk.now_ns += NS_PER_S
     desk.admit(desk.robot())
@@ -98,8 +98,8 @@ def test_this_minor_version_and_the_one_before_are_served(
     desk: Desk, version: tuple[int, int], advice: str | None
 ) -> None:
     robot = desk.robot()
-    desk.say(robot, hello(major=version[0], minor=version[1]))
-    answer = desk.hear(robot)
+    desk.send(robot, hello(major=version[0], minor=version[1]))
+    answer = desk.receive(robot)
     if advice is None:
         assert isinstance(answer, m.Welcome)
         assert (answer.major, answer.minor) == (WIRE_MAJOR, WIRE_MINOR)
@@ -121,7 +121,7 @@ def test_this_minor_version_and_the_one_before_are_served(
 def test_texts_of_a_hello_have_a_longest_form(
     desk: Desk, changes: dict[str, Any], fits: bool
 ) -> None:
-    desk.say(desk.robot(), hello(**changes))
+    desk.send(desk.robot(), hello(**changes))
     statistics = desk.sessions.statistics()
     assert (statistics.opened, statistics.frames_dropped) == (
         (1, {}) if fits else (0, {"undecodable": 1})
@@ -131,7 +131,7 @@ def test_texts_of_a_hello_have_a_longest_form(
 @pytest.mark.parametrize(("count", "fits"), [(255, True), (256, True), (257, False)])
 def test_a_hello_declares_at_most_256_streams(desk: Desk, count: int, fits: bool) -> None:
     streams = tuple(m.StreamDeclaration(f"s{n}", 1, "float32") for n in range(count))
-    desk.say(desk.robot(), hello(streams=streams))
+    desk.send(desk.robot(), hello(streams=streams))
     statistics = desk.sessions.statistics()
     assert statistics.refused == ({"contract": 1} if fits else {})
     assert statistics.frames_dropped == ({} if fits else {"undecodable": 1})
@@ -140,17 +140,17 @@ def test_a_hello_declares_at_most_256_streams(desk: Desk, count: int, fits: bool
 def test_an_encoding_that_the_stream_does_not_have_is_another_contract(desk: Desk) -> None:
     robot = desk.robot()
     joints = msgspec.structs.replace(STREAMS[0], encoding="jpeg")
-    desk.say(robot, hello(streams=(joints, STREAMS[1])))
-    assert desk.hear(robot).details == ("stream 'joints': expected raw, got jpeg",)
+    desk.send(robot, hello(streams=(joints, STREAMS[1])))
+    assert desk.receive(robot).details == ("stream 'joints': expected raw, got jpeg",)
 
 
 @pytest.mark.parametrize(("over", "fits"), [(-1, True), (0, True), (1, False)])
 def test_names_of_actions_and_values_of_a_sample_have_a_largest_number(
     desk: Desk, over: int, fits: bool
 ) -> None:
-    desk.say(desk.robot(), hello(actions=("a",) * (1024 + over)))
+    desk.send(desk.robot(), hello(actions=("a",) * (1024 + over)))
     wide = m.StreamDeclaration("joints", MAX_DIM + over, "float32")
-    desk.say(desk.robot(), hello(streams=(wide,)))
+    desk.send(desk.robot(), hello(streams=(wide,)))
     statistics = desk.sessions.statistics()
     assert statistics.refused == ({"contract": 2} if fits else {})
     assert statistics.frames_dropped == ({} if fits else {"undecodable": 2})
@@ -161,8 +161,8 @@ def test_so_many_robots_are_admitted_as_there_are_rows(rows: int, answer: str | 
     with open_desk(rows=rows) as desk:
         desk.admit(desk.robot(), robot="first")
         second = desk.robot()
-        desk.say(second, hello(robot="second"))
-        heard = desk.hear(second)
+        desk.send(second, hello(robot="second"))
+        heard = desk.receive(second)
         assert (heard.reason if isinstance(heard, m.Refused) else None) == answer
 
 
@@ -174,13 +174,15 @@ def test_a_robot_may_send_so_many_samples_of_a_stream_a_second_and_not_one_more(
     session = desk.admit(robot).session
     half = range(1, SAMPLES_LIMIT // 2 + 1)
     rest = range(half.stop, SAMPLES_LIMIT + 1 + extra)
-    desk.say(robot, samples(session, *half), samples(session, *rest), samples(session, 1, stream=1))
+    desk.send(
+        robot, samples(session, *half), samples(session, *rest), samples(session, 1, stream=1)
+    )
     ledger = desk.rows[0].rings["joints"].ledger
     assert ledger.received == SAMPLES_LIMIT + extra
     assert ledger.dropped.get("rate", 0) == over * len(rest)  # a frame is one or none
     assert desk.rows[0].rings["imu"].ledger.in_flight == 1  # each stream has a limit of its own
     desk.now_ns += NS_PER_S
-    desk.say(robot, samples(session, 10**6))  # the next second begins
+    desk.send(robot, samples(session, 10**6))  # the next second begins
     assert ledger.dropped.get("rate", 0) == over * len(rest)
 
 

@@ -6,10 +6,10 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.ingest.intake import build_intake
 from ppstream_stages.cartpole.history import History
 from ppstream_stages.cartpole.layout import STREAMS, WINDOW_DT_NS, WINDOW_STEPS
-from ppstream_stages.cartpole.physics import CartPole, Sample
+from ppstream_stages.cartpole.physics import CartPole, Reading
 
 
-def life(seed: int, steps: int) -> list[Sample]:
+def life(seed: int, steps: int) -> list[Reading]:
     body = CartPole(seed)
     body.release()
     return [sample for _ in range(steps) for sample in body.step(0.0)]

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from ppstream_stages.cartpole.layout import STREAMS
-from ppstream_stages.cartpole.physics import CartPole, Sample
+from ppstream_stages.cartpole.physics import CartPole, Reading
 
 
-def run(body: CartPole, steps: int, force: float = 0.0) -> list[Sample]:
+def run(body: CartPole, steps: int, force: float = 0.0) -> list[Reading]:
     return [sample for _ in range(steps) for sample in body.step(force)]
 
 

@@ -240,7 +240,7 @@ def test_words_become_numbers_of_the_table_and_too_many_are_refused() -> None:
     ):
         language.instruct(1, "fold the red towel")
     for number in (0, TEXTS_MAX + 1):
-        with pytest.raises(ValueError, match="1024 texts are the most"):
+        with pytest.raises(ValueError, match="1024 texts are the limit"):
             language.instruct(number, "fold")
 
 

@@ -65,7 +65,6 @@ LOAD_LIMIT_S = 3.0
 GPUS = (
     "placement.rank0=cuda:0",
     "placement.policy=cuda:1",
-    "actions.lease_ms=60000",
 )
 
 
@@ -327,7 +326,7 @@ class DevicePipeline:
         parts = (config, windows, stage_c, ledger, log, self._waiter())
         loop = Rank0Loop(*parts, executor=self.executor)
         if windows.front is not None:
-            windows.front.on_fault = loop.tell_policy_fault
+            windows.front.on_fault = loop.report_policy_fault
         return loop
 
     def _front_parts(self, layout: SlotLayout) -> DeviceFrontParts | None:

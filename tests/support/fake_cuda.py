@@ -58,6 +58,9 @@ class FakeStream:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def __int__(self) -> int:
+        return id(self)
+
     def queue(self, work: Callable[[], None], *, takes_time: bool = False) -> None:
         """Takes one place of the queue; holds up the caller until there is one."""
         with self._room:

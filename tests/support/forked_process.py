@@ -24,7 +24,7 @@ PRELOADED = [
     "ppstream.launch.run_rank0",
     "ppstream.launch.launcher",
     "ppstream.serve",
-    "torch.distributed.launcher.api",
+    "torch.distributed.run",
 ]
 
 
@@ -83,12 +83,16 @@ class ForkedProcess:
 
 
 def run_forked(
-    command: Sequence[str], timeout: float, folder: Path | None = None
+    command: Sequence[str],
+    timeout: float,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """As ``subprocess.run`` with captured text, of a ``ForkedProcess``."""
     with tempfile.TemporaryDirectory() as name:
         output, errors = Path(name, "output"), Path(name, "errors")
-        process = ForkedProcess(command, os.environ, output, errors=errors, folder=folder)
+        variables = os.environ if environment is None else environment
+        process = ForkedProcess(command, variables, output, errors=errors, folder=folder)
         try:
             code = process.wait(timeout)
         finally:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,12 +20,17 @@ from robot_rig import HORIZON, MS, Server, make_chunk, make_config, serving
 from websockets.sync.client import ClientConnection, connect
 
 from ppstream.config.schema import GatewayConfig, PipelineConfig
+from ppstream.gateway.request_log import RequestCounts
 from ppstream.gateway.wires import Access, wire_of
 from ppstream.wire.openpi import decode, encode
 
 MAP = {"joints": "state/joints", "imu": "imu.values"}
 SHAPE = (HORIZON, 2)
 LONG_NS = 100_000 * MS  # no chunk is too late on a busy machine
+CERTIFICATE = (
+    *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"),
+    *("-addext", "subjectAltName=DNS:localhost"),
+)
 LONG_LIVED = {"dt_ns": LONG_NS, "lease_ns": LONG_NS}
 
 
@@ -37,6 +44,14 @@ def slow_config(
         actions=msgspec.structs.replace(config.actions, lease_ms=LONG_NS / MS),
         policy=msgspec.structs.replace(config.policy, instructions=instructions),
     )
+
+
+def certificate(folder: Path) -> tuple[str, str]:
+    """Files of a new certificate of ``localhost``, and of its key."""
+    files = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = [*CERTIFICATE, "-out", files[0], "-keyout", files[1]]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
 
 
 def gateway_config(config: PipelineConfig, endpoint: str, **changes: Any) -> GatewayConfig:
@@ -84,7 +99,8 @@ class Gateway:
     def __init__(self, config: PipelineConfig, gateway: GatewayConfig, access: Access) -> None:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self.server = wire_of(gateway).build(config, gateway, access)
+        self.requests = RequestCounts(gateway.wire)
+        self.server = wire_of(gateway).build(config, gateway, access, self.requests)
         self._started: threading.Event = threading.Event()
         self._thread = threading.Thread(
             target=self._loop.run_until_complete, args=(self._run(),), daemon=True

@@ -13,7 +13,7 @@ from fake_cuda import FakeDriver
 from ppstream.cuda import driver
 from ppstream.cuda.driver import CudaStream
 from ppstream.links import device_counters
-from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, Places
+from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, CounterAddresses
 from ppstream.links.device_link import device_slots, layouts, slot_count
 from ppstream.links.slots import LinkShape, Position
 
@@ -54,7 +54,7 @@ def linked(
         my, their = (memories[k].data_ptr() for k in (place, Position(place, places).behind))
         slots = device_slots(memories[place][COUNTER_BYTES:], into, count)
         puts = None if place and places > 1 else make_puts
-        where = Places(my, their, their + COUNTER_BYTES)
+        where = CounterAddresses(my, their, their + COUNTER_BYTES)
         return CountedLink(out, shapes[place], CPU, slots, where, puts, make_waits)
 
     return tuple(link(place) for place in range(places + 1))

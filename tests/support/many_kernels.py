@@ -75,9 +75,9 @@ def build(options: Mapping[str, Any], device: torch.device) -> Policy:
 def build_decoder(options: Mapping[str, Any], actions: Any) -> CopyDecoder:
     def products(self: Any, count: int) -> None:
         if not hasattr(self, "kernels"):
-            self.kernels = Kernels(0, self._left.device)
+            self.kernels = Kernels(0, torch.device("cuda", torch.cuda.current_device()))
         self.kernels.count = count
         self.kernels.queue()
 
-    busy_kernel.GpuWork._products = products  # type: ignore[method-assign]
+    busy_kernel.GpuWork.queue_products = products  # type: ignore[method-assign]
     return CopyDecoder()

@@ -86,8 +86,9 @@ class Collector:
 
 
 def small_config(*overrides: str, **parts: Any) -> PipelineConfig:
-    """tests/support/small.toml without simulated time."""
-    config = load.read(str(SMALL), ("simulate.a_ms=0", "simulate.c_ms=0", *overrides))
+    """tests/support/small.toml without simulated time; on a busy machine no chunk expires."""
+    usual = ("simulate.a_ms=0", "simulate.c_ms=0", "actions.lease_ms=60000")
+    config = load.read(str(SMALL), (*usual, *overrides))
     return msgspec.structs.replace(config, **parts)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ppstream.observe.attribution import (
     Attribution,
-    give_blocks_to,
+    set_block_opener,
 )
+from ppstream.observe.log_writer import TimestampLog
 
 ROWS = 2
 
@@ -58,19 +59,23 @@ def blocks_of(call: Callable[[], object]) -> list[str]:
         opened.append(name)
         return nullcontext()
 
-    give_blocks_to(opener)
+    set_block_opener(opener)
     try:
         call()
     finally:
-        give_blocks_to(None)
+        set_block_opener(None)
     return opened
 
 
 class OnlyLabelled(Attribution):
     """Rank 0's where the policy rank is in the same process, which has one opener of blocks."""
 
+    def __init__(self, log: TimestampLog, settle: Callable[[], None]) -> None:
+        super().__init__(log, settle)
+        self.log = log
+
     def start(self) -> None:
-        self._log.mode = "attribution"
+        self.log.mode = "attribution"
 
     def stop(self) -> None:
-        self._log.mode = "throughput"
+        self.log.mode = "throughput"

@@ -14,6 +14,7 @@ from typing import Final
 import pytest
 from forked_process import ForkedProcess
 from real_runs import free_port as free_port
+from robot_rig import wait_until
 
 CONFIG = Path(__file__).with_name("small.toml")
 END_LIMIT_S = 40
@@ -108,10 +109,9 @@ class Ranks:
         """Where the gateway of ``wire`` listens, once the run is ready."""
         listens = re.compile(rf"clients of {wire} connect to (\S+)")
         self.wait_for_event("phase", phase="ready")
-        deadline = time.monotonic() + END_LIMIT_S
-        while (found := listens.search(self.output())) is None:
-            assert time.monotonic() < deadline, f"no gateway came:\n{self.output()}"
-            time.sleep(0.01)
+        wait_until(lambda: listens.search(self.output()), seconds=END_LIMIT_S)
+        found = listens.search(self.output())
+        assert found is not None
         return found[1]
 
     def wait_for_event(self, name: str, limit_s: float = END_LIMIT_S, **fields: object) -> dict:

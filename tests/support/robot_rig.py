@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -95,7 +96,7 @@ def make_chunk(
 
 
 class Server:
-    """Rank 0's ingest on a thread; answers each newest ``joints`` sample when ``answers``."""
+    """Rank 0's ingest on a thread; answers each newest ``joints`` sample while ``answers``."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Server:
         self.sessions.set_wake(self.waiter.wake)
         self.emitted = 0
         self._orders: list[Callable[[], None]] = [lambda: self.sessions.set_phase(phase)]
-        self._answers = answers
+        self.answers = answers
         self._times_ns = dt_ns, lease_ns  # of its chunks
         self._answered_ns = [0] * len(self.rows)
         self._end = False
@@ -153,7 +154,7 @@ class Server:
                     self._orders.pop(0)()
                 self.waiter.wait(50 * MS)
                 self.sessions.drain(now_ns())
-                if self._answers:
+                if self.answers:
                     self._answer()
         except BaseException as error:
             self._failure = error
@@ -191,3 +192,14 @@ def wait_until(condition: Callable[[], object], *, seconds: float = 10.0) -> Non
     while not condition():
         assert now_ns() < deadline_ns, "it did not happen in time"
         time.sleep(0.002)
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file of this process grows beyond ``size``: what a full disk does to a log."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

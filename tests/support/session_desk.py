@@ -42,7 +42,7 @@ class Desk:
         self._robots.append(connect_client(self.sessions.endpoint))
         return self._robots[-1]
 
-    def say(self, robot: MessageSocket, *messages: Any) -> int:
+    def send(self, robot: MessageSocket, *messages: Any) -> int:
         """Send and have it handled; returns how many samples were accepted."""
         taken: list[int] = []
         wanted = self.sessions.statistics().frames_received + len(messages)
@@ -57,15 +57,15 @@ class Desk:
         wait_until(is_handled)
         return sum(taken)
 
-    def hear(self, robot: MessageSocket) -> Any:
+    def receive(self, robot: MessageSocket) -> Any:
         """The next message to a robot."""
         frames: list[Any] = []
         wait_until(lambda: frames.extend(robot.drain(limit=1)) or frames)
         return m.to_robot.decode(frames[0].body)
 
     def admit(self, socket: MessageSocket, /, **changes: Any) -> m.Welcome:
-        self.say(socket, hello(**changes))
-        answer = self.hear(socket)
+        self.send(socket, hello(**changes))
+        answer = self.receive(socket)
         assert isinstance(answer, m.Welcome), answer
         return answer
 

@@ -37,7 +37,7 @@ class Watched:
             )
             watching.show_robots(robots)
             log.flush()
-        self.ports = [_port(folder / f"rank{rank}.gen0.jsonl") for rank in (0, 1)]
+        self.ports = [port_in(folder / f"rank{rank}.gen0.jsonl") for rank in (0, 1)]
 
     def run(self, envelopes: int) -> None:
         self.pipeline.saturate()
@@ -67,6 +67,6 @@ def get(port: int, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def _port(log: Any) -> int:
+def port_in(log: Any) -> int:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     return next(line["port"] for line in lines if line.get("name") == "metrics")

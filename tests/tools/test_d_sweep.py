@@ -4,16 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-from d_sweep_cells import Cell, Pass, Row, Stages, combine, parse_stages, recommend
+from d_sweep_cells import Pass, Stages, SweepCell, SweepRow, combine, parse_stages, recommend
 from forked_process import run_forked
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
-def row(depth: int, period_ms: float, *, age_ms: float = 20.0, threads: str = "serial") -> Row:
+def row(depth: int, period_ms: float, *, age_ms: float = 20.0, threads: str = "serial") -> SweepRow:
     ages = (age_ms,) * 3
     one = Pass(period_ms, 10.0, "B", 0.9, 0.95, ages, ages, "PASS")
-    return combine(Cell(Stages(3, 10, 4), threads, depth), [one] * 2, depth * 1000)
+    return combine(SweepCell(Stages(3, 10, 4), threads, depth), [one] * 2, depth * 1000)
 
 
 def test_smallest_depth_within_two_percent_of_the_best_is_recommended() -> None:

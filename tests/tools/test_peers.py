@@ -8,19 +8,22 @@ from pathlib import Path
 
 import pytest
 from bench import cores, peers, peers_environments
-from bench.peers import AT_50_HZ, OPENPI, REP, TWO, Found, Robot, Session
+from bench.peers import AT_50_HZ, OPENPI, REP, TWO, AskingProcess, PeerBench, PeerResult
 
 BURN_S = 0.2
 BURN = f"import time\nwhile time.process_time() < {BURN_S}: pass"
 
 
-def session(folder: Path, *options: str) -> Session:
-    return Session(peers.options_of(["--peers", REP, *options]), folder)
+def session(folder: Path, *options: str) -> PeerBench:
+    return PeerBench(peers.options_of(["--peers", REP, *options]), folder)
 
 
 def test_a_robot_asks_a_server_and_gets_every_answer(tmp_path: Path) -> None:
     here = session(tmp_path)
-    with peers.serving(here, REP, "mlp") as address, Robot(here, REP, address, "mlp") as robot:
+    with (
+        peers.serving(here, REP, "mlp") as address,
+        AskingProcess(here, REP, address, "mlp") as robot,
+    ):
         taken_us = robot.order(measure="latencies", times=7, warm=2, rate_hz=1000.0)
         one_us, four_us = (
             robot.order(measure="period", times=20, warm=1, in_flight=n) for n in (1, 4)
@@ -73,11 +76,11 @@ def test_an_environment_that_shares_ours_sees_this_interpreters_whoever_made_it(
 def test_a_target_is_judged_by_the_median_of_ratios_within_a_round() -> None:
     ours, theirs = (100.0, 600.0, 300.0), (100.0, 200.0, 200.0)
     found = [
-        Found(number, AT_50_HZ, peer, us, us, 0.0)
+        PeerResult(number, AT_50_HZ, peer, us, us, 0.0)
         for peer, each in ((TWO, ours), (REP, theirs))
         for number, us in enumerate(each)
     ]
-    targets, claims = peers.judged([*found, Found(3, AT_50_HZ, TWO, 9e9, 9e9, 0.0)])
+    targets, claims = peers.judged([*found, PeerResult(3, AT_50_HZ, TWO, 9e9, 9e9, 0.0)])
     assert [(target.limit, target.reached) for target in targets] == [(1.2, 1.5), (1.3, 1.5)]
     assert [claim["numbers"] for claim in claims] == [{"of": 300.0, "over": 200.0}] * 2
 
@@ -94,3 +97,14 @@ def test_time_of_anything_else_is_foreign(monkeypatch: pytest.MonkeyPatch) -> No
     subprocess.run([sys.executable, "-c", BURN], check=True)
     monkeypatch.setattr(cores, "own_ticks", lambda: counted.began[2])
     assert counted.foreign() > 0
+
+
+def test_three_cameras_through_a_policy_that_takes_no_time_are_overhead_alone() -> None:
+    found = [
+        PeerResult(number, peers.FRAMES, peer, us, 9e6, 0.0)
+        for peer, all_us in ((peers.WIRED, (900.0, 1500.0, 800.0)), (peers.TWO, (500.0,)))
+        for number, us in enumerate(all_us)
+    ]
+    wired, native = peers.judged(found)[0]
+    assert (wired.reached, wired.limit, wired.met) == (0.9, 1.0, True)
+    assert (native.reached, native.limit, native.met) == (0.5, 0.4, False)

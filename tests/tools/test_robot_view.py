@@ -14,7 +14,7 @@ from robot_rig import MS, make_chunk
 
 from ppstream.config import load
 from ppstream.core.errors import ExitCode
-from ppstream.recording.items import Cut, Emitted, Item, LoggedLine, SamplesItem
+from ppstream.recording.items import Emitted, Item, LoggedLine, RowWindow, SamplesItem
 from ppstream.recording.mcap_writer import RecordFile
 
 S = 1000 * MS
@@ -33,7 +33,7 @@ def record_fall(path: Path) -> Path:
         items.append(SamplesItem("row0", "encoder", *arrays, came_ns))
         end_ns = int(stamps[-1])
         header = ("row0", came_ns, 1, number, "ready", (1, 0))
-        items.append(Cut(*header, end_ns, end_ns + S, {"encoder": number * 50 + 50}))
+        items.append(RowWindow(*header, end_ns, end_ns + S, {"encoder": number * 50 + 50}))
         if number % 2 == 0:
             chunk = make_chunk(number, end_ns=end_ns, epoch=1)
             items.append(Emitted("row0", came_ns + 60 * MS, chunk, ""))

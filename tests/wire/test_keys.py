@@ -9,8 +9,6 @@ from ppstream.core.errors import ConfigError
 from ppstream.wire.keys import (
     FILE_BYTES_MAX,
     ROBOTS_MAX,
-    _public,
-    _secret,
     allow,
     client_keys,
     main,
@@ -28,12 +26,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def public_in(file: Path) -> bytes:
+    return load_certificate(file)[0]
+
+
+def secret_in(file: Path) -> bytes:
+    secret = load_certificate(file)[1]
+    assert secret is not None
+    return secret
+
+
 def test_a_pair_is_made_once_and_its_secret_is_its_owners_alone(tmp_path: Path) -> None:
     public = make_pair("arm", tmp_path)
     secret = tmp_path / "arm.secret"
     assert secret.stat().st_mode & 0o777 == 0o600
-    assert load_certificate(secret) == (public, _secret(secret))
-    assert public_half(_secret(secret)) == public
+    assert load_certificate(secret)[0] == public == public_half(secret_in(secret))
     with pytest.raises(ConfigError, match="cannot be made"):
         make_pair("arm", tmp_path)
     assert load_certificate(tmp_path / "arm.public") == (public, None)
@@ -50,7 +57,7 @@ def test_both_ends_read_what_the_tool_wrote(folder: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{}\n", 'public-key = "x"\nsecret-key = "{}"\n'])
 def test_no_secret_shows_in_a_traceback_or_log(folder: Path, text: str) -> None:
-    secret = _secret(folder / "arm.secret").decode()
+    secret = secret_in(folder / "arm.secret").decode()
     keys = client_keys(folder / "arm.secret", folder / "server.public")
     server = server_keys(folder / "arm.secret", folder / "allowed")
     assert secret not in f"{keys!r} {server!r} {keys} {server}"
@@ -68,7 +75,7 @@ def test_files_with_nothing_but_the_key_are_read(folder: Path) -> None:
     ]
     before = client_keys(files[0], files[3]), server_keys(files[2], folder / "allowed")
     for file in files:
-        file.write_bytes((_secret(file) if file.suffix == ".secret" else _public(file)) + b"\n")
+        file.write_bytes((secret_in(file) if file.suffix == ".secret" else public_in(file)) + b"\n")
     assert (client_keys(files[0], files[3]), server_keys(files[2], folder / "allowed")) == before
 
 
@@ -79,7 +86,7 @@ def test_certificates_of_other_zeromq_tools_are_read(folder: Path) -> None:
     assert client_keys(secret_file, public_file) == (secret, public)
 
 
-def test_the_public_half_is_no_secret(folder: Path) -> None:
+def test_the_public_half_is_nosecret_in(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"server\.public: the public half"):
         server_keys(folder / "server.public", folder / "allowed")
 
@@ -135,7 +142,7 @@ def test_a_missing_file_is_named(folder: Path) -> None:
 def test_a_malformed_allow_list_is_refused_with_its_line(
     folder: Path, lines: str, problem: str
 ) -> None:
-    key = _public(folder / "arm.public").decode()
+    key = public_in(folder / "arm.public").decode()
     (folder / "allowed").write_text(lines.replace("KEY", key))
     with pytest.raises(ConfigError, match=problem):
         server_keys(folder / "server.secret", folder / "allowed")
@@ -155,7 +162,7 @@ def test_an_allow_list_has_a_largest_size(folder: Path, robots: int, fits: bool)
 
 
 def test_a_robot_is_allowed_once(folder: Path) -> None:
-    key = _public(folder / "arm.public")
+    key = public_in(folder / "arm.public")
     other = make_pair("other", folder)
     for name, taken in (("arm", other), ("second", key)):
         with pytest.raises(ConfigError, match="already"):
@@ -171,7 +178,7 @@ def test_the_tool_makes_what_both_ends_need(
     capsys.readouterr()
     assert main(["public", str(tmp_path / "arm.secret")]) == 0
     printed = capsys.readouterr().out.strip()
-    assert printed == _public(tmp_path / "arm.public").decode()
+    assert printed == public_in(tmp_path / "arm.public").decode()
     assert (tmp_path / "list").read_text() == f"arm {printed}\n"
     assert main(["new", "arm", "--folder", str(tmp_path)]) == 11
     assert "cannot be made" in capsys.readouterr().err

@@ -120,7 +120,7 @@ def test_a_pickle_of_another_kind_is_refused_by_name() -> None:
         decode_observation(golden("instructions", 4))
     with pytest.raises(ProtocolError, match="got a dict, want a lerobot"):
         decode_observation(pickle.dumps({"timestamp": 1.0}, 4))
-    with pytest.raises(ProtocolError, match="ends in the middle"):
+    with pytest.raises(ProtocolError, match="ends too early"):
         decode_instructions(b"")
     with pytest.raises(ProtocolError, match="no data"):
         decode_instructions(b"\x08\x01")
@@ -164,12 +164,12 @@ def test_fields_that_nobody_knows_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (b"\x0a\x05abc", "ends in the middle"),
-        (b"\x0a", "does not end"),
+        (b"\x0a\x05abc", "ends too early"),
+        (b"\x0a", "a number ends too early"),
         (b"\x0b", "kind 3"),
         (b"\x02\x00", "kind 2"),
-        (b"\x08" + b"\xff" * 10, "does not end"),
-        (b"\x0a" + b"\xff" * 9 + b"\x01", "ends in the middle"),
+        (b"\x08" + b"\xff" * 10, "a number ends too early"),
+        (b"\x0a" + b"\xff" * 9 + b"\x01", "ends too early"),
         (b"\x08\x01" * 17, "more than 16 fields"),
     ],
 )

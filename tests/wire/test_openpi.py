@@ -112,7 +112,7 @@ def test_damaged_messages_are_refused_or_read(golden: tuple[Any, str], data: Any
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (b"", "ends in the middle"),
+        (b"", "ends too early"),
         (b"\xc0", "NoneType"),
         (b"\x81\x01\x02", "text keys"),
         (b"\x81\xa1a\xc1", "0xc1"),
@@ -137,8 +137,8 @@ def test_damaged_messages_are_refused_or_read(golden: tuple[Any, str], data: Any
         (array(shape=[2**40, 2**40]), "bytes, want"),
         (array(shape=[0, 2**62, 2**62], data=b""), "not a message"),
         (array(shape=[1] * 9), "shape"),
-        (array(shape=2), "shape is no list"),
-        (array(data="text"), "no bytes"),
+        (array(shape=2), "a list as shape"),
+        (array(data="text"), "needs bytes"),
         (array(more=1), "keys"),
     ],
 )

@@ -10,10 +10,8 @@ to be of its own. Ratios are of one round.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -27,7 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 from bench.cores import Cores
 from bench.latency import rank_settings
-from bench.peers import ACCEPT, OPENPI, Robot, Session, program, range_text, read_line
+from bench.peers import (
+    ACCEPT,
+    OPENPI,
+    AskingProcess,
+    PeerBench,
+    listening,
+    program,
+    range_text,
+    read_line,
+)
 from bench.peers_work import PAUSE_MS
 from claimed_numbers import Claim, median_round, ratio
 from real_runs import (
@@ -53,15 +60,13 @@ SETTLE_S: Final = 1.0  # of each cell, left out
 LEASE_MS: Final = 2000
 MOST_HZ: Final = 100.0  # of one client
 RUN_S: Final = 600.0
-READY_LIMIT_S: Final = 60.0
-LISTENS: Final = re.compile(r"clients of openpi connect to ws://(\S+)")
 RATE_MIN: Final = 7.0  # times the requests of one client, at 8
 P50_MAX: Final = 1.35  # times the p50 of one client, at 8
 S: Final = 1e-9  # per ns
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ClientsCell:
     """One server with so many clients, in one round."""
 
     round: int
@@ -76,9 +81,9 @@ class Cell:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
-    found: list[Cell] = []
+    found: list[ClientsCell] = []
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
-        session = Session(argparse.Namespace(peers=(OPENPI,)), Path(name))
+        session = PeerBench(argparse.Namespace(peers=(OPENPI,)), Path(name))
         session.cpus = []  # nothing is pinned: nine processes and more share all there are
         mode = (
             f"{options.rounds} rounds of {options.seconds:g} s a cell; a policy of {PAUSE_MS:g} ms "
@@ -95,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with serving(session, server) as address:
                     for clients in options.clients:
                         cell = measure(session, address, clients, options.seconds)
-                        found.append(Cell(number, server, clients, *cell))
+                        found.append(ClientsCell(number, server, clients, *cell))
     targets, claims = judged(found)
     print_cells(found)
     print_targets(targets)
@@ -118,12 +123,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(
-    session: Session, address: str, clients: int, seconds: float
+    session: PeerBench, address: str, clients: int, seconds: float
 ) -> tuple[float, float, float, int, float]:
     """Requests a second, p50 and p99 in ms, their number, and cores busy with anything else."""
     with ExitStack() as stack:
         robots = [
-            stack.enter_context(Robot(session, OPENPI, address, WORK)) for _ in range(clients)
+            stack.enter_context(AskingProcess(session, OPENPI, address, WORK))
+            for _ in range(clients)
         ]
         cores = Cores()
         with ThreadPoolExecutor(clients) as threads:
@@ -151,7 +157,7 @@ def measure(
 
 
 @contextmanager
-def serving(session: Session, server: str) -> Iterator[str]:
+def serving(session: PeerBench, server: str) -> Iterator[str]:
     """The server, while the block runs; its ADDRESS:PORT."""
     if server == OPENPI:
         module = ["-m", "bench.peers_servers", "openpi", "127.0.0.1", WORK]
@@ -177,22 +183,10 @@ def settings(folder: Path, server: str) -> list[str]:
     return [*found, *PACED[server]]
 
 
-def listening(ranks: RankPair) -> str:
-    """The gateway's address once the run serves; exits with the output when it does not."""
-    deadline = time.monotonic() + READY_LIMIT_S
-    while time.monotonic() < deadline and all(p.poll() is None for p in ranks.processes):
-        log = ranks.directory / "rank0.gen0.jsonl"
-        is_ready = log.is_file() and '"phase":"ready"' in log.read_text()
-        if is_ready and (found := LISTENS.search(ranks.output())):
-            return found[1]
-        time.sleep(0.1)
-    raise SystemExit(f"the run did not become ready:\n{ranks.output()}")
-
-
 # ---- what was found -----------------------------------------------------------------------------
 
 
-def judged(found: Sequence[Cell]) -> tuple[list[Target], list[Claim]]:
+def judged(found: Sequence[ClientsCell]) -> tuple[list[Target], list[Claim]]:
     """The most clients against one, at the server with rows, by the median of the rounds' ratios.
 
     Requests are judged upside down, since a target is a most: those of one client over a share.
@@ -217,7 +211,7 @@ def judged(found: Sequence[Cell]) -> tuple[list[Target], list[Claim]]:
     return targets, claims
 
 
-def print_cells(found: Sequence[Cell]) -> None:
+def print_cells(found: Sequence[ClientsCell]) -> None:
     """Medians over the rounds with their range."""
     heads = ("clients", "requests/s", "x of 1", "p50 ms", "p99 ms", "foreign")
     print("\n" + f"{'server':18}" + "".join(f"{head:>22}" for head in heads))

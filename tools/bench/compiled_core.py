@@ -49,7 +49,7 @@ SLOTS: Final = 4
 TWINS: Final = (Waiter, Doorbell), (PythonWaiter, PythonDoorbell)
 
 
-class Timed(NamedTuple):
+class TwinCall(NamedTuple):
     """One call in both twins; each is told the number of its turn."""
 
     what: str
@@ -77,7 +77,7 @@ def main() -> int:
     return 0
 
 
-def measure(timed: Timed) -> Iterator[dict[str, Any]]:
+def measure(timed: TwinCall) -> Iterator[dict[str, Any]]:
     """Yields the medians back to back, then after pauses."""
     warm: tuple[list[int], list[int]] = ([], [])
     cold: tuple[list[int], list[int]] = ([], [])
@@ -101,10 +101,12 @@ def _took_ns(call: Callable[[int], object], turn: int) -> int:
     return time.perf_counter_ns() - began_ns
 
 
-def appends() -> Timed:
+def appends() -> TwinCall:
     """A message of one sample, as a robot without batches sends it; settled now and then."""
     values = np.ones((1, DIM), np.float32)
-    return Timed("append 1 x 14", *(_append(intake, values) for intake in _intakes(2, _streams(1))))
+    return TwinCall(
+        "append 1 x 14", *(_append(intake, values) for intake in _intakes(2, _streams(1)))
+    )
 
 
 def _append(intake: Intake, values: Any) -> Callable[[int], object]:
@@ -120,11 +122,11 @@ def _append(intake: Intake, values: Any) -> Callable[[int], object]:
     return call
 
 
-def cuts() -> Iterator[Timed]:
+def cuts() -> Iterator[TwinCall]:
     """Windows of a full ring, cut and settled into the same slot."""
     for steps, streams in ((2, 1), (32, 3)):
         what = f"cut {steps} x {DIM}, {streams} stream{'s' * (streams > 1)}"
-        yield Timed(what, *(_cut(intake) for intake in _intakes(steps, _streams(streams))))
+        yield TwinCall(what, *(_cut(intake) for intake in _intakes(steps, _streams(streams))))
 
 
 def _cut(intake: Intake) -> Callable[[int], object]:
@@ -137,20 +139,20 @@ def _cut(intake: Intake) -> Callable[[int], object]:
     return lambda turn: intake.cutter.cut(out, (None,), NS_PER_S)
 
 
-def limits() -> Timed:
+def limits() -> TwinCall:
     """A chunk of 16 actions within its limits."""
     rules = [ActionRules(_config(2, _streams(1)).actions) for _ in range(2)]
     rules[1]._is_compiled = False
     chunk = np.zeros((16, DIM), np.float32)
     core, python = ((lambda _, one=one: one.enforce(chunk)) for one in rules)
-    return Timed("limits 16 x 14", core, python)
+    return TwinCall("limits 16 x 14", core, python)
 
 
-def waits() -> Iterator[Timed]:
+def waits() -> Iterator[TwinCall]:
     """A wait beside a bell that has rung, and one that finds nothing."""
     found, nothing = [_wait(*twins, rings=True) for twins in TWINS], [_wait(*t) for t in TWINS]
-    yield Timed("wait that finds a bell rung", *found)
-    yield Timed("wait that times out at 0", *nothing)
+    yield TwinCall("wait that finds a bell rung", *found)
+    yield TwinCall("wait that times out at 0", *nothing)
 
 
 def _wait(
@@ -171,10 +173,10 @@ def _wait(
     return call
 
 
-def rings() -> Iterator[Timed]:
+def rings() -> Iterator[TwinCall]:
     """A commit's ring to a receiver that sleeps, and to one awake."""
     for what, sleeps in (("ring to a sleeper", 1), ("ring to one awake", 0)):
-        yield Timed(what, *(_ring(bells, sleeps) for _, bells in TWINS))
+        yield TwinCall(what, *(_ring(bells, sleeps) for _, bells in TWINS))
 
 
 def _ring(bells: type[PythonDoorbell], sleeps: int) -> Callable[[int], object]:

@@ -56,7 +56,7 @@ PACED_HZ = 100
 BACK_TO_BACK = 200
 
 
-class Robot:
+class FilledRows:
     """Rows filled alike, a slot for each window in turn, and what each step cost."""
 
     def __init__(self, streams: tuple[StreamConfig, ...], rows: int) -> None:
@@ -107,7 +107,7 @@ class Robot:
             self.frames += n if stream.image is not None else 0
 
 
-def run(robot: Robot, windows: int, *, paced: bool) -> dict[str, Any]:
+def run(robot: FilledRows, windows: int, *, paced: bool) -> dict[str, Any]:
     """One mode; returns its row."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     costs: dict[str, list[float]] = {"ingest_us": [], "enqueue_us": [], "gpu_us": [], "take_us": []}
@@ -129,7 +129,7 @@ def run(robot: Robot, windows: int, *, paced: bool) -> dict[str, Any]:
         stop.record(robot.stream)
         stop.synchronize()
         before = time.perf_counter_ns()
-        robot.window.take()
+        robot.window.pop()
         at.append(time.perf_counter_ns() - before + at[-1])
         costs["gpu_us"].append(start.elapsed_time(stop) * 1e3)
         for name, taken_ns in zip(("ingest_us", "enqueue_us", "take_us"), np.diff(at), strict=True):
@@ -146,12 +146,12 @@ def run(robot: Robot, windows: int, *, paced: bool) -> dict[str, Any]:
     }
 
 
-def robot_time(robot: Robot) -> int:
+def robot_time(robot: FilledRows) -> int:
     newest = robot.rows[0].reference.newest_ns
     return max(0, newest)
 
 
-def back_to_back_us(robot: Robot) -> float:
+def back_to_back_us(robot: FilledRows) -> float:
     """The GPU's time of one window: replays without a gap, taken afterwards."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -163,7 +163,7 @@ def back_to_back_us(robot: Robot) -> float:
     stop.record(robot.stream)
     stop.synchronize()
     for _ in range(BACK_TO_BACK // 2):
-        robot.window.take()
+        robot.window.pop()
     return start.elapsed_time(stop) * 1e3 / (BACK_TO_BACK // 2)
 
 
@@ -190,7 +190,7 @@ def main() -> None:
         ("plain, B = 32", PLAIN, 32),
         ("3 cameras, B = 1", PLAIN + CAMERAS, 1),
     ):
-        robot = Robot(streams, batch)
+        robot = FilledRows(streams, batch)
         run(robot, 60, paced=False)
         for mode in ("paced", "saturated"):
             row = rows[f"{name}, {mode}"] = run(robot, windows, paced=mode == "paced")

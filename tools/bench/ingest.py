@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 import numpy as np
 import torch
-from claimed_numbers import Timed, median_rate, ratio, write_audited
+from claimed_numbers import ClaimedTime, median_rate, ratio, write_audited
 
 from ppstream.config.load import as_toml
 from ppstream.config.schema import (
@@ -143,7 +143,7 @@ def _append_rows() -> list[dict[str, Any]]:
             frames = [_encoded(stamps, values) for stamps, values in arrays]
             append_us[size].append(_mean_us(partial(_append, ring), arrays))
             ring.clear("bench")
-            whole_us[size].append(_mean_us(partial(_take, ring), frames))
+            whole_us[size].append(_mean_us(partial(_append_frame, ring), frames))
         for bad, arrays in _bad_messages().items():
             ring = _open(build_intake(config)).rows[0].rings["joints"]
             bad_us.setdefault(bad, []).append(_mean_us(partial(_append, ring), arrays))
@@ -167,7 +167,7 @@ def _append(ring: SensorRing, arrays: tuple[Array, Array]) -> int:
     return ring.append(*arrays, now_ns())
 
 
-def _take(ring: SensorRing, frame: bytes) -> int:
+def _append_frame(ring: SensorRing, frame: bytes) -> int:
     message = robot_messages.from_robot.decode(frame)
     assert isinstance(message, robot_messages.Samples)
     stamps = np.frombuffer(message.stamps, np.int64)
@@ -233,8 +233,8 @@ class _Receiver:
             self.cpu_ns = time.thread_time_ns()
 
 
-def _floods() -> dict[int, list[Timed]]:
-    found: dict[int, list[Timed]] = {size: [] for size in SIZES[:2]}
+def _floods() -> dict[int, list[ClaimedTime]]:
+    found: dict[int, list[ClaimedTime]] = {size: [] for size in SIZES[:2]}
     for _ in range(5):
         for size, measured in found.items():
             with tempfile.TemporaryDirectory() as folder:
@@ -242,11 +242,11 @@ def _floods() -> dict[int, list[Timed]]:
     return found
 
 
-def _flood_row(size: int, rounds: list[Timed]) -> dict[str, Any]:
+def _flood_row(size: int, rounds: list[ClaimedTime]) -> dict[str, Any]:
     return _row(f"socket to ring, {size} x {DIM}", [each.rate for each in rounds], "samples/s")
 
 
-def _flood(config: PipelineConfig, size: int) -> Timed:
+def _flood(config: PipelineConfig, size: int) -> ClaimedTime:
     """Samples and the receiving thread's CPU time, while a client sends all it can."""
     count = SOCKET_SAMPLES * size // 10
     receiver = _Receiver(config)
@@ -269,7 +269,7 @@ def _flood(config: PipelineConfig, size: int) -> Timed:
         time.sleep(0.02)
         spent_ns = receiver.cpu_ns - before_ns
     receiver.stop()
-    return Timed(count, spent_ns / NS_PER_S)
+    return ClaimedTime(count, spent_ns / NS_PER_S)
 
 
 def _khz_rows() -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ SPARE_S: Final = 60.0  # the ranks end by themselves this long after the last ti
 US: Final = 1e-3  # per ns
 
 
-class Answer(NamedTuple):
+class Arrival(NamedTuple):
     """One action at the caller of ``ask``, in ns of the one clock of this host."""
 
     stamp_ns: int
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(
     folder: Path, options: argparse.Namespace
-) -> tuple[list[Answer], dict[str, list[float]]]:
+) -> tuple[list[Arrival], dict[str, list[float]]]:
     """Returns what was answered, and durations in µs by part of the way."""
     endpoint, requests = f"unix://{folder / 'robots'}", options.requests
     duration_s = (requests + WARM) / options.rate_hz + SPARE_S
@@ -116,10 +116,10 @@ def rank_settings(endpoint: str, threads: str, rate_hz: float, duration_s: float
     ]
 
 
-def tick(client: RobotClient, requests: int, rate_hz: float) -> list[Answer]:
+def tick(client: RobotClient, requests: int, rate_hz: float) -> list[Arrival]:
     """Ask once a period, at absolute deadlines."""
     state = {"state": np.linspace(-0.5, 0.5, STATE_DIM, dtype=np.float32)}
-    answers: list[Answer] = []
+    answers: list[Arrival] = []
     due_ns = time.monotonic_ns()
     for number in range(requests + WARM):
         due_ns += round(1e9 / rate_hz)
@@ -129,7 +129,7 @@ def tick(client: RobotClient, requests: int, rate_hz: float) -> list[Answer]:
         with suppress(TimeoutError):
             client.ask(state, ANSWER_LIMIT_S, stamp_ns)
             if number >= WARM:
-                answers.append(Answer(stamp_ns, time.monotonic_ns()))
+                answers.append(Arrival(stamp_ns, time.monotonic_ns()))
     return answers
 
 
@@ -150,7 +150,7 @@ PARTS: Final = {
 }
 
 
-def parts_of(answers: Sequence[Answer], directory: Path) -> dict[str, list[float]]:
+def parts_of(answers: Sequence[Arrival], directory: Path) -> dict[str, list[float]]:
     """Durations in µs of each part, for every answer whose log lines are complete."""
     lines = read_lines(directory)
     parts: dict[str, list[float]] = {part: [] for part in PARTS}

@@ -203,7 +203,7 @@ class LinkEnd:
         self.commit = self.hops.out.commit
         self.waiter = Waiter()
         self.waiter.register(self.peer.fileno())
-        self.hops.into.watch(self.waiter)
+        self.hops.into.register_with(self.waiter)
         self.far_duration_ns = self.far_cpu_ns = 0
 
     def send(self, index: int, extra_ns: int = 0) -> None:
@@ -215,7 +215,7 @@ class LinkEnd:
 
     def receive(self, index: int) -> int:
         while self.hops.into.receive_nowait() is None:
-            self.hops.into.hear(self.waiter.wait(None))
+            self.hops.into.on_ready(self.waiter.wait(None))
         arrived_ns = time.monotonic_ns()
         slot = self.incoming(index)
         self.far_cpu_ns = int(slot.header[CPU])

@@ -35,7 +35,7 @@ from real_runs import (
 )
 
 if TYPE_CHECKING:
-    from bench.link_gpu_rounds import Run
+    from bench.link_gpu_rounds import LinkRun
 
 SIZES: Final = {
     "1 KB": 1 << 10,
@@ -83,18 +83,18 @@ def main() -> int:
     return max(abs(code) for code in codes)
 
 
-def runs_of(ways: list[str]) -> Iterator[Run]:
+def runs_of(ways: list[str]) -> Iterator[LinkRun]:
     """All rows; graphs come last. NCCL has none: behind one its link was seen not to close."""
-    from bench.link_gpu_rounds import Run
+    from bench.link_gpu_rounds import LinkRun
 
     for size in SIZES.values():
         for way in ways:
-            yield Run(way, size, "queued")
-            yield Run(way, size, "hops")
+            yield LinkRun(way, size, "queued")
+            yield LinkRun(way, size, "hops")
     for size in SIZES.values():
         for way in ways:
             if way != "nccl":
-                yield Run(way, size, "graph")
+                yield LinkRun(way, size, "graph")
 
 
 def child(ways: list[str], output: Path) -> int:

@@ -33,7 +33,7 @@ HEADER: Final = ("index", "generation", "epoch", "seq")
 EVERY_SIZE: Final = 1 << 30
 
 
-class Run(NamedTuple):
+class LinkRun(NamedTuple):
     """One row of the table."""
 
     way: str  # put or copy (both ``peer``), pinned, nccl
@@ -49,7 +49,7 @@ class Thrown(NamedTuple):
     messages: int  # sent by this end, and as many received
 
 
-def throw(run: Run, store: LauncherStore, device: torch.device) -> Thrown:
+def throw(run: LinkRun, store: LauncherStore, device: torch.device) -> Thrown:
     """This rank's part of ``run``, over a link of its own.
 
     A run that does not end says where it stands, and ends this process.
@@ -62,7 +62,7 @@ def throw(run: Run, store: LauncherStore, device: torch.device) -> Thrown:
     one_way_us: list[float] = []
     cpu_s = 0.0
     for number in range(ROUNDS + 1):
-        trip_us, spent_s = thrower.round(trips, _meeting(here, str(number)))
+        trip_us, spent_s = thrower.round(trips, _barrier(here, str(number)))
         if number:  # the first one warms
             one_way_us.append(trip_us / 2)
             cpu_s += spent_s
@@ -165,7 +165,7 @@ class Thrower:
                 link.queue_receive(index, stage)
 
 
-def _meeting(store: LauncherStore, key: str) -> Callable[[], None]:
+def _barrier(store: LauncherStore, key: str) -> Callable[[], None]:
     """Goes on when the other end is there, too."""
 
     def meet() -> None:
@@ -175,13 +175,13 @@ def _meeting(store: LauncherStore, key: str) -> Callable[[], None]:
     return meet
 
 
-def _store_of(run: Run, store: LauncherStore) -> LauncherStore:
+def _store_of(run: LinkRun, store: LauncherStore) -> LauncherStore:
     prefix = f"{run.way}/{run.size}/{run.mode}"
     raw = dist.PrefixStore(prefix, store.raw)  # type: ignore[attr-defined]
     return LauncherStore(raw, store.rank, store.world_size, store.generation)
 
 
-def _open(run: Run, here: LauncherStore, device: torch.device) -> Any:
+def _open(run: LinkRun, here: LauncherStore, device: torch.device) -> Any:
     side = FRONT if here.rank == 0 else BACK
     layout = SlotLayout(HEADER, (TensorSpec("bytes", (run.size,), "uint8"),), 1)
     shape = LinkShape(layout, layout, 2, 2)

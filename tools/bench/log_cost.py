@@ -76,7 +76,7 @@ class NullLog:
     def __init__(self) -> None:
         self._record = EnvelopeRecord()
 
-    def take(self) -> EnvelopeRecord:
+    def acquire(self) -> EnvelopeRecord:
         return self._record
 
     def commit(self, record: EnvelopeRecord) -> None:
@@ -154,7 +154,7 @@ def sustained(folder: Path) -> tuple[int, float]:
 def write(log: TimestampLog, count: int) -> None:
     """Does what a loop does for ``count`` envelopes, and nothing else."""
     for seq in range(count):
-        record = log.take()
+        record = log.acquire()
         record.epoch, record.seq, record.phase, record.pacing = 0, seq, "ready", "sample"
         now = now_ns()
         for name in FILLED:

@@ -60,7 +60,7 @@ COST_MAX: Final = 0.01  # of the period
 _TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 
 
-class Watched(NamedTuple):
+class BringUpCost(NamedTuple):
     """One bring-up; times in microseconds."""
 
     period_us: float
@@ -73,9 +73,9 @@ class Watched(NamedTuple):
 class Round(NamedTuple):
     """One bring-up each way."""
 
-    off: Watched
-    tallied: Watched  # metrics on, nobody asks
-    scraped: Watched
+    off: BringUpCost
+    tallied: BringUpCost  # metrics on, nobody asks
+    scraped: BringUpCost
 
 
 #: What is switched on, and what it is called.
@@ -83,7 +83,7 @@ WATCHED_WAYS: Final = {"tallied": "tallies alone", "scraped": "tallies and scrap
 
 
 class Onlooker:
-    """Until it is closed: books the CPU time of both ranks and, at ``rate`` hertz, asks them."""
+    """Until it is closed: records the CPU time of both ranks and, at ``rate`` hertz, asks them."""
 
     def __init__(self, ranks: RankPair, rate: float) -> None:
         self.taken_ms: list[float] = []
@@ -117,7 +117,7 @@ class Onlooker:
 
 def bring_up(
     config: str, settings: Sequence[str], *, has_metrics: bool = True, rate: float = 0.0
-) -> Watched:
+) -> BringUpCost:
     """One bring-up of ``config``, with ``rate`` scrapes of both ranks a second.
 
     Exits with the ranks' output when there is nothing to judge, or nobody could be asked.
@@ -141,7 +141,7 @@ def bring_up(
         for each in spent_s
     ]
     periods_us = [ns * 1e-3 for segment in found.window.segments for ns in segment.periods_ns]
-    return Watched(
+    return BringUpCost(
         found.primary.period_ns * 1e-3,
         float(np.percentile(periods_us, 99)),
         (cpu_us[0], cpu_us[1]),
@@ -203,7 +203,7 @@ def in_turn(config: str, settings: Sequence[str], *, rounds: int, rate: float) -
 
 def share(one: Round, way: str) -> float:
     """Of the period, that ``way`` adds."""
-    watched: Watched = getattr(one, way)
+    watched: BringUpCost = getattr(one, way)
     return watched.period_us / one.off.period_us - 1
 
 

@@ -1,10 +1,10 @@
 """Compares ppstream with what else serves a policy, in one run: latency, throughput, pipelining.
 
 Two ranks and one, ZeroMQ's REQ/REP, the client that openpi publishes with a websocket server as
-small as its own, and a compiled graph of Ray. Each peer is started, asked and stopped in turn, in
-as many rounds as told; its robot is a process of its own, on one CPU, and the process that it asks
-on another. Ratios are taken within a round, then their median. ``foreign`` is how many cores were
-busy with anything else meanwhile.
+small as its own or with ppstream's gateway, and a compiled graph of Ray. Each peer is started,
+asked and stopped in turn, in as many rounds as told; its robot is a process of its own, on one CPU,
+and the process that it asks on another. Ratios are taken within a round, then their median.
+``foreign`` is how many cores were busy with anything else meanwhile.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -44,6 +46,7 @@ from real_runs import (
 
 TWO, ONE = "ppstream, two ranks", "ppstream, one rank"
 KEPT_WARM: Final = "ppstream, two ranks, kept warm"
+WIRED: Final = "ppstream, openpi's wire"  # its client, through the gateway to two ranks
 REP, OPENPI, RAY = "ZeroMQ REQ/REP", "openpi", "Ray compiled graph"
 SERIAL, SPLIT, BY_HAND = "ppstream, serial", "ppstream, split", "by hand"
 OURS: Final = {
@@ -51,10 +54,14 @@ OURS: Final = {
     ONE: (),
     KEPT_WARM: ("pipeline.keep_warm_ms=2",),
 }  # and their settings
-ASKED: Final = (*OURS, REP, OPENPI, RAY)
+ASKED: Final = (*OURS, WIRED, REP, OPENPI, RAY)
 #: Peers that need an environment of their own: the package that it has.
-PACKAGES: Final = {OPENPI: "openpi-client", RAY: "ray"}
-ROBOTS: Final = dict.fromkeys(OURS, "ppstream") | {REP: "reply", OPENPI: "openpi", RAY: "ray"}
+PACKAGES: Final = {OPENPI: "openpi-client", WIRED: "openpi-client", RAY: "ray"}
+ROBOTS: Final = dict.fromkeys(OURS, "ppstream") | {
+    **dict.fromkeys((OPENPI, WIRED), "openpi"),
+    REP: "reply",
+    RAY: "ray",
+}
 PARTS: Final = ("none", "mlp", "cameras", "stages")
 AT_50_HZ, WITH_MLP, FRAMES = "50 Hz, no work", "50 Hz, MLP", "30 Hz, three cameras"
 ONE_FLIES, FOUR_FLY = "no work, 1 in flight", "no work, 4 in flight"
@@ -71,6 +78,10 @@ ACCEPT: Final = 'bringup.accept=["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]'
 ATTEMPTS: Final = 3  # of a peer in a round: the gate may refuse what a busy machine disturbs
 LEASE_MS: Final = 2000  # no other peer drops what comes late
 RUN_S: Final = 300.0
+READY_LIMIT_S: Final = 60.0
+LISTENS: Final = re.compile(r"clients of openpi connect to ws://(\S+)")
+#: Most ms of a p50 with three cameras: that policy takes no time, so all of it is overhead.
+OVERHEAD_MS: Final = {WIRED: 1.0, TWO: 0.4}
 END_LIMIT_S: Final = 10.0
 
 
@@ -100,7 +111,7 @@ GOALS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PeerResult:
     """One measurement, in µs: of latencies both quantiles, of periods the mean as ``p50``.
 
     Stages without work are saturated by bring-up: ``p50`` is that of their periods.
@@ -119,13 +130,13 @@ class NotServed(Exception):
     """A peer did not come up, or ended; the message says how."""
 
 
-class Session:
+class PeerBench:
     """Options, environments and CPUs of one invocation, and what it found."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options = options
         self.folder = folder
-        self.found: list[Found] = []
+        self.found: list[PeerResult] = []
         self.versions: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
         self.pythons = dict.fromkeys((*OURS, REP), sys.executable)
@@ -143,14 +154,14 @@ class Session:
             self.skipped[peer] = str(error)
 
     def add_period(self, number: int, row: str, peer: str, us: float, cores: Cores) -> None:
-        self.found.append(Found(number, row, peer, us, None, cores.foreign()))
+        self.found.append(PeerResult(number, row, peer, us, None, cores.foreign()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = options_of(argv)
     torch.set_num_threads(1)
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
-        session = Session(options, Path(name))
+        session = PeerBench(options, Path(name))
         mode = (
             f"{options.rounds} interleaved rounds; CPU {session.cpus[0]}: rank 0 or the server, "
             f"CPU {session.cpus[1]}: the robot, CPU {session.cpus[2]}: the policy rank; "
@@ -187,7 +198,7 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
 # ---- one round ----------------------------------------------------------------------------------
 
 
-def measure_part(session: Session, number: int, part: str) -> None:
+def measure_part(session: PeerBench, number: int, part: str) -> None:
     """All peers once, in an order that turns with the round."""
     if part == "stages":
         measure_stages(session, number)
@@ -205,30 +216,30 @@ def measure_part(session: Session, number: int, part: str) -> None:
         saturate(session, number)
 
 
-def measure_peer(session: Session, number: int, peer: str, part: str) -> list[Found]:
+def measure_peer(session: PeerBench, number: int, peer: str, part: str) -> list[PeerResult]:
     """Latencies at a robot's rate; without work also as fast as answers come."""
     row, rate_hz = TIMED[part]
     times, closed = (max(1, round(n * session.options.scale)) for n in (REQUESTS, CLOSED_REQUESTS))
     with ExitStack() as stack:
         address = stack.enter_context(serving(session, peer, part))
-        robot = stack.enter_context(Robot(session, peer, address, part))
+        robot = stack.enter_context(AskingProcess(session, peer, address, part))
         cores = Cores()
         taken_us = robot.order(measure="latencies", times=times, warm=WARM, rate_hz=rate_hz)
         if not taken_us:
             raise NotServed("no request was answered")
         us, load = spread(taken_us), cores.foreign()
-        found = [Found(number, row, peer, us.p50, us.p99, load, times - us.n)]
+        found = [PeerResult(number, row, peer, us.p50, us.p99, load, times - us.n)]
         for row, in_flight in IN_FLIGHT.items() if part == "none" else ():
-            if peer == OPENPI and in_flight > 1:
+            if peer in (OPENPI, WIRED) and in_flight > 1:
                 continue  # its protocol has one request under way
             order = {"measure": "period", "times": closed, "warm": WARM}
             cores = Cores()
             period_us = robot.order(**order, in_flight=in_flight)
-            found.append(Found(number, row, peer, period_us, None, cores.foreign()))
+            found.append(PeerResult(number, row, peer, period_us, None, cores.foreign()))
     return found
 
 
-def saturate(session: Session, number: int) -> None:
+def saturate(session: PeerBench, number: int) -> None:
     """Period of stages without work, as fast as they go."""
     case = CASES[-1]
     cores = Cores()
@@ -236,7 +247,7 @@ def saturate(session: Session, number: int) -> None:
     session.add_period(number, SATURATED, SERIAL, spread(run.periods_ms).p50 * 1e3, cores)
 
 
-def measure_stages(session: Session, number: int) -> None:
+def measure_stages(session: PeerBench, number: int) -> None:
     """Mean periods of two stages that sleep: ours, by hand, and Ray's."""
     for row, case in zip(STAGES, CASES, strict=False):
         envelopes, cpus = _envelopes(session, case.envelopes), ranks_cpus(session)
@@ -249,7 +260,7 @@ def measure_stages(session: Session, number: int) -> None:
         bare = bare_pipeline.measure(*sleeps_ms, 0, envelopes, cpus)
         session.add_period(number, row, BY_HAND, bare.period_ms * 1e3, cores)
         if RAY in session.pythons:
-            with Robot(session, RAY, str(case.stage_ms), "none") as robot:
+            with AskingProcess(session, RAY, str(case.stage_ms), "none") as robot:
                 cores = Cores()
                 order = {"measure": "period", "times": envelopes, "warm": 30}
                 session.add_period(
@@ -257,12 +268,12 @@ def measure_stages(session: Session, number: int) -> None:
                 )
 
 
-def ranks_cpus(session: Session) -> list[int]:
+def ranks_cpus(session: PeerBench) -> list[int]:
     """Rank 0's and the policy rank's."""
     return [session.cpus[0], session.cpus[2]]
 
 
-def _envelopes(session: Session, usual: int) -> int:
+def _envelopes(session: PeerBench, usual: int) -> int:
     return max(100, round(usual * session.options.scale))
 
 
@@ -270,18 +281,19 @@ def _envelopes(session: Session, usual: int) -> int:
 
 
 @contextmanager
-def serving(session: Session, peer: str, work: str) -> Iterator[str]:
+def serving(session: PeerBench, peer: str, work: str) -> Iterator[str]:
     """The peer's server, while the block runs; its address."""
     with tempfile.TemporaryDirectory(dir=session.folder) as name:
         folder = Path(name)
-        if peer in OURS:
+        if peer in OURS or peer == WIRED:
             address = f"unix://{folder}/robots"
-            asked = [*settings(address, work), *OURS[peer]]
+            more = gateway_settings(work) if peer == WIRED else OURS[peer]
+            asked = [*settings(address, work), *more]
             ranks = RankPair(folder, "bench", asked, world_size=1 + (peer != ONE))
             with ranks:
-                ranks.pin(ranks_cpus(session))
+                ranks.pin(ranks_cpus(session))  # the gateway's, too: rank 0 starts it
                 try:
-                    yield address
+                    yield listening(ranks) if peer == WIRED else address
                 except NotServed as error:
                     raise NotServed(f"{error}\n{ranks.output()}") from None
         elif peer == RAY:
@@ -309,16 +321,37 @@ def settings(address: str, work: str) -> list[str]:
     return found
 
 
-class Robot:
+def gateway_settings(work: str) -> list[str]:
+    """A gateway to the same streams, whose windows are one observation each."""
+    keys = [f'{name}={{key="{name}", layout="hwc"}}' for name in peers_work.CAMERAS]
+    keys = [*(keys if work == "cameras" else ()), 'state="state"']
+    gateway = f'wire="openpi", listen="127.0.0.1:0", timeout_ms=5000, map={{{", ".join(keys)}}}'
+    lasting = f"actions.dt_ms={LEASE_MS / 2}"  # of one step: no peer's action is over before
+    return [f"gateway=[{{{gateway}}}]", "window.steps=1", "policy.options.steps=1", lasting]
+
+
+def listening(ranks: RankPair) -> str:
+    """The gateway's address once the run serves; raises NotServed with the output when it ends."""
+    deadline = time.monotonic() + READY_LIMIT_S
+    while time.monotonic() < deadline and all(p.poll() is None for p in ranks.processes):
+        log = ranks.directory / "rank0.gen0.jsonl"
+        is_ready = log.is_file() and '"phase":"ready"' in log.read_text()
+        if is_ready and (found := LISTENS.search(ranks.output())):
+            return found[1]
+        time.sleep(0.1)
+    raise NotServed(f"the run did not become ready:\n{ranks.output()}")
+
+
+class AskingProcess:
     """The process that asks one peer; a context manager."""
 
-    def __init__(self, session: Session, peer: str, address: str, work: str) -> None:
+    def __init__(self, session: PeerBench, peer: str, address: str, work: str) -> None:
         cpus = ",".join(map(str, session.cpus))
         module = ["-m", "bench.peers_robot", ROBOTS[peer], address, work, cpus]
         self._program = program(session, peer, module, ())
         self._versions = session.versions
 
-    def __enter__(self) -> Robot:
+    def __enter__(self) -> AskingProcess:
         self._process = self._program.__enter__()
         self._versions |= json.loads(read_line(self._process))
         return self
@@ -335,7 +368,7 @@ class Robot:
 
 @contextmanager
 def program(
-    session: Session, peer: str, module: Sequence[str], cpus: Sequence[int]
+    session: PeerBench, peer: str, module: Sequence[str], cpus: Sequence[int]
 ) -> Iterator[subprocess.Popen[str]]:
     """A process in the peer's environment, on ``cpus`` if given; it ends with the block."""
     environment = os.environ | {
@@ -373,7 +406,7 @@ def read_line(process: subprocess.Popen[str]) -> str:
 # ---- what was found -----------------------------------------------------------------------------
 
 
-def judged(found: Sequence[Found]) -> tuple[list[Target], list[Claim]]:
+def judged(found: Sequence[PeerResult]) -> tuple[list[Target], list[Claim]]:
     """Targets of rows that were measured, each with the claim of the round that is its median."""
     by_place = {(each.row, each.peer, each.round): each for each in found}
     targets, claims = [], []
@@ -391,10 +424,14 @@ def judged(found: Sequence[Found]) -> tuple[list[Target], list[Claim]]:
             claims.append(
                 ratio(what, *median_round(pairs, lambda pair: pair[0] / pair[1]), reached)
             )
+    for peer, limit_ms in OVERHEAD_MS.items():
+        p50s = [each.p50 / 1e3 for each in found if (each.row, each.peer) == (FRAMES, peer)]
+        if p50s:
+            targets.append(Target(f"{FRAMES}, {peer}: p50, ms", limit_ms, median_low(p50s)))
     return targets, claims
 
 
-def print_rows(found: Sequence[Found]) -> None:
+def print_rows(found: Sequence[PeerResult]) -> None:
     """By row and peer: medians over the rounds with their range, and ratios to the plain way."""
     for row in dict.fromkeys(each.row for each in found):
         plain = BY_HAND if row in STAGES else REP

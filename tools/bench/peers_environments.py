@@ -26,6 +26,7 @@ INSTEAD: Final = {
         *("packaging", "pillow", "protobuf", "pyserial", "safetensors", "termcolor"),
     ),
     "torchvision": ("pillow",),
+    "diffusers": ("filelock", "importlib-metadata", "regex"),
 }
 #: Of a package that wants torch, which is large: what this interpreter has installed is seen, too.
 SHARING: Final = frozenset({"lerobot"})
@@ -91,5 +92,5 @@ def _run(*command: str) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"{Path(command[0]).name}: {error}") from None
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        raise Unavailable(f"{' '.join(command[1:3])}: {said[-1]}")
+        found = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        raise Unavailable(f"{' '.join(command[1:3])}: {found[-1]}")

@@ -44,7 +44,7 @@ SLEEP_MS: Final = 1.0
 ZERO_WORK_US: Final = 100.0
 
 
-class Case(NamedTuple):
+class PipelineCase(NamedTuple):
     """One configuration; ``limit`` is its target: period over largest stage, or None."""
 
     name: str
@@ -55,11 +55,11 @@ class Case(NamedTuple):
 
 
 CASES: Final = (
-    Case("1 ms", 1.0, 800, 1.04),
-    Case("5 ms", 5.0, 300, 1.012),
-    Case("20 ms", 20.0, 120, 1.004),
-    Case("5 ms, 8.6 MB", 5.0, 200, 1.10, WIDE_DIM * WIDE_STEPS * 4),
-    Case("no work", 0.0, 5000, None),
+    PipelineCase("1 ms", 1.0, 800, 1.04),
+    PipelineCase("5 ms", 5.0, 300, 1.012),
+    PipelineCase("20 ms", 20.0, 120, 1.004),
+    PipelineCase("5 ms, 8.6 MB", 5.0, 200, 1.10, WIDE_DIM * WIDE_STEPS * 4),
+    PipelineCase("no work", 0.0, 5000, None),
 )
 #: A robot's joints at 50 Hz, and windows of the newest two: what ``no work`` is asked with.
 SMALL: Final = (
@@ -77,7 +77,7 @@ WIDE: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PipelineRun:
     """One run. ``stage0_ms``: the busiest resource of rank 0, mean per envelope."""
 
     period_ms: float
@@ -92,10 +92,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PipelineRow:
     """Medians over the rounds; a ratio is that of the round whose ratio is the median."""
 
-    case: Case
+    case: PipelineCase
     threads: str
     rounds: int
     period_ms: float
@@ -120,8 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     mode = f"sleeping stages, D 2, host link, log on, {options.rounds} interleaved rounds"
     print_environment(mode)
     cases = [case for case in CASES if case.name in options.cases]
-    runs: dict[tuple[Case, str], list[Run]] = {}
-    bare: dict[Case, list[BareRun]] = {case: [] for case in cases}
+    runs: dict[tuple[PipelineCase, str], list[PipelineRun]] = {}
+    bare: dict[PipelineCase, list[BareRun]] = {case: [] for case in cases}
     oversleeps_ms: list[float] = []
     with ending_cleanly():
         for number in range(options.rounds):
@@ -158,7 +158,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run_case(case: Case, threads: str, envelopes: int, cpus: Sequence[int] = ()) -> Run:
+def run_case(
+    case: PipelineCase, threads: str, envelopes: int, cpus: Sequence[int] = ()
+) -> PipelineRun:
     """One run of two ranks, each on its own of ``cpus`` if given, judged by its own log."""
     settings = (*case_settings(case), f"pipeline.threads={threads}")
     report, _ = measure_bring_up((*settings, f"bringup.envelopes={envelopes}"), cpus=cpus)
@@ -167,7 +169,7 @@ def run_case(case: Case, threads: str, envelopes: int, cpus: Sequence[int] = ())
         raise SystemExit(f"{case.name} cannot be scored: {'; '.join(report.statements)}")
     per_envelope = MS / score.n
     rank0 = [busy for name, busy in score.busy_ns.items() if name.startswith("r0")]
-    return Run(
+    return PipelineRun(
         period_ms=score.period_ns * MS,
         stage0_ms=max(rank0) * per_envelope,
         stage1_ms=score.busy_ns["mesh"] * per_envelope,
@@ -176,7 +178,7 @@ def run_case(case: Case, threads: str, envelopes: int, cpus: Sequence[int] = ())
     )
 
 
-def case_settings(case: Case) -> list[str]:
+def case_settings(case: PipelineCase) -> list[str]:
     """Both stages take ``stage_ms``: stage 0 half in A and half in C."""
     settings = [
         f"policy.options.b_ms={case.stage_ms}",
@@ -204,8 +206,12 @@ def measure_oversleep() -> list[float]:
 
 
 def summary(
-    case: Case, threads: str, runs: Sequence[Run], bare: Sequence[BareRun], oversleep_ms: float
-) -> Row:
+    case: PipelineCase,
+    threads: str,
+    runs: Sequence[PipelineRun],
+    bare: Sequence[BareRun],
+    oversleep_ms: float,
+) -> PipelineRow:
     """Medians over the rounds; ratios are taken within a round, then the (lower) median."""
     # stage 0 sleeps twice, B once; split, A and C sleep side by side and B's is the longest
     sleeps_ms = case.stage_ms + oversleep_ms * (2 if threads == "serial" else 1)
@@ -213,7 +219,7 @@ def summary(
     sleeping = case.stage_ms > 0
     pairs = [(ours.period_ms, theirs.period_ms) for ours, theirs in zip(runs, bare, strict=True)]
     typical = median_round(runs, lambda run: run.period_ms / run.max_stage_ms)
-    return Row(
+    return PipelineRow(
         case=case,
         threads=threads,
         rounds=len(runs),
@@ -234,7 +240,7 @@ def summary(
     )
 
 
-def targets_of(rows: Sequence[Row]) -> list[Target]:
+def targets_of(rows: Sequence[PipelineRow]) -> list[Target]:
     """Each over the largest stage as it timed itself; a stage includes the bytes it moves."""
     targets = []
     for row in rows:
@@ -248,7 +254,7 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
     return targets
 
 
-def claims_of(rows: Sequence[Row]) -> list[Claim]:
+def claims_of(rows: Sequence[PipelineRow]) -> list[Claim]:
     """Each ratio from the numbers of the one round whose ratio is the median."""
     claims = []
     for row in rows:
@@ -262,7 +268,7 @@ def claims_of(rows: Sequence[Row]) -> list[Claim]:
     return claims
 
 
-def print_rows(rows: Sequence[Row], oversleep: Spread) -> None:
+def print_rows(rows: Sequence[PipelineRow], oversleep: Spread) -> None:
     print(
         f"\n{'stages':13} {'threads':7} {'period':>8} {'p50':>8} {'p99':>8} {'max':>8} {'n':>6}"
         f" {'stage0':>8} {'stage1':>8} {'link':>7} {'P/max':>6} {'gain':>5} {'P/sleep':>7} | bare"

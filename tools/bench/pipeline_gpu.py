@@ -80,7 +80,7 @@ def main() -> int:
 
 def grid(links: list[str], sizes_us: tuple[int, ...]) -> Iterator[Any]:
     """All cells; those that differ in the link alone stand together."""
-    from bench.pipeline_gpu_cells import Cell
+    from bench.pipeline_gpu_cells import GpuCell
 
     for size in sizes_us:
         for rows in (1, 32):
@@ -92,9 +92,9 @@ def grid(links: list[str], sizes_us: tuple[int, ...]) -> Iterator[Any]:
             ):
                 for depth in depths:
                     for link in links if depth == 2 else links[:1]:
-                        yield Cell(name, a, b, rows, depth, link)
+                        yield GpuCell(name, a, b, rows, depth, link)
         if "peer" in links:
-            yield Cell("balanced", size, size, 1, 2, "peer", "after_window")
+            yield GpuCell("balanced", size, size, 1, 2, "peer", "after_window")
 
 
 def child(cells: list[Any], envelopes: int, output: Path) -> int:

@@ -47,7 +47,7 @@ from ppstream.links.headers import link_shape
 from ppstream.links.slots import BACK
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
-from ppstream.pipeline.bringup import run_saturated, time_standalone, warm_up
+from ppstream.pipeline.bringup import run_saturated, time_isolated_stages, warm_up
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank
 from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
@@ -62,7 +62,7 @@ CELL_US: Final = 500_000.0  # a few stalls of the host would set mean and p99 of
 LEAST_PERIOD_US: Final = 200.0  # no cell's is much shorter, whatever its stages are
 
 
-class Cell(NamedTuple):
+class GpuCell(NamedTuple):
     """One configuration; times in microseconds."""
 
     name: str
@@ -74,10 +74,10 @@ class Cell(NamedTuple):
     credit: str = "before_window"
 
 
-class Found(NamedTuple):
+class CellResult(NamedTuple):
     """Measurements of a cell; times in microseconds."""
 
-    cell: Cell
+    cell: GpuCell
     n: int
     period_us: float
     alone_us: tuple[float, float, float]  # A, B, C
@@ -97,12 +97,12 @@ class Found(NamedTuple):
     verdict: str
 
 
-def envelopes_of(cell: Cell, least: int) -> int:
+def envelopes_of(cell: GpuCell, least: int) -> int:
     """So many that the cell lasts for some ``CELL_US``."""
     return max(least, round(CELL_US / max(cell.a_us, cell.b_us, LEAST_PERIOD_US)))
 
 
-def configure(cell: Cell, least: int, root: str) -> PipelineConfig:
+def configure(cell: GpuCell, least: int, root: str) -> PipelineConfig:
     settings = (
         f"log.root={root}",
         f"window.steps={STEPS}",
@@ -121,7 +121,7 @@ def configure(cell: Cell, least: int, root: str) -> PipelineConfig:
     return load.read(str(BASE), settings)
 
 
-def run_cells(cells: Sequence[Cell], least: int, report: Any) -> None:
+def run_cells(cells: Sequence[GpuCell], least: int, report: Any) -> None:
     """This process's part in all cells; rank 0 calls ``report`` with what each has found.
 
     A cell has ``least`` envelopes, or more, so that it lasts long enough.
@@ -153,9 +153,9 @@ def run_cells(cells: Sequence[Cell], least: int, report: Any) -> None:
                 store.generation,
             )
             if store.rank == 0:
-                report(_front(config, cell, peer, here, Path(root)))
+                report(_run_rank0(config, cell, peer, here, Path(root)))
             else:
-                _back(config, peer, here)
+                _run_policy_rank(config, peer, here)
         _part(store, beat)
 
 
@@ -171,9 +171,9 @@ def _part(store: LauncherStore, beat: HeartbeatThread) -> None:
         store.set("gone", "1")
 
 
-def _front(
-    config: PipelineConfig, cell: Cell, peer: Any, store: LauncherStore, root: Path
-) -> Found:
+def _run_rank0(
+    config: PipelineConfig, cell: GpuCell, peer: Any, store: LauncherStore, root: Path
+) -> CellResult:
     placement = device_ranks.place_here(config, 2)
     run = Run.create(root, config.log.keep)
     store.set("run", str(run.directory))
@@ -196,12 +196,12 @@ def _front(
         rank0.on_phase.append(lambda phase: peer.send(PhaseChange(phase)))
         source = SyntheticSource(config, intake.rows[0], seed=0, start_ns=now_ns())
         warm_up(rank0, intake, source)
-        before = time_standalone(rank0, config.bringup.standalone)
+        before = time_isolated_stages(rank0, config.bringup.standalone)
         run.describe(standalone=before)
         begun, cpu_ns = rank0.finished, time.process_time_ns()
         run_saturated(rank0, intake, source)
         cpu_ns = (time.process_time_ns() - cpu_ns) // (rank0.finished - begun)
-        after = time_standalone(rank0, config.bringup.standalone)
+        after = time_isolated_stages(rank0, config.bringup.standalone)
         run.describe(standalone_after=after)
         source.close()
         rank0.log.flush()
@@ -223,7 +223,7 @@ def _outputs(config: PipelineConfig) -> tuple[Any, Any]:
     return [spec], tuple[TensorSpec, ...]
 
 
-def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
+def _run_policy_rank(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
     placement = device_ranks.place_here(config, 2)
     (policy,) = build_parts(config, torch.device("cuda", store.rank))
     intake = build_intake(config)
@@ -240,7 +240,7 @@ def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
     stage1 = device_ranks.open_policy_rank(
         config, prepared, placement, BACK, peer, store, shape, log, waiter
     )
-    watched = Watched(stage1)
+    watched = PolicyCpuTime(stage1)
     stage1.run(lambda: False)
     assert stage1.link.close(), "a stream still waits"
     torch.cuda.synchronize()
@@ -249,17 +249,17 @@ def _back(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
     peer.send(Ready({"cpu_ns": watched.cpu_ns}))
 
 
-class Watched:
+class PolicyCpuTime:
     """CPU time of the saturated phase on the policy rank, per envelope."""
 
     def __init__(self, stage1: DevicePolicyRank) -> None:
         self.cpu_ns = 0
         self._stage1 = stage1
         self._begun = 0
-        self._take = stage1.take_frame
-        stage1.take_frame = self.take  # type: ignore[method-assign]
+        self._take = stage1.on_control_frame
+        stage1.on_control_frame = self.on_frame  # type: ignore[method-assign]
 
-    def take(self, frame: object) -> None:
+    def on_frame(self, frame: object) -> None:
         if isinstance(frame, PhaseChange) and frame.phase == "bring-up":
             self._begun, self.cpu_ns = self._stage1.progress, time.process_time_ns()
         elif isinstance(frame, Measure) and not frame.repeats:
@@ -269,8 +269,8 @@ class Watched:
 
 
 def _found(
-    cell: Cell, report: RunReport, alone: Sequence[float], cpu0_ns: int, cpu1_ns: int
-) -> Found:
+    cell: GpuCell, report: RunReport, alone: Sequence[float], cpu0_ns: int, cpu1_ns: int
+) -> CellResult:
     primary = report.primary
     assert primary is not None
     periods_us = sorted(
@@ -282,7 +282,7 @@ def _found(
     age_us = sorted((pick - begin) * 1e-3 for begin, _, pick in whole)[len(whole) // 2]
     period_us = primary.period_ns * 1e-3
     slowest_us = max(alone) * 1e-3
-    return Found(
+    return CellResult(
         cell,
         primary.n,
         period_us,

@@ -76,7 +76,7 @@ class ReadingPolicy:
         out["actions"].zero_()
 
 
-class EchoPolicy:
+class SlowStartEcho:
     """Its actions are the newest input values, at once; but bring-up's envelopes take 20 ms.
 
     Without any work there is nothing to overlap, and a gate that measures overlap among the
@@ -113,12 +113,12 @@ def build_reading(config: Mapping[str, Any], device: torch.device) -> ReadingPol
     return ReadingPolicy(msgspec.convert(config, Options))
 
 
-def build_echo(config: Mapping[str, Any], device: torch.device) -> EchoPolicy:
+def build_echo(config: Mapping[str, Any], device: torch.device) -> SlowStartEcho:
     """As ``build_reading``; ``action_dim`` must not exceed ``dim``."""
-    return EchoPolicy(msgspec.convert(config, Options))
+    return SlowStartEcho(msgspec.convert(config, Options))
 
 
-class PausingPolicy(EchoPolicy):
+class PausingPolicy(SlowStartEcho):
     """As long as the peers' ``pause``, once for all rows of an envelope."""
 
     def act(self, newest: Tensor, actions: Tensor) -> None:
@@ -137,7 +137,7 @@ class PeerOptions(Options, frozen=True):
     work: str = "none"
 
 
-class PeerPolicy(EchoPolicy):
+class PeerPolicy(SlowStartEcho):
     """Does for robots' envelopes what the policies behind other servers do; reads all frames."""
 
     def __init__(self, options: PeerOptions) -> None:

@@ -101,7 +101,7 @@ class CameraRobot:
         return len(self.ages_ms) / passed_s, statistics.median(self.ages_ms)
 
 
-class Found(NamedTuple):
+class CutResult(NamedTuple):
     """One configuration; times in ms."""
 
     name: str
@@ -117,7 +117,7 @@ class Found(NamedTuple):
     bad_audits: list[str]
 
 
-def measure(name: str, gpus: int, served_s: float, paced_hz: float | None) -> Found:
+def measure(name: str, gpus: int, served_s: float, paced_hz: float | None) -> CutResult:
     """Bring-up of ``name``, then a robot at full rate and paced (default: by this period)."""
     with tempfile.TemporaryDirectory(prefix="ppstream-bench-") as folder:
         endpoint = f"unix://{folder}/robots"
@@ -138,9 +138,9 @@ def measure(name: str, gpus: int, served_s: float, paced_hz: float | None) -> Fo
                 paced = robot.measure(served_s, paced_hz or full[0] / PACE)
             ranks.stop()
     if report is None:
-        return Found(name, gpus, [], 1e3 / full[0], None, "", *full, *paced, [])
+        return CutResult(name, gpus, [], 1e3 / full[0], None, "", *full, *paced, [])
     assert report.primary is not None
-    return Found(
+    return CutResult(
         name,
         gpus,
         [place.alone_ns * 1e-6 for place in report.places if place.alone_ns],
@@ -153,7 +153,7 @@ def measure(name: str, gpus: int, served_s: float, paced_hz: float | None) -> Fo
     )
 
 
-def print_found(one: Found, whole_ms: float) -> None:
+def print_found(one: CutResult, whole_ms: float) -> None:
     places = " | ".join(f"{ms:.2f}" for ms in one.places_ms) or "whole"
     s = "NA" if one.s is None else f"{one.s:.3f}"
     gain = f"{whole_ms / one.period_ms:.2f} x one GPU"
@@ -168,7 +168,7 @@ def print_found(one: Found, whole_ms: float) -> None:
     )
 
 
-def targets_of(found: Sequence[Found]) -> list[Target]:
+def targets_of(found: Sequence[CutResult]) -> list[Target]:
     """Of every cut, against one GPU in this run: the quicker of its two, and the younger.
 
     A gain is at most that over the places one after the other, which have no runtime around them.
@@ -191,7 +191,7 @@ def targets_of(found: Sequence[Found]) -> list[Target]:
     return targets
 
 
-def claims_of(found: Sequence[Found], served_s: float) -> list[Claim]:
+def claims_of(found: Sequence[CutResult], served_s: float) -> list[Claim]:
     whole_ms = found[0].period_ms
     claims = [
         ratio(f"{one.name}: gain", whole_ms, one.period_ms, whole_ms / one.period_ms)
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("needs two GPUs")
         return 1
     print_environment(f"up to {count} GPUs, {arguments.seconds:g} s at each pace")
-    found: list[Found] = []
+    found: list[CutResult] = []
     with ending_cleanly():
         for gpus in (*range(1, count + 1), 1):
             paced_hz = found[0].hz / PACE if found else None

@@ -3,7 +3,8 @@
 ``recorder`` is the CPU time of the recorder's thread per second, ``hand-over`` what a message costs
 the thread that owns the rings, with the recorder and without. Messages hold 5 ms of a stream, as a
 robot's client sends them, or (``--single``) one sample. ``frozen`` writes to a pipe whose reader is
-stopped: the hand-over must cost no more, and what does not fit is counted. Needs ``mcap``.
+stopped: the hand-over must cost no more, and what does not fit is counted. ``view`` feeds a live
+view that nobody looks at. Needs ``ppstream[view]``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.ingest.intake import build_intake
 from ppstream.observe.log_writer import EnvelopeRecord
+from ppstream.pipeline.child_process import start_view
 from ppstream.pipeline.flight import Owner
+from ppstream.recording.item_queue import THREAD
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.recording.recorder import Recorder
 from ppstream.wire.robot_messages import ActionChunk
@@ -92,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         costs["on"] = block(file, options.seconds, single=options.single)
         with frozen_reader(folder / "viewer") as pipe:
             costs["frozen"] = block(pipe, options.seconds, single=options.single)
+        with live_view() as view_fd:
+            costs["view"] = block(None, options.seconds, single=options.single, view_fd=view_fd)
         costs["off again"] = block(None, options.seconds, single=options.single)
     print(f"{'':10} {'recorder':>9} {'hand-over us':>13} {'slowest':>8} {'samples/s':>10} ", end="")
     print(f"{'dropped':>8} {'MB/s':>6}")
@@ -124,13 +129,13 @@ def claims_of(costs: dict[str, Cost]) -> list[Claim]:
     return claims
 
 
-def block(path: Path | None, seconds: float, *, single: bool) -> Cost:
-    """Feed the rings for a while; with a path, recorded."""
+def block(path: Path | None, seconds: float, *, single: bool, view_fd: int | None = None) -> Cost:
+    """Feed the rings for a while; recorded with a path, with a pipe for a live view."""
     config = settings(path)
     row = build_intake(config).rows[0]
     row.open(1)
     row.robot = "arm"
-    recorder = open_recorder(config, "bench")
+    recorder = open_recorder(config, "bench", view_fd)
     if recorder is not None:
         recorder.tap([row])
     clock = recorder_clock()
@@ -148,8 +153,7 @@ def block(path: Path | None, seconds: float, *, single: bool) -> Cost:
     samples = len(took_us) * STREAMS * RATE_HZ * TURN_MS // 1000
     dropped = 0
     if recorder is not None:
-        recorder.close()
-        dropped = recorder.statistics().dropped
+        dropped = sum(queue["dropped"] for queue in recorder.close())
     size = path.stat().st_size if path is not None else 0
     return Cost(
         spent_ns / NS_PER_S / lasted_s,
@@ -223,7 +227,7 @@ def answer(recorder: Recorder, number: int, row: Any) -> None:
 
 def recorder_clock() -> Any:
     """CPU time of the recorder's thread so far in ns; of none, always 0."""
-    threads = [thread for thread in threading.enumerate() if thread.name == "recorder"]
+    threads = [thread for thread in threading.enumerate() if thread.name == THREAD]
     if not threads:
         return lambda: 0
     clock = time.pthread_getcpuclockid(threads[-1].ident or 0)
@@ -242,6 +246,17 @@ def frozen_reader(pipe: Path) -> Iterator[Path]:
     finally:
         reader.send_signal(signal.SIGKILL)
         reader.wait()
+
+
+@contextmanager
+def live_view() -> Iterator[int]:
+    """The pipe of a live view on any free port."""
+    view, view_fd = start_view(0)
+    try:
+        view.check_started()
+        yield view_fd
+    finally:
+        view.close()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ WAYS = ("plan", "op", "formula", "numpy")
 Out = tuple[Tensor, Tensor, Tensor]  # values, valid, age_s
 
 
-class Case(NamedTuple):
+class ResampleCase(NamedTuple):
     """Four ways to the same values; the first two write into ``out``."""
 
     name: str
@@ -126,7 +126,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _batch_case(rows: int, slots: int, targets: int, dim: int) -> Case:
+def _batch_case(rows: int, slots: int, targets: int, dim: int) -> ResampleCase:
     src, src_ns, tgt_ns = _samples(rows, slots, dim), _stamps(rows, slots), _targets(rows, targets)
     return _case(
         f"linear {rows}x{slots}x{targets}x{dim}",
@@ -136,7 +136,7 @@ def _batch_case(rows: int, slots: int, targets: int, dim: int) -> Case:
     )
 
 
-def _window_case(targets: int, wrapped: int) -> Case:
+def _window_case(targets: int, wrapped: int) -> ResampleCase:
     """One robot's window as the pipeline cuts it: three full rings, limits set, into a slot.
 
     The formula knows no rings, so it gets the samples already in order.
@@ -155,7 +155,7 @@ def _window_case(targets: int, wrapped: int) -> Case:
 
 def _case(
     name: str, sources: list[StreamSource], tgt_ns: Tensor, plain: list[tuple[Tensor, Tensor]]
-) -> Case:
+) -> ResampleCase:
     shape, streams = tgt_ns.shape, len(sources)
     width = sum(source.values.shape[2] for source in sources)
     valid = torch.empty(*shape, streams, dtype=torch.bool)
@@ -169,7 +169,7 @@ def _case(
         parts = [formula(*one, tgt_ns) for one in plain]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    return Case(
+    return ResampleCase(
         name,
         lambda: plan(tgt_ns, out),
         lambda: resample_streams(sources, tgt_ns, out=out),
@@ -209,7 +209,7 @@ def _targets(rows: int, targets: int) -> Tensor:
     return (ORIGIN_NS + torch.arange(1, targets + 1) * (SPAN_NS // targets)).repeat(rows, 1)
 
 
-def _measure(case: Case, calls: int) -> dict[str, Any]:
+def _measure(case: ResampleCase, calls: int) -> dict[str, Any]:
     times_us = {way: np.empty(calls) for way in WAYS}
     for call in range(-WARM_UP_CALLS, calls):
         for way, taken_us in times_us.items():

@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # ---- latency by the number of robots ------------------------------------------------------------
 
 
-class Latency(NamedTuple):
+class RobotLatency(NamedTuple):
     """Of all robots together; what a newer window overtook is asked and not answered."""
 
     taken_ms: Spread
@@ -123,7 +123,7 @@ class Asker:
         self.taken_ms.append((now_ns() - chunk.window_end_ns) / 1e6)
 
 
-def latency(folder: Path, robots: int, seconds: float) -> Latency:
+def latency(folder: Path, robots: int, seconds: float) -> RobotLatency:
     """Observation to action over all robots."""
     folder = folder / f"robots-{robots}"
     folder.mkdir(0o700)
@@ -142,7 +142,7 @@ def latency(folder: Path, robots: int, seconds: float) -> Latency:
         finally:
             for asker in askers:
                 asker.client.close()
-    return Latency(
+    return RobotLatency(
         spread([taken for asker in askers for taken in asker.taken_ms[WARM:]]),
         sum(len(asker.taken_ms) for asker in askers),
         sum(asker.asked for asker in askers),
@@ -162,7 +162,7 @@ def _tick(askers: Sequence[Asker], seconds: float) -> None:
     time.sleep(0.2)  # the last answers
 
 
-def print_latency(found: dict[int, Latency]) -> None:
+def print_latency(found: dict[int, RobotLatency]) -> None:
     columns = f"{'p50':>8} {'p99':>8} {'max':>8} {'n':>6} {'answered':>8}"
     print(f"{'observation to action, ms':28} {columns}")
     for robots, row in found.items():
@@ -171,7 +171,7 @@ def print_latency(found: dict[int, Latency]) -> None:
         print(f"{name:28} {numbers} {row.answered_share:8.1%}")
 
 
-def latency_claims(found: dict[int, Latency]) -> list[Claim]:
+def latency_claims(found: dict[int, RobotLatency]) -> list[Claim]:
     """Of what was asked, how much was answered."""
     return [
         ratio(f"{robots} robots: answered", row.answered, row.asked, row.answered_share)

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 import numpy as np
 import torch
-from bench.workload_policies import ACTIONS, Policy, mlp, transformer
+from bench.workload_policies import ACTIONS, WorkloadPolicy, mlp, transformer
 from bench.workload_profile import Step, kernel_us, wall_us
 from claimed_numbers import Claim, ratio, shares, write_audited
 
@@ -120,7 +120,7 @@ class Runtime:
         """Settles what the host learns of windows late."""
         torch.cuda.synchronize()
         for _ in range(self._queued):
-            self.window.take()
+            self.window.pop()
         self._queued = 0
 
 
@@ -218,7 +218,7 @@ def main() -> None:
     torch.manual_seed(0)
     rows: dict[str, Any] = {}
     for name, network in (("mlp", mlp), ("transformer", transformer)):
-        policy = Policy(network(WIDTH), STEPS, WIDTH, DEVICE)
+        policy = WorkloadPolicy(network(WIDTH), STEPS, WIDTH, DEVICE)
         rows[f"{name}, eager"] = measure(f"runtime, {name}, eager", policy, repeats)
         graphed = GraphedPolicy(policy)
         rows[f"{name}, graphs"] = measure(f"runtime, {name}, graphs", graphed, repeats)

@@ -12,7 +12,7 @@ from ppstream.core.specs import TensorSpec
 ACTIONS: Final = 7  # values of one
 
 
-class Policy:
+class WorkloadPolicy:
     """A network as the runtime calls it: float32 window in, actions out."""
 
     def __init__(self, network: nn.Module, steps: int, width: int, device: torch.device) -> None:

@@ -41,8 +41,8 @@ def main() -> int:
     compiler = os.environ.get("CC", "cc")
     if shutil.which(compiler) is None:
         return skip(f"no compiler {compiler}")
-    told = [compiler, "-print-file-name=libasan.so"]
-    library = subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
+    command = [compiler, "-print-file-name=libasan.so"]
+    library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(library).is_absolute():
         return skip(f"{compiler} has no libasan.so")
     with tempfile.TemporaryDirectory(prefix="ppstream-core-") as name:

@@ -53,13 +53,13 @@ def main() -> int:
         check_robot_side(wheel, folder)
         if not args.no_ranks:
             check_two_ranks(wheel, folder)
-    say("the wheel is complete")
+    print_progress("the wheel is complete")
     return 0
 
 
 def build(folder: Path) -> Path:
     """The path of a new wheel in ``folder``."""
-    say("building the wheel")
+    print_progress("building the wheel")
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT, cwd=ROOT)
     (wheel,) = folder.glob("ppstream-*.whl")
     return wheel
@@ -80,12 +80,12 @@ def check_contents(wheel: Path) -> None:
     }
     if missing := wanted - inside:
         sys.exit(f"the wheel lacks: {', '.join(sorted(missing))}")
-    say(f"{wheel.name}: {len(inside)} files, {wheel.stat().st_size / 1e6:.1f} MB")
+    print_progress(f"{wheel.name}: {len(inside)} files, {wheel.stat().st_size / 1e6:.1f} MB")
 
 
 def check_robot_side(wheel: Path, folder: Path) -> None:
     """Without extras there is no torch, and the client, the score and the report work."""
-    say("installing it without extras, importing the robot's side")
+    print_progress("installing it without extras, importing the robot's side")
     python = environment(folder / "robot", str(wheel))
     elsewhere = folder / "robot" / "elsewhere"
     elsewhere.mkdir()
@@ -96,7 +96,7 @@ def check_robot_side(wheel: Path, folder: Path) -> None:
 
 def check_two_ranks(wheel: Path, folder: Path) -> None:
     """Two ranks of the installed wheel come up, pass the gate, serve and drain."""
-    say("installing it with [serve], running two ranks")
+    print_progress("installing it with [serve], running two ranks")
     python = environment(folder / "serve", f"{wheel}[serve]")
     elsewhere = folder / "serve" / "elsewhere"
     elsewhere.mkdir()
@@ -134,7 +134,7 @@ def run(
         sys.exit(f"exit {code} from: {text}")
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     """One line of progress."""
     print(f"check_wheel: {text}", flush=True)
 

@@ -76,7 +76,7 @@ def put() -> None:
 def window() -> None:
     from bench import device_window as bench
 
-    robot = bench.Robot(bench.PLAIN + bench.CAMERAS, rows=3)
+    robot = bench.FilledRows(bench.PLAIN + bench.CAMERAS, rows=3)
     for turn in range(WINDOWS):
         robot.feed((turn + 1) * 300_000_000, frames=True)
         while not robot.window.ingest(0):
@@ -87,7 +87,7 @@ def window() -> None:
         if nvtx_ranges.on:
             nvtx_ranges.A.pop()
         robot.stream.synchronize()
-        assert robot.window.take().present == [True] * 3
+        assert robot.window.pop().present == [True] * 3
     torch.zeros(7, device="cuda").sin_()
     torch.cuda.synchronize()
     robot.window.close()

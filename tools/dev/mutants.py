@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from coverage import CoverageData
-from mutations import Mutant, MutatedModule
+from mutations import MutatedModule, SourceMutant
 
 HERE: Final = Path(__file__).resolve().parent
 #: Package of ``ppstream`` and the folders of ``tests`` that judge it.
@@ -82,10 +82,10 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MutantOutcome:
     """One mutant's end."""
 
-    mutant: Mutant
+    mutant: SourceMutant
     state: str  # killed, timeout, survived, gone
     by: str = ""  # the test that saw it first
     seconds: float = 0.0
@@ -122,17 +122,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def draw(root: Path, seed: int, size: int) -> list[Mutant]:
+def draw(root: Path, seed: int, size: int) -> list[SourceMutant]:
     """A sample of ``size``, as many from each package."""
     chance = random.Random(seed)
-    sample: list[Mutant] = []
+    sample: list[SourceMutant] = []
     packages = [p for p in JUDGES if (root / "ppstream" / p).is_dir()]
     for place, package in enumerate(packages):
         share = size // len(packages) + (place < size % len(packages))
         every = [mutant for module in modules(root, package) for mutant in parse(root, module)]
         if len(every) < share:
             sys.exit(f"{package} has {len(every)} mutants, fewer than {share}: draw less")
-        taken: set[Mutant] = set()
+        taken: set[SourceMutant] = set()
         while len(taken) < share:
             function = chance.choice(every).function
             within = [mutant for mutant in every if mutant.function == function]
@@ -160,26 +160,26 @@ def package_of(function: str) -> str:
     return function.split(".")[1]
 
 
-def write_sample(file: Path, seed: int, sample: list[Mutant]) -> None:
+def write_sample(file: Path, seed: int, sample: list[SourceMutant]) -> None:
     rows = ",\n".join(json.dumps(asdict(mutant), ensure_ascii=False) for mutant in sample)
     file.write_text(f'{{"seed": {seed}, "mutants": [\n{rows}\n]}}\n', "utf-8")
 
 
-def read_sample(file: Path) -> list[Mutant]:
-    return [Mutant(**row) for row in json.loads(file.read_text("utf-8"))["mutants"]]
+def read_sample(file: Path) -> list[SourceMutant]:
+    return [SourceMutant(**row) for row in json.loads(file.read_text("utf-8"))["mutants"]]
 
 
-def read_outcomes(file: Path) -> list[Outcome]:
+def read_outcomes(file: Path) -> list[MutantOutcome]:
     rows = json.loads(file.read_text("utf-8"))
-    return [Outcome(**row | {"mutant": Mutant(**row["mutant"])}) for row in rows]
+    return [MutantOutcome(**row | {"mutant": SourceMutant(**row["mutant"])}) for row in rows]
 
 
-def count(root: Path, sample: list[Mutant], workers: int) -> list[Outcome]:
+def count(root: Path, sample: list[SourceMutant], workers: int) -> list[MutantOutcome]:
     """Every mutant's outcome, in the sample's order."""
     named = {mutant.function.partition(":")[0] for mutant in sample}
     found = {name: parse(root, name) for name in sorted(named) if (root / path_of(name)).exists()}
     here = [mutant for mutant in sample if mutant in found.get(module_of(mutant), ())]
-    ended = {mutant: Outcome(mutant, "gone") for mutant in sample}
+    ended = {mutant: MutantOutcome(mutant, "gone") for mutant in sample}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = [Path(folder) / str(number) for number in range(workers)]
         for tree in trees:
@@ -189,7 +189,7 @@ def count(root: Path, sample: list[Mutant], workers: int) -> list[Outcome]:
         reached = dict(zip(tests, over(trees, baseline, tests), strict=True))
         done = Counter[str]()
 
-        def judge_one(tree: Path, mutant: Mutant) -> Outcome:
+        def judge_one(tree: Path, mutant: SourceMutant) -> MutantOutcome:
             outcome = judge(tree, mutant, found[module_of(mutant)], reached)
             done[outcome.state] += 1
             if outcome.state == "survived":
@@ -202,7 +202,7 @@ def count(root: Path, sample: list[Mutant], workers: int) -> list[Outcome]:
     return list(ended.values())
 
 
-def module_of(mutant: Mutant) -> str:
+def module_of(mutant: SourceMutant) -> str:
     return mutant.function.partition(":")[0]
 
 
@@ -257,7 +257,9 @@ def baseline(tree: Path, test: str) -> Reach:
     return Reach(seconds, {module: frozenset(some) for module, some in lines.items()})
 
 
-def judge(tree: Path, mutant: Mutant, module: MutatedModule, reached: dict[str, Reach]) -> Outcome:
+def judge(
+    tree: Path, mutant: SourceMutant, module: MutatedModule, reached: dict[str, Reach]
+) -> MutantOutcome:
     """Put the mutant into ``tree``, run the tests that reach its function, take it out again."""
     path = path_of(module_of(mutant))
     folders = tuple(f"tests/{judge}/" for judge in JUDGES[package_of(mutant.function)])
@@ -271,7 +273,7 @@ def judge(tree: Path, mutant: Mutant, module: MutatedModule, reached: dict[str, 
     rows = difflib.unified_diff(before.splitlines(), after.splitlines(), path, path, "", "", 1, "")
     diff = "\n".join(rows)
     if not tests:
-        return Outcome(mutant, "survived", "no test reaches it", diff=diff)
+        return MutantOutcome(mutant, "survived", "no test reaches it", diff=diff)
     started = time.monotonic()
     (tree / path).write_text(after, "utf-8")
     os.utime(tree / path, (1, 1))  # as long as the original and as new: bytecode would be reused
@@ -283,7 +285,7 @@ def judge(tree: Path, mutant: Mutant, module: MutatedModule, reached: dict[str, 
     state = "timeout" if status is None else "killed" if status else "survived"
     first = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
     seconds = round(time.monotonic() - started, 1)
-    return Outcome(mutant, state, first[1] if first and status else "", seconds, diff)
+    return MutantOutcome(mutant, state, first[1] if first and status else "", seconds, diff)
 
 
 def pytest(tree: Path, *arguments: str, limit_s: float) -> tuple[int | None, str]:
@@ -315,7 +317,7 @@ def pytest(tree: Path, *arguments: str, limit_s: float) -> tuple[int | None, str
         return status, output.read()
 
 
-def show(outcomes: list[Outcome], minutes: float) -> None:
+def show(outcomes: list[MutantOutcome], minutes: float) -> None:
     for outcome in outcomes:
         if outcome.state == "survived":
             print(f"\nsurvived {outcome.by and f'({outcome.by}) '}{outcome.mutant}\n{outcome.diff}")
@@ -335,7 +337,7 @@ def kill_rate(states: Counter[str]) -> str:
     return f"{killed / judged:.1%}" if judged else "-"
 
 
-def show_lost(then: list[Outcome], now: list[Outcome]) -> None:
+def show_lost(then: list[MutantOutcome], now: list[MutantOutcome]) -> None:
     """Name what was killed then and survives now, and what cannot be compared."""
     states: dict[Any, str] = {outcome.mutant: outcome.state for outcome in then}
     lost = [o for o in now if o.state == "survived" and states.get(o.mutant) in KILLED]

@@ -30,7 +30,7 @@ LEFT_ALONE: Final = m.OneOf(
 
 
 @dataclass(frozen=True, order=True)
-class Mutant:
+class SourceMutant:
     """The name of one mutant; it holds no line number."""
 
     function: str  # module:qualified name
@@ -60,20 +60,20 @@ class MutatedModule:
         self._name = name
         self._mutations = dict(self._named(visitor.mutations))
 
-    def __iter__(self) -> Iterator[Mutant]:
+    def __iter__(self) -> Iterator[SourceMutant]:
         return iter(self._mutations)
 
-    def __contains__(self, mutant: Mutant) -> bool:
+    def __contains__(self, mutant: SourceMutant) -> bool:
         return mutant in self._mutations
 
-    def source(self, mutant: Mutant) -> str:
+    def source(self, mutant: SourceMutant) -> str:
         """The module's text with this mutant in it."""
         found = self._mutations[mutant]
         changed = deep_replace(self.module, found.original_node, found.mutated_node)
         assert isinstance(changed, cst.Module)
         return changed.code
 
-    def body_lines(self, mutant: Mutant) -> range:
+    def body_lines(self, mutant: SourceMutant) -> range:
         """The lines of its function that run when it is called, not when it is defined."""
         function = self._mutations[mutant].contained_by_top_level_function
         assert function is not None
@@ -95,7 +95,7 @@ class MutatedModule:
 
         return mutate
 
-    def _named(self, mutations: list[Mutation]) -> Iterator[tuple[Mutant, Mutation]]:
+    def _named(self, mutations: list[Mutation]) -> Iterator[tuple[SourceMutant, Mutation]]:
         alike: Counter[tuple[str, ...]] = Counter()
         for found in mutations:
             node, function = found.original_node, found.contained_by_top_level_function
@@ -108,7 +108,7 @@ class MutatedModule:
                 self._text(node),
                 self._text(found.mutated_node),
             )
-            yield Mutant(*text, ordinal=alike[text]), found
+            yield SourceMutant(*text, ordinal=alike[text]), found
             alike[text] += 1
 
     def _is_left_alone(self, node: cst.CSTNode) -> bool:

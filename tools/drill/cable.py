@@ -69,7 +69,7 @@ class Cable:
                 self._drop_all()
             else:
                 self._inject()
-                self._take()
+                self._forward()
                 self._pass_on()
 
     def _accept(self) -> None:
@@ -96,7 +96,7 @@ class Cable:
                 way.held.append((0.0, noise))
                 way.size += len(noise)
 
-    def _take(self) -> None:
+    def _forward(self) -> None:
         if self.is_hanging or not self._ways:
             time.sleep(LOOK_S)
             return

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from drill.judging import Outcome, judge_ledger
-from drill.launches import Launch
+from drill.judging import FaultOutcome, judge_ledger
+from drill.launches import LaunchDrill
 from drill.live_logs import imbalances
 from drill.scene import CONFIG, READY_LIMIT_S, Failed, started
 from drill.torchrun import expect_end, launched
@@ -159,7 +159,7 @@ def _stages(kind: str, a_ms: float, b_ms: float, c_ms: float, folder: Path) -> t
 # ---- runs ------------------------------------------------------------------------------------
 
 
-def one_cpu(folder: Path, outcome: Outcome) -> None:
+def one_cpu(folder: Path, outcome: FaultOutcome) -> None:
     """Both ranks may use one CPU, as in a small container."""
     settings = (*_stages("work", 0.5, 12, 9, folder), *GATE, *NOBODY, f"log.root={folder}")
     output = folder / "torchrun.txt"
@@ -170,7 +170,7 @@ def one_cpu(folder: Path, outcome: Outcome) -> None:
         raise Failed("nobody said that there is one CPU only")
 
 
-def shared_lock(folder: Path, outcome: Outcome) -> None:
+def shared_lock(folder: Path, outcome: FaultOutcome) -> None:
     """Policy and decoder hold one lock while they work."""
     settings = (*_stages("lock", 0.0, 12, 10, folder), *GATE, *NOBODY)
     with RankPair(folder, CONFIG, settings) as ranks:
@@ -178,13 +178,13 @@ def shared_lock(folder: Path, outcome: Outcome) -> None:
         _expect_contended(folder, ranks.output(), outcome)
 
 
-def one_lock_beside_others(folder: Path, outcome: Outcome) -> None:
+def one_lock_beside_others(folder: Path, outcome: FaultOutcome) -> None:
     """The same, at work, while other programs take what CPUs there are."""
     stages = _stages("locked-work", 0.0, 12, 9, folder)
     _refused(stages, folder, outcome, BESIDE_OTHERS, beside=_others)
 
 
-def one_cpu_of_two(folder: Path, outcome: Outcome) -> None:
+def one_cpu_of_two(folder: Path, outcome: FaultOutcome) -> None:
     """Both threads keep to one CPU, the machine has more, and other programs run on them."""
     if len(os.sched_getaffinity(0)) < OTHERS:
         raise Failed("needs two CPUs")
@@ -192,7 +192,7 @@ def one_cpu_of_two(folder: Path, outcome: Outcome) -> None:
     _refused(stages, folder, outcome, BESIDE_OTHERS, beside=_others)
 
 
-def slower_alone(folder: Path, outcome: Outcome) -> None:
+def slower_alone(folder: Path, outcome: FaultOutcome) -> None:
     """One lock, and the stages work longer where they are timed alone."""
     _refused(_stages("slower-alone", 0.0, 12, 9, folder), folder, outcome)
 
@@ -214,7 +214,7 @@ def _others() -> Iterator[None]:
 def _refused(
     stages: Sequence[str],
     folder: Path,
-    outcome: Outcome,
+    outcome: FaultOutcome,
     codes: Sequence[int] = (30,),
     beside: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
@@ -234,7 +234,7 @@ def _wait_for_folder(folder: Path) -> None:
         time.sleep(POLL_S)
 
 
-def one_interpreter(folder: Path, outcome: Outcome) -> None:
+def one_interpreter(folder: Path, outcome: FaultOutcome) -> None:
     """A and C have a thread each, and both hold the interpreter while they work."""
     settings = (*_stages("work", 8, 4, 8, folder), *GATE, *NOBODY, "pipeline.threads=split")
     with RankPair(folder, CONFIG, settings) as ranks:
@@ -242,7 +242,7 @@ def one_interpreter(folder: Path, outcome: Outcome) -> None:
         _expect_contended(folder, ranks.output(), outcome)
 
 
-def worse_service(folder: Path, outcome: Outcome) -> None:
+def worse_service(folder: Path, outcome: FaultOutcome) -> None:
     """The policy is quick until it serves a robot."""
     with started(folder, robot=False) as scene:
         scene.order_policy("slow", 1000)
@@ -255,7 +255,7 @@ def worse_service(folder: Path, outcome: Outcome) -> None:
         raise Failed(f"the report ended with {code}:\n{text}")
 
 
-def forged_folder(folder: Path, outcome: Outcome) -> None:
+def forged_folder(folder: Path, outcome: FaultOutcome) -> None:
     """A run that was refused, and its log then says what an ideal pipeline would have said."""
     settings = ("pipeline.d_in=1", "simulate.a_ms=10", "simulate.c_ms=0", *GATE, *NOBODY)
     with RankPair(folder, CONFIG, (*settings, "policy.options.b_ms=12")) as ranks:
@@ -275,14 +275,15 @@ def forge(run: Path) -> None:
     envelopes = [line for line in lines if line["kind"] == "envelope"]
     period_ns = sorted(line["B_ns"] for line in envelopes)[len(envelopes) // 2]
     for k, line in enumerate(envelopes):
-        moved_ns = envelopes[0]["tEmit"] + k * period_ns - line["tEmit"]
+        moved_ns = envelopes[0]["tSend"] + k * period_ns - line["tSend"]
         for stamp in ("tRx", "tA0", "tA1", "tSend", "tRecv", "tDecode", "tEmit"):
-            line[stamp] += moved_ns
+            if line.get(stamp) is not None:  # one that was too late was not emitted
+                line[stamp] += moved_ns
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _expect_contended(
-    folder: Path, output: str, outcome: Outcome, codes: Sequence[int] = (30,)
+    folder: Path, output: str, outcome: FaultOutcome, codes: Sequence[int] = (30,)
 ) -> None:
     directory = (folder / "latest").resolve()
     ends: dict[str, Any] = {}
@@ -308,24 +309,26 @@ def _report(directory: Path) -> tuple[int, str]:
 
 
 CONTENTION: Final = (
-    Launch("one-cpu", "", "both ranks under taskset -c 0", "30 CONTENDED", one_cpu),
-    Launch("shared-lock", "", "policy and decoder take one lock", "30 CONTENDED", shared_lock),
-    Launch(
+    LaunchDrill("one-cpu", "", "both ranks under taskset -c 0", "30 CONTENDED", one_cpu),
+    LaunchDrill("shared-lock", "", "policy and decoder take one lock", "30 CONTENDED", shared_lock),
+    LaunchDrill(
         "lock-beside-others",
         "",
         "they take one lock, two other programs run",
         "30 CONTENDED",
         one_lock_beside_others,
     ),
-    Launch(
+    LaunchDrill(
         "one-cpu-of-two",
         "",
         "both threads pin themselves to one CPU",
         "30 CONTENDED",
         one_cpu_of_two,
     ),
-    Launch("slower-alone", "", "one lock, slower where timed alone", "30 CONTENDED", slower_alone),
-    Launch("one-interpreter", "", "A and C work in Python", "30 CONTENDED", one_interpreter),
-    Launch("worse-service", "", "B slower once it serves", "no PASS", worse_service),
-    Launch("forged-folder", "", "stamps rewritten as ideal", "no PASS", forged_folder),
+    LaunchDrill(
+        "slower-alone", "", "one lock, slower where timed alone", "30 CONTENDED", slower_alone
+    ),
+    LaunchDrill("one-interpreter", "", "A and C work in Python", "30 CONTENDED", one_interpreter),
+    LaunchDrill("worse-service", "", "B slower once it serves", "no PASS", worse_service),
+    LaunchDrill("forged-folder", "", "stamps rewritten as ideal", "no PASS", forged_folder),
 )

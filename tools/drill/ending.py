@@ -276,10 +276,10 @@ def _chain_endings(rank: int) -> tuple[Ending, ...]:
             inject,
             tuple(code if other == rank else 20 for other in CHAIN),
             gone_s,
-            said,
+            found,
             settings=CHAIN_SETTINGS,
         )
-        for kind, ids, does, inject, code, gone_s, said in rows
+        for kind, ids, does, inject, code, gone_s, found in rows
     )
 
 

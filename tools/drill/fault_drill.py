@@ -31,8 +31,16 @@ from drill.ending import CHAIN_ENDINGS, ENDINGS
 from drill.faults import SAFE_S, Ending, Recovering
 from drill.floods import FLOODS
 from drill.gpu import GPU_ENDINGS, GPU_RECOVERING, GPU_SETTINGS, missing
-from drill.judging import NOT_STARTED, ORPHAN_S, Outcome, judge_ledger, judge_robot, table, tell
-from drill.launches import LAUNCHES, Launch
+from drill.judging import (
+    NOT_STARTED,
+    ORPHAN_S,
+    FaultOutcome,
+    judge_ledger,
+    judge_robot,
+    print_outcome,
+    table,
+)
+from drill.launches import LAUNCHES, LaunchDrill
 from drill.recovering import RECOVERING
 from drill.scene import END_LIMIT_S, Failed, Scene, started
 from drill.two_hosts import HOSTS
@@ -60,11 +68,11 @@ class Tier(NamedTuple):
 
     recovering: tuple[Recovering, ...]
     endings: tuple[Ending, ...]
-    launches: tuple[Launch, ...] = ()
+    launches: tuple[LaunchDrill, ...] = ()
     settings: tuple[str, ...] = ()
 
     @property
-    def faults(self) -> tuple[Recovering | Ending | Launch, ...]:
+    def faults(self) -> tuple[Recovering | Ending | LaunchDrill, ...]:
         return (*self.recovering, *self.endings, *self.launches)
 
 
@@ -89,7 +97,7 @@ def main() -> int:
     if unknown := set(names) - {fault.name for fault in tier.faults}:
         raise SystemExit(f"no such fault: {', '.join(sorted(unknown))}; see --list")
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-drill-") as name:
-        outcomes = drill(names, Path(name), tell, args.overrides, tier)
+        outcomes = drill(names, Path(name), print_outcome, args.overrides, tier)
     missed = [outcome for outcome in outcomes if outcome.missed]
     print(f"{len(outcomes) - len(missed)} of {len(outcomes)} faults kept their bounds")
     if args.json is not None:
@@ -103,10 +111,10 @@ def main() -> int:
 def drill(
     names: Sequence[str],
     folder: Path,
-    tell: Callable[[Outcome], None],
+    print_outcome: Callable[[FaultOutcome], None],
     overrides: Sequence[str] = (),
     tier: Tier = CPU,
-) -> list[Outcome]:
+) -> list[FaultOutcome]:
     """Inject the faults of these names; neighbours that recover share one run.
 
     ``overrides`` changes the drill's configuration, as ``--set``; launches keep theirs.
@@ -114,9 +122,9 @@ def drill(
     outcomes = []
     settings = (*tier.settings, *overrides)
 
-    def add(outcome: Outcome) -> None:
+    def add(outcome: FaultOutcome) -> None:
         outcomes.append(outcome)
-        tell(outcome)
+        print_outcome(outcome)
 
     left = [fault for fault in tier.recovering if fault.name in names]
     while left:  # a run that a fault ended by mistake is replaced, one of other settings, too
@@ -136,16 +144,16 @@ def drill(
     return outcomes
 
 
-def not_started(fault: Recovering, error: Failed) -> Outcome:
+def not_started(fault: Recovering, error: Failed) -> FaultOutcome:
     """As it ends when the run that it needs does not begin."""
     missed = NOT_STARTED + str(error)
-    return Outcome(fault.name, fault.ids, fault.does, "a run", missed=missed)
+    return FaultOutcome(fault.name, fault.ids, fault.does, "a run", missed=missed)
 
 
-def recovers(scene: Scene, fault: Recovering) -> Outcome:
+def recovers(scene: Scene, fault: Recovering) -> FaultOutcome:
     """One fault that the run survives, to the robot's moving again."""
     expected = f"seen in {fault.seen_s:g} s, the robot moves {fault.moves_s:g} s after it is over"
-    outcome = Outcome(fault.name, fault.ids, fault.does, expected)
+    outcome = FaultOutcome(fault.name, fault.ids, fault.does, expected)
     at_ns = now_ns()
     try:
         fault.inject(scene)
@@ -165,10 +173,10 @@ def recovers(scene: Scene, fault: Recovering) -> Outcome:
     return outcome
 
 
-def ends(folder: Path, fault: Ending, overrides: Sequence[str]) -> Outcome:
+def ends(folder: Path, fault: Ending, overrides: Sequence[str]) -> FaultOutcome:
     """One fault that ends the run, to the end of every process."""
     wanted = " and ".join(str(code) for code in fault.codes)
-    outcome = Outcome(
+    outcome = FaultOutcome(
         fault.name, fault.ids, fault.does, f"codes {wanted} within {fault.gone_s:g} s"
     )
     settings = [*overrides, *(setting.format(folder=folder) for setting in fault.settings)]
@@ -192,9 +200,9 @@ def ends(folder: Path, fault: Ending, overrides: Sequence[str]) -> Outcome:
     return outcome
 
 
-def launches(folder: Path, launch: Launch) -> Outcome:
+def launches(folder: Path, launch: LaunchDrill) -> FaultOutcome:
     """One fault of starting, restarting or hosts."""
-    outcome = Outcome(launch.name, launch.ids, launch.does, launch.expected)
+    outcome = FaultOutcome(launch.name, launch.ids, launch.does, launch.expected)
     folder.mkdir(parents=True)
     try:
         launch.run(folder, outcome)
@@ -211,12 +219,12 @@ def _until(scene: Scene, at_ns: int, enough: Callable[[list[bool]], bool]) -> fl
     return (now_ns() - at_ns) / NS_PER_S
 
 
-def _judge_end(scene: Scene, fault: Ending, outcome: Outcome) -> None:
+def _judge_end(scene: Scene, fault: Ending, outcome: FaultOutcome) -> None:
     output = scene.ranks.output()
-    said = [
+    texts = [
         line for line in output.splitlines() if line.startswith("ppstream: ") and "exit" in line
     ]
-    outcome.seen = said[0].removeprefix("ppstream: ") if said else "nothing said"
+    outcome.seen = texts[0].removeprefix("ppstream: ") if texts else "nothing said"
     outcome.seen = outcome.seen.replace(f"{ROOT}/", "")
     pairs = zip(fault.codes, outcome.codes, strict=True)
     if any(wanted is not None and wanted != found for wanted, found in pairs):

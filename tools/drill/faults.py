@@ -95,9 +95,9 @@ def condition(stream: str, wanted: str, after_s: float) -> Callable[[Scene, int]
     """
 
     def look(scene: Scene, since_ns: int) -> Seen:
-        told = [e for e in scene.lines() if e.get("name") == "sensor" and e["stream"] == stream]
+        texts = [e for e in scene.lines() if e.get("name") == "sensor" and e["stream"] == stream]
         is_late = now_ns() - since_ns > after_s * NS_PER_S
-        is_so = bool(told) and told[-1]["condition"] == wanted
+        is_so = bool(texts) and texts[-1]["condition"] == wanted
         return f"stream {stream}, condition {wanted}" if is_so and is_late else None
 
     return look
@@ -139,7 +139,7 @@ def held(seconds: float) -> Callable[[Scene, int], Seen]:
     return look
 
 
-def told_fault(fault: str, safe_s: float) -> Callable[[Scene, int], Seen]:
+def reported_fault(fault: str, safe_s: float) -> Callable[[Scene, int], Seen]:
     """Seen once rank 0's log has a robot's fault that begins so, and the robot has held on.
 
     It must hold within ``safe_s``, and may not move again by itself while that is looked at.
@@ -148,15 +148,15 @@ def told_fault(fault: str, safe_s: float) -> Callable[[Scene, int], Seen]:
     def look(scene: Scene, since_ns: int) -> Seen:
         ticks = scene.ticks(since_ns)
         held_ns = next((tick.at_ns for tick in ticks if not tick.moved), None)
-        told = [one for one in scene.lines() if one["kind"] == "robot_state"]
-        if held_ns is None or not told or not told[-1]["fault"].startswith(fault):
+        texts = [one for one in scene.lines() if one["kind"] == "robot_state"]
+        if held_ns is None or not texts or not texts[-1]["fault"].startswith(fault):
             return None
         if held_ns - since_ns > safe_s * NS_PER_S:
             raise Failed(f"held after {(held_ns - since_ns) / 1e9:.3f} s, limit {safe_s:g} s")
         if any(tick.moved for tick in ticks if tick.at_ns > held_ns):
             raise Failed("it moved again by itself")
         is_long = ticks[-1].at_ns - held_ns > HELD_S * NS_PER_S
-        return f"rank 0 was told: {told[-1]['fault'][:60]}" if is_long else None
+        return f"rank 0 was told: {texts[-1]['fault'][:60]}" if is_long else None
 
     return look
 

@@ -169,10 +169,10 @@ def kept(kind: str) -> Callable[[Scene, int], Seen]:
     """Seen once the flood is over; the robot must have executed actions all the time."""
 
     def look(scene: Scene, _since_ns: int) -> Seen:
-        told = scene.folder.joinpath(f"flood-{kind}.txt").read_text().split()
-        if len(told) < 3:
+        found = scene.folder.joinpath(f"flood-{kind}.txt").read_text().split()
+        if len(found) < 3:
             return None
-        begin_ns, end_ns, sent = map(int, told)
+        begin_ns, end_ns, sent = map(int, found)
         if now_ns() < end_ns + LATE_S * NS_PER_S:
             return None
         ticks = [tick for tick in scene.ticks(begin_ns) if tick.at_ns <= end_ns]

@@ -30,7 +30,7 @@ ORPHAN_S: Final = 5.0  # a robot that a rank started leaves by itself within thi
 
 
 @dataclass
-class Outcome:
+class FaultOutcome:
     """One fault, as it went; times in seconds from the injection, None where they do not apply."""
 
     name: str
@@ -50,7 +50,7 @@ class Outcome:
     missed: str = ""  # why it did not meet what was expected
 
 
-def judge_robot(scene: Scene, outcome: Outcome, at_ns: int, *, must_hold: bool) -> None:
+def judge_robot(scene: Scene, outcome: FaultOutcome, at_ns: int, *, must_hold: bool) -> None:
     """When it held for the first time, and how old the actions were that it executed."""
     ticks = scene.ticks(at_ns)
     held_ns = next((tick.at_ns for tick in ticks if not tick.moved), None)
@@ -74,14 +74,14 @@ def judge_robot(scene: Scene, outcome: Outcome, at_ns: int, *, must_hold: bool) 
         )
 
 
-def judge_ledger(outcome: Outcome, imbalance: str) -> None:
+def judge_ledger(outcome: FaultOutcome, imbalance: str) -> None:
     """``imbalance``: what the logs of both ranks do not account for."""
     outcome.ledger = imbalance or "balances"
     if imbalance:
         outcome.missed = outcome.missed or f"ledger: {imbalance}"
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[FaultOutcome]) -> str:
     """Markdown, a row for each fault; what does not apply is left empty."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for one in outcomes:
@@ -95,7 +95,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tell(outcome: Outcome) -> None:
+def print_outcome(outcome: FaultOutcome) -> None:
     """One line now, and below it what was seen."""
     times = (
         ("noticed", outcome.notice_s),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from drill.judging import Outcome, judge_ledger, judge_robot
+from drill.judging import FaultOutcome, judge_ledger, judge_robot
 from drill.live_logs import NOTHING_SENT, imbalances
 from drill.processes import MARK, marked
 from drill.scene import CONFIG, READY_LIMIT_S, Failed, Scene, started
@@ -50,17 +50,17 @@ WARMING, BRING_UP, READY = (
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchDrill:
     """``run`` gets a folder, and fills in what was seen and how long it took. Raises Failed."""
 
     name: str
     ids: str
     does: str
     expected: str
-    run: Callable[[Path, Outcome], None]
+    run: Callable[[Path, FaultOutcome], None]
 
 
-def ranks_differ(folder: Path, outcome: Outcome) -> None:
+def ranks_differ(folder: Path, outcome: FaultOutcome) -> None:
     """Rank 1 resolves another depth than rank 0: here, by a hook that only it has."""
     with _pair(folder, only={1: {"PPSTREAM_TEST_DIFFERS": "1"}}) as (ranks, mark):
         until("rank 0 to wait", READY_LIMIT_S, lambda: "handshake" in ranks.output())
@@ -72,7 +72,7 @@ def ranks_differ(folder: Path, outcome: Outcome) -> None:
     outcome.seen = "both ranks ended with 10 and the difference"
 
 
-def policy_rank_absent(folder: Path, outcome: Outcome) -> None:
+def policy_rank_absent(folder: Path, outcome: FaultOutcome) -> None:
     """Only rank 0 is there."""
     with _pair(folder, f"liveness.handshake_s={HANDSHAKE_S}") as (ranks, mark):
         ranks.processes[1].kill()
@@ -83,7 +83,7 @@ def policy_rank_absent(folder: Path, outcome: Outcome) -> None:
     outcome.seen = "rank 0 ended with 20"
 
 
-def killed_in_bring_up(folder: Path, outcome: Outcome) -> None:
+def killed_in_bring_up(folder: Path, outcome: FaultOutcome) -> None:
     """The policy rank is killed while overlap is being proven: nobody was served yet."""
     with _pair(folder, "bringup.envelopes=2000") as (ranks, mark):
         log = folder / "latest" / "rank0.gen0.jsonl"
@@ -100,7 +100,7 @@ def killed_in_bring_up(folder: Path, outcome: Outcome) -> None:
     outcome.seen = "rank 0 ended with 20"
 
 
-def disk_full_in_bring_up(folder: Path, outcome: Outcome) -> None:
+def disk_full_in_bring_up(folder: Path, outcome: FaultOutcome) -> None:
     """The log of one rank, then of the other, takes no byte more while overlap is being proven."""
     for rank in (0, 1):
         (own := folder / str(rank)).mkdir()
@@ -126,7 +126,7 @@ def _is_long(log: Path) -> bool:
     return log.exists() and log.stat().st_size > FULL_BYTES and BRING_UP in log.read_bytes()
 
 
-def policy_never_wrote(folder: Path, outcome: Outcome) -> None:
+def policy_never_wrote(folder: Path, outcome: FaultOutcome) -> None:
     """No call of the policy writes its actions: found while warming, and said what to do."""
     orders = folder / "orders"
     orders.write_text("nothing 1000000")
@@ -143,7 +143,7 @@ def policy_never_wrote(folder: Path, outcome: Outcome) -> None:
     outcome.seen = "26 while warming, and how to write"
 
 
-def idle(folder: Path, outcome: Outcome) -> None:
+def idle(folder: Path, outcome: FaultOutcome) -> None:
     """No robot for three times the watchdog's limit; then one comes and moves, and all drain."""
     with started(folder, robot=False) as scene:
         limit_s = IDLE_PERIODS * WATCHDOG_S
@@ -167,7 +167,7 @@ def idle(folder: Path, outcome: Outcome) -> None:
     outcome.seen = f"nobody left in {limit_s:g} s; then a robot came and moved"
 
 
-def restart(folder: Path, outcome: Outcome) -> None:
+def restart(folder: Path, outcome: FaultOutcome) -> None:
     """The policy rank is killed under torchrun --max-restarts 1, and the robot waits."""
     port = free_port()
     scene = Scene(folder)
@@ -196,7 +196,7 @@ def restart(folder: Path, outcome: Outcome) -> None:
     outcome.seen = "a new generation; logs split"
 
 
-def launcher_killed(folder: Path, outcome: Outcome) -> None:
+def launcher_killed(folder: Path, outcome: FaultOutcome) -> None:
     """SIGKILL to torchrun while a robot moves: nobody is left who could stop this run."""
     port = free_port()
     scene = Scene(folder)
@@ -216,7 +216,7 @@ def launcher_killed(folder: Path, outcome: Outcome) -> None:
         outcome.orphans = no_orphans(mark)
 
 
-def launcher_killed_while_warming(folder: Path, outcome: Outcome) -> None:
+def launcher_killed_while_warming(folder: Path, outcome: FaultOutcome) -> None:
     """The same before the run is ready: it never becomes so."""
     settings = (f"log.root={folder}", "service.endpoint=none", "policy.options.b_ms=50")
     warm = (*settings, "bringup.warmup_max=2000")
@@ -230,7 +230,7 @@ def launcher_killed_while_warming(folder: Path, outcome: Outcome) -> None:
         judge_ledger(outcome, imbalances(folder / "latest"))
 
 
-def _expect_bereft(folder: Path, torchrun: Any, mark: str, outcome: Outcome) -> None:
+def _expect_bereft(folder: Path, torchrun: Any, mark: str, outcome: FaultOutcome) -> None:
     """Kill the launcher: both ranks leave in time, with 20, and say why."""
     torchrun.kill()
     at = time.monotonic()
@@ -247,7 +247,7 @@ def _expect_bereft(folder: Path, torchrun: Any, mark: str, outcome: Outcome) -> 
         raise Failed(f"gone after {outcome.gone_s:.1f} s, limit {BEREFT_S:g} s")
 
 
-def folder_deleted_and_decoder_stuck(folder: Path, outcome: Outcome) -> None:
+def folder_deleted_and_decoder_stuck(folder: Path, outcome: FaultOutcome) -> None:
     """The run's folder is deleted, then stage C never ends: the way out has nowhere to write."""
     orders = folder / "decode"
     decoder = ("decode.target=drill.policy:build_decoder", f"decode.options.orders={orders}")
@@ -271,7 +271,7 @@ def folder_deleted_and_decoder_stuck(folder: Path, outcome: Outcome) -> None:
     outcome.seen, outcome.ledger = "21 and its reason, and what could not be written", "deleted"
 
 
-def slow_start(folder: Path, outcome: Outcome) -> None:
+def slow_start(folder: Path, outcome: FaultOutcome) -> None:
     """A build of 90 s, and a first call of 90 s: no rank takes the other one for dead."""
     slow = (f"policy.options.build_s={STANDS_S}", f"policy.options.first_s={STANDS_S}")
     with _pair(folder, *STANDING, *slow) as (ranks, mark):
@@ -295,7 +295,7 @@ def slow_start(folder: Path, outcome: Outcome) -> None:
         outcome.orphans = no_orphans(mark)
 
 
-def build_never_ends(folder: Path, outcome: Outcome) -> None:
+def build_never_ends(folder: Path, outcome: FaultOutcome) -> None:
     """A build above its limit: 21, and both ranks name thread, call and place."""
     slow = ("policy.options.build_s=3600", "liveness.start_s=5")
     with _pair(folder, *STANDING, *slow) as (ranks, mark):
@@ -304,18 +304,18 @@ def build_never_ends(folder: Path, outcome: Outcome) -> None:
         _expect(ranks, mark, outcome, (20, 21), 5.0 + STOP_S)
         outcome.gone_s = time.monotonic() - at
         for rank in (0, 1):
-            said = json.loads((ranks.directory / "exit.json").read_text())[str(rank)]["reason"]
+            found = json.loads((ranks.directory / "exit.json").read_text())[str(rank)]["reason"]
             wanted = (
                 "the build of drill.standing_policy:build",
                 "MainThread is in",
                 "standing_policy.py",
             )
-            if any(text not in said for text in wanted):
-                raise Failed(f"rank {rank} said {said}")
-    outcome.seen = said
+            if any(text not in found for text in wanted):
+                raise Failed(f"rank {rank} said {found}")
+    outcome.seen = found
 
 
-def killed_in_handshake(folder: Path, outcome: Outcome) -> None:
+def killed_in_handshake(folder: Path, outcome: FaultOutcome) -> None:
     """SIGKILL to rank 1 before ranks have met; torchrun then asks rank 0 to stop."""
     settings = (f"log.root={folder}", "service.endpoint=none")
     with launched(folder / "torchrun.txt", LAUNCHER, settings) as (torchrun, mark):
@@ -333,7 +333,7 @@ def killed_in_handshake(folder: Path, outcome: Outcome) -> None:
         outcome.orphans = no_orphans(mark)
 
 
-def log_kept_while_it_runs(folder: Path, outcome: Outcome) -> None:
+def log_kept_while_it_runs(folder: Path, outcome: FaultOutcome) -> None:
     """Other runs with the same log.root begin and end; each keeps one run."""
     with started(folder, ("log.keep=1",), robot=False) as scene:
         root = scene.ranks.directory.parent
@@ -355,7 +355,7 @@ def log_kept_while_it_runs(folder: Path, outcome: Outcome) -> None:
     outcome.seen = "its folder stayed, and its end stands in it"
 
 
-def launcher_number_again(folder: Path, outcome: Outcome) -> None:
+def launcher_number_again(folder: Path, outcome: FaultOutcome) -> None:
     """Two days of a container: torchrun has the same number, and a new run is none of the old."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         outcome.seen = "skipped: PID namespaces need root and util-linux"
@@ -385,7 +385,7 @@ def launcher_number_again(folder: Path, outcome: Outcome) -> None:
     outcome.seen = "a run of its own, drained"
 
 
-def demo_rank_killed(folder: Path, outcome: Outcome) -> None:
+def demo_rank_killed(folder: Path, outcome: FaultOutcome) -> None:
     """SIGKILL to rank 0 of the demo: its robot ends with it."""
     settings = (f"log.root={folder}", f"service.endpoint=tcp://127.0.0.1:{free_port()}")
     output = folder / "torchrun.txt"
@@ -414,7 +414,7 @@ def _pair(
 
 
 def _expect(
-    ranks: RankPair, mark: str, outcome: Outcome, codes: tuple[int, int], limit_s: float
+    ranks: RankPair, mark: str, outcome: FaultOutcome, codes: tuple[int, int], limit_s: float
 ) -> None:
     """Both ranks end with these codes, nothing was sent, and no process of theirs is left."""
     until("the end", limit_s, lambda: _are_gone(ranks))
@@ -428,48 +428,60 @@ def _expect(
 
 
 LAUNCHES: Final = (
-    Launch("ranks-differ", "F01 BT05", "one rank has a test hook", "10 in 15 s", ranks_differ),
-    Launch("policy-rank-absent", "BT43", "rank 1 is not there", "20 in 6 s", policy_rank_absent),
-    Launch(
+    LaunchDrill("ranks-differ", "F01 BT05", "one rank has a test hook", "10 in 15 s", ranks_differ),
+    LaunchDrill(
+        "policy-rank-absent", "BT43", "rank 1 is not there", "20 in 6 s", policy_rank_absent
+    ),
+    LaunchDrill(
         "killed-in-bring-up", "F20 BT43", "SIGKILL to rank 1, not ready", "20", killed_in_bring_up
     ),
-    Launch(
+    LaunchDrill(
         "policy-never-wrote", "F31", "no call writes actions", "26, not ready", policy_never_wrote
     ),
-    Launch("disk-full-in-bring-up", "F44", "no byte more", "11, named", disk_full_in_bring_up),
-    Launch("killed-in-handshake", "F20", "SIGKILL to rank 1, not met", "20", killed_in_handshake),
-    Launch("launcher-killed", "", "SIGKILL to torchrun, ready", "20 in 2.5 s", launcher_killed),
-    Launch(
+    LaunchDrill("disk-full-in-bring-up", "F44", "no byte more", "11, named", disk_full_in_bring_up),
+    LaunchDrill(
+        "killed-in-handshake", "F20", "SIGKILL to rank 1, not met", "20", killed_in_handshake
+    ),
+    LaunchDrill(
+        "launcher-killed", "", "SIGKILL to torchrun, ready", "20 in 2.5 s", launcher_killed
+    ),
+    LaunchDrill(
         "launcher-killed-while-warming",
         "",
         "SIGKILL to torchrun, warming",
         "20 in 2.5 s, never ready",
         launcher_killed_while_warming,
     ),
-    Launch("demo-rank-killed", "", "SIGKILL to the demo's rank 0", "no robot", demo_rank_killed),
-    Launch(
+    LaunchDrill(
+        "demo-rank-killed", "", "SIGKILL to the demo's rank 0", "no robot", demo_rank_killed
+    ),
+    LaunchDrill(
         "folder-deleted-decoder-stuck",
         "F22 F42",
         "the run's folder is deleted, then stage C never ends",
         "21 and its reason",
         folder_deleted_and_decoder_stuck,
     ),
-    Launch("slow-start", "F21", "build and first call of 90 s each", "ready", slow_start),
-    Launch("build-never-ends", "F21", "the build stands", "21 named by both", build_never_ends),
-    Launch(
+    LaunchDrill("slow-start", "F21", "build and first call of 90 s each", "ready", slow_start),
+    LaunchDrill(
+        "build-never-ends", "F21", "the build stands", "21 named by both", build_never_ends
+    ),
+    LaunchDrill(
         "log-kept-while-it-runs",
         "",
         "three runs with log.keep = 1 beside it",
         "its folder stays",
         log_kept_while_it_runs,
     ),
-    Launch(
+    LaunchDrill(
         "launcher-number-again",
         "",
         "torchrun has the number of one whose run was refused",
         "a new run",
         launcher_number_again,
     ),
-    Launch("idle", "F43 BT31", "no robot for 3x the watchdog", "nobody ends", idle),
-    Launch("restart", "BT44", "SIGKILL under --max-restarts=1", "the robot moves again", restart),
+    LaunchDrill("idle", "F43 BT31", "no robot for 3x the watchdog", "nobody ends", idle),
+    LaunchDrill(
+        "restart", "BT44", "SIGKILL under --max-restarts=1", "the robot moves again", restart
+    ),
 )

@@ -10,7 +10,7 @@ from typing import Any, Final
 SHOWN: Final = 3
 NOTHING_SENT: Final = "nothing was sent"
 #: Newest envelopes that may be answered and not in rank 0's log: 8 that a GPU had queued, and, if
-#: rank 0 was killed, what it had booked in the 20 ms between two writes of its log.
+#: rank 0 was killed, what it had recorded in the 20 ms between two writes of its log.
 TAIL_MAX: Final = 16
 
 Line = dict[str, Any]

@@ -121,8 +121,8 @@ MUTANTS: Final = (
     Mutant(
         "what is left of the fill is looked for",
         "ppstream/policy/unwritten.py",
-        "            if look.finds() and (text := look.text(present)):\n                raise",
-        '            if look.finds() and (text := ""):\n                raise',
+        "            if probe.finds() and (text := probe.text(present)):\n                raise",
+        '            if probe.finds() and (text := ""):\n                raise',
         "policy-writes-half-once",
     ),
     Mutant(
@@ -177,7 +177,7 @@ MUTANTS: Final = (
     Mutant(
         "the rank that failed first is named",
         "ppstream/launch/rank_exit.py",
-        "            self.say_who_failed_first(code)\n",
+        "            self.print_first_failure(code)\n",
         "            pass\n",
         "kill-policy-rank",
     ),
@@ -226,7 +226,7 @@ MUTANTS: Final = (
     Mutant(
         "the launcher is watched",
         "ppstream/launch/lookout.py",
-        "                self._lose_launcher(gone)\n",
+        "                self._on_launcher_gone(gone)\n",
         "                pass\n",
         "launcher-killed",
     ),
@@ -325,7 +325,7 @@ MUTANTS: Final = (
     Mutant(
         "a stuck rank leaves NCCL's flight recorder",
         "ppstream/launch/run_rank0.py",
-        "        end.keep_evidence(error.exit_code)\n",
+        "        end.save_nccl_dump(error.exit_code)\n",
         "",
         "stage-b-never-ends-nccl",
         needs_gpus=True,
@@ -374,10 +374,9 @@ def _survives(mutant: Mutant) -> bool:
         )
     missed = [line.strip() for line in ended.stdout.splitlines() if "missed:" in line]
     survived = not missed or NOT_STARTED in missed[0]  # else the copy is broken, not its guard
-    said = missed[0][:110] if missed else (ended.stdout + ended.stderr)[-400:]
-    print(
-        f"{'SURVIVED' if survived else 'caught  '} without: {mutant.guard} ({mutant.fault}): {said}"
-    )
+    reason = missed[0][:110] if missed else (ended.stdout + ended.stderr)[-400:]
+    state = "SURVIVED" if survived else "caught  "
+    print(f"{state} without: {mutant.guard} ({mutant.fault}): {reason}")
     sys.stdout.flush()
     return survived
 

@@ -66,7 +66,7 @@ class DrillPolicy:
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         self._spend()
         self._calls += 1
-        self._take_order()  # a new one ends the one before
+        self._read_order()  # a new one ends the one before
         kind = self._kind if self._left else ""
         self._left = max(0, self._left - 1)
         if kind in CARELESS:
@@ -84,7 +84,7 @@ class DrillPolicy:
         actions[..., 1] = window["state.valid"][..., 1].float().mean()
         actions[..., 2] = window["state.values"][:, -1:, 0]
 
-    def _take_order(self) -> None:
+    def _read_order(self) -> None:
         try:
             self._kind, count = self._orders.read_text().split()
         except (OSError, ValueError):

@@ -17,8 +17,8 @@ from drill.faults import (
     held,
     input_age,
     order,
+    reported_fault,
     robot,
-    told_fault,
 )
 from drill.scene import Scene
 
@@ -213,7 +213,7 @@ RECOVERING: Final = (
         "robot",
         "another thread of the robot calls loop.stop; chunks go on coming",
         robot("stop", 1),
-        told_fault("stop: drill", BUTTON_S),
+        reported_fault("stop: drill", BUTTON_S),
         3.0,
         undo=robot("clear", 1),
         holds=True,
@@ -223,7 +223,7 @@ RECOVERING: Final = (
         "robot",
         "the robot's on_chunk raises: its receiving thread ends; another robot comes",
         robot("raise", 1),
-        told_fault("client: the receiving thread ended: RuntimeError", BUTTON_S),
+        reported_fault("client: the receiving thread ended: RuntimeError", BUTTON_S),
         3.0,
         undo=replace_robot,
         moves_s=15.0,

@@ -67,7 +67,7 @@ class DrillRobot:
         self._sent_ns[self._tick] = self._now_ns
         self._sent_ns.pop(self._tick - KEPT, None)
         if self.orders.get("twice"):
-            self._say_again(stamp_ns, samples)
+            self._push_twice(stamp_ns, samples)
         return samples
 
     def move(self, action: Any) -> None:
@@ -105,7 +105,7 @@ class DrillRobot:
         self._before[name] = values
         return values
 
-    def _say_again(self, stamp_ns: int, samples: Mapping[str, Any]) -> None:
+    def _push_twice(self, stamp_ns: int, samples: Mapping[str, Any]) -> None:
         """Push each sample once before its time, and one that is older behind it."""
         for name, values in samples.items():
             self.client.push(name, stamp_ns, values)  # the loop pushes it again

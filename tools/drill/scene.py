@@ -34,7 +34,7 @@ STARTS_MAX: Final = 3
 T = TypeVar("T")
 
 
-class Refused(Exception):
+class GateRefused(Exception):
     """The run did not become ready: on a busy machine its gate may find itself unable to judge."""
 
 
@@ -206,13 +206,13 @@ class Scene:
         """Ticks since a moment, oldest first, a replaced robot's, too; 0: all of the newest one."""
         found: list[Tick] = []
         for story in reversed(self._stories):
-            ticks = self._told(story)
+            ticks = self._read_ticks(story)
             found = ticks[bisect_left(ticks, since_ns, key=lambda tick: tick.at_ns) :] + found
             if not since_ns or (ticks and ticks[0].at_ns < since_ns):
                 break
         return found
 
-    def _told(self, story: Path) -> list[Tick]:
+    def _read_ticks(self, story: Path) -> list[Tick]:
         offset, ticks = self._ticks.get(story, (0, []))
         whole, offset = whole_lines(story, offset)
         for line in whole:
@@ -270,7 +270,7 @@ class Scene:
 
     def _check_alive(self) -> None:
         if any(code in (30, 31) for code in self.codes()):
-            raise Refused(self.ranks.output()[-2000:])
+            raise GateRefused(self.ranks.output()[-2000:])
         if any(code is not None for code in self.codes()):
             raise Failed(f"ranks ended with {self.codes()}:\n{self.ranks.output()[-2000:]}")
 
@@ -281,7 +281,7 @@ def started(folder: Path, settings: Sequence[str] = (), *, robot: bool = True) -
         scene = Scene(folder / str(attempt), settings, robot=robot)
         try:
             return scene.start()
-        except Refused as error:
+        except GateRefused as error:
             refused = str(error)
     raise Failed(f"refused {STARTS_MAX} times:\n{refused}")
 

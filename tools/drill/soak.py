@@ -53,7 +53,7 @@ NAMES: Final = ("rank 0", "policy rank")
 
 
 @dataclass(frozen=True)
-class Sample:
+class ProcessSample:
     """One process at one moment."""
 
     at_s: float
@@ -68,7 +68,7 @@ class Soak:
 
     minutes: float
     faults: dict[str, int] = field(default_factory=dict)
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    samples: dict[str, list[ProcessSample]] = field(default_factory=dict)
     calm_ns: list[tuple[int, int]] = field(default_factory=list)
     oldest_ms: float = 0.0
     problems: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ def main() -> int:
     growths = [_growth(name, soak.samples[name]) for name in NAMES]
     if args.minutes >= JUDGED_MIN:
         soak.problems += [text for found in (*growths, *drifts) for text in found["problems"]]
-    _tell(soak, growths, drifts)
+    _print_result(soak, growths, drifts)
     if args.json is not None:
         found = {"environment": environment(), **asdict(soak), "growth": growths, "drift": drifts}
         args.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -139,18 +139,18 @@ def _sample_for(scene: Scene, soak: Soak, seconds: float) -> None:
         time.sleep(0.2)
 
 
-def _sample(pid: int, at_s: float) -> Sample:
+def _sample(pid: int, at_s: float) -> ProcessSample:
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     memory_mb = int(fields["VmRSS"].split()[0]) / 1024
     descriptors = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-    return Sample(at_s, memory_mb, descriptors, int(fields["Threads"]))
+    return ProcessSample(at_s, memory_mb, descriptors, int(fields["Threads"]))
 
 
 # ---- judge ------------------------------------------------------------------------------------
 
 
-def _growth(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
+def _growth(name: str, samples: Sequence[ProcessSample]) -> dict[str, Any]:
     """The slope of memory over the judged time, and what is there more of at its end."""
     judged = samples[int(WARM_SHARE * len(samples)) :]
     slope, error = _slope([s.at_s / 3600 for s in judged], [s.memory_mb for s in judged])
@@ -158,7 +158,7 @@ def _growth(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
     problems = []
     if slope - 2 * error > MEMORY_MB_PER_H:
         problems.append(f"{name}: memory grows by {slope:.1f} MB/h (+-{2 * error:.1f})")
-    counts: dict[str, Callable[[Sample], int]] = {
+    counts: dict[str, Callable[[ProcessSample], int]] = {
         "descriptors": lambda sample: sample.descriptors,
         "threads": lambda sample: sample.threads,
     }
@@ -212,7 +212,9 @@ def _calm_values(scene: Scene, spans: Sequence[tuple[int, int]]) -> tuple[list[i
     return periods or [0], ages or [0]
 
 
-def _tell(soak: Soak, growths: Sequence[dict[str, Any]], drifts: Sequence[dict[str, Any]]) -> None:
+def _print_result(
+    soak: Soak, growths: Sequence[dict[str, Any]], drifts: Sequence[dict[str, Any]]
+) -> None:
     print(f"{soak.minutes:g} minutes, {sum(soak.faults.values())} faults: {soak.faults}")
     for growth in growths:
         print(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from drill.ending import CHAIN_SETTINGS
-from drill.judging import Outcome, judge_ledger
-from drill.launches import Launch
+from drill.judging import FaultOutcome, judge_ledger
+from drill.launches import LaunchDrill
 from drill.live_logs import NOTHING_SENT, imbalances
 from drill.scene import READY_LIMIT_S, Failed
 from drill.torchrun import expect_end, launched, no_orphans, until
@@ -21,10 +21,12 @@ from real_runs import free_port
 
 FROZEN_S: Final = 1.5
 SPARE_S: Final = 2.0
-Check = Callable[[Path, Outcome, Sequence[subprocess.Popen[bytes]]], None]
+Check = Callable[[Path, FaultOutcome, Sequence[subprocess.Popen[bytes]]], None]
 
 
-def refused(folder: Path, outcome: Outcome, launchers: Sequence[subprocess.Popen[bytes]]) -> None:
+def refused(
+    folder: Path, outcome: FaultOutcome, launchers: Sequence[subprocess.Popen[bytes]]
+) -> None:
     """Without link.trusted_network nothing starts."""
     began = time.monotonic()
     for launcher in launchers:
@@ -38,7 +40,7 @@ def refused(folder: Path, outcome: Outcome, launchers: Sequence[subprocess.Popen
     outcome.seen = "refused with 11 and the reason"
 
 
-def cut(folder: Path, outcome: Outcome, launchers: Sequence[subprocess.Popen[bytes]]) -> None:
+def cut(folder: Path, outcome: FaultOutcome, launchers: Sequence[subprocess.Popen[bytes]]) -> None:
     """The cable is cut while the ranks serve: nobody is told, all end."""
     until("ready", READY_LIMIT_S, lambda: '"ready"' in _log(folder))
     time.sleep(1.0)
@@ -61,7 +63,7 @@ def cut(folder: Path, outcome: Outcome, launchers: Sequence[subprocess.Popen[byt
 
 
 def _on_two_hosts(
-    folder: Path, outcome: Outcome, settings: Sequence[str], check: Check, ranks_each: int = 1
+    folder: Path, outcome: FaultOutcome, settings: Sequence[str], check: Check, ranks_each: int = 1
 ) -> None:
     if not is_possible():
         outcome.seen = "skipped: network namespaces need root and iproute2"
@@ -95,21 +97,21 @@ def _ends_of(folder: Path) -> dict[str, Any]:
 
 
 HOSTS: Final = (
-    Launch(
+    LaunchDrill(
         "untrusted-network",
         "",
         "two hosts, not trusted",
         "11",
         partial(_on_two_hosts, settings=(), check=refused),
     ),
-    Launch(
+    LaunchDrill(
         "cable-between-hosts",
         "F21",
         "the cable of two hosts is cut",
         "20 in 4 s",
         partial(_on_two_hosts, settings=("link.trusted_network=true",), check=cut),
     ),
-    Launch(
+    LaunchDrill(
         "cable-in-a-chain",
         "F21",
         "the cable of two hosts is cut, a chain of four ranks over both",

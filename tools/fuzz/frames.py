@@ -233,8 +233,8 @@ def _send_packet(rng: random.Random, raw: socket.socket) -> None:
 
 
 def _carrier(rng: random.Random, size: int) -> bytes:
-    told = rng.choice((size, size, size, size + 1, 0, 1 << 31, (1 << 64) - 1))
-    return LENGTH_OF_MEMORY.pack(told).ljust(rng.choice((CARRIER_BYTES, CARRIER_BYTES, 8)), b"\0")
+    found = rng.choice((size, size, size, size + 1, 0, 1 << 31, (1 << 64) - 1))
+    return LENGTH_OF_MEMORY.pack(found).ljust(rng.choice((CARRIER_BYTES, CARRIER_BYTES, 8)), b"\0")
 
 
 def _memory(rng: random.Random, size: int) -> int:

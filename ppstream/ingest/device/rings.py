@@ -47,7 +47,7 @@ class _Block(NamedTuple):
     pinned: Tensor
     words: NDArray[np.int64]
     device: Tensor
-    scatter: cuda_rings.Launch
+    scatter: cuda_rings.KernelLaunch
     taken: Any  # an event
 
 
@@ -199,7 +199,7 @@ def _lane(ring: DeviceRing) -> cuda_rings.Lane:
 
 
 def _unlock(stream: Any, locked: list[Tensor]) -> None:
-    """Memory that is freed while it is locked would be refused whoever gets it next."""
+    """Memory that is freed while it is locked would be refused to its next owner."""
     stream.synchronize()
     for values in locked:
         _cuda.cudart().cudaHostUnregister(values.data_ptr())

@@ -96,9 +96,9 @@ class BlockWriter:
         self.reference = list(banks).index(reference)
         self._newest_rx_ns = [0] * len(rows)
         self._feeds = [
-            _Feed(stream, row, place.rings[name], bank)
+            _Feed(stream, row, served.rings[name], bank)
             for stream, (name, bank) in enumerate(banks.items())
-            for row, place in enumerate(rows)
+            for row, served in enumerate(rows)
         ]
         #: of a table, those that say what a window used; then a commitment of each row
         self.told_words = len(ROW_WORDS) * len(rows) + len(RING_WORDS) * len(self._feeds)
@@ -113,7 +113,7 @@ class BlockWriter:
         everything = sum(feed.capacity * feed.sample_words for feed in self._feeds)
         room = max(largest, min(everything, BLOCK_BYTES // WORD_BYTES))
         self.block_words = self._samples_at + room
-        self._said: Sequence[tuple[int | None, ...]] = ()  # of each row, by the newest table
+        self._sources: Sequence[tuple[int | None, ...]] = ()  # of each row, by the newest table
 
     def write(
         self, block: NDArray[np.int64], sequence: int, ends_ns: Sequence[int | None]
@@ -128,21 +128,21 @@ class BlockWriter:
         Returns:
             What to send; nothing when nothing has changed since the last block.
         """
-        said = [
+        sources = [
             (
-                place.session,
-                place.session_epoch,
+                served.session,
+                served.session_epoch,
                 end_ns,
-                place.instruction_id,
-                place.conditioning_epoch,
+                served.instruction_id,
+                served.conditioning_epoch,
             )
-            for place, end_ns in zip(self._rows, ends_ns, strict=True)
+            for served, end_ns in zip(self._rows, ends_ns, strict=True)
         ]
         behind = [feed for feed in self._feeds if feed.is_behind]
-        is_same = not behind and said == self._said
+        is_same = not behind and sources == self._sources
         if is_same and not (self._points and self._has_new_commitment()):
             return NOTHING
-        self._said = said
+        self._sources = sources
         at = self._samples_at
         pieces: list[int] = []
         frames: list[FramePiece] = []
@@ -158,30 +158,36 @@ class BlockWriter:
 
     def _has_new_commitment(self) -> bool:
         pairs = zip(self._rows, self._committed, strict=True)
-        return any(place.commitment is not known for place, known in pairs)
+        return any(served.commitment is not known for served, known in pairs)
 
     def _commit(self, words: NDArray[np.int64]) -> None:
         """Of a commitment with too many points the first count; the last of them is then held."""
-        self._committed = [place.commitment for place in self._rows]
-        for row, said in enumerate(self._committed):
+        self._committed = [served.commitment for served in self._rows]
+        for row, commitment in enumerate(self._committed):
             at = row * self.commitment_words
-            if said is None:
+            if commitment is None:
                 words[at] = 0
                 continue
-            n = min(len(said.actions), self._points)
-            numbers = (n, said.start_ns, said.dt_ns, said.expires_ns, said.delay_ns)
+            n = min(len(commitment.actions), self._points)
+            numbers = (
+                n,
+                commitment.start_ns,
+                commitment.dt_ns,
+                commitment.expires_ns,
+                commitment.delay_ns,
+            )
             words[at : at + COMMITMENT_WORDS] = numbers
             actions = words[at + COMMITMENT_WORDS : at + self.commitment_words].view(np.float32)
-            actions[: n * self._action_dim] = said.actions[:n].ravel()
+            actions[: n * self._action_dim] = commitment.actions[:n].ravel()
 
     def _table(self, ends_ns: Sequence[int | None]) -> list[int]:
         table = []
-        for row, (place, end_ns) in enumerate(zip(self._rows, ends_ns, strict=True)):
+        for row, (served, end_ns) in enumerate(zip(self._rows, ends_ns, strict=True)):
             if self._is_sent(row):
-                self._newest_rx_ns[row] = place.reference.newest_rx_ns
+                self._newest_rx_ns[row] = served.reference.newest_rx_ns
             end = NEWEST if end_ns is None else end_ns
-            table += [place.session, place.session_epoch, end, self._newest_rx_ns[row]]
-            table += [place.instruction_id, place.conditioning_epoch]
+            table += [served.session, served.session_epoch, end, self._newest_rx_ns[row]]
+            table += [served.instruction_id, served.conditioning_epoch]
         for feed in self._feeds:
             ring = feed.ring
             sent, oldest = feed.sent, ring.accepted - ring.count

@@ -96,8 +96,8 @@ class DeviceWindow:
         while not self.rings.ingest(ends_ns):
             if clock_now_ns() - now_ns > FIXED_LIMIT_NS:
                 raise WatchdogError(
-                    f"the GPU took over no samples for {FIXED_LIMIT_NS / NS_PER_S:g} s: windows "
-                    "that were queued before do not run"
+                    f"the GPU copied no samples for {FIXED_LIMIT_NS / NS_PER_S:g} s: windows "
+                    "queued before this one do not run"
                 )
         self._is_fixed = self._is_scheduled = True
         return True
@@ -122,7 +122,7 @@ class DeviceWindow:
         """
         if self._queued - self._taken >= RECORDS:
             raise ProtocolError(
-                f"{RECORDS} windows were queued and none taken: take() each complete one"
+                f"{RECORDS} windows are queued, none popped: call pop() for each complete one"
             )
         key = tensors["rows"].data_ptr()
         if key not in self._graphs:
@@ -135,7 +135,7 @@ class DeviceWindow:
             self._done.record(stream)
             self.rings.hold(self._done)
 
-    def take(self) -> TakenWindow:
+    def pop(self) -> TakenWindow:
         """Returns the contents of the oldest queued window not yet taken; settles the ledgers.
 
         Windows of one table are made of the same samples: they are given the same object.
@@ -143,13 +143,13 @@ class DeviceWindow:
         Raises:
             ProtocolError: it has not run: the envelope's event was not waited for.
         """
-        place = self._taken % RECORDS
-        if self._numbers[place, 0] != self._taken or self._taken == self._queued:
+        index = self._taken % RECORDS
+        if self._numbers[index, 0] != self._taken or self._taken == self._queued:
             raise ProtocolError(f"window {self._taken} is not complete, {self._queued} are queued")
         self._taken += 1
-        if (table := self._numbers[place, 1]) != self._table:
-            words = self._kernels.records[place, cuda_rings.RECORD_WORDS :].tolist()
-            self._table, self._made_of = table, self._book.take(words)
+        if (table := self._numbers[index, 1]) != self._table:
+            words = self._kernels.records[index, cuda_rings.RECORD_WORDS :].tolist()
+            self._table, self._made_of = table, self._book.account(words)
         return self._made_of
 
     def statistics(self) -> Statistics:

@@ -51,7 +51,7 @@ class WindowBook:
         self._reference_at = self._streams_at[reference]
         self._span_ns = (config.window.steps - 1) * round(config.window.dt_ms * NS_PER_MS)
 
-    def take(self, words: list[int]) -> TakenWindow:
+    def account(self, words: list[int]) -> TakenWindow:
         """Returns what the window with this table used; settles the rings' ledgers."""
         ends: list[int | None] = []  # None: the row was absent
         episodes, received_ns = [], []
@@ -76,14 +76,14 @@ class WindowBook:
         ages: dict[str, Any] = {}
         for (name, rings), at in zip(self._rings.items(), self._streams_at, strict=True):
             found = [
-                self._settle(ring, _numbers(words, at, row, RING_WORDS), ends[row])
+                self._account_ring(ring, _numbers(words, at, row, RING_WORDS), ends[row])
                 for row, ring in enumerate(rings)
             ]
             ages[name] = found if len(found) > 1 else found[0]
         return ages
 
-    def _settle(self, ring: SensorRing, told: list[int], end_ns: int | None) -> int | None:
-        """Book what the window used of a ring; returns the age of its newest sample."""
+    def _account_ring(self, ring: SensorRing, told: list[int], end_ns: int | None) -> int | None:
+        """Account for what the window used of a ring; returns the age of its newest sample."""
         sent, count, newest_ns = told
         if end_ns is None or count == 0:
             return None

@@ -32,7 +32,7 @@ class PolicyTimes(NamedTuple):
     b1: int
 
 
-def book_rank0(
+def record_rank0_times(
     record: EnvelopeRecord,
     times: Rank0Times,
     before: Rank0Times | None,
@@ -68,7 +68,9 @@ def book_rank0(
     record.w_result_ns = 0 if before is None else max(0, c0_ns - before.c1)
 
 
-def book_policy(record: PolicyRecord, times: PolicyTimes, before: PolicyTimes | None) -> None:
+def record_policy_times(
+    record: PolicyRecord, times: PolicyTimes, before: PolicyTimes | None
+) -> None:
     """Durations and waits of one envelope on the policy rank."""
     complete_ns, b0_ns, b1_ns = times
     record.tB0, record.tB1 = b0_ns, b1_ns

@@ -17,7 +17,7 @@ driver's queue full: ``device_link.run_ahead`` bounds by nodes what stands queue
 millisecond or more, as with parts of the policy at its end, or of many nodes, is queued once its
 credit was seen, behind at most one that runs: the host goes on to emit results meanwhile.
 
-The loop finishes envelopes in order once their last event is done: books stamps, decodes, emits.
+The loop finishes envelopes in order once their last event is done: records stamps, decodes, emits.
 ``tEmit`` is the end of C on the device, ``tPick`` the moment at which the host takes the envelope
 up: latency is counted to there, the age of what it emits to the true emit.
 """
@@ -35,7 +35,7 @@ from ppstream.links.device_link import most_queued, run_ahead
 from ppstream.links.headers import FAILED, FAILURES
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe.log_writer import EnvelopeRecord
-from ppstream.pipeline.device.event_times import Rank0Times, book_rank0
+from ppstream.pipeline.device.event_times import Rank0Times, record_rank0_times
 from ppstream.pipeline.device.in_flight import InFlight
 from ppstream.pipeline.device.rank0_queue import Queueing
 from ppstream.pipeline.flight import Flight
@@ -126,7 +126,7 @@ class DeviceExecutor:
         """As ``Executor``."""
         return (
             len(self._underway) < self._most_underway
-            and self._loop.log.on_dry is None
+            and self._loop.log.on_idle is None
             and (self._ahead > 0 or self._underway.may_begin_now(is_fresh=self._is_fresh))
         )
 
@@ -169,7 +169,7 @@ class DeviceExecutor:
         if self._underway:
             self._underway.oldest.sent_ns = now_ns()  # for the watchdog: its turn begins
         flight, times = one.flight, one.times
-        book_rank0(
+        record_rank0_times(
             flight.record,
             times,
             self._before,
@@ -199,7 +199,7 @@ class DeviceExecutor:
         text = self._results.unwritten(result, [owner.present for owner in flight.owners])
         if not text:
             return None
-        self._loop.tell_fault("B", Fault("unwritten", "unwritten", text), seq=flight.seq)
+        self._loop.report_fault("B", Fault("unwritten", "unwritten", text), seq=flight.seq)
         return "unwritten"
 
     def _read_header(self, flight: Flight, header: list[int]) -> str | None:
@@ -219,8 +219,8 @@ class DeviceExecutor:
         if worked:
             if self._loop.is_cut_due or now_ns() >= self._glance_ns:
                 self._rest_until(NOW)
-        elif self._loop.log.on_dry is not None and not self._underway:
-            self._loop.log.dry()
+        elif self._loop.log.on_idle is not None and not self._underway:
+            self._loop.log.run_when_idle()
         else:
             self._rest_until(self._next_ns())
 
@@ -263,14 +263,14 @@ class DeviceExecutor:
 
     def _poll_by_clock(self) -> None:
         """Look at everything but descriptors: a wait that ran out found none readable."""
-        self._loop.take_in()
+        self._loop.drain_inputs()
         self._loop.tidy()
         now = now_ns()
         self._a.ingest(now)
         oldest = self._underway.oldest if self._underway else None
         for policy_rank in self.policy_ranks:
             while policy_rank.peer.inbox:
-                policy_rank.take_frame(policy_rank.peer.inbox.popleft())
+                policy_rank.on_control_frame(policy_rank.peer.inbox.popleft())
             policy_rank.check(now, oldest, self._loop.standstill_ns)
         if self._parts.clock.renew_when_due():
             self._loop.log.event("clock", **self._parts.clock.state._asdict())
@@ -308,7 +308,7 @@ class DeviceExecutor:
         for turn in range(repeats):
             index = max(0, loop.started - turn % slots)  # whose credit is there
             marks = self._underway.marks(index)
-            self._loop.take_in()
+            self._loop.drain_inputs()
             self._a.ingest(now_ns())
             flight = Flight(index, loop.epoch, 0, EnvelopeRecord())
             self._queueing.stage_a(flight, newest)

@@ -67,7 +67,7 @@ class QueueTransition(IntEnum):
 
 
 class QueueReplay:
-    """Moves that are known and not yet booked."""
+    """Moves that are known and not yet applied."""
 
     def __init__(self, ledger: CreditLedger) -> None:
         self._book = (ledger.emit, ledger.begin_decode, ledger.receive, ledger.commit)  # by Move
@@ -77,8 +77,8 @@ class QueueReplay:
         """``move`` happened at ``at_ns``."""
         heappush(self._known, (at_ns, move))
 
-    def book_until(self, until_ns: int) -> None:
-        """Book every known move up to ``until_ns``, oldest first.
+    def apply_until(self, until_ns: int) -> None:
+        """Apply every known move up to ``until_ns``, oldest first.
 
         Raises:
             ProtocolError: a bound was exceeded, or a move had no envelope to move.
@@ -162,9 +162,9 @@ class InFlight:
         self._history = QueueReplay(ledger)
         self._d_in, self._d_out = ledger.d_in, ledger.d_out
         self._slots = [Queued() for _ in range(slots)]
-        for place, one in enumerate(self._slots):
-            one.giver = self._slots[(place - self._d_in) % slots]
-            one.taker = self._slots[(place + self._d_out) % slots]
+        for number, one in enumerate(self._slots):
+            one.giver = self._slots[(number - self._d_in) % slots]
+            one.taker = self._slots[(number + self._d_out) % slots]
         self.ring = [one.marks for one in self._slots]
         self._queued = self._finished = 0  # envelopes
         self._oldest = self._slots[0]  # of those that are not finished
@@ -218,7 +218,7 @@ class InFlight:
         return self._rhythm.due_ns(self._oldest.queued_ns)
 
     def finish(self) -> Queued:
-        """Take the oldest, which is done; every move up to its end is booked, but the emit."""
+        """Pop the oldest, which is done; every move up to its end is applied, except the emit."""
         one, index = self._oldest, self._finished
         self._learn(self._done_ns)
         self._finished += 1
@@ -232,7 +232,7 @@ class InFlight:
         a0_ns = one.a1_ns - (one.marks.a1.ns_since(one.marks.a0) or 0)  # both are done
         one.times = Rank0Times(a0_ns, one.a1_ns, one.committed_ns, one.received_ns, c0_ns, c1_ns)
         self._history.add(c0_ns, QueueTransition.DECODE)
-        self._history.book_until(c1_ns)
+        self._history.apply_until(c1_ns)
         self._rhythm.done(one.queued_ns, c1_ns)
         return one
 

@@ -35,8 +35,8 @@ from ppstream.links.device_link import most_queued
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, ResultStatus
 from ppstream.links.slots import BACK, GENERATION, INDEX, Position
 from ppstream.observe import nvtx_ranges
-from ppstream.pipeline.device.event_times import PolicyTimes, book_policy
-from ppstream.pipeline.device.policy_rank_queue import SlotPlan, places, sends_from_b
+from ppstream.pipeline.device.event_times import PolicyTimes, record_policy_times
+from ppstream.pipeline.device.policy_rank_queue import SlotPlan, sends_from_b, slot_plans
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.unwritten import failure
 
@@ -94,7 +94,7 @@ class DevicePolicyRank(PolicyRank):
         self._d_in = config.pipeline.d_in
         self._ahead = parts.shape.ahead  # of its envelopes; 0: stage B waits for none
         self._most_queued = most_queued(parts.shape)
-        self._places = places(self.link, self._stream, self._d_in, relays=parts.position.relays)
+        self._plans = slot_plans(self.link, self._stream, self._d_in, relays=parts.position.relays)
         self._sends_on = self._stream if sends_from_b(self.link, self._d_in) else None
         self._announced = 0  # envelopes that rank 0 rang for, where stage B is not queued ahead
         self._expected = 0  # receipts queued
@@ -122,12 +122,12 @@ class DevicePolicyRank(PolicyRank):
 
     def step(self) -> bool:
         """As ``PolicyRank``: queue all that may be. Before frames: some ask for what is over."""
-        if self.log.on_dry is None:
+        if self.log.on_idle is None:
             most = self._most_expected()
             while self._expected < most:
                 self.queue_receipt()
         elif self.progress == self._expected:
-            self.log.dry()
+            self.log.run_when_idle()
         while self._queued < self._expected and self.may_queue():
             self.queue()
         if now_ns() >= self._poll_frames_ns:
@@ -161,7 +161,7 @@ class DevicePolicyRank(PolicyRank):
     def queue_receipt(self) -> None:
         """Queue the receipt of a further envelope."""
         self.link.queue_receive(self._expected)
-        self._place(self._expected).behind_receipt()
+        self._plan(self._expected).behind_receipt()
         self._expected += 1
 
     def may_queue(self) -> bool:
@@ -173,32 +173,32 @@ class DevicePolicyRank(PolicyRank):
             return True
         host_ns = self._parts.clock.host_ns
         while self._arrived < self._expected:
-            if host_ns(self._place(self._arrived).complete) is None:
+            if host_ns(self._plan(self._arrived).complete) is None:
                 break
             self._arrived += 1
         return self._queued < self._arrived and self._queued - self.progress <= 1
 
     def queue(self) -> None:
         """Queue everything that will happen to the next envelope."""
-        index, link, place = self._queued, self.link, self._place(self._queued)
+        index, link, plan = self._queued, self.link, self._plan(self._queued)
         if not link.queue_wait(index, self._stream):
-            self._stream.wait_for(place.complete)
-        place.before_b()
-        failed = self.run_policy(index, place)
+            self._stream.wait_for(plan.complete)
+        plan.before_b()
+        failed = self.run_policy(index, plan)
         # a copy of its own need not wait for B, and so cannot know the envelope's name
         link.queue_header(index, ResultStatus(epoch=0, seq=0, failed=failed))
-        place.behind_b()
-        (place.carry_fault if failed else place.carry)()
+        plan.behind_b()
+        (plan.carry_fault if failed else plan.carry)()
         link.queue_send(index, self._sends_on)
-        place.behind_send()
-        record = self.log.take()  # behind the policy: what its blocks took is this envelope's
+        plan.behind_send()
+        record = self.log.acquire()  # behind the policy: what its blocks took is this envelope's
         record.drop = FAILURES[failed]
         self._records.append(record)
         if self._queued == self.progress:
             self._queued_ns = now_ns()  # behind nothing: it begins now, or with its envelope
         self._queued += 1
 
-    def run_policy(self, index: int, place: SlotPlan) -> int:
+    def run_policy(self, index: int, plan: SlotPlan) -> int:
         """Queue stage B; returns the header's ``failed``: rank 0 is told why."""
         if nvtx_ranges.on:
             nvtx_ranges.B.push(
@@ -206,9 +206,9 @@ class DevicePolicyRank(PolicyRank):
             )  # epoch and seq are on their way: the host does not know them
         self._is_launching = True
         try:
-            self._parts.stage_b(place.envelope, place.result)
+            self._parts.stage_b(plan.envelope, plan.result)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
-            self.tell_fault(index, error)
+            self.report_fault(index, error)
             return failure(error)
         finally:
             self._is_launching = False
@@ -217,27 +217,27 @@ class DevicePolicyRank(PolicyRank):
         return 0
 
     def finish(self) -> None:
-        """Book the oldest envelope, which is answered."""
+        """Account for the oldest envelope, which is answered."""
         index = self.progress
-        place = self._place(index)
-        header = place.header.tolist()
+        plan = self._plan(index)
+        header = plan.header.tolist()
         if header[INDEX] != index or header[GENERATION] != self._parts.shape.generation:
             raise ProtocolError(
                 f"slot of envelope {index} (generation {self._parts.shape.generation}) holds "
                 f"{header[INDEX]} (generation {header[GENERATION]})"
             )
         past_ns = self._parts.clock.past_ns
-        times = PolicyTimes(past_ns(place.complete), past_ns(place.b0), past_ns(place.b1))
+        times = PolicyTimes(past_ns(plan.complete), past_ns(plan.b0), past_ns(plan.b1))
         record = self._records.popleft()
         record.epoch, record.seq, record.phase = header[EPOCH], header[SEQ], self.phase
         record.drop = record.drop or FAILURES[header[FAILED]]
-        book_policy(record, times, self._before)
+        record_policy_times(record, times, self._before)
         gap_ns = min(REST_NS, times.b1 - self._newest_ns)
         self._gap_ns += (gap_ns - self._gap_ns) // GAPS
         self._before, self._newest_ns = times, times.b1
         self._newest_b_ns.append(times.b1 - times.b0)
         if self._meter is not None:
-            record.recompiles = self._meter.take()
+            record.recompiles = self._meter.drain()
         self.log.commit(record)
         self.progress += 1
 
@@ -248,11 +248,11 @@ class DevicePolicyRank(PolicyRank):
         """
         if self.progress == self._queued:
             return False
-        place, host_ns = self._place(self.progress), self._parts.clock.host_ns
+        plan, host_ns = self._plan(self.progress), self._parts.clock.host_ns
         return (
-            host_ns(place.last) is not None
-            and host_ns(place.named) is not None
-            and host_ns(place.complete) is not None
+            host_ns(plan.last) is not None
+            and host_ns(plan.named) is not None
+            and host_ns(plan.complete) is not None
         )
 
     def rest(self, limit_ns: int) -> None:
@@ -304,8 +304,8 @@ class DevicePolicyRank(PolicyRank):
         """As ``PolicyRank``: of each part alone, before the run."""
         return dict(self._parts.parts_ns)
 
-    def _place(self, index: int) -> SlotPlan:
-        return self._places[index % len(self._places)]
+    def _plan(self, index: int) -> SlotPlan:
+        return self._plans[index % len(self._plans)]
 
     def _at(self) -> str:
         """For the watchdog: a launch stands when the driver's queue is full."""

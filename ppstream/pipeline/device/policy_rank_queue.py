@@ -62,7 +62,7 @@ def sends_from_b(link: DeviceLink, d_in: int) -> bool:
     return link.is_short and d_in == 1
 
 
-def places(
+def slot_plans(
     link: DeviceLink, b: CudaStream, d_in: int, *, relays: bool = False
 ) -> tuple[SlotPlan, ...]:
     """One for each slot of ``link``.
@@ -81,11 +81,11 @@ def places(
     )
     from_b = sends_from_b(link, d_in)
     return tuple(
-        _place(link, b, slot, row, from_b=from_b, relays=relays) for slot, row in enumerate(memory)
+        _plan(link, b, slot, row, from_b=from_b, relays=relays) for slot, row in enumerate(memory)
     )
 
 
-def _place(
+def _plan(
     link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: bool, relays: bool
 ) -> SlotPlan:
     complete, named, b0, b1, sent = (CudaEvent() for _ in range(5))

@@ -44,7 +44,7 @@ class Rank0Device(NamedTuple):
     work_c: GpuWork
 
 
-class _Place(NamedTuple):
+class _LaunchPlan(NamedTuple):
     """One slot of either direction, and what is queued each time, stage A and the link aside."""
 
     envelope: DeviceSlot
@@ -88,34 +88,34 @@ class Queueing:
         is_received_by_c = parts.link.spins and is_lone and c_copies
         self._receives_on = parts.streams.c if is_received_by_c else None
         results = pinned_slots(parts.shape.result, len(marks))
-        self._places = [
-            self._place(parts, marks, place, result) for place, result in enumerate(results)
+        self._plans = [
+            self._plan(parts, marks, number, result) for number, result in enumerate(results)
         ]
 
-    def _place(
-        self, parts: Rank0Device, marks: Sequence[Marks], place: int, result: Slot
-    ) -> _Place:
+    def _plan(
+        self, parts: Rank0Device, marks: Sequence[Marks], number: int, result: Slot
+    ) -> _LaunchPlan:
         """The picture in ``executor.py``, from top to bottom.
 
-        Whoever is behind another by ``n`` envelopes has the events of ``n`` places before. An event
+        Whoever is behind another by ``n`` envelopes has the events of ``n`` slots before. An event
         that was never recorded holds nobody up: the first envelopes need no exception.
         """
-        link, (a, c), mine = parts.link, parts.streams, marks[place]
+        link, (a, c), mine = parts.link, parts.streams, marks[number]
         d_in, d_out = parts.shape.d_in, parts.shape.d_out
-        slot, source = link.out[place], link.into[place]
+        slot, source = link.out[number], link.into[number]
 
         if not self._is_fresh:
-            before_a = [a.to_wait_for(marks[place - 1].sent)]
-        elif self._a_spins:  # for the count; a receipt also waits for a place among the results
-            before_a = [a.to_wait_for(marks[place - d_in - d_out].c0)]
+            before_a = [a.to_wait_for(marks[number - 1].sent)]
+        elif self._a_spins:  # for the count; a receipt also waits for a slot among the results
+            before_a = [a.to_wait_for(marks[number - d_in - d_out].c0)]
         else:
-            before_a = [a.to_wait_for(marks[place - d_in].received)]
+            before_a = [a.to_wait_for(marks[number - d_in].received)]
         begin_a = [a.to_record(mine.a0)]
         behind_a = [*parts.work_a.calls(a), a.to_record(mine.a1)]
 
         sending, before_send, behind_send = link.sending, [], []
         if not self._is_fresh:
-            before_send.append(sending.to_wait_for(marks[place - d_in].received))
+            before_send.append(sending.to_wait_for(marks[number - d_in].received))
             behind_send.append(sending.to_record(mine.sent))
         if not self._sends_from_a:
             before_send.append(sending.to_wait_for(mine.a1))
@@ -124,7 +124,7 @@ class Queueing:
         if self._receives_on is not None:
             before_receipt.append(self._receives_on.to_wait_for(mine.a1))
         receiving = self._receives_on or link.receiving
-        freed = marks[place - d_out]  # whose C left a place among the results
+        freed = marks[number - d_out]  # whose C left a slot among the results
         behind_receipt = [receiving.to_wait_for(freed.c0), receiving.to_record(mine.received)]
 
         stage_c = [
@@ -134,7 +134,7 @@ class Queueing:
             *parts.work_c.calls(c),
             c.to_record(mine.c1),
         ]
-        return _Place(
+        return _LaunchPlan(
             slot,
             result,
             before_a=LaunchSequence(*before_a),
@@ -149,50 +149,50 @@ class Queueing:
 
     def result(self, index: int) -> Slot:
         """Returns the result of ``index`` in host memory; valid once its last event is done."""
-        return self._places[index % len(self._places)].result
+        return self._plans[index % len(self._plans)].result
 
     def envelope(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         """Queue everything that will happen to ``flight``."""
-        place = self._places[flight.index % len(self._places)]
+        plan = self._plans[flight.index % len(self._plans)]
         if nvtx_ranges.on:
             nvtx_ranges.A.push(flight.epoch, flight.seq)
-        self._queue_a(place, flight, ends_ns)
+        self._queue_a(plan, flight, ends_ns)
         if nvtx_ranges.on:
             nvtx_ranges.A.pop()
             nvtx_ranges.SEND.push(flight.epoch, flight.seq)
-        self._queue_send(place, flight)
+        self._queue_send(plan, flight)
         if nvtx_ranges.on:
             nvtx_ranges.SEND.pop()
             nvtx_ranges.RECV.push(flight.epoch, flight.seq)
-        place.before_receipt()
+        plan.before_receipt()
         self._link.queue_receive(flight.index, self._receives_on)
-        place.behind_receipt()
+        plan.behind_receipt()
         if nvtx_ranges.on:
             nvtx_ranges.RECV.pop()
             nvtx_ranges.C.push(flight.epoch, flight.seq)
-        place.c()
+        plan.c()
         if nvtx_ranges.on:
             nvtx_ranges.C.pop()
 
     def stage_a(self, flight: Flight, ends_ns: Sequence[int | None]) -> None:
         """Stage A alone, between its two events."""
-        self._queue_a(self._places[flight.index % len(self._places)], flight, ends_ns)
+        self._queue_a(self._plans[flight.index % len(self._plans)], flight, ends_ns)
 
     def stage_c(self, index: int) -> None:
         """Stage C alone, between its two events."""
-        self._places[index % len(self._places)].c()
+        self._plans[index % len(self._plans)].c()
 
-    def _queue_a(self, place: _Place, flight: Flight, ends_ns: Sequence[int | None]) -> None:
-        place.before_a()
+    def _queue_a(self, plan: _LaunchPlan, flight: Flight, ends_ns: Sequence[int | None]) -> None:
+        plan.before_a()
         if self._a_spins and flight.index >= self._d_in:
             self._link.queue_wait(flight.index - self._d_in, self._a)
-        place.begin_a()
-        flight.failed = self._stage_a.enqueue(flight, place.envelope, ends_ns)
-        place.behind_a()
+        plan.begin_a()
+        flight.failed = self._stage_a.enqueue(flight, plan.envelope, ends_ns)
+        plan.behind_a()
 
-    def _queue_send(self, place: _Place, flight: Flight) -> None:
+    def _queue_send(self, plan: _LaunchPlan, flight: Flight) -> None:
         status = EnvelopeStatus(epoch=flight.epoch, seq=flight.seq, failed=flight.failed)
         self._link.queue_header(flight.index, status)
-        place.before_send()
+        plan.before_send()
         self._link.queue_send(flight.index, self._a if self._sends_from_a else None)
-        place.behind_send()
+        plan.behind_send()

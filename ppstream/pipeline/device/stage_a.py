@@ -187,7 +187,7 @@ class RingWindows:
         return 0 if front is None else front.enqueue(flight, slot)
 
     def settle(self, flight: Flight) -> None:
-        taken = self._window.take()
+        taken = self._window.pop()
         if taken is not self._made_of:
             self._made_of, self._owners = taken, taken_owners(taken, self._lease_ns)
             self._names = names_of(self._owners)

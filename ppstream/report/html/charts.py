@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ppstream.analysis.run_report import RunReport
-from ppstream.report.html.svg import Drawing, Scale, steps
+from ppstream.report.html.svg import Axis, Drawing, steps
 from ppstream.report.series import (
     Bins,
-    Depth,
+    ExpectedDepth,
     Point,
     bins_of,
     depth_curve,
@@ -44,8 +44,8 @@ def resources(report: RunReport) -> str:
     if score is None:
         return ""
     drawing = Drawing(WIDTH, 30.0 * len(score.busy_ns) + 30, "busy share of every resource")
-    share = Scale(0, 1, 110, RIGHT - 96)
-    drawing.x_axis(Scale(0, 100, share.start, share.end), drawing.height - 24, "%", top=4)
+    share = Axis(0, 1, 110, RIGHT - 96)
+    drawing.x_axis(Axis(0, 100, share.start, share.end), drawing.height - 24, "%", top=4)
     for row, name in enumerate(score.busy_ns):
         busy = score.utilisation[name]
         title, kind = RESOURCES.get(name, (f"place {name.removeprefix('place')}: B", "b"))
@@ -81,21 +81,21 @@ def _histogram(bins: Bins, what: str, refs: Sequence[tuple[str, float, str]]) ->
     low = min([bins.low, *(value for _, value, _ in refs)])
     high = max([bins.high, *(value for _, value, _ in refs)])
     drawing = Drawing(WIDTH, 220, f"distribution of the {what}")
-    x = Scale(low, high, LEFT, RIGHT)
-    y = Scale(0, max(bins.counts), 186, 34)
+    x = Axis(low, high, LEFT, RIGHT)
+    y = Axis(0, max(bins.counts), 186, 34)
     drawing.y_axis(y, LEFT, RIGHT)
-    for place, count in enumerate(bins.counts):
-        start, end = (bins.low + bins.width * k for k in (place, place + 1))
+    for number, count in enumerate(bins.counts):
+        start, end = (bins.low + bins.width * k for k in (number, number + 1))
         tip = f"{start:.3g} to {end:.3g} ms: {count}"
         width = x(end) - x(start) - 0.6
         if count:
             drawing.rect(x(start), y(count), width, y(0) - y(count), "b", tip)
     drawing.x_axis(x, 186, "ms")
-    for place, (name, value, kind) in enumerate(refs):
+    for number, (name, value, kind) in enumerate(refs):
         drawing.line(x(value), 30, x(value), 186, kind)
         side = "end" if x(value) > (LEFT + RIGHT) / 2 else "start"
         shift = -5 if side == "end" else 5
-        drawing.text(x(value) + shift, 12 + 14 * place, f"{name} {value:.2f} ms", "note", side)
+        drawing.text(x(value) + shift, 12 + 14 * number, f"{name} {value:.2f} ms", "note", side)
     if bins.beyond:
         drawing.text(RIGHT, 48, f"{bins.beyond} beyond {bins.high:.3g} ms", "note", "end")
     return str(drawing)
@@ -109,8 +109,8 @@ def period_drift(report: RunReport) -> str:
         return ""
     drawing = Drawing(WIDTH, 220, "period over time")
     ceiling = sorted(p.top for p in points)[int(0.95 * (len(points) - 1))]
-    x = Scale(0, points[-1].at, LEFT, RIGHT)
-    y = Scale(0, 1.15 * max(ceiling, *(p.high for p in points)), 186, 14)
+    x = Axis(0, points[-1].at, LEFT, RIGHT)
+    y = Axis(0, 1.15 * max(ceiling, *(p.high for p in points)), 186, 14)
     drawing.y_axis(y, LEFT, RIGHT, "ms")
     drawing.x_axis(x, 186, "s")
     band = [(x(p.at), y(p.low)) for p in points] + [(x(p.at), y(p.high)) for p in points[::-1]]
@@ -120,7 +120,7 @@ def period_drift(report: RunReport) -> str:
     return str(drawing)
 
 
-def _tops(drawing: Drawing, points: Sequence[Point], x: Scale, y: Scale) -> None:
+def _tops(drawing: Drawing, points: Sequence[Point], x: Axis, y: Axis) -> None:
     """The longest of each stretch where it stands out; those off the sheet stay at its edge."""
     for p in points:
         if p.top > 1.5 * p.middle:
@@ -136,7 +136,7 @@ def waterfall(report: RunReport) -> str:
         return ""
     total = sum(shown.values())
     drawing = Drawing(WIDTH, 24.0 * (len(shown) + 1) + 30, "parts of the latency")
-    x = Scale(0, total, 140, RIGHT - 70)
+    x = Axis(0, total, 140, RIGHT - 70)
     drawing.x_axis(x, drawing.height - 24, "ms", top=2)
     at = 0.0
     for row, (name, ms) in enumerate({**shown, "tA0 to tEmit": total}.items()):
@@ -157,13 +157,13 @@ def queues_over_time(report: RunReport) -> str:
     topology = report.window.topology
     most = max(topology.d_in, topology.d_out)
     drawing = Drawing(WIDTH, 200, "queue depths over time")
-    level = Scale(0, most + 0.3, 166, 12)
+    level = Axis(0, most + 0.3, 166, 12)
     drawn = False
     for queue, kind in (("outstanding", "step"), ("q_decode", "step2")):
         at, means, maxima = queue_levels(report.window, queue)
         if len(at) < 2:
             continue
-        x = Scale(0, at[-1], LEFT, RIGHT)
+        x = Axis(0, at[-1], LEFT, RIGHT)
         if not drawn:
             drawing.x_axis(x, 166, "s")
             for value in range(most + 1):
@@ -182,9 +182,9 @@ def depths(report: RunReport) -> str:
     if len(curve) < 2:
         return ""
     drawing = Drawing(WIDTH, 210, "period and latency by depth")
-    x = Scale(curve[0].d_in, curve[-1].d_in, LEFT + 12, RIGHT - 12)
+    x = Axis(curve[0].d_in, curve[-1].d_in, LEFT + 12, RIGHT - 12)
     tallest = max(max(d.period_ns, d.latency_ns) for d in curve) * MS
-    y = Scale(0, 1.12 * tallest, 176, 12)
+    y = Axis(0, 1.12 * tallest, 176, 12)
     drawing.y_axis(y, LEFT, RIGHT, "ms")
     drawing.line(LEFT, 176, RIGHT, 176, "axis")
     for d in curve:
@@ -197,29 +197,29 @@ def depths(report: RunReport) -> str:
     return str(drawing)
 
 
-def _depth_dot(drawing: Drawing, d: Depth, x: Scale, y: Scale, *, here: bool) -> None:
+def _depth_dot(drawing: Drawing, d: ExpectedDepth, x: Axis, y: Axis, *, here: bool) -> None:
     tip = f"D_in {d.d_in}: period {d.period_ns * MS:.2f} ms, limited by {d.limit}"
-    place = x(d.d_in), y(d.period_ns * MS)
-    drawing.dot(*place, 6 if here else 4, "here" if here else "b", tip)
+    point = x(d.d_in), y(d.period_ns * MS)
+    drawing.dot(*point, 6 if here else 4, "here" if here else "b", tip)
     if here:
-        drawing.text(place[0], place[1] - 11, f"{d.period_ns * MS:.1f} ms", "note", "middle")
+        drawing.text(point[0], point[1] - 11, f"{d.period_ns * MS:.1f} ms", "note", "middle")
         high = y(d.latency_ns * MS)
-        drawing.text(place[0], high - 8, f"{d.latency_ns * MS:.1f} ms", "note", "middle")
+        drawing.text(point[0], high - 8, f"{d.latency_ns * MS:.1f} ms", "note", "middle")
 
 
 def critical_path_chart(path: Mapping[str, Mapping[str, float]]) -> str:
     """Draws what the starts of each stage waited for last."""
-    drawing = Drawing(WIDTH, 44.0 * len(path) + 4, "what each stage's starts waited for")
-    x = Scale(0, 1, 26, RIGHT)
+    drawing = Drawing(WIDTH, 44.0 * len(path) + 4, "waits before the starts of each stage")
+    x = Axis(0, 1, 26, RIGHT)
     for row, (stage, shares) in enumerate(path.items()):
         y = 2 + 44.0 * row
         drawing.text(0, y + 18, stage, "row")
         at = 0.0
-        for place, (name, share) in enumerate(shares.items()):
-            kind = STAGE_CLASS[stage[0]] if place == 0 else ("wait" if place % 2 else "back")
+        for number, (name, share) in enumerate(shares.items()):
+            kind = STAGE_CLASS[stage[0]] if number == 0 else ("wait" if number % 2 else "back")
             width = x(at + share) - x(at)
             drawing.rect(x(at), y, width, 24, kind, f"{name}: {share:.1%}")
             at += share
-        said = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
-        drawing.text(26, y + 38, said, "note")
+        note = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+        drawing.text(26, y + 38, note, "note")
     return str(drawing) if path else ""

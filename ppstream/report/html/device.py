@@ -12,7 +12,7 @@ from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import GIB, GpuUse, MemoryUse, by_rank, with_gpu
 from ppstream.analysis.records import MemoryLine, RunLog
 from ppstream.report.formatting import gib, ms
-from ppstream.report.html.svg import Drawing, Scale
+from ppstream.report.html.svg import Axis, Drawing
 from ppstream.report.html.tables import Cell, table
 from ppstream.report.series import over_time
 
@@ -39,8 +39,8 @@ def memory_charts(run: RunLog) -> str:
 def _ram_chart(ranks: dict[int, list[MemoryLine]]) -> str:
     kinds = ("curve", "curve2", "curve3")
     curves = [
-        (f"rank {rank}", kinds[place % len(kinds)], _series(lines, "resident_bytes"))
-        for place, (rank, lines) in enumerate(ranks.items())
+        (f"rank {rank}", kinds[number % len(kinds)], _series(lines, "resident_bytes"))
+        for number, (rank, lines) in enumerate(ranks.items())
     ]
     return _chart("RAM", curves)
 
@@ -64,8 +64,8 @@ def _chart(title: str, curves: Sequence[tuple[str, str, list[tuple[float, float]
     if longest <= 0 or most <= 0:
         return ""
     drawing = Drawing(WIDTH, HEIGHT, f"memory over time: {title}")
-    x = Scale(0, longest, LEFT, RIGHT)
-    y = Scale(0, 1.15 * most, BOTTOM, 26)
+    x = Axis(0, longest, LEFT, RIGHT)
+    y = Axis(0, 1.15 * most, BOTTOM, 26)
     drawing.text(0, 14, title, "row")
     drawing.y_axis(y, LEFT, RIGHT, "GiB", about=3)
     drawing.x_axis(x, BOTTOM, "s")
@@ -133,18 +133,18 @@ def device_table(stages: Sequence[StageOnDevice]) -> str:
 
 def device_note(stages: Sequence[StageOnDevice], clocks: Sequence[ClockSeen]) -> str:
     """Words the finding, and how exact the device's clock was mapped to the host's."""
-    said = [
+    texts = [
         f"The host's {found.stage} takes {ms(found.host.p50_ns)}, "
         f"the device's {ms(found.device.p50_ns)}."
         for found in stages
         if found.host is not None and found.disagrees
     ]
-    if said:
-        said.append("Launches, waits and Python make up the difference.")
-    said += [
+    if texts:
+        texts.append("Launches, waits and Python make up the difference.")
+    texts += [
         f"Rank {clock.rank}'s device clock: {clock.renewals} anchors, none wider than "
         f"{clock.bracket_max_ns / 1e3:.0f} µs, at most {clock.surprise_max_ns / 1e3:.1f} µs off "
         f"the one before, drift {clock.drift_ppb / 1e3:+.1f} ppm."
         for clock in clocks
     ]
-    return " ".join(said)
+    return " ".join(texts)

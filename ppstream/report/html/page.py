@@ -25,6 +25,7 @@ from ppstream.report.html.tables import (
     fault_table,
     key,
     place_table,
+    request_table,
     score_table,
     service_table,
     stream_table,
@@ -46,25 +47,25 @@ def render_page(judged: Sequence[Judged]) -> str:
     """The whole page of all runs, in their order."""
     title = "ppstream report" if len(judged) > 1 else f"ppstream: {judged[0][1].run_id}"
     body = [_index(judged)] if len(judged) > 1 else []
-    body += [_article(place, *one) for place, one in enumerate(judged)]
+    body += [_article(number, *one) for number, one in enumerate(judged)]
     return SKELETON.substitute(title=escape(title), style=STYLE, body="".join(body))
 
 
 def _index(judged: Sequence[Judged]) -> str:
     rows = "".join(
-        f'<tr><td><a href="#run{place}">{escape(report.run_id)}</a></td>'
+        f'<tr><td><a href="#run{number}">{escape(report.run_id)}</a></td>'
         f"<td>{WORDS[report.verdict.name]}</td><td>{escape(', '.join(report.reasons))}</td>"
         f"<td class=n>{ms(report.primary.period_ns) if report.primary else 'NA'}</td></tr>"
-        for place, (_, report) in enumerate(judged)
+        for number, (_, report) in enumerate(judged)
     )
     head = "<tr><th>run<th>verdict<th>reasons<th class=n>period</tr>"
     return f"<nav><table>{head}{rows}</table></nav>"
 
 
-def _article(place: int, run: RunLog, report: RunReport) -> str:
+def _article(number: int, run: RunLog, report: RunReport) -> str:
     sections = "".join(_sections(run, report))
     return (
-        f'<article id="run{place}">{_head(report)}{_figures(report)}'
+        f'<article id="run{number}">{_head(report)}{_figures(report)}'
         f'<div class="cards">{sections}</div>{_foot(run)}</article>'
     )
 
@@ -78,10 +79,10 @@ def _head(report: RunReport) -> str:
     name = report.verdict.name
     why = ", ".join(report.reasons) + (" · accepted: SERVING" if report.accepted else "")
     reasons = f"<small>{escape(why)}</small>" if why else ""
-    said = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.statements)
+    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.statements)
     return (
         f'<header class="{name}"><h1>{WORDS[name]}{reasons}</h1>'
-        f"<p>{escape(origin)}</p><ul>{said}</ul></header>"
+        f"<p>{escape(origin)}</p><ul>{sentences}</ul></header>"
     )
 
 
@@ -112,8 +113,7 @@ def _sections(run: RunLog, report: RunReport) -> Iterator[str]:
     if stretch is not None and report.primary is not None:
         yield _section(
             "A typical stretch",
-            "Some periods that are most like all the others. Bold: the way of one envelope. "
-            "Hatched: waiting, which is no work.",
+            "Typical periods. Bold: the path of one envelope. Hatched: waiting.",
             f'<div class="scroll">{timeline(run, stretch)}</div>{key(run.topology)}',
             wide=True,
             after=stretch_note(run, stretch),
@@ -124,20 +124,20 @@ def _sections(run: RunLog, report: RunReport) -> Iterator[str]:
     yield from _machine_sections(run, report)
     yield _section(
         "Two scores",
-        "The primary one decides. The published one is what others use.",
+        "The primary score decides. Other tools use the published score.",
         score_table(report),
         after=why_scores_differ(report),
     )
     yield _section(
-        "Can the log be believed?",
+        "Audits of the log",
         "Audits by independent witnesses: one that fails makes the verdict INCONCLUSIVE.",
         audit_table(report.audits),
     )
-    yield _section("What went nowhere", "Every drop has a reason.", drop_table(report.drops))
+    yield _section("Drops", "Every drop has a reason.", drop_table(report.drops))
     if report.faults:
         yield _section(
             "What failed",
-            "Policies and decoders that raised or left outputs out, and chunks against the rules.",
+            "Errors of policies and decoders, unwritten outputs, and chunks that broke a rule.",
             fault_table(report.faults),
         )
     if report.service is not None:
@@ -146,12 +146,18 @@ def _sections(run: RunLog, report: RunReport) -> Iterator[str]:
             "Here the input sets the period: described, not judged.",
             service_table(report.service),
         )
+    yield _section(
+        "Requests",
+        "Of the gateway's clients: times are from receipt to answer.",
+        request_table(report.requests),
+        wide=True,
+    )
 
 
 def _time_sections(report: RunReport) -> Iterator[str]:
     yield _section(
-        "Who is busy",
-        "Work only, never waiting. The busiest sets the shortest period there can be.",
+        "Busy shares",
+        "Work only, never waiting. The busiest resource sets the shortest possible period.",
         charts.resources(report),
     )
     if report.window.topology.is_chain:
@@ -162,7 +168,7 @@ def _time_sections(report: RunReport) -> Iterator[str]:
             wide=True,
         )
     yield _section(
-        "Where the latency goes",
+        "Parts of the latency",
         "Mean of each part from the start of A to emit; hatched parts are waiting.",
         charts.waterfall(report),
     )
@@ -181,7 +187,7 @@ def _time_sections(report: RunReport) -> Iterator[str]:
 def _age_sections(run: RunLog, report: RunReport) -> Iterator[str]:
     yield _section(
         "Age of the input" + (f" ({report.input_source})" if report.input_source else ""),
-        "How old the newest sample of each stream is at the end of the window it went into.",
+        "Age of each stream's newest sample at the end of its window.",
         stream_table(run, report),
     )
     yield _section(
@@ -194,8 +200,8 @@ def _age_sections(run: RunLog, report: RunReport) -> Iterator[str]:
 
 def _cause_sections(report: RunReport) -> Iterator[str]:
     yield _section(
-        "What the starts waited for",
-        "The last thing that each start of a stage had to wait for names the bottleneck.",
+        "Waits before each start",
+        "The last event that each start of a stage waited for names the bottleneck.",
         charts.critical_path_chart(report.critical_path),
     )
     yield _section(
@@ -205,8 +211,8 @@ def _cause_sections(report: RunReport) -> Iterator[str]:
         charts.queues_over_time(report),
     )
     yield _section(
-        "How deep should it be?",
-        "What the model expects of this run's stage times. Solid: period; dashed: latency.",
+        "Queue depth",
+        "The model's expectation for this run's stage times. Solid: period; dashed: latency.",
         charts.depths(report),
         after=depth_note(report),
     )
@@ -215,13 +221,13 @@ def _cause_sections(report: RunReport) -> Iterator[str]:
 def _machine_sections(run: RunLog, report: RunReport) -> Iterator[str]:
     yield _section(
         "On the device",
-        "Time between events on the GPU, alone in bring-up, and what the host saw of it.",
+        "Time between events on the GPU, in isolation in bring-up, and as the host measured it.",
         device_table(report.on_device),
         after=device_note(report.on_device, report.clocks),
     )
     yield _section(
         "Memory",
-        "One line a second of every rank. Once it is warm, nothing should rise.",
+        "One log line a second from every rank. After warm-up no value should rise.",
         memory_charts(run) + memory_table(report.memory),
     )
 

@@ -16,7 +16,7 @@ Pair = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Axis:
     """From values ``low..high`` to places ``start..end``."""
 
     low: float
@@ -50,12 +50,12 @@ class Drawing:
     def rect(
         self, x: float, y: float, width: float, height: float, kind: str, tip: str = ""
     ) -> None:
-        place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(max(0, width))}" height="{_n(height)}"'
-        self._add("rect", place, kind, tip)
+        attributes = f'x="{_n(x)}" y="{_n(y)}" width="{_n(max(0, width))}" height="{_n(height)}"'
+        self._add("rect", attributes, kind, tip)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str, tip: str = "") -> None:
-        place = f'x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"'
-        self._add("line", place, kind, tip)
+        attributes = f'x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"'
+        self._add("line", attributes, kind, tip)
 
     def path(self, points: Iterable[Pair], kind: str, *, closed: bool = False) -> None:
         steps = " L".join(f"{_n(x)} {_n(y)}" for x, y in points)
@@ -65,28 +65,28 @@ class Drawing:
         self._add("circle", f'cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}"', kind, tip)
 
     def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
-        place = f'x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}"'
-        self._parts.append(f'<text {place} class="{kind}">{escape(text)}</text>')
+        attributes = f'x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}"'
+        self._parts.append(f'<text {attributes} class="{kind}">{escape(text)}</text>')
 
-    def x_axis(self, scale: Scale, y: float, unit: str, *, top: float | None = None) -> None:
+    def x_axis(self, scale: Axis, y: float, unit: str, *, top: float | None = None) -> None:
         """Ticks below ``y``, and grid lines up to ``top``."""
         ticks = scale.ticks()
-        for place, value in enumerate(ticks):
+        for number, value in enumerate(ticks):
             x = scale(value)
             if top is not None:
                 self.line(x, top, x, y, "grid")
-            name = f"{value:g} {unit}" if place == len(ticks) - 1 else f"{value:g}"
+            name = f"{value:g} {unit}" if number == len(ticks) - 1 else f"{value:g}"
             fits = x + 4 * len(name) < self.width
             self.text(x if fits else self.width, y + 16, name, "tick", "middle" if fits else "end")
         self.line(scale.start, y, scale.end, y, "axis")
 
-    def y_axis(self, scale: Scale, x: float, right: float, unit: str = "", about: int = 4) -> None:
+    def y_axis(self, scale: Axis, x: float, right: float, unit: str = "", about: int = 4) -> None:
         """Ticks left of ``x``, and grid lines to ``right``."""
         ticks = scale.ticks(about)
-        for place, value in enumerate(ticks):
+        for number, value in enumerate(ticks):
             y = scale(value)
             self.line(x, y, right, y, "grid")
-            name = f"{value:g} {unit}".rstrip() if place == len(ticks) - 1 else f"{value:g}"
+            name = f"{value:g} {unit}".rstrip() if number == len(ticks) - 1 else f"{value:g}"
             self.text(x - 7, y + 4, name, "tick", "end")
 
     def _add(self, shape: str, place: str, kind: str, tip: str) -> None:

@@ -7,12 +7,12 @@ from html import escape
 from typing import Final
 
 from ppstream.analysis.audits import Audit
-from ppstream.analysis.place_table import Place
-from ppstream.analysis.records import RunLog, Topology
+from ppstream.analysis.place_table import PlaceRow
+from ppstream.analysis.records import RobotRequests, RunLog, Topology
 from ppstream.analysis.run_report import RunReport, ServiceReport
 from ppstream.analysis.run_statistics import FaultSeen
 from ppstream.core.quantiles import quantiles
-from ppstream.report.formatting import ms, quantile_texts
+from ppstream.report.formatting import error_text, imbalance_text, ms, quantile_texts
 from ppstream.report.series import input_ages_ns
 
 Cell = tuple[str, str]  # text and class
@@ -26,7 +26,7 @@ _ASKS: Final = {
     "credit": "nothing starts before its permission",
     "stamps": "rank 0's B = the policy rank's own stamps",
     "ledger": "as many lines as the ledger counts envelopes",
-    "cpu": "no more CPU time than time, or than CPUs",
+    "cpu": "CPU time within each stage's time and the CPUs",
 }
 
 
@@ -76,7 +76,7 @@ def score_table(report: RunReport) -> str:
     return table((), rows)
 
 
-def place_table(places: Sequence[Place]) -> str:
+def place_table(places: Sequence[PlaceRow]) -> str:
     """Every rank of a chain: its parts, and means of an envelope."""
     rows: list[Sequence[str | Cell]] = []
     for place in places:
@@ -132,7 +132,7 @@ def drop_table(found: Mapping[str, object]) -> str:
                 rows.append((f"{what} dropped", ("none", "n")))
     wasted = found["wasted_b_share"]
     if isinstance(wasted, float) and wasted > 0:
-        rows.append(("time of B spent on what was dropped", (f"{wasted:.1%}", "n")))
+        rows.append(("time of B spent on dropped envelopes", (f"{wasted:.1%}", "n")))
     if found["imbalance"] is not None:
         word = ("ledger off", "n bad") if found["imbalance"] else ("balances", "n good")
         rows.append(("received = used + dropped + in flight", word))
@@ -159,27 +159,40 @@ def service_table(service: ServiceReport) -> str:
         rows.append(("past their lease", f"{service.deadline['misses']} of {n}"))
     if service.gaps is not None:
         gaps = service.gaps
-        said = f"{ms(gaps.longest_ns)}, {gaps.above} above {ms(gaps.limit_ns)}"
-        rows.append(("longest without a new chunk", said))
+        text = f"{ms(gaps.longest_ns)}, {gaps.above} above {ms(gaps.limit_ns)}"
+        rows.append(("longest without a new chunk", text))
     if service.rule_counts is not None:
         rows.append(("rules of [actions]", service.rule_counts.text))
     for robot in service.robots:
-        said = f"{robot.holds or 0} holds for {ms(robot.held_ns or 0)}, {robot.faults or 0} faults"
+        text = f"{robot.holds or 0} holds for {ms(robot.held_ns or 0)}, {robot.faults or 0} faults"
         fault = f", the newest: {robot.fault}" if robot.fault else ""
-        rows.append((f"robot of session {robot.session:x}", said + fault))
+        rows.append((f"robot of session {robot.session:x}", text + fault))
     for stream in service.streams:
         invalid_share = stream.invalid_share
         invalid = "not counted" if invalid_share is None else f"{invalid_share:.1%}"
         holes = "on request" if stream.is_on_request else f"{stream.holes} holes above max_gap_ms"
-        said = f"{holes}, {invalid} of targets invalid"
-        rows.append((stream.stream, said))
+        text = f"{holes}, {invalid} of targets invalid"
+        rows.append((stream.stream, text))
     return table((), rows)
+
+
+def request_table(requests: Sequence[RobotRequests]) -> str:
+    """The gateway's clients; a row whose counts do not add up says so."""
+    rows: list[Sequence[str | Cell]] = []
+    for row in requests:
+        times = {} if row.latency is None else quantile_texts(row.latency)
+        numbers = [str(row.requests), str(row.answered)]
+        numbers += [times.get(name, "NA") for name in ("p50", "p99", "max")]
+        off = (f"ledger off: {imbalance_text(row)}", "bad") if row.imbalance else ""
+        rows.append((row.wire, row.robot, *((n, "n") for n in numbers), error_text(row), off))
+    head = ("wire", "robot", "requests", "answered", "p50", "p99", "max", "errors", "")
+    return table(head, rows)
 
 
 def depth_note(report: RunReport) -> str:
     """The statement on depth, where one was made."""
-    said = (s for s in report.statements if s.startswith(("raise D_in", "D_in ", "depth does")))
-    return next(said, "")
+    texts = (s for s in report.statements if s.startswith(("raise D_in", "D_in ", "depth does")))
+    return next(texts, "")
 
 
 def _limits_ms(run: RunLog) -> dict[str, float]:

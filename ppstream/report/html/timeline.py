@@ -8,7 +8,7 @@ from typing import Final
 
 from ppstream.analysis.records import Envelope, RunLog, Topology
 from ppstream.report.clock_alignment import policy_clocks
-from ppstream.report.html.svg import Drawing, Scale, steps
+from ppstream.report.html.svg import Axis, Drawing, steps
 from ppstream.report.series import Stretch
 from ppstream.report.spans import (
     LINK,
@@ -51,10 +51,10 @@ def timeline(run: RunLog, stretch: Stretch) -> str:
         for k, track in enumerate(policy_tracks(run.topology), start=1)
         if run.topology.is_chain
     }
-    rows = {name: 14 + place * ROW for place, name in enumerate(laid.tracks)}
+    rows = {name: 14 + number * ROW for number, name in enumerate(laid.tracks)}
     bottom = 14 + len(rows) * ROW
     drawing = Drawing(WIDTH, bottom + 34 + QUEUES + 30, "what every thread and link did when")
-    time = Scale(0.0, (stretch.end_ns - stretch.start_ns) / 1e6, LEFT, WIDTH - 12)
+    time = Axis(0.0, (stretch.end_ns - stretch.start_ns) / 1e6, LEFT, WIDTH - 12)
     drawing.x_axis(time, bottom, "ms", top=10)
     for name, spans in laid.tracks.items():
         drawing.text(0, rows[name] + ROW / 2 + 4, titles.get(name, name), "row")
@@ -74,15 +74,19 @@ def stretch_note(run: RunLog, stretch: Stretch) -> str:
     if run.topology.is_chain and any(None in e.places for e in stretch.shown):
         return "Stamps of a policy rank are missing: its B is not shown."
     if len(known) < len(clocks):
-        return "The policy rank's own stamps are missing: B stands in the middle of its round trip."
+        return (
+            "The policy rank's own stamps are missing: B is drawn in the middle of its round trip."
+        )
     if all(clock.shared for clock in known):
         ranks = "All" if run.topology.is_chain else "Both"
-        return f"{ranks} ranks share one clock: every bar stands where it was measured."
+        return f"{ranks} ranks share one clock: every bar is drawn at its measured time."
     worst = max(known, key=lambda clock: clock.uncertainty_ns)
-    return f"The ranks have different clocks ({worst.text}); only B's place depends on it."
+    return (
+        f"The ranks have different clocks ({worst.text}); only the position of B depends on them."
+    )
 
 
-def _bar(drawing: Drawing, span: Span, top: float, time: Scale, stretch: Stretch) -> None:
+def _bar(drawing: Drawing, span: Span, top: float, time: Axis, stretch: Stretch) -> None:
     begin, end = max(span.start_ns, stretch.start_ns), min(span.end_ns, stretch.end_ns)
     if begin >= end:
         return
@@ -101,7 +105,7 @@ def _ways(
     drawing: Drawing,
     tracks: dict[str, list[Span]],
     rows: dict[str, float],
-    time: Scale,
+    time: Axis,
     stretch: Stretch,
     way: Sequence[str],
 ) -> None:
@@ -131,14 +135,12 @@ def _ways(
             drawing.path([(x1, y1), (x2, y2)], "hop" if seq == bold else "hops")
 
 
-def _queues(
-    drawing: Drawing, stretch: Stretch, topology: Topology, time: Scale, top: float
-) -> None:
+def _queues(drawing: Drawing, stretch: Stretch, topology: Topology, time: Axis, top: float) -> None:
     """Envelopes outstanding, and results that wait for C, from the stamps of these envelopes."""
     if topology.world_size == 1:
         return
     most = max(topology.d_in, topology.d_out)
-    level = Scale(0, most + 0.4, top + QUEUES, top + 6)
+    level = Axis(0, most + 0.4, top + QUEUES, top + 6)
     for value in range(most + 1):
         drawing.line(LEFT, level(value), WIDTH - 12, level(value), "bound" if value else "axis")
         drawing.text(LEFT - 7, level(value) + 4, f"{value}", "tick", "end")

@@ -30,7 +30,7 @@ MS: Final = 1e-6  # per ns
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in ``path``, whoever wrote it.
+    """The trace in ``path``, of either profiler.
 
     Raises:
         LogError: it is not there, empty, a placeholder, stale, damaged or of another tool.

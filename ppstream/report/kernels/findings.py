@@ -216,7 +216,7 @@ def bottleneck(f: TraceFindings) -> tuple[str, str]:
     moving = sum(by.get(name, 0.0) for name in ("elementwise", "reduce", "softmax", "copy/memset"))
     idle = f"busy {f.busy_share:.0%} of {f.span_ns / 1e6:.1f} ms"
     if not f.work_ns:
-        return "none", "no kernels and no operators: the ranges alone say where the host was"
+        return "none", "no kernels and no operators: only the ranges show what the host did"
     if not f.is_gpu:
         if f.busy_share < FEW_BUSY:
             return "cpu", f"no kernels; operators are {idle}: the rest is Python, or a wait"

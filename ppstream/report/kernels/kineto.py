@@ -38,11 +38,11 @@ def read_kineto(path: Path) -> Trace:
         content = json.loads(raw)
     except ValueError as error:
         raise LogError(
-            f"{path}: no whole JSON ({error}): the profiled process ended while it was written"
+            f"{path}: incomplete JSON ({error}): the profiled process ended while it was written"
         ) from error
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list):
-        raise LogError(f"{path}: JSON without traceEvents: no trace of torch.profiler")
+        raise LogError(f"{path}: JSON without traceEvents: not a trace of torch.profiler")
     timed = [e for e in events if isinstance(e, dict) and e.get("ph") == "X"]
     kernels = [e for e in timed if e.get("cat") == "kernel"]
     hosts = _Hosts(timed)
@@ -86,7 +86,7 @@ class _Hosts:
             if event.get("cat") == ON_STREAM and known is not None and not _is_step(event):
                 self._streams.setdefault(_stream(event), []).append((*_span(event), known))
 
-    def asked(self, event: dict[str, Any]) -> tuple[int, int] | tuple[None, None]:
+    def launch_of(self, event: dict[str, Any]) -> tuple[int, int] | tuple[None, None]:
         """When, and on which thread; a graph's parts share its launch.
 
         Without a record of the call it is the beginning of the range that asked.
@@ -110,7 +110,7 @@ def _kernel(event: dict[str, Any], hosts: _Hosts) -> Work:
     args = event.get("args", {})
     shape = tuple(args.get("grid") or ()) + tuple(args.get("block") or ())
     start_ns, end_ns = _span(event)
-    launched_ns, thread = hosts.asked(event)
+    launched_ns, thread = hosts.launch_of(event)
     return Work(
         name=event["name"],
         start_ns=start_ns,
@@ -152,7 +152,7 @@ def _own_times(thread: int, events: list[dict[str, Any]]) -> Iterable[Work]:
 def _copy(event: dict[str, Any], hosts: _Hosts) -> Copy:
     args = event.get("args", {})
     kind = str(event["name"]).partition("(")[0].strip()
-    return Copy(kind, int(args.get("bytes", 0)), *_span(event), *hosts.asked(event))
+    return Copy(kind, int(args.get("bytes", 0)), *_span(event), *hosts.launch_of(event))
 
 
 def _range(event: dict[str, Any]) -> TraceRange:

@@ -1,4 +1,4 @@
-"""A profiler's trace of one process, whoever wrote it: work, copies and named ranges. Pure.
+"""The trace of one process, of either profiler: work, copies and named ranges. Pure.
 
 ``kineto.py`` and ``nsys.py`` fill it, ``findings.py`` computes from it. Work is
 kernels of a GPU, or, in a trace without any, operators of the CPU with their own time.

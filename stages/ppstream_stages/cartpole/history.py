@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ppstream_stages.cartpole.layout import STREAMS, WINDOW_DT_NS, WINDOW_STEPS
-from ppstream_stages.cartpole.physics import Sample
+from ppstream_stages.cartpole.physics import Reading
 
 Array = np.ndarray[Any, Any]
 
@@ -40,7 +40,7 @@ class History:
         """The newest stamp of the reference stream, the encoder."""
         return int(self._stamps_ns[0][self._counts[0] - 1])
 
-    def extend(self, samples: Iterable[Sample]) -> None:
+    def extend(self, samples: Iterable[Reading]) -> None:
         """Append samples, each newer than the last one of its stream."""
         for stream, stamp_ns, values in samples:
             count = self._counts[stream]

@@ -37,7 +37,7 @@ _COLUMNS: Final = {
 _NOISE_BLOCK: Final = 1024
 
 
-class Sample(NamedTuple):
+class Reading(NamedTuple):
     """One reading: its stream's index, its capture stamp in simulated time, its values."""
 
     stream: int
@@ -85,7 +85,7 @@ class CartPole:
         self.released_step = self.steps
         self._plan_kick(FIRST_KICK_MS)
 
-    def step(self, force: float) -> list[Sample]:
+    def step(self, force: float) -> list[Reading]:
         """Apply ``force`` (N) for one millisecond; returns what the sensors captured before it."""
         mujoco.mj_step1(self.model, self.data)  # sensors of the present state
         samples = [s for sensor in self._sensors if (s := sensor.read(self)) is not None]
@@ -132,7 +132,7 @@ class _Sensor:
         self._last_stamp_ns = -(10**18)
         self._draw()
 
-    def read(self, pole: CartPole) -> Sample | None:
+    def read(self, pole: CartPole) -> Reading | None:
         """The sample captured in this step, if one is due."""
         if pole.steps < self._due_step:
             return None
@@ -146,7 +146,7 @@ class _Sensor:
         self._captures += 1
         ideal_ms = self._captures * self._stream.period_ms
         self._due_step = max(pole.steps + 1, round(ideal_ms + self._wander_ms[k]))
-        return Sample(self._index, stamp_ns, values)
+        return Reading(self._index, stamp_ns, values)
 
     def _draw(self) -> None:
         shape = (_NOISE_BLOCK, len(self._columns))

@@ -64,7 +64,7 @@ def seen_by_views() -> Seen:
     return Seen(streams.repeat_interleave(widths, dim=2), streams)
 
 
-class Block(nn.Module):
+class CausalBlock(nn.Module):
     """Pre-norm causal attention and a feed-forward layer."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class HistoryTransformer(nn.Module):
         super().__init__()
         self.embed = nn.Linear(DIM + 2 * len(STREAMS), WIDTH)
         self.place = nn.Parameter(torch.zeros(WINDOW_STEPS, WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.blocks = nn.Sequential(*(CausalBlock() for _ in range(BLOCKS)))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, HORIZON + len(STATE_SCALE))
         self.centre: Tensor

@@ -25,7 +25,7 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.durations import Durations
 from ppstream.core.interpreter import set_switch_interval
 from ppstream_stages.cartpole.layout import ACTION, STREAMS
-from ppstream_stages.cartpole.physics import CartPole, Sample
+from ppstream_stages.cartpole.physics import CartPole, Reading
 
 PERIOD_NS: Final = 2 * NS_PER_MS  # of wake-ups: one action, two steps of physics, one message
 BEHIND_NS: Final = 100 * NS_PER_MS  # further behind than this, simulated time is let go
@@ -79,7 +79,7 @@ class Story(msgspec.Struct, frozen=True):
         )
 
 
-class Robot:
+class CartPoleRobot:
     """The body in real time, and its client.
 
     Args:
@@ -102,7 +102,7 @@ class Robot:
         )
         self.is_stopping = False
         self._start_ns = 0  # robot time of the body's step 0
-        self._leaving: deque[tuple[int, list[Sample]]] = deque()  # when each batch may leave
+        self._leaving: deque[tuple[int, list[Reading]]] = deque()  # when each batch may leave
         self._alone_since_ns = 0
         self._ready_since_ns = 0
         self._is_idle = False
@@ -161,7 +161,7 @@ class Robot:
         """All steps due before ``until_ns``, and off with their samples."""
         self._release_when_due()
         force = self._force(self.clock())  # of the present: an age counts the lateness, too
-        samples: list[Sample] = []
+        samples: list[Reading] = []
         while self._start_ns + self.body.now_ns < until_ns:
             samples += self.body.step(force)
             self._idle_steps += self._is_idle
@@ -183,7 +183,7 @@ class Robot:
         self._is_idle = self.body.released_step is not None and not is_usable
         return float(action[0]) if action is not None and is_usable else 0.0
 
-    def _send(self, samples: list[Sample]) -> None:
+    def _send(self, samples: list[Reading]) -> None:
         # The encoder leaves last: its arrival starts a window, which should hold the others, too.
         for index, stream in reversed(list(enumerate(STREAMS))):
             batch = [sample for sample in samples if sample.stream == index]
@@ -225,7 +225,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of kicks and noise")
     parser.add_argument("--report", type=Path, help="JSON file for the summary")
     chosen = parser.parse_args()
-    robot = Robot(chosen.endpoint, chosen.extra_delay_ms, chosen.seed)
+    robot = CartPoleRobot(chosen.endpoint, chosen.extra_delay_ms, chosen.seed)
 
     def stop(number: int, frame: object) -> None:
         robot.is_stopping = True

@@ -98,8 +98,8 @@ class PolicyBridge:
     def _hold(self) -> None:
         """Send nothing: a position controller keeps its last command."""
         if not self._is_held and self.loop.fault is not None:
-            said = f"holding: {self.loop.fault.reason} fault, call resume"
-            self._logger.warning(said)
+            reason = f"holding: {self.loop.fault.reason} fault, call resume"
+            self._logger.warning(reason)
             self._is_held = True
 
 

@@ -258,7 +258,7 @@ def test_a_window_read_late_books_only_what_it_could_use() -> None:
     words = twin.table.tolist()
     push(case, "slow", 39)  # before the window's end, but after the window began
     push(case, "q", 45, rx_ns=4)
-    taken = WindowBook(case.config, case.rows, 0).take(words)
+    taken = WindowBook(case.config, case.rows, 0).account(words)
     assert taken.info.window_end_ns == [40 * MS]
     assert taken.info.newest_rx_ns == 3
     assert taken.info.input_age_ns == {"q": 0, "slow": 6 * MS}
@@ -275,7 +275,7 @@ def test_a_given_end_leaves_newer_samples_in_flight() -> None:
     twin = Twin(case)
     push(case, "q", *range(50))
     twin.ingest(30 * MS)
-    taken = WindowBook(case.config, case.rows, 0).take(twin.table.tolist())
+    taken = WindowBook(case.config, case.rows, 0).account(twin.table.tolist())
     assert taken.info.window_end_ns == [30 * MS]
     ledger = case.rows[0].reference.ledger
     assert (ledger.used, ledger.in_flight, ledger.dropped) == (11, 19, {"passed_over": 20})
@@ -290,7 +290,7 @@ def test_a_window_of_an_episode_that_is_over_books_nothing_of_the_next() -> None
     words = twin.table.tolist()
     case.rows[0].new_episode()
     push(case, "q", 5)  # older than the window's end
-    taken = WindowBook(case.config, case.rows, 0).take(words)
+    taken = WindowBook(case.config, case.rows, 0).account(words)
     assert taken.info.window_end_ns == [20 * MS, 0]
     assert taken.present == [True, False]
     assert taken.info.input_age_ns == {"q": [0, None]}
@@ -311,7 +311,7 @@ def test_a_ring_is_settled_once_for_what_several_windows_use(
     for at in (10, 20, 30):
         push(case, "q", at)
         twin.ingest()
-        ages.append(book.take(twin.table.tolist()).info.input_age_ns["slow"])
+        ages.append(book.account(twin.table.tolist()).info.input_age_ns["slow"])
     assert ages == [6 * MS, 16 * MS, 26 * MS]
     assert len(settled) == 1
     assert slow.ledger.used == 1

@@ -71,7 +71,7 @@ class Bench:
 
     def _describe(self, **more: Any) -> None:
         self._manifest.update(more)
-        (self.pipeline._directory / "run.json").write_text(json.dumps(self._manifest))
+        (self.run.directory / "run.json").write_text(json.dumps(self._manifest))
 
 
 @pytest.fixture

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord
-from ppstream.pipeline.device.event_times import PolicyTimes, Rank0Times, book_policy, book_rank0
+from ppstream.pipeline.device.event_times import (
+    PolicyTimes,
+    Rank0Times,
+    record_policy_times,
+    record_rank0_times,
+)
 
 BEFORE = Rank0Times(a0=0, a1=100, committed=101, received=300, c0=305, c1=350)
 TIMES = Rank0Times(a0=400, a1=500, committed=503, received=700, c0=710, c1=760)
@@ -20,7 +25,7 @@ def booked(
     waits_for_input: bool = False,
 ) -> EnvelopeRecord:
     record = EnvelopeRecord()
-    book_rank0(record, times, before, credit_ns, queued_ns, waits_for_input=waits_for_input)
+    record_rank0_times(record, times, before, credit_ns, queued_ns, waits_for_input=waits_for_input)
     return record
 
 
@@ -58,19 +63,21 @@ def test_c_waits_for_its_result_since_the_c_before() -> None:
 
 def test_the_policy_waits_for_its_envelope_and_the_rest_of_the_gap_is_the_links() -> None:
     record = PolicyRecord()
-    book_policy(record, PolicyTimes(complete=150, b0=170, b1=270), PolicyTimes(0, 10, 100))
+    record_policy_times(record, PolicyTimes(complete=150, b0=170, b1=270), PolicyTimes(0, 10, 100))
     assert (record.tB0, record.tB1, record.eB_ns, record.idle_ns) == (170, 270, 100, 70)
     assert (record.wait_input_ns, record.busy_link_ns, record.residence_ns) == (50, 20, 120)
 
 
 def test_an_envelope_that_came_while_the_policy_was_busy_is_not_waited_for() -> None:
     record = PolicyRecord()
-    book_policy(record, PolicyTimes(complete=40, b0=103, b1=200), PolicyTimes(0, 10, 100))
+    record_policy_times(record, PolicyTimes(complete=40, b0=103, b1=200), PolicyTimes(0, 10, 100))
     assert (record.wait_input_ns, record.busy_link_ns) == (0, 3)
     assert record.residence_ns == 160  # includes the wait for the B before
 
 
 def test_b_never_outlasts_its_residence() -> None:
     record = PolicyRecord()
-    book_policy(record, PolicyTimes(complete=105, b0=103, b1=200), None)  # the events' own error
+    record_policy_times(
+        record, PolicyTimes(complete=105, b0=103, b1=200), None
+    )  # the events' own error
     assert record.residence_ns == record.eB_ns == 97

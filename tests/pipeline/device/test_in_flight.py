@@ -223,9 +223,9 @@ def test_moves_are_booked_by_time_however_they_became_known() -> None:
         (20, QueueTransition.COMMIT),  # of the next, whose event was seen last
     ):
         history.add(at_ns, move)
-    history.book_until(40)
+    history.apply_until(40)
     record = EnvelopeRecord()
-    ledger.book(record, 40)
+    ledger.write_counts(record, 40)
     assert (record.outstanding_max, record.q_decode_max) == (2, 1)
     assert ledger.outstanding_ns_total(40) == 10 + 2 * 10 + 10
     assert (ledger.outstanding, ledger.q_decode) == (1, 0)
@@ -236,9 +236,9 @@ def test_what_happened_later_stays_unbooked() -> None:
     history = QueueReplay(ledger)
     history.add(10, QueueTransition.COMMIT)
     history.add(50, QueueTransition.COMMIT)
-    history.book_until(49)
+    history.apply_until(49)
     assert ledger.outstanding == 1
-    history.book_until(50)
+    history.apply_until(50)
     assert ledger.outstanding == 2
 
 
@@ -248,7 +248,7 @@ def test_of_two_moves_at_one_instant_the_one_that_makes_room_goes_first() -> Non
     history.add(10, QueueTransition.COMMIT)
     history.add(20, QueueTransition.COMMIT)
     history.add(20, QueueTransition.RECEIVE)
-    history.book_until(20)
+    history.apply_until(20)
     assert (ledger.outstanding, ledger.q_decode) == (1, 1)
 
 
@@ -257,7 +257,7 @@ def test_a_bound_that_the_devices_broke_is_found() -> None:
     history.add(10, QueueTransition.COMMIT)
     history.add(20, QueueTransition.COMMIT)
     with pytest.raises(ProtocolError, match="outstanding would become 2, bound 1"):
-        history.book_until(20)
+        history.apply_until(20)
 
 
 GAP, ALONE = 200, 650

@@ -19,8 +19,8 @@ PPSTREAM: Final = Path(__file__).resolve().parents[3] / "ppstream"
 HOT: Final = {
     "ingest/device/sample_blocks.py": ("write",),
     "ingest/device/rings.py": ("ingest", "order", "hold"),
-    "ingest/device/window.py": ("ingest", "enqueue", "take"),
-    "ingest/device/window_records.py": ("take",),
+    "ingest/device/window.py": ("ingest", "enqueue", "pop"),
+    "ingest/device/window_records.py": ("account",),
     "policy/graphed.py": ("__call__",),
     "pipeline/device/stage_a.py": ("ingest", "enqueue", "settle"),
     "pipeline/device/stage_b.py": ("__call__",),
@@ -48,7 +48,7 @@ READS: Final = {"tolist", "__bool__"}
 ALLOWED: Final = {
     (
         "ingest/device/window.py",
-        "take",
+        "pop",
         "tolist",
     ): "numpy over pinned memory, of an envelope that is over",
     (

@@ -15,6 +15,7 @@ from ppstream.config.schema import ProfileConfig
 from ppstream.links.device_link import most_queued
 from ppstream.observe import nvtx_ranges
 from ppstream.observe import profiler as profiling
+from ppstream.observe.log_writer import TimestampLog
 from ppstream.observe.profiler import Profiler
 from ppstream.report.kernels import cli
 from ppstream.report.kernels.findings import findings
@@ -36,17 +37,18 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def busy(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Of each change of the profiler's state: streams of that rank which have something queued."""
     seen: list[list[str]] = []
-    change = {name: getattr(Profiler, name) for name in ("_begin", "_change")}
+    when_idle = TimestampLog.when_idle
 
-    def watched(name: str) -> Any:
-        def look(self: Any) -> None:
-            seen.append([role for role, stream in self.streams.items() if not stream.is_idle()])
-            change[name](self)
+    def watched(log: TimestampLog, act: Any) -> None:
+        streams = act.__self__.streams  # of the profiler, whose method it is
 
-        return look
+        def look() -> None:
+            seen.append([role for role, stream in streams.items() if not stream.is_idle()])
+            act()
 
-    for name in change:
-        monkeypatch.setattr(Profiler, name, watched(name))
+        when_idle(log, look)
+
+    monkeypatch.setattr(TimestampLog, "when_idle", watched)
     return seen
 
 
@@ -168,13 +170,13 @@ def test_an_idle_policy_rank_goes_on_waiting_for_envelopes(
         profiler.request()
         log = pipeline.policy_rank.log
         # it may be asked before this looks
-        wait_until(lambda: log.on_take is not None or log.on_dry is not None)
-        if log.on_dry is None:
+        wait_until(lambda: log.on_acquire is not None or log.on_idle is not None)
+        if log.on_idle is None:
             pipeline.rank0.run(1)  # asked for now; its receipts stand queued
         turns = pipeline.policy_rank.mark.turns
         # the loop is not held up
         wait_until(lambda: pipeline.policy_rank.mark.turns > turns + 1)
-        assert log.on_dry is not None
+        assert log.on_idle is not None
         pipeline.rank0.run(most_queued(pipeline.shape))
         run_until_written(pipeline, profiler)
 

@@ -25,7 +25,7 @@ class Windows:
     def __init__(self, *taken: TakenWindow) -> None:
         self._taken = list(taken)
 
-    def take(self) -> TakenWindow:
+    def pop(self) -> TakenWindow:
         return self._taken.pop(0)
 
 
@@ -37,7 +37,7 @@ def taken(end: int, received: tuple[int, int]) -> TakenWindow:
 @pytest.fixture
 def settle(monkeypatch: pytest.MonkeyPatch) -> Any:
     def settle(*windows: TakenWindow) -> list[Flight]:
-        config = small_config("batch.rows=2", "actions.lease_ms=60000")
+        config = small_config("batch.rows=2")
         stage: Any = RingWindows(config, (), torch.device("cpu"), None)  # type: ignore[arg-type]
         monkeypatch.setattr(stage_a, "DeviceWindow", lambda *_: Windows(*windows))
         stage.intake = SimpleNamespace(rows=(), banks={})

@@ -20,20 +20,20 @@ from ppstream.report.html.page import STYLE
 
 SECTIONS: Final = (
     "A typical stretch",
-    "Who is busy",
-    "Where the latency goes",
+    "Busy shares",
+    "Parts of the latency",
     "Period",
     "Period over time",
     "Age of the input",
     "Age of executed actions",
-    "What the starts waited for",
+    "Waits before each start",
     "Queues",
-    "How deep should it be?",
+    "Queue depth",
     "On the device",
     "Memory",
     "Two scores",
-    "Can the log be believed?",
-    "What went nowhere",
+    "Audits of the log",
+    "Drops",
     "Service",
 )
 

@@ -2,7 +2,7 @@ import math
 from typing import Any
 
 import pytest
-from drill.judging import Outcome, judge_robot
+from drill.judging import FaultOutcome, judge_robot
 from drill.scene import Tick
 
 
@@ -20,7 +20,7 @@ def test_an_action_is_as_old_as_the_samples_it_was_computed_from(ticks: Any, mis
         def ticks(self, since_ns: int) -> Any:
             return ticks
 
-    outcome = Outcome("x", "", "", "")
+    outcome = FaultOutcome("x", "", "", "")
     judge_robot(Scene(), outcome, 0, must_hold=False)  # type: ignore[arg-type]
     assert missed in outcome.missed
     assert bool(missed) == bool(outcome.missed)

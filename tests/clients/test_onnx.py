@@ -123,10 +123,13 @@ def test_tensors_with_gaps_are_read_and_written_as_well(model: Path) -> None:
     assert torch.equal(actions_of(policy, apart, strided=True), expected)
 
 
-def test_what_fits_is_read_and_written_where_it_lies(model: Path) -> None:
+def test_what_fits_is_read_and_written_where_it_lies(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = built(model)
-    actions_of(policy, window_of(policy, 2))
-    assert policy._own == {}
+    window = window_of(policy, 2)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("memory of its own"))
+    actions_of(policy, window)
 
 
 def test_normalisation_is_applied_on_the_way_in_and_out(copied: Path) -> None:
@@ -223,7 +226,7 @@ def test_a_file_that_is_no_model_and_one_that_changed_are_refused(copied: Path) 
     with pytest.raises(ConfigError, match="its sha256 is "):
         policy.load()
     say(copied, sha256=hashlib.sha256(b"nothing").hexdigest())
-    with pytest.raises(ConfigError, match="it is no ONNX file"):
+    with pytest.raises(ConfigError, match="it is not an ONNX file"):
         build({"weights": str(copied)}, CPU)
     with pytest.raises(ConfigError, match=r"policy.weights: got none, want an .onnx file"):
         build({"weights": None}, CPU)

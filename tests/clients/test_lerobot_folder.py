@@ -1,4 +1,4 @@
-"""Folders of LeRobot; the comparison with LeRobot itself is in ``tests/clients``."""
+"""Folders of LeRobot, read without it; ``test_lerobot_policy`` has the actions beside its own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from documents import BOOKS, FENCE
+from lerobot_folder import FILES, change, edits, loaded, saved, step
 from ranks import SERVED, Ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,111 +22,15 @@ from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import build_parts, places_of
 from ppstream.policy.parts import specs_of
 from ppstream_stages import export
-from ppstream_stages.lerobot import build
-from ppstream_stages.lerobot_act import Reads, Sizes, Weights
 
 torch.set_num_threads(1)
 
 RUN = FENCE.findall((BOOKS / "policy-from-lerobot.md").read_text())[0]
-FRAMES = (3, 120, 160)
-FILES = {
-    "config": "config.json",
-    "before": "policy_preprocessor.json",
-    "behind": "policy_postprocessor.json",
-}
-SMALL = {
-    "type": "act",
-    "n_obs_steps": 1,
-    "chunk_size": 20,
-    "dim_model": 32,
-    "n_heads": 2,
-    "dim_feedforward": 32,
-    "n_encoder_layers": 1,
-    "n_decoder_layers": 1,
-    "latent_dim": 4,
-    "optimizer_lr": 1e-5,
-}
-
-
-def numbers(size: int, kind: str) -> dict[str, Any]:
-    return {"type": kind, "shape": [size]}
-
-
-def json(folder: Path, name: str, content: Any) -> None:
-    (folder / FILES[name]).write_bytes(msgspec.json.encode(content))
-
-
-def saved(folder: Path, *, has_camera: bool = False) -> Path:
-    """A folder as LeRobot saves it, with random weights and a state of 6 values."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state, environment = numbers(6, "STATE"), numbers(2, "ENV")
-    inputs: dict[str, Any] = {"observation.state": state}
-    if has_camera:
-        inputs["observation.images.front"] = {"type": "VISUAL", "shape": FRAMES}
-    else:
-        inputs["observation.environment_state"] = environment
-    outputs = {"action": numbers(6, "ACTION")}
-    modes = {"STATE": "MEAN_STD", "ENV": "MIN_MAX", "ACTION": "MEAN_STD", "VISUAL": "MEAN_STD"}
-    norms = {"eps": 1e-8, "norm_map": modes, "features": {**inputs, **outputs}}
-    json(folder, "config", {**SMALL, "input_features": inputs, "output_features": outputs})
-    steps = [
-        {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
-        {"registry_name": "to_batch_processor", "config": {}},
-        {"registry_name": "device_processor", "config": {"device": "cuda", "float_dtype": None}},
-        {"registry_name": "normalizer_processor", "config": norms, "state_file": "a.safetensors"},
-    ]
-    json(folder, "before", {"name": "policy_preprocessor", "steps": steps})
-    last = {
-        "registry_name": "unnormalizer_processor",
-        "config": norms,
-        "state_file": "b.safetensors",
-    }
-    json(folder, "behind", {"name": "policy_postprocessor", "steps": [last, steps[2]]})
-    stats = {
-        "observation.state.mean": torch.arange(6.0),
-        "observation.state.std": torch.ones(6) * 2,
-    }
-    stats |= {"observation.environment_state.min": torch.tensor([-2.0, 1.0])}
-    stats |= {"observation.environment_state.max": torch.tensor([2.0, 2.0])}
-    save_file(stats, folder / "a.safetensors")
-    actions = {"action.mean": torch.full((6,), 10.0), "action.std": torch.full((6,), 3.0)}
-    save_file(actions, folder / "b.safetensors")
-    reads = Reads(
-        steps=1,
-        state=("state", 6),
-        environment=None if has_camera else ("environment", 2),
-        cameras=(("front", FRAMES),) if has_camera else (),
-    )
-    weights = Weights(msgspec.convert(SMALL, Sizes), reads, 6)
-    torch.manual_seed(0)
-    drawn = {
-        f"model.{name}": torch.randn(weight.shape) * 0.1
-        for name, weight in weights.named_parameters()
-    }
-    drawn |= {name: one.abs() + 0.5 for name, one in drawn.items() if "running_var" in name}
-    save_file(
-        {**drawn, "model.vae_encoder_cls_embed.weight": torch.ones(1)}, folder / "model.safetensors"
-    )
-    return folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return saved(tmp_path / "act_pick")
-
-
-def change(folder: Path, name: str, edit: Callable[[Any], object]) -> None:
-    content = msgspec.json.decode((folder / FILES[name]).read_bytes())
-    edit(content)
-    json(folder, name, content)
-
-
-def loaded(folder: Path, **options: Any) -> Any:
-    (policy,) = build(
-        {**options, "weights": str(folder / "model.safetensors")}, torch.device("cpu")
-    )
-    policy.load()
-    return policy
 
 
 def actions_of(policy: Any, state: Tensor, environment: Tensor) -> Tensor:
@@ -182,24 +86,20 @@ def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
         loaded(folder)
 
 
-def edits(**values: Any) -> Callable[[Any], object]:
-    return lambda content: content.update(values)
-
-
-def step(index: int, **values: Any) -> Callable[[Any], object]:
-    return lambda content: content["steps"][index].update(values)
-
-
 @pytest.mark.parametrize(
     ("name", "edit", "said"),
     [
         (
             "config",
             edits(type="smolvla"),
-            "got a policy 'smolvla', want 'act'; it would need its la",
+            "got a policy 'smolvla', want 'act' or 'diffusion'; it would need its la",
         ),
-        ("config", edits(type="pi05"), "'pi05', want 'act'; it would need its language model, and"),
-        ("config", edits(type="tdmpc"), "got a policy 'tdmpc', want 'act'"),
+        (
+            "config",
+            edits(type="pi05"),
+            "'diffusion'; it would need its language model, and the state",
+        ),
+        ("config", edits(type="tdmpc"), "got a policy 'tdmpc', want 'act' or 'diffusion'"),
         ("config", edits(n_obs_steps=2), "n_obs_steps: got 2, want 1"),
         ("config", edits(chunk_size="20"), "Expected `int`, got `str` - at `$.chunk_size`"),
         ("config", edits(feedforward_activation="glu"), "got 'glu', want 'relu' or 'gelu'"),
@@ -296,6 +196,25 @@ def test_the_run_of_the_run_book_fits_and_another_does_not(so101: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         places_of(config, parts, input_specs(config), inline=True)
     assert len(caught.value.problems) == 2
+
+
+def test_a_policy_of_diffusion_fits_with_the_changes_that_the_run_book_names(
+    so101: Path, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "diffusion_pick", kind="diffusion", has_camera=True)
+    settings = [
+        f"policy.weights={folder / 'model.safetensors'}",
+        "policy.options.horizon=7",
+        "actions.horizon=7",
+        "window.steps=2",
+        "streams.front.image.frames=2",
+    ]
+    config = read(str(so101), settings)
+    parts = specs_of(build_parts(config, torch.device("cpu")))
+    places_of(config, parts, input_specs(config), inline=True)
+    config = read(str(so101), [*settings, "streams.front.image.frames=1"])
+    with pytest.raises(ConfigError, match=r"front\.frames"):
+        places_of(config, parts, input_specs(config), inline=True)
 
 
 def test_such_a_policy_can_be_written_as_onnx(

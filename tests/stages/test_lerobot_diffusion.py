@@ -1,0 +1,181 @@
+"""Diffusion from a LeRobot folder; ``test_lerobot_policy`` has the actions beside LeRobot's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lerobot_folder import FILES, change, edits, loaded, saved
+from policy_calls import ROWS, in_a_row
+from torch import Tensor
+
+from ppstream import ConfigError
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return saved(tmp_path / "diffusion_pick", kind="diffusion")
+
+
+def window_of(policy: Any) -> dict[str, Tensor]:
+    """A random window, a different one for each row; every frame is there."""
+    generator = torch.Generator().manual_seed(3)
+    made = {spec.name: torch.rand(ROWS, *spec.shape, generator=generator) for spec in policy.inputs}
+    return made | {name: one >= 0 for name, one in made.items() if name.endswith(".valid")}
+
+
+def actions_of(policy: Any, window: dict[str, Tensor]) -> Tensor:
+    return in_a_row([policy], window)["actions"]
+
+
+def test_fixed_noise_gives_the_same_actions_each_time_and_no_row_counts_for_another(
+    folder: Path,
+) -> None:
+    policy = loaded(folder)
+    window = window_of(policy)
+    expected = actions_of(policy, window)
+    torch.manual_seed(11)  # draws of others change nothing
+    assert torch.equal(actions_of(loaded(folder, noise="fixed", seed=0), window), expected)
+    assert (expected[0] - expected[1]).abs().max() > 1e-3
+    turned = {name: tensor.flip(0) for name, tensor in window.items()}
+    assert torch.allclose(actions_of(policy, turned).flip(0), expected, atol=1e-5)
+    other = actions_of(loaded(folder, seed=1), window)
+    assert (other - expected).abs().max() > 0.1
+
+
+def test_fresh_noise_differs_in_each_call_and_row(folder: Path) -> None:
+    policy = loaded(folder, noise="fresh")
+    window = {name: tensor[:1].expand_as(tensor) for name, tensor in window_of(policy).items()}
+    torch.manual_seed(11)
+    first, second = actions_of(policy, window), actions_of(policy, window)
+    assert (first - second).abs().max() > 0.1
+    assert (first[0] - first[1]).abs().max() > 0.1
+    torch.manual_seed(11)
+    assert torch.equal(actions_of(policy, window), first)
+
+
+def test_ddim_draws_noise_only_where_it_begins(folder: Path) -> None:
+    change(folder, "config", edits(noise_scheduler_type="DDIM", num_inference_steps=2))
+    policy = loaded(folder, noise="fresh")
+    torch.manual_seed(11)
+    actions_of(policy, window_of(policy))
+    behind = torch.rand(1)
+    torch.manual_seed(11)
+    torch.randn(ROWS, 8, 6)
+    assert torch.equal(torch.rand(1), behind)
+
+
+def test_the_last_steps_are_read_and_the_chunk_begins_at_the_newest(folder: Path) -> None:
+    policy = loaded(folder)
+    window = window_of(policy)
+    kept = actions_of(policy, window)
+    assert kept.shape == (ROWS, 4, 6)
+    longer = loaded(folder, steps=5, horizon=7)  # all that there are behind the first observation
+    spoiled = {
+        name: torch.cat([torch.full_like(tensor, 9.0), torch.zeros_like(tensor[:, :1]), tensor], 1)
+        for name, tensor in window.items()
+    }
+    made = actions_of(longer, spoiled)
+    assert made.shape == (ROWS, 7, 6)
+    assert torch.equal(made[:, :4], kept)
+
+
+def test_the_frame_after_a_missing_one_takes_its_place_and_an_old_one_stays(
+    tmp_path: Path,
+) -> None:
+    policy = loaded(saved(tmp_path / "seen", kind="diffusion", has_camera=True))
+    window = window_of(policy)
+    known = actions_of(policy, window)
+    twice = window["front.frames"][:, 1:].expand_as(window["front.frames"])
+    held = actions_of(policy, window | {"front.frames": twice})
+    invalid = torch.tensor([False, True]).expand(ROWS, 2)
+    window = window | {"front.valid": invalid}
+    assert torch.equal(actions_of(policy, window), known)  # it is old
+    missing = {"front.age_s": window["front.age_s"] * invalid}
+    assert torch.equal(actions_of(policy, window | missing), held)
+    assert (held - known).abs().max() > 1e-4
+
+
+def test_one_call_reads_no_value_on_the_host(folder: Path) -> None:
+    for noise in ("fixed", "fresh"):
+        assert loaded(folder, noise=noise).flops > 0  # counted on tensors that have no values
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"noise_scheduler_type": "EDM"}, "noise_scheduler_type: got 'EDM', want 'DDPM' or 'DDIM'"),
+        ({"beta_schedule": "sigmoid"}, "got 'sigmoid', want 'squaredcos_cap_v2' or 'linear'"),
+        ({"prediction_type": "v_prediction"}, "got 'v_prediction', want 'epsilon' or 'sample'"),
+        ({"compile_model": True}, "compile_model: got True, want False"),
+        ({"kernel_size": 4}, "kernel_size: got 4, want an odd number"),
+        ({"down_dims": [16, 30]}, "down_dims: got [16, 30], want multiples of n_groups = 4"),
+        ({"down_dims": []}, "down_dims: got [], want multiples of n_groups = 4"),
+        ({"down_dims": [12, 32]}, "down_dims: got 12 first, want a multiple of 8"),
+        ({"horizon": 10}, "horizon: got 10, want a multiple of 4"),
+        ({"n_action_steps": 8}, "got 2 and 8 of horizon 8, want n_action_steps at most 7"),
+        ({"diffusion_step_embed_dim": 7}, "got 7, want an even number of at least 4"),
+        ({"num_inference_steps": 6}, "got 6, want 1 or more and at most num_train_timesteps = 5"),
+        (
+            {"beta_schedule": "linear", "beta_start": 0.0},
+            "beta_start, beta_end: got 0.0 and 0.02, want rising numbers between 0 and 1",
+        ),
+        ({"clip_sample_range": 0.0}, "clip_sample_range: got 0.0, want more than 0"),
+        (
+            {"input_features": {"observation.state": {"type": "STATE", "shape": [6]}}},
+            "got no camera and no observation.environment_state, want one",
+        ),
+        (
+            {"input_features": {"observation.environment_state": {"type": "ENV", "shape": [2]}}},
+            "got no observation.state, which Diffusion reads",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(
+    folder: Path, edit: dict[str, Any], said: str
+) -> None:
+    change(folder, "config", edits(**edit))
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder)
+    assert said in str(caught.value)
+    assert FILES["config"] in str(caught.value)
+
+
+def test_every_reason_is_told_at_once(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "seen", kind="diffusion", has_camera=True)
+    state = {"type": "STATE", "shape": [6]}
+    cameras = {f"camera.{side}": {"type": "VISUAL", "shape": [3, side, 64]} for side in (64, 32)}
+    change(
+        folder,
+        "config",
+        edits(
+            vision_backbone="resnet50",
+            crop_shape=[40, 64],
+            spatial_softmax_num_keypoints=0,
+            input_features={"observation.state": state, **cameras},
+        ),
+    )
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder, horizon=8, steps=1, noise="fresh", seed=4)
+    assert [text.rpartition(".json: ")[2] for text in caught.value.problems] == [
+        "vision_backbone: got 'resnet50', want 'resnet18' or 'resnet34'",
+        "input_features: got cameras of [3, 32, 64], [3, 64, 64], want one shape",
+        "crop_shape: got [40, 64], want at most [32, 64] and at least 1",
+        "spatial_softmax_num_keypoints: got 0, want 1 or more",
+        "policy.options.horizon: got 8, the policy makes 7 steps",
+        "policy.options.steps: got 1, the policy reads 2",
+        "policy.options.seed: got 4, but fresh noise has none; want noise = 'fixed'",
+    ]
+
+
+def test_act_draws_no_noise(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(saved(tmp_path / "act_pick"), noise="fresh", seed=1)
+    assert caught.value.problems == [
+        "policy.options.noise: got 'fresh', but ACT draws no noise",
+        "policy.options.seed: got 1, but ACT draws no noise",
+    ]
