@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 CONTENTION := one-cpu lock-beside-others one-cpu-of-two slower-alone one-interpreter worse-service
 # Most tests wait most of their time, so they run beside each other, a file in one process.
 BESIDE := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# A failure beside others may be theirs: what fails runs once more with nothing beside it, and the second
+# answer counts. A crash (the status is not 1) gets none.
+twice = $(1) || { test $$? = 1 && $(1) -n 0 --exitfirst --last-failed --last-failed-no-failures=none; }
 ALONE := $(shell grep -rl --include='*.py' 'mark[.]alone' tests)
 CORE := ppstream/native/core.abi3.so
 # Tests of what the compiled core does, which run once more with its Python twins.
@@ -37,9 +40,9 @@ demo: $(VENV)/.demo
 	$(BIN)/ppstream run
 
 test: lint docs $(CORE)
-	$(BIN)/python -m pytest -m alone $(ALONE) || failed=1; \
-	PPSTREAM_NATIVE=0 $(BIN)/python -m pytest -m 'not alone' $(BESIDE) $(TWINS) || failed=1; \
-	$(BIN)/python -m pytest -m 'not alone' $(BESIDE) && test -z "$$failed"
+	$(call twice,$(BIN)/python -m pytest -m alone $(ALONE)) || failed=1; \
+	$(call twice,PPSTREAM_NATIVE=0 $(BIN)/python -m pytest -m 'not alone' $(BESIDE) $(TWINS)) || failed=1; \
+	$(call twice,$(BIN)/python -m pytest -m 'not alone' $(BESIDE)) && test -z "$$failed"
 
 test-clients: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/clients

@@ -290,9 +290,9 @@ def _expect_contended(
     with suppress(OSError):
         ends = json.loads((directory / "exit.json").read_text())
     outcome.codes = tuple(end["code"] for _, end in sorted(ends.items()))
-    outcome.seen = _line(output, "CONTENDED: by")
+    outcome.seen = _line(output, "CONTENDED: overlap")
     refused = len(outcome.codes) == 2 and set(outcome.codes) <= set(codes)
-    if not refused or (CONTENDED if codes == (30,) else "CONTENDED: by") not in output:
+    if not refused or (CONTENDED if codes == (30,) else "CONTENDED: overlap") not in output:
         raise Failed(f"codes {outcome.codes}:\n{output[-2500:]}")
     judge_ledger(outcome, imbalances(directory))
 
