@@ -66,6 +66,7 @@ def judge(
     *,
     profile: str = "bringup",
     phase: str | None = None,
+    with_service: bool = True,
     period_budget_ns: int | None = None,
     latency_budget_ns: int | None = None,
 ) -> RunReport:
@@ -75,6 +76,8 @@ def judge(
         run: its records.
         profile: ``bringup`` asks for safety and overlap, ``release`` for every limit.
         phase: to be judged; default: bring-up if there is any, else all but warming and draining.
+        with_service: False for the gate of a run that was restarted: what robots met in an earlier
+            generation says nothing against this one.
         period_budget_ns: largest mean period of a release.
         latency_budget_ns: largest p99 of the latency of a release (maximum below 1000 envelopes).
 
@@ -85,7 +88,7 @@ def judge(
     evidence = _evidence(run, window)
     gate = _gate(run, profile, (period_budget_ns, latency_budget_ns))
     queues = queue_maxima(e for e in run.envelopes if e.phase in window.phases)
-    service = _service(run)
+    service = _service(run) if with_service else None
     findings = _findings(evidence, gate, queues, service)
     return RunReport(
         run_id=run.run_id,

@@ -165,7 +165,7 @@ def gate(rank0: Rank0Loop, run: Run) -> None:
     """Judge what was logged so far, with the function that the report uses."""
     rank0.log.flush()
     try:
-        report = judge(read_run(run.directory), profile="bringup")
+        report = judge(read_run(run.directory), profile="bringup", with_service=False)
     except LogError:
         check_disk(rank0, run)
         raise

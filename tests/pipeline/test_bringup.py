@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from faulty_runs import robot, served
 from golden_runs import GoldenRun, ms, simulate, stages
 from judging import judged
 
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.run_report import RunReport
 from ppstream.core.errors import ExitCode, GateFailedError, GateInconclusiveError
-from ppstream.pipeline.bringup import Beside, pass_or_raise
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
+from ppstream.pipeline.bringup import Beside, gate, pass_or_raise
 
 SERIAL = PipelineForm("serial", "decode_first")
 
@@ -86,6 +91,29 @@ def test_further_reasons_are_never_accepted(golden: Any, further: str) -> None:
     assert found.accepted == []
     with pytest.raises((GateFailedError, GateInconclusiveError), match=further):
         pass_or_raise(found)
+
+
+class Log:
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def flush(self) -> None:
+        pass
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.events.append({"name": name} | fields)
+
+
+def test_what_robots_met_before_a_restart_does_not_refuse_the_new_start(tmp_path: Path) -> None:
+    served(stages()).tell(robot(held_ns=ms(60_000), faults=1, fault="lease")).write(tmp_path)
+    restarted = simulate(generation=1)
+    restarted.generation = 1
+    restarted.write(tmp_path)
+    rank0: Any = SimpleNamespace(log=Log())
+    gate(rank0, SimpleNamespace(directory=tmp_path))  # type: ignore[arg-type]
+    (verdict,) = rank0.log.events
+    assert (verdict["verdict"], verdict["reasons"]) == ("PASS", [])
+    assert "SERVICE_HELD" in judge(read_run(tmp_path)).reasons  # the report still says it
 
 
 class Counting:
