@@ -11,11 +11,11 @@ from faulty_runs import robot, served
 from golden_runs import GoldenRun, ms, simulate, stages
 from judging import judged
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.period_model import PipelineForm
 from ppstream.analysis.run_report import RunReport
 from ppstream.core.errors import ExitCode, GateFailedError, GateInconclusiveError
-from ppstream.analysis.judge import judge
-from ppstream.analysis.log_reader import read_run
 from ppstream.pipeline.bringup import Beside, gate, pass_or_raise
 
 SERIAL = PipelineForm("serial", "decode_first")
