@@ -154,7 +154,7 @@ def print_report(run: Run) -> None:
         print(
             f"the log of {run.run_id} has {log_bytes / 1e6:.0f} MB, and up to "
             f"{REPORT_BYTES_MAX / 1e6:.0f} are read at the end of a run; its report: "
-            f"ppstream-report {run.directory}"
+            f"ppstream report {run.directory}"
         )
     story = run.directory / ROBOT_STORY
     if story.exists():

@@ -17,8 +17,8 @@ import sys
 sys.modules["tomllib"] = None  # as in 3.10
 sys.version_info = (3, 10, 13, "final", 0)
 from ppstream import serve
-from ppstream.launch import launcher
-sys.exit(launcher.main(["run"]) if "run" in sys.argv else serve.main([]))
+from ppstream.launch import commands
+sys.exit(commands.main(["run"]) if "run" in sys.argv else serve.main([]))
 """
 
 
@@ -84,4 +84,4 @@ def test_the_end_of_a_run_reads_no_log_that_takes_longer_than_launchers_wait(
     serve.print_report(run)
     said = capsys.readouterr().out
     assert ("primary" in said) == (not is_long)
-    assert (f"ppstream-report {run.directory}" in said) == is_long
+    assert (f"ppstream report {run.directory}" in said) == is_long

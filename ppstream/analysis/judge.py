@@ -76,16 +76,14 @@ def judge(
         run: its records.
         profile: ``bringup`` asks for safety and overlap, ``release`` for every limit.
         phase: to be judged; default: bring-up if there is any, else all but warming and draining.
-        with_service: False for the gate of a run that was restarted: what robots met in an earlier
-            generation says nothing against this one.
+        with_service: False for the gate; else service of an earlier generation counts, too.
         period_budget_ns: largest mean period of a release.
-        latency_budget_ns: largest p99 of the latency of a release (maximum below 1000 envelopes).
+        latency_budget_ns: largest p99 of its latency (maximum below 1000 envelopes).
 
     Raises:
         LogError: the limits in its configuration are none.
     """
-    window = select_window(run, phase)
-    evidence = _evidence(run, window)
+    evidence = _evidence(run, window := select_window(run, phase))
     gate = _gate(run, profile, (period_budget_ns, latency_budget_ns))
     queues = queue_maxima(e for e in run.envelopes if e.phase in window.phases)
     service = _service(run) if with_service else None

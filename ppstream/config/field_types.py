@@ -1,12 +1,13 @@
-"""Types of a configuration's values: bounded numbers, names and paths.
+"""Types of a configuration's tables and values: bounded numbers, names and paths.
 
-What they mean stands in ``schema.py``.
+What they mean stands in ``schema.py`` and ``run_tables.py``.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 Interpolation = Literal["linear", "previous", "nearest", "slerp", "angle"]
@@ -47,3 +48,7 @@ PacingRule = Annotated[
     ),
 ]
 FilePath = Annotated[str, Meta(min_length=1, extra={"path": True})]  # made absolute when read
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the configuration: frozen, and no unknown key passes."""

@@ -331,7 +331,7 @@ def _service_problems(config: PipelineConfig) -> Iterator[str]:
     if not given and not is_local(endpoint):
         yield (
             f"service.endpoint: got {endpoint!r}, which other hosts can reach, want secret_key "
-            "and allowed_keys of ppstream-keys with it, or tcp://127.0.0.1:PORT"
+            "and allowed_keys of ppstream keys with it, or tcp://127.0.0.1:PORT"
         )
     if given and is_unix:
         yield f"service.secret_key: got one with {endpoint!r}, want a tcp:// endpoint or no keys"

@@ -1,8 +1,8 @@
 """PipelineConfig: everything that shapes a run, in one frozen struct.
 
-Each field has its meaning and the bounds of its value; ``rules.py`` has the rules between values,
-``load.py`` reads TOML and the command line. A value that encodes a design choice of the user's
-robot or policy has no default.
+Each key's docstring has its meaning and, where it has a default, when to set it; its type has the
+bounds of its value. ``rules.py`` has the rules between values, ``load.py`` reads TOML and the
+command line. A value that encodes a design choice of the user's robot or policy has no default.
 """
 
 from __future__ import annotations
@@ -15,19 +15,29 @@ from msgspec import Meta
 
 from ppstream.config.field_types import Count as Count
 from ppstream.config.field_types import (
-    Device,
-    Devices,
     FilePath,
-    Index,
     Interpolation,
-    Module,
     Name,
-    PacingRule,
     Positive,
+    Table,
     Target,
     Text,
 )
 from ppstream.config.field_types import NonNegative as NonNegative
+from ppstream.config.run_tables import BringupConfig as BringupConfig
+from ppstream.config.run_tables import DemoConfig as DemoConfig
+from ppstream.config.run_tables import GatewayConfig as GatewayConfig
+from ppstream.config.run_tables import LinkConfig as LinkConfig
+from ppstream.config.run_tables import LivenessConfig as LivenessConfig
+from ppstream.config.run_tables import LogConfig as LogConfig
+from ppstream.config.run_tables import MetricsConfig as MetricsConfig
+from ppstream.config.run_tables import PipelineShape as PipelineShape
+from ppstream.config.run_tables import PlacementConfig as PlacementConfig
+from ppstream.config.run_tables import ProfileConfig as ProfileConfig
+from ppstream.config.run_tables import RecordConfig as RecordConfig
+from ppstream.config.run_tables import ServiceConfig as ServiceConfig
+from ppstream.config.run_tables import SimulateConfig as SimulateConfig
+from ppstream.config.run_tables import ViewConfig as ViewConfig
 
 CHANNELS: Final = 3  # of a frame: red, green, blue
 MAX_DIM: Final = 1 << 20  # values of a sample: a frame of 480 x 640 has 921600
@@ -35,65 +45,26 @@ RING_MARGIN: Final = 2.0  # a stream may run at twice its nominal rate before a 
 RING_SPARE_SAMPLES: Final = 16  # of very slow streams: a few samples whatever the arithmetic says
 
 
-class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Samples, windows' headers, action chunks and faults of a run, as MCAP."""
-
-    file: FilePath | None = None  # .mcap, or a named pipe that a viewer reads; none: no recording
-    queue_mb: Positive = 64.0  # waiting for the disk; what comes on top is dropped and counted
-    robot: Name | None = None  # whose samples are replayed of a recording with several robots
-
-
-class ViewConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A WebSocket for Foxglove, served on loopback by a process beside rank 0."""
-
-    port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # 8765 is the viewers' default
-    # 0: any free port, told when the run begins; none: no live view
-    queue_mb: Positive = 8.0  # waiting for that process; what comes on top is dropped and counted
-
-
-class RecordedAs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Location of a stream's samples in a PX4 ULog, a ROS bag or an MCAP file made by others."""
-
-    topic: Text  # of a ULog: sensor_combined, or sensor_combined[1] for its second instance
-    fields: Annotated[tuple[Text, ...], Meta(min_length=1)]  # pose.position.x, gyro_rad[0], or q:
-    # all values of an array, in order
-    stamp: Text | None = None  # of each message; none: header.stamp, else when it was logged
-
-
-class MetricsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Prometheus metrics and health of each rank, on loopback alone."""
-
-    port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # of rank 0; rank r has port + r
-    # 0: any free port, told in the log's event "metrics"; none: nothing listens
-
-
-class ProfileConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """torch.profiler on a running rank: SIGUSR2 starts it, or ``after``."""
-
-    after: Annotated[int, Meta(ge=0)] | None = None  # envelopes behind ready; none: SIGUSR2 alone
-    wait: Annotated[int, Meta(ge=0)] = 5  # envelopes that are left alone,
-    warmup: Annotated[int, Meta(ge=0)] = 5  # then traced and thrown away,
-    active: Annotated[int, Meta(ge=1, le=10_000)] = 20  # then kept,
-    repeat: Annotated[int, Meta(ge=1, le=100)] = 1  # so many times: one trace each
-    shapes: bool = False  # of operators' inputs; costs time
-    memory: bool = False  # allocations; costs time
-    stacks: bool = False  # Python's; costs much time
-
-
-class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the configuration: frozen, and no unknown key passes."""
-
-
-class ImageConfig(_Part, frozen=True):
+class ImageConfig(Table, frozen=True):
     """A stream of frames, ``[height, width, 3]`` uint8, and what a policy reads of them."""
 
     height: Annotated[int, Meta(ge=1, le=8192)]
+    """Rows of a frame as the robot sends it, [height, width, 3] uint8 RGB."""
     width: Annotated[int, Meta(ge=1, le=8192)]
-    frames: Annotated[int, Meta(ge=1, le=64)] = 1  # the newest so many, oldest first
-    resize: tuple[Count, ...] | None = None  # to height, width: bilinear, not antialiased
-    mean: tuple[float, ...] = (0.0, 0.0, 0.0)  # of pixels scaled to 0..1, by channel
+    """Columns of a frame as the robot sends it."""
+    frames: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Newest frames that a policy reads, oldest first. Raise it for policies that see motion."""
+    resize: tuple[Count, ...] | None = None
+    """Height and width that a policy reads, bilinear and not antialiased; none keeps the frame's.
+    Set it to the network's input."""
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Mean of each channel, of pixels scaled to 0..1. Set it to the network's normalisation."""
     std: tuple[Positive, ...] = (1.0, 1.0, 1.0)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # that a policy reads
+    """Standard deviation of each channel, of pixels scaled to 0..1. Set it to the network's
+    normalisation."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of <name>.frames that a policy reads. Set float32 on CPUs, and where a policy wants it.
+    """
 
     @property
     def size(self) -> tuple[int, int]:
@@ -102,24 +73,56 @@ class ImageConfig(_Part, frozen=True):
         return height, width
 
 
-class StreamConfig(_Part, frozen=True, kw_only=True):
+class RecordedAs(Table, frozen=True, kw_only=True):
+    """Location of a stream's samples in a PX4 ULog, a ROS bag or an MCAP file made by others."""
+
+    topic: Text
+    """Topic with the samples; of a ULog sensor_combined, or sensor_combined[1] for its second
+    instance."""
+    fields: Annotated[tuple[Text, ...], Meta(min_length=1)]
+    """Values in order: pose.position.x, gyro_rad[0], or an array's name for all of it."""
+    stamp: Text | None = None
+    """Field with each message's time; none takes header.stamp, else when it was logged. Set it
+    where another field has the sensor's clock."""
+
+
+class StreamConfig(Table, frozen=True, kw_only=True):
     """One sensor's stream of samples; with ``image`` a camera's frames."""
 
     name: Name
-    dim: Count = 0  # values per sample; left out of a camera
-    rate_hz: Positive | None = None  # nominal; sizes the ring and the synthetic source
-    max_request_hz: Positive | None = None  # instead: comes on request, and so often at most
+    """Name of the stream, as robots send it."""
+    dim: Count = 0
+    """Values of a sample. State it; a camera takes it from its image."""
+    rate_hz: Positive | None = None
+    """Nominal rate; sizes the ring and the synthetic source. State it, or max_request_hz."""
+    max_request_hz: Positive | None = None
+    """Most samples a second of a stream that comes with a robot's requests. Set it instead of
+    rate_hz for clients that ask in lock-step."""
     interpolation: Interpolation = "linear"
-    dtype: Literal["float32", "float64", "uint8"] = "float32"  # uint8 of a camera alone
-    group: Name = "state"  # streams of one group become one tensor, concatenated in file order
-    max_age_ms: Positive = 200.0  # held longer than this beyond its newest sample: invalid
-    # A hole wider than max_gap_ms is not bridged: invalid. previous and nearest bridge from the
-    # target to the sample they pick, also beyond the newest.
+    """Value between two samples: linear, previous, nearest, slerp (quaternions), angle (wraps at
+    pi). Set previous for switched values."""
+    dtype: Literal["float32", "float64", "uint8"] = "float32"
+    """Type that robots send; uint8 of a camera alone. Set float64 where the driver has it."""
+    group: Name = "state"
+    """Tensor that the stream is a part of: streams of one group are concatenated in file order. Set
+    it for policies with several inputs."""
+    max_age_ms: Positive = 200.0
+    """Oldest newest sample that still counts: held longer, a target is invalid. Raise it for slow
+    sensors."""
     max_gap_ms: Positive = 200.0
-    reference: bool = False  # its newest stamp ends the window; at most one, else the fastest
-    jitter_ms: NonNegative = 0.0  # of the synthetic source
-    image: ImageConfig | None = None  # <name>.frames, .valid and .age_s; group does not apply
-    recorded: RecordedAs | None = None  # where a recording made by others has it
+    """Widest hole between two samples that is bridged; previous and nearest bridge from target to
+    sample. Raise it for sensors that stall."""
+    reference: bool = False
+    """Makes the stream's newest stamp the end of each window; at most one, else the fastest. Set it
+    on the sensor that matters most."""
+    jitter_ms: NonNegative = 0.0
+    """Jitter of the synthetic source. Set it to try a policy on uneven stamps."""
+    image: ImageConfig | None = None
+    """Makes the stream a camera: a policy reads <name>.frames, .valid and .age_s. Set it for
+    frames."""
+    recorded: RecordedAs | None = None
+    """Place of the stream in a recording made by others. Set it to replay a ULog, ROS bag or MCAP.
+    """
 
     def __post_init__(self) -> None:
         if self.image is not None and self.dim == 0:
@@ -138,223 +141,157 @@ class StreamConfig(_Part, frozen=True, kw_only=True):
         return self.max_request_hz is not None
 
 
-class WindowConfig(_Part, frozen=True):
+class WindowConfig(Table, frozen=True):
     """The aligned slice a policy sees: ``steps`` targets ``dt_ms`` apart, the last at the end."""
 
     steps: Count
+    """Targets of a window; each tensor of a policy has so many rows."""
     dt_ms: Positive
+    """Time between two targets, as in training."""
 
 
-class BatchConfig(_Part, frozen=True):
+class BatchConfig(Table, frozen=True):
     """Fixed robot rows of one envelope."""
 
     rows: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Robots of one envelope, a fixed row each. Raise it to serve several robots with one policy.
+    """
 
 
-class RobotLimits(_Part, frozen=True):
+class RobotLimits(Table, frozen=True):
     """Tighter limits of one robot; what is left empty is as for all."""
 
     low: tuple[float, ...] = ()
+    """Lowest value of each action of this robot; empty as for all. Set it for a robot with less
+    room."""
     high: tuple[float, ...] = ()
+    """Highest value of each action of this robot; empty as for all. Set it for a robot with less
+    room."""
     velocity: tuple[Positive, ...] = ()
+    """Largest change per second of each action of this robot; empty as for all. Set it for a slower
+    robot."""
     acceleration: tuple[Positive, ...] = ()
+    """Largest change of velocity per second of each action of this robot; empty as for all. Set it
+    for a softer robot."""
 
 
-class ActionConfig(_Part, frozen=True):
+class ActionConfig(Table, frozen=True):
     """Meaning of a policy's ``actions [horizon, len(names)]``, and how long they may be used."""
 
     names: tuple[Name, ...]
+    """Names of a chunk's columns, as robots know them."""
     horizon: Count
+    """Steps of a chunk."""
     dt_ms: Positive
-    low: tuple[float, ...]  # limits per action, in the units the robot executes
+    """Time between two steps of a chunk."""
+    low: tuple[float, ...]
+    """Lowest value of each action, in the units that the robot executes."""
     high: tuple[float, ...]
-    lease_ms: Positive  # an action chunk expires this long after its window's end
-    max_age_ms: Positive | None = None  # robots execute no older action; none: the lease alone
-    discrete: dict[str, tuple[float, ...]] = {}  # switched actions: the nearest of these values
-    on_limit: Literal["clip", "drop"] = "clip"  # outside low to high: clip it, or drop the chunk
-    velocity: tuple[Positive, ...] = ()  # units/s per action between steps; faster: dropped
-    acceleration: tuple[Positive, ...] = ()  # units/s2 per action; more: the chunk is dropped
-    robots: dict[str, RobotLimits] = {}  # of single robots, by the name they say in Hello
-    prefix_steps: Annotated[int, Meta(ge=0, le=1024)] = 0  # of input executed_prefix; 0: none
-    provenance: bool = False  # chunks tell the robot where their age comes from
+    """Highest value of each action, in the units that the robot executes."""
+    lease_ms: Positive
+    """Time after a window's end at which its chunk expires; without a newer one the robot holds."""
+    max_age_ms: Positive | None = None
+    """Oldest action that robots execute; none leaves it to the lease. Set it below the lease for
+    fast motions."""
+    discrete: dict[str, tuple[float, ...]] = msgspec.field(default_factory=dict)
+    """Values of switched actions: the nearest one is sent. Set it for grippers and modes."""
+    on_limit: Literal["clip", "drop"] = "clip"
+    """What happens to a chunk outside low to high: clip its values, or drop it. Set drop where a
+    clipped motion is worse than none."""
+    velocity: tuple[Positive, ...] = ()
+    """Largest change per second of each action between steps; a faster chunk is dropped. Set it for
+    real arms."""
+    acceleration: tuple[Positive, ...] = ()
+    """Largest change of velocity per second of each action; a harder chunk is dropped. Set it for
+    real arms."""
+    robots: dict[str, RobotLimits] = msgspec.field(default_factory=dict)
+    """Tighter limits by a robot's name. Set it when robots of one run differ."""
+    prefix_steps: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Steps of input executed_prefix, the actions under way; 0 gives none. Set it for policies that
+    continue a chunk (RTC)."""
+    provenance: bool = False
+    """Tells robots where the age of each chunk comes from. Set it to look for latency at the robot.
+    """
 
 
-class PolicyConfig(_Part, frozen=True):
+class PolicyConfig(Table, frozen=True):
     """Stage B: ``module:attr`` of a ``build(config, device)`` function, its weights and options."""
 
     target: Target
-    weights: FilePath | None = None  # .safetensors, .onnx
-    options: dict[str, Any] = {}  # handed to build() untouched
-    instructions: bool = False  # robots may send texts: inputs instruction_id, conditioning_epoch
-    graph: bool = True  # on a GPU: replayed from CUDA graphs that warm-up records
-    compile: bool = False  # by torch.compile, while warming up
+    """Function build(config, device) that makes the policy, as package.module:attr."""
+    weights: FilePath | None = None
+    """File with weights, .safetensors or .onnx, handed to build. Set it for trained policies."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Values handed to build untouched. Set what the policy's page names."""
+    instructions: bool = False
+    """Lets robots send texts: inputs instruction_id and conditioning_epoch. Set it for policies
+    that follow language."""
+    graph: bool = True
+    """Replays the policy from CUDA graphs that warm-up records. Set false for policies that cannot
+    be captured."""
+    compile: bool = False
+    """Compiles the policy with torch.compile while warming. Set it where it is faster; the start
+    takes longer."""
 
 
-class DecodeConfig(_Part, frozen=True):
+class DecodeConfig(Table, frozen=True):
     """Stage C: ``module:attr`` of a ``build(options, actions)`` function; the default copies."""
 
     target: Target = "ppstream.pipeline.decode:build"
-    options: dict[str, Any] = {}
+    """Function build(options, actions) that makes stage C's decoder. Set it where a policy's output
+    is no chunk yet."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Values handed to the decoder untouched. Set what it documents."""
 
 
-class SimulateConfig(_Part, frozen=True):
-    """Extra stage time on rank 0 for D sweeps and model checks; B simulates in its policy."""
-
-    a_ms: NonNegative = 0.0
-    c_ms: NonNegative = 0.0
-    kind: Literal["sleep", "spin", "gpu"] = "sleep"  # gpu: constant work on rank 0's device
-    law: Literal["constant", "uniform", "tail"] = "constant"
-    seed: int = 0
-
-
-class PlacementConfig(_Part, frozen=True):
-    """Which rank computes on which device."""
-
-    rank0: Device = "cpu"  # stages A and C, and the policy's front parts
-    policy: Devices = ("cpu",)  # stage B: one policy rank for each
-    # place of each part, place 0 being rank 0; "auto": the best ones by the parts' times at start
-    parts: tuple[Annotated[int, Meta(ge=0)], ...] | Literal["auto"] = ()
-
-    @property
-    def cut(self) -> tuple[int, ...]:
-        """Place of each part; empty where none are stated, or not known yet."""
-        return () if isinstance(self.parts, str) else self.parts
-
-
-class PipelineShape(_Part, frozen=True):
-    """Shape of the pipeline of two ranks."""
-
-    pacing: PacingRule = "sample"  # of the reference stream, else of the one named
-    tick_hz: Positive | None = None  # needed by pacing = "tick"
-    gather_ms: Positive | None = None  # needed by pacing = "rows": wait so long for other robots
-    windows: Literal["live", "scheduled"] = "live"
-    threads: Literal["auto", "serial", "split"] = "auto"  # auto: split for long front parts
-    d_in: Annotated[int, Meta(ge=1, le=64)] = 2  # unless stated: the number of ranks
-    d_out: Annotated[int, Meta(ge=1, le=64)] = 2
-    credit: Literal["before_window", "after_window"] = "before_window"  # freshness | throughput
-    #: On CPUs: while a rank waits, dry runs of the window and of a stateless policy so often.
-    keep_warm_ms: Annotated[float, Meta(ge=0.1, le=100)] | None = None
-
-
-class LinkConfig(_Part, frozen=True):
-    """Transport of envelopes between the ranks; ``auto`` lets the placement choose."""
-
-    kind: Literal["auto", "host", "gloo", "peer", "pinned", "nccl"] = "auto"
-    trusted_network: bool = False  # must be true for gloo between hosts: it is not encrypted
-    wait: Literal["kernel", "driver"] = "kernel"  # of peer; a GPU shared with others: "driver"
-
-
-class BringupConfig(_Part, frozen=True):
-    """The gate in front of *ready*."""
-
-    source: Literal["synthetic", "recording"] = "synthetic"
-    recording: FilePath | None = None  # any that tools/replay.py can read
-    envelopes: Annotated[int, Meta(ge=100)] = 400
-    overlap_min: Annotated[float, Meta(ge=0, le=1)] = 0.30  # by the stamps, and by times alone
-    # Reasons of a refusal that count for nothing here: speed is yours to judge, safety is not.
-    accept: tuple[Literal["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"], ...] = ()
-    standalone: Count = 30  # envelopes each stage is timed alone, before and behind bring-up
-    warmup_max: Count = 400  # give up waiting for a steady period after this many
-
-
-class ServiceConfig(_Part, frozen=True):
-    """Service: robots that connect, or a recording instead of them."""
-
-    # unix://PATH for robots of this host, {uid}: its user; tcp://ADDRESS:PORT; none: no robots.
-    endpoint: Text | None = "unix:///tmp/ppstream-{uid}/robots"
-    recording: FilePath | None = None  # serve this recording as the only robot, then drain
-    actions_file: FilePath | None = None  # .npz that collects the chunks of a recording's run
-    duration_s: Positive | None = None  # drain by itself this long after ready
-    # Both are needed, and made by ppstream-keys, where other hosts can reach the endpoint.
-    secret_key: FilePath | None = None  # rank 0's own, a .secret file
-    allowed_keys: FilePath | None = None  # public keys of the robots it serves
-    # Of unix:// endpoints: users whose programs may connect; none: rank 0's own user.
-    allowed_uids: tuple[Annotated[int, Meta(ge=0, lt=2**32)], ...] = ()
-    clock_probe_s: Positive | None = None  # ask robots for their clock so often; for traces only
-
-
-class LivenessConfig(_Part, frozen=True):
-    """When the other side counts as gone. Heartbeat and limits are one pair."""
-
-    heartbeat_ms: Positive = 200.0  # below a third of frozen_ms
-    frozen_ms: Positive = 1500.0  # silent this long and no progress
-    watchdog_s: Positive = 5.0  # a thread, or stage B, at a standstill; or 5 times the usual B
-    start_s: Positive = 600.0  # the same before ready: a build, links, first calls, a compilation
-    handshake_s: Positive = 15.0
-    drain_s: Positive = 5.0
-    policy_errors_max: Count = 5  # consecutive ones end the run with 26
-
-
-class LogConfig(_Part, frozen=True):
-    """Location of run logs."""
-
-    root: FilePath = "logs"
-    keep: Count = 20  # older runs are deleted
-    ring: Annotated[int, Meta(ge=64)] = 8192  # envelopes buffered between loop and disk
-
-
-class DemoConfig(_Part, frozen=True):
-    """The embedded cart-pole, started as a child process by the default configuration only."""
-
-    robot: Module  # module run with python -m
-    extra_delay_ms: NonNegative = 0.0  # its samples leave, and so its actions come, this much later
-    seed: int = 0
-
-
-class GatewayConfig(_Part, frozen=True):
-    """Robots that speak another wire, served by ``ppstream-gateway`` as robots of this run."""
-
-    wire: Literal["openpi", "groot", "lerobot"]
-    # By stream its path in a robot's observation, or a list of them, each of one number, or
-    # { key, layout = "hwc" | "chw" | "auto", optional }; by prompt, which is no stream, the
-    # instruction's.
-    map: dict[str, Any]
-    listen: Text | None = None  # ADDRESS:PORT, none: loopback, the wire's own port; port 0: any
-    # free one, told in the log
-    answer: Literal["exact", "newest"] = "exact"  # chunk of this observation | the newest, at once
-    timeout_ms: Positive = 1000.0  # for an answer; then the robot is told why there is none
-    silence_s: Positive = 40.0  # a robot that answers no ping, or of GR00T asks nothing, is gone
-    message_mb: Positive = 64.0  # largest message taken
-    metadata: dict[str, Any] = {}  # told to each robot that connects
-    # Of GR00T: by key of its action, first and behind-last of actions.names; the form of
-    # get_modality_config, which changed.
-    action_keys: dict[str, tuple[Index, Index]] = {}
-    generation: Literal["n1.5", "n1.6"] = "n1.6"
-    # Other hosts can reach it: what the wire has of them is needed.
-    api_key_file: FilePath | None = None  # the key alone, readable by its owner alone
-    certfile: FilePath | None = None  # TLS, PEM
-    keyfile: FilePath | None = None
-    # Where rank 0 is, if not at service.endpoint; keys, if rank 0 has some.
-    endpoint: Text | None = None
-    secret_key: FilePath | None = None  # the gateway's own, a .secret file
-    server_key: FilePath | None = None  # rank 0's, a .public file
-
-
-class PipelineConfig(_Part, frozen=True):
+class PipelineConfig(Table, frozen=True):
     """A whole run."""
 
     name: Name
+    """Name of the run, for folders and reports."""
     streams: tuple[StreamConfig, ...]
+    """Sensors, a table each."""
     window: WindowConfig
+    """Aligned slice that a policy sees."""
     actions: ActionConfig
+    """Meaning and limits of what a policy answers."""
     policy: PolicyConfig
+    """Stage B."""
     pipeline: PipelineShape = PipelineShape()
+    """Shape of the pipeline."""
     placement: PlacementConfig = PlacementConfig()
+    """Devices of the ranks."""
     batch: BatchConfig = BatchConfig()
+    """Robots of one envelope."""
     decode: DecodeConfig = DecodeConfig()
+    """Stage C's decoder."""
     simulate: SimulateConfig = SimulateConfig()
+    """Extra stage times."""
     link: LinkConfig = LinkConfig()
+    """Transport between ranks."""
     bringup: BringupConfig = BringupConfig()
+    """Gate in front of ready."""
     service: ServiceConfig = ServiceConfig()
+    """Robots that connect, or a recording instead."""
     liveness: LivenessConfig = LivenessConfig()
+    """Limits after which a peer counts as gone."""
     log: LogConfig = LogConfig()
+    """Run logs."""
     metrics: MetricsConfig = MetricsConfig()
+    """Prometheus and health."""
     record: RecordConfig = RecordConfig()
+    """Recording of a run."""
     view: ViewConfig = ViewConfig()
+    """Live view of a run."""
     profile: ProfileConfig = ProfileConfig()
-    mode: Literal["throughput", "attribution"] = "throughput"  # attribution times blocks alone
+    """torch.profiler on a rank."""
+    mode: Literal["throughput", "attribution"] = "throughput"
+    """throughput serves; attribution times blocks of each stage alone, and ends. Set attribution to
+    see where a stage spends its time."""
     demo: DemoConfig | None = None
-    gateway: tuple[GatewayConfig, ...] = ()  # started and ended by rank 0
+    """Robot of the demo, started beside the ranks."""
+    gateway: tuple[GatewayConfig, ...] = ()
+    """Robots that speak another wire, a table each."""
 
     @property
     def reference(self) -> StreamConfig:

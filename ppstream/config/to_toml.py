@@ -26,7 +26,7 @@ def table_lines(table: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """A struct's values first, its tables and lists of tables behind them."""
     for key, value in table.items():
         if not _has_own_heading(value, path):
-            yield f"{_key(key)} = {_inline(value)}"
+            yield f"{_key(key)} = {toml_value(value)}"
     for key, value in table.items():
         if not _has_own_heading(value, path):
             continue
@@ -45,13 +45,13 @@ def _has_own_heading(value: Any, path: str) -> bool:
     return isinstance(value, Mapping)
 
 
-def _inline(value: Any) -> str:
+def toml_value(value: Any) -> str:
     if value is None:
         return f'"{NONE}"'
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(k)} = {_inline(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_inline, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

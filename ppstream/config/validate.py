@@ -55,7 +55,7 @@ def normalise(value: Any, annotation: Any, folder: Path) -> Any:
     kind = kind_of(annotation)
     if kind.optional and value == NONE:
         return None
-    if _is_struct(kind.base) and isinstance(value, Mapping):
+    if is_struct(kind.base) and isinstance(value, Mapping):
         known = {field.encode_name: field.type for field in fields(kind.base)}
         return {k: normalise(v, known.get(k, Any), folder) for k, v in value.items()}
     if isinstance(value, str) and any((m.extra or {}).get("one") for m in kind.bounds):
@@ -72,17 +72,17 @@ def find_problems(value: Any, annotation: Any, path: str = "") -> Iterator[str]:
     kind = kind_of(annotation)
     if (value is None and kind.optional) or value in kind.words:
         return
-    if _is_struct(kind.base):
+    if is_struct(kind.base):
         yield from _table_problems(value, kind.base, path)
     elif get_origin(kind.base) is tuple:
         yield from _list_problems(value, kind, path)
     elif isinstance(value, float) and not math.isfinite(value):
-        yield _line(path, value, f"{_wanted(kind)}, finite")
+        yield _line(path, value, f"{wanted(kind)}, finite")
     else:
         try:
             msgspec.convert(value, annotation)
         except msgspec.ValidationError:
-            yield _line(path, value, _wanted(kind)) + _suggestion(value, _choices(kind))
+            yield _line(path, value, wanted(kind)) + _suggestion(value, _choices(kind))
 
 
 def _table_problems(value: Any, struct: type[msgspec.Struct], path: str) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _table_problems(value: Any, struct: type[msgspec.Struct], path: str) -> Iter
         if name in value:
             yield from find_problems(value[name], field.type, _join(path, name))
         elif field.required:
-            yield f"{_join(path, name)}: missing, want {_wanted(kind_of(field.type))}"
+            yield f"{_join(path, name)}: missing, want {wanted(kind_of(field.type))}"
     for name in value:
         if name not in known:
             yield f"{_join(path, name)}: unknown key{_key_suggestion(name, struct, known)}"
@@ -102,7 +102,7 @@ def _table_problems(value: Any, struct: type[msgspec.Struct], path: str) -> Iter
 
 def _list_problems(value: Any, kind: FieldType, path: str) -> Iterator[str]:
     if not isinstance(value, list):
-        yield _line(path, value, _wanted(kind))
+        yield _line(path, value, wanted(kind))
         return
     for index, item in enumerate(value):
         yield from find_problems(item, get_args(kind.base)[0], f"{path}[{index}]")
@@ -112,16 +112,16 @@ def _line(path: str, got: Any, wanted: str) -> str:
     return f"{path or 'configuration'}: got {got!r}, want {wanted}"
 
 
-def _wanted(kind: FieldType) -> str:
+def wanted(kind: FieldType) -> str:
     """Words what would be right: ``a whole number, at least 1, at most 64, or "none"``."""
     if wants := [meta.extra["want"] for meta in kind.bounds if meta.extra and "want" in meta.extra]:
         text = str(wants[0])
     elif choices := _choices(kind):
         text = "one of " + ", ".join(choices) if len(choices) > 1 else repr(choices[0])
-    elif _is_struct(kind.base) or get_origin(kind.base) is dict:
+    elif is_struct(kind.base) or get_origin(kind.base) is dict:
         text = "a table"
     elif get_origin(kind.base) is tuple:
-        text = f"a list, each {_wanted(kind_of(get_args(kind.base)[0]))}"
+        text = f"a list, each {wanted(kind_of(get_args(kind.base)[0]))}"
     else:
         text = _KINDS.get(kind.base, "a value")
     for meta in kind.bounds:
@@ -165,5 +165,5 @@ def _is_literal(base: Any) -> bool:
     return get_origin(base) is Literal
 
 
-def _is_struct(base: Any) -> bool:
+def is_struct(base: Any) -> bool:
     return isinstance(base, type) and issubclass(base, msgspec.Struct)

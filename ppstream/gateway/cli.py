@@ -1,4 +1,4 @@
-"""``ppstream-gateway``: serves robots of foreign wires, as the ``[[gateway]]`` of a run say.
+"""``ppstream gateway``: serves robots of foreign wires, as the ``[[gateway]]`` of a run say.
 
 Started by hand, or by rank 0, with which it ends. Once it listens it prints a line for each wire,
 with the address. SIGTERM and SIGINT end it.
@@ -153,7 +153,7 @@ def _with_endpoint(config: PipelineConfig, endpoint: str | None) -> PipelineConf
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ppstream-gateway", description=(__doc__ or "").split("\n")[0]
+        prog="ppstream gateway", description=(__doc__ or "").split("\n")[0]
     )
     load.add_arguments(parser)
     parser.add_argument(

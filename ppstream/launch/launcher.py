@@ -39,20 +39,54 @@ HERE: Final = "127.0.0.1"  # a host's own name may take a resolver seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line and do what it asks for; returns the exit code."""
-    args = _parser().parse_args(argv)
+    """``ppstream run``: returns the exit code of the run."""
+    parser = _parser(
+        "run",
+        "Live sensors to actions: starts the ranks of a run on this host. Drains "
+        "on SIGTERM, SIGINT and SIGHUP; its exit code is rank 0's (ppstream-serve --help).",
+    )
+    args = parser.parse_args(argv)
     if sys.version_info < PYTHON_MIN:
         return refuse_python()
     try:
-        config = load.load(args)
-        missing = missing_packages(config)
-        if find_spec("torch") is None:
-            missing.append("torch is not installed: pip install 'ppstream[serve]'")
-        if missing:
-            raise ConfigError(missing)
+        config = _loaded(args)
     except ConfigError as error:
         return refuse(error)
     return RankLauncher(config, args.nproc or ranks_wanted(config)).run(_rank_arguments(args))
+
+
+def check(argv: Sequence[str] | None = None) -> int:
+    """``ppstream check``: prints what a run would place where, and every problem; starts nothing.
+
+    A configuration with mistakes is refused before torch is imported.
+    """
+    parser = _parser(
+        "check",
+        "Print placement, tensors and memory of a run, or all its problems. "
+        "Builds the policy once; starts no process and opens no socket.",
+    )
+    args = parser.parse_args(argv)
+    if sys.version_info < PYTHON_MIN:
+        return refuse_python()
+    try:
+        config = _loaded(args)
+        from ppstream.launch.dry_run import describe
+
+        print(describe(config, args.nproc or ranks_wanted(config)))
+    except ConfigError as error:
+        return refuse(error)
+    return 0
+
+
+def _loaded(args: argparse.Namespace) -> PipelineConfig:
+    """The configuration; raises ConfigError with every problem, missing packages included."""
+    config = load.load(args)
+    missing = missing_packages(config)
+    if find_spec("torch") is None:
+        missing.append("torch is not installed: pip install 'ppstream[serve]'")
+    if missing:
+        raise ConfigError(missing)
+    return config
 
 
 class RankLauncher:
@@ -159,25 +193,14 @@ def _rank_arguments(args: argparse.Namespace) -> list[str]:
     return ["--config", args.config, *settings]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ppstream", description=(__doc__ or "").split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser(
-        "run",
-        help="start a run, and end as it ends",
-        description="Live sensors to actions: starts the ranks of a run on this host. Drains on "
-        "SIGTERM, SIGINT and SIGHUP; its exit code is rank 0's (ppstream-serve --help).",
-    )
-    run.add_argument("config", nargs="?", default=load.DEFAULT, help=load.NAMES)
-    load.add_override_argument(run)
-    run.add_argument(
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"ppstream {command}", description=description)
+    parser.add_argument("config", nargs="?", default=load.DEFAULT, help=load.NAMES)
+    load.add_override_argument(parser)
+    parser.add_argument(
         "--nproc",
         type=int,
         metavar="N",
         help="ranks: 1 runs the unpipelined twin (default: what the placement asks for)",
     )
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""ChildProcess: ``ppstream-gateway`` or the live view as a child of rank 0, which ends with it.
+"""ChildProcess: ``ppstream gateway`` or the live view as a child of rank 0, which ends with it.
 
 The gateway is given the run's effective configuration as a file of the run, the endpoint that rank
 0 has bound, and the run's folder, where it logs its requests; the live view gets the recorder's

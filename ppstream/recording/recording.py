@@ -1,7 +1,7 @@
 """Recording: sensor streams read from a file, as they were recorded.
 
 Nothing is repaired: gaps, repeats and disorder are what a replay is for. ``load.py`` chooses the
-reader; ``sources.py`` (rank 0) and ``tools/replay.py`` (as a robot) play it. No torch here.
+reader; ``sources.py`` (rank 0) and ``launch/replay.py`` (as a robot) play it. No torch here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m ppstream.report``: as ``ppstream-report``."""
+"""``python -m ppstream.report``: as ``ppstream report``."""
 
 import sys
 

@@ -98,7 +98,7 @@ def report_dict(judged: Iterable[Judged]) -> dict[str, object]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ppstream-report",
+        prog="ppstream report",
         description="Judge run logs: does the pipeline overlap, and can the log be believed?",
         epilog="exit: 0 PASS or accepted by the run's own bringup.accept, 1 FAIL, 2 INCONCLUSIVE, "
         "3 bad input; of several runs the worst one's",

@@ -38,7 +38,7 @@ def write_trace(path: Path, run: RunLog) -> int:
     """
     left_out = max(0, len(run.envelopes) - ENVELOPES_MAX)
     events = trace_events(run)
-    about = {"run_id": run.run_id, "envelopes_left_out": left_out, "tool": "ppstream-report"}
+    about = {"run_id": run.run_id, "envelopes_left_out": left_out, "tool": "ppstream report"}
     with path.open("w", encoding="utf-8") as file:
         file.write('{"traceEvents":[\n')
         for number, event in enumerate(events):

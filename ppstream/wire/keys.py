@@ -114,7 +114,7 @@ def allow(allowed_file: Path, name: str, key: bytes) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command ``ppstream-keys``."""
+    """The command ``ppstream keys``."""
     args = _parser().parse_args(argv)
     try:
         if args.command == "new":
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ppstream-keys", description="Keys for robots and servers on a network."
+        prog="ppstream keys", description="Keys for robots and servers on a network."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     new = commands.add_parser("new", help="make NAME.secret and NAME.public, print the public key")
@@ -182,7 +182,7 @@ def _checked(text: str, where: str) -> bytes:
             return text.encode()
     except (KeyError, ValueError, struct.error):  # characters that Z85 has not, or no such number
         pass
-    raise ConfigError([f"{where}: no key, want {KEY_CHARACTERS} characters of ppstream-keys new"])
+    raise ConfigError([f"{where}: no key, want {KEY_CHARACTERS} characters of ppstream keys new"])
 
 
 def _allow_list(path: Path) -> dict[bytes, str]:

@@ -121,7 +121,7 @@ def _check(verb: str, endpoint: str, *, has_keys: bool) -> None:
         problem = "keys are of tcp:// endpoints alone; leave them out"
     if problem is None and not has_keys and not is_local(endpoint):
         problem = (
-            "other hosts can reach it, and there are no keys; make them with ppstream-keys, or use "
+            "other hosts can reach it, and there are no keys; make them with ppstream keys, or use "
             "tcp://127.0.0.1:PORT through a tunnel"
         )
     if problem is not None:

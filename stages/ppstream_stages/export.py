@@ -1,4 +1,4 @@
-"""``ppstream-export``: writes the policy of a run as ``model.onnx`` and ``policy.json``.
+"""``ppstream export``: writes the policy of a run as ``model.onnx`` and ``policy.json``.
 
 For policies made of ``NetworkPart``, whose parts become one network. It is written with any number
 of rows, run once by ONNX Runtime, and compared with torch.
@@ -91,7 +91,7 @@ def export(
         ConfigError: it cannot be written as ONNX, or differs too much from torch.
     """
     if lacks := [name for name in LIBRARIES if find_spec(name) is None]:
-        raise ConfigError([f"ppstream-export needs {', '.join(lacks)}: {INSTALL}"])
+        raise ConfigError([f"ppstream export needs {', '.join(lacks)}: {INSTALL}"])
     parts = build_parts(config, CPU)
     if found := list(_problems(config.policy.target, parts)):
         raise ConfigError(found)
@@ -145,7 +145,7 @@ def inputs_of(parts: Sequence[NetworkPart]) -> tuple[TensorSpec, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ppstream-export",
+        prog="ppstream export",
         description="Write the policy of a run as ONNX, for ppstream_stages.onnx.",
     )
     load.add_arguments(parser)

@@ -1,6 +1,6 @@
 """A policy from an ONNX file: ONNX Runtime as stage B, and the ``policy.json`` beside the file.
 
-``policy.json`` says what the file takes and gives, and which file it is about; ``ppstream-export``
+``policy.json`` says what the file takes and gives, and which file it is about; ``ppstream export``
 writes both. A tensor that the network takes as the window has it is read from the link's slot, and
 so results are written; one with ``normalisation`` goes through memory of the policy. Operators on
 the CPU run in as many threads as torch's, which never spin.
@@ -220,7 +220,7 @@ def read_policy_file(path: Path) -> PolicyFile:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(SIDECAR_MAX), type=PolicyFile)
     except OSError as error:
-        reason = f"{error.strerror}; want it beside the .onnx file: ppstream-export writes both"
+        reason = f"{error.strerror}; want it beside the .onnx file: ppstream export writes both"
     except (msgspec.DecodeError, SpecError) as error:
         reason = str(error)
     raise ConfigError([f"policy.weights: {path}: {reason}"])

@@ -29,6 +29,7 @@ FILES = [p for room in ROOMS for p in (ROOT / room).rglob("*.*")] + [*ROOT.glob(
 PATHS = {"/".join(p.relative_to(ROOT).parts[n:]) for p in FILES for n in range(-6, 0)}
 LINES_MAX = 80
 WHOLE = {
+    "configuration.md",
     "measured.md",
     "README.md",
     "how-overlap-is-proven.md",
@@ -40,7 +41,11 @@ GPU = re.compile(r"ppstream_gpu")
 REASON = re.compile(r"[A-Z][A-Z_]{2,}")
 DECIDES = ("verdict", "safety_counts", "judge")  # what gives a run its reasons
 #: Options stand in the tool, or in the module of ours that it calls.
-SOURCE = "".join(path.read_text() for path in sorted((ROOT / "ppstream").rglob("*.py")))
+SOURCE = "".join(
+    path.read_text()
+    for room in ("ppstream", "stages/ppstream_stages")
+    for path in sorted((ROOT / room).rglob("*.py"))
+)
 
 
 def ids(path: Path) -> str:

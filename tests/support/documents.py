@@ -30,8 +30,8 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def started(words: list[str]) -> tuple[str, list[str]] | None:
     """The tool or module that a command starts, and its own options."""
-    if words[:2] == ["ppstream", "run"]:
-        return "ppstream.launch.launcher", words[1:]
+    if words[0] == "ppstream":
+        return "ppstream.launch.commands", words[1:]
     for at, word in enumerate(words):
         if word == "-m" and words[at + 1].startswith("ppstream"):
             return words[at + 1], words[at + 2 :]

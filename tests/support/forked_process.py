@@ -22,6 +22,7 @@ PRELOADED = [
     "ppstream.launch.run_policy_rank",
     "ppstream.launch.dry_run",
     "ppstream.launch.run_rank0",
+    "ppstream.launch.commands",
     "ppstream.launch.launcher",
     "ppstream.serve",
     "torch.distributed.run",

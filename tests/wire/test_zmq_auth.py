@@ -74,7 +74,7 @@ def serves(server: MessageSocket, keys: ClientKeys | None = GOOD) -> bool:
 
 @pytest.mark.parametrize("endpoint", [ANYWHERE, "tcp://*:5870", "tcp://[::]:*", "tcp://eth0:1"])
 def test_nothing_that_other_hosts_reach_is_bound_without_keys(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="ppstream-keys"):
+    with pytest.raises(ConfigError, match="ppstream keys"):
         bind_server(endpoint)
 
 

@@ -6,7 +6,6 @@ read: nothing may be imported, called, opened or executed.
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 import time
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fuzz.mutations import mutated
 
 from ppstream.core.errors import ProtocolError
+from ppstream.core.interpreter import GcControl
 from ppstream.wire.lerobot import INSTRUCTIONS, OBSERVATION
 from ppstream.wire.pickle_opcodes import decode
 
@@ -71,17 +71,16 @@ def fuzz_pickles(pickles: int, seed: int) -> dict[str, int]:
     sys.addaudithook(_watch)
     counts.update(_read(one) for one in seeds)  # whatever loads lazily is loaded
     tracemalloc.start()
-    gc.disable()  # a collection walks all that other tests left, on this thread's time
     try:
-        for _ in range(pickles):
-            body = _mutated(rng, seeds)
-            _is_watching = True
-            counts[_read(body)] += 1
-            _is_watching = False
-            assert not _seen, f"{_seen} by {body!r}"
+        with GcControl():  # a collection would walk what other tests left, on this thread's time
+            for _ in range(pickles):
+                body = _mutated(rng, seeds)
+                _is_watching = True
+                counts[_read(body)] += 1
+                _is_watching = False
+                assert not _seen, f"{_seen} by {body!r}"
     finally:
         _is_watching = False
-        gc.enable()
         tracemalloc.stop()
     return {"sent": pickles, **counts}
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -8,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -21,6 +19,7 @@ from ppstream.config.schema import PipelineConfig, RecordConfig, ServiceConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ExitCode
 from ppstream.core.waiter import Waiter
+from ppstream.launch.replay import ReplayClock
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.sessions.server import Sessions
 from ppstream.wire.robot_messages import ActionChunk
@@ -28,15 +27,6 @@ from ppstream.wire.robot_messages import ActionChunk
 TOOL = Path(__file__).parents[2] / "tools" / "replay.py"
 DATA = os.environ.get("PPSTREAM_TEST_DATA")
 LEASE = 100 * MS
-
-
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("replay_tool", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Server:
@@ -208,8 +198,7 @@ def test_it_needs_no_torch() -> None:
 
 
 def test_the_replay_clock_is_the_recording_s_at_its_speed() -> None:
-    tool = load_tool()
-    clock = tool.ReplayClock(5_000 * MS, 1000.0)
+    clock = ReplayClock(5_000 * MS, 1000.0)
     assert clock() == 5_000 * MS
     clock.start()
     clock.wait_until(15_000 * MS)  # 10 ms of ours
@@ -217,7 +206,7 @@ def test_the_replay_clock_is_the_recording_s_at_its_speed() -> None:
 
 
 def test_at_max_the_replay_clock_is_what_was_sent() -> None:
-    clock = load_tool().ReplayClock(5_000 * MS, None)
+    clock = ReplayClock(5_000 * MS, None)
     clock.start()
     clock.wait_until(9_000 * MS)
     clock.wait_until(8_000 * MS)

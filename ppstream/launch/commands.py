@@ -1,0 +1,70 @@
+"""``ppstream COMMAND``: one door to what users call; each command is a module of its own.
+
+A module is imported when its command is called, so help and mistakes are answered at once. The
+names with a hyphen (``ppstream-report``) call the same functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import version
+from typing import Final, NamedTuple
+
+USAGE_ERROR: Final = 2  # as argparse
+
+
+class Command(NamedTuple):
+    """A function that is called with the words behind the name, and returns the exit code."""
+
+    target: str  # module:function
+    help: str
+
+
+COMMANDS: Final = {
+    "run": Command("ppstream.launch.launcher:main", "start the ranks of a run on this host"),
+    "check": Command("ppstream.launch.launcher:check", "print what a run needs; start nothing"),
+    "explain": Command("ppstream.config.explain:main", "what a configuration may say, and means"),
+    "report": Command("ppstream.report.cli:main", "judge a run by its log, and say why it is slow"),
+    "replay": Command("ppstream.launch.replay:main", "stream a recording as a robot would"),
+    "gateway": Command("ppstream.gateway.cli:main", "serve robots of openpi, GR00T and LeRobot"),
+    "keys": Command("ppstream.wire.keys:main", "make and allow keys of robots on a network"),
+    "export": Command("ppstream_stages.export:main", "write a run's policy as ONNX"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Call the command that the first word names; returns the exit code."""
+    name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"ppstream {version('ppstream')}")
+        return 0
+    if name not in COMMANDS:
+        close = get_close_matches(name, COMMANDS, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        print(f"ppstream: there is no command {name!r}{hint}\n\n{_help()}", file=sys.stderr)
+        return USAGE_ERROR
+    module, function = COMMANDS[name].target.split(":")
+    return int(getattr(import_module(module), function)(words))
+
+
+def _help() -> str:
+    lines = [
+        "usage: ppstream COMMAND ...",
+        "",
+        "Live sensors to actions over several ranks that are proven to overlap.",
+        "",
+        *(f"  {name:<9} {command.help}" for name, command in COMMANDS.items()),
+        "",
+        "ppstream COMMAND --help says more; under torchrun a rank is python -m ppstream.serve.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

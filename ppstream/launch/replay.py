@@ -1,0 +1,173 @@
+"""``ppstream replay FILE``: streams a recording as a robot would.
+
+Samples go out with their recorded stamps, at real speed, faster or slower, or (``--speed max``) as
+fast as they are accepted. The robot's clock is the recording's. Each action chunk that comes back
+is taken at once and moves nothing. Needs the robot-side packages only, no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from ppstream.config.load import add_arguments, load
+from ppstream.config.schema import PipelineConfig
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
+from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
+from ppstream.recording.load import load_recording
+from ppstream.recording.recording import RecordedMessage, Recording
+from ppstream.robot.client import RobotClient
+from ppstream.wire.robot_messages import ActionChunk
+
+FORMS: Final = ".mcap, .npz, Franka .npy, PX4 .ulg, ROS 1 .bag, or the folder of a ROS 2 bag"
+REFUSED_PAUSE_S: Final = 0.001  # between two attempts while nobody can take samples
+REFUSED_LIMIT_S: Final = 10.0  # longer than a restart of the server takes
+LAST_CHUNKS_S: Final = 0.3  # what is in flight behind the last sample may still come back
+
+
+class ReplayClock:
+    """The recording's time, as a robot's clock; at ``max`` the time reached by the samples sent."""
+
+    def __init__(self, first_ns: int, speed: float | None) -> None:
+        self._reached_ns = first_ns
+        self._first_ns = first_ns
+        self._speed = speed
+        self._started_ns: int | None = None
+
+    def __call__(self) -> int:
+        if self._speed is None or self._started_ns is None:
+            return self._reached_ns
+        return self._first_ns + int((now_ns() - self._started_ns) * self._speed)
+
+    def start(self) -> None:
+        self._started_ns = now_ns()
+
+    def wait_until(self, due_ns: int) -> None:
+        """Sleep until the recording's time is ``due_ns``; at ``max`` it is so at once."""
+        self._reached_ns = max(self._reached_ns, due_ns)
+        if self._speed is not None:
+            while (left_ns := due_ns - self()) > 0:
+                time.sleep(left_ns / self._speed / NS_PER_S)
+
+
+def play(
+    client: RobotClient, recording: Recording, clock: ReplayClock, batch_ns: int, *, insist: bool
+) -> None:
+    """Push every sample when it is due, those of a stream within ``batch_ns`` together.
+
+    ``insist``: offer samples that nobody can take now again, so that nothing runs ahead of the
+    server. Otherwise they are lost and counted, as a robot's are.
+
+    Raises:
+        PeerLostError: insisting did not help.
+    """
+    clock.start()
+    for message in recording.messages(batch_ns):
+        clock.wait_until(message.due_ns)
+        if not client.push(message.stream, message.stamps_ns, message.values) and insist:
+            _insist(client, message)
+
+
+def _insist(client: RobotClient, message: RecordedMessage) -> None:
+    give_up_ns = now_ns() + int(REFUSED_LIMIT_S * NS_PER_S)
+    while not client.push(message.stream, message.stamps_ns, message.values):
+        if now_ns() > give_up_ns:
+            raise PeerLostError(f"no sample was accepted for {REFUSED_LIMIT_S:g} s; is it running?")
+        time.sleep(REFUSED_PAUSE_S)
+
+
+def replay(arguments: argparse.Namespace, config: PipelineConfig) -> str:
+    """Replay the whole file; returns what to tell about it."""
+    recording = load_recording(arguments.file, config.streams, config.record.robot)
+    recording = recording.select(config.streams)
+    clock = ReplayClock(recording.first_ns, arguments.speed)
+
+    def take(chunk: ActionChunk) -> None:
+        client.executed(chunk, clock())
+
+    client = RobotClient(
+        arguments.endpoint or _endpoint(config),
+        robot=arguments.robot,
+        streams=[(stream.name, stream.dim, stream.dtype) for stream in config.streams],
+        actions=config.actions.names,
+        on_chunk=take,
+        clock=clock,
+        real_time=arguments.speed == 1.0,
+    )
+    with client:
+        client.connect(arguments.wait_s)
+        if not client.wait_ready(arguments.wait_s):
+            raise PeerLostError(
+                f"phase is {client.phase!r} after {arguments.wait_s:g} s, not ready"
+            )
+        began_ns = now_ns()
+        batch_ns = round(arguments.batch_ms * NS_PER_MS)
+        play(client, recording, clock, batch_ns, insist=arguments.speed is None)
+        took_s = (now_ns() - began_ns) / NS_PER_S
+        time.sleep(LAST_CHUNKS_S)
+    return _summary(client, recording, took_s)
+
+
+def _endpoint(config: PipelineConfig) -> str:
+    if config.service.endpoint is None:
+        raise ConfigError(["service.endpoint: none is configured; give --endpoint"])
+    return config.service.endpoint
+
+
+def _summary(client: RobotClient, recording: Recording, took_s: float) -> str:
+    statistics = client.statistics()
+    played_s = (recording.last_ns - recording.first_ns) / NS_PER_S
+    age = statistics.age
+    samples = sum(len(track.stamps_ns) for track in recording.tracks.values())
+    p50_ms, p99_ms, max_ms = (ns / NS_PER_MS for ns in (age.p50_ns, age.p99_ns, age.max_ns))
+    lines = [
+        f"replayed {played_s:.2f} s of {', '.join(recording.tracks)} in {took_s:.2f} s",
+        f"samples: {samples} recorded, {statistics.sent} sent at {samples / took_s:.0f}/s, "
+        f"{statistics.unsent} not accepted when offered",
+        f"action chunks: {statistics.timeline.received} received, {age.count} taken; observation "
+        f"to action p50 {p50_ms:.1f}, p99 {p99_ms:.1f}, max {max_ms:.1f} ms in recorded time",
+    ]
+    return "\n".join(lines)
+
+
+def _speed(text: str) -> float | None:
+    if text == "max":
+        return None
+    speed = float(text)
+    if not 0 < speed < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, want a number above 0, or max")
+    return speed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ppstream replay",
+        description="Stream a recording as a robot would, to a run that serves.",
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="a recording: " + FORMS)
+    parser.add_argument("--endpoint", help="where rank 0 listens (default: service.endpoint)")
+    parser.add_argument("--speed", type=_speed, default=1.0, help="times real time, or max")
+    parser.add_argument("--batch-ms", type=float, default=5.0, help="samples sent together")
+    parser.add_argument("--robot", default="replay", help="this robot's name")
+    parser.add_argument("--wait-s", type=float, default=60.0, help="for a session that is ready")
+    add_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or that of the error, which stands on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        print(replay(arguments, load(arguments)))
+    except PpstreamError as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

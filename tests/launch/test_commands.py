@@ -1,0 +1,63 @@
+"""``ppstream COMMAND``: what each word calls, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ppstream.launch.commands import COMMANDS, main
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help_under_its_own_name(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: ppstream {name} ")
+
+
+def test_a_name_with_a_hyphen_calls_the_same() -> None:
+    scripts = dict(PROJECT["scripts"])
+    assert scripts.pop("ppstream") == "ppstream.launch.commands:main"
+    assert scripts.pop("ppstream-serve") == "ppstream.serve:main"
+    assert len(scripts) == 4
+    for script, target in scripts.items():
+        assert COMMANDS[script.removeprefix("ppstream-")].target == target
+
+
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert [line.split()[0] for line in listed.splitlines() if line.startswith("  ")] == [*COMMANDS]
+
+
+def test_an_unknown_command_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rum"]) == 2
+    assert "there is no command 'rum' (did you mean 'run'?)" in capsys.readouterr().err
+
+
+def test_a_configuration_with_mistakes_is_refused_without_torch() -> None:
+    words = ["check", "demo", "--set", "streams.0.rate_hs=3", "--set", "pipeline.d_in=0"]
+    code = (
+        "import sys; from ppstream.launch.commands import main\n"
+        f"code = main({words!r}); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 11, done.stderr
+    assert "streams[0].rate_hs: unknown key (did you mean 'rate_hz'?)" in done.stderr
+    assert "pipeline.d_in: got 0" in done.stderr
+
+
+def test_check_prints_what_a_run_would_place_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "bench"]) == 0
+    assert "rank 1           stage B" in capsys.readouterr().out
+    assert main(["check", "bench", "--nproc", "1"]) == 0
+    assert "rank 1 " not in capsys.readouterr().out
