@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="ppstream: %(message)s", stream=sys.stderr)
     try:
         config = load.load(args)
+        load.make_importable(args.config)
         if missing := missing_packages(config):
             raise ConfigError(missing)
         if args.print_config:

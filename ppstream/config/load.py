@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from ppstream.config.rules import problems
-from ppstream.config.schema import PipelineConfig
+from ppstream.config.schema import PipelineConfig, StreamConfig
 from ppstream.config.to_toml import as_toml
 from ppstream.config.validate import find_problems, normalise
 from ppstream.core.errors import ConfigError
@@ -90,11 +90,27 @@ def read(name: str, overrides: Iterable[str] = ()) -> PipelineConfig:
 
 
 def _with_defaults(config: PipelineConfig, table: dict[str, Any]) -> PipelineConfig:
-    """Fills in what follows from other settings: ``d_in`` is the number of ranks."""
-    shape = config.pipeline
+    """Fills in what follows from other settings.
+
+    ``d_in`` is the number of ranks, and frames are float32 where every rank is on a CPU.
+    """
+    shape, placement = config.pipeline, config.placement
     if "d_in" not in table.get("pipeline", {}):
-        shape = msgspec.structs.replace(shape, d_in=1 + len(config.placement.policy))
-    return msgspec.structs.replace(config, pipeline=shape)
+        shape = msgspec.structs.replace(shape, d_in=1 + len(placement.policy))
+    streams = config.streams
+    if {placement.rank0, *placement.policy} == {"cpu"}:
+        stated = ["dtype" in (stream.get("image") or {}) for stream in table["streams"]]
+        streams = tuple(
+            one if is_stated or one.image is None else _with_float32_frames(one)
+            for one, is_stated in zip(streams, stated, strict=True)
+        )
+    return msgspec.structs.replace(config, pipeline=shape, streams=streams)
+
+
+def _with_float32_frames(stream: StreamConfig) -> StreamConfig:
+    assert stream.image is not None
+    image = msgspec.structs.replace(stream.image, dtype="float32")
+    return msgspec.structs.replace(stream, image=image)
 
 
 def locate(name: str) -> Path:
@@ -117,6 +133,20 @@ def locate(name: str) -> Path:
     raise ConfigError(
         [f"--config: got {name!r}, but {module} has no {file_name} (it has: {shipped})"]
     )
+
+
+def make_importable(name: str) -> None:
+    """Let ``policy.target`` name modules that lie beside the file ``name`` means.
+
+    Its folder comes last on ``sys.path``: nothing that is installed is hidden. A file inside a
+    package is left alone.
+
+    Raises:
+        ConfigError: as ``locate``.
+    """
+    folder = locate(name).parent
+    if not (folder / "__init__.py").exists() and str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def _module_folder(module: str) -> Path:

@@ -63,8 +63,8 @@ class ImageConfig(Table, frozen=True):
     """Standard deviation of each channel, of pixels scaled to 0..1. Set it to the network's
     normalisation."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of <name>.frames that a policy reads. Set float32 on CPUs, and where a policy wants it.
-    """
+    """Type of <name>.frames that a policy reads; unless stated float32 where all ranks are on CPUs.
+    Set what the policy reads."""
 
     @property
     def size(self) -> tuple[int, int]:

@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final = {
+    "init": Command("ppstream.launch.new_arm:main", "write a run, a policy and a robot that work"),
     "run": Command("ppstream.launch.launcher:main", "start the ranks of a run on this host"),
     "check": Command("ppstream.launch.launcher:check", "print what a run needs; start nothing"),
     "explain": Command("ppstream.config.explain:main", "what a configuration may say, and means"),

@@ -14,7 +14,7 @@ from typing import Final
 from ppstream import native
 from ppstream.analysis.period_model import PipelineForm, StageTimes, latency, limiting_term, period
 from ppstream.config.rules import rank_problems
-from ppstream.config.schema import PipelineConfig, StreamConfig
+from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.errors import ConfigError
 from ppstream.cuda import startup
 from ppstream.ingest.intake import build_intake
@@ -236,11 +236,25 @@ def _stream_lines(config: PipelineConfig) -> Iterator[str]:
     yield f"\nwindow: {steps} steps of {dt_ms:g} ms, {config.window_span_ms:g} ms in all"
     for stream in config.streams:
         mark = ", ends the window" if stream == config.reference else ""
-        yield _row(
-            stream.name,
-            f"{stream.dim} values {_rate_text(stream)}, {stream.interpolation}, "
-            f"group {stream.group}, ring of {config.ring_samples(stream)} samples{mark}",
-        )
+        if stream.image is None:
+            form = f"{stream.dim} values"
+            use = f"{stream.interpolation}, group {stream.group}"
+        else:
+            form, use = (
+                f"{stream.image.height} x {stream.image.width} RGB",
+                _frames_text(stream.image),
+            )
+        ring = f"ring of {config.ring_samples(stream)} samples"
+        yield _row(stream.name, f"{form} {_rate_text(stream)}, {use}, {ring}{mark}")
+
+
+def _frames_text(image: ImageConfig) -> str:
+    """Words what a policy reads of a camera: ``newest frame at 96 x 96, float32 0..1``."""
+    newest = "newest frame" if image.frames == 1 else f"newest {image.frames} frames"
+    height, width = image.size
+    is_plain = set(image.mean) == {0.0} and set(image.std) == {1.0}
+    values = "0..1" if is_plain else "less mean, over std"
+    return f"{newest} as 3 x {height} x {width} {image.dtype} {values}"
 
 
 def _rate_text(stream: StreamConfig) -> str:

@@ -81,6 +81,7 @@ def check(argv: Sequence[str] | None = None) -> int:
 def _loaded(args: argparse.Namespace) -> PipelineConfig:
     """The configuration; raises ConfigError with every problem, missing packages included."""
     config = load.load(args)
+    load.make_importable(args.config)
     missing = missing_packages(config)
     if find_spec("torch") is None:
         missing.append("torch is not installed: pip install 'ppstream[serve]'")

@@ -57,7 +57,8 @@ class RobotClient:
     Args:
         endpoint: where rank 0 listens, ``unix://PATH`` on this host, or ``tcp://HOST:PORT``.
         robot: a name for people and logs.
-        streams: ``(name, dim)`` or ``(name, dim, dtype)``, every stream of the configuration.
+        streams: ``(name, dim)`` or ``(name, dim, dtype)``, every stream of the configuration; of a
+            camera ``(name, (height, width, 3), "uint8")``: ``push`` takes its frames.
         actions: action names in the order of a chunk's columns.
         batch_ms: gather samples this long before they are sent; 0 sends each push at once, from
             the caller's thread.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,9 +16,11 @@ from ppstream.core.errors import SpecError
 from ppstream.wire.robot_messages import StreamDeclaration
 
 Values: TypeAlias = np.ndarray[Any, Any]
+Dim: TypeAlias = int | tuple[int, ...]  #: values of a sample, or its shape
 #: name and values per sample; the dtype is float32 unless given: ("wrist", 6, "float64")
-#: and its encoding is raw unless given: ("front", 224 * 224 * 3, "uint8", "jpeg")
-Stream: TypeAlias = tuple[str, int] | tuple[str, int, str] | tuple[str, int, str, str]
+#: a camera has its frames' shape: ("front", (224, 224, 3), "uint8")
+#: and its encoding is raw unless given: ("front", (224, 224, 3), "uint8", "jpeg")
+Stream: TypeAlias = tuple[str, Dim] | tuple[str, Dim, str] | tuple[str, Dim, str, str]
 
 DTYPES: Final = ("float32", "float64", "uint8")
 ENCODINGS: Final = ("raw", "jpeg")
@@ -44,8 +47,9 @@ class Outbox:
 
     def __init__(self, streams: Sequence[Stream], batch_ns: int) -> None:
         self.declarations = tuple(_declaration(stream) for stream in streams)
+        shapes = [_shape(stream[1]) for stream in streams]
         self._gathering = {
-            declared.name: _Gathering(index, declared)
+            declared.name: _Gathering(index, declared, shapes[index])
             for index, declared in enumerate(self.declarations)
         }
         if len(self._gathering) != len(self.declarations):
@@ -57,6 +61,7 @@ class Outbox:
     def add(self, stream: str, stamp_ns: int | Values, values: Any, now_ns: int) -> list[Batch]:
         """Take one sample ``[dim]`` or several ``[n, dim]`` with stamps ``[n]``.
 
+        A stream that was declared with a shape takes ``[*shape]`` and ``[n, *shape]`` as well.
         Returns what must be sent now, each stream's oldest first; nothing for no samples.
 
         Raises:
@@ -67,7 +72,8 @@ class Outbox:
             raise SpecError(f"stream {stream!r} is not declared; declared: {[*self._gathering]}")
         if not self._batch_ns and type(stamp_ns) is int and gathering.is_plain(stamp_ns, values):
             stamp = stamp_ns.to_bytes(8, "little", signed=True)
-            return [Batch(gathering.index, memoryview(stamp), values.data, 1)]
+            data = values.data if values.ndim == 1 else values.reshape(-1).data
+            return [Batch(gathering.index, memoryview(stamp), data, 1)]
         stamps, array = gathering.checked(stamp_ns, values)
         if not len(stamps):
             return []
@@ -124,12 +130,12 @@ class Outbox:
 class _Gathering:
     """One stream's declaration and the samples gathered for it."""
 
-    def __init__(self, index: int, declared: StreamDeclaration) -> None:
+    def __init__(self, index: int, declared: StreamDeclaration, shape: tuple[int, ...]) -> None:
         self.index = index
         self._declared = declared
         self.is_encoded = declared.encoding != ENCODINGS[0]
         self._dtype = np.dtype(declared.dtype)
-        self._shape = None if self.is_encoded else (declared.dim,)  # no raw sample is plain then
+        self._shape = shape
         self._capacity = min(BATCH_SAMPLES, MAX_PUSH_BYTES // (declared.dim * self._dtype.itemsize))
         self._stamps = np.empty(self._capacity, dtype=np.int64)
         self._values = np.empty((self._capacity, declared.dim), dtype=declared.dtype)
@@ -146,6 +152,7 @@ class _Gathering:
             type(values) is np.ndarray
             and values.dtype == self._dtype
             and values.shape == self._shape
+            and not self.is_encoded
             and values.flags.c_contiguous
             and MIN_NS <= stamp_ns <= MAX_NS
         )
@@ -162,13 +169,15 @@ class _Gathering:
             raise SpecError(
                 f"stream {declared.name!r}: not numbers of one shape: {error}"
             ) from error
-        if array.ndim == 1:
+        if array.shape in (self._shape, (declared.dim,)):
             array = array[None]
-        if array.shape != (len(stamps), declared.dim):
+        if array.shape not in ((len(stamps), *self._shape), (len(stamps), declared.dim)):
+            several = ", ".join(map(str, self._shape))
             raise SpecError(
                 f"stream {declared.name!r}: got values {np.shape(values)} with {len(stamps)} "
-                f"stamps, expected ({declared.dim},) with one or (n, {declared.dim}) with n"
+                f"stamps, expected {self._shape} with one or (n, {several}) with n"
             )
+        array = array.reshape(len(stamps), declared.dim)
         if array.nbytes > MAX_PUSH_BYTES:
             raise SpecError(
                 f"stream {declared.name!r}: {array.nbytes} bytes in one push, limit "
@@ -211,11 +220,18 @@ def _is_int64(stamp_ns: int) -> bool:
     return MIN_NS <= stamp_ns <= MAX_NS
 
 
+def _shape(dim: Dim) -> tuple[int, ...]:
+    return (dim,) if isinstance(dim, int) else tuple(dim)
+
+
 def _declaration(stream: Stream) -> StreamDeclaration:
-    declared = (
-        StreamDeclaration(*stream, DTYPES[0]) if len(stream) == 2 else StreamDeclaration(*stream)
-    )
-    if declared.dim < 1 or declared.dtype not in DTYPES or declared.encoding not in ENCODINGS:
+    name, dim, *rest = stream
+    declared = StreamDeclaration(name, prod(_shape(dim)), *(rest or DTYPES[:1]))
+    if (
+        min(_shape(dim), default=0) < 1
+        or declared.dtype not in DTYPES
+        or declared.encoding not in ENCODINGS
+    ):
         raise SpecError(
             f"{declared}: dim must be 1 or more, dtype one of {', '.join(DTYPES)}, encoding one of "
             f"{', '.join(ENCODINGS)}"

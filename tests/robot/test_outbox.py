@@ -60,6 +60,25 @@ def test_a_full_batch_leaves_before_its_time_and_before_the_newer_samples() -> N
     assert content(older)[0] + content(newer)[0] == list(range(BATCH_SAMPLES + 1))
 
 
+def test_a_camera_s_frames_are_taken_as_they_are() -> None:
+    shape = (4, 6, 3)
+    outbox = Outbox([("top", shape, "uint8")], 0)
+    (declared,) = outbox.declarations
+    assert declared.dim == 72
+    frames = np.arange(144, dtype=np.uint8).reshape(2, *shape)
+    (one,) = outbox.add("top", 7, frames[0], 0)
+    (flat,) = outbox.add("top", 7, frames[0].reshape(-1), 0)
+    (mirrored,) = outbox.add("top", 7, frames[0, ::-1, ::-1, ::-1], 0)
+    (both,) = outbox.add("top", np.array([7, 8]), frames, 0)
+    assert bytes(one.values) == bytes(flat.values) == frames[0].tobytes()
+    assert bytes(mirrored.values) == frames[0, ::-1, ::-1, ::-1].tobytes()
+    assert bytes(both.values) == frames.tobytes()
+    with pytest.raises(
+        SpecError, match=r"\(6, 4, 3\) with 1 stamps, expected \(4, 6, 3\) with one"
+    ):
+        outbox.add("top", 7, np.zeros((6, 4, 3), np.uint8), 0)
+
+
 def test_a_gathered_sample_is_a_copy() -> None:
     outbox = Outbox(STREAMS, 10)
     values = np.zeros(2, np.float32)

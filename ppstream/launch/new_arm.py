@@ -1,0 +1,212 @@
+"""``ppstream init NAME``: writes a run that works, with a policy, a robot and a test to change.
+
+The Python files are copies of ``ppstream_stages.new_arm``; the TOML is written here, and the other
+files read from it what an arm consists of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ppstream.config.load import SHIPPED_PACKAGE
+from ppstream.core.errors import ConfigError
+
+TEMPLATES: Final = f"{SHIPPED_PACKAGE}.new_arm"
+JOINTS_NAME: Final = "joints"
+NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,40}")
+JOINTS_MAX: Final = 256
+SIZE: Final = re.compile(r"(\d{1,4})x(\d{1,4})")
+STEPS: Final = 16  # of the window, and of a chunk
+LIMIT_RAD: Final = 3.2
+
+
+class Arm(NamedTuple):
+    """An arm as it is described to ``init``."""
+
+    name: str
+    joints: int
+    rate_hz: float
+    cameras: tuple[str, ...]
+    height: int
+    width: int
+    frame_hz: float
+
+    @property
+    def module(self) -> str:
+        """Begin of the names of its Python files."""
+        return self.name.replace("-", "_")
+
+
+def files_of(arm: Arm) -> dict[str, str]:
+    """The files' texts by name: TOML, policy, robot, test."""
+    spec = find_spec(TEMPLATES)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError([f"{TEMPLATES} is not installed: pip install ppstream"])
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    copies = {"policy.py": "policy", "robot.py": "robot", "arm_test.py": "test"}
+    texts = {f"{arm.module}_{as_}.py": (folder / file).read_text() for file, as_ in copies.items()}
+    return {f"{arm.name}.toml": toml_of(arm, f"{arm.module}_policy:build"), **texts}
+
+
+def toml_of(arm: Arm, target: str) -> str:
+    """The TOML of a run for ``arm`` with the policy ``target``."""
+    joints = [f"joint_{k + 1}" for k in range(arm.joints)]
+    sizes = ", ".join(f"{name} = [{arm.height}, {arm.width}]" for name in arm.cameras)
+    cameras = "".join(
+        f'\n[[streams]]\nname = "{name}"          # RGB, uint8 [height, width, 3]\n'
+        f"rate_hz = {arm.frame_hz:g}\n[streams.image]\nheight = {arm.height}\nwidth = {arm.width}\n"
+        for name in arm.cameras
+    )
+    dt_ms = 1000 / arm.rate_hz
+    return f"""\
+# {arm.joints} joints, {len(arm.cameras)} cameras. ppstream explain KEY says what a key means.
+name = "{arm.name}"
+
+[[streams]]
+name = "{JOINTS_NAME}"
+dim = {arm.joints}
+rate_hz = {arm.rate_hz:g}
+reference = true        # its newest stamp ends the window
+{cameras}
+[window]
+steps = {STEPS}
+dt_ms = {dt_ms:g}
+
+[actions]
+names = [{", ".join(f'"{name}"' for name in joints)}]
+horizon = {STEPS}
+dt_ms = 20
+low = [{", ".join([f"{-LIMIT_RAD:g}"] * arm.joints)}]
+high = [{", ".join([f"{LIMIT_RAD:g}"] * arm.joints)}]
+lease_ms = 300          # no older action is executed
+
+[policy]
+target = "{target}"
+# weights = "weights.pt"
+
+[policy.options]
+steps = {STEPS}
+joints = {arm.joints}
+horizon = {STEPS}
+cameras = {{ {sizes} }}
+
+[service]
+endpoint = "unix:///tmp/ppstream-{{uid}}/robots"   # tcp://ADDRESS:PORT for robots on other hosts
+
+[bringup]
+# A policy of a millisecond has nothing to overlap. Take this away once yours takes longer.
+accept = ["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the files, asking for what no option says; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        arm = _arm_of(args)
+        texts = files_of(arm)
+        folder = Path(args.folder)
+        there = [name for name in texts if (folder / name).exists()]
+        if there:
+            raise ConfigError([f"{folder / name}: exists already" for name in there])
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return int(error.exit_code)
+    print(_next_steps(arm, folder, texts))
+    return 0
+
+
+def _next_steps(arm: Arm, folder: Path, names: Iterable[str]) -> str:
+    steps = {
+        f"ppstream run {arm.name}.toml": "the ranks, until Ctrl-C",
+        f"python {arm.module}_robot.py {arm.name}.toml": "the robot, in another terminal",
+        "ppstream report logs/latest": "what was fast, and what was not",
+    }
+    width = max(map(len, steps))
+    lines = [f"{command:<{width}}   # {text}" for command, text in steps.items()]
+    where = [] if folder == Path() else [f"cd {folder}"]
+    return "\n".join([f"wrote {', '.join(names)}", "", *where, *lines])
+
+
+def _arm_of(args: argparse.Namespace) -> Arm:
+    """Reads the options; what they leave out it asks at the terminal, or takes a default.
+
+    Raises:
+        ConfigError: holds every value that cannot be.
+    """
+    ask = input if sys.stdin.isatty() and sys.stdout.isatty() else None
+    joints = _said(args.joints, "joints", "6", ask)
+    rate = _said(args.rate_hz, "samples of the joints a second", "100", ask)
+    cameras = args.cameras
+    if cameras is None:
+        cameras = _said(None, "cameras (names, or nothing)", "top wrist", ask).split()
+    found = []
+    if not NAME.fullmatch(args.name):
+        found.append(f"NAME: got {args.name!r}, want a letter, then letters, digits, '-' or '_'")
+    if not joints.isdecimal() or not 1 <= int(joints) <= JOINTS_MAX:
+        found.append(f"--joints: got {joints!r}, want a whole number, 1 to {JOINTS_MAX}")
+    found += [f"--cameras: got {name!r}, want a name" for name in cameras if not _is_name(name)]
+    if len(set(cameras)) != len(cameras):
+        found.append(f"--cameras: got {' '.join(cameras)}, want each name once")
+    size = SIZE.fullmatch(args.camera_size)
+    if size is None or not all(1 <= int(side) <= 8192 for side in size.groups()):
+        found.append(f"--camera-size: got {args.camera_size!r}, want HEIGHTxWIDTH, as 96x96")
+    if (rate_hz := _positive(rate)) is None:
+        found.append(f"--rate-hz: got {rate!r}, want a number above 0")
+    if (frame_hz := _positive(args.frame_hz)) is None:
+        found.append(f"--frame-hz: got {args.frame_hz!r}, want a number above 0")
+    if found or size is None or rate_hz is None or frame_hz is None:
+        raise ConfigError(found)
+    height, width = map(int, size.groups())
+    return Arm(args.name, int(joints), rate_hz, tuple(cameras), height, width, frame_hz)
+
+
+def _is_name(text: str) -> bool:
+    return NAME.fullmatch(text) is not None and text != JOINTS_NAME
+
+
+def _said(option: str | None, what: str, default: str, ask: Callable[[str], str] | None) -> str:
+    if option is not None or ask is None:
+        return option or default
+    return ask(f"{what} [{default}]: ").strip() or default
+
+
+def _positive(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < 1e5 else None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ppstream init",
+        description="Write a run with a simulated arm and a small policy: four files to change. "
+        "On a terminal it asks for what no option says.",
+    )
+    parser.add_argument("name", metavar="NAME", help="of the run and its files, such as my-arm")
+    parser.add_argument("--folder", default=".", help="where they go (default: here)")
+    parser.add_argument("--joints", metavar="N", help="default: 6")
+    parser.add_argument("--rate-hz", metavar="HZ", help="of the joints (default: 100)")
+    parser.add_argument(
+        "--cameras", nargs="*", metavar="NAME", help="names, or none (default: top wrist)"
+    )
+    parser.add_argument(
+        "--camera-size", default="96x96", metavar="HxW", help="default: %(default)s"
+    )
+    parser.add_argument("--frame-hz", default="30", metavar="HZ", help="default: %(default)s")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""An arm with cameras, complete: policy, robot and test. ``ppstream init`` copies these files."""

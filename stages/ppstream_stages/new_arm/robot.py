@@ -1,0 +1,76 @@
+"""The robot: a simulated arm with cameras. Put your driver in the place of ``FakeArm``.
+
+``python THIS_FILE RUN.toml [SECONDS]``, in a process of its own, with or without torch.
+"""
+
+import sys
+import threading
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppstream import ControlLoop, RobotClient
+
+Array = np.ndarray[Any, Any]
+
+
+class FakeArm:
+    """Joints that follow their targets, and cameras that see them as a moving stripe."""
+
+    def __init__(self, joints: int) -> None:
+        self.angles = np.zeros(joints, np.float32)
+
+    def move_to(self, targets: Array) -> None:
+        self.angles += 0.2 * (targets - self.angles)
+
+    def brake(self) -> None:
+        """Hold: a servo keeps its last target."""
+
+    def frame(self, height: int, width: int) -> Array:
+        """RGB, uint8 ``[height, width, 3]``."""
+        image = np.zeros((height, width, 3), np.uint8)
+        image[:, int(abs(self.angles[0]) * 100) % width] = 255
+        return image
+
+
+def film(client: RobotClient, arm: FakeArm, stream: dict[str, Any], end: threading.Event) -> None:
+    """Push a camera's frames until ``end``, each with the time before it was taken."""
+    height, width = stream["image"]["height"], stream["image"]["width"]
+    while not end.wait(1 / stream["rate_hz"]):
+        stamp_ns = client.clock()
+        client.push(stream["name"], stamp_ns, arm.frame(height, width))
+
+
+def main(file: str, duration_s: float | None = None) -> None:
+    """Move the arm until the time is over or Ctrl-C comes."""
+    run = tomllib.loads(Path(file).read_text())
+    cameras = [stream for stream in run["streams"] if "image" in stream]
+    sizes = {c["name"]: (c["image"]["height"], c["image"]["width"], 3) for c in cameras}
+    arm, rate_hz = FakeArm(run["streams"][0]["dim"]), run["streams"][0]["rate_hz"]
+    client = RobotClient(
+        run["service"]["endpoint"],
+        robot=run["name"],
+        streams=[("joints", len(arm.angles)), *((k, size, "uint8") for k, size in sizes.items())],
+        actions=run["actions"]["names"],
+        blend_ms=40,
+    )
+    loop = ControlLoop(
+        rate_hz, lambda stamp_ns: {"joints": arm.angles}, arm.move_to, client, hold=arm.brake
+    )
+    end = threading.Event()
+    with client:
+        client.connect(timeout_s=60)  # the ranks may still start
+        client.wait_ready(timeout_s=120)
+        for stream in cameras:
+            threading.Thread(target=film, args=(client, arm, stream, end)).start()
+        try:
+            statistics = loop.run(duration_s)
+        finally:
+            end.set()
+    print(statistics.line())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -1,0 +1,109 @@
+"""``ppstream init``: what it writes works as it stands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ppstream.config.load import locate, read
+from ppstream.launch import commands, new_arm
+from ppstream.launch.new_arm import Arm, toml_of
+
+SHIPPED = Arm("two-cameras", 6, 100.0, ("top", "wrist"), 96, 96, 30.0)
+FILES = ["my-arm.toml", "my_arm_policy.py", "my_arm_robot.py", "my_arm_test.py"]
+
+
+def written(folder: Path, *options: str) -> int:
+    return commands.main(["init", "my-arm", "--folder", str(folder), *options])
+
+
+def test_what_it_writes_becomes_ready_and_moves_the_arm(tmp_path: Path) -> None:
+    assert written(tmp_path) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == FILES
+    # its own test, as its user runs it: a run of two ranks, and the robot beside it
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "my_arm_test.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+def test_the_shipped_configuration_is_what_it_writes() -> None:
+    text = toml_of(SHIPPED, "ppstream_stages.new_arm.policy:build")
+    assert locate("two_cameras").read_text() == text
+    assert [camera.image.dtype for camera in read("two_cameras").cameras if camera.image] == [
+        "float32",
+        "float32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "top              96 x 96 RGB at 30 Hz, newest frame as 3 x 96 x 96 float32 0..1"),
+        (("--joints", "14", "--cameras"), "state.values     [1, 16, 14] float32"),
+        (("--cameras", "left", "--camera-size", "480x640"), "left.frames      [1, 1, 3, 480, 640]"),
+        (("--rate-hz", "500", "--frame-hz", "15"), "6 values at 500 Hz"),
+    ],
+)
+def test_its_options_are_in_the_run(
+    options: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_arm_policy", raising=False)
+    assert written(tmp_path, *options) == 0
+    assert commands.main(["check", str(tmp_path / "my-arm.toml")]) == 0
+    assert says in capsys.readouterr().out
+
+
+def test_all_mistakes_come_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = "--joints", "0", "--cameras", "top", "joints", "--camera-size", "96", "--rate-hz", "x"
+    assert commands.main(["init", "7arm", "--folder", str(tmp_path), *wrong]) == 11
+    said = capsys.readouterr().err
+    assert [line.partition(":")[0] for line in said.splitlines()] == [
+        "NAME",
+        "--joints",
+        "--cameras",
+        "--camera-size",
+        "--rate-hz",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my_arm_robot.py").write_text("mine")
+    assert written(tmp_path) == 11
+    assert "my_arm_robot.py: exists already" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["my_arm_robot.py"]
+
+
+def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["7", "", "left right"])
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(new_arm.sys, "stdin", terminal)
+    monkeypatch.setattr(new_arm.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _: next(answers))
+    assert written(tmp_path) == 0
+    config = read(str(tmp_path / "my-arm.toml"))
+    assert [stream.name for stream in config.streams] == ["joints", "left", "right"]
+    assert (config.streams[0].dim, config.streams[0].rate_hz) == (7, 100.0)
+
+
+def test_the_file_s_folder_is_importable_and_hides_nothing(tmp_path: Path) -> None:
+    assert written(tmp_path) == 0
+    (tmp_path / "torch.py").write_text("raise SystemExit('hidden')")
+    command = [sys.executable, "-m", "ppstream.launch.commands", "check", str(tmp_path / FILES[0])]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "stage B (my_arm_policy:build)" in done.stdout
