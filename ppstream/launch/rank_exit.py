@@ -415,6 +415,11 @@ class Course:
             return self.loop.standstill_ns
         return self._start_ns if self._step else self._start_ns + WAIT_SPARE_NS
 
+    @property
+    def step_name(self) -> str:
+        """The call that the main thread is in; empty: none of those that may take long."""
+        return self._step
+
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Inside: one call that may take long, as a build does; it is named when it stands."""

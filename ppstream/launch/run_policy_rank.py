@@ -19,6 +19,7 @@ from ppstream.ingest.window import input_specs
 from ppstream.launch import auto_cut, device_ranks, handshake, rank_exit
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
+from ppstream.launch.progress import Progress, Wait
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import link_shape
 from ppstream.links.protocol import Neighbours
@@ -72,6 +73,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         )
         course = rank_exit.Course(config)
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
+        stack.enter_context(Progress(lambda: _wait(course), f"rank {store.rank}"))
         with handshake.saying_goodbye(peer):
             ends = handshake.connect_neighbours(config, store, peer, stack)
             device = torch.device(placement.ranks[store.rank].device)
@@ -107,6 +109,13 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         end.is_drained = True
         peer.send(Goodbye(int(ExitCode.DRAINED), reason))
         return reason
+
+
+def _wait(course: rank_exit.Course) -> Wait | None:
+    """Returns what this rank waits for on its way; StopIteration: its loop runs."""
+    if course.loop is not None:
+        raise StopIteration
+    return Wait(course.step_name) if course.step_name else None
 
 
 def _build_place(

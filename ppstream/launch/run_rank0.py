@@ -30,6 +30,7 @@ from ppstream.ingest.intake import Intake, build_intake
 from ppstream.launch import auto_cut, device_ranks, handshake, rank_exit
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
+from ppstream.launch.progress import Progress, Wait
 from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
@@ -71,12 +72,31 @@ def run_front(config: PipelineConfig, end: rank_exit.RankEnd, run: Run) -> str:
     course = rank_exit.Course(config)
     with ExitStack() as stack, end.closing():
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
+        stack.enter_context(Progress(lambda: _wait(course), "rank 0"))
         met = None if placement.is_inline else _connect(config, course, end, run, stack)
         with handshake.saying_goodbye(*met[0]) if met is not None else nullcontext():
             if met is not None:
                 config = auto_cut.choose_cut(config, met[0], course, run)
                 placement = device_ranks.place_here(config, world_size)
             return _serve(config, placement, course, end, run, met, stack)
+
+
+def _wait(course: rank_exit.Course) -> Wait | None:
+    """Returns what rank 0 waits for on its way to ready.
+
+    Raises:
+        StopIteration: the way is over.
+    """
+    loop = course.loop
+    if not isinstance(loop, Rank0Loop):
+        return Wait(course.step_name) if course.step_name else None
+    if loop.phase == "warming":
+        return Wait("warming, until the period is steady", f"{loop.finished} envelopes")
+    if loop.phase == "bring-up":
+        return Wait("bring-up", loop.progress_text())
+    if loop.phase != "starting":
+        raise StopIteration
+    return None
 
 
 Met = tuple[tuple[Peer, ...], LauncherStore]  # the policy ranks, in order
