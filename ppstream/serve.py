@@ -26,6 +26,7 @@ from ppstream.core.errors import (
 )
 from ppstream.launch.lookout import Lookout
 from ppstream.launch.placement import ranks_wanted
+from ppstream.launch.progress import CLEAR
 from ppstream.launch.rank_exit import (
     SEE_OUT_S,
     RankEnd,
@@ -56,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.version_info < PYTHON_MIN:
         return refuse_python()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    logging.basicConfig(level=logging.INFO, format="ppstream: %(message)s", stream=sys.stderr)
+    begin = CLEAR if sys.stderr.isatty() else ""  # a rank may show there how far its start is
+    logging.basicConfig(
+        level=logging.INFO, format=f"{begin}ppstream: %(message)s", stream=sys.stderr
+    )
     try:
         config = load.load(args)
         load.make_importable(args.config)
