@@ -5,6 +5,8 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
+# pip shows its progress to people; a log gets what fails.
+QUIET := $(shell test -t 2 || echo --quiet)
 BIN := $(VENV)/bin
 # Runs whose stages only seem to overlap; they want the machine for themselves.
 CONTENTION := one-cpu lock-beside-others one-cpu-of-two slower-alone one-interpreter worse-service
@@ -90,6 +92,7 @@ clean:
 $(VENV)/.%: pyproject.toml constraints.txt
 	@$(or $(PYTHON),false) -c '$(NEW_ENOUGH)' || \
 		{ echo 'ppstream needs Python 3.11 or newer here: make PYTHON=python3.12 ...' >&2; exit 1; }
+	@echo 'installing into $(VENV): the first time downloads about 1 GB' >&2
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[$*]'
+	$(BIN)/pip install $(QUIET) -c constraints.txt -e '.[$*]'
 	@touch $@

@@ -22,7 +22,7 @@ CLEAR: Final = "\r\x1b[K"
 
 
 class Wait(NamedTuple):
-    """What the main thread waits for."""
+    """A wait of the main thread."""
 
     what: str  # stays the same as long as it is the same wait
     detail: str = ""  # how far it is; empty: nobody knows, and the seconds are counted

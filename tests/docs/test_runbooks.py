@@ -22,7 +22,14 @@ from ppstream.pipeline.stage_c import UNUSABLE
 
 HOUSE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 FILE = re.compile(r"(?<![\w/.-])((?:[\w-]+/)*[\w-]+\.(?:py|toml|sh|cu|md))\b")
-MADE_UP = {"my-arm.toml", "robot.toml", "NEW.toml", "my_policy.py", "convoy.py"}  # the reader's own
+MADE_UP = {
+    "my-arm.toml",
+    "my_arm_robot.py",
+    "robot.toml",
+    "NEW.toml",
+    "my_policy.py",
+    "convoy.py",
+}  # the reader's own
 ROOMS = ("ppstream", "kernels", "stages", "tools", "tests", "runbooks")
 FILES = [p for room in ROOMS for p in (ROOT / room).rglob("*.*")] + [*ROOT.glob("*.*")]
 #: How a file may be named: from the top, or from any folder on its way.
@@ -78,6 +85,22 @@ def test_every_option_it_shows_exists(page: Path) -> None:
             quoted = [(option, f'"{option}"', f'"{option[2:]}"') for option in options]
             unknown += [(name, o) for o, a, b in quoted if a not in source and b not in source]
     assert unknown == []
+
+
+def test_the_readme_shows_the_files_that_init_writes() -> None:
+    """They run in tests/launch/test_new_arm.py."""
+    shown = re.findall(r"```(?:toml|python)\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    stages = ROOT / "stages" / "ppstream_stages"
+    files = [
+        stages / "two_cameras.toml",
+        *(stages / "new_arm" / f"{k}.py" for k in ("policy", "robot")),
+    ]
+    assert len(shown) == len(files)
+    for block, file in zip(shown, files, strict=True):
+        lines = [line.strip() for line in block.splitlines()]
+        assert "\n".join(lines).strip() in "\n".join(
+            line.strip() for line in file.read_text().splitlines()
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
