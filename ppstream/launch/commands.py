@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "check": Command("ppstream.launch.launcher:check", "print what a run needs; start nothing"),
     "explain": Command("ppstream.config.explain:main", "what a configuration may say, and means"),
     "report": Command("ppstream.report.cli:main", "judge a run by its log, and say why it is slow"),
+    "top": Command("ppstream.observe.top:main", "watch a run: phase, busy shares, ages, drops"),
     "replay": Command("ppstream.launch.replay:main", "stream a recording as a robot would"),
     "gateway": Command("ppstream.gateway.cli:main", "serve robots of openpi, GR00T and LeRobot"),
     "keys": Command("ppstream.wire.keys:main", "make and allow keys of robots on a network"),

@@ -1,0 +1,267 @@
+"""``ppstream top``: what a run does now, on a terminal, from its metrics and the end of its log.
+
+It reads: the loopback endpoints of the ranks (``metrics.port``), which the run's folder names, and
+the log's last events. A run does not notice it beyond the requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import ConfigError
+
+PERIOD_S: Final = 1.0
+ANSWER_LIMIT_S: Final = 2.0
+HEAD_BYTES: Final = 65_536  # of a log: its first lines name the endpoint
+TAIL_BYTES: Final = 4 << 20  # and its last ones the newest events
+EVENTS: Final = 6
+BAR: Final = 30
+#: Events that a person at a terminal waits for.
+SHOWN: Final = frozenset(
+    {"degraded", "epoch_cut", "fault", "phase", "refused", "sensor", "verdict"}
+)
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Numbers of one rank at a moment; empty where the rank does not answer."""
+
+    at_ns: int
+    values: dict[tuple[str, Labels], float] = field(default_factory=dict)
+
+    def get(self, name: str, **labels: str) -> float:
+        """One number, 0.0 where there is none."""
+        return self.values.get((name, tuple(sorted(labels.items()))), 0.0)
+
+    def label(self, name: str, key: str) -> str:
+        """The label of the one series of ``name`` that is 1, as phases are told."""
+        found = (dict(labels) for (n, labels), value in self.values.items() if n == name and value)
+        return next((labels[key] for labels in found if key in labels), "")
+
+    def series(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
+        """Every series of ``name``, with its labels."""
+        return ((dict(labels), v) for (n, labels), v in self.values.items() if n == name)
+
+
+def endpoints(folder: Path) -> dict[int, int]:
+    """Ports of the ranks' metrics, by rank, as the newest generation logged them.
+
+    Raises:
+        ConfigError: no rank has logged one.
+    """
+    ports: dict[int, tuple[int, int]] = {}
+    for path in folder.glob("rank*.gen*.jsonl"):
+        with path.open("rb") as file:
+            lines = file.read(HEAD_BYTES).split(b"\n")
+        rank, generation = map(int, re.findall(r"\d+", path.name)[:2])
+        for event in _events(lines):
+            if event.get("name") == "metrics":
+                found = generation, int(str(event["port"]))
+                ports[rank] = max(ports.get(rank, found), found)
+    if not ports:
+        raise ConfigError(
+            [f"{folder}: no rank serves metrics; start the run with --set metrics.port=0"]
+        )
+    return {rank: port for rank, (_, port) in sorted(ports.items())}
+
+
+def read(port: int) -> Reading:
+    """Ask one rank."""
+    try:
+        url = f"http://127.0.0.1:{port}/metrics"
+        with urllib.request.urlopen(url, timeout=ANSWER_LIMIT_S) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return Reading(now_ns())
+    samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
+    return Reading(now_ns(), {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples})
+
+
+class Events:
+    """The newest events of rank 0's log, for people; each call reads what came since the last."""
+
+    def __init__(self, folder: Path) -> None:
+        logs = sorted(folder.glob("rank0.gen*.jsonl"), key=lambda path: path.stat().st_mtime)
+        self._log = logs[-1]
+        self._offset = max(0, self._log.stat().st_size - TAIL_BYTES)
+        self._newest: deque[str] = deque(maxlen=EVENTS)
+
+    def read(self) -> list[str]:
+        """The newest events, the last one last."""
+        with self._log.open("rb") as file:
+            file.seek(self._offset)
+            whole, _, _ = file.read().rpartition(b"\n")  # the last line may not be complete
+        self._offset += len(whole)
+        told = (event for event in _events(whole.split(b"\n")) if event.get("name") in SHOWN)
+        self._newest.extend(_words(event) for event in told)
+        return [*self._newest]
+
+
+def _events(lines: Sequence[bytes]) -> Iterator[dict[str, object]]:
+    for line in lines:
+        if b'"event"' in line:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # the first or the last one, cut
+            if isinstance(event, dict) and event.get("kind") == "event":
+                yield event
+
+
+def _words(event: dict[str, object]) -> str:
+    hidden = {"kind", "run_id", "generation", "t", "name"}
+    name = str(event["name"])
+    rest = [f"{key} {value}" for key, value in event.items() if key not in hidden and value != []]
+    return f"{name}: {', '.join(rest).removeprefix(f'{name} ')}"
+
+
+def picture(before: dict[int, Reading], now: dict[int, Reading], events: Sequence[str]) -> Group:
+    """One frame, from two readings of every rank, the second a moment after the first."""
+    zero = now[0]
+    verdict = zero.label("ppstream_bringup_verdict", "verdict")
+    facts = [
+        zero.label("ppstream_run_info", "name") or "rank 0 does not answer",
+        zero.label("ppstream_phase", "phase"),
+        f"bring-up {verdict}" if verdict else "",
+        zero.label("ppstream_run_class", "class"),
+    ]
+    parts: list[RenderableType] = [Text(" · ".join(filter(None, facts)), style="bold")]
+    table = Table.grid(padding=(0, 2))
+    for name, text in _rows(before, now):
+        table.add_row(Text(name, style="cyan"), text)
+    parts += [Text(), table]
+    if events:
+        parts += [Text(), Text("\n".join(events), style="dim")]
+    return Group(*parts)
+
+
+def _rows(before: dict[int, Reading], now: dict[int, Reading]) -> Iterator[tuple[str, str]]:
+    old, new = before[0], now[0]
+    for rank, reading in now.items():
+        yield f"rank {rank}", _place_text(before[rank], reading, "AC" if rank == 0 else "B")
+    yield (
+        "rate",
+        (
+            f"{_rate(old, new, 'ppstream_envelopes_total'):.1f} envelopes/s, "
+            f"{_rate(old, new, 'ppstream_chunks_sent_total'):.1f} chunks/s"
+        ),
+    )
+    queues = ("d_in", "d_out")
+    depths = (
+        (q, *(new.get(f"ppstream_queue_{k}", queue=q) for k in ("depth", "bound"))) for q in queues
+    )
+    yield "queues", "   ".join(f"{q} {depth:.0f} of {bound:.0f}" for q, depth, bound in depths)
+    yield "latency", _mean_text(old, new, "ppstream_latency_seconds")
+    robots = new.get("ppstream_robots")
+    age = _mean_text(old, new, "ppstream_action_age_seconds")
+    lease_ms = 1000 * new.get("ppstream_lease_seconds")
+    yield "age", f"{age}, lease {lease_ms:.0f} ms" if robots else "no robot"
+    missed = new.get("ppstream_deadline_missed_total")
+    yield "robots", f"{robots:.0f}   past their lease: {missed:.0f}"
+    drops = {
+        f"{labels['where']} {labels['reason']} {value:.0f}"
+        for labels, value in new.series("ppstream_dropped_total")
+        if value
+    }
+    yield "dropped", ", ".join(sorted(drops)) or "none"
+    faults = {
+        f"{' '.join(labels.values())} {value:.0f}"
+        for labels, value in new.series("ppstream_faults_total")
+        if value
+    }
+    yield "faults", ", ".join(sorted(faults)) or "none"
+
+
+def _place_text(old: Reading, new: Reading, stages: str) -> str:
+    if not new.values:
+        return "does not answer"
+    seconds = (new.at_ns - old.at_ns) / NS_PER_S
+    name = "ppstream_stage_duration_seconds"
+    busy_s = sum(
+        new.get(f"{name}_sum", stage=stage) - old.get(f"{name}_sum", stage=stage)
+        for stage in stages
+    )
+    share = min(1.0, max(0.0, busy_s / seconds)) if seconds > 0 and old.values else 0.0
+    bar = "█" * round(share * BAR)
+    recent = "ppstream_stage_duration_recent_seconds"
+    times = "   ".join(
+        f"{stage} {1000 * new.get(recent, stage=stage, quantile='0.5'):.2f}"
+        f" p99 {1000 * new.get(recent, stage=stage, quantile='0.99'):.1f} ms"
+        for stage in stages
+    )
+    return f"{bar:·<{BAR}} {share:4.0%}   {times}"
+
+
+def _rate(old: Reading, new: Reading, name: str) -> float:
+    seconds = (new.at_ns - old.at_ns) / NS_PER_S
+    return max(0.0, new.get(name) - old.get(name)) / seconds if seconds > 0 and old.values else 0.0
+
+
+def _mean_text(old: Reading, new: Reading, name: str) -> str:
+    """Mean of what came between the two readings."""
+    count = new.get(f"{name}_count") - old.get(f"{name}_count")
+    total = new.get(f"{name}_sum") - old.get(f"{name}_sum")
+    return f"{1000 * total / count:.1f} ms" if count > 0 and old.values else "none now"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show the run until Ctrl-C, or once; returns the exit code."""
+    args = _parser().parse_args(argv)
+    console = Console(highlight=False)
+    try:
+        folder = args.logs.resolve()
+        ports = endpoints(folder)
+        events = Events(folder)
+        before = {rank: read(port) for rank, port in ports.items()}
+        if args.once or not console.is_terminal:
+            time.sleep(PERIOD_S)
+            now = {rank: read(port) for rank, port in ports.items()}
+            console.print(picture(before, now, events.read()), soft_wrap=True)
+            return 0 if now[0].values else 1
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(PERIOD_S)
+                now = {rank: read(port) for rank, port in ports.items()}
+                live.update(picture(before, now, events.read()), refresh=True)
+                before = now
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ppstream top",
+        description="What a run does now: phase, verdict, busy shares, queues, ages, drops, "
+        "events. The run needs metrics.port (0 takes free ones).",
+    )
+    parser.add_argument(
+        "logs", type=Path, nargs="?", default=Path("logs/latest"), help="the run's folder"
+    )
+    parser.add_argument("--once", action="store_true", help="print one picture and leave")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

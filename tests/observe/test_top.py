@@ -1,0 +1,143 @@
+"""What a person sees of a run that goes on: two readings of its metrics, and its log's events."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ppstream.core.clock import NS_PER_S
+from ppstream.launch import commands
+from ppstream.observe import top
+from ppstream.observe.top import Reading, endpoints, picture
+
+STAGE = "ppstream_stage_duration_seconds_sum"
+METRICS = """
+ppstream_run_info{name="arm",run_id="r"} 1.0
+ppstream_phase{phase="warming"} 0.0
+ppstream_phase{phase="ready"} 1.0
+ppstream_robots 1.0
+"""
+
+
+def reading(at_s: float, *values: tuple[str, dict[str, str], float]) -> Reading:
+    found = {(name, tuple(sorted(labels.items()))): value for name, labels, value in values}
+    return Reading(round(at_s * NS_PER_S), found)
+
+
+def seen(*frame: Any) -> str:
+    page = StringIO()
+    Console(width=120, file=page).print(picture(*frame))
+    return page.getvalue()
+
+
+def event(name: str, **fields: Any) -> str:
+    return json.dumps(
+        {"kind": "event", "run_id": "r", "generation": 0, "t": 1, "name": name} | fields
+    )
+
+
+def test_busy_shares_and_rates_are_of_the_time_between_two_readings() -> None:
+    def zero(at_s: float, factor: float) -> Reading:
+        return reading(
+            at_s,
+            ("ppstream_run_info", {"name": "arm"}, 1),
+            ("ppstream_phase", {"phase": "warming"}, 0),
+            ("ppstream_phase", {"phase": "ready"}, 1),
+            (STAGE, {"stage": "A"}, 10 + 0.2 * factor),
+            (STAGE, {"stage": "C"}, 20 + 0.4 * factor),
+            (STAGE, {"stage": "B"}, 70 + 3 * factor),  # as rank 0 sees it: not its own time
+            ("ppstream_envelopes_total", {}, 1000 + 50 * factor),
+            ("ppstream_latency_seconds_sum", {}, 7 + 1.5 * factor),
+            ("ppstream_latency_seconds_count", {}, 1000 + 50 * factor),
+            ("ppstream_queue_depth", {"queue": "d_in"}, 1),
+            ("ppstream_queue_bound", {"queue": "d_in"}, 2),
+            ("ppstream_dropped_total", {"where": "sample", "reason": "passed_over"}, 3),
+            ("ppstream_dropped_total", {"where": "sample", "reason": "future"}, 0),
+        )
+
+    one = [reading(t, (STAGE, {"stage": "B"}, 70 + b)) for t, b in ((0, 0), (2, 1.8))]
+    text = seen({0: zero(0, 0), 1: one[0]}, {0: zero(2, 1), 1: one[1]}, ["phase: ready"])
+    assert text.startswith("arm · ready\n")
+    assert "rank 0   █████████·····················  30%" in text  # (0.2 + 0.4) / 2 s
+    assert "rank 1   ███████████████████████████···  90%" in text
+    assert "25.0 envelopes/s, 0.0 chunks/s" in text
+    assert "latency  30.0 ms" in text
+    assert "d_in 1 of 2" in text
+    assert "dropped  sample passed_over 3 " in text
+    assert "phase: ready" in text
+
+
+def test_a_rank_that_does_not_answer_is_said() -> None:
+    nothing = {0: Reading(0), 1: Reading(0)}
+    text = seen(nothing, {0: Reading(NS_PER_S), 1: Reading(NS_PER_S)}, [])
+    assert text.startswith("rank 0 does not answer\n")
+    assert "rank 1   does not answer" in text
+
+
+def test_the_newest_generation_names_the_endpoints(tmp_path: Path) -> None:
+    for name, port in (("rank0.gen0", 5), ("rank0.gen1", 7), ("rank1.gen1", 8)):
+        (tmp_path / f"{name}.jsonl").write_text(event("metrics", port=port) + '\n{"kind": "eve')
+    assert endpoints(tmp_path) == {0: 7, 1: 8}
+
+
+@contextmanager
+def serving(text: str) -> Iterator[int]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def test_one_picture_of_endpoints_and_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(top, "PERIOD_S", 0.01)
+    log = tmp_path / "rank0.gen0.jsonl"
+    events = [event("phase", phase="ready"), event("warm"), event("fault", kind_of="policy")]
+    with serving(METRICS) as port:
+        log.write_text("\n".join([event("metrics", port=port), *events, '{"kind": "event", "na']))
+        assert commands.main(["top", str(tmp_path), "--once"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("arm · ready\n")
+    assert "phase: ready\nfault: kind_of policy\n" in said
+    assert "warm" not in said
+    assert commands.main(["top", str(tmp_path), "--once"]) == 1  # nobody answers any more
+
+
+def test_events_are_read_once_and_the_newest_stay(tmp_path: Path) -> None:
+    log = tmp_path / "rank0.gen0.jsonl"
+    log.write_text("".join(f"{event('phase', phase=f'p{k}')}\n" for k in range(9)))
+    events = top.Events(tmp_path)
+    assert events.read() == [f"phase: p{k}" for k in range(3, 9)]
+    with log.open("a") as file:
+        file.write(event("phase", phase="new")[:20])
+        file.flush()
+        assert events.read()[-1] == "phase: p8"
+        file.write(event("phase", phase="new")[20:] + "\n")
+    assert events.read()[-2:] == ["phase: p8", "phase: new"]
+
+
+def test_a_run_without_metrics_is_told_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank0.gen0.jsonl").write_text(event("phase", phase="ready"))
+    assert commands.main(["top", str(tmp_path)]) == 11
+    assert "start the run with --set metrics.port=0" in capsys.readouterr().err
