@@ -42,7 +42,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Reading:
+class RankMetrics:
     """Numbers of one rank at a moment; empty where the rank does not answer."""
 
     at_ns: int
@@ -84,16 +84,18 @@ def endpoints(folder: Path) -> dict[int, int]:
     return {rank: port for rank, (_, port) in sorted(ports.items())}
 
 
-def read(port: int) -> Reading:
+def read(port: int) -> RankMetrics:
     """Ask one rank."""
     try:
         url = f"http://127.0.0.1:{port}/metrics"
         with urllib.request.urlopen(url, timeout=ANSWER_LIMIT_S) as answer:
             text = answer.read().decode()
     except OSError:
-        return Reading(now_ns())
+        return RankMetrics(now_ns())
     samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
-    return Reading(now_ns(), {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples})
+    return RankMetrics(
+        now_ns(), {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
+    )
 
 
 class Events:
@@ -134,7 +136,9 @@ def _words(event: dict[str, object]) -> str:
     return f"{name}: {', '.join(rest).removeprefix(f'{name} ')}"
 
 
-def picture(before: dict[int, Reading], now: dict[int, Reading], events: Sequence[str]) -> Group:
+def picture(
+    before: dict[int, RankMetrics], now: dict[int, RankMetrics], events: Sequence[str]
+) -> Group:
     """One frame, from two readings of every rank, the second a moment after the first."""
     zero = now[0]
     verdict = zero.label("ppstream_bringup_verdict", "verdict")
@@ -154,7 +158,7 @@ def picture(before: dict[int, Reading], now: dict[int, Reading], events: Sequenc
     return Group(*parts)
 
 
-def _rows(before: dict[int, Reading], now: dict[int, Reading]) -> Iterator[tuple[str, str]]:
+def _rows(before: dict[int, RankMetrics], now: dict[int, RankMetrics]) -> Iterator[tuple[str, str]]:
     old, new = before[0], now[0]
     for rank, reading in now.items():
         yield f"rank {rank}", _place_text(before[rank], reading, "AC" if rank == 0 else "B")
@@ -191,7 +195,7 @@ def _rows(before: dict[int, Reading], now: dict[int, Reading]) -> Iterator[tuple
     yield "faults", ", ".join(sorted(faults)) or "none"
 
 
-def _place_text(old: Reading, new: Reading, stages: str) -> str:
+def _place_text(old: RankMetrics, new: RankMetrics, stages: str) -> str:
     if not new.values:
         return "does not answer"
     seconds = (new.at_ns - old.at_ns) / NS_PER_S
@@ -211,12 +215,12 @@ def _place_text(old: Reading, new: Reading, stages: str) -> str:
     return f"{bar:·<{BAR}} {share:4.0%}   {times}"
 
 
-def _rate(old: Reading, new: Reading, name: str) -> float:
+def _rate(old: RankMetrics, new: RankMetrics, name: str) -> float:
     seconds = (new.at_ns - old.at_ns) / NS_PER_S
     return max(0.0, new.get(name) - old.get(name)) / seconds if seconds > 0 and old.values else 0.0
 
 
-def _mean_text(old: Reading, new: Reading, name: str) -> str:
+def _mean_text(old: RankMetrics, new: RankMetrics, name: str) -> str:
     """Mean of what came between the two readings."""
     count = new.get(f"{name}_count") - old.get(f"{name}_count")
     total = new.get(f"{name}_sum") - old.get(f"{name}_sum")

@@ -17,7 +17,7 @@ from rich.console import Console
 from ppstream.core.clock import NS_PER_S
 from ppstream.launch import commands
 from ppstream.observe import top
-from ppstream.observe.top import Reading, endpoints, picture
+from ppstream.observe.top import RankMetrics, endpoints, picture
 
 STAGE = "ppstream_stage_duration_seconds_sum"
 METRICS = """
@@ -28,9 +28,9 @@ ppstream_robots 1.0
 """
 
 
-def reading(at_s: float, *values: tuple[str, dict[str, str], float]) -> Reading:
+def reading(at_s: float, *values: tuple[str, dict[str, str], float]) -> RankMetrics:
     found = {(name, tuple(sorted(labels.items()))): value for name, labels, value in values}
-    return Reading(round(at_s * NS_PER_S), found)
+    return RankMetrics(round(at_s * NS_PER_S), found)
 
 
 def seen(*frame: Any) -> str:
@@ -46,7 +46,7 @@ def event(name: str, **fields: Any) -> str:
 
 
 def test_busy_shares_and_rates_are_of_the_time_between_two_readings() -> None:
-    def zero(at_s: float, factor: float) -> Reading:
+    def zero(at_s: float, factor: float) -> RankMetrics:
         return reading(
             at_s,
             ("ppstream_run_info", {"name": "arm"}, 1),
@@ -77,8 +77,8 @@ def test_busy_shares_and_rates_are_of_the_time_between_two_readings() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_said() -> None:
-    nothing = {0: Reading(0), 1: Reading(0)}
-    text = seen(nothing, {0: Reading(NS_PER_S), 1: Reading(NS_PER_S)}, [])
+    nothing = {0: RankMetrics(0), 1: RankMetrics(0)}
+    text = seen(nothing, {0: RankMetrics(NS_PER_S), 1: RankMetrics(NS_PER_S)}, [])
     assert text.startswith("rank 0 does not answer\n")
     assert "rank 1   does not answer" in text
 
