@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ppstream.core.errors import PpstreamError as PpstreamError
     from ppstream.core.realtime import RealTime as RealTime
     from ppstream.core.specs import TensorSpec as TensorSpec
+    from ppstream.launch.start import StartedRun as StartedRun
+    from ppstream.launch.start import start as start
     from ppstream.observe.attribution import block as block
     from ppstream.policy.protocol import Decoder as Decoder
     from ppstream.policy.protocol import Policy as Policy
@@ -41,9 +43,11 @@ _HOME = {
     "PpstreamError": "ppstream.core.errors",
     "RealTime": "ppstream.core.realtime",
     "RobotClient": "ppstream.robot.client",
+    "StartedRun": "ppstream.launch.start",
     "TensorSpec": "ppstream.core.specs",
     "block": "ppstream.observe.attribution",
     "client_keys": "ppstream.wire.keys",
+    "start": "ppstream.launch.start",
 }
 __all__ = [*_HOME]
 
