@@ -47,6 +47,7 @@ REPORTED: Final = (ExitCode.DRAINED, ExitCode.GATE_FAIL, ExitCode.GATE_INCONCLUS
 #: Of a log that is read at the end of a run, in some 10 s: a launcher kills its ranks 30 s behind a
 #: SIGTERM. An hour at 100 Hz logs 400 MB.
 REPORT_BYTES_MAX: Final = 50_000_000
+PAGE: Final = "report.html"  # in the run's folder
 #: What the extra ``serve`` brings.
 SERVE_PACKAGES: Final = ("torch", "safetensors", "nvtx", "prometheus_client")
 
@@ -146,13 +147,15 @@ def end_of(error: BaseException, end: RankEnd) -> tuple[ExitCode, str]:
 
 
 def print_report(run: Run) -> None:
-    """Prints the run's report, and below it what the embedded robot printed.
+    """Prints the run's report and writes it as a page; then what the embedded robot printed.
 
     Of a long run it says how to get the report.
     """
     log_bytes = sum(path.stat().st_size for path in run.directory.glob("rank*.jsonl"))
     if log_bytes <= REPORT_BYTES_MAX:
-        cli.main([str(run.directory)])
+        page = run.directory / PAGE
+        if cli.main([str(run.directory), "--html", str(page)]) != cli.BAD_INPUT:
+            print(f"the same with pictures: {page}")
         if blocks := attribution.report(run.directory):
             print(blocks)
     else:

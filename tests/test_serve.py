@@ -85,3 +85,15 @@ def test_the_end_of_a_run_reads_no_log_that_takes_longer_than_launchers_wait(
     said = capsys.readouterr().out
     assert ("primary" in said) == (not is_long)
     assert (f"ppstream report {run.directory}" in said) == is_long
+    page = run.directory / "report.html"
+    assert page.exists() == (f"the same with pictures: {page}" in said) == (not is_long)
+
+
+def test_a_full_disk_costs_the_page_and_not_the_report(tmp_path, capsys):
+    run = Run(simulate(n=200).write(tmp_path / "a-run"))
+    (run.directory / "report.html").symlink_to("/dev/full")
+    serve.print_report(run)
+    said = capsys.readouterr()
+    assert "primary" in said.out
+    assert "cannot write" in said.err
+    assert "with pictures" not in said.out
