@@ -95,12 +95,23 @@ def test_the_readme_shows_the_files_that_init_writes() -> None:
         stages / "two_cameras.toml",
         *(stages / "new_arm" / f"{k}.py" for k in ("policy", "robot")),
     ]
-    assert len(shown) == len(files)
-    for block, file in zip(shown, files, strict=True):
+    assert len(shown) == len(files) + 1
+    for block, file in zip(shown, files, strict=False):
         lines = [line.strip() for line in block.splitlines()]
         assert "\n".join(lines).strip() in "\n".join(
             line.strip() for line in file.read_text().splitlines()
         )
+
+
+def test_the_resampler_s_ten_lines_run() -> None:
+    for page in (ROOT / "README.md", BOOKS / "resample.md"):
+        *_, block = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+        names: dict[str, Any] = {}
+        exec(compile(block, page.name, "exec"), names)
+        values, valid, age_s = names["values"], names["valid"], names["age_s"]
+        assert (*values.shape, *valid.shape, *age_s.shape) == (1, 5, 11, 1, 5, 2, 1, 5, 2)
+        assert valid[0, :, 0].all()
+        assert valid[0, :, 1].tolist() == [False, True, True, True, True]  # the first is older
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
