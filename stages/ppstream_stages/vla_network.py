@@ -273,11 +273,6 @@ class Expert(nn.Module):
         self.norm = form.norm(width) if form.has_last_norm else nn.Identity()
         self.action_out = nn.Linear(width, form.action_width)
 
-    @property
-    def ends(self) -> tuple[nn.Module, ...]:
-        """What is before and behind the layers, but for the norm."""
-        return self.state, self.action_in, self.mix, self.blend, self.action_out
-
     def forward(
         self,
         state: Tensor,
