@@ -222,7 +222,7 @@ def _allowed(sizes: AnySizes, index: int) -> dict[str, dict[str, Any]]:
 
 
 def _texts(sizes: AnySizes, options: Options) -> tuple[Texts | None, list[str]]:
-    """How texts become tokens, for a policy that reads them; and what is wrong."""
+    """Returns the way from texts to tokens, for a policy that reads them; and what is wrong."""
     if not isinstance(sizes, Pi0Sizes):
         return None, []
     if options.tokenizer is None:

@@ -437,7 +437,7 @@ class DiffusionNetwork(LeRobotNetwork):
         self.write(actions[:, self._first : self._first + self.horizon], out)
 
     def _executed(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """What the chunk goes on from, ``[B, H, A]``, and how much each step is bound to it."""
+        """The chunk to go on from, ``[B, H, A]``, and how much each step is bound to it."""
         if self.chunking is None:
             return None
         steps, width = self._shape

@@ -22,14 +22,22 @@ from torch.nn.functional import embedding, interpolate, pad
 from ppstream import ConfigError, TensorSpec
 from ppstream_stages.building import DTYPES, PartNetwork
 from ppstream_stages.instruction_table import InstructionTable
-from ppstream_stages.lerobot_network import STATE, VISUAL, ConfigFeature, Reads, Scales, Sizes
+from ppstream_stages.lerobot_network import (
+    ENVIRONMENT,
+    STATE,
+    VISUAL,
+    ConfigFeature,
+    Reads,
+    Scales,
+    Sizes,
+)
 from ppstream_stages.real_time_chunking import VALUES, ChunkingOptions, guided, whole_chunk
 from ppstream_stages.vla_network import (
     Expert,
-    Form,
     ImageEncoder,
     ImageModel,
     LanguageModel,
+    NetworkForm,
     TransformerSizes,
     Turn,
     VlaSizes,
@@ -96,6 +104,8 @@ class Pi0Sizes(Sizes, frozen=True, kw_only=True):
         )
         if not any(one.type == VISUAL for one in features.values()):
             yield "input_features: got no camera, want one or more"
+        if ENVIRONMENT in features:
+            yield f"input_features: got {ENVIRONMENT}, which π0 does not read"
         if STATE not in features:
             yield f"input_features: got no {STATE}, which π0 reads"
         elif sum(features[STATE].shape) > self.max_state_dim:
@@ -133,7 +143,7 @@ class Pi0Sizes(Sizes, frozen=True, kw_only=True):
 
 
 class Texts(NamedTuple):
-    """How texts become tokens."""
+    """The way from texts to tokens."""
 
     tokens_of: Callable[[str], list[int]]
     none: str  # for a robot that sent none
@@ -194,10 +204,10 @@ def fitted(frames: Tensor, side: int) -> Tensor:
     return frames * 2 - 1
 
 
-class Vision(PartNetwork):
+class Pi0Vision(PartNetwork):
     """The part ``vision``."""
 
-    def __init__(self, sizes: VlaSizes, form: Form, choices: Choices) -> None:
+    def __init__(self, sizes: VlaSizes, form: NetworkForm, choices: Choices) -> None:
         super().__init__()
         self.inputs = tuple(spec for spec in choices.reads.specs if spec.name.endswith(".frames"))
         self.outputs = (sizes.image_tokens,)
@@ -220,10 +230,10 @@ class Vision(PartNetwork):
         out["image_tokens"].copy_(self.prefix(seen.to(self.prefix.place.dtype)))
 
 
-class Words(LanguageModel):
+class Pi0Words(LanguageModel):
     """The first layers of the language model, and what stands for each token."""
 
-    def __init__(self, sizes: VlaSizes, layers: range, form: Form) -> None:
+    def __init__(self, sizes: VlaSizes, layers: range, form: NetworkForm) -> None:
         super().__init__(sizes, layers, form)
         self.words = nn.Parameter(torch.empty(SHAPE["vocabulary"], sizes.language.width))
 
@@ -233,10 +243,10 @@ class Words(LanguageModel):
         return embedding(ids, self.words) * gain
 
 
-class Language(PartNetwork):
+class Pi0Language(PartNetwork):
     """One of the parts ``language_i`` behind the first; ``number`` counts from 1."""
 
-    def __init__(self, sizes: VlaSizes, form: Form, number: int) -> None:
+    def __init__(self, sizes: VlaSizes, form: NetworkForm, number: int) -> None:
         super().__init__()
         layers = sizes.language_parts[number - 1]
         self.outputs: tuple[TensorSpec, ...] = (sizes.kv(number),)
@@ -246,7 +256,7 @@ class Language(PartNetwork):
         if number > 1:
             self.inputs = sizes.hidden(number - 1), LENGTH
         self.head_width, self.images = sizes.head_width, sizes.tokens - sizes.text_tokens
-        self.prefix = (LanguageModel if number > 1 else Words)(sizes, layers, form)
+        self.prefix = (LanguageModel if number > 1 else Pi0Words)(sizes, layers, form)
 
     def forward(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         """Reads tokens; writes keys, values and, but for the last part, tokens."""
@@ -264,10 +274,10 @@ class Language(PartNetwork):
         return tokens, length
 
 
-class ReadingLanguage(Language):
+class Pi0ReadingLanguage(Pi0Language):
     """The part ``language_1``: the tokens of the images, and of the text."""
 
-    def __init__(self, sizes: VlaSizes, form: Form, texts: Texts) -> None:
+    def __init__(self, sizes: VlaSizes, form: NetworkForm, texts: Texts) -> None:
         super().__init__(sizes, form, 1)
         self.inputs = (sizes.image_tokens, *((INSTRUCTION,) if texts.has_instructions else ()))
         self.outputs += (LENGTH,)
@@ -279,13 +289,13 @@ class ReadingLanguage(Language):
         self.table.start(self.texts.row(self.texts.none, self.most))
 
     def forward(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        """As ``Language``; writes the length, too."""
+        """As ``Pi0Language``; writes the length, too."""
         super().forward(inputs, out)
         out[LENGTH.name].copy_(self.rows(inputs)[:, :1])
 
     def tokens(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """As ``Language``."""
-        assert isinstance(self.prefix, Words)
+        """As ``Pi0Language``."""
+        assert isinstance(self.prefix, Pi0Words)
         rows, images = self.rows(inputs), inputs[self.inputs[0].name]
         return torch.cat([images, self.prefix.tokens(rows[:, 1:])], 1), rows[:, :1]
 
@@ -296,7 +306,7 @@ class ReadingLanguage(Language):
         return self.table.rows[:1].expand(len(inputs[self.inputs[0].name]), -1)
 
 
-class InstructedLanguage(ReadingLanguage):
+class Pi0InstructedLanguage(Pi0ReadingLanguage):
     """The part ``language_1`` of a policy that takes texts."""
 
     def instruct(self, number: int, text: str) -> None:
@@ -309,7 +319,7 @@ class InstructedLanguage(ReadingLanguage):
         self.table.keep(number, self.texts.row(text, self.most))
 
 
-class Denoise(PartNetwork):
+class Pi0Denoise(PartNetwork):
     """One of the parts ``denoise_i``; ``number`` counts from 1."""
 
     noise: Tensor  # [H, A]; empty with fresh noise, and behind the first part
@@ -401,7 +411,7 @@ class Denoise(PartNetwork):
     def _wanted(
         self, inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, ChunkingOptions] | None:
-        """What the chunk goes on from, ``[B, H, A]``, and how much each step is bound to it."""
+        """The chunk to go on from, ``[B, H, A]``, and how much each step is bound to it."""
         chunking = self.choices.chunking
         if chunking is None:
             return None
@@ -429,7 +439,7 @@ def networks_of(folder: Pi0Sizes, choices: Choices) -> tuple[dict[str, PartNetwo
         dtype="bfloat16" if dtype == "bfloat16" else "float32",
         **shape | dict(choices.cut),
     )
-    form = Form(
+    form = NetworkForm(
         norm=OffsetNorm,
         image_eps=NORM_EPS,
         has_last_norm=True,
@@ -441,12 +451,12 @@ def networks_of(folder: Pi0Sizes, choices: Choices) -> tuple[dict[str, PartNetwo
         texts.row(texts.none, sizes.text_tokens)
     except ValueError as error:
         raise ConfigError([f"policy.options.task: {error}"]) from error
-    reading = InstructedLanguage if texts.has_instructions else ReadingLanguage
-    networks: dict[str, PartNetwork] = {"vision": Vision(sizes, form, choices)}
+    reading = Pi0InstructedLanguage if texts.has_instructions else Pi0ReadingLanguage
+    networks: dict[str, PartNetwork] = {"vision": Pi0Vision(sizes, form, choices)}
     networks["language_1"] = reading(sizes, form, texts)
     for number in range(2, len(sizes.language_parts) + 1):
-        networks[f"language_{number}"] = Language(sizes, form, number)
+        networks[f"language_{number}"] = Pi0Language(sizes, form, number)
     expert = Expert(sizes, form)
     for number in range(1, len(sizes.denoising_parts) + 1):
-        networks[f"denoise_{number}"] = Denoise(folder, sizes, choices, number, expert)
+        networks[f"denoise_{number}"] = Pi0Denoise(folder, sizes, choices, number, expert)
     return networks, dtype

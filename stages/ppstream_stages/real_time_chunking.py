@@ -39,7 +39,7 @@ class ChunkingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return prefix, TensorSpec(DELAY, (), "int64")
 
     def weights(self, window: Mapping[str, Tensor], horizon: int) -> Tensor:
-        """How much each step is bound to the prefix, 0 to 1, ``[B, H, 1]`` float32.
+        """Share of the prefix in each step, from 0 to 1, ``[B, H, 1]`` float32.
 
         All 0 for a row of which nothing is known: no action but zeros, and no delay.
         """

@@ -44,9 +44,9 @@ from ppstream_stages.instruction_table import InstructionTable
 from ppstream_stages.vla_network import (
     ACTION_WIDTH,
     Expert,
-    Form,
     ImageModel,
     LanguageModel,
+    NetworkForm,
     VlaSizes,
     layers_seen,
 )
@@ -54,7 +54,7 @@ from ppstream_stages.vla_network import (
 # B=row T=step of the window D=value S=stream V=camera N=tokens F=feature H=horizon A=action
 
 WEIGHT_SPREAD: Final = 0.02  # standard deviation of weights that are drawn
-FORM: Final = Form()
+FORM: Final = NetworkForm()
 
 
 class Options(VlaSizes, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,7 +1,7 @@
 """The networks that policies of the kind of π0 are made of: image encoder, language model, expert.
 
-Their sizes are given, and a ``Form`` says in what else they differ. Parts, options and weights
-stand elsewhere.
+Their sizes are given, and a ``NetworkForm`` says in what else they differ. Parts, options and
+weights stand elsewhere.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _pieces(count: int, size: int) -> list[range]:
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-class Form(NamedTuple):
+class NetworkForm(NamedTuple):
     """Differences of such networks beside their sizes."""
 
     norm: Callable[[int], nn.Module] = nn.RMSNorm  # of the language model and the expert
@@ -209,7 +209,7 @@ def turned(x: Tensor, turn: Turn) -> Tensor:
 class ImageModel(nn.Module):
     """Images to tokens of the language model's width."""
 
-    def __init__(self, sizes: VlaSizes, form: Form) -> None:
+    def __init__(self, sizes: VlaSizes, form: NetworkForm) -> None:
         super().__init__()
         image, eps = sizes.image, form.image_eps
         self.patches = nn.Conv2d(3, image.width, image.patch, image.patch)
@@ -230,7 +230,7 @@ class ImageModel(nn.Module):
 class LanguageModel(nn.Module):
     """Some layers of the language model."""
 
-    def __init__(self, sizes: VlaSizes, layers: range, form: Form) -> None:
+    def __init__(self, sizes: VlaSizes, layers: range, form: NetworkForm) -> None:
         super().__init__()
         shape = sizes.language, sizes.heads, sizes.head_width
         self.language_layers = nn.ModuleDict(
@@ -259,7 +259,7 @@ class LanguageModel(nn.Module):
 class Expert(nn.Module):
     """Change of noisy actions, in sight of the language model's keys and values."""
 
-    def __init__(self, sizes: VlaSizes, form: Form) -> None:
+    def __init__(self, sizes: VlaSizes, form: NetworkForm) -> None:
         super().__init__()
         width = sizes.expert.width
         self.state = nn.Linear(form.state_width, width)

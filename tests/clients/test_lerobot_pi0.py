@@ -20,14 +20,16 @@ import torch
 from documents import BOOKS, FENCE
 from lerobot_folder import FILES, change, edits, step
 from pi0_folder import GOLDEN, NAMES, actions_of, loaded, make_small, reference, saved, weights
-from pi0_sizes import CHUNK, MOST, PREFIX, TEXTS, expanded
+from pi0_sizes import CHUNK, MOST, PREFIX, SEED, TEXTS, expanded
 from safetensors.torch import load_file, save_file
 
 from ppstream import ConfigError
 from ppstream.config.load import read
 from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import build_parts, places_of
-from ppstream.policy.parts import specs_of
+from ppstream.policy.host_staged import zeros
+from ppstream.policy.parts import Joined, load, specs_of
+from ppstream.policy.protocol import instruct
 from ppstream_stages.building import NetworkPart
 from ppstream_stages.instruction_table import TEXTS_MAX
 from ppstream_stages.lerobot import build
@@ -229,6 +231,13 @@ def test_its_operations_are_counted_from_the_shapes_alone(folder: Path) -> None:
             edits(input_features={"observation.state": {"type": "STATE", "shape": [6]}}),
             "input_features: got no camera, want one or more",
         ),
+        (
+            "config",
+            lambda one: one["input_features"].update(
+                {"observation.environment_state": {"type": "ENV", "shape": [2]}}
+            ),
+            "got observation.environment_state, which π0 does not read",
+        ),
         ("before", step(3, config={"max_length": 99}), "max_length: got 99, want 12"),
         ("before", step(5, config={"enabled": True}), "(relative_actions_processor): enabled: got"),
         ("behind", step(1, config={"enabled": True}), "(absolute_actions_processor): enabled: got"),
@@ -346,13 +355,46 @@ def described(folder: Path) -> Path:
     return folder.parent / "pi0.toml"
 
 
-def test_the_run_of_the_run_book_fits_on_one_and_more_ranks(described: Path) -> None:
-    cut = ["policy.options.language_layers_per_part=2", "placement.policy=['cpu', 'cpu']"]
-    for more in ([], [*cut, "placement.parts=[1, 1, 1, 2, 2, 2]"]):
-        config = read(str(described), more)
-        parts = specs_of(build_parts(config, torch.device("cpu")))
-        places = places_of(config, parts, input_specs(config))
-        assert len(places) == 1 + len(config.placement.policy)
-    config = read(str(described), ["streams.joints.dim=5"])
-    with pytest.raises(ConfigError, match=r"state\.values"):
+RANKS = {
+    "whole": [],
+    "three": [
+        "policy.options.language_layers_per_part=2",
+        "placement.policy=['cpu', 'cpu']",
+        "placement.parts=[0, 1, 1, 1, 2, 2]",
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_run_of_the_run_book_gives_these_actions_on_one_and_more_ranks(
+    described: Path, ranks: str
+) -> None:
+    config = read(str(described), [f"policy.options.seed={SEED}", *RANKS[ranks]])
+    parts = build_parts(config, torch.device("cpu"))
+    places = places_of(config, specs_of(parts), input_specs(config))
+    assert len(places) == 1 + len(config.placement.policy)
+    load(parts, "lerobot")
+    window, expected = reference()
+    rows = len(TEXTS)
+    known: dict[str, torch.Tensor] = dict(zeros(input_specs(config), rows, torch.device("cpu")))
+    known |= window
+    known["present"] = torch.ones(rows, dtype=torch.bool)
+    for place in (one for one in places if one.names):
+        joined = Joined(place.of(parts), place, rows, torch.device("cpu"), 7)
+        for number, text in enumerate(TEXTS):
+            instruct(joined, number + 1, text)
+        out = zeros(place.outputs, rows, torch.device("cpu"))
+        joined(known, out)
+        known |= out
+    kept = expected["linear"][:, : config.actions.horizon]
+    assert (known["actions"] - kept).abs().max() <= CLOSE["linear"]
+
+
+def test_another_window_does_not_fit(described: Path) -> None:
+    config = read(str(described), ["streams.joints.dim=5", "actions.prefix_steps=5"])
+    parts = specs_of(build_parts(config, torch.device("cpu")))
+    with pytest.raises(ConfigError) as caught:
         places_of(config, parts, input_specs(config))
+    said = "; ".join(caught.value.problems)
+    assert "state.values" in said
+    assert "executed_prefix" in said

@@ -240,3 +240,18 @@ def test_a_prefix_longer_than_the_chunk_and_one_of_delayed_steps_alone(folder: P
     whole, window, _ = chunking(folder, schedule="ones")
     made = actions_of(whole, window)
     assert torch.allclose(made[:, :5], window["executed_prefix"], atol=1e-4)
+
+
+def test_in_each_step_the_prefix_is_as_noisy_as_the_sample(folder: Path) -> None:
+    policy, window, _ = chunking(folder, execution_horizon=9)
+    window["delay_steps"][:] = 9
+    noisy: list[Tensor] = []
+    unet = policy.network.diffusion.unet
+    unet.register_forward_pre_hook(lambda _, given: noisy.append(given[0].clone()))
+    actions_of(policy, window)
+    clean = (window["executed_prefix"][:, :7] - 10) / 3
+    steps = policy.network.schedule.steps
+    assert len(noisy) == len(steps) == 5
+    for step, sample in zip(steps[1:], noisy[1:], strict=True):
+        expected = step.signal * clean + step.noise * noisy[0][:, 1:]
+        assert torch.allclose(sample[:, 1:], expected, atol=1e-5)
