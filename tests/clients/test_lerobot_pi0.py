@@ -33,6 +33,7 @@ from ppstream.policy.protocol import instruct
 from ppstream_stages.building import NetworkPart
 from ppstream_stages.instruction_table import TEXTS_MAX
 from ppstream_stages.lerobot import build
+from ppstream_stages.lerobot_pi0 import fitted
 from ppstream_stages.lerobot_pi0_names import sources_of
 
 torch.set_num_threads(1)
@@ -319,6 +320,23 @@ def test_tensors_of_the_window_are_those_that_stage_a_makes(folder: Path) -> Non
     assert read["front.frames"] == ((1, 3, 20, 37), "float32")
     assert read["executed_prefix"] == ((PREFIX, 4), "float32")
     assert parts[-1].outputs[0].shape == (CHUNK, 4)
+
+
+def test_the_last_step_of_the_state_is_read(folder: Path) -> None:
+    window, expected = reference()
+    older = window["state.values"] + torch.tensor([3.0, 2.0, 0.0]).view(1, 3, 1)
+    made = actions_of(loaded(folder, steps=3), window | {"state.values": older})
+    assert (made - expected["float32"]).abs().max() <= CLOSE["float32"]
+
+
+def test_a_frame_lies_in_the_middle_of_a_dark_square() -> None:
+    frame = torch.full((1, 3, 20, 37), 2.0)  # brighter than white
+    made = fitted(frame, 28)
+    assert made.shape == (1, 3, 28, 28)
+    assert made[:, :, 6:21].eq(1).all()
+    assert made[:, :, :6].eq(-1).all()
+    assert made[:, :, 21:].eq(-1).all()
+    assert torch.equal(fitted(frame[:, :, :20, :20], 20), frame[:, :, :20, :20] * 2 - 1)
 
 
 @pytest.mark.timeout(LIMIT_S + 60)

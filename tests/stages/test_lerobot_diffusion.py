@@ -255,3 +255,11 @@ def test_in_each_step_the_prefix_is_as_noisy_as_the_sample(folder: Path) -> None
     for step, sample in zip(steps[1:], noisy[1:], strict=True):
         expected = step.signal * clean + step.noise * noisy[0][:, 1:]
         assert torch.allclose(sample[:, 1:], expected, atol=1e-5)
+
+
+def test_a_delay_longer_than_the_prefix_binds_all_of_it(folder: Path) -> None:
+    policy, window, _ = chunking(folder)
+    window["delay_steps"][:] = 6  # of five
+    made = actions_of(policy, window)
+    assert made.isfinite().all()
+    assert torch.allclose(made[:, :5], window["executed_prefix"], atol=1e-4)
