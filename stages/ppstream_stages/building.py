@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ppstream import ConfigError, TensorSpec
 
 NAMED_MAX: Final = 5  # weights in one sentence of an error
+NO_SOURCES: Final[Mapping[str, Sequence[str]]] = {}
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Options = TypeVar("Options")
@@ -41,6 +42,10 @@ class PartNetwork(nn.Module):
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Has it compute in ``dtype``; by default all of it."""
+        self.to(dtype)
 
     def start(self) -> None:
         """Fills the buffers, once they lie on their device; by default there are none."""
@@ -74,7 +79,8 @@ class NetworkPart:
     ) -> None:
         self.name = name
         self.inputs, self.outputs = network.inputs, network.outputs
-        self.network = network.to(dtype).requires_grad_(requires_grad=False).eval()
+        network.cast(dtype)
+        self.network = network.requires_grad_(requires_grad=False).eval()
         self._fill, self._device = fill, device
         self.weights = {key: tuple(weight.shape) for key, weight in network.named_parameters()}
         if hasattr(network, "instruct"):
@@ -129,6 +135,7 @@ def parts_from(
     path: str | Path | None,
     device: torch.device,
     unused: tuple[str, ...] = (),
+    sources: Mapping[str, Sequence[str]] = NO_SOURCES,
 ) -> list[NetworkPart]:
     """A part for each of ``networks``, in order; without weights yet.
 
@@ -139,15 +146,17 @@ def parts_from(
         path: of a safetensors file with the weights of all.
         device: that they compute on.
         unused: beginnings of names that the file may have beside theirs.
+        sources: by name of a weight those in the file, which are its rows one after the other;
+            one that is left out has its own name there.
 
     Raises:
         ConfigError: the file cannot be read, or does not fit.
     """
-    fill = draw if path is None else partial(_read_weights, path)
+    fill = draw if path is None else partial(_read_weights, path, sources)
     parts = [NetworkPart(name, made, dtype, fill, device) for name, made in networks.items()]
     if path is not None:
         wanted = {name: shape for part in parts for name, shape in part.weights.items()}
-        _check_weights(path, wanted, unused)
+        _check_weights(path, wanted, unused, sources)
     return parts
 
 
@@ -159,35 +168,56 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
     """
     weights = network.state_dict()
     _check_weights(path, {name: tuple(weight.shape) for name, weight in weights.items()})
-    _read_weights(path, weights)
+    _read_weights(path, NO_SOURCES, weights)
+
+
+def shapes_in(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Shapes in the header of a safetensors file, by name.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    except (OSError, SafetensorError) as error:
+        raise ConfigError([f"policy.weights: {path} cannot be read: {error}"]) from error
 
 
 def _check_weights(
-    path: str | Path, wanted: Mapping[str, tuple[int, ...]], unused: tuple[str, ...] = ()
+    path: str | Path,
+    wanted: Mapping[str, tuple[int, ...]],
+    unused: tuple[str, ...] = (),
+    sources: Mapping[str, Sequence[str]] = NO_SOURCES,
 ) -> None:
     """Compares names and shapes in the file's header alone."""
-    try:
-        with safe_open(path, "pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - it is no dict
-        found = {name: shape for name, shape in found.items() if not name.startswith(unused)}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError([f"policy.weights: {path} cannot be read: {error}"]) from error
-    common = wanted.keys() & found.keys()
+    found = {name: one for name, one in shapes_in(path).items() if not name.startswith(unused)}
+    named = {name: sources.get(name, (name,)) for name in wanted}
+    read = {name for several in named.values() for name in several}
+    other = []
+    for name, several in named.items():
+        shapes = [found[one] for one in several if one in found]
+        if len(shapes) == len(several) and _joined(shapes) != wanted[name]:
+            got = ", ".join(f"{one} {list(found[one])}" for one in several)
+            other.append(f"{got}, want {list(wanted[name])}{' together' * (len(several) > 1)}")
     texts = [
-        *_listed("lacks", wanted.keys() - common),
-        *_listed("has too many:", found.keys() - common),
-        *_listed(
-            "has of other shapes:",
-            (
-                f"{name} {list(found[name])}, want {list(wanted[name])}"
-                for name in common
-                if found[name] != wanted[name]
-            ),
-        ),
+        *_listed("lacks", read - found.keys()),
+        *_listed("has too many:", found.keys() - read),
+        *_listed("has of other shapes:", other),
     ]
     if texts:
         problem = f"{path} does not fit this policy: it {'; it '.join(texts)}"
         raise ConfigError([f"policy.weights: {problem}"])
+
+
+def _joined(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Shape of tensors one after the other; None: they do not fit together."""
+    first, *others = shapes
+    if not others:
+        return first
+    if not all(shapes) or any(shape[1:] != first[1:] for shape in others):
+        return None
+    return sum(shape[0] for shape in shapes), *first[1:]
 
 
 def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
@@ -198,11 +228,20 @@ def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
         yield f"{what} {', '.join(ordered[:NAMED_MAX])}{more}"
 
 
-def _read_weights(path: str | Path, weights: Mapping[str, Tensor]) -> None:
+def _read_weights(
+    path: str | Path, sources: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]
+) -> None:
     """Reads no others."""
     with safe_open(path, "pt") as file:
         for name, weight in weights.items():
-            weight.copy_(file.get_tensor(name))
+            if name not in sources:
+                weight.copy_(file.get_tensor(name))
+                continue
+            begin = 0
+            for one in sources[name]:
+                found = file.get_tensor(one)
+                weight[begin : begin + len(found)].copy_(found)
+                begin += len(found)
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""A policy that LeRobot trained, from its local folder: ACT or Diffusion, without LeRobot.
+"""A policy that LeRobot trained, from its local folder: ACT, Diffusion or π0, without LeRobot.
 
 ``policy.weights`` names the folder's ``model.safetensors``; ``config.json`` and the processors'
 files lie beside it. What they say is checked before a rank starts. Of the processors' steps those
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ppstream import ConfigError
 from ppstream.config.field_types import Count
-from ppstream_stages.building import NetworkPart, options_of, parts_from
+from ppstream_stages.building import DTYPES, NetworkPart, options_of, parts_from, shapes_in
 from ppstream_stages.lerobot_act import ActNetwork, ActSizes
 from ppstream_stages.lerobot_diffusion import DiffusionNetwork, DiffusionSizes
 from ppstream_stages.lerobot_network import (
@@ -31,6 +31,12 @@ from ppstream_stages.lerobot_network import (
     LeRobotNetwork,
     Reads,
 )
+from ppstream_stages.lerobot_pi0 import EMPTY_CAMERA, Choices, Pi0Sizes, Texts, networks_of
+from ppstream_stages.lerobot_pi0_names import sources_of
+from ppstream_stages.real_time_chunking import ChunkingOptions
+from ppstream_stages.text_tokens import tokenizer_at
+
+AnySizes = ActSizes | DiffusionSizes | Pi0Sizes
 
 CONFIG: Final = "config.json"
 PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")
@@ -41,6 +47,11 @@ STEPS: Final = (
     {"rename_observations_processor", "to_batch_processor", "device_processor", NORMALISERS[0]},
     {"device_processor", NORMALISERS[1]},
 )
+#: Further steps of π0; ``Texts`` does what the first two do.
+PI0_STEPS: Final = (
+    {"pi0_new_line_processor", "tokenizer_processor", "relative_actions_processor"},
+    {"absolute_actions_processor"},
+)
 #: Statistics that a mode needs: mean and deviation, or the ends of what becomes -1 to 1.
 MODES: Final = {
     "MEAN_STD": ("mean", "std"),
@@ -49,15 +60,27 @@ MODES: Final = {
     "QUANTILE10": ("q10", "q90"),
 }
 IDENTITY: Final = "IDENTITY"
-KINDS: Final[Mapping[str, type[ActSizes | DiffusionSizes]]] = {
+#: How finely π0 is cut.
+PI0_CUT: Final = ("language_layers_per_part", "denoising_steps_per_part")
+KINDS: Final[Mapping[str, type[AnySizes]]] = {
     "act": ActSizes,
     "diffusion": DiffusionSizes,
+    "pi0": Pi0Sizes,
+}
+#: Options that only some kinds of policies take.
+TAKEN_BY: Final = {
+    "noise": ("diffusion", "pi0"),
+    "seed": ("diffusion", "pi0"),
+    "rtc": ("diffusion", "pi0"),
+    **dict.fromkeys(
+        ("tokenizer", "task", "instructions", "dtype", *PI0_CUT),
+        ("pi0",),
+    ),
 }
 #: What other kinds of policies would need.
 LACKING: Final = {
-    "smolvla": "its language model and tokenizer",
-    "pi0": "its language model and tokenizer",
-    "pi05": "its language model, and the state as text for its tokenizer",
+    "smolvla": "its language model, whose sizes the folder does not name",
+    "pi05": "the state as text for its tokenizer, and norms that the time of denoising changes",
 }
 
 Content = TypeVar("Content")
@@ -74,6 +97,13 @@ class PolicyFeatures(msgspec.Struct, frozen=True):
 
     input_features: dict[str, ConfigFeature]
     output_features: dict[str, ConfigFeature]
+
+    @property
+    def seen(self) -> PolicyFeatures:
+        """Without cameras that no robot has."""
+        inputs = self.input_features.items()
+        kept = {key: one for key, one in inputs if not key.startswith(EMPTY_CAMERA)}
+        return PolicyFeatures(kept, self.output_features)
 
     @property
     def cameras(self) -> list[str]:
@@ -114,8 +144,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     environment: str = "environment"  # group for observation.environment_state
     cameras: dict[str, str] = {}  # stream = key; others are named as the end of their key
     weights: str | None = None  # model.safetensors of the folder
-    noise: Literal["fixed", "fresh"] | None = None  # of Diffusion; None: fixed
+    noise: Literal["fixed", "fresh"] | None = None  # of Diffusion and π0; None: fixed
     seed: int | None = None  # of fixed noise; None: 0
+    rtc: ChunkingOptions | None = None  # of Diffusion and π0: goes on from the executed prefix
+    tokenizer: str | None = None  # of π0: a local folder with tokenizer.json, or that file
+    task: str | None = None  # of π0: text for robots that send none; None: an empty one
+    instructions: bool | None = None  # of π0, as policy.instructions
+    dtype: Literal["float32", "bfloat16"] | None = None  # of π0; None: as the folder says
+    language_layers_per_part: Count | None = None  # of π0, as in vla; None: 6
+    denoising_steps_per_part: Count | None = None  # 2
 
 
 def build(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
@@ -131,38 +168,83 @@ def build(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
     path = weights.with_name(CONFIG)
     kind, features, sizes = _config(path)
     found = [f"policy.weights: {path}: {text}" for text in _problems(features, sizes)]
-    found += (f"policy.options.{text}" for text in _option_problems(features, sizes, options))
+    taken = _option_problems(kind, features, sizes, options)
+    found += (f"policy.options.{text}" for text in taken)
     scales: dict[str, tuple[Tensor, Tensor]] = {}
     keys = _names(features, options)
-    for name, allowed in zip(PROCESSORS, STEPS, strict=True):
+    for index, name in enumerate(PROCESSORS):
         path = weights.with_name(name)
-        found += (f"policy.weights: {path}: {text}" for text in _fold(path, allowed, keys, scales))
-    if found:
-        raise ConfigError(found)
+        problems = _fold(path, _allowed(sizes, index), keys, scales)
+        found += (f"policy.weights: {path}: {text}" for text in problems)
+    texts, lacking = _texts(sizes, options)
+    if found or lacking:
+        raise ConfigError(found + lacking)
     horizon = options.horizon or sizes.horizons[0]
     (action_dim,) = features.output_features[ACTION].shape
-    reads = _reads(features, sizes, options)
+    seed = None if options.noise == "fresh" else options.seed or 0
+    known = _reads(features, sizes, options), horizon, action_dim, scales
+    if isinstance(sizes, Pi0Sizes):
+        cut = {name: size for name in PI0_CUT if (size := getattr(options, name)) is not None}
+        assert texts is not None
+        choices = Choices(*known, seed, options.dtype, cut, texts, options.rtc)
+        return _pi0(sizes, choices, weights, device)
     with torch.device("meta"):
         network: LeRobotNetwork
         if isinstance(sizes, ActSizes):
-            network = ActNetwork(sizes, reads, horizon, action_dim, scales)
+            network = ActNetwork(sizes, *known)
         else:
-            seed = None if options.noise == "fresh" else options.seed or 0
-            network = DiffusionNetwork(sizes, reads, horizon, action_dim, scales, seed)
-    networks = {kind: network}
-    return parts_from(networks, torch.float32, _nothing, weights, device, network.unused)
+            network = DiffusionNetwork(sizes, *known, seed, options.rtc)
+    return parts_from({kind: network}, torch.float32, _nothing, weights, device, network.unused)
+
+
+def _pi0(
+    sizes: Pi0Sizes, choices: Choices, weights: Path, device: torch.device
+) -> list[NetworkPart]:
+    with torch.device("meta"):
+        networks, dtype = networks_of(sizes, choices)
+    wanted = {name for one in networks.values() for name, _ in one.named_parameters()}
+    sources, unused = sources_of(wanted, shapes_in(weights))
+    return parts_from(networks, DTYPES[dtype], _nothing, weights, device, unused, sources)
+
+
+def _allowed(sizes: AnySizes, index: int) -> dict[str, dict[str, Any]]:
+    """Steps of a processor, and settings that they must have: of ``PROCESSORS[index]``."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in STEPS[index]}
+    if isinstance(sizes, Pi0Sizes):
+        found |= {name: {} for name in PI0_STEPS[index]}
+        for name in ("relative_actions_processor", "absolute_actions_processor"):
+            if name in found:
+                found[name] = {"enabled": False}
+        if "tokenizer_processor" in found:
+            most = sizes.tokenizer_max_length
+            found["tokenizer_processor"] = {"padding_side": "right", "max_length": most}
+    return found
+
+
+def _texts(sizes: AnySizes, options: Options) -> tuple[Texts | None, list[str]]:
+    """Returns the way from texts to tokens, for a policy that reads them; and what is wrong."""
+    if not isinstance(sizes, Pi0Sizes):
+        return None, []
+    if options.tokenizer is None:
+        text = "got none, want a local folder with the tokenizer.json of PaliGemma: π0 reads texts"
+        return None, [f"policy.options.tokenizer: {text}"]
+    try:
+        tokens_of = tokenizer_at(options.tokenizer)
+    except ConfigError as error:
+        return None, list(error.problems)
+    return Texts(tokens_of, options.task or "", bool(options.instructions)), []
 
 
 def _nothing(weights: Mapping[str, Tensor]) -> None:
     """Draws none: there is always a file."""
 
 
-def _config(path: Path) -> tuple[str, PolicyFeatures, ActSizes | DiffusionSizes]:
+def _config(path: Path) -> tuple[str, PolicyFeatures, AnySizes]:
     """Kind, tensors and sizes of a policy from its ``config.json``."""
     try:
         kind = _read(path, PolicyKind).type
         if kind in KINDS:
-            return kind, _read(path, PolicyFeatures), _read(path, KINDS[kind])
+            return kind, _read(path, PolicyFeatures).seen, _read(path, KINDS[kind])
         lacks = f"; it would need {LACKING[kind]}" if kind in LACKING else ""
         reason = f"got a policy {kind!r}, want {' or '.join(map(repr, KINDS))}{lacks}"
     except ConfigError as error:
@@ -170,7 +252,7 @@ def _config(path: Path) -> tuple[str, PolicyFeatures, ActSizes | DiffusionSizes]
     raise ConfigError([f"policy.weights: {path}: {reason}"])
 
 
-def _problems(features: PolicyFeatures, sizes: ActSizes | DiffusionSizes) -> Iterator[str]:
+def _problems(features: PolicyFeatures, sizes: AnySizes) -> Iterator[str]:
     """Yields what this network does not do."""
     yield from sizes.problems(features.input_features)
     for key, one in features.input_features.items():
@@ -184,10 +266,14 @@ def _problems(features: PolicyFeatures, sizes: ActSizes | DiffusionSizes) -> Ite
     found = {key: len(one.shape) for key, one in features.output_features.items()}
     if found != {ACTION: 1}:
         yield f"output_features: got {', '.join(found) or 'none'}, want one row of {ACTION!r}"
+    elif sizes.widest_action is not None:
+        (values,) = features.output_features[ACTION].shape
+        if values > sizes.widest_action:
+            yield f"{ACTION}: got {values} values, want at most {sizes.widest_action}"
 
 
 def _option_problems(
-    features: PolicyFeatures, sizes: ActSizes | DiffusionSizes, options: Options
+    kind: str, features: PolicyFeatures, sizes: AnySizes, options: Options
 ) -> Iterator[str]:
     for stream, key in options.cameras.items():
         if key not in features.cameras:
@@ -201,11 +287,11 @@ def _option_problems(
         yield f"horizon: got {options.horizon}, the policy makes {most} steps"
     if options.steps is not None and options.steps < sizes.n_obs_steps:
         yield f"steps: got {options.steps}, the policy reads {sizes.n_obs_steps}"
-    if isinstance(sizes, ActSizes):
-        for name in ("noise", "seed"):
-            if getattr(options, name) is not None:
-                yield f"{name}: got {getattr(options, name)!r}, but ACT draws no noise"
-    elif options.noise == "fresh" and options.seed is not None:
+    for name, kinds in TAKEN_BY.items():
+        if kind not in kinds and (got := getattr(options, name)) is not None:
+            got = msgspec.to_builtins(got)
+            yield f"{name}: got {got!r}, which is for {' and '.join(kinds)} alone"
+    if options.noise == "fresh" and options.seed is not None and kind in TAKEN_BY["seed"]:
         yield f"seed: got {options.seed}, but fresh noise has none; want noise = 'fixed'"
 
 
@@ -222,7 +308,7 @@ def _names(features: PolicyFeatures, options: Options) -> dict[str, str]:
     return found
 
 
-def _reads(features: PolicyFeatures, sizes: ActSizes | DiffusionSizes, options: Options) -> Reads:
+def _reads(features: PolicyFeatures, sizes: AnySizes, options: Options) -> Reads:
     names, shapes = _names(features, options), features.input_features
 
     def numbers(key: str) -> tuple[str, int] | None:
@@ -241,7 +327,7 @@ def _reads(features: PolicyFeatures, sizes: ActSizes | DiffusionSizes, options: 
 
 def _fold(
     path: Path,
-    allowed: set[str],
+    allowed: Mapping[str, Mapping[str, Any]],
     names: Mapping[str, str],
     scales: dict[str, tuple[Tensor, Tensor]],
 ) -> Iterator[str]:
@@ -253,9 +339,14 @@ def _fold(
         return
     for index, step in enumerate(steps):
         label = f"step {index} ({step.registry_name or step.importable})"
-        if step.registry_name not in allowed:
+        settings = allowed.get(step.registry_name or "")
+        if settings is None:
             yield f"{label} is not known here; want {', '.join(sorted(allowed))}"
-        elif step.config.get("float_dtype") not in (None, "float32"):
+            continue
+        for name, wanted in settings.items():
+            if (got := step.config.get(name, wanted)) != wanted:
+                yield f"{label}: {name}: got {got!r}, want {wanted!r}"
+        if step.config.get("float_dtype") not in (None, "float32"):
             yield f"{label}: float_dtype: got {step.config['float_dtype']!r}, want float32"
         elif step.registry_name in NORMALISERS:
             is_input = step.registry_name == NORMALISERS[0]

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, relu
+from torch.nn.functional import interpolate, pad, relu
 
 from ppstream_stages.lerobot_network import (
     DEPTHS,
@@ -32,6 +32,7 @@ from ppstream_stages.lerobot_network import (
     grid_of,
 )
 from ppstream_stages.noise_schedule import BETAS, KINDS, PREDICTIONS, NoiseSchedule
+from ppstream_stages.real_time_chunking import VALUES, ChunkingOptions, whole_chunk
 
 # B=row T=step of the window D=value n=frames C=channels F=feature H=horizon A=action
 # K=step of the schedule V=camera P=point of a frame
@@ -372,6 +373,7 @@ class DiffusionNetwork(LeRobotNetwork):
         action_dim: values of an action.
         scales: by name of a tensor.
         seed: of the noise; None: fresh noise in each call.
+        chunking: how a chunk goes on from the executed prefix; None: it does not.
     """
 
     waves: Tensor  # [K, F]
@@ -385,8 +387,12 @@ class DiffusionNetwork(LeRobotNetwork):
         action_dim: int,
         scales: Mapping[str, tuple[Tensor, Tensor]],
         seed: int | None,
+        chunking: ChunkingOptions | None = None,
     ) -> None:
         super().__init__(reads, horizon, action_dim, scales)
+        self.chunking = chunking
+        if chunking is not None:
+            self.inputs += chunking.inputs(action_dim)
         self.diffusion = DiffusionWeights(sizes, reads, action_dim)
         norms = (name for name, one in self.named_modules() if isinstance(one, FrozenNorm))
         self.unused = tuple(f"{name}.num_batches_tracked" for name in norms)
@@ -417,13 +423,29 @@ class DiffusionNetwork(LeRobotNetwork):
         observed = self._observed(inputs)
         noise = self._noise(observed.shape[0])
         films = unet.films(self.waves, observed)
-        actions = next(noise)
+        first = actions = next(noise)
+        executed = self._executed(inputs)
         for index, step in enumerate(schedule.steps):
             predicted = unet(actions, (film[index] for film in films))
             actions = schedule.next_of(step, actions, predicted)
             if step.fresh is not None:
                 actions = actions + step.fresh * next(noise)
+            if executed is not None:
+                signal, spread = schedule.shares_behind(index)
+                chunk, weights = executed
+                actions = torch.lerp(actions, signal * chunk + spread * first, weights)
         self.write(actions[:, self._first : self._first + self.horizon], out)
+
+    def _executed(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """The chunk to go on from, ``[B, H, A]``, and how much each step is bound to it."""
+        if self.chunking is None:
+            return None
+        steps, width = self._shape
+        steps -= self._first  # those before the newest observation are free
+        prefix = self.normalised("actions", inputs[VALUES])
+        known = whole_chunk(prefix, steps, width), self.chunking.weights(inputs, steps)
+        chunk, weights = (pad(one, (0, 0, self._first, 0)) for one in known)
+        return chunk, weights
 
     def _observed(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """``[B, D]``: of each step the state, the frames' features, and the environment."""

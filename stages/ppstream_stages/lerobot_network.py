@@ -49,6 +49,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         """Steps of a chunk that LeRobot keeps, and those that there are."""
         raise NotImplementedError
 
+    @property
+    def widest_action(self) -> int | None:
+        """Values that an action may have; None: any number."""
+        return None
+
     def problems(self, features: Mapping[str, ConfigFeature]) -> Iterator[str]:
         """Yields what the network does not do; ``features`` are its inputs."""
         raise NotImplementedError
@@ -113,6 +118,42 @@ class Normalization(nn.Module):
         return x * self.spread + self.shift
 
 
+class Scales(nn.Module):
+    """Normalisation of several tensors by their names; one that is not known stays as it is.
+
+    Args:
+        known: shift and spread by name.
+    """
+
+    def __init__(self, known: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(Normalization(*numbers) for numbers in known.values())
+        self._places = {name: index for index, name in enumerate(known)}
+
+    def start(self) -> None:
+        """Fills the numbers."""
+        for scale in self.each:
+            assert isinstance(scale, Normalization)
+            scale.start()
+
+    def normalised(self, name: str, x: Tensor) -> Tensor:
+        """``x`` of the tensor ``name`` as the network takes it."""
+        scale = self._of(name)
+        return x if scale is None else scale(x)
+
+    def restored(self, name: str, x: Tensor) -> Tensor:
+        """The inverse of ``normalised``."""
+        scale = self._of(name)
+        return x if scale is None else scale.inverse(x)
+
+    def _of(self, name: str) -> Normalization | None:
+        if name not in self._places:
+            return None
+        scale = self.each[self._places[name]]
+        assert isinstance(scale, Normalization)
+        return scale
+
+
 class LeRobotNetwork(PartNetwork):
     """Takes tensors of a window, normalised, and writes ``actions`` in the units of the robot.
 
@@ -136,32 +177,20 @@ class LeRobotNetwork(PartNetwork):
         super().__init__()
         self.inputs = reads.specs
         self.outputs = (TensorSpec("actions", (horizon, action_dim)),)
-        self.scales = nn.ModuleList(Normalization(*numbers) for numbers in scales.values())
-        self._scale_of = dict(zip(scales, range(len(scales)), strict=True))
+        self.scales = Scales(scales)
         self.reads, self.horizon = reads, horizon
 
     def start(self) -> None:
         """Fills the numbers of the normalisation."""
-        for scale in self.scales:
-            assert isinstance(scale, Normalization)
-            scale.start()
+        self.scales.start()
 
     def normalised(self, name: str, x: Tensor) -> Tensor:
         """``x`` of the input ``name`` as the network takes it."""
-        scale = self._scale(name)
-        return x if scale is None else scale(x)
+        return self.scales.normalised(name, x)
 
     def write(self, chunk: Tensor, out: Mapping[str, Tensor]) -> None:
         """Writes ``chunk [B, horizon, action_dim]`` as it leaves the network."""
-        scale = self._scale("actions")
-        out["actions"].copy_(chunk if scale is None else scale.inverse(chunk))
-
-    def _scale(self, name: str) -> Normalization | None:
-        if name not in self._scale_of:
-            return None
-        scale = self.scales[self._scale_of[name]]
-        assert isinstance(scale, Normalization)
-        return scale
+        out["actions"].copy_(self.scales.restored("actions", chunk))
 
 
 class FrozenNorm(nn.Module):

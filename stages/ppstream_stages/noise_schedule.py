@@ -71,6 +71,11 @@ class NoiseSchedule:
         """Tensors of noise for one sample: the first one, and one for each step that adds some."""
         return 1 + sum(step.fresh is not None for step in self.steps)
 
+    def shares_behind(self, index: int) -> tuple[float, float]:
+        """Shares of the clean sample and of noise in what the step of ``index`` makes."""
+        behind = self.steps[index + 1 : index + 2]
+        return (behind[0].signal, behind[0].noise) if behind else (1.0, 0.0)
+
     def next_of(self, step: DenoisingStep, noisy: Tensor, predicted: Tensor) -> Tensor:
         """The next sample without fresh noise, of the shape of ``noisy`` and ``predicted``."""
         clean = predicted

@@ -21,16 +21,15 @@ a robot execute them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from hashlib import sha256
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
-import msgspec
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, pad
 
 from ppstream import ConfigError, TensorSpec
 from ppstream.config.schema import Count
@@ -41,228 +40,35 @@ from ppstream_stages.building import (
     options_of,
     parts_from,
 )
+from ppstream_stages.instruction_table import InstructionTable
+from ppstream_stages.vla_network import (
+    ACTION_WIDTH,
+    Expert,
+    ImageModel,
+    LanguageModel,
+    NetworkForm,
+    VlaSizes,
+    layers_seen,
+)
 
-# B=row T=step of the window D=value S=stream V=camera N=tokens F=feature H=horizon A=action L=layer
+# B=row T=step of the window D=value S=stream V=camera N=tokens F=feature H=horizon A=action
 
-ACTION_WIDTH: Final = 32  # of the state and of one action inside; more dimensions stay unused
 WEIGHT_SPREAD: Final = 0.02  # standard deviation of weights that are drawn
-TEXTS_MAX: Final = 1024  # instructions of one run
+FORM: Final = NetworkForm()
 
 
-class ImageEncoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sizes of the image encoder."""
-
-    layers: Count = 27
-    width: Count = 1152
-    heads: Count = 16
-    feed_forward: Count = 4304
-    patch: Count = 14  # pixels, both ways
-
-
-class TransformerSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sizes of the language model or of the action expert; both have the same heads and depth."""
-
-    width: Count
-    feed_forward: Count
-
-
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``[policy.options]``; the sizes are π0's unless they are given."""
+class Options(VlaSizes, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``[policy.options]``; ``dtype`` is that of its frames, too."""
 
     steps: Count  # of the window
     dim: Annotated[int, Meta(ge=1, le=ACTION_WIDTH)]  # values of the group, all streams together
     streams: Count  # of the group
-    horizon: Count
     action_dim: Annotated[int, Meta(ge=1, le=ACTION_WIDTH)]
-    cameras: Annotated[tuple[str, ...], Meta(min_length=1)]
     group: str = "state"
-    image_side: Count = 224  # pixels of every camera, both ways
-    text_tokens: Count = 48
-    denoising_steps: Count = 10
-    layers: Count = 18  # of the language model and of the action expert
-    heads: Count = 8  # with one head of keys and values
-    head_width: Count = 256
-    image: ImageEncoder = ImageEncoder()
-    language: TransformerSizes = TransformerSizes(width=2048, feed_forward=16384)
-    expert: TransformerSizes = TransformerSizes(width=1024, feed_forward=4096)
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # that it computes in, and of its frames
     instructions: bool = False  # as policy.instructions: reads the texts that robots send
     vocabulary: Annotated[int, Meta(ge=2)] = 4096  # words that it can tell apart, with instructions
-    language_layers_per_part: Count = 6
-    denoising_steps_per_part: Count = 2
     seed: int = 0
     weights: str | None = None  # .safetensors
-
-    @property
-    def patches(self) -> int:
-        """Patches of one image, a token each."""
-        return int((self.image_side // self.image.patch) ** 2)
-
-    @property
-    def tokens(self) -> int:
-        """That the language model reads: of all images and of the text."""
-        return len(self.cameras) * self.patches + self.text_tokens
-
-    @property
-    def language_parts(self) -> list[range]:
-        """Layers of each language part."""
-        return _pieces(self.layers, self.language_layers_per_part)
-
-    @property
-    def denoising_parts(self) -> list[range]:
-        """Steps of each denoising part."""
-        return _pieces(self.denoising_steps, self.denoising_steps_per_part)
-
-
-def _pieces(count: int, size: int) -> list[range]:
-    return [range(first, min(first + size, count)) for first in range(0, count, size)]
-
-
-class ImageLayer(nn.Module):
-    """Pre-norm self-attention over the patches of one image, and a feed-forward layer."""
-
-    def __init__(self, sizes: ImageEncoder) -> None:
-        super().__init__()
-        width = sizes.width
-        self.heads = sizes.heads
-        self.norm_attention = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.join = nn.Linear(width, width)
-        self.norm_feed = nn.LayerNorm(width)
-        self.widen = nn.Linear(width, sizes.feed_forward)
-        self.narrow = nn.Linear(sizes.feed_forward, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B * V, N, F]`` to the same."""
-        images, tokens, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(images, tokens, 3, self.heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        seen = scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        x = x + self.join(seen.reshape(images, tokens, width))
-        fed: Tensor = self.narrow(gelu(self.widen(self.norm_feed(x)), approximate="tanh"))
-        return x + fed
-
-
-class DecoderLayer(nn.Module):
-    """Pre-norm attention with one head of keys and values, and a gated feed-forward layer."""
-
-    def __init__(self, sizes: TransformerSizes, heads: int, head_width: int) -> None:
-        super().__init__()
-        width = sizes.width
-        self.heads, self.head_width = heads, head_width
-        self.norm_attention = nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, (heads + 2) * head_width, bias=False)
-        self.join = nn.Linear(heads * head_width, width, bias=False)
-        self.norm_feed = nn.RMSNorm(width)
-        self.widen = nn.Linear(width, 2 * sizes.feed_forward, bias=False)
-        self.narrow = nn.Linear(sizes.feed_forward, width, bias=False)
-
-    def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[B, N, F]`` to queries ``[B, heads, N, head]``, keys and values ``[B, 1, N, head]``."""
-        rows, tokens, _ = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(rows, tokens, -1, self.head_width)
-        qkv = qkv.transpose(1, 2)
-        return qkv[:, : self.heads], qkv[:, -2:-1], qkv[:, -1:]
-
-    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attends with queries ``q`` of ``x`` to the keys and values of all that it sees."""
-        rows, tokens, _ = x.shape
-        shape = (-1, self.heads, -1, -1)
-        seen = scaled_dot_product_attention(q, k.expand(shape), v.expand(shape)).transpose(1, 2)
-        x = x + self.join(seen.reshape(rows, tokens, -1))
-        gate, value = self.widen(self.norm_feed(x)).chunk(2, -1)
-        fed: Tensor = self.narrow(gelu(gate, approximate="tanh") * value)
-        return x + fed
-
-
-class ImageModel(nn.Module):
-    """Images to tokens of the language model's width."""
-
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        image = options.image
-        self.patches = nn.Conv2d(3, image.width, image.patch, image.patch)
-        self.place = nn.Parameter(torch.empty(options.patches, image.width))
-        self.image_layers = nn.ModuleList(ImageLayer(image) for _ in range(image.layers))
-        self.norm = nn.LayerNorm(image.width)
-        self.project = nn.Linear(image.width, options.language.width)
-
-    def forward(self, frames: Tensor) -> Tensor:
-        """``[B, V, 3, side, side]`` to ``[B, N, F]``."""
-        x = self.patches(frames.flatten(0, 1)).flatten(2).transpose(1, 2) + self.place
-        for layer in self.image_layers:
-            x = layer(x)
-        tokens: Tensor = self.project(self.norm(x))
-        return tokens.reshape(frames.shape[0], -1, tokens.shape[-1])
-
-
-class LanguageModel(nn.Module):
-    """Some layers of the language model; with the first ones the tokens of the text."""
-
-    def __init__(self, options: Options, layers: range) -> None:
-        super().__init__()
-        width = options.language.width
-        if layers.start == 0:
-            self.text = nn.Parameter(torch.empty(options.text_tokens, width))
-            if options.instructions:
-                self.words = nn.Parameter(torch.empty(options.vocabulary, width))
-        self.language_layers = nn.ModuleDict(
-            {
-                str(depth): DecoderLayer(options.language, options.heads, options.head_width)
-                for depth in layers
-            }
-        )
-        self.last = str(options.layers - 1)
-
-    def forward(self, x: Tensor, keys_values: Tensor) -> Tensor:
-        """``[B, N, F]`` to the same; fills ``[B, 2, L, 1, N, head]``."""
-        for index, (depth, layer) in enumerate(self.language_layers.items()):
-            assert isinstance(layer, DecoderLayer)
-            q, k, v = layer.heads_of(x)
-            keys_values[:, 0, index].copy_(k)
-            keys_values[:, 1, index].copy_(v)
-            if depth != self.last:  # nobody reads the last one's tokens
-                x = layer.attend(x, q, k, v)
-        return x
-
-
-class Expert(nn.Module):
-    """Change of noisy actions, in sight of the language model's keys and values."""
-
-    def __init__(self, options: Options) -> None:
-        super().__init__()
-        width = options.expert.width
-        self.state = nn.Linear(ACTION_WIDTH, width)
-        self.action_in = nn.Linear(ACTION_WIDTH, width)
-        self.mix = nn.Linear(2 * width, width)
-        self.blend = nn.Linear(width, width)
-        self.layers = nn.ModuleList(
-            DecoderLayer(options.expert, options.heads, options.head_width)
-            for _ in range(options.layers)
-        )
-        self.action_out = nn.Linear(width, ACTION_WIDTH)
-
-    def forward(
-        self, state: Tensor, actions: Tensor, time: float, seen: Sequence[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """The velocity of ``actions [B, H, 32]``.
-
-        Args:
-            state: ``[B, 32]``.
-            actions: noisy.
-            time: of denoising, from 0 to 1.
-            seen: keys and values of each layer, ``[B, 1, N, head]``.
-        """
-        embedded = self.action_in(actions)
-        when = torch.full_like(embedded, time)
-        embedded = self.blend(silu(self.mix(torch.cat([embedded, when], -1))))
-        x = torch.cat([self.state(state).unsqueeze(1), embedded], 1)
-        for layer, (keys, values) in zip(self.layers, seen, strict=True):
-            assert isinstance(layer, DecoderLayer)
-            q, k, v = layer.heads_of(x)
-            x = layer.attend(x, q, torch.cat([keys, k], 2), torch.cat([values, v], 2))
-        velocity: Tensor = self.action_out(x[:, 1:])
-        return velocity
 
 
 class Vision(PartNetwork):
@@ -274,8 +80,8 @@ class Vision(PartNetwork):
         self.inputs = tuple(
             TensorSpec(f"{camera}.frames", frames, options.dtype) for camera in options.cameras
         )
-        self.outputs = (image_tokens(options),)
-        self.prefix = ImageModel(options)
+        self.outputs = (options.image_tokens,)
+        self.prefix = ImageModel(options, FORM)
 
     def forward(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         """Looks at the frames of all cameras at once."""
@@ -283,20 +89,31 @@ class Vision(PartNetwork):
         out["image_tokens"].copy_(self.prefix(frames))
 
 
+class Words(LanguageModel):
+    """Layers of the language model; with the first ones the tokens of the text."""
+
+    def __init__(self, options: Options, layers: range) -> None:
+        super().__init__(options, layers, FORM)
+        width = options.language.width
+        if layers.start == 0:
+            self.text = nn.Parameter(torch.empty(options.text_tokens, width))
+            if options.instructions:
+                self.words = nn.Parameter(torch.empty(options.vocabulary, width))
+
+
 class Language(PartNetwork):
     """One of the parts ``language_i``; ``number`` counts from 1."""
 
     def __init__(self, options: Options, number: int) -> None:
         super().__init__()
-        layers, dtype = options.language_parts[number - 1], options.dtype
-        hidden = TensorSpec(f"hidden_{number}", (options.tokens, options.language.width), dtype)
-        before = TensorSpec(f"hidden_{number - 1}", hidden.shape, dtype)
-        self.inputs: tuple[TensorSpec, ...] = (image_tokens(options) if number == 1 else before,)
-        self.outputs = (kv_of(options, number),)
+        layers = options.language_parts[number - 1]
+        before = options.image_tokens if number == 1 else options.hidden(number - 1)
+        self.inputs: tuple[TensorSpec, ...] = (before,)
+        self.outputs = (options.kv(number),)
         if layers.stop < options.layers:
-            self.outputs += (hidden,)
+            self.outputs += (options.hidden(number),)
         self.is_first = number == 1
-        self.prefix = LanguageModel(options, layers)
+        self.prefix = Words(options, layers)
 
     def forward(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         """Reads tokens; writes keys, values and, but for the last part, tokens."""
@@ -316,25 +133,19 @@ class Language(PartNetwork):
 class InstructedLanguage(Language):
     """The part ``language_1`` of a policy that takes texts."""
 
-    ids: Tensor
-
     def __init__(self, options: Options) -> None:
         super().__init__(options, 1)
         self.inputs += (TensorSpec("instruction_id", (), "int64"),)
-        shape = (TEXTS_MAX + 1, options.text_tokens)
-        self.register_buffer("ids", torch.empty(shape, dtype=torch.int64), persistent=False)
-        self.vocabulary = options.vocabulary
-        self.kept = torch.empty(0)
+        self.ids = InstructionTable(options.text_tokens)
+        self.count, self.vocabulary = options.text_tokens, options.vocabulary
 
     def start(self) -> None:
         """No text has a word yet, and number 0 never has."""
-        self.ids.zero_()
-        is_gpu = self.ids.is_cuda
-        self.kept = torch.zeros(self.ids.shape, dtype=torch.int64, device="cpu", pin_memory=is_gpu)
+        self.ids.start()
 
     def text(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """``[B, N, F]``: places, and the words that each row's instruction has there."""
-        ids = self.ids.index_select(0, inputs["instruction_id"])
+        ids = self.ids.of(inputs["instruction_id"])
         return self.prefix.text + embedding(ids, self.prefix.words)
 
     def instruct(self, number: int, text: str) -> None:
@@ -343,11 +154,8 @@ class InstructedLanguage(Language):
         Raises:
             ValueError: there are too many words or texts.
         """
-        if not 0 < number <= TEXTS_MAX:
-            raise ValueError(f"text {number}: {TEXTS_MAX} texts are the limit of one run")
-        ids = token_ids(text, self.ids.shape[1], self.vocabulary)
-        self.kept[number].copy_(torch.tensor(ids))
-        self.ids[number].copy_(self.kept[number], non_blocking=True)
+        self.ids.check(number)
+        self.ids.keep(number, token_ids(text, self.count, self.vocabulary))
 
 
 class Denoise(PartNetwork):
@@ -363,7 +171,7 @@ class Denoise(PartNetwork):
         self.inputs = (
             TensorSpec(f"{group}.values", (options.steps, options.dim)),
             TensorSpec(f"{group}.valid", (options.steps, options.streams), "bool"),
-            *(kv_of(options, part) for part in range(1, len(options.language_parts) + 1)),
+            *options.all_kv,
         )
         if number == 1:
             self.register_buffer("noise", torch.empty(noisy), persistent=False)
@@ -389,26 +197,13 @@ class Denoise(PartNetwork):
         actions = self.noise.expand(len(values), -1, -1) if self.steps.start == 0 else seen.pop()
         trusted = values[:, -1] * valid[:, -1].all(dim=1, keepdim=True)
         state = pad(trusted, (0, ACTION_WIDTH - trusted.shape[1])).to(actions.dtype)
-        layers = [(kv[:, 0, index], kv[:, 1, index]) for kv in seen for index in range(kv.shape[2])]
-        count = self.options.denoising_steps
+        layers, count = layers_seen(seen), self.options.denoising_steps
         for step in self.steps:
-            actions = actions - self.expert(state, actions, step / count, layers) / count
+            when = actions.new_full((), step / count)
+            actions = actions - self.expert(state, actions, when, layers) / count
         if self.is_last:
             actions = torch.tanh(actions[:, :, : self.options.action_dim].float())
         out[self.outputs[0].name].copy_(actions)
-
-
-def image_tokens(options: Options) -> TensorSpec:
-    """Tokens of all cameras."""
-    shape = (len(options.cameras) * options.patches, options.language.width)
-    return TensorSpec("image_tokens", shape, options.dtype)
-
-
-def kv_of(options: Options, number: int) -> TensorSpec:
-    """Keys and values of the layers of ``language_<number>``."""
-    layers = len(options.language_parts[number - 1])
-    shape = (2, layers, 1, options.tokens, options.head_width)
-    return TensorSpec(f"kv_{number}", shape, options.dtype)
 
 
 def token_ids(text: str, count: int, vocabulary: int) -> list[int]:
@@ -450,7 +245,7 @@ def build(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
     if problems := _problems(options):
         raise ConfigError(problems)
     with torch.device("meta"):
-        expert = Expert(options)
+        expert = Expert(options, FORM)
         networks: dict[str, PartNetwork] = {"vision": Vision(options)}
         for number in range(1, len(options.language_parts) + 1):
             networks[f"language_{number}"] = Language(options, number)

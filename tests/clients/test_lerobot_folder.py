@@ -92,14 +92,14 @@ def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
         (
             "config",
             edits(type="smolvla"),
-            "got a policy 'smolvla', want 'act' or 'diffusion'; it would need its la",
+            "got a policy 'smolvla', want 'act' or 'diffusion' or 'pi0'; it would need its la",
         ),
         (
             "config",
             edits(type="pi05"),
-            "'diffusion'; it would need its language model, and the state",
+            "'pi0'; it would need the state as text for its tokenizer, and",
         ),
-        ("config", edits(type="tdmpc"), "got a policy 'tdmpc', want 'act' or 'diffusion'"),
+        ("config", edits(type="tdmpc"), "got a policy 'tdmpc', want 'act' or 'diffusion' or 'pi0'"),
         ("config", edits(n_obs_steps=2), "n_obs_steps: got 2, want 1"),
         ("config", edits(chunk_size="20"), "Expected `int`, got `str` - at `$.chunk_size`"),
         ("config", edits(feedforward_activation="glu"), "got 'glu', want 'relu' or 'gelu'"),

@@ -11,7 +11,7 @@ from lerobot_folder import FILES, change, edits, loaded, saved
 from policy_calls import ROWS, in_a_row
 from torch import Tensor
 
-from ppstream import ConfigError
+from ppstream import ConfigError, TensorSpec
 
 torch.set_num_threads(1)
 
@@ -172,10 +172,94 @@ def test_every_reason_is_told_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_act_draws_no_noise(tmp_path: Path) -> None:
+def test_options_of_other_policies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        loaded(saved(tmp_path / "act_pick"), noise="fresh", seed=1)
+        loaded(
+            saved(tmp_path / "act_pick"),
+            noise="fresh",
+            seed=1,
+            rtc={"execution_horizon": 4},
+            task="fold",
+        )
     assert caught.value.problems == [
-        "policy.options.noise: got 'fresh', but ACT draws no noise",
-        "policy.options.seed: got 1, but ACT draws no noise",
+        "policy.options.noise: got 'fresh', which is for diffusion and pi0 alone",
+        "policy.options.seed: got 1, which is for diffusion and pi0 alone",
+        "policy.options.rtc: got {'execution_horizon': 4, 'schedule': 'linear', 'max_guidance': "
+        "10.0}, which is for diffusion and pi0 alone",
+        "policy.options.task: got 'fold', which is for pi0 alone",
     ]
+
+
+def chunking(folder: Path, **options: Any) -> tuple[Any, dict[str, Tensor], Tensor]:
+    """A policy that goes on from a prefix of five steps, its window, and actions without it."""
+    policy = loaded(folder, horizon=7, rtc={"execution_horizon": 5, **options})
+    window = window_of(policy)
+    window["executed_prefix"] = 10 + window["executed_prefix"] * 3
+    window["delay_steps"] = torch.tensor([2, 4])
+    free = {name: one for name, one in window.items() if "e_" not in name and "_s" not in name}
+    return policy, window, actions_of(loaded(folder, horizon=7), free)
+
+
+@pytest.mark.parametrize("kind", ["DDPM", "DDIM"])
+def test_a_chunk_begins_with_what_is_executed_and_leaves_it_by_and_by(
+    folder: Path, kind: str
+) -> None:
+    change(folder, "config", edits(noise_scheduler_type=kind))
+    policy, window, free = chunking(folder)
+    assert policy.inputs[-2:] == (
+        TensorSpec("executed_prefix", (5, 6)),
+        TensorSpec("delay_steps", (), "int64"),
+    )
+    made = actions_of(policy, window)
+    prefix = window["executed_prefix"]
+    for row, delay in enumerate(window["delay_steps"]):
+        assert torch.allclose(made[row, :delay], prefix[row, :delay], atol=1e-4)
+    away = (made[0, :5] - prefix[0]).abs().mean(1)
+    assert away[2:].min() > 1e-3
+    assert (free[0, :5] - prefix[0]).abs().mean() > 2 * away.mean()
+    assert (made[0, 5:] - free[0, 5:]).abs().max() > 1e-3  # the rest follows
+
+
+def test_a_robot_of_which_no_prefix_is_known_gets_a_free_chunk(folder: Path) -> None:
+    policy, window, free = chunking(folder)
+    window["executed_prefix"][1], window["delay_steps"][1] = 0, 0
+    made = actions_of(policy, window)
+    assert torch.allclose(made[1], free[1], atol=1e-5)
+    assert not torch.allclose(made[0], free[0], atol=0.1)
+
+
+def test_a_prefix_longer_than_the_chunk_and_one_of_delayed_steps_alone(folder: Path) -> None:
+    policy, window, free = chunking(folder, execution_horizon=9, schedule="zeros")
+    made = actions_of(policy, window)
+    prefix = window["executed_prefix"]
+    assert torch.allclose(made[0, :2], prefix[0, :2], atol=1e-4)
+    assert (made[0, 2:] - prefix[0, 2:7]).abs().mean() > 0.1
+    window["delay_steps"][:] = 9
+    assert torch.allclose(actions_of(policy, window), prefix[:, :7], atol=1e-4)
+    assert free.shape == made.shape == (ROWS, 7, 6)
+    whole, window, _ = chunking(folder, schedule="ones")
+    made = actions_of(whole, window)
+    assert torch.allclose(made[:, :5], window["executed_prefix"], atol=1e-4)
+
+
+def test_in_each_step_the_prefix_is_as_noisy_as_the_sample(folder: Path) -> None:
+    policy, window, _ = chunking(folder, execution_horizon=9)
+    window["delay_steps"][:] = 9
+    noisy: list[Tensor] = []
+    unet = policy.network.diffusion.unet
+    unet.register_forward_pre_hook(lambda _, given: noisy.append(given[0].clone()))
+    actions_of(policy, window)
+    clean = (window["executed_prefix"][:, :7] - 10) / 3
+    steps = policy.network.schedule.steps
+    assert len(noisy) == len(steps) == 5
+    for step, sample in zip(steps[1:], noisy[1:], strict=True):
+        expected = step.signal * clean + step.noise * noisy[0][:, 1:]
+        assert torch.allclose(sample[:, 1:], expected, atol=1e-5)
+
+
+def test_a_delay_longer_than_the_prefix_binds_all_of_it(folder: Path) -> None:
+    policy, window, _ = chunking(folder)
+    window["delay_steps"][:] = 6  # of five
+    made = actions_of(policy, window)
+    assert made.isfinite().all()
+    assert torch.allclose(made[:, :5], window["executed_prefix"], atol=1e-4)

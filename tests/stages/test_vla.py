@@ -15,7 +15,8 @@ from ppstream.ingest.window import input_specs
 from ppstream.policy.compatibility import policy_problems
 from ppstream.policy.parts import specs_of
 from ppstream_stages.building import NetworkPart
-from ppstream_stages.vla import TEXTS_MAX, build, token_ids
+from ppstream_stages.instruction_table import TEXTS_MAX
+from ppstream_stages.vla import build, token_ids
 
 torch.set_num_threads(1)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppstream import TensorSpec
 from ppstream.observe.attribution import (
     Attribution,
     set_block_opener,
@@ -38,17 +39,22 @@ def actions_of(parts: Sequence[Any], valid_share: float, seed: int = 0, **given:
     return in_a_row(parts, window | given)["actions"]
 
 
-def in_a_row(parts: Sequence[Any], window: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_a_row(
+    parts: Sequence[Any], window: Mapping[str, Tensor], rows: int = ROWS
+) -> dict[str, Tensor]:
     """Everything that loaded ``parts`` write, each given what it names alone."""
     tensors = dict(window)
     for part in parts:
-        out = {
-            spec.name: torch.full((ROWS, *spec.shape), torch.nan, dtype=getattr(torch, spec.dtype))
-            for spec in part.outputs
-        }
+        out = {spec.name: _unwritten(spec, rows) for spec in part.outputs}
         part({spec.name: tensors[spec.name] for spec in part.inputs}, out)
         tensors.update(out)
     return {name: tensor for name, tensor in tensors.items() if name not in window}
+
+
+def _unwritten(spec: TensorSpec, rows: int) -> Tensor:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    filling = torch.nan if dtype.is_floating_point else -1
+    return torch.full((rows, *spec.shape), filling, dtype=dtype)
 
 
 def blocks_of(call: Callable[[], object]) -> list[str]:
