@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -21,3 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start ranks come first: they take longest, and wait for most of that time."""
     long = {item.path for item in items if item.get_closest_marker("multirank")}
     items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not looked at by each collection of garbage."""
+    gc.freeze()

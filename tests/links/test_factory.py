@@ -209,6 +209,7 @@ def test_a_full_pipe_of_large_payloads_crosses_two_processes_bit_exact(
                 committed += 1
             assert rank.result() == received
             assert torch.equal(rank.link.into.slot(received).tensors["x"], payloads[received % 3])
+        rank.peer.close()
         assert rank.process.wait(10) == 0
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ppstream.control.launcher_store import join_store
 from ppstream.control.rendezvous import connect
+from ppstream.core.errors import PeerLostError
 from ppstream.core.specs import TensorSpec
 from ppstream.core.waiter import Waiter
 from ppstream.links.factory import open_hops
@@ -16,7 +18,7 @@ LIMIT_S = 20.0
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Takes the kind of link, the bytes of a payload, and how many envelopes come."""
+    """Takes the kind of link, a payload's bytes and how many envelopes come; ends with its peer."""
     kind, size, envelopes = arguments[0], int(arguments[1]), int(arguments[2])
     store = join_store()
     peer = connect(store, LIMIT_S)
@@ -36,4 +38,8 @@ def main(arguments: Sequence[str]) -> None:
             hops.out.slot(index).tensors["x"].copy_(hops.into.slot(index).tensors["x"])
             hops.out.commit(index)
             done += 1
+    with suppress(PeerLostError):  # the last answer may not have been taken
+        while True:
+            peer.pump()
+            waiter.wait(None)
     hops.close()
