@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # Runs whose stages only seem to overlap; they want the machine for themselves.
 CONTENTION := one-cpu lock-beside-others one-cpu-of-two slower-alone one-interpreter worse-service
 # Most tests wait most of their time, so they run beside each other, a file in one process.
-BESIDE := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+BESIDE := --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -n
 ALONE := $(shell grep -rl --include='*.py' 'mark[.]alone' tests)
 CORE := ppstream/native/core.abi3.so
 # Tests of what the compiled core does, which run once more with its Python twins.
@@ -38,8 +38,8 @@ demo: $(VENV)/.demo
 
 test: lint docs $(CORE)
 	$(BIN)/python -m pytest -m alone $(ALONE) || failed=1; \
-	PPSTREAM_NATIVE=0 $(BIN)/python -m pytest -m 'not alone' $(BESIDE) $(TWINS) || failed=1; \
-	$(BIN)/python -m pytest -m 'not alone' $(BESIDE) && test -z "$$failed"
+	PPSTREAM_NATIVE=0 $(BIN)/python -m pytest -m 'not alone' $(BESIDE) 2 $(TWINS) || failed=1; \
+	$(BIN)/python -m pytest -m 'not alone' $(BESIDE) 4 && test -z "$$failed"
 
 test-clients: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/clients

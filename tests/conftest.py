@@ -25,5 +25,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is not looked at by each collection of garbage."""
+    """Takes what was imported out of the garbage collector's sight."""
     gc.freeze()

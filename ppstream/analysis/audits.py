@@ -135,7 +135,7 @@ def little(run: RunLog, window: JudgedSpan) -> Audit:
 
 
 def _gone_by_emit(stays: Sequence[tuple[int, int]]) -> Callable[[Envelope], int]:
-    """What of all ``stays`` (start and end, ns) had passed when an envelope was emitted."""
+    """Time (ns) of all ``stays`` (start and end) that had passed when an envelope was emitted."""
     starts, ends = sorted(s for s, _ in stays), sorted(max(s, t) for s, t in stays)
     started, ended = (list(accumulate(instants, initial=0)) for instants in (starts, ends))
 

@@ -1,4 +1,4 @@
-"""What forked programs of ours need, imported once and taken out of the garbage collector's sight.
+"""Imports of our forked programs, done once and taken out of the garbage collector's sight.
 
 A rank collects garbage before it serves; that would copy every page with an object in it.
 """

@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-import pytest
-
 PRELOADED = ["forked_imports"]
 
 
@@ -108,10 +106,13 @@ def _fork_server() -> ForkServerContext:
 @contextmanager
 def _server_finds_imports() -> Iterator[None]:
     """The server, which the first process starts, looks where this one does; torch asks it once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    before = dict(os.environ)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
         yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _run(
