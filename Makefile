@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 # Runs whose stages only seem to overlap; they want the machine for themselves.
 CONTENTION := one-cpu lock-beside-others one-cpu-of-two slower-alone one-interpreter worse-service
 # Most tests wait most of their time, so they run beside each other, a file in one process.
-BESIDE := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+BESIDE := --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -n
 # A failure beside others may be theirs: what fails runs once more with nothing beside it, and the second
 # answer counts. A crash (the status is not 1) gets none.
 twice = $(1) || { test $$? = 1 && $(1) -n 0 --exitfirst --last-failed --last-failed-no-failures=none; }
@@ -43,8 +43,8 @@ demo: $(VENV)/.demo
 
 test: lint docs $(CORE)
 	$(call twice,$(BIN)/python -m pytest -m alone $(ALONE)) || failed=1; \
-	$(call twice,PPSTREAM_NATIVE=0 $(BIN)/python -m pytest -m 'not alone' $(BESIDE) $(TWINS)) || failed=1; \
-	$(call twice,$(BIN)/python -m pytest -m 'not alone' $(BESIDE)) && test -z "$$failed"
+	$(call twice,PPSTREAM_NATIVE=0 $(BIN)/python -m pytest -m 'not alone' $(BESIDE) 2 $(TWINS)) || failed=1; \
+	$(call twice,$(BIN)/python -m pytest -m 'not alone' $(BESIDE) 4) && test -z "$$failed"
 
 test-clients: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/clients

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # torch asks once; tests run beside each other
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -12,3 +16,14 @@ def either_socket(
     """Robots of the rig connect by each kind of socket in turn, unless a test names an endpoint."""
     if request.param == "unix":
         monkeypatch.setattr("robot_rig.default_endpoint", f"unix://{tmp_path}/robot")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start ranks come first: they take longest, and wait for most of that time."""
+    long = {item.path for item in items if item.get_closest_marker("multirank")}
+    items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish() -> None:
+    """Takes what was imported out of the garbage collector's sight."""
+    gc.freeze()

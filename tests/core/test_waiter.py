@@ -18,7 +18,7 @@ from ppstream.core.waiter import PythonWaiter, Waiter
 from ppstream.links.doorbell import SLEEPS, WORD_BYTES, Doorbell, PythonDoorbell, doorbell_bytes
 
 LONG_NS = 10 * NS_PER_S
-ROUNDS = 20_000
+ROUNDS = 8_000
 
 
 @pytest.fixture(params=["select", "poll", "compiled"])

@@ -213,7 +213,7 @@ MESSAGES = st.tuples(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(MESSAGES, min_size=1, max_size=8), st.sampled_from([3, 100, 300]), st.booleans())
 def test_a_message_judged_by_arrays_is_judged_as_sample_by_sample(
     messages: list[Any], capacity: int, real_time: bool

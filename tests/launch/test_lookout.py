@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import CONFIG as SMALL
 from ranks import Ranks, free_port
 from robot_rig import wait_until
 
@@ -148,29 +147,13 @@ def test_a_rank_that_ends_before_ranks_have_met_is_the_reason(
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_stopped_while_warming_is_ended_by_the_other(tmp_path: Path, stopped: int) -> None:
-    slow = ("policy.options.b_ms=400", f"log.root={tmp_path}", "liveness.frozen_ms=1000")
-    settings = [part for setting in slow for part in ("--set", setting)]
-    command = [sys.executable, "-m", "ppstream.serve", "--config", str(SMALL), *settings]
-    port, size = str(free_port()), "2"
-    errors = [tmp_path / f"stderr{rank}" for rank in range(2)]
-    ranks = []
-    for rank, error in enumerate(errors):
-        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-        mine |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-        with error.open("w") as file:
-            ranks.append(subprocess.Popen(command, env=os.environ | mine, stderr=file))
-    try:
-        log = Ranks.of_log(tmp_path, errors)
-        wait_until(lambda: (tmp_path / "latest").exists(), seconds=40)
-        log.wait_for_event("phase", phase="warming")
-        ranks[stopped].send_signal(signal.SIGSTOP)
-        assert ranks[1 - stopped].wait(10) == 20, log.output()
-        assert ranks[stopped].wait(1) == -signal.SIGKILL
-        assert f"rank {stopped} was stopped before it served" in log.output()
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    slow = ("policy.options.b_ms=400", "liveness.frozen_ms=1000")
+    with Ranks(tmp_path, *slow) as run:
+        run.wait_for_event("phase", phase="warming")
+        run.processes[stopped].send_signal(signal.SIGSTOP)
+        assert run.processes[1 - stopped].wait(10) == 20, run.output()
+        assert run.processes[stopped].wait(1) == -signal.SIGKILL
+        assert f"rank {stopped} was stopped before it served" in run.output()
 
 
 # ---- the launcher -------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ppstream.links.doorbell import SLEEPS, WORD_BYTES, Doorbell, PythonDoorbell
 
 SLOTS = 4
 LONG_NS = 10 * NS_PER_S
-ROUNDS = 20_000
+ROUNDS = 8_000
 TWINS = {"python": PythonDoorbell, "core": Doorbell}
 ORDERS = {"in-order": True, "in-no-order": False}
 CASES = ["-".join(case) for case in itertools.product(TWINS, TWINS, ORDERS)]

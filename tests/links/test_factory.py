@@ -6,17 +6,17 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked_process import ForkedProcess
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import free_port
@@ -47,39 +47,6 @@ torch.set_num_threads(1)
 set_switch_interval()
 
 #: A policy rank that answers each envelope with its bytes; "stop" makes it wait to be killed.
-ECHO_RANK = """
-import sys, time
-import torch
-from ppstream.control.launcher_store import join_store
-from ppstream.links.factory import open_hops
-from ppstream.links.protocol import Neighbours
-from ppstream.links.slots import BACK, LinkShape
-from ppstream.control.rendezvous import connect
-from ppstream.core.specs import TensorSpec
-from ppstream.links.slots import SlotLayout
-from ppstream.core.waiter import Waiter
-torch.set_num_threads(1)
-kind, size, envelopes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-store = join_store()
-peer = connect(store, 20.0)
-header = ("index", "generation", "epoch", "seq")
-layout = SlotLayout(header, (TensorSpec("x", (size,), "uint8"),), 1)
-ends = Neighbours.pair(BACK, peer)
-hops = open_hops(kind, ends, store, LinkShape(layout, layout, 2, 2), timeout_s=20.0)
-waiter = Waiter()
-waiter.register(peer.fileno())
-hops.into.register_with(waiter)
-done = 0
-while done < envelopes:
-    waiter.wait(None)
-    peer.pump()
-    while (arrival := hops.into.receive_nowait()) is not None:
-        index = arrival[0]
-        hops.out.slot(index).tensors["x"].copy_(hops.into.slot(index).tensors["x"])
-        hops.out.commit(index)
-        done += 1
-hops.close()
-"""
 
 
 def memory_store() -> Any:
@@ -181,16 +148,17 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 class EchoRank:
     """A front link in this process, and the echoing policy rank in a real second one."""
 
-    def __init__(self, kind: str, size: int, envelopes: int, stack: ExitStack) -> None:
+    def __init__(
+        self, kind: str, size: int, envelopes: int, output: Path, stack: ExitStack
+    ) -> None:
         port = str(free_port())
         environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         store = join_store(environment | {"RANK": "0"})
         listener = Listener(store)
         stack.callback(listener.close)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", ECHO_RANK, kind, str(size), str(envelopes)],
-            env=os.environ | environment | {"RANK": "1"},
-        )
+        command = ["echo_rank", kind, str(size), str(envelopes)]
+        environment = os.environ | environment | {"RANK": "1"}
+        self.process = ForkedProcess(command, environment, output)
         stack.callback(self.process.wait)
         stack.callback(self.process.kill)
         self.peer = listener.accept(30.0)
@@ -223,14 +191,16 @@ class EchoRank:
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_pipe_of_large_payloads_crosses_two_processes_bit_exact(kind: str) -> None:
+def test_a_full_pipe_of_large_payloads_crosses_two_processes_bit_exact(
+    kind: str, tmp_path: Path
+) -> None:
     generator = torch.Generator().manual_seed(3)
     size, envelopes = PAYLOADS[-1], 7
     payloads = [
         torch.randint(0, 256, (1, size), dtype=torch.uint8, generator=generator) for _ in range(3)
     ]
     with ExitStack() as stack:
-        rank = EchoRank(kind, size, envelopes, stack)
+        rank = EchoRank(kind, size, envelopes, tmp_path / "output", stack)
         committed = 0
         for received in range(envelopes):
             while committed < min(received + 2, envelopes):
@@ -239,6 +209,7 @@ def test_a_full_pipe_of_large_payloads_crosses_two_processes_bit_exact(kind: str
                 committed += 1
             assert rank.result() == received
             assert torch.equal(rank.link.into.slot(received).tensors["x"], payloads[received % 3])
+        rank.peer.close()
         assert rank.process.wait(10) == 0
 
 
@@ -470,9 +441,11 @@ def test_a_layout_of_no_known_type_cannot_be_made() -> None:
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_policy_rank_is_noticed_and_the_link_still_closes(kind: str) -> None:
+def test_a_killed_policy_rank_is_noticed_and_the_link_still_closes(
+    kind: str, tmp_path: Path
+) -> None:
     with ExitStack() as stack:
-        rank = EchoRank(kind, 1000, 10**9, stack)
+        rank = EchoRank(kind, 1000, 10**9, tmp_path / "output", stack)
         rank.link.out.commit(0)
         rank.result()
         rank.link.out.commit(1)

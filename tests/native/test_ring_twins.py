@@ -97,7 +97,7 @@ def arrays(message: Message, begin_ns: int) -> tuple[Any, Any]:
     return stamps, filled
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from([1, 2, 5, 8, 64]),
     st.lists(messages | messages | messages | windows | others, max_size=40),

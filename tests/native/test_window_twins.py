@@ -111,7 +111,7 @@ cuts = st.tuples(st.just("cut"), st.lists(st.none() | st.integers(-40, 40), min_
 turns = st.tuples(st.sampled_from(["episode", "close", "open"]), st.integers(0, 9))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(), st.sampled_from(ORIGINS), st.lists(samples | samples | cuts | turns, max_size=30))
 def test_whatever_is_held_both_cut_the_same(
     case: Case, origin_ns: int, events: list[tuple[Any, ...]]

@@ -29,11 +29,11 @@ HOST = [*THREADS, "inline"]  # there a policy fails where it is called
 FORMS = [*HOST, "device"]
 
 
-@pytest.fixture
-def recording(tmp_path):
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
     """Two streams with jitter and a gap, 0.6 s long."""
     rng = np.random.default_rng(5)
-    path = tmp_path / "recording.npz"
+    path = tmp_path_factory.mktemp("recording") / "recording.npz"
     arrays = {}
     for name, rate_hz, dim in (("joints", 1000, 3), ("imu", 200, 2)):
         n = int(rate_hz * 0.6)
@@ -73,6 +73,17 @@ def test_envelopes_are_emitted_once_and_in_order(build, form):
         assert [line["seq"] for line in pipeline.envelopes()] == list(range(200))
 
 
+@pytest.fixture(scope="module")
+def twin(recording, tmp_path_factory):
+    """Chunks and windows of the unpipelined run."""
+
+    def build(form, policy, *overrides):
+        folder = tmp_path_factory.mktemp(form)
+        return PipelineInProcess(small_config(*overrides), policy, folder, inline=True)
+
+    return scheduled_run(build, "inline", recording)
+
+
 def scheduled_run(build, form, recording):
     overrides = ("pipeline.windows=scheduled", f"service.recording={recording}")
     with build(form, NewestValues(), *overrides) as pipeline:
@@ -83,8 +94,8 @@ def scheduled_run(build, form, recording):
 
 
 @pytest.mark.parametrize("form", QUEUED)
-def test_pipelined_output_equals_its_unpipelined_twin_bit_for_bit(build, form, recording):
-    expected, windows = scheduled_run(build, "inline", recording)
+def test_pipelined_output_equals_its_unpipelined_twin_bit_for_bit(build, form, recording, twin):
+    expected, windows = twin
     found, _ = scheduled_run(build, form, recording)
     assert len(expected) == windows > 200
     for one, other in zip(expected, found, strict=True):
@@ -291,9 +302,9 @@ WAYS = [rebind, write_nothing, write_half, write_later]
         *(("device", fail) for fail in (write_nothing, write_half)),
     ],
 )
-def test_what_one_call_left_out_is_never_emitted(build, form, fail, recording):
+def test_what_one_call_left_out_is_never_emitted(build, form, fail, recording, twin):
     """Neither its own envelope nor a later one carries anything but the answer to its window."""
-    expected, _ = scheduled_run(build, "inline", recording)
+    expected, _ = twin
     overrides = ("pipeline.windows=scheduled", f"service.recording={recording}")
     with build(form, Careless(fail, {40}), *overrides) as pipeline:
         source = RecordedSource(recording, pipeline.config, pipeline.intake.rows, None)

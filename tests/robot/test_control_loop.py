@@ -241,7 +241,7 @@ ORDERS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     orders=ORDERS,
     on_expiry=st.sampled_from(["hold", "stop", "home"]),

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_process import ForkedProcess
 from robot_rig import LEASE_NS, MS, make_client, make_config, serving, wait_until
 
 from ppstream.core.clock import now_ns
@@ -24,13 +23,6 @@ from ppstream.robot.control_loop import ControlLoop
 
 RATE_HZ = 200.0
 SLACK_NS = 500 * MS  # a loaded machine runs the loop's thread late; it is not what is tested
-SERVER = """
-import sys, threading
-sys.path[:0] = sys.argv[2:]
-from robot_rig import make_config, serving
-with serving(make_config(sys.argv[1]), answers=True):
-    threading.Event().wait()
-"""
 
 
 class Body:
@@ -80,8 +72,7 @@ def running(client: RobotClient) -> Iterator[Body]:
 
 def test_a_frozen_and_then_a_killed_server_leave_the_robot_safe(tmp_path: Path) -> None:
     endpoint = f"unix://{tmp_path}/robots"
-    path = [folder for folder in sys.path if folder]
-    server = subprocess.Popen([sys.executable, "-c", SERVER, endpoint, *path])
+    server = ForkedProcess(["answering_server", endpoint], os.environ, tmp_path / "output")
     try:
         with make_client(endpoint) as client:
             client.connect(60)

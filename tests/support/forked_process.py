@@ -14,19 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-PRELOADED = [
-    "ppstream.launch.run_policy_rank",
-    "ppstream.launch.dry_run",
-    "ppstream.launch.run_rank0",
-    "ppstream.launch.commands",
-    "ppstream.launch.launcher",
-    "ppstream.serve",
-    "torch.distributed.run",
-]
+PRELOADED = ["forked_imports"]
 
 
 class ForkedProcess:
@@ -54,7 +47,8 @@ class ForkedProcess:
         files = (str(output), str(errors or output))
         arguments = (list(command), dict(environment), files, own_session, folder)
         self._process = _context.Process(target=_run, args=arguments, daemon=True)
-        self._process.start()
+        with _server_finds_imports():
+            self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -107,6 +101,18 @@ def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+@contextmanager
+def _server_finds_imports() -> Iterator[None]:
+    """The server, which the first process starts, looks where this one does; torch asks it once."""
+    before = dict(os.environ)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _run(

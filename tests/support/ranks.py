@@ -34,6 +34,12 @@ def environment_without_ranks() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in RANK_KEYS}
 
 
+def placed(*where: int) -> tuple[str, ...]:
+    """Settings that run each part on the rank given for it, all on the CPU."""
+    devices = ", ".join(['"cpu"'] * max(where))
+    return f"placement.policy=[{devices}]", f"placement.parts={list(where)}"
+
+
 class Ranks:
     """``world_size`` ranks of one run; use as a context manager: none outlives it.
 

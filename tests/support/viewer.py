@@ -15,6 +15,8 @@ from websockets.typing import Subprotocol
 
 MESSAGE = struct.Struct("<BIQ")  # opcode, subscription, log time
 MESSAGE_DATA = 1
+#: Of a channel that the server has told of and, on a busy machine, does not know itself yet.
+UNKNOWN = re.compile(r"Unknown channel ID: (\d+)")
 ADDRESS = re.compile(r"viewers connect to (\S+)")
 
 
@@ -37,6 +39,8 @@ class Viewer:
             said = json.loads(frame)
             if said["op"] == "advertise":
                 self._subscribe(said["channels"])
+            elif unknown := UNKNOWN.search(said.get("message", "")):
+                self._ask_for([int(unknown[1])])
             return
         opcode, subscription, time_ns = MESSAGE.unpack_from(frame)
         if opcode == MESSAGE_DATA:
@@ -52,7 +56,10 @@ class Viewer:
             self.names[topic] = channel["schemaName"]
             self.found.setdefault(topic, [])
             self.times.setdefault(topic, [])
-        wanted = [{"id": one["id"], "channelId": one["id"]} for one in channels]
+        self._ask_for([channel["id"] for channel in channels])
+
+    def _ask_for(self, ids: list[int]) -> None:
+        wanted = [{"id": one, "channelId": one} for one in ids]
         self._connection.send(json.dumps({"op": "subscribe", "subscriptions": wanted}))
 
 

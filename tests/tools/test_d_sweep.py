@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
+import d_sweep
 import pytest
+import real_runs
 from d_sweep_cells import Pass, Stages, SweepCell, SweepRow, combine, parse_stages, recommend
-from forked_process import run_forked
-
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+from forked_process import ForkedProcess
 
 
 def row(depth: int, period_ms: float, *, age_ms: float = 20.0, threads: str = "serial") -> SweepRow:
@@ -44,14 +47,23 @@ def test_a_chain_s_stages_are_read_and_named() -> None:
         parse_stages("3:10")
 
 
+def forked(command: list[str], *, env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> Any:
+    """A rank as the tools start it, of a process that has imported torch."""
+    assert command[1] == "-m"
+    return ForkedProcess(command[2:], env, Path(stdout.name), errors=Path(stderr.name))
+
+
 @pytest.mark.multirank
-def test_sweep_goes_on_behind_a_cell_that_the_gate_refuses(tmp_path: Path) -> None:
+def test_sweep_goes_on_behind_a_cell_that_the_gate_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Without overlap bring-up ends with 30; both its runs and the plot must be there."""
+    starts = SimpleNamespace(Popen=forked, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(real_runs, "subprocess", starts)
     target, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
     options = "--stages 2:2:0 --depths 1 --threads serial --envelopes 100"
-    command = [str(TOOLS / "d_sweep.py"), *options.split()]
-    ended = run_forked([*command, "--json", str(target), "--plot", str(picture)], 90)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    command = [*options.split(), "--json", str(target), "--plot", str(picture)]
+    assert d_sweep.main(command) == 0, capfd.readouterr()
     [found] = json.loads(target.read_text())["rows"]
     assert len(found["verdicts"]) == 2
     assert not any(verdict == "PASS" for verdict in found["verdicts"])

@@ -232,9 +232,9 @@ def test_bytes_of_one_text_are_not_made_again_and_again() -> None:
         decode(b"\x80\x02(" + text + again * 100 + b"t.", ())
 
 
-def test_three_thousand_mutated_pickles_cause_no_import_call_or_hang() -> None:
-    counts = fuzz_pickles(3000, seed=0)  # raises when one does
-    assert counts["sent"] == 3000
-    assert counts["read"] > 300
-    assert counts["refused"] > 1000
-    assert counts["global"] > 50
+def test_a_thousand_mutated_pickles_cause_no_import_call_or_hang() -> None:
+    counts = fuzz_pickles(1000, seed=0)  # raises when one does
+    assert counts["sent"] == 1000
+    assert counts["read"] > 100
+    assert counts["refused"] > 300
+    assert counts["global"] > 15

@@ -27,7 +27,7 @@ from ppstream.report.perfetto import trace_events
 
 SHAPE = (4, 2)
 CHAIN = 3  # policy ranks
-RUN = 60
+RUN = 30
 
 
 class Relay:
