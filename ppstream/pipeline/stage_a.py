@@ -112,10 +112,10 @@ class StageA:
         self._cut = self.intake.cutter.cut(window.tensors, ends_ns, self._lease_ns)
         self._simulated.spend()
         if front is None:
-            slot.header[FAILED] = 0
+            slot.words[FAILED] = 0
         else:
             self.settle(flight)  # rows may get other owners while a part runs
-            slot.header[FAILED] = front.run(flight, slot)
+            slot.words[FAILED] = front.run(flight, slot)
         if nvtx_ranges.on:
             nvtx_ranges.A.pop()
         record.tA1 = now_ns()
