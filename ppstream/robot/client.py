@@ -224,11 +224,15 @@ class RobotClient:
             until_ns = now_ns() + round(timeout_s * NS_PER_S)
 
             def send() -> bool:
-                self._send_merged(link)  # who asks again at once: the policy is to know
-                taken = [self.push(stream, stamp, values) for stream, values in samples.items()]
-                if self._outbox.due_ns is not None:
-                    self._flush(link)
-                return all(taken)
+                if self._feedback.tells_prefix:
+                    self._send_merged(link)  # who asks again at once: the policy is to know
+                now, outbox = now_ns(), self._outbox
+                batches: list[Batch] = []
+                for stream, values in samples.items():
+                    batches += outbox.add(stream, stamp, values, now)
+                if outbox.due_ns is not None:
+                    batches += outbox.pop_due(now, everything=True)
+                return self._send_batches(link, batches, now)
 
             is_sent = link.send_and_work(send, lambda: asked.answer is not None, until_ns)
             self._asked = None
@@ -374,14 +378,15 @@ class RobotClient:
         assert link is not None
         with link.lock:  # a reset comes wholly before or wholly after
             reason = self._session.reject(chunk) or ("closed" if self._is_closing else None)
-            refusal = None if reason else self.timeline.merge(chunk, self.clock())
+            actions = self.timeline.actions_of(chunk)
+            refusal = None if reason else self.timeline.merge(chunk, self.clock(), actions)
         if reason is not None:
             self._drop(link, chunk, reason)
             return
         asked = self._asked
         if asked is not None and chunk.window_end_ns >= asked.stamp_ns:
             self._asked = None
-            asked.answer = Answer(chunk, self.timeline.actions_of(chunk), refusal)
+            asked.answer = Answer(chunk, actions, refusal)
         if refusal is None:
             self._merged.append((chunk, now_ns()))
             if self.on_chunk is not None:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from ppstream.core.errors import SpecError
-from ppstream.wire.robot_messages import StreamDeclaration
+from ppstream.wire.robot_messages import PARTS_BYTES, StreamDeclaration
 
 Values: TypeAlias = np.ndarray[Any, Any]
 #: name and values per sample; the dtype is float32 unless given: ("wrist", 6, "float64")
@@ -67,7 +67,9 @@ class Outbox:
             raise SpecError(f"stream {stream!r} is not declared; declared: {[*self._gathering]}")
         if not self._batch_ns and type(stamp_ns) is int and gathering.is_plain(stamp_ns, values):
             stamp = stamp_ns.to_bytes(8, "little", signed=True)
-            return [Batch(gathering.index, memoryview(stamp), values.data, 1)]
+            # of an array's own memory a view is slower to get than a few bytes are to copy
+            data = memoryview(values.tobytes()) if values.nbytes < PARTS_BYTES else values.data
+            return [Batch(gathering.index, memoryview(stamp), data, 1)]
         stamps, array = gathering.checked(stamp_ns, values)
         if not len(stamps):
             return []
@@ -146,8 +148,8 @@ class _Gathering:
             type(values) is np.ndarray
             and values.dtype == self._dtype
             and values.shape == self._shape
-            and values.flags.c_contiguous
             and MIN_NS <= stamp_ns <= MAX_NS
+            and (values.nbytes < PARTS_BYTES or values.flags.c_contiguous)  # few are copied
         )
 
     def checked(self, stamp_ns: int | Values, values: Any) -> tuple[Values, Values]:
