@@ -68,7 +68,8 @@ class HostPolicyRank(PolicyRank):
         self._is_first = rank == 1
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
         self._keep_warm = KeepWarm(config, stage_b.rehearse if stage_b.may_rehearse else None, log)
-        waiter.register(peer.fileno())
+        self._peer_fd = peer.fileno()
+        waiter.register(self._peer_fd)
         hops.into.register_with(waiter)
 
     def run(self, give_up: Callable[[], bool]) -> str:
@@ -89,7 +90,7 @@ class HostPolicyRank(PolicyRank):
         """Take every complete envelope; read the control socket if the wait has named it."""
         ready, self._ready = self._ready, None
         if ready is not None:
-            if not ready or self.peer.fileno() in ready:
+            if not ready or self._peer_fd in ready:
                 self.peer.pump()
             self.into.on_ready(ready)
         while (arrival := self.into.receive_nowait()) is not None:

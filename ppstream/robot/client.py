@@ -11,6 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
 from ppstream.core.errors import PeerLostError, PpstreamError
 from ppstream.robot.chunk_playback import Actions
@@ -39,12 +41,11 @@ class Answer(NamedTuple):
     refusal: Refusal | None
 
 
-class _Asked:
+class _Asked(msgspec.Struct):
     """An observation that is waited for."""
 
-    def __init__(self, stamp_ns: int) -> None:
-        self.stamp_ns = stamp_ns
-        self.answer: Answer | None = None
+    stamp_ns: int
+    answer: Answer | None = None
 
 
 class RobotClient:
@@ -216,7 +217,9 @@ class RobotClient:
             PpstreamError: ``connect`` was not called, or this is a callback of the client.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
-        link = self._living_link()
+        link = self._link
+        if link is None or link.failure is not None:
+            link = self._living_link()
         link.refuse_callbacks()
         with self._asking:
             stamp = self.clock() if stamp_ns is None else stamp_ns
@@ -448,11 +451,11 @@ class RobotClient:
     def _send_batches(self, link: RobotLink, batches: list[Batch], now: int) -> bool:
         session = self._session.session
         sent = unsent = 0
-        for stream, stamps, values, samples in batches:
-            if session and link.send(Samples(session, stream, stamps, values)):
-                sent += samples
+        for batch in batches:
+            if session and link.send(Samples(session, batch.stream, batch.stamps, batch.values)):
+                sent += batch.samples
             else:
-                unsent += samples
+                unsent += batch.samples
         with self._counting:
             self._sent += sent
             self._unsent += unsent

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 
 from ppstream.core.errors import SpecError
@@ -26,7 +27,7 @@ MIN_NS, MAX_NS = -(2**63), 2**63 - 1  # that an int64 holds
 MAX_PUSH_BYTES: Final = 1024 * 1024  # of values at once, a quarter of the largest frame
 
 
-class Batch(NamedTuple):
+class Batch(msgspec.Struct, frozen=True):
     """Samples to send: the stream's index, int64 stamps and values, as bytes, and how many."""
 
     stream: int

@@ -207,7 +207,8 @@ class UnixServer(_UnixSocket):
                 if looks == LOOKS_MAX or not (ready := self._epoll.poll(0, READY_MAX)):
                     return frames
                 looks += 1
-                self._turn.extend([fd for fd, _ in ready])
+                for fd, _ in ready:
+                    self._turn.append(fd)
             fd = self._turn.popleft()
             if fd == self._listener_fd:
                 self._accept()
