@@ -150,6 +150,19 @@ class SensorRing(native.Ring):
             return n
         return self._append_some(stamps, values, rx_ns)
 
+    def append_message(self, stamps: memoryview, values: memoryview, rx_ns: int) -> int:
+        """As ``append``: int64 stamps and their values as bytes of exactly these samples."""
+        if self._takes and self.tap is None:
+            n = self.take(stamps, values, rx_ns, self.ledger, self._clock)
+            if n:
+                return n
+        n = len(stamps) // _INT64.itemsize
+        return self.append(
+            np.ndarray((n,), _INT64, stamps),
+            np.ndarray((n, self._dim), self._dtype, values),
+            rx_ns,
+        )
+
     def refuse(self, reason: str, samples: int) -> None:
         """Count ``samples`` that arrived for this stream and cannot be accepted."""
         self.ledger.received += samples

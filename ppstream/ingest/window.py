@@ -148,8 +148,16 @@ class WindowCutter:
                 reference stream. Of no account for an absent row.
             lease_ns: actions made from this window expire so long after its end.
         """
+        return self.account(self.write(out, ends_ns, lease_ns))
+
+    def write(
+        self, out: Mapping[str, Tensor], ends_ns: Sequence[int | None], lease_ns: int
+    ) -> list[int]:
+        """As ``cut``, whose ledgers and ages ``account`` gives; returns each row's window end."""
         views = self._views.get(id(out)) or self._view(out)
-        ends = [self._begin_row(row, ends_ns[row], lease_ns, views) for row in self._row_numbers]
+        ends = []
+        for row in self._row_numbers:
+            ends.append(self._begin_row(row, ends_ns[row], lease_ns, views))  # noqa: PERF401 - cold
         if self._is_compiled:
             self._cut_compiled(ends, views)
         else:
@@ -160,6 +168,10 @@ class WindowCutter:
             self._prefixes.write(out, ends)
         if self._is_instructed:
             self._cut_instructions(out)
+        return ends
+
+    def account(self, ends: list[int]) -> WindowInfo:
+        """Settle the rings' ledgers of a window; before they take in anything else."""
         return WindowInfo(ends, self._newest_rx_ns(), self._account(ends))
 
     def rehearse(self, out: Mapping[str, Tensor]) -> None:

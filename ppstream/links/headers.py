@@ -6,12 +6,10 @@ result's header are the fields that ``analysis/records.py`` declares with ``in_h
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ppstream.analysis.records import EnvelopeLine, PolicyLine, header_words
 from ppstream.config.schema import PipelineConfig
@@ -44,7 +42,8 @@ EPOCH: Final = RESULT_HEADER.index("epoch")  # in both headers, as seq and faile
 SEQ: Final = RESULT_HEADER.index("seq")
 FAILED: Final = RESULT_HEADER.index("failed")
 FAILURES: Final = (None, "policy_error", "unwritten")  # and the reason of the drop
-_STAGE_B_AT: Final = slice(FAILED + 1, None)
+_STAGE_B_AT: Final = (FAILED + 1) * 8  # bytes
+_write_words: Final = struct.Struct(f"={len(STAGE_B)}q").pack_into
 _stage_b_of: Final = attrgetter(*STAGE_B)
 _TO_RANK0: Final = tuple((name, RESULT_HEADER.index(name)) for name in header_words(EnvelopeLine))
 _SLOWEST: Final = tuple(RESULT_HEADER.index(name) for name in ("B_ns", "eB_ns"))
@@ -58,16 +57,16 @@ def new_stage_b() -> PolicyLine:
     return PolicyLine(**zeros)
 
 
-def write_stage_b(header: NDArray[np.int64], stage1: PolicyLine) -> None:
+def write_stage_b(words: memoryview, stage1: PolicyLine) -> None:
     """Copy stage B's measurements into a result's header; none of them may be None."""
-    header[_STAGE_B_AT] = _stage_b_of(stage1)
+    _write_words(words, _STAGE_B_AT, *_stage_b_of(stage1))
 
 
-def add_places(header: NDArray[np.int64], before: NDArray[np.int64]) -> None:
+def add_places(words: memoryview, before: memoryview) -> None:
     """Add what the places before measured: rank 0's line has the slowest B, and all residences."""
     for word in _SLOWEST:
-        header[word] = max(header[word], before[word])
-    header[_RESIDENCE] += before[_RESIDENCE]
+        words[word] = max(words[word], before[word])
+    words[_RESIDENCE] += before[_RESIDENCE]
 
 
 def read_stage_b(header: Sequence[int], record: EnvelopeLine) -> None:

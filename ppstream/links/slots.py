@@ -116,12 +116,14 @@ class Slot:
 
     Attributes:
         header: int64, the fields of the layout in order.
+        words: the same, read and written as ints: no array stands between.
         tensors: by name, ``[rows, *shape]``, sharing the slot's memory.
         arrays: the same as numpy arrays, those whose dtype numpy has.
         raw: the whole slot, uint8.
     """
 
     header: np.ndarray[Any, np.dtype[np.int64]]
+    words: memoryview
     tensors: Mapping[str, Tensor]
     arrays: Mapping[str, np.ndarray[Any, Any]]
     raw: Tensor
@@ -175,7 +177,8 @@ def make_slots(memory: Tensor, layout: SlotLayout, count: int) -> tuple[Slot, ..
             for name, tensor in tensors.items()
             if tensor.dtype is not torch.bfloat16
         }
-        slots.append(Slot(layout.header_view(raw).numpy(), tensors, arrays, raw))
+        header = layout.header_view(raw).numpy()
+        slots.append(Slot(header, header.data, tensors, arrays, raw))
     return tuple(slots)
 
 
@@ -207,8 +210,8 @@ class Order:
         """
         if index != self.next:
             raise ProtocolError(f"{self._what} {index} was to be sent, {self.next} is due")
-        slot.header[INDEX] = index
-        slot.header[GENERATION] = self._generation
+        words = slot.words
+        words[INDEX], words[GENERATION] = index, self._generation
         self.next += 1
 
     def receive(self, index: int, slot: Slot) -> int:
@@ -219,8 +222,9 @@ class Order:
         """
         if index != self.next:
             raise ProtocolError(f"{self._what} {index} was announced, {self.next} is due")
-        if slot.header[INDEX] != index or slot.header[GENERATION] != self._generation:
-            found, generation = slot.header[: GENERATION + 1].tolist()
+        words = slot.words
+        found, generation = words[INDEX], words[GENERATION]
+        if found != index or generation != self._generation:
             raise ProtocolError(
                 f"slot of {self._what} {index} (generation {self._generation}) "
                 f"holds {found} (generation {generation})"

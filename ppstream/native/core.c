@@ -7,7 +7,7 @@
  */
 #include "module.h"
 
-#define API 2 /* loader.py has the same number; both change with this module's interface */
+#define API 3 /* loader.py has the same number; both change with this module's interface */
 #define NEVER_NS (-((int64_t)1 << 62))
 #define READABLE (PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
 
@@ -156,9 +156,11 @@ static PyObject *ring_take(PyObject *self, PyObject *args)
     if (PyObject_GetBuffer(from_stamps, &stamps, READABLE) < 0 ||
         PyObject_GetBuffer(from_values, &values, READABLE) < 0)
         PyErr_Clear(); /* with holes in memory: not mine */
-    else if (ring->values.buf && is_of(&stamps, 1, 'l') && is_of(&values, 2, 'f') &&
-             values.shape[0] == stamps.shape[0] && values.shape[1] == ring->dim)
-        taken = append(ring, stamps.buf, values.buf, stamps.shape[0], rx_ns, (Ledger *)ledger,
+    else if (ring->values.buf && values.len == stamps.len / 8 * ring->dim * 4 &&
+             (is_of(&stamps, 1, 'l') || (is_of(&stamps, 1, 'B') && stamps.len % 8 == 0)) &&
+             (is_of(&values, 1, 'B') ||
+              (is_of(&values, 2, 'f') && values.shape[1] == ring->dim)))
+        taken = append(ring, stamps.buf, values.buf, stamps.len / 8, rx_ns, (Ledger *)ledger,
                        (Clock *)clock);
     PyBuffer_Release(&stamps);
     PyBuffer_Release(&values);

@@ -56,14 +56,17 @@ class Ring:
 
     def take(
         self,
-        stamps: NDArray[Any],
-        values: NDArray[Any],
+        stamps: NDArray[Any] | memoryview,
+        values: NDArray[Any] | memoryview,
         rx_ns: int,
         ledger: Ledger,
         clock: Clock,
         /,
     ) -> int:
-        """``SensorRing.append``: n, or 0 with nothing touched, which means not mine."""
+        """``SensorRing.append``: n, or 0 with nothing touched, which means not mine.
+
+        Either array may be its bytes, as ``append_message`` has them.
+        """
 
     def cut(
         self,

@@ -19,7 +19,7 @@
 /* Adds the types of wait.c to the module; false with an exception. */
 int ppstream_add_wait(PyObject *module);
 
-/* True for elements of a code, 'l' int64, 'f' float32, '?' bool; '=' is numpy's "unaligned". */
+/* True for elements of a code, 'l' int64, 'f' float32, '?' bool, 'B' byte; '=' is numpy's "unaligned". */
 static inline int is_of(const Py_buffer *view, int ndim, char code)
 {
     const char *format = view->format + (*view->format == '=');

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from ppstream.observe.log_writer import EnvelopeRecord
 
@@ -22,8 +23,7 @@ class Owner(NamedTuple):
     received_ns: int = 0  # arrival of this row's newest reference sample; 0: as the envelope's
 
 
-@dataclass(slots=True)
-class Flight:
+class Flight(msgspec.Struct):
     """Identity and bookkeeping of one envelope, from stage A to emit or drop.
 
     ``index`` counts over the whole run (it names the slot); ``epoch`` and ``seq`` are its name in

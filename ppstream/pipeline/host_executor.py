@@ -201,7 +201,7 @@ class HostExecutor(OnHost):
         self._loop.stage_a.build(flight, slot, ends_ns)
         if self._books_first:
             self._account_a(flight)
-        slot.header[EPOCH], slot.header[SEQ] = flight.epoch, flight.seq
+        slot.words[EPOCH], slot.words[SEQ] = flight.epoch, flight.seq
         # stamped first: who receives looks at the oldest that is there, from a thread of its own
         flight.sent_ns = flight.record.tSend = now_ns()
         self._committed.append(flight)
@@ -222,7 +222,7 @@ class HostExecutor(OnHost):
         """As ``Executor``."""
         slot = self.into.slot(flight.index)
         self._begin_c(flight)
-        header = self._header = slot.header.tolist()
+        header = self._header = slot.words.tolist()
         if header[EPOCH] != flight.epoch or header[SEQ] != flight.seq:
             raise ProtocolError(
                 f"result {flight.index} answers epoch and seq {[header[EPOCH], header[SEQ]]}, "
@@ -258,7 +258,7 @@ class HostExecutor(OnHost):
                     return
                 continue
             index, _ = arrival
-            if self.into.slot(index).header[FAILED]:  # why was said before, by any of them
+            if self.into.slot(index).words[FAILED]:  # why was said before, by any of them
                 self.read_control(())
                 self._read_frames()
             flight = self._committed.popleft()

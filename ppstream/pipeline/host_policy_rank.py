@@ -68,7 +68,8 @@ class HostPolicyRank(PolicyRank):
         self._is_first = rank == 1
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
         self._keep_warm = KeepWarm(config, stage_b.rehearse if stage_b.may_rehearse else None, log)
-        waiter.register(peer.fileno())
+        self._peer_fd = peer.fileno()
+        waiter.register(self._peer_fd)
         hops.into.register_with(waiter)
 
     def run(self, give_up: Callable[[], bool]) -> str:
@@ -89,7 +90,7 @@ class HostPolicyRank(PolicyRank):
         """Take every complete envelope; read the control socket if the wait has named it."""
         ready, self._ready = self._ready, None
         if ready is not None:
-            if not ready or self.peer.fileno() in ready:
+            if not ready or self._peer_fd in ready:
                 self.peer.pump()
             self.into.on_ready(ready)
         while (arrival := self.into.receive_nowait()) is not None:
@@ -99,14 +100,15 @@ class HostPolicyRank(PolicyRank):
     def serve(self, index: int, complete_ns: int) -> None:
         """Stage B on one envelope that was complete at ``complete_ns``, to committed result."""
         envelope, result = self.into.slot(index), self.out.slot(index)
-        epoch, seq = envelope.header.item(EPOCH), envelope.header.item(SEQ)
+        given = envelope.words
+        epoch, seq = given[EPOCH], given[SEQ]
         self._serving = epoch, seq
         self._cost.enter()
         tb0 = self.times.begin()
-        failed = envelope.header.item(FAILED) or self.run_policy(index, epoch, envelope, result)
+        failed = given[FAILED] or self.run_policy(index, epoch, envelope, result)
         tb1 = self.times.end()
         self._cost.leave(tb1 - tb0)
-        measured, header = self.measured, result.header
+        measured, words = self.measured, result.words
         measured.tB0, measured.tB1 = tb0, tb1
         measured.idle_ns = max(0, tb0 - self._previous_tb1) if self._previous_tb1 else 0
         measured.wait_input_ns = self.times.pop_ns("input")
@@ -115,10 +117,10 @@ class HostPolicyRank(PolicyRank):
         # residence ends where the result is committed; the doorbell itself is the link's time
         committed_ns = now_ns()
         measured.residence_ns = committed_ns - complete_ns
-        header[EPOCH], header[SEQ], header[FAILED] = epoch, seq, failed
-        write_stage_b(header, measured)
+        words[EPOCH], words[SEQ], words[FAILED] = epoch, seq, failed
+        write_stage_b(words, measured)
         if not self._is_first:
-            add_places(header, envelope.header)
+            add_places(words, given)
         self.out.commit(index)
         self.progress += 1
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
@@ -137,7 +139,7 @@ class HostPolicyRank(PolicyRank):
     def run_policy(self, index: int, epoch: int, envelope: Slot, result: Slot) -> int:
         """Returns the header's ``failed``; rank 0 is told why before it gets the result."""
         if nvtx_ranges.on:
-            nvtx_ranges.B.push(epoch, int(envelope.header[SEQ]))
+            nvtx_ranges.B.push(epoch, envelope.words[SEQ])
         try:
             self.stage_b(epoch, envelope, result)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.core.simulated_delay import Delay
     from ppstream.ingest.intake import Intake
-    from ppstream.ingest.window import WindowInfo
     from ppstream.links.slots import Slot
     from ppstream.pipeline.flight import Flight
     from ppstream.pipeline.stage_b import StageB
@@ -95,7 +94,7 @@ class StageA:
         self.intake: Intake
         self._simulated = simulated
         self._scratch: Slot | None = None  # of dry runs
-        self._cut: WindowInfo | None = None  # the newest, while its flight does not know it
+        self._ends: list[int] | None = None  # of the newest window, until it is accounted for
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
 
     def build(self, flight: Flight, slot: Slot, ends_ns: Sequence[int | None]) -> None:
@@ -109,13 +108,13 @@ class StageA:
         record.tA0 = now_ns()
         if nvtx_ranges.on:
             nvtx_ranges.A.push(flight.epoch, flight.seq)
-        self._cut = self.intake.cutter.cut(window.tensors, ends_ns, self._lease_ns)
+        self._ends = self.intake.cutter.write(window.tensors, ends_ns, self._lease_ns)
         self._simulated.spend()
         if front is None:
-            slot.header[FAILED] = 0
+            slot.words[FAILED] = 0
         else:
             self.settle(flight)  # rows may get other owners while a part runs
-            slot.header[FAILED] = front.run(flight, slot)
+            slot.words[FAILED] = front.run(flight, slot)
         if nvtx_ranges.on:
             nvtx_ranges.A.pop()
         record.tA1 = now_ns()
@@ -133,9 +132,10 @@ class StageA:
 
         Before anything else is taken in: the rows are still those of the window.
         """
-        if (info := self._cut) is None:
+        if (ends := self._ends) is None:
             return
-        self._cut, record = None, flight.record
+        info = self.intake.cutter.account(ends)
+        self._ends, record = None, flight.record
         flight.received_ns = record.tRx = info.newest_rx_ns
         flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
         record.input_age_ns = info.input_age_ns

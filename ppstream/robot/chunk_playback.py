@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
@@ -118,8 +119,7 @@ class ChunkOutcome:
     provenance: Provenance | None = None
 
 
-@dataclass(slots=True)
-class ChunkPlayback:
+class ChunkPlayback(msgspec.Struct, eq=False):
     """A merged chunk and how far it was executed.
 
     ``actions`` is ``[horizon, dim]`` and read only; ``discrete`` marks the actions that are

@@ -11,6 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
 from ppstream.core.errors import PeerLostError, PpstreamError
 from ppstream.robot.chunk_playback import Actions
@@ -39,12 +41,11 @@ class Answer(NamedTuple):
     refusal: Refusal | None
 
 
-class _Asked:
+class _Asked(msgspec.Struct):
     """An observation that is waited for."""
 
-    def __init__(self, stamp_ns: int) -> None:
-        self.stamp_ns = stamp_ns
-        self.answer: Answer | None = None
+    stamp_ns: int
+    answer: Answer | None = None
 
 
 class RobotClient:
@@ -217,7 +218,9 @@ class RobotClient:
             PpstreamError: ``connect`` was not called, or this is a callback of the client.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
-        link = self._living_link()
+        link = self._link
+        if link is None or link.failure is not None:
+            link = self._living_link()
         link.refuse_callbacks()
         with self._asking:
             stamp = self.clock() if stamp_ns is None else stamp_ns
@@ -225,11 +228,15 @@ class RobotClient:
             until_ns = now_ns() + round(timeout_s * NS_PER_S)
 
             def send() -> bool:
-                self._send_merged(link)  # who asks again at once: the policy is to know
-                taken = [self.push(stream, stamp, values) for stream, values in samples.items()]
-                if self._outbox.due_ns is not None:
-                    self._flush(link)
-                return all(taken)
+                if self._feedback.tells_prefix:
+                    self._send_merged(link)  # who asks again at once: the policy is to know
+                now, outbox = now_ns(), self._outbox
+                batches: list[Batch] = []
+                for stream, values in samples.items():
+                    batches += outbox.add(stream, stamp, values, now)
+                if outbox.due_ns is not None:
+                    batches += outbox.pop_due(now, everything=True)
+                return self._send_batches(link, batches, now)
 
             is_sent = link.send_and_work(send, lambda: asked.answer is not None, until_ns)
             self._asked = None
@@ -375,14 +382,15 @@ class RobotClient:
         assert link is not None
         with link.lock:  # a reset comes wholly before or wholly after
             reason = self._session.reject(chunk) or ("closed" if self._is_closing else None)
-            refusal = None if reason else self.timeline.merge(chunk, self.clock())
+            actions = self.timeline.actions_of(chunk)
+            refusal = None if reason else self.timeline.merge(chunk, self.clock(), actions)
         if reason is not None:
             self._drop(link, chunk, reason)
             return
         asked = self._asked
         if asked is not None and chunk.window_end_ns >= asked.stamp_ns:
             self._asked = None
-            asked.answer = Answer(chunk, self.timeline.actions_of(chunk), refusal)
+            asked.answer = Answer(chunk, actions, refusal)
         if refusal is None:
             self._merged.append((chunk, now_ns()))
             if self.on_chunk is not None:
@@ -444,11 +452,11 @@ class RobotClient:
     def _send_batches(self, link: RobotLink, batches: list[Batch], now: int) -> bool:
         session = self._session.session
         sent = unsent = 0
-        for stream, stamps, values, samples in batches:
-            if session and link.send(Samples(session, stream, stamps, values)):
-                sent += samples
+        for batch in batches:
+            if session and link.send(Samples(session, batch.stream, batch.stamps, batch.values)):
+                sent += batch.samples
             else:
-                unsent += samples
+                unsent += batch.samples
         with self._counting:
             self._sent += sent
             self._unsent += unsent

@@ -94,7 +94,7 @@ class RobotLink:
         self._socket.wake = self.wake = self._waiter.wake
         self._thread = threading.Thread(target=self._run, name="ppstream-robot", daemon=True)
         self._reading = threading.Lock()  # held by who does the link's work: its thread or a guest
-        self._guest: threading.Thread | None = None
+        self._guest = 0  # the thread's number; 0: nobody
         self._visit = threading.Lock()  # held while there is a guest, or while the thread reads
 
     def start(self) -> None:
@@ -167,7 +167,7 @@ class RobotLink:
             ReceiverEndedError: an exception ended the work, here or on the link's thread.
         """
         self._visit.acquire()
-        self._guest = threading.current_thread()
+        self._guest = threading.get_ident()
         try:
             is_sent = send()
             if is_sent and self._is_gated:
@@ -178,12 +178,14 @@ class RobotLink:
                     self._work_until(is_over, until_ns)
         finally:
             self._end_visit()
-        self.raise_failure()
+        if self.failure is not None:
+            self.raise_failure()
         return is_sent
 
     def refuse_callbacks(self) -> None:
         """Raises PpstreamError when the caller does the link's work: it is in a callback."""
-        if threading.current_thread() in (self._thread, self._guest):
+        here = threading.get_ident()  # a number goes on to another thread when its own has ended
+        if here == self._guest or (here == self._thread.ident and self._thread.is_alive()):
             raise PpstreamError(
                 "a callback of the client cannot wait for what its own thread would receive"
             )
@@ -197,12 +199,12 @@ class RobotLink:
             return
         self.is_closing = True
         self.wake()
-        here = threading.current_thread()
-        if here is self._guest:  # in its callback: nobody else works
+        here = threading.get_ident()
+        if here == self._guest:  # in its callback: nobody else works
             self._end_visit()
-        elif self._guest and here is not self._thread and self._visit.acquire(timeout=JOIN_S):
+        elif self._guest and here != self._thread.ident and self._visit.acquire(timeout=JOIN_S):
             self._visit.release()  # the guest has left
-        if self._thread is not here:
+        if self._thread.ident != here:
             self._thread.join(JOIN_S)
         if self.failure is None:
             for frame in self._socket.drain():
@@ -227,8 +229,8 @@ class RobotLink:
 
     def _end_visit(self) -> None:
         """The guest's thread: the link's own goes on."""
-        if self._guest is not None:  # else it has closed the link meanwhile
-            self._guest = None
+        if self._guest:  # else it has closed the link meanwhile
+            self._guest = 0
             self._visit.release()
 
     def _read_unless_visited(self) -> None:

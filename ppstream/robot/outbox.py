@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 
 from ppstream.core.errors import SpecError
-from ppstream.wire.robot_messages import StreamDeclaration
+from ppstream.wire.robot_messages import PARTS_BYTES, StreamDeclaration
 
 Values: TypeAlias = np.ndarray[Any, Any]
 Dim: TypeAlias = int | tuple[int, ...]  #: values of a sample, or its shape
@@ -29,7 +30,7 @@ MIN_NS, MAX_NS = -(2**63), 2**63 - 1  # that an int64 holds
 MAX_PUSH_BYTES: Final = 1024 * 1024  # of values at once, a quarter of the largest frame
 
 
-class Batch(NamedTuple):
+class Batch(msgspec.Struct, frozen=True):
     """Samples to send: the stream's index, int64 stamps and values, as bytes, and how many."""
 
     stream: int
@@ -72,7 +73,9 @@ class Outbox:
             raise SpecError(f"stream {stream!r} is not declared; declared: {[*self._gathering]}")
         if not self._batch_ns and type(stamp_ns) is int and gathering.is_plain(stamp_ns, values):
             stamp = stamp_ns.to_bytes(8, "little", signed=True)
-            data = values.data if values.ndim == 1 else values.reshape(-1).data
+            # of an array's own memory a view is slower to get than a few bytes are to copy
+            is_small = values.nbytes < PARTS_BYTES
+            data = memoryview(values.tobytes()) if is_small else values.reshape(-1).data
             return [Batch(gathering.index, memoryview(stamp), data, 1)]
         stamps, array = gathering.checked(stamp_ns, values)
         if not len(stamps):
@@ -153,8 +156,8 @@ class _Gathering:
             and values.dtype == self._dtype
             and values.shape == self._shape
             and not self.is_encoded
-            and values.flags.c_contiguous
             and MIN_NS <= stamp_ns <= MAX_NS
+            and (values.nbytes < PARTS_BYTES or values.flags.c_contiguous)  # few are copied
         )
 
     def checked(self, stamp_ns: int | Values, values: Any) -> tuple[Values, Values]:

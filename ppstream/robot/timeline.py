@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ Refusal = Literal[
 ACTION_BYTES: Final = 4  # float32
 MAX_PENDING: Final = 64  # chunks whose first step is still to come
 MAX_OUTCOMES: Final = 1024  # fates of chunks, until they are popped
+SUMMED_BYTES: Final = 256  # of a chunk's actions
 _FLOAT32: Final = np.dtype(np.float32)
 DELAYS: Final = 10  # chunks whose longest delay the policy gets
 
@@ -122,8 +124,12 @@ class ActionTimeline:
         with self._lock:
             return max(self._delays_ns, default=0)
 
-    def merge(self, chunk: ActionChunk, now_ns: int) -> Refusal | None:
+    def merge(
+        self, chunk: ActionChunk, now_ns: int, actions: Actions | None = None
+    ) -> Refusal | None:
         """Take a chunk over from ``now_ns`` on; returns why it was refused, or None.
+
+        ``actions`` is what ``actions_of`` makes of it, for who has that already.
 
         ``malformed``: not horizon × dim float32; ``out_of_order``: not newer than the newest;
         ``expired``: its lease is over; ``too_old``: no action of it may be executed any more, by
@@ -131,7 +137,8 @@ class ActionTimeline:
         than one lease ahead of ``now_ns``, so this is not the clock that stamps the samples, or it
         was set back.
         """
-        actions = self.actions_of(chunk)
+        if actions is None:
+            actions = self.actions_of(chunk)
         with self._lock:
             playing = ChunkPlayback(
                 chunk, actions, self._discrete, now_ns, self._deadline_ns(chunk)
@@ -302,7 +309,7 @@ class ActionTimeline:
         chunk, newest = playing.chunk, self._newest
         if not len(playing.actions):
             return "malformed"
-        if 0 in np.isfinite(playing.actions).tobytes():
+        if not _are_finite(playing):
             return "non_finite"
         same_session = newest is not None and newest.session == chunk.session
         if newest is not None and same_session and _order(chunk) <= _order(newest):
@@ -348,6 +355,14 @@ class ActionTimeline:
             self._outcomes.append(outcome)
             self._counts.end(outcome)
         self._ended.clear()
+
+
+def _are_finite(playing: ChunkPlayback) -> bool:
+    """Few values by their sum, which no finite float32 can make infinite: numpy is a long way."""
+    data = playing.chunk.actions
+    if len(data) <= SUMMED_BYTES:
+        return isfinite(sum(memoryview(data).cast("B").cast("f")))
+    return 0 not in np.isfinite(playing.actions).tobytes()
 
 
 def _order(chunk: ActionChunk) -> tuple[int, int, int, int]:

@@ -81,7 +81,7 @@ class FrameDecoder:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._done: deque[DecodedFrame] = deque()
+        self.done: deque[DecodedFrame] = deque()
         self._lanes: list[_Lane] = []
 
     def submit(self, frame: EncodedFrame) -> bool:
@@ -95,8 +95,8 @@ class FrameDecoder:
     def drain(self) -> list[DecodedFrame]:
         """Returns what was decoded since the last call, in order for each camera."""
         done = []
-        while self._done:
-            done.append(self._done.popleft())
+        while self.done:
+            done.append(self.done.popleft())
         return done
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class FrameDecoder:
         self._lanes = []
 
     def _finished(self, decoded: DecodedFrame) -> None:
-        self._done.append(decoded)
+        self.done.append(decoded)
         self._wake()
 
 

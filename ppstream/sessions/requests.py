@@ -164,7 +164,7 @@ class SessionRequests:
             How many samples the rings accepted.
         """
         taken = 0
-        for frame, values, decode_ns in self._cameras.drain():
+        for frame, values, decode_ns in self._cameras.drain() if self._cameras.done else ():
             ring, session = frame.stream.ring, frame.session
             self._counts.images_decoded += values is not None
             self._counts.image_decode_ns += decode_ns

@@ -11,9 +11,7 @@ Counts, reports and the room for the next message come behind what must leave, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.clock import now_ns as clock_ns
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
     from ppstream.ingest.rows import RowInput
 
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
-_INT64: Final = np.dtype(np.int64)
 ENDING: Final = frozenset({"draining", "stopped"})  # phases in which nobody is admitted
 
 
@@ -231,9 +228,7 @@ class Sessions:
             else:
                 stream.ring.refuse("shape", max(n, 1))
             return 0
-        stamps: np.ndarray[Any, Any] = np.ndarray((n,), _INT64, message.stamps)
-        values: np.ndarray[Any, Any] = np.ndarray((n, stream.dim), stream.dtype, message.values)
-        return stream.ring.append(stamps, values, now_ns)
+        return stream.ring.append_message(message.stamps, message.values, now_ns)
 
     # ---- sessions ----------------------------------------------------------------------------
 

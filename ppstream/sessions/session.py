@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -61,8 +61,6 @@ class SessionStream:
 
     __slots__ = (
         "_samples_per_s",
-        "dim",
-        "dtype",
         "is_encoded",
         "ring",
         "sample_bytes",
@@ -73,10 +71,9 @@ class SessionStream:
         self.ring = ring
         self._samples_per_s = samples_per_s
         self.refill()
-        self.dim = ring.stream.dim
-        self.dtype: np.dtype[Any] = np.dtype(ring.stream.dtype)
         self.is_encoded = encoding != RAW
-        self.sample_bytes = NO_BYTES if self.is_encoded else self.dim * self.dtype.itemsize
+        size = ring.stream.dim * np.dtype(ring.stream.dtype).itemsize
+        self.sample_bytes = NO_BYTES if self.is_encoded else size
 
     def refill(self) -> None:
         """A second is over."""

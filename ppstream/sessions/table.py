@@ -76,6 +76,7 @@ class SessionTable:
         }
         self._at: list[Session | None] = [None] * len(rows)
         self._of: dict[bytes, Session] = {}
+        self.by_peer = self._of.get  # the session on a connection, or None
 
     def __len__(self) -> int:
         return len(self._of)
@@ -87,10 +88,6 @@ class SessionTable:
     def by_id(self, session: int) -> Session | None:
         """Returns the session with this number."""
         return next((one for one in self._of.values() if one.id == session), None)
-
-    def by_peer(self, peer: bytes) -> Session | None:
-        """Returns the session on a connection."""
-        return self._of.get(peer)
 
     def all(self) -> list[Session]:
         """A copy, so that sessions may be closed on the way."""

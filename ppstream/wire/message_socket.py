@@ -7,7 +7,9 @@ others (``zmq_socket.py``). Both promise what is written here; no message is dec
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
 
 from ppstream.core.errors import ConfigError
 from ppstream.wire.endpoints import endpoint_problem, is_local, unix_path
@@ -22,7 +24,7 @@ COPIED_BYTES: Final = 1 << 16  # a copy of 1 MiB takes 0.1 to 1 ms, and may be o
 NO_TAIL: Final = memoryview(b"")
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True):
     """One message: who sent it (empty on a robot's side) and its bytes, where they arrived."""
 
     peer: bytes

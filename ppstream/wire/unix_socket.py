@@ -40,6 +40,7 @@ PACKET_BYTES_MAX: Final = 32 * 1024  # in one packet; SO_SNDBUF has room for six
 CARRIER_BYTES: Final = 3072
 LENGTH: Final = struct.Struct("<Q")
 BACKLOG: Final = 128  # connections not accepted yet
+LOOKS_MAX: Final = 2  # for readable connections, in one drain
 READY_MAX: Final = 64  # connections that the kernel names at once
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 #: A packet is cut, or the descriptors that it brings; no enum, whose ``&`` is Python code.
@@ -200,19 +201,21 @@ class UnixServer(_UnixSocket):
         self.has_more = False
         if self._closed:
             return frames
-        has_polled = False
+        looks = 0
         for _ in range(limit):
             if not self._turn:
-                if has_polled or not (ready := self._epoll.poll(0, READY_MAX)):
+                if looks == LOOKS_MAX or not (ready := self._epoll.poll(0, READY_MAX)):
                     return frames
-                has_polled = True
-                self._turn.extend([fd for fd, _ in ready])
+                looks += 1
+                for fd, _ in ready:
+                    self._turn.append(fd)
             fd = self._turn.popleft()
             if fd == self._listener_fd:
                 self._accept()
             elif (message := self._next(fd)) is not None:
                 frames.append(Frame(self._by_fd[fd][0], message))
-                self._turn.append(fd)  # until it has none left
+                if looks != 1:  # most have one message: another look is less than a read in vain
+                    self._turn.append(fd)  # until it has none left
                 left -= len(message)
                 if left <= 0:
                     break

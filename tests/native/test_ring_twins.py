@@ -14,7 +14,7 @@ from stream_cases import MS, stream
 from twin_rows import in_python, state_of
 
 from ppstream import native
-from ppstream.ingest.ring import RingBank
+from ppstream.ingest.ring import RingBank, SensorRing
 from ppstream.ingest.rows import RowInput
 from ppstream.ingest.stamp_filter import (
     BACKLOG_NS,
@@ -75,7 +75,8 @@ messages = st.builds(
     steps_ns=usual_steps | odd_steps,
     values=st.lists(numbers, min_size=1, max_size=20)
     | st.lists(numbers | st.sampled_from([np.nan, np.inf, -np.inf]), min_size=1, max_size=20),
-    kind=st.sampled_from(["plain"] * 6 + ["unaligned", "strided", "float64", "wide", "many"]),
+    kind=st.sampled_from(["plain", "bytes"])
+    | st.sampled_from(["unaligned", "strided", "float64", "wide", "many"]),
 )
 windows = st.tuples(st.sampled_from([REFERENCE, OTHER]), st.integers(-9, 9), st.integers(0, 30))
 others = st.sampled_from(["episode", "close", "recording", "jump"])
@@ -97,6 +98,14 @@ def arrays(message: Message, begin_ns: int) -> tuple[Any, Any]:
     return stamps, filled
 
 
+def in_bytes(ring: SensorRing, stamps: Any, values: Any, rx_ns: int) -> int:
+    return ring.append_message(as_bytes(stamps), as_bytes(values), rx_ns)
+
+
+def as_bytes(array: Any) -> memoryview:
+    return memoryview(b"\0" + array.tobytes())[1:]  # unaligned, as in a message
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from([1, 2, 5, 8, 64]),
@@ -114,7 +123,10 @@ def test_whatever_arrives_both_rows_hold_and_count_the_same(
                 newest_ns = twins.rows[0].rings[event.name].newest_ns
                 begin_ns = (rx_ns if newest_ns == -FAR else newest_ns) + event.begin_ns
                 sent = arrays(event, begin_ns)
-                twins.both(lambda row: row.rings[event.name].append(*sent, rx_ns))  # noqa: B023
+                if event.kind == "bytes":
+                    twins.both(lambda row: in_bytes(row.rings[event.name], *sent, rx_ns))  # noqa: B023
+                else:
+                    twins.both(lambda row: row.rings[event.name].append(*sent, rx_ns))  # noqa: B023
             elif isinstance(event, tuple):
                 name, behind_ms, span_ms = event
                 newest_ns = twins.rows[0].rings[REFERENCE].newest_ns
@@ -151,7 +163,26 @@ def test_the_core_takes_a_usual_message_itself(count: int) -> None:
     assert (ring.count, ring.accepted, ring.ledger.in_flight) == (count + 1,) * 3
 
 
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_the_core_takes_the_bytes_of_a_usual_message_itself(count: int) -> None:
+    row = open_row()
+    ring = row.reference
+    sent = [as_bytes(array) for array in usual(count, after_ms=1)]
+    assert ring.take(*sent, count * MS, ring.ledger, row.clock) == count
+    assert (ring.count, ring.accepted, ring.ledger.in_flight) == (count + 1,) * 3
+
+
 UNUSUAL = {
+    "bytes of half a stamp": lambda: (as_bytes(usual(1, 1)[0])[:4], as_bytes(usual(1)[1])),
+    "more bytes than stamps": lambda: (
+        memoryview(as_bytes(usual(1, 1)[0]).tobytes() + b"\0"),
+        as_bytes(usual(1)[1]),
+    ),
+    "bytes of more values": lambda: (as_bytes(usual(1, 1)[0]), as_bytes(usual(2)[1])),
+    "bytes as rows": lambda: (
+        usual(1, 1)[0],
+        as_bytes(usual(1)[1]).cast("B", (DIM * 4, 1)),
+    ),
     "nothing": lambda: usual(0),
     "more than fits": lambda: usual(9, after_ms=1),
     "samples lost that no window used": lambda: usual(8, after_ms=1),

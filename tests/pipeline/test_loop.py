@@ -461,6 +461,30 @@ def test_whoever_looks_while_an_envelope_leaves_does_not_take_it_for_overdue(bui
 
 
 @pytest.mark.parametrize("form", THREADS)
+def test_a_window_is_accounted_for_behind_its_send_where_one_thread_does_both(
+    build, form, monkeypatch
+):
+    with build(form, NewestValues()) as pipeline:
+        did = []
+
+        def noting(owner, method):
+            call = getattr(owner, method)
+
+            def noted(*given):
+                did.append(method)
+                return call(*given)
+
+            monkeypatch.setattr(owner, method, noted)
+
+        noting(pipeline.executor.out, "commit")
+        pipeline.saturate()
+        noting(pipeline.intake.cutter, "account")
+        pipeline.rank0.run(5)
+    order = ["commit", "account"] if form == "serial" else ["account", "commit"]
+    assert did == order * 5
+
+
+@pytest.mark.parametrize("form", THREADS)
 def test_behind_a_wait_results_are_looked_at_before_samples_are_taken_in(build, form, monkeypatch):
     policy = NewestValues(lambda _: time.sleep(0.002))
     with build(form, policy, "pipeline.d_in=1") as pipeline:

@@ -230,6 +230,42 @@ def test_what_a_thread_writes_later_reaches_neither_the_result_nor_the_next_call
     assert slot.tensors["second"].eq(0).all()
 
 
+KEEPERS: dict[str, Callable[[Tensor], object]] = {
+    "the tensor": lambda tensor: tensor,
+    "a view": lambda tensor: tensor[1:],
+    "an array": lambda tensor: tensor.numpy(),
+    "its storage": lambda tensor: tensor.untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_memory_is_lent_again_unless_a_call_kept_it(keeper: str) -> None:
+    outputs = Outputs(slot_of("float32"), INTEGERS)
+    lent = outputs.given["second"].data_ptr()
+    for _ in range(3):
+        outputs.prove(lambda: everything(outputs.given), HERE)
+        assert outputs.given["second"].data_ptr() == lent
+    kept: list[object] = []
+
+    def write() -> None:
+        everything(outputs.given)
+        kept.append(KEEPERS[keeper](outputs.given["second"]))
+
+    outputs.prove(write, HERE)
+    assert outputs.given["second"].data_ptr() != lent
+
+
+def test_a_word_of_the_fill_between_two_words_was_written() -> None:
+    slot = slot_of("float32")
+    between = torch.tensor([0x7FFD << 16, 0x7FFD, *[0] * (SMALL - 2)], dtype=torch.int32)
+
+    def write(out: Mapping[str, Tensor]) -> None:
+        everything(out)
+        out["second"].copy_(between.view(torch.float32))
+
+    assert on_host(slot, write) == ""
+
+
 def test_a_large_output_that_is_kept_fails_every_result_until_it_is_let_go() -> None:
     slot, kept = slot_of("float32", LARGE), []
     outputs = Outputs(slot, INTEGERS)

@@ -686,6 +686,26 @@ def test_a_client_may_be_closed_while_one_asks() -> None:
         closing.join(5)
 
 
+def test_a_thread_that_has_the_number_of_one_that_ended_is_in_no_callback() -> None:
+    errors: list[str] = []
+    with serving(make_config()) as server:
+        client = make_client(server.sessions.endpoint)
+        client.connect()
+        client.close()
+
+    def ask() -> None:
+        try:
+            client.ask(BOTH, 5.0)
+        except PpstreamError as error:
+            errors.append(str(error))
+
+    for _ in range(3):  # Linux gives the number on to the next thread, or the next but one
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join()
+    assert errors == ["this client was closed during ask()"] * 3
+
+
 def test_a_session_that_is_lost_while_one_asks_is_opened_again_meanwhile() -> None:
     raised: list[Exception] = []
 

@@ -505,6 +505,22 @@ def test_a_frame_is_copied_twice_between_array_and_ring(
     np.testing.assert_array_equal(ring.bank.values[0, 1].numpy(), image)
 
 
+def test_one_drain_takes_all_that_is_there_and_in_turn(server: MessageSocket) -> None:
+    clients = [connect_client(server.endpoint) for _ in range(2)]
+    for client in clients:  # in this order they are accepted
+        assert client.send(b"0")
+    first: list[Frame] = []
+    wait_until(lambda: first.extend(server.drain()) or len(first) == 2)
+    sent = [(0, b"a"), (0, b"b"), (0, b"c"), (1, b"d")]
+    for client, body in sent:
+        assert clients[client].send(body)
+    bodies = [bytes(frame.body) for frame in server.drain()]
+    assert sorted(bodies) == [body for _, body in sent]
+    assert bodies.index(b"d") < bodies.index(b"b") < bodies.index(b"c")
+    for client in clients:
+        client.close()
+
+
 def test_frames_that_nobody_reads_do_not_fill_the_memory(server: MessageSocket) -> None:
     client = connect_client(server.endpoint)
     sent = 0
