@@ -199,7 +199,7 @@ def test_every_difference_of_model_and_policy_json_is_one_line_of_one_error(copi
     [
         (
             None,
-            "policy.json: No such file or directory; want it beside the .onnx file: ppstream export",
+            "policy.json: No such file or directory; want it beside the .onnx file: ppstream",
         ),
         (b"{", "Input data was truncated"),
         (b'{"sha256": "a"}', "sha256"),

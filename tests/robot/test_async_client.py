@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 from robot_rig import make_client, serving, wait_until
 
-from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError, PpstreamError
 from ppstream.robot.async_client import AsyncRobotClient
-
-#: Answers that a busy machine cannot make too late: a test waits for each of them.
-LASTING: Any = {"answers": True, "dt_ns": NS_PER_S, "lease_ns": 20 * NS_PER_S}
 
 
 def test_what_waits_is_awaited_and_chunks_are_iterated() -> None:
@@ -28,7 +25,7 @@ def test_what_waits_is_awaited_and_chunks_are_iterated() -> None:
                 robot.push("joints", now_ns(), [0, 0, 0])
         raise AssertionError("the chunks ended")
 
-    with serving(**LASTING) as server:
+    with serving(answers=True) as server:
         assert asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 30)) == [0, 1, 2, 3, 4]
 
 
@@ -64,7 +61,7 @@ def test_chunks_that_nobody_fetched_are_counted_and_the_newest_is_given() -> Non
                 return chunk.seq, robot.overtaken
         raise AssertionError
 
-    with serving(**LASTING) as server:
+    with serving(answers=True) as server:
         assert asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 30)) == (2, 2)
 
 
@@ -84,7 +81,7 @@ def test_iterating_ends_with_the_client_and_raises_what_ended_its_thread() -> No
             async for _ in robot.chunks():
                 pass
 
-    with serving(**LASTING) as server:
+    with serving(answers=True) as server:
         endpoint = server.sessions.endpoint
         assert asyncio.run(asyncio.wait_for(end(endpoint), 30)) == []
         with pytest.raises(PpstreamError, match="user code"):
@@ -92,7 +89,7 @@ def test_iterating_ends_with_the_client_and_raises_what_ended_its_thread() -> No
 
 
 def test_an_event_loop_that_has_ended_does_not_end_the_receiving_thread() -> None:
-    with serving(**LASTING) as server, make_client(server.sessions.endpoint) as client:
+    with serving(answers=True) as server, make_client(server.sessions.endpoint) as client:
         robot = AsyncRobotClient(client)
         asyncio.run(robot.connect())
         client.push("joints", now_ns(), [0, 0, 0])
@@ -136,7 +133,7 @@ def test_an_observation_is_awaited_and_others_run_meanwhile() -> None:
                 await asking
         return turns
 
-    with serving(**LASTING) as server:
+    with serving(answers=True) as server:
         endpoint = server.sessions.endpoint
         for stamp_ns, end_ns in asyncio.run(asyncio.wait_for(live(endpoint), 30)):
             assert end_ns == stamp_ns
