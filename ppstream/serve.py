@@ -64,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         config = load.load(args)
-        load.make_importable(args.config)
         if missing := missing_packages(config):
             raise ConfigError(missing)
         if args.print_config:

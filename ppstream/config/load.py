@@ -61,10 +61,18 @@ def add_override_argument(parser: ArgumentParser) -> None:
 def load(args: Namespace) -> PipelineConfig:
     """The checked configuration that ``add_arguments``' arguments name.
 
+    Modules beside its file become importable, for ``policy.target`` and the like. The folder comes
+    last on ``sys.path``: nothing that is installed is hidden. A file inside a package is left
+    alone.
+
     Raises:
         ConfigError: holds every problem found, each with its path.
     """
-    return read(args.config, args.overrides)
+    config = read(args.config, args.overrides)
+    folder = locate(args.config).parent
+    if not (folder / "__init__.py").exists() and str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return config
 
 
 def read(name: str, overrides: Iterable[str] = ()) -> PipelineConfig:
@@ -133,20 +141,6 @@ def locate(name: str) -> Path:
     raise ConfigError(
         [f"--config: got {name!r}, but {module} has no {file_name} (it has: {shipped})"]
     )
-
-
-def make_importable(name: str) -> None:
-    """Let ``policy.target`` name modules that lie beside the file ``name`` means.
-
-    Its folder comes last on ``sys.path``: nothing that is installed is hidden. A file inside a
-    package is left alone.
-
-    Raises:
-        ConfigError: as ``locate``.
-    """
-    folder = locate(name).parent
-    if not (folder / "__init__.py").exists() and str(folder) not in sys.path:
-        sys.path.append(str(folder))
 
 
 def _module_folder(module: str) -> Path:

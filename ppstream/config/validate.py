@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin
@@ -82,7 +82,7 @@ def find_problems(value: Any, annotation: Any, path: str = "") -> Iterator[str]:
         try:
             msgspec.convert(value, annotation)
         except msgspec.ValidationError:
-            yield _line(path, value, wanted(kind)) + _suggestion(value, _choices(kind))
+            yield _line(path, value, wanted(kind)) + suggestion(value, _choices(kind))
 
 
 def _table_problems(value: Any, struct: type[msgspec.Struct], path: str) -> Iterator[str]:
@@ -147,7 +147,8 @@ def _choices(kind: FieldType) -> tuple[str, ...]:
     return get_args(kind.base) if _is_literal(kind.base) else ()
 
 
-def _suggestion(value: Any, choices: tuple[str, ...]) -> str:
+def suggestion(value: Any, choices: Sequence[str]) -> str:
+    """Words which of ``choices`` was meant, in brackets; empty: none is close."""
     close = get_close_matches(str(value), choices, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from typing import Final, NamedTuple
@@ -47,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ppstream {version('ppstream')}")
         return 0
     if name not in COMMANDS:
-        close = get_close_matches(name, COMMANDS, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        from ppstream.config.validate import suggestion  # here: help needs nothing installed
+
+        hint = suggestion(name, tuple(COMMANDS))
         print(f"ppstream: there is no command {name!r}{hint}\n\n{_help()}", file=sys.stderr)
         return USAGE_ERROR
     module, function = COMMANDS[name].target.split(":")

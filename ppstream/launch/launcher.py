@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -45,14 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Live sensors to actions: starts the ranks of a run on this host. Drains "
         "on SIGTERM, SIGINT and SIGHUP; its exit code is rank 0's (ppstream-serve --help).",
     )
-    args = parser.parse_args(argv)
-    if sys.version_info < PYTHON_MIN:
-        return refuse_python()
-    try:
-        config = _loaded(args)
-    except ConfigError as error:
-        return refuse(error)
-    return RankLauncher(config, args.nproc or ranks_wanted(config)).run(_rank_arguments(args))
+    return _act(parser.parse_args(argv), _run)
 
 
 def check(argv: Sequence[str] | None = None) -> int:
@@ -65,29 +58,37 @@ def check(argv: Sequence[str] | None = None) -> int:
         "Print placement, tensors and memory of a run, or all its problems. "
         "Builds the policy once; starts no process and opens no socket.",
     )
-    args = parser.parse_args(argv)
+    return _act(parser.parse_args(argv), _check)
+
+
+Action = Callable[["PipelineConfig", argparse.Namespace], int]
+
+
+def _act(args: argparse.Namespace, action: Action) -> int:
+    """Load the configuration and do it; returns the exit code, also of a refusal."""
     if sys.version_info < PYTHON_MIN:
         return refuse_python()
     try:
-        config = _loaded(args)
-        from ppstream.launch.dry_run import describe
-
-        print(describe(config, args.nproc or ranks_wanted(config)))
+        config = load.load(args)
+        missing = missing_packages(config)
+        if find_spec("torch") is None:
+            missing.append("torch is not installed: pip install 'ppstream[serve]'")
+        if missing:
+            raise ConfigError(missing)
+        return action(config, args)
     except ConfigError as error:
         return refuse(error)
+
+
+def _run(config: PipelineConfig, args: argparse.Namespace) -> int:
+    return RankLauncher(config, args.nproc or ranks_wanted(config)).run(_rank_arguments(args))
+
+
+def _check(config: PipelineConfig, args: argparse.Namespace) -> int:
+    from ppstream.launch.dry_run import describe
+
+    print(describe(config, args.nproc or ranks_wanted(config)))
     return 0
-
-
-def _loaded(args: argparse.Namespace) -> PipelineConfig:
-    """The configuration; raises ConfigError with every problem, missing packages included."""
-    config = load.load(args)
-    load.make_importable(args.config)
-    missing = missing_packages(config)
-    if find_spec("torch") is None:
-        missing.append("torch is not installed: pip install 'ppstream[serve]'")
-    if missing:
-        raise ConfigError(missing)
-    return config
 
 
 class RankLauncher:

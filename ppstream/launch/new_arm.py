@@ -14,7 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ppstream.analysis.verdict import ACCEPTABLE
 from ppstream.config.load import SHIPPED_PACKAGE
+from ppstream.config.to_toml import toml_value
 from ppstream.core.errors import ConfigError
 
 TEMPLATES: Final = f"{SHIPPED_PACKAGE}.new_arm"
@@ -101,7 +103,7 @@ endpoint = "unix:///tmp/ppstream-{{uid}}/robots"   # tcp://ADDRESS:PORT for robo
 
 [bringup]
 # A policy of a millisecond has nothing to overlap. Take this away once yours takes longer.
-accept = ["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]
+accept = {toml_value(ACCEPTABLE)}
 """
 
 

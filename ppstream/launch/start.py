@@ -6,7 +6,6 @@ however it ends, the run drains.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -24,20 +23,19 @@ from typing import Any, Final
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
 from ppstream.analysis.run_report import RunReport
+from ppstream.analysis.verdict import ACCEPTABLE
 from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
 from ppstream.config.to_toml import as_toml, toml_value
 from ppstream.control.peer_process import bound_command
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, ExitCode, PpstreamError
-from ppstream.observe.run_folder import Run
+from ppstream.observe.run_folder import EventLog, Run
 
 LOOK_S: Final = 0.05  # between two looks at the log
 STOP_LIMIT_S: Final = 30.0
 OUTPUT: Final = "output.txt"
 LINES_TOLD: Final = 20  # of what the ranks printed, with an error
-#: A policy that is tried out may be too quick to overlap: it is served with a warning.
-ACCEPT: Final = ("NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED")
 
 
 def start(
@@ -89,7 +87,7 @@ class StartedRun:
         self._root = Path(self.config.log.root)
         self._run: Run | None = None
         self._output = ""
-        self._offsets: dict[Path, int] = {}
+        self._logs: dict[Path, EventLog] = {}
         self._phase = "starting"
         self._verdict: str | None = None
 
@@ -101,9 +99,10 @@ class StartedRun:
         if isinstance(config, PipelineConfig):
             name = str(self._folder / f"{config.name}.toml")
             Path(name).write_text(as_toml(config))
-        if not load.read(name, given).bringup.accept:
-            given.append(f"bringup.accept={toml_value(ACCEPT)}")
         checked = load.read(name, given)
+        if not checked.bringup.accept:  # what is tried out may be too quick to overlap
+            given.append(f"bringup.accept={toml_value(ACCEPTABLE)}")
+            checked = load.read(name, given)
         pairs = (word for setting in given for word in ("--set", setting))
         with (self._folder / OUTPUT).open("wb") as output:
             self._process = subprocess.Popen(
@@ -204,23 +203,11 @@ class StartedRun:
         if self.directory is None:
             return
         for path in sorted(self.directory.glob("rank0.gen*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                whole, _, _ = file.read().rpartition(b"\n")  # the last line may not be complete
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            for event in _events(whole):
+            for event in self._logs.setdefault(path, EventLog(path)).read():
                 if event["name"] == "phase":
                     self._phase = event["phase"]
                 elif event["name"] == "verdict":
                     self._verdict = event["verdict"]
-
-
-def _events(lines: bytes) -> Iterator[dict[str, Any]]:
-    for line in lines.splitlines():
-        if b'"event"' in line:
-            found = json.loads(line)
-            if found["kind"] == "event":
-                yield found
 
 
 def _target_settings(policy: str | Callable[..., Any] | None) -> list[str]:

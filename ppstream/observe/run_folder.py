@@ -14,6 +14,7 @@ import secrets
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -287,3 +288,34 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         with suppress(OSError):
             partial.unlink()
         raise
+
+
+class EventLog:
+    """The events of a log that another process writes; each call reads what came since the last.
+
+    Args:
+        log: the file of one rank and generation.
+        last_bytes: of what is there already, so much is read; None: all of it.
+    """
+
+    def __init__(self, log: Path, last_bytes: int | None = None) -> None:
+        self._log = log
+        self._offset = 0 if last_bytes is None else max(0, log.stat().st_size - last_bytes)
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yields the events, the last one last. All of them are read at once."""
+        with self._log.open("rb") as file:
+            file.seek(self._offset)
+            whole, _, _ = file.read().rpartition(b"\n")  # the last line may not be complete
+        self._offset += len(whole)
+        return events_in(whole)
+
+
+def events_in(lines: bytes) -> Iterator[dict[str, Any]]:
+    """Yields the events among a log's lines; a line that is cut is none."""
+    for line in lines.splitlines():
+        if b'"event"' in line:
+            with suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict) and event.get("kind") == "event":
+                    yield event

@@ -7,7 +7,6 @@ the log's last events. A run does not notice it beyond the requests.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -16,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group, RenderableType
@@ -26,6 +25,7 @@ from rich.text import Text
 
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError
+from ppstream.observe.run_folder import EventLog, events_in
 
 PERIOD_S: Final = 1.0
 ANSWER_LIMIT_S: Final = 2.0
@@ -71,11 +71,11 @@ def endpoints(folder: Path) -> dict[int, int]:
     ports: dict[int, tuple[int, int]] = {}
     for path in folder.glob("rank*.gen*.jsonl"):
         with path.open("rb") as file:
-            lines = file.read(HEAD_BYTES).split(b"\n")
+            lines = file.read(HEAD_BYTES)
         rank, generation = map(int, re.findall(r"\d+", path.name)[:2])
-        for event in _events(lines):
-            if event.get("name") == "metrics":
-                found = generation, int(str(event["port"]))
+        for event in events_in(lines):
+            if event["name"] == "metrics":
+                found = generation, int(event["port"])
                 ports[rank] = max(ports.get(rank, found), found)
     if not ports:
         raise ConfigError(
@@ -99,39 +99,23 @@ def read(port: int) -> RankMetrics:
 
 
 class Events:
-    """The newest events of rank 0's log, for people; each call reads what came since the last."""
+    """The newest events of rank 0's log, for people."""
 
     def __init__(self, folder: Path) -> None:
         logs = sorted(folder.glob("rank0.gen*.jsonl"), key=lambda path: path.stat().st_mtime)
-        self._log = logs[-1]
-        self._offset = max(0, self._log.stat().st_size - TAIL_BYTES)
+        self._log = EventLog(logs[-1], TAIL_BYTES)
         self._newest: deque[str] = deque(maxlen=EVENTS)
 
     def read(self) -> list[str]:
         """The newest events, the last one last."""
-        with self._log.open("rb") as file:
-            file.seek(self._offset)
-            whole, _, _ = file.read().rpartition(b"\n")  # the last line may not be complete
-        self._offset += len(whole)
-        told = (event for event in _events(whole.split(b"\n")) if event.get("name") in SHOWN)
+        told = (event for event in self._log.read() if event["name"] in SHOWN)
         self._newest.extend(_words(event) for event in told)
         return [*self._newest]
 
 
-def _events(lines: Sequence[bytes]) -> Iterator[dict[str, object]]:
-    for line in lines:
-        if b'"event"' in line:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # the first or the last one, cut
-            if isinstance(event, dict) and event.get("kind") == "event":
-                yield event
-
-
-def _words(event: dict[str, object]) -> str:
+def _words(event: dict[str, Any]) -> str:
     hidden = {"kind", "run_id", "generation", "t", "name"}
-    name = str(event["name"])
+    name = event["name"]
     rest = [f"{key} {value}" for key, value in event.items() if key not in hidden and value != []]
     return f"{name}: {', '.join(rest).removeprefix(f'{name} ')}"
 

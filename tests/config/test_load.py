@@ -260,3 +260,16 @@ def test_effective_configuration_as_toml_reads_back_equal(
 def strip_log(config: PipelineConfig) -> str:
     text = as_toml(config)
     return "\n".join(line for line in text.splitlines() if not line.startswith("root = "))
+
+
+def test_modules_beside_the_file_become_importable(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So every command that loads a configuration finds its policy, not only the launcher's."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for _ in range(2):
+        load(parser.parse_args(["--config", str(file)]))
+    assert sys.path.count(str(file.parent)) == 1
+    assert sys.path[-1] == str(file.parent)
