@@ -114,8 +114,8 @@ def test_a_policy_of_lerobot_is_replayed_and_draws_fresh_noise_each_time(
 @pytest.mark.parametrize(
     ("kind", "options", "tolerance"),
     [
-        ("float32", {}, 1e-5),
-        ("linear", {"rtc": {"execution_horizon": PREFIX}}, 1e-5),
+        ("float32", {}, 1e-4),  # of cuDNN, whose convolutions take TF32
+        ("linear", {"rtc": {"execution_horizon": PREFIX}}, 1e-4),
         ("bfloat16", {"dtype": "bfloat16"}, 1e-2),
     ],
     ids=["float32", "guided", "bfloat16"],

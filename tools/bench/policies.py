@@ -152,7 +152,7 @@ class PeerPolicy(SlowStartEcho):
         super().__init__(options)
         frames = (1, 3, peers_work.SIDE, peers_work.SIDE)
         cameras = peers_work.CAMERAS if options.work == "cameras" else ()
-        self.inputs += tuple(TensorSpec(f"{name}.frames", frames, "bfloat16") for name in cameras)
+        self.inputs += tuple(TensorSpec(f"{name}.frames", frames) for name in cameras)
         self._infer = peers_work.policy(options.work)
 
     def act(self, newest: Array, actions: Array) -> None:
