@@ -175,7 +175,7 @@ SHAPE: Final = {
 }
 
 
-class Marked:
+class MarkedPart:
     """The last part of a policy, whose first actions are the newest state: answers tell whose."""
 
     stateless = True
@@ -190,7 +190,7 @@ class Marked:
         out["actions"][:, 0].copy_(window["state.values"][:, -1, : peers_work.ACTION_DIM])
 
 
-def build_on_gpu(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart | Marked]:
+def build_on_gpu(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart | MarkedPart]:
     """The parts of ACT with two cameras or of the pi0-shaped policy with three: ``work`` says."""
     work = config["work"]
     cameras = peers_work.CAMERAS_OF[work]
@@ -199,7 +199,7 @@ def build_on_gpu(config: Mapping[str, Any], device: torch.device) -> list[Networ
         parts = act.build(SHAPE | {"cameras": [{"name": n} | side for n in cameras]}, device)
     else:
         parts = vla.build(SHAPE | {"cameras": list(cameras)}, device)
-    return [*parts[:-1], Marked(parts[-1])]
+    return [*parts[:-1], MarkedPart(parts[-1])]
 
 
 class Unserved:
