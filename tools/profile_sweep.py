@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from bench.profile_cells import KINDS, POLICY, SIZES
+from bench.profile_cells import DTYPES, KINDS, POLICY, SIZES
 from real_runs import SOURCES, print_environment
 from rich.console import Console
 from rich.table import Table
@@ -34,9 +34,9 @@ from rich.text import Text
 CONTEXTS: Final = (128, 256, 512, 1024)
 FAMILY: Final = tuple(name for name in SIZES if name != "tiny")
 BATCH: Final = 4
-WARM: Final = 3
+WARM: Final = 2
 STEPS: Final = 5  # timed
-TRACED: Final = 2
+TRACED: Final = 1
 DONE: Final = "done"
 KEPT: Final = (DONE, "out of memory", "refused")  # again would end the same
 CELL_LIMIT_S: Final = 120.0
@@ -121,7 +121,7 @@ class Sweep:
         self.options = options
         self.folder: Path = options.out
         (self.folder / "cells").mkdir(parents=True, exist_ok=True)
-        self.roof: Result = {}
+        self.device: Result = {}  # its peaks and environment
         self.results: dict[Cell, Result] = {}
 
     def cells(self) -> Iterator[Cell]:
@@ -137,14 +137,14 @@ class Sweep:
         """Everything that a result depends on; another one is measured anew."""
         chosen = {name: getattr(self.options, name) for name in ("dtype", "batch", "steps")}
         sizes = {"shape": SIZES[cell.size]._asdict()} if cell.size in SIZES else {}
-        more = {"warm": WARM, "traced": TRACED, "environment": self.roof["environment"]}
+        more = {"warm": WARM, "traced": TRACED, "environment": self.device["environment"]}
         return cell._asdict() | chosen | sizes | more
 
     def run(self, worker: Worker) -> None:
         """Measure what is not there yet."""
-        self.roof = worker.ask(peaks=self.options.dtype)
-        if self.roof["status"] != DONE:
-            raise SystemExit(f"the device could not be measured: {self.roof['why']}")
+        self.device = worker.ask()
+        if self.device["status"] != DONE:
+            raise SystemExit(f"the device could not be measured: {self.device['why']}")
         cells = list(self.cells())
         for number, cell in enumerate(cells, 1):
             wanted = self.settings(cell)
@@ -192,7 +192,7 @@ class Sweep:
         return self.folder / "cells" / f"{cell.name}.json"
 
     def _trace(self, cell: Cell) -> Path:
-        return self.folder / "cells" / f"{cell.name}.trace.json.gz"
+        return self.folder / "cells" / f"{cell.name}.trace.json"
 
 
 # ---- what was found -----------------------------------------------------------------------------
@@ -200,12 +200,11 @@ class Sweep:
 
 def table(sweep: Sweep) -> Table:
     """A row a cell. Roof: the most that the counted operations and bytes allow on this device."""
-    roof = sweep.roof
-    ridge = roof["flops"] / roof["bytes"]
+    peaks = sweep.device["peaks"]
+    products = ", ".join(f"{dtype} {peaks[dtype] / 1e12:.3g} TFLOP/s" for dtype in DTYPES)
     heading = (
-        f"{roof['environment']['device']}, {sweep.options.dtype}: a product has "
-        f"{roof['flops'] / 1e12:.3g} TFLOP/s, a copy {roof['bytes'] / 1e9:.0f} GB/s: "
-        f"ridge {ridge:.0f} FLOP a byte"
+        f"{sweep.device['environment']['device']}: products of {products}; "
+        f"a copy {peaks['bytes'] / 1e9:.0f} GB/s"
     )
     found = Table(title=heading, title_justify="left", title_style="", box=None)
     for head in HEADS:
@@ -218,7 +217,8 @@ def table(sweep: Sweep) -> Table:
         made = 1 if cell.kind == POLICY else cell.context * sweep.options.batch
         unit = " chunks" if cell.kind == POLICY else ""
         density = one["flops"] / one["bytes"]
-        best_s = max(one["flops"] / roof["flops"], one["bytes"] / roof["bytes"])
+        best_s = max(one["flops"] / peaks[one["dtype"]], one["bytes"] / peaks["bytes"])
+        ridge = peaks[one["dtype"]] / peaks["bytes"]
         found.add_row(
             cell.name,
             f"{one['ms']:.2f}",
@@ -295,7 +295,7 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--policies", nargs="*", default=[], metavar="CONFIG", help="also these policies, whole"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--steps", type=int, default=STEPS, help="timed in each cell")
     parser.add_argument("--limit-s", type=float, default=CELL_LIMIT_S, help="of one cell")

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from ppstream.policy.host_staged import zeros
 from ppstream.policy.parts import load
 from ppstream.report.kernels.findings import TraceFindings, bottleneck, findings
 from ppstream.report.kernels.kineto import read_kineto
+from ppstream_stages.building import NetworkPart
 
 # B=batch T=token F=feature H=head D=feature of a head
 
@@ -42,6 +44,8 @@ PEAK_SIDE: Final = 8192  # of the matrices whose product is the roof
 PEAK_BYTES: Final = 1 << 30
 PEAK_TURNS: Final = 10
 ROTATION: Final = 10_000.0  # base of the angles of positions
+
+DTYPES: Final = ("float32", "bfloat16")
 
 Step = Callable[[], object]
 
@@ -164,8 +168,16 @@ def _bytes_of(value: Any) -> int:
     return sum(map(_bytes_of, value)) if isinstance(value, list | tuple) else 0
 
 
-def step_of(settings: Mapping[str, Any], device: torch.device) -> tuple[Step, int]:
-    """One step of a cell, and the parameters behind it."""
+class Stepped(NamedTuple):
+    """One step of a cell, the parameters behind it, and the dtype of most of them."""
+
+    step: Step
+    parameters: int
+    dtype: str
+
+
+def step_of(settings: Mapping[str, Any], device: torch.device) -> Stepped:
+    """A cell's step on ``device``."""
     if settings["kind"] == POLICY:
         return _policy_step(settings["size"], device)
     size, context = SIZES[settings["size"]], settings["context"]
@@ -177,7 +189,7 @@ def step_of(settings: Mapping[str, Any], device: torch.device) -> tuple[Step, in
         wanted = torch.randint(VOCABULARY, (settings["batch"], context))
     parameters = sum(weight.numel() for weight in model.parameters())
     if settings["kind"] == "forward":
-        return torch.no_grad()(partial(model, given)), parameters
+        return Stepped(torch.no_grad()(partial(model, given)), parameters, settings["dtype"])
     adam = torch.optim.AdamW(model.parameters()) if settings["kind"] == "training" else None
 
     def step() -> None:
@@ -190,10 +202,10 @@ def step_of(settings: Mapping[str, Any], device: torch.device) -> tuple[Step, in
             with record_function("optimizer"):
                 adam.step()
 
-    return step, parameters
+    return Stepped(step, parameters, settings["dtype"])
 
 
-def _policy_step(name: str, device: torch.device) -> tuple[Step, int]:
+def _policy_step(name: str, device: torch.device) -> Stepped:
     config = configuration.load(Namespace(config=name, overrides=[]))
     parts = build_parts(config, device)
     load(parts, config.policy.target)
@@ -205,7 +217,11 @@ def _policy_step(name: str, device: torch.device) -> tuple[Step, int]:
             with record_function(getattr(part, "name", "policy")):
                 part(tensors, tensors)
 
-    return step, sum(getattr(part, "parameters", 0) for part in parts)
+    networks = [part.network for part in parts if isinstance(part, NetworkPart)]
+    sizes = Counter({DTYPES[0]: 0})
+    for weight in (weight for network in networks for weight in network.parameters()):
+        sizes[str(weight.dtype).removeprefix("torch.")] += weight.numel()
+    return Stepped(step, sizes.total(), sizes.most_common(1)[0][0])
 
 
 def measure(settings: Mapping[str, Any], trace: Path, device: torch.device) -> dict[str, Any]:
@@ -213,7 +229,7 @@ def measure(settings: Mapping[str, Any], trace: Path, device: torch.device) -> d
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step, parameters = step_of(settings, device)
+    step, parameters, dtype = step_of(settings, device)
     with FlopCounterMode(display=False) as flops, MovedBytes() as moved:
         step()
     for _ in range(settings["warm"]):
@@ -235,7 +251,12 @@ def measure(settings: Mapping[str, Any], trace: Path, device: torch.device) -> d
     seen.export_chrome_trace(str(trace))
     found = findings(read_kineto(trace), pass_name=STEP)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    counts = {"parameters": parameters, "flops": flops.get_total_flops(), "bytes": moved.total}
+    counts = {
+        "parameters": parameters,
+        "dtype": dtype,
+        "flops": flops.get_total_flops(),
+        "bytes": moved.total,
+    }
     return {"ms": ms, "peak_bytes": peak} | counts | _shares(found)
 
 
@@ -258,17 +279,17 @@ def _shares(found: TraceFindings) -> dict[str, Any]:
     }
 
 
-def peaks(dtype: str, device: torch.device) -> dict[str, float]:
-    """The roof in this process: FLOP/s of a square product, bytes/s of a copy (read and write)."""
-    side = PEAK_SIDE if device.type == "cuda" else PEAK_SIDE // 8
-    count = PEAK_BYTES if device.type == "cuda" else PEAK_BYTES // 8
-    with device:
-        a = torch.randn(side, side, dtype=getattr(torch, dtype))
-        source = torch.zeros(count, dtype=torch.uint8)
-        target = torch.empty_like(source)
-    product_s = _seconds(lambda: a @ a, device)
-    copy_s = _seconds(lambda: target.copy_(source), device)
-    return {"flops": 2 * side**3 / product_s, "bytes": 2 * count / copy_s}
+def peaks(device: torch.device) -> dict[str, float]:
+    """The roof here: FLOP/s of a square product by dtype, bytes/s of a copy (read and write)."""
+    side = PEAK_SIDE if device.type == "cuda" else PEAK_SIDE // 16
+    count = PEAK_BYTES if device.type == "cuda" else PEAK_BYTES // 16
+    found = {}
+    for dtype in DTYPES:
+        a = torch.randn(side, side, dtype=getattr(torch, dtype), device=device)
+        found[dtype] = 2 * side**3 / _seconds(partial(torch.matmul, a, a), device)
+    source = torch.zeros(count, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return found | {"bytes": 2 * count / _seconds(partial(target.copy_, source), device)}
 
 
 def _seconds(step: Step, device: torch.device) -> float:
@@ -297,10 +318,10 @@ def main() -> None:
         order = json.loads(line)
         device = torch.device(order["device"])
         try:
-            if "peaks" in order:
-                found = peaks(order["peaks"], device) | {"environment": environment(device)}
-            else:
+            if "settings" in order:
                 found = measure(order["settings"], Path(order["trace"]), device)
+            else:
+                found = {"peaks": peaks(device), "environment": environment(device)}
             found |= {"status": "done"}
         except torch.OutOfMemoryError as error:
             found = {"status": "out of memory", "why": str(error).splitlines()[0]}
