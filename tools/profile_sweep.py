@@ -77,7 +77,7 @@ class Worker:
         self._end()
 
     def ask(self, **order: Any) -> Result:
-        """What the worker answers; a status that is not ``done`` says how it failed."""
+        """The answer of the worker; a status that is not ``done`` says how the order failed."""
         process = self._process = self._process or self._begin()
         assert process.stdin is not None
         assert process.stdout is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import profile_sweep
 import pytest
-from bench.profile_cells import SIZES, LanguageModel, step_of
+from bench.profile_cells import SIZES, TokenDecoder, step_of
 from profile_sweep import Worker, main
 from torch import device
 
@@ -102,7 +102,7 @@ def test_the_family_has_the_sizes_that_it_is_named_after() -> None:
     assert set(millions) == set(profile_sweep.FAMILY)
     with device("meta"):
         counts = {
-            name: sum(weight.numel() for weight in LanguageModel(SIZES[name], 16).parameters())
+            name: sum(weight.numel() for weight in TokenDecoder(SIZES[name], 16).parameters())
             for name in millions
         }
     for name, count in millions.items():

@@ -71,7 +71,7 @@ KINDS: Final = ("forward", "forward_backward", "training")
 POLICY: Final = "chunk"  # the kind of a shipped policy: one row's window to its actions
 
 
-class Attention(nn.Module):
+class WrittenAttention(nn.Module):
     """Causal self-attention written out: scores, softmax and values are operations of their own."""
 
     def __init__(self, size: Size) -> None:
@@ -109,7 +109,7 @@ class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.norm_attend, self.norm_feed = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
-        self.attend = Attention(size)
+        self.attend = WrittenAttention(size)
         self.gate = nn.Linear(size.width, size.feed_forward, bias=False)
         self.widen = nn.Linear(size.width, size.feed_forward, bias=False)
         self.narrow = nn.Linear(size.feed_forward, size.width, bias=False)
@@ -123,7 +123,7 @@ class Block(nn.Module):
             return x + fed
 
 
-class LanguageModel(nn.Module):
+class TokenDecoder(nn.Module):
     """Tokens ``[B, T]`` to logits ``[B, T, VOCABULARY]``."""
 
     def __init__(self, size: Size, context: int) -> None:
@@ -184,7 +184,7 @@ def step_of(settings: Mapping[str, Any], device: torch.device) -> Stepped:
     dtype = getattr(torch, settings["dtype"])
     torch.manual_seed(0)
     with device:
-        model = LanguageModel(size, context).to(dtype)
+        model = TokenDecoder(size, context).to(dtype)
         given = torch.randint(VOCABULARY, (settings["batch"], context))
         wanted = torch.randint(VOCABULARY, (settings["batch"], context))
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -225,7 +225,7 @@ def _policy_step(name: str, device: torch.device) -> Stepped:
 
 
 def measure(settings: Mapping[str, Any], trace: Path, device: torch.device) -> dict[str, Any]:
-    """What one cell's steps take, back to back and in a trace; operations and bytes are counted."""
+    """Times, counts and shares of one cell; its trace stays in ``trace``."""
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -305,7 +305,7 @@ def _seconds(step: Step, device: torch.device) -> float:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a result belongs to, beside its settings."""
+    """The library and the device that a result belongs to."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"torch": str(torch.__version__), "device": name}
 
