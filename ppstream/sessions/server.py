@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
 ENDING: Final = frozenset({"draining", "stopped"})  # phases in which nobody is admitted
-OPENING: Final = (Hello, Describe)  # of those who need no session
 
 
 class Sessions:
@@ -199,12 +198,13 @@ class Sessions:
             if line := foreign_version(frame.body):
                 self._refuse(frame.peer, "version", [line])
             return 0
-        if isinstance(message, OPENING):
+        if type(message) is Hello:  # a tenth of the time of isinstance, which samples pay, too
             self._counts.frames_handled += 1
-            if isinstance(message, Hello):
-                self._hello(frame.peer, message, now_ns)
-            else:
-                self._describe(frame.peer, message)
+            self._hello(frame.peer, message, now_ns)
+            return 0
+        if type(message) is Describe:
+            self._counts.frames_handled += 1
+            self._describe(frame.peer, message)
             return 0
         if session is None or session.id != message.session:
             self._drop("stranger")

@@ -9,7 +9,7 @@ chunk's ``Provenance`` holds durations only, each measured by one clock.
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final, Protocol, final
 
 import msgspec
 from msgspec import Meta
@@ -75,6 +75,7 @@ class StreamDeclaration(Message, frozen=True):
     encoding: Name = "raw"
 
 
+@final
 class Hello(Message, frozen=True, tag=1):
     """A robot asks for a session.
 
@@ -201,6 +202,7 @@ class RobotState(Message, frozen=True, tag=10):
     chunk_gap_ns: Count  # longest time without a new action chunk while the run was ready
 
 
+@final
 class Describe(Message, frozen=True, tag=11):
     """A robot asks for the run's contract, with or without a session (since 1.2, not in all)."""
 
