@@ -184,13 +184,8 @@ def _pace(report: RunReport) -> str:
 def _first_step(report: RunReport) -> str:
     """The remedy of the worst: a robot without actions, a shallow queue, then the limit."""
     service, model, cut = report.service, report.model, report.better_cut
-    if service is not None and (longest_ns := longest_gap_ns(service)) is not None:
-        lease_ns = service.gaps.limit_ns if service.gaps is not None else longest_ns
-        if longest_ns > lease_ns:
-            return (
-                f"first find out why a robot once had no new chunk for {in_ms(longest_ns)} ms, "
-                f"longer than the lease of {in_ms(lease_ns)} ms{_silent_stream(service)}"
-            )
+    if service is not None and (trouble := _trouble(service)):
+        return f"first {_busy_machine(report)}find out why {trouble}"
     if _has_time_to_spare(report):
         return "there is nothing to do"
     if cut is not None:
@@ -205,6 +200,25 @@ def _first_step(report: RunReport) -> str:
         "overhead-limited": "for more, give it CPUs of its own",
         "serialized": "for more, see below what each stage waits for",
     }.get(report.limited_by or "", "there is nothing to do")
+
+
+def _trouble(service: ServiceReport) -> str:
+    """Of a robot that had no actions for longer than a lease, once or in all."""
+    longest_ns, held_ns = longest_gap_ns(service), _held_ns(service)
+    if longest_ns is None or service.gaps is None:
+        return ""
+    lease = f"the lease of {in_ms(service.gaps.limit_ns)} ms"
+    if longest_ns > service.gaps.limit_ns:
+        once = f"a robot once had no new chunk for {in_ms(longest_ns)} ms, longer than {lease}"
+        return once + _silent_stream(service)
+    if held_ns > service.gaps.limit_ns:
+        holds = sum(robot.holds or 0 for robot in service.robots)
+        return f"robots held {holds} times, {in_ms(held_ns)} ms in all, for want of young actions"
+    return ""
+
+
+def _held_ns(service: ServiceReport) -> int:
+    return sum(robot.held_ns or 0 for robot in service.robots)
 
 
 def _silent_stream(service: ServiceReport) -> str:
@@ -307,11 +321,10 @@ def _gap_figure(service: ServiceReport | None) -> Figure:
         return Figure("longest gap", "unknown", "no robot was served")
     note, is_bad = "without a new chunk", False
     if service.gaps is not None:
-        is_bad = longest_ns > service.gaps.limit_ns
+        is_bad = max(longest_ns, _held_ns(service)) > service.gaps.limit_ns
         lease = f"the lease of {in_ms(service.gaps.limit_ns)} ms"
         note += f" in service; {service.gaps.above} above {lease}"
-    held_ns = sum(robot.held_ns or 0 for robot in service.robots)
-    if held_ns:
+    if held_ns := _held_ns(service):
         note += f"; robots held for {in_ms(held_ns)} ms"
     return Figure("longest gap", f"{in_ms(longest_ns)} ms", note, is_bad)
 

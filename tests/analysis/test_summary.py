@@ -113,6 +113,22 @@ def test_a_robot_s_own_account_of_its_longest_gap_counts_before_rank_0_s() -> No
     assert service["chunks_per_s"] == pytest.approx(25.0)  # the pause is no slower rate
 
 
+def test_a_robot_that_held_longer_than_a_lease_comes_before_any_advice_on_speed() -> None:
+    golden = served(simulate(), period_ms=40).set("config.actions", {"lease_ms": 300.0})
+    state = {"kind": "robot_state", "session": 7, "t": 5, "chunk_gap_ns": ms(44)}
+    golden.tell(state | {"holds": 9, "held_ns": ms(500)}, machine())
+    report = judged(golden)
+    assert report.verdict.name == "PASS"
+    assert report.sentence.endswith(
+        "; first free the machine (load 9.5 on 2 CPUs), then find out why robots held 9 times, 500 "
+        "ms in all, for want of young actions."
+    )
+    assert report.figures[2].note.endswith("; robots held for 500 ms")
+    assert report.figures[2].is_bad
+    golden.tell(state | {"holds": 1, "held_ns": ms(20)})
+    assert judged(golden).sentence.endswith("there is nothing to do.")
+
+
 def test_service_that_was_not_like_bring_up_says_so_in_the_sentence() -> None:
     golden = served(simulate(), period_ms=40)
     golden.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 3, "held_ns": ms(4000)})

@@ -26,7 +26,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def in_a_pipe(run: Path) -> str:
-    return subprocess.run([sys.executable, TOOL, run], capture_output=True, text=True).stdout
+    """Also where others are told to force colours, as in continuous integration."""
+    command, environment = [sys.executable, TOOL, run], os.environ | {"FORCE_COLOR": "1"}
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True).stdout
 
 
 def on_a_terminal(run: Path, *options: str, **environment: str) -> str:

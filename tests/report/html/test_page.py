@@ -183,6 +183,15 @@ def test_text_has_contrast_on_what_it_stands_on(theme: str) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_failure_is_red(theme: str) -> None:
+    found = colours(theme)
+    for name in ("fail", "fail-bg"):
+        red, green, blue = found[name]
+        assert red > green
+        assert abs(green - blue) < 0.05, name  # more green than blue is brown
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("kind", BLIND)
 def test_stages_differ_for_the_colour_blind(kind: str, theme: str) -> None:
     c = colours(theme)
