@@ -22,6 +22,7 @@ SLOWED: Final = frozenset(
     | {"SERVICE_DROPPED", "SERVICE_HELD", "SERVICE_SLOWER"}
 )
 OTHERS_MIN: Final = 0.5  # CPUs that other programs take: a busy machine
+OLDER_NS: Final = 10_000  # of actions: less is not worth a word
 IDLE_SHARE: Final = 0.9  # of the full rate: a service below it has time to spare
 
 #: By kind of reason: the begin of the sentence.
@@ -60,7 +61,7 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
     "EXPIRED": (
         UNKNOWN,
         "most chunks were older than their lease when they were ready",
-        "free the machine, or lengthen actions.lease_ms",
+        "shorten the slowest stage, or lengthen actions.lease_ms",
     ),
     "DROPPED": (UNKNOWN, "most envelopes were dropped", "see below for which reason"),
     "BAD_INSTRUMENT": (
@@ -191,7 +192,9 @@ def _first_step(report: RunReport) -> str:
     if cut is not None:
         return f"for more, set placement.parts = {list(cut.placement)}"
     if model is not None and model.deeper is not None and model.deeper.is_worth:
-        return f"for more, set pipeline.d_in to {model.deeper.d_in}"
+        deep, more = model.deeper, model.deeper.gain / (model.period_ns - model.deeper.gain)
+        price = f", for actions {in_ms(deep.older)} ms older" if deep.older >= OLDER_NS else ""
+        return f"for {more:.0%} more, set pipeline.d_in to {deep.d_in}{price}"
     return {
         "output-limited": "for more, let that take the newest chunk alone",
         "stage0-limited": "for more, shorten A and C or move work of theirs into the policy",

@@ -50,7 +50,7 @@ def machine(**fields: Any) -> dict[str, Any]:
             "robots asked for 25.0; there is nothing to do.",
         ),
         (simulate(stages(c=20), PipelineForm("split")), "rank 0 sets that pace (busy 100%"),
-        (simulate(form=PipelineForm(d_in=1)), "; for more, set pipeline.d_in to 2."),
+        (simulate(form=PipelineForm(d_in=1)), "; for 50% more, set pipeline.d_in to 2."),
         (
             simulate(chain(8, 10, 6), PipelineForm("split", d_in=4)),
             "and place 2 (part_2 on cpu) sets that pace",

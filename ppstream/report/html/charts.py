@@ -122,7 +122,7 @@ def legend(names: Sequence[str], line: float) -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
     at = 0.0
     for name in names:
-        width = SAMPLE + 12 + 7.2 * len(name)
+        width = SAMPLE + 14 + 7.5 * len(name)
         if at and at + width > WIDTH:
             at, line = 0.0, line + NOTE
         found.append((at, line))
