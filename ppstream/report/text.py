@@ -192,7 +192,7 @@ def _resource_lines(score: Primary | None) -> Iterator[Row]:
     if score is None:
         return
     alone = not score.places
-    stages = {"r0": " A+B+C" if alone else " A+C", "gpu0": " A|C"}
+    stages = {"r0": " A+B+C" if alone else " A+C"}
     for name, busy_ns in score.busy_ns.items():
         share = score.utilisation[name]
         bar = "█" * round(BAR * min(1.0, share))
