@@ -69,8 +69,8 @@ def test_real_run_is_judged_as_it_was_on_its_machine(report: RunReport) -> None:
 def test_terminal_says_what_the_devices_took_and_held(report: RunReport) -> None:
     text = render(report)
     assert "device       A 0.48 ms   B 2.28 ms   C 0.16 ms\n" in text
-    assert "GPU of r0    0.13 GiB allocated   0.13 GiB reserved   0.75 GiB not torch's" in text
-    assert "GPU of r1    0.11 GiB allocated   0.12 GiB reserved   0.69 GiB not torch's" in text
+    assert "GPU rank 0   0.13 GiB allocated   0.13 GiB reserved   0.75 GiB not torch's" in text
+    assert "GPU rank 1   0.11 GiB allocated   0.12 GiB reserved   0.69 GiB not torch's" in text
     assert max(map(len, text.splitlines())) <= WIDTH
 
 

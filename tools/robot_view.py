@@ -5,8 +5,8 @@ draws recordings of the demo (``--set record.file=two.mcap``) beside one another
 first makes them: two ranks, pacing free, stage B 25 ms, and a queue as deep as each number says;
 ``--lockstep 2 4`` makes the same without a clock, so that no other load can spoil them.
 The age of an action chunk is counted from the end of its window to its decoding, on the robot's
-clock; red ones came when the last of their steps was past. Needs ``ppstream[demo,record]`` and
-Pillow.
+clock; red ones came too late to execute: the last of their steps was past. Needs
+``ppstream[demo,record]`` and Pillow.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -35,15 +36,18 @@ from ppstream_stages.cartpole.layout import ACTION_DT_NS, FALL_ANGLE_RAD, FALL_P
 STREAM: Final = "encoder"  # cart position m, pole angle rad
 POLE_M: Final = 0.45
 FRAME_MS: Final = 50
-WIDTH, SCENE, CHART = 320, 130, 110  # pixels: of a run, its scene and its chart
-METRE: Final = 130  # pixels
-MARGIN: Final = 24  # pixels
-RAIL_Y: Final = 108
+WIDTH, SCENE, CHART = 1280, 190, 190  # pixels: of all runs; a run's scene, its chart
+POLE: Final = 80  # pixels
+METRE: Final = POLE / POLE_M
+MARGIN: Final = 12  # pixels
+RAIL_Y: Final = 150
+FLOOR_RAD: Final = np.pi / 2  # a pole that has fallen so far lies on the rail's height
 AGE_MAX_MS: Final = 160
 SPAN_NS: Final = HORIZON * ACTION_DT_NS  # from a window's end to the last step of its actions
 PAPER, INK, GREY, FAINT = "#ffffff", "#222222", "#bbbbbb", "#eeeeee"
 BLUE, RED, WOOD = "#2266cc", "#cc3322", "#b07030"
-FONT: Final = ImageFont.load_default(12)
+FONT: Final = ImageFont.load_default(20)
+SMALL_FONT: Final = ImageFont.load_default(16)
 RUN: Final = (  # settings of the demo for --run
     "pipeline.pacing=free",
     "pipeline.threads=split",
@@ -71,6 +75,15 @@ class View(NamedTuple):
         down = np.abs(self.states) > (FALL_POSITION_M, FALL_ANGLE_RAD)
         found = np.flatnonzero(down.any(axis=1))
         return float(self.at_s[found[0]]) if found.size else None
+
+    def state(self, now_s: float) -> tuple[float, float]:
+        """Position and angle to draw; a pole that has come down stays there."""
+        place = min(int(self.at_s.searchsorted(now_s)), len(self.at_s) - 1)
+        position, angle = self.states[place]
+        lying = np.flatnonzero(np.abs(self.states[: place + 1, 1]) > FLOOR_RAD)
+        if lying.size:
+            angle = np.copysign(FLOOR_RAD, self.states[lying[0], 1])
+        return float(position), float(angle)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -190,50 +203,58 @@ def _palette() -> Image.Image:
 
 def draw(views: Sequence[View], now_s: float, end_s: float) -> Image.Image:
     """One frame: the runs beside one another."""
-    image = Image.new("RGB", (WIDTH * len(views), SCENE + CHART), PAPER)
-    for number, view in enumerate(views):
-        panel = Image.new("RGB", (WIDTH, SCENE + CHART), PAPER)
+    image = Image.new("RGB", (WIDTH, SCENE + CHART), PAPER)
+    edges = [round(number * WIDTH / len(views)) for number in range(len(views) + 1)]
+    for view, (left, right) in zip(views, pairwise(edges), strict=True):
+        panel = Image.new("RGB", (right - left, SCENE + CHART), PAPER)
         pen = ImageDraw.Draw(panel)
-        _scene(pen, view, now_s)
-        _chart(pen, view, now_s, end_s)
-        image.paste(panel, (number * WIDTH, 0))
+        _scene(pen, view, now_s, panel.width)
+        _chart(pen, view, now_s, end_s, panel.width)
+        if left:
+            pen.line((0, 0, 0, panel.height), GREY)
+        image.paste(panel, (left, 0))
     return image
 
 
-def _scene(pen: ImageDraw.ImageDraw, view: View, now_s: float) -> None:
-    place = min(int(view.at_s.searchsorted(now_s)), len(view.at_s) - 1)
-    position, angle = view.states[place]
-    way = WIDTH / 2 - MARGIN  # a cart that rolls away stays in sight at the edge
-    x, y = WIDTH / 2 + min(max(position * METRE, -way), way), RAIL_Y
-    tip = (x + np.sin(angle) * POLE_M * METRE, y - np.cos(angle) * POLE_M * METRE)
-    pen.line((8, y + 9, WIDTH - 8, y + 9), GREY, 2)
-    pen.rectangle((x - 14, y - 6, x + 14, y + 8), INK)
-    pen.line((x, y - 4, *tip), WOOD, 5)
-    pen.text((10, 6), view.label, INK, FONT)
+def _scene(pen: ImageDraw.ImageDraw, view: View, now_s: float, width: int) -> None:
+    position, angle = view.state(now_s)
+    way = width / 2 - MARGIN - POLE  # a cart that rolls away stays in sight, its pole, too
+    x, y = width / 2 + min(max(position * METRE, -way), way), RAIL_Y
+    tip = (x + np.sin(angle) * POLE, y - np.cos(angle) * POLE)
+    pen.line((MARGIN, y + 13, width - MARGIN, y + 13), GREY, 3)
+    pen.rectangle((x - 20, y - 9, x + 20, y + 11), INK)
+    pen.line((x, y - 6, tip[0], tip[1] - 6), WOOD, 7)
+    pen.text((MARGIN, 8), view.label, INK, FONT)
     if view.fell_s is not None and now_s >= view.fell_s:
-        pen.text((WIDTH - 10, 6), f"fell after {view.fell_s:.1f} s", RED, FONT, anchor="ra")
+        pen.text((width - MARGIN, 8), f"fell after {view.fell_s:.1f} s", RED, FONT, anchor="ra")
     else:
-        pen.text((WIDTH - 10, 6), f"{now_s:.1f} s", INK, FONT, anchor="ra")
+        pen.text((width - MARGIN, 8), f"{now_s:.1f} s", INK, FONT, anchor="ra")
 
 
-def _chart(pen: ImageDraw.ImageDraw, view: View, now_s: float, end_s: float) -> None:
-    top, bottom, left, right = SCENE + 18, SCENE + CHART - 8, 34, WIDTH - 10
+def _chart(pen: ImageDraw.ImageDraw, view: View, now_s: float, end_s: float, width: int) -> None:
+    """Ages over time; those above the red line came behind the last of their steps."""
+    top, bottom, left, right = SCENE + 38, SCENE + CHART - 30, 72, width - MARGIN
     scale_x, scale_y = (right - left) / end_s, (bottom - top) / AGE_MAX_MS
     for age_ms in (0, 50, 100, 150):
         y = bottom - age_ms * scale_y
         pen.line((left, y, right, y), FAINT if age_ms else GREY)
-        pen.text((left - 5, y), str(age_ms), GREY, FONT, anchor="rm")
+        name = f"{age_ms} ms" if age_ms == 150 else f"{age_ms}"
+        pen.text((left - 7, y), name, INK, SMALL_FONT, anchor="rm")
+    for second in range(0, round(end_s) + 1, 2):
+        x, anchor = (left + second * scale_x, "ma") if second < end_s - 1 else (right, "ra")
+        pen.text((x, bottom + 6), f"{second} s" if second else "0", INK, SMALL_FONT, anchor=anchor)
     limit = bottom - SPAN_NS / NS_PER_MS * scale_y
     pen.line((left, limit, right, limit), RED)
+    middle = bottom - 125 * scale_y  # between two grid lines
+    pen.text((right, middle), "too late to execute", RED, SMALL_FONT, anchor="rm")
     until = int(view.answered_s.searchsorted(now_s))
     for at_s, age_ms, usable in zip(
         view.answered_s[:until], view.ages_ms[:until], view.usable[:until], strict=True
     ):
         x, y = left + at_s * scale_x, bottom - min(age_ms, AGE_MAX_MS) * scale_y
-        pen.rectangle((x - 1, y - 1, x, y), BLUE if usable else RED)
+        pen.rectangle((x - 1, y - 1, x + 1, y + 1), BLUE if usable else RED)
     newest = f"{view.ages_ms[until - 1]:.0f} ms" if until else "none yet"
-    title = f"age of actions: {newest}; red: all steps past"
-    pen.text((left - 24, SCENE), title, INK, FONT)
+    pen.text((MARGIN, SCENE), f"age of the newest actions: {newest}", INK, FONT)
 
 
 def describe(view: View) -> str:

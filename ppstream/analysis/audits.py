@@ -205,7 +205,9 @@ def outstanding(run: RunLog, window: JudgedSpan) -> Audit:
         return Audit(None, note="no tSend and tRecv", missing=("tSend", "tRecv"))
     difference = (max(times) - covered) / span
     if difference > EPS:
-        return Audit(ok=False, value=difference, limit=EPS, note="mesh busy, nothing outstanding")
+        return Audit(
+            ok=False, value=difference, limit=EPS, note="policy rank busy, nothing outstanding"
+        )
     # of one thread alone: another's move is counted a moment behind its stamp
     wrong = _wrong_samples(run, window) if window.topology.threads == "serial" else 0.0
     return Audit(

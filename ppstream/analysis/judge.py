@@ -8,6 +8,9 @@ prints. The parts stand in their own files: ``segments`` (what is measured), ``s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
 from typing import Final
 
 from ppstream.analysis.audits import audit_all
@@ -35,6 +38,7 @@ from ppstream.analysis.safety_counts import QueueMaxima, queue_maxima, safety_co
 from ppstream.analysis.scores import Primary, compat, form_of, primary, resource_names
 from ppstream.analysis.segments import BRING_UP, JudgedSpan, select_window
 from ppstream.analysis.statements import Diagnosis, Model, in_ms, statements
+from ppstream.analysis.summary import figures, sentence
 from ppstream.analysis.thread_time import stage_cpu, unnamed
 from ppstream.analysis.verdict import (
     ACCEPTABLE,
@@ -87,7 +91,13 @@ def judge(
     gate = _gate(run, profile, (period_budget_ns, latency_budget_ns))
     queues = queue_maxima(e for e in run.envelopes if e.phase in window.phases)
     service = _service(run) if with_service else None
-    findings = _findings(evidence, gate, queues, service)
+    report = _report(_findings(evidence, gate, queues, service), queues, service)
+    return replace(report, sentence=sentence(report), figures=figures(report))
+
+
+def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | None) -> RunReport:
+    evidence = findings.evidence
+    run, window = evidence.run, evidence.window
     return RunReport(
         run_id=run.run_id,
         verdict=findings.verdict if service is None else worse(findings.verdict, service.verdict),
@@ -97,7 +107,7 @@ def judge(
         compat=findings.compat,
         primary=evidence.primary,
         alone=evidence.alone,
-        gate=gate,
+        gate=findings.gate,
         audits=dict(evidence.audits),
         latency=evidence.latency,
         pick_up=quantiles(pick_ups_ns(window)),
@@ -268,7 +278,16 @@ def _service(run: RunLog) -> ServiceReport | None:
         rule_counts=run.rule_counts,
         streams=tuple(ledger for ledger in found if ledger.holes is not None),
         requests=requests_of(run.config, ready),
+        chunks_per_s=_chunks_per_s(ready),
     )
+
+
+def _chunks_per_s(ready: Iterable[Envelope]) -> float | None:
+    """The usual rate: times in which no robot was there count for nothing."""
+    emits = sorted(e.tEmit for e in ready if e.is_emitted and e.tEmit is not None)
+    gaps_ns = [later - sooner for sooner, later in pairwise(emits)]
+    usual_ns = median(gaps_ns) if gaps_ns else 0
+    return 1e9 / usual_ns if usual_ns > 0 else None
 
 
 def _service_reasons(run: RunLog, ready: list[Envelope]) -> dict[str, str]:

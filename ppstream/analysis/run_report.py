@@ -45,6 +45,16 @@ class ServiceReport:
     streams: tuple[Ledger, ...] = ()
     rule_counts: RuleCounts | None = None  # ``actions`` in JSON
     requests: Requests | None = None  # of robots that ask; None: samples come by themselves
+    chunks_per_s: float | None = None  # usual rate of envelopes; None: fewer than two
+
+
+class Figure(NamedTuple):
+    """One of the seven figures that a user reads first, in words."""
+
+    name: str
+    value: str  # with its unit; "unknown" where it was not measured
+    note: str  # what it counts, with the published name in brackets
+    is_bad: bool = False  # beyond its limit
 
 
 class OldestAction(NamedTuple):
@@ -93,6 +103,8 @@ class RunReport:
     places: list[PlaceRow] = field(default_factory=list)  # ranks, rank 0 first
     better_cut: BetterCut | None = None
     requests: tuple[RobotRequests, ...] = ()  # of gateways' clients, by wire and robot
+    sentence: str = ""  # may it drive a robot, what limits it, what to do first
+    figures: tuple[Figure, ...] = ()  # seven
 
     @property
     def accepted(self) -> list[str]:
@@ -109,6 +121,8 @@ class RunReport:
         topology = self.window.topology
         return {
             "run_id": self.run_id,
+            "sentence": self.sentence,
+            "figures": [figure._asdict() for figure in self.figures],
             "verdict": self.verdict.name,
             "reasons": self.reasons,
             "accepted": self.accepted,
@@ -222,6 +236,7 @@ def _service_dict(service: ServiceReport | None, age: Quantiles | None) -> dict[
         "actions": None if service.rule_counts is None else service.rule_counts._asdict(),
         "streams": {ledger.stream: _stream_dict(ledger) for ledger in service.streams},
         "requests": None if service.requests is None else service.requests._asdict(),
+        "chunks_per_s": service.chunks_per_s,
     }
 
 

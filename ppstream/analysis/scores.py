@@ -26,6 +26,14 @@ STAGE_MIN_NS: Final = 50_000  # below this the published ratio is undefined
 HELD_MAX_NS: Final = 1_000_000  # a receipt so soon behind the decode that made room was held
 HELD_SHARE: Final = 0.1  # of the mean period
 CEILING_MIN: Final = 1.10  # of Sigma / M: below it overlap has next to nothing to hide
+RESOURCE_TITLES: Final = {
+    "r0": "rank 0",
+    "r0A": "rank 0 A",
+    "r0C": "rank 0 C",
+    "gpu0": "rank 0 GPU",
+    "mesh": "policy rank",
+    "link": "links",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +208,13 @@ def resource_names(topology: Topology, policy: tuple[str, ...] | None = None) ->
     threads = ("r0A", "r0C") if topology.threads == "split" else ("r0",)
     policy = topology.policy_names if policy is None else policy
     return (*threads, *policy, *(("gpu0",) if topology.device_stamped else ()))
+
+
+def resource_title(name: str) -> str:
+    """A serial resource for people; any other text as it is."""
+    if name.removeprefix("place").isdecimal():
+        return name.replace("place", "place ")
+    return RESOURCE_TITLES.get(name, name)
 
 
 def missing_stages(window: JudgedSpan) -> list[str]:

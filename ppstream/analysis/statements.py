@@ -19,6 +19,7 @@ from ppstream.analysis.scores import (
     Primary,
     form_of,
     missing_stages,
+    resource_title,
 )
 from ppstream.analysis.segments import BRING_UP
 from ppstream.analysis.verdict import (
@@ -119,7 +120,7 @@ def _machine(f: Diagnosis) -> Iterator[str]:
     """In every refusal, and wherever CPUs are too few."""
     machine = f.evidence.machine
     if machine is not None and (f.verdict is not Verdict.PASS or machine.is_short):
-        yield f"this machine in bring-up: {machine.text()}"
+        yield f"this machine in bring-up: {machine.text(resource_title)}"
 
 
 def _in_step(f: Diagnosis) -> Iterator[str]:
@@ -199,7 +200,7 @@ def _safety_texts(f: Diagnosis) -> dict[str, str]:
 def _unknown_texts(f: Diagnosis) -> dict[str, str]:
     window, run = f.evidence.window, f.evidence.run
     failed = [
-        f"{name}{f' ({audit.note})' if audit.note else ''}"
+        f"{name}{f' ({resource_title(audit.note)})' if audit.note else ''}"
         for name, audit in f.evidence.audits.items()
         if audit.ok is False
     ]
@@ -208,7 +209,7 @@ def _unknown_texts(f: Diagnosis) -> dict[str, str]:
     ceiling = f.evidence.primary.ceiling if f.evidence.primary else 0.0
     parts = ", ".join(f"{name}: {why}" for name, why in unaudited(f.evidence).items())
     threads = [
-        f"{name} {found.share:.0%}, {found.delay or 0:.0%} of it for want of a CPU"
+        f"{resource_title(name)} {found.share:.0%}, {found.delay or 0:.0%} of it for want of a CPU"
         for name in too_much_unnamed(f.evidence)
         if (found := f.evidence.unnamed[name])
     ]

@@ -65,8 +65,8 @@ class Machine(NamedTuple):
         names = tuple(self.thread_cpus)
         return chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1))
 
-    def text(self) -> str:
-        """For people, as in a refusal."""
+    def text(self, title: Callable[[str], str] = str) -> str:
+        """For people, as in a refusal; ``title`` names a thread for them."""
         stolen = "steal unknown" if self.steal_share is None else f"{self.steal_share:.0%} stolen"
         cpus = "1 usable CPU" if self.usable_cpus == 1 else f"{self.usable_cpus:g} usable CPUs"
         load = f"load {self.load_1min:.1f} on {cpus}, {stolen}"
@@ -75,7 +75,8 @@ class Machine(NamedTuple):
         if confined := self.confined:
             shared = {cpu for name in confined for cpu in self.thread_cpus[name]}
             listed = ", ".join(map(str, sorted(shared)))
-            return f"{load}: {' and '.join(confined)} may use CPU {listed} only, and share it"
+            names = " and ".join(map(title, confined))
+            return f"{load}: {names} may use CPU {listed} only, and share it"
         if not self.is_short:
             return load
         return f"{load}: {self.busy_threads:g} threads work at the same time and share them"

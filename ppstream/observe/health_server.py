@@ -1,9 +1,9 @@
 """One rank's door for Prometheus and probes: ``/metrics``, ``/healthz``, ``/readyz`` on loopback.
 
-Each request has a thread and a time limit in all, and of too many at once the oldest is hung up on,
-so requests that do not end keep nobody who asks and reads. One at a time is answered: what it costs
-the rank does not grow with their number. Nothing can be changed through it. Other hosts reach it
-through a collector of this one, or a tunnel.
+``/`` links to them, for a browser. Each request has a thread and a time limit in all, and of too
+many at once the oldest is hung up on, so requests that do not end keep nobody who asks and reads.
+One at a time is answered: what it costs the rank does not grow with their number. Nothing can be
+changed through it. Other hosts reach it through a collector of this one, or a tunnel.
 """
 
 from __future__ import annotations
@@ -37,6 +37,13 @@ HOST: Final = "127.0.0.1"
 REQUEST_LIMIT_S: Final = 2.0
 REQUESTS_MAX: Final = 16  # at once
 LOOK_S: Final = 0.2  # between two looks at what is over its limit
+#: For a person with a browser.
+INDEX: Final = b"""<!doctype html><meta charset="utf-8"><title>ppstream</title>
+<p>One rank of a ppstream run; <code>ppstream top</code> shows all of them.</p>
+<ul><li><a href="/healthz">/healthz</a>: phase, verdict, counts
+<li><a href="/readyz">/readyz</a>: 200 when it serves, else 503
+<li><a href="/metrics">/metrics</a>: for Prometheus</ul>
+"""
 
 
 class HealthServer:
@@ -146,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
             ok = path == "/healthz" or found["phase"] in SERVING
             body = json.dumps(found, indent=1).encode() + b"\n"
             self._answer(200 if ok else 503, "application/json", body)
+        elif path == "/":
+            self._answer(200, "text/html; charset=utf-8", INDEX)
         else:
             self._answer(404, "text/plain", b"/metrics /healthz /readyz\n")
 

@@ -22,6 +22,7 @@ import torch
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
+from ppstream.analysis.scores import resource_title
 from ppstream.analysis.segments import ALONE
 from ppstream.analysis.verdict import Verdict
 from ppstream.control.peer_process import HeldProcess, everybody, of_rank
@@ -158,7 +159,7 @@ def log_machine(rank0: Rank0Loop, meter: MachineMeter) -> None:
     machine = meter.read(rank0.thread_cpus())
     rank0.log.event("machine", **machine._asdict())
     if machine.is_short and rank0.phase == "starting":
-        logger.warning("%s", machine.text())
+        logger.warning("%s", machine.text(resource_title))
 
 
 def gate(rank0: Rank0Loop, run: Run) -> None:
@@ -273,7 +274,7 @@ def pass_or_raise(report: RunReport) -> None:
         return
     text = f"bring-up verdict {report.verdict.name}: {', '.join(report.reasons)}"
     if report.machine is not None:
-        text += f"; {report.machine.text()}"
+        text += f"; {report.machine.text(resource_title)}"
     if report.verdict is Verdict.FAIL:
         raise GateFailedError(text)
     raise GateInconclusiveError(text)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,7 +21,8 @@ from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.verdict import SEVERITY, Verdict
 from ppstream.core.errors import CompareError, LogError
 from ppstream.report.comparison import compare_folders, comparison_dict, comparison_text
-from ppstream.report.text import ASCII, render
+from ppstream.report.terminal import show
+from ppstream.report.text import Line, lines_of
 
 if TYPE_CHECKING:
     from ppstream.report.html.page import Judged
@@ -58,7 +58,7 @@ def _report(options: argparse.Namespace) -> int:
             print(f"bad input: {error}", file=sys.stderr)
             refused = True
             continue
-        _show(render(report))
+        show(lines_of(report))
         keep = options.html is not None or options.perfetto is not None
         judged.append((run if keep else _without_lines(run), report))
     _write_files(options, judged)
@@ -85,7 +85,7 @@ def _write_files(options: argparse.Namespace, judged: Sequence[Judged]) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     found = compare_folders(*options.compare, phase=options.phase)
-    _show(comparison_text(found))
+    show([Line(line) for line in comparison_text(found).split("\n")])
     if options.json is not None:
         _write_json(options.json, {"schema": SCHEMA, "comparison": comparison_dict(found)})
     return 0
@@ -125,21 +125,6 @@ def _parser() -> argparse.ArgumentParser:
         "--phase", metavar="PHASE", help="judge this phase (default: bring-up where there is any)"
     )
     return parser
-
-
-def _show(text: str) -> None:
-    """Print, in plain ASCII where the terminal cannot do better."""
-    if sys.stdout is None:  # closed by the caller, who wants the exit code alone
-        return
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        text = text.translate(ASCII).encode(encoding, "replace").decode(encoding)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader, such as head, has enough: the verdict stays what it is
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _without_lines(run: RunLog) -> RunLog:

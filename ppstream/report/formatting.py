@@ -12,13 +12,25 @@ from ppstream.core.quantiles import Quantiles
 
 APART: Final = 0.05  # scores nearer than this say the same
 LONG_WAIT: Final = 0.10  # of the published stage 0
+RARE: Final = 0.005  # a share that rounds to nothing is not shown
 
 
 def ms(value_ns: float) -> str:
     """Three significant digits, never fewer than the milliseconds themselves."""
     value = value_ns / 1e6
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:.{digits}f} ms"
+    return f"{_unsigned_zero(value, digits):.{digits}f} ms"
+
+
+def percent(share: float, digits: int = 0, *, signed: bool = False) -> str:
+    """A share for people; what rounds to nothing has no sign."""
+    value = _unsigned_zero(100 * share, digits)
+    return f"{value:{'+' if signed and value else ''}.{digits}f}%"
+
+
+def _unsigned_zero(value: float, digits: int) -> float:
+    """``value`` rounded, where nothing is ``0`` and never ``-0``."""
+    return round(value, digits) + 0.0
 
 
 def quantile_texts(found: Quantiles) -> dict[str, str]:
@@ -48,7 +60,8 @@ def imbalance_text(row: RobotRequests) -> str:
 def gib(size: float) -> str:
     """Bytes for people."""
     value = size / (1 << 30)
-    return f"{value:.{1 if abs(value) >= 10 else 2}f} GiB"
+    digits = 1 if abs(value) >= 10 else 2
+    return f"{_unsigned_zero(value, digits):.{digits}f} GiB"
 
 
 def size_text(count: int) -> str:
@@ -71,7 +84,8 @@ def why_scores_differ(report: RunReport) -> str:
     waited_ns = fmean(between(e.tRecv, e.tDecode) for e in emitted)
     if found.score > score.s and _waits_for_input(report):
         return (
-            begin + "the mesh waits for input inside the published stages, and that hides nothing"
+            begin
+            + "the policy rank waits for input inside the published stages, and that hides nothing"
         )
     if waited_ns > LONG_WAIT * found.stage0_ns:
         return begin + (

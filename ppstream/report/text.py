@@ -1,10 +1,13 @@
-"""A judged run as text for a terminal: 100 columns, verdict and statements first. Pure."""
+"""A judged run as text: 100 columns, the verdict's sentence and seven figures first. Pure.
+
+``terminal.py`` colours it; the text is the same in a pipe.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.device_times import StageOnDevice
@@ -12,46 +15,51 @@ from ppstream.analysis.memory_use import MemoryUse
 from ppstream.analysis.records import Ledger, RobotRequests, RobotStateLine
 from ppstream.analysis.run_report import RunReport, ServiceReport
 from ppstream.analysis.run_statistics import FaultSeen
-from ppstream.analysis.scores import Compat, Primary
+from ppstream.analysis.scores import Compat, Primary, resource_title
 from ppstream.core.quantiles import Quantiles, quantiles
 from ppstream.report.formatting import (
+    RARE,
     error_text,
     gib,
     imbalance_text,
     ms,
+    percent,
     quantile_texts,
     why_scores_differ,
 )
 from ppstream.report.series import input_ages_ns, latency_parts, periods_ns
 
 WIDTH: Final = 100
-LABEL: Final = 13  # columns of a row's name
+LABEL: Final = 13  # columns of a row's name, and the gap behind it
+LABEL_MAX: Final = 33  # for the sake of a long name; one that is longer has a line of its own
 NAME: Final = 26  # columns of a robot's name
 BAR: Final = 30  # columns of a full bar
 GAP: Final = "   "
-#: For terminals that know no more.
-ASCII: Final = str.maketrans({"─": "-", "█": "#", "·": ".", "±": "+-", "→": "->"})
 SHOWN_NS: Final = 10_000  # a shorter part of the latency is left out
-RARE: Final = 0.005  # a share that rounds to nothing is not shown
+
+
+class Line(NamedTuple):
+    """A line of the text, and the styles of its parts on a terminal."""
+
+    text: str
+    styles: tuple[tuple[int, int, str], ...] = ()  # from, to, style
+
+
+class Row(NamedTuple):
+    """A name, and what stands beside it."""
+
+    label: str
+    parts: Sequence[str]  # each stays whole; a string is running text
 
 
 def render(report: RunReport) -> str:
     """The whole report of one run."""
-    window = report.window
-    phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
-    head = f"{report.verdict.name}   {', '.join(report.reasons)}".rstrip()
-    if report.accepted:
-        head += "   accepted: SERVING"
-    origin = f"{report.run_id} · {phases} · {window.n} envelopes, {window.skipped} skipped"
-    if report.limited_by is not None:
-        origin += f" · {report.limited_by}"
-    lines = [
-        "─" * WIDTH,
-        *_wrap(head, 0),
-        *_wrap(origin, 0),
-        "",
-        *(line for sentence in report.statements for line in _wrap(f"· {sentence}", 2)),
-        "",
+    return "\n".join(line.text for line in lines_of(report))
+
+
+def lines_of(report: RunReport) -> list[Line]:
+    """The same with styles; of a row it is the name that has one."""
+    rows: list[str | Row] = [
         *_score_lines(report),
         *_resource_lines(report.primary),
         *_place_lines(report),
@@ -67,10 +75,55 @@ def render(report: RunReport) -> str:
         *_device_lines(report.on_device),
         *_memory_lines(report.memory),
     ]
-    return "\n".join(lines)
+    lengths = [len(row.label) + 1 for row in rows if isinstance(row, Row)]
+    width = max([LABEL, *(length for length in lengths if length <= LABEL_MAX)])
+    laid = (_laid(row, width) if isinstance(row, Row) else [Line(row)] for row in rows)
+    return [*_top_lines(report), *(line for lines in laid for line in lines)]
 
 
-def _score_lines(report: RunReport) -> Iterator[str]:
+def _top_lines(report: RunReport) -> Iterator[Line]:
+    """The sentence, the figures, where they are from, and the statements."""
+    name = report.verdict.name
+    yield Line("─" * WIDTH, ((0, WIDTH, "faint"),))
+    for number, text in enumerate(_wrap(f"{name}: {report.sentence}", 0)):
+        verdict = () if number else ((0, len(name), name),)
+        yield Line(text, ((0, len(text), "bold"), *verdict))
+    yield Line("")
+    yield from _figure_lines(report)
+    yield Line("")
+    yield from map(Line, _wrap(_origin(report), 0))
+    if report.reasons:
+        accepted = "   accepted: SERVING" if report.accepted else ""
+        for text in _wrap(f"{name}   {', '.join(report.reasons)}{accepted}", 0):
+            yield Line(text, ((0, len(name), name),) if text.startswith(name) else ())
+    yield Line("")
+    for sentence in report.statements:
+        yield from map(Line, _wrap(f"· {sentence}", 2))
+    yield Line("")
+
+
+def _figure_lines(report: RunReport) -> Iterator[Line]:
+    """A mark, name, value and note for each of the seven."""
+    names = 4 + max(len(figure.name) for figure in report.figures)
+    values = 2 + max(len(figure.value) for figure in report.figures)
+    for name, value, note, is_bad in report.figures:
+        mark = "!" if is_bad else " "
+        begin = f"{mark} {name}".ljust(names) + value.ljust(values)
+        first, *others = textwrap.wrap(note, WIDTH - len(begin), break_on_hyphens=False)
+        value_end = names + len(value)
+        marked = ((0, value_end, "FAIL"),) if is_bad else ()
+        yield Line(begin + first, ((0, names, "name"), (names, value_end, "bold"), *marked))
+        yield from (Line(" " * len(begin) + text) for text in others)
+
+
+def _origin(report: RunReport) -> str:
+    window = report.window
+    phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
+    origin = f"{report.run_id} · {phases} · {window.n} envelopes, {window.skipped} skipped"
+    return origin + ("" if report.limited_by is None else f" · {report.limited_by}")
+
+
+def _score_lines(report: RunReport) -> Iterator[Row]:
     score = report.primary
     if score is not None:
         interval = ""
@@ -89,19 +142,23 @@ def _score_lines(report: RunReport) -> Iterator[str]:
         if report.alone is not None:
             strict += f", alone {report.alone.strict:.2f}"
         parts.insert(4, strict)
-        yield from _row("primary", parts)
+        yield Row("primary", parts)
     yield from _alone_lines(report)
     yield from _published_lines(report.compat)
     why = why_scores_differ(report)
     if why:
-        yield from _wrapped_row("", why)
+        yield Row("", why)
     model = report.model
     if model is not None:
-        parts = [f"P {ms(model.period_ns)}", f"gap {model.gap:+.1%}", f"W* {model.w_star}"]
-        yield from _row("model", [*parts, f"limit {model.formula}"])
+        parts = [
+            f"P {ms(model.period_ns)}",
+            f"gap {percent(model.gap, 1, signed=True)}",
+            f"W* {model.w_star}",
+        ]
+        yield Row("model", [*parts, f"limit {model.formula}"])
 
 
-def _alone_lines(report: RunReport) -> Iterator[str]:
+def _alone_lines(report: RunReport) -> Iterator[Row]:
     """The stages by themselves: what they take with nothing beside them, and in the run."""
     alone = report.alone
     if alone is not None:
@@ -109,17 +166,17 @@ def _alone_lines(report: RunReport) -> Iterator[str]:
         for stage, ns in alone.times.stages.items():
             stretch = alone.stretch.get(stage)
             parts.append(f"{stage} {ms(ns)}" + (f" x {stretch:.2f}" if stretch else ""))
-        yield from _row("alone", [*parts, f"in turn {ms(alone.in_turn_ns)}"])
+        yield Row("alone", [*parts, f"in turn {ms(alone.in_turn_ns)}"])
     least = f"{report.gate.overlap_min:.2f}"
     accept = ", ".join(report.gate.accept) or "nothing"
     parts = [f"S and S alone from {least}", f"accepts {accept}"]
     if report.window.topology.world_size > 1:
-        yield from _row("limits", parts)
+        yield Row("limits", parts)
 
 
-def _published_lines(score: Compat | None) -> Iterator[str]:
+def _published_lines(score: Compat | None) -> Iterator[Row]:
     if score is not None:
-        yield from _row(
+        yield Row(
             "published",
             [
                 f"score {_ratio(score.score)} {'pass' if score.gate else 'fail'}",
@@ -131,26 +188,21 @@ def _published_lines(score: Compat | None) -> Iterator[str]:
         )
 
 
-def _resource_lines(score: Primary | None) -> Iterator[str]:
+def _resource_lines(score: Primary | None) -> Iterator[Row]:
     if score is None:
         return
     alone = not score.places
-    names = {
-        "r0": "r0 A+B+C" if alone else "r0 A+C",
-        "r0A": "r0 A",
-        "r0C": "r0 C",
-        "mesh": "policy B",
-        "gpu0": "gpu0 A|C",
-    }
+    stages = {"r0": " A+B+C" if alone else " A+C"}
     for name, busy_ns in score.busy_ns.items():
         share = score.utilisation[name]
         bar = "█" * round(BAR * min(1.0, share))
         busy = ms(busy_ns / score.n)
-        name = name.replace("place", "B of place ")
-        yield f"{names.get(name, name):<{LABEL}}{bar:·<{BAR}} {share:4.0%}  {busy} an envelope"
+        title = resource_title(name) + stages.get(name, "")
+        title = f"B of {title}" if title.startswith("place") else title
+        yield Row(title, [f"{bar:·<{BAR}} {share:4.0%}  {busy} an envelope"])
 
 
-def _place_lines(report: RunReport) -> Iterator[str]:
+def _place_lines(report: RunReport) -> Iterator[Row]:
     """Of a chain: what each rank holds and waits for, and the hop that leaves it."""
     for place in report.places if report.window.topology.is_chain else ():
         what = ", ".join(place.parts) or ("no parts" if place.rank == 0 else "")
@@ -163,27 +215,27 @@ def _place_lines(report: RunReport) -> Iterator[str]:
             "hop": place.hop_ns,
         }
         parts += [f"{name} {ms(ns)}" for name, ns in numbers.items() if ns is not None]
-        yield from _row(f"place {place.rank}", parts)
+        yield Row(f"place {place.rank}", parts)
 
 
-def _thread_lines(report: RunReport) -> Iterator[str]:
+def _thread_lines(report: RunReport) -> Iterator[Row]:
     """Time that no stage and no wait explains, and CPU time of the stages."""
     parts = []
     for name, found in report.unnamed.items():
         delay = "unknown" if found.delay is None else f"{found.delay:.0%}"
-        parts.append(f"{name} {found.share:.0%} (waits for a CPU: {delay})")
+        parts.append(f"{resource_title(name)} {found.share:.0%} (waits for a CPU: {delay})")
     if parts:
-        yield from _row("unnamed", parts)
+        yield Row("unnamed", parts)
     parts = [
         f"{stage} {times.cpu_ns / times.stage_ns:.0%} of its time"
         for stage, times in report.cpu.items()
         if times.stage_ns > 0
     ]
     if parts:
-        yield from _row("CPU", parts)
+        yield Row("CPU", parts)
 
 
-def _audit_lines(audits: Mapping[str, Audit]) -> Iterator[str]:
+def _audit_lines(audits: Mapping[str, Audit]) -> Iterator[Row]:
     marks = {True: "ok", False: "BROKEN", None: "not run"}
     parts = []
     for name, audit in audits.items():
@@ -191,14 +243,14 @@ def _audit_lines(audits: Mapping[str, Audit]) -> Iterator[str]:
         if audit.ok is False and audit.value is not None:
             shown += f" {audit.value:+.3g}, limit {audit.limit:.3g}"
         parts.append(shown)
-    yield from _row("audits", parts)
+    yield Row("audits", parts)
 
 
-def _queue_lines(report: RunReport) -> Iterator[str]:
+def _queue_lines(report: RunReport) -> Iterator[Row]:
     topology, seen = report.window.topology, report.queues
     if topology.world_size > 1:
         form = [topology.threads, topology.order.replace("_", " ")]
-        yield from _row(
+        yield Row(
             "queues",
             [
                 f"outstanding {seen.outstanding} of {topology.d_in}",
@@ -209,36 +261,36 @@ def _queue_lines(report: RunReport) -> Iterator[str]:
         )
 
 
-def _time_lines(report: RunReport) -> Iterator[str]:
-    yield from _row("period", _quantile_parts(quantiles(periods_ns(report.window))))
-    yield from _row("latency", _quantile_parts(report.latency))
+def _time_lines(report: RunReport) -> Iterator[Row]:
+    yield Row("period", _quantile_parts(quantiles(periods_ns(report.window))))
+    yield Row("latency", _quantile_parts(report.latency))
     parts = latency_parts(report.window)
     if parts:
         shown = [f"{name} {ms(ns)}" for name, ns in parts.items() if ns >= SHOWN_NS]
-        yield from _row("  mean of it", shown)
+        yield Row("  mean of it", shown)
     if report.pick_up is not None:
         behind = "of it after the end of C on the device"
-        yield from _row("  pick-up", [*_quantile_parts(report.pick_up), behind])
+        yield Row("  pick-up", [*_quantile_parts(report.pick_up), behind])
     if report.age is not None:
-        yield from _row("age", [*_quantile_parts(report.age), "measured by the robots"])
+        yield Row("age", [*_quantile_parts(report.age), "measured by the robots"])
     if report.oldest is not None:
-        yield from _row("", [str(report.oldest)])
+        yield Row("", [str(report.oldest)])
     source = f"input ({report.input_source})" if report.input_source else "input"
     for stream, ages in input_ages_ns(report.window.emitted).items():
-        yield from _row(f"  {stream}"[: LABEL - 1], [*_quantile_parts(quantiles(ages)), source])
+        yield Row(f"  {stream}", [*_quantile_parts(quantiles(ages)), source])
 
 
-def _path_lines(path: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+def _path_lines(path: Mapping[str, Mapping[str, float]]) -> Iterator[Row]:
     parts = [
         f"{stage}: "
         + ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= RARE)
         for stage, shares in path.items()
     ]
     if parts:
-        yield from _row("starts after", parts)
+        yield Row("starts after", parts)
 
 
-def _drop_lines(found: Mapping[str, object]) -> Iterator[str]:
+def _drop_lines(found: Mapping[str, object]) -> Iterator[Row]:
     parts = [f"{found['emitted']} emitted"]
     for what in ("envelopes", "samples"):
         reasons = found[what]
@@ -247,21 +299,24 @@ def _drop_lines(found: Mapping[str, object]) -> Iterator[str]:
             parts.append(f"{what} dropped: {shown}")
     if found["imbalance"] is not None:
         parts.append("ledger off" if found["imbalance"] else "ledger balances")
-    yield from _row("items", parts)
+    yield Row("items", parts)
 
 
-def _fault_lines(faults: Sequence[FaultSeen]) -> Iterator[str]:
+def _fault_lines(faults: Sequence[FaultSeen]) -> Iterator[Row]:
     for number, fault in enumerate(faults):
-        yield from _wrapped_row("" if number else "first faults", str(fault))
+        yield Row("" if number else "first faults", str(fault))
 
 
-def _service_lines(service: ServiceReport | None) -> Iterator[str]:
+def _service_lines(service: ServiceReport | None) -> Iterator[Row]:
     if service is None:
         return
     parts = [service.limited_by or "no class"]
     if service.utilisation is not None:
         busy = {k: v for k, v in service.utilisation.items() if k != "link"}
-        parts.append("busy " + ", ".join(f"{name} {share:.0%}" for name, share in busy.items()))
+        parts.append(
+            "busy "
+            + ", ".join(f"{resource_title(name)} {share:.0%}" for name, share in busy.items())
+        )
     if service.latency is not None:
         parts += ["latency " + " ".join(_quantile_parts(service.latency))]
     if service.deadline is not None:
@@ -271,16 +326,16 @@ def _service_lines(service: ServiceReport | None) -> Iterator[str]:
         gaps = service.gaps
         parts.append(f"longest without a new chunk {ms(gaps.longest_ns)}")
         parts.append(f"{gaps.above} above {ms(gaps.limit_ns)}")
-    yield from _row("service", parts)
+    yield Row("service", parts)
     if service.rule_counts is not None:
-        yield from _row("  actions", [service.rule_counts.text])
+        yield Row("  actions", [service.rule_counts.text])
     for robot in service.robots:
-        yield from _row("  robot", _robot_parts(robot))
+        yield Row("  robot", [*_robot_parts(robot)])
     for stream in service.streams:
-        yield from _row(f"  {stream.stream}"[: LABEL - 1], _hole_parts(stream))
+        yield Row(f"  {stream.stream}", [*_hole_parts(stream)])
 
 
-def _request_lines(rows: Sequence[RobotRequests]) -> Iterator[str]:
+def _request_lines(rows: Sequence[RobotRequests]) -> Iterator[str | Row]:
     """A table of the gateway's clients, and the rows whose counts do not add up."""
     cells: list[tuple[str, ...]] = [("wire", "robot", "requests", "answered", "p50", "p99", "max")]
     for row in rows:
@@ -300,11 +355,11 @@ def _request_lines(rows: Sequence[RobotRequests]) -> Iterator[str]:
             yield f"{line}  {reason}"
         else:
             yield line
-            yield from _wrapped_row("", reason)
+            yield Row("", reason)
     for row in rows:
         if row.imbalance:
             reason = f"{row.wire} {row.robot}: {row.requests} requests, and {imbalance_text(row)}"
-            yield from _wrapped_row("  ledger off", reason)
+            yield Row("  ledger off", reason)
 
 
 def _robot_parts(robot: RobotStateLine) -> Iterator[str]:
@@ -327,17 +382,17 @@ def _hole_parts(stream: Ledger) -> Iterator[str]:
     yield "invalid targets not counted" if share is None else f"{share:.1%} of targets invalid"
 
 
-def _device_lines(stages: Sequence[StageOnDevice]) -> Iterator[str]:
+def _device_lines(stages: Sequence[StageOnDevice]) -> Iterator[Row]:
     """The device's medians, and the host's beside those that it sees differently."""
     parts = []
     for found in stages:
         host = f" (host {ms(found.host.p50_ns)})" if found.host and found.disagrees else ""
         parts.append(f"{found.stage} {ms(found.device.p50_ns)}{host}")
     if parts:
-        yield from _row("device", parts)
+        yield Row("device", parts)
 
 
-def _memory_lines(uses: Sequence[MemoryUse]) -> Iterator[str]:
+def _memory_lines(uses: Sequence[MemoryUse]) -> Iterator[Row]:
     """Of ranks with a GPU, and of those whose memory grew while they served."""
     for use in uses:
         if use.gpu is not None:
@@ -348,10 +403,10 @@ def _memory_lines(uses: Sequence[MemoryUse]) -> Iterator[str]:
             }
             parts = [f"{gib(size)} {what}" for what, size in sizes.items()]
             parts.append(f"{use.gpu.segments_grown} segments while ready")
-            yield from _row(f"GPU of r{use.rank}", [*parts, f"{use.gpu.alloc_retries} retries"])
+            yield Row(f"GPU rank {use.rank}", [*parts, f"{use.gpu.alloc_retries} retries"])
         if use.leaks:
             grown = f"grew by {gib(use.resident_grown_bytes)} while ready"
-            yield from _row(f"RAM of r{use.rank}", [f"{grown} to {gib(use.resident_max_bytes)}"])
+            yield Row(f"RAM rank {use.rank}", [f"{grown} to {gib(use.resident_max_bytes)}"])
 
 
 def _quantile_parts(found: Quantiles | None) -> list[str]:
@@ -360,22 +415,25 @@ def _quantile_parts(found: Quantiles | None) -> list[str]:
     return [f"{name} {text}" for name, text in quantile_texts(found).items()]
 
 
-def _row(label: str, parts: Iterable[str]) -> list[str]:
-    """A labelled row; parts stay whole and continue under each other."""
-    lines = [f"{label:<{LABEL}}"]
-    for part in parts:
-        gap = "" if len(lines[-1]) == LABEL else GAP
-        if gap and len(lines[-1]) + len(gap) + len(part) > WIDTH:
-            lines.append(" " * LABEL)
-            gap = ""
-        lines[-1] += gap + part
-    return lines
-
-
-def _wrapped_row(label: str, text: str) -> list[str]:
-    """A labelled row of running text."""
-    lines = textwrap.wrap(text, WIDTH - LABEL)
-    return [f"{label if not number else '':<{LABEL}}{line}" for number, line in enumerate(lines)]
+def _laid(row: Row, width: int) -> list[Line]:
+    """Lines of a row, its name in ``width`` columns; parts continue under each other."""
+    label, parts = row
+    if isinstance(parts, str):
+        texts = textwrap.wrap(parts, WIDTH - width)
+    else:
+        texts = [""]
+        for part in parts:
+            more = (GAP if texts[-1] else "") + part
+            if texts[-1] and width + len(texts[-1]) + len(more) > WIDTH:
+                texts.append(part)
+            else:
+                texts[-1] += more
+    if len(label) >= width:  # a name too long for its column stands above
+        texts.insert(0, "")
+    first, *others = texts or [""]
+    styles = ((0, len(label), "name"),)
+    under = [Line(" " * width + text) for text in others]
+    return [Line(f"{label:<{width}}{first}", styles), *under]
 
 
 def _wrap(text: str, indent: int) -> list[str]:

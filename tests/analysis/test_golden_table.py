@@ -197,7 +197,7 @@ TABLE: dict[str, Case] = {
     "dropped by nobody's fault": (nobodys_fault, "FAIL CONTENDED"),
     # ---- time without a name ---------------------------------------------------------------------
     "waits called link calls": (lambda: unnamed(stages(t_in=13)), "INCONCLUSIVE UNNAMED_TIME",
-        {"says": "r0A 69%"}),
+        {"says": "rank 0 A 69%"}),
     "link calls, waited for a CPU": (lambda: unnamed(stages(t_in=13), run_delay_ns=ms(8)), "PASS"),
     "link calls, nobody knows": (lambda: unnamed(stages(t_in=13), run_delay_ns=None), "PASS"),
     "link calls, of tiny stages": (lambda: unnamed(stages(a=0.4, b=0.9, c=0.4, x=0.01, t_in=1.3)),
@@ -389,7 +389,7 @@ TABLE: dict[str, Case] = {
                 "time and share them"}),
     "waits for a CPU, both on 0": (lambda: cpu(run(stages(0, 20, 20)), 10, 10, 10)
             .tell(machine(2, others_cpus=1.0, thread_cpus={"r0": [0], "mesh": [0]})),
-        "FAIL CONTENDED", {"says": "r0 and mesh may use CPU 0 only, and share it"}),
+        "FAIL CONTENDED", {"says": "rank 0 and policy rank may use CPU 0 only, and share it"}),
     "waits for a CPU, one on both": (lambda: cpu(run(stages(0, 20, 20)), 10, 10, 10)
             .tell(machine(2, others_cpus=1.0, thread_cpus={"r0": [0, 1], "mesh": [0]})), "PASS"),
     "waits for a CPU, no list": (lambda: cpu(run(stages(0, 20, 20)), 10, 10, 10)

@@ -16,6 +16,7 @@ from judging import judged
 from watched_ranks import Watched
 
 from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.summary import REASONS
 from ppstream.analysis.verdict import Verdict
 from ppstream.config import load
 from ppstream.pipeline.stage_c import UNUSABLE
@@ -190,6 +191,7 @@ def test_every_reason_that_can_be_printed_has_a_page() -> None:
     said = (ROOT / "ppstream/analysis/statements.py").read_text()
     own = {reason for reason in reasons if reason.startswith("SERVICE_")}  # of analysis/judge.py
     assert {reason for reason in reasons - own if f'"{reason}": ' not in said} == set()
+    assert reasons == set(REASONS)
 
 
 def test_every_reason_of_a_drop_by_user_code_has_a_page() -> None:

@@ -1,4 +1,5 @@
 import json
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -206,6 +207,13 @@ def test_port_that_is_taken_is_a_configuration_error(server: HealthServer) -> No
 def test_not_ready_is_503(server: HealthServer) -> None:
     assert get(server.port, "/readyz")[0] == 503
     assert get(server.port, "/healthz")[0] == 200
+
+
+def test_a_browser_s_first_page_links_to_all_that_is_served(server: HealthServer) -> None:
+    status, page = get(server.port, "/")
+    linked = re.findall(r'href="([^"]+)"', page)
+    assert (status, linked) == (200, ["/healthz", "/readyz", "/metrics"])
+    assert [get(server.port, path)[0] for path in linked] == [200, 503, 200]  # it is warming
 
 
 def test_client_that_says_nothing_holds_others_up_for_a_bounded_time(

@@ -28,6 +28,8 @@ BAD_INPUT = 3
 
 RUN_KEYS = {
     "run_id",
+    "sentence",
+    "figures",
     "verdict",
     "reasons",
     "accepted",
@@ -148,6 +150,7 @@ def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     assert set(service) == {
         *("class", "latency_ms", "age_ms", "deadline", "utilisation", "drops", "actions"),
         *("verdict", "reasons", "longest_without_chunk_ms", "robots", "streams", "requests"),
+        "chunks_per_s",
     }
 
 
@@ -249,9 +252,11 @@ def test_text_fits_a_hundred_columns_and_begins_with_the_verdict(number: int) ->
     report = report_of(every_kind_of_run()[number])
     lines = render(report).splitlines()
     assert max(map(len, lines)) <= WIDTH
-    assert lines[1].startswith(report.verdict.name)
-    assert all(reason in lines[1] for reason in report.reasons)
-    assert lines[4].startswith("· ")
+    first, figures, origin, statements, *_ = "\n".join(lines[1:]).split("\n\n")
+    assert " ".join(first.split()) == f"{report.verdict.name}: {report.sentence}"
+    assert len(re.findall(r"(?m)^[ !] [a-z]", figures)) == 7
+    assert all(reason in origin for reason in report.reasons)
+    assert statements.startswith("· ")
     assert json.loads(json.dumps(report.as_dict()))["verdict"]
 
 
@@ -437,7 +442,10 @@ def test_cpu_time_and_unnamed_time_are_printed_by_thread_and_stage() -> None:
     for line in golden.policy_lines:
         line |= {"cpu_b_ns": ms(0.3), "run_delay_ns": None}
     text = " ".join(render(report_of(golden)).split())
-    assert "unnamed r0A 10% (waits for a CPU: 5%) mesh 0% (waits for a CPU: unknown)" in text
+    assert (
+        "unnamed rank 0 A 10% (waits for a CPU: 5%) policy rank 0% (waits for a CPU: unknown)"
+        in text
+    )
     assert "CPU A 75% of its time B 3% of its time C 100% of its time" in text
 
 
@@ -465,7 +473,7 @@ def test_limits_and_what_is_accepted_are_printed() -> None:
     report = report_of(golden)
     text = render(report)
     assert "S and S alone from 0.20   accepts LOW_OVERLAP" in text
-    assert text.splitlines()[1] == "FAIL   LOW_OVERLAP   accepted: SERVING"
+    assert "\nFAIL   LOW_OVERLAP   accepted: SERVING\n" in text
     assert "one rank would take 19.0 ms for A, B and C in turn" in " ".join(text.split())
     assert (report.exit_code, report.as_dict()["accepted"]) == (HEALTHY, ["LOW_OVERLAP"])
     golden.manifest["config"] = {}

@@ -9,7 +9,7 @@ pytest.importorskip("mcap")
 pytest.importorskip("PIL")
 
 import robot_view
-from PIL import Image
+from PIL import Image, ImageColor
 from robot_rig import MS, make_chunk
 
 from ppstream.config import load
@@ -65,15 +65,29 @@ def test_runs_are_drawn_beside_one_another_and_told(
     assert said[0] == "two: fell after 0.5 s; actions p50 90, p99 120 ms old, 50% too late"
     assert said[1].startswith("run: fell")
     with Image.open(gif) as image:
-        assert image.size == (640, 240)
+        assert image.size == (1280, 380)
         assert 10 < image.n_frames <= 19  # equal ones are one that lasts longer
         shown = []
         for frame in (2, image.n_frames - 2):
             image.seek(frame)
             shown.append(np.asarray(image.convert("RGB")))
     differs = (shown[0] != shown[1]).any(axis=2)
-    assert differs[:130, :320].any()  # the pole
-    assert differs[130:, 320:].any()  # and the ages
+    assert differs[60:190, :640].any()  # the pole
+    assert differs[220:, 640:].any()  # and the ages
+
+
+@pytest.mark.parametrize("position", [9.0, -9.0])
+def test_a_pole_that_has_fallen_lies_whole_in_its_frame(tmp_path: Path, position: float) -> None:
+    view = robot_view.read_view(record_fall(tmp_path / "run.mcap"), "two")
+    angles = np.linspace(0, 4.0, len(view.at_s))  # down, and round under the rail
+    states = np.column_stack([np.full_like(angles, position), np.copysign(angles, position)])
+    fallen = view._replace(states=states)
+    assert fallen.state(0.9) == (position, pytest.approx(np.copysign(np.pi / 2, position)))
+    drawn = np.asarray(robot_view.draw([view, fallen, view], 0.9, 1.0))
+    wood = (drawn == ImageColor.getrgb(robot_view.WOOD)).all(axis=2)
+    rows, columns = np.nonzero(wood[:, 427:853])
+    assert columns.max() - columns.min() > 55  # from the cart's side to its end
+    assert rows.max() < robot_view.RAIL_Y
 
 
 def test_without_a_recording_it_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:

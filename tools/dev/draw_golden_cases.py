@@ -1,5 +1,7 @@
 """Draw the golden cases that ``runbooks/how-overlap-is-proven.md`` shows, and print their rows.
 
+Writes ``tests/golden/report.txt``, too: the report of a run with everything in it.
+
 Each case is a complete log whose truth is known, from the same generator that the tests judge. The
 picture shows what the log says; below it stand the published score and what the gate makes of it.
 """
@@ -17,6 +19,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
 from golden_runs import GoldenRun, simulate, stages
+from report_pages import complete
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.period_model import PipelineForm
@@ -24,8 +27,10 @@ from ppstream.analysis.run_report import RunReport
 from ppstream.report.html.page import SKELETON, STYLE
 from ppstream.report.html.timeline import timeline
 from ppstream.report.series import stretch_of
+from ppstream.report.text import render
 
 FOLDER: Final = ROOT / "runbooks" / "pictures"
+REPORT: Final = ROOT / "tests" / "golden" / "report.txt"
 
 
 def serial() -> GoldenRun:
@@ -69,7 +74,13 @@ def main() -> int:
         text, row = draw(name)
         (FOLDER / f"{name}.svg").write_text(text, encoding="utf-8")
         print(row)
+    REPORT.write_text(draw_report(), encoding="utf-8")
     return 0
+
+
+def draw_report() -> str:
+    """The text of a complete run's report."""
+    return render(judge(complete().parse())) + "\n"
 
 
 def draw(name: str) -> tuple[str, str]:

@@ -6,9 +6,11 @@ Each takes numbers and gives an SVG element, or an empty string where there is n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Final
 
 from ppstream.analysis.run_report import RunReport
+from ppstream.report.formatting import RARE, ms
 from ppstream.report.html.svg import Axis, Drawing, steps
 from ppstream.report.series import (
     Bins,
@@ -23,17 +25,22 @@ from ppstream.report.series import (
     queue_levels,
 )
 
-WIDTH: Final = 510.0
-LEFT: Final = 44.0
+WIDTH: Final = 360.0  # a narrow window's: elsewhere a chart grows, and the sheet's fonts shrink
+LEFT: Final = 54.0
 RIGHT: Final = WIDTH - 10
+ROW: Final = 33.0  # a bar below its name
+BAR: Final = 13.0
+NOTE: Final = 15.0  # a line of text
+NOTE_CHARS: Final = 48  # in it
+SAMPLE: Final = 20.0  # of a line, before its name
 MS: Final = 1e-6  # per ns
 STAGE_CLASS: Final = {"A": "a", "B": "b", "C": "c", "both links": "link", "all hops": "link"}
 RESOURCES: Final = {
-    "r0": ("r0: A + C", "c"),
-    "r0A": ("r0: A", "a"),
-    "r0C": ("r0: C", "c"),
-    "mesh": ("policy: B", "b"),
-    "gpu0": ("gpu0: A and C", "gpu"),
+    "r0": ("rank 0: A + C", "c"),
+    "r0A": ("rank 0: A", "a"),
+    "r0C": ("rank 0: C", "c"),
+    "mesh": ("policy rank: B", "b"),
+    "gpu0": ("rank 0's GPU: A and C", "gpu"),
     "link": ("links", "link"),
 }
 
@@ -43,20 +50,25 @@ def resources(report: RunReport) -> str:
     score = report.primary
     if score is None:
         return ""
-    drawing = Drawing(WIDTH, 30.0 * len(score.busy_ns) + 30, "busy share of every resource")
-    share = Axis(0, 1, 110, RIGHT - 96)
-    drawing.x_axis(Axis(0, 100, share.start, share.end), drawing.height - 24, "%", top=4)
+    drawing = Drawing(WIDTH, ROW * len(score.busy_ns) + 26, "busy share of every resource")
+    share = Axis(0, 1, 0, RIGHT)
+    drawing.x_axis(Axis(0, 100, share.start, share.end), drawing.height - 22, "%", top=4)
     for row, name in enumerate(score.busy_ns):
         busy = score.utilisation[name]
         title, kind = RESOURCES.get(name, (f"place {name.removeprefix('place')}: B", "b"))
-        title = "r0: A + B + C" if not score.places else title
-        y = 6 + 30.0 * row
-        drawing.text(0, y + 16, title, "row")
-        drawing.rect(share.start, y, share.end - share.start, 22, "back")
-        drawing.rect(share.start, y, share(min(busy, 1)) - share.start, 22, kind)
+        title = "rank 0: A + B + C" if not score.places else title
         each = score.busy_ns[name] / score.n * MS
-        drawing.text(share.end + 8, y + 16, f"{busy:.0%}  {each:.2f} ms")
+        _named_bar(drawing, row, title, f"{busy:.0%}  {each:.2f} ms")
+        top = ROW * row + NOTE + 2
+        drawing.rect(share.start, top, share.end - share.start, BAR, "back")
+        drawing.rect(share.start, top, share(min(busy, 1)) - share.start, BAR, kind)
     return str(drawing)
+
+
+def _named_bar(drawing: Drawing, row: int, name: str, value: str) -> None:
+    """The line above a bar: its name and its value, at both ends."""
+    drawing.text(0, ROW * row + NOTE - 3, name, "row")
+    drawing.text(RIGHT, ROW * row + NOTE - 3, value, "note", "end")
 
 
 def period_histogram(report: RunReport) -> str:
@@ -78,11 +90,17 @@ def age_histogram(ages_ms: Sequence[float]) -> str:
 
 
 def _histogram(bins: Bins, what: str, refs: Sequence[tuple[str, float, str]]) -> str:
+    """Bars below the lines of text, so that no bar is ever behind a text."""
     low = min([bins.low, *(value for _, value, _ in refs)])
     high = max([bins.high, *(value for _, value, _ in refs)])
-    drawing = Drawing(WIDTH, 220, f"distribution of the {what}")
+    names = [f"{name} {value:.2f} ms" for name, value, _ in refs]
+    names += [f"{bins.beyond} beyond {bins.high:.3g} ms"] if bins.beyond else []
+    places = legend(names, NOTE - 3)
+    top = places[-1][1] + 10 if places else 8.0
+    bottom = top + 140
+    drawing = Drawing(WIDTH, bottom + 26, f"distribution of the {what}")
     x = Axis(low, high, LEFT, RIGHT)
-    y = Axis(0, max(bins.counts), 186, 34)
+    y = Axis(0, max(bins.counts), bottom, top)
     drawing.y_axis(y, LEFT, RIGHT)
     for number, count in enumerate(bins.counts):
         start, end = (bins.low + bins.width * k for k in (number, number + 1))
@@ -90,15 +108,26 @@ def _histogram(bins: Bins, what: str, refs: Sequence[tuple[str, float, str]]) ->
         width = x(end) - x(start) - 0.6
         if count:
             drawing.rect(x(start), y(count), width, y(0) - y(count), "b", tip)
-    drawing.x_axis(x, 186, "ms")
-    for number, (name, value, kind) in enumerate(refs):
-        drawing.line(x(value), 30, x(value), 186, kind)
-        side = "end" if x(value) > (LEFT + RIGHT) / 2 else "start"
-        shift = -5 if side == "end" else 5
-        drawing.text(x(value) + shift, 12 + 14 * number, f"{name} {value:.2f} ms", "note", side)
-    if bins.beyond:
-        drawing.text(RIGHT, 48, f"{bins.beyond} beyond {bins.high:.3g} ms", "note", "end")
+    drawing.x_axis(x, bottom, "ms")
+    for (_, value, kind), (at, line) in zip(refs, places, strict=False):
+        drawing.line(x(value), top, x(value), bottom, kind)
+        drawing.line(at, line - 4, at + SAMPLE, line - 4, kind)
+    for name, (at, line) in zip(names, places, strict=True):
+        drawing.text(at + SAMPLE + 5, line, name, "note")
     return str(drawing)
+
+
+def legend(names: Sequence[str], line: float) -> list[tuple[float, float]]:
+    """Places of names, each with room for a sample before it, as many in a line as fit."""
+    found: list[tuple[float, float]] = []
+    at = 0.0
+    for name in names:
+        width = SAMPLE + 14 + 7.5 * len(name)
+        if at and at + width > WIDTH:
+            at, line = 0.0, line + NOTE
+        found.append((at, line))
+        at += width
+    return found
 
 
 def period_drift(report: RunReport) -> str:
@@ -135,20 +164,18 @@ def waterfall(report: RunReport) -> str:
     if not shown:
         return ""
     total = sum(shown.values())
-    drawing = Drawing(WIDTH, 24.0 * (len(shown) + 1) + 30, "parts of the latency")
-    x = Axis(0, total, 140, RIGHT - 70)
-    drawing.x_axis(x, drawing.height - 24, "ms", top=2)
+    drawing = Drawing(WIDTH, ROW * (len(shown) + 1) + 26, "parts of the latency")
+    x = Axis(0, total, 0, RIGHT)
+    drawing.x_axis(x, drawing.height - 22, "ms", top=2)
     at = 0.0
-    for row, (name, ms) in enumerate({**shown, "tA0 to tEmit": total}.items()):
-        y = 2 + 24.0 * row
-        begin = 0.0 if name == "tA0 to tEmit" else at
-        kind = (
-            "back" if begin == 0.0 and row else STAGE_CLASS.get(name.rstrip("0123456789"), "wait")
-        )
-        drawing.text(0, y + 15, name, "row")
-        drawing.rect(x(begin), y + 2, max(x(begin + ms) - x(begin), 1), 18, kind)
-        drawing.text(x(begin + max(ms, 0)) + 6, y + 15, f"{ms:.2f} ms", "note")
-        at += ms
+    for row, (name, part_ms) in enumerate({**shown, "tA0 to tEmit": total}.items()):
+        is_whole = row == len(shown)
+        begin = 0.0 if is_whole else at
+        kind = "back" if is_whole else STAGE_CLASS.get(name.rstrip("0123456789"), "wait")
+        _named_bar(drawing, row, name, ms(part_ms / MS))
+        width = max(x(begin + part_ms) - x(begin), 1)
+        drawing.rect(x(begin), ROW * row + NOTE + 2, width, BAR, kind)
+        at += part_ms
     return str(drawing)
 
 
@@ -184,11 +211,12 @@ def depths(report: RunReport) -> str:
     drawing = Drawing(WIDTH, 210, "period and latency by depth")
     x = Axis(curve[0].d_in, curve[-1].d_in, LEFT + 12, RIGHT - 12)
     tallest = max(max(d.period_ns, d.latency_ns) for d in curve) * MS
-    y = Axis(0, 1.12 * tallest, 176, 12)
+    y = Axis(0, 1.3 * tallest, 176, 12)  # room for both labels
     drawing.y_axis(y, LEFT, RIGHT, "ms")
     drawing.line(LEFT, 176, RIGHT, 176, "axis")
     for d in curve:
-        drawing.text(x(d.d_in), 192, f"D_in {d.d_in}", "tick", "middle")
+        name = f"D_in {d.d_in}" if d is curve[0] else f"{d.d_in}"
+        drawing.text(x(d.d_in), 192, name, "tick", "middle")
     drawing.path([(x(d.d_in), y(d.latency_ns * MS)) for d in curve], "curve2")
     drawing.path([(x(d.d_in), y(d.period_ns * MS)) for d in curve], "curve")
     for d in curve:
@@ -202,24 +230,30 @@ def _depth_dot(drawing: Drawing, d: ExpectedDepth, x: Axis, y: Axis, *, here: bo
     point = x(d.d_in), y(d.period_ns * MS)
     drawing.dot(*point, 6 if here else 4, "here" if here else "b", tip)
     if here:
-        drawing.text(point[0], point[1] - 11, f"{d.period_ns * MS:.1f} ms", "note", "middle")
-        high = y(d.latency_ns * MS)
-        drawing.text(point[0], high - 8, f"{d.latency_ns * MS:.1f} ms", "note", "middle")
+        drawing.text(point[0], point[1] - 11, ms(d.period_ns), "note", "middle")
+        above = min(y(d.latency_ns * MS) - 8, point[1] - 11 - NOTE)
+        drawing.text(point[0], above, ms(d.latency_ns), "note", "middle")
 
 
 def critical_path_chart(path: Mapping[str, Mapping[str, float]]) -> str:
     """Draws what the starts of each stage waited for last."""
-    drawing = Drawing(WIDTH, 44.0 * len(path) + 4, "waits before the starts of each stage")
+    notes = {
+        stage: wrap(", ".join(f"{k} {v:.0%}" for k, v in shares.items() if v >= RARE), NOTE_CHARS)
+        for stage, shares in path.items()
+    }
+    height = sum(28 + NOTE * len(lines) for lines in notes.values())
+    drawing = Drawing(WIDTH, height + 4, "waits before the starts of each stage")
     x = Axis(0, 1, 26, RIGHT)
-    for row, (stage, shares) in enumerate(path.items()):
-        y = 2 + 44.0 * row
-        drawing.text(0, y + 18, stage, "row")
+    y = 2.0
+    for stage, shares in path.items():
+        drawing.text(0, y + 15, stage, "row")
         at = 0.0
         for number, (name, share) in enumerate(shares.items()):
             kind = STAGE_CLASS[stage[0]] if number == 0 else ("wait" if number % 2 else "back")
             width = x(at + share) - x(at)
-            drawing.rect(x(at), y, width, 24, kind, f"{name}: {share:.1%}")
+            drawing.rect(x(at), y, width, 20, kind, f"{name}: {share:.1%}")
             at += share
-        note = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
-        drawing.text(26, y + 38, note, "note")
+        for number, line in enumerate(notes[stage], start=1):
+            drawing.text(26, y + 19 + NOTE * number, line, "note")
+        y += 28 + NOTE * len(notes[stage])
     return str(drawing) if path else ""

@@ -11,16 +11,14 @@ from typing import Final
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import GIB, GpuUse, MemoryUse, by_rank, with_gpu
 from ppstream.analysis.records import MemoryLine, RunLog
-from ppstream.report.formatting import gib, ms
+from ppstream.report.formatting import gib, ms, percent
+from ppstream.report.html.charts import NOTE, RIGHT, SAMPLE, WIDTH, legend
 from ppstream.report.html.svg import Axis, Drawing
 from ppstream.report.html.tables import Cell, table
 from ppstream.report.series import over_time
 
-WIDTH: Final = 510.0
-LEFT: Final = 56.0
-RIGHT: Final = WIDTH - 10
-HEIGHT: Final = 150.0
-BOTTOM: Final = 118.0
+LEFT: Final = 58.0
+PLOT: Final = 92.0  # height
 #: What of a rank is drawn, in which line, under which name.
 LINES: Final = (
     ("reserved_bytes", "curve", "reserved"),
@@ -63,18 +61,19 @@ def _chart(title: str, curves: Sequence[tuple[str, str, list[tuple[float, float]
     most = max((value for _, _, points in curves for _, value in points), default=0.0)
     if longest <= 0 or most <= 0:
         return ""
-    drawing = Drawing(WIDTH, HEIGHT, f"memory over time: {title}")
+    places = legend([name for name, _, _ in curves], 2 * NOTE - 3)
+    top = places[-1][1] + 10
+    bottom = top + PLOT
+    drawing = Drawing(WIDTH, bottom + 30, f"memory over time: {title}")
     x = Axis(0, longest, LEFT, RIGHT)
-    y = Axis(0, 1.15 * most, BOTTOM, 26)
-    drawing.text(0, 14, title, "row")
+    y = Axis(0, 1.15 * most, bottom, top)
+    drawing.text(0, NOTE - 3, title, "row")
     drawing.y_axis(y, LEFT, RIGHT, "GiB", about=3)
-    drawing.x_axis(x, BOTTOM, "s")
-    at = WIDTH / 3
-    for name, kind, points in curves:
+    drawing.x_axis(x, bottom, "s")
+    for (name, kind, points), (at, line) in zip(curves, places, strict=True):
         drawing.path([(x(t), y(value)) for t, value in points], kind)
-        drawing.path([(at, 10), (at + 22, 10)], kind)
-        drawing.text(at + 27, 14, name, "note")
-        at += 40 + 7.0 * len(name)
+        drawing.path([(at, line - 4), (at + SAMPLE, line - 4)], kind)
+        drawing.text(at + SAMPLE + 5, line, name, "note")
     return str(drawing)
 
 
@@ -121,7 +120,7 @@ def device_table(stages: Sequence[StageOnDevice]) -> str:
     rows: list[Sequence[str | Cell]] = []
     for found in stages:
         host = "same events" if found.host is None else ms(found.host.p50_ns)
-        apart = "" if found.apart is None else f"{found.apart:+.0%}"
+        apart = "" if found.apart is None else percent(found.apart, signed=True)
         alone = "" if found.alone_ns is None else ms(found.alone_ns)
         here = found.device
         device = [(ms(ns), "n") for ns in (here.p50_ns, here.p95_ns, here.max_ns)]

@@ -40,6 +40,10 @@ _OURS: Final = files("ppstream.report.html")
 STYLE: Final = _OURS.joinpath("page.css").read_text("utf-8")
 SKELETON: Final = Template(_OURS.joinpath("page.html").read_text("utf-8"))
 WORDS: Final = {"PASS": "✓ PASS", "FAIL": "✗ FAIL", "INCONCLUSIVE": "? INCONCLUSIVE"}
+MADE_UP: Final = {
+    "synthetic": " Bring-up makes these samples: a robot's own may be older.",
+    "recorded": " Bring-up plays these samples from a recording.",
+}
 Judged = tuple[RunLog, RunReport]
 
 
@@ -82,30 +86,19 @@ def _head(report: RunReport) -> str:
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.statements)
     return (
         f'<header class="{name}"><h1>{WORDS[name]}{reasons}</h1>'
+        f'<p class="lead">{escape(report.sentence)}</p>'
         f"<p>{escape(origin)}</p><ul>{sentences}</ul></header>"
     )
 
 
 def _figures(report: RunReport) -> str:
+    """Seven tiles; the sheet gives the first one two places, so that no row has a hole."""
     shown = "".join(
-        f'<div class="figure"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for value, name in _figure_values(report)
+        f'<div class="figure{" bad" if figure.is_bad else ""}"><span>{escape(figure.name)}</span>'
+        f"<b>{escape(figure.value)}</b><span>{escape(figure.note)}</span></div>"
+        for figure in report.figures
     )
-    return f'<div class="figures">{shown}</div>' if shown else ""
-
-
-def _figure_values(report: RunReport) -> Iterator[tuple[str, str]]:
-    score, latency, age = report.primary, report.latency, report.age
-    if score is not None:
-        yield ms(score.period_ns), f"period, {1e9 / score.period_ns:.1f} a second"
-        if score.s is not None and score.s_low is not None and score.s_high is not None:
-            yield f"{score.s:.2f}", f"overlap S [{score.s_low:.2f}, {score.s_high:.2f}]"
-        yield f"{score.efficiency:.2f}", "efficiency E"
-        yield f"{score.gain:.2f} ×", f"gain, of {score.ceiling:.2f} × possible"
-    if latency is not None:
-        yield ms(latency.p50_ns), f"latency p50, p95 {ms(latency.p95_ns)}, max {ms(latency.max_ns)}"
-    if age is not None:
-        yield ms(age.p50_ns), f"age at the robot p50, p95 {ms(age.p95_ns)}, max {ms(age.max_ns)}"
+    return f'<div class="figures">{shown}</div>'
 
 
 def _sections(run: RunLog, report: RunReport) -> Iterator[str]:
@@ -114,7 +107,7 @@ def _sections(run: RunLog, report: RunReport) -> Iterator[str]:
         yield _section(
             "A typical stretch",
             "Typical periods. Bold: the path of one envelope. Hatched: waiting.",
-            f'<div class="scroll">{timeline(run, stretch)}</div>{key(run.topology)}',
+            _scrolling(timeline(run, stretch), "drawn") + key(run.topology),
             wide=True,
             after=stretch_note(run, stretch),
         )
@@ -149,7 +142,7 @@ def _sections(run: RunLog, report: RunReport) -> Iterator[str]:
     yield _section(
         "Requests",
         "Of the gateway's clients: times are from receipt to answer.",
-        request_table(report.requests),
+        _scrolling(request_table(report.requests)),
         wide=True,
     )
 
@@ -164,7 +157,7 @@ def _time_sections(report: RunReport) -> Iterator[str]:
         yield _section(
             "Places and hops",
             "Means of an envelope on every rank, and of the hop that leaves it.",
-            place_table(report.places),
+            _scrolling(place_table(report.places)),
             wide=True,
         )
     yield _section(
@@ -187,7 +180,8 @@ def _time_sections(report: RunReport) -> Iterator[str]:
 def _age_sections(run: RunLog, report: RunReport) -> Iterator[str]:
     yield _section(
         "Age of the input" + (f" ({report.input_source})" if report.input_source else ""),
-        "Age of each stream's newest sample at the end of its window.",
+        "Age of each stream's newest sample at the end of its window."
+        + MADE_UP.get(report.input_source, ""),
         stream_table(run, report),
     )
     yield _section(
@@ -222,7 +216,7 @@ def _machine_sections(run: RunLog, report: RunReport) -> Iterator[str]:
     yield _section(
         "On the device",
         "Time between events on the GPU, in isolation in bring-up, and as the host measured it.",
-        device_table(report.on_device),
+        _scrolling(device_table(report.on_device)),
         after=device_note(report.on_device, report.clocks),
     )
     yield _section(
@@ -238,6 +232,12 @@ def _section(title: str, lead: str, body: str, *, wide: bool = False, after: str
     tail = f'<p class="after">{escape(after)}</p>' if after else ""
     kind = ' class="wide"' if wide else ""
     return f"<section{kind}><h2>{escape(title)}</h2><p>{escape(lead)}</p>{body}{tail}</section>"
+
+
+def _scrolling(body: str, kind: str = "") -> str:
+    """A box for what is wider than a narrow window; there the sheet says that it scrolls."""
+    classes = f"scroll {kind}".rstrip()
+    return f'<div class="{classes}">{body}</div>' if body else ""
 
 
 def _foot(run: RunLog) -> str:

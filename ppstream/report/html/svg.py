@@ -69,15 +69,17 @@ class Drawing:
         self._parts.append(f'<text {attributes} class="{kind}">{escape(text)}</text>')
 
     def x_axis(self, scale: Axis, y: float, unit: str, *, top: float | None = None) -> None:
-        """Ticks below ``y``, and grid lines up to ``top``."""
+        """Ticks below ``y``, all of them on the sheet, and grid lines up to ``top``."""
         ticks = scale.ticks()
         for number, value in enumerate(ticks):
             x = scale(value)
             if top is not None:
                 self.line(x, top, x, y, "grid")
             name = f"{value:g} {unit}" if number == len(ticks) - 1 else f"{value:g}"
-            fits = x + 4 * len(name) < self.width
-            self.text(x if fits else self.width, y + 16, name, "tick", "middle" if fits else "end")
+            half = 4 * len(name)
+            anchor = "start" if x < half else "end" if x + half > self.width else "middle"
+            at = {"start": 0.0, "end": self.width}.get(anchor, x)
+            self.text(at, y + 16, name, "tick", anchor)
         self.line(scale.start, y, scale.end, y, "axis")
 
     def y_axis(self, scale: Axis, x: float, right: float, unit: str = "", about: int = 4) -> None:

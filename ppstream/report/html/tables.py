@@ -11,11 +11,12 @@ from ppstream.analysis.place_table import PlaceRow
 from ppstream.analysis.records import RobotRequests, RunLog, Topology
 from ppstream.analysis.run_report import RunReport, ServiceReport
 from ppstream.analysis.run_statistics import FaultSeen
+from ppstream.analysis.scores import resource_title
 from ppstream.core.quantiles import quantiles
-from ppstream.report.formatting import error_text, imbalance_text, ms, quantile_texts
+from ppstream.report.formatting import error_text, imbalance_text, ms, percent, quantile_texts
 from ppstream.report.series import input_ages_ns
 
-Cell = tuple[str, str]  # text and class
+Cell = tuple[str, str] | tuple[str, str, str]  # text, class, and a note below
 _ASKS: Final = {
     "conservation": "busy + waits = time of each thread",
     "order": "stamps never run backwards",
@@ -63,7 +64,9 @@ def score_table(report: RunReport) -> str:
     if report.model is not None:
         model = report.model
         rows.append(("model's period", ms(model.period_ns), f"limit {model.formula}"))
-        rows.append(("measured against it", f"{model.gap:+.1%}", f"W* {model.w_star}"))
+        rows.append(
+            ("measured against it", percent(model.gap, 1, signed=True), f"W* {model.w_star}")
+        )
     if score is not None and score.efficiency:
         rows.append(("period / slowest stage", f"{1 / score.efficiency:.2f}", "in the run"))
     alone = report.alone
@@ -95,12 +98,12 @@ def audit_table(audits: Mapping[str, Audit]) -> str:
         word = {True: ("ok", "good"), False: ("BROKEN", "bad"), None: ("not run", "")}[audit.ok]
         counts = name == "order"
         off, limit = (
-            "" if value is None else f"{value:g}" if counts else f"{value:.1%}"
+            "" if value is None else f"{value:g}" if counts else percent(value, 1)
             for value in (audit.value, audit.limit)
         )
-        cells = (off, "n"), (limit, "n"), f"{_ASKS.get(name, '')} {_bracket(audit.note)}"
-        rows.append((name, word, *cells))
-    return table(("audit", "", "off by", "limit", ""), rows)
+        asks = " ".join(filter(None, (_ASKS.get(name), _bracket(resource_title(audit.note)))))
+        rows.append(((name, "", asks), word, (off, "n"), (limit, "n")))
+    return table(("audit", "", "off by", "limit"), rows)
 
 
 def stream_table(run: RunLog, report: RunReport) -> str:
@@ -150,7 +153,7 @@ def fault_table(faults: Sequence[FaultSeen]) -> str:
 def service_table(service: ServiceReport) -> str:
     rows: list[Sequence[str | Cell]] = [("limited by", service.limited_by or "no class")]
     for name, share in (service.utilisation or {}).items():
-        rows.append((f"{name} busy", f"{share:.0%}"))
+        rows.append((f"{resource_title(name)} busy", f"{share:.0%}"))
     if service.latency is not None:
         found = quantile_texts(service.latency).items()
         rows.append(("latency", ", ".join(f"{name} {text}" for name, text in found)))
@@ -217,8 +220,10 @@ def table(
 
 
 def _cell(cell: str | Cell) -> str:
-    text, kind = cell if isinstance(cell, tuple) else (cell, "")
-    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
+    text, kind, *notes = cell if isinstance(cell, tuple) else (cell, "")
+    below = "".join(f"<small>{escape(note)}</small>" for note in notes)
+    attribute = f' class="{kind}"' if kind else ""
+    return f"<td{attribute}>{escape(text)}{below}</td>"
 
 
 def _ratio(value: float | None) -> str:

@@ -88,15 +88,15 @@ def test_ram_that_grows_while_serving_is_said_in_the_terminal(grown_mib: int, le
         for s in range(30)
     ]
     report = judge(with_memory(*lines, ready_s=0).parse())
-    assert ("RAM of r0    grew by" in render(report)) is leaks
+    assert ("RAM rank 0   grew by" in render(report)) is leaks
 
 
 def test_terminal_shows_device_times_and_memory_of_gpus_only() -> None:
     text = render(judge(on_gpus(simulate()).parse()))
     assert "device       A 3.00 ms (host 4.00 ms)   B 9.90 ms   C 2.00 ms (host 5.00 ms)" in text
-    assert "GPU of r1    0.13 GiB allocated   0.16 GiB reserved   1.27 GiB not torch's" in text
+    assert "GPU rank 1   0.13 GiB allocated   0.16 GiB reserved   1.27 GiB not torch's" in text
     assert "   1 segments while ready\n             0 retries" in text
     assert max(map(len, text.splitlines())) <= WIDTH
     plain = render(judge(simulate().parse()))
-    assert "GPU of" not in plain
+    assert "GPU rank" not in plain
     assert "device" not in plain

@@ -183,6 +183,15 @@ def test_text_has_contrast_on_what_it_stands_on(theme: str) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_failure_is_red(theme: str) -> None:
+    found = colours(theme)
+    for name in ("fail", "fail-bg"):
+        red, green, blue = found[name]
+        assert red > green
+        assert abs(green - blue) < 0.05, name  # more green than blue is brown
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("kind", BLIND)
 def test_stages_differ_for_the_colour_blind(kind: str, theme: str) -> None:
     c = colours(theme)
@@ -214,7 +223,7 @@ def test_real_browser_shows_it_in_light_dark_print_and_narrow(tmp_path: Path) ->
             "light": {"scheme": "light"},
             "dark": {"scheme": "dark"},
             "print": {"scheme": "dark", "media": "print"},
-            "narrow": {"width": 400},
+            "narrow": {"width": 390},
         }.items():
             browser.emulate(**look)  # type: ignore[arg-type]
             browser.open(out.as_uri())
@@ -231,6 +240,60 @@ def test_real_browser_shows_it_in_light_dark_print_and_narrow(tmp_path: Path) ->
         drawn = "[...document.querySelectorAll('svg[role=img]')].every(s=>s.getBBox().width>100)"
         assert browser.evaluate(drawn)
     assert len({path.read_bytes() for path in pictures.values()}) == 4
+
+
+#: Faults that a reader sees, by the geometry of the page that is open.
+SEEN: Final = """() => {
+ const box = e => e.getBoundingClientRect(), found = [];
+ const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+  && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2;
+ for (const svg of document.querySelectorAll('svg[role]')) {
+  const texts = [...svg.querySelectorAll('text')], name = svg.getAttribute('aria-label');
+  const bars = svg.closest('.wide') ? [] : [...svg.querySelectorAll('rect')];
+  texts.forEach((text, n) => {
+   const here = box(text), sheet = box(svg);
+   if (here.left < sheet.left - 1 || here.right > sheet.right + 1 || here.top < sheet.top - 1)
+    found.push(`${name}: ${text.textContent} leaves its sheet`);
+   for (const other of [...texts.slice(n + 1), ...bars])
+    if (meet(here, box(other)))
+     found.push(`${name}: ${text.textContent} lies on ${other.textContent || 'a bar'}`);
+  });
+ }
+ const tiles = [...document.querySelectorAll('.figures')].map(row =>
+  [...row.children].map(box));
+ for (const row of tiles) {
+  const right = Math.max(...row.map(b => b.right)), rows = new Map();
+  row.forEach(b => rows.set(b.top, Math.max(b.right, rows.get(b.top) || 0)));
+  for (const end of rows.values()) if (right - end > 1) found.push('a row of tiles has a hole');
+ }
+ for (const card of document.querySelectorAll('section')) {
+  const last = card.lastElementChild, empty = box(card).bottom - box(last).bottom;
+  if (empty > 30) found.push(`${card.firstChild.textContent}: ${empty} px stay empty`);
+ }
+ const small = [...document.querySelectorAll('h1,h2,td,th,p,li,b,span,small,svg text')].filter(e =>
+  parseFloat(getComputedStyle(e).fontSize) * (e.getScreenCTM ? e.getScreenCTM().a : 1) < 11);
+ found.push(...small.map(e => `too small: ${e.textContent}`));
+ if (document.documentElement.scrollWidth > innerWidth) found.push('the page is too wide');
+ for (const e of document.querySelectorAll('section')) if (e.scrollWidth > e.clientWidth + 1)
+  found.push(`${e.firstChild.textContent} is too wide`);
+ for (const e of document.querySelectorAll('.scroll')) if (e.scrollWidth > e.clientWidth + 1
+  && !getComputedStyle(e, '::before').content.includes('scroll sideways'))
+  found.push(`${e.parentElement.firstChild.textContent} scrolls and does not say so`);
+ return [...new Set(found)];
+}"""
+
+
+@pytest.mark.skipif(find_browser() is None, reason=MISSING)
+def test_nothing_overlaps_is_too_small_or_leaves_a_hole(tmp_path: Path) -> None:
+    seen = {}
+    with Browser(tmp_path / "profile") as browser:
+        for name, make in RUNS.items():
+            (tmp_path / "report.html").write_text(page(make()))
+            browser.open((tmp_path / "report.html").as_uri())
+            for width in (390, 720, 1200):
+                browser.emulate(width=width)
+                seen[name, width] = browser.evaluate(f"({SEEN})()")
+    assert {look: faults for look, faults in seen.items() if faults} == {}
 
 
 #: What of A4 is left within margins of 12 mm, in CSS px.

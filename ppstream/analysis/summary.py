@@ -1,0 +1,381 @@
+"""The sentence and the seven figures that a user needs first, from a judged run. Pure.
+
+The sentence says whether the pipeline may drive a robot, what limits its rate and what to do first.
+``statements`` has the diagnosis behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ppstream.analysis.run_report import Figure, RunReport, ServiceReport
+from ppstream.analysis.run_statistics import HARMLESS
+from ppstream.analysis.scores import resource_title
+from ppstream.analysis.segments import BRING_UP
+from ppstream.analysis.statements import in_ms
+from ppstream.analysis.verdict import ACCEPTABLE
+
+#: Reasons that a busy machine gives.
+SLOWED: Final = frozenset(
+    {"CONTENDED", "DROPPED", "EXPIRED", "LOW_OVERLAP", "NOT_WARM", "UNNAMED_TIME"}
+    | {"SERVICE_DROPPED", "SERVICE_HELD", "SERVICE_SLOWER"}
+)
+OTHERS_MIN: Final = 0.5  # CPUs that other programs take: a busy machine
+OLDER_NS: Final = 10_000  # of actions: less is not worth a word
+IDLE_SHARE: Final = 0.9  # of the full rate: a service below it has time to spare
+
+#: By kind of reason: the begin of the sentence.
+SAFETY: Final = "Do not drive a robot with this pipeline"
+SCORE: Final = "This pipeline may not drive a robot yet"
+RELEASE: Final = "This pipeline may drive a robot, but is not fit for a release"
+UNKNOWN: Final = "Nobody can tell yet whether this pipeline may drive a robot"
+SERVICE: Final = "Look at this run before you drive a robot again"
+REPORT_IT: Final = "keep the log folder and report this fault"
+
+#: Each reason: how the sentence begins, why, and what to do first.
+REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
+    "QUEUE_BOUND": (SAFETY, "a queue held more than its bound", REPORT_IT),
+    "STALE_EMIT": (SAFETY, "it sent actions of an epoch that had ended", REPORT_IT),
+    "ORDER": (SAFETY, "it sent actions out of order or twice", REPORT_IT),
+    "EXPIRED_EMIT": (
+        SAFETY,
+        "it sent actions behind their lease",
+        "lower the latency, or lengthen actions.lease_ms",
+    ),
+    "CONTRADICTED": (
+        UNKNOWN,
+        "the folder says otherwise than its own lines",
+        "judge the folder as the run left it",
+    ),
+    "INLINE": (
+        "This pipeline serves robots from one process, and no gate has judged it",
+        "all stages run in turn",
+        "start two ranks if that is too slow: they prove their overlap before a robot may move",
+    ),
+    "MISSING_LOGS": (
+        UNKNOWN,
+        "the log lacks what a proof needs",
+        "see below what is missing, and whether a disk was full",
+    ),
+    "EXPIRED": (
+        UNKNOWN,
+        "most chunks were older than their lease when they were ready",
+        "shorten the slowest stage, or lengthen actions.lease_ms",
+    ),
+    "DROPPED": (UNKNOWN, "most envelopes were dropped", "see below for which reason"),
+    "BAD_INSTRUMENT": (
+        UNKNOWN,
+        "the log contradicts itself",
+        "correct the stamps that the failed audit names",
+    ),
+    "NOT_AUDITED": (UNKNOWN, "parts of the log could not be checked", "see below what is missing"),
+    "PERTURBED": (UNKNOWN, "a profiler or an injected fault was on", "measure again without it"),
+    "TOO_FEW": (
+        UNKNOWN,
+        "too few chunks were measured",
+        "let it run longer, or raise bringup.envelopes",
+    ),
+    "NOT_WARM": (
+        UNKNOWN,
+        "its period never became steady",
+        "look for compiles, throttling or another program",
+    ),
+    "INPUT_LIMITED": (
+        UNKNOWN,
+        "it waited for sensors, so its own limit was not measured",
+        "batch the samples at the robot",
+    ),
+    "OUTPUT_LIMITED": (
+        UNKNOWN,
+        "it waited for whoever takes the actions",
+        "let that take the newest chunk alone",
+    ),
+    "UNNAMED_TIME": (
+        UNKNOWN,
+        "a thread works outside the measured stages",
+        "find the source, hook or callback that blocks it",
+    ),
+    "NOTHING_TO_HIDE": (
+        UNKNOWN,
+        "one stage does nearly all the work, so a second rank gains next to nothing",
+        "run one rank, or cut the policy",
+    ),
+    "LOW_OVERLAP": (
+        SCORE,
+        "its ranks work too little at the same time",
+        "see below what holds them up",
+    ),
+    "CONTENDED": (
+        SCORE,
+        "its stages slow each other down",
+        "give each a CPU, a lock and a device of its own",
+    ),
+    "LOW_EFFICIENCY": (RELEASE, "its busiest rank idles too long", "see below what it waits for"),
+    "OVER_MODEL": (RELEASE, "time is lost outside the stages", "see below what starts wait for"),
+    "PERIOD_BUDGET": (RELEASE, "its chunks come too seldom", "shorten the stage that limits it"),
+    "LATENCY_BUDGET": (RELEASE, "its actions come too late", "shorten the stages, or lower D_in"),
+    "SERVICE_SLOWER": (SERVICE, "", "find what the service does and bring-up does not"),
+    "SERVICE_HELD": (SERVICE, "", "see below how long it had no new chunk, and why"),
+    "SERVICE_DROPPED": (SERVICE, "", "remove the reason that most of them name"),
+}
+
+
+def sentence(report: RunReport) -> str:
+    """May this pipeline drive a robot, what limits its rate, what to do first."""
+    if report.reasons and not report.accepted:
+        return _refusal(report)
+    because = ""
+    if report.accepted:
+        because = f", because bringup.accept has {', '.join(report.accepted)}"
+    return f"This pipeline may drive your robot{because}: {_pace(report)}; {_first_step(report)}."
+
+
+def _refusal(report: RunReport) -> str:
+    code, more = report.reasons[0], len(report.reasons) - 1
+    begin, why, remedy = REASONS[code]
+    is_bringup = report.window.phases == {BRING_UP}
+    if begin == SERVICE and report.service is not None:
+        passed = "bring-up" if is_bringup else "the judged phase"
+        why = f"{passed} passed, then {report.service.reasons.get(code, '')}"
+    if code == "INPUT_LIMITED" and not is_bringup:
+        remedy = "judge its bring-up, which runs at full speed"
+    if code == "INLINE" and report.primary is not None:
+        why += f" and give {_rate(report)} chunks/s"
+    if set(report.reasons) <= set(ACCEPTABLE):
+        enough = "it is" if report.primary is None else f"{_rate(report)} chunks/s are"
+        remedy += f", or accept it with bringup.accept if {enough} enough for you"
+    if code in SLOWED:
+        remedy = _busy_machine(report) + remedy
+    codes = code + (f" and {more} more" if more else "")
+    return f"{begin}: {why} ({codes}); first {remedy}."
+
+
+def _busy_machine(report: RunReport) -> str:
+    machine = report.machine
+    if machine is None:
+        return ""
+    if not machine.is_short and (machine.others_cpus or 0.0) < OTHERS_MIN:
+        return ""
+    cpus = "1 CPU" if machine.usable_cpus == 1 else f"{machine.usable_cpus:g} CPUs"
+    return f"free the machine (load {machine.load_1min:.1f} on {cpus}), then "
+
+
+def _pace(report: RunReport) -> str:
+    """The rate, and what sets it."""
+    served = None if report.service is None else report.service.chunks_per_s
+    if report.primary is None:
+        return "its rate was not measured"
+    full = f"it gives {_rate(report)} chunks/s"
+    if _has_time_to_spare(report) and served is not None:
+        return f"{full}, and in service its robots asked for {served:.1f}"
+    busy = f"busy {_busiest(report):.0%} of the time"
+    limits = {
+        "output-limited": "whoever takes the actions sets that pace",
+        "input-limited": "its sensors set that pace",
+        "stage0-limited": f"rank 0 sets that pace ({busy})",
+        "stage1-limited": f"{_policy_rank(report)} sets that pace ({busy})",
+        "window-limited": "too few envelopes may be under way to be faster",
+        "serialized": "its stages run in turn",
+        "overhead-limited": "neither a stage nor a queue sets that pace",
+    }
+    return f"{full}, and {limits.get(report.limited_by or '', 'nothing limits it by name')}"
+
+
+def _first_step(report: RunReport) -> str:
+    """The remedy of the worst: a robot without actions, a shallow queue, then the limit."""
+    service, model, cut = report.service, report.model, report.better_cut
+    if service is not None and (trouble := _trouble(service)):
+        return f"first {_busy_machine(report)}find out why {trouble}"
+    if _has_time_to_spare(report):
+        return "there is nothing to do"
+    if cut is not None:
+        return f"for more, set placement.parts = {list(cut.placement)}"
+    if model is not None and model.deeper is not None and model.deeper.is_worth:
+        deep, more = model.deeper, model.deeper.gain / (model.period_ns - model.deeper.gain)
+        price = f", for actions {in_ms(deep.older)} ms older" if deep.older >= OLDER_NS else ""
+        return f"for {more:.0%} more, set pipeline.d_in to {deep.d_in}{price}"
+    return {
+        "output-limited": "for more, let that take the newest chunk alone",
+        "stage0-limited": "for more, shorten A and C or move work of theirs into the policy",
+        "stage1-limited": "for more, make the policy faster or cut it over more ranks",
+        "window-limited": "for more, see below what A waits for",
+        "overhead-limited": "for more, give it CPUs of its own",
+        "serialized": "for more, see below what each stage waits for",
+    }.get(report.limited_by or "", "there is nothing to do")
+
+
+def _trouble(service: ServiceReport) -> str:
+    """Of a robot that had no actions for longer than a lease, once or in all."""
+    longest_ns, held_ns = longest_gap_ns(service), _held_ns(service)
+    if longest_ns is None or service.gaps is None:
+        return ""
+    lease = f"the lease of {in_ms(service.gaps.limit_ns)} ms"
+    if longest_ns > service.gaps.limit_ns:
+        once = f"a robot once had no new chunk for {in_ms(longest_ns)} ms, longer than {lease}"
+        return once + _silent_stream(service)
+    if held_ns > service.gaps.limit_ns:
+        holds = sum(robot.holds or 0 for robot in service.robots)
+        return f"robots held {holds} times, {in_ms(held_ns)} ms in all, for want of young actions"
+    return ""
+
+
+def _held_ns(service: ServiceReport) -> int:
+    return sum(robot.held_ns or 0 for robot in service.robots)
+
+
+def _silent_stream(service: ServiceReport) -> str:
+    """The stream with the longest hole, where there is one."""
+    holed = [ledger for ledger in service.streams if ledger.holes and not ledger.is_on_request]
+    if not holed:
+        return ""
+    worst = max(holed, key=lambda ledger: ledger.longest_hole_ns or 0)
+    return f" ({worst.stream} was silent for up to {in_ms(worst.longest_hole_ns or 0)} ms)"
+
+
+def _has_time_to_spare(report: RunReport) -> bool:
+    """A service whose input sets the pace, below what bring-up reached."""
+    service, score = report.service, report.primary
+    if service is None or score is None or service.chunks_per_s is None:
+        return False
+    in_bringup = report.window.phases == {BRING_UP}
+    slower = service.chunks_per_s < IDLE_SHARE * 1e9 / score.period_ns
+    return in_bringup and slower and service.limited_by == "input-limited"
+
+
+def longest_gap_ns(service: ServiceReport) -> int | None:
+    """The longest time without a new chunk, by the robots where they say it, else by rank 0."""
+    told = [robot.chunk_gap_ns for robot in service.robots if robot.chunk_gap_ns is not None]
+    if told:
+        return max(told)
+    return None if service.gaps is None else service.gaps.longest_ns
+
+
+def limiting(report: RunReport) -> str:
+    """The rank, place or thing that sets the period, in few words."""
+    score = report.primary
+    if score is not None and report.limited_by == "stage1-limited":
+        return resource_title(max(score.places, key=lambda name: score.places[name]))
+    return {
+        "output-limited": "who takes the actions",
+        "input-limited": "the sensors",
+        "stage0-limited": "rank 0",
+        "window-limited": f"D_in = {report.window.topology.d_in}",
+        "serialized": "stages in turn",
+        "overhead-limited": "none by name",
+    }.get(report.limited_by or "", "not known")
+
+
+def _policy_rank(report: RunReport) -> str:
+    """The slowest one: in a chain with its parts and its device."""
+    name, topology = limiting(report), report.window.topology
+    place = name.removeprefix("place ")
+    return topology.title(int(place)) if place.isdecimal() else f"the {name}"
+
+
+def figures(report: RunReport) -> tuple[Figure, ...]:
+    """Seven, in the order of a user's questions; what was not measured says so."""
+    return (
+        _rate_figure(report),
+        _age_figure(report),
+        _gap_figure(report.service),
+        *_score_figures(report),
+        _limit_figure(report),
+        _lost_figure(report),
+    )
+
+
+def _rate_figure(report: RunReport) -> Figure:
+    score, service = report.primary, report.service
+    if score is None:
+        return Figure("rate", "unknown", "too little was measured")
+    note = f"one every {in_ms(score.period_ns)} ms (period P)"
+    if report.window.phases == {BRING_UP}:
+        note += " at full speed"
+        if service is not None and service.chunks_per_s is not None:
+            note += f"; {service.chunks_per_s:.1f} in service"
+    return Figure("rate", f"{_rate(report)} chunks/s", note)
+
+
+def _age_figure(report: RunReport) -> Figure:
+    """By the robots' clocks where they measure it, else rank 0's part of it."""
+    service = report.service
+    found = report.age
+    where = "at the robot"
+    if found is None:
+        found = report.latency if service is None or service.latency is None else service.latency
+        where = "from window to actions on rank 0 (latency); no robot measured its own"
+    if found is None:
+        return Figure("age", "unknown", "no chunk came through")
+    p99_ns = found.reported_p99_ns
+    tail, name = (found.max_ns, "max") if p99_ns is None else (p99_ns, "p99")
+    note = f"p50 and {name} {where}"
+    oldest, is_bad = report.oldest, False
+    if report.age is not None and oldest is not None:
+        limit = "" if oldest.limit_ns is None else f" of {in_ms(oldest.limit_ns)} allowed"
+        note += f"; oldest executed {in_ms(oldest.age_ns)}{limit}"
+        is_bad = oldest.limit_ns is not None and oldest.age_ns > oldest.limit_ns
+    return Figure("age", f"{in_ms(found.p50_ns)} / {in_ms(tail)} ms", note, is_bad)
+
+
+def _gap_figure(service: ServiceReport | None) -> Figure:
+    longest_ns = None if service is None else longest_gap_ns(service)
+    if service is None or longest_ns is None:
+        return Figure("longest gap", "unknown", "no robot was served")
+    note, is_bad = "without a new chunk", False
+    if service.gaps is not None:
+        is_bad = max(longest_ns, _held_ns(service)) > service.gaps.limit_ns
+        lease = f"the lease of {in_ms(service.gaps.limit_ns)} ms"
+        note += f" in service; {service.gaps.above} above {lease}"
+    if held_ns := _held_ns(service):
+        note += f"; robots held for {in_ms(held_ns)} ms"
+    return Figure("longest gap", f"{in_ms(longest_ns)} ms", note, is_bad)
+
+
+def _score_figures(report: RunReport) -> tuple[Figure, Figure]:
+    """The overlap, and what it gains."""
+    score, least = report.primary, report.gate.overlap_min
+    if score is None or score.s is None or score.s_low is None or score.s_high is None:
+        why = "too little was measured" if score is None else "no two stages ran at the same time"
+        return Figure("overlap", "unknown", why), Figure("gain", "unknown", why)
+    overlap = Figure(
+        "overlap",
+        f"{score.s:.2f}",
+        f"share of what overlap can save (S [{score.s_low:.2f}, {score.s_high:.2f}]); "
+        f"the gate wants {least:.2f}",
+        score.s_low < least,
+    )
+    note = f"the speed of one rank (G); {score.ceiling:.2f} x is possible"
+    return overlap, Figure("gain", f"{score.gain:.2f} x", note)
+
+
+def _limit_figure(report: RunReport) -> Figure:
+    if report.primary is None or report.limited_by is None:
+        return Figure("limit", "unknown", "too little was measured")
+    note = f"busiest rank {_busiest(report):.0%} (E); {report.limited_by}"
+    if report.service is not None and report.service.limited_by is not None:
+        note += f"; in service {report.service.limited_by}"
+    return Figure("limit", limiting(report), note)
+
+
+def _lost_figure(report: RunReport) -> Figure:
+    """Envelopes of service, or of the whole run where nothing was served."""
+    found = report.drops if report.service is None else report.service.drops
+    where = "" if report.service is None else " in service"
+    reasons, emitted = found["envelopes"], found["emitted"]
+    if not isinstance(reasons, Mapping) or not isinstance(emitted, int):
+        return Figure("lost", "unknown", "the log counts no envelopes")
+    lost = {reason: n for reason, n in reasons.items() if reason not in HARMLESS}
+    total = emitted + sum(lost.values())
+    note = f"envelopes dropped{where}" + "".join(f", {n} {reason}" for reason, n in lost.items())
+    if report.drops["imbalance"]:
+        note += "; the ledger does not balance"
+    return Figure("lost", f"{sum(lost.values())} of {total}", note, bool(report.drops["imbalance"]))
+
+
+def _rate(report: RunReport) -> str:
+    return "?" if report.primary is None else f"{1e9 / report.primary.period_ns:.1f}"
+
+
+def _busiest(report: RunReport) -> float:
+    return 0.0 if report.primary is None else report.primary.efficiency

@@ -1,0 +1,164 @@
+"""The first sentence and the seven figures: what a robotics engineer reads before anything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from golden_runs import GoldenRun, chain, ms, simulate, stages
+from judging import judged
+
+from ppstream.analysis.period_model import PipelineForm
+
+NAMES = ["rate", "age", "longest gap", "overlap", "gain", "limit", "lost"]
+
+
+def served(golden: GoldenRun, *, period_ms: float, pause_ms: float = 0) -> GoldenRun:
+    """The run, and a service behind it whose input comes so often, with one pause."""
+    ready = simulate(stages(t_in=period_ms), phase="ready", pacing="sample", epoch=1)
+    ready.later(10_000).later(pause_ms, slice(200, None))
+    golden.lines += ready.lines
+    golden.policy_lines += ready.policy_lines
+    return golden
+
+
+def serialized() -> GoldenRun:
+    return simulate(form=PipelineForm("serial", "decode_first"))
+
+
+def inline() -> GoldenRun:
+    return serialized().set("topology.world_size", 1)
+
+
+def machine(**fields: Any) -> dict[str, Any]:
+    event = {"kind": "event", "name": "machine", "t": 5, "usable_cpus": 2, "busy_threads": 2}
+    return event | {"load_1min": 9.5, "steal_share": 0.0, "others_cpus": 1.4} | fields
+
+
+@pytest.mark.parametrize(
+    ("golden", "says"),
+    [
+        (
+            simulate(),
+            "This pipeline may drive your robot: it gives 100.0 chunks/s, and the policy rank sets "
+            "that pace (busy 100% of the time); for more, make the policy faster or cut it over "
+            "more ranks.",
+        ),
+        (
+            served(simulate(), period_ms=40),
+            "This pipeline may drive your robot: it gives 100.0 chunks/s, and in service its "
+            "robots asked for 25.0; there is nothing to do.",
+        ),
+        (simulate(stages(c=20), PipelineForm("split")), "rank 0 sets that pace (busy 100%"),
+        (simulate(form=PipelineForm(d_in=1)), "; for 50% more, set pipeline.d_in to 2."),
+        (
+            simulate(chain(8, 10, 6), PipelineForm("split", d_in=4)),
+            "and place 2 (part_2 on cpu) sets that pace",
+        ),
+        (
+            serialized(),
+            "This pipeline may not drive a robot yet: its ranks work too little at the same time "
+            "(LOW_OVERLAP); first see below what holds them up, or accept it with bringup.accept "
+            "if 50.0 chunks/s are enough for you.",
+        ),
+        (
+            serialized().tell(machine()),
+            "first free the machine (load 9.5 on 2 CPUs), then see below what holds them up",
+        ),
+        (serialized().tell(machine(others_cpus=0.1)), "; first see below"),
+        (
+            serialized().set("config.bringup", {"accept": ["LOW_OVERLAP"]}),
+            "This pipeline may drive your robot, because bringup.accept has LOW_OVERLAP: it gives",
+        ),
+        (simulate(n=60), "Nobody can tell yet whether this pipeline may drive a robot: too few"),
+        (inline(), "from one process, and no gate has judged it: all stages run in turn and give"),
+        (
+            simulate().put(at=slice(200, 201), outstanding_max=9),
+            "Do not drive a robot with this pipeline: a queue held more than its bound (QUEUE_BOUN",
+        ),
+    ],
+)
+def test_sentence_says_whether_to_drive_what_limits_and_what_to_do(
+    golden: GoldenRun, says: str
+) -> None:
+    assert says in judged(golden).sentence
+
+
+def test_a_service_with_a_stall_is_sent_to_look_at_it_whatever_bring_up_said() -> None:
+    golden = served(simulate(), period_ms=40, pause_ms=689)
+    golden.set("config.actions", {"lease_ms": 300.0})
+    streams = {"received": 9, "used": 9, "dropped": {}, "in_flight": 0, "holes": 1}
+    golden.tell(golden.book() | {"streams": {"imu": streams | {"longest_hole_ns": ms(683)}}})
+    report = judged(golden)
+    assert report.verdict.name == "PASS"
+    assert report.sentence.endswith(
+        "; first find out why a robot once had no new chunk for 729 ms, longer than the lease of "
+        "300 ms (imu was silent for up to 683 ms)."
+    )
+    gap = report.figures[2]
+    assert (gap.value, gap.is_bad) == ("729 ms", True)
+    assert gap.note == "without a new chunk in service; 1 above the lease of 300 ms"
+
+
+def test_a_robot_s_own_account_of_its_longest_gap_counts_before_rank_0_s() -> None:
+    """Rank 0 also counts the time in which no robot was connected."""
+    golden = served(simulate(), period_ms=40, pause_ms=60_000)
+    golden.tell({"kind": "robot_state", "session": 7, "t": 5, "chunk_gap_ns": ms(44)})
+    report = judged(golden)
+    assert report.figures[2][:2] == ("longest gap", "44.0 ms")
+    assert not report.figures[2].is_bad
+    assert report.sentence.endswith("there is nothing to do.")
+    service = report.as_dict()["service"]
+    assert isinstance(service, dict)
+    assert service["chunks_per_s"] == pytest.approx(25.0)  # the pause is no slower rate
+
+
+def test_a_robot_that_held_longer_than_a_lease_comes_before_any_advice_on_speed() -> None:
+    golden = served(simulate(), period_ms=40).set("config.actions", {"lease_ms": 300.0})
+    state = {"kind": "robot_state", "session": 7, "t": 5, "chunk_gap_ns": ms(44)}
+    golden.tell(state | {"holds": 9, "held_ns": ms(500)}, machine())
+    report = judged(golden)
+    assert report.verdict.name == "PASS"
+    assert report.sentence.endswith(
+        "; first free the machine (load 9.5 on 2 CPUs), then find out why robots held 9 times, 500 "
+        "ms in all, for want of young actions."
+    )
+    assert report.figures[2].note.endswith("; robots held for 500 ms")
+    assert report.figures[2].is_bad
+    golden.tell(state | {"holds": 1, "held_ns": ms(20)})
+    assert judged(golden).sentence.endswith("there is nothing to do.")
+
+
+def test_service_that_was_not_like_bring_up_says_so_in_the_sentence() -> None:
+    golden = served(simulate(), period_ms=40)
+    golden.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 3, "held_ns": ms(4000)})
+    assert judged(golden).sentence == (
+        "Look at this run before you drive a robot again: bring-up passed, then a robot held 30% "
+        "of the time, 0 faults (SERVICE_HELD); first see below how long it had no new chunk, and "
+        "why."
+    )
+
+
+@pytest.mark.parametrize(
+    "golden",
+    [simulate(), served(simulate(), period_ms=40), serialized(), inline(), simulate(n=3)],
+    ids=["bring-up", "service", "serialized", "inline", "three envelopes"],
+)
+def test_figures_are_seven_in_every_run_and_say_what_is_not_known(golden: GoldenRun) -> None:
+    figures = judged(golden).figures
+    assert [figure.name for figure in figures] == NAMES
+    assert all(figure.value and figure.note for figure in figures)
+    assert judged(golden).as_dict()["figures"] == [figure._asdict() for figure in figures]
+
+
+def test_figures_are_those_of_the_report() -> None:
+    golden = served(simulate(), period_ms=40)
+    golden.extra += [{"kind": "robot", "seq": k, "age_ns": ms(30 + k % 7)} for k in range(1200)]
+    shown = {figure.name: figure for figure in judged(golden).figures}
+    assert shown["rate"].value == "100.0 chunks/s"
+    assert shown["rate"].note == "one every 10.0 ms (period P) at full speed; 25.0 in service"
+    assert (shown["age"].value, shown["age"].note) == ("33.0 / 36.0 ms", "p50 and p99 at the robot")
+    assert shown["overlap"].value == "1.00"
+    assert (shown["gain"].value, shown["limit"].value) == ("1.90 x", "policy rank")
+    assert shown["lost"].value == "0 of 330"
+    assert not any(figure.is_bad for figure in shown.values())

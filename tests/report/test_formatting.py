@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+
+from ppstream.report.formatting import gib, ms, percent
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (gib(-1000), "0.00 GiB"),
+        (gib(-(1 << 30)), "-1.00 GiB"),
+        (ms(-1000.0), "0.00 ms"),
+        (ms(-2_000_000), "-2.00 ms"),
+        (percent(-0.0004, 1), "0.0%"),
+        (percent(-0.0004, 1, signed=True), "0.0%"),
+        (percent(0.0004, 1, signed=True), "0.0%"),
+        (percent(0.078, 1, signed=True), "+7.8%"),
+        (percent(-0.074, 1, signed=True), "-7.4%"),
+    ],
+)
+def test_what_rounds_to_nothing_has_no_sign(text: str, shown: str) -> None:
+    assert text == shown

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from dev.draw_golden_cases import REPORT, draw_report
+from golden_runs import ms, simulate
+
+from ppstream.analysis.judge import judge
+from ppstream.report.text import WIDTH, render
+
+
+def test_the_text_is_the_golden_one() -> None:
+    """Write it again with ``python tools/dev/draw_golden_cases.py``, and show the difference."""
+    assert draw_report() == REPORT.read_text(encoding="utf-8")
+
+
+def test_no_name_is_cut_and_long_ones_stand_above_their_numbers() -> None:
+    long = "a_stream_with_a_name_of_forty_characters"
+    golden = simulate().bend(
+        lambda line: line.update(input_age_ns={"orientation": ms(3), "arm_temperature": ms(4)})
+    )
+    lines = render(judge(golden.parse())).splitlines()
+    rows = [line for line in lines if line.startswith(("  orientation ", "  arm_temperature "))]
+    assert [row.index("p50") for row in rows] == [18, 18]
+    assert sum(line.index("p50") == 18 for line in lines if " p50 " in line) == 4
+    golden.bend(lambda line: line.update(input_age_ns={long: ms(3)}))
+    lines = render(judge(golden.parse())).splitlines()
+    at = lines.index(f"  {long}")
+    assert lines[at + 1].startswith(" " * 13 + "p50 3.00 ms")
+    assert max(map(len, lines)) <= WIDTH
