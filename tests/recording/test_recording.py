@@ -107,7 +107,7 @@ def test_streams_that_do_not_fit_are_all_named() -> None:
         recording.select([stream("b"), stream("a", dim=7)])
     assert error.value.problems == [
         "streams: 'b' is not recorded, want one of a",
-        "streams: 'a' has dim 7, recorded are 2 values per sample",
+        "streams: 'a' has dim 7, recorded with dim 2",
     ]
 
 
