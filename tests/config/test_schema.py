@@ -29,7 +29,11 @@ PLAIN: dict[str, Any] = {
     },
     "policy": {"target": "acme.stages:build"},
 }
-FILMED = {"streams__2__dim": 0, "streams__2__image": {"height": 4, "width": 6}}
+FILMED = {
+    "streams__2__dim": 72,
+    "streams__2__dtype": "uint8",
+    "streams__2__image": {"height": 4, "width": 6},
+}
 
 
 def config(**changes: Any) -> PipelineConfig:

@@ -24,6 +24,7 @@ from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
 from ppstream.ingest.rows import RowInput
 from ppstream.ingest.sources import RecordedSource
+from ppstream.recording.items import FrameItem
 from ppstream.recording.load import load_recording
 from ppstream.recording.mcap_schema import (
     CompressedImage,
@@ -34,7 +35,7 @@ from ppstream.recording.mcap_schema import (
     json_schema,
     schema_name,
 )
-from ppstream.recording.mcap_writer import open_recorder
+from ppstream.recording.mcap_writer import RecordFile, open_recorder
 from ppstream.recording.recording import RecordedFrames
 from ppstream.wire import jpeg
 
@@ -167,6 +168,18 @@ def test_a_frame_that_the_recorder_lost_is_told_by_its_number(tmp_path: Path) ->
         played(recorded, make_rows(recorded.config))
 
 
+def test_frames_keep_their_numbers_where_the_queue_dropped_some(tmp_path: Path) -> None:
+    config = with_camera(make_config(), 4, 6)
+    file = RecordFile(tmp_path / "run.mcap", config, "run", "raw")
+    for number in (0, 3, 4):
+        pixels = picture(4, 6, number).tobytes()
+        file.write([FrameItem("arm", "wrist", number, number, pixels, number * MS)])
+    file.close()
+    recording = load_recording(tmp_path / "run.mcap")
+    assert recording.lost == {"wrist": 2}
+    assert recording.tracks["wrist"].values[1:2].tobytes() == picture(4, 6, 3).tobytes()
+
+
 def test_a_stream_of_joints_is_told_with_their_names_and_read_as_ever(tmp_path: Path) -> None:
     path = tmp_path / "run.mcap"
     config = with_camera(make_config(), 4, 6, file=str(path))
@@ -226,8 +239,8 @@ def rewrite(path: Path, change: Callable[[int, dict[str, Any]], dict[str, Any] |
         writer.finish()
 
 
-def cut_short(body: dict[str, Any]) -> dict[str, Any]:
-    return {**body, "data": body["data"][: len(body["data"]) // 8 * 4]}
+def cut_short(body: dict[str, Any], kept: float = 0.5) -> dict[str, Any]:
+    return {**body, "data": body["data"][: int(len(body["data"]) * kept) // 4 * 4]}
 
 
 def with_pixels(body: dict[str, Any], height: int, width: int) -> dict[str, Any]:
@@ -249,6 +262,7 @@ def with_pixels(body: dict[str, Any], height: int, width: int) -> dict[str, Any]
         ("raw", lambda body: {**body, "data": "%"}, "ValidationError"),
         ("raw", lambda body: with_pixels(body, 8, 24), r"got height and width \(8, 24\)"),
         ("jpeg", cut_short, "bytes that are no complete JPEG"),
+        ("jpeg", lambda body: cut_short(body, 7 / 8), "bytes that are no complete JPEG"),
         ("jpeg", lambda body: {**body, "data": ""}, "0 bytes that are no complete JPEG"),
         ("jpeg", lambda body: with_pixels(body, 24, 16), r"got height and width \(24, 16\)"),
     ],
