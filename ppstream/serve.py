@@ -117,7 +117,7 @@ def _run(config: PipelineConfig, end: RankEnd, run: Run | None) -> tuple[ExitCod
             from ppstream.launch.run_rank0 import run_front
 
             run = run or Run.create(Path(config.log.root), config.log.keep)
-            reason = run_front(config, end, run)
+            reason = run_front(config, end, run, int(os.environ.get("WORLD_SIZE", "1")))
         else:
             from ppstream.launch.run_policy_rank import run_back
 

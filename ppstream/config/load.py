@@ -69,10 +69,15 @@ def load(args: Namespace) -> PipelineConfig:
         ConfigError: holds every problem found, each with its path.
     """
     config = read(args.config, args.overrides)
-    folder = locate(args.config).parent
+    make_importable(args.config)
+    return config
+
+
+def make_importable(name: str) -> None:
+    """Puts the folder of ``name``'s file on ``sys.path``, as ``load`` does."""
+    folder = locate(name).parent
     if not (folder / "__init__.py").exists() and str(folder) not in sys.path:
         sys.path.append(str(folder))
-    return config
 
 
 def read(name: str, overrides: Iterable[str] = ()) -> PipelineConfig:

@@ -96,7 +96,8 @@ class Watchdog:
         marks: the loops of this process, as they are now.
         limit_ns: how long a running one may stand still, as of now.
         on_stuck: called once, on the watchdog's thread, with what is stuck; must not return to it.
-        stacks: file for the stacks of all threads; also written on SIGQUIT.
+        stacks: file for the stacks of all threads.
+        takes_signals: SIGQUIT writes them, too; False in a process that is not this rank's own.
     """
 
     def __init__(
@@ -106,12 +107,14 @@ class Watchdog:
         on_stuck: Callable[[str], None],
         stacks: Path,
         *,
+        takes_signals: bool = True,
         clock: Clock = now_ns,
     ) -> None:
         self._marks = marks
         self._limit_ns = limit_ns
         self._on_stuck = on_stuck
         self._path = stacks
+        self._takes_signals = takes_signals
         self._clock = clock
         self._still: dict[ProgressMark, tuple[int, int]] = {}  # turns, and for how long unchanged
         self._looked_ns = clock()
@@ -120,8 +123,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to look; main thread only, for SIGQUIT."""
-        faulthandler.register(signal.SIGQUIT, file=self._file, chain=False)
+        """Begin to look; where it takes signals on the main thread only."""
+        if self._takes_signals:
+            faulthandler.register(signal.SIGQUIT, file=self._file, chain=False)
         self._thread.start()
 
     def stop(self) -> None:
@@ -131,7 +135,8 @@ class Watchdog:
         self._end.set()
         if self._thread.ident is not None:
             self._thread.join()
-        faulthandler.unregister(signal.SIGQUIT)
+        if self._takes_signals:
+            faulthandler.unregister(signal.SIGQUIT)
         is_empty = os.fstat(self._file).st_size == 0
         os.close(self._file)
         self._file = -1

@@ -217,8 +217,7 @@ class RunDelay:
 
     def begin(self) -> None:
         """The calling thread is the one from now on, and starts at 0."""
-        if self._fd >= 0:
-            os.close(self._fd)
+        self.close()
         try:
             self._fd = os.open(SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -230,6 +229,12 @@ class RunDelay:
         if self._fd >= 0:
             self._newest_ns = int(os.pread(self._fd, SCHEDSTAT_BYTES, 0).split()[1])
         return self._newest_ns
+
+    def close(self) -> None:
+        """Release the descriptor; the newest reading stays. Twice is fine."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def pop_ns(self) -> int | None:
         """The time since this was last asked, up to the newest ``read_ns``."""

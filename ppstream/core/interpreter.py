@@ -8,6 +8,7 @@ sets one:
 | who | holds it at most | limit |
 |---|---|---|
 | a thread of a rank or gateway | 0.5 ms while another waits (Python's: 5) | `SWITCH_INTERVAL_S` |
+| ... in a process of others | the same, while the run lasts | `as_guest` |
 | ... whose loop is on a GPU | 0.01 ms: driver calls give turns away | `DEVICE_SWITCH_INTERVAL_S` |
 | a thread beside a robot's control loop | 0.05 ms while the loop runs | `short_turns` |
 | log, metrics, health beside a loop | 0.1 ms, then a pause of 0.1 ms | `Pieces` |
@@ -55,6 +56,18 @@ def short_turns() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before_s)
+
+
+@contextmanager
+def as_guest() -> Iterator[None]:
+    """Undo behind a run what it has set: turns, and what the collector does not look at."""
+    before_s, was_frozen = sys.getswitchinterval(), gc.get_freeze_count() > 0
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)
+        if not was_frozen:
+            gc.unfreeze()
 
 
 class InterpreterPauses:

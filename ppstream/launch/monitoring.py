@@ -48,6 +48,7 @@ class Monitoring:
         rank: int,
         generation: int,
         credit_ledger: CreditLedger | None = None,
+        takes_signals: bool = True,
     ) -> None:
         self.collector: Rank0Collector | None = None
         self._who = {"run_id": run.run_id, "rank": str(rank), "generation": str(generation)}
@@ -56,9 +57,11 @@ class Monitoring:
         self._on_request = {s.name: float(s.is_on_request) for s in config.streams}
         stack.callback(MemoryLines(log).close)
         if config.mode == "throughput":
-            Profiler(config.profile, log, run.directory, rank, generation).listen()
-        else:  # a profile would disturb what is timed
-            profiler.ignore_signal()
+            own = Profiler(config.profile, log, run.directory, rank, generation)
+            own.listen(takes_signals=takes_signals)
+        else:
+            if takes_signals:  # a profile would disturb what is timed
+                profiler.ignore_signal()
             if rank > 0:  # rank 0 times its blocks where it runs the phases: block_timing.py
                 device = torch.device(config.placement.policy[rank - 1])
                 log.watchers.append(Attribution(log, end_of_stream(device)))

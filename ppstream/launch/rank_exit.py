@@ -71,7 +71,12 @@ class RankEnd:
         peer_lost: what is known of another rank's end that its sockets do not tell.
         launcher_lost: why this run has nobody left to stop it.
         on_stop: asks the loop to stop; None: there is no loop yet.
+        takes_signals: the process is this rank's own, as ``in_thread.py`` has it otherwise.
+        thread: the one that runs it, for people.
     """
+
+    takes_signals = True
+    thread = "the main thread"
 
     def __init__(self, rank: int, generation: int = 0) -> None:
         self.rank = rank
@@ -260,6 +265,10 @@ class RankEnd:
             return self.decided
         return how_it_ends(error)
 
+    def pass_cuts_to(self, act: Callable[[str], None]) -> None:
+        """Call ``act`` with the signal's name on SIGUSR1, by which an operator cuts the epoch."""
+        signal.signal(signal.SIGUSR1, lambda number, _frame: act(signal.Signals(number).name))
+
     @contextmanager
     def closing(self) -> Iterator[None]:
         """Inside: a whole run; when it is left, this rank has decided, and closes in time."""
@@ -390,13 +399,15 @@ class Course:
 
     Attributes:
         loop: None until it is built.
+
+    Args:
+        config: says how long a start may take.
+        thread: as of ``RankEnd``.
     """
 
-    def __init__(self, config: PipelineConfig) -> None:
+    def __init__(self, config: PipelineConfig, thread: str = RankEnd.thread) -> None:
         self.loop: Loop | None = None
-        self._mark = ProgressMark(
-            "the main thread", lambda: self._step
-        ).__enter__()  # it never rests
+        self._mark = ProgressMark(thread, lambda: self._step).__enter__()  # it never rests
         self._step = ""
         self._steps = 0
         self._start_ns = round(config.liveness.start_s * NS_PER_S)
@@ -449,17 +460,13 @@ def start_watchdog(config: PipelineConfig, loop: Loop, end: RankEnd) -> Watchdog
         lambda: loop.standstill_ns,
         leave,
         end.run.stacks_path(end.rank, end.generation),
+        takes_signals=end.takes_signals,
     )
     watchdog.start()
     return watchdog
 
 
 # ---- signals ------------------------------------------------------------------------------------
-
-
-def on_cut_signal(act: Callable[[str], None]) -> None:
-    """Call ``act`` with the signal's name on SIGUSR1, by which an operator cuts the epoch."""
-    signal.signal(signal.SIGUSR1, lambda number, _frame: act(signal.Signals(number).name))
 
 
 def ignore_cut_signal() -> None:

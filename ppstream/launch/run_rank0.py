@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Final
 
@@ -56,8 +56,24 @@ logger = logging.getLogger("ppstream")
 GOODBYE_LIMIT_NS: Final = 3 * NS_PER_S
 
 
-def run_front(config: PipelineConfig, end: rank_exit.RankEnd, run: Run) -> str:
+Build = Callable[[PipelineConfig, torch.device], tuple[Policy, ...]]
+
+
+def run_front(
+    config: PipelineConfig,
+    end: rank_exit.RankEnd,
+    run: Run,
+    world_size: int,
+    build: Build = build_parts,
+) -> str:
     """A whole run on rank 0; returns why it drained.
+
+    Args:
+        config: of the run.
+        end: of this rank.
+        run: its folder.
+        world_size: 1: this thread runs all stages, in turn.
+        build: makes the policy then.
 
     Raises:
         PpstreamError: what ended the run otherwise; the policy rank was told, if it is there.
@@ -65,11 +81,10 @@ def run_front(config: PipelineConfig, end: rank_exit.RankEnd, run: Run) -> str:
     set_switch_interval()
     torch.set_grad_enabled(False)  # else graphs of all calls would hang on the outputs
     torch.set_num_threads(1)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     placement = device_ranks.place_here(config, world_size)
     begin_run(run, config, placement)
     end.run = run
-    course = rank_exit.Course(config)
+    course = rank_exit.Course(config, end.thread)
     with ExitStack() as stack, end.closing():
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         stack.enter_context(Progress(lambda: _wait(course), "rank 0"))
@@ -78,7 +93,7 @@ def run_front(config: PipelineConfig, end: rank_exit.RankEnd, run: Run) -> str:
             if met is not None:
                 config = auto_cut.choose_cut(config, met[0], course, run)
                 placement = device_ranks.place_here(config, world_size)
-            return _serve(config, placement, course, end, run, met, stack)
+            return _serve(config, placement, course, end, run, met, build, stack)
 
 
 def _wait(course: rank_exit.Course) -> Wait | None:
@@ -138,6 +153,7 @@ def _serve(
     end: rank_exit.RankEnd,
     run: Run,
     met: Met | None,
+    build: Build,
     stack: ExitStack,
 ) -> str:
     """Build, prove, serve and drain; returns why it drained."""
@@ -152,20 +168,22 @@ def _serve(
         rank=0,
         generation=end.generation,
         credit_ledger=parts.credit_ledger,
+        takes_signals=end.takes_signals,
     )
     rank0: Rank0Loop
     if met is None:
         with course.step(f"the build of {config.policy.target}"):
-            rank0 = _inline(config, parts, intake.cutter.inputs, end.generation)
+            rank0 = _inline(config, parts, intake.cutter.inputs, end.generation, build)
     else:
         rank0 = _pipelined(config, run, parts, placement, intake, course, met, stack)
         if end.lookout is not None:
             rank0.on_phase.append(end.lookout.on_phase)
+    stack.callback(rank0.run_delay.close)
     course.loop = rank0
     rank0.on_phase.append(lambda phase: logger.info("%s", phase))
     end.on_stop = rank0.request_stop
     end.pass_stops_to(rank0.request_stop)
-    rank_exit.on_cut_signal(rank0.request_cut)
+    end.pass_cuts_to(rank0.request_cut)
     try:
         with Service(config, run, rank0) as service:
             watching.show_robots(service.sessions)
@@ -291,12 +309,16 @@ def _own_address(world_size: int) -> str | None:
 
 
 def _inline(
-    config: PipelineConfig, parts: Rank0Parts, inputs: tuple[TensorSpec, ...], generation: int
+    config: PipelineConfig,
+    parts: Rank0Parts,
+    inputs: tuple[TensorSpec, ...],
+    generation: int,
+    build: Build,
 ) -> Rank0Loop:
     device = torch.device(config.placement.policy[0])
     if device.type == "cuda":
         startup.start(device)
-    built = build_parts(config, device)
+    built = build(config, device)
     _, place = places_of(config, specs_of(built), inputs, inline=True)
     load(built, config.policy.target)
     policy = device_ranks.policy_at(place, built, config, device, parts.log.run_id)

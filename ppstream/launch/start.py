@@ -1,12 +1,13 @@
 """``ppstream.start``: a run from Python, owned by the process that started it.
 
-The ranks are processes, as those of ``ppstream run``; this process reads their log. When it ends,
-however it ends, the run drains.
+The ranks are processes, as those of ``ppstream run``, or one thread (``in_thread.py``); this
+process reads their log. When it ends, the run drains; its processes do so however it ends.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,13 +30,15 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.config.to_toml import as_toml, toml_value
 from ppstream.control.peer_process import bound_command
 from ppstream.core.clock import NS_PER_S, now_ns
-from ppstream.core.errors import ConfigError, ExitCode, PpstreamError
+from ppstream.core.errors import ExitCode, PpstreamError
+from ppstream.launch.in_thread import ThreadRank
 from ppstream.observe.run_folder import EventLog, Run
 
 LOOK_S: Final = 0.05  # between two looks at the log
 STOP_LIMIT_S: Final = 30.0
 OUTPUT: Final = "output.txt"
 LINES_TOLD: Final = 20  # of what the ranks printed, with an error
+MAIN: Final = "__main__"
 
 
 def start(
@@ -52,8 +55,10 @@ def start(
 
     Args:
         config: a TOML file, the name of a shipped configuration, or a configuration.
-        policy: instead of ``policy.target``: ``"module:build"``, or the function itself, which the
-            ranks must be able to import.
+        policy: instead of ``policy.target``: ``"module:build"``, or ``build`` itself. One that
+            other processes cannot import, such as a notebook's cell, a closure or a ``partial``, is
+            called in a thread of this process, by one rank: stages take turns, and nothing is
+            proven to overlap. One such run at a time.
         settings: ``"path=value"`` texts, as ``--set``.
         timeout_s: until the run serves; None: as long as it takes.
 
@@ -61,15 +66,21 @@ def start(
         The run, a context manager that stops it.
 
     Raises:
-        ConfigError: holds every problem found; no process was started.
-        PpstreamError: the run ended before it served, with what its ranks said last.
+        ConfigError: holds every problem found; nothing was started.
+        PpstreamError: the run ended before it served, with what its ranks said last; in a thread
+            caused by what ended it. Or another run is in a thread of this process.
         TimeoutError: it does not serve in time; it was stopped.
     """
-    run = StartedRun(config, [*settings, *_target_settings(policy)])
+    target, maker = _found(policy)
+    named = [] if target is None else [f"policy.target={target}"]
+    run = StartedRun(config, [*settings, *named], maker)
     try:
         run.wait_ready(timeout_s)
-    except BaseException:
-        run.stop()
+    except BaseException as error:
+        try:
+            run.stop()
+        except TimeoutError as late:
+            error.add_note(str(late))
         raise
     return run
 
@@ -77,24 +88,29 @@ def start(
 class StartedRun:
     """A run that this process started; ``start`` makes it."""
 
-    def __init__(self, config: str | Path | PipelineConfig, settings: Sequence[str]) -> None:
+    def __init__(
+        self,
+        config: str | Path | PipelineConfig,
+        settings: Sequence[str],
+        maker: Callable[..., Any] | None = None,
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ppstream-"))
         try:
-            self.config = self._begin(config, settings)
+            self.config, self._ranks = self._begin(config, settings, maker)
         except BaseException:
             shutil.rmtree(self._folder)
             raise
-        self._root = Path(self.config.log.root)
-        self._run: Run | None = None
-        self._output = ""
         self._logs: dict[Path, EventLog] = {}
         self._phase = "starting"
         self._verdict: str | None = None
 
     def _begin(
-        self, config: str | Path | PipelineConfig, settings: Sequence[str]
-    ) -> PipelineConfig:
-        """Start the ranks; returns the configuration that they run."""
+        self,
+        config: str | Path | PipelineConfig,
+        settings: Sequence[str],
+        maker: Callable[..., Any] | None,
+    ) -> tuple[PipelineConfig, _Processes | ThreadRank]:
+        """Start the ranks; returns the configuration that they run, too."""
         name, given = str(config), [*settings]
         if isinstance(config, PipelineConfig):
             name = str(self._folder / f"{config.name}.toml")
@@ -103,17 +119,11 @@ class StartedRun:
         if not checked.bringup.accept:  # what is tried out may be too quick to overlap
             given.append(f"bringup.accept={toml_value(ACCEPTABLE)}")
             checked = load.read(name, given)
-        pairs = (word for setting in given for word in ("--set", setting))
-        with (self._folder / OUTPUT).open("wb") as output:
-            self._process = subprocess.Popen(
-                bound_command("ppstream.launch.commands", "run", name, *pairs),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C comes here, and ends the run by stop()
-            )
-        return checked
+        if maker is None:
+            return checked, _Processes(name, given, Path(checked.log.root), self._folder / OUTPUT)
+        if not isinstance(config, PipelineConfig):
+            load.make_importable(name)  # as the ranks do, which are processes
+        return checked, ThreadRank(checked, maker)
 
     @property
     def endpoint(self) -> str | None:
@@ -123,36 +133,33 @@ class StartedRun:
     @property
     def directory(self) -> Path | None:
         """Folder with the run's log; None: not there yet."""
-        if self._run is None:
-            self._run = Run.of_launcher(self._root, self._process.pid)
-        return None if self._run is None else self._run.directory
+        return self._ranks.directory
 
     @property
     def phase(self) -> str:
-        """The run's phase now; ``stopped`` once its processes have ended."""
+        """The run's phase now; ``stopped`` once it has ended."""
         self._read_events()
-        return self._phase if self._process.poll() is None else "stopped"
+        return self._phase if self._ranks.poll() is None else "stopped"
 
     @property
     def verdict(self) -> str | None:
-        """Bring-up's verdict, PASS, FAIL or INCONCLUSIVE; None: not told yet."""
+        """Bring-up's verdict, PASS, FAIL or INCONCLUSIVE; None: not told yet, or of one rank."""
         self._read_events()
         return self._verdict
 
     @property
     def output(self) -> str:
-        """Everything that the ranks have printed."""
-        with suppress(FileNotFoundError):  # it has ended
-            self._output = (self._folder / OUTPUT).read_text(errors="replace")
-        return self._output
+        """Everything that the ranks have printed; a thread logs it here, as ``ppstream``."""
+        return self._ranks.output
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until robots are served. Raises as ``start``."""
         until_ns = None if timeout_s is None else now_ns() + round(timeout_s * NS_PER_S)
         while self.phase not in ("ready", "degraded"):
-            if (code := self._process.poll()) is not None:
-                told = "\n".join(self.output.splitlines()[-LINES_TOLD:])
-                raise PpstreamError(f"the run ended with {code} before it served:\n{told}")
+            if (code := self._ranks.poll()) is not None:
+                told = self._ranks.reason
+                text = f"the run ended with {code} before it served:\n{told}"
+                raise PpstreamError(text) from self._ranks.error
             if until_ns is not None and now_ns() > until_ns:
                 raise TimeoutError(f"phase is {self._phase!r} after {timeout_s:g} s, not ready")
             time.sleep(LOOK_S)
@@ -171,19 +178,14 @@ class StartedRun:
         """Drain the run, and return its exit code; again: the same code.
 
         Raises:
-            TimeoutError: it does not end; its processes were killed.
+            TimeoutError: it does not end. Its processes were killed; its thread goes on.
         """
         self._read_events()
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        if self._ranks.poll() is None:
+            self._ranks.ask_to_stop()
         try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # its ranks leave by themselves
-            self._process.wait()
-            raise TimeoutError(f"the run did not end within {timeout_s:g} s; killed") from None
+            return self._ranks.wait(timeout_s)
         finally:
-            self._output = self.output
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> StartedRun:
@@ -197,7 +199,10 @@ class StartedRun:
     ) -> None:
         code = self.stop()
         if kind is None and code not in (ExitCode.DRAINED, -signal.SIGTERM):
-            raise PpstreamError(f"the run ended with {code}; its report: {self.directory}")
+            text = f"the run ended with {code}; its report: {self.directory}"
+            if self._ranks.error is not None:
+                text += f"\n{self._ranks.reason}"
+            raise PpstreamError(text) from self._ranks.error
 
     def _read_events(self) -> None:
         if self.directory is None:
@@ -210,18 +215,70 @@ class StartedRun:
                     self._verdict = event["verdict"]
 
 
-def _target_settings(policy: str | Callable[..., Any] | None) -> list[str]:
-    if policy is None:
-        return []
-    if isinstance(policy, str):
-        return [f"policy.target={policy}"]
-    module, name = policy.__module__, policy.__qualname__
-    where = f"{module}:{name}"
-    if module == "__main__" or not hasattr(import_module(module), name):
-        raise ConfigError(
-            [
-                f"policy: {where} cannot be imported by the ranks, which are processes of their "
-                "own; put it at the top of a module file and pass module:name"
-            ]
-        )
-    return [f"policy.target={where}"]
+class _Processes:
+    """Ranks of their own, under a launcher: all that ``StartedRun`` needs of them."""
+
+    error = None  # it stands in ``reason``
+
+    def __init__(self, name: str, settings: Sequence[str], root: Path, output: Path) -> None:
+        self._root = root
+        self._run: Run | None = None
+        self._file = output
+        self._output = ""
+        pairs = (word for setting in settings for word in ("--set", setting))
+        with output.open("wb") as file:
+            self._process = subprocess.Popen(
+                bound_command("ppstream.launch.commands", "run", name, *pairs),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C comes here, and ends the run by stop()
+            )
+
+    @property
+    def directory(self) -> Path | None:
+        if self._run is None:
+            self._run = Run.of_launcher(self._root, self._process.pid)
+        return None if self._run is None else self._run.directory
+
+    @property
+    def output(self) -> str:
+        with suppress(FileNotFoundError):  # it has ended
+            self._output = self._file.read_text(errors="replace")
+        return self._output
+
+    @property
+    def reason(self) -> str:
+        return "\n".join(self.output.splitlines()[-LINES_TOLD:])
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def ask_to_stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float) -> int:
+        """Returns the exit code. Raises TimeoutError: they did not end, and were killed."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its ranks leave by themselves
+            self._process.wait()
+            raise TimeoutError(f"the run did not end within {timeout_s:g} s; killed") from None
+        finally:
+            self._output = self.output
+
+
+def _found(
+    policy: str | Callable[..., Any] | None,
+) -> tuple[str | None, Callable[..., Any] | None]:
+    """Returns the policy's name, and the function itself where the ranks could not import it."""
+    if policy is None or isinstance(policy, str):
+        return policy, None
+    module = getattr(policy, "__module__", None) or MAIN
+    name = getattr(policy, "__qualname__", type(policy).__name__)
+    if module != MAIN and getattr(import_module(module), name, None) is policy:
+        return f"{module}:{name}", None
+    words = module.rpartition(".")[2], name.rpartition(".")[2]
+    return ":".join(re.sub(r"\W", "_", word) for word in words), policy

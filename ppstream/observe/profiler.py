@@ -61,9 +61,10 @@ class Profiler:
         self._running: Any = None
         self.is_wanted = False
 
-    def listen(self) -> None:
-        """Start at SIGUSR2, and ``config.after`` envelopes behind *ready*; from the main thread."""
-        signal.signal(signal.SIGUSR2, lambda *_: self.request())
+    def listen(self, *, takes_signals: bool = True) -> None:
+        """Start ``config.after`` envelopes behind *ready*, and at SIGUSR2: from the main thread."""
+        if takes_signals:
+            signal.signal(signal.SIGUSR2, lambda *_: self.request())
         if self._config.after is not None:
             _load()
             self._log.watchers.append(self)

@@ -87,6 +87,12 @@ class Run:
             self._held = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._held, fcntl.LOCK_SH)
 
+    def release(self) -> None:
+        """Let the folder be deleted, before this process ends. Twice is fine."""
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
+
     def log_path(self, rank: int, generation: int) -> Path:
         return self.directory / f"rank{rank}.gen{generation}.jsonl"
 

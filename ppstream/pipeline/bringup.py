@@ -223,7 +223,8 @@ def warm_up(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
         newest = periods_ns[-WARM_BLOCKS:]
         if len(newest) == WARM_BLOCKS and max(newest) - min(newest) < WARM_SPREAD * newest[-1]:
             break
-    rank0.log.event("warm", envelopes=rank0.finished, period_ns=round(periods_ns[-1]))
+    if periods_ns:  # else a stop was asked for before
+        rank0.log.event("warm", envelopes=rank0.finished, period_ns=round(periods_ns[-1]))
     freeze_garbage()
 
 

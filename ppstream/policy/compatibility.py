@@ -6,7 +6,7 @@ fit is one configuration error with every reason, and never a surprise in a slot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -26,10 +26,13 @@ ACTIONS: Final = "actions"
 NAME_MAX: Final = 64  # characters of a part's name, which stands in logs, tables and labels
 
 
-def build_parts(config: PipelineConfig, device: torch.device) -> tuple[Policy, ...]:
+def build_parts(
+    config: PipelineConfig, device: torch.device, maker: Callable[..., Any] | None = None
+) -> tuple[Policy, ...]:
     """The parts of the policy that ``config`` names, on ``device``; a policy in one part is one.
 
-    Its ``build`` gets the options and, under ``weights``, the path of the weights or None.
+    Its ``build`` gets the options and, under ``weights``, the path of the weights or None; with a
+    ``maker`` that is the function, and the configuration only names it.
 
     Raises:
         ConfigError: as ``stage.call_target``; it made no policy, or one that takes no instructions
@@ -37,7 +40,8 @@ def build_parts(config: PipelineConfig, device: torch.device) -> tuple[Policy, .
     """
     target, path = config.policy.target, "policy.target"
     given = {**config.policy.options, "weights": config.policy.weights}, device
-    made = call_target(path, target, "build(options, device)", lambda maker: maker(*given))
+    how = "build(options, device)"
+    made = call_target(path, target, how, lambda build: build(*given), found=maker)
     is_cut = isinstance(made, list | tuple)
     parts = tuple(made) if is_cut and made else (made,)
     try:

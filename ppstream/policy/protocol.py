@@ -127,7 +127,9 @@ def load_target(target: str) -> Any:
         raise ConfigError([f"{target!r}: module {module_name!r} has no {attribute!r}"]) from error
 
 
-def call_target(path: str, target: str, what: str, call: Callable[[Any], Any]) -> Any:
+def call_target(
+    path: str, target: str, what: str, call: Callable[[Any], Any], found: Any = None
+) -> Any:
     """Returns what the object named ``target`` makes; ``call`` calls it.
 
     Args:
@@ -135,12 +137,13 @@ def call_target(path: str, target: str, what: str, call: Callable[[Any], Any]) -
         target: ``module:attr``.
         what: it has to make, and how; for errors.
         call: is given the object.
+        found: the object, where nobody can import it.
 
     Raises:
         ConfigError: as ``load_target``; it cannot be called, or raised: its traceback is printed.
             Errors of ours, a KeyboardInterrupt, and memory that ran out pass through.
     """
-    maker = load_target(target)
+    maker = load_target(target) if found is None else found
     if not callable(maker):
         kind = type(maker).__name__
         raise ConfigError([f"{path}: {target} is a {kind}, which cannot be called; want {what}"])

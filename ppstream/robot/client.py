@@ -17,13 +17,20 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
 from ppstream.core.errors import PeerLostError, PpstreamError
 from ppstream.robot.chunk_playback import Actions
 from ppstream.robot.connection import RobotLink
+from ppstream.robot.contract import ask_contract, check_contract, streams_of
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.outbox import Batch, Outbox, Stream, Values
 from ppstream.robot.session import RobotSession
 from ppstream.robot.statistics import ClientStatistics
 from ppstream.robot.timeline import ActionTimeline, Refusal
 from ppstream.wire.keys import ClientKeys
-from ppstream.wire.robot_messages import ActionChunk, Conditioned, ResetRequest, Samples
+from ppstream.wire.robot_messages import (
+    ActionChunk,
+    Conditioned,
+    Described,
+    ResetRequest,
+    Samples,
+)
 
 
 class Answer(NamedTuple):
@@ -54,13 +61,17 @@ class RobotClient:
     All methods may be called from any thread; a closed client cannot be used again. An exception
     on the receiving thread, such as one of ``on_chunk``, ends the thread: it is logged, ``failure``
     has its traceback, and each call that needs the thread raises, also ``timeline.action_at``.
+    ``contract`` is what the server said of itself; None: everything was stated, and ``connect``
+    has the server compare it.
 
     Args:
         endpoint: where rank 0 listens, ``unix://PATH`` on this host, or ``tcp://HOST:PORT``.
-        robot: a name for people and logs.
+        robot: a name for people and logs, of one robot at a time.
         streams: ``(name, dim)`` or ``(name, dim, dtype)``, every stream of the configuration; of a
-            camera ``(name, (height, width, 3), "uint8")``: ``push`` takes its frames.
-        actions: action names in the order of a chunk's columns.
+            camera ``(name, (height, width, 3), "uint8")``: ``push`` takes its frames. None: as the
+            server describes them, in any phase; ``contract`` has its answer.
+        actions: action names in the order of a chunk's columns; None: as the server describes them.
+        contract_s: how long the constructor waits for that answer.
         batch_ms: gather samples this long before they are sent; 0 sends each push at once, from
             the caller's thread.
         blend_ms: how long a newer chunk takes to replace the one before; 0: at once.
@@ -75,15 +86,20 @@ class RobotClient:
 
     Raises:
         SpecError: streams or names cannot be declared like this.
+        ConfigError: the endpoint is malformed, and the server was to be asked.
+        HandshakeError: the server's answer differs from what is stated, a line each; or it is too
+            old to describe itself.
+        PeerLostError: no answer in time.
     """
 
     def __init__(
         self,
         endpoint: str,
         *,
-        robot: str,
-        streams: Sequence[Stream],
-        actions: Sequence[str],
+        robot: str = "robot",
+        streams: Sequence[Stream] | None = None,
+        actions: Sequence[str] | None = None,
+        contract_s: float = 10.0,
         batch_ms: float = 0.0,
         blend_ms: float = 0.0,
         max_age_ms: float | None = None,
@@ -92,6 +108,11 @@ class RobotClient:
         real_time: bool = True,
         keys: ClientKeys | None = None,
     ) -> None:
+        self.contract: Described | None = None
+        if streams is None or actions is None:
+            self.contract = ask_contract(endpoint, keys, contract_s)
+            streams = streams_of(self.contract) if streams is None else streams
+            actions = self.contract.actions if actions is None else actions
         self.timeline = ActionTimeline(len(actions), blend_ms=blend_ms, max_age_ms=max_age_ms)
         self.clock = clock
         self.timeline.is_ready = lambda: self._session.executable
@@ -100,6 +121,8 @@ class RobotClient:
         self._endpoint = endpoint
         self._keys = keys
         self._outbox = Outbox(streams, round(batch_ms * NS_PER_MS))
+        if self.contract is not None:
+            check_contract(endpoint, self.contract, self._outbox.declarations, actions)
         self._session = RobotSession(
             robot,
             self._outbox.declarations,

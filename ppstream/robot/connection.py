@@ -28,6 +28,7 @@ from ppstream.wire.robot_messages import (
     Bye,
     ClockQuestion,
     ClockReading,
+    Described,
     FromRobot,
     Samples,
     in_parts,
@@ -332,6 +333,8 @@ class RobotLink:
             return
         if isinstance(message, ClockQuestion):
             self.send(ClockReading(message.session, message.asked_ns, self._clock()))
+            return
+        if isinstance(message, Described):  # nobody asked here
             return
         with self.changed:
             self.session.on_answer(message, now_ns())

@@ -1,19 +1,25 @@
-"""The contract between a robot and the pipeline, compared before anything moves.
+"""The run's side of the contract with robots: what it describes, whom it refuses, how it welcomes.
 
-Pure: a Hello and the configuration in, the difference out. Names, sizes, dtypes and the order of
-actions must be equal; the order in which streams are declared is the robot's own. Rank 0 serves
-robots of its own minor version of the wire and of the one before; so it is upgraded first.
+Pure: the configuration and a robot's message in, the answer out; ``wire/contract.py`` compares.
+Rank 0 serves robots of its own minor version of the wire and of the one before; so it is upgraded
+first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
-from ppstream.config.schema import PipelineConfig, RobotLimits, StreamConfig
+from ppstream.config.schema import CHANNELS, PipelineConfig, RobotLimits, StreamConfig
 from ppstream.core.clock import NS_PER_MS
+from ppstream.wire.contract import differences
 from ppstream.wire.fields import DECODE_ERRORS, WIRE_MAJOR, WIRE_MINOR
-from ppstream.wire.robot_messages import Hello, StreamDeclaration, Welcome, hello_version
+from ppstream.wire.robot_messages import (
+    Described,
+    Hello,
+    StreamDescription,
+    Welcome,
+    hello_version,
+)
 
 MINORS_SERVED: Final = (WIRE_MINOR - 1, WIRE_MINOR)
 ENCODINGS: Final = ("raw", "jpeg")
@@ -24,12 +30,9 @@ def rejection_reason(config: PipelineConfig, hello: Hello) -> tuple[str | None, 
 
     One line for each difference, with expected and got; None and no line when all agrees.
     """
-    if line := _version_line(hello.major, hello.minor):
+    if line := version_problem(hello.major, hello.minor):
         return "version", [line]
-    lines = [
-        *_streams(config.streams, hello.streams),
-        *_actions(config.actions.names, hello.actions),
-    ]
+    lines = differences(description(config), hello.streams, hello.actions)
     return ("contract" if lines else None), lines
 
 
@@ -39,16 +42,41 @@ def foreign_version(body: bytes | memoryview) -> str | None:
         version = hello_version.decode(body)
     except DECODE_ERRORS:
         return None
-    return _version_line(version.major, version.minor)
+    return version_problem(version.major, version.minor)
 
 
-def _version_line(major: int, minor: int) -> str | None:
+def version_problem(major: int, minor: int) -> str | None:
+    """Returns the reason why a robot of this version of the wire is not served; None: it is."""
     if major == WIRE_MAJOR and minor in MINORS_SERVED:
         return None
     served = " or ".join(f"{WIRE_MAJOR}.{one}" for one in MINORS_SERVED if one >= 0)
     is_robot_newer = (major, minor) > (WIRE_MAJOR, WIRE_MINOR)
     older = "rank 0" if is_robot_newer else "the robot"
     return f"wire version: expected {served}, got {major}.{minor}; upgrade ppstream on {older}"
+
+
+def description(config: PipelineConfig, phase: str = "starting") -> Described:
+    """Makes the message that tells a robot of the contract."""
+    actions = config.actions
+    return Described(
+        major=WIRE_MAJOR,
+        minor=WIRE_MINOR,
+        phase=phase,
+        streams=tuple(map(_stream, config.streams)),
+        reference=config.reference.name,
+        actions=actions.names,
+        horizon=actions.horizon,
+        dt_ns=round(actions.dt_ms * NS_PER_MS),
+        lease_ns=round(actions.lease_ms * NS_PER_MS),
+        max_age_ns=round((actions.max_age_ms or 0) * NS_PER_MS),
+    )
+
+
+def _stream(stream: StreamConfig) -> StreamDescription:
+    image = stream.image
+    shape = (stream.dim,) if image is None else (image.height, image.width, CHANNELS)
+    encodings = ENCODINGS[: 1 if image is None else len(ENCODINGS)]
+    return StreamDescription(stream.name, shape, stream.dtype, encodings)
 
 
 def welcome(
@@ -72,36 +100,3 @@ def welcome(
         max_age_ns=round((actions.max_age_ms or 0) * NS_PER_MS),
         prefix_steps=actions.prefix_steps,
     )
-
-
-def _streams(expected: Sequence[StreamConfig], got: Sequence[StreamDeclaration]) -> list[str]:
-    names = [stream.name for stream in got]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    lines = [f"stream {name!r}: declared twice" for name in repeated]
-    declared = {stream.name: stream for stream in got}
-    for stream in expected:
-        wanted = f"[{stream.dim}] {stream.dtype}"
-        robot = declared.pop(stream.name, None)
-        if robot is None:
-            lines.append(f"stream {stream.name!r}: expected {wanted}, got none")
-        elif (robot.dim, robot.dtype) != (stream.dim, stream.dtype):
-            lines.append(
-                f"stream {stream.name!r}: expected {wanted}, got [{robot.dim}] {robot.dtype}"
-            )
-        elif robot.encoding not in ENCODINGS[: 2 if stream.image is not None else 1]:
-            lines.append(
-                f"stream {stream.name!r}: expected raw{' or jpeg' * (stream.image is not None)}, "
-                f"got {robot.encoding}"
-            )
-    lines += [f"stream {name!r}: the pipeline has none of this name" for name in declared]
-    return lines
-
-
-def _actions(expected: Sequence[str], got: Sequence[str]) -> list[str]:
-    if len(expected) != len(got):
-        return [f"actions: expected {len(expected)}: {list(expected)}, got {len(got)}: {list(got)}"]
-    return [
-        f"action {index}: expected {wanted!r}, got {name!r}"
-        for index, (wanted, name) in enumerate(zip(expected, got, strict=True))
-        if wanted != name
-    ]

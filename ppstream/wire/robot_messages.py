@@ -9,7 +9,7 @@ chunk's ``Provenance`` holds durations only, each measured by one clock.
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final, Protocol, final
 
 import msgspec
 from msgspec import Meta
@@ -75,6 +75,7 @@ class StreamDeclaration(Message, frozen=True):
     encoding: Name = "raw"
 
 
+@final
 class Hello(Message, frozen=True, tag=1):
     """A robot asks for a session.
 
@@ -201,6 +202,14 @@ class RobotState(Message, frozen=True, tag=10):
     chunk_gap_ns: Count  # longest time without a new action chunk while the run was ready
 
 
+@final
+class Describe(Message, frozen=True, tag=11):
+    """A robot asks for the run's contract, with or without a session (since 1.2, not in all)."""
+
+    major: int
+    minor: int
+
+
 FromRobot = (
     Hello
     | Samples
@@ -212,6 +221,7 @@ FromRobot = (
     | ClockReading
     | Prefix
     | RobotState
+    | Describe
 )
 
 
@@ -310,7 +320,39 @@ class Conditioned(Message, frozen=True, tag=23):
     fault: Text = ""
 
 
-ToRobot = Welcome | Refused | Phase | ActionChunk | Lost | ClockQuestion | Conditioned
+class StreamDescription(Message, frozen=True):
+    """A stream that every robot declares: a sample is ``dtype[*shape]``.
+
+    ``encodings`` are those that a robot may declare.
+    """
+
+    name: Name
+    shape: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=MAX_DIM)], ...], Meta(min_length=1, max_length=8)
+    ]
+    dtype: Name
+    encodings: Annotated[tuple[Name, ...], Meta(max_length=16)] = ("raw",)
+
+
+class Described(Message, frozen=True, tag=24):
+    """The run's contract, in any phase: what a Hello has to declare, and what its chunks will be.
+
+    Limits and leases of single robots are for ``Welcome`` to tell.
+    """
+
+    major: int
+    minor: int
+    phase: Name
+    streams: Annotated[tuple[StreamDescription, ...], Meta(max_length=256)]
+    reference: Name  # the stream whose newest sample ends a window
+    actions: Annotated[tuple[Name, ...], Meta(max_length=1024)]
+    horizon: Annotated[int, Meta(ge=1)]
+    dt_ns: Span
+    lease_ns: Span
+    max_age_ns: Annotated[int, Meta(ge=0)] = 0  # as in Welcome
+
+
+ToRobot = Welcome | Refused | Phase | ActionChunk | Lost | ClockQuestion | Conditioned | Described
 
 
 from_robot: Final[msgspec.msgpack.Decoder[FromRobot]] = msgspec.msgpack.Decoder(FromRobot)

@@ -151,7 +151,7 @@ def test_a_heartbeat_notices_that_the_peer_hung_up(peers: PairOfPeers) -> None:
         pump_until(near.heart, lambda: near.heart.peer_progress == 3)
         assert not told.is_set()
         near.close()
-        assert told.wait(5)
+        assert told.wait(60)
         assert far.lost_ns is not None
 
 

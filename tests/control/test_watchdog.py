@@ -136,7 +136,7 @@ def test_the_thread_tells_once_of_a_real_standstill(tmp_path):
     watchdog = Watchdog(lambda: [mark], lambda: limit_ns, tell, tmp_path / "stacks.txt")
     watchdog.start()
     with mark:
-        assert told.wait(10)
+        assert told.wait(60)
         wait_until(lambda: "watchdog" not in {thread.name for thread in threading.enumerate()})
     watchdog.stop()
     assert len(texts) == 1

@@ -16,6 +16,9 @@ from ppstream.core.interpreter import (
     PIECE_NS,
     GcControl,
     InterpreterPauses,
+    as_guest,
+    freeze_garbage,
+    set_switch_interval,
     short_turns,
 )
 
@@ -55,6 +58,21 @@ def test_short_turns_end_with_their_block(before_s: float, inside_s: float) -> N
         assert sys.getswitchinterval() == pytest.approx(before_s, abs=2e-6)
     finally:
         sys.setswitchinterval(ours_s)
+
+
+def test_a_guest_leaves_the_interpreter_as_it_was() -> None:
+    ours_s = sys.getswitchinterval()
+    for was_frozen in (True, False):
+        gc.unfreeze()
+        if was_frozen:
+            gc.freeze()
+        with as_guest():
+            set_switch_interval(1e-4)
+            freeze_garbage()
+            assert gc.get_freeze_count() > 0
+        assert sys.getswitchinterval() == ours_s
+        assert (gc.get_freeze_count() > 0) == was_frozen
+    gc.freeze()
 
 
 class Node:

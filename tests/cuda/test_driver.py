@@ -23,7 +23,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
 
 
 def _wait(gate: threading.Event) -> None:
-    assert gate.wait(5)
+    assert gate.wait(60)
 
 
 def test_a_routine_queues_its_calls_in_order_each_time(driver: FakeDriver) -> None:

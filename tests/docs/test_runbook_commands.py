@@ -40,6 +40,7 @@ ELSEWHERE: Final = {
     "tools/dev/draw_golden_cases.py": "tests/docs/test_golden_pictures.py",
     "tools/drill/": "tests/multirank/test_faults.py",  # parts of the next
     "tools/drill/fault_drill.py": "tests/multirank/test_faults.py",
+    "tools/profile_sweep.py": "tests/tools/test_profile_sweep.py",
     "tools/replay.py": "tests/launch/test_replay.py",
     "tools/robot_view.py": "tests/tools/test_robot_view.py",
     "tools/nsys_profile.sh": "tests/tools/test_nsys_profile.py",
@@ -109,6 +110,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "trace.json": str(folder / "trace.json"),
         "rank0.raw": str(ROOT / "tests/golden/pyspy-convoy.raw"),
         "logs/latest/profile.rank1.gen0.0.json": str(CPU_TRACE),
+        "OUT/cells/small-512-forward.trace.json": str(CPU_TRACE),
         "OUT/rank1.sqlite": str(nsys(folder / "rank1.sqlite")),
         "claims": str(folder / "claims.json"),
     }

@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pi0_folder
 import pytest
 import torch
 from lerobot_folder import loaded, saved
+from pi0_sizes import PREFIX
 from torch import Tensor
 
 from ppstream.config.schema import PolicyConfig
@@ -107,6 +109,49 @@ def test_a_policy_of_lerobot_is_replayed_and_draws_fresh_noise_each_time(
     assert torch.equal(made[0], made[1]) == is_same
     close = torch.allclose(made[0], expected["actions"], rtol=0, atol=1e-3)
     assert close == is_same
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "tolerance"),
+    [
+        ("float32", {}, 1e-4),  # of cuDNN, whose convolutions take TF32
+        ("linear", {"rtc": {"execution_horizon": PREFIX}}, 1e-4),
+        ("bfloat16", {"dtype": "bfloat16"}, 1e-2),
+    ],
+    ids=["float32", "guided", "bfloat16"],
+)
+def test_pi0_of_lerobot_from_graphs_makes_lerobots_actions_for_each_text(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    options: Mapping[str, Any],
+    tolerance: float,
+) -> None:
+    pi0_folder.make_small(monkeypatch)
+    window, expected = pi0_folder.reference()
+    parts = pi0_folder.loaded(pi0_folder.saved(tmp_path / "pi0"), CUDA, **options)
+    rows = len(pi0_folder.TEXTS)
+    given = {name: tensor.to(CUDA) for name, tensor in window.items()}
+    tensors = {
+        spec.name: torch.zeros(rows, *spec.shape, device=CUDA, dtype=getattr(torch, spec.dtype))
+        for part in parts
+        for spec in part.outputs
+    } | given
+    graphed = []
+    for part in parts:
+        policy = prepared_policy(part, PolicyConfig(target="a:b"), CUDA)
+        assert isinstance(policy, GraphedPolicy)
+        names = [{s.name: tensors[s.name] for s in specs} for specs in (part.inputs, part.outputs)]
+        policy.prepare(*names)
+        graphed.append((policy, names))
+    for order in ([0, 1, 2], [2, 0, 1]):  # the graph reads what its slot holds now
+        for name, tensor in given.items():
+            tensor.copy_(window[name][order])
+        for policy, (inputs, out) in graphed:
+            policy(inputs, out)
+        off = (tensors["actions"].cpu() - expected[kind][order]).abs().max()
+        assert off <= tolerance
+    assert all(policy.statistics()[1:] == (2, 0) for policy, _ in graphed)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself

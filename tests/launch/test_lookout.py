@@ -192,7 +192,7 @@ def test_a_loop_is_asked_to_drain_first_and_has_a_moment_for_it(
     with looking() as end:
         end.on_stop = lambda reason: asked.set()
         launcher.kill()
-        assert asked.wait(5)
+        assert asked.wait(60)
         assert not end.left.wait(0.2)
         assert end.left.wait(5)
 

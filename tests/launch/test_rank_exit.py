@@ -356,7 +356,7 @@ def test_a_stop_signal_inside_the_start_of_a_thread_breaks_neither(monkeypatch):
         patch.setattr(threading.Event, "wait", wait)
         with pytest.raises(StoppedEarlyError):
             thread.start()
-    assert began.wait(10)
+    assert began.wait(60)
     thread.join()
     assert not ignored
 

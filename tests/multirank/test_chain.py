@@ -154,7 +154,8 @@ def test_a_run_times_its_parts_and_takes_the_best_cut(tmp_path):
 @UNJUDGED_AGAIN
 def test_the_shipped_cut_becomes_ready_on_three_ranks_and_says_what_each_runs(tmp_path):
     settings = ("service.endpoint=none", "service.duration_s=0.5", "bringup.envelopes=100")
-    settings += ("bringup.warmup_max=60",)  # a busy machine may never be steady
+    # a busy machine may never be steady, and late beyond any lease
+    settings += ("bringup.warmup_max=60", "actions.lease_ms=5000")
     shipped = Path("vla_tiny")
     with Ranks(tmp_path, *settings, config=shipped, module=SERVE, world_size=3) as run:
         assert run.wait() == [0] * 3, run.output()

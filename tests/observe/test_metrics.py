@@ -225,7 +225,7 @@ def test_client_that_says_nothing_holds_others_up_for_a_bounded_time(
             done.set()
 
         threading.Thread(target=ask, daemon=True).start()
-        assert done.wait(10)
+        assert done.wait(60)
 
 
 def test_nothing_can_be_changed_through_the_door(server: HealthServer) -> None:

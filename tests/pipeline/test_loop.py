@@ -599,7 +599,7 @@ def test_what_goes_wrong_beside_front_parts_is_no_fault_of_theirs(build):
     def act(call):
         if call == 3:
             source.broken = True
-            assert went_wrong.wait(10)
+            assert went_wrong.wait(60)
 
     class BrokenSource(SyntheticSource):
         broken = False

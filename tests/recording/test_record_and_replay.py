@@ -438,7 +438,7 @@ def test_samples_that_the_recorder_lost_are_told_and_forbid_exact_repeats(tmp_pa
 
 def opened_late(written: threading.Event, config: PipelineConfig) -> Any:
     """A file that opens once something is waiting for it."""
-    assert written.wait(10)
+    assert written.wait(60)
     return RecordFile(Path(str(config.record.file)), config, "run")
 
 

@@ -449,7 +449,7 @@ def test_a_client_may_be_closed_from_its_own_callback() -> None:
         wait_until(lambda: server.rows[0].session)  # the welcome is sent first
         chunk = make_chunk(session=server.rows[0].session, end_ns=now_ns())
         server.order(lambda: server.sessions.emit(0, chunk))
-        assert closed.wait(10)
+        assert closed.wait(60)
         assert client.failure is None
 
 
@@ -737,7 +737,7 @@ def test_chunks_that_stand_unread_when_a_client_closes_are_counted_and_reported(
     gate = threading.Event()
     config = make_config(f"unix://{tmp_path}/here")  # what was emitted is there at once
     with serving(config, answers=True) as server:
-        client = make_client(server.sessions.endpoint, on_chunk=lambda _: gate.wait(10))
+        client = make_client(server.sessions.endpoint, on_chunk=lambda _: gate.wait(60))
         client.connect()
         assert client.wait_ready(10)
         for number in range(6):

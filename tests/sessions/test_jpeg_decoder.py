@@ -67,7 +67,7 @@ def hold_decoding(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, thr
 
     def slowly(data: bytes, height: int, width: int) -> np.ndarray | None:
         began.set()
-        assert may_decode.wait(10)
+        assert may_decode.wait(60)
         return decode(data, height, width)
 
     monkeypatch.setattr(jpeg_decoder, "decode", slowly)
@@ -129,7 +129,7 @@ def test_of_frames_that_wait_the_newest_counts(desk: Desk, monkeypatch: pytest.M
     robot = desk.robot()
     session = desk.admit(robot, streams=(*STREAMS, CAMERA)).session
     desk.send(robot, frame(session, 1, jpeg()))
-    assert began.wait(10)
+    assert began.wait(60)
     desk.send(robot, *[frame(session, stamp, jpeg()) for stamp in (2, 3, 4)])  # the loop goes on
     may_decode.set()
     drain_until(desk, 2)

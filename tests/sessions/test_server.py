@@ -11,10 +11,11 @@ from session_desk import STREAMS, Desk, hello, open_desk, samples
 
 from ppstream.config.schema import RobotLimits
 from ppstream.core.errors import ConfigError
+from ppstream.sessions.contract import description
 from ppstream.sessions.server import Sessions
 from ppstream.sessions.table import SILENCE_NS
 from ppstream.wire import robot_messages as m
-from ppstream.wire.fields import MAX_DETAILS, encoder
+from ppstream.wire.fields import MAX_DETAILS, WIRE_MAJOR, WIRE_MINOR, encoder
 
 pytestmark = pytest.mark.usefixtures("either_socket")
 
@@ -105,6 +106,36 @@ def test_an_older_session_of_the_same_connection_is_a_strangers(desk: Desk) -> N
     session = desk.admit(robot).session
     assert desk.send(robot, samples(session + 1, 1)) == 0
     assert desk.receive(robot) == m.Lost(session + 1)
+
+
+@pytest.mark.parametrize("phase", ["warming", "bring-up", "ready", "degraded", "draining"])
+def test_the_contract_is_told_in_every_phase_and_takes_no_row(phase: str) -> None:
+    with open_desk(phase=None) as desk:
+        robot = desk.robot()
+        desk.send(robot, m.Describe(WIRE_MAJOR, WIRE_MINOR))
+        assert desk.receive(robot) == description(desk.config, "starting")
+        desk.sessions.set_phase(phase)
+        desk.send(robot, m.Describe(WIRE_MAJOR, WIRE_MINOR - 1))
+        assert desk.receive(robot) == description(desk.config, phase)
+        statistics = desk.sessions.statistics()
+        assert (statistics.opened, statistics.frames_handled) == (0, 2)
+        assert statistics.frames_dropped == {}
+
+
+def test_a_robot_with_a_session_may_ask_for_the_contract_too(desk: Desk) -> None:
+    robot = desk.robot()
+    session = desk.admit(robot).session
+    desk.send(robot, m.Describe(WIRE_MAJOR, WIRE_MINOR))
+    assert desk.receive(robot) == description(desk.config, "ready")
+    assert desk.send(robot, samples(session, 1)) == 1
+
+
+def test_the_contract_is_not_told_in_words_of_another_version(desk: Desk) -> None:
+    robot = desk.robot()
+    desk.send(robot, m.Describe(WIRE_MAJOR, WIRE_MINOR + 1))
+    answer = desk.receive(robot)
+    assert answer.reason == "version"
+    assert "upgrade ppstream on rank 0" in answer.details[0]
 
 
 def test_strangers_are_answered_seldom(desk: Desk) -> None:

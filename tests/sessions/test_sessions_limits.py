@@ -61,11 +61,12 @@ def test_a_flood_of_one_robot_takes_nothing_from_another(desk: Desk) -> None:
     assert desk.sessions.statistics().frames_dropped == dropped
 
 
+@pytest.mark.parametrize("message", [m.Ping(9), m.Describe(WIRE_MAJOR, WIRE_MINOR)])
 @pytest.mark.parametrize(("extra", "over"), [(-1, 0), (0, 0), (1, 1)])
-def test_strangers_share_one_limit(desk: Desk, extra: int, over: int) -> None:
+def test_strangers_share_one_limit(desk: Desk, extra: int, over: int, message: Any) -> None:
     one, other = desk.robot(), desk.robot()
-    desk.send(one, *[m.Ping(9)] * 100)
-    desk.send(other, *[m.Ping(9)] * (STRANGER_FRAMES_PER_S - 100 + extra))
+    desk.send(one, *[message] * 100)
+    desk.send(other, *[message] * (STRANGER_FRAMES_PER_S - 100 + extra))
     assert desk.sessions.statistics().frames_dropped.get("rate", 0) == over
     desk.now_ns += NS_PER_S
     desk.admit(desk.robot())

@@ -221,11 +221,11 @@ def test_a_result_on_its_way_when_a_robot_resets_reaches_the_others_alone(tmp_pa
     def hold(call: int) -> None:
         if call == 50:
             inside.set()
-            assert may_go.wait(10)
+            assert may_go.wait(60)
 
     with working(tmp_path, NewestValues(hold)) as crew:
         one, two = crew.robots
-        assert inside.wait(10)
+        assert inside.wait(60)
         wait_until(lambda: crew.rank0.finished == 50 and crew.has_received_all())
         one.client.reset()
         wait_until(lambda: crew.pipeline.intake.rows[0].session_epoch == 1)

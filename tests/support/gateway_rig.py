@@ -106,7 +106,7 @@ class Gateway:
             target=self._loop.run_until_complete, args=(self._run(),), daemon=True
         )
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
 
     @property
     def port(self) -> int:

@@ -69,10 +69,26 @@ TO_ROBOT_1_1: Final[dict[str, Any]] = TO_ROBOT_1_0 | {
 FROM_ROBOT_1_2: Final[dict[str, Any]] = FROM_ROBOT_1_1 | {
     "hello": m.Hello(1, 2, "arm", (JOINTS, CAMERA), ("dx", "dy"), 11, False, "pick up the cube", 3),
     "robot_state": m.RobotState(7, 2, 310_000_000, 1, "stop: operator", 690_000_000),
+    "describe": m.Describe(1, 2),
 }
 TO_ROBOT_1_2: Final[dict[str, Any]] = TO_ROBOT_1_1 | {
     "welcome": m.Welcome(
         1, 2, 7, "ready", 5 * 10**9, 10**8, 16, 10**7, (-1.0, 0.0), (1.0, 1.0), (1,), 6 * 10**7, 8
+    ),
+    "described": m.Described(
+        1,
+        2,
+        "bring-up",
+        (
+            m.StreamDescription("joints", (7,), "float32"),
+            m.StreamDescription("wrist", (224, 224, 3), "uint8", ("raw", "jpeg")),
+        ),
+        "joints",
+        ("dx", "dy"),
+        16,
+        10**7,
+        10**8,
+        6 * 10**7,
     ),
 }
 #: Between ranks of one run both ends are one version: only the newest counts.

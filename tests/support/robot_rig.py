@@ -135,7 +135,7 @@ class Server:
 
         self._orders.append(act)
         self.waiter.wake()
-        assert done.wait(10), self._failure
+        assert done.wait(60), self._failure
 
     def close(self) -> None:
         self._end = True
@@ -188,7 +188,7 @@ def make_client(endpoint: str, **options: Any) -> RobotClient:
     return RobotClient(endpoint, **{**defaults, **options})
 
 
-def wait_until(condition: Callable[[], object], *, seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
     """Wait for what another thread or process does; fails after ``seconds``."""
     deadline_ns = now_ns() + round(seconds * 1e9)
     while not condition():

@@ -551,7 +551,7 @@ def test_a_robot_whose_reader_stands_hears_what_is_refused_and_its_newest_sample
         wait_until(lambda: server.sessions.reports)  # nothing else is sent for a while
         standing = threading.Thread(target=server.order, args=(stand,))
         standing.start()
-        assert stands.wait(10)
+        assert stands.wait(60)
         taken = [client.push("joints", stamp_ns, [1, 2, 3]) for stamp_ns in range(1, 101)]
         sent = sum(taken)
         assert 0 < sent < 100

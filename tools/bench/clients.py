@@ -5,11 +5,18 @@ it has its actions. The policy takes 40 ms, however many rows it is given. Two r
 a gateway, with ``pacing = "rows"`` and, for comparison, ``"sample"``; the other server answers one
 request at a time, as openpi's own does. Observations are a state alone, and each answer is checked
 to be of its own. Ratios are of one round.
+
+``--work act`` and ``vla`` take a GPU, for both ranks or the other server: a policy of ACT's size
+with two cameras of 224 x 224, or of pi0's with three. ``over the policy`` is p50 less the policy's
+own time on the device, for one row and with nothing around it, in the same run; the native client
+stands beside the gateway there.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -28,6 +35,7 @@ from bench.latency import rank_settings
 from bench.peers import (
     ACCEPT,
     OPENPI,
+    TWO,
     AskingProcess,
     PeerBench,
     listening,
@@ -35,9 +43,10 @@ from bench.peers import (
     range_text,
     read_line,
 )
-from bench.peers_work import PAUSE_MS
+from bench.peers_work import CAMERAS_OF, HORIZON, MEAN, ON_GPU, PAUSE_MS, SIDE, STD
 from claimed_numbers import Claim, median_round, ratio
 from real_runs import (
+    SOURCES,
     RankPair,
     Target,
     ending_cleanly,
@@ -49,17 +58,27 @@ from real_runs import (
 
 COUNTS: Final = (1, 2, 4, 8)
 ROWS, SAMPLE = "ppstream, rows", "ppstream, sample"
-GATHER_MS: Final = 20.0
+GATHER_MS: Final = {"pause": 20.0, "act": 2.0, "vla": 10.0}  # half a policy's time, about
 PACED: Final = {
-    ROWS: ("pipeline.pacing=rows", f"pipeline.gather_ms={GATHER_MS}"),
+    ROWS: ("pipeline.pacing=rows",),
     SAMPLE: ("pipeline.pacing=sample",),
+    TWO: ("pipeline.pacing=sample",),
 }
 SERVERS: Final = (*PACED, OPENPI)
-WORK: Final = "pause"
+ON_CPU: Final = (ROWS, SAMPLE, OPENPI)
+WORKS: Final = ("pause", *ON_GPU)
+#: Most ms of one client's p50 over the policy's own time.
+OVER_MAX_MS: Final = {ROWS: 1.0, TWO: 0.4}
+BATCH: Final = {"pause": max(COUNTS), "act": max(COUNTS), "vla": 4}  # rows
 SETTLE_S: Final = 1.0  # of each cell, left out
 LEASE_MS: Final = 2000
 MOST_HZ: Final = 100.0  # of one client
 RUN_S: Final = 600.0
+WORDS: Final = {
+    "pause": f"a policy of {PAUSE_MS:g} ms for 1 to {BATCH['pause']} rows; a state of 14 values",
+    "act": "a policy of ACT's size, two cameras and a state of 14 values",
+    "vla": "a policy of pi0's size, three cameras and a state of 14 values",
+}
 RATE_MIN: Final = 7.0  # times the requests of one client, at 8
 P50_MAX: Final = 1.35  # times the p50 of one client, at 8
 S: Final = 1e-9  # per ns
@@ -77,6 +96,7 @@ class ClientsCell:
     p99_ms: float
     n: int
     foreign: float  # cores
+    over_ms: float | None = None  # p50 over the policy's own time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,10 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         session = PeerBench(argparse.Namespace(peers=(OPENPI,)), Path(name))
         session.cpus = []  # nothing is pinned: nine processes and more share all there are
         mode = (
-            f"{options.rounds} rounds of {options.seconds:g} s a cell; a policy of {PAUSE_MS:g} ms "
-            f"for 1 to {max(COUNTS)} rows; gather_ms {GATHER_MS:g}; a state of 14 values"
+            f"{options.rounds} rounds of {options.seconds:g} s a cell; {WORDS[options.work]}; "
+            f"gather_ms {GATHER_MS[options.work]:g}"
         )
         print_environment(mode)
+        alone_ms = policy_alone_ms(options.work)
         if OPENPI in session.skipped:
             print(f"skipped: {session.skipped[OPENPI]}")
             return 0
@@ -97,11 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             turn = number % len(options.servers)
             for server in options.servers[turn:] + options.servers[:turn]:
                 print(f"round {number + 1} of {options.rounds}: {server}", flush=True)
-                with serving(session, server) as address:
+                with serving(session, server, options.work) as address:
                     for clients in options.clients:
-                        cell = measure(session, address, clients, options.seconds)
-                        found.append(ClientsCell(number, server, clients, *cell))
+                        cell = measure(session, server, address, clients, options)
+                        over = None if alone_ms is None else cell[1] - alone_ms
+                        found.append(ClientsCell(number, server, clients, *cell, over))
     targets, claims = judged(found)
+    targets += over_the_policy(found)
     print_cells(found)
     print_targets(targets)
     rows = [asdict(cell) for cell in found]
@@ -111,8 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--work", choices=WORKS, default="pause")
     parser.add_argument("--clients", type=int, nargs="+", default=list(COUNTS))
-    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(ON_CPU))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each cell")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -123,12 +147,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(
-    session: PeerBench, address: str, clients: int, seconds: float
+    session: PeerBench, server: str, address: str, clients: int, options: argparse.Namespace
 ) -> tuple[float, float, float, int, float]:
     """Requests a second, p50 and p99 in ms, their number, and cores busy with anything else."""
+    peer = server if server == TWO else OPENPI
     with ExitStack() as stack:
         robots = [
-            stack.enter_context(AskingProcess(session, OPENPI, address, WORK))
+            stack.enter_context(AskingProcess(session, peer, address, options.work))
             for _ in range(clients)
         ]
         cores = Cores()
@@ -137,7 +162,7 @@ def measure(
                 threads.submit(
                     robot.order,
                     measure="closed",
-                    seconds=seconds + SETTLE_S,
+                    seconds=options.seconds + SETTLE_S,
                     mark=number / clients,  # within the limits of actions
                 )
                 for number, robot in enumerate(robots)
@@ -157,30 +182,57 @@ def measure(
 
 
 @contextmanager
-def serving(session: PeerBench, server: str) -> Iterator[str]:
-    """The server, while the block runs; its ADDRESS:PORT."""
+def serving(session: PeerBench, server: str, work: str) -> Iterator[str]:
+    """The server, while the block runs; its address."""
     if server == OPENPI:
-        module = ["-m", "bench.peers_servers", "openpi", "127.0.0.1", WORK]
+        module = ["-m", "bench.peers_servers", "openpi", "127.0.0.1", work]
         with program(session, OPENPI, module, ()) as process:
             yield read_line(process)
         return
     with tempfile.TemporaryDirectory(dir=session.folder) as name:
         folder = Path(name)
-        with RankPair(folder, "bench", settings(folder, server)) as ranks:
-            yield listening(ranks)
+        with RankPair(folder, "bench", settings(folder, server, work)) as ranks:
+            address = listening(ranks)
+            yield f"unix://{folder}/robots" if server == TWO else address
             ranks.stop()
 
 
-def settings(folder: Path, server: str) -> list[str]:
+def settings(folder: Path, server: str, work: str) -> list[str]:
     """Of the ranks, for the most clients."""
     found = rank_settings(f"unix://{folder}/robots", "serial", MOST_HZ, RUN_S)
-    stream = f'{{name="state", dim=14, max_request_hz={MOST_HZ}, reference=true}}'
-    gateway = '{wire="openpi", listen="127.0.0.1:0", timeout_ms=5000, map={state="state"}}'
-    found += [f"streams=[{stream}]", f"gateway=[{gateway}]", f"batch.rows={max(COUNTS)}"]
-    found += ["policy.target=bench.policies:build_pausing", "window.steps=1"]
-    found += ["policy.options.steps=1", ACCEPT]
-    found += [f"actions.lease_ms={LEASE_MS}", f"actions.dt_ms={LEASE_MS / 2}"]  # of one step
-    return [*found, *PACED[server]]
+    at_most = f"max_request_hz={MOST_HZ}"
+    image = f"image={{height={SIDE}, width={SIDE}, mean={list(MEAN)}, std={list(STD)}}}"
+    streams = [f'{{name="state", dim=14, {at_most}, reference=true}}']
+    streams += [f'{{name="{camera}", {at_most}, {image}}}' for camera in CAMERAS_OF.get(work, ())]
+    keys = [f'{name}={{key="{name}", layout="hwc"}}' for name in CAMERAS_OF.get(work, ())]
+    keys = ", ".join(['state="state"', *keys])
+    gateway = f'{{wire="openpi", listen="127.0.0.1:0", timeout_ms=5000, map={{{keys}}}}}'
+    rows = 1 if server == TWO else BATCH[work]
+    found += [f"streams=[{', '.join(streams)}]", f"gateway=[{gateway}]", f"batch.rows={rows}"]
+    found += ["window.steps=1", f"actions.lease_ms={LEASE_MS}", ACCEPT]
+    if work in ON_GPU:
+        found += ["policy.target=bench.policies:build_on_gpu", f'policy.options={{work="{work}"}}']
+        found += ["placement.rank0=cuda:0", "placement.policy=cuda:0"]
+        found += [f"actions.horizon={HORIZON}", f"actions.dt_ms={LEASE_MS / HORIZON}"]
+    else:
+        found += ["policy.target=bench.policies:build_pausing", "policy.options.steps=1"]
+        found += [f"actions.dt_ms={LEASE_MS / 2}"]  # of one step
+    gathering = [f"pipeline.gather_ms={GATHER_MS[work]}"] if server == ROWS else []
+    return [*found, *PACED[server], *gathering]
+
+
+def policy_alone_ms(work: str) -> float | None:
+    """p50 of a policy on a GPU with nothing around it, in a process that ends; None: on a CPU."""
+    if work not in ON_GPU:
+        return None
+    code = f"from bench.policies import Unserved; print(Unserved('{work}').alone_ms())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(SOURCES)}
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, text=True, stdout=subprocess.PIPE
+    )
+    found_ms = float(said.stdout.split()[-1])
+    print(f"the policy alone: {found_ms:.3f} ms")
+    return found_ms
 
 
 # ---- what was found -----------------------------------------------------------------------------
@@ -211,15 +263,26 @@ def judged(found: Sequence[ClientsCell]) -> tuple[list[Target], list[Claim]]:
     return targets, claims
 
 
+def over_the_policy(found: Sequence[ClientsCell]) -> list[Target]:
+    """One client's p50 over the policy's own time, the median of the rounds."""
+    ones = [cell for cell in found if cell.clients == 1 and cell.over_ms is not None]
+    return [
+        Target(f"{server}: p50 of 1 client over the policy, ms", limit_ms, median_low(over))
+        for server, limit_ms in OVER_MAX_MS.items()
+        if (over := [cell.over_ms or 0.0 for cell in ones if cell.server == server])
+    ]
+
+
 def print_cells(found: Sequence[ClientsCell]) -> None:
     """Medians over the rounds with their range."""
-    heads = ("clients", "requests/s", "x of 1", "p50 ms", "p99 ms", "foreign")
+    heads = ("clients", "requests/s", "x of 1", "p50 ms", "p99 ms", "over the policy", "foreign")
     print("\n" + f"{'server':18}" + "".join(f"{head:>22}" for head in heads))
     for server in dict.fromkeys(cell.server for cell in found):
         rows = [cell for cell in found if cell.server == server]
         ones = {cell.round: cell.per_s for cell in rows if cell.clients == 1}
         for clients in sorted({cell.clients for cell in rows}):
             here = [cell for cell in rows if cell.clients == clients]
+            over = [cell.over_ms for cell in here if cell.over_ms is not None]
             times = [cell.per_s / ones[cell.round] for cell in here if cell.round in ones]
             columns = (
                 str(clients),
@@ -227,6 +290,7 @@ def print_cells(found: Sequence[ClientsCell]) -> None:
                 range_text(times, 2),
                 range_text([cell.p50_ms for cell in here], 1),
                 range_text([cell.p99_ms for cell in here], 1),
+                range_text(over, 2) if over else "",
                 range_text([cell.foreign for cell in here], 2),
             )
             print(f"{server:18}" + "".join(f"{column:>22}" for column in columns))

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +42,7 @@ def python_with(package: str, folder: Path | None = None) -> Path:
     """The interpreter of an environment that has ``package`` as ``constraints.txt`` pins it.
 
     Its dependencies are those that pip picks for it, whatever this project's are, or ``INSTEAD``.
+    An interpreter that has it already is its own environment.
 
     Args:
         package: name on the package index.
@@ -50,6 +52,8 @@ def python_with(package: str, folder: Path | None = None) -> Path:
         Unavailable: it is not there, and cannot be made.
     """
     pinned = pin_of(package)
+    if _is_here(pinned):
+        return Path(sys.executable)
     place = (folder or clients_folder()) / pinned.replace("==", "-")
     python = place / "bin" / "python"
     if not (place / COMPLETE).exists():
@@ -65,6 +69,15 @@ def python_with(package: str, folder: Path | None = None) -> Path:
         (place / COMPLETE).touch()
     _share(package, place)  # another checkout may have made it
     return python
+
+
+def _is_here(pinned: str) -> bool:
+    """This interpreter has the package, as it is pinned."""
+    name, _, wanted = pinned.partition("==")
+    try:
+        return version(name) == wanted
+    except PackageNotFoundError:
+        return False
 
 
 def _share(package: str, place: Path) -> None:

@@ -35,13 +35,15 @@ class Ppstream:
         from ppstream.robot.client import RobotClient
 
         self.unanswered = (TimeoutError, PeerLostError)
-        pin(os.getpid(), cpus[1])
+        if cpus:
+            pin(os.getpid(), cpus[1])
         given = observation(work)
         streams: list[Any] = [
             (name, STATE_DIM) if name == "state" else (name, values.size, "uint8")
             for name, values in given.items()
         ]
-        self._client = RobotClient(address, robot="bench", streams=streams, actions=NAMES)
+        robot = f"bench-{os.getpid()}"
+        self._client = RobotClient(address, robot=robot, streams=streams, actions=NAMES)
         self._client.connect(READY_LIMIT_S)
         until = time.monotonic() + READY_LIMIT_S
         while not self._client.wait_ready(0.1):
@@ -51,11 +53,13 @@ class Ppstream:
         self._arrival = threading.Condition()
         self._posted: deque[int] = deque()
 
-    def ask(self, given: Observation) -> None:
+    def ask(self, given: Observation) -> Array:
         flat = {name: values.reshape(-1) for name, values in given.items()}
         answer = self._client.ask(flat, ANSWER_LIMIT_S)
         if answer.actions.shape[1] != ACTION_DIM:
             raise SystemExit(f"{answer.actions.shape} came")
+        first: Array = answer.actions[0]
+        return first
 
     def post(self, given: Observation) -> None:
         self._client.on_chunk = self._arrived
@@ -137,7 +141,7 @@ class Openpi:
 
     def ask(self, given: Observation) -> Array:
         actions: Array = self._client.infer(given)["actions"]
-        if actions.shape != (1, ACTION_DIM):
+        if actions.shape[1:] != (ACTION_DIM,):
             raise SystemExit(f"{actions.shape} came")
         return actions[0]
 

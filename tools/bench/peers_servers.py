@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from bench.peers_work import Array, policy
+from bench.peers_work import ON_GPU, Array, policy
 
 
 def reply(address: str, work: str) -> None:
@@ -38,7 +39,16 @@ def openpi(address: str, work: str) -> None:
     from websockets.asyncio.server import ServerConnection, serve
     from websockets.exceptions import ConnectionClosed
 
-    infer = policy(work)
+    if work in ON_GPU:
+        from bench.policies import Unserved
+
+        infer: Callable[[dict[str, Array]], Array] = Unserved(work)
+    else:
+        of_state = policy(work)
+
+        def infer(observation: dict[str, Array]) -> Array:
+            return of_state(observation["state"])[None]
+
     packer = msgpack_numpy.Packer()
 
     async def answer(connection: ServerConnection) -> None:
@@ -46,8 +56,7 @@ def openpi(address: str, work: str) -> None:
         with suppress(ConnectionClosed):  # their client says no goodbye
             while True:
                 observation = msgpack_numpy.unpackb(await connection.recv())
-                actions: Array = infer(observation["state"])
-                await connection.send(packer.pack({"actions": actions[None]}))
+                await connection.send(packer.pack({"actions": infer(observation)}))
 
     async def listen() -> None:
         options: dict[str, Any] = {"compression": None, "max_size": None}

@@ -18,18 +18,23 @@ NAMES: Final = tuple(f"j{index}" for index in range(ACTION_DIM))
 CAMERAS: Final = ("left", "right", "wrist")
 SIDE: Final = 224  # of a camera's frame, uint8 ``[SIDE, SIDE, 3]``
 LAYERS: Final = (270, 512, 256, ACTION_DIM)  # of the MLP; the state stands in the first values
-WORKS: Final = ("none", "mlp", "cameras", "pause")
+ON_GPU: Final = ("act", "vla")  # with torch: ``policies.py`` has them
+WORKS: Final = ("none", "mlp", "cameras", "pause", *ON_GPU)
+CAMERAS_OF: Final = {"cameras": CAMERAS, "act": CAMERAS[:2], "vla": CAMERAS}
 PAUSE_MS: Final = 40.0
+HORIZON: Final = 50  # of the policies on a GPU, and how frames are normalised for them
+MEAN: Final = (0.485, 0.456, 0.406)
+STD: Final = (0.229, 0.224, 0.225)
 
 Array = np.ndarray[Any, Any]
 Policy = Callable[[Array], Array]
 
 
 def observation(work: str) -> dict[str, Array]:
-    """The state, and frames before it when the work is ``cameras``."""
-    frames = {name: np.full((SIDE, SIDE, 3), 127, np.uint8) for name in CAMERAS}
-    state = {"state": np.linspace(-0.5, 0.5, STATE_DIM, dtype=np.float32)}
-    return (frames if work == "cameras" else {}) | state
+    """The state, and before it the frames that the work reads."""
+    cameras = CAMERAS_OF.get(work, ())
+    frames = {name: np.full((SIDE, SIDE, 3), 127, np.uint8) for name in cameras}
+    return frames | {"state": np.linspace(-0.5, 0.5, STATE_DIM, dtype=np.float32)}
 
 
 def policy(work: str) -> Policy:

@@ -2,10 +2,11 @@
 
 Named in settings as ``bench.policies:build_reading``, which reads heavy envelopes,
 ``bench.policies:build_echo``, which does no work, ``bench.policies:build_pausing``, which takes as
-long for any number of rows, and ``bench.policies:build_peer``, which works as the servers of
-``peers.py`` do. Run as a tool it times what each call of a policy pays for the fill
-before it and the look behind it (``ppstream/policy/unwritten.py``): on the host around calls that
-write everything, on a GPU as the difference that the fill makes to the replay of graphs.
+long for any number of rows, ``bench.policies:build_peer``, which works as the servers of
+``peers.py`` do, and ``bench.policies:build_on_gpu``, of the size of ACT or pi0. Run as a tool it
+times what each call of a policy pays for the fill before it and the look behind it
+(``ppstream/policy/unwritten.py``): on the host around calls that write everything, on a GPU as the
+difference that the fill makes to the replay of graphs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 
+from itertools import pairwise
+
 import msgspec
 import torch
 from bench import gpu_timing, peers_work
@@ -30,9 +33,12 @@ from ppstream.core.simulated_delay import Delay
 from ppstream.core.specs import TensorSpec
 from ppstream.links.slots import Slot, SlotLayout, new_slots
 from ppstream.policy.unwritten import INTEGERS, FilledPolicy, Outputs, Results
+from ppstream_stages import act, vla
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ppstream_stages.building import NetworkPart
 
 
 #: The session in ``rows`` of an envelope that no robot asked for.
@@ -146,7 +152,7 @@ class PeerPolicy(SlowStartEcho):
         super().__init__(options)
         frames = (1, 3, peers_work.SIDE, peers_work.SIDE)
         cameras = peers_work.CAMERAS if options.work == "cameras" else ()
-        self.inputs += tuple(TensorSpec(f"{name}.frames", frames, "bfloat16") for name in cameras)
+        self.inputs += tuple(TensorSpec(f"{name}.frames", frames) for name in cameras)
         self._infer = peers_work.policy(options.work)
 
     def act(self, newest: Array, actions: Array) -> None:
@@ -156,6 +162,114 @@ class PeerPolicy(SlowStartEcho):
 def build_peer(config: Mapping[str, Any], device: torch.device) -> PeerPolicy:
     """As ``build_echo``."""
     return PeerPolicy(msgspec.convert(config, PeerOptions))
+
+
+#: Of the policies on a GPU, whose windows are one observation.
+SHAPE: Final = {
+    "group": "state",
+    "steps": 1,
+    "dim": peers_work.STATE_DIM,
+    "streams": 1,
+    "horizon": peers_work.HORIZON,
+    "action_dim": peers_work.ACTION_DIM,
+}
+
+
+class MarkedPart:
+    """The last part of a policy, whose first actions are the newest state: answers tell whose."""
+
+    stateless = True
+
+    def __init__(self, part: NetworkPart) -> None:
+        self.name, self.inputs, self.outputs = part.name, part.inputs, part.outputs
+        self.load, self.reset = part.load, part.reset
+        self._part = part
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        self._part(window, out)
+        out["actions"][:, 0].copy_(window["state.values"][:, -1, : peers_work.ACTION_DIM])
+
+
+def build_on_gpu(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart | MarkedPart]:
+    """The parts of ACT with two cameras or of the pi0-shaped policy with three: ``work`` says."""
+    work = config["work"]
+    cameras = peers_work.CAMERAS_OF[work]
+    if work == "act":
+        side = {"height": peers_work.SIDE, "width": peers_work.SIDE}
+        parts = act.build(SHAPE | {"cameras": [{"name": n} | side for n in cameras]}, device)
+    else:
+        parts = vla.build(SHAPE | {"cameras": list(cameras)}, device)
+    return [*parts[:-1], MarkedPart(parts[-1])]
+
+
+class Unserved:
+    """The policy of ``build_on_gpu`` for one observation at a time, in one graph with its input.
+
+    Args:
+        work: as there.
+    """
+
+    def __init__(self, work: str) -> None:
+        device = torch.device("cuda", 0)
+        self._parts = build_on_gpu({"work": work}, device)
+        for part in self._parts:
+            part.load()
+        self._host = {
+            name: torch.from_numpy(values).pin_memory()
+            for name, values in peers_work.observation(work).items()
+        }
+        self._given = {name: values.to(device) for name, values in self._host.items()}
+        self._mean, self._std = (
+            torch.tensor(values, device=device)[:, None, None]
+            for values in (peers_work.MEAN, peers_work.STD)
+        )
+        self._actions = torch.zeros(peers_work.HORIZON, peers_work.ACTION_DIM).pin_memory()
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._infer()
+        torch.cuda.synchronize(device)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=stream):
+            made = self._infer()
+        self._made = made
+
+    def _infer(self) -> Tensor:
+        tensors = {
+            "state.values": self._given["state"][None, None],
+            "state.valid": torch.ones(1, 1, 1, dtype=torch.bool, device=self._mean.device),
+        }
+        for name, frame in self._given.items():
+            if name != "state":
+                image = (frame.permute(2, 0, 1) / 255 - self._mean) / self._std
+                tensors[f"{name}.frames"] = image.bfloat16()[None, None]
+        for part in self._parts:
+            for spec in part.outputs:
+                dtype = getattr(torch, spec.dtype)
+                shape = (1, *spec.shape)
+                tensors[spec.name] = torch.zeros(shape, dtype=dtype, device=self._mean.device)
+            part(tensors, tensors)
+        return tensors["actions"][0]
+
+    def __call__(self, observation: Mapping[str, Array]) -> Array:
+        """Actions ``[HORIZON, ACTION_DIM]`` in float32."""
+        for name, values in observation.items():
+            self._host[name].copy_(torch.from_numpy(values.copy()))
+            self._given[name].copy_(self._host[name], non_blocking=True)
+        self._graph.replay()
+        self._actions.copy_(self._made, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return self._actions.numpy().copy()
+
+    def alone_ms(self, calls: int = 50) -> float:
+        """p50 of a replay by the device's clock: the policy without anything around it."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            self._graph.replay()
+            mark.record()
+        torch.cuda.synchronize()
+        return spread([a.elapsed_time(b) for a, b in pairwise(marks)]).p50
 
 
 class WritingPolicy:

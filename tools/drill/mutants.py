@@ -184,7 +184,7 @@ MUTANTS: Final = (
     Mutant(
         "SIGUSR1 cuts the epoch",
         "ppstream/launch/run_rank0.py",
-        "    rank_exit.on_cut_signal(rank0.request_cut)\n",
+        "    end.pass_cuts_to(rank0.request_cut)\n",
         "",
         "cut-by-operator",
     ),
@@ -233,8 +233,8 @@ MUTANTS: Final = (
     Mutant(
         "a start that stands is watched",
         "ppstream/launch/rank_exit.py",
-        '"the main thread", lambda: self._step\n        ).__enter__()',
-        '"the main thread", lambda: self._step\n        )',
+        "ProgressMark(thread, lambda: self._step).__enter__()",
+        "ProgressMark(thread, lambda: self._step)",
         "build-never-ends",
     ),
     Mutant(

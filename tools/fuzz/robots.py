@@ -143,6 +143,7 @@ def _seeds(session: int) -> tuple[bytes, ...]:
         m.Ping(session),
         m.Instruct(session, 1, "go"),
         m.ClockReading(session, 1, 2),
+        m.Describe(WIRE_MAJOR, WIRE_MINOR),
         m.Phase("ready"),
     )
     return (*map(encoder.encode, known), _samples(session, NS_PER_S))

@@ -1,0 +1,119 @@
+"""The sweep of profiles on a CPU: what it keeps, measures anew, and loses with a failing cell."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import profile_sweep
+import pytest
+from bench.profile_cells import SIZES, TokenDecoder, step_of
+from profile_sweep import Worker, main
+from torch import device
+
+TINY = ("--sizes", "tiny", "--contexts", "16", "--device", "cpu", "--steps", "1")
+CPU = device("cpu")
+POLICY = """
+name = "own"
+[[streams]]
+name = "joints"
+dim = 4
+rate_hz = 100
+reference = true
+[window]
+steps = 2
+dt_ms = 10
+[actions]
+names = ["x"]
+horizon = 1
+dt_ms = 10
+low = [-1.0]
+high = [1.0]
+lease_ms = 100
+[policy]
+target = "dying_policy:build"
+"""
+
+
+def measured(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines about cells that were not kept."""
+    return re.findall(r"^\d+ of \d+  (.*)$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_each_cell_has_shares_and_is_kept_while_it_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), *TINY]) == 0
+    kinds = ("forward", "forward_backward", "training")
+    assert measured(capsys) == [f"tiny-16-{kind}" for kind in kinds]
+    cells = {
+        kind: json.loads((tmp_path / "cells" / f"tiny-16-{kind}.json").read_text())
+        for kind in kinds
+    }
+    for one in cells.values():
+        assert abs(sum(one["categories"].values()) - 1) < 1e-6
+        assert one["categories"]["matmul"] > 0
+        assert 0 < one["ranges"]["softmax"] < one["ranges"]["attention"] < 1
+    assert cells["forward_backward"]["flops"] == 3 * cells["forward"]["flops"]
+    assert [one["ranges"].get("optimizer", 0) > 0 for one in cells.values()] == [0, 0, 1]
+    assert (tmp_path / "sweep.svg").stat().st_size > 1000
+
+    assert main([str(tmp_path), *TINY]) == 0
+    assert measured(capsys) == []
+
+    damaged = {kind: tmp_path / "cells" / f"tiny-16-{kind}" for kind in kinds}
+    trace = damaged["forward"].with_suffix(".trace.json")
+    trace.write_bytes(trace.read_bytes()[:-9])
+    damaged["forward_backward"].with_suffix(".json").write_text("{")
+    damaged["training"].with_suffix(".trace.json").unlink()
+    assert main([str(tmp_path), *TINY]) == 0
+    assert measured(capsys) == [
+        "tiny-16-forward (its trace is another file, a placeholder or cut)",
+        "tiny-16-forward_backward (its result is damaged)",
+        "tiny-16-training (its trace is gone)",
+    ]
+    assert main([str(tmp_path), *TINY, "--kinds", "forward", "--batch", "2"]) == 0
+    assert measured(capsys) == ["tiny-16-forward (its result is stale: made with other settings)"]
+
+
+def test_a_cell_that_kills_its_process_costs_itself_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dying_policy.py").write_text("import os\ndef build(*_): os._exit(7)\n")
+    (tmp_path / "own.toml").write_text(POLICY)
+    policies = ("--policies", str(tmp_path / "own.toml"), "two_cameras")
+    asked = [str(tmp_path / "out"), "--sizes", "--device", "cpu", "--steps", "1", *policies]
+    assert main(asked) == 1
+    said = capsys.readouterr().out
+    assert "failed: its process ended with 7" in said
+    assert "start it again to measure these alone" in said
+    assert json.loads((tmp_path / "out/cells/two_cameras.json").read_text())["status"] == "done"
+
+
+def test_a_cell_above_its_limit_is_ended() -> None:
+    with Worker("cpu", limit_s=0.2) as worker:
+        found = worker.ask()
+    assert found == {"status": "failed", "why": "above 0.2 s"}
+
+
+def test_the_family_has_the_sizes_that_it_is_named_after() -> None:
+    millions = {"small": 128.6, "medium": 423.2, "large": 969.4, "xl": 1998.2, "2.7B": 3406.8}
+    assert set(millions) == set(profile_sweep.FAMILY)
+    with device("meta"):
+        counts = {
+            name: sum(weight.numel() for weight in TokenDecoder(SIZES[name], 16).parameters())
+            for name in millions
+        }
+    for name, count in millions.items():
+        assert abs(counts[name] / 1e6 / count - 1) < 0.002
+
+
+def test_a_token_sees_none_behind_it() -> None:
+    settings = {"size": "tiny", "context": 8, "batch": 1, "kind": "forward", "dtype": "float32"}
+    step = step_of(settings, CPU).step
+    model, given = step.__wrapped__.func, step.__wrapped__.args[0]  # type: ignore[attr-defined]
+    before = model(given)
+    given[0, 5] = (given[0, 5] + 1) % 100
+    changed = (model(given) != before).any(dim=2)[0].tolist()
+    assert changed == [False] * 5 + [True] * 3
