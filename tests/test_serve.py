@@ -30,12 +30,17 @@ def test_an_old_python_is_told_at_once_which_one_it_needs(command):
     assert "this is Python 3.10, rank 0 and policy ranks need 3.11 or newer" in ended.stderr
 
 
+FILMED = ("--set", "record.file=run.mcap", "--set", "record.frames=jpeg")
+
+
 @pytest.mark.parametrize(
     ("missing", "extra", "arguments"),
     [
         ("mujoco", "demo", ("--config", "demo")),
         ("foxglove", "view", ("--config", "bench", "--set", "view.port=0")),
         ("mcap", "view", ("--config", "bench", "--set", "view.port=0")),
+        ("mcap", "record", ("--config", "bench", "--set", "record.file=run.mcap")),
+        ("PIL", "record", ("--config", "two_cameras", *FILMED)),
     ],
 )
 def test_a_missing_extra_is_a_configuration_error_before_any_rank(
@@ -48,6 +53,8 @@ def test_a_missing_extra_is_a_configuration_error_before_any_rank(
     assert serve.main(arguments) == 11
     assert f"pip install 'ppstream[{extra}]'" in capsys.readouterr().err
     assert requirements.missing_packages(load.read("bench")) == []
+    kept = load.read("two_cameras", ("record.file=run.mcap", "record.frames=raw"))
+    assert (requirements.missing_packages(kept) == []) == (missing != "mcap")
 
 
 @pytest.mark.parametrize(

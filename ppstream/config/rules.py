@@ -195,7 +195,12 @@ def _shape_problems(path: str, stream: StreamConfig) -> Iterator[str]:
             yield f"{path}.dim: got {stream.dim}, want {MAX_DIM} at most"
         if stream.dtype == "uint8":
             yield f"{path}.dtype: got uint8 without image, want float32 or float64"
+        if stream.joints and len(stream.joints) != stream.dim:
+            yield f"{path}.joints: got {len(stream.joints)} names, want {stream.dim}: one per value"
+        yield from _repeated(f"{path}.joints", list(stream.joints))
         return
+    if stream.joints:
+        yield f"{path}.joints: got {len(stream.joints)} names, want none: a camera has no joints"
     frame = image.height * image.width * CHANNELS
     if (stream.dim, stream.dtype) != (frame, "uint8"):
         yield (

@@ -191,9 +191,12 @@ class RecordConfig(Table, frozen=True, kw_only=True):
     file: FilePath | None = None
     """MCAP file or named pipe that gets the recording; none records nothing. Set it to keep what a
     robot sent and got."""
+    frames: Literal["none", "jpeg", "raw"] = "none"
+    """Form of cameras' frames in it: none leaves them out, jpeg loses little, raw loses nothing and
+    takes 4/3 of a frame's bytes. Set it to replay a run with cameras."""
     queue_mb: Positive = 64.0
-    """Memory for messages that wait for the disk; what comes on top is dropped and counted. Raise
-    it for slow disks."""
+    """Memory for messages that wait for the disk; what comes on top is dropped and counted, frames
+    first. Raise it for slow disks and many cameras."""
     robot: Name | None = None
     """Robot whose samples are replayed. Set it for a recording of several robots."""
 

@@ -120,6 +120,9 @@ class StreamConfig(Table, frozen=True, kw_only=True):
     image: ImageConfig | None = None
     """Makes the stream a camera: a policy reads <name>.frames, .valid and .age_s. Set it for
     frames."""
+    joints: tuple[Text, ...] = ()
+    """Names of the joints whose positions a sample holds, as in the robot's URDF: recordings and
+    the live view give them as foxglove.JointStates. Set it to see the robot move in a viewer."""
     recorded: RecordedAs | None = None
     """Place of the stream in a recording made by others. Set it to replay a ULog, ROS bag or MCAP.
     """

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.core.clock import NS_PER_S
-from ppstream.ingest.sample_ledger import CLOCK_JUMP
+from ppstream.ingest.sample_ledger import CLOCK_JUMP, OVERWRITTEN
 from ppstream.recording.load import load_recording
+from ppstream.recording.recording import RecordedFrames
 from ppstream.recording.window_schedule import schedule_of
 
 if TYPE_CHECKING:
@@ -147,11 +148,20 @@ class RecordedSource:
         for name, track, _ in self._tracks:
             begin, end = self._fed[name], counts.get(name, 0)
             if end > begin:
-                stamps_ns = track.stamps_ns[begin:end] + self._shift_ns
-                for row in self._rows:
-                    row.rings[name].append(stamps_ns, track.values[begin:end], now_ns)
                 samples += (end - begin) * len(self._rows)
                 self._fed[name] = end
+                rings = [row.rings[name] for row in self._rows]
+                if isinstance(track.values, RecordedFrames):  # what no ring keeps is not read
+                    newest = max(begin, end - rings[0].bank.capacity)
+                    for ring in rings if newest > begin else ():
+                        ring.refuse(OVERWRITTEN, newest - begin)
+                    begin = newest
+                stamps_ns, values = (
+                    track.stamps_ns[begin:end] + self._shift_ns,
+                    track.values[begin:end],
+                )
+                for ring in rings:
+                    ring.append(stamps_ns, values, now_ns)
         return samples
 
     def window_ready(self, index: int) -> bool:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
 
 PYTHON_MIN: Final = (3, 11)
+MODULES: Final = {"pillow": "PIL"}  # where a library's name is another
 DEMO_ROBOTS: Final = "ppstream_stages."  # simulated with what the extra ``demo`` brings
 
 
@@ -42,6 +43,15 @@ def missing_packages(config: PipelineConfig) -> list[str]:
         missing.append(
             f"demo.robot: {robot} needs mujoco: pip install 'ppstream[demo]', or demo = none"
         )
+    if config.record.file is not None:
+        wanted = [("file", "mcap")]
+        if config.record.frames == "jpeg" and config.cameras:
+            wanted += [("frames", "pillow")]
+        missing += [
+            f"record.{key}: recording needs {library}: pip install 'ppstream[record]'"
+            for key, library in wanted
+            if find_spec(MODULES.get(library, library)) is None
+        ]
     if config.view.port is not None:
         missing += [
             f"view.port: the live view needs {library}: pip install 'ppstream[view]'"

@@ -26,6 +26,7 @@ logger = logging.getLogger("ppstream")
 WRITE_INTERVAL_S: Final = 0.1  # a wake-up costs as much as a few messages: not too many
 CLOSE_LIMIT_S: Final = 2.0
 THREAD: Final = "recorder"
+FRAMES_SHARE: Final = 7 / 8  # of a queue's bytes
 QUEUE_MAX: Final = 1 << 16  # items, whatever their size
 
 
@@ -49,6 +50,7 @@ class QueueStatistics(msgspec.Struct, frozen=True):
 class ItemQueue:
     """Items in the order in which they were put, to one sink.
 
+    Frames are dropped from ``FRAMES_SHARE`` of ``queue_bytes`` on: they never displace samples.
     ``put`` may be called from any thread, with samples and frames from one alone.
 
     Args:
@@ -84,8 +86,10 @@ class ItemQueue:
     def put(self, item: Item) -> None:
         """Queue an item, or drop and count it."""
         size = _size(item)
+        waiting = self._offered_bytes - self._taken_bytes
         if (
-            (size and self._offered_bytes - self._taken_bytes + size > self._queue_bytes)
+            (size and waiting + size > self._queue_bytes)
+            or (isinstance(item, FrameItem) and waiting > FRAMES_SHARE * self._queue_bytes)
             or len(self._queue) >= self._items_max
             or self._failure
             or self._closing.is_set()

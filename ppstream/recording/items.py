@@ -76,6 +76,7 @@ class FrameItem(NamedTuple):
 
     robot: str
     stream: str
+    number: int  # in its stream
     stamp_ns: int  # robot clock
     pixels: bytes  # [height * width * 3]
     received_ns: int
@@ -104,10 +105,6 @@ class Taker(Protocol):
     ) -> None: ...
 
     def cleared(self, robot: str, reason: str) -> None: ...
-
-
-class FrameTaker(Taker, Protocol):
-    """Takes what a camera's ring tells, too."""
 
     def frames(
         self, robot: str, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int
@@ -174,12 +171,5 @@ class RowTap:
 class FrameTap(RowTap):
     """Tap of a camera's ring."""
 
-    def __init__(self, taker: FrameTaker, row: RecordedRow, place: int) -> None:
-        super().__init__(taker, row, place)
-        self._frames = taker.frames
-
     def samples(self, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int) -> None:
-        self._frames(self.robot, stream, stamps, values, rx_ns)
-
-    def cleared(self, stream: str, reason: str) -> None:
-        """Not told: the ring of another stream does."""
+        self._taker.frames(self.robot, stream, stamps, values, rx_ns)

@@ -2,6 +2,7 @@
 
 Of our own recordings the windows are read, too, so that they can be cut again exactly as they were.
 A file that ends early, because its run was killed or its disk was full, is read as far as it goes.
+Frames stay in the file until they are asked for: a minute of them may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -17,19 +18,29 @@ import msgspec
 import numpy as np
 
 from ppstream.core.errors import ConfigError
+from ppstream.recording.camera_images import image_facts, need_jpeg, pixels_of
 from ppstream.recording.field_reader import FieldReader
 from ppstream.recording.mcap_schema import (
+    CAMERAS,
+    FOXGLOVE,
     METADATA,
     RESETS,
     SAMPLES,
     WINDOWS,
+    CompressedImage,
     Reset,
     SampleBatch,
     WindowHeader,
     need_mcap,
     parse_topic,
 )
-from ppstream.recording.recording import RecordedStep, Recording, Track, unreadable
+from ppstream.recording.recording import (
+    RecordedFrames,
+    RecordedStep,
+    Recording,
+    Track,
+    unreadable,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,6 +54,14 @@ DECODERS: Final[dict[str, msgspec.json.Decoder[Any]]] = {
     WINDOWS: msgspec.json.Decoder(WindowHeader),
     RESETS: msgspec.json.Decoder(Reset),
 }
+READ: Final = (CAMERAS, *DECODERS)  # kinds of topics; what was sent is made again
+
+
+class FilePosition(NamedTuple):
+    """Location of a record in a file: so many records behind one that begins at an offset."""
+
+    offset: int
+    behind: int
 
 
 class EncodedMessage(NamedTuple):
@@ -54,6 +73,8 @@ class EncodedMessage(NamedTuple):
     at_ns: int  # when it was logged
     happened_ns: int  # when it was published; never later
     data: bytes
+    number: int  # in its topic, from 1
+    position: FilePosition
 
 
 class McapMetadata(NamedTuple):
@@ -94,7 +115,7 @@ def read_mcap(path: Path) -> Iterator[EncodedMessage | McapMetadata]:
 
     schemas: dict[int, Any] = {}
     channels: dict[int, Any] = {}
-    for record in _records(path):
+    for record, position in _records(path):
         if isinstance(record, Schema):
             schemas[record.id] = record
         elif isinstance(record, Channel):
@@ -104,14 +125,16 @@ def read_mcap(path: Path) -> Iterator[EncodedMessage | McapMetadata]:
         elif isinstance(record, Message):
             channel = channels[record.channel_id]
             about = channel.topic, channel.message_encoding, schemas.get(channel.schema_id)
-            yield EncodedMessage(*about, record.log_time, record.publish_time, record.data)
+            times = record.log_time, record.publish_time
+            yield EncodedMessage(*about, *times, record.data, record.sequence, position)
 
 
-def _records(path: Path) -> Iterator[Any]:
+def _records(path: Path) -> Iterator[tuple[Any, FilePosition]]:
     from mcap.exceptions import EndOfFile
     from mcap.stream_reader import StreamReader
 
     whole = 0  # records
+    begin = end = behind = 0  # of the records that came together, as a chunk
     with path.open("rb") as file:
         found = StreamReader(file, validate_crcs=True).records
         while True:
@@ -126,7 +149,10 @@ def _records(path: Path) -> Iterator[Any]:
             if record is None:
                 return
             whole += 1
-            yield record
+            behind += 1
+            if file.tell() != end:
+                begin, end, behind = end, file.tell(), 0
+            yield record, FilePosition(begin, behind)
 
 
 def _of_others(
@@ -165,9 +191,12 @@ def _of_ours(
     robots: dict[str, _Robot] = {}
     for found in records:
         parts = parse_topic(found.topic) if isinstance(found, EncodedMessage) else None
-        if isinstance(found, EncodedMessage) and parts is not None and parts[1] in DECODERS:
+        if isinstance(found, EncodedMessage) and parts is not None and parts[1] in READ:
             one = robots.setdefault(parts[0], _Robot(parts[0]))
-            one.add(parts[2], DECODERS[parts[1]].decode(found.data))
+            if parts[1] == CAMERAS:
+                one.add_frame(parts[2], path, found)
+            else:
+                one.add(parts[2], DECODERS[parts[1]].decode(found.data))
     names = ", ".join(sorted(robots)) or "nobody"
     if robot is None and len(robots) > 1:
         raise ConfigError([f"record.robot: missing, want one of {names} in {path}"])
@@ -199,17 +228,79 @@ class _Stream:
         return Track(stamps, values.reshape(-1, self._dim), received)
 
 
+class _Camera:
+    """Frames of one camera: where each is in the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.end = 0  # number behind the newest frame
+        self.lost = 0  # what the recorder had to drop
+        self._path = path
+        self._topic = ""
+        self._schema = ""
+        self._size: tuple[int, int] | None = None
+        self._found: list[tuple[int, int]] = []  # stamp and arrival
+        self._positions: list[FilePosition] = []
+
+    def add(self, found: EncodedMessage) -> None:
+        """Raises ConfigError when the message is no frame, or not as those before."""
+        self._topic = found.topic
+        self._schema = found.schema.name if found.schema is not None else ""
+        if self._schema == FOXGLOVE[CompressedImage] and not self._positions:
+            need_jpeg(f"{self._path}: {found.topic}")
+        try:
+            facts = image_facts(self._schema, found.data)
+            if self._size not in (None, facts.size):
+                raise ValueError(f"got height and width {facts.size}, {self._size} before")
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise self._unreadable(len(self._positions), error) from error
+        self._size = facts.size
+        self.lost += found.number - 1 - self.end
+        self.end = found.number
+        self._found.append((facts.stamp_ns, found.happened_ns))
+        self._positions.append(found.position)
+
+    def track(self) -> Track:
+        """With arrivals on rank 0's clock."""
+        assert self._size is not None, "a camera is made with its first frame"
+        stamps, received = np.array(self._found, np.int64).T
+        return Track(stamps, RecordedFrames(len(stamps), self._size, self._read), received)
+
+    def _read(self, number: int) -> NDArray[np.uint8]:
+        from mcap.stream_reader import StreamReader
+
+        assert self._size is not None
+        position = self._positions[number]
+        try:
+            with self._path.open("rb") as file:
+                file.seek(position.offset)
+                records: Iterator[Any] = StreamReader(file, skip_magic=position.offset > 0).records
+                found = next(itertools.islice(records, position.behind, None))
+            return pixels_of(self._schema, found.data, self._size)
+        except Exception as error:  # the file may have changed in any way
+            raise self._unreadable(number, error) from error
+
+    def _unreadable(self, number: int, error: Exception) -> ConfigError:
+        return unreadable(self._path, error, f"frame {number + 1} of {self._topic}: ")
+
+
 class _Robot:
     """A run's samples, and when its windows were cut, of one robot."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.streams: dict[str, _Stream] = {}
+        self.streams: dict[str, _Stream | _Camera] = {}
         self._steps: list[RecordedStep] = []
+
+    def add_frame(self, stream: str, path: Path, found: EncodedMessage) -> None:
+        camera = self.streams.setdefault(stream, _Camera(path))
+        assert isinstance(camera, _Camera), f"{stream} is a camera's and another stream's name"
+        camera.add(found)
 
     def add(self, stream: str, body: SampleBatch | WindowHeader | Reset) -> None:
         if isinstance(body, SampleBatch):
-            self.streams.setdefault(stream, _Stream()).add(body)
+            samples = self.streams.setdefault(stream, _Stream())
+            assert isinstance(samples, _Stream), f"{stream} is a camera's and another stream's name"
+            samples.add(body)
         elif isinstance(body, WindowHeader):
             self._steps.append(RecordedStep(body.window_end_ns, "", body.samples))
         else:

@@ -35,6 +35,27 @@ class SampleBatch(msgspec.Struct, frozen=True):
     newest: list[float | None]  # [dim], the last sample again, for plots
 
 
+class Time(msgspec.Struct, frozen=True):
+    """An instant of the robot's clock, as viewers want it."""
+
+    sec: int
+    nsec: int
+
+
+class JointState(msgspec.Struct, frozen=True):
+    """The position of one joint, in the viewers' own schema."""
+
+    name: str
+    position: float | None  # null: not finite
+
+
+class JointBatch(SampleBatch, frozen=True):
+    """Samples of joints; of the newest one the names, too, in the viewers' own schema."""
+
+    timestamp: Time
+    joints: list[JointState]
+
+
 class WindowHeader(msgspec.Struct, frozen=True):
     """A window as stage A cut it; what it holds are the samples that had come until then."""
 
@@ -102,15 +123,8 @@ class EnvelopeAges(msgspec.Struct, frozen=True):
     b_ns: int | None
 
 
-class Time(msgspec.Struct, frozen=True):
-    """An instant of the robot's clock, as viewers want it."""
-
-    sec: int
-    nsec: int
-
-
 class RawImage(msgspec.Struct, frozen=True):
-    """A frame of a camera, in the viewers' own schema; a live view alone has it."""
+    """A frame of a camera, in the viewers' own schema."""
 
     timestamp: Time
     frame_id: str
@@ -121,10 +135,26 @@ class RawImage(msgspec.Struct, frozen=True):
     data: bytes
 
 
-Body = SampleBatch | WindowHeader | Chunk | Reset | Event | Report | EnvelopeAges | RawImage
+class CompressedImage(msgspec.Struct, frozen=True):
+    """A frame of a camera as JPEG, in the viewers' own schema; a recording alone has it."""
 
-#: Schemas that viewers know by name.
-FOXGLOVE: Final[dict[type[Body], str]] = {RawImage: "foxglove.RawImage"}
+    timestamp: Time
+    frame_id: str
+    data: bytes
+    format: str
+
+
+Image = RawImage | CompressedImage
+Body = (
+    SampleBatch | JointBatch | WindowHeader | Chunk | Reset | Event | Report | EnvelopeAges | Image
+)
+
+#: Schemas that viewers know by name: a message has their fields, and may have more.
+FOXGLOVE: Final[dict[type[Body], str]] = {
+    JointBatch: "foxglove.JointStates",
+    RawImage: "foxglove.RawImage",
+    CompressedImage: "foxglove.CompressedImage",
+}
 
 
 def topic(robot: str, kind: str, stream: str = "") -> str:
@@ -134,9 +164,9 @@ def topic(robot: str, kind: str, stream: str = "") -> str:
 
 def parse_topic(name: str) -> tuple[str, str, str] | None:
     """Robot, kind and stream of a topic, or None: it is of no robot."""
-    for kind in (SAMPLES, WINDOWS, ACTIONS, RESETS):
+    for kind in (SAMPLES, CAMERAS, WINDOWS, ACTIONS, RESETS):
         robot, found, stream = f"{name}/".partition(f"/{kind}/")
-        if found and (bool(stream) == (kind == SAMPLES)):
+        if found and (bool(stream) == (kind in (SAMPLES, CAMERAS))):
             return robot.removeprefix("/"), kind, stream.removesuffix("/")
     return None
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from ppstream.config.schema import CHANNELS
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
-from ppstream.recording.item_queue import QUEUE_MAX, ItemQueue
+from ppstream.core.interpreter import InterpreterPauses
+from ppstream.recording.camera_images import Form, encoded_image, need_jpeg
+from ppstream.recording.item_queue import ItemQueue
 from ppstream.recording.items import (
     Cleared,
     Emitted,
@@ -44,7 +45,8 @@ from ppstream.recording.mcap_schema import (
     Chunk,
     EnvelopeAges,
     Event,
-    RawImage,
+    JointBatch,
+    JointState,
     Report,
     Reset,
     SampleBatch,
@@ -66,7 +68,6 @@ FILE_MODE: Final = 0o640
 MB: Final = 1_000_000
 BATCH_NS: Final = 20 * NS_PER_MS  # samples of one message arrived within it
 VIEW_ITEMS: Final = 4096  # that may wait for the live view: people want to see what is new
-FRAME_SIDE: Final = 320  # pixels: encoding a larger one would hold the interpreter for too long
 EVENT_FIELDS: Final = frozenset({"kind", "run_id", "generation", "t", "name", "text"})
 
 encode: Final = msgspec.json.Encoder().encode
@@ -83,22 +84,23 @@ def open_recorder(
         view_fd: a pipe to the live view, the recorder's from now on; None: there is none.
 
     Raises:
-        ConfigError: ``mcap`` is not installed.
+        ConfigError: ``mcap``, or what encodes frames, is not installed.
     """
     record, recording, view = config.record, None, None
     if record.file is None and view_fd is None:
         return None
     need_mcap()
-
-    def queue(name: str, target: Path | int, size_mb: float, items_max: int) -> ItemQueue:
-        size = round(size_mb * MB)
-        return ItemQueue(name, lambda: RecordFile(target, config, run_id), size, items_max)
-
+    form: Form = "raw" if record.frames == "raw" else "jpeg"
+    keeps_frames = record.frames != "none" and bool(config.cameras)
     if record.file is not None:
-        recording = queue("recording", Path(record.file), record.queue_mb, QUEUE_MAX)
+        if keeps_frames and form == "jpeg":
+            need_jpeg("record.frames")
+        file, size = Path(record.file), round(record.queue_mb * MB)
+        recording = ItemQueue("recording", lambda: RecordFile(file, config, run_id, form), size)
     if view_fd is not None:
-        view = queue("live view", view_fd, config.view.queue_mb, VIEW_ITEMS)
-    return Recorder(recording, view)
+        size = round(config.view.queue_mb * MB)
+        view = ItemQueue("live view", lambda: RecordFile(view_fd, config, run_id), size, VIEW_ITEMS)
+    return Recorder(recording, view, keeps_frames=keeps_frames)
 
 
 class McapMessage(NamedTuple):
@@ -106,7 +108,13 @@ class McapMessage(NamedTuple):
 
     at_ns: int
     topic: str
-    body: Body
+    schema: type[Body]
+    data: bytes  # JSON
+    number: int | None = None  # of a frame in its stream
+
+    @classmethod
+    def of(cls, at_ns: int, topic: str, body: Body) -> McapMessage:
+        return cls(at_ns, topic, type(body), encode(body))
 
 
 class RecordFile:
@@ -118,12 +126,16 @@ class RecordFile:
             A pipe gets each message at once, a file larger chunks.
         config: streams and actions.
         run_id: as in the log.
+        frames: their form.
     """
 
-    def __init__(self, target: Path | int, config: PipelineConfig, run_id: str) -> None:
+    def __init__(
+        self, target: Path | int, config: PipelineConfig, run_id: str, frames: Form = "preview"
+    ) -> None:
         from mcap.writer import CompressionType, Writer
 
         self._streams = {stream.name: stream for stream in config.streams}
+        self._form: Form = frames
         self._output = McapOutput(target)
         output: Any = self._output  # no IO[bytes] of the standard library's, but all that is used
         self._writer: Any = Writer(
@@ -136,20 +148,22 @@ class RecordFile:
         self._channels: dict[str, int] = {}
         self._numbers: dict[int, int] = {}
         self._newest_ns = 0
-        self._writer.start(library="ppstream")
+        self._writer.start(profile="ppstream", library="ppstream")
         self._writer.add_metadata(METADATA, _facts(config, run_id))
         self._output.flush()
 
     def write(self, items: Sequence[Item]) -> None:
         """Raises OSError when the disk is full or a pipe's reader has left."""
-        singles = (_message(item, self._streams) for item in _single(items))
+        pauses = InterpreterPauses()
+        singles = (self._message(item, pauses) for item in _single(items))
         found = [*_batches(items, self._streams), *singles]
         for message in sorted(found, key=lambda message: message.at_ns):
             self._newest_ns = max(self._newest_ns, message.at_ns)
             channel = self._channel(message)
-            number = self._numbers[channel] = self._numbers[channel] + 1
-            data = encode(message.body)
-            self._writer.add_message(channel, self._newest_ns, data, message.at_ns, number)
+            before = self._numbers[channel] if message.number is None else message.number
+            number = self._numbers[channel] = before + 1
+            times = {"log_time": self._newest_ns, "publish_time": message.at_ns}
+            self._writer.add_message(channel, data=message.data, sequence=number, **times)
         self._output.flush()
 
     def close(self) -> None:
@@ -160,10 +174,17 @@ class RecordFile:
         finally:
             self._output.close()
 
+    def _message(self, item: Single, pauses: InterpreterPauses) -> McapMessage:
+        if isinstance(item, FrameItem):
+            name = topic(item.robot, CAMERAS, item.stream)
+            image = encoded_image(item, self._streams[item.stream], self._form, pauses)
+            return McapMessage(item.received_ns, name, *image, item.number)
+        return _message(item)
+
     def _channel(self, message: McapMessage) -> int:
         channel = self._channels.get(message.topic)
         if channel is None:
-            schema = self._schema(type(message.body))
+            schema = self._schema(message.schema)
             channel = self._writer.register_channel(message.topic, "json", schema)
             self._channels[message.topic] = channel
             self._numbers[channel] = 0
@@ -265,8 +286,13 @@ def _batch(parts: list[SamplesItem], stream: StreamConfig) -> McapMessage:
     values: list[Any] = np.frombuffer(b"".join(p.values for p in parts), stream.dtype).tolist()
     stamps: list[int] = np.frombuffer(b"".join(p.stamps for p in parts), np.int64).tolist()
     first, dim = parts[0], stream.dim
-    body = SampleBatch(first.first, dim, stamps, received, values, values[-dim:])
-    return McapMessage(received[-1], topic(first.robot, SAMPLES, stream.name), body)
+    newest = values[-dim:]
+    batch = first.first, dim, stamps, received, values, newest
+    body: Body = SampleBatch(*batch)
+    if stream.joints:
+        joints = [JointState(*pair) for pair in zip(stream.joints, newest, strict=True)]
+        body = JointBatch(*batch, Time(*divmod(stamps[-1], NS_PER_S)), joints)
+    return McapMessage.of(received[-1], topic(first.robot, SAMPLES, stream.name), body)
 
 
 #: Items of which each makes a message.
@@ -279,27 +305,26 @@ def _single(items: Sequence[Item]) -> Iterator[Single]:
             yield item
 
 
-def _message(item: Single, streams: Mapping[str, StreamConfig]) -> McapMessage:
+def _message(
+    item: RowWindow | Cleared | Emitted | LoggedLine | EnvelopeItem,
+) -> McapMessage:
     match item:
         case RowWindow():
             ends = item.window_end_ns, item.expires_ns
             header = WindowHeader(
                 item.epoch, item.seq, item.phase, *item.episode, *ends, item.samples
             )
-            return McapMessage(item.at_ns, topic(item.robot, WINDOWS), header)
+            return McapMessage.of(item.at_ns, topic(item.robot, WINDOWS), header)
         case Cleared():
-            return McapMessage(
+            return McapMessage.of(
                 item.at_ns, topic(item.robot, RESETS), Reset(item.reason, item.samples)
             )
         case Emitted():
-            return McapMessage(item.at_ns, topic(item.robot, ACTIONS), _chunk(item))
+            return McapMessage.of(item.at_ns, topic(item.robot, ACTIONS), _chunk(item))
         case LoggedLine():
             return _line(item)
-        case FrameItem():
-            name = topic(item.robot, CAMERAS, item.stream)
-            return McapMessage(item.received_ns, name, _image(item, streams[item.stream]))
         case EnvelopeItem():
-            return McapMessage(item.at_ns, ENVELOPES_TOPIC, _envelope(item.line))
+            return McapMessage.of(item.at_ns, ENVELOPES_TOPIC, _envelope(item.line))
 
 
 def _chunk(item: Emitted) -> Chunk:
@@ -313,22 +338,10 @@ def _line(item: LoggedLine) -> McapMessage:
     found = item.fields
     if found["kind"] == "robot":
         report = Report(*(found[name] for name in Report.__struct_fields__))
-        return McapMessage(item.at_ns, REPORTS_TOPIC, report)
+        return McapMessage.of(item.at_ns, REPORTS_TOPIC, report)
     rest = {key: value for key, value in found.items() if key not in EVENT_FIELDS}
     event = Event(found["name"], str(found.get("text", "")), rest)
-    return McapMessage(item.at_ns, EVENTS_TOPIC, event)
-
-
-def _image(item: FrameItem, stream: StreamConfig) -> RawImage:
-    """Every n-th pixel, so that the picture is at most ``FRAME_SIDE`` wide and high."""
-    assert stream.image is not None, "a camera"
-    shape = stream.image.height, stream.image.width, CHANNELS
-    step = -(-max(shape) // FRAME_SIDE)
-    pixels = np.frombuffer(item.pixels, np.uint8).reshape(shape)[::step, ::step]
-    height, width, _ = pixels.shape
-    stamp = Time(*divmod(item.stamp_ns, NS_PER_S))
-    size = width, height, "rgb8", CHANNELS * width
-    return RawImage(stamp, item.stream, *size, pixels.tobytes())
+    return McapMessage.of(item.at_ns, EVENTS_TOPIC, event)
 
 
 def _envelope(line: EnvelopeLine) -> EnvelopeAges:

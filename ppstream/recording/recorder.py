@@ -49,10 +49,18 @@ class Recorder:
         recording: takes samples, windows, chunks, resets, events and reports.
         view: takes the same, the ages of a hundred envelopes a second, and five frames a second of
             each camera.
+        keeps_frames: the recording takes every frame, too.
     """
 
-    def __init__(self, recording: ItemQueue | None, view: ItemQueue | None = None) -> None:
+    def __init__(
+        self,
+        recording: ItemQueue | None,
+        view: ItemQueue | None = None,
+        *,
+        keeps_frames: bool = False,
+    ) -> None:
         self.recording = recording
+        self._kept = recording if keeps_frames else None  # gets frames
         self.view = view
         self.queues = tuple(queue for queue in (recording, view) if queue is not None)
         self._rows: list[RowTap] = []
@@ -70,29 +78,36 @@ class Recorder:
             tap = RowTap(self, row, len(self._rows))
             self._rows.append(tap)
             for ring in row.rings.values():
-                if ring.stream.image is None:
-                    ring.tap = tap
-                elif self.view is not None:
-                    ring.tap = FrameTap(self, row, len(self._rows) - 1)
+                is_camera = ring.stream.image is not None
+                ring.tap = FrameTap(self, row, len(self._rows) - 1) if is_camera else tap
 
     def samples(
         self, robot: str, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int
     ) -> None:
         """Copy what arrived; not called for more than one robot at a time."""
-        counts = self._counts_of(robot)
-        first = counts.get(stream, 0)
-        counts[stream] = end = first + len(stamps)
+        first, end = self._count(robot, stream, len(stamps))
         self._put(SamplesItem(robot, stream, first, end, stamps.tobytes(), values.tobytes(), rx_ns))
 
     def frames(
         self, robot: str, stream: str, stamps: NDArray[Any], values: NDArray[Any], rx_ns: int
     ) -> None:
-        """Copy the newest frame that arrived, unless one of this camera was copied just before."""
-        camera = robot, stream
-        if self.view is None or rx_ns < self._frames_ns.get(camera, 0) + FRAME_INTERVAL_NS:
+        """Copy frames that arrived: for a recording all, for a view the newest one now and then."""
+        camera, first = (robot, stream), 0
+        is_shown = rx_ns >= self._frames_ns.get(camera, 0) + FRAME_INTERVAL_NS
+        if self._kept is not None:
+            first, _ = self._count(robot, stream, len(stamps))
+        elif self.view is not None and is_shown:
+            stamps, values = stamps[-1:], values[-1:]
+        else:
             return
-        self._frames_ns[camera] = rx_ns
-        self.view.put(FrameItem(*camera, stamps.item(-1), values[-1].tobytes(), rx_ns))
+        for place, stamp_ns in enumerate(stamps.tolist()):
+            pixels = values[place].tobytes()
+            item = FrameItem(*camera, first + place, stamp_ns, pixels, rx_ns)
+            if self._kept is not None:
+                self._kept.put(item)
+        if self.view is not None and is_shown:
+            self._frames_ns[camera] = rx_ns
+            self.view.put(item)
 
     def cleared(self, robot: str, reason: str) -> None:
         self._put(Cleared(robot, now_ns(), reason, dict(self._counts_of(robot))))
@@ -159,6 +174,13 @@ class Recorder:
     def _put(self, item: Item) -> None:
         for queue in self.queues:
             queue.put(item)
+
+    def _count(self, robot: str, stream: str, samples: int) -> tuple[int, int]:
+        """Number of the first of these samples in its stream, and the one behind the last."""
+        counts = self._counts_of(robot)
+        first = counts.get(stream, 0)
+        counts[stream] = first + samples
+        return first, first + samples
 
     def _counts_of(self, robot: str) -> dict[str, int]:
         counts = self._counts.get(robot)

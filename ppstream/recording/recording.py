@@ -7,12 +7,14 @@ reader; ``sources.py`` (rank 0) and ``launch/replay.py`` (as a robot) play it. N
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from ppstream.config.schema import CHANNELS
 from ppstream.core.errors import ConfigError
 from ppstream.core.user_code import message_of
 
@@ -30,11 +32,38 @@ REMEDIES: Final = {
 }
 
 
+class RecordedFrames:
+    """Frames of a camera ``[n, height * width * 3]`` uint8 RGB, which stay in the file.
+
+    ``frames[3:5]`` reads two of them, as an array of its own.
+
+    Args:
+        count: n.
+        size: height and width.
+        read: gives the frame of a number.
+    """
+
+    def __init__(
+        self, count: int, size: tuple[int, int], read: Callable[[int], NDArray[np.uint8]]
+    ) -> None:
+        self.size = size
+        self._count = count
+        self._read = read
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, wanted: slice) -> NDArray[np.uint8]:
+        """Raises ConfigError when the file cannot be read any more, or holds no such frame."""
+        found = [self._read(number) for number in range(*wanted.indices(self._count))]
+        return np.array(found, np.uint8).reshape(len(found), math.prod(self.size) * CHANNELS)
+
+
 class Track(NamedTuple):
     """One stream of a recording, in the order it was recorded."""
 
     stamps_ns: NDArray[np.int64]  # [n], n >= 1, robot clock
-    values: NDArray[Any]  # [n, dim] float32 or float64
+    values: NDArray[Any] | RecordedFrames  # [n, dim] float32 or float64, of a camera uint8
     arrivals_ns: NDArray[np.int64] | None = None  # [n], when each came, in the robot's clock, too
 
     @property
@@ -91,7 +120,7 @@ class Recording:
         """The declared streams, in their order and dtype.
 
         Raises:
-            ConfigError: a stream is not recorded, or has another width.
+            ConfigError: a stream is not recorded, or has another width or size.
         """
         problems = []
         chosen = {}
@@ -99,12 +128,16 @@ class Recording:
             track = self.tracks.get(stream.name)
             if track is None:
                 recorded = ", ".join(self.tracks)
-                problems.append(f"streams: {stream.name!r} is not recorded, want one of {recorded}")
-            elif track.values.shape[1] != stream.dim:
+                problem = f"streams: {stream.name!r} is not recorded, want one of {recorded}"
+                if stream.image is not None:
+                    problem += '; record.frames = "jpeg" or "raw" keeps frames'
+                problems.append(problem)
+            elif (declared := _shape(stream)) != (recorded := _recorded_shape(track)):
                 problems.append(
-                    f"streams: {stream.name!r} has dim {stream.dim}, recorded are "
-                    f"{track.values.shape[1]} values per sample"
+                    f"streams: {stream.name!r} has {declared}, recorded with {recorded}"
                 )
+            elif isinstance(track.values, RecordedFrames):
+                chosen[stream.name] = track
             else:
                 values = track.values.astype(stream.dtype, copy=False)
                 chosen[stream.name] = track._replace(values=values)
@@ -115,7 +148,7 @@ class Recording:
     def messages(self, batch_ns: int) -> Iterator[RecordedMessage]:
         """All samples in order of time; those of one stream within ``batch_ns`` go together.
 
-        0 sends each alone. The arrays are views.
+        0 sends each alone, as frames always are. The arrays are views.
         """
         parts = [self._messages_of(name, batch_ns) for name in self.tracks]
         return heapq.merge(*parts, key=lambda message: message.due_ns)
@@ -126,12 +159,27 @@ class Recording:
         begin = 0
         while begin < len(due_ns):
             end = begin + 1
-            if batch_ns > 0:
+            if batch_ns > 0 and not isinstance(track.values, RecordedFrames):
                 end = int(due_ns.searchsorted(due_ns[begin] + batch_ns, "left"))
             samples = slice(begin, end)
             last_ns = int(due_ns[end - 1])
             yield RecordedMessage(last_ns, stream, track.stamps_ns[samples], track.values[samples])
             begin = end
+
+
+def _shape(stream: StreamConfig) -> str:
+    image = stream.image
+    return f"dim {stream.dim}" if image is None else _frames_of(image.height, image.width)
+
+
+def _recorded_shape(track: Track) -> str:
+    if isinstance(track.values, RecordedFrames):
+        return _frames_of(*track.values.size)
+    return f"dim {track.values.shape[1]}"
+
+
+def _frames_of(height: int, width: int) -> str:
+    return f"frames of {height} x {width}"
 
 
 def unreadable(path: Path, error: Exception, where: str = "") -> ConfigError:

@@ -11,16 +11,14 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from importlib.util import find_spec
-from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from ppstream.core.clock import now_ns
+from ppstream.wire.jpeg import decode, is_installed
 
 if TYPE_CHECKING:
-    from ppstream.config.schema import ImageConfig
     from ppstream.sessions.session import Session, SessionStream
 
 THREADS_MAX: Final = 4
@@ -48,26 +46,9 @@ class DecodedFrame(NamedTuple):
 
 def decoder_problem() -> str | None:
     """Returns the reason why no JPEG can be decoded here, and what to do; None: it can be."""
-    if find_spec("PIL") is None:
+    if not is_installed():
         return "rank 0 has no JPEG decoder: pip install 'ppstream[camera]' there, or send raw"
     return None
-
-
-def decode(jpeg: bytes, image: ImageConfig) -> np.ndarray[Any, Any] | None:
-    """Pixels ``[1, height * width * 3]`` uint8; None when it is no JPEG of exactly that size.
-
-    The size is read from the header before memory is taken for the pixels.
-    """
-    from PIL import Image
-
-    try:
-        with Image.open(BytesIO(jpeg), formats=("JPEG",)) as opened:
-            if opened.size != (image.width, image.height):
-                return None
-            pixels = np.asarray(opened.convert("RGB"))
-    except Exception:  # noqa: BLE001 - a parser on a stranger's bytes: whatever it raises, no frame
-        return None
-    return pixels.reshape(1, -1)
 
 
 class FrameDecoder:
@@ -143,5 +124,5 @@ class _Lane:
                 frame = self._waiting.pop(next(iter(self._waiting)))
             began_ns = now_ns()
             image = frame.stream.ring.stream.image
-            values = None if image is None else decode(frame.jpeg, image)
+            values = None if image is None else decode(frame.jpeg, image.height, image.width)
             self._finished(DecodedFrame(frame, values, now_ns() - began_ns))

@@ -29,6 +29,11 @@ PLAIN: dict[str, Any] = {
     },
     "policy": {"target": "acme.stages:build"},
 }
+FILMED = {
+    "streams__2__dim": 72,
+    "streams__2__dtype": "uint8",
+    "streams__2__image": {"height": 4, "width": 6},
+}
 
 
 def config(**changes: Any) -> PipelineConfig:
@@ -72,6 +77,9 @@ def test_plain_configuration_has_no_problem() -> None:
             "streams: got reference = true on joints, imu, want it on one at most",
         ),
         ({"streams__1__dim": 3}, "streams[1].dim: got 3, want 4: slerp interpolates quaternions"),
+        ({"streams__1__joints": ["a"]}, "streams[1].joints: got 1 names, want 4: one per value"),
+        ({"streams__1__joints": [*"abca"]}, "streams[1].joints: got 'a' 2 times"),
+        ({**FILMED, "streams__2__joints": ["a"]}, "streams[2].joints: got 1 names, want none: a"),
         ({"streams__1__max_gap_ms": 9.0}, "streams[1].max_gap_ms: got 9, want at least the 10 ms"),
         ({"window__dt_ms": 1e6}, "streams[0].rate_hz: got 1000, which needs a ring of"),
         ({"actions__names": [], "actions__low": [], "actions__high": []}, "actions.names: got 0"),

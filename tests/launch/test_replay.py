@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from recording_files import picture, with_camera
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
 from ppstream.config.load import as_toml
@@ -240,6 +241,32 @@ def test_a_recorded_run_is_streamed_as_it_had_come(
     assert int(slow.stamps_ns[0, 9]) == 500_000_366 * MS
     stamps = slow.stamps_ns[0, :10].numpy()
     assert slow.values[0, :10].tolist() == ramp(stamps, 1).tolist()
+
+
+@pytest.mark.parametrize("form", ["raw", "jpeg"])
+def test_frames_of_a_recorded_run_are_streamed_too(form: str, tmp_path: Path) -> None:
+    pytest.importorskip("mcap")
+    file = tmp_path / "run.mcap"
+    plain = config(stream("fast", dim=3))
+    settings = listening(with_camera(plain, 48, 64, file=str(file), frames=form), tmp_path)
+    recorder = open_recorder(settings, "run")
+    assert recorder is not None
+    pictures = [picture(48, 64, number) for number in range(6)]
+    for number, frame in enumerate(pictures):
+        stamps, came_ns = at_ms(5e8 + 33 * number), (1000 + 33 * number) * MS
+        recorder.frames("arm", "wrist", stamps, frame.reshape(1, -1), came_ns)
+        recorder.samples("arm", "fast", stamps, ramp(stamps, 3), came_ns)
+    recorder.close()
+    with serving(settings) as server:
+        done = run_tool(settings, tmp_path, file, "--batch-ms", "100")
+    assert done.returncode == 0, done.stderr
+    assert "12 recorded, 12 sent" in done.stdout
+    bank = server.case.banks["wrist"]
+    assert bank.stamps_ns[0, :6].tolist() == at_ms(*(5e8 + 33 * np.arange(6))).tolist()
+    for number, frame in enumerate(pictures):
+        found = bank.values[0, number].numpy().reshape(frame.shape)
+        error = np.mean((found.astype(float) - frame) ** 2)
+        assert error == 0 if form == "raw" else 0 < error < 25  # 34 dB
 
 
 @pytest.mark.skipif(DATA is None, reason="PPSTREAM_TEST_DATA names no folder of recordings")

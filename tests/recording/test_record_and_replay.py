@@ -243,7 +243,11 @@ def test_schemas_are_plain_enough_for_viewers(body: type[Any]) -> None:
 
 
 def test_topics_name_robot_kind_and_stream() -> None:
-    for parts in (("arm", "samples", "hand/joints"), ("left/arm", "windows", "")):
+    for parts in (
+        ("arm", "samples", "hand/joints"),
+        ("arm", "cameras", "hand/top"),
+        ("left/arm", "windows", ""),
+    ):
         assert parse_topic(topic(*parts)) == parts
     assert parse_topic("/events") is None
     assert parse_topic("/arm/windows/else") is None

@@ -8,20 +8,19 @@ from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 pytest.importorskip("mcap")
 
 from mcap.reader import make_reader
+from recording_files import with_camera
 from robot_rig import MS, make_config, make_rows, wait_until
 
-from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.clock import now_ns
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.recording.item_queue import ItemQueue
-from ppstream.recording.items import EnvelopeItem, Item, LoggedLine
+from ppstream.recording.items import Cleared, EnvelopeItem, Item, LoggedLine, SamplesItem
 from ppstream.recording.load import load_recording
 from ppstream.recording.mcap_writer import RecordFile
 from ppstream.recording.recorder import Recorder
@@ -108,7 +107,7 @@ def test_a_view_gets_five_frames_a_second_of_320_pixels_at_most(
         at_ns = number * 100 * MS
         rows[0].rings["wrist"].append(np.array([at_ns]), pixels[None], at_ns)
     recorder.close()
-    assert recording.items == []  # frames are not recorded
+    assert recording.items == []  # unless it is asked for
     stamps = [item.stamp_ns for item in view.items]
     assert stamps == [number * 100 * MS for number in (11, 13, 15, 17, 19)]
     file = RecordFile(tmp_path / "view.mcap", config, "run")
@@ -122,6 +121,63 @@ def test_a_view_gets_five_frames_a_second_of_320_pixels_at_most(
     wanted = pixels.reshape(*size, 3)[::step, ::step]
     assert b64decode(image["data"]) == wanted.tobytes()
     assert (image["step"], image["timestamp"]) == (3 * shown[1], {"sec": 1, "nsec": 900 * MS})
+
+
+def test_a_recording_gets_every_frame_beside_a_view_that_is_frozen(frozen: Frozen) -> None:
+    config = with_camera(make_config(), 4, 6)
+    kept = Frozen()
+    kept.released.set()
+    queues = ItemQueue("recording", kept.opened, 10**6), ItemQueue("live view", frozen.opened, 600)
+    recorder = Recorder(*queues, keeps_frames=True)
+    rows = make_rows(config)
+    rows[0].open(1)
+    recorder.tap(rows)
+    pixels = np.random.default_rng(1).integers(0, 256, (30, 72), np.uint8)
+    for number in range(30):  # every 100 ms, the last ten in one message
+        at_ns = (number + 2) * 100 * MS
+        last = slice(number, number + 1) if number < 20 else slice(20, 30)
+        if number <= 20:
+            stamps = np.arange(last.start, last.stop) * MS
+            rows[0].rings["wrist"].append(stamps, pixels[last], at_ns)
+    frozen.released.set()
+    recording, view = recorder.close()
+    assert (recording["written"], recording["dropped"]) == (30, 0)
+    assert [item.number for item in kept.items] == [*range(30)]
+    assert [item.stamp_ns for item in kept.items] == [number * MS for number in range(30)]
+    assert b"".join(item.pixels for item in kept.items) == pixels.tobytes()
+    assert view["dropped"] > 0
+    assert view["written"] + view["dropped"] == 11  # five a second, told to nobody else
+
+
+def test_frames_are_dropped_before_samples_are(frozen: Frozen) -> None:
+    config = with_camera(make_config(), 4, 6)
+    recorder = Recorder(ItemQueue("recording", frozen.opened, 20_000), keeps_frames=True)
+    rows = make_rows(config)
+    rows[0].open(1)
+    recorder.tap(rows)
+    for number in range(1, 151):  # 272 bytes each
+        rows[0].rings["wrist"].append(np.array([number]) * MS, np.zeros((1, 72), "u1"), now_ns())
+    before = recorder.losses()[0]["dropped"]
+    assert 0 < before < 150
+    for number in range(1, 6):  # 220 bytes each
+        rows[0].rings["joints"].append(np.array([number]) * MS, np.zeros((1, 3), "f4"), now_ns())
+    frozen.released.set()
+    (told,) = recorder.close()
+    assert told["dropped"] == before
+    samples = [item for item in frozen.items if isinstance(item, SamplesItem)]
+    assert [item.first for item in samples] == [*range(5)]
+
+
+def test_a_reset_is_told_where_a_camera_ends_the_windows(frozen: Frozen) -> None:
+    frozen.released.set()
+    config = with_camera(make_config(), 4, 6)
+    recorder = Recorder(ItemQueue("recording", frozen.opened, 4000))
+    rows = make_rows(config, reference="wrist")
+    rows[0].open(1)
+    recorder.tap(rows)
+    rows[0].new_episode()
+    recorder.close()
+    assert [item.reason for item in frozen.items if isinstance(item, Cleared)] == ["new_episode"]
 
 
 def test_a_view_gets_the_ages_of_a_hundred_envelopes_a_second_and_every_drop(
@@ -141,8 +197,3 @@ def test_a_view_gets_the_ages_of_a_hundred_envelopes_a_second_and_every_drop(
     assert [item.fields["seq"] for item in drops] == [*range(2, 101, 2)]
     ages = [item.at_ns for item in frozen.items if isinstance(item, EnvelopeItem)]
     assert ages == [number * MS for number in range(10, 101, 10)]
-
-
-def with_camera(config: PipelineConfig, height: int, width: int) -> PipelineConfig:
-    camera = StreamConfig(name="wrist", rate_hz=30, image=ImageConfig(height=height, width=width))
-    return msgspec.structs.replace(config, streams=(*config.streams, camera))

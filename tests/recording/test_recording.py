@@ -10,7 +10,7 @@ from stream_cases import MS, at_ms, ramp, stream
 
 from ppstream.core.errors import ConfigError
 from ppstream.recording.load import load_recording
-from ppstream.recording.recording import Recording, Track
+from ppstream.recording.recording import RecordedFrames, Recording, Track
 
 DATA = os.environ.get("PPSTREAM_TEST_DATA")
 arm = pytest.mark.skipif(DATA is None, reason="PPSTREAM_TEST_DATA names no folder of recordings")
@@ -107,7 +107,7 @@ def test_streams_that_do_not_fit_are_all_named() -> None:
         recording.select([stream("b"), stream("a", dim=7)])
     assert error.value.problems == [
         "streams: 'b' is not recorded, want one of a",
-        "streams: 'a' has dim 7, recorded are 2 values per sample",
+        "streams: 'a' has dim 7, recorded with dim 2",
     ]
 
 
@@ -124,6 +124,16 @@ def test_messages_hold_every_sample_once_in_order_of_time(batch_ms: int) -> None
     for message in messages:
         assert message.due_ns >= message.stamps_ns.max()
         assert np.ptp(message.stamps_ns) < max(1, batch_ms * MS)
+
+
+def test_frames_are_sent_one_by_one_whatever_goes_together() -> None:
+    stamps = at_ms(*range(5))
+    frames = RecordedFrames(5, (1, 1), lambda number: np.full(3, number, np.uint8))
+    recording = Recording({"top": Track(stamps, frames), "fast": Track(stamps, ramp(stamps))})
+    messages = [*recording.messages(1000 * MS)]
+    assert [len(message.stamps_ns) for message in messages if message.stream == "fast"] == [5]
+    sent = [message.values.tolist() for message in messages if message.stream == "top"]
+    assert sent == [[[number] * 3] for number in range(5)]
 
 
 @arm

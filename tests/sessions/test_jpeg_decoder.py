@@ -16,8 +16,8 @@ from stream_cases import held
 from ppstream.config.schema import ImageConfig, PipelineConfig, StreamConfig
 from ppstream.core.clock import now_ns
 from ppstream.sessions import jpeg_decoder
-from ppstream.sessions.jpeg_decoder import decode
 from ppstream.wire import robot_messages as m
+from ppstream.wire.jpeg import decode
 
 HEIGHT, WIDTH = 16, 24
 DIM = HEIGHT * WIDTH * 3
@@ -65,10 +65,10 @@ def hold_decoding(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, thr
     """The first event tells that a decoder has begun; it goes on once the second is set."""
     began, may_decode = threading.Event(), threading.Event()
 
-    def slowly(data: bytes, image: ImageConfig) -> np.ndarray | None:
+    def slowly(data: bytes, height: int, width: int) -> np.ndarray | None:
         began.set()
         assert may_decode.wait(60)
-        return decode(data, image)
+        return decode(data, height, width)
 
     monkeypatch.setattr(jpeg_decoder, "decode", slowly)
     return began, may_decode
@@ -119,7 +119,7 @@ def test_an_encoded_message_holds_one_frame(desk: Desk, stamps: bytes) -> None:
 
 
 def test_a_grey_camera_is_taken_as_color() -> None:
-    pixels = decode(jpeg(50, mode="L"), IMAGE)
+    pixels = decode(jpeg(50, mode="L"), HEIGHT, WIDTH)
     assert pixels is not None
     assert pixels.shape == (1, DIM)
 

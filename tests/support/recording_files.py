@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from stream_cases import MS, Input, config, stream
 
-from ppstream.config.schema import RecordConfig
+from ppstream.config.schema import ImageConfig, PipelineConfig, RecordConfig, StreamConfig
 from ppstream.core.clock import now_ns
 
 S = 1000 * MS
@@ -122,6 +122,22 @@ def write_mcap_alone(folder: Path, samples: Samples) -> Path:
 
 def write_ros1(folder: Path, samples: Samples) -> Path:
     return write_bag(folder, samples, "ROS1")
+
+
+def with_camera(config: PipelineConfig, height: int, width: int, **record: Any) -> PipelineConfig:
+    """The configuration with a camera ``wrist``; ``record`` are fields of its recording."""
+    camera = StreamConfig(name="wrist", rate_hz=30, image=ImageConfig(height=height, width=width))
+    streams = (*config.streams, camera)
+    return msgspec.structs.replace(config, streams=streams, record=RecordConfig(**record))
+
+
+def picture(height: int, width: int, step: int = 0) -> np.ndarray[Any, Any]:
+    """A frame ``[height, width, 3]`` as cameras give them: slopes, waves, a sensor's noise."""
+    y, x = np.mgrid[0:height, 0:width]
+    slopes = np.stack([x / width, y / height, (x + y) / (width + height)], axis=-1) * 255
+    waves = 30 * np.sin((x + step) / 5)[..., None] * np.cos(y / 7)[..., None]
+    noise = np.random.default_rng(step).normal(0, 4, slopes.shape)
+    return np.clip(slopes + waves + noise, 0, 255).astype(np.uint8)
 
 
 def made_recording(path: Path) -> Path:

@@ -68,9 +68,11 @@ def service_problems(endpoint: str, **fields: object) -> list[str]:
     return [line for line in lines if line.startswith("service.")]
 
 
-def make_rows(config: PipelineConfig, ring_samples: int = 1024) -> list[RowInput]:
+def make_rows(
+    config: PipelineConfig, ring_samples: int = 1024, reference: str = "joints"
+) -> list[RowInput]:
     banks = {s.name: RingBank(s, config.batch.rows, ring_samples) for s in config.streams}
-    return [RowInput(banks, row, "joints") for row in range(config.batch.rows)]
+    return [RowInput(banks, row, reference) for row in range(config.batch.rows)]
 
 
 def make_chunk(

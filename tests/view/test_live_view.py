@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import Ranks
+from recording_files import with_camera
 from robot_rig import MS, make_config
 from viewer import Viewer, address_in, viewing
 from websockets.sync.client import ClientConnection, connect
@@ -25,7 +26,7 @@ from websockets.sync.client import ClientConnection, connect
 from ppstream.analysis.log_reader import read_run
 from ppstream.control.peer_process import children, command
 from ppstream.core.errors import ExitCode
-from ppstream.recording.items import LoggedLine, SamplesItem
+from ppstream.recording.items import FrameItem, Item, LoggedLine, SamplesItem
 from ppstream.recording.mcap_writer import RecordFile
 from ppstream.wire.openpi import decode, encode
 
@@ -241,31 +242,50 @@ def batch(number: int) -> SamplesItem:
     )
 
 
-def test_a_viewer_that_does_not_read_loses_messages_and_no_other_viewer(tmp_path: Path) -> None:
-    pipe, rounds, each = tmp_path / "live", 20, 150
+def frame(number: int) -> FrameItem:
+    """A message of about 37 KB."""
+    pixels = bytes(96 * 96 * 3)
+    return FrameItem("arm", "wrist", number, number, pixels, number * 100 * MS)
+
+
+@pytest.mark.parametrize(
+    ("item", "topic", "number", "rounds"),
+    [
+        (batch, "/arm/samples/imu", lambda body: body["first"], 20),
+        (frame, "/arm/cameras/wrist", lambda body: body["timestamp"]["nsec"], 12),
+    ],
+)
+def test_a_viewer_that_does_not_read_loses_messages_and_no_other_viewer(
+    item: Callable[[int], Item],
+    topic: str,
+    number: Callable[[dict[str, Any]], int],
+    rounds: int,
+    tmp_path: Path,
+) -> None:
+    pipe, each = tmp_path / "live", 150
     os.mkfifo(pipe)
-    config = make_config()
+    config = with_camera(make_config(), 96, 96)
     opened: list[RecordFile] = []
-    opening = threading.Thread(target=lambda: opened.append(RecordFile(pipe, config, "run")))
+    opening = threading.Thread(target=lambda: opened.append(RecordFile(pipe, config, "run", "raw")))
     opening.start()
     with view_of(pipe) as address:
         opening.join(20)
         (file,) = opened
         with viewing(address) as slow, viewing(address) as viewer:
-            file.write([batch(0)])  # opens the channel, whose first message nobody has asked for
+            file.write([item(0)])  # opens the channel, whose first message nobody has asked for
             for one in (slow, viewer):
-                wait_for_topic(one, "/arm/samples/imu")
+                wait_for_topic(one, topic)
             file.write([LoggedLine(1, {"kind": "event", "name": "phase", "phase": "ready"})])
-            for number in range(1, rounds + 1):
-                file.write([batch(k) for k in range(number * each, (number + 1) * each)])
-                while len(viewer.found["/arm/samples/imu"]) < number * each:
+            for begun in range(1, rounds + 1):
+                file.write([item(k) for k in range(begun * each, (begun + 1) * each)])
+                while len(viewer.found[topic]) < begun * each:
                     viewer.read()
-            firsts = [one["first"] for one in viewer.found["/arm/samples/imu"]]
-            assert firsts == [*range(each, (rounds + 1) * each)]
-            late = slow.found["/arm/samples/imu"]
-            while not late or late[-1]["first"] != firsts[-1]:
+            numbers = [number(one) for one in viewer.found[topic]]
+            assert numbers == [*range(each, (rounds + 1) * each)]
+            late = slow.found[topic]
+            while not late or number(late[-1]) != numbers[-1]:
                 slow.read()
-            assert 0 < len(late) < len(firsts)
+            assert 0 < len(late) < len(numbers)
             file.close()
 
 

@@ -4,7 +4,10 @@
 the thread that owns the rings, with the recorder and without. Messages hold 5 ms of a stream, as a
 robot's client sends them, or (``--single``) one sample. ``frozen`` writes to a pipe whose reader is
 stopped: the hand-over must cost no more, and what does not fit is counted. ``view`` feeds a live
-view that nobody looks at. Needs ``ppstream[view]``.
+view that nobody looks at. ``cameras`` adds two of 480 x 640 at 30 Hz, ``jpeg`` and ``raw`` record
+their frames: ``frame`` is what one costs that thread, ``late`` how long behind its time a turn's
+messages were in their rings, median and 99 %; on a busy machine the latter is the machine's.
+Needs ``ppstream[view]``.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from claimed_numbers import Claim, bandwidth, ratio, throughput
 from real_runs import Target, ending_cleanly, print_environment, print_targets, write_json
 
 from ppstream.config import load
-from ppstream.config.schema import PipelineConfig, RecordConfig, StreamConfig
+from ppstream.config.schema import ImageConfig, PipelineConfig, RecordConfig, StreamConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.ingest.intake import build_intake
@@ -51,6 +54,9 @@ DIM: Final = 14
 TURN_MS: Final = 5  # between two messages of a stream, unless they hold one sample
 WINDOW_TURNS: Final = 4  # a window and a chunk every 20 ms
 HORIZON: Final = 16
+CAMERAS: Final = ("top", "wrist")
+FRAME_HZ: Final = 30
+IMAGE: Final = ImageConfig(height=480, width=640)
 RECORDER_CPU: Final = 0.05  # of a core
 
 
@@ -68,6 +74,9 @@ class Cost:
     recorder_s: float  # of CPU time
     samples: int
     recorded_bytes: int
+    frame_us: float  # as hand_over_us, of a frame; 0: there is none
+    late_us: float  # of turns, behind their time; median,
+    late_p99_us: float
 
 
 class Turn(NamedTuple):
@@ -98,19 +107,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         with live_view() as view_fd:
             costs["view"] = block(None, options.seconds, single=options.single, view_fd=view_fd)
         costs["off again"] = block(None, options.seconds, single=options.single)
-    print(f"{'':10} {'recorder':>9} {'hand-over us':>13} {'slowest':>8} {'samples/s':>10} ", end="")
-    print(f"{'dropped':>8} {'MB/s':>6}")
-    for what, cost in costs.items():
-        print(
-            f"{what:10} {cost.recorder_cpu:9.1%} {cost.hand_over_us:13.2f} "
-            f"{cost.hand_over_max_us:8.1f} {cost.samples_per_s:10.0f} {cost.dropped:8} "
-            f"{cost.mb_per_s:6.2f}"
-        )
+        for form in ("none", "jpeg", "raw"):
+            file = None if form == "none" else folder / f"{form}.mcap"
+            name = "cameras" if form == "none" else form
+            costs[name] = block(file, options.seconds, single=options.single, frames=form)
+    print_costs(costs)
     targets = [Target("recorder's thread, share of a core", RECORDER_CPU, costs["on"].recorder_cpu)]
     print_targets(targets)
     results = {what: msgspec.to_builtins(cost) for what, cost in costs.items()}
     write_json(options.json, mode, targets, claims=claims_of(costs), costs=results)
     return 0
+
+
+def print_costs(costs: dict[str, Cost]) -> None:
+    print(f"{'':10} {'recorder':>9} {'hand-over us':>13} {'slowest':>8} {'samples/s':>10} ", end="")
+    print(f"{'dropped':>8} {'MB/s':>6} {'frame us':>9} {'late us':>8} {'99 %':>7}")
+    for what, cost in costs.items():
+        print(
+            f"{what:10} {cost.recorder_cpu:9.1%} {cost.hand_over_us:13.2f} "
+            f"{cost.hand_over_max_us:8.1f} {cost.samples_per_s:10.0f} {cost.dropped:8} "
+            f"{cost.mb_per_s:6.2f} {cost.frame_us:9.1f} {cost.late_us:8.0f} {cost.late_p99_us:7.0f}"
+        )
+    without = costs["cameras"]
+    for form in ("jpeg", "raw"):
+        frame = costs[form].frame_us / without.frame_us
+        late = costs[form].late_us / without.late_us
+        print(
+            f"{form}: a frame costs the loop {frame:.1f} times, turns are {late:.2f} times as late"
+        )
 
 
 def claims_of(costs: dict[str, Cost]) -> list[Claim]:
@@ -129,9 +153,19 @@ def claims_of(costs: dict[str, Cost]) -> list[Claim]:
     return claims
 
 
-def block(path: Path | None, seconds: float, *, single: bool, view_fd: int | None = None) -> Cost:
-    """Feed the rings for a while; recorded with a path, with a pipe for a live view."""
-    config = settings(path)
+def block(
+    path: Path | None,
+    seconds: float,
+    *,
+    single: bool,
+    view_fd: int | None = None,
+    frames: str | None = None,
+) -> Cost:
+    """Feed the rings for a while; recorded with a path, with a pipe for a live view.
+
+    ``frames``: with cameras, whose frames are recorded in this form; None: without cameras.
+    """
+    config = settings(path, frames)
     row = build_intake(config).rows[0]
     row.open(1)
     row.robot = "arm"
@@ -140,12 +174,15 @@ def block(path: Path | None, seconds: float, *, single: bool, view_fd: int | Non
         recorder.tap([row])
     clock = recorder_clock()
     spent_ns, took_us, turns = -clock(), [], turns_of(config, single=single)
+    film, late_ns = Film(config), []
     began = due = now_ns()
     while now_ns() - began < seconds * NS_PER_S:
         turn = next(turns)
         due += TURN_MS * NS_PER_MS
         time.sleep(max(0, due - now_ns()) * 1e-9)
         took_us.append(feed(row, turn))
+        film.feed(row, len(took_us))
+        late_ns.append(now_ns() - due)
         if recorder is not None and len(took_us) % WINDOW_TURNS == 0:
             answer(recorder, len(took_us), row)
     lasted_s = (now_ns() - began) / NS_PER_S
@@ -166,14 +203,42 @@ def block(path: Path | None, seconds: float, *, single: bool, view_fd: int | Non
         spent_ns / NS_PER_S,
         samples,
         size,
+        float(np.median(film.took_us)) if film.took_us else 0.0,
+        *(float(late) / 1000 for late in np.percentile(late_ns, (50, 99))),
     )
 
 
-def settings(path: Path | None) -> PipelineConfig:
+class Film:
+    """Frames of both cameras, when they are due; pictures with a sensor's noise."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self.took_us: list[float] = []
+        self._cameras = [camera.name for camera in config.cameras]
+        self._sent = 0
+        y, x = np.mgrid[0 : IMAGE.height, 0 : IMAGE.width]
+        waves = 40 * np.sin(x / 5) * np.cos(y / 7) + (x + y) / 5
+        noise = np.random.default_rng(0).normal(0, 4, (8, IMAGE.height, IMAGE.width, 3))
+        frames = np.clip(waves[None, :, :, None] + noise, 0, 255).astype(np.uint8)
+        self._frames = frames.reshape(len(frames), 1, -1)
+
+    def feed(self, row: Any, turns: int) -> None:
+        """Give each camera's ring the frame that is due after so many turns, if one is."""
+        while self._cameras and self._sent < turns * TURN_MS * FRAME_HZ // 1000:
+            stamps = np.array([self._sent * NS_PER_S // FRAME_HZ])
+            self._sent += 1
+            for camera in self._cameras:
+                now, began_ns = now_ns(), time.thread_time_ns()
+                row.rings[camera].append(stamps, self._frames[self._sent % 8], now)
+                self.took_us.append((time.thread_time_ns() - began_ns) / 1000)
+
+
+def settings(path: Path | None, frames: str | None) -> PipelineConfig:
     streams = tuple(
         StreamConfig(name=f"s{number}", dim=DIM, rate_hz=RATE_HZ) for number in range(STREAMS)
     )
-    record = RecordConfig(file=None if path is None else str(path))
+    if frames is not None:
+        streams += tuple(StreamConfig(name=n, rate_hz=FRAME_HZ, image=IMAGE) for n in CAMERAS)
+    record = RecordConfig(file=None if path is None else str(path), frames=frames or "none")
     return msgspec.structs.replace(load.read("bench"), streams=streams, record=record)
 
 
@@ -194,7 +259,7 @@ def turns_of(config: PipelineConfig, *, single: bool) -> Iterator[Turn]:
 
 def feed(row: Any, turn: Turn) -> float:
     """Give every ring its messages; returns the mean CPU time of one in µs."""
-    rings = row.rings.values()
+    rings = [ring for ring in row.rings.values() if ring.stream.image is None]
     now = now_ns()
     began_ns = time.thread_time_ns()
     for ring, of in zip(rings, turn.values, strict=True):
