@@ -30,7 +30,7 @@ from ppstream.analysis.records import (
     Topology,
     header_words,
 )
-from ppstream.analysis.requests import Asked, GatewayTotals
+from ppstream.analysis.requests import GatewayTotals, WindowRequests
 from ppstream.core.errors import LogError, printable
 from ppstream.core.quantiles import BINS
 
@@ -124,7 +124,7 @@ class _Sorted:
         self.requests = GatewayTotals()
         self.unbelievable = self.ignored = 0
         self.strangers: dict[str, None] = {}  # an ordered set
-        self._asked = Asked()
+        self._requests = WindowRequests()
         self._run_id = run_id
 
     def add(self, line: LogLine) -> None:
@@ -135,7 +135,7 @@ class _Sorted:
         kind = line.fields.get("kind")
         if kind == "envelope":
             envelope = _envelope(line)
-            self._asked.count(envelope, line.fields)
+            self._requests.count(envelope, line.fields)
             self.envelopes.append(envelope)
         elif kind == "stage1":
             place = line.rank if len(self.places) > 1 else 1

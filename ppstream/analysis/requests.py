@@ -50,7 +50,7 @@ class Requests(NamedTuple):
         )
 
 
-class Asked:
+class WindowRequests:
     """Counts robots with a newer window, for the reader: lines come in the order of their ends."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from ppstream.config.gateway_rules import is_loopback, listen_address, listen_of
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
-from ppstream.gateway.groot_messages import Asked, modalities
+from ppstream.gateway.groot_messages import ModalityRequest, modalities
 from ppstream.gateway.groot_messages import describe as describe
 from ppstream.gateway.request_log import UNNAMED, CountedRequest, RequestCounts
 from ppstream.gateway.session import (
@@ -293,7 +293,7 @@ class GrootServer:
                 await self._in_thread(robot.session.reset)
                 return {}, None
             request.counted.begin(robot.name)
-            asked = Asked.of(data)
+            asked = ModalityRequest.of(data)
             given = await self._in_thread(
                 robot.session.answer, asked.observation, request.counted.received_ns
             )

@@ -24,7 +24,7 @@ LANGUAGE: Final = "language"
 ACTION: Final = "action."
 
 
-class Asked(NamedTuple):
+class ModalityRequest(NamedTuple):
     """An observation of one step, with the flat keys of N1.5, and the form of its answer."""
 
     observation: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Asked(NamedTuple):
     is_flat: bool  # action.NAME
 
     @classmethod
-    def of(cls, data: Any) -> Asked:
+    def of(cls, data: Any) -> ModalityRequest:
         """Read the data of ``get_action``.
 
         Raises:

@@ -122,7 +122,7 @@ class SensorRing(native.Ring):
             How many samples were accepted; the ledger says why others were not.
         """
         if self._takes and self.tap is None:
-            n = self.take(stamps, values, rx_ns, self.ledger, self._clock)
+            n = self.try_append(stamps, values, rx_ns, self.ledger, self._clock)
             if n:
                 return n
         if not self._fits(stamps, values):
@@ -153,7 +153,7 @@ class SensorRing(native.Ring):
     def append_message(self, stamps: memoryview, values: memoryview, rx_ns: int) -> int:
         """As ``append``: int64 stamps and their values as bytes of exactly these samples."""
         if self._takes and self.tap is None:
-            n = self.take(stamps, values, rx_ns, self.ledger, self._clock)
+            n = self.try_append(stamps, values, rx_ns, self.ledger, self._clock)
             if n:
                 return n
         n = len(stamps) // _INT64.itemsize

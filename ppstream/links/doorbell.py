@@ -83,7 +83,7 @@ class PythonDoorbell:
         """Control frames that belong before the newest slot."""
         return self._words[FRAMES]
 
-    def take(self) -> tuple[int, int]:
+    def pop(self) -> tuple[int, int]:
         """Index of the oldest slot that was not taken, and when it was committed."""
         index = self._taken
         self._taken += 1

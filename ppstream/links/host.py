@@ -133,7 +133,7 @@ class HostIn:
                 self._peer.pump()
                 return None
             self._pump()
-        index, at_ns = self._bell.take()
+        index, at_ns = self._bell.pop()
         return self._order.receive(index, self.slot(index)), at_ns
 
     def slot(self, index: int) -> Slot:

@@ -7,7 +7,7 @@
  */
 #include "module.h"
 
-#define API 3 /* loader.py has the same number; both change with this module's interface */
+#define API 4 /* loader.py has the same number; both change with this module's interface */
 #define NEVER_NS (-((int64_t)1 << 62))
 #define READABLE (PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
 
@@ -144,7 +144,7 @@ static int64_t append(Ring *ring, const char *stamps, const char *values, int64_
     return n;
 }
 
-static PyObject *ring_take(PyObject *self, PyObject *args)
+static PyObject *ring_try_append(PyObject *self, PyObject *args)
 {
     Ring *ring = (Ring *)self;
     PyObject *from_stamps, *from_values, *ledger, *clock;
@@ -342,7 +342,7 @@ static PyMemberDef ring_members[] = {
     FIELD(Ring, "accepted", accepted), FIELD(Ring, "count", count), FIELD(Ring, "settled", settled),
     FIELD(Ring, "newest_ns", newest_ns), FIELD(Ring, "newest_rx_ns", newest_rx_ns), END};
 static PyMethodDef ring_methods[] = {{"bind", ring_bind, METH_VARARGS, NULL},
-                                     {"take", ring_take, METH_VARARGS, NULL},
+                                     {"try_append", ring_try_append, METH_VARARGS, NULL},
                                      {"cut", ring_cut, METH_VARARGS, NULL},
                                      {"account", ring_account, METH_VARARGS, NULL},
                                      {NULL, NULL, 0, NULL}};

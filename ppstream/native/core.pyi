@@ -54,7 +54,7 @@ class Ring:
             ValueError: an array is not as above, or the ring is bound.
         """
 
-    def take(
+    def try_append(
         self,
         stamps: NDArray[Any] | memoryview,
         values: NDArray[Any] | memoryview,
@@ -125,7 +125,7 @@ class Bell:
     def ring(self, index: int, at_ns: int, frames: int, /) -> None:
         """As ``Doorbell``, whose eventfd it writes without letting go of the GIL."""
 
-    def take(self) -> tuple[int, int]:
+    def pop(self) -> tuple[int, int]:
         """As ``Doorbell``."""
 
     def sleep(self) -> bool:

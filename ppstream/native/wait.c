@@ -108,7 +108,7 @@ static PyObject *bell_ring(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *bell_take(PyObject *self, PyObject *Py_UNUSED(none))
+static PyObject *bell_pop(PyObject *self, PyObject *Py_UNUSED(none))
 {
     Bell *bell = (Bell *)self;
     if (!has_words(bell))
@@ -320,7 +320,7 @@ static PyGetSetDef bell_properties[] = {{"_words", bell_words, bell_set_words, N
                                         {"frames", bell_frames, NULL, NULL, NULL},
                                         END};
 static PyMethodDef bell_methods[] = {
-    {"ring", bell_ring, METH_VARARGS, NULL}, {"take", bell_take, METH_NOARGS, NULL},
+    {"ring", bell_ring, METH_VARARGS, NULL}, {"pop", bell_pop, METH_NOARGS, NULL},
     {"sleep", bell_sleep, METH_NOARGS, NULL}, {"wake", bell_wake, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL}};
 static PyMemberDef waiter_members[] = {

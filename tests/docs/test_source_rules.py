@@ -307,16 +307,13 @@ def test_every_file_says_what_it_is(parsed: dict[str, ast.Module]) -> None:
 
 
 def test_one_class_name_means_one_thing(parsed: dict[str, ast.Module]) -> None:
-    """A private class belongs to its file; every policy of ``stages/`` has its own Options.
-
-    ``Asked`` is a request in the log and one on GR00T's wire.
-    """
+    """A private class belongs to its file; every policy of ``stages/`` has its own Options."""
     files: dict[str, list[str]] = {}
     for file, tree in parsed.items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files.setdefault(node.name, []).append(file)
-    del files["Options"], files["Asked"]
+    del files["Options"]
     assert {name: where for name, where in files.items() if len(where) > 1} == {}
 
 

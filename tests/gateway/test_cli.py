@@ -16,7 +16,7 @@ from ppstream.config.load import read
 from ppstream.config.schema import GatewayConfig
 from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.gateway.cli import api_key, main, tls_context
-from ppstream.gateway.groot_messages import Asked
+from ppstream.gateway.groot_messages import ModalityRequest
 
 DROID = str(Path(__file__).parents[1] / "support" / "droid.toml")
 SO101 = str(Path(__file__).parents[1] / "support" / "so101.toml")
@@ -58,7 +58,7 @@ def test_describe_prints_a_request_of_the_newer_groot(capsys: pytest.CaptureFixt
     assert '        "arm": np.zeros((1, 1, 7), np.float32),' in said
     assert '        "task": [["pick up the cup"]],' in said
     example = said.partition("observation = ")[2].partition("actions, info")[0]
-    asked = Asked.of({"observation": eval(example, {"np": np})})
+    asked = ModalityRequest.of({"observation": eval(example, {"np": np})})
     assert asked.observation["video.wrist"].shape == (8, 6, 3)
 
 

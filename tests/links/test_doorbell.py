@@ -78,7 +78,7 @@ def test_what_was_committed_comes_in_order_with_its_own_stamp(ends: Ends) -> Non
             ends.sender.ring(index, 1000 + index, 0)
         taken = []
         while ends.receiver.is_rung:
-            taken.append(ends.receiver.take())
+            taken.append(ends.receiver.pop())
         assert taken == [(index, 1000 + index) for index in range(first, first + 3)]
 
 
@@ -97,7 +97,7 @@ def test_a_sleeper_is_woken_once_and_may_sleep_again(ends: Ends) -> None:
     ends.receiver.clear()
     assert not ends.is_readable()
     assert ends.receiver.is_rung
-    ends.receiver.take()
+    ends.receiver.pop()
     assert ends.receiver.sleep()
 
 
@@ -112,7 +112,7 @@ def test_where_both_fence_only_a_sleeper_costs_a_system_call(ends: Ends) -> None
     ends.sender.ring(0, 1, 0)
     assert ends.is_readable() == (not ends.fence())
     assert ends.receiver.is_rung
-    ends.receiver.take()
+    ends.receiver.pop()
     ends.receiver.clear()
     ends.receiver.sleep()
     ends.sender.ring(1, 2, 0)
@@ -140,7 +140,7 @@ def receive_all(ends: Ends, release: Callable[[], object]) -> None:
     for index in range(ROUNDS):
         while not ends.receiver.is_rung:
             assert waiter.wait(LONG_NS), "a commit was slept over"
-        assert ends.receiver.take() == (index, 7 * index)
+        assert ends.receiver.pop() == (index, 7 * index)
         for _ in range(SLOTS if index == ROUNDS // 2 else 1):
             release()
     waiter.close()
@@ -203,7 +203,7 @@ def test_a_wait_leaves_the_receiver_awake_however_it_ends(ends: Ends) -> None:
     assert waiter.wait(LONG_NS) == [ends.receiver.fileno()]
     assert not ends.is_asleep()
     while ends.receiver.is_rung:
-        ends.receiver.take()
+        ends.receiver.pop()
     timer = threading.Timer(0.02, lambda: ends.sender.ring(1, 2, 0))
     timer.start()
     assert waiter.wait(LONG_NS) == [ends.receiver.fileno()]
@@ -211,7 +211,7 @@ def test_a_wait_leaves_the_receiver_awake_however_it_ends(ends: Ends) -> None:
     assert not ends.is_asleep()
     assert not ends.is_readable()
     while ends.receiver.is_rung:
-        ends.receiver.take()
+        ends.receiver.pop()
     gone = os.eventfd(0)
     waiter.register(gone)
     os.close(gone)

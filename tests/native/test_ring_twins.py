@@ -159,7 +159,7 @@ def open_row(capacity: int = 8) -> RowInput:
 def test_the_core_takes_a_usual_message_itself(count: int) -> None:
     row = open_row()
     ring = row.reference
-    assert ring.take(*usual(count, after_ms=1), count * MS, ring.ledger, row.clock) == count
+    assert ring.try_append(*usual(count, after_ms=1), count * MS, ring.ledger, row.clock) == count
     assert (ring.count, ring.accepted, ring.ledger.in_flight) == (count + 1,) * 3
 
 
@@ -168,7 +168,7 @@ def test_the_core_takes_the_bytes_of_a_usual_message_itself(count: int) -> None:
     row = open_row()
     ring = row.reference
     sent = [as_bytes(array) for array in usual(count, after_ms=1)]
-    assert ring.take(*sent, count * MS, ring.ledger, row.clock) == count
+    assert ring.try_append(*sent, count * MS, ring.ledger, row.clock) == count
     assert (ring.count, ring.accepted, ring.ledger.in_flight) == (count + 1,) * 3
 
 
@@ -203,7 +203,7 @@ def test_the_core_leaves_the_unusual_alone_and_touches_nothing(what: str) -> Non
     ring = row.reference
     before = state_of(row, {REFERENCE: ring.bank})
     stamps, values = UNUSUAL[what]()
-    assert ring.take(stamps, values, 9 * MS, ring.ledger, row.clock) == 0
+    assert ring.try_append(stamps, values, 9 * MS, ring.ledger, row.clock) == 0
     assert state_of(row, {REFERENCE: ring.bank}) == before
 
 
@@ -245,7 +245,7 @@ def test_numbers_that_contradict_each_other_reach_no_memory(name: str, number: i
     row = open_row()
     ring = row.reference
     setattr(ring, name, number)
-    assert ring.take(*usual(1, after_ms=1), MS, ring.ledger, row.clock) == 0
+    assert ring.try_append(*usual(1, after_ms=1), MS, ring.ledger, row.clock) == 0
     with pytest.raises(ValueError, match="numbers disagree"):
         ring.settle(0, MS)
 
@@ -268,7 +268,7 @@ def test_a_ring_without_memory_that_fits_takes_nothing(what: str) -> None:
         ring.bind(capacity, DIM, *memory, 0)
     ring.newest_ns = -FAR
     assert clock.accepts(9 * MS, 0)
-    assert ring.take(*usual(1, after_ms=1), 0, ledger, clock) == 0
+    assert ring.try_append(*usual(1, after_ms=1), 0, ledger, clock) == 0
     with pytest.raises(ValueError, match="numbers disagree"):
         ring.account(0, 0, ledger)
 

@@ -102,7 +102,7 @@ def test_numbers_that_are_no_descriptors_reach_no_memory() -> None:
 
 def test_a_bell_without_memory_rings_nowhere() -> None:
     bell = BareBell()
-    for call in (lambda: bell.ring(0, 1, 0), bell.take, bell.sleep, bell.wake):
+    for call in (lambda: bell.ring(0, 1, 0), bell.pop, bell.sleep, bell.wake):
         with pytest.raises(ValueError, match="no memory"):
             call()
     for name in ("is_rung", "frames", "words"):
@@ -129,7 +129,7 @@ def test_a_bell_takes_only_words(what: str) -> None:
     with pytest.raises((ValueError, BufferError, TypeError)):
         bell.words = NO_WORDS[what]
     with pytest.raises(ValueError, match="no memory"):
-        bell.take()
+        bell.pop()
 
 
 def test_any_index_has_its_stamp_among_the_slots() -> None:
@@ -137,7 +137,7 @@ def test_any_index_has_its_stamp_among_the_slots() -> None:
     for index in (-1, -SLOTS, (1 << 62) + 1):
         bell.ring(index, 5, 0)
         bell.skip_to(index)
-        assert bell.take() == (index, 5)
+        assert bell.pop() == (index, 5)
     bell.close()
 
 

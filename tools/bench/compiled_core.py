@@ -164,7 +164,7 @@ def _wait(
 
     def call(turn: int) -> None:
         assert waiter.wait(0)
-        receiver.take()
+        receiver.pop()
 
     if not rings:
         return lambda _: waiter.wait(0)
