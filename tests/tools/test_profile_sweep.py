@@ -12,7 +12,7 @@ from bench.profile_cells import SIZES, TokenDecoder, step_of
 from profile_sweep import Worker, main
 from torch import device
 
-TINY = ("--sizes", "tiny", "--contexts", "16", "--device", "cpu", "--steps", "1")
+TINY = ("--sizes", "tiny", "--contexts", "8", "16", "--device", "cpu", "--steps", "1")
 CPU = device("cpu")
 POLICY = """
 name = "own"
@@ -44,37 +44,33 @@ def measured(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_each_cell_has_shares_and_is_kept_while_it_is_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(tmp_path), *TINY]) == 0
-    kinds = ("forward", "forward_backward", "training")
-    assert measured(capsys) == [f"tiny-16-{kind}" for kind in kinds]
-    cells = {
-        kind: json.loads((tmp_path / "cells" / f"tiny-16-{kind}.json").read_text())
-        for kind in kinds
-    }
-    for one in cells.values():
+    asked = [str(tmp_path), *TINY, "--kinds", "forward", "training", "--policies", "two_cameras"]
+    names = [f"tiny-{context}-{kind}" for context in (8, 16) for kind in ("forward", "training")]
+    assert main(asked) == 0
+    assert measured(capsys) == [*names, "two_cameras"]
+    files = [tmp_path / "cells" / f"{name}.json" for name in names]
+    traces = [file.with_suffix(".trace.json") for file in files]
+    found = [json.loads(file.read_text()) for file in files]
+    for one in found:
         assert abs(sum(one["categories"].values()) - 1) < 1e-6
         assert one["categories"]["matmul"] > 0
         assert 0 < one["ranges"]["softmax"] < one["ranges"]["attention"] < 1
-    assert cells["forward_backward"]["flops"] == 3 * cells["forward"]["flops"]
-    assert [one["ranges"].get("optimizer", 0) > 0 for one in cells.values()] == [0, 0, 1]
+    assert found[1]["flops"] == 3 * found[0]["flops"]
+    assert [one["ranges"].get("optimizer", 0) > 0 for one in found[:2]] == [False, True]
     assert (tmp_path / "sweep.svg").stat().st_size > 1000
 
-    assert main([str(tmp_path), *TINY]) == 0
-    assert measured(capsys) == []
-
-    damaged = {kind: tmp_path / "cells" / f"tiny-16-{kind}" for kind in kinds}
-    trace = damaged["forward"].with_suffix(".trace.json")
-    trace.write_bytes(trace.read_bytes()[:-9])
-    damaged["forward_backward"].with_suffix(".json").write_text("{")
-    damaged["training"].with_suffix(".trace.json").unlink()
-    assert main([str(tmp_path), *TINY]) == 0
+    traces[0].write_bytes(traces[0].read_bytes()[:-9])
+    files[1].write_text("{")
+    traces[2].unlink()
+    found[3]["settings"]["batch"] += 1
+    files[3].write_text(json.dumps(found[3]))
+    assert main(asked) == 0
     assert measured(capsys) == [
-        "tiny-16-forward (its trace is another file, a placeholder or cut)",
-        "tiny-16-forward_backward (its result is damaged)",
-        "tiny-16-training (its trace is gone)",
+        f"{names[0]} (its trace is another file, a placeholder or cut)",
+        f"{names[1]} (its result is damaged)",
+        f"{names[2]} (its trace is gone)",
+        f"{names[3]} (its result is stale: made with other settings)",
     ]
-    assert main([str(tmp_path), *TINY, "--kinds", "forward", "--batch", "2"]) == 0
-    assert measured(capsys) == ["tiny-16-forward (its result is stale: made with other settings)"]
 
 
 def test_a_cell_that_kills_its_process_costs_itself_alone(
@@ -82,7 +78,7 @@ def test_a_cell_that_kills_its_process_costs_itself_alone(
 ) -> None:
     (tmp_path / "dying_policy.py").write_text("import os\ndef build(*_): os._exit(7)\n")
     (tmp_path / "own.toml").write_text(POLICY)
-    policies = ("--policies", str(tmp_path / "own.toml"), "two_cameras")
+    policies = ("--policies", str(tmp_path / "own.toml"), "two_cameras")  # the next in a new one
     asked = [str(tmp_path / "out"), "--sizes", "--device", "cpu", "--steps", "1", *policies]
     assert main(asked) == 1
     said = capsys.readouterr().out
