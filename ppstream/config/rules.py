@@ -17,7 +17,6 @@ import msgspec
 from ppstream.config.gateway_rules import gateway_problems
 from ppstream.config.schema import (
     CHANNELS,
-    MAX_DIM,
     ActionConfig,
     PipelineConfig,
     RobotLimits,
@@ -25,6 +24,7 @@ from ppstream.config.schema import (
 )
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.wire.endpoints import endpoint_problem, folder_problem, is_local, unix_path
+from ppstream.wire.fields import MAX_SAMPLE_BYTES
 
 SHORTEST_NS: Final = 1  # clocks and stamps count whole nanoseconds
 LONGEST_NS: Final = 365 * 24 * 3600 * NS_PER_S  # added to any stamp of the wire it fits 64 bits
@@ -191,12 +191,15 @@ def _shape_problems(path: str, stream: StreamConfig) -> Iterator[str]:
     if image is None:
         if stream.dim < 1:
             yield f"{path}.dim: missing, want the number of values per sample"
-        if stream.dim > MAX_DIM:
-            yield f"{path}.dim: got {stream.dim}, want {MAX_DIM} at most"
         if stream.dtype == "uint8":
             yield f"{path}.dtype: got uint8 without image, want float32 or float64"
         if stream.joints and len(stream.joints) != stream.dim:
             yield f"{path}.joints: got {len(stream.joints)} names, want {stream.dim}: one per value"
+        elif (size := stream.dim * (8 if stream.dtype == "float64" else 4)) > MAX_SAMPLE_BYTES:
+            yield (
+                f"{path}.dim: got {stream.dim} {stream.dtype}, {size} bytes a sample, "
+                f"want {MAX_SAMPLE_BYTES} at most"
+            )
         yield from _repeated(f"{path}.joints", list(stream.joints))
         return
     if stream.joints:
@@ -212,8 +215,11 @@ def _shape_problems(path: str, stream: StreamConfig) -> Iterator[str]:
     for name, numbers in (("mean", image.mean), ("std", image.std)):
         if len(numbers) != CHANNELS:
             yield f"{path}.image.{name}: got {len(numbers)} numbers, want one per channel, 3"
-    if frame > MAX_DIM:
-        yield f"{path}.image: got {frame} bytes a frame, want {MAX_DIM} at most"
+    if frame > MAX_SAMPLE_BYTES:
+        yield (
+            f"{path}.image: got {frame} bytes a frame, "
+            f"want {MAX_SAMPLE_BYTES} at most; send smaller frames"
+        )
 
 
 def _action_problems(config: PipelineConfig) -> Iterator[str]:

@@ -40,7 +40,6 @@ from ppstream.config.run_tables import SimulateConfig as SimulateConfig
 from ppstream.config.run_tables import ViewConfig as ViewConfig
 
 CHANNELS: Final = 3  # of a frame: red, green, blue
-MAX_DIM: Final = 1 << 20  # values of a sample: a frame of 480 x 640 has 921600
 RING_MARGIN: Final = 2.0  # a stream may run at twice its nominal rate before a ring is too short
 RING_SPARE_SAMPLES: Final = 16  # of very slow streams: a few samples whatever the arithmetic says
 
