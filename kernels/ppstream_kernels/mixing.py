@@ -50,6 +50,48 @@ def angle(first_MD: Doubles, second_MD: Doubles, weight_M1: Doubles) -> Doubles:
     return _wrapped(first_MD + weight_M1 * _wrapped(second_MD - first_MD))
 
 
+def cubic_weight(rises_3MD: Doubles, ratios_2M1: Doubles, weight_M1: Doubles) -> Doubles:
+    """Fraction of the way from the first sample to the second, on a monotone cubic; in 0..1.
+
+    In fractions of the rise between the two a slope keeps its digits whatever the unit, a rise of 0
+    needs none, and the curve cannot leave the range of the two. The formulas stand in
+    ``resampling.py``, times h / (y1 - y0).
+
+    Args:
+        rises_3MD: differences of neighbouring samples, from the one before to the one after.
+        ratios_2M1: the outer intervals over the inner one, or 0 where that sample is missing.
+        weight_M1: how far past the first sample the target lies, of the inner interval.
+    """
+    with np.errstate(all="ignore"):  # of extremes a slope is 0 or at its limit
+        before_MD, rise_MD, after_MD = rises_3MD
+        old_M1, new_M1 = ratios_2M1
+        first_MD = _slope(rise_MD, before_MD, old_M1, after_MD, new_M1)
+        second_MD = _slope(rise_MD, after_MD, new_M1, before_MD, old_M1)
+        bend_MD = 3 - 2 * first_MD - second_MD
+        bend_MD += (first_MD + second_MD - 2) * weight_M1
+        bend_MD *= weight_M1
+        bend_MD += first_MD
+        bend_MD *= weight_M1
+        return bend_MD.clip(0, 1, bend_MD)
+
+
+def _slope(
+    rise_MD: Doubles, beside_MD: Doubles, ratio_M1: Doubles, beyond_MD: Doubles, far_M1: Doubles
+) -> Doubles:
+    """At one end of an interval, over the interval's own slope; what is not finite counts as 0.
+
+    ``beside_MD`` is the rise of the interval that joins at this end, ``beyond_MD`` at the other.
+    """
+    own_MD, has_beyond_M1 = rise_MD * ratio_M1, far_M1 > 0
+    mean_MD = 3 * (1 + ratio_M1) * beside_MD
+    mean_MD /= (2 + ratio_M1) * own_MD + (1 + 2 * ratio_M1) * beside_MD
+    is_monotone_MD = ((beside_MD > 0) & (rise_MD > 0)) | ((beside_MD < 0) & (rise_MD < 0))
+    one_sided_MD = (2 + far_M1 - beyond_MD / (far_M1 * rise_MD)) / (1 + far_M1)
+    one_sided_MD = np.where(has_beyond_M1, one_sided_MD, 1)
+    slope_MD = np.where(ratio_M1 > 0, mean_MD * is_monotone_MD, one_sided_MD)
+    return np.fmin(np.fmax(slope_MD, 0), 3)
+
+
 MIXES: Final[Mapping[str, Callable[[Doubles, Doubles, Doubles], Doubles]]] = {
     "linear": linear,
     "slerp": slerp,

@@ -17,10 +17,13 @@ from ppstream_kernels.cuda_compile import (
 from ppstream_kernels.cuda_put import PUT
 from ppstream_kernels.cuda_wait import WAIT
 
-ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
+ARCHS = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100")
 VARIANTS = (
     Variant(streams=1, out=1, sources=0b0010, modes=0b00111, rings=0),  # bfloat16, straight lines
-    Variant(streams=24, out=0, sources=0b1111, modes=0b11111, rings=0b11),  # everything there is
+    Variant(streams=24, out=0, sources=0b1111, modes=0b111111, rings=0b11),  # everything there is
+    Variant(streams=1, out=2, sources=0b0001, modes=0b100111, rings=0b01),  # cubics alone
+    Variant(streams=4, out=4, sources=0b1111, modes=0b111111, rings=0b11),  # into int8
+    Variant(streams=1, out=5, sources=0b0110, modes=0b000111, rings=0),  # into float8
 )
 
 
@@ -33,7 +36,7 @@ def nvrtc() -> None:
         pytest.skip(f"nothing to compile with: {reason}")
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=["lean", "full"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=["lean", "full", "cubic", "int8", "float8"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_source_compiles_without_a_warning(arch: str, variant: Variant) -> None:
     compiled = compile_cubin(variant, arch)

@@ -182,7 +182,7 @@ def test_distances_are_right_over_the_whole_range_of_stamps(
         assert_close(on_host, expected, torch.float32, mode)
 
 
-@pytest.mark.parametrize("mode", ["linear", "previous", "nearest", "angle"])
+@pytest.mark.parametrize("mode", ["linear", "previous", "nearest", "angle", "cubic"])
 def test_a_sample_that_is_not_finite_spoils_targets_beside_it_and_validity_does_not_tell(
     device: str, mode: str
 ) -> None:
