@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ppstream_kernels.bracket import PICKING_MODES, Brackets
 from ppstream_kernels.mixing import MIXES, Doubles, cubic_weight, linear
-from ppstream_kernels.neighbours import Neighbours
+from ppstream_kernels.outer_samples import OuterSamples
 from ppstream_kernels.rings import Bools, Int64s
 from ppstream_kernels.source import Columns
 
@@ -37,7 +37,7 @@ class _Stream(NamedTuple):
     rows_2BT: Int64s  # of the brackets
     weight_M1: Doubles
     nameless_M1: Bools | None  # of slerp: targets whose quaternions name no rotation
-    neighbours: Neighbours | None  # of cubic
+    outer: OuterSamples | None  # of cubic
     dtype: torch.dtype
     mode: str
     columns: slice  # of the output
@@ -95,7 +95,7 @@ def _streams(columns: Columns, found: Brackets, weight_SBT: Doubles) -> list[_St
                 found.rows_2SBT[:, s],
                 weight_SBT[s].reshape(-1, 1),
                 nameless_M1,
-                found.neighbours.get(s),
+                found.outer.get(s),
                 samples.dtype,
                 mode,
                 slice(left, stop),
@@ -176,8 +176,8 @@ def _write_alone(stream: _Stream, out: BlendOutput) -> None:
         _copy_first(stream, rows_2M[0], out)
     elif stream.mode == "linear":
         _lerp_in_parts(stream, rows_2M, out)
-    elif stream.neighbours is not None:
-        _cubic_in_parts(stream, stream.neighbours, rows_2M, out)
+    elif stream.outer is not None:
+        _cubic_in_parts(stream, stream.outer, rows_2M, out)
     else:
         pair_2MD = stream.samples_RD.take(rows_2M, 0, mode="wrap")
         if stream.dtype in _HALVES:
@@ -225,12 +225,14 @@ def _lerp_in_parts(stream: _Stream, rows_2M: Int64s, out: BlendOutput) -> None:
             out.tensor_BTW.flatten(0, 1)[start:stop, stream.columns] = first
 
 
-def _cubic_in_parts(stream: _Stream, beside: Neighbours, rows_2M: Int64s, out: BlendOutput) -> None:
+def _cubic_in_parts(
+    stream: _Stream, outer: OuterSamples, rows_2M: Int64s, out: BlendOutput
+) -> None:
     """In float64, from the closer of the two samples: exact at both, never beyond either."""
     targets = rows_2M.shape[1]
-    before_M, after_M = beside.rows_2BT.reshape(2, targets)
+    before_M, after_M = outer.rows_2BT.reshape(2, targets)
     rows_4M = np.stack([before_M, *rows_2M, after_M])
-    ratios_2M1 = beside.ratios_2BT.reshape(2, targets, 1)
+    ratios_2M1 = outer.ratios_2BT.reshape(2, targets, 1)
     step = max(1, _PART_BYTES // max(8, 8 * stream.samples_RD.shape[1]))
     for start in range(0, targets, step):
         part = slice(start, min(start + step, targets))

@@ -132,8 +132,8 @@ def resample_streams_out(
 
 def resample_scaled_out(*arguments: Any) -> None:
     """``resample_streams_out`` with the scale before the outputs, as the op has it."""
-    *many, scale, out_values, out_valid, out_age_s = arguments
-    resample_streams_out(*many, out_values, out_valid, out_age_s, scale)
+    many, scale = arguments[: ops.GIVEN_TO_MANY], arguments[ops.GIVEN_TO_MANY]
+    resample_streams_out(*(*many, *arguments[ops.GIVEN_TO_SCALED :], scale))
 
 
 _IMPLEMENTED: Final[dict[str, Callable[..., object]]] = {

@@ -1,4 +1,4 @@
-"""Neighbours of a bracket: the samples beside the two around each target, for CPU tensors.
+"""The samples beside the two that bracket each target, for CPU tensors.
 
 A monotone cubic takes its slopes from them. As in a bracket, of equal stamps the first sample
 counts.
@@ -28,7 +28,7 @@ Doubles: TypeAlias = NDArray[np.float64]
 MISSING: Final = 0.0  # as a ratio: no gap is
 
 
-class Neighbours:
+class OuterSamples:
     """Memory for the samples before and after the brackets of one ring; ``find`` fills it.
 
     ``rows_2BT`` names them as rows of ``[B * N, D]``, any row where they are missing.
