@@ -27,6 +27,7 @@ Array: TypeAlias = NDArray[Any]
 
 FEW_ELEMENTS: Final = 4096  # up to here float64 in numpy beats torch.lerp (fewer, cheaper calls)
 _PART_BYTES: Final = 512 << 10  # of one sample each; two parts and the output stay in L2
+_CURVED_PART_BYTES: Final = 64 << 10  # a dozen parts stay in L2
 _HALVES: Final = (torch.bfloat16, torch.float16)
 _ALL: Final = slice(None)
 
@@ -233,7 +234,7 @@ def _cubic_in_parts(
     before_M, after_M = outer.rows_2BT.reshape(2, targets)
     rows_4M = np.stack([before_M, *rows_2M, after_M])
     ratios_2M1 = outer.ratios_2BT.reshape(2, targets, 1)
-    step = max(1, _PART_BYTES // max(8, 8 * stream.samples_RD.shape[1]))
+    step = max(1, _CURVED_PART_BYTES // max(8, 8 * stream.samples_RD.shape[1]))
     for start in range(0, targets, step):
         part = slice(start, min(start + step, targets))
         samples_4PD = stream.samples_RD.take(rows_4M[:, part], 0, mode="wrap")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 # M=targets of all rows D=dims
 
 Doubles: TypeAlias = NDArray[np.float64]
+Bools: TypeAlias = NDArray[np.bool_]
 
 
 def linear(
@@ -65,31 +66,47 @@ def cubic_weight(rises_3MD: Doubles, ratios_2M1: Doubles, weight_M1: Doubles) ->
     with np.errstate(all="ignore"):  # of extremes a slope is 0 or at its limit
         before_MD, rise_MD, after_MD = rises_3MD
         old_M1, new_M1 = ratios_2M1
-        first_MD = _slope(rise_MD, before_MD, old_M1, after_MD, new_M1)
-        second_MD = _slope(rise_MD, after_MD, new_M1, before_MD, old_M1)
-        bend_MD = 3 - 2 * first_MD - second_MD
-        bend_MD += (first_MD + second_MD - 2) * weight_M1
+        rises_MD = rise_MD > 0
+        first_MD = _mean_slope(rise_MD, rises_MD, before_MD, old_M1)
+        second_MD = _mean_slope(rise_MD, rises_MD, after_MD, new_M1)
+        for slope_MD, ratio_M1, beyond_MD, far_M1 in (
+            (first_MD, old_M1, after_MD, new_M1),
+            (second_MD, new_M1, before_MD, old_M1),
+        ):
+            ends = np.flatnonzero(ratio_M1 == 0)
+            if len(ends):
+                slope_MD[ends] = _end_slope(rise_MD[ends], beyond_MD[ends], far_M1[ends])
+        bend_MD = first_MD + second_MD
+        second_MD += first_MD
+        second_MD += first_MD  # 2 a + b
+        bend_MD -= 2
+        bend_MD *= weight_M1
+        bend_MD -= second_MD
+        bend_MD += 3
         bend_MD *= weight_M1
         bend_MD += first_MD
         bend_MD *= weight_M1
         return bend_MD.clip(0, 1, bend_MD)
 
 
-def _slope(
-    rise_MD: Doubles, beside_MD: Doubles, ratio_M1: Doubles, beyond_MD: Doubles, far_M1: Doubles
+def _mean_slope(
+    rise_MD: Doubles, rises_MD: Bools, beside_MD: Doubles, ratio_M1: Doubles
 ) -> Doubles:
-    """At one end of an interval, over the interval's own slope; what is not finite counts as 0.
+    """At the end of an interval that another joins, over the interval's own slope.
 
-    ``beside_MD`` is the rise of the interval that joins at this end, ``beyond_MD`` at the other.
+    What is not finite counts as 0. ``beside_MD`` is the rise of the interval that joins.
     """
-    own_MD, has_beyond_M1 = rise_MD * ratio_M1, far_M1 > 0
-    mean_MD = 3 * (1 + ratio_M1) * beside_MD
-    mean_MD /= (2 + ratio_M1) * own_MD + (1 + 2 * ratio_M1) * beside_MD
-    is_monotone_MD = ((beside_MD > 0) & (rise_MD > 0)) | ((beside_MD < 0) & (rise_MD < 0))
-    one_sided_MD = (2 + far_M1 - beyond_MD / (far_M1 * rise_MD)) / (1 + far_M1)
-    one_sided_MD = np.where(has_beyond_M1, one_sided_MD, 1)
-    slope_MD = np.where(ratio_M1 > 0, mean_MD * is_monotone_MD, one_sided_MD)
-    return np.fmin(np.fmax(slope_MD, 0), 3)
+    mean_MD: Doubles = rise_MD * ((2 + ratio_M1) * ratio_M1)
+    mean_MD += beside_MD * (1 + 2 * ratio_M1)
+    np.divide(beside_MD * (3 * (1 + ratio_M1)), mean_MD, mean_MD)
+    mean_MD *= (beside_MD > 0) == rises_MD
+    return np.fmax(mean_MD, 0, mean_MD)
+
+
+def _end_slope(rise_MD: Doubles, beyond_MD: Doubles, far_M1: Doubles) -> Doubles:
+    """The same where none joins, from the interval at the other end, if there is one."""
+    slope_MD = (2 + far_M1 - beyond_MD / (far_M1 * rise_MD)) / (1 + far_M1)
+    return np.where(far_M1 > 0, np.fmin(np.fmax(slope_MD, 0), 3), 1)
 
 
 MIXES: Final[Mapping[str, Callable[[Doubles, Doubles, Doubles], Doubles]]] = {
