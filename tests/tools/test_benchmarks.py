@@ -18,6 +18,7 @@ TOOLS: Final = Path(__file__).resolve().parents[2] / "tools"
 LIMIT_S: Final = 100
 #: Options of a run that takes a moment. The others need real ranks, GPUs or more seconds.
 TINY: Final = {
+    "dataset.py": ("--rounds", "1", "--parts", "device", "pinned", "safetensors", "mcap", "loop"),
     "log_cost.py": ("--batches", "3", "--blocks", "2", "--block", "20"),
     "metrics_cost.py": ("--blocks", "2", "--block", "20"),
     "record_cost.py": ("--seconds", "0.1"),
