@@ -781,11 +781,11 @@ __device__ __forceinline__ void turns(
 }
 
 // Where a multiprocessor holds 2048 threads, having them all gains more than it costs in registers;
-// float64 needs those.
+// float64 needs those, and packing float8 a few of them.
 #define HOLDS_2048 \
     (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030)
 #if HOLDS_2048 && !(MODES >> MODE_SLERP) && !HAS(SOURCES, DTYPE_FLOAT64)
-#define BLOCKS_RESIDENT 8
+#define BLOCKS_RESIDENT (OUT == DTYPE_FLOAT8 ? 6 : 8)
 #else
 #define BLOCKS_RESIDENT 4
 #endif
