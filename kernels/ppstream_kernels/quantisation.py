@@ -2,8 +2,8 @@
 
 A value x of a column with scale s is stored as the number nearest to x / s, ties to even, and reads
 as that number times s. int8 holds -127..127 in steps of 1, float8_e4m3fn holds -448..448 with four
-significant bits. Values beyond saturate, infinite ones, too. NaN stays NaN in float8_e4m3fn and is
-0 in int8, which has none; neither is told by validity.
+significant bits. Values beyond saturate. NaN stays NaN in float8_e4m3fn and is 0 in int8, which has
+none; neither is told by validity.
 
 The error of a value within the range is at most s / 2 in int8, and in float8_e4m3fn |x| / 16, or
 s / 1024 where |x| < s / 64: there the numbers are 1/512 apart, and a value is at most half of that

@@ -634,7 +634,7 @@ __device__ __forceinline__ void blend_lines(
     Out* const out = first_output(call, s, tile);
     const int stride = N > 1 ? N : (int)s.dim_stride;
     Steps<N> steps;
-    steps.load(call, s, at.target < tile.targets ? at.part : 0);
+    if (at.target < tile.targets) steps.load(call, s, at.part);
     while (at.target < tile.targets) {
         const auto place = places[at.target];
         const auto first = read<Src, N>(src + (place.first + at.part * stride));
