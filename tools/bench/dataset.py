@@ -57,7 +57,7 @@ LEROBOT_EPISODES: Final = 20
 LEROBOT_BATCHES: Final = 100
 
 
-class Row(NamedTuple):
+class DatasetRate(NamedTuple):
     """One way's figure: the median round."""
 
     part: str
@@ -83,7 +83,7 @@ def main() -> int:
     print_environment(f"{mode}, files {'cold' if arguments.cold else 'warm'}")
     if found:
         print(", ".join(torch.cuda.get_device_name(n) for n in range(found)))
-    rows: list[Row] = []
+    rows: list[DatasetRate] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         settings = Settings(folder, arguments.rounds, scale, bool(found), arguments.cold)
         for part in arguments.parts:
@@ -100,7 +100,7 @@ def main() -> int:
     return 0
 
 
-def _measured(part: str, gpus: int, settings: Settings) -> list[Row]:
+def _measured(part: str, gpus: int, settings: Settings) -> list[DatasetRate]:
     """In processes of their own, so that each has its GPU and its interpreter; else in this one."""
     if not settings.is_gpu:
         alone: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -123,17 +123,17 @@ def _measured(part: str, gpus: int, settings: Settings) -> list[Row]:
     return _rows(part, taken)
 
 
-def _rows(part: str, of_ranks: Sequence[list[Taken] | str]) -> list[Row]:
+def _rows(part: str, of_ranks: Sequence[list[Taken] | str]) -> list[DatasetRate]:
     if broken := [one for one in of_ranks if isinstance(one, str)]:
         raise SystemExit(f"{part} on {len(of_ranks)} GPUs: {broken[0]}")
     return [_row(part, len(of_ranks), ways) for ways in zip(*of_ranks, strict=True)]
 
 
-def _row(part: str, gpus: int, of_ranks: Sequence[Taken]) -> Row:
+def _row(part: str, gpus: int, of_ranks: Sequence[Taken]) -> DatasetRate:
     """Of one way, measured in each process in the same rounds; printed."""
     first = of_ranks[0]
     slowest = [max(times) for times in zip(*(one.seconds for one in of_ranks), strict=True)]
-    row = Row(
+    row = DatasetRate(
         part,
         first.case,
         first.way,
@@ -151,7 +151,7 @@ def _row(part: str, gpus: int, of_ranks: Sequence[Taken]) -> Row:
     return row
 
 
-def _lerobot_rows(settings: Settings, python: str | None) -> list[Row]:
+def _lerobot_rows(settings: Settings, python: str | None) -> list[DatasetRate]:
     """LeRobot's loader, which holds no stamps: its windows are frames, as they lie."""
     if python is None:
         print("peers       LeRobot is not installed here, and --lerobot names no interpreter")
@@ -170,7 +170,7 @@ def _lerobot_rows(settings: Settings, python: str | None) -> list[Row]:
     return rows
 
 
-def targets_of(rows: Sequence[Row]) -> tuple[list[Target], list[str]]:
+def targets_of(rows: Sequence[DatasetRate]) -> tuple[list[Target], list[str]]:
     """Targets as times over the times they are measured against, and those without a figure."""
     targets: list[Target] = []
     missing: list[str] = []
@@ -221,7 +221,7 @@ def targets_of(rows: Sequence[Row]) -> tuple[list[Target], list[str]]:
     return targets, missing
 
 
-def claims_of(rows: Sequence[Row]) -> list[Claim]:
+def claims_of(rows: Sequence[DatasetRate]) -> list[Claim]:
     """Each rate, and each way over the plain copy or read beside it."""
     claims = []
     for row in rows:

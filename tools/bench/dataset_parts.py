@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What one way took in one process, by round."""
+    """Seconds of one way in one process, by round."""
 
     case: str
     way: str
