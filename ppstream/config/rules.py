@@ -1,7 +1,7 @@
 """Rules between values of a configuration: ``problems`` lists every disagreement.
 
 The bounds of a single value stand in ``schema.py``. Nothing here changes a configuration, imports
-user code or opens a file; it only asks whether named files exist.
+user code; of files it only asks whether they exist, but reads groups' statistics.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ppstream.config.schema import (
     RobotLimits,
     StreamConfig,
 )
+from ppstream.config.window_ranges import range_problems
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.wire.endpoints import endpoint_problem, folder_problem, is_local, unix_path
 from ppstream.wire.fields import MAX_SAMPLE_BYTES
@@ -101,6 +102,7 @@ def problems(config: PipelineConfig) -> list[str]:
     return [
         *durations,
         *(() if durations else _stream_problems(config)),  # which reckon with them
+        *range_problems(config),
         *_action_problems(config),
         *_pacing_problems(config),
         *_source_problems(config),

@@ -238,7 +238,9 @@ def _stream_lines(config: PipelineConfig) -> Iterator[str]:
         mark = ", ends the window" if stream == config.reference else ""
         if stream.image is None:
             form = f"{stream.dim} values"
-            use = f"{stream.interpolation}, group {stream.group}"
+            settings = config.group_settings(stream.group)
+            as_dtype = f" as {settings.dtype}" if settings.is_scaled else ""
+            use = f"{stream.interpolation}, group {stream.group}{as_dtype}"
         else:
             form, use = (
                 f"{stream.image.height} x {stream.image.width} RGB",

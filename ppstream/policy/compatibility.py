@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ppstream.policy.protocol import Decoder, Policy
 
 ACTIONS: Final = "actions"
+BYTE_DTYPES: Final = ("uint8", "int8", "float8_e4m3fn")
 NAME_MAX: Final = 64  # characters of a part's name, which stands in logs, tables and labels
 
 
@@ -234,11 +235,11 @@ def _output_problems(
         if name in there:
             yield f"writes {name!r}, which the window or an earlier part has"
     for spec in outputs:
-        if spec.dtype == "uint8" and spec.bytes_for(1) % UINT8_BYTES:
+        if spec.dtype in BYTE_DTYPES and spec.bytes_for(1) % UINT8_BYTES:
             yield (
                 f"writes {_shape_text(spec)}, {spec.bytes_for(1)} bytes of a row; to be told from "
-                f"what a call did not write, uint8 outputs have a multiple of {UINT8_BYTES}: pad "
-                "it, or make it bool or int32"
+                f"what a call did not write, {spec.dtype} outputs have a multiple of "
+                f"{UINT8_BYTES}: pad it, or make it bool or int32"
             )
 
 

@@ -48,6 +48,7 @@ FLOATS: Final = 0x7FFD_7FFD  # a quiet NaN as float16, bfloat16, float32, and tw
 BOOLS: Final = 0x7D7D_7D7D
 INTEGERS: Final = 0x5EAF_1E55  # where no run draws one
 UINT8_BYTES: Final = 8  # that are compared as one
+BYTES: Final = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 HOW_TO_WRITE: Final = (
     "out['actions'] = x only binds a name: write out['actions'].copy_(x); an early return, a "
@@ -115,7 +116,7 @@ class _Layout(NamedTuple):
         else:
             filling = BOOLS if tensor.dtype is torch.bool else integers
         pattern = filling.to_bytes(4, "little")
-        size = UINT8_BYTES if tensor.dtype is torch.uint8 else tensor.element_size()
+        size = UINT8_BYTES if tensor.dtype in BYTES else tensor.element_size()
         rows = tensor.shape[0]
         row_bytes = tensor.nbytes // rows
         if tensor.nbytes <= WHOLE_BYTES:
