@@ -28,12 +28,15 @@ class CpuPlan:
         columns: streams whose arguments are checked, except for the numbers in counts and heads.
         targets: T.
         distinct: no row holds two equal stamps.
+        wide: linear is mixed in float64 whatever the size.
     """
 
-    def __init__(self, columns: Columns, targets: int, *, distinct: bool = False) -> None:
+    def __init__(
+        self, columns: Columns, targets: int, *, distinct: bool = False, wide: bool = False
+    ) -> None:
         rows = columns.stamps_ns[0].shape[0]
         self._brackets = Brackets(columns, rows, targets, distinct=distinct)
-        self._blend = Blend(columns, self._brackets)
+        self._blend = Blend(columns, self._brackets, wide=wide)
         self._trust = Trust(columns, self._brackets)
 
     def bind(

@@ -30,12 +30,15 @@ class CudaPlan:
         columns: on one CUDA device; checked.
         steps: targets per row and call; they come with the call.
         distinct: of no account here: looking for equal stamps costs a GPU nothing.
+        wide: of no account here: a GPU computes every row alike.
 
     Raises:
         RuntimeError: by a call: cuda-core is missing, or the driver refuses the kernel.
     """
 
-    def __init__(self, columns: Columns, steps: int, *, distinct: bool = False) -> None:
+    def __init__(
+        self, columns: Columns, steps: int, *, distinct: bool = False, wide: bool = False
+    ) -> None:
         self._columns, self._forms = columns, Forms()
         self._queues: dict[Key, Queue] = {}
 

@@ -113,6 +113,7 @@ class WindowCutter:
                     [_source(stream, banks[stream.name]) for stream in streams],
                     steps,
                     distinct=True,  # a SensorRing takes each stamp once
+                    wide=True,  # a data set's windows are these, whatever the batch
                 ),
                 streams,
                 group_names(group),
