@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import StreamConfig
 
 INFO: Final = "meta/info.json"
+STATS: Final = "meta/stats.json"
 TASKS: Final = "meta/tasks.parquet"
 EPISODES: Final = "meta/episodes"
 VERSIONS: Final = ("v3.0",)
@@ -37,6 +38,7 @@ class VideoSegment(NamedTuple):
     file: Path
     from_s: float
     to_s: float
+    about: dict[str, Any]  # ``feature`` and ``stats`` as the folder's description has them
 
 
 class FolderEpisode(NamedTuple):
@@ -76,6 +78,8 @@ class LeRobotFolder:
             rows = [row for file in files for row in self._episodes_in(file)]
             self._episodes = {int(row["episode_index"]): row for row in rows}
             self._tasks = self._read_tasks()
+            stats = path / STATS
+            self._stats = json.loads(stats.read_text()) if stats.exists() else {}
         except ConfigError:
             raise
         except Exception as error:  # what readers raise on damaged files has no end
@@ -192,7 +196,9 @@ class LeRobotFolder:
             chunk_index=row[at + "chunk_index"],
             file_index=row[at + "file_index"],
         )
-        return VideoSegment(key, file, row[at + "from_timestamp"], row[at + "to_timestamp"])
+        times = row[at + "from_timestamp"], row[at + "to_timestamp"]
+        about = {"feature": self._info["features"][key], "stats": self._stats.get(key)}
+        return VideoSegment(key, file, *times, about)
 
 
 def need_pyarrow() -> Any:
