@@ -52,10 +52,15 @@ class BlendOutput(NamedTuple):
 
 
 class Blend:
-    """Writes the values of one set of streams from their brackets, whose memory it reads."""
+    """Writes the values of one set of streams from their brackets, whose memory it reads.
 
-    def __init__(self, columns: Columns, found: Brackets) -> None:
+    ``wide``: large linear streams are mixed as small ones are, so that no bit of a row depends on
+    how many rows there are.
+    """
+
+    def __init__(self, columns: Columns, found: Brackets, *, wide: bool = False) -> None:
         self._found = found
+        self._is_wide = wide
         self._weight_SBT: Doubles = np.empty(found.past_ns_SBT.shape)
         self._streams = _streams(columns, found, self._weight_SBT)
         small = [stream for stream in self._streams if _is_small_linear(stream)]
@@ -69,7 +74,10 @@ class Blend:
         if self._small is not None:
             self._small.write(out)
         for stream in self._others:
-            _write_alone(stream, out)
+            if self._is_wide and stream.mode == "linear" and stream.dtype is not torch.float64:
+                _mix_in_parts(stream, out)
+            else:
+                _write_alone(stream, out)
         if found.empty_SB is not None:
             for empty_B, stream in zip(found.empty_SB, self._streams, strict=True):
                 out.tensor_BTW[torch.from_numpy(empty_B), :, stream.columns] = 0
@@ -249,6 +257,21 @@ def _cubic_in_parts(
             way_PD *= rises_3PD[1]
             way_PD += np.where(is_closer_PD, samples_4PD[2], samples_4PD[1])
         _round_into(out, stream.columns, way_PD, part)
+
+
+def _mix_in_parts(stream: _Stream, out: BlendOutput) -> None:
+    """``mixing.linear`` in float64, as ``_SmallLinear`` does, step by step: nothing is fused."""
+    samples, rows_2M = _tensor(stream.samples_RD, stream.dtype), stream.rows_2BT.reshape(2, -1)
+    weight_M1 = torch.from_numpy(stream.weight_M1)
+    step = max(1, _PART_BYTES // (2 * stream.samples_RD.shape[1] * weight_M1.itemsize))
+    out_MD = out.tensor_BTW.flatten(0, 1)[:, stream.columns]
+    for part in range(0, len(weight_M1), step):
+        span = slice(part, part + step)
+        first, second = (
+            samples.index_select(0, torch.from_numpy(rows_M[span] % len(samples))).double()
+            for rows_M in rows_2M
+        )
+        out_MD[span] = second.sub_(first).mul_(weight_M1[span]).add_(first)
 
 
 class _Scratch(threading.local):

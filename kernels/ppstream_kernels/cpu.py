@@ -31,6 +31,7 @@ class CpuPlan:
         targets: T.
         distinct: no row holds two equal stamps.
         scale: ``[sum of D]`` of outputs in 8 bits; else none.
+        wide: linear is mixed in float64 whatever the size.
     """
 
     def __init__(
@@ -40,13 +41,14 @@ class CpuPlan:
         *,
         distinct: bool = False,
         scale: Tensor | None = None,
+        wide: bool = False,
     ) -> None:
         rows = columns.stamps_ns[0].shape[0]
-        self._scale, self._wide = scale, torch.empty(0)
+        self._scale, self._unscaled = scale, torch.empty(0)
         if scale is not None:
-            self._wide = torch.empty(rows, targets, len(scale))
+            self._unscaled = torch.empty(rows, targets, len(scale))
         self._brackets = Brackets(columns, rows, targets, distinct=distinct)
-        self._blend = Blend(columns, self._brackets)
+        self._blend = Blend(columns, self._brackets, wide=wide)
         self._trust = Trust(columns, self._brackets)
 
     def bind(
@@ -65,7 +67,7 @@ class CpuPlan:
         age_s_SBT = age_s.numpy().transpose(by_stream)
         if self._scale is None:
             return partial(self._run, tgt_ns.numpy(), output_of(values), valid_SBT, age_s_SBT)
-        wide = output_of(self._wide)
+        wide = output_of(self._unscaled)
         write = partial(self._run, tgt_ns.numpy(), wide, valid_SBT, age_s_SBT)
         return partial(self._run_scaled, write, self._scale, values)
 
@@ -75,7 +77,7 @@ class CpuPlan:
 
     def _run_scaled(self, write: Callable[[], None], scale: Tensor, values: Tensor) -> None:
         write()
-        round_into(self._wide, scale, values)
+        round_into(self._unscaled, scale, values)
 
     def _run(
         self, tgt_ns_BT: Int64s, values: BlendOutput, valid_SBT: Bools, age_s_SBT: Float32s

@@ -31,6 +31,7 @@ class CudaPlan:
         steps: targets per row and call; they come with the call.
         distinct: of no account here: looking for equal stamps costs a GPU nothing.
         scale: ``[sum of D]`` of outputs in 8 bits; else none.
+        wide: of no account here: a GPU computes every row alike.
 
     Raises:
         RuntimeError: by a call: cuda-core is missing, or the driver refuses the kernel.
@@ -43,6 +44,7 @@ class CudaPlan:
         *,
         distinct: bool = False,
         scale: Tensor | None = None,
+        wide: bool = False,
     ) -> None:
         self._columns, self._forms, self._scale = columns, Forms(), scale
         self._queues: dict[Key, Queue] = {}

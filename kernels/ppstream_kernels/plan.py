@@ -29,7 +29,14 @@ class MakePlan(Protocol):
     """Preparation for a type of device, from its streams and the number of targets."""
 
     def __call__(
-        self, columns: Columns, targets: int, /, *, distinct: bool, scale: Tensor | None
+        self,
+        columns: Columns,
+        targets: int,
+        /,
+        *,
+        distinct: bool,
+        scale: Tensor | None,
+        wide: bool,
     ) -> DevicePlan: ...
 
 
@@ -39,10 +46,10 @@ DEVICE_PLANS: Final[Mapping[str, MakePlan]] = {"cpu": CpuPlan, "cuda": CudaPlan}
 class ResamplePlan:
     """Several streams at a fixed number of targets, into memory of the caller's.
 
-    The result is that of ``resample_streams`` bit for bit, without its checks, views, allocations
-    and dispatch per call. The sources are read in place, as they are at each call. A plan computes
-    in memory of its own: one thread at a time. torch.compile does not look inside; ops it can trace
-    are ``resample_streams``'.
+    Unless ``wide`` the result is that of ``resample_streams`` bit for bit, without its checks,
+    views, allocations and dispatch per call. The sources are read in place, as they are at each
+    call. A plan computes in memory of its own: one thread at a time. torch.compile does not look
+    inside; ops it can trace are ``resample_streams``'.
 
     Args:
         sources: one or more on one device with the same B; values and stamps contiguous.
@@ -51,6 +58,8 @@ class ResamplePlan:
             need not look for them.
         scale: ``[sum of D]`` float32 on the sources' device: outputs are in 8 bits
             (``quantisation.py``).
+        wide: the CPU mixes linear streams in float64 at any size: rows of different batches get
+            the same bits, for up to four times the time of a large call.
 
     Raises:
         ValueError: ``sources`` or ``steps`` is not as above, or no implementation of the device.
@@ -63,12 +72,13 @@ class ResamplePlan:
         *,
         distinct: bool = False,
         scale: Tensor | None = None,
+        wide: bool = False,
     ) -> None:
         check_plan(sources, steps, tuple(DEVICE_PLANS))
         if scale is not None:
             check_scale(sources, scale)
         prepare = DEVICE_PLANS[sources[0].values.device.type]
-        self._plan = prepare(to_columns(sources), steps, distinct=distinct, scale=scale)
+        self._plan = prepare(to_columns(sources), steps, distinct=distinct, scale=scale, wide=wide)
 
     def __call__(self, tgt_ns: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> None:
         """Write every element of ``out``.

@@ -143,6 +143,7 @@ class WindowCutter:
             [_source(stream, banks[stream.name]) for stream in streams],
             config.window.steps,
             distinct=True,  # a SensorRing takes each stamp once
+            wide=True,  # a data set's windows are these, whatever the batch
             scale=scale,
         )
         scaled = None
