@@ -46,6 +46,7 @@ from ppstream.pipeline.service import Service
 from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
 from ppstream.policy.compatibility import build_parts, places_of
+from ppstream.policy.compiled import RecompileMeter
 from ppstream.policy.parts import Place, load, part_times_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.policy.unwritten import policy_fault
@@ -259,7 +260,15 @@ def _pipelined(
     rank0.on_phase.append(send_phase)
     if rank0.stage_a.front is not None:
         rank0.stage_a.front.on_fault = rank0.report_policy_fault
+        _meter_compiler(rank0, rank0.stage_a.front)
     return rank0
+
+
+def _meter_compiler(rank0: Rank0Loop, runs: object) -> None:
+    """Logs what the compiler does in parts that run here, and refuses too many graph breaks."""
+    if meter := RecompileMeter.of(rank0.config.policy, runs):
+        rank0.on_warm.append(lambda: meter.warm_up_is_over(rank0.log.event))
+        rank0.on_phase.append(lambda phase: meter.phase(phase, rank0.log.event))
 
 
 def _build_front(config: PipelineConfig, course: rank_exit.Course) -> tuple[Policy, ...] | None:
@@ -328,7 +337,9 @@ def _inline(
         envelope=new_slots(shape.envelope, 1)[0],
         result=new_slots(shape.result, 1)[0],
     )
-    return Rank0Loop(*parts, executor=executor)
+    rank0 = Rank0Loop(*parts, executor=executor)
+    _meter_compiler(rank0, executor)
+    return rank0
 
 
 def _check_ledgers(*intakes: Intake) -> None:

@@ -71,7 +71,7 @@ class PolicyRank(ABC):
         self._instructable = stage_b
         self._usual_b_ns = 0  # where the loop stands while stage B runs
         self._faults = FirstFaults(rank)
-        self._meter = RecompileMeter() if config.policy.compile else None
+        self._meter = RecompileMeter.of(config.policy, stage_b)
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self._start_ns = round(config.liveness.start_s * NS_PER_S)
         self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)

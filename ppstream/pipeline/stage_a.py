@@ -45,6 +45,7 @@ class FrontParts:
         self, stage: StageB, window: Slot, part_times: Callable[[int], dict[str, int]]
     ) -> None:
         self._stage = stage
+        self.compiled_parts = stage.compiled_parts
         self.part_times = part_times
         self.window = window
         self.on_fault: Callable[[Flight, BaseException], None]  # set before the first run

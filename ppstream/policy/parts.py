@@ -21,6 +21,7 @@ import torch
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PolicyError
 from ppstream.core.specs import TensorSpec
+from ppstream.policy.compiled import CompiledPart, compiled_parts
 from ppstream.policy.host_staged import zeros
 from ppstream.policy.protocol import Policy, refused
 from ppstream.policy.unwritten import FilledPolicy, Outputs, Rows
@@ -171,6 +172,11 @@ class Joined:
     def parts(self) -> tuple[Policy, ...]:
         """As it was given."""
         return tuple(step.part for step in self._steps)
+
+    @property
+    def compiled_parts(self) -> tuple[CompiledPart, ...]:
+        """Those of its parts that are compiled."""
+        return tuple(one for part in self.parts for one in compiled_parts(part))
 
     def reset(self, rows: Tensor) -> None:
         """As each part does; no part sees what another one does to ``rows``."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ppstream.analysis.audits import Audit
+from ppstream.analysis.compiler_counts import CompiledPartSeen
 from ppstream.analysis.device_times import StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
 from ppstream.analysis.records import Ledger, RobotRequests, RobotStateLine
@@ -74,6 +75,7 @@ def lines_of(report: RunReport) -> list[Line]:
         *_request_lines(report.requests),
         *_device_lines(report.on_device),
         *_memory_lines(report.memory),
+        *_compiled_lines(report.compiled),
     ]
     lengths = [len(row.label) + 1 for row in rows if isinstance(row, Row)]
     width = max([LABEL, *(length for length in lengths if length <= LABEL_MAX)])
@@ -390,6 +392,19 @@ def _device_lines(stages: Sequence[StageOnDevice]) -> Iterator[Row]:
         parts.append(f"{found.stage} {ms(found.device.p50_ns)}{host}")
     if parts:
         yield Row("device", parts)
+
+
+def _compiled_lines(parts: Sequence[CompiledPartSeen]) -> Iterator[Row]:
+    """Counts of the compiler, a row for each part."""
+    for seen in parts:
+        counts = {
+            "graphs": seen.graphs,
+            "graph breaks": seen.breaks,
+            "recompiles": seen.recompiles,
+            "kernels": seen.kernels,
+        }
+        texts = [f"{count} {what}" for what, count in counts.items() if count or what != "kernels"]
+        yield Row("compiled", [f"{seen.part} on rank {seen.rank}", *texts])
 
 
 def _memory_lines(uses: Sequence[MemoryUse]) -> Iterator[Row]:

@@ -90,6 +90,7 @@ class DeviceFrontParts:
         stream: CudaStream,
     ) -> None:
         self.window = window
+        self.compiled_parts = stage.compiled_parts
         self.nodes, self.duration_ns = nodes, duration_ns
         self.on_fault: Callable[[Flight, BaseException], None]  # set before the first run
         self._stage, self._headers, self._stream = stage, headers, stream
