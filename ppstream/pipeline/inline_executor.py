@@ -28,6 +28,7 @@ class InlineExecutor(OnHost):
 
     def __init__(self, stage_b: StageB, *, envelope: Slot, result: Slot) -> None:
         self.policy_ranks: tuple[PolicyRankPeer, ...] = ()
+        self.all_ranks: tuple[PolicyRankPeer, ...] = ()
         self._stage_b = stage_b
         self.compiled_parts = stage_b.compiled_parts
         self._envelope = envelope

@@ -13,9 +13,11 @@ from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, PeerLostError
 from ppstream.core.user_code import FirstFaults
-from ppstream.policy.compiled import RecompileMeter
+from ppstream.policy.compiled import RecompileMeter, compiled_parts
 from ppstream.policy.unwritten import policy_fault
 from ppstream.wire.rank_messages import (
+    AskCompiled,
+    Compiled,
     Drain,
     Goodbye,
     Instructed,
@@ -161,6 +163,9 @@ class PolicyRank(ABC):
             case Instruction():
                 fault = self._instructable.instruct(frame.id, frame.text)
                 self.peer.send(Instructed(frame.id, fault))
+            case AskCompiled():
+                parts = compiled_parts(self._instructable)
+                self.peer.send(Compiled({part.name: part.counts for part in parts}))
             case Measure():
                 durations_ns = self.measure(frame.repeats)
                 if times_ns := self.part_times(frame.repeats):
