@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 AGREE_NS: Final = NS_PER_S
 #: Words of gloo for a connection that broke; torch has no type for it.
 LOST: Final = ("gloo/transport", "Connection closed by peer", "Connection reset")
+FRAMES: Final = 3  # innermost ones that are looked at
 COLLECTIVES: Final = ("torch/distributed/", "torchinductor")  # parts of the paths of their code
 
 
@@ -28,9 +29,12 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def waits_for_collective(thread_id: int) -> bool:
-    """True where the thread's innermost frame is a collective's, or of a compiled graph."""
-    frame = sys._current_frames().get(thread_id)
-    return frame is not None and any(at in frame.f_code.co_filename for at in COLLECTIVES)
+    """True where the thread's innermost frames are a collective's, or of a compiled graph."""
+    frame, files = sys._current_frames().get(thread_id), []
+    while frame is not None and len(files) < FRAMES:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return any(at in file for file in files for at in COLLECTIVES)
 
 
 class MeshFaults:

@@ -64,6 +64,7 @@ def lines_of(report: RunReport) -> list[Line]:
         *_score_lines(report),
         *_resource_lines(report.primary),
         *_place_lines(report),
+        *_mesh_lines(report),
         *_thread_lines(report),
         *_audit_lines(report.audits),
         *_queue_lines(report),
@@ -218,6 +219,18 @@ def _place_lines(report: RunReport) -> Iterator[Row]:
         }
         parts += [f"{name} {ms(ns)}" for name, ns in numbers.items() if ns is not None]
         yield Row(f"place {place.rank}", parts)
+
+
+def _mesh_lines(report: RunReport) -> Iterator[Row]:
+    """The ranks that compute a place together, by stage B, in which they wait for each other."""
+    for place in report.places:
+        if place.members:
+            leader = f"rank {place.rank} leads"
+            both = (
+                (leader, place.busy_ns),
+                *((f"rank {m.rank}", m.busy_ns) for m in place.members),
+            )
+            yield Row("mesh", [who if ns is None else f"{who}, B {ms(ns)}" for who, ns in both])
 
 
 def _thread_lines(report: RunReport) -> Iterator[Row]:

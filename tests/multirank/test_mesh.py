@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from robot_rig import wait_until
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
+from ppstream.report.text import render
 
 pytestmark = pytest.mark.multirank
 
 GONE_S = 2.5
+COMPILE_LIMIT_S = 300  # of three ranks on two processors that others use
 SHAPE = "steps=8, dim=5, horizon=4, action_dim=2"
 ACT = (
     "policy.target=ppstream_stages.act:build",
@@ -68,6 +71,10 @@ def test_members_are_named_in_the_log_and_the_report(tmp_path: Path) -> None:
         lines = [[x for x in run.lines(k) if x["kind"] == "stage1"] for k in (1, 2, 3)]
         assert len(lines[0]) == len(lines[1]) == len(lines[2]) > 100
         report = judge(read_run(run.directory))
+    told = " ".join(render(report).split())
+    assert re.search(
+        r"mesh rank 1 leads, B [\d.]+ ms rank 2, B [\d.]+ ms rank 3, B [\d.]+ ms", told
+    )
     places: Any = report.as_dict()["places"]
     assert [[member["rank"] for member in place["members"]] for place in places] == [[], [2, 3]]
     assert all(member["busy_ns"] > 0 for member in places[1]["members"])
@@ -134,6 +141,23 @@ def test_a_member_that_differs_is_refused_before_ready(
         assert ", rank 2 has '" in reason
         phases = [line["phase"] for line in run.lines(0) if line.get("name") == "phase"]
         assert phases == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "key"),
+    [("breaks", "compiled.meshed.breaks"), ("recompiles", "compiled.meshed.graphs")],
+)
+def test_a_member_that_compiles_other_graphs_is_refused_before_ready(
+    fault: str, key: str, tmp_path: Path
+) -> None:
+    compiles = "policy.compile=true", "policy.graph_breaks_max=9"
+    with Ranks(tmp_path, *faulty(fault), *compiles, world_size=3) as run:
+        codes = run.wait(COMPILE_LIMIT_S)
+        assert codes[0] == 10, (codes, run.output())
+        assert set(codes) <= {10, 20, -signal.SIGKILL}
+        assert f"{key}: rank 1 has " in run.exits()["0"]["reason"]
+        phases = [line["phase"] for line in run.lines(0) if line.get("name") == "phase"]
+        assert phases == ["warming"]
 
 
 def test_a_policy_that_takes_no_mesh_is_one_clear_error(tmp_path: Path) -> None:

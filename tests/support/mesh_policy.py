@@ -1,7 +1,7 @@
 """A small policy that is sharded over a mesh, with faults of one rank, at once or once told to.
 
-``fault`` is one of ``weights``, ``breaks``, ``all raise``, which every rank does on some windows,
-and ``slow`` and ``raises``, which begin when the file ``trigger`` exists.
+``fault`` is one of ``weights``, ``breaks``, ``recompiles``, ``all raise``, which every rank does on
+some windows, and ``slow`` and ``raises``, which begin when the file ``trigger`` exists.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ppstream import TensorSpec
 
 FAULTY_RANK: Final = "2"
 WIDTH: Final = 12
+RECOMPILES: Final = 3
 
 
 class Meshed:
@@ -34,6 +35,7 @@ class Meshed:
         self._is_faulty = os.environ.get("RANK") == FAULTY_RANK
         self._trigger = options.get("trigger", "")
         self._calls: Tensor | None = None
+        self._guarded = 0  # a number that compiled code takes for constant
         generator = torch.Generator().manual_seed(3)
         count = options["horizon"] * options["action_dim"]
         self._net = nn.Sequential(nn.Linear(options["dim"], WIDTH), nn.Linear(WIDTH, count))
@@ -64,6 +66,9 @@ class Meshed:
         if self._fault == "breaks":
             if self._is_faulty:
                 print("a break of one rank alone", flush=True)
+        elif self._fault == "recompiles":
+            if self._is_faulty and self._guarded < RECOMPILES:
+                self._guarded += 1
         elif self._fault == "all raise":
             if float(values[0, 0]) > 1.5:
                 raise ValueError("no rank of the mesh likes this one")
