@@ -30,7 +30,8 @@ def is_lost_connection(error: BaseException) -> bool:
 
 def waits_for_collective(thread_id: int) -> bool:
     """True where the thread's innermost frames are a collective's, or of a compiled graph."""
-    frame, files = sys._current_frames().get(thread_id), []
+    files: list[str] = []
+    frame = sys._current_frames().get(thread_id)
     while frame is not None and len(files) < FRAMES:
         files.append(frame.f_code.co_filename)
         frame = frame.f_back

@@ -48,6 +48,10 @@ class Part(Policy, Protocol):
     ``build`` runs on every rank of a policy in parts, so it only makes specs. A part that has
     weights makes them in ``load() -> None``, which is optional and called once, before the first
     call, on the rank that runs it.
+
+    On the ranks of a mesh (``placement.mesh``) ``build`` gets ``mesh=``, a ``DeviceMesh`` of one
+    dimension, and all ranks call the same parts on the same inputs, in the same order. What
+    ``state_dict()`` returns, if there is one, is compared between them once it is loaded.
     """
 
     name: str
