@@ -97,7 +97,7 @@ def configuration_facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
 
 
 def _mesh_facts() -> dict[str, Any]:
-    """What ranks that compute one policy together must share, though others need not."""
+    """Facts that ranks must share which compute one policy together, though others need not."""
     driver = Path(NVIDIA_VERSION)
     return {
         "torch": version("torch"),

@@ -77,11 +77,9 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         stack.enter_context(Progress(lambda: _wait(course), f"rank {store.rank}"))
         with handshake.saying_goodbye(peer):
-            at = placement.place_of(store.rank)
-            is_member = at != store.rank
-            ends = None
-            if not is_member:
-                ends = handshake.connect_neighbours(config, store, peer, stack)
+            at = placement.place_of(store.rank)  # a member of a mesh has no neighbours
+            connect = handshake.connect_neighbours
+            ends = connect(config, store, peer, stack) if at == store.rank else None
             device = torch.device(placement.ranks[at].device)
             config = auto_cut.follow_cut(config, store.rank, device, peer, course)
             placement = device_ranks.place_here(config, store.world_size)

@@ -224,10 +224,7 @@ def _pipelined(
     if built is not None:
         front = device_ranks.policy_at(places[0], built, config, device, run_id)
     shape = link_shape(config, places[0].outputs, places[-1].outputs, store.generation, ahead)
-    mesh = MeshFaults(range(1, len(peers) + 1)) if placement.members else None
-    found = tuple(PolicyRankPeer(peer, config, k, mesh) for k, peer in enumerate(peers, 1))
-    count = len(placement.ranks) - 1
-    policy_ranks, members = found[:count], found[count:]
+    policy_ranks, members = _policy_ranks(config, placement, peers)
     executor: Executor
     with course.step("the link, its slots and the first calls of parts here"):
         if placement.is_device_ordered:
@@ -243,7 +240,8 @@ def _pipelined(
         else:
             assert placement.link is not None
             assert isinstance(parts.stage_a, StageA), "placed so"
-            ends = Neighbours(peers[count - 1], peers[0], Position(0, count))
+            count = len(policy_ranks)
+            ends = Neighbours(policy_ranks[-1].peer, peers[0], Position(0, count))
             limit_s = config.liveness.start_s
             hops = open_hops(placement.link, ends, store, shape, timeout_s=limit_s)
             stack.callback(hops.close)
@@ -263,12 +261,28 @@ def _pipelined(
             peer.send(PhaseChange(phase))
 
     rank0.on_phase.append(send_phase)
-    if members and config.policy.compile:
-        rank0.on_warm.append(lambda: _compare_compilers(rank0))
-    if rank0.stage_a.front is not None:
-        rank0.stage_a.front.on_fault = rank0.report_policy_fault
-        _meter_compiler(rank0, rank0.stage_a.front)
+    _watch_policy(rank0)
     return rank0
+
+
+def _watch_policy(rank0: Rank0Loop) -> None:
+    """Has faults of front parts reported, and what compilers did compared and refused."""
+    config, front = rank0.config, rank0.stage_a.front
+    if config.policy.compile and config.placement.mesh > 1:
+        rank0.on_warm.append(lambda: _compare_compilers(rank0))
+    if front is not None:
+        front.on_fault = rank0.report_policy_fault
+        _meter_compiler(rank0, front)
+
+
+def _policy_ranks(
+    config: PipelineConfig, placement: Placement, peers: Sequence[Peer]
+) -> tuple[tuple[PolicyRankPeer, ...], tuple[PolicyRankPeer, ...]]:
+    """The policy ranks in the order of the chain, and the members of a mesh behind its leader."""
+    mesh = MeshFaults(range(1, len(peers) + 1)) if placement.members else None
+    found = tuple(PolicyRankPeer(peer, config, k, mesh) for k, peer in enumerate(peers, 1))
+    count = len(placement.ranks) - 1
+    return found[:count], found[count:]
 
 
 def _compare_compilers(rank0: Rank0Loop) -> None:

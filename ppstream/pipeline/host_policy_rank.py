@@ -151,15 +151,23 @@ class HostPolicyRank(PolicyRank):
             nvtx_ranges.B.push(epoch, envelope.words[SEQ])
         try:
             self.stage_b(epoch, envelope, result)
-        except BaseException as error:
-            if self._is_in_mesh and is_lost_connection(error):
-                raise PeerLostError(f"a rank of the mesh is gone: {message_of(error)}") from error
+        except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             self.report_fault(index, error)
             return failure(error)
         finally:
             if nvtx_ranges.on:
                 nvtx_ranges.B.pop()
         return 0
+
+    def report_fault(self, index: int, error: BaseException) -> None:
+        """As ``PolicyRank``.
+
+        Raises:
+            PeerLostError: what failed is a collective, because another rank of the mesh is gone.
+        """
+        if self._is_in_mesh and is_lost_connection(error):
+            raise PeerLostError(f"a rank of the mesh is gone: {message_of(error)}") from error
+        super().report_fault(index, error)
 
     @property
     def standstill_ns(self) -> int:

@@ -39,7 +39,7 @@ def waits_for_collective(thread_id: int) -> bool:
 
 
 class MeshFaults:
-    """Who raised on which envelope; for the thread that takes the ranks' frames.
+    """Account of the ranks that raised, by envelope; for the thread that takes their frames.
 
     Args:
         ranks: of the mesh.

@@ -17,7 +17,7 @@ from ppstream.policy.compiled import RecompileMeter, compiled_parts
 from ppstream.policy.unwritten import policy_fault
 from ppstream.wire.rank_messages import (
     AskCompiled,
-    Compiled,
+    CompilerCounts,
     Drain,
     Goodbye,
     Instructed,
@@ -165,7 +165,7 @@ class PolicyRank(ABC):
                 self.peer.send(Instructed(frame.id, fault))
             case AskCompiled():
                 parts = compiled_parts(self._instructable)
-                self.peer.send(Compiled({part.name: part.counts for part in parts}))
+                self.peer.send(CompilerCounts({part.name: part.counts for part in parts}))
             case Measure():
                 durations_ns = self.measure(frame.repeats)
                 if times_ns := self.part_times(frame.repeats):

@@ -15,7 +15,7 @@ from ppstream.core.errors import PeerLeftError, ProtocolError, WatchdogError
 from ppstream.core.user_code import Fault
 from ppstream.wire.rank_messages import (
     AskCompiled,
-    Compiled,
+    CompilerCounts,
     Goodbye,
     Instructed,
     Instruction,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
 
 
-Answer = TypeVar("Answer", Measured, Compiled)
+Answer = TypeVar("Answer", Measured, CompilerCounts)
 
 
 class TakesInstructions(Protocol):
@@ -158,7 +158,7 @@ class PolicyRankPeer:
     def compiler_counts(self) -> dict[str, dict[str, int]]:
         """Counts of the compiler on the policy rank, by part."""
         self.peer.send(AskCompiled())
-        return self._answer(Compiled).parts
+        return self._answer(CompilerCounts).parts
 
     def _answer(self, kind: type[Answer]) -> Answer:
         frame = self.peer.receive(self._rank0.start_ns)

@@ -120,10 +120,10 @@ class PartTimes(ControlFrame, frozen=True, tag=16):
 
 
 class AskCompiled(ControlFrame, frozen=True, tag=17):
-    """Tell what the compiler did so far, on each rank of a mesh; answered by Compiled."""
+    """Tell what the compiler did so far, on each rank of a mesh; answered by CompilerCounts."""
 
 
-class Compiled(ControlFrame, frozen=True, tag=18):
+class CompilerCounts(ControlFrame, frozen=True, tag=18):
     """Counts of the compiler by part: graphs, breaks, recompiles, kernels."""
 
     parts: dict[str, dict[str, int]]
@@ -153,7 +153,7 @@ Control = (
     | RankHeart
     | PartTimes
     | AskCompiled
-    | Compiled
+    | CompilerCounts
 )
 
 
