@@ -14,6 +14,7 @@ from statistics import median
 from typing import Final
 
 from ppstream.analysis.audits import audit_all
+from ppstream.analysis.compiler_counts import compiled_parts_seen
 from ppstream.analysis.contention import alone
 from ppstream.analysis.device_times import clocks_seen, stages_on_device
 from ppstream.analysis.memory_use import memory_use
@@ -121,6 +122,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
         statements=statements(findings),
         memory=memory_use(run),
         on_device=stages_on_device(run, window),
+        compiled=compiled_parts_seen(run),
         clocks=clocks_seen(run),
         unnamed=dict(evidence.unnamed),
         cpu=stage_cpu(window),

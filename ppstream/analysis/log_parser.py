@@ -87,6 +87,7 @@ def parse_run(
         finished=manifest.get("finished_utc") is not None,
         envelopes=tuple(sorted(joined, key=_order)),
         events=tuple(found.events),
+        members={rank: tuple(lines) for rank, lines in found.members.items()},
         ages_ns=tuple(found.ages_ns),
         oldest_ns=found.oldest_ns or None,
         standalone=_standalone(manifest, "standalone"),
@@ -113,6 +114,7 @@ class _Sorted:
     def __init__(self, run_id: object, topology: Topology) -> None:
         self.envelopes: list[Envelope] = []
         self.places: list[dict[_Key, PolicyLine]] = [{} for _ in topology.ranks]
+        self.members: dict[int, list[PolicyLine]] = {rank: [] for rank in topology.members}
         self.events: list[LogEvent] = []
         self.ages_ns: list[int] = []
         self.oldest_ns = 0
@@ -139,7 +141,9 @@ class _Sorted:
             self.envelopes.append(envelope)
         elif kind == "stage1":
             place = line.rank if len(self.places) > 1 else 1
-            if 1 <= place <= len(self.places):
+            if line.rank in self.members:
+                self.members[line.rank].append(_stage1(line))
+            elif 1 <= place <= len(self.places):
                 self.places[place - 1].setdefault(_key(line), _stage1(line))
             else:
                 self.ignored += 1
@@ -247,7 +251,14 @@ def _topology(manifest: Json) -> Topology:
         ),
         parts=tuple(_names(rank.get("parts")) for rank in rank_tables),
         devices=tuple(_shown(str(rank.get("device") or "")) for rank in rank_tables),
+        members=_members(table.get("members")),
     )
+
+
+def _members(value: object) -> tuple[int, ...]:
+    tables = [_mapping(found) for found in value] if isinstance(value, list) else []
+    ranks = (_int(found, "rank", "run.json topology.members") for found in tables)
+    return tuple(rank for rank in ranks if rank is not None)
 
 
 def _names(value: object) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ class Topology:
     device_stamped: bool  # rank 0's stamps are device events mapped to its host clock
     parts: tuple[tuple[str, ...], ...] = ()  # of the policy, by rank; (): not logged
     devices: tuple[str, ...] = ()  # by rank
+    members: tuple[int, ...] = ()  # ranks of a mesh behind its leader, which is place 1
 
     @property
     def places(self) -> int:
@@ -414,6 +415,7 @@ class RunLog:
     finished: bool
     envelopes: tuple[Envelope, ...]
     events: tuple[LogEvent, ...] = ()
+    members: Mapping[int, tuple[PolicyLine, ...]] = field(default_factory=dict)  # of a mesh
     ages_ns: tuple[int, ...] = ()  # of executed chunks, measured by the robots themselves
     oldest_ns: int | None = None  # of any single action executed; None: no robot said it
     standalone: IsolatedTimes | None = None  # directly before bring-up

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Final, NamedTuple
 
 from ppstream.analysis.audits import Audit
+from ppstream.analysis.compiler_counts import CompiledPartSeen
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
@@ -103,6 +104,7 @@ class RunReport:
     places: list[PlaceRow] = field(default_factory=list)  # ranks, rank 0 first
     better_cut: BetterCut | None = None
     requests: tuple[RobotRequests, ...] = ()  # of gateways' clients, by wire and robot
+    compiled: list[CompiledPartSeen] = field(default_factory=list)  # parts that are compiled
     sentence: str = ""  # may it drive a robot, what limits it, what to do first
     figures: tuple[Figure, ...] = ()  # seven
 
@@ -160,6 +162,7 @@ class RunReport:
             "places": [asdict(place) for place in self.places],
             "better_cut": None if self.better_cut is None else asdict(self.better_cut),
             "requests": [_requests_dict(row) for row in self.requests],
+            "compiled": [part._asdict() for part in self.compiled],
         }
 
 

@@ -385,6 +385,24 @@ def _missing_file(path: str, name: str) -> Iterator[str]:
         yield f"{path}: got {name!r}, which is not there; want a file"
 
 
+def _mesh_problems(config: PipelineConfig) -> Iterator[str]:
+    """Yields what does not go together with ranks that compute the policy together."""
+    placement, mesh = config.placement, config.placement.mesh
+    if mesh == 1:
+        return
+    path = f"placement.mesh: got {mesh} with"
+    if len(placement.policy) > 1:
+        yield f"{path} {len(placement.policy)} devices in placement.policy, want one: no chain"
+    if set(placement.policy) != {"cpu"}:
+        yield f"{path} placement.policy on {placement.policy[0]}, want 'cpu': no mesh of GPUs yet"
+    if placement.parts == "auto":
+        yield f"{path} placement.parts = 'auto', want a list or none: a rank times parts alone"
+    if config.pipeline.keep_warm_ms is not None:
+        yield f"{path} pipeline.keep_warm_ms, want none: one rank would make dry runs alone"
+    if config.mode == "attribution":
+        yield f"{path} mode = 'attribution', want 'throughput' or a mesh of 1"
+
+
 def _device_problems(config: PipelineConfig) -> Iterator[str]:
     """Yields what only GPUs can do, and what they cannot."""
     simulate, is_gpu = config.simulate, config.placement.rank0 != "cpu"
@@ -395,6 +413,7 @@ def _device_problems(config: PipelineConfig) -> Iterator[str]:
             f"simulate.kind: got {simulate.kind!r} with simulate.a_ms above 0 on "
             f"{config.placement.rank0}, want 'gpu': no thread waits in stage A there"
         )
+    yield from _mesh_problems(config)
     kinds = {device.partition(":")[0] for device in config.placement.policy}
     if config.placement.parts == "auto" and len(kinds) > 1:
         yield (

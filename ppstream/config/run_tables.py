@@ -71,6 +71,10 @@ class PlacementConfig(Table, frozen=True):
     """Place of each part, 0 being rank 0; auto times them at the start and takes the best cut. Set
     it for policies of several parts."""
 
+    mesh: Annotated[int, Meta(ge=1, le=16)] = 1
+    """Ranks that compute the policy together, each with a shard of its weights; 1 is none. Set it
+    for a policy that does not fit one rank."""
+
     @property
     def cut(self) -> tuple[int, ...]:
         """Place of each part; empty where none are stated, or not known yet."""

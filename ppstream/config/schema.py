@@ -264,6 +264,9 @@ class PolicyConfig(Table, frozen=True):
     compile: bool = False
     """Compiles the policy with torch.compile while warming. Set it where it is faster; the start
     takes longer."""
+    graph_breaks_max: Annotated[int, Meta(ge=0, le=1000)] = 0
+    """Graph breaks of a compiled policy, in all its parts on a rank, with which it becomes ready.
+    Raise it for a policy that is fast enough in several graphs."""
 
 
 class DecodeConfig(Table, frozen=True):

@@ -131,6 +131,8 @@ def _placement_lines(
         what = f"{_stages_text(config, plan)} on {plan.device}"
         is_cut = names and config.placement.cut
         yield _row(f"rank {plan.rank}", f"{what}: {', '.join(names)}" if is_cut else what)
+    for plan in placement.members:
+        yield _row(f"rank {plan.rank}", f"stage B on {plan.device}, in the mesh that rank 1 leads")
     shape = config.pipeline
     yield _row("link", f"{placement.link or 'none'}: {placement.why}")
     if not places:

@@ -160,9 +160,15 @@ class HostExecutor(OnHost):
 
     _books_first = False  # stage A: another thread may finish the envelope once it is committed
 
-    def __init__(self, hops: Hops, policy_ranks: tuple[PolicyRankPeer, ...]) -> None:
+    def __init__(
+        self,
+        hops: Hops,
+        policy_ranks: tuple[PolicyRankPeer, ...],
+        members: tuple[PolicyRankPeer, ...] = (),
+    ) -> None:
         self.out, self.into = hops.out, hops.into
         self.policy_ranks = policy_ranks
+        self.all_ranks = (*policy_ranks, *members)  # members of a mesh pass no envelopes on
         self.lead = SERIAL_LEAD + len(policy_ranks)
         self._answers = policy_ranks[-1].peer  # where results come from
         self._committed: deque[Flight] = deque()
@@ -174,13 +180,13 @@ class HostExecutor(OnHost):
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
         super().attach(loop)
-        for policy_rank in self.policy_ranks:
+        for policy_rank in self.all_ranks:
             policy_rank.attach(loop)
         self._credits = loop.credits
         self._watch_results(self._waiter)
 
     def _watch_results(self, waiter: Waiter) -> None:
-        fds = {found.peer.fileno() for found in self.policy_ranks}
+        fds = {found.peer.fileno() for found in self.all_ranks}
         for fd in fds:
             waiter.register(fd)
         self._result_fds = self.into.register_with(waiter) | fds
@@ -244,7 +250,7 @@ class HostExecutor(OnHost):
 
     def read_control(self, ready: Sequence[int]) -> None:
         """Read the control sockets that a wait has named; all of them when it named none."""
-        for policy_rank in self.policy_ranks:
+        for policy_rank in self.all_ranks:
             if not ready or policy_rank.peer.fileno() in ready:
                 policy_rank.peer.pump()
         self.into.on_ready(ready)
@@ -277,7 +283,7 @@ class HostExecutor(OnHost):
     def _read_frames(self) -> bool:
         """Returns True if there were any."""
         found = False
-        for policy_rank in self.policy_ranks:
+        for policy_rank in self.all_ranks:
             inbox = policy_rank.peer.inbox
             while inbox:
                 policy_rank.on_control_frame(inbox.popleft())
@@ -289,7 +295,7 @@ class HostExecutor(OnHost):
         limit_ns = stage_b_limit_ns(self._loop.standstill_ns, self._loop.usual_b_ns)
         oldest = self._committed[0] if self._committed else None
         now = now_ns()
-        for policy_rank in self.policy_ranks:
+        for policy_rank in self.all_ranks:
             policy_rank.check(now, oldest, limit_ns)
 
     def _glance(self) -> None:
@@ -337,4 +343,4 @@ class HostExecutor(OnHost):
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
         """As ``Executor``."""
-        instruct_all(self.policy_ranks, self._loop.stage_a.front, number, text, done)
+        instruct_all(self.all_ranks, self._loop.stage_a.front, number, text, done)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.cpus import RunDelay, StageCost
+from ppstream.core.errors import PeerLostError
+from ppstream.core.user_code import message_of
 from ppstream.links.headers import (
     EPOCH,
     FAILED,
@@ -19,6 +21,7 @@ from ppstream.links.headers import (
 )
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.keep_warm import KeepWarm
+from ppstream.pipeline.mesh_faults import is_lost_connection, waits_for_collective
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.time_accounting import LINK, TimeAccount
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from ppstream.observe.log_writer import TimestampLog
 
 WAIT_NS: Final = NS_PER_S // 10
+MESH_SPARE_NS: Final = NS_PER_S
 
 
 class HostPolicyRank(PolicyRank):
@@ -50,6 +54,8 @@ class HostPolicyRank(PolicyRank):
         waiter: Waiter,
         rank: int = 1,
         part_times: Callable[[int], dict[str, int]] = lambda _calls: {},
+        *,
+        is_member: bool = False,
     ) -> None:
         super().__init__(config, stage_b, peer, log, rank)
         self._part_times = part_times
@@ -65,7 +71,10 @@ class HostPolicyRank(PolicyRank):
         self._previous_tb1 = 0
         self.measured = new_stage_b()  # of the newest envelope
         self._waiting: deque[tuple[int, int]] = deque()
-        self._is_first = rank == 1
+        self._is_first = rank == 1 or is_member
+        self._is_in_mesh = config.placement.mesh > 1
+        if self._is_in_mesh:
+            self.mark.name = f"stage B on rank {rank}"
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
         self._keep_warm = KeepWarm(config, stage_b.rehearse if stage_b.may_rehearse else None, log)
         self._peer_fd = peer.fileno()
@@ -149,6 +158,23 @@ class HostPolicyRank(PolicyRank):
             if nvtx_ranges.on:
                 nvtx_ranges.B.pop()
         return 0
+
+    def report_fault(self, index: int, error: BaseException) -> None:
+        """As ``PolicyRank``.
+
+        Raises:
+            PeerLostError: what failed is a collective, because another rank of the mesh is gone.
+        """
+        if self._is_in_mesh and is_lost_connection(error):
+            raise PeerLostError(f"a rank of the mesh is gone: {message_of(error)}") from error
+        super().report_fault(index, error)
+
+    @property
+    def standstill_ns(self) -> int:
+        """As ``PolicyRank``; who waits for another rank of a mesh is never named first."""
+        limit_ns = super().standstill_ns
+        waits = self._is_in_mesh and waits_for_collective(self.mark.thread_id)
+        return limit_ns + MESH_SPARE_NS * waits
 
     def close(self) -> None:
         """As ``PolicyRank``."""

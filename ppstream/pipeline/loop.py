@@ -40,9 +40,11 @@ class Executor(Protocol):
 
     Attributes:
         policy_ranks: in the order of the chain; none: the policy runs in this process.
+        all_ranks: these, and the other members of a mesh.
     """
 
     policy_ranks: tuple[PolicyRankPeer, ...]
+    all_ranks: tuple[PolicyRankPeer, ...]
 
     @property
     def in_flight(self) -> int:

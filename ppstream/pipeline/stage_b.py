@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.protocol import instruct
 from ppstream.policy.unwritten import INTEGERS, Outputs
 
@@ -39,6 +40,7 @@ class StageB:
     """
 
     def __init__(self, policy: Policy, rows: int, integers: int = INTEGERS) -> None:
+        self.compiled_parts = compiled_parts(policy)
         self._policy = policy
         self._inputs = [spec.name for spec in policy.inputs]
         self._episodes: list[list[int]] | None = None

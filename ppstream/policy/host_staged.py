@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ppstream.policy.compiled import compiled_parts
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -33,6 +35,7 @@ class StagedPolicy:
 
     def __init__(self, policy: Policy, device: torch.device, rows: int) -> None:
         self.inputs, self.outputs = policy.inputs, policy.outputs
+        self.compiled_parts = compiled_parts(policy)
         self._policy = policy
         self._device = device
         self._window = zeros(policy.inputs, rows, device)

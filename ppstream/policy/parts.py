@@ -21,6 +21,7 @@ import torch
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PolicyError
 from ppstream.core.specs import TensorSpec
+from ppstream.policy.compiled import CompiledPart, compiled_parts
 from ppstream.policy.host_staged import zeros
 from ppstream.policy.protocol import Policy, refused
 from ppstream.policy.unwritten import FilledPolicy, Outputs, Rows
@@ -47,6 +48,10 @@ class Part(Policy, Protocol):
     ``build`` runs on every rank of a policy in parts, so it only makes specs. A part that has
     weights makes them in ``load() -> None``, which is optional and called once, before the first
     call, on the rank that runs it.
+
+    On the ranks of a mesh (``placement.mesh``) ``build`` gets ``mesh=``, a ``DeviceMesh`` of one
+    dimension, and all ranks call the same parts on the same inputs, in the same order. What
+    ``state_dict()`` returns, if there is one, is compared between them once it is loaded.
     """
 
     name: str
@@ -171,6 +176,11 @@ class Joined:
     def parts(self) -> tuple[Policy, ...]:
         """As it was given."""
         return tuple(step.part for step in self._steps)
+
+    @property
+    def compiled_parts(self) -> tuple[CompiledPart, ...]:
+        """Those of its parts that are compiled."""
+        return tuple(one for part in self.parts for one in compiled_parts(part))
 
     def reset(self, rows: Tensor) -> None:
         """As each part does; no part sees what another one does to ``rows``."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ppstream.analysis.audits import Audit
+from ppstream.analysis.compiler_counts import CompiledPartSeen
 from ppstream.analysis.device_times import StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
 from ppstream.analysis.records import Ledger, RobotRequests, RobotStateLine
@@ -63,6 +64,7 @@ def lines_of(report: RunReport) -> list[Line]:
         *_score_lines(report),
         *_resource_lines(report.primary),
         *_place_lines(report),
+        *_mesh_lines(report),
         *_thread_lines(report),
         *_audit_lines(report.audits),
         *_queue_lines(report),
@@ -74,6 +76,7 @@ def lines_of(report: RunReport) -> list[Line]:
         *_request_lines(report.requests),
         *_device_lines(report.on_device),
         *_memory_lines(report.memory),
+        *_compiled_lines(report.compiled),
     ]
     lengths = [len(row.label) + 1 for row in rows if isinstance(row, Row)]
     width = max([LABEL, *(length for length in lengths if length <= LABEL_MAX)])
@@ -216,6 +219,18 @@ def _place_lines(report: RunReport) -> Iterator[Row]:
         }
         parts += [f"{name} {ms(ns)}" for name, ns in numbers.items() if ns is not None]
         yield Row(f"place {place.rank}", parts)
+
+
+def _mesh_lines(report: RunReport) -> Iterator[Row]:
+    """The ranks that compute a place together, by stage B, in which they wait for each other."""
+    for place in report.places:
+        if place.members:
+            leader = f"rank {place.rank} leads"
+            both = (
+                (leader, place.busy_ns),
+                *((f"rank {m.rank}", m.busy_ns) for m in place.members),
+            )
+            yield Row("mesh", [who if ns is None else f"{who}, B {ms(ns)}" for who, ns in both])
 
 
 def _thread_lines(report: RunReport) -> Iterator[Row]:
@@ -390,6 +405,19 @@ def _device_lines(stages: Sequence[StageOnDevice]) -> Iterator[Row]:
         parts.append(f"{found.stage} {ms(found.device.p50_ns)}{host}")
     if parts:
         yield Row("device", parts)
+
+
+def _compiled_lines(parts: Sequence[CompiledPartSeen]) -> Iterator[Row]:
+    """Counts of the compiler, a row for each part."""
+    for seen in parts:
+        counts = {
+            "graphs": seen.graphs,
+            "graph breaks": seen.breaks,
+            "recompiles": seen.recompiles,
+            "kernels": seen.kernels,
+        }
+        texts = [f"{count} {what}" for what, count in counts.items() if count or what != "kernels"]
+        yield Row("compiled", [f"{seen.part} on rank {seen.rank}", *texts])
 
 
 def _memory_lines(uses: Sequence[MemoryUse]) -> Iterator[Row]:

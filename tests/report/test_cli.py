@@ -62,6 +62,7 @@ RUN_KEYS = {
     "places",
     "better_cut",
     "requests",
+    "compiled",
 }
 
 
@@ -137,7 +138,7 @@ def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     assert [place["rank"] for place in run["places"]] == [0, 1]
     assert set(run["places"][1]) == {
         *("rank", "parts", "device", "alone_ns", "busy_ns", "share", "hop_ns"),
-        *("wait_input_ns", "wait_output_ns", "queue_ns"),
+        *("wait_input_ns", "wait_output_ns", "queue_ns", "members"),
     }
     assert run["queues"] == {"d_in": 2, "d_out": 2, "outstanding_max": 2, "q_decode_max": 1}
     assert run["primary"]["P_ms"] == pytest.approx(10.0)

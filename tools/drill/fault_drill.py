@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 
 from drill.contention import CONTENTION
-from drill.ending import CHAIN_ENDINGS, ENDINGS
+from drill.ending import CHAIN_ENDINGS, ENDINGS, MESH_ENDINGS
 from drill.faults import SAFE_S, Ending, Recovering
 from drill.floods import FLOODS
 from drill.gpu import GPU_ENDINGS, GPU_RECOVERING, GPU_SETTINGS, missing
@@ -77,7 +77,9 @@ class Tier(NamedTuple):
 
 
 CPU: Final = Tier(
-    (*RECOVERING, *FLOODS), (*ENDINGS, *CHAIN_ENDINGS), (*LAUNCHES, *CONTENTION, *HOSTS)
+    (*RECOVERING, *FLOODS),
+    (*ENDINGS, *CHAIN_ENDINGS, *MESH_ENDINGS),
+    (*LAUNCHES, *CONTENTION, *HOSTS),
 )
 GPU: Final = Tier(GPU_RECOVERING, GPU_ENDINGS, settings=GPU_SETTINGS)
 

@@ -86,6 +86,7 @@ class Scene:
         self._stories: list[Path] = []  # of the robots, one after the other
         self.orders = folder / "orders"
         self.robot: subprocess.Popen[str] | None = None
+        self._places = 1  # of policy ranks
         self.cable: Cable
         self.ranks: RankPair | Elsewhere
 
@@ -104,7 +105,9 @@ class Scene:
             )
             os.environ[MARK] = self._mark
             self._stack.callback(os.environ.pop, MARK)
-            count = 1 + len(read(CONFIG, settings).placement.policy)
+            config = read(CONFIG, settings)
+            self._places = len(config.placement.policy)
+            count = self._places + config.placement.mesh
             pair = RankPair(self.folder, CONFIG, settings, world_size=count)
             self.ranks = self._stack.enter_context(pair)
             self.cable = Cable("127.0.0.1", self.port)
@@ -248,9 +251,8 @@ class Scene:
 
     def imbalance(self) -> str:
         """Words what the ranks' logs do not account for; empty: they balance."""
-        last = len(self.ranks.processes) - 1  # it answers rank 0
         back = list(
-            self.lines(last)
+            self.lines(self._places)  # it answers rank 0
         )  # first: what it answered rank 0 has logged by then, or nearly
         return imbalance(list(self.lines()), back)
 

@@ -65,7 +65,7 @@ class DeviceExecutor:
 
     def __init__(self, parts: Rank0Device, policy_ranks: tuple[PolicyRankPeer, ...]) -> None:
         self.link = parts.link
-        self.policy_ranks = policy_ranks
+        self.policy_ranks = self.all_ranks = policy_ranks
         self._parts = parts
         self._ahead = 0  # of credits, of this phase's stage A; 0: it is queued with its credit
         self._most_queued = most_queued(parts.shape)

@@ -14,6 +14,7 @@ from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.ingest.device.window import DeviceWindow
 from ppstream.links.headers import EnvelopeStatus
 from ppstream.pipeline.flight import Owner, RowNames, name_rows, names_of
+from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class DeviceFrontParts:
         stream: CudaStream,
     ) -> None:
         self.window = window
+        self.compiled_parts = compiled_parts(stage)
         self.nodes, self.duration_ns = nodes, duration_ns
         self.on_fault: Callable[[Flight, BaseException], None]  # set before the first run
         self._stage, self._headers, self._stream = stage, headers, stream

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream.links.headers import EPOCH
+from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.protocol import instruct
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class DeviceStageB:
     def __init__(
         self, policy: Policy, rows: int, device: torch.device, *, is_stateless: bool
     ) -> None:
+        self.compiled_parts = compiled_parts(policy)
         self._policy = policy
         self._inputs = [spec.name for spec in policy.inputs]
         self._is_stateless = is_stateless
