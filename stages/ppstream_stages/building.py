@@ -73,6 +73,7 @@ class NetworkPart:
     """
 
     stateless = True  # between calls
+    any_rows = True
 
     def __init__(
         self, name: str, network: PartNetwork, dtype: torch.dtype, fill: Fill, device: torch.device
