@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
@@ -164,7 +164,12 @@ def parts_of(answers: Sequence[Arrival], directory: Path) -> dict[str, list[floa
 
 
 def read_lines(directory: Path) -> dict[int, dict[str, int]]:
-    """By the end of their window: both ranks' lines of the envelopes that were served."""
+    """As ``served_lines``, by the end of their window; of runs with one row."""
+    return {line["window_end_ns"]: line for line in served_lines(directory)}
+
+
+def served_lines(directory: Path) -> list[dict[str, Any]]:
+    """Both ranks' lines of each envelope that was served, in one."""
     ours, theirs = (
         [
             json.loads(line)
@@ -174,7 +179,7 @@ def read_lines(directory: Path) -> dict[int, dict[str, int]]:
     )
     policy = {(e["epoch"], e["seq"]): e for e in theirs if e["kind"] == "stage1"}
     served = [e for e in ours if e["kind"] == "envelope" and e["phase"] == "ready"]
-    return {e["window_end_ns"]: policy.get((e["epoch"], e["seq"]), {}) | e for e in served}
+    return [policy.get((e["epoch"], e["seq"]), {}) | e for e in served]
 
 
 # ---- what is shown ----------------------------------------------------------------------------
