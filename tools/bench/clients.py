@@ -11,7 +11,7 @@ with two cameras of 224 x 224, or of pi0's with three. ``over the policy`` is p5
 own time on the device, for one row and with nothing around it, in the same run; the native client
 stands beside the gateway there. Of one client alone the parts of its way are read from the run's
 log (one host: one clock), and so is with how many rows the policy was called. ``native rows`` is
-our own client in rows, past the gateway.
+our own client in rows, past the gateway; ``one rank`` runs all stages in turn, without a link.
 """
 
 from __future__ import annotations
@@ -63,19 +63,22 @@ from real_runs import (
 COUNTS: Final = (1, 2, 4, 8)
 ROWS, SAMPLE = "ppstream, rows", "ppstream, sample"
 NATIVE: Final = "ppstream, native rows"
+ONE: Final = "ppstream, one rank"
 GATHER_MS: Final = {"pause": 20.0, "act": 2.0, "vla": 10.0}  # half a policy's time, about
 PACED: Final = {
     ROWS: ("pipeline.pacing=rows",),
     SAMPLE: ("pipeline.pacing=sample",),
     TWO: ("pipeline.pacing=sample",),
     NATIVE: ("pipeline.pacing=rows",),
+    ONE: ("pipeline.pacing=sample",),
 }
-ON_UNIX: Final = (TWO, NATIVE)  # asked by our own client, past the gateway
+LONE: Final = (TWO, ONE)  # have one row
+ON_UNIX: Final = (*LONE, NATIVE)  # asked by our own client, past the gateway
 SERVERS: Final = (*PACED, OPENPI)
 ON_CPU: Final = (ROWS, SAMPLE, OPENPI)
 WORKS: Final = ("pause", *ON_GPU)
 #: Most ms of one client's p50 over the policy's own time.
-OVER_MAX_MS: Final = {ROWS: 1.0, TWO: 0.4}
+OVER_MAX_MS: Final = {ROWS: 1.0, TWO: 0.4, ONE: 0.4}
 BATCH: Final = {"pause": max(COUNTS), "act": max(COUNTS), "vla": 4}  # rows
 SETTLE_S: Final = 1.0  # of each cell, left out
 LEASE_MS: Final = 2000
@@ -159,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"round {number + 1} of {options.rounds}: {server}", flush=True)
                 with serving(session, server, options) as served:
                     logs.setdefault(server, []).append(served)
-                    for clients in (1,) if server == TWO else options.clients:
+                    for clients in (1,) if server in LONE else options.clients:
                         cell = measure(session, server, served, clients, options)
                         over = None if alone_ms is None else cell[1] - alone_ms
                         found.append(ClientsCell(number, server, clients, *cell, over))
@@ -236,9 +239,8 @@ def serving(session: PeerBench, server: str, options: argparse.Namespace) -> Ite
         return
     with tempfile.TemporaryDirectory(dir=session.folder) as name:
         folder = Path(name)
-        with RankPair(
-            folder, "bench", [*settings(folder, server, work), *options.settings]
-        ) as ranks:
+        asked = [*settings(folder, server, work), *options.settings]
+        with RankPair(folder, "bench", asked, world_size=1 if server == ONE else 2) as ranks:
             address = listening(ranks)
             served = Served(f"unix://{folder}/robots" if server in ON_UNIX else address)
             yield served
@@ -258,6 +260,8 @@ def read_log(served: Served, directory: Path) -> None:
             continue
         line = lines[at] | {"asked": asked, "there": there}
         line["tPick"] = line.get("tPick") or line["tEmit"]
+        if not line.get("tB0"):  # one rank: what it sends itself
+            line |= {"tB0": line["tSend"], "tB1": line["tRecv"]}
         for part, (begin, end) in PARTS.items():
             if line.get(begin) and line.get(end):
                 served.parts_ms.setdefault(part, []).append((line[end] - line[begin]) * S * 1e3)
@@ -273,7 +277,7 @@ def settings(folder: Path, server: str, work: str) -> list[str]:
     keys = [f'{name}={{key="{name}", layout="hwc"}}' for name in CAMERAS_OF.get(work, ())]
     keys = ", ".join(['state="state"', *keys])
     gateway = f'{{wire="openpi", listen="127.0.0.1:0", timeout_ms=5000, map={{{keys}}}}}'
-    rows = 1 if server == TWO else BATCH[work]
+    rows = 1 if server in LONE else BATCH[work]
     found += [f"streams=[{', '.join(streams)}]", f"gateway=[{gateway}]", f"batch.rows={rows}"]
     found += ["window.steps=1", f"actions.lease_ms={LEASE_MS}", ACCEPT]
     if work in ON_GPU:

@@ -169,13 +169,11 @@ def read_lines(directory: Path) -> dict[int, dict[str, int]]:
 
 
 def served_lines(directory: Path) -> list[dict[str, Any]]:
-    """Both ranks' lines of each envelope that was served, in one."""
+    """Both ranks' lines of each envelope that was served, in one; of one rank its own."""
+    paths = [directory / f"rank{rank}.gen0.jsonl" for rank in (0, 1)]
     ours, theirs = (
-        [
-            json.loads(line)
-            for line in (directory / f"rank{rank}.gen0.jsonl").read_text().splitlines()
-        ]
-        for rank in (0, 1)
+        [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        for path in paths
     )
     policy = {(e["epoch"], e["seq"]): e for e in theirs if e["kind"] == "stage1"}
     served = [e for e in ours if e["kind"] == "envelope" and e["phase"] == "ready"]
