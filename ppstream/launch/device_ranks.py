@@ -221,7 +221,10 @@ def policy_at(
         return mine[0]
     if config.policy.compile:  # what lies between parts is not for a compiler
         mine = [compiled(part) for part in mine]
-    return Joined(mine, place, config.batch.rows, device, drawn_for(run_id), block)
+    joined = Joined(mine, place, config.batch.rows, device, drawn_for(run_id), block)
+    # rows that one place leaves out hold its fill: no other place may look at them
+    joined.any_rows = all(bool(getattr(part, "any_rows", False)) for part in parts)
+    return joined
 
 
 def stage_b_on_host_slots(

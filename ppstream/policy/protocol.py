@@ -42,7 +42,8 @@ class Policy(Protocol):
     On a GPU it must not be the first to launch a kernel, which would wait for all queued work.
 
     A policy that sets ``any_rows = True`` is called with as few first rows as hold all robots that
-    are there (``batch.sizes``); ``reset`` still gets a mask of all rows. Without, B never changes.
+    are there (``batch.sizes``); ``reset`` still gets a mask of all rows. Of a policy in parts each
+    part says so. Without, B never changes.
     """
 
     inputs: tuple[TensorSpec, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -208,6 +209,18 @@ def test_joined_parts_take_any_rows_when_each_one_does() -> None:
     assert not Joined((one, other), cut(specs_of((one,)), (1,), ())[1], 2, CPU, 7).any_rows
     other.any_rows = True  # type: ignore[attr-defined]
     assert Joined((one, other), cut(specs_of((one,)), (1,), ())[1], 2, CPU, 7).any_rows
+
+
+def test_a_place_takes_any_rows_only_where_every_place_does() -> None:
+    """Rows that one place leaves out hold its fill, which another one would compute with."""
+    kept, actions = TensorSpec("kept", ()), TensorSpec("actions", ())
+    parts: Any = [Told("first", (), (kept,), None), Told("last", (kept,), (actions,), None)]
+    _, place, _ = cut(specs_of(parts), (1, 2), WINDOW)
+    parts[0].any_rows = True
+    at = partial(policy_at, place, parts, small_config("batch.rows=4"), CPU, "run")
+    assert not getattr(at(), "any_rows", False)
+    parts[1].any_rows = True
+    assert getattr(at(), "any_rows", False)
 
 
 SIZES = pytest.mark.parametrize("values", [3, WHOLE_BYTES // 4], ids=["small", "large"])
