@@ -230,6 +230,7 @@ class PolicyLine(PolicyRankTimes, _PolicyStamps):
     allocs: int | None = None
     recompiles: int | None = None  # since the last line
     drop: str | None = None  # why the policy gave no actions
+    rows: int | None = None  # of the batch that the policy was called with
 
     @property
     def B_ns(self) -> int | None:

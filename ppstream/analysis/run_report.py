@@ -47,6 +47,7 @@ class ServiceReport:
     rule_counts: RuleCounts | None = None  # ``actions`` in JSON
     requests: Requests | None = None  # of robots that ask; None: samples come by themselves
     chunks_per_s: float | None = None  # usual rate of envelopes; None: fewer than two
+    calls_by_rows: dict[int, int] | None = None  # of the policy; None: all whole
 
 
 class Figure(NamedTuple):
@@ -240,6 +241,7 @@ def _service_dict(service: ServiceReport | None, age: Quantiles | None) -> dict[
         "streams": {ledger.stream: _stream_dict(ledger) for ledger in service.streams},
         "requests": None if service.requests is None else service.requests._asdict(),
         "chunks_per_s": service.chunks_per_s,
+        "calls_by_rows": service.calls_by_rows,
     }
 
 

@@ -18,6 +18,7 @@ from ppstream.config.gateway_rules import gateway_problems
 from ppstream.config.schema import (
     CHANNELS,
     ActionConfig,
+    BatchConfig,
     PipelineConfig,
     RobotLimits,
     StreamConfig,
@@ -110,6 +111,7 @@ def problems(config: PipelineConfig) -> list[str]:
         *_weights_problems(config),
         *_service_problems(config),
         *_limit_problems(config),
+        *_batch_problems(config.batch),
         *_device_problems(config),
         *gateway_problems(config),
     ]
@@ -372,6 +374,17 @@ def _limit_problems(config: PipelineConfig) -> Iterator[str]:
     root = Path(config.log.root)
     if root.exists() and not root.is_dir():
         yield f"log.root: got {config.log.root!r}, which is a file; want a folder"
+
+
+def _batch_problems(batch: BatchConfig) -> Iterator[str]:
+    sizes = batch.sizes
+    if not isinstance(sizes, str) and (
+        not sizes or list(sizes) != sorted(set(sizes)) or sizes[-1] > batch.rows
+    ):
+        yield (
+            f"batch.sizes: got {list(sizes)}, want one or more that increase, up to batch.rows = "
+            f"{batch.rows}"
+        )
 
 
 def _repeated(path: str, names: list[str]) -> Iterator[str]:

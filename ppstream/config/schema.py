@@ -188,6 +188,9 @@ class BatchConfig(Table, frozen=True):
     rows: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Robots of one envelope, a fixed row each. Raise it to serve several robots with one policy.
     """
+    sizes: tuple[Count, ...] | Literal["powers", "all", "whole"] = "powers"
+    """Rows that a policy with any_rows is called with, the fewest that hold all robots: powers is
+    1, 2, 4 up to rows. Set whole for numbers that do not depend on how many robots are there."""
 
 
 class RobotLimits(Table, frozen=True):

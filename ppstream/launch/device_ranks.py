@@ -34,6 +34,7 @@ from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
 from ppstream.pipeline.device.stage_a import DeviceFrontParts, RingWindows
 from ppstream.pipeline.device.stage_b import DeviceStageB
 from ppstream.pipeline.stage_b import StageB
+from ppstream.policy.batch_sizes import BatchSizes, batch_sizes
 from ppstream.policy.compiled import compiled
 from ppstream.policy.graphed import GraphedPolicy, prepared_policy
 from ppstream.policy.host_staged import StagedPolicy, zeros
@@ -220,18 +221,21 @@ def policy_at(
         return mine[0]
     if config.policy.compile:  # what lies between parts is not for a compiler
         mine = [compiled(part) for part in mine]
-    return Joined(mine, place, config.batch.rows, device, drawn_for(run_id), block)
+    joined = Joined(mine, place, config.batch.rows, device, drawn_for(run_id), block)
+    # rows that one place leaves out hold its fill: no other place may look at them
+    joined.any_rows = all(bool(getattr(part, "any_rows", False)) for part in parts)
+    return joined
 
 
 def stage_b_on_host_slots(
     policy: Policy, config: PipelineConfig, device: torch.device, run_id: str
 ) -> StageB:
     """Stage B of a loop with slots in host memory, of a policy that was built on ``device``."""
-    integers = drawn_for(run_id)
+    integers, sizes = drawn_for(run_id), batch_sizes(config, policy)
     prepared = prepared_policy(policy, config.policy, device, integers)
     if device.type != "cpu":
         prepared = StagedPolicy(prepared, device, config.batch.rows)
-    return StageB(prepared, config.batch.rows, integers)
+    return StageB(prepared, config.batch.rows, integers, sizes)
 
 
 def open_policy_rank(
@@ -266,6 +270,7 @@ def open_policy_rank(
         stream=torch_stream("b"),
         shape=shape,
         nodes=prepared.nodes,
+        sizes=sizes_on_gpu(config, policy, shape),
         position=position,
         parts_ns=prepared.parts_ns,
     )
@@ -274,6 +279,12 @@ def open_policy_rank(
     log.event("run_ahead", envelopes=shape.ahead, nodes=prepared.nodes, slots=len(link.out))
     _seal(policy, log)
     return loop
+
+
+def sizes_on_gpu(config: PipelineConfig, policy: Policy, shape: LinkShape) -> BatchSizes | None:
+    """Returns the sizes of batches; None: one alone, as where B is queued ahead of envelopes."""
+    sizes = batch_sizes(config, policy)
+    return sizes if sizes.smaller and not shape.ahead else None
 
 
 def _seal(policy: Policy, log: TimestampLog) -> None:

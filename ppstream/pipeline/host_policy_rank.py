@@ -141,6 +141,7 @@ class HostPolicyRank(PolicyRank):
         record.cpu_b_ns, record.delay_b_ns = self._cost.cpu_ns, self._cost.delay_ns
         record.run_delay_ns = self.run_delay.pop_ns()
         record.drop = FAILURES[failed]
+        record.rows = None if given[FAILED] else self.stage_b.computed
         if self._meter is not None:
             record.recompiles = self._meter.drain()
         self.log.commit(record)

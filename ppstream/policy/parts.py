@@ -21,6 +21,7 @@ import torch
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PolicyError
 from ppstream.core.specs import TensorSpec
+from ppstream.policy.batch_sizes import ALWAYS, PRESENT, rows_call
 from ppstream.policy.compiled import CompiledPart, compiled_parts
 from ppstream.policy.host_staged import zeros
 from ppstream.policy.protocol import Policy, refused
@@ -29,9 +30,6 @@ from ppstream.policy.unwritten import FilledPolicy, Outputs, Rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: On every hop: who is there, and in which episode.
-PRESENT: Final = "present"
-ALWAYS: Final = ("rows", PRESENT)
 CALLS_TIMED: Final = 64  # newest ones of each part
 
 Around = Callable[[str], AbstractContextManager[object]]
@@ -132,7 +130,8 @@ class Joined:
 
     What is read behind the place is copied through. What one part hands to the next is proven to be
     written by this call, in host memory, as results are. A part that changes what it reads, which
-    others may read, too, is refused.
+    others may read, too, is refused. Called with few rows, the parts are; what is copied through is
+    copied whole.
 
     Args:
         parts: of this place, built and loaded.
@@ -142,6 +141,8 @@ class Joined:
         integers: as ``Outputs``.
         around: is entered for each part of a call, with its name.
     """
+
+    takes_rows = True
 
     def __init__(
         self,
@@ -153,7 +154,10 @@ class Joined:
         around: Around = lambda _name: _NOTHING,
     ) -> None:
         self.name = " + ".join(map(name_of, parts))
-        self.stateless = all(bool(getattr(part, "stateless", False)) for part in parts)
+        self.stateless, self.any_rows = (
+            all(bool(getattr(part, name, False)) for part in parts)
+            for name in ("stateless", "any_rows")
+        )
         leaving = {spec.name for spec in place.outputs}
         written = {spec.name for part in parts for spec in part.outputs}
         self._carried = tuple(spec.name for spec in place.outputs if spec.name not in written)
@@ -187,7 +191,9 @@ class Joined:
         for step in self._steps:
             step.part.reset(rows.clone())
 
-    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+    def __call__(
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: int | None = None
+    ) -> None:
         """As ``Policy``, given what comes to the place; raises what a part raises."""
         known = dict(window)
         present = known[PRESENT].numpy().copy() if self._is_host else ()  # as no part changes it
@@ -196,7 +202,7 @@ class Joined:
         for step in self._steps:
             with self._around(step.name):
                 begun_ns = now_ns()
-                step.run(known, out, present)
+                step.run(known, out, present, rows)
                 step.newest_ns.append(now_ns() - begun_ns)
 
     def part_times(self, calls: int) -> dict[str, int]:
@@ -224,11 +230,18 @@ class _Step:
         self.tensors = tensors  # that stay here
         self._is_host = device.type == "cpu"
         self._proof = Outputs(self, integers) if self._is_host and tensors else None
-        self._run = part if self._is_host or not tensors else FilledPolicy(part, integers)
+        is_plain = self._is_host or not tensors
+        self._run = rows_call(part if is_plain else FilledPolicy(part, integers))
         self._given: dict[int, tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
 
-    def run(self, known: dict[str, Tensor], out: Mapping[str, Tensor], present: Rows) -> None:
-        """Runs the part; what it made is ``known`` behind it.
+    def run(
+        self,
+        known: dict[str, Tensor],
+        out: Mapping[str, Tensor],
+        present: Rows,
+        rows: int | None = None,
+    ) -> None:
+        """Runs the part on the first ``rows``; what it made is ``known`` behind it.
 
         Raises:
             PolicyError: it changed what it reads. What it raises passes through.
@@ -237,7 +250,7 @@ class _Step:
         reads = {name: known[name].data for name in self._reads}
 
         def call() -> None:
-            self._run(dict(reads), self._given_to(out))
+            self._run(dict(reads), self._given_to(out), rows)
 
         if self._proof is None:
             call()

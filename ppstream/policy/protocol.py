@@ -42,6 +42,10 @@ class Policy(Protocol):
     too, and the policy must have ``instruct(number: int, text: str) -> None``: called once for each
     text, before any window names it by ``instruction_id`` (0: none); keep its result.
     On a GPU it must not be the first to launch a kernel, which would wait for all queued work.
+
+    A policy that sets ``any_rows = True`` is called with as few first rows as hold all robots that
+    are there (``batch.sizes``); ``reset`` still gets a mask of all rows. Of a policy in parts each
+    part says so. Without, B never changes.
     """
 
     inputs: tuple[TensorSpec, ...]

@@ -28,6 +28,7 @@ import torch
 from ppstream.core.errors import PolicyError
 from ppstream.core.interpreter import collect_garbage
 from ppstream.core.user_code import Fault, fault_of, is_a, message_of
+from ppstream.policy.batch_sizes import rows_call
 from ppstream.policy.protocol import POLICY
 
 if TYPE_CHECKING:
@@ -317,14 +318,17 @@ class FilledPolicy:
     """Runs like ``policy``, on outputs in a GPU's memory that it fills first, on the same stream.
 
     Between a policy and its graphs, so that the fill is recorded with it. What it does not find,
-    ``Results`` does.
+    ``Results`` does. All rows are filled, however few the policy is called with: no older result
+    is left in any.
     """
+
+    takes_rows = True
 
     def __init__(self, policy: Policy, integers: int) -> None:
         self.inputs: tuple[TensorSpec, ...] = policy.inputs
         self.outputs: tuple[TensorSpec, ...] = policy.outputs
         self.name = str(getattr(policy, "name", "") or type(policy).__name__)
-        self._policy = policy
+        self._policy, self._call = policy, rows_call(policy)
         self._integers = integers
         self._fills: dict[int, tuple[Mapping[str, Tensor], list[tuple[Tensor, int]]]] = {}
 
@@ -336,8 +340,10 @@ class FilledPolicy:
         """As the policy does."""
         self._policy.reset(rows)
 
-    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        """Fill, then run the policy; both only queue.
+    def __call__(
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: int | None = None
+    ) -> None:
+        """Fill, then run the policy on the first ``rows``; both only queue.
 
         Raises:
             UnwrittenError: the policy tried to put tensors of its own into ``out``.
@@ -348,7 +354,7 @@ class FilledPolicy:
         for words, word in known[1]:
             words.fill_(word)
         try:
-            self._policy(window, out)
+            self._call(window, out, rows)
         except BaseException as error:
             if why := rebinding(error):
                 raise why from error

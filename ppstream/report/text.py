@@ -342,12 +342,24 @@ def _service_lines(service: ServiceReport | None) -> Iterator[Row]:
         parts.append(f"longest without a new chunk {ms(gaps.longest_ns)}")
         parts.append(f"{gaps.above} above {ms(gaps.limit_ns)}")
     yield Row("service", parts)
+    yield from _batch_lines(service.calls_by_rows)
     if service.rule_counts is not None:
         yield Row("  actions", [service.rule_counts.text])
     for robot in service.robots:
         yield Row("  robot", [*_robot_parts(robot)])
     for stream in service.streams:
         yield Row(f"  {stream.stream}", [*_hole_parts(stream)])
+
+
+def _batch_lines(calls: Mapping[int, int] | None) -> Iterator[Row]:
+    """Sizes of the policy's batches in service, where not all were whole."""
+    if calls is not None:
+        total = sum(calls.values())
+        shares = ", ".join(f"{rows} {n / total:.0%}" for rows, n in calls.items())
+        yield Row(
+            "  batch",
+            [f"calls of the policy by rows: {shares}", "bring-up was gated with the whole batch"],
+        )
 
 
 def _request_lines(rows: Sequence[RobotRequests]) -> Iterator[str | Row]:

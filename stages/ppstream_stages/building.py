@@ -79,6 +79,7 @@ class NetworkPart:
     """
 
     stateless = True  # between calls
+    any_rows = True
 
     def __init__(
         self,

@@ -151,8 +151,17 @@ def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     assert set(service) == {
         *("class", "latency_ms", "age_ms", "deadline", "utilisation", "drops", "actions"),
         *("verdict", "reasons", "longest_without_chunk_ms", "robots", "streams", "requests"),
-        "chunks_per_s",
+        *("chunks_per_s", "calls_by_rows"),
     }
+
+
+def test_the_report_says_with_how_few_rows_the_policy_was_called() -> None:
+    report = report_of(simulate(phase="ready", rows=1))
+    assert report.as_dict()["service"]["calls_by_rows"] == {1: 330}  # type: ignore[index]
+    assert "calls of the policy by rows: 1 100%" in render(report)
+    whole = simulate(phase="ready", rows=4)
+    whole.manifest["config"] = {"batch": {"rows": 4}}
+    assert "calls of the policy by rows" not in render(report_of(whole))
 
 
 @pytest.mark.parametrize(

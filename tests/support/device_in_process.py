@@ -38,6 +38,7 @@ from ppstream.cuda.driver import CudaStream, DeviceProbe, DriverCall
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import SyntheticSource
+from ppstream.launch.device_ranks import sizes_on_gpu
 from ppstream.links import device_counters
 from ppstream.links.device_counters import CountedLink
 from ppstream.links.device_link import Headers, device_slots, most_queued, run_ahead
@@ -102,7 +103,7 @@ class QueuedPolicy:
         self.load = nothing  # a kernel
         self.calls = 0
 
-    def __call__(self, envelope: Any, result: Any) -> None:
+    def __call__(self, envelope: Any, result: Any, rows: int | None = None) -> None:
         self.calls += 1
         if self.calls - 1 in self.loading:
             self.load()
@@ -110,7 +111,7 @@ class QueuedPolicy:
             raise ValueError("no such kernel")
         for _ in range(self.kernels - 1):
             queue_call(self.stream, nothing)
-        queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors))
+        queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors, rows))
 
     def instruct(self, number: int, text: str) -> str:
         self.load()
@@ -352,6 +353,7 @@ class DevicePipeline:
             "shape": shape,
             "nodes": self._nodes,
             "position": Position(rank, len(self.policies)),
+            "sizes": sizes_on_gpu(self.config, policy, shape),
         }
         return PolicyRankThread(link, policy, kernels, parts, self._stack)
 

@@ -12,7 +12,8 @@ some of them come. Whatever stands queued for an envelope that is not there wait
 would a launch that finds the driver's queue full: ``link_device.run_ahead`` bounds it by nodes. A
 stage B of a millisecond or more, of many nodes, without a graph, or that takes instructions is
 queued once its envelope was seen, behind at most one that runs; and a receipt once rank 0 rang for
-its envelope, whose way is queued then. So nothing waits here while the run is idle, and what the
+its envelope, whose way is queued then. Such a stage B is given as few rows as hold the robots that
+are there: who is comes with the receipt. So nothing waits here while the run is idle, and what the
 host does between two envelopes, such as user code that loads its first kernel of a kind, never
 waits for rank 0's host. The loop learns which envelope a slot held when that is over.
 """
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from ppstream.links.slots import LinkShape
     from ppstream.observe.log_writer import PolicyRecord, TimestampLog
     from ppstream.pipeline.device.stage_b import DeviceStageB
+    from ppstream.policy.batch_sizes import BatchSizes
 
 POLL_NS: Final = 20_000  # while an envelope may come that stage B is not queued ahead of
 EARLY_NS: Final = 500_000  # such a stage B is queued so long before the one that runs should end
@@ -77,6 +79,7 @@ class PolicyDevice(NamedTuple):
     nodes: int | None = None  # kernels, copies and memsets of a stage B, where they are known
     position: Position = BACK
     parts_ns: Mapping[str, int] = MappingProxyType({})  # of each part, alone
+    sizes: BatchSizes | None = None  # of batches; None: the whole one alone
 
 
 class DevicePolicyRank(PolicyRank):
@@ -94,7 +97,14 @@ class DevicePolicyRank(PolicyRank):
         self._d_in = config.pipeline.d_in
         self._ahead = parts.shape.ahead  # of its envelopes; 0: stage B waits for none
         self._most_queued = most_queued(parts.shape)
-        self._plans = slot_plans(self.link, self._stream, self._d_in, relays=parts.position.relays)
+        self._sizes = parts.sizes
+        self._plans = slot_plans(
+            self.link,
+            self._stream,
+            self._d_in,
+            relays=parts.position.relays,
+            asks_who=parts.sizes is not None,
+        )
         self._sends_on = self._stream if sends_from_b(self.link, self._d_in) else None
         self._announced = 0  # envelopes that rank 0 rang for, where stage B is not queued ahead
         self._expected = 0  # receipts queued
@@ -115,9 +125,11 @@ class DevicePolicyRank(PolicyRank):
     def prepare(self) -> None:
         """Run the policy on every slot, before anything waits: it loads, allocates, records."""
         torch.cuda.set_stream(self._parts.stream)
+        smaller = () if self._sizes is None else self._sizes.smaller
         for _ in range(2):
             for envelope, result in zip(self.link.into, self.link.out, strict=True):
-                self._parts.stage_b(envelope, result)
+                for rows in (None, *smaller):  # the whole batch first: the most memory
+                    self._parts.stage_b(envelope, result, rows)
             torch.cuda.synchronize()
 
     def step(self) -> bool:
@@ -184,7 +196,8 @@ class DevicePolicyRank(PolicyRank):
         if not link.queue_wait(index, self._stream):
             self._stream.wait_for(plan.complete)
         plan.before_b()
-        failed = self.run_policy(index, plan)
+        rows = None if self._sizes is None else self._sizes.rows_for(plan.present.tobytes())
+        failed = self.run_policy(index, plan, rows)
         # a copy of its own need not wait for B, and so cannot know the envelope's name
         link.queue_header(index, ResultStatus(epoch=0, seq=0, failed=failed))
         plan.behind_b()
@@ -193,20 +206,21 @@ class DevicePolicyRank(PolicyRank):
         plan.behind_send()
         record = self.log.acquire()  # behind the policy: what its blocks took is this envelope's
         record.drop = FAILURES[failed]
+        record.rows = rows or self._parts.config.batch.rows
         self._records.append(record)
         if self._queued == self.progress:
             self._queued_ns = now_ns()  # behind nothing: it begins now, or with its envelope
         self._queued += 1
 
-    def run_policy(self, index: int, plan: SlotPlan) -> int:
-        """Queue stage B; returns the header's ``failed``: rank 0 is told why."""
+    def run_policy(self, index: int, plan: SlotPlan, rows: int | None) -> int:
+        """Queue stage B on ``rows``; returns the header's ``failed``: rank 0 is told why."""
         if nvtx_ranges.on:
             nvtx_ranges.B.push(
                 0, index
             )  # epoch and seq are on their way: the host does not know them
         self._is_launching = True
         try:
-            self._parts.stage_b(plan.envelope, plan.result)
+            self._parts.stage_b(plan.envelope, plan.result, rows)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             self.report_fault(index, error)
             return failure(error)

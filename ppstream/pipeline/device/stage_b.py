@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ppstream.links.headers import EPOCH
+from ppstream.policy.batch_sizes import rows_call
 from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.protocol import instruct
 
@@ -29,7 +30,7 @@ class DeviceStageB:
         self, policy: Policy, rows: int, device: torch.device, *, is_stateless: bool
     ) -> None:
         self.compiled_parts = compiled_parts(policy)
-        self._policy = policy
+        self._policy, self._call = policy, rows_call(policy)
         self._inputs = [spec.name for spec in policy.inputs]
         self._is_stateless = is_stateless
         # epoch, session, session_epoch of each row, now and in the previous call; none at first
@@ -38,12 +39,15 @@ class DeviceStageB:
         self._differs = torch.empty(rows, 3, dtype=torch.bool, device=device)
         self._is_new = torch.empty(rows, dtype=torch.bool, device=device)
 
-    def __call__(self, envelope: DeviceSlot, result: DeviceSlot) -> None:
-        """Write every output of the policy into ``result``. Raises what the policy raises."""
+    def __call__(self, envelope: DeviceSlot, result: DeviceSlot, rows: int | None = None) -> None:
+        """Write every output of the policy into ``result``, of the first ``rows`` or of all.
+
+        Raises what the policy raises.
+        """
         if not self._is_stateless:
             self._reset(envelope)
         tensors = envelope.tensors
-        self._policy({name: tensors[name] for name in self._inputs}, result.tensors)
+        self._call({name: tensors[name] for name in self._inputs}, result.tensors, rows)
 
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""

@@ -186,10 +186,10 @@ def test_a_long_front_part_is_queued_once_its_credit_was_seen(build: Build, is_l
         unanswered = []
         call = pipeline.front_stage.__class__.__call__
 
-        def count(stage: Any, window: Any, out: Any) -> None:
+        def count(stage: Any, *given: Any) -> None:
             if stage is pipeline.front_stage:
                 unanswered.append(stage.calls + 1 - len(pipeline.collector.chunks))
-            call(stage, window, out)
+            call(stage, *given)
 
         pipeline.saturate()
         with pytest.MonkeyPatch.context() as patch:

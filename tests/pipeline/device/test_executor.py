@@ -243,9 +243,9 @@ def test_a_launch_that_stands_is_named(build: Any, monkeypatch: pytest.MonkeyPat
         marks = pipeline.rank0.mark, pipeline.policy_rank.mark
         queued = pipeline.queued.__class__.__call__
 
-        def look(self: Any, envelope: Any, result: Any) -> None:
+        def look(self: Any, *given: Any) -> None:
             said.append(pipeline.policy_rank.mark.busy_with())
-            queued(self, envelope, result)
+            queued(self, *given)
 
         monkeypatch.setattr(pipeline.queued.__class__, "__call__", look)
         enqueue = pipeline.rank0.stage_a.enqueue
