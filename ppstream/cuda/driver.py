@@ -55,9 +55,10 @@ class CudaEvent:
             return False
         raise _refused(error, "work before an event")
 
-    def wait(self) -> None:
-        """Block this thread, without the interpreter's lock, until it is done."""
+    def wait(self) -> bool:
+        """Block this thread, without the interpreter's lock, until it is done; True."""
         checked(driver().cuEventSynchronize(self.handle), "waiting for an event")
+        return True
 
     def ns_since(self, earlier: CudaEvent) -> int | None:
         """Device time since an event that is done; None: this one is not.

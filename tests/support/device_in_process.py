@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeDriver, queue_call
-from fake_put import FakePuts
+from fake_put import FakePuts, FakeStamped
 from fake_wait import FakeWaits
 from host_windows import HostWindows
 from linked_ends import linked
@@ -34,6 +34,7 @@ from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import driver
 from ppstream.cuda.device_clock import DeviceClock
+from ppstream.cuda.device_stamps import StampProbe
 from ppstream.cuda.driver import CudaStream, DeviceProbe, DriverCall
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import Source
@@ -84,6 +85,16 @@ class Work:
             return (0,)
 
         return (DriverCall(queue, "sleep"),) if self._seconds or self.products > 1 else ()
+
+
+class FakeAnswers:
+    """The clock that the stand-in driver's streams go by."""
+
+    def ask(self, stream: Any) -> None:
+        """At once."""
+
+    def answer(self, stream: Any) -> int:
+        return time.monotonic_ns()
 
 
 def nothing() -> None:
@@ -202,6 +213,7 @@ class DevicePipeline:
         c_s: float = 0.0,
         puts: bool = False,
         spins: bool = False,
+        stamps: bool = False,
         front: Policy | None = None,
         front_ns: int = 0,
     ) -> None:
@@ -230,8 +242,12 @@ class DevicePipeline:
         around = [(hops[0], hops[-1]), *pairwise(hops)]  # of each rank
         shapes = [link_shape(config, *both, 3, ahead, k) for k, both in enumerate(around)]
         self.shape = shapes[0]
+        self._stamps = stamps
         links = linked(
-            *shapes, make_puts=FakePuts if puts else None, make_waits=FakeWaits if spins else None
+            *shapes,
+            make_puts=FakePuts if puts else None,
+            make_waits=FakeWaits if spins or stamps else None,
+            make_stamped=FakeStamped if stamps else None,
         )
         self._front_link = links[0]
         self.ranks = [
@@ -314,7 +330,8 @@ class DevicePipeline:
             link=link,
             shape=shape,
             streams=Streams(a, c),
-            clock=DeviceClock(DeviceProbe(CudaStream())),
+            clock=self._clock(),
+            stamps=link if self._stamps else None,
             work_a=Work(self._a_s, self._a_kernels),  # type: ignore[arg-type]
             work_c=Work(self._c_s),  # type: ignore[arg-type]
         )
@@ -347,13 +364,19 @@ class DevicePipeline:
             "config": self.config,
             "log": self._log(rank, PolicyRecord),
             "waiter": self._waiter(),
-            "clock": DeviceClock(DeviceProbe(CudaStream())),
+            "clock": self._clock(),
+            "stamps": link if link.stamped else None,
             "stream": None,
             "shape": shape,
             "nodes": self._nodes,
             "position": Position(rank, len(self.policies)),
         }
         return PolicyRankThread(link, policy, kernels, parts, self._stack)
+
+    def _clock(self) -> DeviceClock[Any]:
+        if self._stamps:
+            return DeviceClock(StampProbe(FakeAnswers(), CudaStream()))
+        return DeviceClock(DeviceProbe(CudaStream()))
 
     def _log(self, rank: int, record: Any) -> TimestampLog:
         path = self._directory / f"rank{rank}.gen0.jsonl"

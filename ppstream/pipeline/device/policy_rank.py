@@ -7,6 +7,8 @@ For each envelope that will come the host queues, on three streams:
     sending      wait for B · the result to the next place · copy the header for the log
                  (of a lone short result: on stage B's stream)
 
+Where the link's kernels leave the times, ``policy_rank_stamped.py`` queues less, on two streams.
+
 A short stage B is queued a few envelopes ahead of those that are over, and the host sleeps while
 some of them come. Whatever stands queued for an envelope that is not there waits for rank 0, and so
 would a launch that finds the driver's queue full: ``link_device.run_ahead`` bounds it by nodes. A
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -29,7 +31,6 @@ from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.cuda.device_clock import DeviceClock
-from ppstream.cuda.driver import CudaEvent
 from ppstream.cuda.streams import stream
 from ppstream.links.device_link import most_queued
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, ResultStatus
@@ -37,6 +38,7 @@ from ppstream.links.slots import BACK, GENERATION, INDEX, Position
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.device.event_times import PolicyTimes, record_policy_times
 from ppstream.pipeline.device.policy_rank_queue import SlotPlan, sends_from_b, slot_plans
+from ppstream.pipeline.device.policy_rank_stamped import StampedSlots
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.unwritten import failure
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
+    from ppstream.links.device_counters import CountedLink
     from ppstream.links.device_link import DeviceLink
     from ppstream.links.slots import LinkShape
     from ppstream.observe.log_writer import PolicyRecord, TimestampLog
@@ -71,12 +74,13 @@ class PolicyDevice(NamedTuple):
     peer: Peer
     log: TimestampLog
     waiter: Waiter
-    clock: DeviceClock[CudaEvent]
+    clock: DeviceClock[Any]  # of the kind of its marks
     stream: torch.cuda.Stream  # stage B's, torch's current one
     shape: LinkShape
     nodes: int | None = None  # kernels, copies and memsets of a stage B, where they are known
     position: Position = BACK
     parts_ns: Mapping[str, int] = MappingProxyType({})  # of each part, alone
+    stamps: CountedLink | None = None  # ``link``, if its kernels leave the times; else events do
 
 
 class DevicePolicyRank(PolicyRank):
@@ -94,7 +98,13 @@ class DevicePolicyRank(PolicyRank):
         self._d_in = config.pipeline.d_in
         self._ahead = parts.shape.ahead  # of its envelopes; 0: stage B waits for none
         self._most_queued = most_queued(parts.shape)
-        self._plans = slot_plans(self.link, self._stream, self._d_in, relays=parts.position.relays)
+        self._stamped: StampedSlots | None = None
+        if parts.stamps is not None:
+            self._stamped = StampedSlots(parts.stamps, self._stream)
+            self._plans = self._stamped.plans
+        else:
+            relays = parts.position.relays
+            self._plans = slot_plans(self.link, self._stream, self._d_in, relays=relays)
         self._sends_on = self._stream if sends_from_b(self.link, self._d_in) else None
         self._announced = 0  # envelopes that rank 0 rang for, where stage B is not queued ahead
         self._expected = 0  # receipts queued
@@ -161,7 +171,10 @@ class DevicePolicyRank(PolicyRank):
     def queue_receipt(self) -> None:
         """Queue the receipt of a further envelope."""
         self.link.queue_receive(self._expected)
-        self._plan(self._expected).behind_receipt()
+        if self._stamped is not None:
+            self._stamped.receipt(self._expected)
+        else:
+            self._plan(self._expected).behind_receipt()
         self._expected += 1
 
     def may_queue(self) -> bool:
@@ -180,7 +193,22 @@ class DevicePolicyRank(PolicyRank):
 
     def queue(self) -> None:
         """Queue everything that will happen to the next envelope."""
-        index, link, plan = self._queued, self.link, self._plan(self._queued)
+        index, stamped, plan = self._queued, self._stamped, self._plan(self._queued)
+        if stamped is None:
+            failed = self._queue_between_events(index, plan)
+        else:
+            stamped.begin(index)
+            failed = self.run_policy(index, plan)
+            stamped.send(index, ResultStatus(epoch=0, seq=0, failed=failed))
+        record = self.log.acquire()  # behind the policy: what its blocks took is this envelope's
+        record.drop = FAILURES[failed]
+        self._records.append(record)
+        if self._queued == self.progress:
+            self._queued_ns = now_ns()  # behind nothing: it begins now, or with its envelope
+        self._queued += 1
+
+    def _queue_between_events(self, index: int, plan: SlotPlan) -> int:
+        link = self.link
         if not link.queue_wait(index, self._stream):
             self._stream.wait_for(plan.complete)
         plan.before_b()
@@ -191,12 +219,7 @@ class DevicePolicyRank(PolicyRank):
         (plan.carry_fault if failed else plan.carry)()
         link.queue_send(index, self._sends_on)
         plan.behind_send()
-        record = self.log.acquire()  # behind the policy: what its blocks took is this envelope's
-        record.drop = FAILURES[failed]
-        self._records.append(record)
-        if self._queued == self.progress:
-            self._queued_ns = now_ns()  # behind nothing: it begins now, or with its envelope
-        self._queued += 1
+        return failed
 
     def run_policy(self, index: int, plan: SlotPlan) -> int:
         """Queue stage B; returns the header's ``failed``: rank 0 is told why."""
