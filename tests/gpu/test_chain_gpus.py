@@ -44,7 +44,7 @@ NCCL = "NCCL takes one rank for each GPU"
 
 def placed(devices: str, *where: int) -> tuple[str, ...]:
     """``devices`` of all ranks: a digit is a GPU, c the CPU; their numbers wrap."""
-    names = ["cpu" if one == "c" else f"cuda:{int(one) % GPUS}" for one in devices]
+    names = ["cpu" if one == "c" else f"cuda:{int(one) % max(1, GPUS)}" for one in devices]
     policy = ", ".join(f'"{name}"' for name in names[1:])
     return (
         f"placement.rank0={names[0]}",
