@@ -163,6 +163,7 @@ class Recorded:
     Whatever it launches was launched before: nothing may be loaded while it is recorded.
 
     Attributes:
+        graph: the driver's, as it was captured.
         nodes: kernels, copies and memsets of one ``queue``.
     """
 
@@ -175,9 +176,9 @@ class Recorded:
             try:
                 queue(stream.cuda_stream)
             finally:
-                (self._graph,) = checked(driver.cuStreamEndCapture(stream.cuda_stream))
-        self.nodes: int = checked(driver.cuGraphGetNodes(self._graph, 0))[-1]
-        (self._executable,) = checked(driver.cuGraphInstantiate(self._graph, 0))
+                (self.graph,) = checked(driver.cuStreamEndCapture(stream.cuda_stream))
+        self.nodes: int = checked(driver.cuGraphGetNodes(self.graph, 0))[-1]
+        (self._executable,) = checked(driver.cuGraphInstantiate(self.graph, 0))
         self._launch: Callable[..., Any] = driver.cuGraphLaunch
 
     def queue(self, stream: int) -> None:

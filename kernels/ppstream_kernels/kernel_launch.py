@@ -38,6 +38,7 @@ class KernelLaunch:
         self._size = (*grid, threads, 1, 1, 0)
         self._address = ctypes.addressof(self._argument)
         self._launch: Callable[..., Any] = driver.cuLaunchKernel
+        self._driver = driver
 
     def queue(self, stream: Any) -> None:
         """Queues the kernel on the driver's ``stream``.
@@ -46,6 +47,19 @@ class KernelLaunch:
             RuntimeError: the driver refuses it.
         """
         checked(self._launch(self._kernel, *self._size, stream, self._address, 0))
+
+    def add_to(self, graph: Any, after: list[Any]) -> Any:
+        """Adds the kernel to the driver's ``graph``, behind the nodes ``after``; returns its node.
+
+        Raises:
+            RuntimeError: the driver refuses it.
+        """
+        node = self._driver.CUDA_KERNEL_NODE_PARAMS()
+        node.func = self._kernel
+        node.gridDimX, node.gridDimY, node.gridDimZ = self._size[:3]
+        node.blockDimX, node.blockDimY, node.blockDimZ, node.sharedMemBytes = self._size[3:]
+        node.kernelParams, node.extra = self._address, 0
+        return checked(self._driver.cuGraphAddKernelNode(graph, after, len(after), node))[0]
 
 
 def checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -68,9 +68,11 @@ class WaitLauncher(Protocol):
 
 
 class Launch(Protocol):
-    """A kernel that never changes, as ``kernel_launch.KernelLaunch``."""
+    """A kernel that never changes, as ``kernel_launch.KernelLaunch``; a part of graphs, too."""
 
     def queue(self, stream: Any) -> None: ...
+
+    def add_to(self, graph: Any, after: list[Any]) -> Any: ...
 
 
 class StampedLauncher(Protocol):

@@ -16,6 +16,7 @@ import torch
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
 from ppstream.cuda.driver import graph_nodes
+from ppstream.cuda.linear_graph import empty_graph
 from ppstream.policy.compiled import compiled
 from ppstream.policy.parts import Joined
 from ppstream.policy.unwritten import INTEGERS, FilledPolicy
@@ -93,6 +94,7 @@ class GraphedPolicy:
         self._first_output = policy.outputs[0].name
         self._graphs: dict[tuple[int, int], Any] = {}
         self._pool: Any = None
+        self._keeps = False  # torch keeps the nodes of graphs
         self._is_sealed = False
         self._replays = 0
         self._eager_calls = 0
@@ -131,6 +133,16 @@ class GraphedPolicy:
         if key not in self._graphs:
             self._graphs[key], _ = self._record(window, out)
 
+    def recorded(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> int | None:
+        """Returns the driver's handle of what is replayed for this pair of slots, for a larger
+        graph; None: there is none, or torch does not give it away.
+        """
+        graph = self._graphs.get(self._key(window, out))
+        if graph is None or not self._keeps:
+            return None
+        handle: int = graph.raw_cuda_graph()
+        return handle
+
     def rehearse(
         self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: Tensor | None
     ) -> Rehearsal:
@@ -144,7 +156,7 @@ class GraphedPolicy:
             rows: bool ``[B]`` for ``reset``, which then counts as a part of each call; None: the
                 policy keeps no state.
         """
-        graph, nodes = self._record(window, out, counts=True)
+        graph, nodes = self._record(window, out)
         if nodes is not None and rows is not None:
             resetting = self._nodes_of_reset(rows)
             nodes = None if resetting is None else nodes + resetting
@@ -166,7 +178,7 @@ class GraphedPolicy:
 
     def _nodes_of_reset(self, rows: Tensor) -> int | None:
         """Counts the nodes that ``reset`` queues, which need not be fit for a graph."""
-        graph = _graph_to_count()
+        graph = empty_graph()
         if graph is None:
             return None
         self._policy.reset(rows)  # loads its kernels
@@ -182,9 +194,9 @@ class GraphedPolicy:
         return graph_nodes(graph.raw_cuda_graph())
 
     def _record(
-        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], *, counts: bool = False
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]
     ) -> tuple[Any, int | None]:
-        """The graph of one call and, where it ``counts`` and torch allows it, its nodes."""
+        """The graph of one call and, where torch allows it, its nodes."""
         side = _cuda.Stream()
         side.wait_stream(_cuda.current_stream())
         try:
@@ -192,8 +204,8 @@ class GraphedPolicy:
                 for _ in range(WARM_UP_CALLS):
                     self._policy(window, out)
             _cuda.synchronize()
-            countable = _graph_to_count() if counts else None
-            graph = countable or _cuda.CUDAGraph()
+            kept = empty_graph()
+            graph = kept or _cuda.CUDAGraph()
             with _cuda.graph(
                 graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
             ):
@@ -210,15 +222,8 @@ class GraphedPolicy:
                 ]
             ) from error
         self._pool = graph.pool()
-        if countable is None:
+        self._keeps = kept is not None
+        if kept is None:
             return graph, None
         graph.instantiate()
         return graph, graph_nodes(graph.raw_cuda_graph())
-
-
-def _graph_to_count() -> Any:
-    """An empty graph that keeps its nodes; None: this torch knows none."""
-    try:
-        return _cuda.CUDAGraph(keep_graph=True)
-    except TypeError:
-        return None

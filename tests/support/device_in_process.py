@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeDriver, queue_call
+from fake_cuda import FakeDriver, FakePart, queue_call
 from fake_put import FakePuts, FakeStamped
 from fake_wait import FakeWaits
 from host_windows import HostWindows
@@ -86,6 +86,10 @@ class Work:
 
         return (DriverCall(queue, "sleep"),) if self._seconds or self.products > 1 else ()
 
+    def parts(self) -> tuple[FakePart, ...]:
+        rest = [nothing] * (self.products - 1)
+        return (FakePart(lambda: time.sleep(self._seconds), *rest),)
+
 
 class FakeAnswers:
     """The clock that the stand-in driver's streams go by."""
@@ -108,6 +112,7 @@ class QueuedPolicy:
         self.policy = FilledPolicy(policy, drawn_for(RUN_ID))
         self.kernels = kernels
         self.stream: Any = None
+        self.graphs = False
         self.refuse: set[int] = set()  # calls that fail while they are queued
         self.loading: set[int] = set()  # calls that load a kernel
         self.load = nothing  # a kernel
@@ -122,6 +127,12 @@ class QueuedPolicy:
         for _ in range(self.kernels - 1):
             queue_call(self.stream, nothing)
         queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors))
+
+    def graph(self, envelope: Any, result: Any) -> FakePart | None:
+        if not self.graphs:
+            return None
+        rest = [nothing] * (self.kernels - 1)
+        return FakePart(lambda: self.policy(envelope.tensors, result.tensors), *rest)
 
     def instruct(self, number: int, text: str) -> str:
         self.load()
@@ -149,6 +160,8 @@ class PolicyRankThread:
         kernels: int,
         parts: dict[str, Any],
         stack: ExitStack,
+        *,
+        graphs: bool,
     ) -> None:
         self.link = link
         ours, theirs = socket.socketpair()
@@ -160,6 +173,8 @@ class PolicyRankThread:
         self.failure: list[BaseException] = []
         own: Any = parts | {"stage_b": self.queued, "link": link, "peer": self.back}
         self.loop = DevicePolicyRank(PolicyDevice(**own))
+        self.queued.graphs = graphs
+        self.loop.make_graphs()
         self._thread = threading.Thread(target=self._serve)
 
     def begin(self, b: CudaStream) -> None:
@@ -214,6 +229,7 @@ class DevicePipeline:
         puts: bool = False,
         spins: bool = False,
         stamps: bool = False,
+        graphs: bool = False,
         front: Policy | None = None,
         front_ns: int = 0,
     ) -> None:
@@ -242,7 +258,8 @@ class DevicePipeline:
         around = [(hops[0], hops[-1]), *pairwise(hops)]  # of each rank
         shapes = [link_shape(config, *both, 3, ahead, k) for k, both in enumerate(around)]
         self.shape = shapes[0]
-        self._stamps = stamps
+        self._stamps, self._graphs = stamps or graphs, graphs
+        stamps = self._stamps
         links = linked(
             *shapes,
             make_puts=FakePuts if puts else None,
@@ -325,7 +342,9 @@ class DevicePipeline:
         config = self.config
         self.a, self.c = a, c = CudaStream(), CudaStream()
         layout = SlotLayout(ENVELOPE_HEADER, self.intake.cutter.inputs, config.batch.rows)
-        windows = HostWindows(config, layout, len(link.out), a, self._front_parts(layout))
+        windows = HostWindows(
+            config, layout, len(link.out), a, self._front_parts(layout), graphs=self._graphs
+        )
         own = Rank0Device(
             link=link,
             shape=shape,
@@ -371,7 +390,7 @@ class DevicePipeline:
             "nodes": self._nodes,
             "position": Position(rank, len(self.policies)),
         }
-        return PolicyRankThread(link, policy, kernels, parts, self._stack)
+        return PolicyRankThread(link, policy, kernels, parts, self._stack, graphs=self._graphs)
 
     def _clock(self) -> DeviceClock[Any]:
         if self._stamps:

@@ -93,6 +93,11 @@ class FakeLaunch:
             stream.driver.spinning.append(stream)
         stream.queue(partial(self._call.run, stream))
 
+    def add_to(self, graph: list[Any], after: list[int]) -> int:
+        assert after == [len(graph) - 1][: len(graph)], "not behind the part before it"
+        graph.append((self._call.run, False))
+        return len(graph) - 1
+
 
 class FakeStamped:
     def __init__(self, puts: int) -> None:

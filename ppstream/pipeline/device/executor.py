@@ -103,6 +103,8 @@ class DeviceExecutor:
         end_timeouts_on_time()
 
     def _on_phase(self, phase: str) -> None:
+        if isinstance(self._queueing, StampedQueueing) and self._queueing.prepare():
+            self._loop.log.event("stage_graphs", stage="A", graphs=self._queueing.graphs)
         self._waits_for_input = self._loop.pacing.name != "saturated"
         d_in, work = self._loop.credits.d_in, self._parts.work_a
         self._ahead = run_ahead(self._nodes, self._a.front_ns + work.mean_ns, d_in)

@@ -32,7 +32,7 @@ from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.streams import stream
-from ppstream.links.device_link import most_queued
+from ppstream.links.device_link import PLACES_AHEAD, most_queued
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, ResultStatus
 from ppstream.links.slots import BACK, GENERATION, INDEX, Position
 from ppstream.observe import nvtx_ranges
@@ -129,6 +129,17 @@ class DevicePolicyRank(PolicyRank):
             for envelope, result in zip(self.link.into, self.link.out, strict=True):
                 self._parts.stage_b(envelope, result)
             torch.cuda.synchronize()
+        self.make_graphs()
+
+    def make_graphs(self) -> None:
+        """Put stage B and what stands around it into one graph for each slot, where that can be.
+
+        Of many nodes it would only cost memory: the policy's own graphs stay.
+        """
+        nodes = self._parts.nodes
+        if self._stamped is not None and nodes is not None and nodes <= PLACES_AHEAD:
+            graphs = self._stamped.prepare(self._parts.stage_b)
+            self.log.event("stage_graphs", stage="B", graphs=graphs)
 
     def step(self) -> bool:
         """As ``PolicyRank``: queue all that may be. Before frames: some ask for what is over."""
@@ -196,6 +207,8 @@ class DevicePolicyRank(PolicyRank):
         index, stamped, plan = self._queued, self._stamped, self._plan(self._queued)
         if stamped is None:
             failed = self._queue_between_events(index, plan)
+        elif stamped.has_wholes:
+            failed = self._queue_whole(index, stamped)
         else:
             stamped.begin(index)
             failed = self.run_policy(index, plan)
@@ -206,6 +219,17 @@ class DevicePolicyRank(PolicyRank):
         if self._queued == self.progress:
             self._queued_ns = now_ns()  # behind nothing: it begins now, or with its envelope
         self._queued += 1
+
+    def _queue_whole(self, index: int, stamped: StampedSlots) -> int:
+        """The policy is a part of a graph: nothing of it can fail while it is queued."""
+        if nvtx_ranges.on:
+            nvtx_ranges.B.push(0, index)
+        self._is_launching = True
+        stamped.whole(index, ResultStatus(epoch=0, seq=0, failed=0))
+        self._is_launching = False
+        if nvtx_ranges.on:
+            nvtx_ranges.B.pop()
+        return 0
 
     def _queue_between_events(self, index: int, plan: SlotPlan) -> int:
         link = self.link

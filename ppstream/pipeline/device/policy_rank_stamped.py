@@ -4,7 +4,8 @@
     stage B      wait for it, too, stamp · the policy · put the result, stamp and count
 
 The put also leaves the envelope's name for the log. Every kernel and its arguments are the same
-each time a slot is used; the host writes counts and headers into pinned memory first.
+each time a slot is used; the host writes counts and headers into pinned memory first. So what
+stands in stage B's stream is one graph, where the policy is one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from ppstream.cuda.device_stamps import SlotWords
 from ppstream.cuda.driver import LaunchSequence
+from ppstream.cuda.linear_graph import LinearGraph
 from ppstream.links.device_counters import HEADER_WORDS
 from ppstream.pipeline.device.policy_rank_queue import SlotPlan
 from ppstream_kernels.cuda_put import Stamps
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from ppstream.cuda.driver import CudaStream
     from ppstream.links.device_counters import CountedLink, Launch
+    from ppstream.pipeline.device.stage_b import DeviceStageB
 
 #: Words of a slot: its stamps and its envelope's name, then what its kernels read.
 _COMPLETE, _B0, _B1, _LAST = range(4)
@@ -57,7 +60,29 @@ class StampedSlots:
         self._link, self._b = link, b
         self._slots = SlotWords(len(link.into), _WIDTH)
         self._kernels = [self._of(number) for number in range(len(link.into))]
+        self._wholes: list[LinearGraph] = []
         self.plans = tuple(self._plan(number) for number in range(len(link.into)))
+
+    def prepare(self, stage_b: DeviceStageB) -> int:
+        """Make the graph of each slot, if ``stage_b`` has them; returns how many there are."""
+        graphs = []
+        for plan, kernels in zip(self.plans, self._kernels, strict=True):
+            policy = stage_b.graph(plan.envelope, plan.result)
+            if policy is None:
+                return 0
+            graphs.append(LinearGraph((kernels.begin, policy, kernels.send)))
+        self._wholes = graphs
+        return len(graphs)
+
+    @property
+    def has_wholes(self) -> bool:
+        """True when stage B is a part of a graph: it is queued by ``whole`` alone."""
+        return bool(self._wholes)
+
+    def whole(self, index: int, numbers: Sequence[int]) -> None:
+        """Queue ``begin``, stage B and ``send``, all at once."""
+        self._write_message(index, numbers)
+        self._wholes[index % len(self._wholes)].queue(self._b.handle)
 
     def receipt(self, index: int) -> None:
         """Queue the stamp behind the receipt of ``index``."""
@@ -74,11 +99,14 @@ class StampedSlots:
 
     def send(self, index: int, numbers: Sequence[int]) -> None:
         """Queue the sending of result ``index`` behind stage B; its header as ``queue_header``."""
+        self._write_message(index, numbers)
+        self._kernels[index % len(self._kernels)].send.queue(self._b.handle)
+
+    def _write_message(self, index: int, numbers: Sequence[int]) -> None:
         number = index % len(self._kernels)
         words = self._slots.words
         for at, word in enumerate(self._link.message_of(index, numbers), number * _WIDTH + _SEND):
             words[at] = word
-        self._kernels[number].send.queue(self._b.handle)
 
     def _of(self, number: int) -> _Kernels:
         link, b = self._link, self._b

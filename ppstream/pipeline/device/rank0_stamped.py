@@ -6,17 +6,20 @@
 With D_in = 1 all of it is in stage A's stream, one after the other: nothing could run beside it.
 A credit is the count of the result ``d_in`` envelopes earlier, and a place in D_out the count of
 the copies: A's wait looks at both. Every kernel and its arguments are the same each time a slot is
-used; the host writes counts and headers into pinned memory first, and reads the stamps there.
+used; the host writes counts and headers into pinned memory first, and reads the stamps there. So
+what stands in stage A's stream is one graph, where stage A is made of graphs alone.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from ppstream.cuda.device_stamps import SlotWords
 from ppstream.cuda.driver import WRAP, LaunchSequence
+from ppstream.cuda.linear_graph import LinearGraph
 from ppstream.links.device_counters import HEADER_WORDS
 from ppstream.links.device_link import pinned_slots
 from ppstream.links.headers import EnvelopeStatus
@@ -25,8 +28,10 @@ from ppstream.pipeline.device.in_flight import Marks
 from ppstream_kernels.cuda_put import Route, Stamps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from ppstream.cuda.linear_graph import GraphPart
+    from ppstream.ingest.intake import Intake
     from ppstream.links.device_counters import CountedLink, Launch
     from ppstream.links.device_link import DeviceSlot
     from ppstream.links.slots import Slot
@@ -78,6 +83,9 @@ class StampedQueueing:
         self._taken_count = 0  # of the newest envelope
         results = pinned_slots(parts.shape.result, slots)
         self._kernels = [self._of(number, result) for number, result in enumerate(results)]
+        self._wholes: list[Callable[[], None]] = []  # of each slot; empty: stage A is calls
+        self._work_parts = parts.work_a.parts()
+        self._made_for: Intake | None = None
         stamp = self._slots.stamp
         self.marks = [
             Marks(
@@ -109,6 +117,32 @@ class StampedQueueing:
             take=stamped.put(taking, taken, Stamps(at(_TAKE), at(_C0), at(_C1)), 0),
         )
 
+    def prepare(self) -> bool:
+        """Make the graph of each slot, if the intake has changed; whether it has.
+
+        Nothing is queued then.
+        """
+        if self._stage_a.intake is self._made_for:
+            return False
+        self._made_for = self._stage_a.intake
+        self._wholes = [] if self._work_parts is None else self._made(self._work_parts)
+        return True
+
+    def _made(self, work: Sequence[GraphPart]) -> list[Callable[[], None]]:
+        wholes: list[Callable[[], None]] = []
+        for kernels in self._kernels:
+            window = self._stage_a.graph(kernels.envelope)
+            if window is None:
+                return []
+            graph = LinearGraph((kernels.begin_a, window, *work, kernels.send))
+            wholes.append(partial(graph.queue, self._a.handle))
+        return wholes
+
+    @property
+    def graphs(self) -> int:
+        """Of slots; 0: stage A is queued by calls."""
+        return len(self._wholes)
+
     def result(self, index: int) -> Slot:
         """As ``Queueing``."""
         return self._kernels[index % len(self._kernels)].result
@@ -119,11 +153,16 @@ class StampedQueueing:
         if nvtx_ranges.on:
             nvtx_ranges.A.push(flight.epoch, flight.seq)
         self._taken_count = (flight.index + 1) % WRAP
-        self._queue_a(kernels, flight, ends_ns)
+        if self._wholes:
+            self._queue_whole(kernels, flight, ends_ns)
+        else:
+            self._queue_a(kernels, flight, ends_ns)
         if nvtx_ranges.on:
             nvtx_ranges.A.pop()
             nvtx_ranges.SEND.push(flight.epoch, flight.seq)
-        self._send(kernels, flight)
+        if not self._wholes:
+            self._write_message(flight)
+            kernels.send.queue(self._a.handle)
         if nvtx_ranges.on:
             nvtx_ranges.SEND.pop()
             nvtx_ranges.RECV.push(flight.epoch, flight.seq)
@@ -151,21 +190,33 @@ class StampedQueueing:
         self._kernels[number].take.queue(self._takes_on.handle)
 
     def _queue_a(self, kernels: _Kernels, flight: Flight, ends_ns: Sequence[int | None]) -> None:
-        index = flight.index
+        self._write_counts(flight.index)
+        kernels.begin_a.queue(self._a.handle)
+        flight.failed = self._stage_a.enqueue(flight, kernels.envelope, ends_ns)
+        self._work_a()
+
+    def _queue_whole(
+        self, kernels: _Kernels, flight: Flight, ends_ns: Sequence[int | None]
+    ) -> None:
+        """Stage A and its sending, as one graph; what it is made of cannot fail while queued."""
+        whole = self._wholes[flight.index % len(self._wholes)]
+        self._write_counts(flight.index)
+        self._write_message(flight)
+        self._stage_a.enqueue(flight, kernels.envelope, ends_ns, whole)
+
+    def _write_counts(self, index: int) -> None:
+        """Clear the slot's stamps; what its wait reads."""
         begin = index % len(self._kernels) * _WIDTH
         words = self._slots.words
         words[begin + _A0] = words[begin + _A1] = words[begin + _C0] = words[begin + _C1] = 0
         words[begin + _WAIT] = self._link.count_of(index - self._d_in)
         words[begin + _WAIT + 1] = (index - self._d_in - self._d_out + 1) % WRAP
-        kernels.begin_a.queue(self._a.handle)
-        flight.failed = self._stage_a.enqueue(flight, kernels.envelope, ends_ns)
-        self._work_a()
 
-    def _send(self, kernels: _Kernels, flight: Flight) -> None:
+    def _write_message(self, flight: Flight) -> None:
+        """What the slot's sending and the copy of its result read."""
         status = EnvelopeStatus(epoch=flight.epoch, seq=flight.seq, failed=flight.failed)
         begin = flight.index % len(self._kernels) * _WIDTH
         words = self._slots.words
         words[begin + _TAKE] = self._taken_count
         for at, word in enumerate(self._link.message_of(flight.index, status), begin + _SEND):
             words[at] = word
-        kernels.send.queue(self._a.handle)

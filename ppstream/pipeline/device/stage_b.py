@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from ppstream.cuda.linear_graph import CapturedPart
 from ppstream.links.headers import EPOCH
+from ppstream.policy.graphed import GraphedPolicy
 from ppstream.policy.protocol import instruct
 
 if TYPE_CHECKING:
+    from ppstream.cuda.linear_graph import GraphPart
     from ppstream.links.device_link import DeviceSlot
     from ppstream.policy.protocol import Policy
 
@@ -42,6 +45,16 @@ class DeviceStageB:
             self._reset(envelope)
         tensors = envelope.tensors
         self._policy({name: tensors[name] for name in self._inputs}, result.tensors)
+
+    def graph(self, envelope: DeviceSlot, result: DeviceSlot) -> GraphPart | None:
+        """Returns all of a call on these slots for a larger graph; None: some of it is queued by
+        calls, such as the ``reset`` of a policy with a memory.
+        """
+        if not self._is_stateless or not isinstance(self._policy, GraphedPolicy):
+            return None
+        tensors = envelope.tensors
+        handle = self._policy.recorded({n: tensors[n] for n in self._inputs}, result.tensors)
+        return None if handle is None else CapturedPart(handle)
 
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""

@@ -40,6 +40,12 @@ def either(build: Any, request: pytest.FixtureRequest) -> Any:
     return partial(build, stamps=request.param == "stamps")
 
 
+@pytest.fixture(params=["events", "stamps", "graphs"])
+def any_way(build: Any, request: pytest.FixtureRequest) -> Any:
+    """As ``either``, and one whose kernels are in one graph with their stage."""
+    return partial(build, **{} if request.param == "events" else {request.param: True})
+
+
 BY_EVENTS = [
     {"puts": puts, "spins": spins, "credit": credit}
     for puts in (False, True)  # with depth 1 these go by the stages' streams
@@ -48,7 +54,7 @@ BY_EVENTS = [
 ]
 
 
-@pytest.mark.parametrize("way", [*BY_EVENTS, {"stamps": True}])
+@pytest.mark.parametrize("way", [*BY_EVENTS, {"stamps": True}, {"graphs": True}])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_every_envelope_is_answered_once_in_order_and_in_bounds(
     build: Any, depth: int, way: dict[str, Any]
@@ -98,7 +104,7 @@ def test_stage_c_of_a_lone_envelope_spins_when_its_a_is_over(build: Any) -> None
         assert at_ns >= line["tA1"] - 5_000_000  # without the wait it would be 20 ms sooner
 
 
-@pytest.mark.parametrize("way", [{}, {"spins": True}, {"stamps": True}])
+@pytest.mark.parametrize("way", [{}, {"spins": True}, {"stamps": True}, {"graphs": True}])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_window_is_cut_before_its_credit_is_there(
     build: Any, depth: int, way: dict[str, Any]
@@ -137,8 +143,8 @@ def test_a_slow_stage_c_holds_receipts_back_and_with_them_the_credits(
     assert max(line["q_decode_max"] for line in envelopes) == 1
 
 
-def test_the_policy_rank_logs_every_envelope_by_its_name(either: Any) -> None:
-    with either() as pipeline:
+def test_the_policy_rank_logs_every_envelope_by_its_name(any_way: Any) -> None:
+    with any_way() as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(30)
         pipeline.executor.policy_ranks[0].newest_b(0)
@@ -188,22 +194,24 @@ MANY = 400  # kernels: the stand-in driver's queue has places for two such stage
 
 
 @pytest.mark.parametrize(
-    ("credit", "depth", "stamps"),
+    ("credit", "depth", "way"),
     [
-        ("before_window", 1, False),
-        ("after_window", 2, False),
-        ("before_window", 3, False),
-        ("before_window", 1, True),
-        ("before_window", 3, True),
+        ("before_window", 1, {}),
+        ("after_window", 2, {}),
+        ("before_window", 3, {}),
+        ("before_window", 1, {"stamps": True}),
+        ("before_window", 3, {"stamps": True}),
+        ("before_window", 1, {"graphs": True}),
+        ("before_window", 3, {"graphs": True}),
     ],
 )
 @pytest.mark.parametrize(("kernels", "a_kernels"), [(MANY, 1), (1, MANY), (MANY, MANY), (2500, 1)])
 def test_no_launch_of_either_rank_waits_for_the_other(
-    build: Any, depth: int, credit: str, stamps: bool, kernels: int, a_kernels: int
+    build: Any, depth: int, credit: str, way: dict[str, Any], kernels: int, a_kernels: int
 ) -> None:
     """Warming, stages timed alone, saturated, and then nothing comes any more."""
     settings = (f"pipeline.d_in={depth}", f"pipeline.d_out={depth}", f"pipeline.credit={credit}")
-    with build(*settings, kernels=kernels, a_kernels=a_kernels, stamps=stamps) as pipeline:
+    with build(*settings, kernels=kernels, a_kernels=a_kernels, **way) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(20)
         time_isolated_stages(pipeline.rank0, 3)
@@ -308,8 +316,8 @@ def test_the_policy_rank_sleeps_while_several_envelopes_come(
         assert max(rests) > 2 * NS_PER_MS
 
 
-def test_the_first_action_of_a_new_epoch_is_told_once_with_its_time(either: Any) -> None:
-    with either() as pipeline:
+def test_the_first_action_of_a_new_epoch_is_told_once_with_its_time(any_way: Any) -> None:
+    with any_way() as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(10)
         pipeline.rank0.request_cut("test")
@@ -337,9 +345,9 @@ class Listener(NewestValues):
         super().__call__(window, out)
 
 
-def test_an_instruction_is_told_before_any_window_names_it(either: Any) -> None:
+def test_an_instruction_is_told_before_any_window_names_it(any_way: Any) -> None:
     policy = Listener()
-    with either("policy.instructions=true", policy=policy) as pipeline:
+    with any_way("policy.instructions=true", policy=policy) as pipeline:
         row, faults = pipeline.intake.rows[0], []
 
         def confirmed(number: int, fault: str) -> None:
@@ -366,9 +374,11 @@ def test_an_instruction_that_the_policy_refuses_comes_back_with_its_fault(build:
     assert "nothing to do" in faults[0]
 
 
-def test_an_idle_policy_rank_has_nothing_queued_that_a_load_could_stand_behind(either: Any) -> None:
+def test_an_idle_policy_rank_has_nothing_queued_that_a_load_could_stand_behind(
+    any_way: Any,
+) -> None:
     policy = Listener()
-    with either("policy.instructions=true", policy=policy) as pipeline:
+    with any_way("policy.instructions=true", policy=policy) as pipeline:
         faults: list[str] = []
         pipeline.saturate()
         pipeline.rank0.run(5)
@@ -416,8 +426,8 @@ class Forgetful(NewestValues):
         out["actions"][:, rows].copy_(wanted[:, rows])
 
 
-def test_a_policy_that_never_writes_ends_the_run_and_is_told_how_to(either: Any) -> None:
-    with either(policy=Forgetful(range(1000), slice(0))) as pipeline:
+def test_a_policy_that_never_writes_ends_the_run_and_is_told_how_to(any_way: Any) -> None:
+    with any_way(policy=Forgetful(range(1000), slice(0))) as pipeline:
         pipeline.saturate()
         with pytest.raises(PolicyError, match=r"unwritten.*out\['actions'\]\.copy_\(x\)"):
             pipeline.rank0.run(60)
@@ -448,8 +458,8 @@ def test_a_tick_that_cannot_be_taken_yet_keeps_nobody_awake(
     assert looks < 3 * took_ms  # its streams have less than two samples a ms
 
 
-def test_standalone_times_are_of_this_path_and_nothing_is_emitted_twice(either: Any) -> None:
-    with either() as pipeline:
+def test_standalone_times_are_of_this_path_and_nothing_is_emitted_twice(any_way: Any) -> None:
+    with any_way() as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(10)
         times = time_isolated_stages(pipeline.rank0, 5)
@@ -459,8 +469,8 @@ def test_standalone_times_are_of_this_path_and_nothing_is_emitted_twice(either: 
     assert [seq for _, seq, _, _ in pipeline.collector.chunks] == list(range(25))
 
 
-def test_a_policy_rank_that_vanishes_ends_the_run_though_streams_wait_for_it(either: Any) -> None:
-    with either() as pipeline:
+def test_a_policy_rank_that_vanishes_ends_the_run_though_streams_wait_for_it(any_way: Any) -> None:
+    with any_way() as pipeline:
 
         def vanish(call: int) -> None:
             if call == 15:
@@ -473,8 +483,8 @@ def test_a_policy_rank_that_vanishes_ends_the_run_though_streams_wait_for_it(eit
             pipeline.rank0.run(1000)
 
 
-def test_the_policy_rank_leaves_with_its_waits_queued(either: Any) -> None:
-    with either() as pipeline:
+def test_the_policy_rank_leaves_with_its_waits_queued(any_way: Any) -> None:
+    with any_way() as pipeline:
         pass  # leaving releases them: see __exit__
     assert not pipeline.failure
 
@@ -556,14 +566,14 @@ def test_what_comes_is_taken_in_though_envelopes_leave_no_rest(either: Any) -> N
 
 
 def test_nothing_of_a_cut_epoch_is_emitted_though_envelopes_leave_no_rest(
-    either: Any, monkeypatch: pytest.MonkeyPatch
+    any_way: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Envelopes that are over while the robot's side is slow are not emitted behind the cut."""
     for limit in ("GLANCE_NS", "POLL_LATEST_NS"):  # no poll falls due by the clock
         monkeypatch.setattr(executor, limit, NS_PER_S)
     asked: list[int] = []
     behind: list[int] = []
-    with either("pipeline.d_in=3", "pipeline.d_out=3") as pipeline:
+    with any_way("pipeline.d_in=3", "pipeline.d_out=3") as pipeline:
         emit = pipeline.collector.emit
 
         def slow(row: int, chunk: Any) -> None:
@@ -581,3 +591,17 @@ def test_nothing_of_a_cut_epoch_is_emitted_though_envelopes_leave_no_rest(
         pipeline.rank0.run(30)
     assert behind
     assert asked[0] not in behind
+
+
+def test_a_stage_and_what_stands_around_it_start_as_one(build: Any) -> None:
+    with build(graphs=True) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(20)
+        pipeline.executor.policy_ranks[0].newest_b(0)
+        logs = [pipeline.lines(rank) for rank in (0, 1)]
+        answered = sum(line["kind"] == "stage1" for line in logs[1])
+        assert pipeline.driver.graphs_launched >= 20 + answered
+        assert pipeline.queued.calls == 0  # by itself
+    made = [line for lines in logs for line in lines if line.get("name") == "stage_graphs"]
+    assert [line["stage"] for line in made] == ["A", "B"]
+    assert all(line["graphs"] > 2 for line in made)
