@@ -22,7 +22,7 @@ _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 
 
 class GraphPart(Protocol):
-    """What a graph can hold, as ``kernel_launch.KernelLaunch``."""
+    """A kernel or a graph, as ``kernel_launch.KernelLaunch``."""
 
     def add_to(self, graph: Any, after: list[Any]) -> Any:
         """Adds it to the driver's ``graph`` behind the nodes ``after``; returns its node."""

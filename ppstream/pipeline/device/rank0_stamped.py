@@ -205,7 +205,7 @@ class StampedQueueing:
         self._stage_a.enqueue(flight, kernels.envelope, ends_ns, whole)
 
     def _write_counts(self, index: int) -> None:
-        """Clear the slot's stamps; what its wait reads."""
+        """Clear the slot's stamps, and write the words that its wait reads."""
         begin = index % len(self._kernels) * _WIDTH
         words = self._slots.words
         words[begin + _A0] = words[begin + _A1] = words[begin + _C0] = words[begin + _C1] = 0
@@ -213,7 +213,7 @@ class StampedQueueing:
         words[begin + _WAIT + 1] = (index - self._d_in - self._d_out + 1) % WRAP
 
     def _write_message(self, flight: Flight) -> None:
-        """What the slot's sending and the copy of its result read."""
+        """Write the words that the slot's sending and the copy of its result read."""
         status = EnvelopeStatus(epoch=flight.epoch, seq=flight.seq, failed=flight.failed)
         begin = flight.index % len(self._kernels) * _WIDTH
         words = self._slots.words
