@@ -170,6 +170,10 @@ class LaunchSequence:
     def __init__(self, *calls: DriverCall) -> None:
         self._calls = calls
 
+    def then(self, *calls: DriverCall) -> LaunchSequence:
+        """Returns these calls, and ``calls`` behind them."""
+        return LaunchSequence(*self._calls, *calls)
+
     def __call__(self) -> None:
         for make, what in self._calls:
             if error := make()[0]:

@@ -31,6 +31,7 @@ from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
 from ppstream.pipeline.device.stage_a import DeviceFrontParts, RingWindows
 from ppstream.pipeline.device.stage_b import DeviceStageB
+from ppstream.pipeline.device.stamped_hop import StampedHop
 from ppstream.pipeline.device.stamping import EVENTS, Stamping, choose_stamps, device_clock
 from ppstream.pipeline.stage_b import StageB
 from ppstream.policy.compiled import compiled
@@ -262,11 +263,12 @@ def open_policy_rank(
     device = torch.device(placement.ranks[position.place].device)
     stamping = choose_stamps(config, placement.link, position, shape.result.slot_bytes)
     link = open_link(config, placement, position, store, shape, device, log, stamping)
+    stamped = stamping.by(link)
     policy = prepared.policy
     parts = PolicyDevice(
         config=config,
         stage_b=DeviceStageB(policy, config.batch.rows, device, is_stateless=prepared.is_stateless),
-        link=link,
+        link=link if stamped is None else StampedHop(stamped, cuda_stream("b")),
         peer=peer,
         log=log,
         waiter=waiter,
@@ -276,10 +278,10 @@ def open_policy_rank(
         nodes=prepared.nodes,
         position=position,
         parts_ns=prepared.parts_ns,
-        stamps=stamping.by(link),
     )
     loop = DevicePolicyRank(parts)
     loop.prepare()
+    loop.make_graphs()
     log.event("run_ahead", envelopes=shape.ahead, nodes=prepared.nodes, slots=len(link.out))
     _seal(policy, log)
     return loop

@@ -94,7 +94,6 @@ class GraphedPolicy:
         self._first_output = policy.outputs[0].name
         self._graphs: dict[tuple[int, int], Any] = {}
         self._pool: Any = None
-        self._keeps = False  # torch keeps the nodes of graphs
         self._is_sealed = False
         self._replays = 0
         self._eager_calls = 0
@@ -133,16 +132,6 @@ class GraphedPolicy:
         if key not in self._graphs:
             self._graphs[key], _ = self._record(window, out)
 
-    def recorded(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> int | None:
-        """Returns the driver's handle of what is replayed for this pair of slots, for a larger
-        graph; None: there is none, or torch does not give it away.
-        """
-        graph = self._graphs.get(self._key(window, out))
-        if graph is None or not self._keeps:
-            return None
-        handle: int = graph.raw_cuda_graph()
-        return handle
-
     def rehearse(
         self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: Tensor | None
     ) -> Rehearsal:
@@ -156,13 +145,23 @@ class GraphedPolicy:
             rows: bool ``[B]`` for ``reset``, which then counts as a part of each call; None: the
                 policy keeps no state.
         """
-        graph, nodes = self._record(window, out)
+        graph, nodes = self._record(window, out, counts=True)
         if nodes is not None and rows is not None:
             resetting = self._nodes_of_reset(rows)
             nodes = None if resetting is None else nodes + resetting
         self._pool = None  # it goes with this graph
         graph.replay()
         return Rehearsal(nodes, min(device_ns(graph.replay) for _ in range(TIMED_CALLS)))
+
+    def recorded(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> int | None:
+        """Returns the driver's handle of what is replayed for this pair of slots, as a part of a
+        larger graph; None: there is none, or torch does not give it away.
+        """
+        graph = self._graphs.get(self._key(window, out))
+        if graph is None or not hasattr(graph, "instantiate"):
+            return None
+        handle: int = graph.raw_cuda_graph()
+        return handle
 
     def seal(self) -> None:
         """Warm-up is over: what comes with other tensors runs without a graph, and is counted."""
@@ -194,9 +193,9 @@ class GraphedPolicy:
         return graph_nodes(graph.raw_cuda_graph())
 
     def _record(
-        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], *, counts: bool = False
     ) -> tuple[Any, int | None]:
-        """The graph of one call and, where torch allows it, its nodes."""
+        """The graph of one call and, where it ``counts`` and torch allows it, its nodes."""
         side = _cuda.Stream()
         side.wait_stream(_cuda.current_stream())
         try:
@@ -204,8 +203,8 @@ class GraphedPolicy:
                 for _ in range(WARM_UP_CALLS):
                     self._policy(window, out)
             _cuda.synchronize()
-            kept = empty_graph()
-            graph = kept or _cuda.CUDAGraph()
+            countable = empty_graph()
+            graph = countable or _cuda.CUDAGraph()
             with _cuda.graph(
                 graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
             ):
@@ -222,8 +221,7 @@ class GraphedPolicy:
                 ]
             ) from error
         self._pool = graph.pool()
-        self._keeps = kept is not None
-        if kept is None:
+        if countable is None:
             return graph, None
         graph.instantiate()
-        return graph, graph_nodes(graph.raw_cuda_graph())
+        return graph, graph_nodes(graph.raw_cuda_graph()) if counts else None

@@ -52,6 +52,7 @@ from ppstream.pipeline.device.executor import DeviceExecutor
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
 from ppstream.pipeline.device.stage_a import DeviceFrontParts
+from ppstream.pipeline.device.stamped_hop import StampedHop
 from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Saturated
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
@@ -171,7 +172,7 @@ class PolicyRankThread:
         self.queued = QueuedPolicy(policy, kernels)
         self.waiter = parts["waiter"]
         self.failure: list[BaseException] = []
-        own: Any = parts | {"stage_b": self.queued, "link": link, "peer": self.back}
+        own: Any = {"link": link} | parts | {"stage_b": self.queued, "peer": self.back}
         self.loop = DevicePolicyRank(PolicyDevice(**own))
         self.queued.graphs = graphs
         self.loop.make_graphs()
@@ -333,10 +334,10 @@ class DevicePipeline:
         return [line for line in self.lines(0) if line["kind"] == "envelope"]
 
     def _stream(self, role: str) -> CudaStream:
-        made = CudaStream()
-        if role == "b":
-            self._made.append(made)
-        return made
+        if role != "b":
+            return CudaStream()
+        self._made.append(self._b)
+        return self._b
 
     def _rank0(self, shape: LinkShape, link: Any) -> Rank0Loop:
         config = self.config
@@ -379,12 +380,13 @@ class DevicePipeline:
     def _policy_rank(
         self, rank: int, link: CountedLink, shape: LinkShape, policy: Policy, kernels: int
     ) -> PolicyRankThread:
+        self._b = CudaStream()
         parts = {
             "config": self.config,
+            "link": link if link.stamped is None else StampedHop(link, self._b),
             "log": self._log(rank, PolicyRecord),
             "waiter": self._waiter(),
             "clock": self._clock(),
-            "stamps": link if link.stamped else None,
             "stream": None,
             "shape": shape,
             "nodes": self._nodes,

@@ -7,7 +7,7 @@ For each envelope that will come the host queues, on three streams:
     sending      wait for B · the result to the next place · copy the header for the log
                  (of a lone short result: on stage B's stream)
 
-Where the link's kernels leave the times, ``policy_rank_stamped.py`` queues less, on two streams.
+Where the link's kernels leave the times, ``stamped_hop.py`` queues less, on two streams.
 
 A short stage B is queued a few envelopes ahead of those that are over, and the host sleeps while
 some of them come. Whatever stands queued for an envelope that is not there waits for rank 0, and so
@@ -32,13 +32,13 @@ from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.cuda.device_clock import DeviceClock
 from ppstream.cuda.streams import stream
-from ppstream.links.device_link import PLACES_AHEAD, most_queued
+from ppstream.links.device_link import most_queued
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, ResultStatus
 from ppstream.links.slots import BACK, GENERATION, INDEX, Position
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.device.event_times import PolicyTimes, record_policy_times
 from ppstream.pipeline.device.policy_rank_queue import SlotPlan, sends_from_b, slot_plans
-from ppstream.pipeline.device.policy_rank_stamped import StampedSlots
+from ppstream.pipeline.device.stamped_hop import HeldStageB, StampedHop
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.unwritten import failure
 
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.core.waiter import Waiter
-    from ppstream.links.device_counters import CountedLink
     from ppstream.links.device_link import DeviceLink
     from ppstream.links.slots import LinkShape
     from ppstream.observe.log_writer import PolicyRecord, TimestampLog
@@ -69,7 +68,7 @@ class PolicyDevice(NamedTuple):
     """Policy, link and streams of a policy rank's GPU."""
 
     config: PipelineConfig
-    stage_b: DeviceStageB
+    stage_b: DeviceStageB | HeldStageB
     link: DeviceLink
     peer: Peer
     log: TimestampLog
@@ -80,7 +79,6 @@ class PolicyDevice(NamedTuple):
     nodes: int | None = None  # kernels, copies and memsets of a stage B, where they are known
     position: Position = BACK
     parts_ns: Mapping[str, int] = MappingProxyType({})  # of each part, alone
-    stamps: CountedLink | None = None  # ``link``, if its kernels leave the times; else events do
 
 
 class DevicePolicyRank(PolicyRank):
@@ -98,13 +96,9 @@ class DevicePolicyRank(PolicyRank):
         self._d_in = config.pipeline.d_in
         self._ahead = parts.shape.ahead  # of its envelopes; 0: stage B waits for none
         self._most_queued = most_queued(parts.shape)
-        self._stamped: StampedSlots | None = None
-        if parts.stamps is not None:
-            self._stamped = StampedSlots(parts.stamps, self._stream)
-            self._plans = self._stamped.plans
-        else:
-            relays = parts.position.relays
-            self._plans = slot_plans(self.link, self._stream, self._d_in, relays=relays)
+        self._plans = slot_plans(self.link, self._stream, self._d_in, relays=parts.position.relays)
+        if isinstance(self.link, StampedHop):
+            self._plans = self.link.stamped(self._plans)
         self._sends_on = self._stream if sends_from_b(self.link, self._d_in) else None
         self._announced = 0  # envelopes that rank 0 rang for, where stage B is not queued ahead
         self._expected = 0  # receipts queued
@@ -129,17 +123,18 @@ class DevicePolicyRank(PolicyRank):
             for envelope, result in zip(self.link.into, self.link.out, strict=True):
                 self._parts.stage_b(envelope, result)
             torch.cuda.synchronize()
-        self.make_graphs()
 
     def make_graphs(self) -> None:
-        """Put stage B and what stands around it into one graph for each slot, where that can be.
-
-        Of many nodes it would only cost memory: the policy's own graphs stay.
+        """Put a stage B that is queued ahead, and what stands around it, into one graph for each
+        slot, where it is made of graphs; it was prepared.
         """
-        nodes = self._parts.nodes
-        if self._stamped is not None and nodes is not None and nodes <= PLACES_AHEAD:
-            graphs = self._stamped.prepare(self._parts.stage_b)
-            self.log.event("stage_graphs", stage="B", graphs=graphs)
+        if not self._ahead or not isinstance(self.link, StampedHop):
+            return
+        stage_b = self._parts.stage_b
+        graphs = self.link.hold(stage_b)
+        if graphs and not isinstance(stage_b, HeldStageB):
+            self._parts = self._parts._replace(stage_b=HeldStageB(stage_b))
+        self.log.event("stage_graphs", stage="B", graphs=graphs)
 
     def step(self) -> bool:
         """As ``PolicyRank``: queue all that may be. Before frames: some ask for what is over."""
@@ -182,10 +177,7 @@ class DevicePolicyRank(PolicyRank):
     def queue_receipt(self) -> None:
         """Queue the receipt of a further envelope."""
         self.link.queue_receive(self._expected)
-        if self._stamped is not None:
-            self._stamped.receipt(self._expected)
-        else:
-            self._plan(self._expected).behind_receipt()
+        self._plan(self._expected).behind_receipt()
         self._expected += 1
 
     def may_queue(self) -> bool:
@@ -204,35 +196,7 @@ class DevicePolicyRank(PolicyRank):
 
     def queue(self) -> None:
         """Queue everything that will happen to the next envelope."""
-        index, stamped, plan = self._queued, self._stamped, self._plan(self._queued)
-        if stamped is None:
-            failed = self._queue_between_events(index, plan)
-        elif stamped.has_wholes:
-            failed = self._queue_whole(index, stamped)
-        else:
-            stamped.begin(index)
-            failed = self.run_policy(index, plan)
-            stamped.send(index, ResultStatus(epoch=0, seq=0, failed=failed))
-        record = self.log.acquire()  # behind the policy: what its blocks took is this envelope's
-        record.drop = FAILURES[failed]
-        self._records.append(record)
-        if self._queued == self.progress:
-            self._queued_ns = now_ns()  # behind nothing: it begins now, or with its envelope
-        self._queued += 1
-
-    def _queue_whole(self, index: int, stamped: StampedSlots) -> int:
-        """The policy is a part of a graph: nothing of it can fail while it is queued."""
-        if nvtx_ranges.on:
-            nvtx_ranges.B.push(0, index)
-        self._is_launching = True
-        stamped.whole(index, ResultStatus(epoch=0, seq=0, failed=0))
-        self._is_launching = False
-        if nvtx_ranges.on:
-            nvtx_ranges.B.pop()
-        return 0
-
-    def _queue_between_events(self, index: int, plan: SlotPlan) -> int:
-        link = self.link
+        index, link, plan = self._queued, self.link, self._plan(self._queued)
         if not link.queue_wait(index, self._stream):
             self._stream.wait_for(plan.complete)
         plan.before_b()
@@ -243,7 +207,12 @@ class DevicePolicyRank(PolicyRank):
         (plan.carry_fault if failed else plan.carry)()
         link.queue_send(index, self._sends_on)
         plan.behind_send()
-        return failed
+        record = self.log.acquire()  # behind the policy: what its blocks took is this envelope's
+        record.drop = FAILURES[failed]
+        self._records.append(record)
+        if self._queued == self.progress:
+            self._queued_ns = now_ns()  # behind nothing: it begins now, or with its envelope
+        self._queued += 1
 
     def run_policy(self, index: int, plan: SlotPlan) -> int:
         """Queue stage B; returns the header's ``failed``: rank 0 is told why."""

@@ -41,11 +41,11 @@ class SlotPlan(NamedTuple):
     envelope: DeviceSlot
     result: DeviceSlot
     header: NDArray[np.int64]
-    complete: Any  # events, or stamps
-    named: Any
-    b0: Any
-    b1: Any
-    last: Any
+    complete: CudaEvent
+    named: CudaEvent
+    b0: CudaEvent
+    b1: CudaEvent
+    last: CudaEvent
     behind_receipt: LaunchSequence
     before_b: LaunchSequence
     behind_b: LaunchSequence

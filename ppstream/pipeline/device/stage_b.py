@@ -13,7 +13,6 @@ import torch
 
 from ppstream.cuda.linear_graph import CapturedPart
 from ppstream.links.headers import EPOCH
-from ppstream.policy.graphed import GraphedPolicy
 from ppstream.policy.protocol import instruct
 
 if TYPE_CHECKING:
@@ -46,19 +45,20 @@ class DeviceStageB:
         tensors = envelope.tensors
         self._policy({name: tensors[name] for name in self._inputs}, result.tensors)
 
-    def graph(self, envelope: DeviceSlot, result: DeviceSlot) -> GraphPart | None:
-        """Returns all of a call on these slots for a larger graph; None: some of it is queued by
-        calls, such as the ``reset`` of a policy with a memory.
-        """
-        if not self._is_stateless or not isinstance(self._policy, GraphedPolicy):
-            return None
-        tensors = envelope.tensors
-        handle = self._policy.recorded({n: tensors[n] for n in self._inputs}, result.tensors)
-        return None if handle is None else CapturedPart(handle)
-
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""
         return instruct(self._policy, number, text)
+
+    def graph(self, envelope: DeviceSlot, result: DeviceSlot) -> GraphPart | None:
+        """Returns a whole call on these slots as a part of a larger graph; None: some of it is
+        queued by calls, such as the ``reset`` of a policy with a memory.
+        """
+        recorded = getattr(self._policy, "recorded", None)
+        if not self._is_stateless or recorded is None:
+            return None
+        tensors = envelope.tensors
+        handle = recorded({name: tensors[name] for name in self._inputs}, result.tensors)
+        return None if handle is None else CapturedPart(handle)
 
     def _reset(self, envelope: DeviceSlot) -> None:
         self._epoch.copy_(envelope.header[EPOCH])

@@ -28,7 +28,9 @@ HOT: Final = {
     "pipeline/device/policy_rank.py": ("step", "wait", "queue"),
     "pipeline/device/rank0_queue.py": ("envelope",),
     "pipeline/device/rank0_stamped.py": ("envelope",),
-    "pipeline/device/policy_rank_stamped.py": ("receipt", "begin", "send", "whole"),
+    "pipeline/device/stamped_hop.py": (
+        *("queue_receive", "queue_wait", "queue_header", "queue_send"),
+    ),
     "pipeline/device/in_flight.py": ("add", "is_oldest_done", "oldest_due_ns", "finish"),
     "links/device_counters.py": (
         *("queue_header", "queue_send", "queue_receive", "queue_wait"),
