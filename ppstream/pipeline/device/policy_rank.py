@@ -97,8 +97,6 @@ class DevicePolicyRank(PolicyRank):
         self._ahead = parts.shape.ahead  # of its envelopes; 0: stage B waits for none
         self._most_queued = most_queued(parts.shape)
         self._plans = slot_plans(self.link, self._stream, self._d_in, relays=parts.position.relays)
-        if isinstance(self.link, StampedHop):
-            self._plans = self.link.stamped(self._plans)
         self._sends_on = self._stream if sends_from_b(self.link, self._d_in) else None
         self._announced = 0  # envelopes that rank 0 rang for, where stage B is not queued ahead
         self._expected = 0  # receipts queued
@@ -112,6 +110,8 @@ class DevicePolicyRank(PolicyRank):
         self._newest_ns = 0  # when the newest envelope was over
         self._queued_ns = 0  # when a stage B was queued last behind no other
         self._gap_ns = 0  # usually, between two
+        if isinstance(self.link, StampedHop):
+            self._plans = self.link.stamped(self._plans)
         parts.waiter.register(self.peer.fileno())
         if not self._ahead:  # then its envelopes do wait for this rank's host
             end_timeouts_on_time()
