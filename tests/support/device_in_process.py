@@ -350,7 +350,7 @@ class DevicePipeline:
             link=link,
             shape=shape,
             streams=Streams(a, c),
-            clock=self._clock(),
+            clock=self._clock(link),
             stamps=link if self._stamps else None,
             work_a=Work(self._a_s, self._a_kernels),  # type: ignore[arg-type]
             work_c=Work(self._c_s),  # type: ignore[arg-type]
@@ -386,7 +386,7 @@ class DevicePipeline:
             "link": link if link.stamped is None else StampedHop(link, self._b),
             "log": self._log(rank, PolicyRecord),
             "waiter": self._waiter(),
-            "clock": self._clock(),
+            "clock": self._clock(link),
             "stream": None,
             "shape": shape,
             "nodes": self._nodes,
@@ -394,8 +394,8 @@ class DevicePipeline:
         }
         return PolicyRankThread(link, policy, kernels, parts, self._stack, graphs=self._graphs)
 
-    def _clock(self) -> DeviceClock[Any]:
-        if self._stamps:
+    def _clock(self, link: CountedLink) -> DeviceClock[Any]:
+        if link.stamped is not None:
             return DeviceClock(StampProbe(FakeAnswers(), CudaStream()))
         return DeviceClock(DeviceProbe(CudaStream()))
 

@@ -64,7 +64,7 @@ class HostWindows:
         """Nothing: the rings are read where they are."""
 
     def graph(self, slot: DeviceSlot) -> FakePart | None:
-        if not self._graphs:
+        if not self._graphs or self.front is not None:
             return None
         begin, size = self._begin, slot.size
 
