@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Container
 from functools import partial
@@ -15,6 +16,8 @@ from fake_cuda import FakeDriver
 from pipeline_in_process import NewestValues, small_config
 from robot_rig import wait_until
 
+from ppstream.analysis.judge import judge
+from ppstream.analysis.log_reader import read_run
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PeerLostError, PolicyError
 from ppstream.ingest.synthetic import SyntheticSource
@@ -22,7 +25,7 @@ from ppstream.links.device_link import run_ahead
 from ppstream.pipeline.bringup import time_isolated_stages
 from ppstream.pipeline.device import executor
 from ppstream.pipeline.device.in_flight import SIGHT_NS
-from ppstream.pipeline.pacing import OnTick
+from ppstream.pipeline.pacing import OnTick, Saturated
 
 
 @pytest.fixture
@@ -605,3 +608,33 @@ def test_a_stage_and_what_stands_around_it_start_as_one(build: Any) -> None:
     made = [line for lines in logs for line in lines if line.get("name") == "stage_graphs"]
     assert [line["stage"] for line in made] == ["A", "B"]
     assert all(line["graphs"] > 2 for line in made)
+
+
+@pytest.mark.flaky(reruns=2)  # a busy machine stamps the stand-in devices' events late
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_audit_holds_whichever_way_takes_the_times(
+    any_way: Any, depth: int, tmp_path: Path
+) -> None:
+    ranks = [
+        {"rank": k, "link": "peer", "stamp_source": "device", "device": f"cuda:{k}", "boot_id": "b"}
+        for k in range(2)
+    ]
+    shape = {"world_size": 2, "d_in": depth, "d_out": depth, "threads": "split", "replicas": 1}
+    form = {"order": "send_first", "credit": "before_window", "pacing": "saturated"}
+    about = {"schema": "ppstream.log/1", "run_id": "r", "topology": shape | form | {"ranks": ranks}}
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    settings = (f"pipeline.d_in={depth}", f"pipeline.d_out={depth}")
+    policy = NewestValues(lambda call: time.sleep(0.002))
+    with any_way(*settings, policy=policy, a_s=0.002) as pipeline:
+        rows = pipeline.intake.rows
+        source = SyntheticSource(pipeline.config, rows[0], seed=1, start_ns=now_ns())
+        pipeline.enter(source, Saturated(rows), "bring-up")
+        pipeline.rank0.run(150)
+        pipeline.executor.policy_ranks[0].newest_b(0)
+        pipeline.rank0.write_ledger()
+        for rank in range(2):
+            pipeline.lines(rank)
+    audits = judge(read_run(tmp_path)).audits
+    assert {name for name, audit in audits.items() if audit.ok is False} == set()
+    assert audits["residence"].ok
+    assert audits["outstanding"].ok
