@@ -71,7 +71,7 @@ class GpuWork:
             return ()
         if not hasattr(self._graph, "raw_cuda_graph"):
             return None
-        return (CapturedPart(self._graph.raw_cuda_graph()),)
+        return (CapturedPart(self._graph.raw_cuda_graph(), self._graph),)
 
     def queue(self) -> None:
         """One mean's worth of work on the current stream."""

@@ -15,7 +15,7 @@ from ppstream.cuda import driver
 from ppstream.cuda.driver import checked
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
@@ -29,10 +29,15 @@ class GraphPart(Protocol):
 
 
 class CapturedPart:
-    """A captured graph, by the driver's handle, as a part of another; its owner keeps it."""
+    """A captured graph, by the driver's handle, as a part of another.
 
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
+    Args:
+        handle: the driver's.
+        owner: of the memory that it uses; kept as long as the graph that it is a part of.
+    """
+
+    def __init__(self, handle: int, owner: object) -> None:
+        self.handle, self._owner = handle, owner
 
     def add_to(self, graph: Any, after: list[Any]) -> Any:
         """As ``GraphPart``."""
@@ -41,6 +46,19 @@ class CapturedPart:
         added = cuda.cuGraphAddChildGraphNode(graph, after, len(after), child)
         (node,) = checked(added, "a graph in a graph")
         return node
+
+
+def captured(work: Callable[[], object]) -> CapturedPart | None:
+    """Returns what ``work`` queues on torch's current stream; None: torch does not give it away.
+
+    It has run before, so that nothing is loaded here. Waits for the GPU.
+    """
+    graph = empty_graph()
+    if graph is None:
+        return None
+    with _cuda.graph(graph, stream=_cuda.Stream(), capture_error_mode="thread_local"):
+        work()
+    return CapturedPart(graph.raw_cuda_graph(), graph)
 
 
 def empty_graph() -> Any:
@@ -70,6 +88,7 @@ class LinearGraph:
         (self._executable,) = checked(cuda.cuGraphInstantiate(graph, 0), "a graph's start")
         checked(cuda.cuGraphDestroy(graph), "the end of a graph's making")
         self._launch = cuda.cuGraphLaunch
+        self._parts = tuple(parts)
 
     def queue(self, stream: Any) -> None:
         """Start it on the driver's ``stream``."""

@@ -297,7 +297,7 @@ def test_its_graph_is_a_part_of_a_larger_one_with_kernels_around_it() -> None:
     begin = launches.wait(StampedWait(counters.data_ptr(), at, at + 64))
     route = Route(out["y"].data_ptr(), target.data_ptr(), 32)
     send = launches.put(route, counters.data_ptr() + 8, Stamps(at + 16, at + 72, at + 80), 0)
-    whole = LinearGraph((begin, CapturedPart(handle), send))
+    whole = LinearGraph((begin, CapturedPart(handle, policy), send))
     stream = CudaStream()
     for count in (1, 2):
         window["x"].fill_(count)

@@ -52,6 +52,7 @@ from ppstream.pipeline.device.executor import DeviceExecutor
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
 from ppstream.pipeline.device.stage_a import DeviceFrontParts
+from ppstream.pipeline.device.stage_b import StageGraphs
 from ppstream.pipeline.device.stamped_hop import StampedHop
 from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Saturated
@@ -113,7 +114,8 @@ class QueuedPolicy:
         self.policy = FilledPolicy(policy, drawn_for(RUN_ID))
         self.kernels = kernels
         self.stream: Any = None
-        self.graphs = False
+        self.is_graphed = False
+        self.resets: int | None = None  # calls; None: it keeps no memory
         self.refuse: set[int] = set()  # calls that fail while they are queued
         self.loading: set[int] = set()  # calls that load a kernel
         self.load = nothing  # a kernel
@@ -129,11 +131,18 @@ class QueuedPolicy:
             queue_call(self.stream, nothing)
         queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors))
 
-    def graph(self, envelope: Any, result: Any) -> FakePart | None:
-        if not self.graphs:
+    def graphs(self, envelope: Any, result: Any) -> StageGraphs | None:
+        if not self.is_graphed:
             return None
         rest = [nothing] * (self.kernels - 1)
-        return FakePart(lambda: self.policy(envelope.tensors, result.tensors), *rest)
+        policy = FakePart(lambda: self.policy(envelope.tensors, result.tensors), *rest)
+        return StageGraphs(FakePart(nothing) if self.resets is not None else None, (policy,))
+
+    def reset(self) -> None:
+        if self.resets is not None:
+            self.resets += 1
+            if self.resets - 1 in self.refuse:
+                raise ValueError("no such row")
 
     def instruct(self, number: int, text: str) -> str:
         self.load()
@@ -163,6 +172,7 @@ class PolicyRankThread:
         stack: ExitStack,
         *,
         graphs: bool,
+        remembers: bool,
     ) -> None:
         self.link = link
         ours, theirs = socket.socketpair()
@@ -174,7 +184,7 @@ class PolicyRankThread:
         self.failure: list[BaseException] = []
         own: Any = {"link": link} | parts | {"stage_b": self.queued, "peer": self.back}
         self.loop = DevicePolicyRank(PolicyDevice(**own))
-        self.queued.graphs = graphs
+        self.queued.is_graphed, self.queued.resets = graphs, 0 if remembers else None
         self.loop.make_graphs()
         self._thread = threading.Thread(target=self._serve)
 
@@ -231,6 +241,7 @@ class DevicePipeline:
         spins: bool = False,
         stamps: bool = False,
         graphs: bool = False,
+        remembers: bool = False,
         front: Policy | None = None,
         front_ns: int = 0,
     ) -> None:
@@ -260,6 +271,7 @@ class DevicePipeline:
         shapes = [link_shape(config, *both, 3, ahead, k) for k, both in enumerate(around)]
         self.shape = shapes[0]
         self._stamps, self._graphs = stamps or graphs, graphs
+        self._remembers = remembers
         stamps = self._stamps
         links = linked(
             *shapes,
@@ -392,7 +404,8 @@ class DevicePipeline:
             "nodes": self._nodes,
             "position": Position(rank, len(self.policies)),
         }
-        return PolicyRankThread(link, policy, kernels, parts, self._stack, graphs=self._graphs)
+        made = {"graphs": self._graphs, "remembers": self._remembers}
+        return PolicyRankThread(link, policy, kernels, parts, self._stack, **made)
 
     def _clock(self, link: CountedLink) -> DeviceClock[Any]:
         if link.stamped is not None:

@@ -128,11 +128,11 @@ class DevicePolicyRank(PolicyRank):
         """Put a stage B that is queued ahead, and what stands around it, into one graph for each
         slot, where it is made of graphs; it was prepared.
         """
-        if not self._ahead or not isinstance(self.link, StampedHop):
+        stage_b, hop = self._parts.stage_b, self.link
+        if not self._ahead or not isinstance(hop, StampedHop) or isinstance(stage_b, HeldStageB):
             return
-        stage_b = self._parts.stage_b
-        graphs = self.link.hold(stage_b)
-        if graphs and not isinstance(stage_b, HeldStageB):
+        graphs = hop.hold(stage_b)
+        if graphs:
             self._parts = self._parts._replace(stage_b=HeldStageB(stage_b))
         self.log.event("stage_graphs", stage="B", graphs=graphs)
 

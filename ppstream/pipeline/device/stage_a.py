@@ -194,7 +194,9 @@ class RingWindows:
         self._window.ingest(now_ns)
 
     def graph(self, slot: DeviceSlot) -> GraphPart | None:
-        return None if self.front is not None else CapturedPart(self._window.graph(slot.tensors))
+        if self.front is not None:
+            return None
+        return CapturedPart(self._window.graph(slot.tensors), self._window)
 
     def enqueue(
         self,

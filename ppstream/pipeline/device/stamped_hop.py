@@ -5,7 +5,8 @@
 
 The put also leaves the envelope's name for the log. Every kernel and its arguments are the same
 each time a slot is used; the host writes counts and headers into pinned memory first. So what
-stands in stage B's stream is one graph, where the policy is one.
+stands in stage B's stream is one graph, where the policy is one; two, where it has a memory, with
+the call of its ``reset`` between them.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from ppstream.cuda.device_stamps import SlotWords
 from ppstream.cuda.driver import DriverCall, LaunchSequence
 from ppstream.cuda.linear_graph import LinearGraph
 from ppstream.links.device_counters import HEADER_WORDS
+from ppstream.links.headers import EPOCH, FAILED
 from ppstream_kernels.cuda_put import Stamps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ppstream.cuda.driver import CudaStream
-    from ppstream.cuda.linear_graph import GraphPart
     from ppstream.links.device_counters import CountedLink, Launch
-    from ppstream.links.device_link import DeviceSlot
     from ppstream.pipeline.device.policy_rank_queue import SlotPlan
     from ppstream.pipeline.device.stage_b import DeviceStageB
 
@@ -47,18 +47,22 @@ class _Kernels(NamedTuple):
     send: Launch
 
 
+class _Graphs(NamedTuple):
+    """Of one slot: ``begin``, stage B and ``send``, cut in two where the policy is reset."""
+
+    first: LinearGraph | None
+    rest: LinearGraph
+
+
 class HeldStageB:
-    """A stage B that is a part of graphs: nothing is left to queue, so nothing can fail."""
+    """A stage B that is a part of graphs: the policy's ``reset`` alone is left to call."""
 
     def __init__(self, stage_b: DeviceStageB) -> None:
         self._stage_b = stage_b
 
     def __call__(self, *_: object) -> None:
-        """The graph of the slot does it."""
-
-    def graph(self, envelope: DeviceSlot, result: DeviceSlot) -> GraphPart | None:
-        """As ``DeviceStageB``."""
-        return self._stage_b.graph(envelope, result)
+        """The slot's graphs do the rest. Raises what the policy raises."""
+        self._stage_b.reset()
 
     def instruct(self, number: int, text: str) -> str:
         """As ``DeviceStageB``."""
@@ -82,23 +86,29 @@ class StampedHop:
         self._link, self._b = link, b
         self._slots = SlotWords(len(link.into), _WIDTH)
         self._kernels = [self._of(number) for number in range(len(link.into))]
-        self._graphs: list[LinearGraph] = []  # of each slot; empty: stage B is calls
+        self._graphs: list[_Graphs] = []  # of each slot; empty: stage B is calls
+        self._failed = False  # what is sent next
 
     def stamped(self, plans: Sequence[SlotPlan]) -> tuple[SlotPlan, ...]:
         """Returns plans of each slot, with stamps in place of events."""
         return tuple(self._stamped(number, plan) for number, plan in enumerate(plans))
 
-    def hold(self, stage_b: DeviceStageB | HeldStageB) -> int:
-        """Make the graph of each slot, if ``stage_b`` is made of some; returns how many there are.
+    def hold(self, stage_b: DeviceStageB) -> int:
+        """Make the graphs of each slot, if ``stage_b`` is made of some; returns of how many slots.
 
-        From then on sending a result queues its stage B, too.
+        From then on waiting for an envelope and sending its result queue its stage B, too.
         """
         graphs = []
         for envelope, result, kernels in zip(self.into, self.out, self._kernels, strict=True):
-            policy = stage_b.graph(envelope, result)
-            if policy is None:
+            found = stage_b.graphs(envelope, result)
+            if found is None:
                 return 0
-            graphs.append(LinearGraph((kernels.begin, policy, kernels.send)))
+            if found.find_new is None:
+                whole = LinearGraph((kernels.begin, *found.rest, kernels.send))
+                graphs.append(_Graphs(None, whole))
+            else:
+                first = LinearGraph((kernels.begin, found.find_new))
+                graphs.append(_Graphs(first, LinearGraph((*found.rest, kernels.send))))
         self._graphs = graphs
         return len(graphs)
 
@@ -113,8 +123,10 @@ class StampedHop:
 
     def queue_wait(self, index: int, stream: CudaStream) -> bool:
         """As ``DeviceLink``, on stage B's stream."""
-        if not self._graphs:
-            self._kernels[index % len(self._kernels)].begin.queue(stream.handle)
+        number = index % len(self._kernels)
+        first = self._graphs[number].first if self._graphs else self._kernels[number].begin
+        if first is not None:
+            first.queue(stream.handle)
         return True
 
     def queue_header(self, index: int, numbers: Sequence[int]) -> None:
@@ -122,11 +134,14 @@ class StampedHop:
         begin, words = index % len(self._kernels) * _WIDTH, self._slots.words
         for at, word in enumerate(self._link.message_of(index, numbers), begin + _SEND):
             words[at] = word
+        self._failed = numbers[FAILED - EPOCH] != 0
 
     def queue_send(self, index: int, stream: CudaStream | None = None) -> None:
         """As ``DeviceLink``, on stage B's stream; its header was queued."""
         number = index % len(self._kernels)
-        (self._graphs[number] if self._graphs else self._kernels[number].send).queue(self._b.handle)
+        alone = self._failed or not self._graphs  # what failed in its ``reset`` is not called
+        send = self._kernels[number].send if alone else self._graphs[number].rest
+        send.queue(self._b.handle)
 
     def queue_note(self) -> None:
         """As ``DeviceLink``."""

@@ -610,6 +610,21 @@ def test_a_stage_and_what_stands_around_it_start_as_one(build: Any) -> None:
     assert all(line["graphs"] > 2 for line in made)
 
 
+def test_a_reset_that_raises_between_two_graphs_drops_its_envelope_alone(build: Any) -> None:
+    with build(graphs=True, remembers=True) as pipeline:
+        pipeline.queued.refuse = {20, 21}
+        pipeline.saturate()
+        pipeline.rank0.run(30)
+        lines = pipeline.envelopes()
+        faults = [line for line in pipeline.lines(0) if line.get("name") == "fault"]
+        assert pipeline.queued.resets >= 30
+    assert [line["seq"] for line in lines if line.get("drop") == "policy_error"] == [20, 21]
+    assert len(faults) == 2
+    assert "no such row" in faults[0]["text"]
+    assert len(pipeline.collector.chunks) == 28
+    assert pipeline.policy.calls <= pipeline.queued.resets - 2  # not on what failed
+
+
 @pytest.mark.flaky(reruns=2)  # a busy machine stamps the stand-in devices' events late
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_audit_holds_whichever_way_takes_the_times(
