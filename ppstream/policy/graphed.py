@@ -155,10 +155,17 @@ class GraphedPolicy:
 
     def recorded(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> int | None:
         """Returns the driver's handle of what is replayed for this pair of slots, as a part of a
-        larger graph; None: there is none, or torch does not give it away.
+        larger graph; None: there is none, torch does not give it away, or it draws random numbers.
+
+        It is replayed once here: whoever starts it without torch does not move torch's generator,
+        and would draw the same numbers each time.
         """
         graph = self._graphs.get(self._key(window, out))
         if graph is None or not hasattr(graph, "instantiate"):
+            return None
+        before = _cuda.get_rng_state()
+        graph.replay()
+        if not torch.equal(before, _cuda.get_rng_state()):
             return None
         handle: int = graph.raw_cuda_graph()
         return handle

@@ -47,6 +47,13 @@ class Doubling:
         torch.mul(window["x"], 2, out=out["y"])
 
 
+class Drawing(Doubling):
+    name = "drawing"
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        out["y"].copy_(window["x"] + torch.randn_like(window["x"]))
+
+
 class Counting:
     """Keeps a state in place, and may wait for the GPU, which no graph can hold."""
 
@@ -310,3 +317,15 @@ def test_its_graph_is_a_part_of_a_larger_one_with_kernels_around_it() -> None:
         assert (target == 2 * count).all()
         assert int(counters[1]) == 10 + count
         assert 0 < int(words[8]) < int(words[9]) <= int(words[10])
+
+
+def test_a_policy_that_draws_numbers_is_no_part_of_a_larger_graph() -> None:
+    policy = GraphedPolicy(Drawing())
+    window, out = {"x": torch.zeros(1, 8, device=CUDA)}, {"y": torch.zeros(1, 8, device=CUDA)}
+    policy.prepare(window, out)
+    assert policy.recorded(window, out) is None
+    found = []
+    for _ in range(3):
+        policy(window, out)
+        found.append(tuple(out["y"].flatten().tolist()))
+    assert len({*found}) == 3
