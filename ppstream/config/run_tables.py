@@ -93,6 +93,9 @@ class LinkConfig(Table, frozen=True):
     wait: Literal["kernel", "driver"] = "kernel"
     """Who waits for an envelope on a GPU: a kernel, or the driver. Set driver on a GPU that others
     share."""
+    stamps: Literal["auto", "events"] = "auto"
+    """Takes the times of stages on a GPU: by kernels of the peer link where it can with auto, or by
+    CUDA events. Set events to compare the two."""
 
 
 class BringupConfig(Table, frozen=True):

@@ -17,6 +17,7 @@ import torch
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
 from ppstream.cuda.driver import graph_nodes
+from ppstream.cuda.linear_graph import empty_graph
 from ppstream.policy.batch_sizes import rows_call
 from ppstream.policy.compiled import compiled
 from ppstream.policy.parts import Joined
@@ -160,6 +161,23 @@ class GraphedPolicy:
         graph.replay()
         return Rehearsal(nodes, min(device_ns(graph.replay) for _ in range(TIMED_CALLS)))
 
+    def recorded(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> int | None:
+        """Returns the driver's handle of what is replayed for this pair of slots, as a part of a
+        larger graph; None: there is none, torch does not give it away, or it draws random numbers.
+
+        It is replayed once here: whoever starts it without torch does not move torch's generator,
+        and would draw the same numbers each time.
+        """
+        graph = self._graphs.get(self._key(window, out, None))
+        if graph is None or not hasattr(graph, "instantiate"):
+            return None
+        before = _cuda.get_rng_state()
+        graph.replay()
+        if not torch.equal(before, _cuda.get_rng_state()):
+            return None
+        handle: int = graph.raw_cuda_graph()
+        return handle
+
     def seal(self) -> None:
         """Warm-up is over: what comes with other tensors runs without a graph, and is counted."""
         self._is_sealed = True
@@ -176,7 +194,7 @@ class GraphedPolicy:
 
     def _nodes_of_reset(self, rows: Tensor) -> int | None:
         """Counts the nodes that ``reset`` queues, which need not be fit for a graph."""
-        graph = _graph_to_count()
+        graph = empty_graph()
         if graph is None:
             return None
         self._policy.reset(rows)  # loads its kernels
@@ -207,7 +225,7 @@ class GraphedPolicy:
                 for _ in range(WARM_UP_CALLS):
                     self._call(window, out, rows)
             _cuda.synchronize()
-            countable = _graph_to_count() if counts else None
+            countable = empty_graph()
             graph = countable or _cuda.CUDAGraph()
             with _cuda.graph(
                 graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
@@ -228,12 +246,4 @@ class GraphedPolicy:
         if countable is None:
             return graph, None
         graph.instantiate()
-        return graph, graph_nodes(graph.raw_cuda_graph())
-
-
-def _graph_to_count() -> Any:
-    """An empty graph that keeps its nodes; None: this torch knows none."""
-    try:
-        return _cuda.CUDAGraph(keep_graph=True)
-    except TypeError:
-        return None
+        return graph, graph_nodes(graph.raw_cuda_graph()) if counts else None

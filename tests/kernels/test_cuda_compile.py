@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ppstream_kernels import cuda_compile
+from ppstream_kernels.cuda_clock import CLOCK
 from ppstream_kernels.cuda_compile import (
     RINGS,
     Compiled,
@@ -52,7 +53,7 @@ def test_the_source_compiles_without_a_warning(variant: Variant, arch: str) -> N
     assert compiled.cubin.startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("source", [RINGS, PUT, WAIT], ids=["rings", "put", "wait"])
+@pytest.mark.parametrize("source", [RINGS, PUT, WAIT, CLOCK], ids=["rings", "put", "wait", "clock"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_source_without_variants_compiles_without_a_warning(arch: str, source: Path) -> None:
     compiled = compile_cubin(Plain(), arch, source)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import PipelineConfig, StreamConfig
     from ppstream.ingest.device.rings import DeviceRings
+    from ppstream_kernels.kernel_launch import KernelLaunch
 
 RECORDS: Final = 128  # windows queued and not yet taken at most: more than a link has slots
 
@@ -112,7 +113,7 @@ class WindowKernels:
         self._records.fill_(-1)
         torch.cuda.synchronize(self._device)
 
-    def _begin(self, tensors: Mapping[str, Tensor]) -> cuda_rings.KernelLaunch:
+    def _begin(self, tensors: Mapping[str, Tensor]) -> KernelLaunch:
         writer = self._rings.writer
         present, rows = tensors["present"], tensors["rows"]
         asked = [tensors[n].data_ptr() if n in tensors else 0 for n in INSTRUCTION_INPUTS]
@@ -143,7 +144,7 @@ class WindowKernels:
         )
         return cuda_rings.begin(self._device, call)
 
-    def _prefix(self, tensors: Mapping[str, Tensor]) -> cuda_rings.KernelLaunch:
+    def _prefix(self, tensors: Mapping[str, Tensor]) -> KernelLaunch:
         writer, actions = self._rings.writer, self._config.actions
         call = cuda_rings.PrefixCall(
             tables=self._rings.tables.data_ptr(),
@@ -172,7 +173,7 @@ class WindowKernels:
         ring = self._rings.rings[stream.name]
         return stream_source(stream, *ring, self._counts[s], self._heads[s])
 
-    def _camera(self, s: int, tensors: Mapping[str, Tensor]) -> cuda_rings.KernelLaunch:
+    def _camera(self, s: int, tensors: Mapping[str, Tensor]) -> KernelLaunch:
         stream = self._streams[s]
         image, ring = stream.image, self._rings.rings[stream.name]
         assert image is not None

@@ -7,6 +7,8 @@ For each envelope that will come the host queues, on three streams:
     sending      wait for B · the result to the next place · copy the header for the log
                  (of a lone short result: on stage B's stream)
 
+Where the link's kernels leave the times, ``stamped_hop.py`` queues less, on two streams.
+
 A short stage B is queued a few envelopes ahead of those that are over, and the host sleeps while
 some of them come. Whatever stands queued for an envelope that is not there waits for rank 0, and so
 would a launch that finds the driver's queue full: ``link_device.run_ahead`` bounds it by nodes. A
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -30,7 +32,6 @@ from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.cuda.device_clock import DeviceClock
-from ppstream.cuda.driver import CudaEvent
 from ppstream.cuda.streams import stream
 from ppstream.links.device_link import most_queued
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, ResultStatus
@@ -38,6 +39,7 @@ from ppstream.links.slots import BACK, GENERATION, INDEX, Position
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.device.event_times import PolicyTimes, record_policy_times
 from ppstream.pipeline.device.policy_rank_queue import SlotPlan, sends_from_b, slot_plans
+from ppstream.pipeline.device.stamped_hop import HeldStageB, StampedHop
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.unwritten import failure
 
@@ -68,12 +70,12 @@ class PolicyDevice(NamedTuple):
     """Policy, link and streams of a policy rank's GPU."""
 
     config: PipelineConfig
-    stage_b: DeviceStageB
+    stage_b: DeviceStageB | HeldStageB
     link: DeviceLink
     peer: Peer
     log: TimestampLog
     waiter: Waiter
-    clock: DeviceClock[CudaEvent]
+    clock: DeviceClock[Any]  # of the kind of its marks
     stream: torch.cuda.Stream  # stage B's, torch's current one
     shape: LinkShape
     nodes: int | None = None  # kernels, copies and memsets of a stage B, where they are known
@@ -118,6 +120,8 @@ class DevicePolicyRank(PolicyRank):
         self._newest_ns = 0  # when the newest envelope was over
         self._queued_ns = 0  # when a stage B was queued last behind no other
         self._gap_ns = 0  # usually, between two
+        if isinstance(self.link, StampedHop):
+            self._plans = self.link.stamped(self._plans)
         parts.waiter.register(self.peer.fileno())
         if not self._ahead:  # then its envelopes do wait for this rank's host
             end_timeouts_on_time()
@@ -131,6 +135,18 @@ class DevicePolicyRank(PolicyRank):
                 for rows in (None, *smaller):  # the whole batch first: the most memory
                     self._parts.stage_b(envelope, result, rows)
             torch.cuda.synchronize()
+
+    def make_graphs(self) -> None:
+        """Put a stage B that is queued ahead, and what stands around it, into one graph for each
+        slot, where it is made of graphs; it was prepared.
+        """
+        stage_b, hop = self._parts.stage_b, self.link
+        if not self._ahead or not isinstance(hop, StampedHop) or isinstance(stage_b, HeldStageB):
+            return
+        graphs = hop.hold(stage_b)
+        if graphs:
+            self._parts = self._parts._replace(stage_b=HeldStageB(stage_b))
+        self.log.event("stage_graphs", stage="B", graphs=graphs)
 
     def step(self) -> bool:
         """As ``PolicyRank``: queue all that may be. Before frames: some ask for what is over."""
