@@ -59,4 +59,4 @@ class StampedLaunches:
         """
         blocks, threads = cuda_put.grid(route.size)
         arguments = cuda_put.pack_stamped(route, counter, next(self._free), stamps, header_words)
-        return KernelLaunch(self._put, (blocks, 1, 1), arguments, threads)
+        return KernelLaunch(self._put, (blocks, 1, 1), arguments, threads, self._arrived)

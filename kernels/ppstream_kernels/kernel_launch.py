@@ -1,7 +1,7 @@
 """KernelLaunch: a kernel with all its arguments, made once and queued as often as wanted.
 
 Also into a graph: the arguments never change. Addresses in them are plain numbers: the owner of a
-launch keeps the memory.
+launch keeps the memory, or hands it to the launch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,16 @@ class KernelLaunch:
         grid: blocks.
         arguments: the struct.
         threads: of a block.
+        memory: lives as long as the launch.
     """
 
     def __init__(
-        self, kernel: int, grid: tuple[int, int, int], arguments: bytes, threads: int = THREADS
+        self,
+        kernel: int,
+        grid: tuple[int, int, int],
+        arguments: bytes,
+        threads: int = THREADS,
+        memory: object = None,
     ) -> None:
         driver = import_cuda("cuda.bindings.driver")
         self._kernel = driver.CUfunction(kernel)  # once: the driver's call takes it as it is
@@ -38,7 +44,7 @@ class KernelLaunch:
         self._size = (*grid, threads, 1, 1, 0)
         self._address = ctypes.addressof(self._argument)
         self._launch: Callable[..., Any] = driver.cuLaunchKernel
-        self._driver = driver
+        self._driver, self._handle, self._kept = driver, kernel, memory
 
     def queue(self, stream: Any) -> None:
         """Queues the kernel on the driver's ``stream``.
@@ -55,7 +61,9 @@ class KernelLaunch:
             RuntimeError: the driver refuses it.
         """
         node = self._driver.CUDA_KERNEL_NODE_PARAMS()
-        node.func = self._kernel
+        # a node wants the function of the current context; a launch takes the kernel's handle, too
+        kernel = self._driver.CUkernel(self._handle)
+        node.func = checked(self._driver.cuKernelGetFunction(kernel))[0]
         node.gridDimX, node.gridDimY, node.gridDimZ = self._size[:3]
         node.blockDimX, node.blockDimY, node.blockDimZ, node.sharedMemBytes = self._size[3:]
         node.kernelParams, node.extra = self._address, 0
