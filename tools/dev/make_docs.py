@@ -52,6 +52,7 @@ def main() -> int:
     with GcControl():
         code = build_main([*OPTIONS, "-c", str(settings), "-d", str(read), str(pages), str(folder)])
     if code == 0:
+        (folder / "index.html").touch()  # for make: Sphinx leaves a page that stays the same
         print(folder / "index.html")
     return code
 
