@@ -19,6 +19,7 @@ ALONE := $(shell grep -rl --include='*.py' 'mark[.]alone' tests)
 CORE := ppstream/native/core.abi3.so
 # Tests of what the compiled core does, which run once more with its Python twins.
 TWINS := tests/ingest tests/pipeline/test_decode.py tests/pipeline/test_stage_c.py
+PAGES := $(wildcard *.md runbooks/*.* runbooks/pictures/*)
 SOURCES := $(shell find ppstream kernels stages -name '*.py')
 
 .PHONY: help demo test test-clients check check-docs check-gate check-native lint format docs mutants clean
@@ -26,7 +27,7 @@ SOURCES := $(shell find ppstream kernels stages -name '*.py')
 
 help:
 	@echo 'make demo    balance the embedded cart-pole through two ranks, then print the report'
-	@echo 'make test    lint, types, floors, the API reference, and the tests of the code'
+	@echo 'make test    lint, types, floors, the documentation site, and the tests of the code'
 	@echo 'make test-clients  the gateway with clients that others publish, and policies of LeRobot and ONNX'
 	@echo 'make check-docs  the run-books, pictures, dashboard, alerts and the rules of the source'
 	@echo 'make check-gate  real runs that only seem to overlap: gate and report refuse them'
@@ -34,7 +35,7 @@ help:
 	@echo 'make check   everything that must hold: make test and the four above'
 	@echo 'make lint    ruff, mypy and import floors alone'
 	@echo 'make format  let ruff format the source'
-	@echo 'make docs    the API reference from the docstrings, in build/docs; a warning is an error'
+	@echo 'make docs    the documentation as a site in build/docs, with the API reference; a warning is an error'
 	@echo 'make mutants the share of a fixed sample of faults that the tests see; half an hour'
 	@echo 'make clean   remove .venv, caches and builds; run logs stay'
 
@@ -79,7 +80,7 @@ format: $(VENV)/.dev
 
 docs: build/docs/index.html
 
-build/docs/index.html: tools/dev/make_docs.py $(SOURCES) | $(VENV)/.dev
+build/docs/index.html: tools/dev/make_docs.py tools/dev/conf.py $(PAGES) $(SOURCES) | $(VENV)/.dev
 	$(BIN)/python tools/dev/make_docs.py build/docs
 
 mutants: $(VENV)/.dev

@@ -28,9 +28,9 @@ def linear(
 def slerp(first_M4: Doubles, second_M4: Doubles, weight_M1: Doubles) -> Doubles:
     """Shoemake's slerp as sin(w a) / sin(a) = w sinc(w a) / sinc(a): nothing to divide at a = 0.
 
-    The common 1 / sinc(a) falls to the final normalisation. The angle a = 2 atan2(|q - p|, |q + p|)
-    keeps its digits where acos(p . q) loses them. Where one that counts names no rotation the
-    result is zero, and only there.
+    The common 1 / sinc(a) falls to the final normalisation. The angle, ``a = 2 atan2(|q - p|,
+    |q + p|)``, keeps its digits where acos(p . q) loses them. Where one that counts names no
+    rotation the result is zero, and only there.
     """
     with np.errstate(over="ignore", invalid="ignore"):  # lengths beyond float64 name none, either
         first_M4, second_M4 = _normalised(first_M4), _normalised(second_M4)

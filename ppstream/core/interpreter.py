@@ -3,18 +3,18 @@
 Python runs one thread of a process at a time. A loop that gave its turn away for a system call gets
 it back when the other thread pauses, or after the switch interval; a collection of cyclic garbage
 stops every thread, in the middle of whatever tripped it. These are all the limits, and nothing else
-sets one:
+sets one::
 
-| who | holds it at most | limit |
-|---|---|---|
-| a thread of a rank or gateway | 0.5 ms while another waits (Python's: 5) | `SWITCH_INTERVAL_S` |
-| ... in a process of others | the same, while the run lasts | `as_guest` |
-| ... whose loop is on a GPU | 0.01 ms: driver calls give turns away | `DEVICE_SWITCH_INTERVAL_S` |
-| a thread beside a robot's control loop | 0.05 ms while the loop runs | `short_turns` |
-| log, metrics, health beside a loop | 0.1 ms, then a pause of 0.1 ms | `Pieces` |
-| the collector in a rank | collects before ready; what exists then is left out | `freeze_garbage` |
-| ... that lets a part of the policy go | collects while nothing runs | `collect_garbage` |
-| the collector beside a control loop | once a second, in time left behind a tick | `Garbage` |
+  | who | holds it at most | limit |
+  |---|---|---|
+  | a thread of a rank or gateway | 0.5 ms while another waits (Python's: 5) | `SWITCH_INTERVAL_S` |
+  | ... in a process of others | the same, while the run lasts | `as_guest` |
+  | ... whose loop is on a GPU | 0.01 ms: driver calls yield | `DEVICE_SWITCH_INTERVAL_S` |
+  | a thread beside a robot's control loop | 0.05 ms while the loop runs | `short_turns` |
+  | log, metrics, health beside a loop | 0.1 ms, then a pause of 0.1 ms | `InterpreterPauses` |
+  | the collector in a rank | collects before ready, and leaves out what exists | `freeze_garbage` |
+  | ... that lets a part of the policy go | collects while nothing runs | `collect_garbage` |
+  | the collector beside a control loop | once a second, in time left behind a tick | `GcControl` |
 """
 
 from __future__ import annotations

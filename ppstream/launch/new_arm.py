@@ -90,7 +90,7 @@ lease_ms = 300          # no older action is executed
 
 [policy]
 target = "{target}"
-# weights = "weights.pt"
+# weights = "weights.safetensors"
 
 [policy.options]
 steps = {STEPS}

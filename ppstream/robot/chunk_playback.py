@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
-if TYPE_CHECKING:
-    from ppstream.wire.robot_messages import ActionChunk, Provenance
+from ppstream.wire.robot_messages import ActionChunk, Provenance
 
 Actions: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]

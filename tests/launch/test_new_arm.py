@@ -9,10 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ppstream.config.load import locate, read
 from ppstream.launch import commands, new_arm
 from ppstream.launch.new_arm import Arm, toml_of
+from ppstream_stages.new_arm.policy import build
 
 SHIPPED = Arm("two-cameras", 6, 100.0, ("top", "wrist"), 96, 96, 30.0)
 FILES = ["my-arm.toml", "my_arm_policy.py", "my_arm_robot.py", "my_arm_test.py"]
@@ -42,6 +45,22 @@ def test_the_shipped_configuration_is_what_it_writes() -> None:
         "float32",
         "float32",
     ]
+
+
+def test_its_policy_loads_the_weights_that_the_file_names(tmp_path: Path) -> None:
+    assert written(tmp_path) == 0
+    toml = tmp_path / "my-arm.toml"
+    named = toml.read_text().replace("# weights = ", "weights = ")
+    assert named != toml.read_text()
+    toml.write_text(named)
+    options = {"steps": 16, "joints": 6, "horizon": 16, "weights": None}
+    cameras = {"top": (96, 96), "wrist": (96, 96)}
+    policy = build({**options, "cameras": cameras}, torch.device("cpu"))
+    saved = {key: torch.full_like(value, 0.5) for key, value in policy.head.state_dict().items()}
+    save_file(saved, tmp_path / "weights.safetensors")
+    path = read(str(toml)).policy.weights
+    loaded = build({**options, "cameras": cameras, "weights": path}, torch.device("cpu"))
+    assert all((value == 0.5).all() for value in loaded.head.state_dict().values())
 
 
 @pytest.mark.parametrize(

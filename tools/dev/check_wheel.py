@@ -1,8 +1,8 @@
 """Build the wheel and use it as a stranger would: installed elsewhere, started from elsewhere.
 
-Checks that it carries every file of the three packages and no other top-level name, that two ranks
-run and drain from it, and that a robot's side installs and imports without torch. Needs pip and the
-network, or wherever pip is told to look.
+Checks that it carries every file of the three packages and no other top-level name, that a robot's
+side installs and imports without torch, and that with ``[serve,cuda]`` an arm of ``ppstream init``
+runs at once on two ranks and drains. Needs pip and the network, or wherever pip is told to look.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUN_LIMIT_S: Final = 90
 LAUNCHER_GRACE_S: Final = 40  # it gives its ranks 35
 
 TWO_RANKS: Final = (
-    *("run", "ppstream_stages:bench.toml"),
+    *("run", "my-arm.toml"),
     *("--set", "service.duration_s=0.2", "--set", "service.endpoint=none"),
     *("--set", "bringup.envelopes=150"),
 )
@@ -37,6 +37,12 @@ import sys
 import ppstream.robot, ppstream.analysis.judge, ppstream.wire.robot_messages
 import ppstream.report.html.page  # reads its style sheet and skeleton
 assert "torch" not in sys.modules
+assert "site-packages" in ppstream.__file__, ppstream.__file__
+"""
+SERVER_SIDE: Final = """
+import cuda.core  # loads no driver before a device is asked for
+import ppstream, ppstream_kernels, ppstream_stages
+[getattr(ppstream, name) for name in ppstream.__all__]
 assert "site-packages" in ppstream.__file__, ppstream.__file__
 """
 
@@ -95,13 +101,17 @@ def check_robot_side(wheel: Path, folder: Path) -> None:
 
 
 def check_two_ranks(wheel: Path, folder: Path) -> None:
-    """Two ranks of the installed wheel come up, pass the gate, serve and drain."""
-    print_progress("installing it with [serve], running two ranks")
-    python = environment(folder / "serve", f"{wheel}[serve]")
+    """Two ranks of the installed wheel come up with a new arm, pass the gate, serve and drain."""
+    print_progress("installing it with [serve,cuda], running two ranks of a new arm")
+    python = environment(folder / "serve", f"{wheel}[serve,cuda]")
     elsewhere = folder / "serve" / "elsewhere"
     elsewhere.mkdir()
-    run(python.with_name("ppstream"), *TWO_RANKS, cwd=elsewhere, limit_s=RUN_LIMIT_S)
-    run(python.with_name("ppstream-report"), "logs/latest", "--html", "page.html", cwd=elsewhere)
+    ppstream = python.with_name("ppstream")
+    run(python, "-c", SERVER_SIDE, cwd=elsewhere)
+    run(ppstream, "check", "ppstream_stages:bench.toml", cwd=elsewhere, quiet=True)
+    run(ppstream, "init", "my-arm", cwd=elsewhere)
+    run(ppstream, *TWO_RANKS, cwd=elsewhere, limit_s=RUN_LIMIT_S)
+    run(ppstream, "report", "logs/latest", "--html", "page.html", cwd=elsewhere)
 
 
 def environment(folder: Path, requirement: str) -> Path:

@@ -1,6 +1,6 @@
 """The policy rank on a GPU: device-ordered, one result for each envelope.
 
-For each envelope that will come the host queues, on three streams:
+For each envelope that will come the host queues, on three streams::
 
     receiving    wait for the count of the place before
     stage B      wait for it, too · the policy, from slot to slot

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ppstream import TensorSpec
@@ -25,7 +26,7 @@ class ArmPolicy:
         move = nn.Linear(seen, 128), nn.ReLU(), nn.Linear(128, self.horizon * self.joints)
         self.head = nn.Sequential(*move).to(device)
         if options["weights"] is not None:  # policy.weights of the TOML, an absolute path
-            self.head.load_state_dict(torch.load(options["weights"], device, weights_only=True))
+            self.head.load_state_dict(load_file(options["weights"], str(device)))
 
     def reset(self, rows: Tensor) -> None:
         """Forget the rows (bool ``[B]``) whose episode begins: this network remembers nothing."""
