@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, NamedTuple
 from ppstream.config.to_toml import as_toml
 from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.data.inputs import DataInput
-from ppstream.data.outputs import DataSettings, Part, output_of, prepare
+from ppstream.data.outputs import DataPart, DataSettings, output_of, prepare
 
 STATE: Final = ".resample"  # in the output's folder
 JOB: Final = "job.json"
@@ -164,7 +164,7 @@ class ResampleJob:
                 return
             whole = [record for record in records if not record.error]
             parts = [
-                Part(
+                DataPart(
                     self.inputs[record.number],
                     _part_file(self._state, record.number, self._output.suffix),
                     record.summary or {},

@@ -18,7 +18,7 @@ from stream_cases import stream
 from ppstream.core.errors import ExitCode
 from ppstream.data.cli import SKIPPED, main
 from ppstream.data.cutting import BatchCutter
-from ppstream.data.episode import Cut, Episode, episodes_of
+from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
 from ppstream.recording.load import load_recording
 
 pq = pytest.importorskip("pyarrow.parquet")
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
     return write_config(tmp_path, settings())
 
 
-def episode(path: Path, cut: Cut, steps: int | None = None) -> Episode:
+def episode(path: Path, cut: Cut, steps: int | None = None) -> RecordedEpisode:
     config = settings()
     recording = load_recording(path).select(config.streams)
     (found,) = episodes_of(path, recording, config, cut, steps).episodes
