@@ -161,6 +161,18 @@ def test_a_damaged_input_is_skipped_counted_and_taken_in_once_mended(
     assert capsys.readouterr().err == "", "nothing was left to do"
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_an_input_that_has_changed_is_done_again(
+    is_complete: bool, recordings: list[Path], run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert make(run, out, *recordings, *([] if is_complete else ["--shard", "1/2"])) == 0
+    write_recording(recordings[1], 1, seconds=0.3)
+    assert make(run, out, *recordings) == 0
+    counts = np.bincount(frames_in(out)["episode_index"])
+    assert counts[1] < 35 < min(counts[[0, 2, 3, 4]])
+
+
 def test_when_no_input_can_be_read_nothing_is_written(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
