@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ppstream.config.to_toml import as_toml
-from ppstream.data.episode import Cut, Episode, SampleColumn, episodes_of
+from ppstream.data.episode import Cut, RecordedEpisode, SampleColumn, episodes_of
 from ppstream.data.inputs import DataInput, read_input
 from ppstream.data.job import fingerprint
 from ppstream.data.safetensors_file import create, open_mapped
@@ -31,7 +31,7 @@ ENDS: Final = "ends_ns"
 
 def load_columns(
     inputs: Sequence[DataInput], config: PipelineConfig, cut: Cut, cache: Path | None
-) -> Iterator[list[Episode]]:
+) -> Iterator[list[RecordedEpisode]]:
     """Each input's episodes, in turn.
 
     Args:
@@ -54,7 +54,7 @@ def load_columns(
         yield _open(file, config)
 
 
-def _read(one: DataInput, config: PipelineConfig, cut: Cut) -> list[Episode]:
+def _read(one: DataInput, config: PipelineConfig, cut: Cut) -> list[RecordedEpisode]:
     return episodes_of(one.path, read_input(one, config).recording, config, cut).episodes
 
 
@@ -64,7 +64,7 @@ def _key(one: DataInput, config: PipelineConfig, cut: Cut) -> str:
     return hashlib.sha256(f"{described}{as_toml(config)}".encode()).hexdigest()[:32]
 
 
-def _write(file: Path, episodes: Sequence[Episode], one: DataInput) -> None:
+def _write(file: Path, episodes: Sequence[RecordedEpisode], one: DataInput) -> None:
     arrays: dict[str, NDArray[Any]] = {}
     for number, episode in enumerate(episodes):
         arrays[f"{number}/{ENDS}"] = episode.ends_ns
@@ -80,11 +80,11 @@ def _write(file: Path, episodes: Sequence[Episode], one: DataInput) -> None:
     os.replace(scratch, file)
 
 
-def _open(file: Path, config: PipelineConfig) -> list[Episode]:
+def _open(file: Path, config: PipelineConfig) -> list[RecordedEpisode]:
     arrays, _ = open_mapped(file)
     count = sum(1 for name in arrays if name.endswith(f"/{ENDS}"))
     return [
-        Episode(
+        RecordedEpisode(
             arrays[f"{number}/{ENDS}"],
             {
                 stream.name: SampleColumn(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ppstream.config.schema import PipelineConfig, StreamConfig
-    from ppstream.data.episode import Episode, SampleColumn
+    from ppstream.data.episode import RecordedEpisode, SampleColumn
     from ppstream_kernels import StreamSource
 
 CHUNK_VALUES: Final = 1 << 20  # of a batch that an episode is cut in: its copies stay in the caches
@@ -64,7 +64,7 @@ class BatchCutter:
         self._offsets_ns = torch.arange(1 - self.steps, 1) * dt_ns
         self._width = max(1, sum(s.dim for s in config.streams if s.image is None))
 
-    def raw(self, picked: Sequence[tuple[Episode, NDArray[np.int64]]]) -> RawBatch:
+    def raw(self, picked: Sequence[tuple[RecordedEpisode, NDArray[np.int64]]]) -> RawBatch:
         """Copies the samples that windows need.
 
         Args:
@@ -93,7 +93,7 @@ class BatchCutter:
             out |= _frame_tensors(camera, raw.streams[camera.name], ends_ns)
         return out
 
-    def chunks(self, episode: Episode) -> Iterator[dict[str, Tensor]]:
+    def chunks(self, episode: RecordedEpisode) -> Iterator[dict[str, Tensor]]:
         """All windows of an episode in order, some at a time."""
         most = max(1, CHUNK_VALUES // (self._width * self.steps))
         for begin in range(0, episode.windows, most):

@@ -1,4 +1,4 @@
-"""Episode: the samples of one recording as columns, and which of them each window may see.
+"""RecordedEpisode: the samples of one recording as columns, and which of them each window may see.
 
 Live, samples go through rings, which refuse some, keep the newest, and are emptied by resets. Here
 the same is index arithmetic over the whole recording; what rings would refuse is found by rings.
@@ -44,7 +44,7 @@ class SampleColumn(NamedTuple):
     numbers: NDArray[np.int64]  # [n] of a camera: number of the frame in its track; else empty
 
 
-class Episode(NamedTuple):
+class RecordedEpisode(NamedTuple):
     """Windows that may be cut together."""
 
     ends_ns: NDArray[np.int64]  # [W]
@@ -58,7 +58,7 @@ class Episode(NamedTuple):
 class Episodes(NamedTuple):
     """Episodes of one recording."""
 
-    episodes: list[Episode]
+    episodes: list[RecordedEpisode]
     too_short: int  # stretches between two resets without a window
 
 
@@ -127,7 +127,7 @@ def _part(track: Track, begin: int, end: int) -> Track:
 
 def _episode(
     path: Path, recording: Recording, config: PipelineConfig, cut: Cut, steps: int
-) -> Episode:
+) -> RecordedEpisode:
     schedule = schedule_of(path, recording, config)
     ends_ns = np.array([schedule.end_ns(k) for k in range(schedule.windows)], np.int64)
     if all(map(_is_taken_whole, recording.tracks.values())):
@@ -145,7 +145,7 @@ def _episode(
         if not len(one.numbers):  # a camera's older frames count, whatever the span
             begin, end = _needed(one.stamps_ns, begin, end, ends_ns - span_ns, ends_ns)
         columns[name] = one._replace(begin=begin, end=end)
-    return Episode(ends_ns, columns)
+    return RecordedEpisode(ends_ns, columns)
 
 
 def _is_taken_whole(track: Track) -> bool:
@@ -159,7 +159,7 @@ def _is_taken_whole(track: Track) -> bool:
 def _seen_of_all(
     recording: Recording, config: PipelineConfig, schedule: WindowSchedule
 ) -> dict[str, SampleColumn]:
-    """What each window's rings hold: the newest of what came since the last reset."""
+    """By stream what the rings hold at each window: the newest since the last reset."""
     names = list(recording.tracks)
     begun, fed = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     bounds = np.empty((schedule.windows, len(names), 2), np.int64)
@@ -210,5 +210,5 @@ def _needed(
     return needed, np.minimum(end, np.maximum(behind, needed + 1))
 
 
-def total_windows(episodes: Sequence[Episode]) -> int:
+def total_windows(episodes: Sequence[RecordedEpisode]) -> int:
     return sum(one.windows for one in episodes)

@@ -35,7 +35,7 @@ class DataInput(NamedTuple):
         return str(self.path) if self.episode is None else f"{self.path}#{self.episode}"
 
 
-class Source(NamedTuple):
+class InputData(NamedTuple):
     """An input, read."""
 
     recording: Recording
@@ -86,11 +86,11 @@ def shard_of(inputs: Sequence[DataInput], shard: int, shards: int) -> list[int]:
     return list(range(shard, len(inputs), shards))
 
 
-def read_input(one: DataInput, config: PipelineConfig) -> Source:
+def read_input(one: DataInput, config: PipelineConfig) -> InputData:
     """Raises ConfigError: it cannot be read, is damaged, or lacks a stream."""
     if one.episode is not None:
         found = LeRobotFolder(one.path).episode(one.episode, config.streams)
         recording = found.recording.select(config.streams)
-        return Source(recording, found.frame_ns, found.tasks, found.videos)
+        return InputData(recording, found.frame_ns, found.tasks, found.videos)
     recording = load_recording(one.path, config.streams, config.record.robot)
-    return Source(recording.select(config.streams), np.zeros(0, np.int64), [], {})
+    return InputData(recording.select(config.streams), np.zeros(0, np.int64), [], {})

@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, NamedTuple
 from ppstream.config.to_toml import as_toml
 from ppstream.core.errors import ConfigError, PeerLostError
 from ppstream.data.inputs import DataInput
-from ppstream.data.outputs import DataSettings, Part, output_of, prepare
+from ppstream.data.outputs import DataPart, DataSettings, output_of, prepare
 
 STATE: Final = ".resample"  # in the output's folder
 JOB: Final = "job.json"
@@ -110,7 +110,10 @@ class ResampleJob:
             PeerLostError: a worker process died.
         """
         if self._is_complete():
-            return JobEnd(self._records(), 0, is_merged=True)
+            records = self._records()
+            if len(records) == len(self.inputs):
+                return JobEnd(records, 0, is_merged=True)
+            (self._state / COMPLETE).unlink()  # an input has changed since
         have = {record.number for record in self._records() if not record.error}
         for record in self._made([n for n in numbers if n not in have], jobs):
             told(record)
@@ -140,14 +143,16 @@ class ResampleJob:
                 ) from error
 
     def _records(self) -> list[InputRecord]:
-        """Ends of inputs that have not changed since."""
-        found = []
+        """Ends of inputs that have not changed since; until the merge with their parts."""
+        found, is_complete = [], self._is_complete()
         for number, one in enumerate(self.inputs):
             try:
                 record = InputRecord(**json.loads(_record_file(self._state, number).read_text()))
             except FileNotFoundError:
                 continue
-            if record.fingerprint == fingerprint(one.path):
+            part = _part_file(self._state, number, self._output.suffix)
+            is_there = is_complete or record.error or part.exists()
+            if is_there and record.fingerprint == fingerprint(one.path):
                 found.append(record)
         return found
 
@@ -164,7 +169,7 @@ class ResampleJob:
                 return
             whole = [record for record in records if not record.error]
             parts = [
-                Part(
+                DataPart(
                     self.inputs[record.number],
                     _part_file(self._state, record.number, self._output.suffix),
                     record.summary or {},

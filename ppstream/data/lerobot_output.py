@@ -18,8 +18,8 @@ import numpy as np
 from ppstream.config.to_toml import as_toml
 from ppstream.core.clock import NS_PER_S
 from ppstream.data.outputs import (
+    DataPart,
     DataSettings,
-    Part,
     PreparedEpisode,
     PreparedInput,
     share_invalid,
@@ -95,7 +95,7 @@ class LeRobotOutput:
             "invalid": invalid,
         }
 
-    def merge(self, folder: Path, parts: Sequence[Part]) -> None:
+    def merge(self, folder: Path, parts: Sequence[DataPart]) -> None:
         statistics = merged([part.summary["statistics"] for part in parts])
         bins = {name: QuantileBins(one) for name, one in statistics.items()}
         tasks: dict[str, int] = {}
@@ -144,7 +144,7 @@ class LeRobotOutput:
         times = (frames / self._fps).astype(np.float32)
         return {"timestamp": times, "frame_index": frames, "episode_index": np.full(count, episode)}
 
-    def _groups(self, part: Part) -> Iterator[tuple[int, Any]]:
+    def _groups(self, part: DataPart) -> Iterator[tuple[int, Any]]:
         """Row groups in order, each with the number of its episode in the part."""
         file = self._pq.ParquetFile(part.file)
         for group in range(file.num_row_groups):
@@ -152,7 +152,7 @@ class LeRobotOutput:
             yield table["episode_index"][0].as_py(), table
 
     def _begin(
-        self, part: Part, number: int, rows: list[dict[str, Any]], data: _Files
+        self, part: DataPart, number: int, rows: list[dict[str, Any]], data: _Files
     ) -> dict[str, Any]:
         about = part.summary["episodes"][number]
         begun = rows[-1]["dataset_to_index"] if rows else 0
@@ -251,7 +251,7 @@ class _Alignment:
             found = chunk[f"{camera}.frame_index"][:, -1]
             late_s = chunk[f"{camera}.age_s"][:, -1].max(initial=0)
             is_same = np.array_equal(found, expected) and drift_s + late_s < TOLERANCE_S
-            self._aligned[camera] &= is_same
+            self._aligned[camera] &= bool(is_same)
 
     def videos(self) -> list[dict[str, Any]]:
         return [
@@ -306,7 +306,7 @@ class _Files:
 class _Videos:
     """Copies video files, each once; declares those that LeRobot can decode at every frame."""
 
-    def __init__(self, folder: Path, parts: Sequence[Part]) -> None:
+    def __init__(self, folder: Path, parts: Sequence[DataPart]) -> None:
         self._folder = folder
         self._copied: dict[tuple[str, str], int] = {}
         found = _videos_of(parts)
@@ -341,7 +341,7 @@ class _Videos:
         return columns
 
 
-def _videos_of(parts: Sequence[Part]) -> list[list[dict[str, Any]]]:
+def _videos_of(parts: Sequence[DataPart]) -> list[list[dict[str, Any]]]:
     return [episode["videos"] for part in parts for episode in part.summary["episodes"]]
 
 

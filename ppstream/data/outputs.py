@@ -11,7 +11,7 @@ import numpy as np
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.data.cutting import BatchCutter
-from ppstream.data.episode import Cut, Episode, episodes_of
+from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
 from ppstream.data.inputs import DataInput, read_input
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class DataSettings(msgspec.Struct, frozen=True):
 class PreparedEpisode(NamedTuple):
     """An episode, ready to be cut."""
 
-    episode: Episode
+    episode: RecordedEpisode
     tasks: list[str]  # of each window
     videos: dict[str, VideoSegment]  # by camera
 
@@ -67,7 +67,7 @@ class PreparedInput(NamedTuple):
         return sum(one.episode.windows for one in self.episodes)
 
 
-class Part(NamedTuple):
+class DataPart(NamedTuple):
     """A finished input: its file, and what ``write`` returned."""
 
     source: DataInput
@@ -83,7 +83,7 @@ class OutputFormat(Protocol):
     def write(self, file: Path, one: PreparedInput) -> dict[str, Any]:
         """Writes an input's windows to a fresh file; returns what ``merge`` needs, for JSON."""
 
-    def merge(self, folder: Path, parts: Sequence[Part]) -> None:
+    def merge(self, folder: Path, parts: Sequence[DataPart]) -> None:
         """Writes the data set into an empty folder; parts stay."""
 
 

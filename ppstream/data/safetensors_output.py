@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ppstream.config.to_toml import as_toml
-from ppstream.data.outputs import DataSettings, Part, PreparedInput, share_invalid, squeezed
+from ppstream.data.outputs import DataPart, DataSettings, PreparedInput, share_invalid, squeezed
 from ppstream.data.safetensors_file import create, open_mapped
 from ppstream.data.statistics import ColumnStatistics, QuantileBins, merged
 
@@ -66,7 +66,7 @@ class SafetensorsOutput:
             "invalid": invalid,
         }
 
-    def merge(self, folder: Path, parts: Sequence[Part]) -> None:
+    def merge(self, folder: Path, parts: Sequence[DataPart]) -> None:
         statistics = merged([part.summary["statistics"] for part in parts])
         bins = {name: QuantileBins(one) for name, one in statistics.items()}
         entries = []

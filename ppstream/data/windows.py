@@ -20,7 +20,7 @@ from ppstream.config.load import read
 from ppstream.core.errors import ConfigError
 from ppstream.data.column_cache import load_columns
 from ppstream.data.cutting import BatchCutter, RawBatch, to_device
-from ppstream.data.episode import Cut, Episode
+from ppstream.data.episode import Cut, RecordedEpisode
 from ppstream.data.inputs import find_inputs
 from ppstream.data.shuffle import ShuffledOrder
 
@@ -81,7 +81,7 @@ class Windows(IterableDataset[RawBatch]):
         inputs = find_inputs([paths] if isinstance(paths, str | Path) else paths)
         folder = None if cache is None else Path(cache)
         found = load_columns(inputs, self.config, cut, folder)
-        self._episodes: list[Episode] = [one for episodes in found for one in episodes]
+        self._episodes: list[RecordedEpisode] = [one for episodes in found for one in episodes]
         counts = np.array([one.windows for one in self._episodes])
         self._behind: NDArray[np.int64] = counts.cumsum()  # number behind each episode's last
         self.windows = int(counts.sum())  # of all ranks

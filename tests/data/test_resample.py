@@ -18,7 +18,7 @@ from stream_cases import stream
 from ppstream.core.errors import ExitCode
 from ppstream.data.cli import SKIPPED, main
 from ppstream.data.cutting import BatchCutter
-from ppstream.data.episode import Cut, Episode, episodes_of
+from ppstream.data.episode import Cut, RecordedEpisode, episodes_of
 from ppstream.recording.load import load_recording
 
 pq = pytest.importorskip("pyarrow.parquet")
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
     return write_config(tmp_path, settings())
 
 
-def episode(path: Path, cut: Cut, steps: int | None = None) -> Episode:
+def episode(path: Path, cut: Cut, steps: int | None = None) -> RecordedEpisode:
     config = settings()
     recording = load_recording(path).select(config.streams)
     (found,) = episodes_of(path, recording, config, cut, steps).episodes
@@ -159,6 +159,18 @@ def test_a_damaged_input_is_skipped_counted_and_taken_in_once_mended(
     assert set(frames_in(tmp_path / "out")["episode_index"]) == set(range(5))
     assert make(run, tmp_path / "out", *words) == 0
     assert capsys.readouterr().err == "", "nothing was left to do"
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_an_input_that_has_changed_is_done_again(
+    is_complete: bool, recordings: list[Path], run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert make(run, out, *recordings, *([] if is_complete else ["--shard", "1/2"])) == 0
+    write_recording(recordings[1], 1, seconds=0.3)
+    assert make(run, out, *recordings) == 0
+    counts = np.bincount(frames_in(out)["episode_index"])
+    assert counts[1] < 35 < min(counts[[0, 2, 3, 4]])
 
 
 def test_when_no_input_can_be_read_nothing_is_written(

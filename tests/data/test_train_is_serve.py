@@ -14,6 +14,7 @@ from recording_files import Samples, made_recording, write_npz
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
 from ppstream.config.schema import PipelineConfig, RecordConfig, RecordedAs
+from ppstream.core.clock import now_ns
 from ppstream.data.cutting import BatchCutter
 from ppstream.data.episode import episodes_of
 from ppstream.ingest.sources import RecordedSource
@@ -149,8 +150,11 @@ def test_more_samples_than_a_ring_keeps(tmp_path: Path) -> None:
     assert_same(tmp_path / "run.npz", config(slow, steps=40, dt_ms=5), 200)
 
 
-def write_run(folder: Path, settings: PipelineConfig) -> Path:
-    """A run as rank 0 records it: windows cut now and then, and an episode that ended."""
+def write_run(folder: Path, settings: PipelineConfig, *, paced: bool) -> Path:
+    """A run as rank 0 records it: windows cut now and then, and an episode that ended.
+
+    ``paced``: samples come as far apart as their stamps; else all at once.
+    """
     pytest.importorskip("mcap")
     from ppstream.recording.mcap_writer import open_recorder
 
@@ -164,31 +168,33 @@ def write_run(folder: Path, settings: PipelineConfig) -> Path:
     rng = np.random.default_rng(4)
     out = case.slot()
     for number in range(300):
+        came_ns = (9000 + number) * MS if paced else now_ns()
         for one in settings.streams:
             if number % (1 if one.rate_hz == 1000 else 5) == 0:
                 stamps = at_ms(5000 + number + rng.uniform(0, 0.5))
                 values = rng.normal(size=(1, one.dim)).astype(np.float32)
-                row.rings[one.name].append(stamps, values, (9000 + number) * MS)
+                row.rings[one.name].append(stamps, values, came_ns)
         if number == 150:
             row.new_episode()
         elif number % 7 == 3:
             ends_ns = case.cutter.cut(out, [None], LEASE).window_end_ns
             owners = owners_of(case.rows, ends_ns, LEASE)
-            recorder.windows((9000 + number) * MS, 0, 0, "ready", owners)
+            recorder.windows(now_ns(), 0, 0, "ready", owners)
     recorder.close()
     return file
 
 
 def test_a_recorded_run_with_its_windows_as_they_were_cut(tmp_path: Path) -> None:
     settings = joints_and_imu()
-    path = write_run(tmp_path, settings)
-    assert any(step.end_ns is None for step in load_recording(path).steps)
+    path = write_run(tmp_path, settings, paced=False)
+    steps = load_recording(path).steps
+    assert [step.reason for step in steps[15:25] if step.end_ns is None] == ["new_episode"]
     assert_same(path, settings, 35)
 
 
 def test_on_a_grid_a_reset_ends_an_episode(tmp_path: Path) -> None:
     settings = joints_and_imu()
-    path = write_run(tmp_path, settings)
+    path = write_run(tmp_path, settings, paced=True)
     recording = load_recording(path).select(settings.streams)
     first, second = episodes_of(path, recording, settings, "grid").episodes
     assert first.ends_ns[-1] < second.ends_ns[0]

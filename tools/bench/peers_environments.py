@@ -27,10 +27,17 @@ INSTEAD: Final = {
         *("packaging", "pillow", "protobuf", "pyserial", "safetensors", "termcolor"),
     ),
     "torchvision": ("pillow",),
+    "datasets": (
+        *("dill<0.4.1", "filelock", "fsspec[http]<=2025.9.0", "httpx", "huggingface-hub<1"),
+        *("jsonlines", "multiprocess<0.70.17", "packaging", "pandas", "pyyaml", "requests"),
+        *("tqdm", "xxhash"),
+    ),
     "diffusers": ("filelock", "importlib-metadata", "regex"),
 }
 #: Of a package that wants torch, which is large: what this interpreter has installed is seen, too.
-SHARING: Final = frozenset({"lerobot"})
+SHARING: Final = frozenset({"lerobot", "datasets"})
+#: Of a package that another one reads with: whose environment is seen, too.
+BESIDE: Final = {"datasets": "lerobot"}
 COMPLETE: Final = "complete"  # a file: an environment without it was not finished
 
 
@@ -84,7 +91,11 @@ def _share(package: str, place: Path) -> None:
     """Have ``package`` see what this interpreter has installed, where it wants that."""
     if package in SHARING:
         (theirs,) = place.glob("lib/python*/site-packages")
-        (theirs / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+        seen = [sysconfig.get_path("purelib")]
+        if other := BESIDE.get(package):
+            place = python_with(other, place.parent).parent.parent
+            seen += map(str, place.glob("lib/python*/site-packages"))
+        (theirs / "shared.pth").write_text("".join(f"{folder}\n" for folder in seen))
 
 
 def clients_folder() -> Path:
