@@ -110,7 +110,7 @@ class ClientsCell:
 
 
 @dataclass(slots=True)
-class Served:
+class ServerLog:
     """A server that was measured; of one of ours its log is read at the end.
 
     Attributes:
@@ -142,7 +142,7 @@ PARTS: Final = {
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     found: list[ClientsCell] = []
-    logs: dict[str, list[Served]] = {}
+    logs: dict[str, list[ServerLog]] = {}
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
         session = PeerBench(argparse.Namespace(peers=(OPENPI,)), Path(name))
         session.cpus = []  # nothing is pinned: nine processes and more share all there are
@@ -192,7 +192,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(
-    session: PeerBench, server: str, served: Served, clients: int, options: argparse.Namespace
+    session: PeerBench, server: str, served: ServerLog, clients: int, options: argparse.Namespace
 ) -> tuple[float, float, float, int, float]:
     """Requests a second, p50 and p99 in ms, their number, and cores busy with anything else."""
     peer = TWO if server in ON_UNIX else OPENPI
@@ -229,26 +229,26 @@ def measure(
 
 
 @contextmanager
-def serving(session: PeerBench, server: str, options: argparse.Namespace) -> Iterator[Served]:
+def serving(session: PeerBench, server: str, options: argparse.Namespace) -> Iterator[ServerLog]:
     """The server, while the block runs; settings on top are for ours."""
     work: str = options.work
     if server == OPENPI:
         module = ["-m", "bench.peers_servers", "openpi", "127.0.0.1", work]
         with program(session, OPENPI, module, ()) as process:
-            yield Served(read_line(process))
+            yield ServerLog(read_line(process))
         return
     with tempfile.TemporaryDirectory(dir=session.folder) as name:
         folder = Path(name)
         asked = [*settings(folder, server, work), *options.settings]
         with RankPair(folder, "bench", asked, world_size=1 if server == ONE else 2) as ranks:
             address = listening(ranks)
-            served = Served(f"unix://{folder}/robots" if server in ON_UNIX else address)
+            served = ServerLog(f"unix://{folder}/robots" if server in ON_UNIX else address)
             yield served
             ranks.stop()
             read_log(served, ranks.directory)
 
 
-def read_log(served: Served, directory: Path) -> None:
+def read_log(served: ServerLog, directory: Path) -> None:
     """Fill in what the ranks' log says; a lone client's answer is the one envelope within."""
     lines = [line for line in served_lines(directory) if line.get("drop") is None]
     served.rows.update(line["rows"] for line in lines if line.get("rows") is not None)
@@ -366,7 +366,7 @@ def print_cells(found: Sequence[ClientsCell]) -> None:
             print(f"{server:22}" + "".join(f"{column:>22}" for column in columns))
 
 
-def print_logs(logs: dict[str, list[Served]]) -> None:
+def print_logs(logs: dict[str, list[ServerLog]]) -> None:
     """Of all rounds: medians of the parts of a lone client's way, and shares of batch sizes."""
     for server, rounds in logs.items():
         rows = sum((served.rows for served in rounds), Counter[int]())
