@@ -207,6 +207,7 @@ class EnvelopeLine(PolicyRankTimes, _Rank0Stamps):
     session_epoch: int | list[int] | None = None  # of rows
     input_age_ns: Mapping[str, Any] | None = None  # by stream: newest sample to the window's end
     drop: str | None = None  # why it was not emitted
+    replica: int | None = None  # rank that got the envelope, where policy ranks take turns
 
 
 @dataclass

@@ -109,6 +109,7 @@ def problems(config: PipelineConfig) -> list[str]:
         *_service_problems(config),
         *_limit_problems(config),
         *_device_problems(config),
+        *_replica_problems(config),
         *gateway_problems(config),
     ]
 
@@ -411,4 +412,33 @@ def _device_problems(config: PipelineConfig) -> Iterator[str]:
         yield (
             "pipeline.credit: got 'after_window' with rank 0 on the CPU, want 'before_window': "
             "there a window cut before its credit only grows old"
+        )
+
+
+def _replica_problems(config: PipelineConfig) -> Iterator[str]:
+    """Yields what replicas of a policy rank cannot be."""
+    placement = config.placement
+    replicas, devices = placement.replicas, len(placement.policy)
+    if not 1 <= placement.fewest <= replicas:
+        yield (
+            f"placement.replicas_min: got {placement.fewest}, want {replicas} at most: that many "
+            "replicas there are"
+        )
+    if replicas == 1:
+        return
+    if devices != replicas:
+        yield (
+            f"placement.replicas: got {replicas} with {devices} devices in placement.policy, want "
+            f"one device for all replicas, or {replicas}: the places of a chain have no replicas"
+        )
+    if placement.parts == "auto":
+        yield (
+            f"placement.parts: got 'auto' with placement.replicas = {replicas}, want a list of "
+            "places 0 and 1, or none: the best cut is sought for one rank a place"
+        )
+    if placement.rank0 != "cpu":
+        yield (
+            f"placement.replicas needs CPUs: got {replicas} with placement.rank0 = "
+            f"{placement.rank0!r}, want placement.rank0 = 'cpu' (replicas may compute on GPUs), or "
+            "placement.replicas = 1"
         )

@@ -23,6 +23,7 @@ from ppstream.launch.progress import Progress, Wait
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import link_shape
 from ppstream.links.protocol import Neighbours
+from ppstream.links.replicas import replica_folder
 from ppstream.links.slots import LinkShape
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
@@ -88,9 +89,8 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             ahead = 0 if on_gpu is None else on_gpu.ahead(config)
             handshake.offer_parts(peer, specs, ahead)
             ahead = handshake.wait_accepted(config, peer)
-            shape = link_shape(
-                config, place.inputs, place.outputs, store.generation, ahead, store.rank
-            )
+            at = config.placement.place_of(store.rank)
+            shape = link_shape(config, place.inputs, place.outputs, store.generation, ahead, at)
             log = _log(config, end.run, store, stack)
             Monitoring(config, end.run, log, stack, rank=store.rank, generation=store.generation)
             waiter = Waiter()
@@ -131,7 +131,7 @@ def _build_place(
     parts = build_parts(config, device)
     specs = specs_of(parts)
     try:
-        place = places_of(config, specs, input_specs(config))[rank]
+        place = places_of(config, specs, input_specs(config))[config.placement.place_of(rank)]
     except ConfigError:
         handshake.offer_parts(peer, specs)
         handshake.wait_accepted(config, peer)  # rank 0 finds the same, and is the one to tell
@@ -159,6 +159,8 @@ def _open(
     assert placement.link is not None
     device = torch.device(placement.ranks[store.rank].device)
     stage_b = device_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
+    if config.placement.replicas > 1:
+        store = store.within(replica_folder(store.rank))
     hops = open_hops(placement.link, ends, store, shape, timeout_s=config.liveness.start_s)
     part_times = part_times_of(policy)
     return HostPolicyRank(config, stage_b, hops, peer, log, waiter, store.rank, part_times)

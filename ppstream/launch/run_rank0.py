@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -35,7 +36,8 @@ from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.protocol import Hops, Neighbours
-from ppstream.links.slots import Position, SlotLayout, new_slots
+from ppstream.links.replicas import ReplicasIn, in_turn, replica_folder
+from ppstream.links.slots import FRONT, LinkShape, Position, SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
 from ppstream.pipeline.host_executor import HostExecutor
@@ -237,10 +239,11 @@ def _pipelined(
         else:
             assert placement.link is not None
             assert isinstance(parts.stage_a, StageA), "placed so"
-            ends = Neighbours(peers[-1], peers[0], Position(0, len(peers)))
-            limit_s = config.liveness.start_s
-            hops = open_hops(placement.link, ends, store, shape, timeout_s=limit_s)
+            hops = _open_hops(config, placement.link, peers, store, shape)
             stack.callback(hops.close)
+            if isinstance(hops.into, ReplicasIn):
+                for replica, policy_rank in enumerate(policy_ranks):
+                    policy_rank.name_of = partial(hops.into.name_of, replica)
             logger.info("link %s: %s", hops.name, placement.why)
             if front is not None:
                 parts.stage_a.front = _front_parts(config, front, places[0], run_id)
@@ -253,13 +256,36 @@ def _pipelined(
     rank0 = Rank0Loop(*parts, executor=executor)
 
     def send_phase(phase: str) -> None:
-        for peer in peers:
-            peer.send(PhaseChange(phase))
+        for policy_rank in executor.policy_ranks:
+            policy_rank.peer.send(PhaseChange(phase))
 
     rank0.on_phase.append(send_phase)
     if rank0.stage_a.front is not None:
         rank0.stage_a.front.on_fault = rank0.report_policy_fault
     return rank0
+
+
+def _open_hops(
+    config: PipelineConfig,
+    link: str,
+    peers: tuple[Peer, ...],
+    store: LauncherStore,
+    shape: LinkShape,
+) -> Hops:
+    """Rank 0's hops: to the first policy rank and from the last one; or to replicas and back."""
+    limit_s = config.liveness.start_s
+    if config.placement.replicas == 1:
+        ends = Neighbours(peers[-1], peers[0], Position(0, len(peers)))
+        return open_hops(link, ends, store, shape, timeout_s=limit_s)
+    with ExitStack() as opened:
+        hops: list[Hops] = []
+        for rank, peer in enumerate(peers, 1):
+            here = store.within(replica_folder(rank))
+            ends = Neighbours.pair(FRONT, peer)
+            hops.append(open_hops(link, ends, here, shape, timeout_s=limit_s))
+            opened.callback(hops[-1].close)
+        opened.pop_all()
+    return in_turn(hops, shape)
 
 
 def _build_front(config: PipelineConfig, course: rank_exit.Course) -> tuple[Policy, ...] | None:
@@ -368,8 +394,9 @@ def describe_topology(
 ) -> None:
     """Ranks, bounds and link into run.json; the policy's parts once they are known."""
     host, boot = platform.node(), boot_id()
-    names = {rank: list(place.names) for rank, place in enumerate(places)}
+    names = [list(place.names) for place in places]
     shape = config.pipeline
+    place_of = config.placement.place_of
     run.describe(
         topology={
             # on GPUs A and C have streams of their own
@@ -377,7 +404,7 @@ def describe_topology(
             "order": "send_first",
             "credit": shape.credit,
             "pacing": shape.pacing,
-            "replicas": 1,
+            "replicas": 1 if placement.is_inline else config.placement.replicas,
             "world_size": len(placement.ranks),
             "d_in": shape.d_in,
             "d_out": shape.d_out,
@@ -388,7 +415,7 @@ def describe_topology(
                     "boot_id": boot,
                     "pid": os.getpid() if plan.rank == 0 else None,
                     "device": plan.device,
-                    "parts": names.get(plan.rank, []),
+                    "parts": names[place_of(plan.rank)] if names else [],
                     "link": placement.link,
                     "stamp_source": "device" if placement.is_device_ordered else "host",
                 }

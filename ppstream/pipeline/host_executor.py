@@ -18,7 +18,8 @@ from ppstream.core.clock import now_ns
 from ppstream.core.cpus import StageCost
 from ppstream.core.errors import ProtocolError
 from ppstream.core.waiter import Waiter
-from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, read_stage_b
+from ppstream.links.headers import EPOCH, FAILED, FAILURES, REPLICA_LOST, SEQ, read_stage_b
+from ppstream.links.replicas import ReplicasIn
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.keep_warm import KeepWarm
 from ppstream.pipeline.policy_rank_peer import instruct_all, thread_cpus
@@ -164,7 +165,8 @@ class HostExecutor(OnHost):
         self.out, self.into = hops.out, hops.into
         self.policy_ranks = policy_ranks
         self.lead = SERIAL_LEAD + len(policy_ranks)
-        self._answers = policy_ranks[-1].peer  # where results come from
+        self._turns = hops.into.turns if isinstance(hops.into, ReplicasIn) else None
+        self._ranks = policy_ranks  # as they were at the start
         self._committed: deque[Flight] = deque()
         self._received: deque[Flight] = deque()
         self._hand_over: Callable[[Flight], None] = self._received.append
@@ -202,6 +204,8 @@ class HostExecutor(OnHost):
         if self._books_first:
             self._account_a(flight)
         slot.words[EPOCH], slot.words[SEQ] = flight.epoch, flight.seq
+        if self._turns is not None:
+            flight.record.replica = self._turns.of(flight.index).replica + 1
         # stamped first: who receives looks at the oldest that is there, from a thread of its own
         flight.sent_ns = flight.record.tSend = now_ns()
         self._committed.append(flight)
@@ -236,6 +240,8 @@ class HostExecutor(OnHost):
         """As ``Executor``, behind ``result``."""
         loop, record = self._loop, flight.record
         ended_ns = super().settle(flight, drop)
+        if self._header[FAILED] == REPLICA_LOST:  # nobody has measured anything
+            return ended_ns
         read_stage_b(self._header, record)
         loop.usual_b_ns += ((record.B_ns or 0) - loop.usual_b_ns) >> 3
         return ended_ns
@@ -266,9 +272,9 @@ class HostExecutor(OnHost):
                 raise ProtocolError(f"result {index} came, {flight.index} is owed next")
             if nvtx_ranges.on:
                 nvtx_ranges.RECV.push(flight.epoch, flight.seq)
-            self._answers.last_heard_ns = flight.record.tRecv = (
-                now_ns()
-            )  # a result is a sign of life
+            flight.record.tRecv = now_ns()
+            if (answered := self._owner(index)) is not None:  # a result is a sign of life
+                answered.peer.last_heard_ns = flight.record.tRecv
             self._credits.receive(flight.record.tRecv)
             self._hand_over(flight)
             if nvtx_ranges.on:
@@ -288,9 +294,15 @@ class HostExecutor(OnHost):
         """Raises as ``PolicyRankPeer.check``, of the results that are owed now."""
         limit_ns = stage_b_limit_ns(self._loop.standstill_ns, self._loop.usual_b_ns)
         oldest = self._committed[0] if self._committed else None
+        owner = None if oldest is None else self._owner(oldest.index)
         now = now_ns()
         for policy_rank in self.policy_ranks:
-            policy_rank.check(now, oldest, limit_ns)
+            owes = self._turns is None or policy_rank is owner
+            policy_rank.check(now, oldest if owes else None, limit_ns)
+
+    def _owner(self, index: int) -> PolicyRankPeer | None:
+        """Who has the result of an envelope: the last of a chain, or a replica."""
+        return self._ranks[-1 if self._turns is None else self._turns.of(index).replica]
 
     def _glance(self) -> None:
         if not self._received and not self._loop.may_start():  # results can wait behind work
@@ -328,7 +340,8 @@ class HostExecutor(OnHost):
         lead, self.lead = self.lead, 1
         durations = self._loop.time_in_turn(repeats)
         self.lead = lead
-        places = {f"place{found.rank}": found.newest_b(repeats) for found in self.policy_ranks}
+        names = "place" if self._turns is None else "replica"
+        places = {f"{names}{found.rank}": found.newest_b(repeats) for found in self.policy_ranks}
         return durations if len(places) == 1 else {**durations, **places}
 
     def thread_cpus(self) -> dict[str, list[int]]:

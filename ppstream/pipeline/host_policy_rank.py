@@ -65,7 +65,7 @@ class HostPolicyRank(PolicyRank):
         self._previous_tb1 = 0
         self.measured = new_stage_b()  # of the newest envelope
         self._waiting: deque[tuple[int, int]] = deque()
-        self._is_first = rank == 1
+        self._is_first = config.placement.place_of(rank) == 1
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
         self._keep_warm = KeepWarm(config, stage_b.rehearse if stage_b.may_rehearse else None, log)
         self._peer_fd = peer.fileno()

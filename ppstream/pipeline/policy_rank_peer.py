@@ -43,6 +43,7 @@ class PolicyRankPeer:
 
     Attributes:
         rank: its rank.
+        name_of: gives the index of the run to an index of its hops; set where these differ.
         log_refused: why its log could not be written, when it was asked last.
         parts_ns: mean duration of each part that runs there, when it was asked last.
     """
@@ -50,7 +51,11 @@ class PolicyRankPeer:
     def __init__(self, peer: Peer, config: PipelineConfig, rank: int = 1) -> None:
         self.peer = peer
         self.rank = rank
-        self._resource = "mesh" if len(config.placement.policy) == 1 else f"place{rank}"
+        placement = config.placement
+        self.name_of: Callable[[int], int] = lambda index: index
+        self._resource = f"place{rank}" if placement.places > 1 else "mesh"
+        if placement.replicas > 1:
+            self._resource = f"replica{rank}"
         self.log_refused = ""
         self.parts_ns: dict[str, int] = {}
         self._rank0: Rank0  # set before a run begins
@@ -76,7 +81,7 @@ class PolicyRankPeer:
         match frame:
             case PolicyFault():
                 fault = Fault(frame.kind, frame.kind, frame.what, frame.place, frame.text)
-                self._rank0.log_fault("B", fault, self.rank, index=frame.index)
+                self._rank0.log_fault("B", fault, self.rank, index=self.name_of(frame.index))
             case PartTimes():
                 self.parts_ns = frame.times_ns
             case Instructed():

@@ -35,6 +35,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class EchoPolicy:
     """``actions[b, h, a] = values[b, T - 1 - h % T, a % D]``: step 0 is the newest."""
 
+    stateless = True
+
     def __init__(self, options: Options, device: torch.device) -> None:
         self.inputs = (TensorSpec(f"{options.group}.values", (options.steps, options.dim)),)
         self.outputs = (TensorSpec("actions", (options.horizon, options.action_dim)),)

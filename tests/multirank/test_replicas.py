@@ -1,0 +1,75 @@
+"""Replicas of a policy rank over real ranks: the twin's actions, in turn; losses end or degrade."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import Ranks
+from recorded_runs import played
+from recording_files import made_recording
+
+pytestmark = pytest.mark.multirank
+
+ECHO = (
+    "policy.target=ppstream_stages.echo:build",
+    "policy.options={steps=8, dim=5, horizon=4, action_dim=2}",
+    "pipeline.windows=scheduled",
+    "service.duration_s=none",
+)
+
+
+def actions_of(root: Path, recording: Path, *settings: str, ranks: int) -> dict[str, np.ndarray]:
+    return played(root, recording, *ECHO, *settings, ranks=ranks)[0]
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("twin")
+    recording = made_recording(folder / "recording.npz")
+    return recording, actions_of(folder / "inline", recording, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "settings"),
+    [
+        (2, ("link.kind=host",)),
+        (3, ("link.kind=host", "pipeline.threads=split")),
+        (2, ("link.kind=gloo", "pipeline.threads=split")),
+        (3, ("link.kind=gloo",)),
+    ],
+    ids=str,
+)
+def test_replicas_give_the_twin_s_actions_bit_for_bit(replicas, settings, twin, tmp_path):
+    recording, expected = twin
+    count = f"placement.replicas={replicas}"
+    found = actions_of(tmp_path / "ranks", recording, count, *settings, ranks=replicas + 1)
+    assert len(expected["actions"]) > 200
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        assert array.tobytes() == expected[name].tobytes(), name
+
+
+def test_envelopes_go_to_the_replicas_in_turn(tmp_path):
+    with Ranks(tmp_path, "placement.replicas=3", world_size=4) as run:
+        assert run.wait() == [0] * 4, run.output()
+        lines = [line for line in run.lines(0) if line["kind"] == "envelope"]
+        assert lines[0]["replica"] == 1
+        assert all(b["replica"] == a["replica"] % 3 + 1 for a, b in pairwise(lines))
+        for rank in (1, 2, 3):
+            own = [line for line in run.lines(rank) if line["kind"] == "stage1"]
+            mine = [line for line in lines if line["replica"] == rank]
+            assert [(b["epoch"], b["seq"]) for b in own] == [(e["epoch"], e["seq"]) for e in mine]
+
+
+def test_a_policy_with_a_memory_is_refused_with_replicas(tmp_path):
+    policy = "policy.target=policy_in_parts:build"
+    options = "policy.options={steps=8, dim=5, horizon=4, action_dim=2}"
+    settings = (policy, options, "placement.replicas=2", "placement.parts=[0, 1, 1]")
+    with Ranks(tmp_path, *settings, world_size=3) as run:
+        assert run.wait(30) == [11] * 3, run.output()
+        reason = run.exits()["0"]["reason"]
+    assert "part 'middle' of policy_in_parts:build, which does not say" in reason
+    assert "set stateless = True" in reason
