@@ -80,6 +80,8 @@ def parse_run(
     joined = [
         _join(e, [lines.get(_identity(e)) for lines in found.places]) for e in found.envelopes
     ]
+    for e in joined:
+        e.answered_by = found.answered_by.get(_identity(e))
     return RunLog(
         run_id=str(manifest.get("run_id", "?")),
         topology=topology,
@@ -113,6 +115,8 @@ class _Sorted:
     def __init__(self, run_id: object, topology: Topology) -> None:
         self.envelopes: list[Envelope] = []
         self.places: list[dict[_Key, PolicyLine]] = [{} for _ in topology.ranks]
+        self.answered_by: dict[_Key, int] = {}
+        self._replicas = topology.replica_ranks
         self.events: list[LogEvent] = []
         self.ages_ns: list[int] = []
         self.oldest_ns = 0
@@ -141,6 +145,8 @@ class _Sorted:
             place = line.rank if len(self.places) > 1 else 1
             if 1 <= place <= len(self.places):
                 self.places[place - 1].setdefault(_key(line), _stage1(line))
+                if line.rank in self._replicas:
+                    self.answered_by.setdefault(_key(line), line.rank)
             else:
                 self.ignored += 1
         elif kind == "event":
@@ -216,10 +222,11 @@ def _standalone(manifest: Json, name: str) -> IsolatedTimes | None:
         return None
     parts = _mapping(table.get("parts_ns"))
     places_ns = _numbers(table.get("places_ns"), f"{where}.places_ns")
+    replicas_ns = _numbers(table.get("replicas_ns"), f"{where}.replicas_ns")
     parts_ns = {_shown(name): _int(parts, name, where) or 0 for name in parts}
-    if min((*places_ns, *parts_ns.values()), default=0) < 0:
+    if min((*places_ns, *replicas_ns, *parts_ns.values()), default=0) < 0:
         return None
-    return IsolatedTimes(a_ns, b_ns, c_ns, places_ns, parts_ns)
+    return IsolatedTimes(a_ns, b_ns, c_ns, places_ns, parts_ns, replicas_ns)
 
 
 def _numbers(value: object, where: str) -> tuple[int, ...]:

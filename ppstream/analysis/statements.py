@@ -9,6 +9,7 @@ from typing import Final
 from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
 from ppstream.analysis.period_model import Deeper, PipelineForm
 from ppstream.analysis.place_table import BetterCut, PlaceRow, held_hop
+from ppstream.analysis.replicas import replica_sentences, replica_shares, slow_replica
 from ppstream.analysis.requests import Requests
 from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns, wait_share
 from ppstream.analysis.scores import (
@@ -75,7 +76,11 @@ class Diagnosis:
 
 def statements(findings: Diagnosis) -> list[str]:
     """Sentences in the order a tired reader needs them."""
-    advice = () if "BAD_INSTRUMENT" in findings.reasons else (_limit, _cut, _hop, _depth, _path)
+    advice = (
+        ()
+        if "BAD_INSTRUMENT" in findings.reasons
+        else (_limit, _replicas, _cut, _hop, _depth, _path)
+    )
     parts = (_served, _accepted, _headline, _reasons, _machine, _choice)
     parts = (*parts, *advice, _in_step, _alone, _published, _limits, _rules, _log)
     return [sentence for part in parts for sentence in part(findings)]
@@ -100,6 +105,8 @@ def _gain(f: Diagnosis) -> str:
         return "no score is known"
     in_turn_ns = score.sigma_ns / score.n if alone is None else alone.in_turn_ns
     ceiling = score.ceiling if alone is None else alone.ceiling
+    if alone is not None and f.evidence.run.topology.has_replicas:
+        ceiling = in_turn_ns * alone.strict / score.period_ns
     return (
         f"one rank would take {in_ms(in_turn_ns)} ms for A, B and C in turn, "
         f"{f.evidence.run.topology.world_size} take {in_ms(score.period_ns)} ms: "
@@ -309,6 +316,12 @@ def _limit(f: Diagnosis) -> Iterator[str]:
     policy, shorter = "the policy", "B"
     if slowest != "mesh":
         policy, shorter = topology.title(topology.policy_names.index(slowest) + 1), "place"
+    share, slow = score.places[slowest], slow_replica(f.evidence.window)
+    if topology.has_replicas:
+        policy, shorter = f"each of {topology.replicas} replicas", "B or one more replica"
+    if slow is not None:
+        policy, shorter = f"replica {slow.rank}", "replica"
+        share = replica_shares(f.evidence.window)[slow.rank]
     what = {"r0": "A + C", "r0A": "A", "r0C": "C", "gpu0": "A and C on one device"}[rank0]
     credit = wait_share(f.evidence.window, "w_credit_ns")
     yield {
@@ -316,7 +329,7 @@ def _limit(f: Diagnosis) -> Iterator[str]:
         "input-limited": "the input sets the period: the pipeline has time to spare",
         "stage0-limited": f"rank 0 sets the period: {what} is busy {busy[rank0]:.0%} of it; "
         "make it shorter or move work to the policy rank",
-        "stage1-limited": f"{policy} sets the period: it is busy {score.places[slowest]:.0%} of "
+        "stage1-limited": f"{policy} sets the period: it is busy {share:.0%} of "
         f"it; only a faster {shorter} helps",
         "window-limited": f"credits set the period: A waits {credit:.0%} of it for a credit",
         "serialized": "the stages run in turn: check that the next envelope is sent before this "
@@ -324,6 +337,10 @@ def _limit(f: Diagnosis) -> Iterator[str]:
         "overhead-limited": "no stage and no queue sets the period: look for the GIL, "
         "collections, a busy host",
     }[f.limited_by]
+
+
+def _replicas(f: Diagnosis) -> Iterator[str]:
+    yield from replica_sentences(f.evidence.run, f.evidence.window)
 
 
 def _cut(f: Diagnosis) -> Iterator[str]:
