@@ -24,6 +24,7 @@ from ppstream.core.errors import (
     ExitCode,
     PeerFrozenError,
 )
+from ppstream.launch import guard
 from ppstream.launch.lookout import Lookout
 from ppstream.launch.placement import ranks_wanted
 from ppstream.launch.progress import CLEAR
@@ -78,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
     except ConfigError as error:
         return refuse(error) if rank == 0 else int(ExitCode.CONFIG)  # all read the same file
+    if guard.is_wanted(config, rank):
+        guard.become(sys.argv[1:] if argv is None else argv)
     return run_rank(config, rank)
 
 

@@ -16,7 +16,7 @@ from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
 from ppstream.ingest.window import input_specs
-from ppstream.launch import auto_cut, device_ranks, handshake, rank_exit
+from ppstream.launch import auto_cut, device_ranks, guard, handshake, rank_exit
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
 from ppstream.launch.progress import Progress, Wait
@@ -104,6 +104,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             end.on_stop = patience.on_signal
             if end.lookout is not None:
                 loop.on_phase.append(end.lookout.on_phase)
+            guard.tell_linked()
             reason = loop.run(patience.is_over)
             log.flush()
         end.is_drained = True

@@ -23,7 +23,7 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
-from ppstream.core.errors import PeerLeftError, PpstreamError
+from ppstream.core.errors import PeerLeftError, PeerLostError, PpstreamError
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
@@ -44,6 +44,7 @@ from ppstream.pipeline.host_executor import HostExecutor
 from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.loop import Executor, Rank0Loop
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+from ppstream.pipeline.replica_losses import ReplicaLosses
 from ppstream.pipeline.service import Service
 from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
@@ -177,7 +178,7 @@ def _serve(
         with course.step(f"the build of {config.policy.target}"):
             rank0 = _inline(config, parts, intake.cutter.inputs, end.generation, build)
     else:
-        rank0 = _pipelined(config, run, parts, placement, intake, course, met, stack)
+        rank0 = _pipelined(config, run, parts, placement, intake, course, end, met, stack)
         if end.lookout is not None:
             rank0.on_phase.append(end.lookout.on_phase)
     stack.callback(rank0.run_delay.close)
@@ -211,6 +212,7 @@ def _pipelined(
     placement: Placement,
     intake: Intake,
     course: rank_exit.Course,
+    end: rank_exit.RankEnd,
     met: Met,
     stack: ExitStack,
 ) -> Rank0Loop:
@@ -241,9 +243,7 @@ def _pipelined(
             assert isinstance(parts.stage_a, StageA), "placed so"
             hops = _open_hops(config, placement.link, peers, store, shape)
             stack.callback(hops.close)
-            if isinstance(hops.into, ReplicasIn):
-                for replica, policy_rank in enumerate(policy_ranks):
-                    policy_rank.name_of = partial(hops.into.name_of, replica)
+            losses = _bearing_losses(config, hops, policy_ranks, end)
             logger.info("link %s: %s", hops.name, placement.why)
             if front is not None:
                 parts.stage_a.front = _front_parts(config, front, places[0], run_id)
@@ -251,13 +251,13 @@ def _pipelined(
             describe_topology(run, config, placement, places)
             parts = parts._replace(config=config)
             executor = (SplitExecutor if config.threads == "split" else HostExecutor)(
-                hops, policy_ranks
+                hops, policy_ranks, losses
             )
     rank0 = Rank0Loop(*parts, executor=executor)
 
     def send_phase(phase: str) -> None:
         for policy_rank in executor.policy_ranks:
-            policy_rank.peer.send(PhaseChange(phase))
+            policy_rank.tell(PhaseChange(phase))
 
     rank0.on_phase.append(send_phase)
     if rank0.stage_a.front is not None:
@@ -286,6 +286,23 @@ def _open_hops(
             opened.callback(hops[-1].close)
         opened.pop_all()
     return in_turn(hops, shape)
+
+
+def _bearing_losses(
+    config: PipelineConfig,
+    hops: Hops,
+    policy_ranks: tuple[PolicyRankPeer, ...],
+    end: rank_exit.RankEnd,
+) -> ReplicaLosses | None:
+    """What a lost replica means to the run; None: there are no replicas."""
+    if not isinstance(hops.into, ReplicasIn):
+        return None
+    losses = ReplicaLosses(config.placement.fewest, hops.into, policy_ranks, end.let_go)
+    for replica, policy_rank in enumerate(policy_ranks):
+        policy_rank.name_of = partial(hops.into.name_of, replica)
+        policy_rank.bears_loss = losses.bears_the_silent
+    end.bears_loss = losses.bears_the_silent
+    return losses
 
 
 def _build_front(config: PipelineConfig, course: rank_exit.Course) -> tuple[Policy, ...] | None:
@@ -368,9 +385,9 @@ def _check_ledgers(*intakes: Intake) -> None:
 def _release_policy_ranks(rank0: Rank0Loop) -> None:
     """Nothing is in flight: let the policy ranks go, and wait until they say goodbye."""
     for policy_rank in rank0.executor.policy_ranks:
-        policy_rank.peer.send(Drain(rank0.stop_reason or "the recording has ended"))
+        policy_rank.tell(Drain(rank0.stop_reason or "the recording has ended"))
     for policy_rank in rank0.executor.policy_ranks:
-        with suppress(PeerLeftError):
+        with suppress(PeerLostError if policy_rank.bears_loss() else PeerLeftError):
             policy_rank.peer.receive(GOODBYE_LIMIT_NS)
 
 

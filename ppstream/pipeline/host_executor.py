@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from ppstream.control.watchdog import stage_b_limit_ns
 from ppstream.core.clock import now_ns
 from ppstream.core.cpus import StageCost
-from ppstream.core.errors import ProtocolError
+from ppstream.core.errors import PeerLostError, ProtocolError, WatchdogError
 from ppstream.core.waiter import Waiter
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, REPLICA_LOST, SEQ, read_stage_b
 from ppstream.links.replicas import ReplicasIn
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ppstream.pipeline.flight import Flight
     from ppstream.pipeline.loop import Rank0Loop
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+    from ppstream.pipeline.replica_losses import ReplicaLosses
 
 #: Envelopes in the system besides one at each policy rank: one thread can use no more
 #: (analysis/period_model.py).
@@ -161,9 +162,14 @@ class HostExecutor(OnHost):
 
     _books_first = False  # stage A: another thread may finish the envelope once it is committed
 
-    def __init__(self, hops: Hops, policy_ranks: tuple[PolicyRankPeer, ...]) -> None:
+    def __init__(
+        self,
+        hops: Hops,
+        policy_ranks: tuple[PolicyRankPeer, ...],
+        losses: ReplicaLosses | None = None,
+    ) -> None:
         self.out, self.into = hops.out, hops.into
-        self.policy_ranks = policy_ranks
+        self._losses = losses
         self.lead = SERIAL_LEAD + len(policy_ranks)
         self._turns = hops.into.turns if isinstance(hops.into, ReplicasIn) else None
         self._ranks = policy_ranks  # as they were at the start
@@ -173,15 +179,24 @@ class HostExecutor(OnHost):
         self._header: list[int] = []  # of the result that is being decoded
         self._result_fds: frozenset[int] = frozenset()  # of policy ranks and of the hop
 
+    @property
+    def policy_ranks(self) -> tuple[PolicyRankPeer, ...]:
+        """As ``Executor``; of replicas those that are left."""
+        return self._ranks if self._losses is None else self._losses.policy_ranks
+
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
         super().attach(loop)
         for policy_rank in self.policy_ranks:
             policy_rank.attach(loop)
+        if self._losses is not None:
+            self._losses.rank0 = loop
         self._credits = loop.credits
         self._watch_results(self._waiter)
 
     def _watch_results(self, waiter: Waiter) -> None:
+        if self._losses is not None:
+            self._losses.waiter = waiter
         fds = {found.peer.fileno() for found in self.policy_ranks}
         for fd in fds:
             waiter.register(fd)
@@ -252,7 +267,7 @@ class HostExecutor(OnHost):
         """Read the control sockets that a wait has named; all of them when it named none."""
         for policy_rank in self.policy_ranks:
             if not ready or policy_rank.peer.fileno() in ready:
-                policy_rank.peer.pump()
+                self._bear(policy_rank, policy_rank.peer.pump)
         self.into.on_ready(ready)
 
     def observe(self) -> None:
@@ -260,9 +275,9 @@ class HostExecutor(OnHost):
         self._read_frames()
         while self._credits.may_receive():
             if (arrival := self.into.receive_nowait()) is None:
-                if not self._read_frames():
-                    return
-                continue
+                if (self._losses is not None and self._losses.check_hops()) or self._read_frames():
+                    continue
+                return
             index, _ = arrival
             if self.into.slot(index).words[FAILED]:  # why was said before, by any of them
                 self.read_control(())
@@ -286,7 +301,8 @@ class HostExecutor(OnHost):
         for policy_rank in self.policy_ranks:
             inbox = policy_rank.peer.inbox
             while inbox:
-                policy_rank.on_control_frame(inbox.popleft())
+                frame = inbox.popleft()
+                self._bear(policy_rank, policy_rank.on_control_frame, frame)
                 found = True
         return found
 
@@ -298,7 +314,16 @@ class HostExecutor(OnHost):
         now = now_ns()
         for policy_rank in self.policy_ranks:
             owes = self._turns is None or policy_rank is owner
-            policy_rank.check(now, oldest if owes else None, limit_ns)
+            self._bear(policy_rank, policy_rank.check, now, oldest if owes else None, limit_ns)
+
+    def _bear(self, policy_rank: PolicyRankPeer, ask: Callable[..., None], *about: object) -> None:
+        """Ask it; the run ends as ``ask`` raises, unless replicas enough are left without it."""
+        try:
+            ask(*about)
+        except (PeerLostError, ProtocolError, WatchdogError) as error:
+            if self._losses is None:
+                raise
+            self._losses.accept(policy_rank, error)
 
     def _owner(self, index: int) -> PolicyRankPeer | None:
         """Who has the result of an envelope: the last of a chain, or a replica."""

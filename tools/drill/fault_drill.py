@@ -42,6 +42,7 @@ from drill.judging import (
 )
 from drill.launches import LAUNCHES, LaunchDrill
 from drill.recovering import RECOVERING
+from drill.replica_losses import REPLICA_ENDINGS, REPLICA_RECOVERING
 from drill.scene import END_LIMIT_S, Failed, Scene, started
 from drill.two_hosts import HOSTS
 from real_runs import POLL_S, ROOT, ending_cleanly, environment
@@ -77,7 +78,9 @@ class Tier(NamedTuple):
 
 
 CPU: Final = Tier(
-    (*RECOVERING, *FLOODS), (*ENDINGS, *CHAIN_ENDINGS), (*LAUNCHES, *CONTENTION, *HOSTS)
+    (*RECOVERING, *FLOODS, *REPLICA_RECOVERING),
+    (*ENDINGS, *CHAIN_ENDINGS, *REPLICA_ENDINGS),
+    (*LAUNCHES, *CONTENTION, *HOSTS),
 )
 GPU: Final = Tier(GPU_RECOVERING, GPU_ENDINGS, settings=GPU_SETTINGS)
 

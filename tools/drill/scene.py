@@ -249,9 +249,13 @@ class Scene:
     def imbalance(self) -> str:
         """Words what the ranks' logs do not account for; empty: they balance."""
         last = len(self.ranks.processes) - 1  # it answers rank 0
-        back = list(
-            self.lines(last)
-        )  # first: what it answered rank 0 has logged by then, or nearly
+        is_in_turn = read(CONFIG, self._settings).placement.replicas > 1
+        answering = range(1, last + 1) if is_in_turn else (last,)
+        # first: what they answered rank 0 has logged by then, or nearly
+        back = [line for rank in answering for line in self.lines(rank)]
+        if is_in_turn:
+            back = [line for line in back if line["kind"] == "stage1"]
+            back.sort(key=lambda line: (line["epoch"], line["seq"]))
         return imbalance(list(self.lines()), back)
 
     def orphans(self) -> list[int]:
