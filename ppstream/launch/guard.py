@@ -1,9 +1,9 @@
-"""``python -m ppstream.launch.guard``: a process that outlives a replica which may be lost.
+"""``python -m ppstream.launch.guard``: has no launcher end a run for a replica that may be lost.
 
-A launcher ends all ranks when the process of one ends. So where ``placement.replicas_min`` lets a
+A launcher ends all ranks when the process of one fails. So where ``placement.replicas_min`` lets a
 run go on without a replica, the process that the launcher has started becomes the guard of a
-process of its own, the rank, and outlives it until rank 0 ends. What the loss means is rank 0's to
-decide (``pipeline/replica_losses.py``). A guard does nothing else, and needs no torch.
+process of its own, the rank, and ends with 0 however the rank ends. What a loss means is rank 0's
+to decide (``pipeline/replica_losses.py``). A guard does nothing else, and needs no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from ppstream.control.peer_process import HeldProcess, children, of_rank
+from ppstream.control.peer_process import HeldProcess
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,14 +47,14 @@ def become(arguments: Sequence[str]) -> None:
 
 
 def tell_linked() -> None:
-    """In the rank: rank 0 sees its end from now on, and its guard outlives it."""
+    """In the rank: from now on rank 0 sees its end."""
     if (fd := os.environ.get(LINKED_FD)) is not None:
         with suppress(OSError):  # the guard is gone, and so will be this rank
             os.write(int(fd), b"1")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the rank, and return how it ended once nobody needs this process any more."""
+    """Start the rank; returns how it ended, or 0 where rank 0 saw its end."""
     linked_fd, write_fd = os.pipe()
     os.set_blocking(linked_fd, False)
     environment = {name: value for name, value in os.environ.items() if name != RANK}
@@ -77,21 +77,12 @@ def main(arguments: Sequence[str]) -> int:
         with suppress(subprocess.TimeoutExpired):
             rank.wait(LOOK_S)
     is_linked = bool(select.select([linked_fd], [], [], 0)[0]) and os.read(linked_fd, 1) == b"1"
-    if rank.returncode and is_linked and not asked:
-        _outlive(launcher, asked)
-        return 0  # what was lost is told by rank 0, which went on
+    if is_linked and not asked:
+        return 0  # what was lost is told by rank 0, which went on, or ended the run
     if rank.returncode < 0:  # as a signal ended it
         signal.signal(-rank.returncode, signal.SIG_DFL)
         os.kill(os.getpid(), -rank.returncode)
     return rank.returncode
-
-
-def _outlive(launcher: HeldProcess | None, asked: Sequence[int]) -> None:
-    """Wait until rank 0 or the launcher has ended, or a signal asks to leave."""
-    rank0 = next(of_rank(0, os.environ, children(os.getppid())), None)
-    while rank0 is not None and not asked and not rank0.wait_gone(LOOK_S):
-        if launcher is not None and launcher.wait_gone(0):
-            return
 
 
 def _end(rank: subprocess.Popen[bytes]) -> int:
