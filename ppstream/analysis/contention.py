@@ -40,6 +40,7 @@ class Alone:
     fair: StageTimes  # what the score is made from: no stage buys anything by being slow alone
     s: float | None
     ceiling: float  # Sigma / M
+    slowest_ns: float  # M
     strict: float  # period over the slowest resource
     stretch: dict[str, float]  # of stages that count: the run's time over the time alone
     moved: dict[str, float]  # the time alone behind bring-up over the one before; {}: one was made
@@ -76,6 +77,7 @@ def alone(run: RunLog, window: JudgedSpan, score: Primary, machine: Machine | No
         fair=fair,
         s=_overlap(resources, _resources(ran, topology), score.period_ns, topology),
         ceiling=sum(resources) / max(resources) if max(resources) else 1.0,
+        slowest_ns=max(1.0, *resources),
         strict=score.period_ns / max(1.0, *_resources(both, topology)),
         stretch={
             k: ns / took

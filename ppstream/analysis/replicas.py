@@ -44,6 +44,17 @@ def slow_replica(window: JudgedSpan) -> SlowReplica | None:
     return SlowReplica(rank, means[rank], others_ns) if means[rank] > SLOW * others_ns else None
 
 
+def pace_of(window: JudgedSpan, share: float) -> tuple[str, str, float]:
+    """Words who sets the pace of replicas, and what would help; behind them its busy share.
+
+    ``share`` is that of all replicas together.
+    """
+    slow = slow_replica(window)
+    if slow is None:
+        return f"each of {window.topology.replicas} replicas", "B or one more replica", share
+    return f"replica {slow.rank}", "replica", replica_shares(window)[slow.rank]
+
+
 def replica_sentences(run: RunLog, window: JudgedSpan) -> Iterator[str]:
     """Yields who holds the others back, and who was lost."""
     replicas, slow = window.topology.replicas, slow_replica(window)

@@ -9,7 +9,7 @@ from typing import Final
 from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
 from ppstream.analysis.period_model import Deeper, PipelineForm
 from ppstream.analysis.place_table import BetterCut, PlaceRow, held_hop
-from ppstream.analysis.replicas import replica_sentences, replica_shares, slow_replica
+from ppstream.analysis.replicas import pace_of, replica_sentences
 from ppstream.analysis.requests import Requests
 from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns, wait_share
 from ppstream.analysis.scores import (
@@ -76,11 +76,7 @@ class Diagnosis:
 
 def statements(findings: Diagnosis) -> list[str]:
     """Sentences in the order a tired reader needs them."""
-    advice = (
-        ()
-        if "BAD_INSTRUMENT" in findings.reasons
-        else (_limit, _replicas, _cut, _hop, _depth, _path)
-    )
+    advice = () if "BAD_INSTRUMENT" in findings.reasons else (_limit, _cut, _hop, _depth, _path)
     parts = (_served, _accepted, _headline, _reasons, _machine, _choice)
     parts = (*parts, *advice, _in_step, _alone, _published, _limits, _rules, _log)
     return [sentence for part in parts for sentence in part(findings)]
@@ -104,9 +100,7 @@ def _gain(f: Diagnosis) -> str:
     if score is None:
         return "no score is known"
     in_turn_ns = score.sigma_ns / score.n if alone is None else alone.in_turn_ns
-    ceiling = score.ceiling if alone is None else alone.ceiling
-    if alone is not None and f.evidence.run.topology.has_replicas:
-        ceiling = in_turn_ns * alone.strict / score.period_ns
+    ceiling = score.ceiling if alone is None else in_turn_ns / alone.slowest_ns
     return (
         f"one rank would take {in_ms(in_turn_ns)} ms for A, B and C in turn, "
         f"{f.evidence.run.topology.world_size} take {in_ms(score.period_ns)} ms: "
@@ -166,8 +160,7 @@ def _limits(f: Diagnosis) -> Iterator[str]:
 
 
 def _headline(f: Diagnosis) -> Iterator[str]:
-    score = f.evidence.primary
-    topology = f.evidence.run.topology
+    score, topology = f.evidence.primary, f.evidence.run.topology
     if score is None:
         return
     busiest = score.max_ns / score.n
@@ -307,21 +300,17 @@ def _spoilt_texts(f: Diagnosis, found: Spoilt | None) -> dict[str, str]:
 
 
 def _limit(f: Diagnosis) -> Iterator[str]:
+    yield from replica_sentences(f.evidence.run, f.evidence.window)
     score = f.evidence.primary
     if score is None or f.limited_by is None:
         return
     busy, topology = score.rank0, f.evidence.run.topology
-    rank0 = max(busy, key=lambda name: busy[name])
-    slowest = max(score.places, key=lambda name: score.places[name])
-    policy, shorter = "the policy", "B"
+    rank0, slowest = (max(shares, key=shares.__getitem__) for shares in (busy, score.places))
+    policy, shorter, share = "the policy", "B", score.places[slowest]
     if slowest != "mesh":
         policy, shorter = topology.title(topology.policy_names.index(slowest) + 1), "place"
-    share, slow = score.places[slowest], slow_replica(f.evidence.window)
     if topology.has_replicas:
-        policy, shorter = f"each of {topology.replicas} replicas", "B or one more replica"
-    if slow is not None:
-        policy, shorter = f"replica {slow.rank}", "replica"
-        share = replica_shares(f.evidence.window)[slow.rank]
+        policy, shorter, share = pace_of(f.evidence.window, share)
     what = {"r0": "A + C", "r0A": "A", "r0C": "C", "gpu0": "A and C on one device"}[rank0]
     credit = wait_share(f.evidence.window, "w_credit_ns")
     yield {
@@ -337,10 +326,6 @@ def _limit(f: Diagnosis) -> Iterator[str]:
         "overhead-limited": "no stage and no queue sets the period: look for the GIL, "
         "collections, a busy host",
     }[f.limited_by]
-
-
-def _replicas(f: Diagnosis) -> Iterator[str]:
-    yield from replica_sentences(f.evidence.run, f.evidence.window)
 
 
 def _cut(f: Diagnosis) -> Iterator[str]:

@@ -294,7 +294,7 @@ def _bearing_losses(
     policy_ranks: tuple[PolicyRankPeer, ...],
     end: rank_exit.RankEnd,
 ) -> ReplicaLosses | None:
-    """What a lost replica means to the run; None: there are no replicas."""
+    """Returns the judge of lost replicas; None: there are no replicas."""
     if not isinstance(hops.into, ReplicasIn):
         return None
     losses = ReplicaLosses(config.placement.fewest, hops.into, policy_ranks, end.let_go)

@@ -288,8 +288,8 @@ class HostExecutor(OnHost):
             if nvtx_ranges.on:
                 nvtx_ranges.RECV.push(flight.epoch, flight.seq)
             flight.record.tRecv = now_ns()
-            if (answered := self._owner(index)) is not None:  # a result is a sign of life
-                answered.peer.last_heard_ns = flight.record.tRecv
+            # a result is a sign of life
+            self._owner(index).peer.last_heard_ns = flight.record.tRecv
             self._credits.receive(flight.record.tRecv)
             self._hand_over(flight)
             if nvtx_ranges.on:
@@ -325,8 +325,8 @@ class HostExecutor(OnHost):
                 raise
             self._losses.accept(policy_rank, error)
 
-    def _owner(self, index: int) -> PolicyRankPeer | None:
-        """Who has the result of an envelope: the last of a chain, or a replica."""
+    def _owner(self, index: int) -> PolicyRankPeer:
+        """Returns the policy rank that has the result: the last of a chain, or a replica."""
         return self._ranks[-1 if self._turns is None else self._turns.of(index).replica]
 
     def _glance(self) -> None:
