@@ -134,7 +134,7 @@ def drill(
         own = left[0].settings
         try:
             with started(folder / f"recovering{len(left)}", (*settings, *own)) as scene:
-                while left and left[0].settings == own and set(scene.codes()) == {None}:
+                while left and left[0].settings == own and scene.is_running:
                     add(recovers(scene, left.pop(0)))
         except Failed as error:  # to start
             add(not_started(left.pop(0), error))

@@ -266,6 +266,12 @@ class Scene:
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self.ranks.processes]
 
+    @property
+    def is_running(self) -> bool:
+        """True while rank 0 runs, and no other rank failed: a spare replica's guard ends with 0."""
+        rank0, *others = self.codes()
+        return rank0 is None and set(others) <= {None, 0}
+
     def _is_ready(self) -> bool | None:
         self._check_alive()
         if not self.ranks.directory.joinpath("run.json").exists() or not self.log_path(0).exists():
@@ -275,7 +281,7 @@ class Scene:
     def _check_alive(self) -> None:
         if any(code in (30, 31) for code in self.codes()):
             raise GateRefused(self.ranks.output()[-2000:])
-        if any(code is not None for code in self.codes()):
+        if not self.is_running:
             raise Failed(f"ranks ended with {self.codes()}:\n{self.ranks.output()[-2000:]}")
 
 
