@@ -11,7 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ppstream_kernels.source import VALUE_DTYPES, StreamSource, check_tensor, dtype_name, seen
+from ppstream_kernels.source import (
+    SCALED_DTYPES,
+    VALUE_DTYPES,
+    StreamSource,
+    check_tensor,
+    dtype_name,
+    seen,
+)
 
 
 def check_call(sources: Sequence[StreamSource], tgt_ns: Tensor) -> None:
@@ -54,22 +61,48 @@ def check_plan(sources: Sequence[StreamSource], steps: int, devices: Sequence[st
             )
 
 
+def check_scale(sources: Sequence[StreamSource], scale: Tensor) -> None:
+    """Raises ValueError unless ``scale`` is ``[sum of D]`` float32, contiguous, with the sources.
+
+    Its numbers are not read: they have to be positive and finite, as ``scale_for`` gives them.
+    """
+    check_tensor("scale", scale)
+    width, device = sum(source.values.shape[2] for source in sources), sources[0].values.device
+    fits = scale.shape == (width,) and scale.dtype is torch.float32 and scale.device == device
+    if not fits or not scale.is_contiguous():
+        raise ValueError(f"scale is {seen(scale)}, needs contiguous [{width}] float32 on {device}")
+
+
+def check_dtype(dtype: torch.dtype | None, scale: Tensor | None) -> None:
+    """Raises ValueError unless both are given, the dtype being one of 8 bits, or neither."""
+    if scale is None and dtype is None:
+        return
+    if scale is None or dtype not in SCALED_DTYPES:
+        allowed = " or ".join(map(dtype_name, SCALED_DTYPES))
+        given = "given" if scale is not None else "not given"
+        raise ValueError(
+            f"dtype is {dtype}, scale is {given}: needs {allowed} and a scale, or neither"
+        )
+
+
 def check_out(
     out: tuple[Tensor, Tensor, Tensor],
     trust_shape: tuple[int, ...],
     width: int,
     device: torch.device,
+    dtypes: tuple[torch.dtype, ...] = VALUE_DTYPES,
 ) -> None:
     """Raises ValueError unless ``out`` can be written in place.
 
     Args:
-        out: values ``[B, T, width]`` in any value dtype, valid bool, age_s float32; contiguous.
+        out: values ``[B, T, width]`` in one of ``dtypes``, valid bool, age_s float32; contiguous.
         trust_shape: the shape of valid and age_s, which begins with ``(B, T)``.
         width: the sum of all D.
         device: where all of them must be.
+        dtypes: default those of values.
     """
     values, valid, age_s = out
-    _check_tensor("values", values, (*trust_shape[:2], width), VALUE_DTYPES, device)
+    _check_tensor("values", values, (*trust_shape[:2], width), dtypes, device)
     _check_tensor("valid", valid, trust_shape, (torch.bool,), device)
     _check_tensor("age_s", age_s, trust_shape, (torch.float32,), device)
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ppstream_kernels.bracket import PICKING_MODES, Brackets
-from ppstream_kernels.mixing import MIXES, Doubles, linear
+from ppstream_kernels.mixing import MIXES, Doubles, cubic_weight, linear
+from ppstream_kernels.outer_samples import OuterSamples
 from ppstream_kernels.rings import Bools, Int64s
 from ppstream_kernels.source import Columns
 
@@ -26,7 +27,9 @@ Array: TypeAlias = NDArray[Any]
 
 FEW_ELEMENTS: Final = 4096  # up to here float64 in numpy beats torch.lerp (fewer, cheaper calls)
 _PART_BYTES: Final = 512 << 10  # of one sample each; two parts and the output stay in L2
+_CURVED_PART_BYTES: Final = 64 << 10  # a dozen parts stay in L2
 _HALVES: Final = (torch.bfloat16, torch.float16)
+_ALL: Final = slice(None)
 
 
 class _Stream(NamedTuple):
@@ -35,6 +38,7 @@ class _Stream(NamedTuple):
     rows_2BT: Int64s  # of the brackets
     weight_M1: Doubles
     nameless_M1: Bools | None  # of slerp: targets whose quaternions name no rotation
+    outer: OuterSamples | None  # of cubic
     dtype: torch.dtype
     mode: str
     columns: slice  # of the output
@@ -48,10 +52,15 @@ class BlendOutput(NamedTuple):
 
 
 class Blend:
-    """Writes the values of one set of streams from their brackets, whose memory it reads."""
+    """Writes the values of one set of streams from their brackets, whose memory it reads.
 
-    def __init__(self, columns: Columns, found: Brackets) -> None:
+    ``wide``: large linear streams are mixed as small ones are, so that no bit of a row depends on
+    how many rows there are.
+    """
+
+    def __init__(self, columns: Columns, found: Brackets, *, wide: bool = False) -> None:
         self._found = found
+        self._is_wide = wide
         self._weight_SBT: Doubles = np.empty(found.past_ns_SBT.shape)
         self._streams = _streams(columns, found, self._weight_SBT)
         small = [stream for stream in self._streams if _is_small_linear(stream)]
@@ -65,7 +74,10 @@ class Blend:
         if self._small is not None:
             self._small.write(out)
         for stream in self._others:
-            _write_alone(stream, out)
+            if self._is_wide and stream.mode == "linear" and stream.dtype is not torch.float64:
+                _mix_in_parts(stream, out)
+            else:
+                _write_alone(stream, out)
         if found.empty_SB is not None:
             for empty_B, stream in zip(found.empty_SB, self._streams, strict=True):
                 out.tensor_BTW[torch.from_numpy(empty_B), :, stream.columns] = 0
@@ -92,6 +104,7 @@ def _streams(columns: Columns, found: Brackets, weight_SBT: Doubles) -> list[_St
                 found.rows_2SBT[:, s],
                 weight_SBT[s].reshape(-1, 1),
                 nameless_M1,
+                found.outer.get(s),
                 samples.dtype,
                 mode,
                 slice(left, stop),
@@ -172,6 +185,8 @@ def _write_alone(stream: _Stream, out: BlendOutput) -> None:
         _copy_first(stream, rows_2M[0], out)
     elif stream.mode == "linear":
         _lerp_in_parts(stream, rows_2M, out)
+    elif stream.outer is not None:
+        _cubic_in_parts(stream, stream.outer, rows_2M, out)
     else:
         pair_2MD = stream.samples_RD.take(rows_2M, 0, mode="wrap")
         if stream.dtype in _HALVES:
@@ -219,6 +234,46 @@ def _lerp_in_parts(stream: _Stream, rows_2M: Int64s, out: BlendOutput) -> None:
             out.tensor_BTW.flatten(0, 1)[start:stop, stream.columns] = first
 
 
+def _cubic_in_parts(
+    stream: _Stream, outer: OuterSamples, rows_2M: Int64s, out: BlendOutput
+) -> None:
+    """In float64, from the closer of the two samples: exact at both, never beyond either."""
+    targets = rows_2M.shape[1]
+    before_M, after_M = outer.rows_2BT.reshape(2, targets)
+    rows_4M = np.stack([before_M, *rows_2M, after_M])
+    ratios_2M1 = outer.ratios_2BT.reshape(2, targets, 1)
+    step = max(1, _CURVED_PART_BYTES // max(8, 8 * stream.samples_RD.shape[1]))
+    for start in range(0, targets, step):
+        part = slice(start, min(start + step, targets))
+        samples_4PD = stream.samples_RD.take(rows_4M[:, part], 0, mode="wrap")
+        if stream.dtype in _HALVES:
+            samples_4PD = _tensor(samples_4PD, stream.dtype).double().numpy()
+        samples_4PD = samples_4PD.astype(np.float64, copy=False)
+        with np.errstate(invalid="ignore", over="ignore"):  # samples that are not finite
+            rises_3PD = np.diff(samples_4PD, axis=0)
+            way_PD = cubic_weight(rises_3PD, ratios_2M1[:, part], stream.weight_M1[part])
+            is_closer_PD = way_PD > 0.5
+            way_PD -= is_closer_PD
+            way_PD *= rises_3PD[1]
+            way_PD += np.where(is_closer_PD, samples_4PD[2], samples_4PD[1])
+        _round_into(out, stream.columns, way_PD, part)
+
+
+def _mix_in_parts(stream: _Stream, out: BlendOutput) -> None:
+    """``mixing.linear`` in float64, as ``_SmallLinear`` does, step by step: nothing is fused."""
+    samples, rows_2M = _tensor(stream.samples_RD, stream.dtype), stream.rows_2BT.reshape(2, -1)
+    weight_M1 = torch.from_numpy(stream.weight_M1)
+    step = max(1, _PART_BYTES // (2 * stream.samples_RD.shape[1] * weight_M1.itemsize))
+    out_MD = out.tensor_BTW.flatten(0, 1)[:, stream.columns]
+    for part in range(0, len(weight_M1), step):
+        span = slice(part, part + step)
+        first, second = (
+            samples.index_select(0, torch.from_numpy(rows_M[span] % len(samples))).double()
+            for rows_M in rows_2M
+        )
+        out_MD[span] = second.sub_(first).mul_(weight_M1[span]).add_(first)
+
+
 class _Scratch(threading.local):
     """Memory in which samples are gathered: fresh memory would cost a page fault per 4 KiB."""
 
@@ -239,11 +294,11 @@ class _Scratch(threading.local):
 _scratch: Final = _Scratch()
 
 
-def _round_into(out: BlendOutput, columns: slice, mixed_MD: Doubles) -> None:
+def _round_into(out: BlendOutput, columns: slice, mixed_MD: Doubles, targets: slice = _ALL) -> None:
     if out.tensor_BTW.dtype in _HALVES:
-        out.tensor_BTW.flatten(0, 1)[:, columns] = torch.from_numpy(mixed_MD)
+        out.tensor_BTW.flatten(0, 1)[targets, columns] = torch.from_numpy(mixed_MD)
     else:
-        out.array_MW[:, columns] = mixed_MD
+        out.array_MW[targets, columns] = mixed_MD
 
 
 def _array(tensor: Tensor) -> Array:

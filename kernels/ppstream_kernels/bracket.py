@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ppstream_kernels.outer_samples import OuterSamples
 from ppstream_kernels.rings import (
     Bools,
     Int64s,
@@ -54,7 +55,8 @@ class Brackets:
     ``gap_ns_SBT`` the second minus the first; gap 0: the first one alone counts. Both are unsigned
     and so right at any distance; before the oldest sample, where none has ``passed``, past means
     nothing. Of a picking mode the first is the one picked, past is its age (0 where it is newer
-    than the target) and ``distance_ns_SBT`` is how far it lies from the target.
+    than the target) and ``distance_ns_SBT`` is how far it lies from the target. ``outer`` has
+    the samples on either side of each bracket, by stream of ``cubic``.
 
     Args:
         columns: the streams.
@@ -78,6 +80,11 @@ class Brackets:
         self.distance_ns_SBT: Uint64s = np.empty_like(self.past_ns_SBT)
         self.empty_SB: Bools | None = None  # rows without samples, if any: times are 0 there
         self.nameless_BT: dict[int, Bools] = {}  # by stream of slerp: written with its values
+        self.outer = {
+            s: OuterSamples(ring, targets, columns.max_gap_ns[s], distinct=distinct)
+            for s, ring in enumerate(rings)
+            if columns.modes[s] == "cubic"
+        }
         self._is_distinct = distinct
         memory = (self.passed_SBT, *self.rows_2SBT, *self.times_2SBT, self.distance_ns_SBT)
         self._lines = [_Line(*line) for line in zip(rings, *memory, strict=True)]
@@ -157,10 +164,12 @@ class Brackets:
             self._find_first_of_equals()
             np.add(first_SBT, self._low_SB1, first_SBT)
             np.copyto(second_SBT, first_SBT, where=second_SBT > self._high_SB1)
-            return
-        np.subtract(second_SBT, 1, first_SBT)
-        np.maximum(first_SBT, self._low_SB1, out=first_SBT)
-        np.minimum(second_SBT, self._high_SB1, out=second_SBT)
+        else:
+            np.subtract(second_SBT, 1, first_SBT)
+            np.maximum(first_SBT, self._low_SB1, out=first_SBT)
+            np.minimum(second_SBT, self._high_SB1, out=second_SBT)
+        for s, outer in self.outer.items():
+            outer.find(first_SBT[s] - self._low_SB1[s], self.passed_SBT[s])
 
     def _find_first_of_equals(self) -> None:
         for line in self._lines:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ppstream_kernels.blend import Blend, BlendOutput, output_of
 from ppstream_kernels.bracket import Brackets
+from ppstream_kernels.quantisation import round_into
 from ppstream_kernels.rings import Bools, Int64s
 from ppstream_kernels.source import Columns
 from ppstream_kernels.trust import Float32s, Trust
@@ -28,12 +30,25 @@ class CpuPlan:
         columns: streams whose arguments are checked, except for the numbers in counts and heads.
         targets: T.
         distinct: no row holds two equal stamps.
+        scale: ``[sum of D]`` of outputs in 8 bits; else none.
+        wide: linear is mixed in float64 whatever the size.
     """
 
-    def __init__(self, columns: Columns, targets: int, *, distinct: bool = False) -> None:
+    def __init__(
+        self,
+        columns: Columns,
+        targets: int,
+        *,
+        distinct: bool = False,
+        scale: Tensor | None = None,
+        wide: bool = False,
+    ) -> None:
         rows = columns.stamps_ns[0].shape[0]
+        self._scale, self._unscaled = scale, torch.empty(0)
+        if scale is not None:
+            self._unscaled = torch.empty(rows, targets, len(scale))
         self._brackets = Brackets(columns, rows, targets, distinct=distinct)
-        self._blend = Blend(columns, self._brackets)
+        self._blend = Blend(columns, self._brackets, wide=wide)
         self._trust = Trust(columns, self._brackets)
 
     def bind(
@@ -50,11 +65,19 @@ class CpuPlan:
         by_stream = (2, 0, 1)
         valid_SBT = valid.numpy().transpose(by_stream)
         age_s_SBT = age_s.numpy().transpose(by_stream)
-        return partial(self._run, tgt_ns.numpy(), output_of(values), valid_SBT, age_s_SBT)
+        if self._scale is None:
+            return partial(self._run, tgt_ns.numpy(), output_of(values), valid_SBT, age_s_SBT)
+        wide = output_of(self._unscaled)
+        write = partial(self._run, tgt_ns.numpy(), wide, valid_SBT, age_s_SBT)
+        return partial(self._run_scaled, write, self._scale, values)
 
     def run(self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor) -> None:
         """Runs what ``bind`` prepares, once."""
         self.bind(tgt_ns, values, valid, age_s)()
+
+    def _run_scaled(self, write: Callable[[], None], scale: Tensor, values: Tensor) -> None:
+        write()
+        round_into(self._unscaled, scale, values)
 
     def _run(
         self, tgt_ns_BT: Int64s, values: BlendOutput, valid_SBT: Bools, age_s_SBT: Float32s
@@ -65,7 +88,13 @@ class CpuPlan:
 
 
 def resample_streams_out(
-    columns: Columns, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
+    columns: Columns,
+    tgt_ns: Tensor,
+    values: Tensor,
+    valid: Tensor,
+    age_s: Tensor,
+    scale: Tensor | None = None,
 ) -> None:
     """A plan for one call; targets may be strided."""
-    CpuPlan(columns, tgt_ns.shape[1]).run(tgt_ns.contiguous(), values, valid, age_s)
+    plan = CpuPlan(columns, tgt_ns.shape[1], scale=scale)
+    plan.run(tgt_ns.contiguous(), values, valid, age_s)

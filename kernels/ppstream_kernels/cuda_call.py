@@ -20,16 +20,19 @@ from ppstream_kernels.source import MODES, NO_LIMIT, Columns
 MOST_STREAMS: Final = 24  # per launch: 4 KiB of kernel parameters
 _CAPACITIES: Final = (1, 4, MOST_STREAMS)  # that the kernel is compiled for
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # DTYPE_* in order
+_OUT_DTYPES: Final = (*_DTYPES, torch.int8, torch.float8_e4m3fn)
 _TURNING_MODES: Final = ("slerp", "angle")
+_RARE_MODES: Final = (*_TURNING_MODES, "cubic")  # compiled for launches that need them alone
+_CUBIC_WORDS: Final = 3  # per target: a place, and what lies beside
 _WORD_BYTES: Final = 16  # widest read and write
 _PREFETCHING_CAPABILITY: Final = (9, 0)
 
 _MOST_GRID_Y: Final = 65535
 _MOST_RING_ELEMENTS: Final = 2**31 - 1  # the kernel counts elements of a ring in 32 bits
 
-_HEADER: Final = struct.Struct("=4Q2q6i")
+_HEADER: Final = struct.Struct("=5Q2q6i")
 _STREAM: Final = struct.Struct("=4Q9q14i")
-HEADER_ADDRESSES: Final = struct.Struct("=4Q")  # values, valid, age_s, tgt_ns
+HEADER_ADDRESSES: Final = struct.Struct("=5Q")  # values, valid, age_s, tgt_ns, scale
 STREAM_ADDRESSES: Final = struct.Struct("=4Q")  # values, stamps_ns, counts, heads
 
 
@@ -82,7 +85,9 @@ def _make_form(
     packs = [_pack(columns, s) for s in group]
     items = [_items(columns, s, pack) for s, pack in zip(group, packs, strict=True)]
     slots = [columns.values[s].shape[1] for s in group]
-    tiling = choose_tiles(rows, targets, [*map(Load, items, slots)], gpu.multiprocessors)
+    words = [_CUBIC_WORDS if columns.modes[s] == "cubic" else 1 for s in group]
+    loads = [*map(Load, items, slots, words)]
+    tiling = choose_tiles(rows, targets, loads, gpu.multiprocessors)
     is_asked_ahead = _is_asked_ahead(columns, group, targets, gpu)
     described, first_tile = b"", 0
     for place, s in enumerate(group):
@@ -122,7 +127,7 @@ def _unsigned(limit_ns: int) -> int:
 
 def _header(tgt_ns: Tensor, width: int, streams: int, group: range) -> bytes:
     counts = (*tgt_ns.shape, width, streams, group.start, len(group))
-    return _HEADER.pack(0, 0, 0, 0, *tgt_ns.stride(), *counts)
+    return _HEADER.pack(0, 0, 0, 0, 0, *tgt_ns.stride(), *counts)
 
 
 def _grid(tiles: int, rows: int) -> tuple[int, int, int]:
@@ -131,20 +136,20 @@ def _grid(tiles: int, rows: int) -> tuple[int, int, int]:
 
 
 def _variant(columns: Columns, group: range, out_values: Tensor) -> Variant:
-    """Lean code for what is common: a launch of straight lines carries no trigonometry."""
+    """Lean code for what is common: a launch of straight lines carries neither turns nor curves."""
     capacity = next(capacity for capacity in _CAPACITIES if capacity >= len(group))
     dtypes = {_DTYPES.index(columns.values[s].dtype) for s in group}
     modes = {MODES.index(columns.modes[s]) for s in group}
-    turning = sum(1 << mode for mode in modes if MODES[mode] in _TURNING_MODES)
+    rare = sum(1 << mode for mode in modes if MODES[mode] in _RARE_MODES)
     rings = [(columns.counts[s], columns.heads[s]) for s in group]
     is_turned = any(one is not None for ring in rings for one in ring)
     is_long = any(stage_shift(columns.values[s].shape[1]) for s in group)
-    straight = sum(1 << at for at, mode in enumerate(MODES) if mode not in _TURNING_MODES)
+    straight = sum(1 << at for at, mode in enumerate(MODES) if mode not in _RARE_MODES)
     return Variant(
         capacity,
-        _DTYPES.index(out_values.dtype),
+        _OUT_DTYPES.index(out_values.dtype),
         sum(1 << dtype for dtype in dtypes),
-        straight | turning,
+        straight | rare,
         is_turned | is_long << 1,
     )
 

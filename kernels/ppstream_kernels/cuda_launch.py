@@ -23,7 +23,7 @@ from ppstream_kernels.cuda_call import (
 from ppstream_kernels.cuda_compile import Variant, import_cuda
 from ppstream_kernels.cuda_load import load_kernels
 
-Addresses: TypeAlias = tuple[int, int, int, int]
+Addresses: TypeAlias = tuple[int, ...]
 
 _INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread has not used CUDA yet
 
@@ -75,7 +75,7 @@ def make_queue(
 
     Args:
         prepared: what is launched.
-        header: addresses of values, valid, age_s and tgt_ns.
+        header: addresses of values, valid, age_s, tgt_ns and scale, 0 where absent.
         streams: addresses of values, stamps_ns, counts and heads of every stream of the call,
             served by this launch or not; 0 where absent.
 

@@ -102,8 +102,10 @@ def resample_streams_out(
     out_values: Tensor,
     out_valid: Tensor,
     out_age_s: Tensor,
+    scale: Tensor | None = None,
 ) -> None:
     key: Key = (
+        0 if scale is None else scale.data_ptr(),
         tgt_ns.data_ptr(),
         out_values.data_ptr(),
         out_valid.data_ptr(),
@@ -123,9 +125,15 @@ def resample_streams_out(
     queue = kept.queues.get(key)
     if queue is None:
         many = Columns(values, stamps_ns, counts, heads, modes, max_gap_ns, max_age_ns)
-        queue = kept.forms.queue(many, tgt_ns, out_values, out_valid, out_age_s)
+        queue = kept.forms.queue(many, tgt_ns, out_values, out_valid, out_age_s, scale)
         keep(kept.queues, key, queue)
     queue()
+
+
+def resample_scaled_out(*arguments: Any) -> None:
+    """``resample_streams_out`` with the scale before the outputs, as the op has it."""
+    many, scale = arguments[: ops.GIVEN_TO_MANY], arguments[ops.GIVEN_TO_MANY]
+    resample_streams_out(*(*many, *arguments[ops.GIVEN_TO_SCALED :], scale))
 
 
 _IMPLEMENTED: Final[dict[str, Callable[..., object]]] = {
@@ -136,6 +144,8 @@ _IMPLEMENTED: Final[dict[str, Callable[..., object]]] = {
         ops.resample_streams_fake, resample_streams_out, ops.GIVEN_TO_MANY
     ),
     "resample_streams_out": resample_streams_out,
+    "resample_scaled": ops.allocating_scaled(resample_scaled_out),
+    "resample_scaled_out": resample_scaled_out,
 }
 for _name, _implementation in _IMPLEMENTED.items():
     ops.LIBRARY.impl(_name, _implementation, "CUDA")

@@ -30,13 +30,23 @@ class CudaPlan:
         columns: on one CUDA device; checked.
         steps: targets per row and call; they come with the call.
         distinct: of no account here: looking for equal stamps costs a GPU nothing.
+        scale: ``[sum of D]`` of outputs in 8 bits; else none.
+        wide: of no account here: a GPU computes every row alike.
 
     Raises:
         RuntimeError: by a call: cuda-core is missing, or the driver refuses the kernel.
     """
 
-    def __init__(self, columns: Columns, steps: int, *, distinct: bool = False) -> None:
-        self._columns, self._forms = columns, Forms()
+    def __init__(
+        self,
+        columns: Columns,
+        steps: int,
+        *,
+        distinct: bool = False,
+        scale: Tensor | None = None,
+        wide: bool = False,
+    ) -> None:
+        self._columns, self._forms, self._scale = columns, Forms(), scale
         self._queues: dict[Key, Queue] = {}
 
     def run(self, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor) -> None:
@@ -50,7 +60,7 @@ class CudaPlan:
         )
         queue = self._queues.get(key)
         if queue is None:
-            queue = self._forms.queue(self._columns, tgt_ns, values, valid, age_s)
+            queue = self._forms.queue(self._columns, tgt_ns, values, valid, age_s, self._scale)
             keep(self._queues, key, queue)
         queue()
 
@@ -68,12 +78,18 @@ class Forms:
         self._of: dict[Key, Sequence[Prepared]] = {}
 
     def queue(
-        self, columns: Columns, tgt_ns: Tensor, values: Tensor, valid: Tensor, age_s: Tensor
+        self,
+        columns: Columns,
+        tgt_ns: Tensor,
+        values: Tensor,
+        valid: Tensor,
+        age_s: Tensor,
+        scale: Tensor | None = None,
     ) -> Queue:
         """Returns a call that queues writing the last three, until a tensor lies elsewhere.
 
         Outputs are values ``[B, T, sum of D]``, valid and age_s ``[B, T, S]``, contiguous;
-        arguments are checked.
+        arguments are checked. ``scale`` comes with values in 8 bits.
 
         Raises:
             RuntimeError: cuda-core is missing, or does not get on with this GPU or driver.
@@ -84,7 +100,8 @@ class Forms:
         if forms is None:
             forms = _prepare(columns, tgt_ns, values)
             keep(self._of, key, forms)
-        header = (values.data_ptr(), valid.data_ptr(), age_s.data_ptr(), tgt_ns.data_ptr())
+        written = (values.data_ptr(), valid.data_ptr(), age_s.data_ptr())
+        header = (*written, tgt_ns.data_ptr(), 0 if scale is None else scale.data_ptr())
         streams = [_addresses(*stream) for stream in zip(*columns[:4], strict=True)]
         return _one_after_another([make_queue(form, header, streams) for form in forms])
 

@@ -1,5 +1,9 @@
 """Launches ``put.cu``: a message into another device's memory, and its count, in one kernel.
 
+``Puts`` takes count and header with each launch. A launch of ``put_stamped`` never changes: it
+reads them from host memory, and leaves there when it began, when all was counted, and words of what
+the host wants to know; ``cuda_stamped.py`` makes these.
+
 No synchronisation and no allocation once made. Addresses are plain numbers: the maker of the
 launches keeps the memory.
 """
@@ -24,6 +28,7 @@ HEADER_WORDS: Final = 16  # most
 
 _FIXED: Final = struct.Struct("=4Qq")  # from, to, counter, arrived, bytes
 _COUNTED: Final = struct.Struct("=q")  # value
+_STAMPED: Final = struct.Struct("=5Qq")  # now, began, ended, named, names, name_words
 _MESSAGE: Final = _FIXED.size + _COUNTED.size + (1 + HEADER_WORDS) * 8
 _BLOCK_BYTES: Final = 1 << 15  # of a message that one block takes
 _MOST_BLOCKS: Final = 32
@@ -39,6 +44,26 @@ class Route(NamedTuple):
     source: int  # an address of this device
     target: int  # one that this device can write
     size: int  # in bytes
+
+
+class Stamps(NamedTuple):
+    """Host memory of one message that ``put_stamped`` sends: addresses of int64 words.
+
+    Attributes:
+        now: the count, then the header; read by each launch.
+        began: the device's time when it began; written first.
+        ended: the device's time when all was counted; written last. 0: nobody asks.
+        names: where words of device memory are copied to.
+        named: these words.
+        name_words: how many.
+    """
+
+    now: int
+    began: int
+    ended: int = 0
+    names: int = 0
+    named: int = 0
+    name_words: int = 0
 
 
 class Puts:
@@ -59,7 +84,9 @@ class Puts:
     def __init__(self, device: Device, routes: Sequence[Route], counter: int) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         driver = import_cuda("cuda.bindings.driver")
-        kernel = driver.CUfunction(_kernel(index))  # once: the driver's call takes it as it is
+        kernel = driver.CUfunction(
+            kernels(index)["put"]
+        )  # once: the driver's call takes it as it is
         self._launch: Any = driver.cuLaunchKernel
         self._arrived = torch.zeros(len(routes) + 1, dtype=torch.int32, device=device)
         arrived = self._arrived.data_ptr()
@@ -103,6 +130,21 @@ def grid(size: int) -> tuple[int, int]:
     return blocks, min(_MOST_THREADS, max(1, warps) * _WARP)
 
 
+def pack_stamped(
+    route: Route, counter: int, arrived: int, stamps: Stamps, header_words: int
+) -> bytes:
+    """Packs the arguments of ``put_stamped``.
+
+    Raises:
+        ValueError: the header is too long.
+    """
+    memory = bytearray(_MESSAGE)
+    pack_route(memory, 0, route, counter, arrived)
+    pack_header(memory, 0, [0] * header_words)
+    now, began, ended, names, named, name_words = stamps
+    return bytes(memory) + _STAMPED.pack(now, began, ended, named, names, name_words)
+
+
 def pack_route(memory: Any, message: int, route: Route, counter: int, arrived: int) -> None:
     """Packs what stays the same from one sending of ``message`` to the next."""
     source, target, size = route
@@ -132,6 +174,6 @@ def _headers(words: int) -> struct.Struct:
 
 
 @cache
-def _kernel(index: int) -> int:
-    """The driver's handle of the kernel."""
-    return load_kernels(index, ("put",), Plain(), PUT)["put"]
+def kernels(index: int) -> dict[str, int]:
+    """The driver's handles of the kernels, by name."""
+    return load_kernels(index, ("put", "put_stamped"), Plain(), PUT)

@@ -6,7 +6,6 @@ Addresses are plain numbers: the owner of a launch keeps the memory.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +16,7 @@ from torch import device as Device
 
 from ppstream_kernels.cuda_compile import RINGS, Plain, import_cuda
 from ppstream_kernels.cuda_load import load_kernels
+from ppstream_kernels.kernel_launch import THREADS, KernelLaunch, checked, index_of
 
 TABLES: Final = 16  # kept: a window may stand between two of its reads while so many are written
 RECORD_WORDS: Final = 2  # number of the window and of its table, before the table
@@ -30,7 +30,6 @@ _LANE: Final = struct.Struct("=2Q2q")
 
 _NAMES: Final = ("scatter", "begin", "prefix", "frames")
 _SCATTER_BLOCKS: Final = 64
-_THREADS: Final = 256
 _MOST_THREADS: Final = 1024  # of the one block that begins a window of many targets
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 _THREAD_LOCAL_CAPTURE: Final = "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"
@@ -43,33 +42,6 @@ class Lane(NamedTuple):
     stamps_ns: int
     slots: int
     words: int
-
-
-class KernelLaunch:
-    """A kernel with its arguments: ``queue`` puts it on torch's current stream."""
-
-    def __init__(
-        self,
-        name: str,
-        device: Device,
-        grid: tuple[int, int, int],
-        arguments: bytes,
-        threads: int = _THREADS,
-    ) -> None:
-        self._kernel = _kernels(_index(device))[name]
-        self._memory = ctypes.create_string_buffer(arguments, len(arguments))
-        self._argument = ctypes.c_void_p(ctypes.addressof(self._memory))
-        self._size = (*grid, threads, 1, 1, 0)
-        self._address = ctypes.addressof(self._argument)
-        self._launch: Callable[..., Any] = _driver().cuLaunchKernel
-
-    def queue(self, stream: int) -> None:
-        """Queues the kernel on the driver's ``stream``.
-
-        Raises:
-            RuntimeError: the driver refuses it.
-        """
-        _checked(self._launch(self._kernel, *self._size, stream, self._address, 0))
 
 
 class ScatterCall(NamedTuple):
@@ -152,27 +124,27 @@ class FramesCall(NamedTuple):
 
 def scatter(device: Device, call: ScatterCall) -> KernelLaunch:
     """Takes over the block at ``call.block``, and then its table."""
-    return KernelLaunch("scatter", device, (_SCATTER_BLOCKS, 1, 1), _SCATTER.pack(*call))
+    return KernelLaunch(_kernel("scatter", device), (_SCATTER_BLOCKS, 1, 1), _SCATTER.pack(*call))
 
 
 def begin(device: Device, call: BeginCall) -> KernelLaunch:
     """Fixes what the next window uses, as the rings are when it runs."""
-    threads = _THREADS if call.batch * call.steps <= _THREADS else _MOST_THREADS
-    return KernelLaunch("begin", device, (1, 1, 1), _BEGIN.pack(*call), threads)
+    threads = THREADS if call.batch * call.steps <= THREADS else _MOST_THREADS
+    return KernelLaunch(_kernel("begin", device), (1, 1, 1), _BEGIN.pack(*call), threads)
 
 
 def prefix(device: Device, call: PrefixCall, *, batch: int) -> KernelLaunch:
     """Actions that each robot of the batch executes while its next chunk is made."""
-    return KernelLaunch("prefix", device, (batch, 1, 1), _PREFIX.pack(*call))
+    return KernelLaunch(_kernel("prefix", device), (batch, 1, 1), _PREFIX.pack(*call))
 
 
 def frames(device: Device, call: FramesCall, *, batch: int, newest: int) -> KernelLaunch:
     """The ``newest`` frames of every row of the batch, oldest first."""
     *addresses, scale, shift, slots, from_height, from_width, height, width, is_half = call
     sizes = (slots, from_height, from_width, height, width, int(is_half))
-    blocks = -(-height * width // _THREADS)
+    blocks = -(-height * width // THREADS)
     packed = _FRAMES.pack(*addresses, *scale, *shift, *sizes)
-    return KernelLaunch("frames", device, (blocks, newest, batch), packed)
+    return KernelLaunch(_kernel("frames", device), (blocks, newest, batch), packed)
 
 
 def pack_lanes(lanes: list[Lane]) -> bytes:
@@ -182,7 +154,7 @@ def pack_lanes(lanes: list[Lane]) -> bytes:
 
 def copy_to_device(to: int, source: int, size_bytes: int, stream: int) -> None:
     """Queues a copy from pinned memory."""
-    _checked(_driver().cuMemcpyHtoDAsync(to, source, size_bytes, stream))
+    checked(_driver().cuMemcpyHtoDAsync(to, source, size_bytes, stream))
 
 
 class Recorded:
@@ -191,6 +163,7 @@ class Recorded:
     Whatever it launches was launched before: nothing may be loaded while it is recorded.
 
     Attributes:
+        graph: the driver's, as it was captured.
         nodes: kernels, copies and memsets of one ``queue``.
     """
 
@@ -199,29 +172,18 @@ class Recorded:
         stream = _cuda.Stream(device)
         mode = getattr(driver.CUstreamCaptureMode, _THREAD_LOCAL_CAPTURE)
         with torch.cuda.stream(stream):
-            _checked(driver.cuStreamBeginCapture(stream.cuda_stream, mode))
+            checked(driver.cuStreamBeginCapture(stream.cuda_stream, mode))
             try:
                 queue(stream.cuda_stream)
             finally:
-                (self._graph,) = _checked(driver.cuStreamEndCapture(stream.cuda_stream))
-        self.nodes: int = _checked(driver.cuGraphGetNodes(self._graph, 0))[-1]
-        (self._executable,) = _checked(driver.cuGraphInstantiate(self._graph, 0))
+                (self.graph,) = checked(driver.cuStreamEndCapture(stream.cuda_stream))
+        self.nodes: int = checked(driver.cuGraphGetNodes(self.graph, 0))[-1]
+        (self._executable,) = checked(driver.cuGraphInstantiate(self.graph, 0))
         self._launch: Callable[..., Any] = driver.cuGraphLaunch
 
     def queue(self, stream: int) -> None:
         """Queues all of it on the driver's ``stream``."""
-        _checked(self._launch(self._executable, stream))
-
-
-def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns what a call of the driver gave.
-
-    Raises:
-        RuntimeError: it gave an error.
-    """
-    if answer[0] != 0:
-        raise RuntimeError(f"the CUDA driver refuses: {answer[0]!r}")
-    return answer[1:]
+        checked(self._launch(self._executable, stream))
 
 
 @cache
@@ -229,8 +191,8 @@ def _driver() -> Any:
     return import_cuda("cuda.bindings.driver")
 
 
-def _index(device: Device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+def _kernel(name: str, device: Device) -> int:
+    return _kernels(index_of(device))[name]
 
 
 @cache

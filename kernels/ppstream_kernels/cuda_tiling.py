@@ -27,6 +27,7 @@ class Load(NamedTuple):
 
     items: int  # per target
     slots: int
+    place_words: int = 1  # of 16 bytes of shared memory, per target
 
 
 class Tiling(NamedTuple):
@@ -58,7 +59,9 @@ def _tile_targets(targets: int, items: int, load: Load) -> int:
 
 
 def _shared_bytes(tile_targets: int, load: Load) -> int:
-    return 16 * tile_targets + 8 * (((load.slots - 1) >> stage_shift(load.slots)) + 1)
+    return 16 * load.place_words * tile_targets + 8 * (
+        ((load.slots - 1) >> stage_shift(load.slots)) + 1
+    )
 
 
 def stage_shift(slots: int) -> int:

@@ -4,6 +4,9 @@ Half the time of the driver's own wait, both when the count comes and when it is
 holds one warp's place on a multiprocessor: a kernel beside it that fills the device takes up to a
 quarter longer, so it belongs into the stream of a stage that has nothing to do meanwhile. It ends
 when the counter moves, as the driver's wait does, and has no time-out: a robot may rest for a day.
+
+``Waits`` takes the value with each launch. A launch of ``wait_stamped`` never changes: it reads the
+value from host memory, and leaves there when it ended; ``cuda_stamped.py`` makes these.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import ctypes
 import struct
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import device as Device
@@ -23,10 +26,32 @@ from ppstream_kernels.cuda_load import load_kernels
 WAIT: Final = Path(__file__).with_name("wait.cu")
 ARGUMENTS: Final = struct.Struct("=QI")  # counter, value
 
+_STAMPED: Final = struct.Struct("=4Q")  # counter, other, now, ended
 _VALUE_AT: Final = 8
 _VALUE: Final = struct.Struct("=I")
 _WRAP: Final = 1 << 32
-_ONE_WARP: Final = (1, 1, 1, 32, 1, 1, 0)  # blocks, threads, shared memory
+_WARP: Final = 32
+_ONE_WARP: Final = (1, 1, 1, _WARP, 1, 1, 0)  # blocks, threads, shared memory
+
+
+class StampedWait(NamedTuple):
+    """Arguments of ``wait_stamped``, all addresses.
+
+    Attributes:
+        counter: 32 bits that this device reaches.
+        now: int64 words of the host's: the counter's value that is waited for, then the other's.
+        ended: an int64 word of the host's: the device's time when it ended.
+        other: a second counter, of this device's own; 0: none.
+    """
+
+    counter: int
+    now: int
+    ended: int
+    other: int = 0
+
+    def packed(self) -> bytes:
+        """As ``wait.cu`` reads them."""
+        return _STAMPED.pack(self.counter, self.other, self.now, self.ended)
 
 
 class Waits:
@@ -45,7 +70,7 @@ class Waits:
     def __init__(self, device: Device, counter: int) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         driver = import_cuda("cuda.bindings.driver")
-        self._kernel: Any = driver.CUfunction(_kernel(index))
+        self._kernel: Any = driver.CUfunction(kernels(index)["wait_for_count"])
         self._launch: Any = driver.cuLaunchKernel
         self._memory = ctypes.create_string_buffer(ARGUMENTS.size)
         base = ctypes.addressof(self._memory)
@@ -70,6 +95,6 @@ class Waits:
 
 
 @cache
-def _kernel(index: int) -> int:
-    """The driver's handle of the kernel."""
-    return load_kernels(index, ("wait_for_count",), Plain(), WAIT)["wait_for_count"]
+def kernels(index: int) -> dict[str, int]:
+    """The driver's handles of the kernels, by name."""
+    return load_kernels(index, ("wait_for_count", "wait_stamped"), Plain(), WAIT)

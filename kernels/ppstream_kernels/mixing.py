@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 # M=targets of all rows D=dims
 
 Doubles: TypeAlias = NDArray[np.float64]
+Bools: TypeAlias = NDArray[np.bool_]
 
 
 def linear(
@@ -48,6 +49,64 @@ def slerp(first_M4: Doubles, second_M4: Doubles, weight_M1: Doubles) -> Doubles:
 def angle(first_MD: Doubles, second_MD: Doubles, weight_M1: Doubles) -> Doubles:
     """Radians, turned the shorter way and wrapped to (-pi, pi]."""
     return _wrapped(first_MD + weight_M1 * _wrapped(second_MD - first_MD))
+
+
+def cubic_weight(rises_3MD: Doubles, ratios_2M1: Doubles, weight_M1: Doubles) -> Doubles:
+    """Fraction of the way from the first sample to the second, on a monotone cubic; in 0..1.
+
+    In fractions of the rise between the two a slope keeps its digits whatever the unit, a rise of 0
+    needs none, and the curve cannot leave the range of the two. The formulas stand in
+    ``resampling.py``, times h / (y1 - y0).
+
+    Args:
+        rises_3MD: differences of neighbouring samples, from the one before to the one after.
+        ratios_2M1: the outer intervals over the inner one, or 0 where that sample is missing.
+        weight_M1: how far past the first sample the target lies, of the inner interval.
+    """
+    with np.errstate(all="ignore"):  # of extremes a slope is 0 or at its limit
+        before_MD, rise_MD, after_MD = rises_3MD
+        old_M1, new_M1 = ratios_2M1
+        rises_MD = rise_MD > 0
+        first_MD = _mean_slope(rise_MD, rises_MD, before_MD, old_M1)
+        second_MD = _mean_slope(rise_MD, rises_MD, after_MD, new_M1)
+        for slope_MD, ratio_M1, beyond_MD, far_M1 in (
+            (first_MD, old_M1, after_MD, new_M1),
+            (second_MD, new_M1, before_MD, old_M1),
+        ):
+            ends = np.flatnonzero(ratio_M1 == 0)
+            if len(ends):
+                slope_MD[ends] = _end_slope(rise_MD[ends], beyond_MD[ends], far_M1[ends])
+        bend_MD = first_MD + second_MD
+        second_MD += first_MD
+        second_MD += first_MD  # 2 a + b
+        bend_MD -= 2
+        bend_MD *= weight_M1
+        bend_MD -= second_MD
+        bend_MD += 3
+        bend_MD *= weight_M1
+        bend_MD += first_MD
+        bend_MD *= weight_M1
+        return bend_MD.clip(0, 1, bend_MD)
+
+
+def _mean_slope(
+    rise_MD: Doubles, rises_MD: Bools, beside_MD: Doubles, ratio_M1: Doubles
+) -> Doubles:
+    """At the end of an interval that another joins, over the interval's own slope.
+
+    What is not finite counts as 0. ``beside_MD`` is the rise of the interval that joins.
+    """
+    mean_MD: Doubles = rise_MD * ((2 + ratio_M1) * ratio_M1)
+    mean_MD += beside_MD * (1 + 2 * ratio_M1)
+    np.divide(beside_MD * (3 * (1 + ratio_M1)), mean_MD, mean_MD)
+    mean_MD *= (beside_MD > 0) == rises_MD
+    return np.fmax(mean_MD, 0, mean_MD)
+
+
+def _end_slope(rise_MD: Doubles, beyond_MD: Doubles, far_M1: Doubles) -> Doubles:
+    """The same where none joins, from the interval at the other end, if there is one."""
+    slope_MD = (2 + far_M1 - beyond_MD / (far_M1 * rise_MD)) / (1 + far_M1)
+    return np.where(far_M1 > 0, np.fmin(np.fmax(slope_MD, 0), 3), 1)
 
 
 MIXES: Final[Mapping[str, Callable[[Doubles, Doubles, Doubles], Doubles]]] = {

@@ -2,8 +2,9 @@
 
 ``resample`` and ``resample_streams`` allocate; the ``_out`` twins write three given tensors and
 return nothing, so that torch.compile can functionalise them. ``resample_out`` is linear, without
-ring and limits, which ``resample_options_out`` has. Another device adds its own
-implementations to ``LIBRARY`` from a file of its own. Arguments are checked before an op is called.
+ring and limits, which ``resample_options_out`` has; ``resample_scaled`` gives 8 bits. Another
+device adds its own implementations to ``LIBRARY`` from a file of its own. Arguments are checked
+before an op is called.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _MANY: Final = (
 _OUT: Final = "Tensor(a!) out_values, Tensor(b!) out_valid, Tensor(c!) out_age_s"
 GIVEN_TO_ONE: Final = 3  # arguments before the outputs
 GIVEN_TO_MANY: Final = 8
+GIVEN_TO_SCALED: Final = 9
 
 _untyped_library: Final[Any] = torch.library.Library  # torch does not annotate its methods
 LIBRARY: Final = _untyped_library(NAMESPACE, "DEF")
@@ -42,6 +44,10 @@ LIBRARY.define(f"resample_out({_ONE}, {_OUT}) -> ()")
 LIBRARY.define(f"resample_options_out({_ONE}, {_OUT}, {_ONE_MORE}) -> ()")
 LIBRARY.define(f"resample_streams({_MANY}) -> (Tensor, Tensor, Tensor)")
 LIBRARY.define(f"resample_streams_out({_MANY}, {_OUT}) -> ()")
+LIBRARY.define(
+    f"resample_scaled({_MANY}, Tensor scale, ScalarType dtype) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(f"resample_scaled_out({_MANY}, Tensor scale, {_OUT}) -> ()")
 
 P = ParamSpec("P")
 Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]  # values, valid, age_s
@@ -75,6 +81,22 @@ def resample_streams_fake(
     dtype = reduce(torch.promote_types, [samples.dtype for samples in values])
     width = sum(samples.shape[2] for samples in values)
     return _allocate(tgt_ns, dtype, width, len(values))
+
+
+def resample_scaled_fake(
+    values: list[Tensor],
+    stamps_ns: list[Tensor],
+    counts: list[Tensor | None],
+    heads: list[Tensor | None],
+    modes: list[str],
+    max_gap_ns: list[int],
+    max_age_ns: list[int],
+    tgt_ns: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+) -> Triple:
+    """Results of the right shape, dtype and device, not yet written."""
+    return _allocate(tgt_ns, dtype, scale.shape[0], len(values))
 
 
 def _allocate(tgt_ns: Tensor, dtype: torch.dtype, width: int, streams: int | None = None) -> Triple:
@@ -126,6 +148,35 @@ def _resample_streams_out_cpu(
     cpu.resample_streams_out(many, tgt_ns, out_values, out_valid, out_age_s)
 
 
+def _resample_scaled_out_cpu(
+    values: list[Tensor],
+    stamps_ns: list[Tensor],
+    counts: list[Tensor | None],
+    heads: list[Tensor | None],
+    modes: list[str],
+    max_gap_ns: list[int],
+    max_age_ns: list[int],
+    tgt_ns: Tensor,
+    scale: Tensor,
+    out_values: Tensor,
+    out_valid: Tensor,
+    out_age_s: Tensor,
+) -> None:
+    many = Columns(values, stamps_ns, counts, heads, modes, max_gap_ns, max_age_ns)
+    cpu.resample_streams_out(many, tgt_ns, out_values, out_valid, out_age_s, scale)
+
+
+def allocating_scaled(write: Callable[..., None]) -> Callable[..., Triple]:
+    """``allocating`` for 8 bits: the dtype, the last argument, shapes the outputs alone."""
+
+    def allocate_and_write(*arguments: Any) -> Triple:
+        out = resample_scaled_fake(*arguments)
+        write(*arguments[:GIVEN_TO_SCALED], *out)
+        return out
+
+    return allocate_and_write
+
+
 def allocating(
     fake: Callable[P, Triple], write: Callable[..., None], given: int
 ) -> Callable[P, Triple]:
@@ -149,6 +200,8 @@ _CPU: Final[dict[str, Callable[..., object]]] = {
     "resample_options_out": _resample_out_cpu,
     "resample_streams": allocating(resample_streams_fake, _resample_streams_out_cpu, GIVEN_TO_MANY),
     "resample_streams_out": _resample_streams_out_cpu,
+    "resample_scaled": allocating_scaled(_resample_scaled_out_cpu),
+    "resample_scaled_out": _resample_scaled_out_cpu,
 }
 _FAKE: Final[dict[str, Callable[..., object]]] = {
     "resample": resample_fake,
@@ -156,6 +209,8 @@ _FAKE: Final[dict[str, Callable[..., object]]] = {
     "resample_options_out": _nothing,
     "resample_streams": resample_streams_fake,
     "resample_streams_out": _nothing,
+    "resample_scaled": resample_scaled_fake,
+    "resample_scaled_out": _nothing,
 }
 for _name, _implementation in _CPU.items():
     LIBRARY.impl(_name, _implementation, "CPU")
@@ -167,6 +222,8 @@ resample_out = torch.ops.ppstream_kernels.resample_out.default
 resample_options_out = torch.ops.ppstream_kernels.resample_options_out.default
 resample_streams = torch.ops.ppstream_kernels.resample_streams.default
 resample_streams_out = torch.ops.ppstream_kernels.resample_streams_out.default
+resample_scaled = torch.ops.ppstream_kernels.resample_scaled.default
+resample_scaled_out = torch.ops.ppstream_kernels.resample_scaled_out.default
 
 
 def is_implemented(dispatch_key: str) -> bool:

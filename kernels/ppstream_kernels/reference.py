@@ -87,7 +87,10 @@ def _answer(
     else:
         used = [samples[at], samples[after]]
         gap_ns = stamps_ns[after] - stamps_ns[at]
-        value = _between(samples[at], samples[after], past_ns / gap_ns, mode)
+        if mode == "cubic":
+            value = _pchip(_knots(samples, stamps_ns, (at, after), max_gap_ns), past_ns / gap_ns)
+        else:
+            value = _between(samples[at], samples[after], past_ns / gap_ns, mode)
         answer = _Answer(value, valid=max_gap_ns is None or gap_ns <= max_gap_ns, age_ns=0)
     if mode == "slerp" and not all(map(_names_a_rotation, used)):
         return _Answer([0.0] * 4, valid=False, age_ns=answer.age_ns)
@@ -124,6 +127,69 @@ def _between(first: Row, second: Row, weight: float, mode: str) -> Row:
     if mode == "angle":
         return [_wrap(p + weight * _wrap(q - p)) for p, q in pairs]
     return [(1 - weight) * p + weight * q for p, q in pairs]
+
+
+class _Knots(NamedTuple):
+    """Samples around a target by their place, 0 before it and 1 after; intervals in seconds."""
+
+    at: dict[int, Row]
+    gap_s: dict[int, float]  # by the interval's older sample
+
+
+def _knots(
+    samples: list[Row], stamps_ns: list[int], around: tuple[int, int], max_gap_ns: int | None
+) -> _Knots:
+    """The two samples around a target, and those beside them that no hole divides from them."""
+    at, after = around
+    knots = _Knots(
+        {0: samples[at], 1: samples[after]}, {0: (stamps_ns[after] - stamps_ns[at]) / 1e9}
+    )
+    before = bisect_left(stamps_ns, stamps_ns[at - 1]) if at else None
+    behind = bisect_right(stamps_ns, stamps_ns[after])
+    if before is not None and _is_bridged(stamps_ns[at] - stamps_ns[before], max_gap_ns):
+        knots.at[-1] = samples[before]
+        knots.gap_s[-1] = (stamps_ns[at] - stamps_ns[before]) / 1e9
+    if behind < len(samples) and _is_bridged(stamps_ns[behind] - stamps_ns[after], max_gap_ns):
+        knots.at[2] = samples[behind]
+        knots.gap_s[1] = (stamps_ns[behind] - stamps_ns[after]) / 1e9
+    return knots
+
+
+def _is_bridged(gap_ns: int, max_gap_ns: int | None) -> bool:
+    return max_gap_ns is None or gap_ns <= max_gap_ns
+
+
+def _pchip(knots: _Knots, u: float) -> Row:
+    """Cubic Hermite polynomials with the slopes of Fritsch and Butland."""
+    row, h = [], knots.gap_s[0]
+    for d in range(len(knots.at[0])):
+        rise = {k: (knots.at[k + 1][d] - knots.at[k][d]) / gap for k, gap in knots.gap_s.items()}
+        old, new = (_slope(knots.gap_s, rise, beside) for beside in (-1, 1))
+        y0, y1 = knots.at[0][d], knots.at[1][d]
+        row.append(
+            (1 + 2 * u) * (1 - u) ** 2 * y0
+            + u**2 * (3 - 2 * u) * y1
+            + h * u * (1 - u) ** 2 * old
+            - h * u**2 * (1 - u) * new
+        )
+    return row
+
+
+def _slope(gap_s: dict[int, float], rise: dict[int, float], beside: int) -> float:
+    """At the end of interval 0 that interval ``beside`` joins, -1 or 1."""
+    h, d = gap_s[0], rise[0]
+    if beside in gap_s:
+        g, e = gap_s[beside], rise[beside]
+        if not d * e > 0:
+            return 0.0
+        return 3 * (h + g) / ((2 * h + g) / e + (h + 2 * g) / d)
+    if -beside not in gap_s:
+        return d
+    k, f = gap_s[-beside], rise[-beside]
+    slope = ((2 * h + k) * d - h * f) / (h + k)
+    if not slope * d > 0:
+        return 0.0
+    return 3 * d if abs(slope) > 3 * abs(d) else slope
 
 
 def _slerp(first: Row, second: Row, weight: float) -> Row:

@@ -15,18 +15,24 @@
 #define DTYPE_BFLOAT16 1
 #define DTYPE_FLOAT16 2
 #define DTYPE_FLOAT64 3
+#define DTYPE_INT8 4     // of the output alone, as the next
+#define DTYPE_FLOAT8 5   // e4m3fn: no infinities
 
 #define MODE_LINEAR 0
 #define MODE_PREVIOUS 1
 #define MODE_NEAREST 2
 #define MODE_SLERP 3
 #define MODE_ANGLE 4
+#define MODE_CUBIC 5
 
 #define RING_TURNED 0  // some stream has counts or heads
 #define RING_LONG 1    // some ring has more stamps than are staged
 
 #define HAS(bits, bit) (((bits) >> (bit)) & 1)
+#define TURNS (HAS(MODES, MODE_SLERP) || HAS(MODES, MODE_ANGLE))
+#define IS_SCALED (OUT >= DTYPE_INT8)
 
+typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -60,18 +66,21 @@ struct Call {
     bool* valid;          // [B, T, trust_width]
     float* age_s;         // [B, T, trust_width]
     const i64* tgt_ns;    // [B, T]
+    const float* scale;   // [width] of values in 8 bits: what one step stands for
     i64 tgt_row_stride, tgt_stride;
     int rows, targets, width, trust_width;
     int trust_column;     // of this launch's first stream
     int streams;          // of this launch
     Stream stream[STREAMS];
 };
-static_assert(sizeof(Stream) == 160 && sizeof(Call) == 72 + 160 * STREAMS, "as in cuda_call.py");
+static_assert(sizeof(Stream) == 160 && sizeof(Call) == 80 + 160 * STREAMS, "as in cuda_call.py");
 
 // ---- Number formats: float32 and float64 as they are, halves by their bits.
 
 struct bf16 { u16 bits; };
 struct fp16 { u16 bits; };
+struct int8 { u8 bits; };
+struct fp8 { u8 bits; };
 
 template <class T> struct Wide { typedef float type; };  // what arithmetic is done in
 template <> struct Wide<double> { typedef double type; };
@@ -121,12 +130,44 @@ template <> struct Narrow<fp16> {
     static __device__ __forceinline__ fp16 of(double x) { return of(cut_to_odd(x)); }
 };
 
+template <> struct Narrow<int8> {  // -127..127, to nearest, ties to even; NaN is 0
+    static __device__ __forceinline__ int8 of(float x) {
+        return int8{(u8)max(-127, min(__float2int_rn(x), 127))};
+    }
+};
+template <> struct Narrow<fp8> {  // -448..448, to nearest, ties to even; NaN stays NaN
+    static __device__ __forceinline__ u16 of(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+        u16 both;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+        return both;
+#else
+        return (u16)(bits_of(low) | bits_of(high) << 8);
+#endif
+    }
+    static __device__ __forceinline__ fp8 of(float x) { return fp8{(u8)of(x, 0.0f)}; }
+
+  private:
+    static __device__ __forceinline__ u32 bits_of(float x) {
+        const u32 all = __float_as_uint(x), sign = all >> 24 & 0x80u, size = all & 0x7fffffffu;
+        if (size > 0x7f800000u) return sign | 0x7fu;
+        if (size >= 0x43e00000u) return sign | 0x7eu;  // 448
+        if (size < 0x3c800000u)                        // 2^-6: steps of 2^-9, as of 2^14 in float32
+            return sign | (__float_as_uint(__uint_as_float(size) + 16384.0f) - 0x46800000u);
+        return sign | (size - 0x3c000000u + 0x7ffffu + (size >> 20 & 1u)) >> 20;
+    }
+};
+
 #if OUT == DTYPE_FLOAT32
 typedef float Out;
 #elif OUT == DTYPE_BFLOAT16
 typedef bf16 Out;
 #elif OUT == DTYPE_FLOAT16
 typedef fp16 Out;
+#elif OUT == DTYPE_INT8
+typedef int8 Out;
+#elif OUT == DTYPE_FLOAT8
+typedef fp8 Out;
 #else
 typedef double Out;
 #endif
@@ -134,6 +175,7 @@ typedef double Out;
 // ---- Several values side by side, read and written in words as wide as they are aligned.
 
 template <int BYTES> struct Word;
+template <> struct Word<1> { typedef u8 type; };
 template <> struct Word<2> { typedef u16 type; };
 template <> struct Word<4> { typedef u32 type; };
 template <> struct Word<8> { typedef uint2 type; };
@@ -163,7 +205,8 @@ __device__ __forceinline__ void write(T* to, const Pack<T, N>& pack, int store_b
     if constexpr (all >= 16) if (store_bytes == 16) return write_words<16>(to, pack);
     if constexpr (all >= 8) if (store_bytes >= 8) return write_words<8>(to, pack);
     if constexpr (all >= 4) if (store_bytes >= 4) return write_words<4>(to, pack);
-    if constexpr (sizeof(T) == 2) write_words<2>(to, pack);
+    if constexpr (all >= 2 && sizeof(T) <= 2) if (store_bytes >= 2) return write_words<2>(to, pack);
+    if constexpr (sizeof(T) == 1) write_words<1>(to, pack);
 }
 
 // ---- Beside other launches.
@@ -271,6 +314,8 @@ struct Bracket {
     u64 past_ns, gap_ns;  // target minus first, second minus first: right at any distance
     u64 bridge_ns, age_ns;
     bool begun;           // else past_ns means nothing
+    int before, after;    // of a cubic: the samples beside, or -1
+    u64 before_ns, after_ns;  // how far they lie from first and second
 };
 
 // How many samples of low..high-1 are at or before the target; all before low are. Three at a time:
@@ -291,24 +336,50 @@ __device__ __forceinline__ int count_passed(int low, int high, i64 target_ns, St
     return low;
 }
 
+// The first of all samples with the stamp of the k-th, counted from the oldest. Equals are rare.
+template <class StampOf> __device__ __forceinline__ int first_of_equals(int k, StampOf stamp_ns) {
+    const i64 at_ns = stamp_ns(k);
+    if (k == 0 || stamp_ns(k - 1) != at_ns) return k;
+    int low = 0, high = k - 1;
+    while (low < high) {
+        const int middle = (low + high) >> 1;
+        if (stamp_ns(middle) < at_ns) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+// The samples beside a bracket that no hole divides from it: a cubic takes its slopes from them.
+template <class StampOf>
+__device__ __forceinline__ void look_beside(
+    Bracket& found, int count, u64 max_gap_ns, StampOf stamp_ns) {
+    const i64 first_ns = stamp_ns(found.first), second_ns = stamp_ns(found.second);
+    found.before = found.after = -1;
+    if (found.first > 0) {
+        const int before = first_of_equals(found.first - 1, stamp_ns);
+        found.before_ns = (u64)first_ns - (u64)stamp_ns(before);
+        if (found.before_ns <= max_gap_ns) found.before = before;
+    }
+    int after = found.second + 1;
+    if (after < count && stamp_ns(after) == second_ns)  // rare, too
+        after = count_passed(after, count, second_ns, stamp_ns);
+    if (after < count) {
+        found.after_ns = (u64)stamp_ns(after) - (u64)second_ns;
+        if (found.after_ns <= max_gap_ns) found.after = after;
+    }
+}
+
 template <class StampOf>
 __device__ __forceinline__ void enclose(
-    Bracket& found, int passed, int count, i64 target_ns, StampOf stamp_ns) {
+    Bracket& found, const Stream& s, int passed, int count, i64 target_ns, StampOf stamp_ns) {
     found.begun = passed > 0;
-    found.first = max(passed - 1, 0);
+    found.first = first_of_equals(max(passed - 1, 0), stamp_ns);
     const i64 first_ns = stamp_ns(found.first);
-    if (found.first > 0 && stamp_ns(found.first - 1) == first_ns) {  // rare: the first of equals
-        int low = 0, high = found.first - 1;
-        while (low < high) {
-            const int middle = (low + high) >> 1;
-            if (stamp_ns(middle) < first_ns) low = middle + 1;
-            else high = middle;
-        }
-        found.first = low;
-    }
     found.second = passed < count ? passed : found.first;
     found.past_ns = (u64)target_ns - (u64)first_ns;
     found.gap_ns = (u64)stamp_ns(found.second) - (u64)first_ns;
+    if (HAS(MODES, MODE_CUBIC) && s.mode == MODE_CUBIC)
+        look_beside(found, count, (u64)s.max_gap_ns, stamp_ns);
 }
 
 __device__ __forceinline__ Bracket find(
@@ -317,7 +388,7 @@ __device__ __forceinline__ Bracket find(
     if (!HAS(RINGS, RING_LONG) || s.stage_shift == 0) {
         const auto stamp_ns = [&](int k) { return staged_ns[ring.slot(k)]; };
         const int passed = count_passed(0, ring.count, target_ns, stamp_ns);
-        enclose(found, passed, ring.count, target_ns, stamp_ns);
+        enclose(found, s, passed, ring.count, target_ns, stamp_ns);
     } else {
         const auto stamp_ns = [&](int k) { return ring.stamp_ns(k); };
         const int staged = ((ring.count - 1) >> s.stage_shift) + 1;
@@ -325,7 +396,7 @@ __device__ __forceinline__ Bracket find(
         const int low = above ? ((above - 1) << s.stage_shift) + 1 : 0;
         const int high = min(above << s.stage_shift, ring.count);
         const int passed = count_passed(low, high, target_ns, stamp_ns);
-        enclose(found, passed, ring.count, target_ns, stamp_ns);
+        enclose(found, s, passed, ring.count, target_ns, stamp_ns);
     }
     const bool picks = s.mode == MODE_PREVIOUS || s.mode == MODE_NEAREST;
     const u64 rest_ns = found.gap_ns - found.past_ns;
@@ -357,6 +428,33 @@ __device__ __forceinline__ Place<W> place_of(const Bracket& found, const Ring& r
     return place;
 }
 
+template <class W> struct alignas(16) Beside {  // behind the places, of a cubic
+    int before, after;            // where these samples begin, in elements
+    W before_ratio, after_ratio;  // their intervals over that of the place; 0: there is no sample
+};
+
+__device__ __forceinline__ int words_of_place(const Stream& s) {  // cuda_tiling.py reserves them
+    return HAS(MODES, MODE_CUBIC) && s.mode == MODE_CUBIC ? 3 : 1;
+}
+
+template <class W>
+__device__ __forceinline__ Beside<W> beside_of(
+    const Bracket& found, const Ring& ring, const Stream& s) {
+    const int stride = (int)s.slot_stride;
+    const int held = ring.slot(found.first) * stride;
+    Beside<W> beside = {held, held, (W)0, (W)0};
+    if (found.first == found.second) return beside;
+    if (found.before >= 0) {
+        beside.before = ring.slot(found.before) * stride;
+        beside.before_ratio = (W)found.before_ns / (W)found.gap_ns;
+    }
+    if (found.after >= 0) {
+        beside.after = ring.slot(found.after) * stride;
+        beside.after_ratio = (W)found.after_ns / (W)found.gap_ns;
+    }
+    return beside;
+}
+
 struct Target {
     i64 ns;
     i64 trust;     // where its validity and age go
@@ -375,12 +473,14 @@ __device__ __forceinline__ void judge(
 template <class W>
 __device__ __forceinline__ const Place<W>* locate(
     const Call& call, const Stream& s, const Ring& ring, const Target& target, uint4* shared) {
-    const i64* const staged_ns = (const i64*)(shared + s.tile_targets);  // behind the places
+    const i64* const staged_ns = (const i64*)(shared + s.tile_targets * words_of_place(s));
     Place<W>* const places = (Place<W>*)shared;
     Bracket found;
     if (target.is_mine) {
         found = find(s, ring, staged_ns, target.ns);
         places[threadIdx.x] = place_of<W>(found, ring, s);
+        if (HAS(MODES, MODE_CUBIC) && s.mode == MODE_CUBIC)
+            ((Beside<W>*)(shared + s.tile_targets))[threadIdx.x] = beside_of<W>(found, ring, s);
     }
     __syncthreads();
     let_successor_in();
@@ -397,6 +497,49 @@ struct Tile {
 
 __device__ __forceinline__ Out* first_output(const Call& call, const Stream& s, const Tile& tile) {
     return (Out*)call.values + ((i64)tile.row * call.targets + tile.from) * call.width + s.column;
+}
+
+// Steps of the values that a thread writes side by side, in 8 bits; otherwise nothing.
+template <int N> struct Steps {
+#if IS_SCALED
+    float per_unit[N];
+    __device__ __forceinline__ void load(const Call& call, const Stream& s, int part) {
+        const float* const scale = call.scale + (s.column + part * N);
+#pragma unroll
+        for (int k = 0; k < N; k++) per_unit[k] = 1.0f / scale[k];
+    }
+#else
+    __device__ __forceinline__ void load(const Call&, const Stream&, int) {}
+#endif
+};
+
+template <class W, int N>
+__device__ __forceinline__ Pack<Out, N> narrowed(const W (&values)[N], const Steps<N>& steps) {
+    Pack<Out, N> result;
+#if IS_SCALED
+    float scaled[N];
+#pragma unroll
+    for (int k = 0; k < N; k++) scaled[k] = (float)values[k] * steps.per_unit[k];
+#else
+    const W(&scaled)[N] = values;
+#endif
+    if constexpr (OUT == DTYPE_FLOAT8 && N > 1) {
+#pragma unroll
+        for (int k = 0; k < N; k += 2)
+            ((u16*)result.at)[k / 2] = Narrow<fp8>::of(scaled[k], scaled[k + 1]);
+    } else {
+#pragma unroll
+        for (int k = 0; k < N; k++) result.at[k] = Narrow<Out>::of(scaled[k]);
+    }
+    return result;
+}
+
+// One value of a turn.
+__device__ __forceinline__ Out narrowed_one(const Call& call, const Stream& s, double x, int part) {
+    Steps<1> steps;
+    steps.load(call, s, part);
+    const double values[1] = {x};
+    return narrowed<double, 1>(values, steps).at[0];
 }
 
 template <class W> __device__ __forceinline__ W between(W first, W second, W weight) {
@@ -420,23 +563,89 @@ struct Cursor {
     }
 };
 
+__device__ __forceinline__ float quotient(float x, float y) { return __fdividef(x, y); }
+__device__ __forceinline__ double quotient(double x, double y) { return x / y; }
+__device__ __forceinline__ float limited(float x, float most) { return fminf(fmaxf(x, 0.0f), most); }
+__device__ __forceinline__ double limited(double x, double most) { return fmin(fmax(x, 0.0), most); }
+
+// The slope of a cubic at one end of an interval, over the interval's own; what is not finite counts
+// as 0. The interval that joins at this end rises by beside, the one at the other end by beyond.
+template <class W>
+__device__ __forceinline__ W slope(W rise, W beside, W ratio, W beyond, W far_ratio) {
+    if (ratio > 0) {
+        if (!((beside > 0 && rise > 0) || (beside < 0 && rise < 0))) return 0;
+        const W own = (2 + ratio) * ratio * rise;
+        return limited(quotient(3 * (1 + ratio) * beside, own + (1 + 2 * ratio) * beside), (W)3);
+    }
+    if (far_ratio > 0)
+        return limited((2 + far_ratio - beyond / (far_ratio * rise)) / (1 + far_ratio), (W)3);
+    return 1;
+}
+
+// On a monotone cubic, from the closer sample, as mixing.py has it.
+template <class W>
+__device__ __forceinline__ W curved(
+    W before, W first, W second, W after, W weight, W before_ratio, W after_ratio) {
+    const W rise = second - first, older = first - before, newer = after - second;
+    const W old = slope(rise, older, before_ratio, newer, after_ratio);
+    const W recent = slope(rise, newer, after_ratio, older, before_ratio);
+    const W bend = (old + recent - 2) * weight + (3 - 2 * old - recent);
+    const W way = limited((bend * weight + old) * weight, (W)1);
+    return way > (W)0.5 ? between(second, first, 1 - way) : between(first, second, way);
+}
+
+template <class Src, int N>
+__device__ __forceinline__ void blend_curves(
+    const Call& call, const Stream& s, const Tile& tile, Cursor at,
+    const Place<typename Wide<Src>::type>* places) {
+    typedef typename Wide<Src>::type W;
+    const Src* const src = (const Src*)s.values + tile.row * s.row_stride;
+    const Beside<W>* const besides = (const Beside<W>*)((const uint4*)places + s.tile_targets);
+    Out* const out = first_output(call, s, tile);
+    const int stride = N > 1 ? N : (int)s.dim_stride;
+    Steps<N> steps;
+    for (; at.target < tile.targets; at.step(s.across)) {
+        steps.load(call, s, at.part);
+        const auto place = places[at.target];
+        const auto beside = besides[at.target];
+        const int aside = at.part * stride;
+        const auto before = read<Src, N>(src + (beside.before + aside));
+        const auto first = read<Src, N>(src + (place.first + aside));
+        const auto second = read<Src, N>(src + (place.second + aside));
+        const auto after = read<Src, N>(src + (beside.after + aside));
+        W values[N];
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            values[k] = curved(widen(before.at[k]), widen(first.at[k]), widen(second.at[k]),
+                               widen(after.at[k]), place.weight, beside.before_ratio,
+                               beside.after_ratio);
+        write(out + (at.target * call.width + at.part * N), narrowed<W, N>(values, steps), s.store_bytes);
+    }
+}
+
 template <class Src, int N>
 __device__ __forceinline__ void blend_lines(
     const Call& call, const Stream& s, const Tile& tile, Cursor at,
     const Place<typename Wide<Src>::type>* places) {
+    if (HAS(MODES, MODE_CUBIC) && s.mode == MODE_CUBIC)
+        return blend_curves<Src, N>(call, s, tile, at, places);
+    typedef typename Wide<Src>::type W;
     const Src* const src = (const Src*)s.values + tile.row * s.row_stride;
     Out* const out = first_output(call, s, tile);
     const int stride = N > 1 ? N : (int)s.dim_stride;
-    for (; at.target < tile.targets; at.step(s.across)) {
+    Steps<N> steps;
+    if (at.target < tile.targets) steps.load(call, s, at.part);
+    while (at.target < tile.targets) {
         const auto place = places[at.target];
         const auto first = read<Src, N>(src + (place.first + at.part * stride));
         const auto second = read<Src, N>(src + (place.second + at.part * stride));
-        Pack<Out, N> result;
+        W values[N];
 #pragma unroll
         for (int k = 0; k < N; k++)
-            result.at[k] =
-                Narrow<Out>::of(between(widen(first.at[k]), widen(second.at[k]), place.weight));
-        write(out + (at.target * call.width + at.part * N), result, s.store_bytes);
+            values[k] = between(widen(first.at[k]), widen(second.at[k]), place.weight);
+        write(out + (at.target * call.width + at.part * N), narrowed<W, N>(values, steps), s.store_bytes);
+        at.step(s.across);
+        if (IS_SCALED && at.aside && at.target < tile.targets) steps.load(call, s, at.part);
     }
 }
 
@@ -467,7 +676,7 @@ __device__ __forceinline__ void blend_angles(
         const double first = one(s, column + place.first);
         const double second = one(s, column + place.second);
         const double angle = wrapped(first + place.weight * wrapped(second - first));
-        out[(i64)target * call.width + part] = Narrow<Out>::of(angle);
+        out[(i64)target * call.width + part] = narrowed_one(call, s, angle, part);
     }
 }
 
@@ -531,7 +740,8 @@ __device__ __forceinline__ void blend_quaternions(
             turned = slerp(first, second, place.weight);
         else
             call.valid[mine.trust] = false;
-        for (int k = 0; k < 4; k++) out[(i64)target * call.width + k] = Narrow<Out>::of(turned.at[k]);
+        for (int k = 0; k < 4; k++)
+            out[(i64)target * call.width + k] = narrowed_one(call, s, turned.at[k], k);
     }
 }
 
@@ -571,11 +781,11 @@ __device__ __forceinline__ void turns(
 }
 
 // Where a multiprocessor holds 2048 threads, having them all gains more than it costs in registers;
-// float64 needs those.
+// float64 needs those, and packing float8 a few of them.
 #define HOLDS_2048 \
     (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030)
 #if HOLDS_2048 && !(MODES >> MODE_SLERP) && !HAS(SOURCES, DTYPE_FLOAT64)
-#define BLOCKS_RESIDENT 8
+#define BLOCKS_RESIDENT (OUT == DTYPE_FLOAT8 ? 6 : 8)
 #else
 #define BLOCKS_RESIDENT 4
 #endif
@@ -596,7 +806,7 @@ resample(const __grid_constant__ Call call) {
     const Tile tile = {row, from, min(call.targets - from, s.tile_targets)};
 
     wait_for_forerunner();
-    stage(s, row, (i64*)(shared + s.tile_targets));
+    stage(s, row, (i64*)(shared + s.tile_targets * words_of_place(s)));
     const int at = from + threadIdx.x;
     Target target = {0, call.trust_column + stream_at, (int)threadIdx.x < tile.targets};
     if (target.is_mine)
@@ -608,7 +818,7 @@ resample(const __grid_constant__ Call call) {
     all_here();
 
     if (HAS(RINGS, RING_TURNED) && ring.count == 0) return write_nothing(call, s, tile, target);
-    if (MODES >> MODE_SLERP && s.mode >= MODE_SLERP)
+    if (TURNS && (s.mode == MODE_SLERP || s.mode == MODE_ANGLE))
         return turns(call, s, tile, ring, target, shared);
     if constexpr (HAS(SOURCES, DTYPE_FLOAT32))
         if (s.dtype == DTYPE_FLOAT32)

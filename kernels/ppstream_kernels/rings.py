@@ -78,6 +78,15 @@ def first_of_equals(stamps_ns_N: Int64s, head: int, count: int, passed_T: Int64s
     return _search(stamps_ns_N, head, count, newest_ns_T, "left")
 
 
+def passed_equals(stamps_ns_N: Int64s, head: int, count: int, number_T: Int64s) -> Int64s:
+    """Counts the samples of a row not newer than its sample ``number_T``, counted from the oldest.
+
+    So it names the next sample with another stamp; a number behind the newest names that one.
+    """
+    newest_T = np.minimum(number_T, count - 1) + head
+    return _search(stamps_ns_N, head, count, stamps_ns_N.take(newest_T, mode="wrap"), "right")
+
+
 def search_rows(ring: Ring, tgt_ns_BT: Int64s, passed_BT: Int64s) -> None:
     """The same for many rows at once; slots that hold nothing repeat the newest sample."""
     stamps_ns, tgt_ns = torch.from_numpy(ring.stamps_ns_BN), torch.from_numpy(tgt_ns_BT)

@@ -12,11 +12,12 @@ from torch import Tensor
 #: ``linear`` straight lines; ``previous`` the newest sample at or before the target; ``nearest``
 #: the closer sample, the older one on a tie; ``slerp`` quaternions (xyzw, D == 4), normalised,
 #: along the shorter arc; ``angle`` each dimension in radians, turned the shorter way and wrapped to
-#: (-pi, pi].
-Mode = Literal["linear", "previous", "nearest", "slerp", "angle"]
-MODES: Final[tuple[Mode, ...]] = ("linear", "previous", "nearest", "slerp", "angle")
+#: (-pi, pi]; ``cubic`` monotone cubics, whose slopes ``resampling.py`` states.
+Mode = Literal["linear", "previous", "nearest", "slerp", "angle", "cubic"]
+MODES: Final[tuple[Mode, ...]] = ("linear", "previous", "nearest", "slerp", "angle", "cubic")
 
 VALUE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SCALED_DTYPES: Final = (torch.int8, torch.float8_e4m3fn)  # of outputs with a scale
 NO_LIMIT: Final = 2**63 - 1  # of the ops, whose lists of int hold no None
 
 

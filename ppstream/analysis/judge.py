@@ -7,6 +7,7 @@ prints. The parts stand in their own files: ``segments`` (what is measured), ``s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ from statistics import median
 from typing import Final
 
 from ppstream.analysis.audits import audit_all
+from ppstream.analysis.compiler_counts import compiled_parts_seen
 from ppstream.analysis.contention import alone
 from ppstream.analysis.device_times import clocks_seen, stages_on_device
 from ppstream.analysis.memory_use import memory_use
@@ -122,6 +124,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
         statements=statements(findings),
         memory=memory_use(run),
         on_device=stages_on_device(run, window),
+        compiled=compiled_parts_seen(run),
         clocks=clocks_seen(run),
         unnamed=dict(evidence.unnamed),
         cpu=stage_cpu(window),
@@ -282,7 +285,15 @@ def _service(run: RunLog) -> ServiceReport | None:
         streams=tuple(ledger for ledger in found if ledger.holes is not None),
         requests=requests_of(run.config, ready),
         chunks_per_s=_chunks_per_s(ready),
+        calls_by_rows=_calls_by_rows(run, ready),
     )
+
+
+def _calls_by_rows(run: RunLog, ready: Iterable[Envelope]) -> dict[int, int] | None:
+    """Calls of the policy with so many rows; None: all had the whole batch, or nobody says."""
+    rows = [e.stage1.rows for e in ready if e.stage1 is not None and e.stage1.rows is not None]
+    counts, whole = Counter(rows), _mapping(run.config.get("batch")).get("rows")
+    return {n: counts[n] for n in sorted(counts)} if set(counts) - {whole} else None
 
 
 def _chunks_per_s(ready: Iterable[Envelope]) -> float | None:

@@ -13,7 +13,13 @@ from typing import Final
 
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.period_model import period
-from ppstream.analysis.places import arrived_ns, lines_of, mean_hops_ns, replicas_b_ns
+from ppstream.analysis.places import (
+    arrived_ns,
+    lines_of,
+    mean_hops_ns,
+    place_b_ns,
+    replicas_b_ns,
+)
 from ppstream.analysis.policy_cut import Costs, PolicyCut, best_cut
 from ppstream.analysis.records import PolicyLine, RunLog
 from ppstream.analysis.scores import Primary, form_of
@@ -22,6 +28,14 @@ from ppstream.analysis.segments import JudgedSpan
 WORTH: Final = 0.03  # of the period: the model is good for that, and less is no reason to move
 HELD_SHARE: Final = 0.05  # of the period: a shorter hop holds nothing up
 HELD_TIMES: Final = 3.0  # the other hops
+
+
+@dataclass(frozen=True, slots=True)
+class MeshMember:
+    """A rank of a mesh behind its leader: mean of stage B in ns, its waits for others in it."""
+
+    rank: int
+    busy_ns: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +60,7 @@ class PlaceRow:
     hop_ns: float | None
     ranks: tuple[int, ...] = ()  # of the place: several are replicas
     replicas_ns: tuple[float | None, ...] = ()  # B of each of them
+    members: tuple[MeshMember, ...] = ()  # that compute the place with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +119,20 @@ def place_rows(
                 hop_ns=hops[place],
                 ranks=topology.ranks_of(place),
                 replicas_ns=tuple(map(by_replica.get, topology.replica_ranks)),
+                members=_members(run, window),
             )
         )
     return rows
+
+
+def _members(run: RunLog, window: JudgedSpan) -> tuple[MeshMember, ...]:
+    """Of the only place that a mesh can have, in the judged envelopes."""
+    judged = {(envelope.epoch, envelope.seq) for envelope in window.measured}
+    found = []
+    for rank, lines in sorted(run.members.items()):
+        mine = [place_b_ns(line) for line in lines if (line.epoch, line.seq) in judged]
+        found.append(MeshMember(rank, fmean(mine) if mine else None))
+    return tuple(found)
 
 
 def held_hop(rows: Sequence[PlaceRow], period_ns: float) -> PlaceRow | None:

@@ -54,6 +54,7 @@ class Topology:
     device_stamped: bool  # rank 0's stamps are device events mapped to its host clock
     parts: tuple[tuple[str, ...], ...] = ()  # of the policy, by rank; (): not logged
     devices: tuple[str, ...] = ()  # by rank
+    members: tuple[int, ...] = ()  # ranks of a mesh behind its leader, which is place 1
 
     @property
     def places(self) -> int:
@@ -246,6 +247,7 @@ class PolicyLine(PolicyRankTimes, _PolicyStamps):
     allocs: int | None = None
     recompiles: int | None = None  # since the last line
     drop: str | None = None  # why the policy gave no actions
+    rows: int | None = None  # of the batch that the policy was called with
 
     @property
     def B_ns(self) -> int | None:
@@ -432,6 +434,7 @@ class RunLog:
     finished: bool
     envelopes: tuple[Envelope, ...]
     events: tuple[LogEvent, ...] = ()
+    members: Mapping[int, tuple[PolicyLine, ...]] = field(default_factory=dict)  # of a mesh
     ages_ns: tuple[int, ...] = ()  # of executed chunks, measured by the robots themselves
     oldest_ns: int | None = None  # of any single action executed; None: no robot said it
     standalone: IsolatedTimes | None = None  # directly before bring-up

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Final, NamedTuple
 
 from ppstream.analysis.audits import Audit
+from ppstream.analysis.compiler_counts import CompiledPartSeen
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.device_times import ClockSeen, StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
@@ -46,6 +47,7 @@ class ServiceReport:
     rule_counts: RuleCounts | None = None  # ``actions`` in JSON
     requests: Requests | None = None  # of robots that ask; None: samples come by themselves
     chunks_per_s: float | None = None  # usual rate of envelopes; None: fewer than two
+    calls_by_rows: dict[int, int] | None = None  # of the policy; None: all whole
 
 
 class Figure(NamedTuple):
@@ -103,6 +105,7 @@ class RunReport:
     places: list[PlaceRow] = field(default_factory=list)  # ranks, rank 0 first
     better_cut: BetterCut | None = None
     requests: tuple[RobotRequests, ...] = ()  # of gateways' clients, by wire and robot
+    compiled: list[CompiledPartSeen] = field(default_factory=list)  # parts that are compiled
     sentence: str = ""  # may it drive a robot, what limits it, what to do first
     figures: tuple[Figure, ...] = ()  # seven
 
@@ -160,6 +163,7 @@ class RunReport:
             "places": [asdict(place) for place in self.places],
             "better_cut": None if self.better_cut is None else asdict(self.better_cut),
             "requests": [_requests_dict(row) for row in self.requests],
+            "compiled": [part._asdict() for part in self.compiled],
         }
 
 
@@ -237,6 +241,7 @@ def _service_dict(service: ServiceReport | None, age: Quantiles | None) -> dict[
         "streams": {ledger.stream: _stream_dict(ledger) for ledger in service.streams},
         "requests": None if service.requests is None else service.requests._asdict(),
         "chunks_per_s": service.chunks_per_s,
+        "calls_by_rows": service.calls_by_rows,
     }
 
 

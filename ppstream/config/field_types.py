@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Interpolation = Literal["linear", "previous", "nearest", "slerp", "angle"]
+Interpolation = Literal["linear", "previous", "nearest", "slerp", "angle", "cubic"]
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]

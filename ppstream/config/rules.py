@@ -1,7 +1,7 @@
 """Rules between values of a configuration: ``problems`` lists every disagreement.
 
 The bounds of a single value stand in ``schema.py``. Nothing here changes a configuration, imports
-user code or opens a file; it only asks whether named files exist.
+user code; of files it only asks whether they exist, but reads groups' statistics.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import msgspec
 from ppstream.config.gateway_rules import gateway_problems
 from ppstream.config.schema import (
     CHANNELS,
-    MAX_DIM,
     ActionConfig,
+    BatchConfig,
     PipelineConfig,
     RobotLimits,
     StreamConfig,
 )
+from ppstream.config.window_ranges import range_problems
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.wire.endpoints import endpoint_problem, folder_problem, is_local, unix_path
+from ppstream.wire.fields import MAX_SAMPLE_BYTES
 
 SHORTEST_NS: Final = 1  # clocks and stamps count whole nanoseconds
 LONGEST_NS: Final = 365 * 24 * 3600 * NS_PER_S  # added to any stamp of the wire it fits 64 bits
@@ -101,6 +103,7 @@ def problems(config: PipelineConfig) -> list[str]:
     return [
         *durations,
         *(() if durations else _stream_problems(config)),  # which reckon with them
+        *range_problems(config),
         *_action_problems(config),
         *_pacing_problems(config),
         *_source_problems(config),
@@ -108,6 +111,7 @@ def problems(config: PipelineConfig) -> list[str]:
         *_weights_problems(config),
         *_service_problems(config),
         *_limit_problems(config),
+        *_batch_problems(config.batch),
         *_device_problems(config),
         *_replica_problems(config),
         *gateway_problems(config),
@@ -192,12 +196,15 @@ def _shape_problems(path: str, stream: StreamConfig) -> Iterator[str]:
     if image is None:
         if stream.dim < 1:
             yield f"{path}.dim: missing, want the number of values per sample"
-        if stream.dim > MAX_DIM:
-            yield f"{path}.dim: got {stream.dim}, want {MAX_DIM} at most"
         if stream.dtype == "uint8":
             yield f"{path}.dtype: got uint8 without image, want float32 or float64"
         if stream.joints and len(stream.joints) != stream.dim:
             yield f"{path}.joints: got {len(stream.joints)} names, want {stream.dim}: one per value"
+        elif (size := stream.dim * (8 if stream.dtype == "float64" else 4)) > MAX_SAMPLE_BYTES:
+            yield (
+                f"{path}.dim: got {stream.dim} {stream.dtype}, {size} bytes a sample, "
+                f"want {MAX_SAMPLE_BYTES} at most"
+            )
         yield from _repeated(f"{path}.joints", list(stream.joints))
         return
     if stream.joints:
@@ -213,8 +220,11 @@ def _shape_problems(path: str, stream: StreamConfig) -> Iterator[str]:
     for name, numbers in (("mean", image.mean), ("std", image.std)):
         if len(numbers) != CHANNELS:
             yield f"{path}.image.{name}: got {len(numbers)} numbers, want one per channel, 3"
-    if frame > MAX_DIM:
-        yield f"{path}.image: got {frame} bytes a frame, want {MAX_DIM} at most"
+    if frame > MAX_SAMPLE_BYTES:
+        yield (
+            f"{path}.image: got {frame} bytes a frame, "
+            f"want {MAX_SAMPLE_BYTES} at most; send smaller frames"
+        )
 
 
 def _action_problems(config: PipelineConfig) -> Iterator[str]:
@@ -367,6 +377,17 @@ def _limit_problems(config: PipelineConfig) -> Iterator[str]:
         yield f"log.root: got {config.log.root!r}, which is a file; want a folder"
 
 
+def _batch_problems(batch: BatchConfig) -> Iterator[str]:
+    sizes = batch.sizes
+    if not isinstance(sizes, str) and (
+        not sizes or list(sizes) != sorted(set(sizes)) or sizes[-1] > batch.rows
+    ):
+        yield (
+            f"batch.sizes: got {list(sizes)}, want one or more that increase, up to batch.rows = "
+            f"{batch.rows}"
+        )
+
+
 def _repeated(path: str, names: list[str]) -> Iterator[str]:
     for name, count in Counter(names).items():
         if count > 1:
@@ -376,6 +397,26 @@ def _repeated(path: str, names: list[str]) -> Iterator[str]:
 def _missing_file(path: str, name: str) -> Iterator[str]:
     if not Path(name).is_file():
         yield f"{path}: got {name!r}, which is not there; want a file"
+
+
+def _mesh_problems(config: PipelineConfig) -> Iterator[str]:
+    """Yields what does not go together with ranks that compute the policy together."""
+    placement, mesh = config.placement, config.placement.mesh
+    if mesh == 1:
+        return
+    path = f"placement.mesh: got {mesh} with"
+    if placement.replicas > 1:
+        yield f"{path} placement.replicas = {placement.replicas}, want 1: one mesh"
+    elif len(placement.policy) > 1:
+        yield f"{path} {len(placement.policy)} devices in placement.policy, want one: no chain"
+    if set(placement.policy) != {"cpu"}:
+        yield f"{path} placement.policy on {placement.policy[0]}, want 'cpu': no mesh of GPUs yet"
+    if placement.parts == "auto":
+        yield f"{path} placement.parts = 'auto', want a list or none: a rank times parts alone"
+    if config.pipeline.keep_warm_ms is not None:
+        yield f"{path} pipeline.keep_warm_ms, want none: one rank would make dry runs alone"
+    if config.mode == "attribution":
+        yield f"{path} mode = 'attribution', want 'throughput' or a mesh of 1"
 
 
 def _device_problems(config: PipelineConfig) -> Iterator[str]:
@@ -388,6 +429,7 @@ def _device_problems(config: PipelineConfig) -> Iterator[str]:
             f"simulate.kind: got {simulate.kind!r} with simulate.a_ms above 0 on "
             f"{config.placement.rank0}, want 'gpu': no thread waits in stage A there"
         )
+    yield from _mesh_problems(config)
     kinds = {device.partition(":")[0] for device in config.placement.policy}
     if config.placement.parts == "auto" and len(kinds) > 1:
         yield (

@@ -91,6 +91,10 @@ class PlacementConfig(Table, frozen=True):
         """Replicas without which the run ends."""
         return self.replicas if self.replicas_min is None else self.replicas_min
 
+    mesh: Annotated[int, Meta(ge=1, le=16)] = 1
+    """Ranks that compute the policy together, each with a shard of its weights; 1 is none. Set it
+    for a policy that does not fit one rank."""
+
     @property
     def cut(self) -> tuple[int, ...]:
         """Place of each part; empty where none are stated, or not known yet."""
@@ -109,6 +113,9 @@ class LinkConfig(Table, frozen=True):
     wait: Literal["kernel", "driver"] = "kernel"
     """Who waits for an envelope on a GPU: a kernel, or the driver. Set driver on a GPU that others
     share."""
+    stamps: Literal["auto", "events"] = "auto"
+    """Takes the times of stages on a GPU: by kernels of the peer link where it can with auto, or by
+    CUDA events. Set events to compare the two."""
 
 
 class BringupConfig(Table, frozen=True):

@@ -40,7 +40,6 @@ from ppstream.config.run_tables import SimulateConfig as SimulateConfig
 from ppstream.config.run_tables import ViewConfig as ViewConfig
 
 CHANNELS: Final = 3  # of a frame: red, green, blue
-MAX_DIM: Final = 1 << 20  # values of a sample: a frame of 480 x 640 has 921600
 RING_MARGIN: Final = 2.0  # a stream may run at twice its nominal rate before a ring is too short
 RING_SPARE_SAMPLES: Final = 16  # of very slow streams: a few samples whatever the arithmetic says
 
@@ -100,7 +99,8 @@ class StreamConfig(Table, frozen=True, kw_only=True):
     rate_hz for clients that ask in lock-step."""
     interpolation: Interpolation = "linear"
     """Value between two samples: linear, previous, nearest, slerp (quaternions), angle (wraps at
-    pi). Set previous for switched values."""
+    pi), cubic (smooth, without overshoot). Set previous for switched values, cubic for slow sensors
+    of smooth motion."""
     dtype: Literal["float32", "float64", "uint8"] = "float32"
     """Type that robots send; uint8 of a camera alone. Set float64 where the driver has it."""
     group: Name = "state"
@@ -112,6 +112,11 @@ class StreamConfig(Table, frozen=True, kw_only=True):
     max_gap_ms: Positive = 200.0
     """Widest hole between two samples that is bridged; previous and nearest bridge from target to
     sample. Raise it for sensors that stall."""
+    low: tuple[float, ...] = ()
+    """Lowest value of each of the dim values. Set it for groups in 8 bits, which saturate there."""
+    high: tuple[float, ...] = ()
+    """Highest value of each of the dim values. Set it for groups in 8 bits, which saturate there.
+    """
     reference: bool = False
     """Makes the stream's newest stamp the end of each window; at most one, else the fastest. Set it
     on the sensor that matters most."""
@@ -139,9 +144,30 @@ class StreamConfig(Table, frozen=True, kw_only=True):
         return self.rate_hz or self.max_request_hz or 0.0
 
     @property
+    def bracket_ms(self) -> float:
+        """Longest time from a target back to a sample that shapes its value; of a hold none."""
+        return self.max_gap_ms * (2 if self.interpolation == "cubic" else 1)
+
+    @property
     def is_on_request(self) -> bool:
         """True when samples come with a robot's requests: late, slow or silent is none of them."""
         return self.max_request_hz is not None
+
+
+class GroupConfig(Table, frozen=True):
+    """Values of one group in a window: their type, and what scales those in 8 bits."""
+
+    dtype: Literal["float32", "int8", "float8_e4m3fn"] = "float32"
+    """Type of <group>.values; of 8 bits a value is the number times its column of <group>.scale.
+    Set what the policy reads."""
+    statistics: FilePath | None = None
+    """JSON file like LeRobot's meta/stats.json, min and max by stream or group. Set it for 8 bits
+    where streams state no low and high."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """True in 8 bits."""
+        return self.dtype != "float32"
 
 
 class WindowConfig(Table, frozen=True):
@@ -151,6 +177,9 @@ class WindowConfig(Table, frozen=True):
     """Targets of a window; each tensor of a policy has so many rows."""
     dt_ms: Positive
     """Time between two targets, as in training."""
+    groups: dict[str, GroupConfig] = msgspec.field(default_factory=dict)
+    """Type of a group's values by the group's name; float32 where it is not named. Set it for
+    policies that read 8 bits."""
 
 
 class BatchConfig(Table, frozen=True):
@@ -159,6 +188,9 @@ class BatchConfig(Table, frozen=True):
     rows: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Robots of one envelope, a fixed row each. Raise it to serve several robots with one policy.
     """
+    sizes: tuple[Count, ...] | Literal["powers", "all", "whole"] = "powers"
+    """Rows that a policy with any_rows is called with, the fewest that hold all robots: powers is
+    1, 2, 4 up to rows. Set whole for numbers that do not depend on how many robots are there."""
 
 
 class RobotLimits(Table, frozen=True):
@@ -235,6 +267,9 @@ class PolicyConfig(Table, frozen=True):
     compile: bool = False
     """Compiles the policy with torch.compile while warming. Set it where it is faster; the start
     takes longer."""
+    graph_breaks_max: Annotated[int, Meta(ge=0, le=1000)] = 0
+    """Graph breaks of a compiled policy, in all its parts on a rank, with which it becomes ready.
+    Raise it for a policy that is fast enough in several graphs."""
 
 
 class DecodeConfig(Table, frozen=True):
@@ -309,6 +344,10 @@ class PipelineConfig(Table, frozen=True):
         names = dict.fromkeys(stream.group for stream in plain)
         return {name: tuple(s for s in plain if s.group == name) for name in names}
 
+    def group_settings(self, group: str) -> GroupConfig:
+        """The group's own settings, or those of all."""
+        return self.window.groups.get(group, GroupConfig())
+
     @property
     def cameras(self) -> tuple[StreamConfig, ...]:
         """Streams of frames, in file order."""
@@ -322,7 +361,7 @@ class PipelineConfig(Table, frozen=True):
     @property
     def reach_ms(self) -> float:
         """No window uses a sample that is older than this."""
-        return self.window_span_ms + max(s.max_gap_ms + s.max_age_ms for s in self.streams)
+        return self.window_span_ms + max(s.bracket_ms + s.max_age_ms for s in self.streams)
 
     @property
     def threads(self) -> Literal["serial", "split"]:
@@ -332,12 +371,13 @@ class PipelineConfig(Table, frozen=True):
     def ring_samples(self, stream: StreamConfig) -> int:
         """Samples a ring of ``stream`` must hold so that no window misses one it needs.
 
-        A window reaches back over its span and one bracket of at most ``max_gap_ms``; the stream
-        may be ahead of the reference stream by what still counts as fresh, ``max_age_ms``.
+        A window reaches back over its span and one bracket of at most ``max_gap_ms`` (of cubics one
+        more); the stream may be ahead of the reference stream by what still counts as fresh,
+        ``max_age_ms``.
         Of a camera the newest frames alone are used.
         """
         if stream.image is not None:
             ahead = math.ceil(RING_MARGIN * stream.most_hz * stream.max_age_ms / 1000)
             return RING_SPARE_SAMPLES + stream.image.frames + ahead
-        reach_ms = self.window_span_ms + stream.max_gap_ms + stream.max_age_ms
+        reach_ms = self.window_span_ms + stream.bracket_ms + stream.max_age_ms
         return RING_SPARE_SAMPLES + math.ceil(RING_MARGIN * stream.most_hz * reach_ms / 1000)

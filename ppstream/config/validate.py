@@ -58,6 +58,8 @@ def normalise(value: Any, annotation: Any, folder: Path) -> Any:
     if is_struct(kind.base) and isinstance(value, Mapping):
         known = {field.encode_name: field.type for field in fields(kind.base)}
         return {k: normalise(v, known.get(k, Any), folder) for k, v in value.items()}
+    if get_origin(kind.base) is dict and isinstance(value, Mapping):
+        return {k: normalise(v, get_args(kind.base)[1], folder) for k, v in value.items()}
     if isinstance(value, str) and any((m.extra or {}).get("one") for m in kind.bounds):
         value = [value]
     if get_origin(kind.base) is tuple and isinstance(value, list):
@@ -76,6 +78,9 @@ def find_problems(value: Any, annotation: Any, path: str = "") -> Iterator[str]:
         yield from _table_problems(value, kind.base, path)
     elif get_origin(kind.base) is tuple:
         yield from _list_problems(value, kind, path)
+    elif _is_table_of_tables(kind.base) and isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from find_problems(item, get_args(kind.base)[1], _join(path, name))
     elif isinstance(value, float) and not math.isfinite(value):
         yield _line(path, value, f"{wanted(kind)}, finite")
     else:
@@ -160,6 +165,10 @@ def _key_suggestion(name: str, struct: type, known: Mapping[str, FieldInfo]) -> 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _is_table_of_tables(base: Any) -> bool:
+    return get_origin(base) is dict and is_struct(get_args(base)[1])
 
 
 def _is_literal(base: Any) -> bool:

@@ -156,6 +156,12 @@ class ProtocolError(PpstreamError):
     exit_code = ExitCode.PROTOCOL
 
 
+class MeshSplitError(PpstreamError):
+    """Some ranks of a mesh raised on an envelope and others did not: their collectives differ."""
+
+    exit_code = ExitCode.POISONED
+
+
 class PolicyError(PpstreamError):
     """The policy failed too often in a row, or its output cannot be used."""
 

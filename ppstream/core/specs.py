@@ -16,6 +16,8 @@ DTYPE_BYTES = {
     "int64": 8,
     "int32": 4,
     "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
     "bool": 1,
 }
 

@@ -12,6 +12,7 @@ import torch
 
 from ppstream.core.clock import NS_PER_MS
 from ppstream.cuda.driver import DriverCall
+from ppstream.cuda.linear_graph import CapturedPart, empty_graph
 
 if TYPE_CHECKING:
     from ppstream.cuda.driver import CudaStream
@@ -64,6 +65,14 @@ class GpuWork:
 
         return (DriverCall(replay, "the start of a graph"),)
 
+    def parts(self) -> tuple[CapturedPart, ...] | None:
+        """Returns one mean's work for a larger graph; None: torch does not give its graph away."""
+        if not self.products:
+            return ()
+        if not hasattr(self._graph, "raw_cuda_graph"):
+            return None
+        return (CapturedPart(self._graph.raw_cuda_graph(), self._graph),)
+
     def queue(self) -> None:
         """One mean's worth of work on the current stream."""
         if not self.products:
@@ -79,9 +88,11 @@ class GpuWork:
         with torch.cuda.stream(stream):
             torch.mm(self._left, self._left, out=self._out)  # makes the library's workspace
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph = empty_graph() or torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.queue_products(products)
+        if hasattr(graph, "instantiate"):
+            graph.instantiate()
         return graph
 
     def queue_products(self, count: int) -> None:

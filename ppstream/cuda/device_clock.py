@@ -1,9 +1,10 @@
-"""DeviceClock: CUDA event times on the host's CLOCK_MONOTONIC.
+"""DeviceClock: times of CUDA events, or of stamps, on the host's CLOCK_MONOTONIC.
 
 The device counts in a clock of its own, which drifts by some ppm against the host's. An anchor is
 one event whose host time is known: it was recorded on a stream of its own, which is idle, between
-two readings of the host's clock. Anchors are renewed each second, so no difference of two events
-spans more than that second (float32 of milliseconds), and the drift between anchors is carried.
+two readings of the host's clock; of stamps, it is a kernel's answer to a word in pinned memory.
+Anchors are renewed each second, so no difference of two events spans more than that second (float32
+of milliseconds), and the drift between anchors is carried.
 Durations of one device need no mapping and lose nothing to it.
 """
 
@@ -13,11 +14,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.cuda.driver import DeviceError
 
 if TYPE_CHECKING:
     from typing import Self
 
 RENEW_NS: Final = NS_PER_S
+FIRST_TRIES: Final = 1000  # of measurements: the first kernel of a device takes a while
 TRIES: Final = 5  # the one with the narrowest bracket counts
 BRACKET_MAX_NS: Final = 40_000  # usually some 10 µs; more says that the host was held up
 KEPT_NS: Final = 4 * NS_PER_S  # so old an anchor is replaced by any: float32 ends
@@ -27,9 +30,9 @@ DRIFT_SPAN_NS: Final = 2 * NS_PER_S  # over less, the brackets outweigh the drif
 
 
 class TimedEvent(Protocol):
-    """An event, as ``memops.Event``."""
+    """An event, as ``driver.CudaEvent``, or ``device_stamps.ClockStamp``."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> bool: ...  # False: it did not happen in time
 
     def ns_since(self, earlier: Self) -> int | None: ...
 
@@ -38,7 +41,7 @@ E = TypeVar("E", bound=TimedEvent)
 
 
 class Probe(Protocol[E]):
-    """Makes events, and records them on an idle stream, as ``memops.DeviceProbe``."""
+    """Makes events, and records them on an idle stream, as ``driver.DeviceProbe``."""
 
     def event(self) -> E: ...
 
@@ -61,7 +64,7 @@ class DeviceClock(Generic[E]):
         self._now = now
         self._spare = [probe.event() for _ in range(TRIES + 1)]
         self._drift = 0.0
-        self._anchor, self._anchor_ns, bracket_ns = self._measure()
+        self._anchor, self._anchor_ns, bracket_ns = self._first()
         self._due_ns = self._anchor_ns + RENEW_NS
         self._base_ns = self._anchor_ns  # where host and device time were first compared
         self._device_ns = 0  # since then, on the device
@@ -84,7 +87,11 @@ class DeviceClock(Generic[E]):
         """Set a new anchor when the last is a second old; some 0.1 ms. Returns whether it did."""
         if self._now() < self._due_ns:
             return False
-        event, at_ns, bracket_ns = self._measure()
+        found = self._measure()
+        if found is None:  # the anchor before serves on
+            self._due_ns = self._now() + RETRY_NS
+            return False
+        event, at_ns, bracket_ns = found
         if bracket_ns > BRACKET_MAX_NS and at_ns - self._anchor_ns < KEPT_NS:
             self._spare.append(event)
             self._due_ns = at_ns + RETRY_NS
@@ -103,14 +110,22 @@ class DeviceClock(Generic[E]):
         self.state = ClockState(bracket_ns, round(self._drift * 1e9), surprise_ns)
         return True
 
-    def _measure(self) -> tuple[E, int, int]:
-        """An anchor, its host time (the middle of its bracket) and the bracket."""
+    def _first(self) -> tuple[E, int, int]:
+        for _ in range(FIRST_TRIES):
+            if (found := self._measure()) is not None:
+                return found
+        raise DeviceError("the GPU, which has nothing to do, does not tell its time")
+
+    def _measure(self) -> tuple[E, int, int] | None:
+        """An anchor, its host time (the middle of its bracket) and the bracket; None: no answer."""
         best: tuple[E, int, int] | None = None
         for _ in range(TRIES):
             event = self._spare.pop()
             before = self._now()
             self._probe.record(event)
-            event.wait()
+            if not event.wait():
+                self._spare.append(event)
+                break
             bracket_ns = self._now() - before
             if best is None or bracket_ns < best[2]:
                 if best is not None:
@@ -118,5 +133,4 @@ class DeviceClock(Generic[E]):
                 best = event, before + bracket_ns // 2, bracket_ns
             else:
                 self._spare.append(event)
-        assert best is not None, "TRIES is above 0"
         return best

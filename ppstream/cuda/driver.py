@@ -55,9 +55,10 @@ class CudaEvent:
             return False
         raise _refused(error, "work before an event")
 
-    def wait(self) -> None:
-        """Block this thread, without the interpreter's lock, until it is done."""
+    def wait(self) -> bool:
+        """Block this thread, without the interpreter's lock, until it is done; True."""
         checked(driver().cuEventSynchronize(self.handle), "waiting for an event")
+        return True
 
     def ns_since(self, earlier: CudaEvent) -> int | None:
         """Device time since an event that is done; None: this one is not.
@@ -168,6 +169,10 @@ class LaunchSequence:
 
     def __init__(self, *calls: DriverCall) -> None:
         self._calls = calls
+
+    def then(self, *calls: DriverCall) -> LaunchSequence:
+        """Returns these calls, and ``calls`` behind them."""
+        return LaunchSequence(*self._calls, *calls)
 
     def __call__(self) -> None:
         for make, what in self._calls:

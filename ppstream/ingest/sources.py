@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.ingest.rows import RowInput
+    from ppstream.recording.recording import Recording
 
 #: The session of rows that no robot owns; robots' sessions are positive.
 OWN_SESSION: Final = -1
@@ -57,6 +58,7 @@ class RecordedSource:
         rows: free places; opened here, given back by ``close``.
         speed: times real time; None: as fast as asked, for scheduled windows alone.
         repeat: live windows alone: begin again behind the end, with stamps that go on.
+        recording: the file's streams, where they are read already.
 
     Raises:
         ConfigError: the file is unusable, lacks a stream, or is shorter than one window.
@@ -72,12 +74,14 @@ class RecordedSource:
         speed: float | None,
         *,
         repeat: bool = False,
+        recording: Recording | None = None,
     ) -> None:
         self.scheduled = config.pipeline.windows == "scheduled"
         if speed is None and not self.scheduled:
             raise ValueError("live windows need a speed: the speed defines when a sample is")
-        found = load_recording(path, config.streams, config.record.robot)
-        recording = found.select(config.streams)
+        if recording is None:
+            recording = load_recording(path, config.streams, config.record.robot)
+        recording = recording.select(config.streams)
         self._tracks = [(name, track, track.due_ns) for name, track in recording.tracks.items()]
         self._fed = dict.fromkeys(recording.tracks, 0)
         self._rows = rows

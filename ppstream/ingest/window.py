@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from ppstream import native
+from ppstream.config.window_ranges import ranges_of
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.specs import TensorSpec
 from ppstream.ingest.camera_frames import CameraCutter, camera_specs
 from ppstream.ingest.executed_prefix import PrefixWriter, prefix_specs
 from ppstream.ingest.stamp_filter import NEVER_NS
-from ppstream_kernels import ResamplePlan, StreamSource
+from ppstream_kernels import ResamplePlan, StreamSource, scale_for
 from ppstream_kernels.blend import FEW_ELEMENTS
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ppstream.ingest.ring import RingBank
     from ppstream.ingest.rows import RowInput
 
-COMPILED_MODES: Final = ("linear", "previous", "nearest")  # by the core's numbers
+COMPILED_MODES: Final = ("linear", "previous", "nearest")  # by the core's numbers, into float32
 VIEWS_MAX: Final = 64  # more than a link has slots
 
 #: What the int64 tensor ``rows [B, 4]`` of an envelope holds.
@@ -59,6 +60,14 @@ class _Group(NamedTuple):
     plan: ResamplePlan
     streams: Sequence[StreamConfig]
     out: tuple[str, str, str]
+    scale: _Scale | None
+
+
+class _Scale(NamedTuple):
+    """Of a group in 8 bits."""
+
+    name: str
+    scale_BW: Tensor  # the same in each row
 
 
 class _Views(NamedTuple):
@@ -69,6 +78,7 @@ class _Views(NamedTuple):
     lines: tuple[tuple[Callable[[int | None], bool], ...], ...]  # the core's, by row and stream
     values: tuple[Tensor, ...]
     valid: tuple[NDArray[np.bool_], ...]  # by group
+    scales: tuple[tuple[NDArray[np.float32], NDArray[np.float32]], ...]  # written, and with what
     present: memoryview  # bool [B]
     fields: memoryview  # int64 [B, 4]
 
@@ -79,7 +89,9 @@ class WindowCutter:
     ``inputs`` are the tensors of an envelope that ``cut`` fills, shapes per row: for each group g
     ``g.values [T, sum of D]`` float32, ``g.valid [T, S]`` bool and ``g.age_s [T, S]`` float32, then
     the frames of cameras (``camera_frames.py``), ``present []`` bool and ``rows [4]`` int64
-    (``ROW_FIELDS``).
+    (``ROW_FIELDS``). Of a group in 8 bits (``window.groups``) ``g.values`` is int8 or
+    float8_e4m3fn, to be multiplied by ``g.scale [sum of D]`` float32; what is beyond a range
+    saturates.
 
     ``targets`` and ``invalid`` (by stream) count what was asked of the rings since the start, and
     what they could not give.
@@ -107,20 +119,9 @@ class WindowCutter:
         self._targets_ns = torch.empty(len(rows), steps, dtype=torch.int64)
         self._targets_view: NDArray[np.int64] = self._targets_ns.numpy()
         self._views: dict[int, _Views] = {}  # by identity of the mapping, which it keeps alive
-        self._groups = [
-            _Group(
-                ResamplePlan(
-                    [_source(stream, banks[stream.name]) for stream in streams],
-                    steps,
-                    distinct=True,  # a SensorRing takes each stamp once
-                ),
-                streams,
-                group_names(group),
-            )
-            for group, streams in config.groups.items()
-        ]
+        self._groups = [self._group(config, group, banks) for group in config.groups]
         self._is_compiled = native.is_used and all(
-            _is_compiled(stream, len(rows) * steps)
+            group.scale is None and _is_compiled(stream, len(rows) * steps)
             for group in self._groups
             for stream in group.streams
         )
@@ -135,6 +136,20 @@ class WindowCutter:
         self._cameras = {
             stream.name: CameraCutter(stream, banks[stream.name]) for stream in config.cameras
         }
+
+    def _group(self, config: PipelineConfig, group: str, banks: Mapping[str, RingBank]) -> _Group:
+        streams, scale = config.groups[group], group_scale(config, group)
+        plan = ResamplePlan(
+            [_source(stream, banks[stream.name]) for stream in streams],
+            config.window.steps,
+            distinct=True,  # a SensorRing takes each stamp once
+            wide=True,  # a data set's windows are these, whatever the batch
+            scale=scale,
+        )
+        scaled = None
+        if scale is not None:
+            scaled = _Scale(scale_name(group), scale.repeat(len(self._rows), 1))
+        return _Group(plan, streams, group_names(group), scaled)
 
     def cut(
         self, out: Mapping[str, Tensor], ends_ns: Sequence[int | None], lease_ns: int
@@ -193,6 +208,8 @@ class WindowCutter:
                 self._targets_view[row] = NEVER_NS  # before any sample: nothing is valid
         for resample in views.resample:
             resample()
+        for written, scale in views.scales:
+            np.copyto(written, scale)
         for row in self._row_numbers:
             if views.present[row]:
                 self._count_invalid(row, views)
@@ -245,9 +262,20 @@ class WindowCutter:
             written.append(values)
             validity.append(valid.numpy())
         lines = [self._lines(out, row) for row in self._row_numbers] if self._is_compiled else ()
-        present, fields = out["present"].numpy().data, out["rows"].numpy().data
+        scales = tuple(
+            (out[scale.name].numpy(), scale.scale_BW.numpy())
+            for *_, scale in self._groups
+            if scale is not None
+        )
         views = _Views(
-            out, tuple(resample), tuple(lines), tuple(written), tuple(validity), present, fields
+            out,
+            tuple(resample),
+            tuple(lines),
+            tuple(written),
+            tuple(validity),
+            scales,
+            out["present"].numpy().data,
+            out["rows"].numpy().data,
         )
         self._views[id(out)] = views
         return views
@@ -318,17 +346,33 @@ def group_names(group: str) -> tuple[str, str, str]:
     return f"{group}.values", f"{group}.valid", f"{group}.age_s"
 
 
+def scale_name(group: str) -> str:
+    """Of the scale of a group in 8 bits in an envelope."""
+    return f"{group}.scale"
+
+
+def group_scale(config: PipelineConfig, group: str) -> Tensor | None:
+    """The scale ``[sum of D]`` float32 of a group in 8 bits, on the CPU; else None."""
+    settings = config.group_settings(group)
+    if not settings.is_scaled:
+        return None
+    return scale_for(*ranges_of(config, group), getattr(torch, settings.dtype))
+
+
 def input_specs(config: PipelineConfig) -> tuple[TensorSpec, ...]:
     """Returns what a window writes into an envelope, in order, whatever device cuts it."""
     steps = config.window.steps
     specs = []
     for group, streams in config.groups.items():
         values, valid, age_s = group_names(group)
+        settings, width = config.group_settings(group), sum(stream.dim for stream in streams)
         specs += [
-            TensorSpec(values, (steps, sum(stream.dim for stream in streams))),
+            TensorSpec(values, (steps, width), settings.dtype),
             TensorSpec(valid, (steps, len(streams)), "bool"),
             TensorSpec(age_s, (steps, len(streams))),
         ]
+        if settings.is_scaled:
+            specs.append(TensorSpec(scale_name(group), (width,)))
     for camera in config.cameras:
         specs += camera_specs(camera)
     specs += prefix_specs(config.actions)

@@ -23,10 +23,11 @@ from ppstream.core.interpreter import collect_garbage
 from ppstream.cuda import startup
 from ppstream.ingest.window import input_specs
 from ppstream.launch import handshake
+from ppstream.policy.batch_sizes import PRESENT
 from ppstream.policy.compatibility import build_parts, check_parts
 from ppstream.policy.graphed import WARM_UP_CALLS, GraphedPolicy, device_ns, prepared_policy
 from ppstream.policy.host_staged import zeros
-from ppstream.policy.parts import PRESENT, PartSpecs, cut, load, name_of, specs_of
+from ppstream.policy.parts import PartSpecs, cut, load, name_of, specs_of
 from ppstream.policy.protocol import refused
 from ppstream.report.formatting import ms, size_text
 from ppstream.wire.rank_messages import Ready

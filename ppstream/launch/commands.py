@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "report": Command("ppstream.report.cli:main", "judge a run by its log, and say why it is slow"),
     "top": Command("ppstream.observe.top:main", "watch a run: phase, busy shares, ages, drops"),
     "replay": Command("ppstream.launch.replay:main", "stream a recording as a robot would"),
+    "resample": Command("ppstream.data.cli:main", "make a data set of recordings"),
     "gateway": Command("ppstream.gateway.cli:main", "serve robots of openpi, GR00T and LeRobot"),
     "keys": Command("ppstream.wire.keys:main", "make and allow keys of robots on a network"),
     "export": Command("ppstream_stages.export:main", "write a run's policy as ONNX"),

@@ -16,8 +16,6 @@ from ppstream.core.errors import ConfigError
 from ppstream.core.interpreter import DEVICE_SWITCH_INTERVAL_S, set_switch_interval
 from ppstream.cuda import startup
 from ppstream.cuda.busy_kernel import GpuWork
-from ppstream.cuda.device_clock import DeviceClock
-from ppstream.cuda.driver import DeviceProbe
 from ppstream.cuda.streams import stream as cuda_stream
 from ppstream.cuda.streams import torch_stream
 from ppstream.launch import handshake
@@ -33,7 +31,10 @@ from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
 from ppstream.pipeline.device.stage_a import DeviceFrontParts, RingWindows
 from ppstream.pipeline.device.stage_b import DeviceStageB
+from ppstream.pipeline.device.stamped_hop import StampedHop
+from ppstream.pipeline.device.stamping import EVENTS, Stamping, choose_stamps, device_clock
 from ppstream.pipeline.stage_b import StageB
+from ppstream.policy.batch_sizes import BatchSizes, batch_sizes
 from ppstream.policy.compiled import compiled
 from ppstream.policy.graphed import GraphedPolicy, prepared_policy
 from ppstream.policy.host_staged import StagedPolicy, zeros
@@ -112,14 +113,22 @@ def open_rank0(
         for mean_ms in (simulate.a_ms, simulate.c_ms)
     )
     position = Position(0, len(policy_ranks))
-    link = open_link(config, placement, position, store, shape, device, parts.log)
+    stamping = choose_stamps(
+        config,
+        placement.link,
+        position,
+        shape.envelope.slot_bytes,
+        works_in_c=work_c.products > 0,
+    )
+    link = open_link(config, placement, position, store, shape, device, parts.log, stamping)
     own = Rank0Device(
         link=link,
         shape=shape,
         streams=Streams(cuda_stream("a"), cuda_stream("c")),
-        clock=DeviceClock(DeviceProbe(cuda_stream("clock"))),
+        clock=device_clock(device, stamping),
         work_a=work_a,
         work_c=work_c,
+        stamps=stamping.by(link),
     )
     front_parts = None
     if front is not None:
@@ -220,18 +229,21 @@ def policy_at(
         return mine[0]
     if config.policy.compile:  # what lies between parts is not for a compiler
         mine = [compiled(part) for part in mine]
-    return Joined(mine, place, config.batch.rows, device, drawn_for(run_id), block)
+    joined = Joined(mine, place, config.batch.rows, device, drawn_for(run_id), block)
+    # rows that one place leaves out hold its fill: no other place may look at them
+    joined.any_rows = all(bool(getattr(part, "any_rows", False)) for part in parts)
+    return joined
 
 
 def stage_b_on_host_slots(
     policy: Policy, config: PipelineConfig, device: torch.device, run_id: str
 ) -> StageB:
     """Stage B of a loop with slots in host memory, of a policy that was built on ``device``."""
-    integers = drawn_for(run_id)
+    integers, sizes = drawn_for(run_id), batch_sizes(config, policy)
     prepared = prepared_policy(policy, config.policy, device, integers)
     if device.type != "cpu":
         prepared = StagedPolicy(prepared, device, config.batch.rows)
-    return StageB(prepared, config.batch.rows, integers)
+    return StageB(prepared, config.batch.rows, integers, sizes)
 
 
 def open_policy_rank(
@@ -253,27 +265,37 @@ def open_policy_rank(
     """
     set_switch_interval(DEVICE_SWITCH_INTERVAL_S)
     device = torch.device(placement.ranks[position.place].device)
-    link = open_link(config, placement, position, store, shape, device, log)
+    stamping = choose_stamps(config, placement.link, position, shape.result.slot_bytes)
+    link = open_link(config, placement, position, store, shape, device, log, stamping)
+    stamped = stamping.by(link)
     policy = prepared.policy
     parts = PolicyDevice(
         config=config,
         stage_b=DeviceStageB(policy, config.batch.rows, device, is_stateless=prepared.is_stateless),
-        link=link,
+        link=link if stamped is None else StampedHop(stamped, cuda_stream("b")),
         peer=peer,
         log=log,
         waiter=waiter,
-        clock=DeviceClock(DeviceProbe(cuda_stream("clock"))),
+        clock=device_clock(device, stamping),
         stream=torch_stream("b"),
         shape=shape,
         nodes=prepared.nodes,
+        sizes=sizes_on_gpu(config, policy, shape),
         position=position,
         parts_ns=prepared.parts_ns,
     )
     loop = DevicePolicyRank(parts)
     loop.prepare()
+    loop.make_graphs()
     log.event("run_ahead", envelopes=shape.ahead, nodes=prepared.nodes, slots=len(link.out))
     _seal(policy, log)
     return loop
+
+
+def sizes_on_gpu(config: PipelineConfig, policy: Policy, shape: LinkShape) -> BatchSizes | None:
+    """Returns the sizes of batches; None: one alone, as where B is queued ahead of envelopes."""
+    sizes = batch_sizes(config, policy)
+    return sizes if sizes.smaller and not shape.ahead else None
 
 
 def _seal(policy: Policy, log: TimestampLog) -> None:
@@ -291,6 +313,7 @@ def open_link(
     shape: LinkShape,
     device: torch.device,
     log: TimestampLog,
+    stamping: Stamping = EVENTS,
 ) -> DeviceLink:
     """Both hops of this rank, and in the log which link it is, why, and how quick.
 
@@ -301,10 +324,18 @@ def open_link(
     limit_s = config.liveness.start_s
     spins = config.link.wait == "kernel"
     link = open_device(
-        placement.link, position, store, shape, device, timeout_s=limit_s, spins=spins
+        placement.link,
+        position,
+        store,
+        shape,
+        device,
+        timeout_s=limit_s,
+        spins=spins,
+        stamps=stamping.stamps == "device",
     )
     latency = measure(link, position, limit_s)
-    log.event("link", link=link.name, why=placement.why, **latency._asdict())
+    told = latency._asdict() | {"stamps": stamping.stamps, "stamps_why": stamping.why}
+    log.event("link", link=link.name, why=placement.why, **told)
     if position.is_front:
         logger.info(
             "link %s: %s; %.1f µs one way for %d bytes, queued ahead",

@@ -133,6 +133,8 @@ def _placement_lines(
         what = f"{_stages_text(config, plan)} on {plan.device}"
         is_cut = names and config.placement.cut
         yield _row(f"rank {plan.rank}", f"{what}: {', '.join(names)}" if is_cut else what)
+    for plan in placement.members:
+        yield _row(f"rank {plan.rank}", f"stage B on {plan.device}, in the mesh that rank 1 leads")
     shape = config.pipeline
     yield _row("link", f"{placement.link or 'none'}: {placement.why}")
     if not places:
@@ -243,7 +245,9 @@ def _stream_lines(config: PipelineConfig) -> Iterator[str]:
         mark = ", ends the window" if stream == config.reference else ""
         if stream.image is None:
             form = f"{stream.dim} values"
-            use = f"{stream.interpolation}, group {stream.group}"
+            settings = config.group_settings(stream.group)
+            as_dtype = f" as {settings.dtype}" if settings.is_scaled else ""
+            use = f"{stream.interpolation}, group {stream.group}{as_dtype}"
         else:
             form, use = (
                 f"{stream.image.height} x {stream.image.width} RGB",

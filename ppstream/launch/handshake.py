@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import torch
 
 import ppstream
 from ppstream.config.schema import PipelineConfig
@@ -60,6 +61,10 @@ SPARE_NS: Final = 2 * NS_PER_S  # the rank that builds notices first: it knows m
 RANK0_ONLY: Final = frozenset(
     {"service", "bringup", "decode", "log", "demo", "simulate", "gateway"}
 )
+NVIDIA_VERSION: Final = "/proc/driver/nvidia/version"
+MESH_LEADER: Final = 1  # the first rank of a mesh
+LINES_MAX: Final = 20  # differences that are told
+NO_WEIGHTS: Final[Mapping[str, str]] = {}
 TEST_HOOK_PREFIX: Final = "PPSTREAM_TEST_"
 
 
@@ -79,6 +84,7 @@ def configuration_facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
     )
     return {
         "equal": equal,
+        "mesh": _mesh_facts(),
         "informational": {
             "protocol_minor": WIRE_MINOR,
             "host": platform.node(),
@@ -87,6 +93,18 @@ def configuration_facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
             "python": platform.python_version(),
             "torch": version("torch"),
         },
+    }
+
+
+def _mesh_facts() -> dict[str, Any]:
+    """Facts that ranks must share which compute one policy together, though others need not."""
+    driver = Path(NVIDIA_VERSION)
+    return {
+        "torch": version("torch"),
+        "cuda": torch.version.cuda,
+        "driver": driver.read_text().partition("\n")[0] if driver.exists() else None,
+        "cpu": torch.backends.cpu.get_cpu_capability(),  # kernels differ, and so do last bits
+        "python": platform.python_version(),
     }
 
 
@@ -102,11 +120,17 @@ def difference(
     return lines
 
 
-def compare_facts(mine: Mapping[str, Any], theirs: Mapping[str, Any], their_rank: int) -> None:
-    """Raise HandshakeError with the per-rank difference unless the ``equal`` facts agree."""
-    lines = difference(mine["equal"], theirs.get("equal", {}), 0, their_rank)
+def refuse(lines: Sequence[str]) -> None:
+    """Raise HandshakeError with these differences, if there are any; of very many the first."""
+    if len(lines) > LINES_MAX:
+        lines = [*lines[:LINES_MAX], f"and {len(lines) - LINES_MAX} more"]
     if lines:
         raise HandshakeError("\n".join(lines))
+
+
+def compare_facts(mine: Mapping[str, Any], theirs: Mapping[str, Any], their_rank: int) -> None:
+    """Raise HandshakeError with the per-rank difference unless the ``equal`` facts agree."""
+    refuse(difference(mine["equal"], theirs.get("equal", {}), 0, their_rank))
 
 
 def _fingerprint(path: str | None) -> str | None:
@@ -185,12 +209,20 @@ def listen(store: LauncherStore, host: str | None) -> Listener:
 
 
 def admit(
-    config: PipelineConfig, store: LauncherStore, listener: Listener, run: Run, rank: int = 1
+    config: PipelineConfig,
+    store: LauncherStore,
+    listener: Listener,
+    run: Run,
+    rank: int = 1,
+    met: dict[int, Mapping[str, Any]] | None = None,
 ) -> Peer:
     """Accept a policy rank's two connections and compare what both ranks resolved; one by one.
 
+    ``met`` has the facts of the ranks that came before, and gets this one's.
+
     Raises:
-        HandshakeError: the ranks disagree; the message is the difference, line by line.
+        HandshakeError: the ranks disagree, or those of a mesh do among themselves; the message is
+            the difference, line by line.
         PeerLostError: nobody came within ``liveness.handshake_s``.
     """
     limit_s = config.liveness.handshake_s
@@ -207,6 +239,11 @@ def admit(
                 f"generation: rank 0 has {store.generation}, rank {hello.rank} {hello.generation}"
             )
         compare_facts(configuration_facts(config), hello.facts, hello.rank)
+        if met is not None:
+            met[rank] = hello.facts
+            if rank > MESH_LEADER and config.placement.mesh > 1:
+                leader, member = (one.get("mesh", {}) for one in (met[MESH_LEADER], hello.facts))
+                refuse(difference(leader, member, MESH_LEADER, rank))
     except HandshakeError as error:
         peer.send(RankRefused(tuple(str(error).splitlines())))
         raise
@@ -234,6 +271,7 @@ def agree_on_parts(
 
     Raises:
         ConfigError: the policy does not fit the configuration, with every reason.
+        HandshakeError: ranks of a mesh have other weights.
         PeerLeftError: the policy could not be built.
         WatchdogError: it was not built within ``liveness.start_s``.
     """
@@ -241,11 +279,17 @@ def agree_on_parts(
     for rank, other in enumerate(built[1:], 2):
         if other.parts != built[0].parts:
             raise ConfigError([f"policy.target: rank {rank} built other parts than rank 1"])
+        if config.placement.mesh > 1:
+            refuse(difference(_named(built[0]), _named(other), MESH_LEADER, rank))
     places = places_of(config, built[0].parts, window)
     ahead = min(found.ahead for found in built)
     for peer in peers:
         peer.send(Ready({"ahead": ahead}))
     return places, ahead
+
+
+def _named(built: _Built) -> dict[str, str]:
+    return {f"weights.{name}": text for name, text in built.weights.items()}
 
 
 def _built(config: PipelineConfig, peer: Peer) -> _Built:
@@ -304,7 +348,8 @@ def connect_neighbours(
     """
     if config.placement.replicas > 1:
         return Neighbours.pair(BACK, rank0)
-    limit_s, place, places = config.liveness.handshake_s, store.rank, store.world_size - 1
+    limit_s, place = config.liveness.handshake_s, store.rank
+    places = config.placement.places
     token = store.get(TOKEN_KEY, limit_s)
     before = behind = rank0
     listener = None
@@ -329,11 +374,20 @@ class _Built(msgspec.Struct, frozen=True):
 
     parts: tuple[PartSpecs, ...]
     ahead: int = 0
+    weights: dict[str, str] = msgspec.field(default_factory=dict)  # of a mesh: fingerprints
 
 
-def offer_parts(peer: Peer, parts: tuple[PartSpecs, ...], ahead: int = 0) -> None:
-    """Tells rank 0 that the policy is built, its parts, and how far ahead it may be queued."""
-    peer.send(Ready(msgspec.to_builtins(_Built(parts, ahead))))
+def offer_parts(
+    peer: Peer,
+    parts: tuple[PartSpecs, ...],
+    ahead: int = 0,
+    weights: Mapping[str, str] = NO_WEIGHTS,
+) -> None:
+    """Tells rank 0 that the policy is built, its parts, and how far ahead it may be queued.
+
+    ``weights`` has their fingerprint, where other ranks must have the same.
+    """
+    peer.send(Ready(msgspec.to_builtins(_Built(parts, ahead, dict(weights)))))
 
 
 def wait_accepted(config: PipelineConfig, peer: Peer) -> int:

@@ -32,16 +32,28 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The whole run: its ranks in order, and the link between them (None: inline) with why."""
+    """The whole run: its ranks in order, and the link between them (None: inline) with why.
+
+    ``ranks`` are those that envelopes pass, one for each place.
+    """
 
     ranks: tuple[RankPlan, ...]
     link: LinkKind | None
     why: str
+    members: tuple[RankPlan, ...] = ()  # of a mesh, but its leader, rank 1; behind all others
 
     @property
     def is_inline(self) -> bool:
         """One process runs A, B and C in turn: the unpipelined twin."""
         return self.link is None
+
+    def device_of(self, rank: int) -> str:
+        """The device that a rank computes on."""
+        return (*self.ranks, *self.members)[rank].device
+
+    def is_member(self, rank: int) -> bool:
+        """Of a mesh, and not its leader: envelopes reach it through the leader alone."""
+        return rank >= len(self.ranks)
 
     @property
     def is_device_ordered(self) -> bool:
@@ -54,7 +66,7 @@ def ranks_wanted(config: PipelineConfig) -> int:
     devices = config.placement
     if devices.rank0 != "cpu" and {devices.rank0} == set(devices.policy):
         return 1
-    return 1 + len(devices.policy)
+    return len(devices.policy) + devices.mesh
 
 
 def place(
@@ -76,7 +88,7 @@ def place(
         ConfigError: there are too many ranks, or the link asked for cannot connect them.
     """
     devices = config.placement
-    most = 1 + len(devices.policy)
+    most = len(devices.policy) + devices.mesh
     if world_size not in (1, most):
         raise ConfigError(
             [
@@ -89,6 +101,7 @@ def place(
         return Placement((whole,), None, "one rank runs every stage in turn")
     policy_ranks = (RankPlan(k, ("B",), at) for k, at in enumerate(devices.policy, 1))
     ranks = RankPlan(0, ("A", "C"), devices.rank0), *policy_ranks
+    members = tuple(RankPlan(k, ("B",), devices.policy[0]) for k in range(len(ranks), most))
     is_one_host = local_world_size >= world_size
     if all(plan.is_gpu for plan in ranks):
         who = "both GPUs" if most == 2 else f"all {most} GPUs"
@@ -103,7 +116,7 @@ def place(
             ),
         )
     _refuse_device_link(config.link, ranks, has_front_parts=0 in devices.cut)
-    return Placement(ranks, *_choose_link(config.link, most, is_one_host=is_one_host))
+    return Placement(ranks, *_choose_link(config.link, most, is_one_host=is_one_host), members)
 
 
 def _choose_link(link: LinkConfig, ranks: int, *, is_one_host: bool) -> tuple[LinkKind, str]:

@@ -17,6 +17,7 @@ from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
 from ppstream.ingest.window import input_specs
 from ppstream.launch import auto_cut, device_ranks, guard, handshake, rank_exit
+from ppstream.launch.mesh import Mesh, open_mesh
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
 from ppstream.launch.progress import Progress, Wait
@@ -30,6 +31,7 @@ from ppstream.observe.run_folder import Run
 from ppstream.pipeline.host_policy_rank import HostPolicyRank
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.compatibility import build_parts, places_of
+from ppstream.policy.fingerprint import weights_fingerprint
 from ppstream.policy.parts import PartSpecs, Place, load, part_times_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.wire.rank_messages import Goodbye
@@ -76,20 +78,22 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         stack.enter_context(Progress(lambda: _wait(course), f"rank {store.rank}"))
         with handshake.saying_goodbye(peer):
-            ends = handshake.connect_neighbours(config, store, peer, stack)
-            device = torch.device(placement.ranks[store.rank].device)
+            at = config.placement.place_of(store.rank)
+            connect = handshake.connect_neighbours
+            ends = None if placement.is_member(store.rank) else connect(config, store, peer, stack)
+            device = torch.device(placement.device_of(store.rank))
             config = auto_cut.follow_cut(config, store.rank, device, peer, course)
             placement = device_ranks.place_here(config, store.world_size)
+            with course.step("the meeting of the mesh's ranks"):
+                mesh = open_mesh(config, store, peer)
             on_gpu: device_ranks.PreparedPolicy | None = None
             with course.step(f"the build of {config.policy.target}"):
                 run_id = end.run.run_id
-                specs, place, policy = _build_place(config, store.rank, device, peer, run_id)
+                specs, place, policy, weights = _build_place(config, at, device, peer, run_id, mesh)
                 if placement.is_device_ordered:
                     on_gpu = device_ranks.prepare_policy(policy, config, device, run_id, "b")
-            ahead = 0 if on_gpu is None else on_gpu.ahead(config)
-            handshake.offer_parts(peer, specs, ahead)
+            handshake.offer_parts(peer, specs, on_gpu.ahead(config) if on_gpu else 0, weights)
             ahead = handshake.wait_accepted(config, peer)
-            at = config.placement.place_of(store.rank)
             shape = link_shape(config, place.inputs, place.outputs, store.generation, ahead, at)
             log = _log(config, end.run, store, stack)
             Monitoring(config, end.run, log, stack, rank=store.rank, generation=store.generation)
@@ -97,7 +101,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             stack.callback(waiter.close)
             with course.step("the link and the policy's first calls"):
                 built = on_gpu or policy
-                loop = _open(config, built, placement, ends, peer, store, shape, log, waiter)
+                loop = _open(config, built, placement, ends, peer, store, shape, log, waiter, mesh)
             stack.callback(loop.close)
             met.append(loop)
             course.loop = loop
@@ -120,50 +124,65 @@ def _wait(course: rank_exit.Course) -> Wait | None:
 
 
 def _build_place(
-    config: PipelineConfig, rank: int, device: torch.device, peer: Peer, run_id: str
-) -> tuple[tuple[PartSpecs, ...], Place, Policy]:
-    """All parts' specs, this rank's place, and what runs there, loaded.
+    config: PipelineConfig,
+    at: int,
+    device: torch.device,
+    peer: Peer,
+    run_id: str,
+    mesh: Mesh | None,
+) -> tuple[tuple[PartSpecs, ...], Place, Policy, dict[str, str]]:
+    """All parts' specs, this rank's place, what runs there, loaded, and its weights' fingerprint.
+
+    Weights are fingerprinted on ranks of a mesh alone.
 
     Raises:
         PeerLeftError: rank 0 refuses the policy, with every reason.
     """
     if device.type == "cuda":
         startup.start(device)
-    parts = build_parts(config, device)
+    parts = build_parts(config, device, mesh=None if mesh is None else mesh.devices)
     specs = specs_of(parts)
     try:
-        place = places_of(config, specs, input_specs(config))[config.placement.place_of(rank)]
+        place = places_of(config, specs, input_specs(config))[at]
     except ConfigError:
         handshake.offer_parts(peer, specs)
         handshake.wait_accepted(config, peer)  # rank 0 finds the same, and is the one to tell
         raise
-    load(place.of(parts), config.policy.target)
-    return specs, place, device_ranks.policy_at(place, parts, config, device, run_id)
+    mine = place.of(parts)
+    load(mine, config.policy.target)
+    weights = {} if mesh is None else weights_fingerprint(mine)
+    policy = device_ranks.policy_at(place, parts, config, device, run_id)
+    return specs, place, policy, weights
 
 
 def _open(
     config: PipelineConfig,
     policy: Policy | device_ranks.PreparedPolicy,
     placement: Placement,
-    ends: Neighbours,
+    ends: Neighbours | None,
     peer: Peer,
     store: LauncherStore,
     shape: LinkShape,
     log: TimestampLog,
     waiter: Waiter,
+    mesh: Mesh | None,
 ) -> PolicyRank:
-    """This rank's loop, over a link that is open."""
+    """This rank's loop, over a link that is open; ``ends`` is None on a member of a mesh."""
     if isinstance(policy, device_ranks.PreparedPolicy):
+        assert ends is not None
         return device_ranks.open_policy_rank(
             config, policy, placement, ends.position, peer, store, shape, log, waiter
         )
     assert placement.link is not None
-    device = torch.device(placement.ranks[store.rank].device)
+    device = torch.device(placement.device_of(store.rank))
     stage_b = device_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
+    part_times, limit_s = part_times_of(policy), config.liveness.start_s
     if config.placement.replicas > 1:
         store = store.within(replica_folder(store.rank))
-    hops = open_hops(placement.link, ends, store, shape, timeout_s=config.liveness.start_s)
-    part_times = part_times_of(policy)
+    if ends is not None:
+        hops = open_hops(placement.link, ends, store, shape, timeout_s=limit_s)
+    if mesh is not None:
+        hops = mesh.follow(peer, shape) if ends is None else mesh.lead(hops, shape)
     return HostPolicyRank(config, stage_b, hops, peer, log, waiter, store.rank, part_times)
 
 

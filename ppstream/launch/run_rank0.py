@@ -9,10 +9,10 @@ import hashlib
 import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -43,12 +43,14 @@ from ppstream.pipeline.bringup import bring_up
 from ppstream.pipeline.host_executor import HostExecutor
 from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.loop import Executor, Rank0Loop
+from ppstream.pipeline.mesh_faults import MeshFaults
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
 from ppstream.pipeline.replica_losses import ReplicaLosses
 from ppstream.pipeline.service import Service
 from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
 from ppstream.policy.compatibility import build_parts, places_of
+from ppstream.policy.compiled import RecompileMeter
 from ppstream.policy.parts import Place, load, part_times_of, specs_of
 from ppstream.policy.protocol import Policy
 from ppstream.policy.unwritten import policy_fault
@@ -137,9 +139,10 @@ def _connect(
         return course.loop.finished if isinstance(course.loop, Rank0Loop) else 0
 
     peers: list[Peer] = []
+    facts: dict[int, Mapping[str, Any]] = {}
     for rank in range(1, store.world_size):
         with handshake.saying_goodbye(*peers):
-            peer = handshake.admit(config, store, listener, run, rank)
+            peer = handshake.admit(config, store, listener, run, rank, facts)
         stack.callback(peer.close)
         peers.append(peer)
         with handshake.saying_goodbye(*peers):
@@ -225,7 +228,7 @@ def _pipelined(
     if built is not None:
         front = device_ranks.policy_at(places[0], built, config, device, run_id)
     shape = link_shape(config, places[0].outputs, places[-1].outputs, store.generation, ahead)
-    policy_ranks = tuple(PolicyRankPeer(peer, config, k) for k, peer in enumerate(peers, 1))
+    policy_ranks, members = _policy_ranks(config, placement, peers)
     executor: Executor
     with course.step("the link, its slots and the first calls of parts here"):
         if placement.is_device_ordered:
@@ -241,7 +244,7 @@ def _pipelined(
         else:
             assert placement.link is not None
             assert isinstance(parts.stage_a, StageA), "placed so"
-            hops = _open_hops(config, placement.link, peers, store, shape)
+            hops = _open_hops(config, placement.link, policy_ranks, store, shape)
             stack.callback(hops.close)
             losses = _bearing_losses(config, hops, policy_ranks, end)
             logger.info("link %s: %s", hops.name, placement.why)
@@ -251,29 +254,28 @@ def _pipelined(
             describe_topology(run, config, placement, places)
             parts = parts._replace(config=config)
             executor = (SplitExecutor if config.threads == "split" else HostExecutor)(
-                hops, policy_ranks, losses
+                hops, policy_ranks, members, losses
             )
     rank0 = Rank0Loop(*parts, executor=executor)
 
     def send_phase(phase: str) -> None:
-        for policy_rank in executor.policy_ranks:
+        for policy_rank in executor.all_ranks:
             policy_rank.tell(PhaseChange(phase))
 
     rank0.on_phase.append(send_phase)
-    if rank0.stage_a.front is not None:
-        rank0.stage_a.front.on_fault = rank0.report_policy_fault
+    _watch_policy(rank0)
     return rank0
 
 
 def _open_hops(
     config: PipelineConfig,
     link: str,
-    peers: tuple[Peer, ...],
+    policy_ranks: Sequence[PolicyRankPeer],
     store: LauncherStore,
     shape: LinkShape,
 ) -> Hops:
     """Rank 0's hops: to the first policy rank and from the last one; or to replicas and back."""
-    limit_s = config.liveness.start_s
+    limit_s, peers = config.liveness.start_s, [found.peer for found in policy_ranks]
     if config.placement.replicas == 1:
         ends = Neighbours(peers[-1], peers[0], Position(0, len(peers)))
         return open_hops(link, ends, store, shape, timeout_s=limit_s)
@@ -303,6 +305,54 @@ def _bearing_losses(
         policy_rank.bears_loss = losses.bears_the_silent
     end.bears_loss = losses.bears_the_silent
     return losses
+
+
+def _watch_policy(rank0: Rank0Loop) -> None:
+    """Has faults of front parts reported, and what compilers did compared and refused."""
+    config, front = rank0.config, rank0.stage_a.front
+    if config.policy.compile and config.placement.mesh > 1:
+        rank0.on_warm.append(lambda: _compare_compilers(rank0))
+    if front is not None:
+        front.on_fault = rank0.report_policy_fault
+        _meter_compiler(rank0, front)
+
+
+def _policy_ranks(
+    config: PipelineConfig, placement: Placement, peers: Sequence[Peer]
+) -> tuple[tuple[PolicyRankPeer, ...], tuple[PolicyRankPeer, ...]]:
+    """The policy ranks in the order of the chain, and the members of a mesh behind its leader."""
+    mesh = MeshFaults(range(1, len(peers) + 1)) if placement.members else None
+    found = tuple(PolicyRankPeer(peer, config, k, mesh) for k, peer in enumerate(peers, 1))
+    count = len(placement.ranks) - 1
+    return found[:count], found[count:]
+
+
+def _compare_compilers(rank0: Rank0Loop) -> None:
+    """Refuses a mesh whose ranks compiled different graphs: their collectives may not match.
+
+    Raises:
+        HandshakeError: names part, count and both ranks.
+    """
+    leader, *members = rank0.executor.all_ranks
+    counts = _flat_counts(leader)
+    for member in members:
+        lines = handshake.difference(counts, _flat_counts(member), leader.rank, member.rank)
+        handshake.refuse(lines)
+
+
+def _flat_counts(policy_rank: PolicyRankPeer) -> dict[str, int]:
+    return {
+        f"compiled.{part}.{name}": count
+        for part, counts in policy_rank.compiler_counts().items()
+        for name, count in counts.items()
+    }
+
+
+def _meter_compiler(rank0: Rank0Loop, runs: object) -> None:
+    """Logs what the compiler does in parts that run here, and refuses too many graph breaks."""
+    if meter := RecompileMeter.of(rank0.config.policy, runs):
+        rank0.on_warm.append(lambda: meter.warm_up_is_over(rank0.log.event))
+        rank0.on_phase.append(lambda phase: meter.phase(phase, rank0.log.event))
 
 
 def _build_front(config: PipelineConfig, course: rank_exit.Course) -> tuple[Policy, ...] | None:
@@ -371,7 +421,9 @@ def _inline(
         envelope=new_slots(shape.envelope, 1)[0],
         result=new_slots(shape.result, 1)[0],
     )
-    return Rank0Loop(*parts, executor=executor)
+    rank0 = Rank0Loop(*parts, executor=executor)
+    _meter_compiler(rank0, executor)
+    return rank0
 
 
 def _check_ledgers(*intakes: Intake) -> None:
@@ -384,9 +436,9 @@ def _check_ledgers(*intakes: Intake) -> None:
 
 def _release_policy_ranks(rank0: Rank0Loop) -> None:
     """Nothing is in flight: let the policy ranks go, and wait until they say goodbye."""
-    for policy_rank in rank0.executor.policy_ranks:
+    for policy_rank in rank0.executor.all_ranks:
         policy_rank.tell(Drain(rank0.stop_reason or "the recording has ended"))
-    for policy_rank in rank0.executor.policy_ranks:
+    for policy_rank in rank0.executor.all_ranks:
         with suppress(PeerLostError if policy_rank.bears_loss() else PeerLeftError):
             policy_rank.peer.receive(GOODBYE_LIMIT_NS)
 
@@ -422,6 +474,11 @@ def describe_topology(
             "credit": shape.credit,
             "pacing": shape.pacing,
             "replicas": 1 if placement.is_inline else config.placement.replicas,
+            "mesh": 1 + len(placement.members),
+            "members": [
+                {"rank": plan.rank, "device": plan.device, "leader": 1}
+                for plan in placement.members
+            ],
             "world_size": len(placement.ranks),
             "d_in": shape.d_in,
             "d_out": shape.d_out,

@@ -6,6 +6,10 @@ on the way. The receiver's streams wait for the counter: the link's own by the d
 stages, and for notes, by a kernel where there is one (``ppstream_kernels.cuda_wait``). Counters
 only grow, and compare cyclically.
 Where the memory lies, who maps it, and what is sent how, is the links'.
+
+Where kernels do both, they can leave their times, too (``stamps``): a stage's stream then holds a
+wait, the stage and a put, which never change from one use of a slot to the next. What does change,
+counts and headers, the host writes into pinned memory before it queues them.
 """
 
 from __future__ import annotations
@@ -20,8 +24,10 @@ from ppstream.core.errors import ProtocolError
 from ppstream.cuda.driver import WRAP
 from ppstream.cuda.streams import stream
 from ppstream.links.device_link import Headers, new_device_slots
+from ppstream.links.headers import FAILED
 from ppstream.links.slots import ALIGNMENT_BYTES
-from ppstream_kernels.cuda_put import Route
+from ppstream_kernels.cuda_put import Route, Stamps
+from ppstream_kernels.cuda_wait import StampedWait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
     from ppstream.links.slots import LinkShape, SlotLayout
 
 COUNTER_BYTES: Final = 256  # of a counter: a line of its own
+HEADER_WORDS: Final = FAILED + 1  # of either header, that a host writes
 COUNTED_BYTES: Final = 4  # of them, that are compared
 FAR_AHEAD: Final = 1 << 30  # of any count that is waited for, and within half the cycle
 RELEASE_LIMIT_NS: Final = 500 * NS_PER_MS  # of each route
@@ -60,6 +67,22 @@ class WaitLauncher(Protocol):
     def queue(self, count: int, stream: Any) -> None: ...
 
 
+class Launch(Protocol):
+    """A kernel that never changes, as ``kernel_launch.KernelLaunch``; a part of graphs, too."""
+
+    def queue(self, stream: Any) -> None: ...
+
+    def add_to(self, graph: Any, after: list[Any]) -> Any: ...
+
+
+class StampedLauncher(Protocol):
+    """Makes such kernels, as ``cuda_stamped.StampedLaunches``."""
+
+    def wait(self, call: StampedWait) -> Launch: ...
+
+    def put(self, route: Route, counter: int, stamps: Stamps, header_words: int) -> Launch: ...
+
+
 class CountedLink:
     """One end (link_device.DeviceLink).
 
@@ -71,6 +94,7 @@ class CountedLink:
         places: of counters and slots.
         make_puts: given the routes of all messages and the peer's counter; None: sends are copies.
         make_waits: given this end's counter; None: streams of stages wait by the driver, too.
+        make_stamped: given how many messages; None: no kernel of this link leaves its times.
     """
 
     name = "counted"
@@ -85,6 +109,7 @@ class CountedLink:
         places: CounterAddresses,
         make_puts: Callable[[Sequence[Route], int], PutLauncher] | None = None,
         make_waits: Callable[[int], WaitLauncher] | None = None,
+        make_stamped: Callable[[int], StampedLauncher] | None = None,
     ) -> None:
         self.into = into
         self.out = new_device_slots(out, len(into), device)
@@ -104,6 +129,8 @@ class CountedLink:
         self._waits = None if make_waits is None else make_waits(places.my_counter)
         self.is_short = make_puts is not None
         self.spins = make_waits is not None
+        slots = len(into)  # of sends, and as many of copies to the host
+        self.stamped = None if make_stamped is None else make_stamped(2 * slots)
         torch.cuda.synchronize(device)
         self.sending, self.receiving = stream("sending"), stream("receiving")
         self._used = {self.sending, self.receiving}  # and stages' streams that send or wait
@@ -147,9 +174,43 @@ class CountedLink:
         """On the counter itself, unless slots are fetched from where they landed: that is later."""
         if self._places.landing is not None:
             return False
-        count = self._awaited - (self._expected - 1 - index)
-        self._wait(count, self._stream(stream, self.receiving), spins=True)
+        self._wait(self.count_of(index), self._stream(stream, self.receiving), spins=True)
         return True
+
+    def stamped_wait(self, stream: CudaStream, now: int, ended: int, other: int = 0) -> Launch:
+        """Returns the wait of a stage's ``stream`` for a slot, whose count is read at ``now``.
+
+        Args:
+            stream: that it will be queued on.
+            now: as of ``cuda_wait.StampedWait``, and the others.
+            ended: the stamp.
+            other: a second counter.
+        """
+        assert self.stamped is not None, "the link has no stamps"
+        self._used.add(stream)
+        return self.stamped.wait(StampedWait(self._places.my_counter, now, ended, other))
+
+    def stamped_send(self, slot: int, stream: CudaStream, stamps: Stamps) -> Launch:
+        """Returns the sending of ``slot`` on a stage's ``stream``, with count and header there."""
+        assert self.stamped is not None, "the link has no stamps"
+        self._used.add(stream)
+        route, counter = self._routes[slot], self._places.their_counter
+        return self.stamped.put(route, counter, stamps, HEADER_WORDS)
+
+    def message_of(self, index: int, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Returns what a ``stamped_send`` of the next slot reads: its count, then its header.
+
+        Whoever asks queues it, and nothing before it.
+        """
+        if index != self._sent:
+            raise ProtocolError(f"slot {index} was to be sent, {self._sent} is due")
+        self._sent += 1
+        self._counted += 1
+        return (self._counted % WRAP, index, self._generation, *numbers)
+
+    def count_of(self, index: int) -> int:
+        """Returns the count that says that slot ``index`` has arrived; below 0 it stands anyway."""
+        return (self._awaited - (self._expected - 1 - index)) % WRAP
 
     def queue_note(self) -> None:
         """Queues what the first slot holds in the place of its header."""

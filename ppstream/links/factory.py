@@ -66,6 +66,7 @@ def open_device(
     *,
     timeout_s: float,
     spins: bool = True,
+    stamps: bool = False,
 ) -> DeviceLink:
     """Both hops of a rank with a GPU; its neighbours must be here at the same time.
 
@@ -77,6 +78,7 @@ def open_device(
         device: of this rank; current, and CUDA has started on it.
         timeout_s: bound of a neighbour's coming; one that works may take long.
         spins: of ``peer``: streams of stages wait by a kernel (``peer_memory.py``).
+        stamps: of ``peer``: kernels leave their times.
 
     Raises:
         ConfigError: unknown kind.
@@ -85,7 +87,7 @@ def open_device(
         ProtocolError: the ends disagree on their sizes.
     """
     if kind == "peer":
-        return PeerLink(position, store, shape, device, timeout_s, spins=spins)
+        return PeerLink(position, store, shape, device, timeout_s, spins=spins, stamps=stamps)
     if kind == "pinned":
         return PinnedLink(position, store, shape, device, timeout_s)
     if kind == "nccl":

@@ -52,13 +52,13 @@ def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float
     out_order, in_order = orders_of(ends, shape.generation)
     place, places = ends.position
     if ends.position.is_front:
-        leads_out = _group(ends.behind, store, 0, SENDER, timeout_s)
-        leads_in = _group(ends.before, store, places, RECEIVER, timeout_s)
+        leads_out = open_group(ends.behind, store, 0, SENDER, timeout_s)
+        leads_in = open_group(ends.before, store, places, RECEIVER, timeout_s)
         out = GlooOut(leads_out, RECEIVER, *there, out_order)
         layout = back
     else:
-        leads_in = _group(ends.before, store, place - 1, RECEIVER, timeout_s)
-        leads_out = _group(ends.behind, store, place, SENDER, timeout_s)
+        leads_in = open_group(ends.before, store, place - 1, RECEIVER, timeout_s)
+        leads_out = open_group(ends.behind, store, place, SENDER, timeout_s)
         out = GlooOut(leads_out, RECEIVER, *back, out_order)
         layout = there
     pumped = ends.before if ends.owner_pumps_before else None
@@ -77,7 +77,7 @@ def open_gloo(ends: Neighbours, store: Store, shape: LinkShape, timeout_s: float
     return Hops("gloo", out, into, close)
 
 
-class _Group(Protocol):
+class Group(Protocol):
     """A process group, as far as it is used."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
@@ -85,16 +85,22 @@ class _Group(Protocol):
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
 
 
-def _group(peer: Peer, store: Store, hop: int, rank: int, timeout_s: float) -> _Group:
-    """The group of the two ends of a hop, on the control socket's interface."""
+def open_group(
+    peer: Peer, store: Store, name: int | str, rank: int, timeout_s: float, size: int = 2
+) -> Group:
+    """The group of the two ends of a hop, or of a mesh, on the control socket's interface.
+
+    Raises:
+        PeerLostError: another rank did not come within ``timeout_s``.
+    """
     gloo: Any = dist.ProcessGroupGloo  # its type stubs lack what is used here
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=peer.local_host or "127.0.0.1")]
     options._threads = 1
     options._timeout = timedelta(seconds=timeout_s)
     try:
-        prefixed = dist.PrefixStore(f"link/{hop}", store)  # type: ignore[attr-defined]
-        group: _Group = gloo(prefixed, rank, 2, options)
+        prefixed = dist.PrefixStore(f"link/{name}", store)  # type: ignore[attr-defined]
+        group: Group = gloo(prefixed, rank, size, options)
     except RuntimeError as error:
         raise PeerLostError(
             f"{peer.name} did not open its end of the link within {timeout_s:.1f} s: {error}"
@@ -102,14 +108,18 @@ def _group(peer: Peer, store: Store, hop: int, rank: int, timeout_s: float) -> _
     return group
 
 
+class Answers(Protocol):
+    """The way back of a hop, which answers its END."""
+
+    def end(self) -> None: ...
+
+
 class GlooOut:
     """The sending end of a hop (``links.protocol.OutHop``)."""
 
-    def __init__(
-        self, group: _Group, to: int, layout: SlotLayout, count: int, order: Order
-    ) -> None:
+    def __init__(self, group: Group, to: int, layout: SlotLayout, count: int, order: Order) -> None:
         self._order = order
-        self._group: _Group | None = group
+        self._group: Group | None = group
         self._to = to
         self._slots = new_slots(layout, count)
         self._sends: list[tuple[int, Work] | None] = [None] * count
@@ -160,20 +170,26 @@ class GlooOut:
 
 
 class GlooIn:
-    """The receiving end of a hop (``links.protocol.InHop``), with the thread that fills it."""
+    """The receiving end of a hop (``links.protocol.InHop``), with the thread that fills it.
+
+    ``room`` is taken for each slot before it is filled, and given back by the owner; without it
+    credits alone say that a slot is free.
+    """
 
     def __init__(
         self,
-        group: _Group,
+        group: Group,
         source: int,
         layout: SlotLayout,
         count: int,
         order: Order,
-        answer: GlooOut,
+        answer: Answers,
         peer: Peer | None,
+        room: threading.Semaphore | None = None,
     ) -> None:
         self._order = order
         self._peer = peer  # whose frames the owner of this hop takes, too
+        self._room = room
         self._slots = new_slots(layout, count + SPARE_SLOTS)
         self._arrived: deque[tuple[int, int]] = deque()
         self._broken: str | None = None
@@ -225,9 +241,11 @@ class GlooIn:
                 os.close(self._fd)
                 self._fd = -1
 
-    def _run(self, group: _Group, source: int, answer: GlooOut) -> None:
+    def _run(self, group: Group, source: int, answer: Answers) -> None:
         index = 0
         while True:
+            if self._room is not None:
+                self._room.acquire()
             slot = self.slot(index)
             try:
                 group.recv([slot.raw], source, 0).wait(FOR_EVER)

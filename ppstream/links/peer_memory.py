@@ -54,12 +54,14 @@ from ppstream.cuda.driver import DeviceMemory, MappedMemory
 from ppstream.links.device_counters import COUNTER_BYTES, CountedLink, CounterAddresses
 from ppstream.links.device_link import device_slots, layouts, slot_count
 from ppstream_kernels.cuda_put import Puts
+from ppstream_kernels.cuda_stamped import StampedLaunches
 from ppstream_kernels.cuda_wait import Waits
 
 if TYPE_CHECKING:
     from ppstream.control.rendezvous import Store
     from ppstream.links.slots import LinkShape, Position
 
+INLINE_BYTES: Final = 1 << 20  # of a slot that is sent between two stages: some 7 µs
 PUT_BYTES: Final = 1 << 16  # of a slot; any where d_in = 1: there the way counts, not A beside it
 
 
@@ -75,6 +77,7 @@ class PeerLink(CountedLink):
         put_bytes: slots of this rank up to this size are sent by a kernel; None: ``PUT_BYTES``, or
             any where only one is ever under way.
         spins: streams of stages wait by a kernel.
+        stamps: kernels of the link leave their times; with ``spins``, of slots sent by a kernel.
 
     Raises:
         PeerLostError: a neighbour did not open its end in time.
@@ -94,6 +97,7 @@ class PeerLink(CountedLink):
         *,
         put_bytes: int | None = None,
         spins: bool = True,
+        stamps: bool = False,
     ) -> None:
         count = slot_count(shape)
         out, into = layouts(shape, position)
@@ -108,10 +112,11 @@ class PeerLink(CountedLink):
         slots = device_slots(mine.tensor(device)[COUNTER_BYTES:], into, count)
         most = put_bytes
         if most is None:  # a kernel sends a header that the host knows
-            most = 0 if position.relays else put_limit(shape.d_in, out.slot_bytes)
+            most = 0 if position.relays else put_limit(shape.d_in, out.slot_bytes, stamps=stamps)
         make_puts = partial(Puts, device) if out.slot_bytes <= most else None
         make_waits = partial(Waits, device) if spins else None
-        super().__init__(out, shape, device, slots, places, make_puts, make_waits)
+        make_stamped = partial(StampedLaunches, device) if stamps else None
+        super().__init__(out, shape, device, slots, places, make_puts, make_waits, make_stamped)
 
     def close(self) -> bool:
         """Release, wait for every stream that was used, unmap; False when one does not move."""
@@ -121,9 +126,14 @@ class PeerLink(CountedLink):
         return True
 
 
-def put_limit(d_in: int, slot_bytes: int) -> int:
-    """Bytes up to which slots of ``slot_bytes`` are sent by a kernel: a lone one always is."""
-    return PUT_BYTES if d_in > 1 else max(PUT_BYTES, slot_bytes)
+def put_limit(d_in: int, slot_bytes: int, *, stamps: bool = False) -> int:
+    """Bytes up to which slots of ``slot_bytes`` are sent by a kernel: a lone one always is.
+
+    Where it stands in the stage's own stream, and with it the stage's times (``stamps``), it may
+    take as long there as the two timing events that it replaces.
+    """
+    most = INLINE_BYTES if stamps else PUT_BYTES
+    return most if d_in > 1 else max(most, slot_bytes)
 
 
 def _exchange(

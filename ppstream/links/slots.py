@@ -60,6 +60,7 @@ BACK: Final = Position(1)  # and the policy rank
 INDEX = 0
 GENERATION = 1
 ALIGNMENT_BYTES = 64
+NOT_IN_NUMPY: Final = (torch.bfloat16, torch.float8_e4m3fn)
 
 
 class SlotLayout:
@@ -175,7 +176,7 @@ def make_slots(memory: Tensor, layout: SlotLayout, count: int) -> tuple[Slot, ..
         arrays = {
             name: tensor.numpy()
             for name, tensor in tensors.items()
-            if tensor.dtype is not torch.bfloat16
+            if tensor.dtype not in NOT_IN_NUMPY
         }
         header = layout.header_view(raw).numpy()
         slots.append(Slot(header, header.data, tensors, arrays, raw))

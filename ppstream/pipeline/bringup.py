@@ -113,6 +113,8 @@ def bring_up(rank0: Rank0Loop, intake: Intake, robots: Source | None, run: Run) 
     made_up = _source(rank0.config, intake)
     source = Beside(made_up, robots)
     warm_up(rank0, intake, source)
+    for check in rank0.on_warm:
+        check()
     if rank0.stop_reason is None:
         run.describe(standalone=time_isolated_stages(rank0, rank0.config.bringup.standalone))
     if rank0.config.mode == "attribution" and rank0.stop_reason is None:

@@ -166,9 +166,11 @@ class HostExecutor(OnHost):
         self,
         hops: Hops,
         policy_ranks: tuple[PolicyRankPeer, ...],
+        members: tuple[PolicyRankPeer, ...] = (),
         losses: ReplicaLosses | None = None,
     ) -> None:
         self.out, self.into = hops.out, hops.into
+        self._members = members  # of a mesh: they pass no envelopes on
         self._losses = losses
         self.lead = SERIAL_LEAD + len(policy_ranks)
         self._turns = hops.into.turns if isinstance(hops.into, ReplicasIn) else None
@@ -184,10 +186,15 @@ class HostExecutor(OnHost):
         """As ``Executor``; of replicas those that are left."""
         return self._ranks if self._losses is None else self._losses.policy_ranks
 
+    @property
+    def all_ranks(self) -> tuple[PolicyRankPeer, ...]:
+        """As ``Executor``."""
+        return (*self.policy_ranks, *self._members)
+
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
         super().attach(loop)
-        for policy_rank in self.policy_ranks:
+        for policy_rank in self.all_ranks:
             policy_rank.attach(loop)
         if self._losses is not None:
             self._losses.rank0 = loop
@@ -197,7 +204,7 @@ class HostExecutor(OnHost):
     def _watch_results(self, waiter: Waiter) -> None:
         if self._losses is not None:
             self._losses.waiter = waiter
-        fds = {found.peer.fileno() for found in self.policy_ranks}
+        fds = {found.peer.fileno() for found in self.all_ranks}
         for fd in fds:
             waiter.register(fd)
         self._result_fds = self.into.register_with(waiter) | fds
@@ -265,7 +272,7 @@ class HostExecutor(OnHost):
 
     def read_control(self, ready: Sequence[int]) -> None:
         """Read the control sockets that a wait has named; all of them when it named none."""
-        for policy_rank in self.policy_ranks:
+        for policy_rank in self.all_ranks:
             if not ready or policy_rank.peer.fileno() in ready:
                 self._bear(policy_rank, policy_rank.peer.pump)
         self.into.on_ready(ready)
@@ -298,7 +305,7 @@ class HostExecutor(OnHost):
     def _read_frames(self) -> bool:
         """Returns True if there were any."""
         found = False
-        for policy_rank in self.policy_ranks:
+        for policy_rank in self.all_ranks:
             inbox = policy_rank.peer.inbox
             while inbox:
                 frame = inbox.popleft()
@@ -312,7 +319,7 @@ class HostExecutor(OnHost):
         oldest = self._committed[0] if self._committed else None
         owner = None if oldest is None else self._owner(oldest.index)
         now = now_ns()
-        for policy_rank in self.policy_ranks:
+        for policy_rank in self.all_ranks:
             owes = self._turns is None or policy_rank is owner
             self._bear(policy_rank, policy_rank.check, now, oldest if owes else None, limit_ns)
 
@@ -375,4 +382,4 @@ class HostExecutor(OnHost):
 
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
         """As ``Executor``."""
-        instruct_all(self.policy_ranks, self._loop.stage_a.front, number, text, done)
+        instruct_all(self.all_ranks, self._loop.stage_a.front, number, text, done)

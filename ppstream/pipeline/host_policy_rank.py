@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_S, now_ns
 from ppstream.core.cpus import RunDelay, StageCost
+from ppstream.core.errors import PeerLostError
+from ppstream.core.user_code import message_of
 from ppstream.links.headers import (
     EPOCH,
     FAILED,
@@ -19,6 +21,7 @@ from ppstream.links.headers import (
 )
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.keep_warm import KeepWarm
+from ppstream.pipeline.mesh_faults import is_lost_connection, waits_for_collective
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.time_accounting import LINK, TimeAccount
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from ppstream.observe.log_writer import TimestampLog
 
 WAIT_NS: Final = NS_PER_S // 10
+MESH_SPARE_NS: Final = NS_PER_S
 
 
 class HostPolicyRank(PolicyRank):
@@ -66,6 +70,9 @@ class HostPolicyRank(PolicyRank):
         self.measured = new_stage_b()  # of the newest envelope
         self._waiting: deque[tuple[int, int]] = deque()
         self._is_first = config.placement.place_of(rank) == 1
+        self._is_in_mesh = config.placement.mesh > 1
+        if self._is_in_mesh:
+            self.mark.name = f"stage B on rank {rank}"
         self._newest_b: deque[int] = deque(maxlen=config.bringup.standalone)  # durations
         self._keep_warm = KeepWarm(config, stage_b.rehearse if stage_b.may_rehearse else None, log)
         self._peer_fd = peer.fileno()
@@ -132,6 +139,7 @@ class HostPolicyRank(PolicyRank):
         record.cpu_b_ns, record.delay_b_ns = self._cost.cpu_ns, self._cost.delay_ns
         record.run_delay_ns = self.run_delay.pop_ns()
         record.drop = FAILURES[failed]
+        record.rows = None if given[FAILED] else self.stage_b.computed
         if self._meter is not None:
             record.recompiles = self._meter.drain()
         self.log.commit(record)
@@ -149,6 +157,23 @@ class HostPolicyRank(PolicyRank):
             if nvtx_ranges.on:
                 nvtx_ranges.B.pop()
         return 0
+
+    def report_fault(self, index: int, error: BaseException) -> None:
+        """As ``PolicyRank``.
+
+        Raises:
+            PeerLostError: what failed is a collective, because another rank of the mesh is gone.
+        """
+        if self._is_in_mesh and is_lost_connection(error):
+            raise PeerLostError(f"a rank of the mesh is gone: {message_of(error)}") from error
+        super().report_fault(index, error)
+
+    @property
+    def standstill_ns(self) -> int:
+        """As ``PolicyRank``; who waits for another rank of a mesh is never named first."""
+        limit_ns = super().standstill_ns
+        waits = self._is_in_mesh and waits_for_collective(self.mark.thread_id)
+        return limit_ns + MESH_SPARE_NS * waits
 
     def close(self) -> None:
         """As ``PolicyRank``."""

@@ -12,6 +12,7 @@ from ppstream.core.clock import now_ns
 from ppstream.links.headers import FAILURES
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.host_executor import OnHost
+from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ class InlineExecutor(OnHost):
 
     def __init__(self, stage_b: StageB, *, envelope: Slot, result: Slot) -> None:
         self.policy_ranks: tuple[PolicyRankPeer, ...] = ()
+        self.all_ranks: tuple[PolicyRankPeer, ...] = ()
         self._stage_b = stage_b
+        self.compiled_parts = compiled_parts(stage_b)
         self._envelope = envelope
         self._result = result
         self._answered: Flight | None = None

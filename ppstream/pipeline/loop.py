@@ -44,6 +44,10 @@ class Executor(Protocol):
         """In the order of the chain; none: the policy runs in this process."""
 
     @property
+    def all_ranks(self) -> tuple[PolicyRankPeer, ...]:
+        """These, and the other members of a mesh."""
+
+    @property
     def in_flight(self) -> int:
         """Envelopes that have begun and are not finished."""
 

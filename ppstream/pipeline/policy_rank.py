@@ -13,9 +13,11 @@ from ppstream.control.watchdog import ProgressMark, is_patient, stage_b_limit_ns
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.core.errors import PeerLeftError, PeerLostError
 from ppstream.core.user_code import FirstFaults
-from ppstream.policy.compiled import RecompileMeter
+from ppstream.policy.compiled import RecompileMeter, compiled_parts
 from ppstream.policy.unwritten import policy_fault
 from ppstream.wire.rank_messages import (
+    AskCompiled,
+    CompilerCounts,
     Drain,
     Goodbye,
     Instructed,
@@ -71,7 +73,7 @@ class PolicyRank(ABC):
         self._instructable = stage_b
         self._usual_b_ns = 0  # where the loop stands while stage B runs
         self._faults = FirstFaults(rank)
-        self._meter = RecompileMeter() if config.policy.compile else None
+        self._meter = RecompileMeter.of(config.policy, stage_b)
         self._watchdog_ns = round(config.liveness.watchdog_s * NS_PER_S)
         self._start_ns = round(config.liveness.start_s * NS_PER_S)
         self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)
@@ -161,6 +163,9 @@ class PolicyRank(ABC):
             case Instruction():
                 fault = self._instructable.instruct(frame.id, frame.text)
                 self.peer.send(Instructed(frame.id, fault))
+            case AskCompiled():
+                parts = compiled_parts(self._instructable)
+                self.peer.send(CompilerCounts({part.name: part.counts for part in parts}))
             case Measure():
                 durations_ns = self.measure(frame.repeats)
                 if times_ns := self.part_times(frame.repeats):

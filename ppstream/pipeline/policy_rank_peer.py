@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from ppstream.control.peer_process import HeldProcess
-from ppstream.core.clock import NS_PER_MS, NS_PER_S
+from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PeerLeftError, PeerLostError, ProtocolError, WatchdogError
 from ppstream.core.user_code import Fault
 from ppstream.wire.rank_messages import (
+    AskCompiled,
+    CompilerCounts,
     Goodbye,
     Instructed,
     Instruction,
@@ -27,10 +29,14 @@ if TYPE_CHECKING:
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.peer import Peer
     from ppstream.pipeline.flight import Flight
+    from ppstream.pipeline.mesh_faults import MeshFaults
     from ppstream.pipeline.rank0 import Rank0
     from ppstream.wire.rank_messages import Control
 
 RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
+
+
+Answer = TypeVar("Answer", Measured, CompilerCounts)
 
 
 class TakesInstructions(Protocol):
@@ -46,16 +52,25 @@ class PolicyRankPeer:
         rank: its rank.
         bears_loss: the run may go on without it; asked where it cannot be reached.
         name_of: gives the index of the run to an index of its hops; set where these differ.
+        is_member: of a mesh, and not its leader: no result is owed by it.
         log_refused: why its log could not be written, when it was asked last.
         parts_ns: mean duration of each part that runs there, when it was asked last.
     """
 
-    def __init__(self, peer: Peer, config: PipelineConfig, rank: int = 1) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        config: PipelineConfig,
+        rank: int = 1,
+        mesh: MeshFaults | None = None,
+    ) -> None:
         self.peer = peer
         self.rank = rank
         placement = config.placement
         self.bears_loss: Callable[[], bool] = lambda: False
         self.name_of: Callable[[int], int] = lambda index: index
+        self.is_member = mesh is not None and placement.place_of(rank) != rank
+        self._mesh = mesh
         self._resource = f"place{rank}" if placement.places > 1 else "mesh"
         if placement.replicas > 1:
             self._resource = f"replica{rank}"
@@ -100,7 +115,11 @@ class PolicyRankPeer:
         match frame:
             case PolicyFault():
                 fault = Fault(frame.kind, frame.kind, frame.what, frame.place, frame.text)
-                self._rank0.log_fault("B", fault, self.rank, index=self.name_of(frame.index))
+                if self._mesh is not None:
+                    self._mesh.note(self.rank, frame.index, fault.line, now_ns())
+                if not self.is_member:
+                    index = self.name_of(frame.index)
+                    self._rank0.log_fault("B", fault, self.rank, index=index)
             case PartTimes():
                 self.parts_ns = frame.times_ns
             case Instructed():
@@ -121,11 +140,14 @@ class PolicyRankPeer:
 
         Raises:
             PeerFrozenError: nothing was heard of it.
+            MeshSplitError: some ranks of a mesh alone raised on an envelope.
             WatchdogError: a result is owed for too long.
         """
         if self._rank0.phase != "warming":
             self.peer.check_alive(now, self._frozen_ns)
-        if oldest is None:
+        if self._mesh is not None:
+            self._mesh.check(now)
+        if oldest is None or self.is_member:
             return
         drain_until_ns = self._rank0.drain_until_ns
         if drain_until_ns is not None and now > drain_until_ns:
@@ -156,14 +178,23 @@ class PolicyRankPeer:
     def newest_b(self, envelopes: int) -> Sequence[int]:
         """Device times of stage B on the newest envelopes; the policy rank's log is on disk."""
         self.peer.send(Measure(envelopes))
+        frame = self._answer(Measured)
+        self.log_refused = frame.log_refused
+        return frame.durations_ns
+
+    def compiler_counts(self) -> dict[str, dict[str, int]]:
+        """Counts of the compiler on the policy rank, by part."""
+        self.peer.send(AskCompiled())
+        return self._answer(CompilerCounts).parts
+
+    def _answer(self, kind: type[Answer]) -> Answer:
         frame = self.peer.receive(self._rank0.start_ns)
         while isinstance(frame, PolicyFault | PartTimes):
             self.on_control_frame(frame)
             frame = self.peer.receive(self._rank0.start_ns)
-        if not isinstance(frame, Measured):
-            raise ProtocolError(f"expected Measured from the policy rank, got {frame}")
-        self.log_refused = frame.log_refused
-        return frame.durations_ns
+        if not isinstance(frame, kind):
+            raise ProtocolError(f"expected {kind.__name__} from the policy rank, got {frame}")
+        return frame
 
 
 def instruct_all(

@@ -96,6 +96,7 @@ class Rank0:
         self.waiter = waiter
         self.phase = "starting"
         self.on_phase: list[Callable[[str], None]] = []
+        self.on_warm: list[Callable[[], None]] = []  # called once, behind the warm-up
         self.on_second: list[Callable[[int], None]] = []  # called while the loop runs
         self.epoch = 0
         self.started = 0  # envelopes of the whole run: the next index

@@ -10,6 +10,7 @@ from ppstream.links.headers import FAILED
 from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.flight import name_rows, owners_of
+from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class FrontParts:
         self, stage: StageB, window: Slot, part_times: Callable[[int], dict[str, int]]
     ) -> None:
         self._stage = stage
+        self.compiled_parts = compiled_parts(stage)
         self.part_times = part_times
         self.window = window
         self.on_fault: Callable[[Flight, BaseException], None]  # set before the first run

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ppstream.policy.batch_sizes import BatchSizes, rows_call
+from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.protocol import instruct
 from ppstream.policy.unwritten import INTEGERS, Outputs
 
@@ -36,10 +38,24 @@ class StageB:
         policy: writes into host memory.
         rows: the batch B.
         integers: what integer outputs are filled with before each call.
+        sizes: of the batches that the policy is called with; None: the whole one alone.
+
+    Attributes:
+        computed: rows of the newest call.
     """
 
-    def __init__(self, policy: Policy, rows: int, integers: int = INTEGERS) -> None:
-        self._policy = policy
+    def __init__(
+        self,
+        policy: Policy,
+        rows: int,
+        integers: int = INTEGERS,
+        sizes: BatchSizes | None = None,
+    ) -> None:
+        self.compiled_parts = compiled_parts(policy)
+        self._policy, self._call = policy, rows_call(policy)
+        self._sizes = sizes or BatchSizes((rows,))
+        self.computed = rows
+        self._asked: int | None = None  # as ``RowsCall`` was asked for it
         self._inputs = [spec.name for spec in policy.inputs]
         self._episodes: list[list[int]] | None = None
         self._epoch = -1
@@ -59,6 +75,8 @@ class StageB:
         known = self._known.get(id(envelope)) or self._know(envelope)
         # a list of numbers is compared at a tenth of what comparing tensors costs
         episodes: Any = known.episodes.tolist()  # [[session, session_epoch], ...]
+        if self._episodes is None:
+            self._warm_up(known.window, result)
         if self._episodes is None or epoch != self._epoch:
             self._reset([True] * self._rows)
         elif episodes != self._episodes:
@@ -67,7 +85,9 @@ class StageB:
         self._episodes, self._epoch = episodes, epoch
         outputs = self._outputs.get(id(result)) or self._outputs_of(result)
         window, present = {**known.window}, bytes(known.present)  # the call's own
-        outputs.prove(lambda: self._policy(window, outputs.given), present)
+        asked = self._asked = self._sizes.rows_for(present)
+        self.computed = asked or self._rows
+        outputs.prove(lambda: self._call(window, outputs.given, asked), present)
         self._newest = envelope, result
 
     @property
@@ -83,10 +103,19 @@ class StageB:
         if self._newest is None:
             return
         envelope, result = self._newest
+        window = {**self._know(envelope).window}
+        self._call(window, self._scratch_like(result), self._asked)
+
+    def _warm_up(self, window: Mapping[str, torch.Tensor], result: Slot) -> None:
+        """Calls the policy with each smaller size, before the first envelope and its reset."""
+        for size in self._sizes.smaller:
+            self._call({**window}, self._scratch_like(result), size)
+
+    def _scratch_like(self, result: Slot) -> Mapping[str, torch.Tensor]:
         if not self._scratch:
             copies = {name: tensor.clone() for name, tensor in result.tensors.items()}
             self._scratch = MappingProxyType(copies)
-        self._policy({**self._know(envelope).window}, self._scratch)
+        return self._scratch
 
     def instruct(self, number: int, text: str) -> str:
         """Have the policy take in a text that rows will name by ``number``; the fault, or ''."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ppstream.core.errors import ConfigError
@@ -18,21 +19,27 @@ from ppstream.policy.unwritten import UINT8_BYTES
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.policy.protocol import Decoder, Policy
 
 ACTIONS: Final = "actions"
+BYTE_DTYPES: Final = ("uint8", "int8", "float8_e4m3fn")
 NAME_MAX: Final = 64  # characters of a part's name, which stands in logs, tables and labels
 
 
 def build_parts(
-    config: PipelineConfig, device: torch.device, maker: Callable[..., Any] | None = None
+    config: PipelineConfig,
+    device: torch.device,
+    maker: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[Policy, ...]:
     """The parts of the policy that ``config`` names, on ``device``; a policy in one part is one.
 
     Its ``build`` gets the options and, under ``weights``, the path of the weights or None; with a
-    ``maker`` that is the function, and the configuration only names it.
+    ``maker`` that is the function, and the configuration only names it. On the ranks of a mesh it
+    gets ``mesh``, of one dimension, too: elsewhere it builds the policy as one rank runs it.
 
     Raises:
         ConfigError: as ``stage.call_target``; it made no policy, or one that takes no instructions
@@ -41,7 +48,19 @@ def build_parts(
     target, path = config.policy.target, "policy.target"
     given = {**config.policy.options, "weights": config.policy.weights}, device
     how = "build(options, device)"
-    made = call_target(path, target, how, lambda build: build(*given), found=maker)
+    named: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
+
+    def call(build: Callable[..., Any]) -> Any:
+        if config.placement.mesh > 1 and not _takes_mesh(build):
+            raise ConfigError(
+                [
+                    f"placement.mesh: got {config.placement.mesh}, but {target} takes no mesh: "
+                    "want 1, or a build(options, device, mesh=None) that shards the policy over it"
+                ]
+            )
+        return build(*given, **named)
+
+    made = call_target(path, target, how, call, found=maker)
     is_cut = isinstance(made, list | tuple)
     parts = tuple(made) if is_cut and made else (made,)
     try:
@@ -60,6 +79,14 @@ def build_parts(
             [f"policy.instructions: got true, but {target} has no method instruct(number, text)"]
         )
     return cast("tuple[Policy, ...]", parts)
+
+
+def _takes_mesh(build: Callable[..., Any]) -> bool:
+    try:
+        found = signature(build).parameters
+    except (TypeError, ValueError):  # a builtin has none
+        return False
+    return "mesh" in found or any(p.kind is p.VAR_KEYWORD for p in found.values())
 
 
 def places_of(
@@ -252,11 +279,11 @@ def _output_problems(
         if name in there:
             yield f"writes {name!r}, which the window or an earlier part has"
     for spec in outputs:
-        if spec.dtype == "uint8" and spec.bytes_for(1) % UINT8_BYTES:
+        if spec.dtype in BYTE_DTYPES and spec.bytes_for(1) % UINT8_BYTES:
             yield (
                 f"writes {_shape_text(spec)}, {spec.bytes_for(1)} bytes of a row; to be told from "
-                f"what a call did not write, uint8 outputs have a multiple of {UINT8_BYTES}: pad "
-                "it, or make it bool or int32"
+                f"what a call did not write, {spec.dtype} outputs have a multiple of "
+                f"{UINT8_BYTES}: pad it, or make it bool or int32"
             )
 
 

@@ -1,4 +1,5 @@
-"""A policy replayed from CUDA graphs: one per pair of slots, recorded through the real path.
+"""A policy replayed from CUDA graphs: one per pair of slots and batch size, recorded through the
+real path.
 
 A graph is the policy's own kernels without the host's part: launching all of them costs what
 launching one did. It is recorded while the run warms up; later the slots come again and only
@@ -16,6 +17,8 @@ import torch
 from ppstream.core.clock import NS_PER_MS
 from ppstream.core.errors import ConfigError
 from ppstream.cuda.driver import graph_nodes
+from ppstream.cuda.linear_graph import empty_graph
+from ppstream.policy.batch_sizes import rows_call
 from ppstream.policy.compiled import compiled
 from ppstream.policy.parts import Joined
 from ppstream.policy.unwritten import INTEGERS, FilledPolicy
@@ -84,14 +87,16 @@ class GraphedPolicy:
     ``reset`` stays outside: it must change state in place, where the graphs read it.
     """
 
+    takes_rows = True
+
     def __init__(self, policy: Policy) -> None:
         self.inputs: tuple[TensorSpec, ...] = policy.inputs
         self.outputs: tuple[TensorSpec, ...] = policy.outputs
-        self._policy = policy
+        self._policy, self._call = policy, rows_call(policy)
         self._name = getattr(policy, "name", type(policy).__name__)
         self._first_input = policy.inputs[0].name if policy.inputs else None
         self._first_output = policy.outputs[0].name
-        self._graphs: dict[tuple[int, int], Any] = {}
+        self._graphs: dict[tuple[int, int, int | None], Any] = {}
         self._pool: Any = None
         self._is_sealed = False
         self._replays = 0
@@ -105,31 +110,35 @@ class GraphedPolicy:
         """As the policy does."""
         self._policy.reset(rows)
 
-    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        """Write every output; a pair of slots that is new is recorded first.
+    def __call__(
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: int | None = None
+    ) -> None:
+        """Write the first ``rows`` of every output; what is new is recorded first.
 
         Raises:
             ConfigError: the policy cannot be recorded.
         """
-        graph = self._graphs.get(self._key(window, out))
+        graph = self._graphs.get(self._key(window, out, rows))
         if graph is not None:
             self._replays += 1
             graph.replay()
         elif self._is_sealed:
             self._eager_calls += 1
-            self._policy(window, out)
+            self._call(window, out, rows)
         else:
-            self.prepare(window, out)
-            self(window, out)
+            self.prepare(window, out, rows)
+            self(window, out, rows)
 
-    def prepare(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        """Record the graph of this pair of slots, unless there is one; waits for the GPU.
+    def prepare(
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: int | None = None
+    ) -> None:
+        """Record the graph of this pair of slots and size, unless there is one; waits for the GPU.
 
         For before a link opens: recording beside a stream that waits can block both.
         """
-        key = self._key(window, out)
+        key = self._key(window, out, rows)
         if key not in self._graphs:
-            self._graphs[key], _ = self._record(window, out)
+            self._graphs[key], _ = self._record(window, out, rows)
 
     def rehearse(
         self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: Tensor | None
@@ -152,6 +161,23 @@ class GraphedPolicy:
         graph.replay()
         return Rehearsal(nodes, min(device_ns(graph.replay) for _ in range(TIMED_CALLS)))
 
+    def recorded(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> int | None:
+        """Returns the driver's handle of what is replayed for this pair of slots, as a part of a
+        larger graph; None: there is none, torch does not give it away, or it draws random numbers.
+
+        It is replayed once here: whoever starts it without torch does not move torch's generator,
+        and would draw the same numbers each time.
+        """
+        graph = self._graphs.get(self._key(window, out, None))
+        if graph is None or not hasattr(graph, "instantiate"):
+            return None
+        before = _cuda.get_rng_state()
+        graph.replay()
+        if not torch.equal(before, _cuda.get_rng_state()):
+            return None
+        handle: int = graph.raw_cuda_graph()
+        return handle
+
     def seal(self) -> None:
         """Warm-up is over: what comes with other tensors runs without a graph, and is counted."""
         self._is_sealed = True
@@ -159,14 +185,16 @@ class GraphedPolicy:
     def statistics(self) -> GraphStatistics:
         return GraphStatistics(len(self._graphs), self._replays, self._eager_calls)
 
-    def _key(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> tuple[int, int]:
+    def _key(
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: int | None
+    ) -> tuple[int, int, int | None]:
         """All tensors of a slot move together: one of them names it."""
         first = window[self._first_input].data_ptr() if self._first_input else 0
-        return first, out[self._first_output].data_ptr()
+        return first, out[self._first_output].data_ptr(), rows
 
     def _nodes_of_reset(self, rows: Tensor) -> int | None:
         """Counts the nodes that ``reset`` queues, which need not be fit for a graph."""
-        graph = _graph_to_count()
+        graph = empty_graph()
         if graph is None:
             return None
         self._policy.reset(rows)  # loads its kernels
@@ -182,7 +210,12 @@ class GraphedPolicy:
         return graph_nodes(graph.raw_cuda_graph())
 
     def _record(
-        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], *, counts: bool = False
+        self,
+        window: Mapping[str, Tensor],
+        out: Mapping[str, Tensor],
+        rows: int | None = None,
+        *,
+        counts: bool = False,
     ) -> tuple[Any, int | None]:
         """The graph of one call and, where it ``counts`` and torch allows it, its nodes."""
         side = _cuda.Stream()
@@ -190,14 +223,14 @@ class GraphedPolicy:
         try:
             with _cuda.stream(side):
                 for _ in range(WARM_UP_CALLS):
-                    self._policy(window, out)
+                    self._call(window, out, rows)
             _cuda.synchronize()
-            countable = _graph_to_count() if counts else None
+            countable = empty_graph()
             graph = countable or _cuda.CUDAGraph()
             with _cuda.graph(
                 graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
             ):
-                self._policy(window, out)
+                self._call(window, out, rows)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # torch's name for whatever a capture refuses
@@ -213,12 +246,4 @@ class GraphedPolicy:
         if countable is None:
             return graph, None
         graph.instantiate()
-        return graph, graph_nodes(graph.raw_cuda_graph())
-
-
-def _graph_to_count() -> Any:
-    """An empty graph that keeps its nodes; None: this torch knows none."""
-    try:
-        return _cuda.CUDAGraph(keep_graph=True)
-    except TypeError:
-        return None
+        return graph, graph_nodes(graph.raw_cuda_graph()) if counts else None

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ppstream.policy.batch_sizes import ALWAYS, rows_call
+from ppstream.policy.compiled import compiled_parts
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -31,9 +34,12 @@ class StagedPolicy:
         rows: the batch B of every slot.
     """
 
+    takes_rows = True
+
     def __init__(self, policy: Policy, device: torch.device, rows: int) -> None:
         self.inputs, self.outputs = policy.inputs, policy.outputs
-        self._policy = policy
+        self.compiled_parts = compiled_parts(policy)
+        self._policy, self._call = policy, rows_call(policy)
         self._device = device
         self._window = zeros(policy.inputs, rows, device)
         self._out = zeros(policy.outputs, rows, device)
@@ -46,10 +52,13 @@ class StagedPolicy:
         """As the policy does."""
         self._policy.instruct(number, text)  # type: ignore[attr-defined] # checked when built
 
-    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+    def __call__(
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: int | None = None
+    ) -> None:
         for name, tensor in self._window.items():
-            tensor.copy_(window[name], non_blocking=True)
-        self._policy(self._window, self._out)
+            first = None if name in ALWAYS else rows
+            tensor[:first].copy_(window[name][:first], non_blocking=True)
+        self._call(self._window, self._out, rows)
         for name, tensor in self._out.items():
             out[name].copy_(tensor, non_blocking=True)
         _cuda.current_stream(self._device).synchronize()

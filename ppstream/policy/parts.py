@@ -21,6 +21,8 @@ import torch
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PolicyError
 from ppstream.core.specs import TensorSpec
+from ppstream.policy.batch_sizes import ALWAYS, PRESENT, rows_call
+from ppstream.policy.compiled import CompiledPart, compiled_parts
 from ppstream.policy.host_staged import zeros
 from ppstream.policy.protocol import Policy, refused
 from ppstream.policy.unwritten import FilledPolicy, Outputs, Rows
@@ -28,9 +30,6 @@ from ppstream.policy.unwritten import FilledPolicy, Outputs, Rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: On every hop: who is there, and in which episode.
-PRESENT: Final = "present"
-ALWAYS: Final = ("rows", PRESENT)
 CALLS_TIMED: Final = 64  # newest ones of each part
 
 Around = Callable[[str], AbstractContextManager[object]]
@@ -47,6 +46,10 @@ class Part(Policy, Protocol):
     ``build`` runs on every rank of a policy in parts, so it only makes specs. A part that has
     weights makes them in ``load() -> None``, which is optional and called once, before the first
     call, on the rank that runs it.
+
+    On the ranks of a mesh (``placement.mesh``) ``build`` gets ``mesh=``, a ``DeviceMesh`` of one
+    dimension, and all ranks call the same parts on the same inputs, in the same order. What
+    ``state_dict()`` returns, if there is one, is compared between them once it is loaded.
     """
 
     name: str
@@ -134,7 +137,8 @@ class Joined:
 
     What is read behind the place is copied through. What one part hands to the next is proven to be
     written by this call, in host memory, as results are. A part that changes what it reads, which
-    others may read, too, is refused.
+    others may read, too, is refused. Called with few rows, the parts are; what is copied through is
+    copied whole.
 
     Args:
         parts: of this place, built and loaded.
@@ -144,6 +148,8 @@ class Joined:
         integers: as ``Outputs``.
         around: is entered for each part of a call, with its name.
     """
+
+    takes_rows = True
 
     def __init__(
         self,
@@ -156,6 +162,7 @@ class Joined:
     ) -> None:
         self.name = " + ".join(map(name_of, parts))
         self.stateless = all(map(is_stateless, parts))
+        self.any_rows = all(bool(getattr(part, "any_rows", False)) for part in parts)
         leaving = {spec.name for spec in place.outputs}
         written = {spec.name for part in parts for spec in part.outputs}
         self._carried = tuple(spec.name for spec in place.outputs if spec.name not in written)
@@ -179,12 +186,19 @@ class Joined:
         """As it was given."""
         return tuple(step.part for step in self._steps)
 
+    @property
+    def compiled_parts(self) -> tuple[CompiledPart, ...]:
+        """Those of its parts that are compiled."""
+        return tuple(one for part in self.parts for one in compiled_parts(part))
+
     def reset(self, rows: Tensor) -> None:
         """As each part does; no part sees what another one does to ``rows``."""
         for step in self._steps:
             step.part.reset(rows.clone())
 
-    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+    def __call__(
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: int | None = None
+    ) -> None:
         """As ``Policy``, given what comes to the place; raises what a part raises."""
         known = dict(window)
         present = known[PRESENT].numpy().copy() if self._is_host else ()  # as no part changes it
@@ -193,7 +207,7 @@ class Joined:
         for step in self._steps:
             with self._around(step.name):
                 begun_ns = now_ns()
-                step.run(known, out, present)
+                step.run(known, out, present, rows)
                 step.newest_ns.append(now_ns() - begun_ns)
 
     def part_times(self, calls: int) -> dict[str, int]:
@@ -221,11 +235,18 @@ class _Step:
         self.tensors = tensors  # that stay here
         self._is_host = device.type == "cpu"
         self._proof = Outputs(self, integers) if self._is_host and tensors else None
-        self._run = part if self._is_host or not tensors else FilledPolicy(part, integers)
+        is_plain = self._is_host or not tensors
+        self._run = rows_call(part if is_plain else FilledPolicy(part, integers))
         self._given: dict[int, tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] = {}
 
-    def run(self, known: dict[str, Tensor], out: Mapping[str, Tensor], present: Rows) -> None:
-        """Runs the part; what it made is ``known`` behind it.
+    def run(
+        self,
+        known: dict[str, Tensor],
+        out: Mapping[str, Tensor],
+        present: Rows,
+        rows: int | None = None,
+    ) -> None:
+        """Runs the part on the first ``rows``; what it made is ``known`` behind it.
 
         Raises:
             PolicyError: it changed what it reads. What it raises passes through.
@@ -234,7 +255,7 @@ class _Step:
         reads = {name: known[name].data for name in self._reads}
 
         def call() -> None:
-            self._run(dict(reads), self._given_to(out))
+            self._run(dict(reads), self._given_to(out), rows)
 
         if self._proof is None:
             call()

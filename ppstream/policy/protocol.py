@@ -28,9 +28,11 @@ class Policy(Protocol):
     ``inputs`` and ``outputs`` give shapes per robot row; the runtime adds the leading batch B.
     ``outputs`` must contain ``actions [horizon, action_dim]`` float32 in the units of the action
     configuration. Input names are ``<group>.values [T, D]``, ``<group>.valid [T, S]`` bool,
-    ``<group>.age_s [T, S]`` float32 (S streams of the group) and ``present []`` bool. Of a camera
-    there are ``<name>.frames [F, 3, H, W]`` in ``image.dtype``, oldest first, RGB scaled to 0..1,
-    then less ``mean`` and over ``std``; ``.valid [F]`` bool and ``.age_s [F]`` float32.
+    ``<group>.age_s [T, S]`` float32 (S streams of the group) and ``present []`` bool. Of a group in
+    8 bits (``window.groups``) values are int8 or float8_e4m3fn, to be multiplied by
+    ``<group>.scale [D]`` float32, and saturate beyond their ranges. Of a camera there are
+    ``<name>.frames [F, 3, H, W]`` in ``image.dtype``, oldest first, RGB scaled to 0..1, then less
+    ``mean`` and over ``std``; ``.valid [F]`` bool and ``.age_s [F]`` float32.
 
     With ``actions.prefix_steps`` there are ``executed_prefix [P, action_dim]`` float32, the actions
     that the robot executes at the first P steps of the next chunk, and ``delay_steps []`` int64,
@@ -40,6 +42,10 @@ class Policy(Protocol):
     too, and the policy must have ``instruct(number: int, text: str) -> None``: called once for each
     text, before any window names it by ``instruction_id`` (0: none); keep its result.
     On a GPU it must not be the first to launch a kernel, which would wait for all queued work.
+
+    A policy that sets ``any_rows = True`` is called with as few first rows as hold all robots that
+    are there (``batch.sizes``); ``reset`` still gets a mask of all rows. Of a policy in parts each
+    part says so. Without, B never changes.
     """
 
     inputs: tuple[TensorSpec, ...]

@@ -28,6 +28,7 @@ import torch
 from ppstream.core.errors import PolicyError
 from ppstream.core.interpreter import collect_garbage
 from ppstream.core.user_code import Fault, fault_of, is_a, message_of
+from ppstream.policy.batch_sizes import rows_call
 from ppstream.policy.protocol import POLICY
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ FLOATS: Final = 0x7FFD_7FFD  # a quiet NaN as float16, bfloat16, float32, and tw
 BOOLS: Final = 0x7D7D_7D7D
 INTEGERS: Final = 0x5EAF_1E55  # where no run draws one
 UINT8_BYTES: Final = 8  # that are compared as one
+BYTES: Final = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 HOW_TO_WRITE: Final = (
     "out['actions'] = x only binds a name: write out['actions'].copy_(x); an early return, a "
@@ -115,7 +117,7 @@ class _Layout(NamedTuple):
         else:
             filling = BOOLS if tensor.dtype is torch.bool else integers
         pattern = filling.to_bytes(4, "little")
-        size = UINT8_BYTES if tensor.dtype is torch.uint8 else tensor.element_size()
+        size = UINT8_BYTES if tensor.dtype in BYTES else tensor.element_size()
         rows = tensor.shape[0]
         row_bytes = tensor.nbytes // rows
         if tensor.nbytes <= WHOLE_BYTES:
@@ -316,14 +318,17 @@ class FilledPolicy:
     """Runs like ``policy``, on outputs in a GPU's memory that it fills first, on the same stream.
 
     Between a policy and its graphs, so that the fill is recorded with it. What it does not find,
-    ``Results`` does.
+    ``Results`` does. All rows are filled, however few the policy is called with: no older result
+    is left in any.
     """
+
+    takes_rows = True
 
     def __init__(self, policy: Policy, integers: int) -> None:
         self.inputs: tuple[TensorSpec, ...] = policy.inputs
         self.outputs: tuple[TensorSpec, ...] = policy.outputs
         self.name = str(getattr(policy, "name", "") or type(policy).__name__)
-        self._policy = policy
+        self._policy, self._call = policy, rows_call(policy)
         self._integers = integers
         self._fills: dict[int, tuple[Mapping[str, Tensor], list[tuple[Tensor, int]]]] = {}
 
@@ -335,8 +340,10 @@ class FilledPolicy:
         """As the policy does."""
         self._policy.reset(rows)
 
-    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        """Fill, then run the policy; both only queue.
+    def __call__(
+        self, window: Mapping[str, Tensor], out: Mapping[str, Tensor], rows: int | None = None
+    ) -> None:
+        """Fill, then run the policy on the first ``rows``; both only queue.
 
         Raises:
             UnwrittenError: the policy tried to put tensors of its own into ``out``.
@@ -347,7 +354,7 @@ class FilledPolicy:
         for words, word in known[1]:
             words.fill_(word)
         try:
-            self._policy(window, out)
+            self._call(window, out, rows)
         except BaseException as error:
             if why := rebinding(error):
                 raise why from error

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ppstream.analysis.audits import Audit
+from ppstream.analysis.compiler_counts import CompiledPartSeen
 from ppstream.analysis.device_times import StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
 from ppstream.analysis.records import Ledger, RobotRequests, RobotStateLine, Topology
@@ -65,6 +66,7 @@ def lines_of(report: RunReport) -> list[Line]:
         *_resource_lines(report.primary, report.window.topology),
         *_place_lines(report),
         *_replica_lines(report),
+        *_mesh_lines(report),
         *_thread_lines(report),
         *_audit_lines(report.audits),
         *_queue_lines(report),
@@ -76,6 +78,7 @@ def lines_of(report: RunReport) -> list[Line]:
         *_request_lines(report.requests),
         *_device_lines(report.on_device),
         *_memory_lines(report.memory),
+        *_compiled_lines(report.compiled),
     ]
     lengths = [len(row.label) + 1 for row in rows if isinstance(row, Row)]
     width = max([LABEL, *(length for length in lengths if length <= LABEL_MAX)])
@@ -232,6 +235,18 @@ def _replica_lines(report: RunReport) -> Iterator[Row]:
             yield Row(f"replica {rank}", parts)
 
 
+def _mesh_lines(report: RunReport) -> Iterator[Row]:
+    """The ranks that compute a place together, by stage B, in which they wait for each other."""
+    for place in report.places:
+        if place.members:
+            leader = f"rank {place.rank} leads"
+            both = (
+                (leader, place.busy_ns),
+                *((f"rank {m.rank}", m.busy_ns) for m in place.members),
+            )
+            yield Row("mesh", [who if ns is None else f"{who}, B {ms(ns)}" for who, ns in both])
+
+
 def _thread_lines(report: RunReport) -> Iterator[Row]:
     """Time that no stage and no wait explains, and CPU time of the stages."""
     parts = []
@@ -341,12 +356,24 @@ def _service_lines(service: ServiceReport | None) -> Iterator[Row]:
         parts.append(f"longest without a new chunk {ms(gaps.longest_ns)}")
         parts.append(f"{gaps.above} above {ms(gaps.limit_ns)}")
     yield Row("service", parts)
+    yield from _batch_lines(service.calls_by_rows)
     if service.rule_counts is not None:
         yield Row("  actions", [service.rule_counts.text])
     for robot in service.robots:
         yield Row("  robot", [*_robot_parts(robot)])
     for stream in service.streams:
         yield Row(f"  {stream.stream}", [*_hole_parts(stream)])
+
+
+def _batch_lines(calls: Mapping[int, int] | None) -> Iterator[Row]:
+    """Sizes of the policy's batches in service, where not all were whole."""
+    if calls is not None:
+        total = sum(calls.values())
+        shares = ", ".join(f"{rows} {n / total:.0%}" for rows, n in calls.items())
+        yield Row(
+            "  batch",
+            [f"calls of the policy by rows: {shares}", "bring-up was gated with the whole batch"],
+        )
 
 
 def _request_lines(rows: Sequence[RobotRequests]) -> Iterator[str | Row]:
@@ -404,6 +431,19 @@ def _device_lines(stages: Sequence[StageOnDevice]) -> Iterator[Row]:
         parts.append(f"{found.stage} {ms(found.device.p50_ns)}{host}")
     if parts:
         yield Row("device", parts)
+
+
+def _compiled_lines(parts: Sequence[CompiledPartSeen]) -> Iterator[Row]:
+    """Counts of the compiler, a row for each part."""
+    for seen in parts:
+        counts = {
+            "graphs": seen.graphs,
+            "graph breaks": seen.breaks,
+            "recompiles": seen.recompiles,
+            "kernels": seen.kernels,
+        }
+        texts = [f"{count} {what}" for what, count in counts.items() if count or what != "kernels"]
+        yield Row("compiled", [f"{seen.part} on rank {seen.rank}", *texts])
 
 
 def _memory_lines(uses: Sequence[MemoryUse]) -> Iterator[Row]:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ppstream.core.errors import SpecError
+from ppstream.wire.fields import MAX_SAMPLE_BYTES
 from ppstream.wire.robot_messages import PARTS_BYTES, StreamDeclaration
 
 Values: TypeAlias = np.ndarray[Any, Any]
@@ -27,7 +28,7 @@ DTYPES: Final = ("float32", "float64", "uint8")
 ENCODINGS: Final = ("raw", "jpeg")
 BATCH_SAMPLES: Final = 256  # a full batch leaves before its time
 MIN_NS, MAX_NS = -(2**63), 2**63 - 1  # that an int64 holds
-MAX_PUSH_BYTES: Final = 1024 * 1024  # of values at once, a quarter of the largest frame
+MAX_PUSH_BYTES: Final = 1024 * 1024  # of values at once, unless one sample alone has more
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -103,9 +104,9 @@ class Outbox:
         if gathering is None or not gathering.is_encoded:
             names = [name for name, one in self._gathering.items() if one.is_encoded]
             raise SpecError(f"stream {stream!r} is not declared as encoded; such are: {names}")
-        if not 1 <= len(data) <= MAX_PUSH_BYTES:
+        if not 1 <= len(data) <= gathering.bytes_max:
             raise SpecError(
-                f"stream {stream!r}: a frame of {len(data)} bytes, want 1 to {MAX_PUSH_BYTES}"
+                f"stream {stream!r}: a frame of {len(data)} bytes, want 1 to {gathering.bytes_max}"
             )
         if not _is_int64(stamp_ns):
             raise SpecError(f"stream {stream!r}: stamp {stamp_ns} does not fit int64 nanoseconds")
@@ -139,7 +140,9 @@ class _Gathering:
         self.is_encoded = declared.encoding != ENCODINGS[0]
         self._dtype = np.dtype(declared.dtype)
         self._shape = shape
-        self._capacity = min(BATCH_SAMPLES, MAX_PUSH_BYTES // (declared.dim * self._dtype.itemsize))
+        sample_bytes = declared.dim * self._dtype.itemsize
+        self.bytes_max = max(MAX_PUSH_BYTES, sample_bytes)
+        self._capacity = min(BATCH_SAMPLES, self.bytes_max // sample_bytes)
         self._stamps = np.empty(self._capacity, dtype=np.int64)
         self._values = np.empty((self._capacity, declared.dim), dtype=declared.dtype)
         self._count = 0
@@ -181,10 +184,10 @@ class _Gathering:
                 f"stamps, expected {self._shape} with one or (n, {several}) with n"
             )
         array = array.reshape(len(stamps), declared.dim)
-        if array.nbytes > MAX_PUSH_BYTES:
+        if array.nbytes > self.bytes_max:
             raise SpecError(
                 f"stream {declared.name!r}: {array.nbytes} bytes in one push, limit "
-                f"{MAX_PUSH_BYTES}; push fewer samples at once"
+                f"{self.bytes_max}; push fewer samples at once"
             )
         return stamps, array
 
@@ -239,4 +242,7 @@ def _declaration(stream: Stream) -> StreamDeclaration:
             f"{declared}: dim must be 1 or more, dtype one of {', '.join(DTYPES)}, encoding one of "
             f"{', '.join(ENCODINGS)}"
         )
+    size = declared.dim * np.dtype(declared.dtype).itemsize
+    if size > MAX_SAMPLE_BYTES:
+        raise SpecError(f"{declared}: {size} bytes a sample, limit {MAX_SAMPLE_BYTES}; send less")
     return declared

@@ -119,6 +119,16 @@ class PartTimes(ControlFrame, frozen=True, tag=16):
     times_ns: dict[str, int]
 
 
+class AskCompiled(ControlFrame, frozen=True, tag=17):
+    """Tell what the compiler did so far, on each rank of a mesh; answered by CompilerCounts."""
+
+
+class CompilerCounts(ControlFrame, frozen=True, tag=18):
+    """Counts of the compiler by part: graphs, breaks, recompiles, kernels."""
+
+    parts: dict[str, dict[str, int]]
+
+
 class RankHeart(ControlFrame, frozen=True, tag=15):
     """The first frame of a rank's second connection, which heartbeats and a goodbye go through."""
 
@@ -142,6 +152,8 @@ Control = (
     | Instructed
     | RankHeart
     | PartTimes
+    | AskCompiled
+    | CompilerCounts
 )
 
 

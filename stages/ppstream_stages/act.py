@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 import torch
@@ -27,12 +27,17 @@ from ppstream_stages.building import (
     options_of,
     parts_from,
 )
+from ppstream_stages.tensor_parallel import Plan, check_divides, plan_of, regroup
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # B=row T=step of the window D=value S=stream N=tokens Q=queries F=feature H=horizon n=frames
 
 PATCH: Final = 16  # pixels, both ways
 FEED_FORWARD: Final = 3200  # at a width of 512, as ACT has it
 WIDTH: Final = 512
+HEAD: Final = 64  # features
 
 
 class CameraInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,24 +79,35 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return TensorSpec("features", (tokens, self.width), self.dtype)
 
 
+def feed_forward(width: int) -> int:
+    """Features inside a feed-forward layer."""
+    return FEED_FORWARD * width // WIDTH
+
+
 class Attention(nn.Module):
     """Heads of 64 features."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = width // 64
+        self.heads = width // HEAD
         self.ask = nn.Linear(width, width)
         self.offer = nn.Linear(width, 2 * width)
         self.join = nn.Linear(width, width)
 
     def forward(self, queries: Tensor, tokens: Tensor) -> Tensor:
         """``[B, Q, F]`` over ``[B, N, F]`` to ``[B, Q, F]``."""
-        rows, _, width = queries.shape
-        q = self.ask(queries).view(rows, -1, self.heads, 64).transpose(1, 2)
-        k, v = self.offer(tokens).view(rows, -1, 2, self.heads, 64).permute(2, 0, 3, 1, 4)
+        rows = len(queries)
+        q = self.ask(queries).view(rows, -1, self.heads, HEAD).transpose(1, 2)
+        k, v = self.offer(tokens).view(rows, -1, 2, self.heads, HEAD).permute(2, 0, 3, 1, 4)
         seen = scaled_dot_product_attention(q, k, v)
-        joined: Tensor = self.join(seen.transpose(1, 2).reshape(rows, -1, width))
+        joined: Tensor = self.join(seen.transpose(1, 2).flatten(2))
         return joined
+
+    def shard_plan(self, ranks: int) -> Plan:
+        """Whole heads on each rank."""
+        regroup(self.offer, 2, ranks)
+        self.heads //= ranks
+        return plan_of(("ask", "offer"), ("join",))
 
 
 class AttentionBlock(nn.Module):
@@ -104,7 +120,7 @@ class AttentionBlock(nn.Module):
         self.norm_cross = nn.LayerNorm(width) if is_decoder else None
         self.look = Attention(width) if is_decoder else None
         self.norm_feed = nn.LayerNorm(width)
-        hidden = FEED_FORWARD * width // WIDTH
+        hidden = feed_forward(width)
         self.widen = nn.Linear(width, hidden)
         self.narrow = nn.Linear(hidden, width)
 
@@ -115,6 +131,10 @@ class AttentionBlock(nn.Module):
             x = x + self.look(self.norm_cross(x), tokens)
         fed: Tensor = self.narrow(gelu(self.widen(self.norm_feed(x))))
         return x + fed
+
+    def shard_plan(self, ranks: int) -> Plan:
+        """The feed-forward layer; attention has a plan of its own."""
+        return plan_of(("widen",), ("narrow",))
 
 
 class Weights(nn.Module):
@@ -164,6 +184,8 @@ class Backbones(PartNetwork):
 class Transformer(PartNetwork):
     """The part ``transformer``: tokens of the history and of every camera to actions in (-1, 1)."""
 
+    shards = True
+
     def __init__(self, options: Options, weights: Weights) -> None:
         super().__init__()
         group = options.group
@@ -205,17 +227,24 @@ def draw(options: Options, weights: Mapping[str, Tensor]) -> None:
         weight.copy_(drawn[name])
 
 
-def build(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
+def build(
+    config: Mapping[str, Any], device: torch.device, mesh: DeviceMesh | None = None
+) -> list[NetworkPart]:
     """The parts of the policy with the given ``Options``, in order; without weights yet.
 
+    Encoder and decoder are sharded over ``mesh``, by heads and by features of feed-forward layers.
+
     Raises:
-        ConfigError: an option is missing, unknown or not allowed, or the weights do not fit.
+        ConfigError: an option is missing, unknown or not allowed, the weights do not fit, or the
+            mesh does not divide the heads.
     """
     options = options_of(config, Options)
+    check_divides(mesh, {"heads": options.width // HEAD, "features": feed_forward(options.width)})
     with torch.device("meta"):
         weights = Weights(options)
         networks: dict[str, PartNetwork] = {"transformer": Transformer(options, weights)}
         if options.cameras:
             networks = {"backbones": Backbones(options, weights), **networks}
     dtype = DTYPES[options.dtype]
-    return parts_from(networks, dtype, partial(draw, options), options.weights, device)
+    draws = partial(draw, options)
+    return parts_from(networks, dtype, draws, options.weights, device, mesh=mesh)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import torch
@@ -16,6 +16,10 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from ppstream import ConfigError, TensorSpec
+from ppstream_stages.tensor_parallel import shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 NAMED_MAX: Final = 5  # weights in one sentence of an error
 NO_SOURCES: Final[Mapping[str, Sequence[str]]] = {}
@@ -42,6 +46,7 @@ class PartNetwork(nn.Module):
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    shards = False  # over the ranks of a mesh, where it has one; shares no weights then
 
     def cast(self, dtype: torch.dtype) -> None:
         """Has it compute in ``dtype``; by default all of it."""
@@ -70,18 +75,28 @@ class NetworkPart:
         dtype: that it computes in.
         fill: given the weights to fill, on their device.
         device: that it computes on.
+        mesh: of the ranks that share it; None: one rank has all of it.
     """
 
     stateless = True  # between calls
+    any_rows = True
 
     def __init__(
-        self, name: str, network: PartNetwork, dtype: torch.dtype, fill: Fill, device: torch.device
+        self,
+        name: str,
+        network: PartNetwork,
+        dtype: torch.dtype,
+        fill: Fill,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.name = name
         self.inputs, self.outputs = network.inputs, network.outputs
         network.cast(dtype)
         self.network = network.requires_grad_(requires_grad=False).eval()
         self._fill, self._device = fill, device
+        self._mesh = mesh if network.shards else None
+        self._is_sharded = False
         self.weights = {key: tuple(weight.shape) for key, weight in network.named_parameters()}
         if hasattr(network, "instruct"):
             self.instruct = network.instruct
@@ -118,14 +133,25 @@ class NetworkPart:
                 fresh.update(module.named_parameters(path, recurse=False))
         self._fill(fresh)
         self.network.start()
+        if self._mesh is not None:
+            shard(self.network, self._mesh)
+            self._mesh, self._is_sharded = None, True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights and buffers by name, as they lie on this rank."""
+        return {**dict(self.network.named_parameters()), **dict(self.network.named_buffers())}
 
     def reset(self, rows: Tensor) -> None:
         """Nothing to forget: the inputs are all it knows."""
 
-    @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         """Writes every output in place."""
-        self.network(inputs, out)
+        if self._is_sharded:  # DTensor plans a call anew each time in inference mode: 100 x slower
+            with torch.no_grad():
+                self.network(inputs, out)
+        else:
+            with torch.inference_mode():
+                self.network(inputs, out)
 
 
 def parts_from(
@@ -136,6 +162,7 @@ def parts_from(
     device: torch.device,
     unused: tuple[str, ...] = (),
     sources: Mapping[str, Sequence[str]] = NO_SOURCES,
+    mesh: DeviceMesh | None = None,
 ) -> list[NetworkPart]:
     """A part for each of ``networks``, in order; without weights yet.
 
@@ -148,12 +175,13 @@ def parts_from(
         unused: beginnings of names that the file may have beside theirs.
         sources: by name of a weight those in the file, which are its rows one after the other;
             one that is left out has its own name there.
+        mesh: of the ranks that share them.
 
     Raises:
         ConfigError: the file cannot be read, or does not fit.
     """
     fill = draw if path is None else partial(_read_weights, path, sources)
-    parts = [NetworkPart(name, made, dtype, fill, device) for name, made in networks.items()]
+    parts = [NetworkPart(name, made, dtype, fill, device, mesh) for name, made in networks.items()]
     if path is not None:
         wanted = {name: shape for part in parts for name, shape in part.weights.items()}
         _check_weights(path, wanted, unused, sources)

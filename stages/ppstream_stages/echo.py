@@ -36,6 +36,7 @@ class EchoPolicy:
     """``actions[b, h, a] = values[b, T - 1 - h % T, a % D]``: step 0 is the newest."""
 
     stateless = True
+    any_rows = True
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.inputs = (TensorSpec(f"{options.group}.values", (options.steps, options.dim)),)

@@ -88,6 +88,7 @@ class OnnxPolicy:
     """
 
     stateless = True  # between calls
+    any_rows = True
 
     def __init__(self, model: Path, about: PolicyFile, device: torch.device) -> None:
         self.inputs, self.outputs = about.inputs, about.outputs

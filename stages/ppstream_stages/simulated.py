@@ -43,6 +43,7 @@ class SimulatedPolicy:
     """Spends one duration per envelope, whatever the envelope holds; or a part of such a policy."""
 
     stateless = True
+    any_rows = True
 
     def __init__(
         self,

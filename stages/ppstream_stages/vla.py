@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Mapping
 from functools import partial
 from hashlib import sha256
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import torch
 from msgspec import Meta
@@ -41,6 +41,7 @@ from ppstream_stages.building import (
     parts_from,
 )
 from ppstream_stages.instruction_table import InstructionTable
+from ppstream_stages.tensor_parallel import check_divides
 from ppstream_stages.vla_network import (
     ACTION_WIDTH,
     Expert,
@@ -50,6 +51,9 @@ from ppstream_stages.vla_network import (
     VlaSizes,
     layers_seen,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # B=row T=step of the window D=value S=stream V=camera N=tokens F=feature H=horizon A=action
 
@@ -103,6 +107,8 @@ class Words(LanguageModel):
 
 class Language(PartNetwork):
     """One of the parts ``language_i``; ``number`` counts from 1."""
+
+    shards = True
 
     def __init__(self, options: Options, number: int) -> None:
         super().__init__()
@@ -235,13 +241,20 @@ def draw(seed: int, weights: Mapping[str, Tensor]) -> None:
             weight.normal_(0.0, WEIGHT_SPREAD, generator=generator)
 
 
-def build(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
+def build(
+    config: Mapping[str, Any], device: torch.device, mesh: DeviceMesh | None = None
+) -> list[NetworkPart]:
     """The parts of the policy with the given ``Options``, in order; without weights yet.
 
+    The layers of the language model are sharded over ``mesh``, by heads and by features of
+    feed-forward layers; every rank has the image encoder and the expert.
+
     Raises:
-        ConfigError: an option is missing, unknown or not allowed, or the weights do not fit.
+        ConfigError: an option is missing, unknown or not allowed, the weights do not fit, or the
+            mesh does not divide the heads.
     """
     options = options_of(config, Options)
+    check_divides(mesh, {"heads": options.heads, "features": options.language.feed_forward})
     if problems := _problems(options):
         raise ConfigError(problems)
     with torch.device("meta"):
@@ -254,7 +267,7 @@ def build(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart]:
         for number in range(1, len(options.denoising_parts) + 1):
             networks[f"denoise_{number}"] = Denoise(options, number, expert)
     dtype, draws = DTYPES[options.dtype], partial(draw, options.seed)
-    return parts_from(networks, dtype, draws, options.weights, device)
+    return parts_from(networks, dtype, draws, options.weights, device, mesh=mesh)
 
 
 def _problems(options: Options) -> list[str]:

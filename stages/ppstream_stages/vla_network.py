@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from ppstream import TensorSpec
 from ppstream.config.field_types import Count
+from ppstream_stages.tensor_parallel import Plan, plan_of, regroup, repeat_rows
 
 # B=row V=camera N=tokens F=feature H=horizon A=action L=layer
 
@@ -189,6 +190,13 @@ class DecoderLayer(nn.Module):
         gate, value = self.widen(self.norm_feed(x)).chunk(2, -1)
         fed: Tensor = self.narrow(gelu(gate, approximate="tanh") * value)
         return x + fed
+
+    def shard_plan(self, ranks: int) -> Plan:
+        """Whole heads on each rank, which all have the one head of keys and values."""
+        repeat_rows(self.qkv, self.heads * self.head_width, ranks)
+        regroup(self.widen, 2, ranks)
+        self.heads //= ranks
+        return plan_of(("qkv", "widen"), ("join", "narrow"))
 
 
 def turn_of(places: Tensor, width: int) -> Turn:

@@ -108,3 +108,21 @@ def test_simulated_gpu_work_of_a_policy_is_refused_on_the_cpu() -> None:
     options = {"b_ms": 1.0, "kind": "gpu", "horizon": 4, "action_dim": 2, "weights": None}
     with pytest.raises(ConfigError, match=r"policy\.options\.kind: got 'gpu' on cpu"):
         build(options, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ('placement.policy=["cpu", "cpu"]', "got 2 with 2 devices in placement.policy, want one"),
+        ("placement.replicas=3", "got 2 with placement.replicas = 3, want 1"),
+        ("placement.policy=cuda:1", "got 2 with placement.policy on cuda:1, want 'cpu'"),
+        ("placement.parts=auto", "got 2 with placement.parts = 'auto', want a list or none"),
+        ("pipeline.keep_warm_ms=2", "got 2 with pipeline.keep_warm_ms, want none"),
+        ("mode=attribution", "got 2 with mode = 'attribution', want 'throughput'"),
+    ],
+)
+def test_what_does_not_go_with_a_mesh_is_one_problem(setting: str, says: str) -> None:
+    found = [text for text in problems("placement.mesh=2", setting) if "mesh" in text]
+    assert len(found) == 1
+    assert found[0].startswith(f"placement.mesh: {says}")
+    assert not any("placement.mesh" in text for text in problems(setting))

@@ -110,7 +110,7 @@ def test_every_problem_is_reported_at_once_with_its_remedy(file: Path) -> None:
         "streams[0].dim: got 0, want a whole number, at least 1",
         "streams[0].rate_hz: got 'fast', want a number, above 0, or \"none\"",
         "streams[1].interpolation: got 'previus', want one of linear, previous, nearest, slerp, "
-        "angle (did you mean 'previous'?)",
+        "angle, cubic (did you mean 'previous'?)",
         "actions.horizon: missing, want a whole number, at least 1",
         "pipeline.d_out: got 65, want a whole number, at least 1, at most 64",
         "pipeline.din: unknown key (did you mean 'd_in'?)",

@@ -56,6 +56,16 @@ def test_plain_configuration_has_no_problem() -> None:
     ("changes", "said"),
     [
         ({"streams": []}, "streams: got 0 of them, want 1 to 256"),
+        (
+            {"streams__2__dim": 400_000, "streams__2__dtype": "float64"},
+            "streams[2].dim: got 400000 float64, 3200000 bytes a sample, want 3145728 at most",
+        ),
+        (
+            FILMED
+            | {"streams__2__dim": 1080 * 1920 * 3}
+            | {"streams__2__image": {"height": 1080, "width": 1920}},
+            "streams[2].image: got 6220800 bytes a frame, want 3145728 at most",
+        ),
         ({"actions__dt_ms": 1e-9}, "actions.dt_ms: got 1e-09, want 1e-06 (1 ns) to 3.1536e+10"),
         ({"window__dt_ms": 1e-7}, "window.dt_ms: got 1e-07, want 1e-06 (1 ns)"),
         ({"liveness__start_s": 1e300}, "liveness.start_s: got 1e+300, want 1e-09 (1 ns) to 3.15"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ppstream.core.clock import NS_PER_S
 from ppstream.cuda.device_clock import (
     BRACKET_MAX_NS,
@@ -11,6 +13,7 @@ from ppstream.cuda.device_clock import (
     TRIES,
     DeviceClock,
 )
+from ppstream.cuda.driver import DeviceError
 
 BRACKET_NS = 8_000
 
@@ -23,6 +26,7 @@ class Clocks:
         self.drift = drift
         self._noise = noise
         self._records = 0
+        self.answers = True
 
     def now(self) -> int:
         return self.host
@@ -52,8 +56,9 @@ class Stamp:
         self.at_host = 0
         self.wait_ns = 0
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         self._clocks.host += self.wait_ns
+        return self._clocks.answers
 
     def ns_since(self, earlier: Stamp) -> int:
         device = self._clocks.device
@@ -126,3 +131,24 @@ def test_a_bad_anchor_is_better_than_one_that_is_too_old() -> None:
     clock = DeviceClock(clocks, clocks.now)
     clocks.host += KEPT_NS
     assert clock.renew_when_due()
+
+
+def test_a_device_that_gives_no_answer_keeps_the_anchor_and_is_asked_again() -> None:
+    clocks = Clocks(drift=5e-6)
+    clock = DeviceClock(clocks, clocks.now)
+    clocks.answers = False
+    clocks.host += RENEW_NS
+    assert not clock.renew_when_due()
+    assert not clock.renew_when_due()  # not at once
+    assert abs(clock.past_ns(clocks.stamp()) - clocks.host) < 10_000
+    clocks.answers = True
+    clocks.host += RETRY_NS
+    assert clock.renew_when_due()
+    assert abs(clock.past_ns(clocks.stamp()) - clocks.host) <= 1
+
+
+def test_a_device_that_never_answers_is_refused() -> None:
+    clocks = Clocks()
+    clocks.answers = False
+    with pytest.raises(DeviceError, match="does not tell its time"):
+        DeviceClock(clocks, clocks.now)

@@ -43,6 +43,7 @@ ELSEWHERE: Final = {
     "tools/profile_sweep.py": "tests/tools/test_profile_sweep.py",
     "tools/replay.py": "tests/launch/test_replay.py",
     "tools/robot_view.py": "tests/tools/test_robot_view.py",
+    "tools/graph_breaks.py": "tests/policy/test_compiled.py",
     "tools/nsys_profile.sh": "tests/tools/test_nsys_profile.py",
     "tools/bench/": "tests/tools/test_benchmarks.py",
 }

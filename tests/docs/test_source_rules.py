@@ -47,12 +47,21 @@ TURNS: Final = {"sys.setswitchinterval"} | {
 MAY_READ_A_CLOCK: Final = {"ppstream/core/clock.py"}  # logic takes now_ns
 MAY_READ_WALL_TIME: Final = {"ppstream/observe/run_folder.py"}  # a run's name and dates, for people
 MAY_IMPORT: Final = {
-    # links: the only place that may know how ranks find and reach each other through torch
+    # links: the only place that may know how ranks find and reach each other through torch;
+    # and what has a mesh: the policies that are sharded over it, and their ranks
     "torch.distributed": {
         "ppstream/launch/launcher.py",
         "ppstream/control/launcher_store.py",
         "ppstream/links/gloo.py",
         "ppstream/links/nccl.py",
+        "ppstream/launch/mesh.py",
+        "ppstream/policy/compatibility.py",
+        "ppstream/policy/fingerprint.py",
+        "stages/ppstream_stages/act.py",
+        "stages/ppstream_stages/building.py",
+        "stages/ppstream_stages/tensor_parallel.py",
+        "stages/ppstream_stages/vla.py",
+        "tools/drill/policy.py",
     },
     "foxglove": {"ppstream/view/live_view.py"},  # viewers: a process of its own
     # the robot wire, both of its ends and nothing between the ranks

@@ -6,6 +6,7 @@ gate judges their time slices. NCCL takes one rank for each GPU.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -43,7 +44,7 @@ NCCL = "NCCL takes one rank for each GPU"
 
 def placed(devices: str, *where: int) -> tuple[str, ...]:
     """``devices`` of all ranks: a digit is a GPU, c the CPU; their numbers wrap."""
-    names = ["cpu" if one == "c" else f"cuda:{int(one) % GPUS}" for one in devices]
+    names = ["cpu" if one == "c" else f"cuda:{int(one) % max(1, GPUS)}" for one in devices]
     policy = ", ".join(f'"{name}"' for name in names[1:])
     return (
         f"placement.rank0={names[0]}",
@@ -97,6 +98,25 @@ def test_parts_give_the_twin_s_actions_wherever_they_run(devices, where, link, t
     assert len(actions["actions"]) > 20
 
 
+BY_KERNELS = ("link.kind=peer", "link.wait=kernel")
+
+
+@pytest.mark.parametrize("stamps", ["auto", "events"])
+@pytest.mark.parametrize("where", [(1, 1, 1), (0, 1, 1)], ids=str)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_kernels_that_wait_and_stamp_give_the_twin_s_actions(stamps, where, depth, twin, tmp_path):
+    recording, (expected, drops) = twin
+    settings = (*placed("01", *where), *BY_KERNELS, f"link.stamps={stamps}")
+    settings = (*settings, f"pipeline.d_in={depth}", f"pipeline.d_out={depth}")
+    actions, found = actions_of(tmp_path, recording, *settings, ranks=2)
+    assert found == drops
+    np.testing.assert_allclose(actions["actions"], expected["actions"], atol=TOLERANCE)
+    files = tmp_path.rglob("rank*.jsonl")
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    told = [line["stamps"] for line in lines if line.get("name") == "link"]
+    assert told == ["device" if stamps == "auto" else "events"] * 2
+
+
 @pytest.mark.skipif(GPUS < 3, reason=f"three GPUs: {NCCL}")
 def test_nccl_carries_every_hop_of_a_chain(twin, tmp_path):
     recording, (expected, _) = twin
@@ -105,12 +125,20 @@ def test_nccl_carries_every_hop_of_a_chain(twin, tmp_path):
     np.testing.assert_allclose(actions["actions"], expected["actions"], atol=TOLERANCE)
 
 
+CHAIN = placed("012", 0, 1, 2)
+STAMPED = (*placed("01", 1, 1, 1), *BY_KERNELS)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-@pytest.mark.parametrize("rank", range(3))
-def test_no_rank_outlives_another_of_the_chain(rank, how, tmp_path):
+@pytest.mark.parametrize(
+    ("placement", "rank"),
+    [*((CHAIN, rank) for rank in range(3)), *((STAMPED, rank) for rank in range(2))],
+    ids=["chain-0", "chain-1", "chain-2", "stamped-0", "stamped-1"],
+)
+def test_no_rank_outlives_another(placement, rank, how, tmp_path):
     options = f"policy.options={{{SHAPE}}}"
-    settings = (*PARTS, SERVED, options, *placed("012", 0, 1, 2), "log.keep=1")
-    with Ranks(tmp_path, *settings, world_size=3) as run:
+    settings = (*PARTS, SERVED, options, *placement, "log.keep=1")
+    with Ranks(tmp_path, *settings, world_size=3 if placement is CHAIN else 2) as run:
         run.wait_for_event("phase", LIMIT_S, phase="ready")
         ends = [other for other in run.processes if other is not run.processes[rank]]
         os.kill(run.processes[rank].pid, how)
@@ -121,9 +149,20 @@ def test_no_rank_outlives_another_of_the_chain(rank, how, tmp_path):
         assert 20 in codes
 
 
+def test_ranks_by_stamps_drain_when_they_are_asked_to(tmp_path):
+    options = f"policy.options={{{SHAPE}}}"
+    with Ranks(tmp_path, *PARTS, SERVED, options, *STAMPED) as run:
+        run.wait_for_event("phase", LIMIT_S, phase="ready")
+        run.processes[0].terminate()
+        assert run.wait(20) == [0] * 2, run.output()
+        sent = [line for line in run.lines(0) if line["kind"] == "envelope"]
+        answered = [line for line in run.lines(1) if line["kind"] == "stage1"]
+        assert len(answered) >= len(sent) > 100
+
+
 def test_a_chain_drains_when_it_is_asked_to(tmp_path):
     options = f"policy.options={{{SHAPE}}}"
-    settings = (*PARTS, SERVED, options, *placed("012", 0, 1, 2))
+    settings = (*PARTS, SERVED, options, *CHAIN)
     with Ranks(tmp_path, *settings, world_size=3) as run:
         run.wait_for_event("phase", LIMIT_S, phase="ready")
         run.processes[0].terminate()

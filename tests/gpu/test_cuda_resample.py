@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ppstream_kernels import Resampled, StreamSource, resample, resample_streams
+from ppstream_kernels import MODES, Resampled, StreamSource, resample, resample_streams
 from ppstream_kernels.cuda_plan import CudaPlan
 from ppstream_kernels.source import to_columns
 
@@ -58,10 +58,12 @@ def seed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
 @pytest.mark.parametrize("dim", [1, 2, 3, 4, 5, 7, 8, 12, 14, 16, 31, 33, 64, 270, 1030])
-def test_any_width_equals_the_cpu(dim: int, dtype: torch.dtype) -> None:
-    source, tgt_ns = rings(3, 50, dim, dtype), targets(3, 41, 500)
-    tolerance = {torch.float32: 3e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+def test_any_width_equals_the_cpu(dim: int, mode: str, dtype: torch.dtype) -> None:
+    source, tgt_ns = rings(3, 50, dim, dtype, mode), targets(3, 41, 500)
+    float32 = 1e-6 if mode == "cubic" else 3e-7
+    tolerance = {torch.float32: float32, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     gpu = resample_streams([on_gpu(source)], tgt_ns.cuda())
     assert_same(gpu, resample_streams([source], tgt_ns), tolerance)
 
@@ -80,11 +82,31 @@ def test_unaligned_memory_is_read_and_written(offset: int) -> None:
     assert torch.equal(resample_streams([ring], tgt_ns.cuda(), out=out).values, fresh.values)
 
 
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
 @pytest.mark.parametrize("slots", [2047, 2048, 2049, 5000, 20000])
-def test_rings_longer_than_shared_memory_equal_the_cpu(slots: int) -> None:
-    source, tgt_ns = rings(3, slots, 6), targets(3, 700, slots * 10)
+def test_rings_longer_than_shared_memory_equal_the_cpu(slots: int, mode: str) -> None:
+    source, tgt_ns = rings(3, slots, 6, mode=mode), targets(3, 700, slots * 10)
     gpu = resample_streams([on_gpu(source)], tgt_ns.cuda())
-    assert_same(gpu, resample_streams([source], tgt_ns))
+    assert_same(gpu, resample_streams([source], tgt_ns), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dim", [1, 3, 8, 14, 32, 270])
+def test_8_bits_are_those_of_the_cpu_but_for_ties(
+    dim: int, out_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    sources = [rings(3, 50, dim, dtype, mode) for mode in ("linear", "cubic", "nearest")]
+    tgt_ns, scale = targets(3, 200, 500), torch.rand(3 * dim) * 0.02 + 0.005
+    options = {"dtype": out_dtype}
+    on_host = resample_streams(sources, tgt_ns, scale=scale, **options)
+    moved = [on_gpu(source) for source in sources]
+    gpu = resample_streams(moved, tgt_ns.cuda(), scale=scale.cuda(), **options)
+    assert torch.equal(gpu.valid.cpu(), on_host.valid)
+    apart = (gpu.values.cpu().float() - on_host.values.float()).abs()
+    next_number = 1.0 if out_dtype is torch.int8 else on_host.values.float().abs() / 7 + 2**-8
+    assert (apart <= next_number).all()
+    assert (apart > 0).float().mean() < 0.02
 
 
 def test_more_rows_than_a_grid_dimension_holds() -> None:
@@ -96,8 +118,7 @@ def test_more_rows_than_a_grid_dimension_holds() -> None:
 
 
 def test_more_streams_than_one_launch_holds() -> None:
-    modes = ("linear", "previous", "nearest", "slerp", "angle")
-    sources = [rings(2, 9 + s, 4, mode=modes[s % 5]) for s in range(53)]
+    sources = [rings(2, 9 + s, 4, mode=MODES[s % len(MODES)]) for s in range(53)]
     tgt_ns = targets(2, 40, 120)
     gpu = resample_streams([on_gpu(source) for source in sources], tgt_ns.cuda())
     assert_same(gpu, resample_streams(sources, tgt_ns), 2e-6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
-from ppstream.config.schema import ImageConfig
+from ppstream.config.schema import GroupConfig, ImageConfig
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.ingest.device.sample_blocks import COMMITMENT_WORDS
@@ -53,9 +53,12 @@ class Rig:
         capacity: int | None = None,
         instructions: bool = False,
         prefix_steps: int = 0,
+        groups: dict[str, GroupConfig] | None = None,
         **pipeline: Any,
     ) -> None:
         settings = config(*(streams or STREAMS), rows=rows, steps=9, **pipeline)
+        window = msgspec.structs.replace(settings.window, groups=groups or {})
+        settings = msgspec.structs.replace(settings, window=window)
         policy = msgspec.structs.replace(settings.policy, instructions=instructions)
         actions = msgspec.structs.replace(
             settings.actions,
@@ -149,6 +152,38 @@ def test_windows_follow_the_rings_through_wraps_rows_and_episodes() -> None:
         rig.cut(slots[turn % 2])
         rig.compare(slots[turn % 2])
     rig.case.check()
+
+
+def test_a_cubic_stream_equals_the_cpus_while_its_ring_wraps() -> None:
+    smooth = stream("q", dim=7, interpolation="cubic", max_gap_ms=30.0, max_age_ms=20.0)
+    rig = Rig(smooth, rows=2, capacity=20)
+    slot = rig.slot()
+    for turn in range(10):
+        for row in range(2):
+            rig.push("q", *np.unique(rig.random.integers(0, 40, 9)) + 40 * turn, row=row)
+        rig.cut(slot)
+        rig.compare(slot)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_group_in_8_bits_equals_the_cpus_but_for_ties(dtype: str) -> None:
+    q = stream("q", dim=7, low=(-1.5,) * 7, high=(2.0,) * 7, max_gap_ms=30.0)
+    tip = stream("tip", dim=4, rate_hz=100, interpolation="slerp", low=(-1.0,) * 4, high=(1.0,) * 4)
+    rig = Rig(q, tip, rows=2, groups={"state": GroupConfig(dtype=dtype)})
+    slot = rig.slot()
+    for row in range(2):
+        rig.push("q", *range(0, 100, 3), row=row)
+        rig.push("tip", *range(0, 100, 11), row=row)
+    rig.cut(slot)
+    rig.stream.synchronize()
+    rig.window.pop()
+    expected, _ = rig.cut_on_cpu()
+    assert torch.equal(slot["state.scale"].cpu(), expected["state.scale"])
+    assert torch.equal(slot["state.valid"].cpu(), expected["state.valid"])
+    got, wanted = (one["state.values"].cpu().float() for one in (slot, expected))
+    next_number = torch.ones_like(wanted) if dtype == "int8" else wanted.abs() / 7 + 2**-8
+    assert ((got - wanted).abs() <= next_number).all()
+    assert (got != wanted).float().mean() < 0.05
 
 
 def test_a_row_without_its_reference_stream_is_zeros() -> None:

@@ -14,11 +14,16 @@ from torch import Tensor
 from ppstream.config.schema import PolicyConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
+from ppstream.cuda.driver import CudaStream
+from ppstream.cuda.linear_graph import CapturedPart, LinearGraph
 from ppstream.links.device_link import new_device_slots
 from ppstream.links.slots import SlotLayout, new_slots
 from ppstream.policy.compiled import RecompileMeter
 from ppstream.policy.graphed import GraphedPolicy, prepared_policy
 from ppstream.policy.unwritten import INTEGERS, Results, UnwrittenError
+from ppstream_kernels.cuda_put import Route, Stamps
+from ppstream_kernels.cuda_stamped import StampedLaunches
+from ppstream_kernels.cuda_wait import StampedWait
 from ppstream_stages.act import build
 
 pytestmark = [
@@ -27,6 +32,26 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda", 0)
 ACT = {"steps": 16, "dim": 14, "streams": 2, "horizon": 20, "action_dim": 7, "width": 128}
+
+
+class Doubling:
+    name = "doubling"
+    inputs = (TensorSpec("x", (8,)),)
+    outputs = (TensorSpec("y", (8,)),)
+    stateless = True
+
+    def reset(self, rows: Tensor) -> None:
+        """Nothing is kept."""
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        torch.mul(window["x"], 2, out=out["y"])
+
+
+class Drawing(Doubling):
+    name = "drawing"
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        out["y"].copy_(window["x"] + torch.randn_like(window["x"]))
 
 
 class Counting:
@@ -262,3 +287,45 @@ def test_replays_neither_synchronise_nor_allocate() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_its_graph_is_a_part_of_a_larger_one_with_kernels_around_it() -> None:
+    """A wait, the policy and a put start as one; each start reads its words anew."""
+    policy = GraphedPolicy(Doubling())
+    window, out = {"x": torch.zeros(1, 8, device=CUDA)}, {"y": torch.zeros(1, 8, device=CUDA)}
+    policy.prepare(window, out)
+    handle = policy.recorded(window, out)
+    assert handle is not None
+    words = torch.zeros(32, dtype=torch.int64, pin_memory=True)
+    counters = torch.zeros(2, dtype=torch.int64, device=CUDA)
+    target = torch.zeros(8, device=CUDA)
+    at = words.data_ptr()
+    launches = StampedLaunches(CUDA, 1)
+    begin = launches.wait(StampedWait(counters.data_ptr(), at, at + 64))
+    route = Route(out["y"].data_ptr(), target.data_ptr(), 32)
+    send = launches.put(route, counters.data_ptr() + 8, Stamps(at + 16, at + 72, at + 80), 0)
+    whole = LinearGraph((begin, CapturedPart(handle, policy), send))
+    stream = CudaStream()
+    for count in (1, 2):
+        window["x"].fill_(count)
+        words[0], words[2] = count, 10 + count
+        words[8:11] = 0
+        torch.cuda.synchronize()
+        whole.queue(stream.handle)
+        CudaStream().write_value(counters.data_ptr(), count)
+        torch.cuda.synchronize()
+        assert (target == 2 * count).all()
+        assert int(counters[1]) == 10 + count
+        assert 0 < int(words[8]) < int(words[9]) <= int(words[10])
+
+
+def test_a_policy_that_draws_numbers_is_no_part_of_a_larger_graph() -> None:
+    policy = GraphedPolicy(Drawing())
+    window, out = {"x": torch.zeros(1, 8, device=CUDA)}, {"y": torch.zeros(1, 8, device=CUDA)}
+    policy.prepare(window, out)
+    assert policy.recorded(window, out) is None
+    found = []
+    for _ in range(3):
+        policy(window, out)
+        found.append(tuple(out["y"].flatten().tolist()))
+    assert len({*found}) == 3

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ppstream_kernels.cuda_put import HEADER_WORDS, Puts, Route
+from ppstream_kernels.cuda_put import HEADER_WORDS, Puts, Route, Stamps
+from ppstream_kernels.cuda_stamped import StampedLaunches
 
 POISON = 0xA5
 MARGIN = 64
@@ -90,3 +91,46 @@ def test_messages_of_one_stream_are_sent_one_after_the_other(size: int) -> None:
         counts[message].copy_(both.counter[0])
     assert (copies == torch.arange(100, device=DEVICE)[:, None]).all()
     assert torch.equal(counts.long(), torch.arange(1, 101, device=DEVICE))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_launch_that_never_changes_sends_what_its_words_say_and_leaves_its_times(
+    size: int,
+) -> None:
+    both = Both(size)
+    names = 3
+    words = torch.zeros(32, dtype=torch.int64, pin_memory=True)
+    named = torch.tensor([7, 8, 9], dtype=torch.int64, device=DEVICE)
+    now, began, ended, copied = (words.data_ptr() + 8 * at for at in (0, 16, 17, 20))
+    stamps = Stamps(now, began, ended, copied, named.data_ptr(), names)
+    header_words = min(size // 8, 5)
+    route = Route(both.sent.data_ptr(), both.target.data_ptr() + both.first, size)
+    launch = StampedLaunches(DEVICE, 1).put(route, both.counter.data_ptr(), stamps, header_words)
+    newest = 0
+    for count in COUNTS:
+        header = [-(5**n) * (count % 1000) for n in range(header_words)]
+        words[: 1 + header_words] = torch.tensor([count % (1 << 32), *header])
+        words[16:23] = 0
+        launch.queue(torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        both.check(header, count)
+        assert newest < int(words[16]) <= int(words[17])
+        newest = int(words[17])
+        assert words[20:24].tolist() == [7, 8, 9, 0]
+
+
+def test_a_graph_holds_it_and_reads_its_words_anew() -> None:
+    size = 4096
+    both = Both(size)
+    words = torch.zeros(32, dtype=torch.int64, pin_memory=True)
+    stamps = Stamps(*(words.data_ptr() + 8 * at for at in (0, 16, 17)))
+    route = Route(both.sent.data_ptr(), both.target.data_ptr() + both.first, size)
+    launch = StampedLaunches(DEVICE, 1).put(route, both.counter.data_ptr(), stamps, 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch.queue(torch.cuda.current_stream().cuda_stream)
+    for count in (4, 9):
+        words[:3] = torch.tensor([count, count + 1, count + 2])
+        graph.replay()
+        torch.cuda.synchronize()
+        both.check([count + 1, count + 2], count)

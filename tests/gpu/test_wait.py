@@ -9,7 +9,8 @@ import torch
 
 from ppstream.cuda.driver import CudaEvent, CudaStream
 from ppstream_kernels.cuda_put import Puts, Route
-from ppstream_kernels.cuda_wait import Waits
+from ppstream_kernels.cuda_stamped import StampedLaunches
+from ppstream_kernels.cuda_wait import StampedWait, Waits
 
 COUNTS = (1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 33) + 7)
 LONG_S = 0.05  # far beyond what it looks without a pause
@@ -85,3 +86,25 @@ def test_what_was_sent_before_the_count_is_seen_behind_the_wait() -> None:
             sender.synchronize()
     torch.cuda.synchronize()
     assert (found == BYTES // 8).all()
+
+
+def test_a_stamped_wait_ends_with_both_counts_and_its_stamp_is_no_sooner() -> None:
+    torch.cuda.set_device(DEVICE)
+    counters = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    words = torch.zeros(8, dtype=torch.int64, pin_memory=True)
+    words[0], words[1] = 5, 3  # counts that are waited for
+    at = words.data_ptr()
+    call = StampedWait(counters.data_ptr(), at, at + 32, counters.data_ptr() + 8)
+    launches = StampedLaunches(DEVICE, 0)
+    told = StampedWait(counters.data_ptr() + 8, at + 8, at + 40)
+    waiting, writing = CudaStream(), CudaStream()
+    launches.wait(call).queue(waiting.handle)
+    for count, address in ((5, counters.data_ptr()), (2, counters.data_ptr() + 8)):
+        writing.write_value(address, count)
+        time.sleep(0.01)
+        assert words[4] == 0
+    writing.write_value(counters.data_ptr() + 8, 3)
+    launches.wait(told).queue(writing.handle)
+    torch.cuda.synchronize()
+    assert words[5] > 0
+    assert abs(int(words[4]) - int(words[5])) < 1_000_000

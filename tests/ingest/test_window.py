@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import MS, Input, at_ms, config, ramp, stream
 
+from ppstream.config.schema import GroupConfig
 from ppstream.core.specs import TensorSpec
 from ppstream.ingest.intake import Intake, build_intake, stream_lines
 from ppstream.links.slots import SlotLayout
@@ -293,3 +295,48 @@ def test_ledgers_balance_after_any_mixture_of_samples_and_windows(
     case.rows[0].close()
     case.check()
     assert all(ring.ledger.in_flight == 0 for ring in case.rows[0].rings.values())
+
+
+SCALED = (("int8", 127.0), ("float8_e4m3fn", 448.0))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("dtype", "largest"), SCALED)
+def test_a_window_in_8_bits_is_that_of_the_op_and_comes_with_its_scale(
+    dtype: str, largest: float, rows: int
+) -> None:
+    limits = {"max_age_ms": 12.0, "max_gap_ms": 8.0}
+    narrow = stream("a", dim=2, low=(-2.0, 0.0), high=(1.0, 3.0), **limits)
+    wide = stream("b", dim=1, group="wide", **limits)
+    plain = config(narrow, wide, steps=40, dt_ms=1, rows=rows)
+    groups = {"state": GroupConfig(dtype=dtype)}
+    window = msgspec.structs.replace(plain.window, groups=groups)
+    case = Input(msgspec.structs.replace(plain, window=window))
+    case.rows[-1].open(7)
+    stamps = at_ms(*range(0, 44, 4))
+    values = np.random.default_rng(3).normal(size=(len(stamps), 2)).astype(np.float32) * 2
+    case.rows[-1].rings["a"].append(stamps, values, 0)
+    case.rows[-1].rings["b"].append(stamps, values[:, :1].copy(), 0)
+    out = case.slot()
+    case.cutter.cut(out, [40 * MS] * rows, LEASE)
+    scale = torch.tensor([2 / largest, 3 / largest])
+    assert torch.equal(out["state.scale"], scale.repeat(rows, 1))
+    targets = torch.arange(1, 41)[None] * MS
+    wanted = resample(
+        torch.from_numpy(values)[None],
+        torch.from_numpy(stamps)[None],
+        targets,
+        max_gap_ns=8 * MS,
+        max_age_ns=12 * MS,
+        dtype=getattr(torch, dtype),
+        scale=scale,
+    )
+    assert out["state.values"].dtype is getattr(torch, dtype)
+    assert torch.equal(out["state.values"][-1:].float(), wanted.values.float())
+    assert torch.equal(out["state.valid"][-1:, :, 0], wanted.valid)
+    assert out["wide.values"].dtype is torch.float32
+    read = out["state.values"][-1].float() * out["state.scale"][-1]
+    clipped = out["wide.values"][-1, :, 0].clamp(-2, 2)
+    assert ((read[:, 0] - clipped).abs() <= clipped.abs() / 16 + scale[0] / 2).all()
+    if rows == 2:
+        assert not out["state.values"][0].float().any()

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from ppstream_kernels import cuda_compile
+from ppstream_kernels.cuda_clock import CLOCK
 from ppstream_kernels.cuda_compile import (
     RINGS,
     Compiled,
@@ -20,7 +22,12 @@ from ppstream_kernels.cuda_wait import WAIT
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
 VARIANTS = (
     Variant(streams=1, out=1, sources=0b0010, modes=0b00111, rings=0),  # bfloat16, straight lines
-    Variant(streams=24, out=0, sources=0b1111, modes=0b11111, rings=0b11),  # everything there is
+    Variant(streams=24, out=0, sources=0b1111, modes=0b111111, rings=0b11),  # everything there is
+)
+RARE = (
+    Variant(streams=1, out=2, sources=0b0001, modes=0b100111, rings=0b01),  # cubics alone
+    Variant(streams=4, out=4, sources=0b1001, modes=0b111111, rings=0b11),  # into int8
+    Variant(streams=1, out=5, sources=0b0010, modes=0b000111, rings=0),  # into float8
 )
 
 
@@ -33,15 +40,20 @@ def nvrtc() -> None:
         pytest.skip(f"nothing to compile with: {reason}")
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=["lean", "full"])
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_source_compiles_without_a_warning(arch: str, variant: Variant) -> None:
+@pytest.mark.parametrize(
+    ("variant", "arch"),
+    [
+        *product(VARIANTS, ARCHS),
+        *product(RARE, ("sm_75", "sm_90")),
+    ],  # float8: by hand, and by the GPU
+)
+def test_the_source_compiles_without_a_warning(variant: Variant, arch: str) -> None:
     compiled = compile_cubin(variant, arch)
     assert compiled.log == ""
     assert compiled.cubin.startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("source", [RINGS, PUT, WAIT], ids=["rings", "put", "wait"])
+@pytest.mark.parametrize("source", [RINGS, PUT, WAIT, CLOCK], ids=["rings", "put", "wait", "clock"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_source_without_variants_compiles_without_a_warning(arch: str, source: Path) -> None:
     compiled = compile_cubin(Plain(), arch, source)

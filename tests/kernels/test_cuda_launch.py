@@ -28,7 +28,7 @@ class Queued(NamedTuple):
 
     grid: tuple[int, ...]
     stream: int
-    header: tuple[int, ...]  # values, valid, age_s, tgt_ns
+    header: tuple[int, ...]  # values, valid, age_s, tgt_ns, scale
     source: tuple[int, ...]  # values, stamps_ns, counts, heads of the first stream
     attributes: list[tuple[int, ...]]  # identifiers and values
     call: bytes  # all of it, as far as the first stream
@@ -112,7 +112,7 @@ def test_a_call_is_launched_with_the_addresses_of_that_call(driver: Driver) -> N
     calls = each_replaced((src, src_ns, tgt_ns, *out_for(src, 5), count, head))
     for tensors in (*calls, *calls):
         driver.run(cuda_ops.resample_out, *tensors)
-    headers = [addresses(*tensors[3:6], tensors[2]) for tensors in calls]
+    headers = [(*addresses(*tensors[3:6], tensors[2]), 0) for tensors in calls]
     assert [one.header for one in driver.queued] == headers * 2
     sources = [addresses(*tensors[:2], *tensors[6:]) for tensors in calls]
     assert [one.source for one in driver.queued] == sources * 2
@@ -256,7 +256,7 @@ def test_a_plan_is_launched_with_the_addresses_of_each_call(driver: Driver) -> N
     calls = each_replaced((tgt_ns, *out_for(src, 5)))
     for tensors in (*calls, *calls):
         plan.run(*tensors)
-    headers = [addresses(*tensors[1:], tensors[0]) for tensors in calls]
+    headers = [(*addresses(*tensors[1:], tensors[0]), 0) for tensors in calls]
     assert [one.header for one in driver.queued] == headers * 2
 
 
@@ -274,10 +274,25 @@ def test_streams_are_launched_with_the_addresses_of_that_call(driver: Driver) ->
             heads=[rest[4], None],
         )
         driver.run(cuda_ops.resample_streams_out, *one, tgt_ns, *rest[:3])
-    headers = [addresses(*tensors[3:6], tensors[2]) for tensors in calls]
+    headers = [(*addresses(*tensors[3:6], tensors[2]), 0) for tensors in calls]
     assert [one.header for one in driver.queued] == headers * 2
     sources = [addresses(*tensors[:2], *tensors[6:]) for tensors in calls]
     assert [one.source for one in driver.queued] == sources * 2
+
+
+def test_a_plan_and_the_op_in_8_bits_are_launched_with_the_address_of_the_scale(
+    driver: Driver,
+) -> None:
+    src, src_ns, tgt_ns = samples()
+    values, *trust = out_for(src, 5)
+    out = (values.to(torch.int8), trust[0].unsqueeze(2), trust[1].unsqueeze(2))
+    columns = to_columns([StreamSource(src, src_ns)])
+    scales = [torch.ones(3), torch.ones(3)]
+    for scale in scales:
+        driver.run(cuda_ops.resample_scaled_out, *columns, tgt_ns, scale, *out)
+        CudaPlan(columns, 5, scale=scale).run(tgt_ns, *out)
+    told = [one.header[4] for one in driver.queued]
+    assert told == [scale.data_ptr() for scale in scales for _ in range(2)]
 
 
 @pytest.mark.parametrize(("streams", "targets", "launches"), [(24, 5, 1), (25, 5, 2), (3, 0, 0)])

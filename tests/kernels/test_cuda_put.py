@@ -4,15 +4,17 @@ import ctypes
 from typing import Any
 
 import pytest
-from fake_put import Message
+from fake_put import Message, StampedMessage
 
 from ppstream_kernels.cuda_put import (
     HEADER_WORDS,
     Route,
+    Stamps,
     grid,
     pack_count,
     pack_header,
     pack_route,
+    pack_stamped,
 )
 
 
@@ -36,6 +38,18 @@ def test_every_field_is_where_the_kernel_reads_it() -> None:
     assert list(found.header) == [*range(20, 20 + HEADER_WORDS)]
     for other in (0, 2):
         assert bytes(message(memory, other)) == bytes(ctypes.sizeof(Message))
+
+
+def test_a_launch_that_never_changes_names_every_word_that_it_reads_and_writes() -> None:
+    stamps = Stamps(21, 22, 23, 24, 25, 26)
+    packed = pack_stamped(Route(11, 12, 13), 14, 15, stamps, 5)
+    found = StampedMessage.from_buffer_copy(packed)
+    assert ctypes.sizeof(StampedMessage) == len(packed)
+    sent = found.message
+    fixed = [sent.source, sent.target, sent.bytes, sent.counter, sent.arrived, sent.header_words]
+    assert fixed == [11, 12, 13, 14, 15, 5]
+    assert [found.now, found.began, found.ended] == [21, 22, 23]
+    assert [found.names, found.named, found.name_words] == [24, 25, 26]
 
 
 def test_a_header_that_does_not_fit_is_refused() -> None:

@@ -80,12 +80,13 @@ def test_targets_in_two_parts_equal_the_whole(device: str, mode: str, case: Case
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
 @few
 @given(case=cases(min_count=1))
-def test_linear_never_leaves_the_range_of_its_neighbours(
-    device: str, dtype: torch.dtype, case: Case
+def test_lines_and_cubics_never_leave_the_range_of_their_neighbours(
+    device: str, mode: str, dtype: torch.dtype, case: Case
 ) -> None:
-    result = run(case, device, dtype=dtype).values
+    result = run(case, device, dtype=dtype, mode=mode).values
     for b, (values, stamps_ns) in enumerate(case.plain):
         samples = torch.from_numpy(values).to(dtype)
         for t, target in enumerate(case.targets[b]):
@@ -110,7 +111,7 @@ def test_a_constant_stays_constant_to_the_last_bit(
 
 @pytest.mark.parametrize("slots", [8, 3000])  # few elements and many: two implementations on a CPU
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("mode", ["linear", "previous", "nearest"])
+@pytest.mark.parametrize("mode", ["linear", "previous", "nearest", "cubic"])
 def test_values_are_exact_at_samples(
     device: str, mode: str, dtype: torch.dtype, slots: int
 ) -> None:

@@ -34,7 +34,7 @@ GOOD: dict[str, Any] = {
         ({"count": torch.tensor([5, 6])}, r"count\[1\] is 6, this ring allows 0\.\.5"),
         ({"count": torch.tensor([-1, 5])}, r"count\[0\] is -1"),
         ({"head": torch.tensor([0, 5])}, r"head\[1\] is 5, this ring allows 0\.\.4"),
-        ({"mode": "cubic"}, "mode is 'cubic', needs one of linear, previous"),
+        ({"mode": "spline"}, "mode is 'spline', needs one of linear, previous"),
         ({"mode": "slerp"}, r"slerp needs D = 4 .* \[2, 5, 3\]"),
         ({"max_gap_ns": -1}, "max_gap_ns is -1, needs >= 0"),
         ({"max_age_ns": -5}, "max_age_ns is -5, needs >= 0"),

@@ -51,9 +51,10 @@ def test_picking_modes_judge_the_distance_to_the_sample_they_pick(
 
 @pytest.mark.parametrize("rows", [1, 12])  # searched one by one, and together, on the CPU
 @pytest.mark.parametrize("turned", [0, 3])
+@pytest.mark.parametrize("max_gap_ns", [9, 10])  # each bridge too wide, or none
 @pytest.mark.parametrize("mode", MODES)
 def test_of_equal_stamps_the_first_sample_counts_and_the_others_are_never_read(
-    device: str, mode: str, turned: int, rows: int
+    device: str, mode: str, max_gap_ns: int, turned: int, rows: int
 ) -> None:
     stamps_ns = [0, 0, 10, 10, 10, 20, 30, 30]
     firsts = [0, 2, 5, 6]
@@ -61,7 +62,7 @@ def test_of_equal_stamps_the_first_sample_counts_and_the_others_are_never_read(
     src = torch.stack([angles.sin(), 0 * angles, 0 * angles, angles.cos()], 1).repeat(rows, 1, 1)
     src_ns = torch.tensor([stamps_ns]).repeat(rows, 1)
     tgt_ns = torch.arange(-2, 36).repeat(rows, 1).to(device)
-    limits = {"max_gap_ns": 9, "max_age_ns": 4}
+    limits = {"max_gap_ns": max_gap_ns, "max_age_ns": 4}
     once = resample(
         src[:, firsts].to(device), src_ns[:, firsts].to(device), tgt_ns, mode=mode, **limits
     )
@@ -182,7 +183,7 @@ def test_distances_are_right_over_the_whole_range_of_stamps(
         assert_close(on_host, expected, torch.float32, mode)
 
 
-@pytest.mark.parametrize("mode", ["linear", "previous", "nearest", "angle"])
+@pytest.mark.parametrize("mode", ["linear", "previous", "nearest", "angle", "cubic"])
 def test_a_sample_that_is_not_finite_spoils_targets_beside_it_and_validity_does_not_tell(
     device: str, mode: str
 ) -> None:

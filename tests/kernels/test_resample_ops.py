@@ -48,6 +48,15 @@ def test_opcheck_accepts_the_op_for_several_streams(device: str, name: str) -> N
     torch.library.opcheck(getattr(ops, name), (*to_columns(sources), tgt_ns, *out))
 
 
+@pytest.mark.parametrize("name", ["resample_scaled", "resample_scaled_out"])
+def test_opcheck_accepts_the_op_in_8_bits(device: str, name: str) -> None:
+    sources, tgt_ns = streams(device)
+    values, *trust = out_for(7, TRIO_SHAPES[1], device)
+    last = (values.to(torch.int8), *trust) if name.endswith("out") else (torch.int8,)
+    scale = torch.full((7,), 0.1, device=device)
+    torch.library.opcheck(getattr(ops, name), (*to_columns(sources), tgt_ns, scale, *last))
+
+
 @pytest.mark.parametrize("option", ["count", "head", "mode", "max_gap_ns", "max_age_ns"])
 def test_each_option_holds_for_a_given_output(device: str, option: str) -> None:
     (source, _), tgt_ns = streams(device)

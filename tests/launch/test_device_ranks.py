@@ -25,7 +25,7 @@ def test_a_link_opens_within_the_limit_of_the_start_and_the_log_says_which_and_w
     monkeypatch.setattr(
         device_ranks,
         "open_device",
-        lambda kind, side, *_, timeout_s, spins: (
+        lambda kind, side, *_, timeout_s, spins, stamps: (
             asked.append((kind, side, timeout_s, spins)) or link
         ),
     )
@@ -45,6 +45,7 @@ def test_a_link_opens_within_the_limit_of_the_start_and_the_log_says_which_and_w
     assert opened is link
     assert asked == [("pinned", side, 500.0, waits == "kernel"), (link, side, 500.0)]
     fields = {"link": "pinned", "why": "no peer access", "one_way_ns": 3456, "note_bytes": 64}
+    fields |= {"stamps": "events", "stamps_why": "nobody asked for stamps"}
     assert events == [("link", fields)]
     said = "link pinned: no peer access; 3.5 µs one way for 64 bytes, queued ahead"
     assert caplog.messages == ([said] if side == FRONT else [])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ppstream import native
+from ppstream.config import load
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.core.specs import TensorSpec
@@ -420,3 +421,15 @@ def test_the_twin_on_one_gpu_has_no_peer_to_reach() -> None:
 @pytest.mark.usefixtures("given", "machine")
 def test_nothing_is_said_of_gpus_where_none_is_used() -> None:
     assert "NVRTC" not in describe(config(**TABLE), 2)
+
+
+def test_members_of_a_mesh_are_listed_behind_their_leader() -> None:
+    options = (
+        "policy.options={steps=8, dim=5, streams=2, horizon=4, action_dim=2, width=128, "
+        'encoder_blocks=1, decoder_blocks=1, dtype="float32"}'
+    )
+    settings = ("policy.target=ppstream_stages.act:build", options, "placement.mesh=3")
+    config = load.read("tests/support/small.toml", settings)
+    text = describe(config, 4)
+    for rank in (2, 3):
+        assert f"rank {rank}           stage B on cpu, in the mesh that rank 1 leads" in text

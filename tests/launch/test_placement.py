@@ -15,7 +15,17 @@ from ppstream.config.schema import (
     WindowConfig,
 )
 from ppstream.core.errors import ConfigError
-from ppstream.launch.placement import Placement, RankPlan, place
+from ppstream.launch.placement import Placement, RankPlan, place, ranks_wanted
+
+CONFIG = PipelineConfig(
+    name="arm",
+    streams=(StreamConfig(name="joints", dim=7, rate_hz=1000.0),),
+    window=WindowConfig(steps=8, dt_ms=4.0),
+    actions=ActionConfig(
+        names=("x",), horizon=4, dt_ms=10.0, low=(-1.0,), high=(1.0,), lease_ms=100.0
+    ),
+    policy=PolicyConfig(target="acme:build"),
+)
 
 
 def placed(
@@ -27,14 +37,8 @@ def placed(
     devices: tuple[str, str] = ("cpu", "cpu"),
     peer_access: bool = False,
 ) -> Placement:
-    config = PipelineConfig(
-        name="arm",
-        streams=(StreamConfig(name="joints", dim=7, rate_hz=1000.0),),
-        window=WindowConfig(steps=8, dt_ms=4.0),
-        actions=ActionConfig(
-            names=("x",), horizon=4, dt_ms=10.0, low=(-1.0,), high=(1.0,), lease_ms=100.0
-        ),
-        policy=PolicyConfig(target="acme:build"),
+    config = msgspec.structs.replace(
+        CONFIG,
         link=LinkConfig(kind=kind, trusted_network=trusted),  # type: ignore[arg-type]
     )
     config = msgspec.structs.replace(
@@ -141,3 +145,30 @@ def test_a_gpu_for_rank_0_alone_is_refused() -> None:
 def test_a_gpu_for_the_policy_alone_keeps_the_host_link() -> None:
     placement = placed(2, 2, devices=("cpu", "cuda:0"))
     assert (placement.link, placement.is_device_ordered) == ("host", False)
+
+
+def meshed(world_size: int, mesh: int, *, local: int | None = None) -> Placement:
+    config = msgspec.structs.replace(
+        CONFIG,
+        placement=PlacementConfig(mesh=mesh),
+        link=LinkConfig(trusted_network=True),
+    )
+    return place(config, world_size, local or world_size)
+
+
+def test_a_mesh_is_one_place_of_several_ranks() -> None:
+    placement = meshed(4, 3)
+    assert [plan.rank for plan in placement.ranks] == [0, 1]
+    assert placement.members == (RankPlan(2, ("B",), "cpu"), RankPlan(3, ("B",), "cpu"))
+    assert [placement.is_member(rank) for rank in range(4)] == [False, False, True, True]
+    assert [placement.device_of(rank) for rank in range(4)] == ["cpu"] * 4
+    assert placement.link == "host"
+    assert meshed(4, 3, local=2).link == "gloo"
+
+
+def test_a_mesh_wants_all_of_its_ranks_or_runs_whole_on_one() -> None:
+    with pytest.raises(ConfigError, match=r"got 2 ranks, want 4 \(pipelined\) or 1"):
+        meshed(2, 3)
+    assert meshed(1, 3).members == ()
+    config = msgspec.structs.replace(CONFIG, placement=PlacementConfig(mesh=3))
+    assert ranks_wanted(config) == 4

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from fake_cuda import FakeDriver, queue_call
+from fake_cuda import CYCLE, FakeDriver, queue_call
 from fake_put import FakePuts
 from fake_wait import FakeWaits
 from linked_ends import driven_by, linked
@@ -275,3 +275,16 @@ def test_a_peer_that_does_not_answer_notes_is_lost_and_holds_nothing_up(
     assert time.monotonic() - began < 2
     assert front.receiving.is_idle()
     assert front.sending.is_idle()
+
+
+def test_what_a_slot_is_sent_with_is_told_once_and_in_order(driver: FakeDriver) -> None:
+    front, back = ends(puts=True, spins=True)
+    set_counts(front, back, CYCLE - 2)
+    assert [front.message_of(index, (8, index)) for index in range(3)] == [
+        (CYCLE - 1, 0, GENERATION, 8, 0),
+        (0, 1, GENERATION, 8, 1),
+        (1, 2, GENERATION, 8, 2),
+    ]
+    with pytest.raises(ProtocolError, match="slot 5 was to be sent, 3 is due"):
+        front.message_of(5, (8, 5))
+    assert [back.count_of(index) for index in range(-2, 2)] == [CYCLE - 3, CYCLE - 2, CYCLE - 1, 0]

@@ -14,6 +14,7 @@ from robot_rig import wait_until
 
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import PeerLostError, PolicyError, ProtocolError
+from ppstream.core.specs import TensorSpec
 from ppstream.ingest.sources import RecordedSource
 from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.links.headers import ENVELOPE_HEADER, SEQ
@@ -102,6 +103,40 @@ def test_pipelined_output_equals_its_unpipelined_twin_bit_for_bit(build, form, r
         assert one[:3] == other[:3]
         assert one[3].tobytes() == other[3].tobytes()
     assert any(chunk[3].any() for chunk in expected)
+
+
+class ReadsEightBits(NewestValues):
+    """The newest input values, from 8 bits and their scale."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.inputs = (TensorSpec("state.values", (8, 5), dtype), TensorSpec("state.scale", (5,)))
+
+    def __call__(self, window, out):
+        assert str(window["state.values"].dtype) == f"torch.{self.inputs[0].dtype}"
+        wide = window["state.values"].float() * window["state.scale"][:, None]
+        super().__call__({"state.values": wide}, out)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_policy_reads_windows_in_8_bits_across_the_link(build, recording, twin, dtype):
+    overrides = (
+        "pipeline.windows=scheduled",
+        f"service.recording={recording}",
+        f"window.groups.state.dtype={dtype}",
+        *(f"streams.{name}.low={[-4] * dim}" for name, dim in (("joints", 3), ("imu", 2))),
+        *(f"streams.{name}.high={[4] * dim}" for name, dim in (("joints", 3), ("imu", 2))),
+    )
+    with build("serial", ReadsEightBits(dtype), *overrides) as pipeline:
+        source = RecordedSource(recording, pipeline.config, pipeline.intake.rows, None)
+        pipeline.enter(source, Scheduled(source))
+        pipeline.rank0.run()
+        found = [chunk[3] for chunk in pipeline.collector.chunks]
+    expected = [chunk[3] for chunk in twin[0]]
+    assert len(found) == len(expected)
+    for narrow, wide in zip(found, expected, strict=True):  # clipped to the actions' limits
+        assert np.abs(narrow - wide).max() <= (4 / 127 / 2 if dtype == "int8" else 1 / 16) + 1e-6
+    assert any((narrow != wide).any() for narrow, wide in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("form", QUEUED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -29,20 +30,23 @@ class InStep:
     """Source and emitter: each answer to a robot makes its next sample, until it has had enough.
 
     Args:
-        rounds: samples of each robot; the first one is there from the start.
+        rounds: samples of each robot; the first one is there from the start. Without any it is not
+            there.
+        leaves: robots that have had enough leave; else they are silent.
     """
 
     fds: tuple[int, ...] = ()
 
-    def __init__(self, rows: Any, *rounds: int) -> None:
-        self.rows, self.rounds = rows, rounds
+    def __init__(self, rows: Any, *rounds: int, leaves: bool = False) -> None:
+        self.rows, self.rounds, self.leaves = rows, rounds, leaves
         self.sent = [0] * ROBOTS
         self.answered = self.drained = 0
         self.wrong: list[tuple[int, float, float]] = []
         self._next: SimpleQueue[int] = SimpleQueue()
         for number, row in enumerate(rows):
-            row.open(1 + number)
-            self._next.put(number)
+            if rounds[number]:
+                row.open(1 + number)
+                self._next.put(number)
 
     @property
     def exhausted(self) -> bool:
@@ -56,6 +60,9 @@ class InStep:
                 number = self._next.get_nowait()
             except Empty:
                 return taken
+            if self.sent[number] == self.rounds[number]:
+                self.rows[number].close()
+                continue
             self.sent[number] += 1
             for name in ("imu", "joints"):
                 values = np.full((1, STREAMS[name]), self._value(number), np.float32)
@@ -70,29 +77,50 @@ class InStep:
         if newest != np.float32(self._value(row)):
             self.wrong.append((row, float(newest), self._value(row)))
         self.answered += 1
-        if self.sent[row] < self.rounds[row]:
+        if self.leaves or self.sent[row] < self.rounds[row]:
             self._next.put(row)
 
     def _value(self, row: int) -> float:
         return row / 10 + self.sent[row] / 1000
 
 
+class AnyRows(NewestValues):
+    """Keeps how many rows it was given."""
+
+    any_rows = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[int] = []
+
+    def __call__(self, window: Any, out: Any) -> None:
+        self.given.append(len(out["actions"]))
+        super().__call__(window, out)
+
+
 def serve(
-    form: str, folder: Path, monkeypatch: Any, *rounds: int, gather_ms: float
+    form: str,
+    folder: Path,
+    monkeypatch: Any,
+    *rounds: int,
+    gather_ms: float,
+    policy: NewestValues | None = None,
+    leaves: bool = False,
 ) -> tuple[InStep, list[dict[str, Any]]]:
     """What the robots made of it, and rank 0's lines of the envelopes."""
     settings = [*IN_STEP, f"pipeline.gather_ms={gather_ms}"]
     settings += [f"pipeline.threads={form}"] if form == "split" else []
     settings += ["pipeline.keep_warm_ms=1"] if form == "kept warm" else []
     config = small_config(*settings, *(GPUS if form == "device" else ()))
+    policy = policy or NewestValues()
     pipeline: Any = (
-        DevicePipeline(config, NewestValues(), folder, monkeypatch)
+        DevicePipeline(config, policy, folder, monkeypatch, runs_ahead=not leaves)
         if form == "device"
-        else PipelineInProcess(config, NewestValues(), folder, inline=form == "inline")
+        else PipelineInProcess(config, policy, folder, inline=form == "inline")
     )
     with pipeline:
         rank0, rows = pipeline.rank0, pipeline.intake.rows
-        robots = InStep(rows, *rounds)
+        robots = InStep(rows, *rounds, leaves=leaves)
         pacing = service_pacing(config, rows, now_ns(), lambda: rank0.finished)
         rank0.enter("ready", intake=pipeline.intake, source=robots, pacing=pacing, emitter=robots)
         rank0.run()
@@ -130,3 +158,35 @@ def test_a_robot_that_stops_asking_costs_the_others_gather_ms_each_time(
     assert GATHER_MS / 2 * NS_PER_MS <= min(waits_ns) < WAIT_MAX_NS  # the clock ended it
     if form in ("serial", "split", "inline"):
         assert robots.drained < TURNS_MAX * len(lines)  # nothing spins meanwhile
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_policy_of_any_rows_is_called_with_the_first_that_hold_all_robots(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = AnyRows()
+    rounds = 9, 7, 4, 0
+    robots, lines = serve(
+        form, tmp_path, monkeypatch, *rounds, gather_ms=30_000, policy=policy, leaves=True
+    )
+    assert robots.sent == [*rounds]
+    assert robots.wrong == []
+    assert len(lines) == max(rounds)
+    expected = [4] * 4 + [2] * 3 + [1] * 2
+    if form == "kept warm":  # with calls for nobody between
+        assert set(policy.given) == set(expected)
+    else:
+        assert policy.given[-len(expected) :] == expected
+    if form != "inline":
+        text = (tmp_path / "rank1.gen0.jsonl").read_text()
+        told = [json.loads(line) for line in text.splitlines()]
+        assert [line["rows"] for line in told if line["kind"] == "stage1"] == expected
+
+
+def test_stage_b_that_is_queued_before_its_envelope_is_there_has_the_whole_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = AnyRows()
+    robots, _ = serve("device", tmp_path, monkeypatch, 5, 0, 0, 0, gather_ms=30_000, policy=policy)
+    assert robots.wrong == []
+    assert set(policy.given) == {ROBOTS}

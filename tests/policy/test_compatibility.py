@@ -33,6 +33,7 @@ def test_every_way_in_which_a_policy_does_not_fit_is_named_at_once():
 def test_bytes_that_could_not_be_told_from_unwritten_ones_are_refused():
     kinds = [TensorSpec(name, (6,), name) for name in ("bool", "int32", "float16")]
     assert problems((), (ACTIONS, *kinds, TensorSpec("mask", (4, 6), "uint8"))) == []
-    (text,) = problems((), (ACTIONS, TensorSpec("mask", (3, 3), "uint8")))
-    assert "writes mask [3, 3] uint8, 9 bytes of a row" in text
+    for dtype in ("uint8", "int8", "float8_e4m3fn"):
+        (text,) = problems((), (ACTIONS, TensorSpec("mask", (3, 3), dtype)))
+        assert f"writes mask [3, 3] {dtype}, 9 bytes of a row" in text
     assert "pad it, or make it bool or int32" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -166,6 +167,60 @@ def joined(*parts: Told) -> Joined:
     """All at one place."""
     (_, place) = cut(specs_of(parts), (1,) * len(parts), WINDOW)
     return Joined(parts, place, 2, CPU, 7)
+
+
+def test_parts_are_called_with_few_rows_and_what_is_carried_stays_whole() -> None:
+    values, kept, total, actions = (TensorSpec(n, ()) for n in ("x", "kept", "sum", "actions"))
+    who = WINDOW[-2:]  # present, rows
+    given: list[list[int]] = []
+
+    def keep(window: Any, out: Any) -> None:
+        out["kept"].copy_(window["x"])
+
+    def add(window: Any, out: Any) -> None:
+        given.append([len(tensor) for tensor in (*window.values(), *out.values())])
+        out["sum"].copy_(window["kept"] + window["present"])
+
+    parts = [
+        Told("first", (values,), (kept,), keep),
+        Told("second", (kept, who[0]), (total,), add),
+        Told("last", (total, values), (actions,), None),
+    ]
+    (_, place, _) = cut(specs_of(parts), (1, 1, 2), (values, *who))
+    window = {
+        "x": torch.arange(4.0),
+        "present": torch.tensor([True, True, False, False]),
+        "rows": torch.arange(16).view(4, 4),
+    }
+    out = {
+        spec.name: torch.ones(4, *spec.shape, dtype=getattr(torch, spec.dtype))
+        for spec in place.outputs
+    }
+    Joined(parts[:2], place, 4, CPU, 7)(window, out, 2)
+    assert given == [[2, 2, 2]]
+    assert out["sum"].tolist() == [1, 2, 1, 1]  # behind the rows as it was: the fill's
+    for name in ("x", "present", "rows"):
+        assert torch.equal(out[name], window[name])
+
+
+def test_joined_parts_take_any_rows_when_each_one_does() -> None:
+    (one, other) = (Told(name, (), (), None) for name in ("one", "other"))
+    one.any_rows = True  # type: ignore[attr-defined]
+    assert not Joined((one, other), cut(specs_of((one,)), (1,), ())[1], 2, CPU, 7).any_rows
+    other.any_rows = True  # type: ignore[attr-defined]
+    assert Joined((one, other), cut(specs_of((one,)), (1,), ())[1], 2, CPU, 7).any_rows
+
+
+def test_a_place_takes_any_rows_only_where_every_place_does() -> None:
+    """Rows that one place leaves out hold its fill, which another one would compute with."""
+    kept, actions = TensorSpec("kept", ()), TensorSpec("actions", ())
+    parts: Any = [Told("first", (), (kept,), None), Told("last", (kept,), (actions,), None)]
+    _, place, _ = cut(specs_of(parts), (1, 2), WINDOW)
+    parts[0].any_rows = True
+    at = partial(policy_at, place, parts, small_config("batch.rows=4"), CPU, "run")
+    assert not getattr(at(), "any_rows", False)
+    parts[1].any_rows = True
+    assert getattr(at(), "any_rows", False)
 
 
 SIZES = pytest.mark.parametrize("values", [3, WHOLE_BYTES // 4], ids=["small", "large"])

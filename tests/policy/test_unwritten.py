@@ -30,7 +30,8 @@ from ppstream.policy.unwritten import (
 
 torch.set_num_threads(1)
 INTEGERS = drawn_for("2026-01-01T00-00-00-abcd")
-DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool"]
+BYTES = ["uint8", "int8", "float8_e4m3fn"]
+DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "bool", *BYTES]
 SMALL = 24  # values of a row
 LARGE = 5 * STRIDE_BYTES // 2 + 40  # of uint8, two and a half strides; of float64, twenty
 HERE = (True, True, True)
@@ -117,7 +118,7 @@ def test_half_an_output_is_found(call: Any, values: int, dtype: str) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "uint8"])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in BYTES])
 def test_up_to_64_kib_a_single_value_is_found(call: Any, dtype: str) -> None:
     size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
     slot = slot_of(dtype, WHOLE_BYTES // size // 3)
@@ -136,6 +137,7 @@ def test_up_to_64_kib_a_single_value_is_found(call: Any, dtype: str) -> None:
 def test_whatever_was_written_passes_bit_for_bit(call: Any, values: int, dtype: str) -> None:
     wanted = slot_of(dtype, values).tensors["second"]
     odd = {"bool": [0, 1], "uint8": [0, 255], "int32": [-1, 2**31 - 1], "int64": [-1, 2**63 - 1]}
+    odd |= {"int8": [-128, 127], "float8_e4m3fn": [448.0, -448.0, 0.0]}
     for value in odd.get(dtype, [math.nan, -math.nan, math.inf, 0.0]):
         slot = slot_of(dtype, values)
 
@@ -150,7 +152,7 @@ def test_whatever_was_written_passes_bit_for_bit(call: Any, values: int, dtype: 
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "int64", "uint8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "int64", *BYTES])
 def test_random_bits_are_no_match(call: Any, dtype: str) -> None:
     def write(out: Mapping[str, Tensor]) -> None:
         everything(out)

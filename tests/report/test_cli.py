@@ -62,6 +62,7 @@ RUN_KEYS = {
     "places",
     "better_cut",
     "requests",
+    "compiled",
 }
 
 
@@ -137,7 +138,7 @@ def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     assert [place["rank"] for place in run["places"]] == [0, 1]
     assert set(run["places"][1]) == {
         *("rank", "parts", "device", "alone_ns", "busy_ns", "share", "hop_ns"),
-        *("wait_input_ns", "wait_output_ns", "queue_ns", "ranks", "replicas_ns"),
+        *("wait_input_ns", "wait_output_ns", "queue_ns", "ranks", "replicas_ns", "members"),
     }
     assert run["queues"] == {"d_in": 2, "d_out": 2, "outstanding_max": 2, "q_decode_max": 1}
     assert run["primary"]["P_ms"] == pytest.approx(10.0)
@@ -150,8 +151,17 @@ def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     assert set(service) == {
         *("class", "latency_ms", "age_ms", "deadline", "utilisation", "drops", "actions"),
         *("verdict", "reasons", "longest_without_chunk_ms", "robots", "streams", "requests"),
-        "chunks_per_s",
+        *("chunks_per_s", "calls_by_rows"),
     }
+
+
+def test_the_report_says_with_how_few_rows_the_policy_was_called() -> None:
+    report = report_of(simulate(phase="ready", rows=1))
+    assert report.as_dict()["service"]["calls_by_rows"] == {1: 330}  # type: ignore[index]
+    assert "calls of the policy by rows: 1 100%" in render(report)
+    whole = simulate(phase="ready", rows=4)
+    whole.manifest["config"] = {"batch": {"rows": 4}}
+    assert "calls of the policy by rows" not in render(report_of(whole))
 
 
 @pytest.mark.parametrize(

@@ -404,7 +404,7 @@ def test_rank_0_hears_of_holds_and_faults_and_that_they_ended() -> None:
         )
 
         def states() -> list[RobotState]:
-            return [one for one in server.sessions.reports if isinstance(one, RobotState)]
+            return [one for one in list(server.sessions.reports) if isinstance(one, RobotState)]
 
         thread = threading.Thread(target=loop.run)
         thread.start()

@@ -79,6 +79,21 @@ def test_a_camera_s_frames_are_taken_as_they_are() -> None:
         outbox.add("top", 7, np.zeros((6, 4, 3), np.uint8), 0)
 
 
+@pytest.mark.parametrize("batch_ns", [0, 10])
+def test_a_frame_larger_than_a_push_of_samples_goes_alone(batch_ns: int) -> None:
+    shape = (720, 1280, 3)
+    outbox = Outbox([("top", shape, "uint8"), ("eye", shape, "uint8", "jpeg")], batch_ns)
+    frame = np.arange(720 * 1280 * 3, dtype=np.uint8).reshape(shape)
+    sent = [*outbox.add("top", 7, frame, 0), *outbox.add("top", 8, frame[::-1], 0)]
+    sent += outbox.pop_due(0, everything=True)
+    assert [bytes(batch.values) for batch in sent] == [frame.tobytes(), frame[::-1].tobytes()]
+    assert len(outbox.encoded("eye", 7, frame.tobytes()).values) == frame.size
+    with pytest.raises(SpecError, match=f"limit {frame.size}; push fewer"):
+        outbox.add("top", np.array([7, 8]), np.stack([frame, frame]), 0)
+    with pytest.raises(SpecError, match=f"want 1 to {frame.size}"):
+        outbox.encoded("eye", 7, bytes(frame.size + 1))
+
+
 def test_a_gathered_sample_is_a_copy() -> None:
     outbox = Outbox(STREAMS, 10)
     values = np.zeros(2, np.float32)
@@ -109,7 +124,15 @@ def test_wrong_samples_are_refused_with_what_was_expected(
         Outbox(STREAMS, 0).add(stream, stamp, values, now_ns=0)
 
 
-@pytest.mark.parametrize("streams", [[("a", 0)], [("a", 1, "int8")], [("a", 1), ("a", 2)]])
+@pytest.mark.parametrize(
+    "streams",
+    [
+        [("a", 0)],
+        [("a", 1, "int8")],
+        [("a", 1), ("a", 2)],
+        [("a", (1080, 1920, 3), "uint8")],
+    ],
+)
 def test_streams_that_cannot_be_declared_are_refused(streams: Any) -> None:
     with pytest.raises(SpecError):
         Outbox(streams, 0)

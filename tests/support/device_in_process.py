@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeDriver, queue_call
-from fake_put import FakePuts
+from fake_cuda import FakeDriver, FakePart, queue_call
+from fake_put import FakePuts, FakeStamped
 from fake_wait import FakeWaits
 from host_windows import HostWindows
 from linked_ends import linked
@@ -34,10 +34,12 @@ from ppstream.core.simulated_delay import Delay
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import driver
 from ppstream.cuda.device_clock import DeviceClock
+from ppstream.cuda.device_stamps import StampProbe
 from ppstream.cuda.driver import CudaStream, DeviceProbe, DriverCall
 from ppstream.ingest.intake import build_intake
 from ppstream.ingest.sources import Source
 from ppstream.ingest.synthetic import SyntheticSource
+from ppstream.launch.device_ranks import sizes_on_gpu
 from ppstream.links import device_counters
 from ppstream.links.device_counters import CountedLink
 from ppstream.links.device_link import Headers, device_slots, most_queued, run_ahead
@@ -51,6 +53,8 @@ from ppstream.pipeline.device.executor import DeviceExecutor
 from ppstream.pipeline.device.policy_rank import DevicePolicyRank, PolicyDevice
 from ppstream.pipeline.device.rank0_queue import Rank0Device, Streams
 from ppstream.pipeline.device.stage_a import DeviceFrontParts
+from ppstream.pipeline.device.stage_b import StageGraphs
+from ppstream.pipeline.device.stamped_hop import StampedHop
 from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Saturated
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
@@ -85,6 +89,20 @@ class Work:
 
         return (DriverCall(queue, "sleep"),) if self._seconds or self.products > 1 else ()
 
+    def parts(self) -> tuple[FakePart, ...]:
+        rest = [nothing] * (self.products - 1)
+        return (FakePart(lambda: time.sleep(self._seconds), *rest),)
+
+
+class FakeAnswers:
+    """The clock that the stand-in driver's streams go by."""
+
+    def ask(self, stream: Any) -> None:
+        """At once."""
+
+    def answer(self, stream: Any) -> int:
+        return time.monotonic_ns()
+
 
 def nothing() -> None:
     """A kernel that is over at once."""
@@ -97,12 +115,14 @@ class QueuedPolicy:
         self.policy = FilledPolicy(policy, drawn_for(RUN_ID))
         self.kernels = kernels
         self.stream: Any = None
+        self.is_graphed = False
+        self.resets: int | None = None  # calls; None: it keeps no memory
         self.refuse: set[int] = set()  # calls that fail while they are queued
         self.loading: set[int] = set()  # calls that load a kernel
         self.load = nothing  # a kernel
         self.calls = 0
 
-    def __call__(self, envelope: Any, result: Any) -> None:
+    def __call__(self, envelope: Any, result: Any, rows: int | None = None) -> None:
         self.calls += 1
         if self.calls - 1 in self.loading:
             self.load()
@@ -110,7 +130,20 @@ class QueuedPolicy:
             raise ValueError("no such kernel")
         for _ in range(self.kernels - 1):
             queue_call(self.stream, nothing)
-        queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors))
+        queue_call(self.stream, lambda: self.policy(envelope.tensors, result.tensors, rows))
+
+    def graphs(self, envelope: Any, result: Any) -> StageGraphs | None:
+        if not self.is_graphed:
+            return None
+        rest = [nothing] * (self.kernels - 1)
+        policy = FakePart(lambda: self.policy(envelope.tensors, result.tensors), *rest)
+        return StageGraphs(FakePart(nothing) if self.resets is not None else None, (policy,))
+
+    def reset(self) -> None:
+        if self.resets is not None:
+            self.resets += 1
+            if self.resets - 1 in self.refuse:
+                raise ValueError("no such row")
 
     def instruct(self, number: int, text: str) -> str:
         self.load()
@@ -138,6 +171,9 @@ class PolicyRankThread:
         kernels: int,
         parts: dict[str, Any],
         stack: ExitStack,
+        *,
+        graphs: bool,
+        remembers: bool,
     ) -> None:
         self.link = link
         ours, theirs = socket.socketpair()
@@ -147,8 +183,10 @@ class PolicyRankThread:
         self.queued = QueuedPolicy(policy, kernels)
         self.waiter = parts["waiter"]
         self.failure: list[BaseException] = []
-        own: Any = parts | {"stage_b": self.queued, "link": link, "peer": self.back}
+        own: Any = {"link": link} | parts | {"stage_b": self.queued, "peer": self.back}
         self.loop = DevicePolicyRank(PolicyDevice(**own))
+        self.queued.is_graphed, self.queued.resets = graphs, 0 if remembers else None
+        self.loop.make_graphs()
         self._thread = threading.Thread(target=self._serve)
 
     def begin(self, b: CudaStream) -> None:
@@ -202,6 +240,9 @@ class DevicePipeline:
         c_s: float = 0.0,
         puts: bool = False,
         spins: bool = False,
+        stamps: bool = False,
+        graphs: bool = False,
+        remembers: bool = False,
         front: Policy | None = None,
         front_ns: int = 0,
     ) -> None:
@@ -230,8 +271,14 @@ class DevicePipeline:
         around = [(hops[0], hops[-1]), *pairwise(hops)]  # of each rank
         shapes = [link_shape(config, *both, 3, ahead, k) for k, both in enumerate(around)]
         self.shape = shapes[0]
+        self._stamps, self._graphs = stamps or graphs, graphs
+        self._remembers = remembers
+        stamps = self._stamps
         links = linked(
-            *shapes, make_puts=FakePuts if puts else None, make_waits=FakeWaits if spins else None
+            *shapes,
+            make_puts=FakePuts if puts else None,
+            make_waits=FakeWaits if spins or stamps else None,
+            make_stamped=FakeStamped if stamps else None,
         )
         self._front_link = links[0]
         self.ranks = [
@@ -300,21 +347,24 @@ class DevicePipeline:
         return [line for line in self.lines(0) if line["kind"] == "envelope"]
 
     def _stream(self, role: str) -> CudaStream:
-        made = CudaStream()
-        if role == "b":
-            self._made.append(made)
-        return made
+        if role != "b":
+            return CudaStream()
+        self._made.append(self._b)
+        return self._b
 
     def _rank0(self, shape: LinkShape, link: Any) -> Rank0Loop:
         config = self.config
         self.a, self.c = a, c = CudaStream(), CudaStream()
         layout = SlotLayout(ENVELOPE_HEADER, self.intake.cutter.inputs, config.batch.rows)
-        windows = HostWindows(config, layout, len(link.out), a, self._front_parts(layout))
+        windows = HostWindows(
+            config, layout, len(link.out), a, self._front_parts(layout), graphs=self._graphs
+        )
         own = Rank0Device(
             link=link,
             shape=shape,
             streams=Streams(a, c),
-            clock=DeviceClock(DeviceProbe(CudaStream())),
+            clock=self._clock(link),
+            stamps=link if self._stamps else None,
             work_a=Work(self._a_s, self._a_kernels),  # type: ignore[arg-type]
             work_c=Work(self._c_s),  # type: ignore[arg-type]
         )
@@ -343,17 +393,26 @@ class DevicePipeline:
     def _policy_rank(
         self, rank: int, link: CountedLink, shape: LinkShape, policy: Policy, kernels: int
     ) -> PolicyRankThread:
+        self._b = CudaStream()
         parts = {
             "config": self.config,
+            "link": link if link.stamped is None else StampedHop(link, self._b),
             "log": self._log(rank, PolicyRecord),
             "waiter": self._waiter(),
-            "clock": DeviceClock(DeviceProbe(CudaStream())),
+            "clock": self._clock(link),
             "stream": None,
             "shape": shape,
             "nodes": self._nodes,
             "position": Position(rank, len(self.policies)),
+            "sizes": sizes_on_gpu(self.config, policy, shape),
         }
-        return PolicyRankThread(link, policy, kernels, parts, self._stack)
+        made = {"graphs": self._graphs, "remembers": self._remembers}
+        return PolicyRankThread(link, policy, kernels, parts, self._stack, **made)
+
+    def _clock(self, link: CountedLink) -> DeviceClock[Any]:
+        if link.stamped is not None:
+            return DeviceClock(StampProbe(FakeAnswers(), CudaStream()))
+        return DeviceClock(DeviceProbe(CudaStream()))
 
     def _log(self, rank: int, record: Any) -> TimestampLog:
         path = self._directory / f"rank{rank}.gen0.jsonl"

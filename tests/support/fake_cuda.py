@@ -14,6 +14,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -146,6 +147,7 @@ class FakeDriver:
         self.written: dict[int, list[tuple[int, int]]] = {}  # counters by address: values, and when
         self.spinning: list[FakeStream] = []  # those that were given a wait by a kernel
         self.spins: list[tuple[FakeStream, int]] = []  # and when each came to it
+        self.graphs_launched = 0
         self.ended = False
 
     def close(self) -> None:
@@ -218,6 +220,22 @@ class FakeDriver:
         stream.queue(lambda: ctypes.memmove(to, source, size))
         return (OK,)
 
+    def cuGraphCreate(self, flags: int) -> tuple[int, list[Any]]:
+        return OK, []
+
+    def cuGraphInstantiate(self, graph: list[Any], flags: int) -> tuple[int, list[Any]]:
+        return OK, [*graph]
+
+    def cuGraphDestroy(self, graph: list[Any]) -> tuple[int]:
+        graph.clear()
+        return (OK,)
+
+    def cuGraphLaunch(self, graph: list[Any], stream: FakeStream) -> tuple[int]:
+        self.graphs_launched += 1
+        for work, takes_time in graph:
+            stream.queue(partial(work, stream), takes_time=takes_time)
+        return (OK,)
+
     def cuStreamQuery(self, stream: FakeStream) -> tuple[int]:
         return (NOT_READY if stream.pending else OK,)
 
@@ -225,6 +243,18 @@ class FakeDriver:
 def _reached(count: int, value: int) -> bool:
     """Whether a counter that only grows, and compares cyclically, has come to ``value``."""
     return (count - value) % CYCLE < CYCLE // 2
+
+
+class FakePart:
+    """A part of a graph that calls ``work`` when a stream comes to it."""
+
+    def __init__(self, *work: Callable[[], None]) -> None:
+        self._work = work
+
+    def add_to(self, graph: list[Any], after: list[int]) -> int:
+        assert after == [len(graph) - 1][: len(graph)], "not behind the part before it"
+        graph += [(lambda stream, call=call: call(), True) for call in self._work]
+        return len(graph) - 1
 
 
 def queue_call(stream: Any, call: Callable[[], None]) -> None:

@@ -112,6 +112,8 @@ CONTROL: Final[dict[str, Any]] = {
     "phase_change": rank_messages.PhaseChange("ready"),
     "instruction": rank_messages.Instruction(5, "pick up the cube"),
     "instructed": rank_messages.Instructed(5, "too long"),
+    "ask_compiled": rank_messages.AskCompiled(),
+    "compiler_counts": rank_messages.CompilerCounts({"policy": {"graphs": 1, "breaks": 0}}),
     "part_times": rank_messages.PartTimes({"vision": 3_200_000, "language": 6_200_000}),
 }
 

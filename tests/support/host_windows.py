@@ -5,7 +5,10 @@ They are as old as the host runs ahead; nothing else about the loop's order diff
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
+
+from fake_cuda import FakePart
 
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.clock import NS_PER_MS
@@ -27,6 +30,7 @@ class HostWindows:
         slots: windows; more than can be queued.
         stream: that stage A is queued on.
         front: what follows the window.
+        graphs: the copy is a part of a graph.
     """
 
     def __init__(
@@ -36,6 +40,8 @@ class HostWindows:
         slots: int,
         stream: CudaStream,
         front: DeviceFrontParts | None = None,
+        *,
+        graphs: bool = False,
     ) -> None:
         self.intake: Intake
         self._lease_ns = round(config.actions.lease_ms * NS_PER_MS)
@@ -45,6 +51,8 @@ class HostWindows:
         self._infos: list[WindowInfo | None] = [None] * slots
 
         self.front = front
+        self._graphs = graphs
+        self._staged: dict[int, int] = {}  # source of the copy into a slot, by its address
 
     nodes = 1  # the copy; a front part's kernels are not counted
 
@@ -55,15 +63,35 @@ class HostWindows:
     def ingest(self, now_ns: int) -> None:
         """Nothing: the rings are read where they are."""
 
-    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> int:
+    def graph(self, slot: DeviceSlot) -> FakePart | None:
+        if not self._graphs or self.front is not None:
+            return None
+        begin, size = self._begin, slot.size
+
+        def copy() -> None:
+            ctypes.memmove(slot.address + begin, self._staged[slot.address], size - begin)
+
+        return FakePart(copy)
+
+    def enqueue(
+        self,
+        flight: Flight,
+        slot: DeviceSlot,
+        ends_ns: Sequence[int | None],
+        launch: Callable[[], None] | None = None,
+    ) -> int:
         place = flight.index % len(self._windows)
         window = self._windows[place]
         info = self.intake.cutter.cut(window.tensors, ends_ns, self._lease_ns)
         begin = self._begin
         source = window.raw.data_ptr() + begin
         target = slot if self.front is None else self.front.window
-        self._stream.copy(target.address + begin, source, target.size - begin)
         self._infos[place] = info
+        if launch is None:
+            self._stream.copy(target.address + begin, source, target.size - begin)
+        else:
+            self._staged[slot.address] = source
+            launch()
         flight.owners = owners_of(self.intake.rows, info.window_end_ns, self._lease_ns)
         return 0 if self.front is None else self.front.enqueue(flight, slot)
 

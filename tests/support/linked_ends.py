@@ -33,7 +33,7 @@ def driven_by(fake: D, patch: pytest.MonkeyPatch) -> Iterator[D]:
 
 
 def linked(
-    *shapes: LinkShape, make_puts: Any = None, make_waits: Any = None
+    *shapes: LinkShape, make_puts: Any = None, make_waits: Any = None, make_stamped: Any = None
 ) -> tuple[CountedLink, ...]:
     """A link for each rank in this process's memory, as ``peer`` lays them out on GPUs.
 
@@ -55,6 +55,7 @@ def linked(
         slots = device_slots(memories[place][COUNTER_BYTES:], into, count)
         puts = None if place and places > 1 else make_puts
         where = CounterAddresses(my, their, their + COUNTER_BYTES)
-        return CountedLink(out, shapes[place], CPU, slots, where, puts, make_waits)
+        stamped = None if place and places > 1 else make_stamped
+        return CountedLink(out, shapes[place], CPU, slots, where, puts, make_waits, stamped)
 
     return tuple(link(place) for place in range(places + 1))

@@ -45,6 +45,7 @@ from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import StageA
 from ppstream.pipeline.stage_b import StageB
 from ppstream.pipeline.stage_c import StageC
+from ppstream.policy.batch_sizes import batch_sizes
 from ppstream.policy.protocol import Decoder
 from ppstream.wire.rank_messages import Drain
 from ppstream.wire.robot_messages import ActionChunk
@@ -119,7 +120,8 @@ class PipelineInProcess:
         self._log_path = directory / "rank0.gen0.jsonl"
         parts = self._parts(decoder or CopyDecoder())
         shape = link_shape(config, self.intake.cutter.inputs, policy.outputs, 0)
-        stage_b = StageB(policy, config.batch.rows)
+        sizes = batch_sizes(config, policy)
+        stage_b = StageB(policy, config.batch.rows, sizes=sizes)
         self._thread: threading.Thread | None = None
         if inline:
             envelope, result = new_slots(shape.envelope, 1)[0], new_slots(shape.result, 1)[0]

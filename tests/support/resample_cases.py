@@ -25,6 +25,7 @@ TOLERANCE = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-10,
 }
+CURVED = 4  # a cubic's slopes and powers are rounded, too
 few = settings(
     max_examples=25,
     deadline=None,
@@ -92,7 +93,8 @@ def assert_close(
     if mode == "angle":  # -pi and pi are one angle
         apart = np.remainder(apart + math.pi, math.tau) - math.pi
     largest = max(1.0, np.abs(reference.values).max(initial=0))
-    assert np.abs(apart).max(initial=0) <= TOLERANCE[dtype] * largest
+    tolerance = TOLERANCE[dtype] * (CURVED if mode == "cubic" and dtype.itemsize > 2 else 1)
+    assert np.abs(apart).max(initial=0) <= tolerance * largest
     np.testing.assert_array_equal(result.valid.numpy(), reference.valid)
     np.testing.assert_allclose(result.age_s.numpy(), reference.age_s, rtol=1e-6)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import claims_audit
+import numpy as np
 import pytest
 from claimed_numbers import ratio, write_audited
 from forked_process import run_forked
@@ -18,6 +19,7 @@ TOOLS: Final = Path(__file__).resolve().parents[2] / "tools"
 LIMIT_S: Final = 100
 #: Options of a run that takes a moment. The others need real ranks, GPUs or more seconds.
 TINY: Final = {
+    "dataset.py": ("--rounds", "1", "--parts", "device", "pinned", "safetensors", "mcap", "loop"),
     "log_cost.py": ("--batches", "3", "--blocks", "2", "--block", "20"),
     "metrics_cost.py": ("--blocks", "2", "--block", "20"),
     "record_cost.py": ("--seconds", "0.1"),
@@ -41,6 +43,21 @@ def test_a_benchmark_s_claims_follow_from_its_numbers(name: str, tmp_path: Path)
     done = run_forked(command, LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert claims_audit.main([str(file), "--quiet"]) == 0
+
+
+def test_cubics_predict_a_smooth_recording_better_than_lines(tmp_path: Path) -> None:
+    table = np.zeros((3000, 42))
+    table[:, 0] = 1_700_000_000_000_000_000 + np.arange(3000) * 1_000_000
+    table[:, 1:] = np.sin(table[:, :1] / 2e8 + np.arange(41)) + np.arange(3000)[:, None] * 1e-3
+    np.save(tmp_path / "arm.npy", table)
+    found = tmp_path / "found.json"
+    command = [str(TOOLS / "bench/resample_recording.py"), str(tmp_path / "arm.npy")]
+    done = run_forked([*command, "--rounds", "1", "--json", str(found)], LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert claims_audit.main([str(found), "--quiet"]) == 0
+    rows = json.loads(found.read_text())["rows"]
+    assert len(rows) == 9
+    assert all(row["rms_over_linear"] < 0.5 for row in rows)
 
 
 def test_a_claim_that_does_not_follow_is_said_aloud_and_written(

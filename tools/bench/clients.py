@@ -9,7 +9,9 @@ to be of its own. Ratios are of one round.
 ``--work act`` and ``vla`` take a GPU, for both ranks or the other server: a policy of ACT's size
 with two cameras of 224 x 224, or of pi0's with three. ``over the policy`` is p50 less the policy's
 own time on the device, for one row and with nothing around it, in the same run; the native client
-stands beside the gateway there.
+stands beside the gateway there. Of one client alone the parts of its way are read from the run's
+log (one host: one clock), and so is with how many rows the policy was called. ``native rows`` is
+our own client in rows, past the gateway; ``one rank`` runs all stages in turn, without a link.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median_low
 from typing import Final
@@ -31,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 
 from bench.cores import Cores
-from bench.latency import rank_settings
+from bench.latency import rank_settings, served_lines
 from bench.peers import (
     ACCEPT,
     OPENPI,
@@ -58,17 +62,23 @@ from real_runs import (
 
 COUNTS: Final = (1, 2, 4, 8)
 ROWS, SAMPLE = "ppstream, rows", "ppstream, sample"
+NATIVE: Final = "ppstream, native rows"
+ONE: Final = "ppstream, one rank"
 GATHER_MS: Final = {"pause": 20.0, "act": 2.0, "vla": 10.0}  # half a policy's time, about
 PACED: Final = {
     ROWS: ("pipeline.pacing=rows",),
     SAMPLE: ("pipeline.pacing=sample",),
     TWO: ("pipeline.pacing=sample",),
+    NATIVE: ("pipeline.pacing=rows",),
+    ONE: ("pipeline.pacing=sample",),
 }
+LONE: Final = (TWO, ONE)  # have one row
+ON_UNIX: Final = (*LONE, NATIVE)  # asked by our own client, past the gateway
 SERVERS: Final = (*PACED, OPENPI)
 ON_CPU: Final = (ROWS, SAMPLE, OPENPI)
 WORKS: Final = ("pause", *ON_GPU)
 #: Most ms of one client's p50 over the policy's own time.
-OVER_MAX_MS: Final = {ROWS: 1.0, TWO: 0.4}
+OVER_MAX_MS: Final = {ROWS: 1.0, TWO: 0.4, ONE: 0.4}
 BATCH: Final = {"pause": max(COUNTS), "act": max(COUNTS), "vla": 4}  # rows
 SETTLE_S: Final = 1.0  # of each cell, left out
 LEASE_MS: Final = 2000
@@ -99,9 +109,40 @@ class ClientsCell:
     over_ms: float | None = None  # p50 over the policy's own time
 
 
+@dataclass(slots=True)
+class Served:
+    """A server that was measured; of one of ours its log is read at the end.
+
+    Attributes:
+        alone: when a client that was alone asked, and when it had the answer, in ns.
+        parts_ms: durations by ``PARTS`` of the ways between.
+        rows: calls of the policy in service, by the number of rows.
+    """
+
+    address: str
+    alone: list[tuple[int, int]] = field(default_factory=list)
+    parts_ms: dict[str, list[float]] = field(default_factory=dict)
+    rows: Counter[int] = field(default_factory=Counter)
+
+
+#: Between which stamps the parts of a lone client's way lie, in their order.
+PARTS: Final = {
+    "to rank 0's ring": ("asked", "tRx"),
+    "to A": ("tRx", "tA0"),
+    "A": ("tA0", "tA1"),
+    "to B": ("tA1", "tB0"),
+    "B": ("tB0", "tB1"),
+    "to rank 0": ("tB1", "tRecv"),
+    "C": ("tRecv", "tEmit"),
+    "picked up": ("tEmit", "tPick"),
+    "to the client": ("tPick", "there"),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     found: list[ClientsCell] = []
+    logs: dict[str, list[Served]] = {}
     with ending_cleanly(), tempfile.TemporaryDirectory(prefix="ppstream-bench-") as name:
         session = PeerBench(argparse.Namespace(peers=(OPENPI,)), Path(name))
         session.cpus = []  # nothing is pinned: nine processes and more share all there are
@@ -109,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{options.rounds} rounds of {options.seconds:g} s a cell; {WORDS[options.work]}; "
             f"gather_ms {GATHER_MS[options.work]:g}"
         )
+        mode = "; ".join([mode, *options.settings])
         print_environment(mode)
         alone_ms = policy_alone_ms(options.work)
         if OPENPI in session.skipped:
@@ -118,14 +160,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             turn = number % len(options.servers)
             for server in options.servers[turn:] + options.servers[:turn]:
                 print(f"round {number + 1} of {options.rounds}: {server}", flush=True)
-                with serving(session, server, options.work) as address:
-                    for clients in options.clients:
-                        cell = measure(session, server, address, clients, options)
+                with serving(session, server, options) as served:
+                    logs.setdefault(server, []).append(served)
+                    for clients in (1,) if server in LONE else options.clients:
+                        cell = measure(session, server, served, clients, options)
                         over = None if alone_ms is None else cell[1] - alone_ms
                         found.append(ClientsCell(number, server, clients, *cell, over))
     targets, claims = judged(found)
     targets += over_the_policy(found)
     print_cells(found)
+    print_logs(logs)
     print_targets(targets)
     rows = [asdict(cell) for cell in found]
     write_json(options.json, mode, targets, claims=claims, found=rows, versions=session.versions)
@@ -139,6 +183,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(ON_CPU))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each cell")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="settings")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
 
@@ -147,13 +192,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(
-    session: PeerBench, server: str, address: str, clients: int, options: argparse.Namespace
+    session: PeerBench, server: str, served: Served, clients: int, options: argparse.Namespace
 ) -> tuple[float, float, float, int, float]:
     """Requests a second, p50 and p99 in ms, their number, and cores busy with anything else."""
-    peer = server if server == TWO else OPENPI
+    peer = TWO if server in ON_UNIX else OPENPI
     with ExitStack() as stack:
         robots = [
-            stack.enter_context(AskingProcess(session, peer, address, options.work))
+            stack.enter_context(AskingProcess(session, peer, served.address, options.work))
             for _ in range(clients)
         ]
         cores = Cores()
@@ -177,24 +222,49 @@ def measure(
         for asked_ns, there_ns in each
         if begin_ns <= there_ns <= end_ns
     ]
+    if clients == 1:
+        served.alone += [(asked, there) for asked, there in answers[0] if asked >= begin_ns]
     found = spread(taken_ms)
     return found.n / ((end_ns - begin_ns) * S), found.p50, found.p99, found.n, foreign
 
 
 @contextmanager
-def serving(session: PeerBench, server: str, work: str) -> Iterator[str]:
-    """The server, while the block runs; its address."""
+def serving(session: PeerBench, server: str, options: argparse.Namespace) -> Iterator[Served]:
+    """The server, while the block runs; settings on top are for ours."""
+    work: str = options.work
     if server == OPENPI:
         module = ["-m", "bench.peers_servers", "openpi", "127.0.0.1", work]
         with program(session, OPENPI, module, ()) as process:
-            yield read_line(process)
+            yield Served(read_line(process))
         return
     with tempfile.TemporaryDirectory(dir=session.folder) as name:
         folder = Path(name)
-        with RankPair(folder, "bench", settings(folder, server, work)) as ranks:
+        asked = [*settings(folder, server, work), *options.settings]
+        with RankPair(folder, "bench", asked, world_size=1 if server == ONE else 2) as ranks:
             address = listening(ranks)
-            yield f"unix://{folder}/robots" if server == TWO else address
+            served = Served(f"unix://{folder}/robots" if server in ON_UNIX else address)
+            yield served
             ranks.stop()
+            read_log(served, ranks.directory)
+
+
+def read_log(served: Served, directory: Path) -> None:
+    """Fill in what the ranks' log says; a lone client's answer is the one envelope within."""
+    lines = [line for line in served_lines(directory) if line.get("drop") is None]
+    served.rows.update(line["rows"] for line in lines if line.get("rows") is not None)
+    lines.sort(key=lambda line: line["tRx"])
+    received = [line["tRx"] for line in lines]
+    for asked, there in served.alone:
+        at = bisect_left(received, asked)
+        if at == len(lines) or received[at] > there:
+            continue
+        line = lines[at] | {"asked": asked, "there": there}
+        line["tPick"] = line.get("tPick") or line["tEmit"]
+        if not line.get("tB0"):  # one rank: what it sends itself
+            line |= {"tB0": line["tSend"], "tB1": line["tRecv"]}
+        for part, (begin, end) in PARTS.items():
+            if line.get(begin) and line.get(end):
+                served.parts_ms.setdefault(part, []).append((line[end] - line[begin]) * S * 1e3)
 
 
 def settings(folder: Path, server: str, work: str) -> list[str]:
@@ -207,7 +277,7 @@ def settings(folder: Path, server: str, work: str) -> list[str]:
     keys = [f'{name}={{key="{name}", layout="hwc"}}' for name in CAMERAS_OF.get(work, ())]
     keys = ", ".join(['state="state"', *keys])
     gateway = f'{{wire="openpi", listen="127.0.0.1:0", timeout_ms=5000, map={{{keys}}}}}'
-    rows = 1 if server == TWO else BATCH[work]
+    rows = 1 if server in LONE else BATCH[work]
     found += [f"streams=[{', '.join(streams)}]", f"gateway=[{gateway}]", f"batch.rows={rows}"]
     found += ["window.steps=1", f"actions.lease_ms={LEASE_MS}", ACCEPT]
     if work in ON_GPU:
@@ -217,7 +287,7 @@ def settings(folder: Path, server: str, work: str) -> list[str]:
     else:
         found += ["policy.target=bench.policies:build_pausing", "policy.options.steps=1"]
         found += [f"actions.dt_ms={LEASE_MS / 2}"]  # of one step
-    gathering = [f"pipeline.gather_ms={GATHER_MS[work]}"] if server == ROWS else []
+    gathering = [f"pipeline.gather_ms={GATHER_MS[work]}"] if server in (ROWS, NATIVE) else []
     return [*found, *PACED[server], *gathering]
 
 
@@ -276,7 +346,7 @@ def over_the_policy(found: Sequence[ClientsCell]) -> list[Target]:
 def print_cells(found: Sequence[ClientsCell]) -> None:
     """Medians over the rounds with their range."""
     heads = ("clients", "requests/s", "x of 1", "p50 ms", "p99 ms", "over the policy", "foreign")
-    print("\n" + f"{'server':18}" + "".join(f"{head:>22}" for head in heads))
+    print("\n" + f"{'server':22}" + "".join(f"{head:>22}" for head in heads))
     for server in dict.fromkeys(cell.server for cell in found):
         rows = [cell for cell in found if cell.server == server]
         ones = {cell.round: cell.per_s for cell in rows if cell.clients == 1}
@@ -293,7 +363,20 @@ def print_cells(found: Sequence[ClientsCell]) -> None:
                 range_text(over, 2) if over else "",
                 range_text([cell.foreign for cell in here], 2),
             )
-            print(f"{server:18}" + "".join(f"{column:>22}" for column in columns))
+            print(f"{server:22}" + "".join(f"{column:>22}" for column in columns))
+
+
+def print_logs(logs: dict[str, list[Served]]) -> None:
+    """Of all rounds: medians of the parts of a lone client's way, and shares of batch sizes."""
+    for server, rounds in logs.items():
+        rows = sum((served.rows for served in rounds), Counter[int]())
+        if rows:
+            shares = ", ".join(f"{n} rows {rows[n] / rows.total():.0%}" for n in sorted(rows))
+            print(f"\n{server}: the policy was called with {shares}")
+        for part in PARTS:
+            if values := [ms for served in rounds for ms in served.parts_ms.get(part, ())]:
+                found = spread(values)
+                print(f"  {part:18} p50 {found.p50:8.3f} ms   p99 {found.p99:8.3f}")
 
 
 if __name__ == "__main__":

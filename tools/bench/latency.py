@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
@@ -164,17 +164,20 @@ def parts_of(answers: Sequence[Arrival], directory: Path) -> dict[str, list[floa
 
 
 def read_lines(directory: Path) -> dict[int, dict[str, int]]:
-    """By the end of their window: both ranks' lines of the envelopes that were served."""
+    """As ``served_lines``, by the end of their window; of runs with one row."""
+    return {line["window_end_ns"]: line for line in served_lines(directory)}
+
+
+def served_lines(directory: Path) -> list[dict[str, Any]]:
+    """Both ranks' lines of each envelope that was served, in one; of one rank its own."""
+    paths = [directory / f"rank{rank}.gen0.jsonl" for rank in (0, 1)]
     ours, theirs = (
-        [
-            json.loads(line)
-            for line in (directory / f"rank{rank}.gen0.jsonl").read_text().splitlines()
-        ]
-        for rank in (0, 1)
+        [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        for path in paths
     )
     policy = {(e["epoch"], e["seq"]): e for e in theirs if e["kind"] == "stage1"}
     served = [e for e in ours if e["kind"] == "envelope" and e["phase"] == "ready"]
-    return {e["window_end_ns"]: policy.get((e["epoch"], e["seq"]), {}) | e for e in served}
+    return [policy.get((e["epoch"], e["seq"]), {}) | e for e in served]
 
 
 # ---- what is shown ----------------------------------------------------------------------------

@@ -61,6 +61,9 @@ class Ppstream:
         first: Array = answer.actions[0]
         return first
 
+    def close(self) -> None:
+        self._client.close()
+
     def post(self, given: Observation) -> None:
         self._client.on_chunk = self._arrived
         self._posted.append(time.monotonic_ns())
@@ -284,6 +287,7 @@ def main(peer: str, address: str, work: str, cpus: str) -> None:
         order = json.loads(line)
         found = MEASURES[order.pop("measure")]
         _answer(answers, found(robot, given, **order))
+    getattr(robot, "close", lambda: None)()  # whose row is free at once
 
 
 def _answer(to: TextIO, found: object) -> None:

@@ -5,7 +5,9 @@ both devices; what is printed is what the report's own function says of its log.
 stages timed alone in the same process; strict = period / the slowest of them. Links other than the
 first are run at D = 2 alone. Serial latency is that of D = 1, one envelope at a time. ``--chains``
 runs a policy cut into equal places instead, one on each of 2, 3 and 4 GPUs, as far as there are.
-Needs two GPUs.
+``--stamps`` runs cells of the peer link alone, whose times are taken by events, by kernels, by
+kernels and by events again. Needs two GPUs, or one with ``--share``: then both ranks take turns on
+it, periods mean little, and the host's time an envelope is what is compared.
 """
 
 from __future__ import annotations
@@ -66,13 +68,17 @@ def main() -> int:
     )
     parser.add_argument("--envelopes", type=int, default=ENVELOPES, help="least: %(default)s")
     parser.add_argument("--chains", action="store_true", help="places of a cut policy instead")
+    parser.add_argument("--stamps", action="store_true", help="times by events and by kernels")
+    parser.add_argument("--share", action="store_true", help="both ranks on the first GPU")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.chains:
         return chains(arguments.envelopes, arguments.json)
     links = ["peer"] if arguments.quick else arguments.links.split(",")
-    cells = list(grid(links, QUICK_SIZES_US if arguments.quick else SIZES_US))
+    sizes_us = QUICK_SIZES_US if arguments.quick else SIZES_US
+    cells = list(stamp_cells(sizes_us) if arguments.stamps else grid(links, sizes_us))
+    cells = [cell._replace(shares=arguments.share) for cell in cells]
     if arguments.child is not None:
         return child(cells, arguments.envelopes, arguments.child)
     return parent(arguments.json, "quick" if arguments.quick else "grid")
@@ -95,6 +101,18 @@ def grid(links: list[str], sizes_us: tuple[int, ...]) -> Iterator[Any]:
                         yield GpuCell(name, a, b, rows, depth, link)
         if "peer" in links:
             yield GpuCell("balanced", size, size, 1, 2, "peer", "after_window")
+
+
+def stamp_cells(sizes_us: tuple[int, ...]) -> Iterator[Any]:
+    """Balanced cells of one row, each way of taking the times twice."""
+    from bench.pipeline_gpu_cells import GpuCell
+
+    for size in sizes_us:
+        for depth in (2, 1):
+            for stamps in ("events", "auto", "auto", "events"):
+                yield GpuCell(
+                    f"stamps {stamps}", size, size, 1, depth, "peer", "before_window", stamps
+                )
 
 
 def child(cells: list[Any], envelopes: int, output: Path) -> int:

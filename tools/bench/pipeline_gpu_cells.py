@@ -72,6 +72,11 @@ class GpuCell(NamedTuple):
     depth: int
     link: str
     credit: str = "before_window"
+    stamps: str = "auto"
+    shares: bool = False  # both ranks are on the first GPU
+
+    def device(self, rank: int) -> torch.device:
+        return torch.device("cuda", 0 if self.shares else rank)
 
 
 class CellResult(NamedTuple):
@@ -98,7 +103,9 @@ class CellResult(NamedTuple):
 
 
 def envelopes_of(cell: GpuCell, least: int) -> int:
-    """So many that the cell lasts for some ``CELL_US``."""
+    """So many that the cell lasts for some ``CELL_US``; two ranks of one GPU take turns of ms."""
+    if cell.shares:
+        return least
     return max(least, round(CELL_US / max(cell.a_us, cell.b_us, LEAST_PERIOD_US)))
 
 
@@ -114,6 +121,8 @@ def configure(cell: GpuCell, least: int, root: str) -> PipelineConfig:
         f"pipeline.d_out={cell.depth}",
         f"pipeline.credit={cell.credit}",
         f"link.kind={cell.link}",
+        f"link.stamps={cell.stamps}",
+        f"placement.policy={cell.device(1)}",
         f"bringup.envelopes={envelopes_of(cell, least)}",
         "bringup.warmup_max=120",
         "log.keep=1000",
@@ -130,7 +139,7 @@ def run_cells(cells: Sequence[GpuCell], least: int, report: Any) -> None:
     torch.set_num_threads(1)
     store = join_store()
     startup.settle_connections()
-    startup.start(torch.device("cuda", store.rank))
+    startup.start(cells[0].device(store.rank))
     root = _shared_folder(store)
     with ExitStack() as stack:
         if store.rank == 0:
@@ -155,7 +164,7 @@ def run_cells(cells: Sequence[GpuCell], least: int, report: Any) -> None:
             if store.rank == 0:
                 report(_run_rank0(config, cell, peer, here, Path(root)))
             else:
-                _run_policy_rank(config, peer, here)
+                _run_policy_rank(config, cell.device(1), peer, here)
         _part(store, beat)
 
 
@@ -223,12 +232,13 @@ def _outputs(config: PipelineConfig) -> tuple[Any, Any]:
     return [spec], tuple[TensorSpec, ...]
 
 
-def _run_policy_rank(config: PipelineConfig, peer: Any, store: LauncherStore) -> None:
+def _run_policy_rank(
+    config: PipelineConfig, device: torch.device, peer: Any, store: LauncherStore
+) -> None:
     placement = device_ranks.place_here(config, 2)
-    (policy,) = build_parts(config, torch.device("cuda", store.rank))
+    (policy,) = build_parts(config, device)
     intake = build_intake(config)
     run = Run(Path(store.get("run", LIMIT_S)))
-    device = torch.device("cuda", store.rank)
     prepared = device_ranks.prepare_policy(policy, config, device, run.run_id, "b")
     ahead = prepared.ahead(config)
     store.set("ahead", str(ahead))

@@ -91,6 +91,7 @@ class SlowStartEcho:
     """
 
     stateless = True  # what it remembers is which phase it is in
+    any_rows = True
 
     def __init__(self, options: Options) -> None:
         self._values = f"{options.group}.values"
@@ -178,7 +179,7 @@ SHAPE: Final = {
 class MarkedPart:
     """The last part of a policy, whose first actions are the newest state: answers tell whose."""
 
-    stateless = True
+    stateless = any_rows = True
 
     def __init__(self, part: NetworkPart) -> None:
         self.name, self.inputs, self.outputs = part.name, part.inputs, part.outputs

@@ -2,7 +2,7 @@
 
     python tools/bench/resample.py [--device cpu] [--calls 300] [--json FILE]
     python tools/bench/resample.py --device cuda [--quick] [--json FILE]
-        [--only shapes fused scaling launching] [--dtypes bfloat16 float32]
+        [--only shapes fused scaling modes launching] [--dtypes bfloat16 float32]
 
 On a GPU see bench/resample_gpu.py. On a CPU:
 
@@ -42,7 +42,7 @@ WARM_UP_CALLS = 20
 BATCHES = ((1, 500, 250, 270), (32, 500, 250, 14), (256, 100, 50, 32))  # B, N, T, D
 WINDOW = ((512, 14), (1024, 6), (2048, 8))  # ring size and D of a robot's three streams
 WINDOW_TARGETS = (16, 32, 64)
-PARTS = ("shapes", "fused", "scaling", "launching")  # on a GPU
+PARTS = ("shapes", "fused", "scaling", "modes", "launching")  # on a GPU
 DTYPES = ("bfloat16", "float32")
 WAYS = ("plan", "op", "formula", "numpy")
 
@@ -102,6 +102,11 @@ def gpu_claims(report: dict[str, Any]) -> list[Claim]:
         ]
         peers = [key.removeprefix("vs_") for key in row if key.startswith("vs_")]
         claims += [ratio(f"{what}: {p} / ours", us[p], us["ours"], row[f"vs_{p}"]) for p in peers]
+    for row in report.get("modes", ()):
+        for name, share in row["share_of_copy"].items():
+            moved = row["bytes"][name] / row["us"][name] / 1e3
+            what = f"{row['dtype']} {row['shape']} {name}: share of a copy"
+            claims.append(ratio(what, moved, report["copy_gb_s"], share))
     return claims
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from ppstream_kernels import Resampled, StreamSource, ops, resample, resample_streams
 from ppstream_kernels.cuda_plan import CudaPlan
 from ppstream_kernels.cuda_rings import Recorded
-from ppstream_kernels.source import to_columns
+from ppstream_kernels.source import SCALED_DTYPES, to_columns
 
 ROBOTS: Final = {  # streams as N x D, targets
     "robot": (((30, 512), (333, 14), (1000, 6)), 50),
@@ -239,6 +239,7 @@ SHAPES: Final = (  # B, N, T, D
     (256, 100, 50, 128),
     (1024, 500, 250, 256),
 )
+CURVED: Final = (SHAPES[0], SHAPES[5], SHAPES[8])
 SCALING: Final = {
     "batch": [(rows, 100, 50, 32) for rows in (1, 8, 64, 512, 4096, 70000)],
     "length": [(32, slots, slots // 2, 32) for slots in (16, 64, 256, 1024, 4096, 16384)],
@@ -278,6 +279,44 @@ def _scaling(*_: object) -> Row:
     return {"scaling": {name: _scaling_rows(name) for name in SCALING}}
 
 
+def _modes(dtypes: Sequence[torch.dtype], ceiling: float) -> Row:
+    return {"modes": [_mode_row(shape, dtype, ceiling) for dtype in dtypes for shape in CURVED]}
+
+
+def _mode_row(shape: tuple[int, int, int, int], dtype: torch.dtype, ceiling: float) -> Row:
+    """Lines, cubics, and lines in 8 bits, which write fewer bytes, beside each other."""
+    call_bytes, values = must_move(shape, dtype), shape[0] * shape[2] * shape[3]
+    sets = [make_inputs(shape, dtype) for _ in range(gpu_timing.sets_for(call_bytes))]
+    scale = torch.full((shape[3],), 0.03, device="cuda")
+    ways = peers.floors(call_bytes, len(sets))
+    ways["linear"] = [_ours(one) for one in sets]
+    ways["cubic"] = [_ours(one, mode="cubic") for one in sets]
+    for narrow in SCALED_DTYPES:
+        outs = [(torch.empty_like(one.out.values, dtype=narrow), *one.out[1:]) for one in sets]
+        ways[_name(narrow)] = [
+            _ours(one._replace(out=Resampled(*out)), scale=scale)
+            for one, out in zip(sets, outs, strict=True)
+        ]
+    times = gpu_timing.graphed_us(ways)
+    us = {name: one for name, one in times.items() if not name.startswith("floor")}
+    us["floor"] = min(one for name, one in times.items() if name.startswith("floor"))
+    moved = dict.fromkeys(("linear", "cubic"), call_bytes)
+    moved |= {_name(one): call_bytes - values * (dtype.itemsize - 1) for one in SCALED_DTYPES}
+    share = {name: moved[name] / us[name] / 1e3 / ceiling for name in moved}
+    row: Row = {"shape": "x".join(map(str, shape)), "dtype": _name(dtype), "us": us}
+    row |= {"bytes": moved, "share_of_copy": share}
+    shown = "  ".join(
+        f"{name} {us[name]:.2f} = {us[name] / us['linear']:.2f} of linear, {share[name]:.0%}"
+        for name in moved
+    )
+    print(f"{row['dtype']:9}{row['shape']:18} floor {us['floor']:.2f}  {shown}", flush=True)
+    return row
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _launching(*_: object) -> Row:
     return {"launching": measure_launching()}
 
@@ -286,6 +325,7 @@ _PARTS: Final[dict[str, Callable[[Sequence[torch.dtype], float], Row]]] = {
     "shapes": _shapes,
     "fused": _fused,
     "scaling": _scaling,
+    "modes": _modes,
     "launching": _launching,
 }
 
@@ -313,8 +353,8 @@ def _copy_bandwidth() -> float:
     return float(2 * one.nbytes / np.median(times_ms) / 1e6)
 
 
-def _ours(one: Inputs) -> Callable[[], object]:
-    return lambda: resample(one.src, one.src_ns, one.tgt_ns, out=one.out)
+def _ours(one: Inputs, **options: Any) -> Callable[[], object]:
+    return lambda: resample(one.src, one.src_ns, one.tgt_ns, out=one.out, **options)
 
 
 def _floor_and_ours(

@@ -20,6 +20,7 @@ from ppstream.observe import nvtx_ranges
 from ppstream_kernels import MODES, StreamSource, resample_streams
 from ppstream_kernels.cuda_put import Puts, Route
 from ppstream_kernels.cuda_wait import Waits
+from ppstream_kernels.source import SCALED_DTYPES
 
 WINDOWS = 6
 SIZES = (64, 1000, 4096, 65_600, 300_001)
@@ -34,15 +35,19 @@ def resample() -> None:
         turning = [_ring(5, 40, 4, dtype, mode) for mode in MODES[3:]]
         for sources in (straight[:1], straight[:4], turning, straight + turning):
             _run(sources, 37)
+        for narrow in SCALED_DTYPES:
+            _run(straight[:4] + turning, 37, narrow)
     _run([_ring(2, slots, 2, torch.float32, "linear") for slots in (2047, 2049, 9000)], 300)
     _run([_ring(70_000, 3, 1, torch.bfloat16, "nearest")], 2)
     print("ran every form")
 
 
-def _run(sources: list[StreamSource], targets: int) -> None:
+def _run(sources: list[StreamSource], targets: int, dtype: torch.dtype | None = None) -> None:
     rows, slots = sources[0].stamps_ns.shape
     tgt_ns = torch.randint(-20, 10 * slots, (rows, targets), device="cuda")
-    resample_streams(sources, tgt_ns)
+    width = sum(source.values.shape[2] for source in sources)
+    scale = None if dtype is None else torch.full((width,), 0.02, device="cuda")
+    resample_streams(sources, tgt_ns, dtype=dtype, scale=scale)
     torch.cuda.synchronize()
 
 

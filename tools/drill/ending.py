@@ -254,11 +254,31 @@ CHAIN_SETTINGS: Final = (
     "bringup.accept=['NOTHING_TO_HIDE', 'LOW_OVERLAP', 'CONTENDED']",
 )
 CHAIN: Final = range(4)
+#: Three ranks on CPUs: rank 1 leads a mesh, rank 2 is its other member.
+MESH_SETTINGS: Final = (
+    "policy.target=drill.policy:build_mesh",
+    "placement.mesh=2",
+    "bringup.accept=['NOTHING_TO_HIDE', 'LOW_OVERLAP', 'CONTENDED']",
+)
+MESH: Final = range(3)
 
 
 def _chain_endings(rank: int) -> tuple[Ending, ...]:
     """``rank`` of the chain ends in each of three ways, and all others because of it."""
     own = f".relay_{rank}" if rank < CHAIN[-1] else ""
+    who = f"rank {rank} of a chain of four"
+    return _three_endings("chain", rank, CHAIN, own, who, CHAIN_SETTINGS)
+
+
+def _mesh_endings(rank: int) -> tuple[Ending, ...]:
+    """The same of a rank of the mesh."""
+    who = "the leader of a mesh of two" if rank == 1 else "the other member of a mesh of two"
+    return _three_endings("mesh", rank, MESH, f".rank_{rank}", who, MESH_SETTINGS)
+
+
+def _three_endings(
+    form: str, rank: int, ranks: range, own: str, who: str, settings: tuple[str, ...]
+) -> tuple[Ending, ...]:
     stopped = partial(Scene.signal, rank=rank, number=signal.SIGSTOP)
     killed = partial(Scene.signal, rank=rank, number=signal.SIGKILL)
     says = f"exit 21 WATCHDOG {'stage B' if rank else ''}"
@@ -267,20 +287,20 @@ def _chain_endings(rank: int) -> tuple[Ending, ...]:
         ("freeze", "F21", "SIGSTOP to {}, for good", stopped, -9, 4.0, "(state T) was ended"),
         ("starve", "F21", "the part of {} loops for ever", order("endless", 1, own), 21, 6.5, says),
     )
-    who = f"rank {rank} of a chain of four"
     return tuple(
         Ending(
-            f"chain-{kind}-rank-{rank}",
+            f"{form}-{kind}-rank-{rank}",
             ids,
             does.format(who),
             inject,
-            tuple(code if other == rank else 20 for other in CHAIN),
+            tuple(code if other == rank else 20 for other in ranks),
             gone_s,
             found,
-            settings=CHAIN_SETTINGS,
+            settings=settings,
         )
         for kind, ids, does, inject, code, gone_s, found in rows
     )
 
 
 CHAIN_ENDINGS: Final = tuple(ending for rank in CHAIN for ending in _chain_endings(rank))
+MESH_ENDINGS: Final = tuple(ending for rank in MESH[1:] for ending in _mesh_endings(rank))

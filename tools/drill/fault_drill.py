@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 
 
 from drill.contention import CONTENTION
-from drill.ending import CHAIN_ENDINGS, ENDINGS
+from drill.ending import CHAIN_ENDINGS, ENDINGS, MESH_ENDINGS
 from drill.faults import SAFE_S, Ending, Recovering
 from drill.floods import FLOODS
 from drill.gpu import GPU_ENDINGS, GPU_RECOVERING, GPU_SETTINGS, missing
@@ -79,7 +79,7 @@ class Tier(NamedTuple):
 
 CPU: Final = Tier(
     (*RECOVERING, *FLOODS, *REPLICA_RECOVERING),
-    (*ENDINGS, *CHAIN_ENDINGS, *REPLICA_ENDINGS),
+    (*ENDINGS, *CHAIN_ENDINGS, *REPLICA_ENDINGS, *MESH_ENDINGS),
     (*LAUNCHES, *CONTENTION, *HOSTS),
 )
 GPU: Final = Tier(GPU_RECOVERING, GPU_ENDINGS, settings=GPU_SETTINGS)

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda.busy_kernel import GpuWork
@@ -27,6 +29,7 @@ from ppstream.links.host import HostOut
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 OUTLIER_S: Final = 0.8  # longer than the drill's lease, shorter than its watchdog
 LATER_S: Final = 0.02  # some envelopes later
@@ -35,6 +38,8 @@ FOR_EVER_CYCLES: Final = 10**13  # of a GPU: more than an hour
 FAR: Final = 1 << 30  # beyond the end of any tensor here
 KEPT_BYTES: Final = 64 << 20  # given back, and kept by torch for the next one who asks
 TOO_MANY_BYTES: Final = 1 << 30  # beyond what is free on a GPU
+
+ROWS_SUMMED: Final = 4  # by the ranks of a mesh
 
 _cuda: Final[Any] = torch.cuda  # torch does not annotate its methods
 
@@ -255,6 +260,36 @@ def build_chain(config: Mapping[str, Any], device: torch.device) -> list[Any]:
     last.name = "act"
     last.inputs = (*last.inputs, *relays[-1].outputs)
     return [*relays, last]
+
+
+class MeshPolicy(DrillPolicy):
+    """A DrillPolicy whose ranks sum something; each rank of its mesh takes orders of its own."""
+
+    def __init__(
+        self, options: Mapping[str, Any], device: torch.device, mesh: DeviceMesh | None
+    ) -> None:
+        super().__init__(options, device)
+        self._mesh = mesh
+        self._orders = Path(f"{options.get('orders', '/nowhere')}.rank_{os.environ.get('RANK')}")
+        self._layer = torch.nn.Linear(ROWS_SUMMED, 1).requires_grad_(requires_grad=False)
+        self._ones = torch.ones(1, ROWS_SUMMED)
+
+    def load(self) -> None:
+        """Has every rank sum its rows."""
+        if self._mesh is not None:
+            style = RowwiseParallel(input_layouts=Replicate())
+            parallelize_module(self._layer, self._mesh, style)
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        super().__call__(window, out)
+        out["actions"][..., 1] += 0.0 * self._layer(self._ones).item()
+
+
+def build_mesh(
+    config: Mapping[str, Any], device: torch.device, mesh: DeviceMesh | None = None
+) -> MeshPolicy:
+    """A MeshPolicy; its actions are those of a DrillPolicy."""
+    return MeshPolicy(config, device, mesh)
 
 
 def build(config: Mapping[str, Any], device: torch.device) -> DrillPolicy:

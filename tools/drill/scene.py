@@ -86,6 +86,7 @@ class Scene:
         self._stories: list[Path] = []  # of the robots, one after the other
         self.orders = folder / "orders"
         self.robot: subprocess.Popen[str] | None = None
+        self._answering: Sequence[int] = (1,)  # ranks that answer rank 0
         self.cable: Cable
         self.ranks: RankPair | Elsewhere
 
@@ -104,7 +105,10 @@ class Scene:
             )
             os.environ[MARK] = self._mark
             self._stack.callback(os.environ.pop, MARK)
-            count = 1 + len(read(CONFIG, settings).placement.policy)
+            config = read(CONFIG, settings)
+            last = len(config.placement.policy)
+            self._answering = range(1, last + 1) if config.placement.replicas > 1 else (last,)
+            count = last + config.placement.mesh
             pair = RankPair(self.folder, CONFIG, settings, world_size=count)
             self.ranks = self._stack.enter_context(pair)
             self.cable = Cable("127.0.0.1", self.port)
@@ -248,12 +252,10 @@ class Scene:
 
     def imbalance(self) -> str:
         """Words what the ranks' logs do not account for; empty: they balance."""
-        last = len(self.ranks.processes) - 1  # it answers rank 0
-        is_in_turn = read(CONFIG, self._settings).placement.replicas > 1
-        answering = range(1, last + 1) if is_in_turn else (last,)
+        answering = self._answering
         # first: what they answered rank 0 has logged by then, or nearly
         back = [line for rank in answering for line in self.lines(rank)]
-        if is_in_turn:
+        if len(answering) > 1:  # replicas in turn
             back = [line for line in back if line["kind"] == "stage1"]
             back.sort(key=lambda line: (line["epoch"], line["seq"]))
         return imbalance(list(self.lines()), back)

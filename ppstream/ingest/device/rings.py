@@ -18,6 +18,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.cuda.streams import torch_stream
 from ppstream.ingest.device.sample_blocks import GUARD, WORD_BYTES, BlockWriter, FramePiece
 from ppstream_kernels import cuda_rings
+from ppstream_kernels.kernel_launch import KernelLaunch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,7 +48,7 @@ class _Block(NamedTuple):
     pinned: Tensor
     words: NDArray[np.int64]
     device: Tensor
-    scatter: cuda_rings.KernelLaunch
+    scatter: KernelLaunch
     taken: Any  # an event
 
 

@@ -23,7 +23,7 @@ from ppstream.ingest.window import input_specs
 from ppstream_kernels import cuda_rings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -111,8 +111,22 @@ class DeviceWindow:
         """Kernels of one window; 0 before any graph is recorded."""
         return max((graph.nodes for graph in self._graphs.values()), default=0)
 
-    def enqueue(self, tensors: Mapping[str, Tensor], stream: torch.cuda.Stream) -> None:
+    def graph(self, tensors: Mapping[str, Tensor]) -> int:
+        """Returns the driver's handle of the graph that writes this slot, which is prepared."""
+        return int(self._graphs[tensors["rows"].data_ptr()].graph)
+
+    def enqueue(
+        self,
+        tensors: Mapping[str, Tensor],
+        stream: torch.cuda.Stream,
+        launch: Callable[[], None] | None = None,
+    ) -> None:
         """Queue the writing of every tensor of ``inputs``, in full, on ``stream``.
+
+        Args:
+            tensors: of a slot.
+            stream: as follows.
+            launch: of a graph that holds the slot's; None: that one alone is launched.
 
         Windows read memory of their own in turn: all calls name one stream, or streams that are
         ordered by other means. The calling thread's device is this one's.
@@ -128,7 +142,10 @@ class DeviceWindow:
         if key not in self._graphs:
             self.prepare(tensors)
         self.rings.order(stream)
-        self._graphs[key].queue(stream.cuda_stream)
+        if launch is None:
+            self._graphs[key].queue(stream.cuda_stream)
+        else:
+            launch()
         self._queued += 1
         if self._is_fixed:
             self._is_fixed = False

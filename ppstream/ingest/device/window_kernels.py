@@ -13,11 +13,18 @@ import torch
 from ppstream.core.clock import NS_PER_MS
 from ppstream.ingest.camera_frames import affine, camera_names
 from ppstream.ingest.executed_prefix import DELAY, VALUES
-from ppstream.ingest.window import INSTRUCTION_INPUTS, ROW_FIELDS, group_names, stream_source
+from ppstream.ingest.window import (
+    INSTRUCTION_INPUTS,
+    ROW_FIELDS,
+    group_names,
+    group_scale,
+    scale_name,
+    stream_source,
+)
 from ppstream_kernels import ResamplePlan, StreamSource, cuda_rings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import PipelineConfig, StreamConfig
     from ppstream.ingest.device.rings import DeviceRings
+    from ppstream_kernels.kernel_launch import KernelLaunch
 
 RECORDS: Final = 128  # windows queued and not yet taken at most: more than a link has slots
 
@@ -58,8 +66,14 @@ class WindowKernels:
         words = cuda_rings.RECORD_WORDS + rings.writer.told_words
         self._records = torch.full((RECORDS, words), -1, dtype=torch.int64, pin_memory=True)
         self.records: NDArray[np.int64] = self._records.numpy()
+        scales = {group: group_scale(config, group) for group in config.groups}
+        self._scales = {
+            scale_name(group): scale.to(device).repeat(rows, 1)
+            for group, scale in scales.items()
+            if scale is not None
+        }
         self._groups = [
-            (ResamplePlan([*map(self._source, streams)], steps), group_names(group))
+            (self._plan(streams, scales[group]), group_names(group))
             for group, streams in config.groups.items()
         ]
         self._warm_up()
@@ -67,6 +81,7 @@ class WindowKernels:
     def record(self, tensors: Mapping[str, Tensor]) -> cuda_rings.Recorded:
         """The graph that writes these tensors of a slot; waits for the GPU."""
         plans = [(plan, tuple(tensors[name] for name in names)) for plan, names in self._groups]
+        scales = [(tensors[name], scale) for name, scale in self._scales.items()]
         begin = self._begin(tensors)
         others = [self._camera(s, tensors) for s in self._cameras]
         if self._config.actions.prefix_steps:
@@ -75,6 +90,8 @@ class WindowKernels:
         def resample(stream: int) -> None:
             for plan, (values, valid, age_s) in plans:
                 plan(self._targets_ns, (values, valid, age_s))
+            for written, scale in scales:
+                written.copy_(scale)
             for other in others:
                 other.queue(stream)
 
@@ -96,7 +113,7 @@ class WindowKernels:
         self._records.fill_(-1)
         torch.cuda.synchronize(self._device)
 
-    def _begin(self, tensors: Mapping[str, Tensor]) -> cuda_rings.KernelLaunch:
+    def _begin(self, tensors: Mapping[str, Tensor]) -> KernelLaunch:
         writer = self._rings.writer
         present, rows = tensors["present"], tensors["rows"]
         asked = [tensors[n].data_ptr() if n in tensors else 0 for n in INSTRUCTION_INPUTS]
@@ -127,7 +144,7 @@ class WindowKernels:
         )
         return cuda_rings.begin(self._device, call)
 
-    def _prefix(self, tensors: Mapping[str, Tensor]) -> cuda_rings.KernelLaunch:
+    def _prefix(self, tensors: Mapping[str, Tensor]) -> KernelLaunch:
         writer, actions = self._rings.writer, self._config.actions
         call = cuda_rings.PrefixCall(
             tables=self._rings.tables.data_ptr(),
@@ -145,12 +162,18 @@ class WindowKernels:
         )
         return cuda_rings.prefix(self._device, call, batch=self._rows)
 
+    def _plan(self, streams: Sequence[StreamConfig], scale: Tensor | None) -> ResamplePlan:
+        on_device = None if scale is None else scale.to(self._device)
+        return ResamplePlan(
+            [*map(self._source, streams)], self._config.window.steps, scale=on_device
+        )
+
     def _source(self, stream: StreamConfig) -> StreamSource:
         s = self._streams.index(stream)
         ring = self._rings.rings[stream.name]
         return stream_source(stream, *ring, self._counts[s], self._heads[s])
 
-    def _camera(self, s: int, tensors: Mapping[str, Tensor]) -> cuda_rings.KernelLaunch:
+    def _camera(self, s: int, tensors: Mapping[str, Tensor]) -> KernelLaunch:
         stream = self._streams[s]
         image, ring = stream.image, self._rings.rings[stream.name]
         assert image is not None

@@ -7,6 +7,7 @@ For each envelope the host queues, on four streams, everything that will happen 
     receiving    wait for the peer's count · wait for a place in D_out
     stage C      wait for the receipt · copy the result to pinned memory
 
+Where the link's kernels leave the times, ``rank0_stamped.py`` queues less, on two streams.
 With D_in = 1 an envelope is sent by stage A's stream and received by stage C's, where the link can.
 A credit is the receipt of the result ``d_in`` envelopes earlier, which this device sees. Freshness
 (``credit = "before_window"``): A waits for it, and reads the rings after. Throughput
@@ -38,6 +39,7 @@ from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.device.event_times import Rank0Times, record_rank0_times
 from ppstream.pipeline.device.in_flight import InFlight
 from ppstream.pipeline.device.rank0_queue import Queueing
+from ppstream.pipeline.device.rank0_stamped import StampedQueueing
 from ppstream.pipeline.flight import Flight
 from ppstream.pipeline.policy_rank_peer import instruct_all, thread_cpus
 from ppstream.pipeline.rank0 import WAIT_MAX_NS
@@ -46,8 +48,8 @@ from ppstream.policy.unwritten import Results, drawn_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ppstream.cuda.driver import CudaEvent
     from ppstream.links.slots import Slot
+    from ppstream.pipeline.device.in_flight import Mark
     from ppstream.pipeline.device.rank0_queue import Rank0Device
     from ppstream.pipeline.device.stage_a import DeviceStageA
     from ppstream.pipeline.loop import Rank0Loop
@@ -65,7 +67,7 @@ class DeviceExecutor:
 
     def __init__(self, parts: Rank0Device, policy_ranks: tuple[PolicyRankPeer, ...]) -> None:
         self.link = parts.link
-        self.policy_ranks = policy_ranks
+        self.policy_ranks = self.all_ranks = policy_ranks
         self._parts = parts
         self._ahead = 0  # of credits, of this phase's stage A; 0: it is queued with its credit
         self._most_queued = most_queued(parts.shape)
@@ -86,10 +88,14 @@ class DeviceExecutor:
         parts = self._parts
         self._a: DeviceStageA = loop.stage_a  # type: ignore[assignment]
         is_fresh = self._is_fresh = loop.config.pipeline.credit == "before_window"
-        self._underway = InFlight(
-            loop.credits, parts.clock, len(self.link.out), a_spins=is_fresh and self.link.spins
-        )
-        self._queueing = Queueing(parts, self._a, self._underway.ring, is_fresh=is_fresh)
+        self._queueing: Queueing | StampedQueueing
+        if parts.stamps is not None:
+            self._queueing = StampedQueueing(parts, parts.stamps, self._a)
+        else:
+            self._queueing = Queueing(parts, self._a, is_fresh=is_fresh)
+        a_spins = is_fresh and self.link.spins
+        marks = self._queueing.marks
+        self._underway = InFlight(loop.credits, parts.clock, marks, a_spins=a_spins)
         self._results = Results(drawn_for(loop.log.run_id))
         loop.mark.busy_with = self._at
         loop.log.queues_ahead = True
@@ -97,6 +103,8 @@ class DeviceExecutor:
         end_timeouts_on_time()
 
     def _on_phase(self, phase: str) -> None:
+        if isinstance(self._queueing, StampedQueueing) and self._queueing.prepare():
+            self._loop.log.event("stage_graphs", stage="A", graphs=self._queueing.graphs)
         self._waits_for_input = self._loop.pacing.name != "saturated"
         d_in, work = self._loop.credits.d_in, self._parts.work_a
         self._ahead = run_ahead(self._nodes, self._a.front_ns + work.mean_ns, d_in)
@@ -321,8 +329,8 @@ class DeviceExecutor:
         return durations_a, durations_c
 
 
-def _between_ns(begin: CudaEvent, end: CudaEvent) -> int:
-    """Device time between two events that are done."""
+def _between_ns(begin: Mark, end: Mark) -> int:
+    """Device time between two marks that were passed."""
     elapsed_ns = end.ns_since(begin)
-    assert elapsed_ns is not None, "asked of an event that has not happened"
+    assert elapsed_ns is not None, "asked of a moment that has not come"
     return elapsed_ns

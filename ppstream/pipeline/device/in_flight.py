@@ -1,4 +1,4 @@
-"""Envelopes that rank 0 has queued on a GPU and not finished, and their events.
+"""Envelopes that rank 0 has queued on a GPU and not finished, and their events or stamps.
 
 They finish in order, each when its last event is done; by then the host may know queue transitions
 of later envelopes, too. ``QueueReplay`` applies transitions in device-time order, so that the
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from enum import IntEnum
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from ppstream.cuda.driver import CudaEvent
 from ppstream.pipeline.device.event_times import Rank0Times
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ppstream.cuda.device_clock import DeviceClock
     from ppstream.pipeline.credits import CreditLedger
     from ppstream.pipeline.flight import Flight
@@ -89,15 +90,23 @@ class QueueReplay:
             self._book[move](at_ns)
 
 
-class Marks(NamedTuple):
-    """The events of one envelope; used again for a later one."""
+class Mark(Protocol):
+    """A moment of a device: ``driver.CudaEvent``, or ``device_stamps.DeviceStamp``."""
 
-    a0: CudaEvent
-    a1: CudaEvent
-    sent: CudaEvent  # where the next A waits for it: a copy that is behind its credit
-    received: CudaEvent
-    c0: CudaEvent
-    c1: CudaEvent
+    def wait(self) -> bool: ...
+
+    def ns_since(self, earlier: Any) -> int | None: ...
+
+
+class Marks(NamedTuple):
+    """Moments of one envelope; used again for a later one."""
+
+    a0: Mark
+    a1: Mark
+    sent: Mark  # where the next A waits for it: a copy that is behind its credit
+    received: Mark
+    c0: Mark
+    c1: Mark
 
 
 class Queued:
@@ -129,8 +138,8 @@ class Queued:
     taker: Queued
     times: Rank0Times
 
-    def __init__(self) -> None:
-        self.marks = Marks(*(CudaEvent() for _ in Marks._fields))
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
         self.queued_ns = self.a1_ns = self.committed_ns = self.credit_ns = self.received_ns = 0
 
 
@@ -142,18 +151,15 @@ class InFlight:
     Args:
         ledger: of the link.
         clock: of rank 0's device.
-        slots: whose events come again; more than envelopes are ever under way.
+        marks: of each slot, which come again; more slots than envelopes are ever under way.
         a_spins: A's stream sees a credit by itself, sooner than the receipt's event comes.
-
-    Attributes:
-        ring: the events of each slot.
     """
 
     def __init__(
         self,
         ledger: CreditLedger,
-        clock: DeviceClock[CudaEvent],
-        slots: int,
+        clock: DeviceClock[Any],
+        marks: Sequence[Marks],
         *,
         a_spins: bool = False,
     ) -> None:
@@ -161,11 +167,11 @@ class InFlight:
         self._a_spins = a_spins
         self._history = QueueReplay(ledger)
         self._d_in, self._d_out = ledger.d_in, ledger.d_out
-        self._slots = [Queued() for _ in range(slots)]
+        self._slots = [Queued(of_slot) for of_slot in marks]
+        slots = len(self._slots)
         for number, one in enumerate(self._slots):
             one.giver = self._slots[(number - self._d_in) % slots]
             one.taker = self._slots[(number + self._d_out) % slots]
-        self.ring = [one.marks for one in self._slots]
         self._queued = self._finished = 0  # envelopes
         self._oldest = self._slots[0]  # of those that are not finished
         self._committed = self._received = 0  # moves of theirs that are known
@@ -181,7 +187,7 @@ class InFlight:
         return self._oldest.flight
 
     def marks(self, index: int) -> Marks:
-        """The events of envelope ``index``."""
+        """The marks of envelope ``index``."""
         return self._at(index).marks
 
     def add(self, flight: Flight, queued_ns: int) -> None:

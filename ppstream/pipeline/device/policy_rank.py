@@ -7,12 +7,15 @@ For each envelope that will come the host queues, on three streams:
     sending      wait for B · the result to the next place · copy the header for the log
                  (of a lone short result: on stage B's stream)
 
+Where the link's kernels leave the times, ``stamped_hop.py`` queues less, on two streams.
+
 A short stage B is queued a few envelopes ahead of those that are over, and the host sleeps while
 some of them come. Whatever stands queued for an envelope that is not there waits for rank 0, and so
 would a launch that finds the driver's queue full: ``link_device.run_ahead`` bounds it by nodes. A
 stage B of a millisecond or more, of many nodes, without a graph, or that takes instructions is
 queued once its envelope was seen, behind at most one that runs; and a receipt once rank 0 rang for
-its envelope, whose way is queued then. So nothing waits here while the run is idle, and what the
+its envelope, whose way is queued then. Such a stage B is given as few rows as hold the robots that
+are there: who is comes with the receipt. So nothing waits here while the run is idle, and what the
 host does between two envelopes, such as user code that loads its first kernel of a kind, never
 waits for rank 0's host. The loop learns which envelope a slot held when that is over.
 """
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -29,7 +32,6 @@ from ppstream.core.clock import NS_PER_MS, now_ns
 from ppstream.core.errors import ProtocolError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.cuda.device_clock import DeviceClock
-from ppstream.cuda.driver import CudaEvent
 from ppstream.cuda.streams import stream
 from ppstream.links.device_link import most_queued
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, ResultStatus
@@ -37,6 +39,7 @@ from ppstream.links.slots import BACK, GENERATION, INDEX, Position
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.device.event_times import PolicyTimes, record_policy_times
 from ppstream.pipeline.device.policy_rank_queue import SlotPlan, sends_from_b, slot_plans
+from ppstream.pipeline.device.stamped_hop import HeldStageB, StampedHop
 from ppstream.pipeline.policy_rank import PolicyRank
 from ppstream.policy.unwritten import failure
 
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from ppstream.links.slots import LinkShape
     from ppstream.observe.log_writer import PolicyRecord, TimestampLog
     from ppstream.pipeline.device.stage_b import DeviceStageB
+    from ppstream.policy.batch_sizes import BatchSizes
 
 POLL_NS: Final = 20_000  # while an envelope may come that stage B is not queued ahead of
 EARLY_NS: Final = 500_000  # such a stage B is queued so long before the one that runs should end
@@ -66,17 +70,18 @@ class PolicyDevice(NamedTuple):
     """Policy, link and streams of a policy rank's GPU."""
 
     config: PipelineConfig
-    stage_b: DeviceStageB
+    stage_b: DeviceStageB | HeldStageB
     link: DeviceLink
     peer: Peer
     log: TimestampLog
     waiter: Waiter
-    clock: DeviceClock[CudaEvent]
+    clock: DeviceClock[Any]  # of the kind of its marks
     stream: torch.cuda.Stream  # stage B's, torch's current one
     shape: LinkShape
     nodes: int | None = None  # kernels, copies and memsets of a stage B, where they are known
     position: Position = BACK
     parts_ns: Mapping[str, int] = MappingProxyType({})  # of each part, alone
+    sizes: BatchSizes | None = None  # of batches; None: the whole one alone
 
 
 class DevicePolicyRank(PolicyRank):
@@ -94,7 +99,14 @@ class DevicePolicyRank(PolicyRank):
         self._d_in = config.pipeline.d_in
         self._ahead = parts.shape.ahead  # of its envelopes; 0: stage B waits for none
         self._most_queued = most_queued(parts.shape)
-        self._plans = slot_plans(self.link, self._stream, self._d_in, relays=parts.position.relays)
+        self._sizes = parts.sizes
+        self._plans = slot_plans(
+            self.link,
+            self._stream,
+            self._d_in,
+            relays=parts.position.relays,
+            asks_who=parts.sizes is not None,
+        )
         self._sends_on = self._stream if sends_from_b(self.link, self._d_in) else None
         self._announced = 0  # envelopes that rank 0 rang for, where stage B is not queued ahead
         self._expected = 0  # receipts queued
@@ -108,6 +120,8 @@ class DevicePolicyRank(PolicyRank):
         self._newest_ns = 0  # when the newest envelope was over
         self._queued_ns = 0  # when a stage B was queued last behind no other
         self._gap_ns = 0  # usually, between two
+        if isinstance(self.link, StampedHop):
+            self._plans = self.link.stamped(self._plans)
         parts.waiter.register(self.peer.fileno())
         if not self._ahead:  # then its envelopes do wait for this rank's host
             end_timeouts_on_time()
@@ -115,10 +129,24 @@ class DevicePolicyRank(PolicyRank):
     def prepare(self) -> None:
         """Run the policy on every slot, before anything waits: it loads, allocates, records."""
         torch.cuda.set_stream(self._parts.stream)
+        smaller = () if self._sizes is None else self._sizes.smaller
         for _ in range(2):
             for envelope, result in zip(self.link.into, self.link.out, strict=True):
-                self._parts.stage_b(envelope, result)
+                for rows in (None, *smaller):  # the whole batch first: the most memory
+                    self._parts.stage_b(envelope, result, rows)
             torch.cuda.synchronize()
+
+    def make_graphs(self) -> None:
+        """Put a stage B that is queued ahead, and what stands around it, into one graph for each
+        slot, where it is made of graphs; it was prepared.
+        """
+        stage_b, hop = self._parts.stage_b, self.link
+        if not self._ahead or not isinstance(hop, StampedHop) or isinstance(stage_b, HeldStageB):
+            return
+        graphs = hop.hold(stage_b)
+        if graphs:
+            self._parts = self._parts._replace(stage_b=HeldStageB(stage_b))
+        self.log.event("stage_graphs", stage="B", graphs=graphs)
 
     def step(self) -> bool:
         """As ``PolicyRank``: queue all that may be. Before frames: some ask for what is over."""
@@ -184,7 +212,8 @@ class DevicePolicyRank(PolicyRank):
         if not link.queue_wait(index, self._stream):
             self._stream.wait_for(plan.complete)
         plan.before_b()
-        failed = self.run_policy(index, plan)
+        rows = None if self._sizes is None else self._sizes.rows_for(plan.present.tobytes())
+        failed = self.run_policy(index, plan, rows)
         # a copy of its own need not wait for B, and so cannot know the envelope's name
         link.queue_header(index, ResultStatus(epoch=0, seq=0, failed=failed))
         plan.behind_b()
@@ -193,20 +222,21 @@ class DevicePolicyRank(PolicyRank):
         plan.behind_send()
         record = self.log.acquire()  # behind the policy: what its blocks took is this envelope's
         record.drop = FAILURES[failed]
+        record.rows = rows or self._parts.config.batch.rows
         self._records.append(record)
         if self._queued == self.progress:
             self._queued_ns = now_ns()  # behind nothing: it begins now, or with its envelope
         self._queued += 1
 
-    def run_policy(self, index: int, plan: SlotPlan) -> int:
-        """Queue stage B; returns the header's ``failed``: rank 0 is told why."""
+    def run_policy(self, index: int, plan: SlotPlan, rows: int | None) -> int:
+        """Queue stage B on ``rows``; returns the header's ``failed``: rank 0 is told why."""
         if nvtx_ranges.on:
             nvtx_ranges.B.push(
                 0, index
             )  # epoch and seq are on their way: the host does not know them
         self._is_launching = True
         try:
-            self._parts.stage_b(plan.envelope, plan.result)
+            self._parts.stage_b(plan.envelope, plan.result, rows)
         except BaseException as error:  # noqa: BLE001 - user code: one envelope fails, the run goes on
             self.report_fault(index, error)
             return failure(error)

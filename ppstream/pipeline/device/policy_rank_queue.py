@@ -13,6 +13,7 @@ import torch
 from ppstream.cuda.driver import CudaEvent, LaunchSequence
 from ppstream.links.device_link import WORD_BYTES
 from ppstream.links.headers import EPOCH, FAILED
+from ppstream.policy.batch_sizes import PRESENT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,6 +32,8 @@ class SlotPlan(NamedTuple):
         header: of the envelope, in host memory once ``named`` is done. It is copied behind the
             result's send, on the same stream: rank 0 writes this slot again only for an envelope
             whose credit is a result that is sent later.
+        present: of the envelope, bool ``[B]`` in host memory once ``complete`` is done; empty where
+            nobody asks for it.
         complete: the envelope is there, all of it.
         last: the result is sent, or at least behind B on its stream: its slot may be written again.
         carry: behind the result's header, before its send: epoch, seq and ``failed`` of the
@@ -41,6 +44,7 @@ class SlotPlan(NamedTuple):
     envelope: DeviceSlot
     result: DeviceSlot
     header: NDArray[np.int64]
+    present: NDArray[np.bool_]
     complete: CudaEvent
     named: CudaEvent
     b0: CudaEvent
@@ -63,7 +67,7 @@ def sends_from_b(link: DeviceLink, d_in: int) -> bool:
 
 
 def slot_plans(
-    link: DeviceLink, b: CudaStream, d_in: int, *, relays: bool = False
+    link: DeviceLink, b: CudaStream, d_in: int, *, relays: bool = False, asks_who: bool = False
 ) -> tuple[SlotPlan, ...]:
     """One for each slot of ``link``.
 
@@ -72,21 +76,29 @@ def slot_plans(
         b: stage B's stream.
         d_in: of the run.
         relays: results carry the names of their envelopes, and the faults of the places before.
+        asks_who: ``present`` is copied behind each receipt: some µs of its way.
     """
-    memory = torch.zeros(
-        len(link.into),
-        len(link.into[0].header),
-        dtype=torch.int64,
-        pin_memory=torch.cuda.is_available(),
-    )
+    is_pinned, slots = torch.cuda.is_available(), len(link.into)
+    words = len(link.into[0].header)
+    memory = torch.zeros(slots, words, dtype=torch.int64, pin_memory=is_pinned)
+    rows = len(link.into[0].tensors[PRESENT]) if asks_who else 0
+    present = torch.zeros(slots, rows, dtype=torch.bool, pin_memory=is_pinned and asks_who)
     from_b = sends_from_b(link, d_in)
     return tuple(
-        _plan(link, b, slot, row, from_b=from_b, relays=relays) for slot, row in enumerate(memory)
+        _plan(link, b, slot, *kept, from_b=from_b, relays=relays)
+        for slot, kept in enumerate(zip(memory, present, strict=True))
     )
 
 
 def _plan(
-    link: DeviceLink, b: CudaStream, slot: int, header: Any, *, from_b: bool, relays: bool
+    link: DeviceLink,
+    b: CudaStream,
+    slot: int,
+    header: Any,
+    present: Any,
+    *,
+    from_b: bool,
+    relays: bool,
 ) -> SlotPlan:
     complete, named, b0, b1, sent = (CudaEvent() for _ in range(5))
     envelope, receiving, sending = link.into[slot], link.receiving, link.sending
@@ -97,6 +109,10 @@ def _plan(
         )
         for words in (FAILED + 1 - EPOCH, FAILED - EPOCH)
     ]
+    behind_receipt = [receiving.to_record(complete)]
+    if present.nbytes:
+        there = envelope.tensors[PRESENT].data_ptr()
+        behind_receipt.insert(0, receiving.to_copy(present.data_ptr(), there, present.nbytes))
     behind_b = [b.to_record(b1)]
     behind_send = []
     if not from_b:
@@ -109,12 +125,13 @@ def _plan(
         envelope,
         result,
         header.numpy(),
+        present.numpy(),
         complete,
         named,
         b0,
         b1,
         b1 if from_b else sent,
-        behind_receipt=LaunchSequence(receiving.to_record(complete)),
+        behind_receipt=LaunchSequence(*behind_receipt),
         before_b=LaunchSequence(b.to_record(b0)),
         behind_b=LaunchSequence(*behind_b),
         behind_send=LaunchSequence(*behind_send),

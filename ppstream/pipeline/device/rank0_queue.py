@@ -6,22 +6,23 @@ used, which is nearly all of it, is put together once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ppstream.cuda.driver import LaunchSequence
+from ppstream.cuda.driver import CudaEvent, LaunchSequence
 from ppstream.links.device_link import pinned_slots
 from ppstream.links.headers import EnvelopeStatus
 from ppstream.observe import nvtx_ranges
+from ppstream.pipeline.device.in_flight import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ppstream.cuda.busy_kernel import GpuWork
     from ppstream.cuda.device_clock import DeviceClock
-    from ppstream.cuda.driver import CudaEvent, CudaStream
+    from ppstream.cuda.driver import CudaStream
+    from ppstream.links.device_counters import CountedLink
     from ppstream.links.device_link import DeviceLink, DeviceSlot
     from ppstream.links.slots import LinkShape, Slot
-    from ppstream.pipeline.device.in_flight import Marks
     from ppstream.pipeline.device.stage_a import DeviceStageA
     from ppstream.pipeline.flight import Flight
 
@@ -39,9 +40,21 @@ class Rank0Device(NamedTuple):
     link: DeviceLink
     shape: LinkShape
     streams: Streams
-    clock: DeviceClock[CudaEvent]
+    clock: DeviceClock[Any]  # of the kind of its marks
     work_a: GpuWork
     work_c: GpuWork
+    stamps: CountedLink | None = None  # ``link``, if its kernels leave the times; else events do
+
+
+class EventMarks(NamedTuple):
+    """As ``Marks``, of a slot's events."""
+
+    a0: CudaEvent
+    a1: CudaEvent
+    sent: CudaEvent
+    received: CudaEvent
+    c0: CudaEvent
+    c1: CudaEvent
 
 
 class _LaunchPlan(NamedTuple):
@@ -65,13 +78,15 @@ class Queueing:
     Args:
         parts: streams and link.
         stage_a: queues windows.
-        marks: events, one set for each slot: those of an envelope are the slot's.
         is_fresh: A takes the credit; else the copy does.
+
+    Attributes:
+        marks: events, one set for each slot: those of an envelope are the slot's.
     """
 
-    def __init__(
-        self, parts: Rank0Device, stage_a: DeviceStageA, marks: Sequence[Marks], *, is_fresh: bool
-    ) -> None:
+    def __init__(self, parts: Rank0Device, stage_a: DeviceStageA, *, is_fresh: bool) -> None:
+        events = [EventMarks(*(CudaEvent() for _ in Marks._fields)) for _ in parts.link.out]
+        self.marks = [Marks(*each) for each in events]
         self._link = parts.link
         self._stage_a = stage_a
         self._a = parts.streams.a
@@ -87,13 +102,13 @@ class Queueing:
         c_copies = not parts.work_c.calls(parts.streams.c)
         is_received_by_c = parts.link.spins and is_lone and c_copies
         self._receives_on = parts.streams.c if is_received_by_c else None
-        results = pinned_slots(parts.shape.result, len(marks))
+        results = pinned_slots(parts.shape.result, len(events))
         self._plans = [
-            self._plan(parts, marks, number, result) for number, result in enumerate(results)
+            self._plan(parts, events, number, result) for number, result in enumerate(results)
         ]
 
     def _plan(
-        self, parts: Rank0Device, marks: Sequence[Marks], number: int, result: Slot
+        self, parts: Rank0Device, marks: Sequence[EventMarks], number: int, result: Slot
     ) -> _LaunchPlan:
         """The picture in ``executor.py``, from top to bottom.
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ppstream.core.clock import NS_PER_MS, now_ns
+from ppstream.cuda.linear_graph import CapturedPart
 from ppstream.ingest.device.window import DeviceWindow
 from ppstream.links.headers import EnvelopeStatus
 from ppstream.pipeline.flight import Owner, RowNames, name_rows, names_of
+from ppstream.policy.compiled import compiled_parts
 from ppstream.policy.unwritten import failure
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.cuda.driver import CudaStream
+    from ppstream.cuda.linear_graph import GraphPart
     from ppstream.ingest.device.window_records import TakenWindow
     from ppstream.ingest.intake import Intake
     from ppstream.links.device_link import DeviceSlot, Headers
@@ -52,9 +55,21 @@ class DeviceStageA(Protocol):
     def ingest(self, now_ns: int) -> None:
         """Take over the samples that are new in the rings; never waits."""
 
-    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> int:
+    def graph(self, slot: DeviceSlot) -> GraphPart | None:
+        """Returns stage A into ``slot`` for a larger graph, until the intake changes; None: some
+        of it is queued by calls.
+        """
+
+    def enqueue(
+        self,
+        flight: Flight,
+        slot: DeviceSlot,
+        ends_ns: Sequence[int | None],
+        launch: Callable[[], None] | None = None,
+    ) -> int:
         """Queue stage A into ``slot`` on the current stream; it reads the rings when it runs.
 
+        With ``launch`` that is what queues it: the start of a graph that holds ``graph(slot)``.
         Returns the header's ``failed``: a part of the policy raised while it was queued.
         """
 
@@ -90,6 +105,7 @@ class DeviceFrontParts:
         stream: CudaStream,
     ) -> None:
         self.window = window
+        self.compiled_parts = compiled_parts(stage)
         self.nodes, self.duration_ns = nodes, duration_ns
         self.on_fault: Callable[[Flight, BaseException], None]  # set before the first run
         self._stage, self._headers, self._stream = stage, headers, stream
@@ -179,11 +195,23 @@ class RingWindows:
     def ingest(self, now_ns: int) -> None:
         self._window.ingest(now_ns)
 
-    def enqueue(self, flight: Flight, slot: DeviceSlot, ends_ns: Sequence[int | None]) -> int:
+    def graph(self, slot: DeviceSlot) -> GraphPart | None:
+        if self.front is not None:
+            return None
+        return CapturedPart(self._window.graph(slot.tensors), self._window)
+
+    def enqueue(
+        self,
+        flight: Flight,
+        slot: DeviceSlot,
+        ends_ns: Sequence[int | None],
+        launch: Callable[[], None] | None = None,
+    ) -> int:
         if ends_ns[0] is not None:
             self._window.ingest(now_ns(), ends_ns)
         front = self.front
-        self._window.enqueue((slot if front is None else front.window).tensors, self._stream)
+        tensors = (slot if front is None else front.window).tensors
+        self._window.enqueue(tensors, self._stream, launch)
         return 0 if front is None else front.enqueue(flight, slot)
 
     def settle(self, flight: Flight) -> None:

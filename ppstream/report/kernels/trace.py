@@ -17,7 +17,7 @@ CATEGORIES: Final = tuple(
     for name, pattern in (
         (
             "communication",
-            r"nccl|all_?reduce|all_?gather|reduce_?scatter|sendrecv|broadcast_kernel|^put$",
+            r"nccl|all_?reduce|all_?gather|reduce_?scatter|sendrecv|broadcast_kernel|^put(_stamped)?$",
         ),
         ("resample", r"resample|ppstream|^(scatter|begin|prefix|frames)$"),  # our own
         ("attention", r"attention|flash|fmha|\bsdpa"),
@@ -41,7 +41,8 @@ CATEGORIES: Final = tuple(
     )
 )
 OTHER: Final = "other"
-WAITING: Final = ("wait_for_count",)  # kernels that only wait: a device that runs one is idle
+#: Kernels that only wait: a device that runs one is idle.
+WAITING: Final = ("wait_for_count", "wait_stamped")
 
 
 class Work(NamedTuple):

@@ -123,6 +123,7 @@ class HistoryTransformer(nn.Module):
 class CartPolePolicy:
     """The policy as the runtime knows it (``ppstream.Policy``)."""
 
+    any_rows = True
     inputs = (
         TensorSpec("state.values", (WINDOW_STEPS, DIM)),
         TensorSpec("state.valid", (WINDOW_STEPS, len(STREAMS)), "bool"),

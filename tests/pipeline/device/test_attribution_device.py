@@ -42,7 +42,7 @@ class Settling:
         self.beside_waits += not self._pipeline.policy_rank.link.receiving.is_idle()
 
 
-def queue_blocks(self: QueuedPolicy, envelope: Any, result: Any) -> None:
+def queue_blocks(self: QueuedPolicy, envelope: Any, result: Any, rows: int | None = None) -> None:
     """Two blocks of work that is queued: on the host both take next to nothing."""
     with block("encode"):
         queue_call(self.stream, partial(time.sleep, ENCODE_S))

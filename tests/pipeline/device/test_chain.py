@@ -94,16 +94,23 @@ def told_of_faults(
 
 
 @pytest.mark.parametrize(
-    ("front", "runs_ahead", "puts"),  # each two of them; a kernel that sends knows the names
-    [(False, False, False), (False, True, True), (True, False, True), (True, True, False)],
+    ("front", "runs_ahead", "way"),  # each two of them; a kernel that sends knows the names
+    [
+        (False, False, {}),
+        (False, True, {"puts": True}),
+        (True, False, {"puts": True}),
+        (True, True, {}),
+        (False, True, {"graphs": True}),  # of rank 0: what is relayed is copied
+        (True, False, {"graphs": True}),
+    ],
 )
 @pytest.mark.parametrize("depth", [1, 2, CHAIN + 1])
 def test_each_envelope_goes_through_every_place_in_order(
-    build: Build, depth: int, puts: bool, runs_ahead: bool, front: bool
+    build: Build, depth: int, way: dict[str, bool], runs_ahead: bool, front: bool
 ) -> None:
     parts = relays(CHAIN + front)
     settings = (f"pipeline.d_in={depth}", f"pipeline.d_out={depth}")
-    with build(parts, *settings, front=front, runs_ahead=runs_ahead, puts=puts) as pipeline:
+    with build(parts, *settings, front=front, runs_ahead=runs_ahead, **way) as pipeline:
         pipeline.saturate()
         pipeline.rank0.run(RUN)
         booked(pipeline)
@@ -186,10 +193,10 @@ def test_a_long_front_part_is_queued_once_its_credit_was_seen(build: Build, is_l
         unanswered = []
         call = pipeline.front_stage.__class__.__call__
 
-        def count(stage: Any, window: Any, out: Any) -> None:
+        def count(stage: Any, *given: Any) -> None:
             if stage is pipeline.front_stage:
                 unanswered.append(stage.calls + 1 - len(pipeline.collector.chunks))
-            call(stage, window, out)
+            call(stage, *given)
 
         pipeline.saturate()
         with pytest.MonkeyPatch.context() as patch:

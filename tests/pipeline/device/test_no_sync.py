@@ -27,8 +27,17 @@ HOT: Final = {
     "pipeline/device/executor.py": ("begin", "finished", "result", "settle", "wait"),
     "pipeline/device/policy_rank.py": ("step", "wait", "queue"),
     "pipeline/device/rank0_queue.py": ("envelope",),
+    "pipeline/device/rank0_stamped.py": ("envelope",),
+    "pipeline/device/stamped_hop.py": (
+        *("queue_receive", "queue_wait", "queue_header", "queue_send"),
+    ),
     "pipeline/device/in_flight.py": ("add", "is_oldest_done", "oldest_due_ns", "finish"),
-    "links/device_counters.py": ("queue_header", "queue_send", "queue_receive", "queue_wait"),
+    "links/device_counters.py": (
+        *("queue_header", "queue_send", "queue_receive", "queue_wait"),
+        *("message_of", "count_of"),
+    ),
+    "cuda/device_stamps.py": ("ns_since",),
+    "cuda/linear_graph.py": ("queue",),
     "links/nccl.py": ("queue_header", "queue_send", "queue_receive"),
     "observe/nvtx_ranges.py": ("push", "pop"),
 }

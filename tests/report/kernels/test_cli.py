@@ -163,6 +163,7 @@ def test_launches_of_another_thread_are_not_inside_a_range() -> None:
         ("ppstream_resample_bf16", "resample"),
         ("begin", "resample"),  # a window's own kernels, as kernels/ names them
         ("put", "communication"),
+        ("put_stamped", "communication"),
         ("nvjet_tst_128x64_64x8_1x2_h_bz_TNT", "matmul"),  # of cuBLAS on Hopper
         ("triton_tem_fused_mm_3", "matmul"),
         ("vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "copy/memset"),

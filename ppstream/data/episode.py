@@ -1,0 +1,214 @@
+"""Episode: the samples of one recording as columns, and which of them each window may see.
+
+Live, samples go through rings, which refuse some, keep the newest, and are emptied by resets. Here
+the same is index arithmetic over the whole recording; what rings would refuse is found by rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ppstream.config.schema import BatchConfig
+from ppstream.core.clock import NS_PER_MS
+from ppstream.core.errors import ConfigError
+from ppstream.recording.recording import RecordedFrames, Recording, Track
+from ppstream.recording.window_schedule import Grid, WindowSchedule, schedule_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from ppstream.config.schema import PipelineConfig
+
+#: replay: the windows of a scheduled replay. grid: a window every dt_ms, and resets end an episode.
+#: whole: as grid, but each window knows all samples of its episode, also those behind its end.
+Cut = Literal["replay", "grid", "whole"]
+CUTS: Final[tuple[Cut, ...]] = ("replay", "grid", "whole")
+
+FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
+STAMP_MAX: Final = 1 << 62
+
+
+class SampleColumn(NamedTuple):
+    """One stream's samples, and of each window the first and behind-last one that it needs."""
+
+    stamps_ns: NDArray[np.int64]  # [n], rising from begin to end of every window
+    values: NDArray[np.float32]  # [n, D]; of a camera [n, 0]
+    begin: NDArray[np.int64]  # [W]
+    end: NDArray[np.int64]  # [W]
+    numbers: NDArray[np.int64]  # [n] of a camera: number of the frame in its track; else empty
+
+
+class Episode(NamedTuple):
+    """Windows that may be cut together."""
+
+    ends_ns: NDArray[np.int64]  # [W]
+    columns: dict[str, SampleColumn]  # by stream
+
+    @property
+    def windows(self) -> int:
+        return len(self.ends_ns)
+
+
+class Episodes(NamedTuple):
+    """Episodes of one recording."""
+
+    episodes: list[Episode]
+    too_short: int  # stretches between two resets without a window
+
+
+def episodes_of(
+    path: Path, recording: Recording, config: PipelineConfig, cut: Cut, steps: int | None = None
+) -> Episodes:
+    """All episodes of a recording, whose streams are ``config``'s.
+
+    Args:
+        path: of the file, for messages.
+        recording: its declared streams.
+        config: of the run.
+        cut: see ``Cut``.
+        steps: targets of a window, if not ``window.steps``.
+
+    Raises:
+        ConfigError: there is not one window in it, or the recorder lost samples of a replay.
+    """
+    pipeline = msgspec.structs.replace(config.pipeline, windows="scheduled")
+    config = msgspec.structs.replace(config, pipeline=pipeline, batch=BatchConfig(rows=1))
+    steps = steps or config.window.steps
+    if cut == "replay":
+        return Episodes([_episode(path, recording, config, cut, steps)], 0)
+    dt_ns = round(config.window.dt_ms * NS_PER_MS)
+    pieces = between_resets(recording)
+    whole = [
+        one
+        for one in pieces
+        if all(len(track.stamps_ns) for track in one.tracks.values())
+        and Grid(one, config.reference.name, dt_ns).windows > 0
+    ]
+    if not whole:
+        raise ConfigError(
+            [f"{path}: stream {config.reference.name!r} ends before another one begins"]
+        )
+    found = [_episode(path, one, config, cut, steps) for one in whole]
+    return Episodes(found, len(pieces) - len(whole))
+
+
+def between_resets(recording: Recording) -> list[Recording]:
+    """The recording in pieces: wherever a run's history was emptied, one ends."""
+    begun, pieces = dict.fromkeys(recording.tracks, 0), []
+    counts = [dict(step.samples) for step in recording.steps if step.end_ns is None]
+    for count in [*counts, {name: len(t.stamps_ns) for name, t in recording.tracks.items()}]:
+        stop = {name: max(at, count.get(name, 0)) for name, at in begun.items()}
+        if stop != begun:
+            tracks = {
+                name: _part(track, begun[name], stop[name])
+                for name, track in recording.tracks.items()
+            }
+            pieces.append(Recording(tracks, robot=recording.robot))
+        begun = stop
+    return pieces
+
+
+def _part(track: Track, begin: int, end: int) -> Track:
+    arrivals = None if track.arrivals_ns is None else track.arrivals_ns[begin:end]
+    values: NDArray[np.float32] | RecordedFrames
+    if isinstance(track.values, RecordedFrames):
+        whole = track.values
+        values = RecordedFrames(end - begin, whole.size, lambda n: whole[begin + n : begin + n + 1])
+    else:
+        values = track.values[begin:end]
+    return Track(track.stamps_ns[begin:end], values, arrivals)
+
+
+def _episode(
+    path: Path, recording: Recording, config: PipelineConfig, cut: Cut, steps: int
+) -> Episode:
+    schedule = schedule_of(path, recording, config)
+    ends_ns = np.array([schedule.end_ns(k) for k in range(schedule.windows)], np.int64)
+    if all(map(_is_taken_whole, recording.tracks.values())):
+        seen = _seen_of_all(recording, config, schedule)
+    else:
+        from ppstream.data.ring_feed import seen_through_rings
+
+        seen = seen_through_rings(path, recording, config)
+    span_ns = (steps - 1) * round(config.window.dt_ms * NS_PER_MS)
+    columns = {}
+    for name, one in seen.items():
+        begin, end = one.begin, one.end
+        if cut == "whole":
+            begin, end = np.zeros_like(begin), np.full_like(end, len(one.stamps_ns))
+        if not len(one.numbers):  # a camera's older frames count, whatever the span
+            begin, end = _needed(one.stamps_ns, begin, end, ends_ns - span_ns, ends_ns)
+        columns[name] = one._replace(begin=begin, end=end)
+    return Episode(ends_ns, columns)
+
+
+def _is_taken_whole(track: Track) -> bool:
+    """True when a ring that is fed a recording refuses none of the samples."""
+    stamps_ns, values = track.stamps_ns, track.values
+    if not (np.diff(stamps_ns) > 0).all() or np.abs(stamps_ns[[0, -1]]).max() >= STAMP_MAX:
+        return False
+    return isinstance(values, RecordedFrames) or bool((np.abs(values) <= FLOAT32_MAX).all())
+
+
+def _seen_of_all(
+    recording: Recording, config: PipelineConfig, schedule: WindowSchedule
+) -> dict[str, SampleColumn]:
+    """What each window's rings hold: the newest of what came since the last reset."""
+    names = list(recording.tracks)
+    begun, fed = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    bounds = np.empty((schedule.windows, len(names), 2), np.int64)
+    for window in range(schedule.windows):
+        for step in schedule.before(window):
+            for name in names:
+                fed[name] = max(fed[name], step.samples.get(name, 0))
+            if step.end_ns is None:
+                begun = dict(fed)
+        bounds[window] = [(begun[name], fed[name]) for name in names]
+    seen = {}
+    for stream in config.streams:
+        track = recording.tracks[stream.name]
+        begin, end = bounds[:, names.index(stream.name)].T.copy()
+        np.maximum(begin, end - config.ring_samples(stream), out=begin)
+        seen[stream.name] = column_of(track, begin, end)
+    return seen
+
+
+def column_of(track: Track, begin: NDArray[np.int64], end: NDArray[np.int64]) -> SampleColumn:
+    """A column of all samples of a track."""
+    if isinstance(track.values, RecordedFrames):
+        count = len(track.stamps_ns)
+        empty = np.zeros((count, 0), np.float32)
+        return SampleColumn(track.stamps_ns, empty, begin, end, np.arange(count))
+    values = np.ascontiguousarray(track.values, np.float32)
+    return SampleColumn(track.stamps_ns, values, begin, end, np.zeros(0, np.int64))
+
+
+def _needed(
+    stamps_ns: NDArray[np.int64],
+    begin: NDArray[np.int64],
+    end: NDArray[np.int64],
+    first_ns: NDArray[np.int64],
+    last_ns: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of what each window sees the samples around its targets: the rest changes no bit of it."""
+    if (np.diff(stamps_ns) > 0).all():
+        first = stamps_ns.searchsorted(first_ns, "right") - 1
+        behind = stamps_ns.searchsorted(last_ns, "right") + 1
+    else:  # emptied in between, by a clock that began anew
+        first, behind = np.empty_like(begin), np.empty_like(end)
+        for window, part in enumerate(zip(begin, end, strict=True)):
+            seen = stamps_ns[slice(*part)]
+            first[window] = part[0] + seen.searchsorted(first_ns[window], "right") - 1
+            behind[window] = part[0] + seen.searchsorted(last_ns[window], "right") + 1
+    needed = np.maximum(begin, np.minimum(first, end - 1))
+    return needed, np.minimum(end, np.maximum(behind, needed + 1))
+
+
+def total_windows(episodes: Sequence[Episode]) -> int:
+    return sum(one.windows for one in episodes)

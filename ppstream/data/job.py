@@ -1,0 +1,284 @@
+"""ResampleJob: a data set made input by input, by any number of processes, killed at any time.
+
+Each input becomes a part, which appears under its number by one rename; a record beside it says
+that it is whole. Who finds all parts there merges them. So whatever dies, the same command goes on
+with what is missing, and no input is in the result twice. There is no other coordination: shards
+share the folder alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+from ppstream.config.to_toml import as_toml
+from ppstream.core.errors import ConfigError, PeerLostError
+from ppstream.data.inputs import DataInput
+from ppstream.data.outputs import DataSettings, Part, output_of, prepare
+
+STATE: Final = ".resample"  # in the output's folder
+JOB: Final = "job.json"
+COMPLETE: Final = "complete.json"
+LOGGER: Final = "ppstream"
+
+OnError = Literal["skip", "fail"]
+Told = Callable[["InputRecord"], None]
+
+
+class InputRecord(NamedTuple):
+    """An input's end."""
+
+    number: int
+    name: str
+    fingerprint: list[int]  # size and time of change when it was read
+    error: str = ""  # why it is not in the data set
+    windows: int = 0
+    too_short: int = 0  # stretches between two resets without a window
+    notes: tuple[str, ...] = ()  # what its reader warned of
+    summary: dict[str, Any] | None = None
+
+
+class JobEnd(NamedTuple):
+    """State of a job when a process leaves it."""
+
+    records: list[InputRecord]  # of all inputs that have an end, in order
+    missing: int  # inputs that other shards still owe
+    is_merged: bool
+
+
+class ResampleJob:
+    """A data set in the making.
+
+    Args:
+        out: its folder; made if need be.
+        inputs: all of them, whatever shard this is.
+        settings: of the data set.
+
+    Raises:
+        ConfigError: the folder holds something else, or a package is missing.
+    """
+
+    def __init__(self, out: Path, inputs: Sequence[DataInput], settings: DataSettings) -> None:
+        self.out, self.inputs, self._settings = out, inputs, settings
+        self._output = output_of(settings)
+        self._state = out / STATE
+        described = {
+            "format": settings.format,
+            "content": settings.content,
+            "task": settings.task,
+            "config": as_toml(settings.config),
+            "inputs": [one.name for one in inputs],
+        }
+        text = json.dumps(described, indent=1)
+        self._digest = hashlib.sha256(text.encode()).hexdigest()
+        if out.exists() and not self._state.exists() and any(out.iterdir()):
+            raise ConfigError(
+                [f"{out}: is not empty and no data set of this command; name another"]
+            )
+        self._state.mkdir(parents=True, exist_ok=True)
+        job = self._state / JOB
+        if not job.exists():
+            _replace(job, text)
+        elif job.read_text() != text:
+            raise ConfigError(
+                [f"{out}: holds a data set of other inputs, another configuration or format; "
+                 "name another folder, or remove it"]
+            )  # fmt: skip
+
+    def run(self, numbers: Sequence[int], jobs: int, on_error: OnError, told: Told) -> JobEnd:
+        """Make the parts of some inputs, and merge if none is missing then.
+
+        Args:
+            numbers: of this shard's inputs.
+            jobs: processes; 1 works in this one.
+            on_error: skip leaves out an input that cannot be read, fail ends the job.
+            told: called with each input's end.
+
+        Raises:
+            ConfigError: with ``fail``, an input cannot be read; or none of all can.
+            PeerLostError: a worker process died.
+        """
+        if self._is_complete():
+            return JobEnd(self._records(), 0, is_merged=True)
+        have = {record.number for record in self._records() if not record.error}
+        for record in self._made([n for n in numbers if n not in have], jobs):
+            told(record)
+            if record.error and on_error == "fail":
+                raise ConfigError([f"{record.name}: {record.error}"])
+        records = self._records()
+        if len(records) < len(self.inputs):
+            return JobEnd(records, len(self.inputs) - len(records), is_merged=False)
+        if all(record.error for record in records):
+            raise ConfigError([f"{record.name}: {record.error}" for record in records])
+        self._merge(records)
+        return JobEnd(records, 0, is_merged=True)
+
+    def _made(self, numbers: Sequence[int], jobs: int) -> Iterator[InputRecord]:
+        work = [(self._state, number, self.inputs[number], self._settings) for number in numbers]
+        if jobs == 1 or len(work) < 2:
+            yield from (make_part(*one) for one in work)
+            return
+        with _workers(min(jobs, len(work))) as pool:
+            try:
+                waiting = {pool.submit(make_part, *one) for one in work}
+                yield from _as_made(waiting)
+            except BrokenProcessPool as error:
+                raise PeerLostError(
+                    "a worker process died, of memory or by a signal; parts that are made stay: "
+                    "run the same command again, with fewer --jobs if memory ran out"
+                ) from error
+
+    def _records(self) -> list[InputRecord]:
+        """Ends of inputs that have not changed since."""
+        found = []
+        for number, one in enumerate(self.inputs):
+            try:
+                record = InputRecord(**json.loads(_record_file(self._state, number).read_text()))
+            except FileNotFoundError:
+                continue
+            if record.fingerprint == fingerprint(one.path):
+                found.append(record)
+        return found
+
+    def _is_complete(self) -> bool:
+        file = self._state / COMPLETE
+        if not file.exists():
+            return False
+        about = json.loads(file.read_text())
+        return bool(about["digest"] == self._digest and about["skipped"] == 0)
+
+    def _merge(self, records: Sequence[InputRecord]) -> None:
+        with _alone(self._state / "lock"):
+            if self._is_complete():
+                return
+            whole = [record for record in records if not record.error]
+            parts = [
+                Part(
+                    self.inputs[record.number],
+                    _part_file(self._state, record.number, self._output.suffix),
+                    record.summary or {},
+                )
+                for record in whole
+            ]
+            merging = self._state / "merging"
+            shutil.rmtree(merging, ignore_errors=True)
+            merging.mkdir()
+            self._output.merge(merging, parts)
+            for made in sorted(merging.iterdir()):  # meta, by which it is opened, comes last
+                old = self.out / made.name
+                if old.is_dir():
+                    shutil.rmtree(old)
+                os.replace(made, old)
+            skipped = len(records) - len(whole)
+            complete = {"digest": self._digest, "skipped": skipped}
+            _replace(self._state / COMPLETE, json.dumps(complete))
+            if skipped == 0:  # else they are wanted again, once an input is mended
+                for part in parts:
+                    part.file.unlink(missing_ok=True)
+
+
+def make_part(state: Path, number: int, one: DataInput, settings: DataSettings) -> InputRecord:
+    """Reads, resamples and writes one input, and records its end."""
+    output = output_of(settings)
+    file = _part_file(state, number, output.suffix)
+    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    seen = fingerprint(one.path)
+    with _notes() as notes:
+        try:
+            prepared = prepare(one, settings)
+            summary = output.write(scratch, prepared)
+        except (ConfigError, OSError) as error:
+            scratch.unlink(missing_ok=True)
+            text = " ".join(str(error).removeprefix(f"{one.path}: ").split())
+            record = InputRecord(number, one.name, seen, text, notes=tuple(notes))
+        else:
+            os.replace(scratch, file)
+            about = prepared.windows, prepared.too_short, tuple(notes)
+            record = InputRecord(number, one.name, seen, "", *about, summary)
+    _replace(_record_file(state, number), json.dumps(record._asdict()))
+    return record
+
+
+def fingerprint(path: Path) -> list[int]:
+    """Size and time of change of a file, or of the files of a folder."""
+    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    stats = [file.stat() for file in files]
+    return [sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)]
+
+
+def _as_made(waiting: set[Future[InputRecord]]) -> Iterator[InputRecord]:
+    while waiting:
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        for one in done:
+            yield one.result()
+
+
+@contextmanager
+def _workers(count: int) -> Iterator[Executor]:
+    pool = ProcessPoolExecutor(count, get_context("spawn"), _begin_worker)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the workers themselves fill the processors
+
+
+class _Notes(logging.Handler):
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._notes = notes
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._notes.append(record.getMessage())
+
+
+@contextmanager
+def _notes() -> Iterator[list[str]]:
+    """Collects what readers warn of."""
+    notes: list[str] = []
+    handler, logger = _Notes(notes), logging.getLogger(LOGGER)
+    propagated = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield notes
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagated
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _part_file(state: Path, number: int, suffix: str) -> Path:
+    return state / f"{number:06d}{suffix}"
+
+
+def _record_file(state: Path, number: int) -> Path:
+    return state / f"{number:06d}.json"
+
+
+def _replace(file: Path, text: str) -> None:
+    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(text)
+    os.replace(scratch, file)

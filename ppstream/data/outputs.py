@@ -1,0 +1,123 @@
+"""Formats that a data set is written in, and what each of them gets: the seam of ``job.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from ppstream.config.schema import PipelineConfig
+from ppstream.data.cutting import BatchCutter
+from ppstream.data.episode import Cut, Episode, episodes_of
+from ppstream.data.inputs import DataInput, read_input
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ppstream.recording.lerobot_folder import VideoSegment
+
+Content = Literal["windows", "episodes"]
+
+
+class DataSettings(msgspec.Struct, frozen=True):
+    """Decisions that every input of a data set shares."""
+
+    config: PipelineConfig  # of the live run
+    format: Literal["lerobot-v3", "safetensors"]
+    content: Content
+    task: str = ""
+
+    @property
+    def steps(self) -> int:
+        """T of what is written: whole episodes are windows of one target."""
+        return self.config.window.steps if self.content == "windows" else 1
+
+    @property
+    def cut(self) -> Cut:
+        if self.content == "episodes":
+            return "whole"
+        return "grid" if self.format == "lerobot-v3" else "replay"
+
+
+class PreparedEpisode(NamedTuple):
+    """An episode, ready to be cut."""
+
+    episode: Episode
+    tasks: list[str]  # of each window
+    videos: dict[str, VideoSegment]  # by camera
+
+
+class PreparedInput(NamedTuple):
+    """An input's episodes, and their windows."""
+
+    episodes: list[PreparedEpisode]
+    too_short: int
+    cutter: BatchCutter
+
+    def chunks(self, one: PreparedEpisode) -> Iterator[dict[str, NDArray[Any]]]:
+        """Tensors of an episode's windows in order, some at a time."""
+        for chunk in self.cutter.chunks(one.episode):
+            yield {name: tensor.numpy() for name, tensor in chunk.items()}
+
+    @property
+    def windows(self) -> int:
+        return sum(one.episode.windows for one in self.episodes)
+
+
+class Part(NamedTuple):
+    """A finished input: its file, and what ``write`` returned."""
+
+    source: DataInput
+    file: Path
+    summary: dict[str, Any]
+
+
+class OutputFormat(Protocol):
+    """A format; files are written for each input alone, and merged when all are there."""
+
+    suffix: str
+
+    def write(self, file: Path, one: PreparedInput) -> dict[str, Any]:
+        """Writes an input's windows to a fresh file; returns what ``merge`` needs, for JSON."""
+
+    def merge(self, folder: Path, parts: Sequence[Part]) -> None:
+        """Writes the data set into an empty folder; parts stay."""
+
+
+def prepare(one: DataInput, settings: DataSettings) -> PreparedInput:
+    """Reads an input. Raises ConfigError as ``read_input`` and ``episodes_of`` do."""
+    source = read_input(one, settings.config)
+    found = episodes_of(one.path, source.recording, settings.config, settings.cut, settings.steps)
+    prepared = [
+        PreparedEpisode(each, source.tasks_at(each.ends_ns, settings.task), source.videos)
+        for each in found.episodes
+    ]
+    return PreparedInput(prepared, found.too_short, BatchCutter(settings.config, settings.steps))
+
+
+def output_of(settings: DataSettings) -> OutputFormat:
+    """Raises ConfigError: the format needs a package that is missing."""
+    if settings.format == "lerobot-v3":
+        from ppstream.data.lerobot_output import LeRobotOutput
+
+        return LeRobotOutput(settings)
+    from ppstream.data.safetensors_output import SafetensorsOutput
+
+    return SafetensorsOutput(settings)
+
+
+def squeezed(array: NDArray[Any]) -> NDArray[Any]:
+    """``[W, 1, D]`` as ``[W, D]``: of one target a window is no history."""
+    return array[:, 0] if array.ndim == 3 and array.shape[1] == 1 else array
+
+
+def share_invalid(chunk: dict[str, NDArray[Any]], counts: dict[str, list[int]]) -> None:
+    """Adds a chunk's invalid targets, and all of them, to ``counts`` by group."""
+    for name, array in chunk.items():
+        if name.endswith(".valid"):
+            one = counts.setdefault(name.removesuffix(".valid"), [0, 0])
+            one[0] += int(array.size - np.count_nonzero(array))
+            one[1] += array.size

@@ -1,0 +1,173 @@
+"""Windows: an iterable data set of a run's windows, resampled on the device that trains.
+
+Workers of a ``DataLoader`` copy raw samples; one op makes the batch of them on the device. Which
+windows a batch has follows from seed, epoch and batch number alone, so it is the same for any
+number of workers, and a state is three numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ppstream.config.load import read
+from ppstream.core.errors import ConfigError
+from ppstream.data.column_cache import load_columns
+from ppstream.data.cutting import BatchCutter, RawBatch, to_device
+from ppstream.data.episode import Cut, Episode
+from ppstream.data.inputs import find_inputs
+from ppstream.data.shuffle import ShuffledOrder
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from ppstream.config.schema import PipelineConfig
+
+STATE_KEYS: Final = ("epoch", "batch", "seed", "windows", "batch_size", "rank", "world_size")
+
+
+class Windows(IterableDataset[RawBatch]):
+    """Windows of recordings, in batches; iterate ``batches`` or hand it to a ``DataLoader``.
+
+    Iterated itself it yields ``RawBatch``, on the CPU: give a ``DataLoader`` ``batch_size=None``,
+    and each batch to ``cut``. ``batches`` does both.
+
+    Args:
+        paths: recordings, LeRobot folders, or folders of recordings.
+        config: of the live run; a file's name as ``--config``, or read already.
+        batch_size: windows of a batch.
+        shuffle: a new order of all windows in each epoch; else that of the recordings.
+        seed: of the order.
+        drop_last: leave out what is no whole batch, so that all ranks have as many batches.
+        cut: ``replay`` has a scheduled replay's windows, bit for bit; see ``episode.py``.
+        cache: folder for decoded samples, which are mapped: for data larger than the memory.
+        rank: of ``world_size`` processes that share an epoch: no window is two ranks', and
+            together they have all. Default: torchrun's ``RANK`` and ``WORLD_SIZE``.
+        world_size: see ``rank``.
+
+    Raises:
+        ConfigError: an input cannot be read, or ``rank`` is none of ``world_size``.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path] | str | Path,
+        config: PipelineConfig | str,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        cut: Cut = "replay",
+        cache: str | Path | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.config = read(config) if isinstance(config, str) else config
+        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self.world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+        if not 0 <= self.rank < self.world_size or batch_size < 1:
+            raise ConfigError(
+                [f"rank is {self.rank} of {self.world_size}, batch_size {batch_size}; want a rank "
+                 "of 0 to world_size - 1 and at least one window"]
+            )  # fmt: skip
+        inputs = find_inputs([paths] if isinstance(paths, str | Path) else paths)
+        folder = None if cache is None else Path(cache)
+        found = load_columns(inputs, self.config, cut, folder)
+        self._episodes: list[Episode] = [one for episodes in found for one in episodes]
+        counts = np.array([one.windows for one in self._episodes])
+        self._behind: NDArray[np.int64] = counts.cumsum()  # number behind each episode's last
+        self.windows = int(counts.sum())  # of all ranks
+        self._cutter = BatchCutter(self.config)
+        self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
+        self._drop_last = drop_last
+        self._epoch = self._batch = 0  # of the next batch
+
+    def __len__(self) -> int:
+        """Batches of an epoch of this rank."""
+        own = (self.windows - self.rank + self.world_size - 1) // self.world_size
+        if self._drop_last:
+            return self.windows // (self.world_size * self._batch_size)
+        return -(-own // self._batch_size)
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        """The rest of the epoch, from the state on; of a worker every n-th batch."""
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for batch in range(self._batch + first, len(self), step):
+            yield self.raw(self._epoch, batch)
+
+    def indices(self, epoch: int, batch: int) -> NDArray[np.int64]:
+        """Numbers of a batch's windows among those of all recordings."""
+        own = np.arange(batch * self._batch_size, (batch + 1) * self._batch_size)
+        places = own * self.world_size + self.rank
+        places = places[places < self.windows]
+        if not self._shuffle:
+            return places
+        return ShuffledOrder(self.windows, self._seed, epoch)(places)
+
+    def raw(self, epoch: int, batch: int) -> RawBatch:
+        """Samples of one batch."""
+        wanted = self.indices(epoch, batch)
+        episodes = self._behind.searchsorted(wanted, "right")
+        begins = self._behind[episodes] - [self._episodes[e].windows for e in episodes]
+        numbers = wanted - begins
+        order = np.argsort(episodes, kind="stable")
+        parts = np.split(order, np.flatnonzero(np.diff(episodes[order])) + 1)
+        picked = [(self._episodes[episodes[part[0]]], numbers[part]) for part in parts]
+        position = torch.tensor([epoch, batch, len(wanted)])
+        return self._cutter.raw(picked)._replace(position=position)
+
+    def cut(self, raw: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """The batch's windows on the device; from now on the state is behind this batch.
+
+        Returns:
+            Tensors by name, ``BatchCutter`` says which; freshly allocated.
+        """
+        epoch, batch, _ = raw.position.tolist()
+        windows = self._cutter.cut(to_device(raw, torch.device(device)))
+        self._epoch, self._batch = (epoch, batch + 1) if batch + 1 < len(self) else (epoch + 1, 0)
+        return windows
+
+    def batches(
+        self, device: torch.device | str = "cpu", workers: int = 0, **loader: Any
+    ) -> Iterator[dict[str, Tensor]]:
+        """The rest of the epoch, from the state on, cut on the device.
+
+        Args:
+            device: where batches are made.
+            workers: processes that copy samples; 0 copies in this one.
+            loader: more for ``DataLoader``, as ``prefetch_factor``.
+        """
+        pinned = torch.device(device).type == "cuda"
+        options = {"num_workers": workers, "pin_memory": pinned} | loader
+        for raw in DataLoader(self, batch_size=None, **options):
+            yield self.cut(raw, device)
+
+    def state_dict(self) -> dict[str, int]:
+        """State behind the newest batch that was cut; what workers read ahead does not count."""
+        numbers = (self._epoch, self._batch, self._seed, self.windows, self._batch_size)
+        return dict(zip(STATE_KEYS, (*numbers, self.rank, self.world_size), strict=True))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where ``state_dict`` was.
+
+        Raises:
+            ConfigError: the state is of other recordings, another seed, batch or rank.
+        """
+        own = self.state_dict()
+        problems = [
+            f"{key} of the state is {state.get(key)}, here it is {own[key]}"
+            for key in STATE_KEYS[2:]
+            if state.get(key) != own[key]
+        ]
+        if problems:
+            raise ConfigError(problems)
+        self._epoch, self._batch = state["epoch"], state["batch"]

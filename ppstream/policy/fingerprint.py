@@ -1,0 +1,50 @@
+"""Fingerprint of a policy's weights, by which ranks that compute it together prove that they agree.
+
+Every parameter and buffer that a part's ``state_dict()`` has: shape, dtype and, of a tensor that a
+rank holds whole, a digest of its bytes. Of a tensor that is sharded over ranks each one holds
+another piece: its layout is compared, and its bytes are the business of the file's fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ppstream.policy.parts import name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from ppstream.policy.protocol import Policy
+
+DIGITS: Final = 16  # of a digest that are shown and compared
+
+
+def weights_fingerprint(parts: Sequence[Policy]) -> dict[str, str]:
+    """Returns a text for each weight, by ``part.weight``; nothing of parts that show none."""
+    found = {}
+    for part in parts:
+        state: Any = getattr(part, "state_dict", None)
+        weights = state() if callable(state) else {}
+        for name, tensor in weights.items() if isinstance(weights, Mapping) else ():
+            if isinstance(tensor, torch.Tensor):
+                found[f"{name_of(part)}.{name}"] = _text(tensor)
+    return found
+
+
+def _text(tensor: Tensor) -> str:
+    layout = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if isinstance(tensor, DTensor):
+        if any(not placement.is_replicate() for placement in tensor.placements):
+            return f"{layout} {', '.join(map(str, tensor.placements))}"
+        tensor = tensor.to_local()
+    digest = sha256()
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    digest.update(flat.cpu().numpy().data)
+    return f"{layout} {digest.hexdigest()[:DIGITS]}"

@@ -1,0 +1,252 @@
+"""``ppstream resample``: what it writes, what it does with damaged inputs, and being killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from resample_runs import command, resampled, settings, write_config, write_recording
+from robot_rig import wait_until
+from safetensors.numpy import load_file
+from stream_cases import stream
+
+from ppstream.core.errors import ExitCode
+from ppstream.data.cli import SKIPPED, main
+from ppstream.data.cutting import BatchCutter
+from ppstream.data.episode import Cut, Episode, episodes_of
+from ppstream.recording.load import load_recording
+
+pq = pytest.importorskip("pyarrow.parquet")
+
+COUNT = 5
+
+
+@pytest.fixture
+def recordings(tmp_path: Path) -> list[Path]:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    return [write_recording(folder / f"{n}.npz", n) for n in range(COUNT)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_config(tmp_path, settings())
+
+
+def episode(path: Path, cut: Cut, steps: int | None = None) -> Episode:
+    config = settings()
+    recording = load_recording(path).select(config.streams)
+    (found,) = episodes_of(path, recording, config, cut, steps).episodes
+    return found
+
+
+def make(run: Path, out: Path, *words: str | Path) -> int:
+    return main(["--config", str(run), "--out", str(out), "--jobs", "1", *map(str, words)])
+
+
+def frames_in(out: Path) -> dict[str, list]:
+    files = sorted((out / "data").glob("*/*.parquet"))
+    tables = [pq.read_table(file, partitioning=None).to_pydict() for file in files]
+    return {name: [row for one in tables for row in one[name]] for name in tables[0]}
+
+
+def test_frames_of_windows_are_the_windows(
+    recordings: list[Path], run: Path, tmp_path: Path
+) -> None:
+    assert make(run, tmp_path / "out", *recordings, "--task", "pick") == 0
+    frames = frames_in(tmp_path / "out")
+    begun = 0
+    for number, path in enumerate(recordings):
+        one = episode(path, "grid")
+        (chunk,) = BatchCutter(settings()).chunks(one)
+        part = slice(begun, begun + one.windows)
+        found = np.array(frames["observation.state"][part], np.float32)
+        assert found.tobytes() == chunk["state.values"].numpy().tobytes()
+        assert frames["valid.state"][part] == chunk["state.valid"].tolist()
+        assert frames["action"][part] == chunk["action.values"].tolist()
+        assert frames["frame_index"][part] == list(range(one.windows))
+        assert frames["episode_index"][part] == [number] * one.windows
+        begun += one.windows
+    assert frames["index"] == list(range(begun))
+    info = json.loads((tmp_path / "out" / "meta" / "info.json").read_text())
+    assert (info["total_frames"], info["total_episodes"], info["fps"]) == (begun, COUNT, 100)
+    table = pq.read_table(tmp_path / "out" / "meta" / "tasks.parquet").to_pydict()
+    assert table == {"task_index": [0], "__index_level_0__": ["pick"]}
+
+
+def test_statistics_are_those_of_all_frames(
+    recordings: list[Path], run: Path, tmp_path: Path
+) -> None:
+    assert make(run, tmp_path / "out", *recordings, "--content", "episodes") == 0
+    values = np.array(frames_in(tmp_path / "out")["observation.state"])
+    stats = json.loads((tmp_path / "out" / "meta" / "stats.json").read_text())["observation.state"]
+    assert stats["count"] == [len(values)]
+    for name, expected in (
+        ("mean", values.mean(0)),
+        ("std", values.std(0)),
+        ("min", values.min(0)),
+        ("max", values.max(0)),
+    ):
+        assert stats[name] == pytest.approx(expected.tolist(), rel=1e-9), name
+    width = np.ptp(values, axis=0) / 1000
+    for share in (1, 10, 50, 90, 99):
+        exact = np.quantile(values, share / 100, axis=0, method="inverted_cdf")
+        assert (np.abs(stats[f"q{share:02d}"] - exact) <= width).all()
+
+
+def test_episodes_keep_within_one_file_and_files_within_their_limit(
+    recordings: list[Path], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppstream.data.lerobot_output.DATA_MB", 0.01)
+    monkeypatch.setattr("ppstream.data.lerobot_output.FILES_PER_CHUNK", 2)
+    assert make(run, tmp_path / "out", *recordings) == 0
+    files = sorted((tmp_path / "out" / "data").glob("*/*.parquet"))
+    assert len(files) > 2
+    assert files[2].parent.name == "chunk-001"
+    table = pq.read_table(tmp_path / "out" / "meta" / "episodes" / "chunk-000" / "file-000.parquet")
+    for row in table.to_pylist():
+        place = "chunk-{:03d}/file-{:03d}.parquet".format(
+            row["data/chunk_index"], row["data/file_index"]
+        )
+        held = pq.read_table(tmp_path / "out" / "data" / place, partitioning=None)["episode_index"]
+        assert held.to_pylist().count(row["episode_index"]) == row["length"]
+        assert row["dataset_to_index"] - row["dataset_from_index"] == row["length"]
+
+
+def test_safetensors_have_the_windows_of_a_replay(
+    recordings: list[Path], run: Path, tmp_path: Path
+) -> None:
+    assert make(run, tmp_path / "out", *recordings, "--format", "safetensors") == 0
+    index = json.loads((tmp_path / "out" / "index.json").read_text())
+    assert [entry["input"] for entry in index["files"]] == [str(path) for path in recordings]
+    for entry, path in zip(index["files"], recordings, strict=True):
+        found = load_file(tmp_path / "out" / entry["file"])
+        (chunk,) = BatchCutter(settings()).chunks(episode(path, "replay"))
+        for name, tensor in chunk.items():
+            assert found[name].tobytes() == tensor.numpy().tobytes(), name
+        assert not found["episode_index"].any()
+
+
+def test_a_damaged_input_ends_the_job_and_is_named(
+    recordings: list[Path], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recordings[2].write_bytes(recordings[2].read_bytes()[:200])
+    assert make(run, tmp_path / "out", *recordings) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert f"{recordings[2]}: cannot be read as .npz or .npy" in said
+    assert not (tmp_path / "out" / "meta").exists()
+
+
+def test_a_damaged_input_is_skipped_counted_and_taken_in_once_mended(
+    recordings: list[Path], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = recordings[2].read_bytes()
+    recordings[2].write_bytes(whole[:200])
+    words = (*recordings, "--on-error", "skip")
+    assert make(run, tmp_path / "out", *words) == SKIPPED
+    said = capsys.readouterr().out
+    assert f"skipped {recordings[2]}: cannot be read" in said
+    assert [line.split()[-1] for line in said.splitlines()[:3]] == ["5", "4", "1"]
+    assert set(frames_in(tmp_path / "out")["episode_index"]) == set(range(4))
+    recordings[2].write_bytes(whole)
+    assert make(run, tmp_path / "out", *words) == 0
+    assert "resample: 1/5" in capsys.readouterr().err
+    assert set(frames_in(tmp_path / "out")["episode_index"]) == set(range(5))
+    assert make(run, tmp_path / "out", *words) == 0
+    assert capsys.readouterr().err == "", "nothing was left to do"
+
+
+def test_when_no_input_can_be_read_nothing_is_written(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.npz").write_bytes(b"no zip")
+    code = make(run, tmp_path / "out", tmp_path / "a.npz", "--on-error", "skip")
+    assert code == ExitCode.CONFIG
+    assert "a.npz" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "meta").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(
+    recordings: list[Path], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").touch()
+    assert make(run, tmp_path / "out", *recordings) == ExitCode.CONFIG
+    assert "is not empty and no data set" in capsys.readouterr().err
+    assert make(run, tmp_path / "new", *recordings) == 0
+    assert make(run, tmp_path / "new", *recordings[:2]) == ExitCode.CONFIG
+    assert "holds a data set of other inputs" in capsys.readouterr().err
+    assert make(run, tmp_path / "x", *recordings, recordings[0]) == ExitCode.CONFIG
+    assert "is named twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["lerobot-v3", "safetensors"])
+def test_worker_processes_make_the_same_data_set(
+    form: str, recordings: list[Path], run: Path, tmp_path: Path
+) -> None:
+    words = (*recordings, "--format", form)
+    assert make(run, tmp_path / "one", *words) == 0
+    done = resampled(run, tmp_path / "two", *words, "--jobs", "2")
+    assert done.returncode == 0, done.stderr
+    assert "windows" in done.stdout
+    for file in (tmp_path / "one").rglob("*"):
+        if file.is_file() and ".resample" not in file.parts:
+            other = tmp_path / "two" / file.relative_to(tmp_path / "one")
+            assert file.read_bytes() == other.read_bytes(), file
+
+
+def test_of_two_shards_one_is_killed_and_its_inputs_are_done_again_and_none_twice(
+    recordings: list[Path], run: Path, tmp_path: Path
+) -> None:
+    assert make(run, tmp_path / "expected", *recordings) == 0
+    out, kept = tmp_path / "out", recordings[3].read_bytes()
+    recordings[3].unlink()
+    os.mkfifo(recordings[3])  # shard 1 of 2 has inputs 1 and 3, and waits in the second
+    killed = subprocess.Popen(
+        command(run, out, *recordings),
+        stderr=subprocess.PIPE,
+        env=os.environ | {"RANK": "1", "WORLD_SIZE": "2"},
+    )
+    try:
+        wait_until(lambda: (out / ".resample" / "000001.json").exists())
+    finally:
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+    recordings[3].unlink()
+    recordings[3].write_bytes(kept)
+    first = resampled(run, out, *recordings, RANK="0", WORLD_SIZE="2")
+    assert first.returncode == 0, first.stderr
+    assert "waits for other shards" in first.stdout
+    assert not (out / "meta").exists()
+    again = resampled(run, out, *recordings, "--shard", "1/2")
+    assert again.returncode == 0, again.stderr
+    assert "resample: 1/2" in again.stderr
+    assert "resample: 2/2" not in again.stderr, "input 1 was done already"
+    assert f"{out}: complete" in again.stdout
+    for file in (tmp_path / "expected").rglob("*.*"):
+        if file.is_file() and ".resample" not in file.parts:
+            assert file.read_bytes() == (out / file.relative_to(tmp_path / "expected")).read_bytes()
+
+
+def test_bad_shards_are_refused(run: Path, tmp_path: Path) -> None:
+    for text in ("2/2", "x", "1/"):
+        with pytest.raises(SystemExit) as left:
+            make(run, tmp_path / "out", tmp_path, "--shard", text)
+        assert left.value.code == 2
+    done = resampled(run, tmp_path / "out", tmp_path, RANK="3", WORLD_SIZE="2")
+    assert done.returncode == ExitCode.CONFIG
+
+
+def test_a_stream_that_is_not_recorded_is_named(
+    recordings: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stream_cases import config
+
+    run = write_config(tmp_path, config(stream("legs")))
+    assert make(run, tmp_path / "out", *recordings[:1]) == ExitCode.CONFIG
+    assert "'legs' is not recorded, want one of arm, gripper" in capsys.readouterr().err

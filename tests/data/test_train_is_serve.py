@@ -1,0 +1,214 @@
+"""Train = serve: offline windows are bit for bit the envelopes of a scheduled replay."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from recording_files import Samples, made_recording, write_npz
+from stream_cases import MS, Input, at_ms, config, ramp, stream
+
+from ppstream.config.schema import PipelineConfig, RecordConfig, RecordedAs
+from ppstream.data.cutting import BatchCutter
+from ppstream.data.episode import episodes_of
+from ppstream.ingest.sources import RecordedSource
+from ppstream.pipeline.flight import owners_of
+from ppstream.recording.load import load_recording
+
+DATA = os.environ.get("PPSTREAM_TEST_DATA")
+LEASE = 100 * MS
+torch.set_num_threads(1)
+
+
+def served(path: Path, settings: PipelineConfig) -> list[dict[str, bytes]]:
+    """The envelopes of a replay, as stage A writes them."""
+    pipeline = msgspec.structs.replace(settings.pipeline, windows="scheduled")
+    case = Input(msgspec.structs.replace(settings, pipeline=pipeline))
+    source = RecordedSource(path, case.config, case.rows, None)
+    windows = []
+    for window in range(source.windows):
+        out = case.slot()
+        ends_ns = source.window_ends_ns(window)
+        case.cutter.cut(out, ends_ns, LEASE)
+        names = [n for n in out if n.endswith((".values", ".valid", ".age_s"))]
+        windows.append({n: out[n][0].numpy().tobytes() for n in names})
+        windows[-1]["window_end_ns"] = np.int64(ends_ns[0]).tobytes()
+    return windows
+
+
+def trained(path: Path, settings: PipelineConfig) -> list[dict[str, bytes]]:
+    """The same windows, offline."""
+    recording = load_recording(path, settings.streams, settings.record.robot)
+    (episode,) = episodes_of(path, recording.select(settings.streams), settings, "replay").episodes
+    return [
+        {name: tensor[row].numpy().tobytes() for name, tensor in chunk.items()}
+        for chunk in BatchCutter(settings).chunks(episode)
+        for row in range(len(chunk["window_end_ns"]))
+    ]
+
+
+def assert_same(path: Path, settings: PipelineConfig, least: int) -> None:
+    live, offline = served(path, settings), trained(path, settings)
+    assert len(live) == len(offline) >= least
+    for number, (one, other) in enumerate(zip(live, offline, strict=True)):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert one[name] == other[name], f"window {number}: {name}"
+
+
+def recorded(name: str, topic: str, *fields: str, dim: int, rate_hz: float, **more: Any) -> Any:
+    place = RecordedAs(topic=topic, fields=fields)
+    return stream(name, dim=dim, rate_hz=rate_hz, recorded=place, **more)
+
+
+@pytest.mark.skipif(DATA is None, reason="PPSTREAM_TEST_DATA names no folder of recordings")
+@pytest.mark.parametrize("steps", [1, 16, 100])
+def test_the_1_khz_arm(steps: int) -> None:
+    assert DATA is not None
+    arm = [stream(name, dim=7) for name in ("q", "dq", "tau")]
+    pose = stream("ee_pose", dim=7, group="pose", interpolation="previous", max_gap_ms=2)
+    settings = config(*arm, pose, steps=steps, dt_ms=5)
+    assert_same(Path(DATA) / "franka_fr3_1khz.npy", settings, 1900)
+
+
+@pytest.mark.skipif(DATA is None, reason="PPSTREAM_TEST_DATA names no folder of recordings")
+def test_the_husky_s_bag() -> None:
+    assert DATA is not None
+    pytest.importorskip("rosbags")
+    turn = [f"orientation.{axis}" for axis in "xyzw"]
+    speed = ["twist.twist.linear.x", "twist.twist.angular.z"]
+    odometry = "/husky_velocity_controller/odom"
+    settings = config(
+        recorded("turn", "/imu/data", *turn, dim=4, rate_hz=30, interpolation="slerp"),
+        recorded("speed", odometry, *speed, dim=2, rate_hz=10, interpolation="angle"),
+        recorded("fix", "/fix", "latitude", "longitude", dim=2, rate_hz=2.5, dtype="float64"),
+        steps=10,
+        dt_ms=100,
+    )
+    assert_same(Path(DATA) / "husky_imu_odom_gps.bag", settings, 3900)
+
+
+@pytest.mark.skipif(DATA is None, reason="PPSTREAM_TEST_DATA names no folder of recordings")
+def test_the_drone_s_log() -> None:
+    assert DATA is not None
+    pytest.importorskip("pyulog")
+    settings = config(
+        recorded("gyro", "sensor_combined", "gyro_rad", dim=3, rate_hz=250, max_gap_ms=20),
+        recorded("q", "vehicle_attitude", "q", dim=4, rate_hz=84, interpolation="nearest"),
+        steps=20,
+        dt_ms=20,
+    )
+    assert_same(Path(DATA) / "px4_auav_x21.ulg", settings, 3000)
+
+
+def joints_and_imu(**more: Any) -> PipelineConfig:
+    return config(
+        stream("joints", dim=3, rate_hz=1000),
+        stream("imu", dim=2, rate_hz=200, group="imu", **more),
+        steps=6,
+        dt_ms=3,
+    )
+
+
+def test_a_made_recording(tmp_path: Path) -> None:
+    assert_same(made_recording(tmp_path / "run.npz"), joints_and_imu(), 150)
+
+
+def test_a_window_too_large_for_the_core(tmp_path: Path) -> None:
+    stamps = at_ms(*range(400))
+    arrays = {"joints.stamps_ns": stamps, "joints.values": np.sin(ramp(stamps, 200))}
+    np.savez(tmp_path / "run.npz", allow_pickle=False, **arrays)
+    settings = config(stream(dim=200), steps=50, dt_ms=3.3)
+    assert_same(tmp_path / "run.npz", settings, 100)
+
+
+def test_late_and_repeated_samples_are_refused_as_live(tmp_path: Path) -> None:
+    path = write_npz(tmp_path, Samples.drawn())
+    assert_same(path, config(stream("imu", dim=3, rate_hz=100), steps=4, dt_ms=7), 50)
+
+
+def test_a_clock_that_began_anew_empties_the_windows_as_live(tmp_path: Path) -> None:
+    stamps = at_ms(*range(1000, 1200), *range(300))
+    values = np.random.default_rng(1).normal(size=(500, 2)).astype(np.float32)
+    values[120, 1] = np.nan
+    arrays = {"joints.stamps_ns": stamps, "joints.values": values}
+    np.savez(tmp_path / "run.npz", allow_pickle=False, **arrays)
+    assert_same(tmp_path / "run.npz", config(stream(), steps=5, dt_ms=4), 40)
+
+
+def test_more_samples_than_a_ring_keeps(tmp_path: Path) -> None:
+    stamps = at_ms(*np.arange(0, 1500, 0.5))
+    arrays = {"joints.stamps_ns": stamps, "joints.values": ramp(stamps)}
+    np.savez(tmp_path / "run.npz", allow_pickle=False, **arrays)
+    slow = stream(rate_hz=100, max_age_ms=5, max_gap_ms=5)  # its ring is for a tenth of them
+    assert_same(tmp_path / "run.npz", config(slow, steps=40, dt_ms=5), 200)
+
+
+def write_run(folder: Path, settings: PipelineConfig) -> Path:
+    """A run as rank 0 records it: windows cut now and then, and an episode that ended."""
+    pytest.importorskip("mcap")
+    from ppstream.recording.mcap_writer import open_recorder
+
+    file = folder / "run.mcap"
+    case = Input(msgspec.structs.replace(settings, record=RecordConfig(file=str(file))))
+    (row,) = case.rows
+    row.open(1)
+    recorder = open_recorder(case.config, "run")
+    assert recorder is not None
+    recorder.tap([row])
+    rng = np.random.default_rng(4)
+    out = case.slot()
+    for number in range(300):
+        for one in settings.streams:
+            if number % (1 if one.rate_hz == 1000 else 5) == 0:
+                stamps = at_ms(5000 + number + rng.uniform(0, 0.5))
+                values = rng.normal(size=(1, one.dim)).astype(np.float32)
+                row.rings[one.name].append(stamps, values, (9000 + number) * MS)
+        if number == 150:
+            row.new_episode()
+        elif number % 7 == 3:
+            ends_ns = case.cutter.cut(out, [None], LEASE).window_end_ns
+            owners = owners_of(case.rows, ends_ns, LEASE)
+            recorder.windows((9000 + number) * MS, 0, 0, "ready", owners)
+    recorder.close()
+    return file
+
+
+def test_a_recorded_run_with_its_windows_as_they_were_cut(tmp_path: Path) -> None:
+    settings = joints_and_imu()
+    path = write_run(tmp_path, settings)
+    assert any(step.end_ns is None for step in load_recording(path).steps)
+    assert_same(path, settings, 35)
+
+
+def test_on_a_grid_a_reset_ends_an_episode(tmp_path: Path) -> None:
+    settings = joints_and_imu()
+    path = write_run(tmp_path, settings)
+    recording = load_recording(path).select(settings.streams)
+    first, second = episodes_of(path, recording, settings, "grid").episodes
+    assert first.ends_ns[-1] < second.ends_ns[0]
+    cutter = BatchCutter(settings)
+    begun = next(iter(cutter.chunks(second)))["state.valid"][0, :, 0]
+    assert not begun[0], "a sample of the episode before"
+    assert begun[-1]
+
+
+def test_whole_episodes_interpolate_where_live_windows_hold(tmp_path: Path) -> None:
+    stamps = at_ms(*range(0, 200, 10))
+    arrays = {"joints.stamps_ns": stamps, "joints.values": ramp(stamps)}
+    np.savez(tmp_path / "run.npz", allow_pickle=False, **arrays)
+    settings: PipelineConfig = config(stream(rate_hz=100), steps=3, dt_ms=4)
+    recording = load_recording(tmp_path / "run.npz").select(settings.streams)
+    found = {}
+    for cut in ("grid", "whole"):
+        (episode,) = episodes_of(tmp_path, recording, settings, cut).episodes
+        (chunk,) = BatchCutter(settings).chunks(episode)
+        found[cut] = chunk["state.values"][:, -1, 0]
+        ends_ms = chunk["window_end_ns"].double() / MS
+    assert torch.equal(found["whole"].double(), ends_ms)
+    assert torch.equal(found["grid"].double(), ends_ms // 10 * 10)

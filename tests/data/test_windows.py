@@ -1,0 +1,182 @@
+"""Windows: each once, over ranks and epochs; the same bits by any workers; on after a kill."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from resample_runs import settings, write_config, write_recording
+from torch import Tensor
+
+from ppstream.core.errors import ConfigError
+from ppstream.data import Windows
+from ppstream.data.cutting import BatchCutter
+from ppstream.data.episode import episodes_of
+from ppstream.recording.load import load_recording
+
+TRAINING = Path(__file__).parents[1] / "support" / "training_process.py"
+COUNT = 4
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # few CPUs
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("recordings")
+    return [write_recording(folder / f"{n}.npz", n) for n in range(COUNT)]
+
+
+def windows(recordings: list[Path], batch_size: int = 16, **more: Any) -> Windows:
+    return Windows(recordings, settings(), batch_size, **more)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def ends(batches: Iterator[dict[str, Tensor]]) -> list[int]:
+    """The windows' ends, which name them: no two recordings share one."""
+    return [end for batch in batches for end in batch["window_end_ns"].tolist()]
+
+
+def test_unshuffled_they_are_a_replay_s_windows_in_order(recordings: list[Path]) -> None:
+    found = list(windows(recordings, shuffle=False).batches())
+    whole = {name: torch.cat([batch[name] for batch in found]) for name in found[0]}
+    expected: list[dict[str, Tensor]] = []
+    for path in recordings:
+        recording = load_recording(path).select(settings().streams)
+        for episode in episodes_of(path, recording, settings(), "replay").episodes:
+            expected += BatchCutter(settings()).chunks(episode)
+    assert same(whole, {name: torch.cat([one[name] for one in expected]) for name in whole})
+
+
+def test_an_epoch_has_each_window_once_in_an_order_of_its_own(recordings: list[Path]) -> None:
+    data = windows(recordings)
+    in_order = ends(windows(recordings, shuffle=False).batches())
+    epochs = [ends(data.batches()) for _ in range(3)]
+    assert all(sorted(one) == in_order for one in epochs)
+    assert len({tuple(one) for one in [*epochs, in_order]}) == 4
+    assert ends(windows(recordings).batches()) == epochs[0]
+    assert ends(windows(recordings, seed=1).batches()) != epochs[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_no_window_and_have_all(recordings: list[Path], world_size: int) -> None:
+    ranks = [windows(recordings, rank=r, world_size=world_size) for r in range(world_size)]
+    found = [ends(one.batches()) for one in ranks]
+    assert sorted(itertools.chain(*found)) == ends(windows(recordings, shuffle=False).batches())
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_with_drop_last_all_ranks_have_as_many_whole_batches(recordings: list[Path]) -> None:
+    ranks = [windows(recordings, 12, drop_last=True, rank=r, world_size=3) for r in range(3)]
+    sizes = [[len(b["window_end_ns"]) for b in one.batches()] for one in ranks]
+    assert sizes[0] == sizes[1] == sizes[2] == [12] * (ranks[0].windows // 36)
+
+
+def test_ranks_are_torchrun_s_unless_stated(
+    recordings: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    stated = windows(recordings, rank=1, world_size=2)
+    assert ends(windows(recordings).batches()) == ends(stated.batches())
+    with pytest.raises(ConfigError, match="rank is 2 of 2"):
+        windows(recordings, rank=2)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_no_bit(recordings: list[Path], workers: int) -> None:
+    alone = list(windows(recordings).batches())
+    shared = list(windows(recordings).batches(workers=workers))
+    assert len(alone) == len(shared) == len(windows(recordings))
+    assert all(map(same, alone, shared))
+
+
+def test_a_cache_changes_no_bit_and_is_made_once(recordings: list[Path], tmp_path: Path) -> None:
+    plain = list(windows(recordings).batches())
+    assert all(map(same, plain, windows(recordings, cache=tmp_path / "c").batches()))
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "c").iterdir()}
+    assert len(files) == COUNT
+    assert all(map(same, plain, windows(recordings, cache=tmp_path / "c").batches()))
+    assert files == {file: file.stat().st_mtime_ns for file in (tmp_path / "c").iterdir()}
+    wide = Windows(recordings, settings(dt_ms=20), 16, cache=tmp_path / "c")
+    assert ends(wide.batches()) != ends(iter(plain))
+
+
+def test_what_was_read_ahead_is_not_lost(recordings: list[Path]) -> None:
+    expected = list(windows(recordings).batches())
+    data = windows(recordings)
+    running = data.batches(workers=2)
+    for _ in range(3):
+        next(running)
+    state = data.state_dict()
+    del running
+    other = windows(recordings)
+    other.load_state_dict(state)
+    assert all(map(same, expected[3:], other.batches(workers=3)))
+    assert other.state_dict()["epoch"] == 1
+
+
+def test_a_state_of_something_else_is_refused(recordings: list[Path]) -> None:
+    state = windows(recordings[:2]).state_dict()
+    with pytest.raises(ConfigError, match="windows of the state is"):
+        windows(recordings).load_state_dict(state)
+
+
+@contextmanager
+def training(folder: Path, recordings: list[Path], stop: int, workers: int = 4) -> Iterator[Any]:
+    words = [write_config(folder, settings()), folder / "cache", folder / "state.json", workers]
+    process = subprocess.Popen(
+        [sys.executable, str(TRAINING), *map(str, (*words, stop, *recordings))],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # workers that had only just begun, too
+        process.communicate()
+
+
+@pytest.mark.timeout(240)
+def test_killed_with_four_workers_the_next_process_goes_on_bit_for_bit(
+    recordings: list[Path], tmp_path: Path
+) -> None:
+    whole, kill_at = 47, 30  # the second is behind an epoch's end: 4 x 50 windows in batches of 7
+    with training(tmp_path, recordings, whole, workers=0) as process:
+        expected = [process.stdout.readline() for _ in range(whole)]
+    assert len(set(expected)) == whole
+    (tmp_path / "state.json").unlink()
+    with training(tmp_path, recordings, kill_at) as process:
+        first = [process.stdout.readline() for _ in range(kill_at)]
+        os.kill(process.pid, signal.SIGKILL)  # its four workers have read ahead
+        assert process.wait(60) == -signal.SIGKILL
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert state["epoch"] * len(windows(recordings, 7)) + state["batch"] == kill_at
+    with training(tmp_path, recordings, whole - kill_at) as process:
+        then = [process.stdout.readline() for _ in range(whole - kill_at)]
+    assert first + then == expected
+
+
+def test_indices_of_a_billion_windows_cost_no_memory() -> None:
+    from ppstream.data.shuffle import ShuffledOrder
+
+    order = ShuffledOrder(10**9, 5)
+    found = order(np.arange(10**6))
+    assert len(np.unique(found)) == 10**6
+    assert 0 <= found.min() < 10**6
+    assert 10**9 - 10**6 < found.max() < 10**9
+    assert abs(found.mean() / 10**9 - 0.5) < 0.002

@@ -1,0 +1,46 @@
+"""Fingerprint of weights: every tensor of a part by name, shape, dtype and bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ppstream.policy.fingerprint import weights_fingerprint
+
+
+class Part:
+    """A part that shows the weights of a network."""
+
+    def __init__(self, name: str, network: nn.Module) -> None:
+        self.name = name
+        self.state_dict = network.state_dict
+
+
+def drawn(seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(seed)
+    return Part("head", nn.Linear(3, 2).to(dtype))
+
+
+def test_equal_weights_have_equal_fingerprints_and_one_bit_makes_another() -> None:
+    one, same, other = drawn(1), drawn(1), drawn(1)
+    other.state_dict()["bias"][1] = torch.nextafter(
+        other.state_dict()["bias"][1], torch.tensor(9.0)
+    )
+    found = weights_fingerprint([one])
+    assert found == weights_fingerprint([same])
+    assert found.keys() == {"head.weight", "head.bias"}
+    changed = {name for name, text in weights_fingerprint([other]).items() if found[name] != text}
+    assert changed == {"head.bias"}
+
+
+def test_a_text_has_shape_and_dtype_of_any_kind() -> None:
+    texts = weights_fingerprint([drawn(1, torch.bfloat16)])
+    assert texts["head.weight"].startswith("[2, 3] bfloat16 ")
+    assert texts["head.weight"] != weights_fingerprint([drawn(1)])["head.weight"]
+
+
+def test_a_part_that_shows_no_weights_has_none() -> None:
+    quiet: Any = object()
+    assert weights_fingerprint([quiet]) == {}

@@ -1,0 +1,97 @@
+"""A small policy that is sharded over a mesh, with faults of one rank, at once or once told to.
+
+``fault`` is one of ``weights``, ``breaks``, ``recompiles``, ``all raise``, which every rank does on
+some windows, and ``slow`` and ``raises``, which begin when the file ``trigger`` exists.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ppstream import TensorSpec
+
+FAULTY_RANK: Final = "2"
+WIDTH: Final = 12
+RECOMPILES: Final = 3
+
+
+class Meshed:
+    """Two layers, and state: how often it was called in a row's episode."""
+
+    name = "meshed"
+
+    def __init__(self, options: Mapping[str, Any], mesh: Any) -> None:
+        self.inputs = (TensorSpec("state.values", (options["steps"], options["dim"])),)
+        self.outputs = (TensorSpec("actions", (options["horizon"], options["action_dim"])),)
+        self._mesh = mesh
+        self._fault = options.get("fault", "")
+        self._is_faulty = os.environ.get("RANK") == FAULTY_RANK
+        self._trigger = options.get("trigger", "")
+        self._calls: Tensor | None = None
+        self._guarded = 0  # a number that compiled code takes for constant
+        generator = torch.Generator().manual_seed(3)
+        count = options["horizon"] * options["action_dim"]
+        self._net = nn.Sequential(nn.Linear(options["dim"], WIDTH), nn.Linear(WIDTH, count))
+        for weight in self._net.parameters():
+            weight.requires_grad_(requires_grad=False)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+
+    def load(self) -> None:
+        """Shards both layers."""
+        if self._mesh is not None:
+            plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+            parallelize_module(self._net, self._mesh, plan)
+        self._shift = torch.zeros(1)
+        if self._fault == "weights" and self._is_faulty:
+            self._shift += 0.5
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a mesh compares."""
+        return {**self._net.state_dict(), "shift": self._shift}
+
+    def reset(self, rows: Tensor) -> None:
+        """Counts the calls of these rows anew."""
+        if self._calls is not None:
+            self._calls.masked_fill_(rows, 0)
+
+    def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        values = window["state.values"][:, -1]
+        if self._fault == "breaks":
+            if self._is_faulty:
+                print("a break of one rank alone", flush=True)
+        elif self._fault == "recompiles":
+            if self._is_faulty and self._guarded < RECOMPILES:
+                self._guarded += 1
+        elif self._fault == "all raise":
+            if float(values[0, 0]) > 1.5:
+                raise ValueError("no rank of the mesh likes this one")
+        elif self._fault and os.path.exists(self._trigger):
+            self.fail()
+        if self._calls is None:
+            self._calls = torch.zeros(len(values))
+        self._calls = self._calls + 1
+        made = torch.tanh(self._net(values) + self._shift) * 0.9
+        out["actions"].copy_(made.view_as(out["actions"]) + self._calls.view(-1, 1, 1) * 1e-4)
+
+    def fail(self) -> None:
+        """As it was told to, from now on."""
+        if self._is_faulty and self._fault == "slow":
+            time.sleep(60)
+        if self._is_faulty and self._fault == "raises":
+            raise ValueError("one rank of the mesh does not like this one")
+
+
+def build(options: Mapping[str, Any], device: torch.device, mesh: Any = None) -> Meshed:
+    return Meshed(options, mesh)
+
+
+def build_alone(options: Mapping[str, Any], device: torch.device) -> Meshed:
+    """Takes no mesh."""
+    return Meshed(options, None)

@@ -1,0 +1,60 @@
+"""Data sets made by ``ppstream resample`` of small recordings, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from stream_cases import at_ms, config, stream
+
+from ppstream.config.load import as_toml
+from ppstream.config.schema import PipelineConfig
+
+LIMIT_S = 100
+
+
+def settings(**more: Any) -> PipelineConfig:
+    """A 200 Hz arm and a 50 Hz gripper in groups of their own, windows of 4 targets at 100 Hz."""
+    arm = stream("arm", dim=3, rate_hz=200)
+    return config(arm, stream("gripper", dim=1, rate_hz=50, group="action"), steps=4, **more)
+
+
+def write_recording(path: Path, number: int, seconds: float = 0.5) -> Path:
+    """A recording like no other number's."""
+    rng = np.random.default_rng(number)
+    arrays = {}
+    for name, period_ms, dim in (("arm", 5, 3), ("gripper", 20, 1)):
+        times = np.arange(0, 1000 * seconds, period_ms)
+        stamps = at_ms(*(1000 * number + times + rng.uniform(0, period_ms / 2, len(times))))
+        arrays[f"{name}.stamps_ns"] = stamps
+        arrays[f"{name}.values"] = rng.normal(number, 1, (len(stamps), dim)).astype(np.float32)
+    np.savez(path, allow_pickle=False, **arrays)
+    return path
+
+
+def write_config(folder: Path, run: PipelineConfig) -> Path:
+    file = folder / "run.toml"
+    file.write_text(as_toml(run))
+    return file
+
+
+def command(config_file: Path, out: Path, *words: str | Path) -> list[str]:
+    code = "from ppstream.data.cli import main; raise SystemExit(main())"
+    options = ("--config", config_file, "--out", out, "--jobs", "1")
+    return [sys.executable, "-c", code, *map(str, (*options, *words))]
+
+
+def resampled(config_file: Path, out: Path, *words: str | Path, **environment: str) -> Any:
+    """The finished process."""
+    return subprocess.run(
+        command(config_file, out, *words),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=os.environ | environment,
+        check=False,
+    )
