@@ -31,6 +31,7 @@ COMMANDS: Final = {
     "top": Command("ppstream.observe.top:main", "watch a run: phase, busy shares, ages, drops"),
     "replay": Command("ppstream.launch.replay:main", "stream a recording as a robot would"),
     "gateway": Command("ppstream.gateway.cli:main", "serve robots of openpi, GR00T and LeRobot"),
+    "fleet": Command("ppstream.fleet.cli:main", "plan many pipelines; start and watch them on Ray"),
     "keys": Command("ppstream.wire.keys:main", "make and allow keys of robots on a network"),
     "export": Command("ppstream_stages.export:main", "write a run's policy as ONNX"),
 }
