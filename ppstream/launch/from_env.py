@@ -25,7 +25,7 @@ MASTER_PORT: Final = "29500"  # torchrun's own, unless the pod's environment nam
 def torchrun_arguments(
     environment: Mapping[str, str], config: PipelineConfig, serve: Sequence[str]
 ) -> list[str]:
-    """What torchrun is called with in this pod; the ranks are spread evenly over the group.
+    """Arguments of torchrun in this pod; the ranks are spread evenly over the group.
 
     No restarts: a rank that ends ends its pod, and LeaderWorkerSet recreates the group, since one
     rank dead is all dead.
