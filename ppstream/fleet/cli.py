@@ -13,6 +13,10 @@ from ppstream.launch.commands import Command
 
 COMMANDS: Final = {
     "plan": Command("ppstream.fleet.plan:main", "how many GPUs a fleet of robots needs"),
+    "up": Command("ppstream.fleet.operate:up", "start the directory and the pipelines, on Ray"),
+    "status": Command("ppstream.fleet.status:main", "show pipelines, phases and free rows"),
+    "drain": Command("ppstream.fleet.operate:drain", "take one pipeline out"),
+    "down": Command("ppstream.fleet.operate:down", "stop all"),
 }
 
 

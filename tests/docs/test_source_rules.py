@@ -54,6 +54,7 @@ MAY_IMPORT: Final = {
         "ppstream/links/gloo.py",
         "ppstream/links/nccl.py",
     },
+    "ray": {"ppstream/fleet/cluster.py"},  # a control plane: no sample passes through it
     "foxglove": {"ppstream/view/live_view.py"},  # viewers: a process of its own
     # the robot wire, both of its ends and nothing between the ranks
     "zmq": {

@@ -25,8 +25,8 @@ import pdoc
 import pdoc.render
 
 PACKAGES: Final = ("ppstream", "ppstream_kernels", "ppstream_stages")
-#: Libraries of one kind of machine: without them their modules have no page.
-OPTIONAL: Final = ("cuda", "triton", "torch.distributed._symmetric_memory")
+#: Libraries of one kind of machine, or of an extra alone: without them their modules have no page.
+OPTIONAL: Final = ("cuda", "ray", "triton", "torch.distributed._symmetric_memory")
 
 
 def main() -> int:

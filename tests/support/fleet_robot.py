@@ -1,0 +1,58 @@
+"""A robot of a fleet that samples and acts at its rate, and notes every action it executes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ppstream.core.clock import now_ns
+from ppstream.robot.client import RobotClient
+from ppstream.robot.fleet_directory import FleetDirectory
+
+TICK_S = 0.02
+
+
+class Act(NamedTuple):
+    at_ns: int
+    age_ns: int
+    session: int
+
+
+class FleetRobot:
+    """Plays from construction until ``close``."""
+
+    def __init__(self, url: str, name: str, **directory: Any) -> None:
+        self.directory = FleetDirectory(url, name, **directory)
+        self.client = RobotClient.from_fleet(self.directory, find_s=60)
+        self.client.connect(60)
+        self.acts: list[Act] = []
+        self.pushed = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._play, daemon=True)
+        self._thread.start()
+
+    def acts_since(self, at_ns: int) -> list[Act]:
+        return [act for act in [*self.acts] if act.at_ns > at_ns]
+
+    def serves_again_at(self, fault_ns: int, session: int) -> int | None:
+        """The first action of another session than the one of the fault."""
+        later = (a.at_ns for a in self.acts_since(fault_ns) if a.session != session)
+        return next(later, None)
+
+    def close(self) -> None:
+        self._end.set()
+        self._thread.join()
+        self.client.close()
+
+    def _play(self) -> None:
+        values = np.zeros(3, dtype=np.float32)
+        while not self._end.wait(TICK_S):
+            now = now_ns()
+            self.client.push("joints", now, values)
+            self.pushed += 1
+            timeline = self.client.timeline
+            if timeline.action_at(now_ns()) is not None and timeline.executing is not None:
+                doing = timeline.executing
+                self.acts.append(Act(doing.at_ns, doing.age_ns, doing.chunk.session))
