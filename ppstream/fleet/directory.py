@@ -39,7 +39,7 @@ class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
     exit: str = ""  # how it ended, behind its end
 
 
-class PipelineRow(msgspec.Struct, frozen=True, kw_only=True):
+class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A pipeline as status shows it."""
 
     report: PipelineReport
@@ -131,11 +131,11 @@ class Directory:
             ttl_s=TTL_NS / NS_PER_S,
         )
 
-    def status(self, now_ns: int) -> list[PipelineRow]:
+    def status(self, now_ns: int) -> list[PipelineStatus]:
         """Every pipeline, by name."""
         free = self._all_free(now_ns)
         return [
-            PipelineRow(
+            PipelineStatus(
                 report=report,
                 phase=report.phase if now_ns - at_ns <= SILENT_NS else UNKNOWN,
                 free=max(0, free.get(name, 0)),

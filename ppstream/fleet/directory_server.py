@@ -17,7 +17,7 @@ import msgspec
 
 from ppstream.core.clock import now_ns
 from ppstream.core.errors import ConfigError
-from ppstream.fleet.directory import Directory, PipelineRow
+from ppstream.fleet.directory import Directory, PipelineStatus
 from ppstream.observe.health_server import LOOK_S, LimitedServer
 from ppstream.wire.directory_messages import RESOLVE, STATUS, Resolved
 from ppstream.wire.endpoints import LOCAL_NAMES, is_local
@@ -29,7 +29,7 @@ JOIN_S: Final = 2.0
 class DirectoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of ``/v1/status``."""
 
-    pipelines: list[PipelineRow]
+    pipelines: list[PipelineStatus]
     resolved: int
     unresolved: int
 

@@ -82,7 +82,7 @@ class PipelineProcess:
         return self._process.pid
 
     def report(self) -> PipelineReport:
-        """What it is now; asks its rank 0."""
+        """Its state now, as its rank 0 says it."""
         code = self._process.poll()
         if code is not None:
             phase = ENDED if self.is_final() else FAILED

@@ -36,7 +36,7 @@ from ppstream.wire.robot_messages import (
 )
 
 if TYPE_CHECKING:
-    from ppstream.robot.fleet_directory import FleetDirectory, Place
+    from ppstream.robot.fleet_directory import FleetDirectory, FleetPlace
 
 logger = logging.getLogger("ppstream")
 
@@ -269,7 +269,7 @@ class RobotLink:
             finally:
                 self._visit.release()
 
-    def _move(self, place: Place | None) -> None:
+    def _move(self, place: FleetPlace | None) -> None:
         """Go to another server; the session's next words are a Hello there."""
         self._trying_ns = now_ns()
         if place is not None and place.endpoint != self._endpoint:

@@ -28,7 +28,7 @@ LOOK_S: Final = 0.2  # between two questions of a robot that has no pipeline yet
 HTTP_UNAVAILABLE: Final = 503
 
 
-class Place(NamedTuple):
+class FleetPlace(NamedTuple):
     """A pipeline to connect to, and the keys for it; None: it is on this host."""
 
     pipeline: str
@@ -74,7 +74,7 @@ class FleetDirectory:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.pipeline = ""  # that was named last
 
-    def find(self, *, failed: bool = False) -> Place:
+    def find(self, *, failed: bool = False) -> FleetPlace:
         """One question; ``failed``: the pipeline that was named last does not serve this robot.
 
         Raises:
@@ -95,11 +95,11 @@ class FleetDirectory:
             raise PeerLostError(f"{self._url}: {_refusal(error)}") from None
         except (OSError, HTTPException, msgspec.DecodeError) as error:
             raise PeerLostError(f"{self._url}: no directory answers: {error}") from None
-        place = Place(found.pipeline, found.endpoint, self._keys_for(found))
+        place = FleetPlace(found.pipeline, found.endpoint, self._keys_for(found))
         self.pipeline = place.pipeline
         return place
 
-    def wait(self, limit_s: float) -> Place:
+    def wait(self, limit_s: float) -> FleetPlace:
         """Ask until a pipeline is named.
 
         Raises:
