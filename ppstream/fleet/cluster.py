@@ -29,7 +29,7 @@ from ppstream.core.errors import ConfigError
 from ppstream.fleet.directory import Directory, PipelineReport
 from ppstream.fleet.directory_server import DirectoryServer
 from ppstream.fleet.fleet_config import FleetPlan
-from ppstream.fleet.pipeline_process import FAILED, PipelineProcess
+from ppstream.fleet.pipeline_process import FAILED, PipelineProcess, UnstartedPipeline
 
 NAMESPACE: Final = "ppstream"
 REPORT_S: Final = 0.5
@@ -83,7 +83,12 @@ class PipelineActor:
     def __init__(self, plan: bytes, name: str) -> None:
         found = msgspec.json.decode(plan, type=FleetPlan)
         self._directory = directory_name(found)
-        self._process = PipelineProcess(found, name, ray.util.get_node_ip_address())
+        self._process: PipelineProcess | UnstartedPipeline
+        node = ray.util.get_node_ip_address()
+        try:
+            self._process = PipelineProcess(found, name, node)
+        except ConfigError as error:  # its files are not on this node
+            self._process = UnstartedPipeline(found, name, node, str(error))
         threading.Thread(target=self._watch, daemon=True).start()
 
     def where(self) -> Where:

@@ -14,7 +14,7 @@ from ppstream.config.field_types import Count, Name, NonNegative, Table, Text
 from ppstream.config.schema import PipelineConfig
 from ppstream.core.errors import ConfigError
 from ppstream.robot.fleet_directory import bearer
-from ppstream.wire.endpoints import endpoint_problem, is_local
+from ppstream.wire.endpoints import endpoint_problem
 from ppstream.wire.keys import server_keys
 
 LISTEN: Final = "127.0.0.1:5871"
@@ -82,14 +82,13 @@ def read(file: Path) -> FleetPlan:
         raise ConfigError([f"{file}: {error}"]) from error
     beside = file.resolve().parent / fleet.run
     run_file = str(beside) if beside.is_file() else fleet.run
-    run = load.read(run_file, fleet.set)
-    problems = [*_endpoint_problems(fleet, run)]
+    if problems := _endpoint_problems(fleet.endpoint):
+        raise ConfigError(problems)
+    run = load.read(run_file, settings_of(fleet, _example(fleet.endpoint)))
     token = None
     if fleet.directory.token_file is not None:
         header = bearer(file.resolve().parent / fleet.directory.token_file)
         token = header["Authorization"].removeprefix("Bearer ")
-    if problems:
-        raise ConfigError(problems)
     keys = server_keys(run.service.secret_key, run.service.allowed_keys)
     public = None
     if keys is not None:
@@ -106,20 +105,23 @@ def endpoint_of(template: str, pipeline: str, node: str, port: int) -> str:
     return filled.replace("{port}", str(port))
 
 
-def _endpoint_problems(fleet: FleetConfig, run: PipelineConfig) -> list[str]:
-    example = endpoint_of(fleet.endpoint, f"{fleet.name}-0", "192.0.2.1", 5870)
+def settings_of(fleet: FleetConfig, endpoint: str) -> tuple[str, ...]:
+    """Values of the run that a pipeline at ``endpoint`` changes, as --set."""
+    return (*fleet.set, f"service.endpoint={endpoint}")
+
+
+def _example(template: str) -> str:
+    return endpoint_of(template, "pipeline-0", "192.0.2.1", 5870)
+
+
+def _endpoint_problems(template: str) -> list[str]:
     problems = []
-    if problem := endpoint_problem(example):
+    if problem := endpoint_problem(_example(template)):
         problems.append(f"endpoint: {problem}")
-    if not {"{pipeline}", "{port}"} & {w for w in ("{pipeline}", "{port}") if w in fleet.endpoint}:
+    if "{pipeline}" not in template and "{port}" not in template:
         problems.append(
-            f"endpoint: got {fleet.endpoint!r}, want {{pipeline}} or {{port}} in it: each pipeline "
-            "has an address of its own"
-        )
-    if not is_local(example) and run.service.secret_key is None:
-        problems.append(
-            f"endpoint: got {fleet.endpoint!r}, which others reach; want service.secret_key and "
-            "service.allowed_keys in the run's configuration"
+            f"endpoint: got {template!r}, want {{pipeline}} or {{port}} in it: each pipeline has "
+            "an address of its own"
         )
     return problems
 

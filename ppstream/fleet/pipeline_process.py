@@ -25,7 +25,7 @@ from ppstream.config import load
 from ppstream.control.peer_process import bound_command
 from ppstream.core.errors import FINAL_CODES, ConfigError, ExitCode
 from ppstream.fleet.directory import PipelineReport
-from ppstream.fleet.fleet_config import FleetPlan, endpoint_of
+from ppstream.fleet.fleet_config import FleetPlan, endpoint_of, settings_of
 from ppstream.observe import top
 from ppstream.observe.run_folder import Run
 from ppstream.wire.endpoints import unix_path
@@ -52,18 +52,11 @@ class PipelineProcess:
         own = endpoint_of(fleet.endpoint, name, node, port)
         if path := unix_path(own):  # the one of before may still be there
             own = f"unix://{path}-{os.getpid()}"
-            Path(path).parent.mkdir(0o700, exist_ok=True)
-        self._report = PipelineReport(
-            pipeline=name,
-            phase="starting",
-            endpoint=own,
-            server_key=plan.server_key,
-            rows=plan.rows,
-            node=node,
-        )
-        settings = (*fleet.set, f"service.endpoint={own}", "metrics.port=0")
+            Path(path).parent.mkdir(0o700, parents=True, exist_ok=True)
+        self._report = _report(plan, name, node, own, "starting")
+        settings = (*settings_of(fleet, own), "metrics.port=0")
         words = [word for setting in settings for word in ("--set", setting)]
-        self._root = Path(load.read(plan.run_file, fleet.set).log.root)
+        self._root = Path(load.read(plan.run_file, settings).log.root)
         self._port: int | None = None
         self._run: Run | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as the process
@@ -111,6 +104,8 @@ class PipelineProcess:
             self._process.wait(END_LIMIT_S)
         self._process.kill()
         self._process.wait()
+        self.report()
+        self._output.close()
 
     def _changed(self, *, phase: str, robots: int, exit: str = "") -> PipelineReport:  # noqa: A002
         self._report = msgspec.structs.replace(self._report, phase=phase, robots=robots, exit=exit)
@@ -127,10 +122,46 @@ class PipelineProcess:
         return None
 
     def _ended(self, code: int) -> str:
+        """Its exit code and its last line."""
+        if self._report.exit:
+            return self._report.exit
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace")[-TAIL:].splitlines()
         name = ExitCode(code).name if code in set(ExitCode) else f"signal {-code}"
         return f"{code} {name}: {lines[-1] if lines else ''}"
+
+
+class UnstartedPipeline:
+    """A pipeline that this node cannot start, and why; for whoever looks at the status."""
+
+    pid: Final = 0
+
+    def __init__(self, plan: FleetPlan, name: str, node: str, why: str) -> None:
+        report = _report(plan, name, node, "", ENDED)
+        self._report = msgspec.structs.replace(report, exit=why)
+
+    def report(self) -> PipelineReport:
+        return self._report
+
+    def is_final(self) -> bool:
+        return True
+
+    def drain(self) -> None:
+        """Nothing runs."""
+
+    def end(self) -> None:
+        """Nothing runs."""
+
+
+def _report(plan: FleetPlan, name: str, node: str, endpoint: str, phase: str) -> PipelineReport:
+    return PipelineReport(
+        pipeline=name,
+        phase=phase,
+        endpoint=endpoint,
+        server_key=plan.server_key,
+        rows=plan.rows,
+        node=node,
+    )
 
 
 def _phase(port: int) -> str:

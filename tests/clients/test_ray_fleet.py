@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_robot import FleetRobot
+from fleet_robot import LEASE_MS, ROBOTS, RUN, FleetRobot
 from real_runs import SOURCES, free_port
 from robot_rig import wait_until
 
@@ -26,49 +26,9 @@ from ppstream.launch.commands import main as ppstream
 
 PACKAGE = "ray"
 CLUSTER = Path(__file__).parents[1] / "support" / "ray_cluster.py"
-LEASE_MS = 600
 TICKS_MS = 100.0  # of a robot on a machine that is shared: an action is noted when it is executed
 AGAIN_S = 10.0
 LIMIT_S = 180.0
-ROBOTS = 4
-RUN = f"""
-name = "arm"
-
-[[streams]]
-name = "joints"
-dim = 3
-rate_hz = 50
-reference = true
-
-[window]
-steps = 2
-dt_ms = 20
-
-[batch]
-rows = {ROBOTS}
-
-[actions]
-names = ["a", "b"]
-horizon = 50
-dt_ms = 20
-low = [-1.0, -1.0]
-high = [1.0, 1.0]
-lease_ms = {LEASE_MS}
-
-[policy]
-target = "ppstream_stages.simulated:build"
-options = {{ b_ms = 6.0, horizon = 50, action_dim = 2 }}
-
-[simulate]
-a_ms = 5.0
-c_ms = 0.0
-
-[pipeline]
-d_in = 1  # nothing overlaps, however busy the machine is
-
-[bringup]
-accept = ["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]
-"""
 
 
 class Fleet:

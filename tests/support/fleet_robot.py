@@ -1,4 +1,4 @@
-"""A robot of a fleet that samples and acts at its rate, and notes every action it executes."""
+"""A fleet's run, and a robot of it that samples and acts, and notes every action it executes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,47 @@ from ppstream.robot.client import RobotClient
 from ppstream.robot.fleet_directory import FleetDirectory
 
 TICK_S = 0.02
+LEASE_MS = 600
+ROBOTS = 4
+#: One credit and no stage C: nothing overlaps, however busy the machine is, and that is accepted.
+RUN = f"""
+name = "arm"
+
+[[streams]]
+name = "joints"
+dim = 3
+rate_hz = 50
+reference = true
+
+[window]
+steps = 2
+dt_ms = 20
+
+[batch]
+rows = {ROBOTS}
+
+[actions]
+names = ["a", "b"]
+horizon = 50
+dt_ms = 20
+low = [-1.0, -1.0]
+high = [1.0, 1.0]
+lease_ms = {LEASE_MS}
+
+[policy]
+target = "ppstream_stages.simulated:build"
+options = {{ b_ms = 6.0, horizon = 50, action_dim = 2 }}
+
+[simulate]
+a_ms = 5.0
+c_ms = 0.0
+
+[pipeline]
+d_in = 1
+
+[bringup]
+accept = ["NOTHING_TO_HIDE", "LOW_OVERLAP", "CONTENDED"]
+"""
 
 
 class Act(NamedTuple):
