@@ -190,7 +190,6 @@ class _Pipeline:
         self._back: deque[float] = deque()  # results on their way, in order
         self._to_decode = 0  # results that the only thread has received
         self._decoding: deque[float] = deque(maxlen=D_OUT)  # when C began, on a thread of its own
-        self._last_back = 0.0
         self._begun = 0
         self._owed = [0] * len(stamps)  # its answer is out once so many envelopes are finished
         self._was_owed = False
@@ -266,8 +265,7 @@ class _Pipeline:
         free = self._free[self._begun % self._shape.replicas]
         for place, (hop, b) in enumerate(zip(self._hops, self._b, strict=False)):
             free[place] = at = max(at + hop.next(), free[place]) + b.next()
-        self._last_back = max(at + self._hops[-1].next(), self._last_back)
-        self._back.append(self._last_back)
+        self._back.append(at + self._hops[-1].next())
         self._begun += 1
         return over
 

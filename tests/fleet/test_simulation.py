@@ -85,7 +85,7 @@ def test_a_slow_replica_holds_the_others_results_back() -> None:
         ms(1), (Duration((5, 5, 80, 80), (0.0, 0.8, 0.8, 1.0)),), ms(0), (ms(0),) * 2, 4, 8
     )
     found = serve(times, RobotGroup(4, 100.0), Shape(replicas=3))
-    assert np.percentile(found.latencies_ms, 50) > 20
+    assert np.percentile(found.latencies_ms, 50) > 35  # 22 if results could overtake one another
 
 
 def test_pacing_rows_waits_for_robots_that_ask_apart() -> None:
