@@ -58,6 +58,12 @@ def add_override_argument(parser: ArgumentParser) -> None:
     )
 
 
+def arguments_of(args: Namespace) -> list[str]:
+    """The arguments that give another process the same configuration."""
+    settings = [part for setting in args.overrides for part in ("--set", setting)]
+    return ["--config", args.config, *settings]
+
+
 def load(args: Namespace) -> PipelineConfig:
     """The checked configuration that ``add_arguments``' arguments name.
 

@@ -28,9 +28,14 @@ INSTEAD: Final = {
     ),
     "torchvision": ("pillow",),
     "diffusers": ("filelock", "importlib-metadata", "regex"),
+    "ray": (
+        *("click", "filelock", "jsonschema", "msgpack", "packaging", "protobuf"),
+        *("pyyaml", "requests"),
+    ),
 }
-#: Of a package that wants torch, which is large: what this interpreter has installed is seen, too.
-SHARING: Final = frozenset({"lerobot"})
+#: Of a package whose processes want torch, which is large: what this interpreter has installed is
+#: seen, too.
+SHARING: Final = frozenset({"lerobot", "ray"})
 COMPLETE: Final = "complete"  # a file: an environment without it was not finished
 
 

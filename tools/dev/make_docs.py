@@ -25,15 +25,16 @@ import pdoc
 import pdoc.render
 
 PACKAGES: Final = ("ppstream", "ppstream_kernels", "ppstream_stages")
-#: Libraries of one kind of machine: without them their modules have no page.
-OPTIONAL: Final = ("cuda", "triton", "torch.distributed._symmetric_memory")
+#: Libraries of one kind of machine, or of an extra alone: without them their modules have no page.
+OPTIONAL: Final = ("cuda", "ray", "triton", "torch.distributed._symmetric_memory")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "build" / "docs")
     folder = parser.parse_args().folder
-    modules = [module for package in PACKAGES for module in import_all(package)]
+    left_out: list[str] = []
+    modules = [module for package in PACKAGES for module in import_all(package, left_out)]
     for module in modules:
         resolve(module)
     pdoc.render.configure(
@@ -42,21 +43,24 @@ def main() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="The module specification .* adds a module")
-        pdoc.pdoc(*(module.__name__ for module in modules), output_directory=folder)
+        for name in left_out:
+            warnings.filterwarnings("ignore", message=f"Couldn't import {name}:")
+        names = [*(module.__name__ for module in modules), *(f"!{name}$" for name in left_out)]
+        pdoc.pdoc(*names, output_directory=folder)
     print(f"{len(modules)} modules: {folder / 'index.html'}")
     return 0
 
 
-def import_all(package: str) -> list[ModuleType]:
-    """The package and every module below it."""
+def import_all(package: str, left_out: list[str]) -> list[ModuleType]:
+    """The package and every module below it; ``left_out`` gets the names of those that lack one."""
     top = importlib.import_module(package)
     found = [top]
     for info in pkgutil.walk_packages(top.__path__, f"{package}."):
-        found += import_one(info.name)
+        found += import_one(info.name, left_out)
     return found
 
 
-def import_one(name: str) -> list[ModuleType]:
+def import_one(name: str, left_out: list[str]) -> list[ModuleType]:
     """The module, or nothing where it needs what only another kind of machine has."""
     try:
         return [importlib.import_module(name)]
@@ -64,6 +68,7 @@ def import_one(name: str) -> list[ModuleType]:
         if not (error.name or "").startswith(OPTIONAL):
             raise
         print(f"left out: {name} needs {error.name}", file=sys.stderr)
+        left_out.append(name)
         return []
 
 
