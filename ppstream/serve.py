@@ -24,6 +24,8 @@ from ppstream.core.errors import (
     ExitCode,
     PeerFrozenError,
 )
+from ppstream.launch import guard
+from ppstream.launch.from_env import LAUNCHERS, become_torchrun
 from ppstream.launch.lookout import Lookout
 from ppstream.launch.placement import ranks_wanted
 from ppstream.launch.progress import CLEAR
@@ -76,8 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if rank == 0:  # every rank has looked: say it once
                 print(text)
             return 0
+        if args.from_env is not None:
+            become_torchrun(os.environ, config, load.arguments_of(args))
     except ConfigError as error:
         return refuse(error) if rank == 0 else int(ExitCode.CONFIG)  # all read the same file
+    if guard.is_wanted(config, rank):
+        guard.become(sys.argv[1:] if argv is None else argv)
     return run_rank(config, rank)
 
 
@@ -186,6 +192,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--print-config", action="store_true", help="print the effective configuration and leave"
+    )
+    parser.add_argument(
+        "--from-env",
+        choices=LAUNCHERS,
+        help="start the ranks of this pod of a LeaderWorkerSet (lws) through torchrun",
     )
     return parser
 

@@ -2,8 +2,9 @@
 
 Every cell (stage times, threads, D_in = D_out = D) is a run of two real ranks with simulated
 stages, of one more for each further B of a chain ``A:B1:B2:C``; its bring-up is the measurement, so
-cells that the gate refuses are measured, too. All cells run forwards, then backwards. The model is
-given the stage times that the same run measured.
+cells that the gate refuses are measured, too. With ``--replicas`` the policy rank is so many
+replicas, and each period stands beside the shortest possible one. All cells run forwards, then
+backwards. The model is given the stage times that the same run measured.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from d_sweep_cells import (
     gap_targets,
     parse_stages,
     recommend,
+    replica_cells,
+    replica_targets,
 )
 from real_runs import (
     ending_cleanly,
@@ -50,6 +53,7 @@ from ppstream.policy.compatibility import build_parts
 DEPTHS: Final = (1, 2, 3, 4)
 THREADS: Final = ("serial", "split")
 BALANCED: Final = Stages(3, 10, 4)
+BEHIND_A: Final = Stages(5, 20, 0)  # what replicas are for
 C_HEAVY: Final = Stages(3, 6, 7)  # C sets the period where it has a thread of its own
 ENVELOPES: Final = 200  # a run; each cell has two
 QUICK_ENVELOPES: Final = 100
@@ -61,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     mode = f"{options.kind} stages, host link, log on, 2 x {options.envelopes} envelopes, ABBA"
     print_environment(mode)
-    order = abba(cells(options.stages, options.threads, options.depths))
+    chosen = cells(options.stages, options.threads, options.depths)
+    if options.replicas:
+        chosen = replica_cells(options.stages, options.threads, options.replicas)
+    order = abba(chosen)
     passes: dict[SweepCell, list[Pass]] = {}
     with ending_cleanly():
         for number, cell in enumerate(order, start=1):
@@ -72,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [combine(cell, found, slot_bytes(cell)) for cell, found in passes.items()]
     advice, targets = recommend(rows), gap_targets(rows)
     print_rows(rows)
-    print_advice(advice)
+    if options.replicas:
+        advice, targets = [], replica_targets(rows)
+    else:
+        print_advice(advice)
     print_targets(targets)
     if options.plot is not None:
         plot(rows, options.plot)
@@ -94,6 +104,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", nargs="+", choices=THREADS)
     parser.add_argument("--depths", type=int, nargs="+", metavar="D")
+    parser.add_argument(
+        "--replicas", type=int, nargs="+", metavar="R", help="of the policy rank, with D = R + 1"
+    )
     parser.add_argument("--kind", choices=("sleep", "spin"), default="sleep")
     parser.add_argument("--envelopes", type=int, help="a run, at least 100; each cell has two runs")
     parser.add_argument("--quick", action="store_true", help="two short cells")
@@ -101,6 +114,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     quick = options.quick
+    if options.replicas:
+        options.stages = options.stages or [BEHIND_A]
+        options.threads = options.threads or THREADS[1:]
     options.stages = options.stages or ([BALANCED] if quick else [BALANCED, C_HEAVY])
     options.threads = options.threads or (THREADS[:1] if quick else THREADS)
     options.depths = options.depths or (DEPTHS[:2] if quick else DEPTHS)
@@ -114,7 +130,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 def run_cell(cell: SweepCell, kind: str, envelopes: int) -> Pass:
     """One run of all ranks; exits when it did not get through bring-up."""
     settings = [*_settings(cell, kind), f"bringup.envelopes={envelopes}", "bringup.standalone=2"]
-    report, _ = measure_bring_up(settings, world_size=1 + len(cell.stages.places_ms))
+    report, _ = measure_bring_up(settings, world_size=cell.stages.ranks)
     return read_pass(report)
 
 
@@ -141,7 +157,8 @@ def slot_bytes(cell: SweepCell) -> int:
     *_, policy = build_parts(config, torch.device("cpu"))
     shape = link_shape(config, build_intake(config).cutter.inputs, policy.outputs, 0)
     envelopes = shape.envelope_slots * shape.envelope.slot_bytes
-    return envelopes + shape.result_slots * shape.result.slot_bytes
+    results = shape.result_slots * shape.result.slot_bytes
+    return cell.stages.replicas * (envelopes + results)
 
 
 def _settings(cell: SweepCell, kind: str) -> list[str]:
@@ -160,6 +177,7 @@ def _settings(cell: SweepCell, kind: str) -> list[str]:
         f"simulate.c_ms={cell.stages.c_ms}",
         f"simulate.kind={kind}",
         f"policy.options.kind={kind}",
+        f"placement.replicas={cell.stages.replicas}",
         f"pipeline.threads={cell.threads}",
         f"pipeline.d_in={cell.depth}",
         f"pipeline.d_out={cell.depth}",

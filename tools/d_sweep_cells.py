@@ -13,18 +13,33 @@ from typing import Final, NamedTuple
 from real_runs import Spread, Target, spread
 
 GOOD_ENOUGH: Final = 1.02  # of the best period: deeper queues only cost latency
+RATE_MIN: Final = 0.95  # of the ideal one, with any number of replicas
 GAP_MAX: Final = 0.03  # of the model's period,
 GAP_MAX_MS: Final = 0.3  # or this, whichever is more
 GAP_STAGE_MIN_MS: Final = 5.0  # asked of cells whose longest stage takes this long
 
 
 class Stages(NamedTuple):
-    """Simulated times of one envelope; ``behind_ms``: stage B of the policy ranks behind rank 1."""
+    """Simulated times of one envelope; ``behind_ms``: stage B of the policy ranks behind rank 1.
+
+    With ``replicas`` policy ranks take envelopes in turn.
+    """
 
     a_ms: float
     b_ms: float
     c_ms: float
     behind_ms: tuple[float, ...] = ()
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Rank 0 and all policy ranks."""
+        return 1 + self.replicas * len(self.places_ms)
+
+    def ideal_ms(self, threads: str) -> float:
+        """The shortest period: that of the busiest rank, or of replicas in turn."""
+        rank0_ms = (self.a_ms, self.c_ms) if threads == "split" else (self.a_ms + self.c_ms,)
+        return max(*rank0_ms, *(b_ms / self.replicas for b_ms in self.places_ms))
 
     @property
     def places_ms(self) -> tuple[float, ...]:
@@ -37,6 +52,7 @@ class Stages(NamedTuple):
 
     def __str__(self) -> str:
         places = "+".join(f"{b_ms:g}" for b_ms in self.places_ms)
+        places += f" x {self.replicas}" if self.replicas > 1 else ""
         return f"A {self.a_ms:g}  B {places}  C {self.c_ms:g} ms"
 
 
@@ -113,6 +129,28 @@ def cells(
 ) -> list[SweepCell]:
     return [
         SweepCell(s, t, depth) for s in stages for t in threads for depth in sorted(set(depths))
+    ]
+
+
+def replica_cells(
+    stages: Iterable[Stages], threads: Sequence[str], replicas: Sequence[int]
+) -> list[SweepCell]:
+    """Each number of replicas with as many envelopes in flight as there are ranks."""
+    counts = sorted(set(replicas))
+    return [
+        SweepCell(s._replace(replicas=r), t, r + 1) for s in stages for t in threads for r in counts
+    ]
+
+
+def replica_targets(rows: Iterable[SweepRow]) -> list[Target]:
+    """Returns each cell's period over the shortest that its replicas allow."""
+    return [
+        Target(
+            f"{row.cell.stages} {row.cell.threads}: period / ideal",
+            round(1 / RATE_MIN, 3),
+            row.period_ms / row.cell.stages.ideal_ms(row.cell.threads),
+        )
+        for row in rows
     ]
 
 

@@ -40,6 +40,7 @@ class Alone:
     fair: StageTimes  # what the score is made from: no stage buys anything by being slow alone
     s: float | None
     ceiling: float  # Sigma / M
+    slowest_ns: float  # M
     strict: float  # period over the slowest resource
     stretch: dict[str, float]  # of stages that count: the run's time over the time alone
     moved: dict[str, float]  # the time alone behind bring-up over the one before; {}: one was made
@@ -76,6 +77,7 @@ def alone(run: RunLog, window: JudgedSpan, score: Primary, machine: Machine | No
         fair=fair,
         s=_overlap(resources, _resources(ran, topology), score.period_ns, topology),
         ceiling=sum(resources) / max(resources) if max(resources) else 1.0,
+        slowest_ns=max(1.0, *resources),
         strict=score.period_ns / max(1.0, *_resources(both, topology)),
         stretch={
             k: ns / took
@@ -95,7 +97,7 @@ def _stages_alone(
     """With the places that the run's own times have; None where the measurement lacks them."""
     places: Sequence[float] = measured.places_ns
     if not ran.behind:
-        places = [measured.b_ns / topology.replicas]
+        places = [measured.b_ns]
     if len(places) != len(ran.places):
         return None
     return StageTimes.of_chain(measured.a_ns, places, measured.c_ns)
@@ -164,6 +166,9 @@ def _waits(
     late = ran.delay
     waited = sum(late.stages.values())
     threads = dict(zip(resource_names(topology), wanted, strict=False))  # the last is a device
+    threads |= {f"replica{rank}": threads["mesh"] for rank in topology.replica_ranks}
+    if topology.has_replicas:
+        del threads["mesh"]
     if waited <= 0 or not machine.holds(threads):
         return _scaled(own, 0.0)
     share = min(1.0, (machine.others_cpus or 0.0) * score.period_ns / waited)
@@ -194,9 +199,8 @@ def _parts(lines: Sequence[Envelope], topology: Topology, ran: StageTimes) -> _P
     cpu_c, late_a, late_c = (
         (_mean(lines, name) or 0) for name in ("cpu_c_ns", "delay_a_ns", "delay_c_ns")
     )
-    cpu_b = [ns / topology.replicas for ns in known]
-    late_b = [(_mean(mine, "delay_b_ns") or 0) / topology.replicas for mine in places]
-    cpu = _each(min, whole, StageTimes.of_chain(share_a * cpu_a, cpu_b, share_c * cpu_c))
+    late_b = [_mean(mine, "delay_b_ns") or 0 for mine in places]
+    cpu = _each(min, whole, StageTimes.of_chain(share_a * cpu_a, known, share_c * cpu_c))
     most = _each(sub, whole, cpu)
     delay = _each(min, most, StageTimes.of_chain(share_a * late_a, late_b, share_c * late_c))
     return _Parts(cpu, delay, _each(sub, most, delay))
@@ -209,10 +213,11 @@ def _mean(lines: Sequence[Envelope | PolicyLine], name: str) -> float | None:
 
 
 def _resources(times: StageTimes, topology: Topology) -> tuple[float, ...]:
-    """Time of every serial resource for one envelope."""
+    """Time of every serial resource for one envelope; of replicas the share of each."""
+    places = [b / topology.replicas for b in times.places]
     if topology.threads == "split":
-        return times.a, times.c, *times.places
-    return times.a + times.c, *times.places
+        return times.a, times.c, *places
+    return times.a + times.c, *places
 
 
 def _overlap(

@@ -60,6 +60,7 @@ from ppstream.core.quantiles import quantiles
 MODEL_ERROR: Final = 0.03  # of the period: the closed form is good for that on healthy runs
 MODEL_ERROR_NS: Final = 20_000  # where stages are short
 READY: Final = "ready"
+SERVING: Final = (READY, "degraded")  # with fewer replicas than there were
 SLOWER: Final = 2.0  # a stage's time in service over bring-up's
 SLOWER_NS: Final = 1_000_000  # and at least so much more
 COMPARED_MIN: Final = 5  # envelopes of each: a slow service has few
@@ -220,7 +221,9 @@ def _machine(run: RunLog, window: JudgedSpan) -> Machine | None:
                 for name in Machine._fields[:-1]
             )
             if cpus is not None and threads is not None and load is not None:
-                listed = _thread_cpus(event.fields, resource_names(window.topology))
+                replicas = [f"replica{rank}" for rank in window.topology.replica_ranks]
+                names = (*resource_names(window.topology), *replicas)
+                listed = _thread_cpus(event.fields, names)
                 return Machine(cpus, threads, load, steal, others, listed)
     return None
 
@@ -255,7 +258,7 @@ def _model(score: Primary | None, window: JudgedSpan) -> Model | None:
 
 
 def _service(run: RunLog) -> ServiceReport | None:
-    ready = [e for e in run.envelopes if e.phase == READY]
+    ready = [e for e in run.envelopes if e.phase in SERVING]
     if not ready:
         return None
     window = select_window(run, READY)

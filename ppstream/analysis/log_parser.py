@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_type_hints
 
+from ppstream.analysis.json_values import int_of, mapping_of, shown, text_of
 from ppstream.analysis.records import (
     ENVELOPES,
     REQUESTS,
@@ -31,7 +32,7 @@ from ppstream.analysis.records import (
     header_words,
 )
 from ppstream.analysis.requests import GatewayTotals, WindowRequests
-from ppstream.core.errors import LogError, printable
+from ppstream.core.errors import LogError
 from ppstream.core.quantiles import BINS
 
 SCHEMA: Final = "ppstream.log/"
@@ -40,8 +41,6 @@ RANKS_MAX: Final = 1024
 DEPTH_MAX: Final = 4096  # of D_in and D_out
 AGE_MAX_NS: Final = 3_600_000_000_000  # an hour: no robot executes an older action
 COUNT_MAX: Final = 1 << 62  # of what a robot counts, in ns too
-INT_MAX: Final = (1 << 63) - 1
-TEXT_CHARS: Final = 120  # of a fault or a name that others gave
 
 
 _Key = tuple[int, int, int, int]  # generation, lane, epoch, seq
@@ -80,10 +79,12 @@ def parse_run(
     joined = [
         _join(e, [lines.get(_identity(e)) for lines in found.places]) for e in found.envelopes
     ]
+    for e in joined:
+        e.answered_by = found.answered_by.get(_identity(e))
     return RunLog(
         run_id=str(manifest.get("run_id", "?")),
         topology=topology,
-        config=_mapping(manifest.get("config")),
+        config=mapping_of(manifest.get("config")),
         finished=manifest.get("finished_utc") is not None,
         envelopes=tuple(sorted(joined, key=_order)),
         events=tuple(found.events),
@@ -114,6 +115,8 @@ class _Sorted:
     def __init__(self, run_id: object, topology: Topology) -> None:
         self.envelopes: list[Envelope] = []
         self.places: list[dict[_Key, PolicyLine]] = [{} for _ in topology.ranks]
+        self.answered_by: dict[_Key, int] = {}
+        self._replicas = topology.replica_ranks
         self.members: dict[int, list[PolicyLine]] = {rank: [] for rank in topology.members}
         self.events: list[LogEvent] = []
         self.ages_ns: list[int] = []
@@ -145,6 +148,8 @@ class _Sorted:
                 self.members[line.rank].append(_stage1(line))
             elif 1 <= place <= len(self.places):
                 self.places[place - 1].setdefault(_key(line), _stage1(line))
+                if line.rank in self._replicas:
+                    self.answered_by.setdefault(_key(line), line.rank)
             else:
                 self.ignored += 1
         elif kind == "event":
@@ -164,7 +169,7 @@ class _Sorted:
 
     def _robot(self, line: LogLine) -> None:
         age_ns, oldest_ns = (
-            _int(line.fields, name, line.where) for name in ("age_ns", "oldest_ns")
+            int_of(line.fields, name, line.where) for name in ("age_ns", "oldest_ns")
         )
         if any(ns is not None and not 0 <= ns <= AGE_MAX_NS for ns in (age_ns, oldest_ns)):
             self.unbelievable += 1
@@ -176,24 +181,24 @@ class _Sorted:
     def _robot_state(self, line: LogLine) -> None:
         """The newest one of a session stands for all: its counts go on."""
         found = line.fields
-        session = _int(found, "session", line.where)
-        counts = {name: _int(found, name, line.where) for name in _ROBOT_COUNTS}
+        session = int_of(found, "session", line.where)
+        counts = {name: int_of(found, name, line.where) for name in _ROBOT_COUNTS}
         if any(n is not None and not 0 <= n <= COUNT_MAX for n in counts.values()):
             self.unbelievable += 1
             return
-        given = _text(found.get("fault"))
-        fault = _shown(given) if given else None
+        given = text_of(found.get("fault"))
+        fault = shown(given) if given else None
         state = RobotStateLine(session or 0, fault=fault, **counts)
         self.states[line.generation, state.session] = state
 
     def _ledger(self, line: LogLine) -> None:
         if "actions" in line.fields:
-            table = _mapping(line.fields["actions"])
+            table = mapping_of(line.fields["actions"])
             self.rule_counts[line.generation] = _rule_counts(table, line.where)
         for part in _ledgers(line):
             self.ledgers[line.generation, part.stream] = part
             if part.stream == ENVELOPES:
-                t = _int(line.fields, "t", line.where)
+                t = int_of(line.fields, "t", line.where)
                 finished = part.received - part.in_flight
                 self.books.append(EnvelopeLedger(line.generation, t, finished, part.imbalance))
 
@@ -211,31 +216,32 @@ def check_schema(record: Json, where: str) -> None:
 
 def _standalone(manifest: Json, name: str) -> IsolatedTimes | None:
     """Means; medians where a writer has no means."""
-    table, where = _mapping(manifest.get(name)), f"run.json: {name}"
-    means = [_int(table, f"{stage}_mean_ns", where) for stage in "ABC"]
-    medians = [_int(table, f"{stage}_ns", where) for stage in "ABC"]
+    table, where = mapping_of(manifest.get(name)), f"run.json: {name}"
+    means = [int_of(table, f"{stage}_mean_ns", where) for stage in "ABC"]
+    medians = [int_of(table, f"{stage}_ns", where) for stage in "ABC"]
     times = [median if mean is None else mean for mean, median in zip(means, medians, strict=True)]
     a_ns, b_ns, c_ns = times
     if a_ns is None or b_ns is None or c_ns is None or min(a_ns, b_ns, c_ns) < 0:
         return None
-    parts = _mapping(table.get("parts_ns"))
+    parts = mapping_of(table.get("parts_ns"))
     places_ns = _numbers(table.get("places_ns"), f"{where}.places_ns")
-    parts_ns = {_shown(name): _int(parts, name, where) or 0 for name in parts}
-    if min((*places_ns, *parts_ns.values()), default=0) < 0:
+    replicas_ns = _numbers(table.get("replicas_ns"), f"{where}.replicas_ns")
+    parts_ns = {shown(name): int_of(parts, name, where) or 0 for name in parts}
+    if min((*places_ns, *replicas_ns, *parts_ns.values()), default=0) < 0:
         return None
-    return IsolatedTimes(a_ns, b_ns, c_ns, places_ns, parts_ns)
+    return IsolatedTimes(a_ns, b_ns, c_ns, places_ns, parts_ns, replicas_ns)
 
 
 def _numbers(value: object, where: str) -> tuple[int, ...]:
     found = value if isinstance(value, list) else []
-    return tuple(_int({"ns": ns}, "ns", where) or 0 for ns in found)
+    return tuple(int_of({"ns": ns}, "ns", where) or 0 for ns in found)
 
 
 def _topology(manifest: Json) -> Topology:
-    table = _mapping(manifest.get("topology"))
+    table = mapping_of(manifest.get("topology"))
     ranks = table.get("ranks")
-    rank_tables = [_mapping(rank) for rank in ranks] if isinstance(ranks, list) else []
-    rank_tables.sort(key=lambda rank: _int(rank, "rank", "run.json topology.ranks") or 0)
+    rank_tables = [mapping_of(rank) for rank in ranks] if isinstance(ranks, list) else []
+    rank_tables.sort(key=lambda rank: int_of(rank, "rank", "run.json topology.ranks") or 0)
     world_size = ranks_of(manifest)
     lone = world_size == 1  # nothing is handed over: no bounds are needed
     return Topology(
@@ -250,24 +256,19 @@ def _topology(manifest: Json) -> Topology:
             rank.get("rank") == 0 and rank.get("stamp_source") == "device" for rank in rank_tables
         ),
         parts=tuple(_names(rank.get("parts")) for rank in rank_tables),
-        devices=tuple(_shown(str(rank.get("device") or "")) for rank in rank_tables),
+        devices=tuple(shown(str(rank.get("device") or "")) for rank in rank_tables),
         members=_members(table.get("members")),
     )
 
 
 def _members(value: object) -> tuple[int, ...]:
-    tables = [_mapping(found) for found in value] if isinstance(value, list) else []
-    ranks = (_int(found, "rank", "run.json topology.members") for found in tables)
+    tables = [mapping_of(found) for found in value] if isinstance(value, list) else []
+    ranks = (int_of(found, "rank", "run.json topology.members") for found in tables)
     return tuple(rank for rank in ranks if rank is not None)
 
 
 def _names(value: object) -> tuple[str, ...]:
-    return tuple(_shown(str(name)) for name in value) if isinstance(value, list) else ()
-
-
-def _shown(text: str) -> str:
-    """Text of others as a line of a report can hold it."""
-    return printable(text, TEXT_CHARS)
+    return tuple(shown(str(name)) for name in value) if isinstance(value, list) else ()
 
 
 def _choice(table: Json, key: str, allowed: tuple[str, ...], default: str) -> str:
@@ -278,7 +279,7 @@ def _choice(table: Json, key: str, allowed: tuple[str, ...], default: str) -> st
 
 
 def _bound(table: Json, key: str, most: int) -> int:
-    value = _int(table, key, "run.json topology")
+    value = int_of(table, key, "run.json topology")
     if value is None or not 1 <= value <= most:
         raise LogError(f"run.json: topology.{key} is {value}, expected 1 to {most}")
     return value
@@ -290,7 +291,7 @@ def ranks_of(manifest: Json) -> int:
     Raises:
         LogError: no such number of ranks can be.
     """
-    table = _mapping(manifest.get("topology"))
+    table = mapping_of(manifest.get("topology"))
     if table.get("world_size"):
         return _bound(table, "world_size", RANKS_MAX)
     ranks = table.get("ranks")
@@ -321,7 +322,7 @@ def _envelope(line: LogLine) -> Envelope:
         lease_ns=_lease_ns(found.get("window_end_ns"), found.get("expires_ns")),
     )
     if envelope.tDecode is None:  # the older name of the same stamp
-        envelope.tDecode = _int(found, "tC0", line.where)
+        envelope.tDecode = int_of(found, "tC0", line.where)
     return envelope
 
 
@@ -332,11 +333,14 @@ def _stage1(line: LogLine) -> PolicyLine:
 def _declared(kind: type, line: LogLine) -> dict[str, Any]:
     """Numbers, texts and names of the line, by the fields that ``kind`` declares."""
     found, where = line.fields, line.where
-    values: dict[str, Any] = {name: _int(found, name, where) for name in _NUMBERS[kind]}
+    values: dict[str, Any] = {name: int_of(found, name, where) for name in _NUMBERS[kind]}
     for name in _TEXTS[kind]:
-        values[name] = _text(found.get(name))
-    values["kind"], values["run_id"] = _text(found.get("kind")), _text(found.get("run_id")) or ""
-    values["mode"] = _text(found.get("mode") or "throughput")
+        values[name] = text_of(found.get(name))
+    values["kind"], values["run_id"] = (
+        text_of(found.get("kind")),
+        text_of(found.get("run_id")) or "",
+    )
+    values["mode"] = text_of(found.get("mode") or "throughput")
     values["generation"], values["lane"], values["epoch"], values["seq"] = _key(line)
     return values
 
@@ -369,14 +373,14 @@ def _answers(lines: Sequence[PolicyLine | None]) -> dict[str, int | None]:
 
 def _key(line: LogLine) -> _Key:
     found, where = line.fields, line.where
-    seq = _int(found, "seq", where)
+    seq = int_of(found, "seq", where)
     if seq is None:
         raise LogError(f"{where}: a line of kind {found.get('kind')!r} needs seq")
-    generation = _int(found, "generation", where)
+    generation = int_of(found, "generation", where)
     return (
         line.generation if generation is None else generation,
-        _int(found, "lane", where) or 0,
-        _int(found, "epoch", where) or 0,
+        int_of(found, "lane", where) or 0,
+        int_of(found, "epoch", where) or 0,
         seq,
     )
 
@@ -391,69 +395,69 @@ def _order(envelope: Envelope) -> tuple[int, int, int, int, int]:
 
 def _event(line: LogLine) -> LogEvent:
     found, where = line.fields, line.where
-    to = _int(found, "to", where) if found.get("name") == "epoch_cut" else None
+    to = int_of(found, "to", where) if found.get("name") == "epoch_cut" else None
     return LogEvent(
         rank=line.rank,
         generation=line.generation,
         name=str(found.get("name")),
-        t=_int(found, "t", where),
-        epoch=_int(found, "epoch", where) if to is None else to,
-        phase=_text(found.get("phase")),
+        t=int_of(found, "t", where),
+        epoch=int_of(found, "epoch", where) if to is None else to,
+        phase=text_of(found.get("phase")),
         fields=found,
     )
 
 
 def _memory(line: LogLine) -> MemoryLine:
     found, where = line.fields, line.where
-    numbers = {name: _int(found, name, where) for name in _MEMORY}
+    numbers = {name: int_of(found, name, where) for name in _MEMORY}
     return MemoryLine(rank=line.rank, generation=line.generation, **numbers)
 
 
 def _ledgers(line: LogLine) -> list[Ledger]:
     """Tables in one line (``streams``, ``total``, ``envelopes``), or one line per stream."""
     found = line.fields
-    tables = dict(_mapping(found.get("streams")))
+    tables = dict(mapping_of(found.get("streams")))
     tables |= {name: found[name] for name in (TOTAL, ENVELOPES) if name in found}
     if not tables:
         tables = {str(found.get("stream") or TOTAL): found}
-    return [_ledger(name, _mapping(table), line.where) for name, table in tables.items()]
+    return [_ledger(name, mapping_of(table), line.where) for name, table in tables.items()]
 
 
 def _ledger(name: str, table: Json, where: str) -> Ledger:
-    dropped = _mapping(table.get("dropped"))
+    dropped = mapping_of(table.get("dropped"))
     return Ledger(
         stream=name,
-        received=_int(table, "received", where) or 0,
-        used=_int(table, "used", where) or 0,
-        in_flight=_int(table, "in_flight", where) or 0,
-        dropped={reason: _int(dropped, reason, where) or 0 for reason in dropped},
-        holes=_int(table, "holes", where),
-        longest_hole_ns=_int(table, "longest_hole_ns", where),
-        targets=_int(table, "targets", where),
-        invalid=_int(table, "invalid", where),
+        received=int_of(table, "received", where) or 0,
+        used=int_of(table, "used", where) or 0,
+        in_flight=int_of(table, "in_flight", where) or 0,
+        dropped={reason: int_of(dropped, reason, where) or 0 for reason in dropped},
+        holes=int_of(table, "holes", where),
+        longest_hole_ns=int_of(table, "longest_hole_ns", where),
+        targets=int_of(table, "targets", where),
+        invalid=int_of(table, "invalid", where),
     )
 
 
 def _requests(line: LogLine) -> RobotRequests:
     found, where = line.fields, line.where
-    wire, robot = (_shown(str(found.get(name) or "?")) for name in ("wire", "robot"))
-    counts = {name: _int(found, name, where) or 0 for name in _REQUEST_COUNTS}
-    errors, bins = _mapping(found.get("errors")), _mapping(found.get("bins"))
+    wire, robot = (shown(str(found.get(name) or "?")) for name in ("wire", "robot"))
+    counts = {name: int_of(found, name, where) or 0 for name in _REQUEST_COUNTS}
+    errors, bins = mapping_of(found.get("errors")), mapping_of(found.get("bins"))
     return RobotRequests(
         wire,
         robot,
-        errors={_shown(reason): _int(errors, reason, where) or 0 for reason in errors},
-        bins={int(at): n for at in bins if at in _BINS and (n := _int(bins, at, where) or 0) > 0},
+        errors={shown(reason): int_of(errors, reason, where) or 0 for reason in errors},
+        bins={int(at): n for at in bins if at in _BINS and (n := int_of(bins, at, where) or 0) > 0},
         **counts,
     )
 
 
 def _rule_counts(table: Json, where: str) -> RuleCounts:
-    refused = _mapping(table.get("refused"))
+    refused = mapping_of(table.get("refused"))
     chunks, clipped_chunks, clipped_values = (
-        _int(table, name, where) or 0 for name in RuleCounts._fields[:-1]
+        int_of(table, name, where) or 0 for name in RuleCounts._fields[:-1]
     )
-    by_rule = {rule: _int(refused, rule, where) or 0 for rule in refused}
+    by_rule = {rule: int_of(refused, rule, where) or 0 for rule in refused}
     return RuleCounts(chunks, clipped_chunks, clipped_values, by_rule)
 
 
@@ -479,21 +483,3 @@ def _input_ages_ns(value: object) -> Mapping[str, int] | None:
         for stream, age in value.items()
     }
     return {stream: age for stream, age in ages.items() if age is not None}
-
-
-def _int(table: Json, key: str, where: str) -> int | None:
-    value = table.get(key)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if value is None or (type(value) is int and -INT_MAX <= value <= INT_MAX):
-        return value
-    raise LogError(f"{where}: {key} is {value!r:.40}, expected an integer of 64 bits")
-
-
-def _text(value: object) -> str | None:
-    """Kept once, however many lines have it."""
-    return None if value is None else sys.intern(str(value))
-
-
-def _mapping(value: object) -> Json:
-    return value if isinstance(value, Mapping) else {}

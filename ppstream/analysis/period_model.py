@@ -5,7 +5,8 @@ exact for constant times (maximum over circuits of delay / tokens); the recurren
 recorded times and is the oracle behind the forms. ``decode_first`` exists here and in tests only.
 
 Place 0 is rank 0 (A and C), places 1 to n are the policy ranks of a chain. A hop is a serial
-resource of its own: a place works on the next envelope while the last one travels.
+resource of its own: a place works on the next envelope while the last one travels. Replicas of the
+only policy rank take envelopes in turn, each with hops of its own.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class PipelineForm:
     credit: str = "before_window"  # before_window: A starts on the credit; after_window: prebuilt
     d_in: int = 2
     d_out: int = 2
+    replicas: int = 1  # of the only policy rank
 
     @property
     def is_unpipelined(self) -> bool:
@@ -106,7 +108,7 @@ class PipelineForm:
 
         Its A leads the decode of the oldest of them; credits may let it lead by less.
         """
-        return min(len(times.places), self.d_in) + 1
+        return min(len(times.places) * self.replicas, self.d_in) + 1
 
 
 def period_terms(times: StageTimes, form: PipelineForm) -> dict[str, float]:
@@ -120,8 +122,10 @@ def period_terms(times: StageTimes, form: PipelineForm) -> dict[str, float]:
         terms |= {"A": times.a, "C": times.c}
     stages, hops = times.stages, _hop_names(times)
     sigma = "x_in + B + x_out" if not times.behind else f"x + B1 .. B{len(times.places)}"
-    terms |= {name: b for name, b in stages.items() if name not in "AC"}
-    terms |= dict(zip(hops, times.hops, strict=True))
+    r = form.replicas
+    each = {name: b for name, b in stages.items() if name not in "AC"}
+    each |= dict(zip(hops, times.hops, strict=True))
+    terms |= {f"{name} / {r}" if r > 1 else name: took / r for name, took in each.items()}
     terms |= {
         f"({'A + ' if on_credit else ''}{sigma}) / D_in": loop / form.d_in,
         "x_out / D_out": times.x_out / form.d_out,
@@ -130,7 +134,9 @@ def period_terms(times: StageTimes, form: PipelineForm) -> dict[str, float]:
     if form.threads == "serial":  # one thread has one envelope of lead for each policy rank
         tokens = form.tokens(times)
         terms[f"(A + {sigma} + C) / {tokens}"] = times.through / tokens
-        if times.behind:  # an A stands in front of the decode that gives the result its place
+        if (
+            times.behind or r > 1
+        ):  # an A stands in front of the decode that gives the result its place
             ahead = form.d_in + (not on_credit)
             terms["(A + x_out) / (D_out + D_in - lead)"] = (times.a + times.x_out) / (
                 form.d_out + ahead - (tokens - 1)
@@ -159,10 +165,11 @@ def window_star(times: StageTimes, form: PipelineForm) -> int:
     if form.is_unpipelined:
         return 1
     loop = times.loop + (times.a if form.credit == "before_window" else 0.0)
-    endless = replace(form, d_in=max(form.d_in, len(times.places) + form.d_out + 1))
+    ranks = len(times.places) * form.replicas
+    endless = replace(form, d_in=max(form.d_in, ranks + form.d_out + 1))
     floor = max(v for f, v in period_terms(times, endless).items() if not f.endswith("/ D_in"))
     star = max(1, math.ceil(loop / floor - _ROUNDING)) if floor > 0 else 1
-    while times.behind and period(times, replace(form, d_in=star)) > floor * (1 + _ROUNDING):
+    while ranks > 1 and period(times, replace(form, d_in=star)) > floor * (1 + _ROUNDING):
         star += 1  # one thread leads by no more than its credits: at most n + 1 times
     return star
 
@@ -170,12 +177,14 @@ def window_star(times: StageTimes, form: PipelineForm) -> int:
 def latency(times: StageTimes, form: PipelineForm) -> float | None:
     """Age of an emit (tEmit - tA0) of a saturated steady run; None where no closed form is known.
 
-    Known: unpipelined, one thread with a prebuilt envelope, and split threads. Where credits bind
-    more than one envelope at a time the value is the mean over a cycle.
+    Known without replicas: unpipelined, one thread with a prebuilt envelope, and split threads.
+    Where credits bind more than one envelope at a time the value is the mean over a cycle.
     """
     p = period(times, form)
     if form.is_unpipelined:
         return times.through
+    if form.replicas > 1:
+        return None
     if form.threads == "serial":
         return 2 * p if form.credit == "after_window" and not times.behind else None
     if max(times.a, times.t_in) >= p:  # A sets the pace: nothing queues behind it
@@ -285,21 +294,23 @@ def _stage_a(z: ModelledRun, k: int, t: StageTimes, form: PipelineForm, arrive: 
     )
     z.a0.append(a0)
     z.a1.append(a0 + t.a)
-    z.s0.append(max(z.a1[k], _at(z.o1, k - form.d_in), _at(z.places[0].i1, k - 1)))
+    before = k - form.replicas  # on the same hop
+    z.s0.append(max(z.a1[k], _at(z.o1, k - form.d_in), _at(z.places[0].i1, before)))
     z.places[0].i1.append(z.s0[k] + t.x_in)
 
 
 def _stage_b(z: ModelledRun, k: int, t: StageTimes, form: PipelineForm) -> None:
+    before = k - form.replicas  # on the same rank
     for at, (place, b) in enumerate(zip(z.places, t.places, strict=True), start=1):
-        place.b0.append(max(place.i1[k], _at(place.b1, k - 1)))
+        place.b0.append(max(place.i1[k], _at(place.b1, before)))
         place.b1.append(place.b0[k] + b)
         if at < len(z.places):  # every hop has a slot for each credit: only the link is waited for
             beyond = z.places[at]
             place.o0.append(max(place.b1[k], _at(beyond.i1, k - 1)))
             beyond.i1.append(place.o0[k] + t.hops[at])
         else:
-            place.o0.append(max(place.b1[k], _at(z.o1, k - 1), _at(z.c0, k - form.d_out)))
-            z.o1.append(place.o0[k] + t.x_out)
+            place.o0.append(max(place.b1[k], _at(z.o1, before), _at(z.c0, k - form.d_out)))
+            z.o1.append(max(place.o0[k] + t.x_out, _at(z.o1, k - 1)))  # received in order
 
 
 def _stage_c(z: ModelledRun, k: int, t: StageTimes, *, thread_free: float) -> None:

@@ -1,7 +1,8 @@
-"""Checks of a chain's places and hops, for ``audits.py``: how far their stamps disagree. Pure.
+"""Checks of several policy ranks and their hops, for ``audits.py``: how far stamps disagree. Pure.
 
-Every check but the one between two places uses one rank's clock alone. All are of chains only: of
-a single policy rank rank 0's line has everything that its own lines could be checked against.
+Every check but the one between two places uses one rank's clock alone. All are of chains only, but
+that of the order, which replicas keep, too: of a single policy rank rank 0's line has everything
+that its own lines could be checked against.
 """
 
 from __future__ import annotations
@@ -9,8 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ppstream.analysis.places import arrived_ns, has_one_clock, hops_ns, left_ns
+from ppstream.analysis.places import (
+    arrived_ns,
+    has_one_clock,
+    hops_ns,
+    left_ns,
+    lines_of_replica,
+)
 from ppstream.analysis.records import Envelope, PolicyLine, RunLog
+from ppstream.analysis.replicas import out_of_turn
 from ppstream.analysis.segments import JudgedSpan
 
 
@@ -20,6 +28,9 @@ def out_of_order(run: RunLog, window: JudgedSpan, slack_ns: int) -> tuple[int, s
     ``slack_ns`` is for stamps that are not of one clock or one thread: between two places always,
     on one place where a device made them.
     """
+    if window.topology.has_replicas:
+        wrong = [*out_of_turn(run, window), *_on_replicas(window)]
+        return len(wrong), wrong[0] if wrong else ""
     if not window.topology.is_chain:
         return 0, ""
     found = list(_on_places(window, slack_ns if window.topology.device_stamped else 0))
@@ -32,15 +43,27 @@ def _on_places(window: JudgedSpan, slack_ns: int) -> Iterator[str]:
     for place in window.topology.ranks:
         title = window.topology.title(place)
         for before, line in _neighbours(window, place):
-            if None in (before.tB0, before.tB1, line.tB0, line.tB1):
-                continue
-            begun, ended = (before.tB0 or 0) - slack_ns, (before.tB1 or 0) - slack_ns
-            if (line.tB1 or 0) < (line.tB0 or 0) - slack_ns:
-                yield f"{title}: B ends before it begins"
-            elif (line.tB1 or 0) <= begun and (line.tB0 or 0) < begun:
-                yield f"{title}: B of envelope {line.seq} comes before that of {before.seq}"
-            elif (line.tB0 or 0) < ended:
-                yield f"{title}: two B at the same time, of envelopes {before.seq} and {line.seq}"
+            yield from _in_row(before, line, title, slack_ns)
+
+
+def _in_row(before: PolicyLine, line: PolicyLine, title: str, slack_ns: int = 0) -> Iterator[str]:
+    """One rank works on one envelope at a time, in their order."""
+    if None in (before.tB0, before.tB1, line.tB0, line.tB1):
+        return
+    begun, ended = (before.tB0 or 0) - slack_ns, (before.tB1 or 0) - slack_ns
+    if (line.tB1 or 0) < (line.tB0 or 0) - slack_ns:
+        yield f"{title}: B ends before it begins"
+    elif (line.tB1 or 0) <= begun and (line.tB0 or 0) < begun:
+        yield f"{title}: B of envelope {line.seq} comes before that of {before.seq}"
+    elif (line.tB0 or 0) < ended:
+        yield f"{title}: two B at the same time, of envelopes {before.seq} and {line.seq}"
+
+
+def _on_replicas(window: JudgedSpan) -> Iterator[str]:
+    for segment in window.segments:
+        for rank in window.topology.replica_ranks:
+            for before, line in pairwise(lines_of_replica(segment.envelopes, rank)):
+                yield from _in_row(before, line, f"replica {rank}")
 
 
 def _between_places(window: JudgedSpan, slack_ns: int) -> Iterator[str]:

@@ -13,7 +13,13 @@ from typing import Final
 
 from ppstream.analysis.contention import Alone
 from ppstream.analysis.period_model import period
-from ppstream.analysis.places import arrived_ns, lines_of, mean_hops_ns, place_b_ns
+from ppstream.analysis.places import (
+    arrived_ns,
+    lines_of,
+    mean_hops_ns,
+    place_b_ns,
+    replicas_b_ns,
+)
 from ppstream.analysis.policy_cut import Costs, PolicyCut, best_cut
 from ppstream.analysis.records import PolicyLine, RunLog
 from ppstream.analysis.scores import Primary, form_of
@@ -38,7 +44,8 @@ class PlaceRow:
 
     ``wait_input_ns``: it had nothing to do; ``wait_output_ns``: for room behind it; on rank 0 what
     A waits for, and what the emit does. ``queue_ns``: an envelope was there and B had not begun.
-    ``hop_ns``: the hop that leaves the rank; the last one ends on rank 0.
+    ``hop_ns``: the hop that leaves the rank; the last one ends on rank 0. Replicas are one row:
+    ``share`` is the share of their time, all other times are an envelope's.
     """
 
     rank: int
@@ -51,6 +58,8 @@ class PlaceRow:
     wait_output_ns: float | None
     queue_ns: float | None
     hop_ns: float | None
+    ranks: tuple[int, ...] = ()  # of the place: several are replicas
+    replicas_ns: tuple[float | None, ...] = ()  # B of each of them
     members: tuple[MeshMember, ...] = ()  # that compute the place with it
 
 
@@ -88,8 +97,10 @@ def place_rows(
             wait_output_ns=sum(e.w_emit_ns or 0 for e in measured) / window.n,
             queue_ns=fmean((e.tDecode or 0) - (e.tRecv or 0) for e in window.emitted),
             hop_ns=hops[0],
+            ranks=(0,),
         )
     ]
+    by_replica = replicas_b_ns(measured, topology)
     for place, name in zip(topology.ranks, topology.policy_names, strict=True):
         lines = lines_of(measured, place)
         busy_ns = busy.get(name)
@@ -100,12 +111,14 @@ def place_rows(
                 parts=topology.parts_of(place),
                 device=topology.device_of(place),
                 alone_ns=own_alone,
-                busy_ns=None if busy_ns is None else busy_ns / window.n,
+                busy_ns=None if busy_ns is None else topology.replicas * busy_ns / window.n,
                 share=None if busy_ns is None else busy_ns / window.span_ns,
                 wait_input_ns=_mean(lines, "wait_input_ns"),
                 wait_output_ns=_mean(lines, "wait_output_ns"),
                 queue_ns=_queue_ns(lines),
                 hop_ns=hops[place],
+                ranks=topology.ranks_of(place),
+                replicas_ns=tuple(map(by_replica.get, topology.replica_ranks)),
                 members=_members(run, window),
             )
         )
@@ -136,6 +149,8 @@ def held_hop(rows: Sequence[PlaceRow], period_ns: float) -> PlaceRow | None:
 def better_cut(run: RunLog, score: Primary | None) -> BetterCut | None:
     """The best cut by the parts' times alone; None where they are not known, or the cut is it."""
     topology, times = run.topology, None if score is None else score.times
+    if topology.has_replicas:
+        return None
     names = [name for parts in topology.parts for name in parts]
     alone = run.standalone.parts_ns if run.standalone is not None else {}
     if times is None or not times.behind or not names or not set(names) <= set(alone):

@@ -1,7 +1,8 @@
 """The policy ranks one by one: stage B, waits and hops of each place of a chain. Pure.
 
-Place k is the policy rank k; of a single policy rank (or of replicas) rank 0's lines tell all, so
-the policy rank's own are only witnesses. In a chain rank 0's line has the slowest place alone, and
+Place k is the policy rank k; of a single policy rank rank 0's lines tell all, so the policy rank's
+own are only witnesses. So it is of replicas, which are one place of several ranks: its time is the
+sum of theirs, divided by their number. In a chain rank 0's line has the slowest place alone, and
 the rest stands in each rank's own lines.
 """
 
@@ -22,6 +23,17 @@ def lines_of(envelopes: Iterable[Envelope], place: int) -> list[PolicyLine]:
     return [line for line in found if line is not None]
 
 
+def lines_of_replica(envelopes: Iterable[Envelope], rank: int) -> list[PolicyLine]:
+    """The lines that a replica wrote of these envelopes."""
+    return [e.stage1 for e in envelopes if e.answered_by == rank and e.stage1 is not None]
+
+
+def replicas_b_ns(envelopes: Sequence[Envelope], topology: Topology) -> dict[int, float]:
+    """Mean of stage B on each replica that answered any of these envelopes."""
+    each = {rank: lines_of_replica(envelopes, rank) for rank in topology.replica_ranks}
+    return {rank: fmean(map(place_b_ns, lines)) for rank, lines in each.items() if lines}
+
+
 def lost_places(envelopes: Sequence[Envelope], topology: Topology) -> list[int]:
     """Places of a chain without most of their lines: nobody else knows their times."""
     if not topology.is_chain:
@@ -30,7 +42,7 @@ def lost_places(envelopes: Sequence[Envelope], topology: Topology) -> list[int]:
 
 
 class StageBTimes:
-    """Stage B on each policy rank, of some envelopes; ``names`` are the ranks as resources.
+    """Stage B on each place, of some envelopes; ``names`` are the places as resources.
 
     Where no place of a chain has lines, which is so while a run goes on and on other hosts, the
     slowest place stands for all. A single line that is missing counts as its place's mean.
@@ -46,7 +58,7 @@ class StageBTimes:
         self._usual_ns = [round(fmean(map(place_b_ns, mine))) if mine else 0 for mine in lines]
 
     def of(self, envelope: Envelope) -> tuple[int, ...]:
-        """One time for each name."""
+        """Busy time for each name: of replicas each one's share of it."""
         if self._is_single:
             return (stage_b_ns(envelope) // self._replicas,)
         if envelope.B_ns is None:
@@ -55,9 +67,9 @@ class StageBTimes:
         return tuple(usual if line is None else place_b_ns(line) for line, usual in pairs)
 
     def means(self, envelopes: Sequence[Envelope], n: int) -> tuple[float, ...]:
-        """Of ``n`` emits; what was dropped between them took time, too."""
+        """Durations, of ``n`` emits; what was dropped between them took time, too."""
         if self._is_single:
-            return (sum(map(stage_b_ns, envelopes)) / n / self._replicas,)
+            return (sum(map(stage_b_ns, envelopes)) / n,)
         return tuple(sum(column) / n for column in zip(*map(self.of, envelopes), strict=True))
 
 

@@ -68,7 +68,7 @@ class Topology:
     @property
     def lead(self) -> int:
         """So many A stand in front of a decode on the one thread of rank 0."""
-        return 0 if self.order == "decode_first" else min(self.places, self.d_in)
+        return 0 if self.order == "decode_first" else min(self.places * self.replicas, self.d_in)
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -80,10 +80,25 @@ class Topology:
         """Numbers of the places of policy ranks."""
         return range(1, self.places + 1)
 
+    @property
+    def has_replicas(self) -> bool:
+        return self.replicas > 1 and not self.is_chain
+
+    @property
+    def replica_ranks(self) -> range:
+        """Ranks that take envelopes in turn; none where each envelope passes all policy ranks."""
+        return range(1, 1 + self.replicas) if self.has_replicas else range(0)
+
+    def ranks_of(self, place: int) -> tuple[int, ...]:
+        """The ranks that a place is."""
+        return tuple(self.replica_ranks) if place and self.has_replicas else (place,)
+
     def title(self, place: int) -> str:
         """A place for people: its number, its parts and its device, as far as they are known."""
         parts = ", ".join(self.parts_of(place))
         known = " on ".join(text for text in (parts, self.device_of(place)) if text)
+        if place and self.has_replicas:
+            return f"{self.replicas} replicas" + (f" ({known})" if known else "")
         return f"place {place}" + (f" ({known})" if known else "")
 
     def parts_of(self, place: int) -> tuple[str, ...]:
@@ -102,10 +117,11 @@ class IsolatedTimes(NamedTuple):
     """Mean stage times measured alone, the other rank idle, in the process that then ran."""
 
     a_ns: int
-    b_ns: int  # of a chain: of its slowest place
+    b_ns: int  # of a chain: of its slowest place; of replicas: of all
     c_ns: int
     places_ns: tuple[int, ...] = ()  # of a chain: stage B of each place
     parts_ns: Mapping[str, int] = MappingProxyType({})  # of the policy's parts, where timed
+    replicas_ns: tuple[int, ...] = ()  # of replicas: stage B of each
 
 
 def in_header(word: int) -> Any:
@@ -208,6 +224,7 @@ class EnvelopeLine(PolicyRankTimes, _Rank0Stamps):
     session_epoch: int | list[int] | None = None  # of rows
     input_age_ns: Mapping[str, Any] | None = None  # by stream: newest sample to the window's end
     drop: str | None = None  # why it was not emitted
+    replica: int | None = None  # rank that got the envelope, where policy ranks take turns
 
 
 @dataclass
@@ -251,10 +268,11 @@ class Envelope(EnvelopeLine):
     asked: int | None = None  # robots with a newer window than before; None: rows are not named
     asked_ahead: int | None = None  # of them, those whose window before was under way at tA0
     places: tuple[PolicyLine | None, ...] = ()  # the line of each policy rank, in their order
+    answered_by: int | None = None  # of replicas: the rank whose log has the line
 
     @property
     def stage1(self) -> PolicyLine | None:
-        """The line of the only policy rank; in a chain of the last one."""
+        """The line of the only policy rank, or of the replica; in a chain of the last rank."""
         return self.places[-1] if self.places else None
 
     @property

@@ -119,7 +119,12 @@ class Primary:
 
 def form_of(topology: Topology) -> PipelineForm:
     return PipelineForm(
-        topology.threads, topology.order, topology.credit, topology.d_in, topology.d_out
+        topology.threads,
+        topology.order,
+        topology.credit,
+        topology.d_in,
+        topology.d_out,
+        topology.replicas,
     )
 
 
@@ -134,7 +139,7 @@ def compat(window: JudgedSpan, outstanding_max: int, q_decode_max: int) -> Compa
     periods, stage0, stage1, hidden, ratios = [], [], [], [], []
     for segment in window.segments:
         for envelope, period_ns in zip(segment.emitted[1:], segment.periods_ns, strict=True):
-            stages = _published_stages(envelope)
+            stages = _published_stages(envelope, window.topology.replicas)
             if stages is None:
                 return None
             hidden.append(max(0, sum(stages) - period_ns))
@@ -212,8 +217,9 @@ def resource_names(topology: Topology, policy: tuple[str, ...] | None = None) ->
 
 def resource_title(name: str) -> str:
     """A serial resource for people; any other text as it is."""
-    if name.removeprefix("place").isdecimal():
-        return name.replace("place", "place ")
+    for kind in ("place", "replica"):
+        if name.removeprefix(kind).isdecimal():
+            return name.replace(kind, f"{kind} ")
     return RESOURCE_TITLES.get(name, name)
 
 
@@ -244,12 +250,13 @@ def transport_ns(envelope: Envelope) -> int | None:
     return envelope.tRecv - envelope.tSend - envelope.residence_ns
 
 
-def _published_stages(envelope: Envelope) -> tuple[int, int] | None:
+def _published_stages(envelope: Envelope, replicas: int) -> tuple[int, int] | None:
+    """Stage 1 is a policy rank's share of B: so long as one has several, none sets the period."""
     stamps = (envelope.tA0, envelope.tA1, envelope.tRecv, envelope.tEmit, envelope.B_ns)
     if None in stamps:
         return None
     stage0 = between(envelope.tA0, envelope.tA1) + between(envelope.tRecv, envelope.tEmit)
-    return stage0, envelope.B_ns or 0
+    return stage0, (envelope.B_ns or 0) // replicas
 
 
 def _rows(segment: Segment, topology: Topology, stage_b: StageBTimes) -> list[Row]:
@@ -306,17 +313,23 @@ def _overlap(sigma_ns: int, span_ns: int, max_ns: int) -> float | None:
 
 
 def _transport_ns(window: JudgedSpan) -> int | None:
-    """Sum over the window; None when an emitted envelope lacks a part of it."""
+    """Sum over the window; None when an emitted envelope lacks a part of it.
+
+    Of replicas what is left when results did not wait for the one before.
+    """
     if any(transport_ns(e) is None for e in window.emitted):
         return None
+    if window.topology.has_replicas:
+        return round(_free_transport_ns(window) * window.n)
     return sum(transport_ns(e) or 0 for e in window.measured)
 
 
 def _free_transport_ns(window: JudgedSpan) -> float:
-    """Both transfers of one envelope, on average, where D_out did not hold its receipt back.
+    """Both transfers of one envelope, on average, where nothing held its receipt back.
 
-    A result that waits for a place in D_out is on no link, though it is not received yet. Where
-    every receipt was held back nothing is known of the link, but it limits nothing either: 0.
+    A result that waits for a place in D_out is on no link, though it is not received yet; nor is
+    one of a replica that waits for the result before. Where every receipt was held back nothing is
+    known of the link, but it limits nothing either: 0.
     """
     held_ns = min(HELD_MAX_NS, HELD_SHARE * window.span_ns / window.n)
     free = []
@@ -324,9 +337,16 @@ def _free_transport_ns(window: JudgedSpan) -> float:
         by_seq = {e.seq: e for e in segment.envelopes}
         for e in segment.measured:
             giver = by_seq.get(e.seq - window.topology.d_out)
-            if giver is not None and between(giver.tDecode, e.tRecv) > held_ns:
+            before = by_seq.get(e.seq - 1) if window.topology.has_replicas else giver
+            is_first = before is giver or _is_behind(e, before, held_ns)
+            if giver is not None and between(giver.tDecode, e.tRecv) > held_ns and is_first:
                 free.append(transport_ns(e) or 0)
     return fmean(free) if free else 0.0
+
+
+def _is_behind(e: Envelope, before: Envelope | None, held_ns: float) -> bool:
+    """True where the result before was received well before this one."""
+    return before is not None and between(before.tRecv, e.tRecv) > held_ns
 
 
 def mean_times(

@@ -161,7 +161,7 @@ def _after_warmup(segments: list[Segment], topology: Topology) -> tuple[list[Seg
     for segment in segments:
         skip = warmup - skipped if cold else topology.d_in + 2
         if cold and len(segment.emitted) > skip:
-            start = _steady_start(segment, skip)
+            start = _steady_start(segment, skip, topology.replicas)
             steady = start is not None
             skip = skip if start is None else start
             cold = False
@@ -178,15 +178,15 @@ def _without_first(segment: Segment, skip: int) -> Segment | None:
     return Segment(segment.envelopes[emits[skip] :]) if len(emits) >= skip + 2 else None
 
 
-def _steady_start(segment: Segment, skip: int) -> int | None:
+def _steady_start(segment: Segment, skip: int, replicas: int) -> int | None:
     """The first emit from ``skip`` on that opens a stretch of even period without a recompile.
 
-    Even is judged on rolling means of the period: honest jitter of single periods is not warm-up.
+    Even is judged on rolling means of the period: honest jitter of single periods is not warm-up,
+    nor is what repeats with each turn of replicas.
     """
     emitted, periods_ns = segment.emitted, segment.periods_ns
-    means = [
-        fmean(periods_ns[i : i + STEADY_MEAN]) for i in range(len(periods_ns) - STEADY_MEAN + 1)
-    ]
+    of = -(-STEADY_MEAN // replicas) * replicas  # periods of a mean
+    means = [fmean(periods_ns[i : i + of]) for i in range(len(periods_ns) - of + 1)]
     for start in range(skip, len(emitted) - STEADY_RUN):
         nearby = means[start : start + STEADY_RUN]
         compiled = any(

@@ -9,6 +9,7 @@ from typing import Final
 from ppstream.analysis.contention import MOVED_MAX, MOVED_NS
 from ppstream.analysis.period_model import Deeper, PipelineForm
 from ppstream.analysis.place_table import BetterCut, PlaceRow, held_hop
+from ppstream.analysis.replicas import pace_of, replica_sentences
 from ppstream.analysis.requests import Requests
 from ppstream.analysis.run_statistics import Spoilt, judged, usual_stages_ns, wait_share
 from ppstream.analysis.scores import (
@@ -99,7 +100,7 @@ def _gain(f: Diagnosis) -> str:
     if score is None:
         return "no score is known"
     in_turn_ns = score.sigma_ns / score.n if alone is None else alone.in_turn_ns
-    ceiling = score.ceiling if alone is None else alone.ceiling
+    ceiling = score.ceiling if alone is None else in_turn_ns / alone.slowest_ns
     return (
         f"one rank would take {in_ms(in_turn_ns)} ms for A, B and C in turn, "
         f"{f.evidence.run.topology.world_size} take {in_ms(score.period_ns)} ms: "
@@ -159,8 +160,7 @@ def _limits(f: Diagnosis) -> Iterator[str]:
 
 
 def _headline(f: Diagnosis) -> Iterator[str]:
-    score = f.evidence.primary
-    topology = f.evidence.run.topology
+    score, topology = f.evidence.primary, f.evidence.run.topology
     if score is None:
         return
     busiest = score.max_ns / score.n
@@ -300,15 +300,17 @@ def _spoilt_texts(f: Diagnosis, found: Spoilt | None) -> dict[str, str]:
 
 
 def _limit(f: Diagnosis) -> Iterator[str]:
+    yield from replica_sentences(f.evidence.run, f.evidence.window)
     score = f.evidence.primary
     if score is None or f.limited_by is None:
         return
     busy, topology = score.rank0, f.evidence.run.topology
-    rank0 = max(busy, key=lambda name: busy[name])
-    slowest = max(score.places, key=lambda name: score.places[name])
-    policy, shorter = "the policy", "B"
+    rank0, slowest = (max(shares, key=shares.__getitem__) for shares in (busy, score.places))
+    policy, shorter, share = "the policy", "B", score.places[slowest]
     if slowest != "mesh":
         policy, shorter = topology.title(topology.policy_names.index(slowest) + 1), "place"
+    if topology.has_replicas:
+        policy, shorter, share = pace_of(f.evidence.window, share)
     what = {"r0": "A + C", "r0A": "A", "r0C": "C", "gpu0": "A and C on one device"}[rank0]
     credit = wait_share(f.evidence.window, "w_credit_ns")
     yield {
@@ -316,7 +318,7 @@ def _limit(f: Diagnosis) -> Iterator[str]:
         "input-limited": "the input sets the period: the pipeline has time to spare",
         "stage0-limited": f"rank 0 sets the period: {what} is busy {busy[rank0]:.0%} of it; "
         "make it shorter or move work to the policy rank",
-        "stage1-limited": f"{policy} sets the period: it is busy {score.places[slowest]:.0%} of "
+        "stage1-limited": f"{policy} sets the period: it is busy {share:.0%} of "
         f"it; only a faster {shorter} helps",
         "window-limited": f"credits set the period: A waits {credit:.0%} of it for a credit",
         "serialized": "the stages run in turn: check that the next envelope is sent before this "

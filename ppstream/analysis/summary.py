@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from ppstream.analysis.replicas import slow_replica
 from ppstream.analysis.run_report import Figure, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import HARMLESS
 from ppstream.analysis.scores import resource_title
@@ -255,6 +256,9 @@ def limiting(report: RunReport) -> str:
     """The rank, place or thing that sets the period, in few words."""
     score = report.primary
     if score is not None and report.limited_by == "stage1-limited":
+        if report.window.topology.has_replicas:
+            slow = slow_replica(report.window)
+            return "replicas" if slow is None else f"replica {slow.rank}"
         return resource_title(max(score.places, key=lambda name: score.places[name]))
     return {
         "output-limited": "who takes the actions",

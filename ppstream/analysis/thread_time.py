@@ -61,17 +61,27 @@ class Threads:
         return self._sums({**own, **self._of_policy(mesh, _excess_place)})
 
     def _of_policy(
-        self, mesh: Callable[[Segment], float], of_place: Callable[[Segment, int], float]
+        self,
+        mesh: Callable[[Segment], float],
+        of_place: Callable[[Sequence[PolicyLine | None]], float],
     ) -> dict[str, Callable[[Segment], float]]:
-        """By policy rank: rank 0's line tells of one alone, of a chain its own lines."""
+        """By policy rank: rank 0's line tells of one alone, of a chain its own lines.
+
+        So do those of replicas where they are whole.
+        """
         topology = self._window.topology
-        if not topology.is_chain:
-            return {"mesh": mesh}
 
         def at(place: int) -> Callable[[Segment], float]:
-            return lambda segment: of_place(segment, place)
+            return lambda segment: of_place(_lines_at(segment, place))
 
-        return dict(zip(topology.policy_names, map(at, topology.ranks), strict=True))
+        def by(rank: int) -> Callable[[Segment], float]:
+            return lambda segment: of_place(_own_lines(segment, rank))
+
+        if topology.is_chain:
+            return dict(zip(topology.policy_names, map(at, topology.ranks), strict=True))
+        if topology.has_replicas and all(e.answered_by for e in self._window.measured):
+            return {f"replica{rank}": by(rank) for rank in topology.replica_ranks}
+        return {"mesh": mesh}
 
     def _sums(self, parts: dict[str, Callable[[Segment], float]]) -> dict[str, float]:
         return {name: sum(map(part, self._window.segments)) for name, part in parts.items()}
@@ -133,9 +143,17 @@ def unnamed(window: JudgedSpan) -> dict[str, Unnamed]:
     }
     for name, place in zip(topology.policy_names, topology.ranks, strict=True):
         policy = lines_of(measured, place)
-        span = _place_span_ns if topology.is_chain else _only_span_ns
-        span_ns = sum(span(segment, place) for segment in window.segments)
-        threads[name] = _unnamed(policy, "", span_ns) if len(policy) == len(measured) else None
+        is_whole = len(policy) == len(measured)
+        if topology.is_chain:
+            span_ns = sum(_lines_span_ns(_lines_at(each, place)) for each in window.segments)
+        else:
+            span_ns = sum(_mesh_span_ns(each).least for each in window.segments)
+        if not topology.has_replicas:
+            threads[name] = _unnamed(policy, "", span_ns) if is_whole else None
+    for rank in topology.replica_ranks:
+        lines = [_own_lines(each, rank) for each in window.segments]
+        known = [line for own in lines for line in own[1:] if line is not None]
+        threads[f"replica{rank}"] = _unnamed(known, "", sum(map(_lines_span_ns, lines)))
     return {name: found for name, found in threads.items() if found is not None}
 
 
@@ -224,32 +242,36 @@ def _mesh_span_ns(segment: Segment) -> _Span:
     return _Span(max(0, latest - first.tRecv), last.tRecv - earliest)
 
 
-def _only_span_ns(segment: Segment, _: int) -> int:
-    return _mesh_span_ns(segment).least
+def _lines_at(segment: Segment, place: int) -> Sequence[PolicyLine | None]:
+    """Of a chain's place, one for each envelope."""
+    return [e.places[place - 1] for e in segment.envelopes]
 
 
-def _place_span_ns(segment: Segment, place: int) -> int:
-    """From the end of B to the end of B, by the stamps of a chain's place; 0 without them."""
-    first, last = (e.places[place - 1] for e in (segment.first, segment.last))
+def _own_lines(segment: Segment, rank: int) -> Sequence[PolicyLine | None]:
+    """Of a replica, one for each envelope that it answered."""
+    return [e.stage1 for e in segment.envelopes if e.answered_by == rank]
+
+
+def _lines_span_ns(lines: Sequence[PolicyLine | None]) -> int:
+    """From the end of B to the end of B, by a rank's own stamps; 0 without them."""
+    first, last = (lines[0], lines[-1]) if lines else (None, None)
     return 0 if first is None or last is None else between(first.tB1, last.tB1)
 
 
-def _residual_place(segment: Segment, place: int) -> float:
+def _residual_place(lines: Sequence[PolicyLine | None]) -> float:
     """0 where a line is missing: another audit says so."""
-    lines = lines_of(segment.measured, place)
-    span_ns = _place_span_ns(segment, place)
-    if len(lines) < len(segment.measured) or not span_ns:
+    span_ns, known = _lines_span_ns(lines), [line for line in lines[1:] if line is not None]
+    if len(known) < len(lines) - 1 or not span_ns:
         return 0
     waits = ("wait_input_ns", "wait_output_ns", "busy_link_ns")
     return span_ns - sum(
-        (line.B_ns or 0) + sum(getattr(line, name) or 0 for name in waits) for line in lines
+        (line.B_ns or 0) + sum(getattr(line, name) or 0 for name in waits) for line in known
     )
 
 
-def _excess_place(segment: Segment, place: int) -> float:
-    span_ns = _place_span_ns(segment, place)
-    lines = lines_of(segment.measured, place)
-    return sum(line.B_ns or 0 for line in lines) - span_ns if span_ns else 0
+def _excess_place(lines: Sequence[PolicyLine | None]) -> float:
+    span_ns = _lines_span_ns(lines)
+    return sum(line.B_ns or 0 for line in lines[1:] if line is not None) - span_ns if span_ns else 0
 
 
 def _waits(envelopes: Sequence[Envelope], names: tuple[str, ...]) -> int:

@@ -18,6 +18,7 @@ from ppstream.analysis.contention import Alone
 from ppstream.analysis.period_model import period
 from ppstream.analysis.places import is_elsewhere, lost_places
 from ppstream.analysis.records import LogEvent, RunLog
+from ppstream.analysis.replicas import replica_shares
 from ppstream.analysis.run_statistics import Spoilt, wait_share
 from ppstream.analysis.scores import CEILING_MIN, Primary, form_of, missing_stages
 from ppstream.analysis.segments import BRING_UP, JudgedSpan
@@ -253,10 +254,11 @@ def _disagreements(run: RunLog) -> Iterator[str]:
     if isinstance(policy, list) and len(policy) != topology.world_size - 1:
         yield f"run.json has {topology.world_size} ranks and {len(policy)} devices for policy ranks"
     found = cut if isinstance(cut, Mapping) else {}
-    names = [name for parts in topology.parts for name in parts]
+    parts_of = topology.parts[: 1 + topology.places]  # replicas have the same ones
+    names = [name for parts in parts_of for name in parts]
     if names and found.get("parts") not in (None, names):
         yield "run.json has other parts in topology than in cut"
-    here = [rank for rank, parts in enumerate(topology.parts) for _ in parts]
+    here = [rank for rank, parts in enumerate(parts_of) for _ in parts]
     for name, there in (("placement.parts", where), ("cut", found.get("chosen"))):
         if names and isinstance(there, list) and there and here != there:
             yield f"run.json has parts at places {here} in topology and {there} in {name}"
@@ -274,7 +276,8 @@ def classify(window: JudgedSpan, primary: Primary | None) -> str | None:
     """Returns the first class that holds: what limits the run."""
     if primary is None or window.topology.world_size == 1:
         return None
-    rank0, mesh = max(primary.rank0.values()), max(primary.places.values(), default=0.0)
+    shares = [*primary.places.values(), *replica_shares(window).values()]
+    rank0, mesh = max(primary.rank0.values()), max(shares, default=0.0)
     found = {
         "output-limited": wait_share(window, "w_emit_ns") > WAIT_MAX,
         "input-limited": wait_share(window, "w_input_ns") > WAIT_MAX,

@@ -58,6 +58,12 @@ def add_override_argument(parser: ArgumentParser) -> None:
     )
 
 
+def arguments_of(args: Namespace) -> list[str]:
+    """The arguments that give another process the same configuration."""
+    settings = [part for setting in args.overrides for part in ("--set", setting)]
+    return ["--config", args.config, *settings]
+
+
 def load(args: Namespace) -> PipelineConfig:
     """The checked configuration that ``add_arguments``' arguments name.
 
@@ -105,9 +111,13 @@ def read(name: str, overrides: Iterable[str] = ()) -> PipelineConfig:
 def _with_defaults(config: PipelineConfig, table: dict[str, Any]) -> PipelineConfig:
     """Fills in what follows from other settings.
 
-    ``d_in`` is the number of ranks, and frames are float32 where every rank is on a CPU.
+    One device stands for those of all replicas, ``d_in`` is the number of ranks, and frames are
+    float32 where every rank is on a CPU.
     """
     shape, placement = config.pipeline, config.placement
+    if len(placement.policy) == 1:
+        devices = placement.policy * placement.replicas
+        placement = msgspec.structs.replace(placement, policy=devices)
     if "d_in" not in table.get("pipeline", {}):
         shape = msgspec.structs.replace(shape, d_in=1 + len(placement.policy))
     streams = config.streams
@@ -117,7 +127,7 @@ def _with_defaults(config: PipelineConfig, table: dict[str, Any]) -> PipelineCon
             one if is_stated or one.image is None else _with_float32_frames(one)
             for one, is_stated in zip(streams, stated, strict=True)
         )
-    return msgspec.structs.replace(config, pipeline=shape, streams=streams)
+    return msgspec.structs.replace(config, pipeline=shape, placement=placement, streams=streams)
 
 
 def _with_float32_frames(stream: StreamConfig) -> StreamConfig:

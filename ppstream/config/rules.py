@@ -113,6 +113,7 @@ def problems(config: PipelineConfig) -> list[str]:
         *_limit_problems(config),
         *_batch_problems(config.batch),
         *_device_problems(config),
+        *_replica_problems(config),
         *gateway_problems(config),
     ]
 
@@ -404,7 +405,9 @@ def _mesh_problems(config: PipelineConfig) -> Iterator[str]:
     if mesh == 1:
         return
     path = f"placement.mesh: got {mesh} with"
-    if len(placement.policy) > 1:
+    if placement.replicas > 1:
+        yield f"{path} placement.replicas = {placement.replicas}, want 1: one mesh"
+    elif len(placement.policy) > 1:
         yield f"{path} {len(placement.policy)} devices in placement.policy, want one: no chain"
     if set(placement.policy) != {"cpu"}:
         yield f"{path} placement.policy on {placement.policy[0]}, want 'cpu': no mesh of GPUs yet"
@@ -451,4 +454,33 @@ def _device_problems(config: PipelineConfig) -> Iterator[str]:
         yield (
             "pipeline.credit: got 'after_window' with rank 0 on the CPU, want 'before_window': "
             "there a window cut before its credit only grows old"
+        )
+
+
+def _replica_problems(config: PipelineConfig) -> Iterator[str]:
+    """Yields what replicas of a policy rank cannot be."""
+    placement = config.placement
+    replicas, devices = placement.replicas, len(placement.policy)
+    if not 1 <= placement.fewest <= replicas:
+        yield (
+            f"placement.replicas_min: got {placement.fewest}, want {replicas} at most: that many "
+            "replicas there are"
+        )
+    if replicas == 1:
+        return
+    if devices != replicas:
+        yield (
+            f"placement.replicas: got {replicas} with {devices} devices in placement.policy, want "
+            f"one device for all replicas, or {replicas}: the places of a chain have no replicas"
+        )
+    if placement.parts == "auto":
+        yield (
+            f"placement.parts: got 'auto' with placement.replicas = {replicas}, want a list of "
+            "places 0 and 1, or none: the best cut is sought for one rank a place"
+        )
+    if placement.rank0 != "cpu":
+        yield (
+            f"placement.replicas needs CPUs: got {replicas} with placement.rank0 = "
+            f"{placement.rank0!r}, want placement.rank0 = 'cpu' (replicas may compute on GPUs), or "
+            "placement.replicas = 1"
         )

@@ -70,6 +70,26 @@ class PlacementConfig(Table, frozen=True):
     parts: tuple[Annotated[int, Meta(ge=0)], ...] | Literal["auto"] = ()
     """Place of each part, 0 being rank 0; auto times them at the start and takes the best cut. Set
     it for policies of several parts."""
+    replicas: Annotated[int, Meta(ge=1, le=16)] = 1
+    """Equal policy ranks of one place that take envelopes in turn. Raise it when a stateless policy
+    takes several times as long as stages A and C."""
+    replicas_min: Count | None = None
+    """Replicas that are enough to go on serving when others are lost; none ends the run at the
+    first loss. Set it where fewer actions are better than none."""
+
+    @property
+    def places(self) -> int:
+        """Places of policy ranks: replicas are one."""
+        return 1 if self.replicas > 1 else len(self.policy)
+
+    def place_of(self, rank: int) -> int:
+        """The place whose parts a rank runs."""
+        return min(rank, self.places)
+
+    @property
+    def fewest(self) -> int:
+        """Replicas without which the run ends."""
+        return self.replicas if self.replicas_min is None else self.replicas_min
 
     mesh: Annotated[int, Meta(ge=1, le=16)] = 1
     """Ranks that compute the policy together, each with a shard of its weights; 1 is none. Set it

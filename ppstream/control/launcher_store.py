@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +25,11 @@ class LauncherStore:
     rank: int
     world_size: int
     generation: int
+
+    def within(self, folder: str) -> LauncherStore:
+        """The same store with all keys in a folder of their own."""
+        inside = dist.PrefixStore(folder, self.raw)  # type: ignore[attr-defined]
+        return replace(self, raw=inside)
 
     def set(self, key: str, value: str) -> None:
         """Publish ``value`` for the ranks of this generation."""

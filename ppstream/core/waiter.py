@@ -65,6 +65,11 @@ class PythonWaiter:
         self.register(bell.fileno())
         self._bells.append(bell)
 
+    def unregister_bell(self, bell: WaiterBell) -> None:
+        """Stop watching ``bell``; to be called by the thread that waits, before it is closed."""
+        self._bells.remove(bell)
+        self.unregister(bell.fileno())
+
     def unregister(self, fd: int) -> None:
         """Stop watching ``fd``; to be called before it is closed."""
         self._fds.remove(fd)

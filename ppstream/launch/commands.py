@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "replay": Command("ppstream.launch.replay:main", "stream a recording as a robot would"),
     "resample": Command("ppstream.data.cli:main", "make a data set of recordings"),
     "gateway": Command("ppstream.gateway.cli:main", "serve robots of openpi, GR00T and LeRobot"),
+    "fleet": Command("ppstream.fleet.cli:main", "plan many pipelines; start and watch them on Ray"),
     "keys": Command("ppstream.wire.keys:main", "make and allow keys of robots on a network"),
     "export": Command("ppstream_stages.export:main", "write a run's policy as ONNX"),
 }

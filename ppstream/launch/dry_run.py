@@ -71,7 +71,8 @@ def describe(config: PipelineConfig, world_size: int, local_world_size: int | No
     if found:
         raise ConfigError(found)
     hops = list(_hops(config, placement, places))
-    slot_bytes = sum(layout.slot_bytes * count for _, layout, count in hops)
+    copies = 1 if placement.is_inline else config.placement.replicas
+    slot_bytes = copies * sum(layout.slot_bytes * count for _, layout, count in hops)
     lines = [
         f"ppstream {config.name}: nothing started, no problem found",
         *_placement_lines(config, placement, places),
@@ -127,7 +128,8 @@ def _placement_lines(
 ) -> Iterator[str]:
     yield ""
     for plan in placement.ranks:
-        names = places[plan.rank].names if places and len(placement.ranks) > 1 else ()
+        is_whole = not places or placement.is_inline
+        names = () if is_whole else places[config.placement.place_of(plan.rank)].names
         what = f"{_stages_text(config, plan)} on {plan.device}"
         is_cut = names and config.placement.cut
         yield _row(f"rank {plan.rank}", f"{what}: {', '.join(names)}" if is_cut else what)
@@ -155,7 +157,10 @@ def _part_lines(
     if len(parts) < 2:
         return
     yield "\nparts"
-    ranks = [f"rank {k}" for k, at in enumerate(places) for _ in at.names]
+    replicas = config.placement.replicas
+    titles = ["rank 0", f"ranks 1 to {replicas}"] if replicas > 1 else []
+    titles = titles or [f"rank {k}" for k in range(len(places))]
+    ranks = [title for title, at in zip(titles, places, strict=False) for _ in at.names]
     if placement.is_inline or not ranks:
         ranks = ["rank 0" if placement.is_inline else "any rank"] * len(parts)
     for where, part in zip(ranks, parts, strict=True):
@@ -309,6 +314,7 @@ def _period_lines(config: PipelineConfig, placement: Placement) -> Iterator[str]
         order="decode_first" if placement.is_inline else "send_first",
         d_in=shape.d_in,
         d_out=shape.d_out,
+        replicas=1 if placement.is_inline else config.placement.replicas,
     )
     yield "\nmodel of the simulated stages, saturated, transfers and overhead not counted"
     yield _row("period", f"{period(times, form):g} ms = {limiting_term(times, form)}")

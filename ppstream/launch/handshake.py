@@ -39,7 +39,7 @@ from ppstream.core.errors import (
 from ppstream.core.specs import TensorSpec
 from ppstream.launch.rank_exit import how_it_ends
 from ppstream.links.protocol import Neighbours
-from ppstream.links.slots import Position
+from ppstream.links.slots import BACK, Position
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.policy.compatibility import places_of
 from ppstream.policy.parts import PartSpecs, Place
@@ -340,12 +340,16 @@ def connect_neighbours(
 ) -> Neighbours:
     """The policy ranks on either side of this one, whose peers ``stack`` closes; else rank 0.
 
+    A replica has rank 0 on both sides.
+
     Raises:
         PeerLostError: one of them did not come within ``liveness.handshake_s``.
         ProtocolError: the process that connected is no rank of this run.
     """
+    if config.placement.replicas > 1:
+        return Neighbours.pair(BACK, rank0)
     limit_s, place = config.liveness.handshake_s, store.rank
-    places = len(config.placement.policy)
+    places = config.placement.places
     token = store.get(TOKEN_KEY, limit_s)
     before = behind = rank0
     listener = None

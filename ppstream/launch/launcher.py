@@ -81,7 +81,7 @@ def _act(args: argparse.Namespace, action: Action) -> int:
 
 
 def _run(config: PipelineConfig, args: argparse.Namespace) -> int:
-    return RankLauncher(config, args.nproc or ranks_wanted(config)).run(_rank_arguments(args))
+    return RankLauncher(config, args.nproc or ranks_wanted(config)).run(load.arguments_of(args))
 
 
 def _check(config: PipelineConfig, args: argparse.Namespace) -> int:
@@ -188,11 +188,6 @@ def _run_agent(count: int, arguments: Sequence[str]) -> dict[int, int]:
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
-
-
-def _rank_arguments(args: argparse.Namespace) -> list[str]:
-    settings = [part for setting in args.overrides for part in ("--set", setting)]
-    return ["--config", args.config, *settings]
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:

@@ -47,9 +47,13 @@ class Placement:
         """One process runs A, B and C in turn: the unpipelined twin."""
         return self.link is None
 
-    def place_of(self, rank: int) -> int:
-        """The place that a rank computes; members of a mesh are at their leader's."""
-        return min(rank, len(self.ranks) - 1)
+    def device_of(self, rank: int) -> str:
+        """The device that a rank computes on."""
+        return (*self.ranks, *self.members)[rank].device
+
+    def is_member(self, rank: int) -> bool:
+        """Of a mesh, and not its leader: envelopes reach it through the leader alone."""
+        return rank >= len(self.ranks)
 
     @property
     def is_device_ordered(self) -> bool:

@@ -71,6 +71,7 @@ class RankEnd:
         peer_lost: what is known of another rank's end that its sockets do not tell.
         launcher_lost: why this run has nobody left to stop it.
         on_stop: asks the loop to stop; None: there is no loop yet.
+        bears_loss: the run goes on though a rank of ``peers`` is lost.
         takes_signals: the process is this rank's own, as ``in_thread.py`` has it otherwise.
         thread: the one that runs it, for people.
     """
@@ -90,6 +91,7 @@ class RankEnd:
         self.peer_lost: str | None = None
         self.launcher_lost: str | None = None
         self.on_stop: Callable[[str], None] | None = None
+        self.bears_loss: Callable[[], bool] = lambda: False
         self.lookout: Deadline | None = None
         self._asked_early = ""  # by which signal
         self._main_thread = threading.main_thread().ident or 0
@@ -293,8 +295,16 @@ class RankEnd:
 
     def leave_when_lost(self) -> None:
         """The peer hung up or ended: leave within a grace, even from inside a long stage."""
-        if not self.is_drained and self.decided is None and self.lookout is not None:
+        if self.is_drained or self.decided is not None or self.lookout is None:
+            return
+        if not self.bears_loss():
             self.lookout.leave_by(LOST_GRACE_S)
+
+    def let_go(self, rank: int) -> str:
+        """The run goes on without a rank: its processes are ended; returns what was done."""
+        self.peers.pop(rank, None)
+        process = self.processes.pop(rank, None)
+        return "" if process is None else self._end_rank(rank, process, ZOMBIE_S, is_hasty=True)
 
     def on_launcher_lost(self, reason: str) -> bool:
         """Nobody is left who could stop this run; returns whether a loop was asked to drain."""

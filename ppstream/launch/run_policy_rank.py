@@ -16,7 +16,7 @@ from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.waiter import Waiter
 from ppstream.cuda import startup
 from ppstream.ingest.window import input_specs
-from ppstream.launch import auto_cut, device_ranks, handshake, rank_exit
+from ppstream.launch import auto_cut, device_ranks, guard, handshake, rank_exit
 from ppstream.launch.mesh import Mesh, open_mesh
 from ppstream.launch.monitoring import Monitoring
 from ppstream.launch.placement import Placement
@@ -24,6 +24,7 @@ from ppstream.launch.progress import Progress, Wait
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import link_shape
 from ppstream.links.protocol import Neighbours
+from ppstream.links.replicas import replica_folder
 from ppstream.links.slots import LinkShape
 from ppstream.observe.log_writer import PolicyRecord, TimestampLog
 from ppstream.observe.run_folder import Run
@@ -77,10 +78,10 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
         stack.callback(rank_exit.start_watchdog(config, course, end).stop)
         stack.enter_context(Progress(lambda: _wait(course), f"rank {store.rank}"))
         with handshake.saying_goodbye(peer):
-            at = placement.place_of(store.rank)  # a member of a mesh has no neighbours
+            at = config.placement.place_of(store.rank)
             connect = handshake.connect_neighbours
-            ends = connect(config, store, peer, stack) if at == store.rank else None
-            device = torch.device(placement.ranks[at].device)
+            ends = None if placement.is_member(store.rank) else connect(config, store, peer, stack)
+            device = torch.device(placement.device_of(store.rank))
             config = auto_cut.follow_cut(config, store.rank, device, peer, course)
             placement = device_ranks.place_here(config, store.world_size)
             with course.step("the meeting of the mesh's ranks"):
@@ -91,8 +92,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
                 specs, place, policy, weights = _build_place(config, at, device, peer, run_id, mesh)
                 if placement.is_device_ordered:
                     on_gpu = device_ranks.prepare_policy(policy, config, device, run_id, "b")
-            ahead = 0 if on_gpu is None else on_gpu.ahead(config)
-            handshake.offer_parts(peer, specs, ahead, weights)
+            handshake.offer_parts(peer, specs, on_gpu.ahead(config) if on_gpu else 0, weights)
             ahead = handshake.wait_accepted(config, peer)
             shape = link_shape(config, place.inputs, place.outputs, store.generation, ahead, at)
             log = _log(config, end.run, store, stack)
@@ -108,6 +108,7 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             end.on_stop = patience.on_signal
             if end.lookout is not None:
                 loop.on_phase.append(end.lookout.on_phase)
+            guard.tell_linked()
             reason = loop.run(patience.is_over)
             log.flush()
         end.is_drained = True
@@ -173,16 +174,16 @@ def _open(
             config, policy, placement, ends.position, peer, store, shape, log, waiter
         )
     assert placement.link is not None
-    device = torch.device(placement.ranks[placement.place_of(store.rank)].device)
+    device = torch.device(placement.device_of(store.rank))
     stage_b = device_ranks.stage_b_on_host_slots(policy, config, device, log.run_id)
     part_times, limit_s = part_times_of(policy), config.liveness.start_s
+    if config.placement.replicas > 1:
+        store = store.within(replica_folder(store.rank))
     if ends is not None:
         hops = open_hops(placement.link, ends, store, shape, timeout_s=limit_s)
     if mesh is not None:
         hops = mesh.follow(peer, shape) if ends is None else mesh.lead(hops, shape)
-    return HostPolicyRank(
-        config, stage_b, hops, peer, log, waiter, store.rank, part_times, is_member=ends is None
-    )
+    return HostPolicyRank(config, stage_b, hops, peer, log, waiter, store.rank, part_times)
 
 
 def _log(config: PipelineConfig, run: Run, store: LauncherStore, stack: ExitStack) -> TimestampLog:

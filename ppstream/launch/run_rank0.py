@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -22,7 +23,7 @@ from ppstream.config.schema import PipelineConfig
 from ppstream.control.launcher_store import LauncherStore, join_store
 from ppstream.control.peer import Peer
 from ppstream.core.clock import NS_PER_MS, NS_PER_S
-from ppstream.core.errors import PeerLeftError, PpstreamError
+from ppstream.core.errors import PeerLeftError, PeerLostError, PpstreamError
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.core.specs import TensorSpec
 from ppstream.cuda import startup
@@ -35,7 +36,8 @@ from ppstream.launch.rank0_parts import Rank0Parts, rank0_parts
 from ppstream.links.factory import open_hops
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
 from ppstream.links.protocol import Hops, Neighbours
-from ppstream.links.slots import Position, SlotLayout, new_slots
+from ppstream.links.replicas import ReplicasIn, in_turn, replica_folder
+from ppstream.links.slots import FRONT, LinkShape, Position, SlotLayout, new_slots
 from ppstream.observe.run_folder import Run, boot_id
 from ppstream.pipeline.bringup import bring_up
 from ppstream.pipeline.host_executor import HostExecutor
@@ -43,6 +45,7 @@ from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.loop import Executor, Rank0Loop
 from ppstream.pipeline.mesh_faults import MeshFaults
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+from ppstream.pipeline.replica_losses import ReplicaLosses
 from ppstream.pipeline.service import Service
 from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
@@ -178,7 +181,7 @@ def _serve(
         with course.step(f"the build of {config.policy.target}"):
             rank0 = _inline(config, parts, intake.cutter.inputs, end.generation, build)
     else:
-        rank0 = _pipelined(config, run, parts, placement, intake, course, met, stack)
+        rank0 = _pipelined(config, run, parts, placement, intake, course, end, met, stack)
         if end.lookout is not None:
             rank0.on_phase.append(end.lookout.on_phase)
     stack.callback(rank0.run_delay.close)
@@ -212,6 +215,7 @@ def _pipelined(
     placement: Placement,
     intake: Intake,
     course: rank_exit.Course,
+    end: rank_exit.RankEnd,
     met: Met,
     stack: ExitStack,
 ) -> Rank0Loop:
@@ -240,11 +244,9 @@ def _pipelined(
         else:
             assert placement.link is not None
             assert isinstance(parts.stage_a, StageA), "placed so"
-            count = len(policy_ranks)
-            ends = Neighbours(policy_ranks[-1].peer, peers[0], Position(0, count))
-            limit_s = config.liveness.start_s
-            hops = open_hops(placement.link, ends, store, shape, timeout_s=limit_s)
+            hops = _open_hops(config, placement.link, policy_ranks, store, shape)
             stack.callback(hops.close)
+            losses = _bearing_losses(config, hops, policy_ranks, end)
             logger.info("link %s: %s", hops.name, placement.why)
             if front is not None:
                 parts.stage_a.front = _front_parts(config, front, places[0], run_id)
@@ -252,17 +254,57 @@ def _pipelined(
             describe_topology(run, config, placement, places)
             parts = parts._replace(config=config)
             executor = (SplitExecutor if config.threads == "split" else HostExecutor)(
-                hops, policy_ranks, members
+                hops, policy_ranks, members, losses
             )
     rank0 = Rank0Loop(*parts, executor=executor)
 
     def send_phase(phase: str) -> None:
-        for peer in peers:
-            peer.send(PhaseChange(phase))
+        for policy_rank in executor.all_ranks:
+            policy_rank.tell(PhaseChange(phase))
 
     rank0.on_phase.append(send_phase)
     _watch_policy(rank0)
     return rank0
+
+
+def _open_hops(
+    config: PipelineConfig,
+    link: str,
+    policy_ranks: Sequence[PolicyRankPeer],
+    store: LauncherStore,
+    shape: LinkShape,
+) -> Hops:
+    """Rank 0's hops: to the first policy rank and from the last one; or to replicas and back."""
+    limit_s, peers = config.liveness.start_s, [found.peer for found in policy_ranks]
+    if config.placement.replicas == 1:
+        ends = Neighbours(peers[-1], peers[0], Position(0, len(peers)))
+        return open_hops(link, ends, store, shape, timeout_s=limit_s)
+    with ExitStack() as opened:
+        hops: list[Hops] = []
+        for rank, peer in enumerate(peers, 1):
+            here = store.within(replica_folder(rank))
+            ends = Neighbours.pair(FRONT, peer)
+            hops.append(open_hops(link, ends, here, shape, timeout_s=limit_s))
+            opened.callback(hops[-1].close)
+        opened.pop_all()
+    return in_turn(hops, shape)
+
+
+def _bearing_losses(
+    config: PipelineConfig,
+    hops: Hops,
+    policy_ranks: tuple[PolicyRankPeer, ...],
+    end: rank_exit.RankEnd,
+) -> ReplicaLosses | None:
+    """Returns the judge of lost replicas; None: there are no replicas."""
+    if not isinstance(hops.into, ReplicasIn):
+        return None
+    losses = ReplicaLosses(config.placement.fewest, hops.into, policy_ranks, end.let_go)
+    for replica, policy_rank in enumerate(policy_ranks):
+        policy_rank.name_of = partial(hops.into.name_of, replica)
+        policy_rank.bears_loss = losses.bears_the_silent
+    end.bears_loss = losses.bears_the_silent
+    return losses
 
 
 def _watch_policy(rank0: Rank0Loop) -> None:
@@ -395,9 +437,9 @@ def _check_ledgers(*intakes: Intake) -> None:
 def _release_policy_ranks(rank0: Rank0Loop) -> None:
     """Nothing is in flight: let the policy ranks go, and wait until they say goodbye."""
     for policy_rank in rank0.executor.all_ranks:
-        policy_rank.peer.send(Drain(rank0.stop_reason or "the recording has ended"))
+        policy_rank.tell(Drain(rank0.stop_reason or "the recording has ended"))
     for policy_rank in rank0.executor.all_ranks:
-        with suppress(PeerLeftError):
+        with suppress(PeerLostError if policy_rank.bears_loss() else PeerLeftError):
             policy_rank.peer.receive(GOODBYE_LIMIT_NS)
 
 
@@ -421,8 +463,9 @@ def describe_topology(
 ) -> None:
     """Ranks, bounds and link into run.json; the policy's parts once they are known."""
     host, boot = platform.node(), boot_id()
-    names = {rank: list(place.names) for rank, place in enumerate(places)}
+    names = [list(place.names) for place in places]
     shape = config.pipeline
+    place_of = config.placement.place_of
     run.describe(
         topology={
             # on GPUs A and C have streams of their own
@@ -430,7 +473,7 @@ def describe_topology(
             "order": "send_first",
             "credit": shape.credit,
             "pacing": shape.pacing,
-            "replicas": 1,
+            "replicas": 1 if placement.is_inline else config.placement.replicas,
             "mesh": 1 + len(placement.members),
             "members": [
                 {"rank": plan.rank, "device": plan.device, "leader": 1}
@@ -446,7 +489,7 @@ def describe_topology(
                     "boot_id": boot,
                     "pid": os.getpid() if plan.rank == 0 else None,
                     "device": plan.device,
-                    "parts": names.get(plan.rank, []),
+                    "parts": names[place_of(plan.rank)] if names else [],
                     "link": placement.link,
                     "stamp_source": "device" if placement.is_device_ordered else "host",
                 }

@@ -209,6 +209,10 @@ class GlooIn:
         waiter.register(self._fd)
         return frozenset((self._fd,))
 
+    def unregister_from(self, waiter: Waiter) -> None:
+        """As ``InHop``."""
+        waiter.unregister(self._fd)
+
     def on_ready(self, ready: Sequence[int]) -> None:
         """As ``InHop``: the look itself takes back the signal."""
 

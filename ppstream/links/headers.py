@@ -41,7 +41,8 @@ RESULT_HEADER: Final = ("index", "generation", *ResultStatus._fields, *STAGE_B)
 EPOCH: Final = RESULT_HEADER.index("epoch")  # in both headers, as seq and failed
 SEQ: Final = RESULT_HEADER.index("seq")
 FAILED: Final = RESULT_HEADER.index("failed")
-FAILURES: Final = (None, "policy_error", "unwritten")  # and the reason of the drop
+FAILURES: Final = (None, "policy_error", "unwritten", "replica_lost")  # and the drop's reason
+REPLICA_LOST: Final = FAILURES.index("replica_lost")  # nobody sends it: rank 0 writes it itself
 _STAGE_B_AT: Final = (FAILED + 1) * 8  # bytes
 _write_words: Final = struct.Struct(f"={len(STAGE_B)}q").pack_into
 _stage_b_of: Final = attrgetter(*STAGE_B)

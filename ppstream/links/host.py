@@ -119,6 +119,12 @@ class HostIn:
             fds.add(self._peer.fileno())
         return frozenset(fds)
 
+    def unregister_from(self, waiter: Waiter) -> None:
+        """As ``InHop``."""
+        waiter.unregister_bell(self._bell)
+        if not self._is_pumped:
+            waiter.unregister(self._peer.fileno())
+
     def on_ready(self, ready: Sequence[int]) -> None:
         """As ``InHop``."""
         if not self._is_pumped and (not ready or self._peer.fileno() in ready):

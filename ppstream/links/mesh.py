@@ -78,6 +78,10 @@ class _Relay:
         """As ``InHop``."""
         return self._into.register_with(waiter)
 
+    def unregister_from(self, waiter: Waiter) -> None:
+        """As ``InHop``."""
+        self._into.unregister_from(waiter)
+
     def on_ready(self, ready: Sequence[int]) -> None:
         """As ``InHop``."""
         self._into.on_ready(ready)

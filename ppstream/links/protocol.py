@@ -38,6 +38,9 @@ class InHop(Protocol):
     def register_with(self, waiter: Waiter) -> frozenset[int]:
         """Have ``waiter`` woken by what comes; returns the descriptors that it will name."""
 
+    def unregister_from(self, waiter: Waiter) -> None:
+        """Nothing more is received: what comes wakes nobody any more."""
+
     def on_ready(self, ready: Sequence[int]) -> None:
         """The waiter has named these descriptors, or none: anything may have happened."""
 

@@ -68,7 +68,7 @@ class HealthServer:
         own = {"registry": registry, "health": staticmethod(health), "turn": threading.Lock()}
         handler = type("Handler", (_Handler,), own)
         try:
-            self._server = _Server((HOST, port), handler)
+            self._server = LimitedServer((HOST, port), handler)
         except OSError as error:
             raise ConfigError(
                 [
@@ -89,7 +89,9 @@ class HealthServer:
         self._thread.join(REQUEST_LIMIT_S)
 
 
-class _Server(ThreadingTCPServer):
+class LimitedServer(ThreadingTCPServer):
+    """A thread for each request, limited in number and time; who takes longer is hung up on."""
+
     allow_reuse_address = True  # a restarted rank takes its port again at once
     daemon_threads = True  # none keeps the rank
     request_queue_size = 128  # connections that wait to be accepted: that is soon

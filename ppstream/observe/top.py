@@ -35,7 +35,7 @@ EVENTS: Final = 6
 BAR: Final = 30
 #: Events that a person at a terminal waits for.
 SHOWN: Final = frozenset(
-    {"degraded", "epoch_cut", "fault", "phase", "refused", "sensor", "verdict"}
+    {"degraded", "epoch_cut", "fault", "phase", "refused", "replica_lost", "sensor", "verdict"}
 )
 
 Labels = tuple[tuple[str, str], ...]

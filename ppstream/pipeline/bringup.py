@@ -234,7 +234,8 @@ def warm_up(rank0: Rank0Loop, intake: Intake, source: Source) -> None:
 def time_isolated_stages(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
     """Durations of each stage while nothing else runs: ``A_ns`` is a median, ``A_mean_ns`` a mean.
 
-    In a chain ``places_ns`` has the mean of each place, and B is the slowest one's.
+    In a chain ``places_ns`` has the mean of each place, and B is the slowest one's. Of replicas B
+    is that of all, and ``replicas_ns`` has the mean of each.
 
     The mean is what the run's own times are compared with: a stage may be slow now and then. Empty
     where no envelope came through.
@@ -247,8 +248,9 @@ def time_isolated_stages(rank0: Rank0Loop, repeats: int) -> dict[str, Any]:
     stages = {name: durations[name] for name in "ABC"}
     fields: dict[str, Any] = {f"{k}_ns": round(statistics.median(v)) for k, v in stages.items()}
     fields |= {f"{k}_mean_ns": round(statistics.fmean(v)) for k, v in stages.items()}
-    if places := [v for k, v in durations.items() if k not in stages]:
-        fields["places_ns"] = [round(statistics.fmean(v)) for v in places]
+    for kind in ("place", "replica"):
+        if found := [v for k, v in durations.items() if k.startswith(kind)]:
+            fields[f"{kind}s_ns"] = [round(statistics.fmean(v)) for v in found]
     front = rank0.stage_a.front
     parts_ns = {} if front is None else front.part_times(repeats)
     for policy_rank in rank0.executor.policy_ranks:

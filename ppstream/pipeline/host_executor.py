@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Final
 from ppstream.control.watchdog import stage_b_limit_ns
 from ppstream.core.clock import now_ns
 from ppstream.core.cpus import StageCost
-from ppstream.core.errors import ProtocolError
+from ppstream.core.errors import PeerLostError, ProtocolError, WatchdogError
 from ppstream.core.waiter import Waiter
-from ppstream.links.headers import EPOCH, FAILED, FAILURES, SEQ, read_stage_b
+from ppstream.links.headers import EPOCH, FAILED, FAILURES, REPLICA_LOST, SEQ, read_stage_b
+from ppstream.links.replicas import ReplicasIn
 from ppstream.observe import nvtx_ranges
 from ppstream.pipeline.keep_warm import KeepWarm
 from ppstream.pipeline.policy_rank_peer import instruct_all, thread_cpus
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ppstream.pipeline.flight import Flight
     from ppstream.pipeline.loop import Rank0Loop
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+    from ppstream.pipeline.replica_losses import ReplicaLosses
 
 #: Envelopes in the system besides one at each policy rank: one thread can use no more
 #: (analysis/period_model.py).
@@ -165,27 +167,43 @@ class HostExecutor(OnHost):
         hops: Hops,
         policy_ranks: tuple[PolicyRankPeer, ...],
         members: tuple[PolicyRankPeer, ...] = (),
+        losses: ReplicaLosses | None = None,
     ) -> None:
         self.out, self.into = hops.out, hops.into
-        self.policy_ranks = policy_ranks
-        self.all_ranks = (*policy_ranks, *members)  # members of a mesh pass no envelopes on
+        self._members = members  # of a mesh: they pass no envelopes on
+        self._losses = losses
         self.lead = SERIAL_LEAD + len(policy_ranks)
-        self._answers = policy_ranks[-1].peer  # where results come from
+        self._turns = hops.into.turns if isinstance(hops.into, ReplicasIn) else None
+        self._ranks = policy_ranks  # as they were at the start
         self._committed: deque[Flight] = deque()
         self._received: deque[Flight] = deque()
         self._hand_over: Callable[[Flight], None] = self._received.append
         self._header: list[int] = []  # of the result that is being decoded
         self._result_fds: frozenset[int] = frozenset()  # of policy ranks and of the hop
 
+    @property
+    def policy_ranks(self) -> tuple[PolicyRankPeer, ...]:
+        """As ``Executor``; of replicas those that are left."""
+        return self._ranks if self._losses is None else self._losses.policy_ranks
+
+    @property
+    def all_ranks(self) -> tuple[PolicyRankPeer, ...]:
+        """As ``Executor``."""
+        return (*self.policy_ranks, *self._members)
+
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
         super().attach(loop)
         for policy_rank in self.all_ranks:
             policy_rank.attach(loop)
+        if self._losses is not None:
+            self._losses.rank0 = loop
         self._credits = loop.credits
         self._watch_results(self._waiter)
 
     def _watch_results(self, waiter: Waiter) -> None:
+        if self._losses is not None:
+            self._losses.waiter = waiter
         fds = {found.peer.fileno() for found in self.all_ranks}
         for fd in fds:
             waiter.register(fd)
@@ -208,6 +226,8 @@ class HostExecutor(OnHost):
         if self._books_first:
             self._account_a(flight)
         slot.words[EPOCH], slot.words[SEQ] = flight.epoch, flight.seq
+        if self._turns is not None:
+            flight.record.replica = self._turns.of(flight.index).replica + 1
         # stamped first: who receives looks at the oldest that is there, from a thread of its own
         flight.sent_ns = flight.record.tSend = now_ns()
         self._committed.append(flight)
@@ -242,6 +262,8 @@ class HostExecutor(OnHost):
         """As ``Executor``, behind ``result``."""
         loop, record = self._loop, flight.record
         ended_ns = super().settle(flight, drop)
+        if self._header[FAILED] == REPLICA_LOST:  # nobody has measured anything
+            return ended_ns
         read_stage_b(self._header, record)
         loop.usual_b_ns += ((record.B_ns or 0) - loop.usual_b_ns) >> 3
         return ended_ns
@@ -252,7 +274,7 @@ class HostExecutor(OnHost):
         """Read the control sockets that a wait has named; all of them when it named none."""
         for policy_rank in self.all_ranks:
             if not ready or policy_rank.peer.fileno() in ready:
-                policy_rank.peer.pump()
+                self._bear(policy_rank, policy_rank.peer.pump)
         self.into.on_ready(ready)
 
     def observe(self) -> None:
@@ -260,9 +282,9 @@ class HostExecutor(OnHost):
         self._read_frames()
         while self._credits.may_receive():
             if (arrival := self.into.receive_nowait()) is None:
-                if not self._read_frames():
-                    return
-                continue
+                if (self._losses is not None and self._losses.check_hops()) or self._read_frames():
+                    continue
+                return
             index, _ = arrival
             if self.into.slot(index).words[FAILED]:  # why was said before, by any of them
                 self.read_control(())
@@ -272,9 +294,9 @@ class HostExecutor(OnHost):
                 raise ProtocolError(f"result {index} came, {flight.index} is owed next")
             if nvtx_ranges.on:
                 nvtx_ranges.RECV.push(flight.epoch, flight.seq)
-            self._answers.last_heard_ns = flight.record.tRecv = (
-                now_ns()
-            )  # a result is a sign of life
+            flight.record.tRecv = now_ns()
+            # a result is a sign of life
+            self._owner(index).peer.last_heard_ns = flight.record.tRecv
             self._credits.receive(flight.record.tRecv)
             self._hand_over(flight)
             if nvtx_ranges.on:
@@ -286,7 +308,8 @@ class HostExecutor(OnHost):
         for policy_rank in self.all_ranks:
             inbox = policy_rank.peer.inbox
             while inbox:
-                policy_rank.on_control_frame(inbox.popleft())
+                frame = inbox.popleft()
+                self._bear(policy_rank, policy_rank.on_control_frame, frame)
                 found = True
         return found
 
@@ -294,9 +317,24 @@ class HostExecutor(OnHost):
         """Raises as ``PolicyRankPeer.check``, of the results that are owed now."""
         limit_ns = stage_b_limit_ns(self._loop.standstill_ns, self._loop.usual_b_ns)
         oldest = self._committed[0] if self._committed else None
+        owner = None if oldest is None else self._owner(oldest.index)
         now = now_ns()
         for policy_rank in self.all_ranks:
-            policy_rank.check(now, oldest, limit_ns)
+            owes = self._turns is None or policy_rank is owner
+            self._bear(policy_rank, policy_rank.check, now, oldest if owes else None, limit_ns)
+
+    def _bear(self, policy_rank: PolicyRankPeer, ask: Callable[..., None], *about: object) -> None:
+        """Ask it; the run ends as ``ask`` raises, unless replicas enough are left without it."""
+        try:
+            ask(*about)
+        except (PeerLostError, ProtocolError, WatchdogError) as error:
+            if self._losses is None:
+                raise
+            self._losses.accept(policy_rank, error)
+
+    def _owner(self, index: int) -> PolicyRankPeer:
+        """Returns the policy rank that has the result: the last of a chain, or a replica."""
+        return self._ranks[-1 if self._turns is None else self._turns.of(index).replica]
 
     def _glance(self) -> None:
         if not self._received and not self._loop.may_start():  # results can wait behind work
@@ -334,7 +372,8 @@ class HostExecutor(OnHost):
         lead, self.lead = self.lead, 1
         durations = self._loop.time_in_turn(repeats)
         self.lead = lead
-        places = {f"place{found.rank}": found.newest_b(repeats) for found in self.policy_ranks}
+        names = "place" if self._turns is None else "replica"
+        places = {f"{names}{found.rank}": found.newest_b(repeats) for found in self.policy_ranks}
         return durations if len(places) == 1 else {**durations, **places}
 
     def thread_cpus(self) -> dict[str, list[int]]:

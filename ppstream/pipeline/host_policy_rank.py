@@ -54,8 +54,6 @@ class HostPolicyRank(PolicyRank):
         waiter: Waiter,
         rank: int = 1,
         part_times: Callable[[int], dict[str, int]] = lambda _calls: {},
-        *,
-        is_member: bool = False,
     ) -> None:
         super().__init__(config, stage_b, peer, log, rank)
         self._part_times = part_times
@@ -71,7 +69,7 @@ class HostPolicyRank(PolicyRank):
         self._previous_tb1 = 0
         self.measured = new_stage_b()  # of the newest envelope
         self._waiting: deque[tuple[int, int]] = deque()
-        self._is_first = rank == 1 or is_member
+        self._is_first = config.placement.place_of(rank) == 1
         self._is_in_mesh = config.placement.mesh > 1
         if self._is_in_mesh:
             self.mark.name = f"stage B on rank {rank}"

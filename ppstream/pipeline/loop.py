@@ -37,14 +37,15 @@ class Executor(Protocol):
     """Carries envelopes from stage A to a result in host memory, in order.
 
     All is called by the loop's thread.
-
-    Attributes:
-        policy_ranks: in the order of the chain; none: the policy runs in this process.
-        all_ranks: these, and the other members of a mesh.
     """
 
-    policy_ranks: tuple[PolicyRankPeer, ...]
-    all_ranks: tuple[PolicyRankPeer, ...]
+    @property
+    def policy_ranks(self) -> tuple[PolicyRankPeer, ...]:
+        """In the order of the chain; none: the policy runs in this process."""
+
+    @property
+    def all_ranks(self) -> tuple[PolicyRankPeer, ...]:
+        """These, and the other members of a mesh."""
 
     @property
     def in_flight(self) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from ppstream.control.peer_process import HeldProcess
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.core.errors import PeerLeftError, ProtocolError, WatchdogError
+from ppstream.core.errors import PeerLeftError, PeerLostError, ProtocolError, WatchdogError
 from ppstream.core.user_code import Fault
 from ppstream.wire.rank_messages import (
     AskCompiled,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ppstream.pipeline.flight import Flight
     from ppstream.pipeline.mesh_faults import MeshFaults
     from ppstream.pipeline.rank0 import Rank0
+    from ppstream.wire.rank_messages import Control
 
 RESULT_SPARE_NS: Final = 2 * NS_PER_S  # the policy rank notices first: it knows more
 
@@ -49,6 +50,8 @@ class PolicyRankPeer:
 
     Attributes:
         rank: its rank.
+        bears_loss: the run may go on without it; asked where it cannot be reached.
+        name_of: gives the index of the run to an index of its hops; set where these differ.
         is_member: of a mesh, and not its leader: no result is owed by it.
         log_refused: why its log could not be written, when it was asked last.
         parts_ns: mean duration of each part that runs there, when it was asked last.
@@ -63,13 +66,19 @@ class PolicyRankPeer:
     ) -> None:
         self.peer = peer
         self.rank = rank
-        self.is_member = mesh is not None and rank > len(config.placement.policy)
+        placement = config.placement
+        self.bears_loss: Callable[[], bool] = lambda: False
+        self.name_of: Callable[[int], int] = lambda index: index
+        self.is_member = mesh is not None and placement.place_of(rank) != rank
         self._mesh = mesh
-        self._resource = "mesh" if len(config.placement.policy) == 1 else f"place{rank}"
+        self._resource = f"place{rank}" if placement.places > 1 else "mesh"
+        if placement.replicas > 1:
+            self._resource = f"replica{rank}"
         self.log_refused = ""
         self.parts_ns: dict[str, int] = {}
         self._rank0: Rank0  # set before a run begins
         self._instructed: Callable[[int, str], None]  # set before anything can be answered
+        self._asked: list[int] = []  # numbers of texts without an answer
         self._frozen_ns = round(config.liveness.frozen_ms * NS_PER_MS)
         self._drain_s = config.liveness.drain_s
 
@@ -80,7 +89,22 @@ class PolicyRankPeer:
     def instruct(self, number: int, text: str, done: Callable[[int, str], None]) -> None:
         """As ``Executor.instruct``; the answer comes as a frame."""
         self._instructed = done
-        self.peer.send(Instruction(number, text))
+        self._asked.append(number)
+        self.tell(Instruction(number, text))
+
+    def tell(self, frame: Control) -> None:
+        """Send a frame, unless it is gone and will not be missed: who receives notices that."""
+        try:
+            self.peer.send(frame)
+        except PeerLostError:
+            if not self.bears_loss():
+                raise
+
+    def forget(self) -> None:
+        """It is lost: nobody waits for its answers any more."""
+        for number in self._asked:
+            self._instructed(number, "")
+        self._asked.clear()
 
     def on_control_frame(self, frame: object) -> None:
         """One control frame that is neither doorbell nor heartbeat.
@@ -94,10 +118,13 @@ class PolicyRankPeer:
                 if self._mesh is not None:
                     self._mesh.note(self.rank, frame.index, fault.line, now_ns())
                 if not self.is_member:
-                    self._rank0.log_fault("B", fault, self.rank, index=frame.index)
+                    index = self.name_of(frame.index)
+                    self._rank0.log_fault("B", fault, self.rank, index=index)
             case PartTimes():
                 self.parts_ns = frame.times_ns
             case Instructed():
+                if frame.id in self._asked:
+                    self._asked.remove(frame.id)
                 self._instructed(frame.id, frame.fault)
                 self._rank0.waiter.wake()
             case Goodbye():

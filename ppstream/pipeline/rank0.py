@@ -21,7 +21,7 @@ from ppstream.pipeline.flight import Flight
 from ppstream.pipeline.stage_c import NoEmitter
 from ppstream.pipeline.time_accounting import LINK, TimeAccount
 from ppstream.policy.unwritten import policy_fault
-from ppstream.wire.robot_messages import ChunkReport
+from ppstream.wire.robot_messages import SERVING, ChunkReport
 
 if TYPE_CHECKING:
     from collections import deque
@@ -111,6 +111,7 @@ class Rank0:
         self.source_fds: tuple[int, ...] = ()
         self._seq = 0
         self._cuts: deque[tuple[str, int]] = deque()  # no lock: a signal may ask, too
+        self._lost: deque[tuple[int, int, str]] = deque()  # replicas, told by any thread
         self._cuts_ns: dict[int, int] = {}  # when epochs without an action were asked for
         self.mark = ProgressMark("rank 0's loop", self.at)
         self.marks: tuple[ProgressMark, ...] = (self.mark,)  # of every thread of the loop
@@ -152,6 +153,11 @@ class Rank0:
     def request_cut(self, reason: str) -> None:
         """Begin a new epoch at the next safe point: no result of an older one is emitted."""
         self._cuts.append((reason, now_ns()))
+        self.waiter.wake()
+
+    def lose_replica(self, rank: int, left: int, reason: str) -> None:
+        """A replica is lost, and ``left`` go on: the phase is ``degraded`` from now on."""
+        self._lost.append((rank, left, reason))
         self.waiter.wake()
 
     # ---- phases ----------------------------------------------------------------------------
@@ -286,7 +292,12 @@ class Rank0:
             asked_ns = self._cuts[0][1]
             reasons = [self._cuts.popleft()[0] for _ in range(len(self._cuts))]
             self.cut(", ".join(reasons), asked_ns)
-        if self.stop_reason is not None and self.phase == "ready":
+        while self._lost:
+            rank, left, reason = self._lost.popleft()
+            self.log.event("replica_lost", rank=rank, left=left, reason=reason)
+            if self.phase == "ready":
+                self.change_phase("degraded")
+        if self.stop_reason is not None and self.phase in SERVING:
             self.change_phase("draining")
             self.drain_until_ns = now + self._drain_limit_ns
         if now >= self._next_ledger_ns:

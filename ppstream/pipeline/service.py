@@ -26,6 +26,7 @@ from ppstream.pipeline.pacing import Pacing, Scheduled, service_pacing
 from ppstream.recording.action_file import ActionFile
 from ppstream.recording.mcap_writer import open_recorder
 from ppstream.sessions.server import Sessions
+from ppstream.wire.robot_messages import SERVING
 
 if TYPE_CHECKING:
     from ppstream.recording.recorder import Recorder
@@ -131,7 +132,7 @@ class Service:
             rank0.run()
         finally:
             over.cancel()
-        if rank0.phase == "ready":  # else the loop said so while results were still owed
+        if rank0.phase in SERVING:  # else the loop said so while results were still owed
             rank0.change_phase("draining")
         rank0.write_ledger()
 
@@ -147,7 +148,7 @@ class Service:
 
     def _on_degraded(self, is_degraded: bool) -> None:  # noqa: FBT001 - a callback's only value
         self._rank0.log.event("degraded", degraded=is_degraded)
-        if self.sessions is not None and self._rank0.phase == "ready":
+        if self.sessions is not None and self._rank0.phase == "ready":  # else it stays degraded
             self.sessions.set_phase("degraded" if is_degraded else "ready")
 
     def _source(self) -> Source:

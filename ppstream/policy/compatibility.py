@@ -108,10 +108,12 @@ def places_of(
         ConfigError: the policy does not fit the configuration, or cannot be cut so; every reason.
     """
     found = policy_problems(config, window, parts)
-    ranks = len(config.placement.policy)
+    ranks = config.placement.places
     where = list(config.placement.cut) or ([1] * len(parts) if ranks == 1 else [])
     if not inline:
         found += _cut_problems(where, ranks, [part.name for part in parts])
+        if config.placement.replicas > 1:
+            found += _state_problems(config, where, parts)
     if found:
         raise ConfigError(found)
     return cut(parts, [1] * len(parts) if inline else where, window)
@@ -150,6 +152,22 @@ def _cut_problems(where: Sequence[int], ranks: int, names: Sequence[str]) -> Ite
             f"{path}: got {list(where)}, want a part at each place from {want}, one for each of "
             f"placement.policy, and at place 0 those of rank 0; wrong: {missing}"
         )
+
+
+def _state_problems(
+    config: PipelineConfig, where: Sequence[int], parts: Sequence[PartSpecs]
+) -> Iterator[str]:
+    """Yields the parts that miss envelopes on replicas and may need them."""
+    for place, part in zip(where, parts, strict=False):
+        if place and not part.stateless:
+            label = f"part {part.name!r} of " if len(parts) > 1 else ""
+            yield (
+                f"placement.replicas: got {config.placement.replicas} with "
+                f"{label}{config.policy.target}, which does not say that it is stateless: each "
+                "replica sees one envelope of so many, and a policy with a memory needs all of "
+                "them; set stateless = True on a policy that keeps nothing from call to call, or "
+                "placement.replicas = 1"
+            )
 
 
 def build_decoder(config: PipelineConfig) -> Decoder:

@@ -61,13 +61,20 @@ class PartSpecs(msgspec.Struct, frozen=True):
     name: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    stateless: bool = False  # keeps nothing from call to call
 
 
 def specs_of(parts: Sequence[Policy]) -> tuple[PartSpecs, ...]:
     """Returns the specs of built parts; a policy of one part needs no name."""
     return tuple(
-        PartSpecs(name_of(part), tuple(part.inputs), tuple(part.outputs)) for part in parts
+        PartSpecs(name_of(part), tuple(part.inputs), tuple(part.outputs), is_stateless(part))
+        for part in parts
     )
+
+
+def is_stateless(part: Policy) -> bool:
+    """Returns True for one that says so; what says nothing may keep anything."""
+    return bool(getattr(part, "stateless", False))
 
 
 def name_of(part: Policy) -> str:
@@ -154,10 +161,8 @@ class Joined:
         around: Around = lambda _name: _NOTHING,
     ) -> None:
         self.name = " + ".join(map(name_of, parts))
-        self.stateless, self.any_rows = (
-            all(bool(getattr(part, name, False)) for part in parts)
-            for name in ("stateless", "any_rows")
-        )
+        self.stateless = all(map(is_stateless, parts))
+        self.any_rows = all(bool(getattr(part, "any_rows", False)) for part in parts)
         leaving = {spec.name for spec in place.outputs}
         written = {spec.name for part in parts for spec in part.outputs}
         self._carried = tuple(spec.name for spec in place.outputs if spec.name not in written)

@@ -54,5 +54,9 @@ def policy_clock(run: RunLog, envelopes: Iterable[Envelope], place: int = 1) -> 
 
 
 def policy_clocks(run: RunLog, envelopes: Sequence[Envelope]) -> tuple[ClockOffset | None, ...]:
-    """Of every place, in their order."""
+    """Of every place, in their order; of replicas of each one."""
+    if run.topology.has_replicas:
+        ranks = run.topology.replica_ranks
+        by_rank = [[e for e in envelopes if e.answered_by == rank] for rank in ranks]
+        return tuple(policy_clock(run, mine) for mine in by_rank)
     return tuple(policy_clock(run, envelopes, place) for place in run.topology.ranks)

@@ -85,8 +85,8 @@ class _Processes:
         self._threads: dict[str, int] = {}
 
     def pid(self, rank: int) -> int:
-        """Ranks that are no place, such as replicas, stand in the last place's process."""
-        ranks = max(RANKS, 1 + self._run.topology.places)
+        """Ranks without a track stand in the last one's process."""
+        ranks = max(RANKS, 1 + len(self._policy))
         return 1 + min(rank, ranks - 1) + self._generation * ranks
 
     def place(self, track: str) -> dict[str, int]:
@@ -98,8 +98,9 @@ class _Processes:
         again = f", generation {self._generation}" if self._generation else ""
         topology = self._run.topology
         labels = {0: f"rank 0{again}"}
-        for rank in topology.ranks if topology.world_size > 1 else ():
+        for rank in range(1, 1 + len(self._policy)):
             name = topology.title(rank) if topology.is_chain else "policy rank"
+            name = f"replica {rank}" if topology.has_replicas else name
             labels[rank] = f"{name}{again}"
         named = []
         for rank, name in labels.items():

@@ -18,6 +18,7 @@ from ppstream.analysis.records import Envelope, Topology
 from ppstream.report.clock_alignment import ClockOffset
 
 POLICY: Final = "B"
+REPLICA: Final = "B of replica"
 LINK_IN: Final = "link in"
 LINK_OUT: Final = "link out"
 LINK: Final = "link"  # between two places of a chain
@@ -54,6 +55,8 @@ def track_names(topology: Topology) -> list[str]:
     if topology.world_size == 1:
         return ["A + B + C"]
     rank0 = ["A", "C"] if topology.threads == "split" else ["A + C"]
+    if topology.has_replicas:  # each has links of its own, where results wait for their turn
+        return [*rank0, *policy_tracks(topology)]
     first, *others = policy_tracks(topology)
     between = [name for k, b in enumerate(others, start=1) for name in (f"{LINK} {k}", b)]
     return [*rank0, LINK_IN, first, *between, LINK_OUT]
@@ -63,12 +66,15 @@ def policy_tracks(topology: Topology) -> list[str]:
     """Of every policy rank, in their order; none where one process runs all stages."""
     if topology.world_size == 1:
         return []
+    if topology.has_replicas:
+        return [f"{REPLICA} {rank}" for rank in topology.replica_ranks]
     return [f"{POLICY}{k}" for k in topology.ranks] if topology.is_chain else [POLICY]
 
 
 def way_of(topology: Topology) -> list[str]:
     """Names of an envelope's stages, as ``stage_of`` gives them."""
-    return ["A", *(policy_tracks(topology) or [POLICY]), "C"]
+    places = [POLICY] if topology.has_replicas else policy_tracks(topology) or [POLICY]
+    return ["A", *places, "C"]
 
 
 def stage_of(span: Span) -> str:
@@ -88,8 +94,8 @@ def spans_of(
     Args:
         envelopes: in any order; dropped ones show as far as they got.
         topology: which tracks there are.
-        clocks: of the policy ranks. The B of a single one without a clock is placed in the middle
-            of its round trip, that of a chain's place nowhere.
+        clocks: of the policy ranks. The B of a single one, or of a replica, without a clock is
+            placed in the middle of its round trip, that of a chain's place nowhere.
         in_flight: add a track per credit, with an envelope from tSend to tRecv.
     """
     tracks: dict[str, list[Span]] = {name: [] for name in track_names(topology)}
@@ -117,16 +123,28 @@ def _work(e: Envelope, topology: Topology, clocks: Sequence[ClockOffset | None])
     if topology.is_chain:
         yield from _chain(e, topology, clocks)
         return
-    b = policy_span_ns(e, clocks[0] if clocks else None)
+    b = policy_span_ns(e, _clock_of(e, clocks))
     if b is None:
         return
-    yield Span(POLICY if POLICY in names else names[0], "B", *b, *ids)
+    yield Span(_track_of(e, names) or names[0], "B", *b, *ids)
     complete = e.residence_ns is not None and e.tSend is not None and e.tRecv is not None
     if LINK_IN in names and complete:
         sent, received = e.tSend or 0, e.tRecv or 0
         half = max(0, received - sent - (e.residence_ns or 0)) // 2  # only both are measured
         yield Span(LINK_IN, LINK_IN, sent, max(sent, min(sent + half, b[0])), *ids)
         yield Span(LINK_OUT, LINK_OUT, min(received, max(received - half, b[1])), received, *ids)
+
+
+def _track_of(e: Envelope, names: Sequence[str]) -> str | None:
+    """Of the B of an envelope that passes one policy rank; None where none has a track."""
+    rank = e.replica or e.answered_by
+    return next((name for name in (POLICY, f"{REPLICA} {rank}") if name in names), None)
+
+
+def _clock_of(e: Envelope, clocks: Sequence[ClockOffset | None]) -> ClockOffset | None:
+    """Of the policy rank that an envelope passes."""
+    at = (e.answered_by or 1) - 1
+    return clocks[at] if at < len(clocks) else None
 
 
 def _chain(e: Envelope, topology: Topology, clocks: Sequence[ClockOffset | None]) -> Iterator[Span]:
@@ -166,7 +184,6 @@ def _waits(
     envelopes: Sequence[Envelope], topology: Topology, clocks: Sequence[ClockOffset | None]
 ) -> Iterator[Span]:
     names = track_names(topology)
-    clock = clocks[0] if clocks else None
     on_c = "C" if "C" in names else names[0]
     for e in envelopes:
         if e.tA0 is not None:
@@ -180,9 +197,9 @@ def _waits(
                     wait_ns = [(line.wait_input_ns or 0, "an envelope")]
                     yield from _before(track, e, line.tB0 - own.offset_ns, wait_ns)
             continue
-        b = policy_span_ns(e, clock)
-        if b is not None and POLICY in names:
-            yield from _before(POLICY, e, b[0], [(e.wait_input_ns or 0, "an envelope")])
+        b, on_b = policy_span_ns(e, _clock_of(e, clocks)), _track_of(e, names)
+        if b is not None and on_b is not None:
+            yield from _before(on_b, e, b[0], [(e.wait_input_ns or 0, "an envelope")])
 
 
 def _before(

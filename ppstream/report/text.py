@@ -13,7 +13,8 @@ from ppstream.analysis.audits import Audit
 from ppstream.analysis.compiler_counts import CompiledPartSeen
 from ppstream.analysis.device_times import StageOnDevice
 from ppstream.analysis.memory_use import MemoryUse
-from ppstream.analysis.records import Ledger, RobotRequests, RobotStateLine
+from ppstream.analysis.records import Ledger, RobotRequests, RobotStateLine, Topology
+from ppstream.analysis.replicas import replica_shares
 from ppstream.analysis.run_report import RunReport, ServiceReport
 from ppstream.analysis.run_statistics import FaultSeen
 from ppstream.analysis.scores import Compat, Primary, resource_title
@@ -62,8 +63,9 @@ def lines_of(report: RunReport) -> list[Line]:
     """The same with styles; of a row it is the name that has one."""
     rows: list[str | Row] = [
         *_score_lines(report),
-        *_resource_lines(report.primary),
+        *_resource_lines(report.primary, report.window.topology),
         *_place_lines(report),
+        *_replica_lines(report),
         *_mesh_lines(report),
         *_thread_lines(report),
         *_audit_lines(report.audits),
@@ -191,7 +193,7 @@ def _published_lines(score: Compat | None) -> Iterator[Row]:
         )
 
 
-def _resource_lines(score: Primary | None) -> Iterator[Row]:
+def _resource_lines(score: Primary | None, topology: Topology) -> Iterator[Row]:
     if score is None:
         return
     alone = not score.places
@@ -202,6 +204,8 @@ def _resource_lines(score: Primary | None) -> Iterator[Row]:
         busy = ms(busy_ns / score.n)
         title = resource_title(name) + stages.get(name, "")
         title = f"B of {title}" if title.startswith("place") else title
+        if name == "mesh" and topology.has_replicas:
+            title = f"B of {topology.replicas} replicas"
         yield Row(title, [f"{bar:·<{BAR}} {share:4.0%}  {busy} an envelope"])
 
 
@@ -219,6 +223,16 @@ def _place_lines(report: RunReport) -> Iterator[Row]:
         }
         parts += [f"{name} {ms(ns)}" for name, ns in numbers.items() if ns is not None]
         yield Row(f"place {place.rank}", parts)
+
+
+def _replica_lines(report: RunReport) -> Iterator[Row]:
+    """B of each replica, and its busy share by itself."""
+    shares = replica_shares(report.window)
+    for place in report.places if report.window.topology.has_replicas else ():
+        for rank, b_ns in zip(place.ranks, place.replicas_ns, strict=False):
+            took = "its lines are not there" if b_ns is None else f"B {ms(b_ns)}"
+            parts = [took, *([f"busy {percent(shares[rank])}"] if rank in shares else [])]
+            yield Row(f"replica {rank}", parts)
 
 
 def _mesh_lines(report: RunReport) -> Iterator[Row]:

@@ -12,7 +12,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
-from ppstream.robot.client import Answer, RobotClient
+from ppstream.robot.answer import Answer
+from ppstream.robot.client import RobotClient
 from ppstream.robot.outbox import Values
 from ppstream.wire.robot_messages import ActionChunk
 

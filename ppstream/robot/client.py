@@ -9,20 +9,20 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
 from ppstream.core.errors import PeerLostError, PpstreamError
-from ppstream.robot.chunk_playback import Actions
+from ppstream.robot.answer import Answer
 from ppstream.robot.connection import RobotLink
 from ppstream.robot.contract import ask_contract, check_contract, streams_of
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.outbox import Batch, Outbox, Stream, Values
 from ppstream.robot.session import RobotSession
 from ppstream.robot.statistics import ClientStatistics
-from ppstream.robot.timeline import ActionTimeline, Refusal
+from ppstream.robot.timeline import ActionTimeline
 from ppstream.wire.keys import ClientKeys
 from ppstream.wire.robot_messages import (
     ActionChunk,
@@ -32,20 +32,8 @@ from ppstream.wire.robot_messages import (
     Samples,
 )
 
-
-class Answer(NamedTuple):
-    """Action chunk that came for an observation, as ``RobotClient.ask`` returns it.
-
-    Attributes:
-        chunk: with its window's end, steps and lease.
-        actions: float32 ``[horizon, dim]``, sharing the chunk's memory.
-        refusal: the reason why ``ActionTimeline.merge`` rejected the chunk, such as a late arrival;
-            None: the timeline has the chunk.
-    """
-
-    chunk: ActionChunk
-    actions: Actions
-    refusal: Refusal | None
+if TYPE_CHECKING:
+    from ppstream.robot.fleet_directory import FleetDirectory
 
 
 class _Asked(msgspec.Struct):
@@ -120,6 +108,7 @@ class RobotClient:
         self._feedback = Feedback(self.timeline, clock)
         self._endpoint = endpoint
         self._keys = keys
+        self._directory: FleetDirectory | None = None
         self._outbox = Outbox(streams, round(batch_ms * NS_PER_MS))
         if self.contract is not None:
             check_contract(endpoint, self.contract, self._outbox.declarations, actions)
@@ -141,6 +130,20 @@ class RobotClient:
         self._unsent = 0
         self._dropped: Counter[str] = Counter()
 
+    @classmethod
+    def from_fleet(
+        cls, directory: FleetDirectory, *, find_s: float = 10.0, **options: Any
+    ) -> RobotClient:
+        """A robot of whichever pipeline ``directory`` names; ``options`` as the constructor's.
+
+        It asks again whenever its session is lost, and holds meanwhile as its lease says. Raises
+        PeerLostError, too: no pipeline was named within ``find_s``.
+        """
+        place = directory.wait(find_s)
+        client = cls(place.endpoint, robot=directory.robot, keys=place.keys, **options)
+        client._directory = directory
+        return client
+
     def connect(self, timeout_s: float = 10.0) -> None:
         """Open a session. From then on the client reconnects by itself, as a new session.
 
@@ -158,6 +161,7 @@ class RobotClient:
             self._link = RobotLink(
                 self._endpoint, self._session, *callbacks, keys=self._keys, clock=self.clock
             )
+            self._link.directory = self._directory
             self._link.start()
         self._link.wait_open(timeout_s)
 

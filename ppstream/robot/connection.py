@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, Clock, now_ns
 from ppstream.core.errors import HandshakeError, PeerLostError, PpstreamError, ReceiverEndedError
@@ -21,7 +21,7 @@ from ppstream.robot.session import HOPELESS, RobotSession
 from ppstream.wire.endpoints import unix_path
 from ppstream.wire.fields import DECODE_ERRORS, encoder
 from ppstream.wire.keys import ClientKeys
-from ppstream.wire.message_socket import MAX_DRAIN, connect_client
+from ppstream.wire.message_socket import MAX_DRAIN, MessageSocket, connect_client
 from ppstream.wire.robot_messages import (
     PARTS_BYTES,
     ActionChunk,
@@ -35,9 +35,14 @@ from ppstream.wire.robot_messages import (
     to_robot,
 )
 
+if TYPE_CHECKING:
+    from ppstream.robot.fleet_directory import FleetDirectory, FleetPlace
+
 logger = logging.getLogger("ppstream")
 
 SLICE_NS: Final = 50 * NS_PER_MS  # of a guest's wait: so late it sees that the link is closed
+GIVE_UP_NS: Final = 500 * NS_PER_MS  # without a session at one server of a fleet: ask for another
+LEAVING: Final = frozenset({"draining", "stopped"})  # phases of a server that is about to go
 JOIN_S: Final = 2.0  # the thread waits for nothing that wake() does not end
 
 
@@ -84,15 +89,14 @@ class RobotLink:
         self._cause: BaseException | None = None
         self.is_closing = False
         self._clock = clock
-        self._socket = connect_client(endpoint, keys)
+        self.directory: FleetDirectory | None = None  # of a fleet: names another server
+        self._trying_ns: int | None = None  # since when a session is asked for at this endpoint
         self._gate = select.epoll()  # shut while a guest reads: what comes wakes nobody else
-        self._gate.register(self._socket.fd, select.EPOLLIN)
-        self._is_gated = unix_path(endpoint) is not None  # ZeroMQ tells not all by its descriptor
         self._arrivals = select.poll()  # the guest's
-        self._arrivals.register(self._socket.fd, select.POLLIN)
         self._waiter = Waiter()
         self._waiter.register(self._gate.fileno())
-        self._socket.wake = self.wake = self._waiter.wake
+        self.wake = self._waiter.wake
+        self._socket = self._connected(endpoint, keys)
         self._thread = threading.Thread(target=self._run, name="ppstream-robot", daemon=True)
         self._reading = threading.Lock()  # held by who does the link's work: its thread or a guest
         self._guest = 0  # the thread's number; 0: nobody
@@ -100,6 +104,7 @@ class RobotLink:
 
     def start(self) -> None:
         """Start the thread; apart from the constructor, so that callbacks may use the link."""
+        self._trying_ns = now_ns()
         self._thread.start()
 
     def send(self, message: FromRobot) -> bool:
@@ -220,6 +225,8 @@ class RobotLink:
             while not self.is_closing:
                 with self._reading:
                     while not (self.is_closing or self._guest):
+                        if self.directory is not None:
+                            self._ask(self.directory)
                         self._wait()
                         self._read_unless_visited()
                 if self._guest:
@@ -227,6 +234,52 @@ class RobotLink:
                         pass
         except BaseException as error:  # noqa: BLE001 - the top of a thread: its users raise it
             self._fail(error)
+
+    def _connected(self, endpoint: str, keys: ClientKeys | None) -> MessageSocket:
+        """A socket that wakes this link's thread."""
+        made = connect_client(endpoint, keys)
+        made.wake = self.wake
+        self._gate.register(made.fd, select.EPOLLIN)
+        self._arrivals.register(made.fd, select.POLLIN)
+        self._is_gated = unix_path(endpoint) is not None  # ZeroMQ tells not all by its descriptor
+        return made
+
+    def _ask(self, directory: FleetDirectory) -> None:
+        """Without a session: ask where there is one, and again when this server does not help."""
+        now = now_ns()
+        with self.changed:
+            session = self.session
+            if session.session:
+                self._trying_ns = None
+            if session.session or now < session.due_ns or session.is_hopeless:
+                return
+            since_ns, is_refused = self._trying_ns, session.refused is not None
+            if since_ns is not None and now - since_ns < GIVE_UP_NS and not is_refused:
+                return
+            failed = since_ns is not None or session.phase in LEAVING
+        try:
+            place = directory.find(failed=failed)
+        except PeerLostError as error:
+            logger.info("%s", error)  # the server of before may come back
+            place = None
+        if self._visit.acquire(blocking=False):  # a guest reads from the socket of now
+            try:
+                with self.changed:
+                    self._move(place)
+            finally:
+                self._visit.release()
+
+    def _move(self, place: FleetPlace | None) -> None:
+        """Go to another server; the session's next words are a Hello there."""
+        self._trying_ns = now_ns()
+        if place is not None and place.endpoint != self._endpoint:
+            logger.info("%s at %s is asked for a session", place.pipeline, place.endpoint)
+            old, self._endpoint = self._socket, place.endpoint
+            self._gate.unregister(old.fd)
+            self._arrivals.unregister(old.fd)
+            self._socket = self._connected(place.endpoint, place.keys)
+            old.close()
+            self.session.moved(self._trying_ns)
 
     def _end_visit(self) -> None:
         """The guest's thread: the link's own goes on."""
@@ -338,4 +391,6 @@ class RobotLink:
             return
         with self.changed:
             self.session.on_answer(message, now_ns())
+            if self.directory is not None and self.session.phase in LEAVING:
+                self.session.on_lost(now_ns())  # another pipeline may serve at once
             self.changed.notify_all()

@@ -179,6 +179,12 @@ class RobotSession:
             self._retry_ns = RETRY_NS[0]
             self._hello_ns = now_ns
 
+    def moved(self, now_ns: int) -> None:
+        """Another server is to be asked from now on, at once."""
+        self.refused = None
+        self._retry_ns = RETRY_NS[0]
+        self._hello_ns = now_ns
+
     def reject(self, chunk: ActionChunk) -> str | None:
         """Returns the reason why a chunk is not for this robot as it is now, or None.
 

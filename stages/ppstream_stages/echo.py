@@ -35,6 +35,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class EchoPolicy:
     """``actions[b, h, a] = values[b, T - 1 - h % T, a % D]``: step 0 is the newest."""
 
+    stateless = True
     any_rows = True
 
     def __init__(self, options: Options, device: torch.device) -> None:

@@ -41,6 +41,7 @@ def drawn(source: random.Random) -> tuple[StageTimes, PipelineForm]:
         credit=source.choice(["before_window", "after_window"]),
         d_in=source.randint(1, 4),
         d_out=source.randint(1, 4),
+        replicas=source.choice([1, 1, 2, 3]),
     )
     return times, form
 
@@ -50,7 +51,7 @@ def measured(
 ) -> tuple[float, float]:
     """Mean period and latency of the last cycle that is followed by further envelopes."""
     z = recurrence([times] * n, form)
-    last = n - 1 - len(times.places)
+    last = n - 1 - len(times.places) * form.replicas
     first = last - cycle
     mean = sum(z.c1[k] - z.a0[k] for k in range(first + 1, last + 1)) / cycle
     return (z.c1[last] - z.c1[first]) / cycle, mean
@@ -106,6 +107,24 @@ def test_worked_example(form: PipelineForm, p: float, l: float | None) -> None: 
     assert latency(EXAMPLE, form) == l
 
 
+@pytest.mark.parametrize(
+    ("replicas", "d_in", "p"),
+    [(1, 2, 20), (2, 2, 12.5), (2, 3, 10), (3, 3, 25 / 3), (3, 4, 20 / 3), (4, 5, 5), (5, 6, 5)],
+)
+def test_each_replica_shortens_the_period_until_a_sets_it(
+    replicas: int, d_in: int, p: float
+) -> None:
+    form = PipelineForm("split", d_in=d_in, replicas=replicas)
+    assert period(StageTimes(a=5, b=20, c=1), form) == p
+
+
+def test_a_slow_replica_holds_all_back() -> None:
+    form = PipelineForm("split", d_in=4, replicas=3)
+    slow = [StageTimes(a=5, b=30 if k % 3 == 1 else 18, c=1) for k in range(400)]
+    z = recurrence(slow, form)
+    assert (z.c1[390] - z.c1[90]) / 300 == pytest.approx(10)
+
+
 def test_input_slower_than_everything_sets_the_period() -> None:
     slow = StageTimes(4, 10, 5, 0.5, 0.5, t_in=40)
     assert period(slow, PipelineForm()) == 40
@@ -118,8 +137,7 @@ def test_depth_beyond_w_star_never_shortens_the_period() -> None:
         times, form = drawn(source)
 
         def at(d_in: int, times: StageTimes = times, form: PipelineForm = form) -> float:
-            deeper = PipelineForm(form.threads, form.order, form.credit, d_in, form.d_out)
-            return period(times, deeper)
+            return period(times, replace(form, d_in=d_in))
 
         enough = window_star(times, form)
         assert at(enough) == pytest.approx(at(enough + 10))

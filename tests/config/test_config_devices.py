@@ -33,6 +33,39 @@ def test_a_device_that_torch_would_not_read_is_refused(device: str) -> None:
     assert "cuda:<number>" in problem
 
 
+def test_one_device_stands_for_those_of_all_replicas() -> None:
+    config = load.read(str(CONFIG), ("placement.replicas=3",))
+    assert config.placement.policy == ("cpu",) * 3
+    assert config.pipeline.d_in == 4
+    assert (config.placement.places, config.placement.fewest) == (1, 3)
+    assert [config.placement.place_of(rank) for rank in range(4)] == [0, 1, 1, 1]
+    listed = load.read(str(CONFIG), ('placement.policy=["cuda:0", "cpu"]', "placement.replicas=2"))
+    assert listed.placement.policy == ("cuda:0", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "texts"),
+    [
+        (
+            ("placement.replicas=2", 'placement.policy=["cpu", "cpu", "cpu"]'),
+            ["got 2 with 3 devices in placement.policy", "places of a chain have no replicas"],
+        ),
+        (("placement.replicas=2", "placement.parts=auto"), ["placement.parts: got 'auto' with"]),
+        (
+            ("placement.replicas=2", "simulate.a_ms=0", *GPUS),
+            ["placement.replicas needs CPUs: got 2 with"],
+        ),
+        (("placement.replicas=2", "placement.replicas_min=3"), ["replicas_min: got 3, want 2"]),
+        (("placement.replicas_min=2",), ["placement.replicas_min: got 2, want 1 at most"]),
+        (("placement.replicas=0",), ["placement.replicas: got 0"]),
+    ],
+)
+def test_what_replicas_cannot_be_is_refused(settings: tuple[str, ...], texts: list[str]) -> None:
+    (problem,) = problems(*settings)
+    for text in texts:
+        assert text in problem
+
+
 def test_places_of_parts_are_a_list_or_chosen_by_the_run() -> None:
     chosen = load.read(str(CONFIG), ("placement.parts=auto",)).placement
     stated = load.read(str(CONFIG), ("placement.parts=[0, 1]",)).placement
@@ -81,6 +114,7 @@ def test_simulated_gpu_work_of_a_policy_is_refused_on_the_cpu() -> None:
     ("setting", "says"),
     [
         ('placement.policy=["cpu", "cpu"]', "got 2 with 2 devices in placement.policy, want one"),
+        ("placement.replicas=3", "got 2 with placement.replicas = 3, want 1"),
         ("placement.policy=cuda:1", "got 2 with placement.policy on cuda:1, want 'cpu'"),
         ("placement.parts=auto", "got 2 with placement.parts = 'auto', want a list or none"),
         ("pipeline.keep_warm_ms=2", "got 2 with pipeline.keep_warm_ms, want none"),

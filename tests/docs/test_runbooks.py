@@ -25,6 +25,7 @@ HOUSE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 FILE = re.compile(r"(?<![\w/.-])((?:[\w-]+/)*[\w-]+\.(?:py|toml|sh|cu|md))\b")
 MADE_UP = {
     "my-arm.toml",
+    "fleet.toml",
     "my_arm_robot.py",
     "robot.toml",
     "NEW.toml",

@@ -63,6 +63,7 @@ MAY_IMPORT: Final = {
         "stages/ppstream_stages/vla.py",
         "tools/drill/policy.py",
     },
+    "ray": {"ppstream/fleet/cluster.py"},  # a control plane: no sample passes through it
     "foxglove": {"ppstream/view/live_view.py"},  # viewers: a process of its own
     # the robot wire, both of its ends and nothing between the ranks
     "zmq": {

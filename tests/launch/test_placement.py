@@ -160,7 +160,8 @@ def test_a_mesh_is_one_place_of_several_ranks() -> None:
     placement = meshed(4, 3)
     assert [plan.rank for plan in placement.ranks] == [0, 1]
     assert placement.members == (RankPlan(2, ("B",), "cpu"), RankPlan(3, ("B",), "cpu"))
-    assert [placement.place_of(rank) for rank in range(4)] == [0, 1, 1, 1]
+    assert [placement.is_member(rank) for rank in range(4)] == [False, False, True, True]
+    assert [placement.device_of(rank) for rank in range(4)] == ["cpu"] * 4
     assert placement.link == "host"
     assert meshed(4, 3, local=2).link == "gloo"
 

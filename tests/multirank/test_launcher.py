@@ -188,3 +188,24 @@ def test_ranks_leave_when_their_launcher_is_killed_while_the_policy_is_built(
         assert all(rank.wait_gone(10) for rank in run.ranks), run.text()
         assert time.monotonic() - began < GONE_LIMIT_S
         assert {end["code"] for end in run.log.exits().values()} == {20}
+
+
+def test_a_run_outlives_a_replica_that_it_can_do_without(tmp_path):
+    settings = "placement.replicas=2", "placement.replicas_min=1", "liveness.handshake_s=60"
+    with launched(tmp_path, *SERVE_ON, *settings) as run:
+        wait_until((tmp_path / "latest").exists, seconds=40)
+        run.log.wait_for_event("phase", phase="ready")
+        os.kill(run.log.pid_of(2), signal.SIGKILL)
+        run.log.wait_for_event("phase", phase="degraded")
+        written = ledgers(run)
+        wait_until(lambda: ledgers(run) > written + 3, seconds=60)  # one a second
+        assert [line["phase"] for line in run.log.lines(0) if line.get("name") == "phase"][-2:] == [
+            "ready",
+            "degraded",
+        ]
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 0, run.text()
+
+
+def ledgers(run: Launched) -> int:
+    return sum(line["kind"] == "ledger" for line in run.log.lines(0))

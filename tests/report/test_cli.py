@@ -138,7 +138,7 @@ def test_json_has_exactly_the_keys_of_the_contract(tmp_path: Path) -> None:
     assert [place["rank"] for place in run["places"]] == [0, 1]
     assert set(run["places"][1]) == {
         *("rank", "parts", "device", "alone_ns", "busy_ns", "share", "hop_ns"),
-        *("wait_input_ns", "wait_output_ns", "queue_ns", "members"),
+        *("wait_input_ns", "wait_output_ns", "queue_ns", "ranks", "replicas_ns", "members"),
     }
     assert run["queues"] == {"d_in": 2, "d_out": 2, "outstanding_max": 2, "q_decode_max": 1}
     assert run["primary"]["P_ms"] == pytest.approx(10.0)
@@ -499,3 +499,22 @@ def test_terminal_says_what_the_page_draws() -> None:
     assert re.search(r"mean of it +A 4\.00 ms .* B 10\.0 ms .* C 20\.0 ms", text, re.DOTALL)
     assert re.search(r"joints +p50 3\.00 ms .* input", text)
     assert "the published score 5.35 is not the primary 1.00" in text
+
+
+def test_replicas_have_one_bar_and_a_row_each(tmp_path: Path) -> None:
+    golden = simulate(stages(a=4, b=18, c=1), PipelineForm(d_in=3, replicas=2))
+    text = render(report_of(golden))
+    assert text.count("B of 2 replicas") == 1
+    for rank in (1, 2):
+        assert f"replica {rank}" in text
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    folder = golden.write(tmp_path / "run")
+    assert main([str(folder), "--html", str(page), "--perfetto", str(trace)]) == 0
+    assert "2 replicas: B" in page.read_text()
+    for rank in (1, 2):
+        assert f"replica {rank}: B" in page.read_text()
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["rank 0", "replica 1", "replica 2"]
+    of_b = {e["pid"]: e["args"]["seq"] % 2 for e in events if e.get("cat") == "B"}
+    assert of_b == {2: 0, 3: 1}

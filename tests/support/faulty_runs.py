@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
-from golden_runs import Fields, GoldenRun, ms, simulate, stages
+from golden_runs import TAIL, Fields, GoldenRun, ms, simulate, stages
 
-from ppstream.analysis.period_model import PipelineForm
+from ppstream.analysis.period_model import PipelineForm, StageTimes
 
 SPLIT, ONE_CREDIT = PipelineForm("split"), PipelineForm("split", d_in=1)
 SLOW_INPUT = stages(t_in=40)
@@ -235,6 +235,18 @@ def turned_round(golden: GoldenRun, place: int) -> GoldenRun:
     one, other = golden.stamped[place][150:152]
     for stamp in ("tB0", "tB1"):
         one[stamp], other[stamp] = other[stamp], one[stamp]
+    return golden
+
+
+def in_turns(*b_ms: float, n: int = 330) -> list[StageTimes]:
+    """Stage times of envelopes that go to replicas whose B take so long, in turn."""
+    each = [stages(a=4, b=b, c=1, x=0.1) for b in b_ms]
+    return [each[k % len(each)] for k in range(n + TAIL)]
+
+
+def answered_by_another(golden: GoldenRun) -> GoldenRun:
+    """A line of replica 1 stands in the log of replica 2."""
+    golden.behind[0].append(golden.policy_lines.pop(50))
     return golden
 
 

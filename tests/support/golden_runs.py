@@ -212,7 +212,7 @@ def simulate(
     is_chain = len(z.places) > 1
     clock_ns = START_NS if is_chain else POLICY_CLOCK_NS
     lines: list[Fields] = []
-    policies: list[list[Fields]] = [[] for _ in z.places]
+    policies: list[list[Fields]] = [[] for _ in range(len(z.places) * form.replicas)]
     for k in range(len(each) - TAIL):  # the run goes on behind the log's last line
         waits = _waits(z, k, form, each[k])
         stamps = {
@@ -227,7 +227,8 @@ def simulate(
             )
         }
         # a chain's place hands its output to a hop that waits for itself
-        stays = [_stay(place, k, place.b1 if is_chain else place.o0) for place in z.places]
+        r = form.replicas
+        stays = [_stay(place, k, place.b1 if is_chain else place.o0, r) for place in z.places]
         shared = stays[-1] | {"residence_ns": sum(stay["residence_ns"] for stay in stays)}
         b_ns = max(int(place.b1[k] - place.b0[k]) for place in z.places)
         rx = int(each[k].t_in) * k if each[k].t_in else int(z.a0[k])
@@ -236,32 +237,42 @@ def simulate(
         rank0 |= {"tRx": START_NS + rx, "drop": None}
         rank0 |= {"age_rank0_ns": stamps["tEmit"] - START_NS - rx}
         rank0 |= {"cpu_a_ns": int(each[k].a), "cpu_c_ns": int(each[k].c), "run_delay_ns": 0}
+        if r > 1:
+            rank0["replica"] = k % r + 1
         lines.append(rank0)
-        for place, stay, policy_lines in zip(z.places, stays, policies, strict=True):
+        theirs = policies if r == 1 else [policies[k % r]]
+        for place, stay, policy_lines in zip(z.places, stays, theirs, strict=True):
             policy = {"kind": "stage1", "seq": k, "busy_link_ns": 0} | ids | stay
             policy |= {"cpu_b_ns": int(place.b1[k] - place.b0[k]), "run_delay_ns": 0}
             policy |= {"tB0": clock_ns + int(place.b0[k]), "tB1": clock_ns + int(place.b1[k])}
             policy_lines.append(policy)
-    about = manifest(form, world_size=1 + len(z.places)) | {"standalone": standalone(each)}
+    about = manifest(form, world_size=1 + len(policies))
+    about["standalone"] = standalone(each, form.replicas)
     if is_chain:
         for rank, table in enumerate(about["topology"]["ranks"]):
             parts = [f"part_{rank}"] if rank else []
             table |= {"boot_id": "here", "device": "cpu", "parts": parts}
+    if form.replicas > 1:
+        for rank, table in enumerate(about["topology"]["ranks"]):
+            table |= {"device": "cpu", "parts": ["policy"] if rank else []}
     return GoldenRun(about, lines, policies[0], behind=policies[1:])
 
 
-def _stay(place: PlaceRun, k: int, left: Sequence[float]) -> Fields:
+def _stay(place: PlaceRun, k: int, left: Sequence[float], replicas: int) -> Fields:
     """What one policy rank says of one envelope besides its stamps of B."""
-    gap = int(place.b0[k] - _at(place.b1, k - 1)) if k else int(place.b0[k])
-    waits = {"wait_input_ns": gap, "wait_output_ns": 0, "idle_ns": gap if k else None}
+    before = k - replicas
+    gap = int(place.b0[k] - _at(place.b1, before)) if before >= 0 else int(place.b0[k])
+    waits = {"wait_input_ns": gap, "wait_output_ns": 0, "idle_ns": gap if before >= 0 else None}
     return waits | {"residence_ns": int(left[k] - place.i1[k])}
 
 
-def standalone(times: Sequence[StageTimes]) -> Fields:
+def standalone(times: Sequence[StageTimes], replicas: int = 1) -> Fields:
     """An honest measurement of these stages with nothing beside them."""
     places_ns = [round(fmean(b)) for b in zip(*(t.places for t in times), strict=True)]
     means = {"A": fmean(t.a for t in times), "B": max(places_ns), "C": fmean(t.c for t in times)}
+    each = [round(fmean(t.b for t in times[k::replicas])) for k in range(replicas)]
     found: Fields = {f"{stage}_ns": round(ns) for stage, ns in means.items()}
+    found |= {"replicas_ns": each} if replicas > 1 else {}
     return found | ({"places_ns": places_ns} if len(places_ns) > 1 else {})
 
 
@@ -294,7 +305,7 @@ def manifest(form: PipelineForm, *, world_size: int = 2) -> Fields:
             "order": form.order,
             "credit": form.credit,
             "pacing": "saturated",
-            "replicas": 1,
+            "replicas": form.replicas,
             "world_size": world_size,
             "d_in": form.d_in,
             "d_out": form.d_out,

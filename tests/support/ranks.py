@@ -150,6 +150,11 @@ class Ranks:
             line for line in self.lines(0) if line["kind"] == "envelope" and line["phase"] == phase
         ]
 
+    def pid_of(self, policy_rank: int) -> int:
+        """The process that runs it: of a replica that may be lost not the one that was started."""
+        told = json.loads((self.directory / "run.json").read_text())
+        return int(told["policy_ranks"][policy_rank - 1]["pid"])
+
     def exits(self) -> dict[str, dict]:
         return json.loads((self.directory / "exit.json").read_text())
 

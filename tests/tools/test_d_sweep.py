@@ -9,7 +9,17 @@ from typing import IO, Any
 import d_sweep
 import pytest
 import real_runs
-from d_sweep_cells import Pass, Stages, SweepCell, SweepRow, combine, parse_stages, recommend
+from d_sweep_cells import (
+    Pass,
+    Stages,
+    SweepCell,
+    SweepRow,
+    combine,
+    parse_stages,
+    recommend,
+    replica_cells,
+    replica_targets,
+)
 from forked_process import ForkedProcess
 
 
@@ -45,6 +55,20 @@ def test_a_chain_s_stages_are_read_and_named() -> None:
     assert str(chain) == "A 9  B 10+8  C 1 ms"
     with pytest.raises(ValueError, match="A:B1:B2:C"):
         parse_stages("3:10")
+
+
+def test_replicas_are_measured_with_an_envelope_for_each_rank() -> None:
+    cells = replica_cells([Stages(5, 20, 0)], ["split"], [3, 1, 2])
+    assert [(cell.stages.replicas, cell.stages.ranks, cell.depth) for cell in cells] == [
+        (1, 2, 2),
+        (2, 3, 3),
+        (3, 4, 4),
+    ]
+    assert str(cells[2].stages) == "A 5  B 20 x 3  C 0 ms"
+    assert [cell.stages.ideal_ms("split") for cell in cells] == [20, 10, 20 / 3]
+    one = Pass(10.4, 10.0, "B / 2", 0.9, 0.95, (20.0,) * 3, (20.0,) * 3, "PASS")
+    [target] = replica_targets([combine(cells[1], [one] * 2, 1000)])
+    assert target.reached == pytest.approx(1.04)
 
 
 def forked(command: list[str], *, env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> Any:

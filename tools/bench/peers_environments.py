@@ -33,9 +33,13 @@ INSTEAD: Final = {
         *("tqdm", "xxhash"),
     ),
     "diffusers": ("filelock", "importlib-metadata", "regex"),
+    "ray": (
+        *("click", "filelock", "jsonschema", "msgpack", "packaging", "protobuf"),
+        *("pyyaml", "requests"),
+    ),
 }
 #: Of a package that wants torch, which is large: what this interpreter has installed is seen, too.
-SHARING: Final = frozenset({"lerobot", "datasets"})
+SHARING: Final = frozenset({"lerobot", "datasets", "ray"})
 #: Of a package that another one reads with: whose environment is seen, too.
 BESIDE: Final = {"datasets": "lerobot"}
 COMPLETE: Final = "complete"  # a file: an environment without it was not finished

@@ -28,8 +28,8 @@ from sphinx.cmd.build import build_main
 from ppstream.core.interpreter import GcControl
 
 PACKAGES: Final = ("ppstream", "ppstream_kernels", "ppstream_stages")
-#: Libraries of one kind of machine: without them their modules are left out.
-OPTIONAL: Final = ("cuda", "triton", "torch.distributed._symmetric_memory")
+#: Libraries of one kind of machine, or of an extra alone: without them their modules are left out.
+OPTIONAL: Final = ("cuda", "ray", "triton", "torch.distributed._symmetric_memory")
 #: Public names that a reader looks for first; the others follow in the order of ``__all__``.
 FIRST: Final = ("RobotClient", "ControlLoop", "Policy", "TensorSpec", "start")
 HOUSE: Final = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
@@ -137,16 +137,16 @@ def title(text: str, under: str) -> list[str]:
     return [text, under * len(text), ""]
 
 
-def import_all(package: str) -> list[ModuleType]:
-    """The package and every module below it."""
+def import_all(package: str, left_out: list[str]) -> list[ModuleType]:
+    """The package and every module below it; ``left_out`` gets the names of those that lack one."""
     top = importlib.import_module(package)
     found = [top]
     for info in pkgutil.walk_packages(top.__path__, f"{package}."):
-        found += import_one(info.name)
+        found += import_one(info.name, left_out)
     return found
 
 
-def import_one(name: str) -> list[ModuleType]:
+def import_one(name: str, left_out: list[str]) -> list[ModuleType]:
     """The module, or nothing where it needs what only another kind of machine has."""
     try:
         return [importlib.import_module(name)]
@@ -154,6 +154,7 @@ def import_one(name: str) -> list[ModuleType]:
         if not (error.name or "").startswith(OPTIONAL):
             raise
         print(f"left out: {name} needs {error.name}", file=sys.stderr)
+        left_out.append(name)
         return []
 
 

@@ -42,6 +42,7 @@ from drill.judging import (
 )
 from drill.launches import LAUNCHES, LaunchDrill
 from drill.recovering import RECOVERING
+from drill.replica_losses import REPLICA_ENDINGS, REPLICA_RECOVERING
 from drill.scene import END_LIMIT_S, Failed, Scene, started
 from drill.two_hosts import HOSTS
 from real_runs import POLL_S, ROOT, ending_cleanly, environment
@@ -77,8 +78,8 @@ class Tier(NamedTuple):
 
 
 CPU: Final = Tier(
-    (*RECOVERING, *FLOODS),
-    (*ENDINGS, *CHAIN_ENDINGS, *MESH_ENDINGS),
+    (*RECOVERING, *FLOODS, *REPLICA_RECOVERING),
+    (*ENDINGS, *CHAIN_ENDINGS, *REPLICA_ENDINGS, *MESH_ENDINGS),
     (*LAUNCHES, *CONTENTION, *HOSTS),
 )
 GPU: Final = Tier(GPU_RECOVERING, GPU_ENDINGS, settings=GPU_SETTINGS)
@@ -133,7 +134,7 @@ def drill(
         own = left[0].settings
         try:
             with started(folder / f"recovering{len(left)}", (*settings, *own)) as scene:
-                while left and left[0].settings == own and set(scene.codes()) == {None}:
+                while left and left[0].settings == own and scene.is_running:
                     add(recovers(scene, left.pop(0)))
         except Failed as error:  # to start
             add(not_started(left.pop(0), error))

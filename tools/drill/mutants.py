@@ -282,8 +282,8 @@ MUTANTS: Final = (
     Mutant(
         "each request for the metrics has a thread",
         "ppstream/observe/health_server.py",
-        "class _Server(ThreadingTCPServer):\n",
-        "class _Server(ThreadingTCPServer.__bases__[1]):\n",
+        "class LimitedServer(ThreadingTCPServer):\n",
+        "class LimitedServer(ThreadingTCPServer.__bases__[1]):\n",
         "scrapers-half",
     ),
     Mutant(

@@ -297,6 +297,13 @@ def build(config: Mapping[str, Any], device: torch.device) -> DrillPolicy:
     return DrillPolicy(config, device)
 
 
+def build_stateless(config: Mapping[str, Any], device: torch.device) -> DrillPolicy:
+    """A DrillPolicy for replicas: nothing but its sine knows of calls before."""
+    policy = DrillPolicy(config, device)
+    policy.stateless = True
+    return policy
+
+
 class EndlessDecoder:
     """Copies actions until the file ``orders`` is there; then it leaves, or never comes back."""
 

@@ -86,7 +86,7 @@ class Scene:
         self._stories: list[Path] = []  # of the robots, one after the other
         self.orders = folder / "orders"
         self.robot: subprocess.Popen[str] | None = None
-        self._places = 1  # of policy ranks
+        self._answering: Sequence[int] = (1,)  # ranks that answer rank 0
         self.cable: Cable
         self.ranks: RankPair | Elsewhere
 
@@ -106,8 +106,9 @@ class Scene:
             os.environ[MARK] = self._mark
             self._stack.callback(os.environ.pop, MARK)
             config = read(CONFIG, settings)
-            self._places = len(config.placement.policy)
-            count = self._places + config.placement.mesh
+            last = len(config.placement.policy)
+            self._answering = range(1, last + 1) if config.placement.replicas > 1 else (last,)
+            count = last + config.placement.mesh
             pair = RankPair(self.folder, CONFIG, settings, world_size=count)
             self.ranks = self._stack.enter_context(pair)
             self.cable = Cable("127.0.0.1", self.port)
@@ -251,9 +252,12 @@ class Scene:
 
     def imbalance(self) -> str:
         """Words what the ranks' logs do not account for; empty: they balance."""
-        back = list(
-            self.lines(self._places)  # it answers rank 0
-        )  # first: what it answered rank 0 has logged by then, or nearly
+        answering = self._answering
+        # first: what they answered rank 0 has logged by then, or nearly
+        back = [line for rank in answering for line in self.lines(rank)]
+        if len(answering) > 1:  # replicas in turn
+            back = [line for line in back if line["kind"] == "stage1"]
+            back.sort(key=lambda line: (line["epoch"], line["seq"]))
         return imbalance(list(self.lines()), back)
 
     def orphans(self) -> list[int]:
@@ -264,6 +268,12 @@ class Scene:
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self.ranks.processes]
 
+    @property
+    def is_running(self) -> bool:
+        """True while rank 0 runs, and no other rank failed: a spare replica's guard ends with 0."""
+        rank0, *others = self.codes()
+        return rank0 is None and set(others) <= {None, 0}
+
     def _is_ready(self) -> bool | None:
         self._check_alive()
         if not self.ranks.directory.joinpath("run.json").exists() or not self.log_path(0).exists():
@@ -273,7 +283,7 @@ class Scene:
     def _check_alive(self) -> None:
         if any(code in (30, 31) for code in self.codes()):
             raise GateRefused(self.ranks.output()[-2000:])
-        if any(code is not None for code in self.codes()):
+        if not self.is_running:
             raise Failed(f"ranks ended with {self.codes()}:\n{self.ranks.output()[-2000:]}")
 
 

@@ -57,6 +57,8 @@ def resources(report: RunReport) -> str:
         busy = score.utilisation[name]
         title, kind = RESOURCES.get(name, (f"place {name.removeprefix('place')}: B", "b"))
         title = "rank 0: A + B + C" if not score.places else title
+        if name == "mesh" and report.window.topology.has_replicas:
+            title = f"{report.window.topology.replicas} replicas: B"
         each = score.busy_ns[name] / score.n * MS
         _named_bar(drawing, row, title, f"{busy:.0%}  {each:.2f} ms")
         top = ROW * row + NOTE + 2

@@ -25,6 +25,7 @@ from ppstream.report.html.tables import (
     fault_table,
     key,
     place_table,
+    replica_table,
     request_table,
     score_table,
     service_table,
@@ -153,6 +154,12 @@ def _time_sections(report: RunReport) -> Iterator[str]:
         "Work only, never waiting. The busiest resource sets the shortest possible period.",
         charts.resources(report),
     )
+    if report.window.topology.has_replicas:
+        yield _section(
+            "Replicas",
+            "Stage B of an envelope on each of them; envelopes go out in turn.",
+            _scrolling(replica_table(report)),
+        )
     if report.window.topology.is_chain:
         yield _section(
             "Places and hops",

@@ -9,6 +9,7 @@ from typing import Final
 from ppstream.analysis.audits import Audit
 from ppstream.analysis.place_table import PlaceRow
 from ppstream.analysis.records import RobotRequests, RunLog, Topology
+from ppstream.analysis.replicas import replica_shares
 from ppstream.analysis.run_report import RunReport, ServiceReport
 from ppstream.analysis.run_statistics import FaultSeen
 from ppstream.analysis.scores import resource_title
@@ -90,6 +91,18 @@ def place_table(places: Sequence[PlaceRow]) -> str:
         rows.append((*who, *((text, "n") for text in cells)))
     head = ("", "parts", "device", "alone", "busy", "waits for work", "for room", "queue", "hop")
     return table(head, rows)
+
+
+def replica_table(report: RunReport) -> str:
+    """Every replica: its device, B of an envelope, and its busy share by itself."""
+    topology, shares = report.window.topology, replica_shares(report.window)
+    rows: list[Sequence[str | Cell]] = []
+    for place in report.places:
+        for rank, b_ns in zip(place.ranks, place.replicas_ns, strict=False):
+            b = "" if b_ns is None else ms(b_ns)
+            busy = percent(shares[rank]) if rank in shares else ""
+            rows.append((f"replica {rank}", topology.device_of(rank), (b, "n"), (busy, "n")))
+    return table(("", "device", "B", "busy"), rows)
 
 
 def audit_table(audits: Mapping[str, Audit]) -> str:

@@ -15,6 +15,7 @@ from ppstream.report.spans import (
     LINK_IN,
     LINK_OUT,
     POLICY,
+    REPLICA,
     WAIT,
     Span,
     policy_tracks,
@@ -51,6 +52,7 @@ def timeline(run: RunLog, stretch: Stretch) -> str:
         for k, track in enumerate(policy_tracks(run.topology), start=1)
         if run.topology.is_chain
     }
+    titles |= {f"{REPLICA} {rank}": f"replica {rank}: B" for rank in run.topology.replica_ranks}
     rows = {name: 14 + number * ROW for number, name in enumerate(laid.tracks)}
     bottom = 14 + len(rows) * ROW
     drawing = Drawing(WIDTH, bottom + 34 + QUEUES + 30, "what every thread and link did when")
@@ -78,7 +80,7 @@ def stretch_note(run: RunLog, stretch: Stretch) -> str:
             "The policy rank's own stamps are missing: B is drawn in the middle of its round trip."
         )
     if all(clock.shared for clock in known):
-        ranks = "All" if run.topology.is_chain else "Both"
+        ranks = "Both" if len(clocks) == 1 else "All"
         return f"{ranks} ranks share one clock: every bar is drawn at its measured time."
     worst = max(known, key=lambda clock: clock.uncertainty_ns)
     return (

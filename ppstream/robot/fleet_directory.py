@@ -1,0 +1,165 @@
+"""FleetDirectory: the robot's questions to a fleet's directory. Standard library's HTTP, no Ray.
+
+The directory chooses a pipeline; trust stays with the robot: a server's key that is not among its
+own files is refused, whoever names it.
+"""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import Final, NamedTuple
+from urllib.parse import urlencode, urlsplit
+
+import msgspec
+
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.core.errors import ConfigError, PeerLostError
+from ppstream.wire.directory_messages import ANSWER_BYTES_MAX, RESOLVE, Resolved, Unresolved
+from ppstream.wire.endpoints import endpoint_problem, is_local
+from ppstream.wire.keys import ClientKeys, client_keys
+
+ANSWER_LIMIT_S: Final = 1.0  # of one question: the link's thread asks
+LOOK_S: Final = 0.2  # between two questions of a robot that has no pipeline yet
+HTTP_UNAVAILABLE: Final = 503
+
+
+class FleetPlace(NamedTuple):
+    """A pipeline to connect to, and the keys for it; None: it is on this host."""
+
+    pipeline: str
+    endpoint: str
+    keys: ClientKeys | None
+
+
+class FleetDirectory:
+    """Asks one directory for one robot.
+
+    ``pipeline`` is the one that it named last.
+
+    Args:
+        url: of the directory, such as ``http://127.0.0.1:5871``.
+        robot: name of the robot, as in its Hello.
+        secret_file: the robot's ``.secret`` file, where pipelines are on other hosts.
+        server_files: ``.public`` files of all servers that may move this robot.
+        token_file: file with the directory's token, where it wants one.
+
+    Raises:
+        ConfigError: the address is none, or a file cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        robot: str,
+        *,
+        secret_file: str | Path | None = None,
+        server_files: Sequence[str | Path] = (),
+        token_file: str | Path | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError([f"got {url!r}, want a directory's http://HOST:PORT"])
+        if (secret_file is None) != (not server_files):
+            raise ConfigError(["secret_file and server_files: want both, or neither"])
+        self._url, self.robot = url.rstrip("/"), robot
+        self._is_here = is_local(f"tcp://{parts.hostname}:{parts.port or 80}")
+        self._keys = {} if secret_file is None else _trusted(secret_file, server_files)
+        self._headers = {} if token_file is None else bearer(token_file)
+        # a proxy of the environment is for the web, not for robots
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.pipeline = ""  # that was named last
+
+    def find(self, *, failed: bool = False) -> FleetPlace:
+        """One question; ``failed``: the pipeline that was named last does not serve this robot.
+
+        Raises:
+            PeerLostError: no directory answers, no pipeline has a row, or what it names may not
+                be trusted; the message says which.
+        """
+        words = {"robot": self.robot} | (
+            {"avoid": self.pipeline} if failed and self.pipeline else {}
+        )
+        request = urllib.request.Request(
+            f"{self._url}{RESOLVE}?{urlencode(words)}", headers=self._headers
+        )
+        try:
+            with self._opener.open(request, timeout=ANSWER_LIMIT_S) as answer:
+                body = answer.read(ANSWER_BYTES_MAX)
+            found = msgspec.json.decode(body, type=Resolved)
+        except urllib.error.HTTPError as error:
+            raise PeerLostError(f"{self._url}: {_refusal(error)}") from None
+        except (OSError, HTTPException, msgspec.DecodeError) as error:
+            raise PeerLostError(f"{self._url}: no directory answers: {error}") from None
+        place = FleetPlace(found.pipeline, found.endpoint, self._keys_for(found))
+        self.pipeline = place.pipeline
+        return place
+
+    def wait(self, limit_s: float) -> FleetPlace:
+        """Ask until a pipeline is named.
+
+        Raises:
+            PeerLostError: none is within ``limit_s``; the message has the last answer.
+        """
+        until_ns = now_ns() + round(limit_s * NS_PER_S)
+        while True:
+            try:
+                return self.find()
+            except PeerLostError:
+                if now_ns() >= until_ns:
+                    raise
+            time.sleep(LOOK_S)
+
+    def _keys_for(self, found: Resolved) -> ClientKeys | None:
+        """Keys for the pipeline; raises PeerLostError where it may not move this robot."""
+        problem = endpoint_problem(found.endpoint)
+        if problem is None and found.server_key is not None:
+            if keys := self._keys.get(found.server_key.encode()):
+                return keys
+            problem = f"its key {found.server_key!r} is in none of server_files"
+        elif problem is None and not is_local(found.endpoint):
+            problem = f"{found.endpoint} is on another host and has no key"
+        elif problem is None and not self._is_here:
+            problem = f"{found.endpoint} is an address of this host, the directory is on another"
+        if problem is None:
+            return None
+        raise PeerLostError(f"{self._url} names {found.pipeline}, which is not trusted: {problem}")
+
+
+def bearer(token_file: str | Path) -> dict[str, str]:
+    """The header that shows a directory its token.
+
+    Raises:
+        ConfigError: there is no such file, or nothing in it.
+    """
+    try:
+        token = Path(token_file).read_text().strip()
+    except OSError as error:
+        raise ConfigError([f"{token_file}: cannot be read: {error.strerror}"]) from error
+    if not token or not token.isascii() or not token.isprintable():
+        raise ConfigError([f"{token_file}: want one line of printable characters, the token"])
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _trusted(
+    secret_file: str | Path, server_files: Sequence[str | Path]
+) -> dict[bytes, ClientKeys]:
+    pairs = [client_keys(secret_file, server) for server in server_files]
+    return {keys.server: keys for keys in pairs}
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    with error:
+        body = error.read(ANSWER_BYTES_MAX)
+    if error.code == HTTP_UNAVAILABLE:
+        try:
+            found = msgspec.json.decode(body, type=Unresolved)
+        except msgspec.DecodeError:
+            pass
+        else:
+            return f"{found.reason}: {found.details}"
+    return f"HTTP {error.code} {error.reason}"

@@ -1,0 +1,141 @@
+"""The directory's face: real HTTP on loopback."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from ppstream.core.clock import now_ns
+from ppstream.core.errors import ConfigError, PeerLostError
+from ppstream.fleet import status
+from ppstream.fleet.directory import Directory, PipelineReport
+from ppstream.fleet.directory_server import DirectoryServer
+from ppstream.robot.fleet_directory import FleetDirectory
+from ppstream.wire.keys import make_pair
+
+HERE = "127.0.0.1:0"
+
+
+@pytest.fixture
+def directory() -> Directory:
+    return Directory()
+
+
+@pytest.fixture
+def server(directory: Directory) -> Iterator[DirectoryServer]:
+    with closing(DirectoryServer(HERE, directory)) as made:
+        yield made
+
+
+def serve(directory: Directory, endpoint: str = "unix:///run/a", key: str | None = None) -> None:
+    report = PipelineReport(pipeline="a", phase="ready", endpoint=endpoint, rows=1, server_key=key)
+    directory.report(report, now_ns())
+
+
+def test_a_robot_is_told_its_pipeline(directory: Directory, server: DirectoryServer) -> None:
+    serve(directory)
+    asks = FleetDirectory(server.url, "arm")
+    place = asks.find()
+    assert (place.pipeline, place.endpoint, place.keys) == ("a", "unix:///run/a", None)
+    assert asks.pipeline == "a"
+    with pytest.raises(PeerLostError, match="full: no row is free in 1 pipelines that serve"):
+        FleetDirectory(server.url, "another").find()
+
+
+def test_a_robot_waits_until_one_serves(directory: Directory, server: DirectoryServer) -> None:
+    asks = FleetDirectory(server.url, "arm")
+    with pytest.raises(PeerLostError, match="none_serves: none of 0 pipelines serves"):
+        asks.wait(0.3)
+    serve(directory)
+    assert asks.wait(60).pipeline == "a"
+
+
+def test_no_directory_is_said_as_such(server: DirectoryServer) -> None:
+    server.close()
+    with pytest.raises(PeerLostError, match="no directory answers"):
+        FleetDirectory(server.url, "arm").find()
+
+
+def test_only_a_server_key_that_the_robot_has_itself_is_trusted(
+    directory: Directory, server: DirectoryServer, tmp_path: Path
+) -> None:
+    own, other = (make_pair(name, tmp_path) for name in ("server", "stranger"))
+    make_pair("arm", tmp_path)
+    asks = FleetDirectory(
+        server.url,
+        "arm",
+        secret_file=tmp_path / "arm.secret",
+        server_files=[tmp_path / "server.public"],
+    )
+    serve(directory, "tcp://192.0.2.7:5870", own.decode())
+    keys = asks.find().keys
+    assert keys is not None
+    assert keys.server == own
+    serve(directory, "tcp://192.0.2.7:5870", other.decode())
+    with pytest.raises(PeerLostError, match=r"not trusted: its key .* is in none of server_files"):
+        asks.find()
+    serve(directory, "tcp://192.0.2.7:5870")
+    with pytest.raises(PeerLostError, match="is on another host and has no key"):
+        asks.find()
+    serve(directory, "nonsense")
+    with pytest.raises(PeerLostError, match="not trusted: got 'nonsense'"):
+        asks.find()
+
+
+def test_a_token_is_asked_of_everybody(directory: Directory, tmp_path: Path) -> None:
+    serve(directory)
+    (tmp_path / "right").write_text("secret\n")
+    (tmp_path / "wrong").write_text("guess\n")
+    with closing(DirectoryServer(HERE, directory, "secret")) as server:
+        assert FleetDirectory(server.url, "arm", token_file=tmp_path / "right").find()
+        for name in (None, tmp_path / "wrong"):
+            with pytest.raises(PeerLostError, match="HTTP 401"):
+                FleetDirectory(server.url, "arm", token_file=name).find()
+        with pytest.raises(ConfigError, match="HTTP Error 401"):
+            status.ask(server.url, None)
+        (row,) = status.ask(server.url, "secret").pipelines
+        assert row.report.pipeline == "a"
+
+
+def test_others_reach_it_with_a_token_alone(directory: Directory) -> None:
+    with pytest.raises(ConfigError, match=r"got '0\.0\.0\.0:0', which others reach; want"):
+        DirectoryServer("0.0.0.0:0", directory)
+    with pytest.raises(ConfigError, match="want HOST:PORT"):
+        DirectoryServer("nowhere", directory)
+
+
+def test_a_taken_port_is_said(directory: Directory, server: DirectoryServer) -> None:
+    listen = server.url.removeprefix("http://")
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        DirectoryServer(listen, directory)
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/v1/resolve", 400),
+        ("/v1/resolve?robot=" + "x" * 1000, 400),
+        ("/v1/resolve?robot=arm", 503),
+        ("/v1/status", 200),
+        ("/healthz", 200),
+        ("/", 404),
+    ],
+)
+def test_each_path_has_its_answer(server: DirectoryServer, path: str, code: int) -> None:
+    parts = urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port), 10) as asks:
+        asks.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+        answer = asks.makefile("rb").read()
+    assert answer.split()[1] == str(code).encode()
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="want a directory's http://HOST:PORT"):
+        FleetDirectory("unix:///run/directory", "arm")
+    with pytest.raises(ConfigError, match="want both, or neither"):
+        FleetDirectory("http://127.0.0.1:1", "arm", secret_file="arm.secret")

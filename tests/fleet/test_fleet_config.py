@@ -1,0 +1,73 @@
+"""A fleet's TOML: everything that is wrong is said before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fleet_robot import ROBOTS, RUN
+
+from ppstream.core.errors import ConfigError
+from ppstream.fleet.fleet_config import endpoint_of, read
+from ppstream.wire.keys import allow, make_pair
+
+PLAIN = 'name = "arms"\nrun = "arm.toml"\npipelines = 2\n'
+
+
+def written(folder: Path, text: str, run: str = "") -> Path:
+    (folder / "arm.toml").write_text(f"{RUN}\n{run}")
+    (folder / "fleet.toml").write_text(text)
+    return folder / "fleet.toml"
+
+
+def test_a_plain_fleet_has_its_rows_and_names(tmp_path: Path) -> None:
+    plan = read(written(tmp_path, PLAIN))
+    assert plan.fleet.pipeline_names() == ("arms-0", "arms-1")
+    assert (plan.rows, plan.gpus, plan.server_key, plan.token) == (ROBOTS, 0.0, None, None)
+    assert plan.run_file == str(tmp_path / "arm.toml")
+
+
+def test_it_reserves_the_gpus_that_the_placement_names(tmp_path: Path) -> None:
+    placed = ["placement.rank0=cuda:0", "placement.policy=cuda:1", "simulate.kind=gpu"]
+    assert read(written(tmp_path, f"{PLAIN}set = {placed}\n")).gpus == 2
+    assert read(written(tmp_path, f"{PLAIN}set = {placed}\ngpus = 1\n")).gpus == 1
+
+
+def test_others_reach_a_pipeline_with_keys_alone(tmp_path: Path) -> None:
+    network = PLAIN + 'endpoint = "tcp://{node}:{port}"\n'
+    with pytest.raises(ConfigError, match=r"service\.(secret_key|endpoint)"):
+        read(written(tmp_path, network))
+    key = make_pair("server", tmp_path)
+    allow(tmp_path / "robots.txt", "arm", make_pair("arm", tmp_path))
+    keys = f'[service]\nsecret_key = "{tmp_path}/server.secret"\n'
+    keys += f'allowed_keys = "{tmp_path}/robots.txt"\n'
+    assert read(written(tmp_path, network, keys)).server_key == key.decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (PLAIN + 'endpoint = "unix:///tmp/one"\n', "want {pipeline} or {port} in it"),
+        (PLAIN + 'endpoint = "nonsense-{pipeline}"\n', "want 'unix://PATH'"),
+        (PLAIN + "pipeline = 3\n", "unknown field `pipeline`"),
+        (PLAIN.replace("2", "0"), ">= 1"),
+        (PLAIN.replace("arm.toml", "nobody.toml"), "nobody.toml"),
+        (PLAIN + 'set = ["batch.rows=0"]\n', "batch.rows"),
+        (PLAIN + '[directory]\ntoken_file = "nowhere"\n', "nowhere: cannot be read"),
+        ("name =", "fleet.toml: "),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(written(tmp_path, text))
+    assert said in str(refused.value)
+
+
+def test_no_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(tmp_path / "fleet.toml")
+
+
+def test_each_pipeline_has_an_address_of_its_own() -> None:
+    assert endpoint_of("tcp://{node}:{port}", "a", "10.0.0.7", 99) == "tcp://10.0.0.7:99"
+    assert endpoint_of("unix:///r/{uid}/{pipeline}", "a", "", 0) == "unix:///r/{uid}/a"

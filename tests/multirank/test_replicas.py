@@ -1,0 +1,191 @@
+"""Replicas of a policy rank over real ranks: the twin's actions, in turn; losses end or degrade."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import Ranks
+from recorded_runs import played
+from recording_files import made_recording
+from robot_rig import wait_until
+
+from ppstream.core.clock import now_ns
+from ppstream.robot.client import RobotClient
+
+pytestmark = pytest.mark.multirank
+
+ECHO = (
+    "policy.target=ppstream_stages.echo:build",
+    "policy.options={steps=8, dim=5, horizon=4, action_dim=2}",
+    "pipeline.windows=scheduled",
+    "service.duration_s=none",
+)
+
+
+def actions_of(root: Path, recording: Path, *settings: str, ranks: int) -> dict[str, np.ndarray]:
+    return played(root, recording, *ECHO, *settings, ranks=ranks)[0]
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("twin")
+    recording = made_recording(folder / "recording.npz")
+    return recording, actions_of(folder / "inline", recording, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "settings"),
+    [
+        (2, ("link.kind=host",)),
+        (3, ("link.kind=host", "pipeline.threads=split")),
+        (2, ("link.kind=gloo", "pipeline.threads=split")),
+        (3, ("link.kind=gloo",)),
+    ],
+    ids=str,
+)
+def test_replicas_give_the_twin_s_actions_bit_for_bit(replicas, settings, twin, tmp_path):
+    recording, expected = twin
+    count = f"placement.replicas={replicas}"
+    found = actions_of(tmp_path / "ranks", recording, count, *settings, ranks=replicas + 1)
+    assert len(expected["actions"]) > 200
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        assert array.tobytes() == expected[name].tobytes(), name
+
+
+def test_envelopes_go_to_the_replicas_in_turn(tmp_path):
+    with Ranks(tmp_path, "placement.replicas=3", world_size=4) as run:
+        assert run.wait() == [0] * 4, run.output()
+        lines = [line for line in run.lines(0) if line["kind"] == "envelope"]
+        assert lines[0]["replica"] == 1
+        assert all(b["replica"] == a["replica"] % 3 + 1 for a, b in pairwise(lines))
+        for rank in (1, 2, 3):
+            own = [line for line in run.lines(rank) if line["kind"] == "stage1"]
+            mine = [line for line in lines if line["replica"] == rank]
+            assert [(b["epoch"], b["seq"]) for b in own] == [(e["epoch"], e["seq"]) for e in mine]
+
+
+def test_a_policy_with_a_memory_is_refused_with_replicas(tmp_path):
+    policy = "policy.target=policy_in_parts:build"
+    options = "policy.options={steps=8, dim=5, horizon=4, action_dim=2}"
+    settings = (policy, options, "placement.replicas=2", "placement.parts=[0, 1, 1]")
+    with Ranks(tmp_path, *settings, world_size=3) as run:
+        assert run.wait(30) == [11] * 3, run.output()
+        reason = run.exits()["0"]["reason"]
+    assert "part 'middle' of policy_in_parts:build, which does not say" in reason
+    assert "set stateless = True" in reason
+
+
+# ---- losses --------------------------------------------------------------------------------------
+
+SERVES = ("liveness.handshake_s=60", "service.duration_s=none", "actions.lease_ms=2000")
+
+
+@contextmanager
+def robot(folder: Path) -> Iterator[list[int]]:
+    """One that pushes samples all the time; gives the times at which chunks came."""
+    came: list[int] = []
+    streams, names = (("joints", 3), ("imu", 2)), ("a", "b")
+    client = RobotClient(
+        f"unix://{folder}/robots",
+        robot="robot",
+        streams=streams,
+        actions=names,
+        on_chunk=lambda _: came.append(now_ns()),
+    )
+    ended = threading.Event()
+
+    def push() -> None:
+        while not ended.wait(0.01):
+            client.push("joints", now_ns(), [0.0] * 3)
+            client.push("imu", now_ns(), [0.0] * 2)
+
+    client.connect(60)
+    thread = threading.Thread(target=push)
+    thread.start()
+    try:
+        yield came
+    finally:
+        ended.set()
+        thread.join()
+        client.close()
+
+
+@contextmanager
+def serving(folder: Path, *settings: str, replicas: int) -> Iterator[tuple[Ranks, list[int]]]:
+    """A run that is ready and serves a robot, and the times at which its chunks come."""
+    shape = f"placement.replicas={replicas}", f"service.endpoint=unix://{folder}/robots"
+    with Ranks(folder, *SERVES, *shape, *settings, world_size=replicas + 1) as run:
+        run.wait_for_event("phase", phase="ready")
+        with robot(folder) as came:
+            wait_until(lambda: len(came) > 20)
+            yield run, came
+
+
+def serves_degraded(run: Ranks, came: list[int], rank: int, left: int) -> None:
+    assert run.wait_for_event("replica_lost", rank=rank)["left"] == left
+    run.wait_for_event("phase", phase="degraded")
+    before = len(came)
+    wait_until(lambda: len(came) > before + 20)
+
+
+def ends_balanced(run: Ranks, lost: int) -> None:
+    """Rank 0 drains, and every envelope is accounted for."""
+    lines = [line for line in run.lines(0) if line["kind"] == "envelope"]
+    drops = Counter(line.get("drop") for line in lines)
+    assert drops["replica_lost"] <= 4  # D_in
+    assert {line["replica"] for line in lines if line.get("drop") == "replica_lost"} <= {lost}
+    assert lost not in {line["replica"] for line in run.envelopes("degraded")[4:]}
+    books = [line["envelopes"] for line in run.lines(0) if line["kind"] == "ledger"]
+    last = books[-1]
+    assert last["received"] == last["used"] + last["in_flight"] + sum(last["dropped"].values())
+    assert last["in_flight"] == 0
+    assert last["dropped"].get("replica_lost", 0) == drops["replica_lost"]
+
+
+@pytest.mark.parametrize(
+    ("number", "threads", "link"),
+    [
+        (signal.SIGKILL, "serial", "host"),
+        (signal.SIGKILL, "split", "gloo"),
+        (signal.SIGSTOP, "serial", "gloo"),
+        (signal.SIGSTOP, "split", "host"),
+    ],
+    ids=str,
+)
+def test_the_run_goes_on_without_a_replica(number, threads, link, tmp_path):
+    settings = "placement.replicas_min=2", f"link.kind={link}", f"pipeline.threads={threads}"
+    with serving(tmp_path, *settings, replicas=3) as (run, came):
+        os.kill(run.pid_of(2), number)
+        serves_degraded(run, came, 2, left=2)
+        run.processes[0].terminate()
+        assert run.wait() == [0] * 4, run.output()
+        ends_balanced(run, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+def test_a_lost_replica_ends_the_run_where_all_are_needed(number, tmp_path):
+    with serving(tmp_path, replicas=2) as (run, _):
+        os.kill(run.pid_of(1), number)
+        ends = run.processes[0], run.processes[2]
+        wait_until(lambda: all(end.poll() is not None for end in ends))
+        assert run.processes[0].poll() == 20, run.output()
+        assert not [line for line in run.lines(0) if line.get("phase") == "degraded"]
+
+
+def test_the_last_replica_that_is_needed_ends_the_run(tmp_path):
+    with serving(tmp_path, "placement.replicas_min=1", replicas=2) as (run, came):
+        os.kill(run.pid_of(1), signal.SIGKILL)
+        serves_degraded(run, came, 1, left=1)
+        os.kill(run.pid_of(2), signal.SIGKILL)
+        wait_until(lambda: all(process.poll() is not None for process in run.processes))
+        assert run.processes[0].poll() == 20, run.output()
