@@ -67,7 +67,7 @@ class SlotWords:
         return DeviceStamp(self.words, slot * self.width + at)
 
 
-class Answers(Protocol):
+class DeviceTime(Protocol):
     """Tells the device's time, as ``cuda_clock.ClockAnswers``."""
 
     def ask(self, stream: Any) -> None: ...
@@ -100,7 +100,7 @@ class ClockStamp(DeviceStamp):
 class StampProbe:
     """For ``device_clock.DeviceClock``: questions to a kernel on a stream that is idle."""
 
-    def __init__(self, answers: Answers, stream: CudaStream) -> None:
+    def __init__(self, answers: DeviceTime, stream: CudaStream) -> None:
         self._answers, self._stream = answers, stream
 
     def event(self) -> ClockStamp:

@@ -137,16 +137,16 @@ def title(text: str, under: str) -> list[str]:
     return [text, under * len(text), ""]
 
 
-def import_all(package: str, left_out: list[str]) -> list[ModuleType]:
-    """The package and every module below it; ``left_out`` gets the names of those that lack one."""
+def import_all(package: str) -> list[ModuleType]:
+    """The package and every module below it that this machine can import."""
     top = importlib.import_module(package)
     found = [top]
     for info in pkgutil.walk_packages(top.__path__, f"{package}."):
-        found += import_one(info.name, left_out)
+        found += import_one(info.name)
     return found
 
 
-def import_one(name: str, left_out: list[str]) -> list[ModuleType]:
+def import_one(name: str) -> list[ModuleType]:
     """The module, or nothing where it needs what only another kind of machine has."""
     try:
         return [importlib.import_module(name)]
@@ -154,7 +154,6 @@ def import_one(name: str, left_out: list[str]) -> list[ModuleType]:
         if not (error.name or "").startswith(OPTIONAL):
             raise
         print(f"left out: {name} needs {error.name}", file=sys.stderr)
-        left_out.append(name)
         return []
 
 

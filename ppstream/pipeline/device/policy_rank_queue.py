@@ -44,7 +44,7 @@ class SlotPlan(NamedTuple):
     envelope: DeviceSlot
     result: DeviceSlot
     header: NDArray[np.int64]
-    present: NDArray[np.bool_]
+    present: NDArray[np.bool]
     complete: CudaEvent
     named: CudaEvent
     b0: CudaEvent
