@@ -54,10 +54,10 @@ def test_a_peer_whose_environment_cannot_be_made_is_skipped_with_the_reason(
 
 
 def test_an_environment_that_is_complete_is_taken_as_it_is(tmp_path: Path) -> None:
-    place = tmp_path / peers_environments.pin_of("ray").replace("==", "-")
+    place = tmp_path / peers_environments.pin_of("strands-robots").replace("==", "-")
     place.mkdir()
     (place / peers_environments.COMPLETE).touch()
-    assert peers_environments.python_with("ray", tmp_path) == place / "bin" / "python"
+    assert peers_environments.python_with("strands-robots", tmp_path) == place / "bin" / "python"
 
 
 def test_an_environment_that_shares_ours_sees_this_interpreters_whoever_made_it(
