@@ -5,9 +5,9 @@ as that number times s. int8 holds -127..127 in steps of 1, float8_e4m3fn holds 
 significant bits. Values beyond saturate. NaN stays NaN in float8_e4m3fn and is 0 in int8, which has
 none; neither is told by validity.
 
-The error of a value within the range is at most s / 2 in int8, and in float8_e4m3fn ``|x| / 16``, or
-s / 1024 where ``|x| < s / 64``: there the numbers are 1/512 apart, and a value is at most half of that
-from one; above, those from 2^e to 2^(e+1) are 2^(e-3) apart. float32's rounding adds to it.
+The error of a value within the range is at most s / 2 in int8, and in float8_e4m3fn ``|x| / 16``,
+or s / 1024 where ``|x| < s / 64``: there the numbers are 1/512 apart, and a value is at most half
+of that from one; above, those from 2^e to 2^(e+1) are 2^(e-3) apart. float32's rounding adds to it.
 """
 
 from __future__ import annotations
