@@ -96,7 +96,7 @@ class Attention(nn.Module):
 
     def forward(self, queries: Tensor, tokens: Tensor) -> Tensor:
         """``[B, Q, F]`` over ``[B, N, F]`` to ``[B, Q, F]``."""
-        rows = len(queries)
+        rows = queries.shape[0]  # ``len`` would make a constant of it when the network is exported
         q = self.ask(queries).view(rows, -1, self.heads, HEAD).transpose(1, 2)
         k, v = self.offer(tokens).view(rows, -1, 2, self.heads, HEAD).permute(2, 0, 3, 1, 4)
         seen = scaled_dot_product_attention(q, k, v)

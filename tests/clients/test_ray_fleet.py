@@ -100,10 +100,11 @@ class Fleet:
 
     def _answer(self) -> dict[str, Any]:
         assert self._cluster.stdout is not None
-        line = self._cluster.stdout.readline()
-        assert line, "the cluster has ended"
-        found: dict[str, Any] = json.loads(line)
-        return found
+        for line in self._cluster.stdout:
+            if line.startswith("{"):  # Ray prints there, too, what its nodes meet
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise AssertionError("the cluster has ended")
 
 
 @pytest.fixture(scope="module")
