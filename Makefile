@@ -48,7 +48,7 @@ test: lint docs $(CORE)
 	$(call twice,$(BIN)/python -m pytest -m 'not alone' $(BESIDE) 4) && test -z "$$failed"
 
 test-clients: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/clients
+	$(call twice,$(BIN)/python -m pytest --dist loadfile tests/clients -n 2)
 
 check-docs: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/docs
