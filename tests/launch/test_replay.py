@@ -153,11 +153,13 @@ def test_every_sample_arrives_with_its_recorded_stamp(
 def test_action_chunks_come_back_and_are_aged_in_the_recording_s_clock(
     settings: PipelineConfig, recorded: Path
 ) -> None:
+    actions = msgspec.structs.replace(settings.actions, lease_ms=5000.0)  # on a busy machine, too
+    settings = msgspec.structs.replace(settings, actions=actions)
     with serving(settings):
         done = run_tool(settings, recorded.parent, recorded)
     chunks = done.stdout.splitlines()[-1]
     taken = int(chunks.split(" received, ")[1].split(" ")[0])
-    assert taken  # however few the machine had time for
+    assert taken >= 10
     assert 0 < float(chunks.split("p50 ")[1].split(",")[0]) < 100
 
 
