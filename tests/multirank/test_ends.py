@@ -19,6 +19,8 @@ SERVE_ON = (
     "bringup.accept=['NOTHING_TO_HIDE']",
 )
 LONG_STAGES = ("simulate.a_ms=6", "simulate.c_ms=6", "policy.options.b_ms=15")
+#: How a rank words what it sees at once, and not only after a silence.
+DIED = "closed its control socket or died"
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +121,8 @@ def test_an_idle_run_notices_a_killed_policy_rank_also_when_its_folder_is_delete
         ranks.wait_for_event("phase", phase="ready")
         shutil.rmtree(ranks.directory)
         ranks.processes[1].kill()
-        began = time.monotonic()
-        assert ranks.processes[0].wait(10) == 20, ranks.output()
-        assert time.monotonic() - began < 2
+        assert ranks.processes[0].wait(60) == 20, ranks.output()
+        assert DIED in ranks.output()
         assert "Traceback" not in ranks.output()
         assert ranks.output().count("rank 0: the end is not recorded") == 1
 
@@ -142,17 +143,17 @@ def test_a_disk_that_is_full_in_bring_up_is_named_by_the_gate(tmp_path, rank):
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_killed_rank_ends_the_other_with_20_within_2_s(tmp_path, killed):
+def test_killed_rank_ends_the_other_with_20_before_its_silence_would(tmp_path, killed):
     with Ranks(tmp_path, *SERVE_ON, "bringup.envelopes=2000") as ranks:
         ranks.wait_for_event("phase", phase="bring-up")
         log = ranks.directory / "rank0.gen0.jsonl"
         # envelopes are in flight now
         wait_until(lambda: log.stat().st_size >= 16_384, seconds=END_LIMIT_S)
         ranks.processes[killed].kill()
-        began = time.monotonic()
-        assert ranks.processes[1 - killed].wait(10) == 20, ranks.output()
-        assert time.monotonic() - began < 2
-        assert ranks.exits()[str(1 - killed)]["name"] == "PEER_LOST"
+        assert ranks.processes[1 - killed].wait(60) == 20, ranks.output()
+        left = ranks.exits()[str(1 - killed)]
+        assert left["name"] == "PEER_LOST"
+        assert left["reason"].endswith(DIED)
 
 
 def test_killed_policy_rank_is_20_also_when_the_stop_signal_came_first(tmp_path):
@@ -163,9 +164,8 @@ def test_killed_policy_rank_is_20_also_when_the_stop_signal_came_first(tmp_path)
         ranks.processes[0].send_signal(signal.SIGTERM)
         time.sleep(0.05)
         ranks.processes[1].kill()
-        began = time.monotonic()
-        assert ranks.processes[0].wait(10) == 20, ranks.output()
-        assert time.monotonic() - began < 2
+        assert ranks.processes[0].wait(60) == 20, ranks.output()
+        assert ranks.exits()["0"]["reason"].endswith(DIED)
 
 
 NOTHING_TO_HIDE = ("simulate.a_ms=0", "simulate.c_ms=0", "policy.options.b_ms=8")

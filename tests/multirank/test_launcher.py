@@ -94,7 +94,8 @@ def test_a_run_that_drains_by_itself_ends_with_0_and_our_line(tmp_path: Path) ->
 
 
 def test_a_refused_run_ends_with_its_code_and_says_why_last(tmp_path: Path) -> None:
-    with launched(tmp_path, *SERIAL) as run:
+    enough = "bringup.envelopes=500"  # behind a busy start
+    with launched(tmp_path, *SERIAL, enough) as run:
         assert run.wait() == 30, run.text()
         *_, said, last = run.text().splitlines()
         assert said.startswith("ppstream: exit 30 GATE_FAIL bring-up verdict")

@@ -142,7 +142,8 @@ class Crew:
     def has_received_all(self) -> bool:
         """Whether no action chunk is on its way to a robot."""
         came = sum(
-            len(robot.chunks) + sum(robot.client.statistics().dropped.values())
+            robot.client.timeline.statistics().received
+            + sum(robot.client.statistics().dropped.values())
             for robot in self.robots
         )
         return came == self.sessions.statistics().chunks_sent

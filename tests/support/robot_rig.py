@@ -38,7 +38,9 @@ ANY_PORT = "tcp://127.0.0.1:0"
 default_endpoint = ANY_PORT  # of configurations; the fixture either_socket changes it
 
 
-def make_config(endpoint: str | None = None, *, rows: int = 1) -> PipelineConfig:
+def make_config(
+    endpoint: str | None = None, *, rows: int = 1, dt_ns: int = DT_NS, lease_ns: int = LEASE_NS
+) -> PipelineConfig:
     return PipelineConfig(
         name="rig",
         streams=(
@@ -49,10 +51,10 @@ def make_config(endpoint: str | None = None, *, rows: int = 1) -> PipelineConfig
         actions=ActionConfig(
             names=ACTIONS,
             horizon=HORIZON,
-            dt_ms=DT_NS / MS,
+            dt_ms=dt_ns / MS,
             low=(-1.0, -1.0),
             high=(1.0, 1.0),
-            lease_ms=LEASE_NS / MS,
+            lease_ms=lease_ns / MS,
         ),
         policy=PolicyConfig(target="nobody:asks"),
         batch=BatchConfig(rows=rows),
@@ -107,8 +109,8 @@ class Server:
         phase: str = "ready",
         answers: bool = False,
         ring_samples: int = 1024,
-        dt_ns: int = DT_NS,
-        lease_ns: int = LEASE_NS,
+        dt_ns: int | None = None,
+        lease_ns: int | None = None,
     ) -> None:
         self.rows = make_rows(config, ring_samples)
         self.sessions = Sessions(config, self.rows)
@@ -118,7 +120,8 @@ class Server:
         self.emitted = 0
         self._orders: list[Callable[[], None]] = [lambda: self.sessions.set_phase(phase)]
         self.answers = answers
-        self._times_ns = dt_ns, lease_ns  # of its chunks
+        self._dt_ns = dt_ns or round(config.actions.dt_ms * MS)  # of its chunks
+        self._lease_ns = lease_ns or round(config.actions.lease_ms * MS)
         self._answered_ns = [0] * len(self.rows)
         self._end = False
         self._failure: BaseException | None = None
@@ -167,9 +170,8 @@ class Server:
             end_ns = row.rings["joints"].newest_ns
             if row.present and end_ns > self._answered_ns[index]:
                 self._answered_ns[index] = end_ns
-                dt_ns, lease_ns = self._times_ns
                 of = {"session": row.session, "episode": row.session_epoch, "end_ns": end_ns}
-                times = {"dt_ns": dt_ns, "expires_ns": end_ns + lease_ns}
+                times = {"dt_ns": self._dt_ns, "expires_ns": end_ns + self._lease_ns}
                 self.sessions.emit(index, make_chunk(self.emitted, **of, **times))
                 self.emitted += 1
 

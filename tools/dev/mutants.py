@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from coverage import CoverageData
+from coverage.exceptions import DataError
 from mutations import MutatedModule, SourceMutant
 
 HERE: Final = Path(__file__).resolve().parent
@@ -250,7 +251,10 @@ def baseline(tree: Path, test: str) -> Reach:
         lines: dict[str, set[int]] = {}
         for file in Path(name).glob("data*"):
             data = CoverageData(str(file))
-            data.read()
+            try:
+                data.read()
+            except DataError:  # of a process that was killed while it wrote
+                continue
             for path in data.measured_files():
                 module = str(Path(path).relative_to(tree))
                 lines.setdefault(module, set()).update(data.lines(path) or ())
