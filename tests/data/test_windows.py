@@ -155,17 +155,18 @@ def training(folder: Path, recordings: list[Path], stop: int, workers: int = 4) 
 def test_killed_with_four_workers_the_next_process_goes_on_bit_for_bit(
     recordings: list[Path], tmp_path: Path
 ) -> None:
-    whole, kill_at = 47, 30  # the second is behind an epoch's end: 4 x 50 windows in batches of 7
+    recordings = recordings[:3]  # 150 windows in batches of 2: in the middle of the 14th epoch
+    whole, kill_at = 1_010, 1_000
     with training(tmp_path, recordings, whole, workers=0) as process:
         expected = [process.stdout.readline() for _ in range(whole)]
-    assert len(set(expected)) == whole
+    assert len(set(expected)) > 900  # epochs may share a pair
     (tmp_path / "state.json").unlink()
     with training(tmp_path, recordings, kill_at) as process:
         first = [process.stdout.readline() for _ in range(kill_at)]
         os.kill(process.pid, signal.SIGKILL)  # its four workers have read ahead
         assert process.wait(60) == -signal.SIGKILL
     state = json.loads((tmp_path / "state.json").read_text())
-    assert state["epoch"] * len(windows(recordings, 7)) + state["batch"] == kill_at
+    assert state["epoch"] * len(windows(recordings, 2)) + state["batch"] == kill_at
     with training(tmp_path, recordings, whole - kill_at) as process:
         then = [process.stdout.readline() for _ in range(whole - kill_at)]
     assert first + then == expected

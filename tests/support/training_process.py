@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ppstream.data import Windows
 
-BATCH, SEED = 7, 11
+BATCH, SEED = 2, 11
 
 
 def main(config: str, cache: str, state: str, workers: str, stop: str, *recordings: str) -> None:
