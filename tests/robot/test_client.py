@@ -55,7 +55,7 @@ def test_samples_go_out_and_chunks_come_back() -> None:
         assert client.push("imu", now_ns(), [0.5, 0.25])
         wait_until(lambda: server.rows[0].rings["imu"].count == 1)
         assert client.timeline.statistics().received == 20
-        assert client.statistics().sent == 21
+        assert (client.statistics().sent, client.statistics().phase) == (21, "ready")
         assert [chunk.seq for chunk in chunks] == list(range(20))
 
 
