@@ -119,6 +119,12 @@ class RunReport:
     def exit_code(self) -> int:
         return 0 if self.accepted else int(self.verdict)
 
+    @property
+    def headline(self) -> str:
+        """The verdict and its sentence, for the log of the gate and the first line of a report."""
+        accepted = ", accepted" if self.accepted else ""
+        return f"{self.verdict.name}{accepted}: {self.sentence}"
+
     def as_dict(self) -> dict[str, object]:
         """The run's entry under ``runs`` in ``ppstream.report/1``; times in ms."""
         topology = self.window.topology

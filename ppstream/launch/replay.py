@@ -99,8 +99,8 @@ def replay(arguments: argparse.Namespace, config: PipelineConfig) -> str:
         real_time=arguments.speed == 1.0,
     )
     with client:
-        client.connect(arguments.wait_s)
-        if not client.wait_ready(arguments.wait_s):
+        client.connect(arguments.wait_s, say=_say)
+        if not client.wait_ready(arguments.wait_s, say=_say):
             raise PeerLostError(
                 f"phase is {client.phase!r} after {arguments.wait_s:g} s, not ready"
             )
@@ -110,6 +110,10 @@ def replay(arguments: argparse.Namespace, config: PipelineConfig) -> str:
         took_s = (now_ns() - began_ns) / NS_PER_S
         time.sleep(LAST_CHUNKS_S)
     return _summary(client, recording, took_s)
+
+
+def _say(text: str) -> None:
+    print(f"replay: {text}", file=sys.stderr, flush=True)
 
 
 def _endpoint(config: PipelineConfig) -> str:
@@ -153,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--speed", type=_speed, default=1.0, help="times real time, or max")
     parser.add_argument("--batch-ms", type=float, default=5.0, help="samples sent together")
     parser.add_argument("--robot", default="replay", help="this robot's name")
-    parser.add_argument("--wait-s", type=float, default=60.0, help="for a session that is ready")
+    parser.add_argument("--wait-s", type=float, default=600.0, help="for a session that is ready")
     add_arguments(parser)
     return parser
 

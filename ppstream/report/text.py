@@ -90,7 +90,7 @@ def _top_lines(report: RunReport) -> Iterator[Line]:
     """The sentence, the figures, where they are from, and the statements."""
     name = report.verdict.name
     yield Line("─" * WIDTH, ((0, WIDTH, "faint"),))
-    for number, text in enumerate(_wrap(f"{name}: {report.sentence}", 0)):
+    for number, text in enumerate(_wrap(report.headline, 0)):
         verdict = () if number else ((0, len(name), name),)
         yield Line(text, ((0, len(text), "bold"), *verdict))
     yield Line("")

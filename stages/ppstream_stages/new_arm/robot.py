@@ -6,6 +6,7 @@
 import sys
 import threading
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 from ppstream import ControlLoop, RobotClient
 
 Array = np.ndarray[Any, Any]
+say = partial(print, flush=True)
+START_S = 600  # the ranks may load a checkpoint and compile it first
 
 
 class FakeArm:
@@ -61,8 +64,9 @@ def main(file: str, duration_s: float | None = None) -> None:
     )
     end = threading.Event()
     with client:
-        client.connect(timeout_s=60)  # the ranks may still start
-        client.wait_ready(timeout_s=120)
+        client.connect(START_S, say=say)
+        if not client.wait_ready(START_S, say=say):
+            raise SystemExit(f"the run is {client.phase} after {START_S} s, not ready")
         for stream in cameras:
             threading.Thread(target=film, args=(client, arm, stream, end)).start()
         try:
