@@ -125,7 +125,8 @@ def _origin(report: RunReport) -> str:
     window = report.window
     phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
     origin = f"{report.run_id} · {phases} · {window.n} envelopes, {window.skipped} skipped"
-    return origin + ("" if report.limited_by is None else f" · {report.limited_by}")
+    origin += "" if report.limited_by is None else f" · {report.limited_by}"
+    return origin + ("" if report.policy is None else f" · {report.policy}")
 
 
 def _score_lines(report: RunReport) -> Iterator[Row]:

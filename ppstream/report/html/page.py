@@ -71,7 +71,7 @@ def _article(number: int, run: RunLog, report: RunReport) -> str:
     sections = "".join(_sections(run, report))
     return (
         f'<article id="run{number}">{_head(report)}{_figures(report)}'
-        f'<div class="cards">{sections}</div>{_foot(run)}</article>'
+        f'<div class="cards">{sections}</div>{_foot(run, report)}</article>'
     )
 
 
@@ -247,7 +247,7 @@ def _scrolling(body: str, kind: str = "") -> str:
     return f'<div class="{classes}">{body}</div>' if body else ""
 
 
-def _foot(run: RunLog) -> str:
+def _foot(run: RunLog, report: RunReport) -> str:
     """Renders what the numbers belong to."""
     topology = run.topology
     parts = [
@@ -261,6 +261,8 @@ def _foot(run: RunLog) -> str:
     digest = run.manifest.get("config_sha256")
     if digest:
         parts.append(f"configuration {str(digest)[:12]}")
+    if report.policy is not None:
+        parts.append(f"policy {report.policy}")
     created = run.manifest.get("created_utc")
     if created:
         parts.append(f"begun {created}")
