@@ -170,10 +170,21 @@ def _parser() -> argparse.ArgumentParser:
         "actions bit for bit; exit code 1 when it has not",
     )
     parser.add_argument("--endpoint", help="where rank 0 listens (default: service.endpoint)")
-    parser.add_argument("--speed", type=_speed, default=1.0, help="times real time, or max")
-    parser.add_argument("--batch-ms", type=float, default=5.0, help="samples sent together")
-    parser.add_argument("--robot", default="replay", help="this robot's name")
-    parser.add_argument("--wait-s", type=float, default=600.0, help="for a session that is ready")
+    parser.add_argument(
+        "--speed", type=_speed, default=1.0, help="times real time, or max (default: 1)"
+    )
+    parser.add_argument(
+        "--batch-ms", type=float, default=5.0, help="samples sent together (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--robot", default="replay", help="this robot's name (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--wait-s",
+        type=float,
+        default=600.0,
+        help="for a session that is ready (default: %(default)g)",
+    )
     add_arguments(parser)
     return parser
 
