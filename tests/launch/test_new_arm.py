@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,23 @@ def test_what_it_writes_becomes_ready_and_moves_the_arm(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout
+
+
+def test_its_robot_says_what_it_waits_for_and_ends_on_ctrl_c(tmp_path: Path) -> None:
+    assert written(tmp_path) == 0
+    toml = tmp_path / "my-arm.toml"
+    toml.write_text(toml.read_text().replace("/tmp/ppstream-{uid}", str(tmp_path)))
+    command = [sys.executable, str(tmp_path / "my_arm_robot.py"), str(toml)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as robot:
+        assert robot.stdout is not None
+        said = robot.stdout.readline()
+        assert said.startswith(f"waiting for unix://{tmp_path}/robots: no answer, its ranks may ")
+        robot.send_signal(signal.SIGINT)
+        out, err = robot.communicate(timeout=60)
+    assert (robot.returncode, err) == (0, "")
+    assert "0 ticks" in out
 
 
 def test_the_shipped_configuration_is_what_it_writes() -> None:

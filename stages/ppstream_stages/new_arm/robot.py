@@ -6,6 +6,7 @@
 import sys
 import threading
 import tomllib
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,17 +64,17 @@ def main(file: str, duration_s: float | None = None) -> None:
         rate_hz, lambda stamp_ns: {"joints": arm.angles}, arm.move_to, client, hold=arm.brake
     )
     end = threading.Event()
-    with client:
+    with suppress(KeyboardInterrupt), client:
         client.connect(START_S, say=say)
         if not client.wait_ready(START_S, say=say):
             raise SystemExit(f"the run is {client.phase} after {START_S} s, not ready")
         for stream in cameras:
             threading.Thread(target=film, args=(client, arm, stream, end)).start()
         try:
-            statistics = loop.run(duration_s)
+            loop.run(duration_s)
         finally:
             end.set()
-    print(statistics.line())
+    print(loop.statistics().line())
 
 
 if __name__ == "__main__":
