@@ -104,6 +104,9 @@ endpoint = "unix:///tmp/ppstream-{{uid}}/robots"   # tcp://ADDRESS:PORT for robo
 [bringup]
 # A policy of a millisecond has nothing to overlap. Take this away once yours takes longer.
 accept = {toml_value(ACCEPTABLE)}
+
+[metrics]
+port = 0                # a free one, on this host alone: for ppstream top
 """
 
 
@@ -131,6 +134,7 @@ def _next_steps(arm: Arm, folder: Path, names: Iterable[str]) -> str:
     steps = {
         f"ppstream run {arm.name}.toml": "the ranks, until Ctrl-C",
         f"python {arm.module}_robot.py {arm.name}.toml": "the robot, in another terminal",
+        "ppstream top": "what both do now, in a third terminal",
         "ppstream report logs/latest": "what was fast, and what was not",
     }
     width = max(map(len, steps))
