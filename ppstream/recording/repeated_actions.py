@@ -33,7 +33,7 @@ MISSING: Final = (
 
 
 class Repeated(NamedTuple):
-    """How many of the chunks that a robot was sent came again."""
+    """Counts the chunks that a robot was sent, by whether they came again."""
 
     robot: str
     chunks: int  # that it was sent
