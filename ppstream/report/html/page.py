@@ -82,11 +82,12 @@ def _head(report: RunReport) -> str:
     if report.limited_by:
         origin += f" · {report.limited_by}"
     name = report.verdict.name
-    why = ", ".join(report.reasons) + (" · accepted: SERVING" if report.accepted else "")
+    accepted = ", accepted" if report.accepted else ""
+    why = ", ".join(report.reasons) + (" · SERVING" if accepted else "")
     reasons = f"<small>{escape(why)}</small>" if why else ""
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.statements)
     return (
-        f'<header class="{name}"><h1>{WORDS[name]}{reasons}</h1>'
+        f'<header class="{name}"><h1>{WORDS[name]}{accepted}{reasons}</h1>'
         f'<p class="lead">{escape(report.sentence)}</p>'
         f"<p>{escape(origin)}</p><ul>{sentences}</ul></header>"
     )
