@@ -126,7 +126,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter(["7", "", "left right"])
+    answers = iter(["seven", "7", "", "left 2", "left right"])
     terminal = SimpleNamespace(isatty=lambda: True)
     monkeypatch.setattr(new_arm.sys, "stdin", terminal)
     monkeypatch.setattr(new_arm.sys.stdout, "isatty", lambda: True, raising=False)
@@ -135,6 +135,26 @@ def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     config = read(str(tmp_path / "my-arm.toml"))
     assert [stream.name for stream in config.streams] == ["joints", "left", "right"]
     assert (config.streams[0].dim, config.streams[0].rate_hz) == (7, 100.0)
+
+
+def test_who_asks_for_no_camera_or_leaves_gets_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(_: str) -> str:
+        if not answers:
+            raise EOFError
+        return answers.pop(0)
+
+    monkeypatch.setattr(new_arm.sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(new_arm.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", answer)
+    answers = ["7"]
+    assert written(tmp_path) == 130
+    assert "nothing was written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    answers = ["", "", "none"]
+    assert written(tmp_path) == 0
+    assert [stream.name for stream in read(str(tmp_path / "my-arm.toml")).streams] == ["joints"]
 
 
 def test_the_file_s_folder_is_importable_and_hides_nothing(tmp_path: Path) -> None:
