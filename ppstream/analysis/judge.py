@@ -23,7 +23,7 @@ from ppstream.analysis.period_model import deeper, limiting_term, period, window
 from ppstream.analysis.place_table import better_cut, place_rows
 from ppstream.analysis.records import ENVELOPES, TOTAL, Envelope, Json, RunLog
 from ppstream.analysis.requests import requests_of, streams_on_request
-from ppstream.analysis.run_report import OldestAction, RunReport, ServiceReport
+from ppstream.analysis.run_report import OldestAction, PolicySeen, RunReport, ServiceReport
 from ppstream.analysis.run_statistics import (
     HARMLESS,
     critical_path,
@@ -134,6 +134,7 @@ def _report(findings: Diagnosis, queues: QueueMaxima, service: ServiceReport | N
         places=findings.places,
         better_cut=findings.better_cut,
         requests=run.requests,
+        policy=_policy(run),
     )
 
 
@@ -197,6 +198,13 @@ def _overlap_min(bringup: Json) -> float:
     if isinstance(value, int | float) and 0 <= value <= 1:
         return float(value)
     raise LogError(f"run.json: config.bringup.overlap_min is {value!r:.40}, expected 0 to 1")
+
+
+def _policy(run: RunLog) -> PolicySeen | None:
+    table, digest = _mapping(run.config.get("policy")), run.manifest.get("weights_sha256")
+    found = table.get("target"), table.get("weights"), digest
+    target, weights, sha256 = (text if isinstance(text, str) else None for text in found)
+    return None if target is None else PolicySeen(target, weights, sha256)
 
 
 def _accept(bringup: Json) -> tuple[str, ...]:

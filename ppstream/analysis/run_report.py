@@ -23,6 +23,7 @@ from ppstream.analysis.verdict import Gate, Verdict, is_accepted
 from ppstream.core.cpus import Machine
 from ppstream.core.quantiles import Quantiles
 
+DIGITS: Final = 12  # of a digest, that people compare
 MS: Final = 1e-6  # per ns
 _NO_TIMES: Final = dict.fromkeys(("p50", "p95", "p99", "max"))
 
@@ -70,6 +71,20 @@ class OldestAction(NamedTuple):
         return f"oldest action executed: {self.age_ns * MS:.1f} ms{limit}"
 
 
+class PolicySeen(NamedTuple):
+    """The policy that a run was asked for, and the file of its weights."""
+
+    target: str  # module:function
+    weights: str | None = None  # path; None: no file was named
+    sha256: str | None = None  # of the file as rank 0 read it
+
+    def __str__(self) -> str:
+        if self.weights is None:
+            return f"{self.target} without a file of weights"
+        digest = "" if self.sha256 is None else f" (sha256 {self.sha256[:DIGITS]})"
+        return f"{self.target} with {self.weights.rpartition('/')[2]}{digest}"
+
+
 @dataclass(frozen=True, slots=True)
 class RunReport:
     """One run's verdict with everything it rests on; ``as_dict`` is its form in JSON."""
@@ -108,6 +123,7 @@ class RunReport:
     compiled: list[CompiledPartSeen] = field(default_factory=list)  # parts that are compiled
     sentence: str = ""  # may it drive a robot, what limits it, what to do first
     figures: tuple[Figure, ...] = ()  # seven
+    policy: PolicySeen | None = None  # None: the log does not name it
 
     @property
     def accepted(self) -> list[str]:
@@ -118,6 +134,12 @@ class RunReport:
     @property
     def exit_code(self) -> int:
         return 0 if self.accepted else int(self.verdict)
+
+    @property
+    def headline(self) -> str:
+        """The verdict and its sentence, for the log of the gate and the first line of a report."""
+        accepted = ", accepted" if self.accepted else ""
+        return f"{self.verdict.name}{accepted}: {self.sentence}"
 
     def as_dict(self) -> dict[str, object]:
         """The run's entry under ``runs`` in ``ppstream.report/1``; times in ms."""
@@ -164,6 +186,7 @@ class RunReport:
             "better_cut": None if self.better_cut is None else asdict(self.better_cut),
             "requests": [_requests_dict(row) for row in self.requests],
             "compiled": [part._asdict() for part in self.compiled],
+            "policy": None if self.policy is None else self.policy._asdict(),
         }
 
 

@@ -57,20 +57,24 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
     "MISSING_LOGS": (
         UNKNOWN,
         "the log lacks what a proof needs",
-        "see below what is missing, and whether a disk was full",
+        "see in the report what is missing, and whether a disk was full",
     ),
     "EXPIRED": (
         UNKNOWN,
         "most chunks were older than their lease when they were ready",
         "shorten the slowest stage, or lengthen actions.lease_ms",
     ),
-    "DROPPED": (UNKNOWN, "most envelopes were dropped", "see below for which reason"),
+    "DROPPED": (UNKNOWN, "most envelopes were dropped", "see in the report for which reason"),
     "BAD_INSTRUMENT": (
         UNKNOWN,
         "the log contradicts itself",
         "correct the stamps that the failed audit names",
     ),
-    "NOT_AUDITED": (UNKNOWN, "parts of the log could not be checked", "see below what is missing"),
+    "NOT_AUDITED": (
+        UNKNOWN,
+        "parts of the log could not be checked",
+        "see in the report what is missing",
+    ),
     "PERTURBED": (UNKNOWN, "a profiler or an injected fault was on", "measure again without it"),
     "TOO_FEW": (
         UNKNOWN,
@@ -105,19 +109,27 @@ REASONS: Final[Mapping[str, tuple[str, str, str]]] = {
     "LOW_OVERLAP": (
         SCORE,
         "its ranks work too little at the same time",
-        "see below what holds them up",
+        "see in the report what holds them up",
     ),
     "CONTENDED": (
         SCORE,
         "its stages slow each other down",
         "give each a CPU, a lock and a device of its own",
     ),
-    "LOW_EFFICIENCY": (RELEASE, "its busiest rank idles too long", "see below what it waits for"),
-    "OVER_MODEL": (RELEASE, "time is lost outside the stages", "see below what starts wait for"),
+    "LOW_EFFICIENCY": (
+        RELEASE,
+        "its busiest rank idles too long",
+        "see in the report what it waits for",
+    ),
+    "OVER_MODEL": (
+        RELEASE,
+        "time is lost outside the stages",
+        "see in the report what starts wait for",
+    ),
     "PERIOD_BUDGET": (RELEASE, "its chunks come too seldom", "shorten the stage that limits it"),
     "LATENCY_BUDGET": (RELEASE, "its actions come too late", "shorten the stages, or lower D_in"),
     "SERVICE_SLOWER": (SERVICE, "", "find what the service does and bring-up does not"),
-    "SERVICE_HELD": (SERVICE, "", "see below how long it had no new chunk, and why"),
+    "SERVICE_HELD": (SERVICE, "", "see in the report how long it had no new chunk, and why"),
     "SERVICE_DROPPED": (SERVICE, "", "remove the reason that most of them name"),
 }
 
@@ -126,10 +138,12 @@ def sentence(report: RunReport) -> str:
     """May this pipeline drive a robot, what limits its rate, what to do first."""
     if report.reasons and not report.accepted:
         return _refusal(report)
-    because = ""
+    pace = f"{_pace(report)}; {_first_step(report)}."
     if report.accepted:
-        because = f", because bringup.accept has {', '.join(report.accepted)}"
-    return f"This pipeline may drive your robot{because}: {_pace(report)}; {_first_step(report)}."
+        _, why, _ = REASONS[report.accepted[0]]
+        refused = f"{why[0].upper()}{why[1:]} ({', '.join(report.accepted)})"
+        return f"{refused}. bringup.accept permits that, so it serves robots all the same: {pace}"
+    return f"This pipeline may drive your robot: {pace}"
 
 
 def _refusal(report: RunReport) -> str:
@@ -200,9 +214,9 @@ def _first_step(report: RunReport) -> str:
         "output-limited": "for more, let that take the newest chunk alone",
         "stage0-limited": "for more, shorten A and C or move work of theirs into the policy",
         "stage1-limited": "for more, make the policy faster or cut it over more ranks",
-        "window-limited": "for more, see below what A waits for",
+        "window-limited": "for more, see in the report what A waits for",
         "overhead-limited": "for more, give it CPUs of its own",
-        "serialized": "for more, see below what each stage waits for",
+        "serialized": "for more, see in the report what each stage waits for",
     }.get(report.limited_by or "", "there is nothing to do")
 
 

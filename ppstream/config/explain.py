@@ -26,7 +26,7 @@ from ppstream.config.validate import is_struct, kind_of, wanted
 from ppstream.core.errors import ConfigError
 
 UNITS: Final = {"_ms": "ms", "_s": "s", "_hz": "Hz", "_mb": "MB"}
-WIDTH: Final = 96
+WIDTH: Final = 80
 HOW: Final = "ppstream explain PATH says more of one, ppstream explain --all of every key."
 
 
@@ -88,7 +88,10 @@ def overview() -> str:
     """Every table and top-level value, a line each."""
     top = [key for key in keys() if "." not in key.path]
     width = max(len(key.path) for key in top)
-    return "\n".join([*(f"{key.path:<{width}}  {key.meaning}" for key in top), "", HOW])
+    meanings = (textwrap.wrap(key.meaning, WIDTH - width - 2) for key in top)
+    gap = "\n" + " " * (width + 2)
+    lines = (f"{key.path:<{width}}  {gap.join(m)}" for key, m in zip(top, meanings, strict=True))
+    return "\n".join([*lines, "", HOW])
 
 
 def markdown() -> str:

@@ -153,7 +153,9 @@ def _with_endpoint(config: PipelineConfig, endpoint: str | None) -> PipelineConf
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ppstream gateway", description=(__doc__ or "").split("\n")[0]
+        prog="ppstream gateway",
+        description="Serve robots that run a client of openpi, GR00T or LeRobot, as the "
+        "[[gateway]] tables of a run say.",
     )
     load.add_arguments(parser)
     parser.add_argument(

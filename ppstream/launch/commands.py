@@ -6,6 +6,9 @@ names with a hyphen (``ppstream-report``) call the same functions.
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,6 +16,7 @@ from importlib.metadata import version
 from typing import Final, NamedTuple
 
 USAGE_ERROR: Final = 2  # as argparse
+READER_LEFT: Final = 128 + signal.SIGPIPE  # as a shell has it
 
 
 class Command(NamedTuple):
@@ -54,7 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ppstream: there is no command {name!r}{hint}\n\n{_help()}", file=sys.stderr)
         return USAGE_ERROR
     module, function = COMMANDS[name].target.split(":")
-    return int(getattr(import_module(module), function)(words))
+    try:
+        code = int(getattr(import_module(module), function)(words))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return READER_LEFT
+    return code
+
+
+def _reader_left() -> bool:
+    """True when nobody reads standard output any more: head has seen enough."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _help() -> str:

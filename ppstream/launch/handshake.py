@@ -14,6 +14,7 @@ import platform
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -76,7 +77,7 @@ def configuration_facts(config: PipelineConfig) -> dict[str, dict[str, Any]]:
         for path, value in _flatten(tables)
         if path.partition(".")[0] not in RANK0_ONLY
     }
-    equal["config.policy.weights"] = _fingerprint(config.policy.weights)
+    equal["config.policy.weights"] = weights_digest(config.policy.weights)
     equal["protocol"] = WIRE_MAJOR
     equal["ppstream"] = ppstream.__version__
     equal["test_hooks"] = sorted(
@@ -133,10 +134,17 @@ def compare_facts(mine: Mapping[str, Any], theirs: Mapping[str, Any], their_rank
     refuse(difference(mine["equal"], theirs.get("equal", {}), 0, their_rank))
 
 
-def _fingerprint(path: str | None) -> str | None:
-    """Identifies the weights, wherever each host keeps them."""
+def weights_digest(path: str | None) -> str | None:
+    """SHA-256 of the file of weights, wherever each host keeps it; None: there is none."""
     if path is None:
         return None
+    seen = Path(path).stat()
+    return _digest(path, seen.st_mtime_ns, seen.st_size)
+
+
+@lru_cache(maxsize=1)
+def _digest(path: str, _changed_ns: int, _size: int) -> str:
+    """Of a file as it is now: of gigabytes once, for run.json and for the comparison."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -191,7 +191,11 @@ def _run_agent(count: int, arguments: Sequence[str]) -> dict[int, int]:
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"ppstream {command}", description=description)
+    parser = argparse.ArgumentParser(
+        prog=f"ppstream {command}",
+        description=description,
+        epilog=f"Example: ppstream {command} my-arm.toml --set record.file=run.mcap",
+    )
     parser.add_argument("config", nargs="?", default=load.DEFAULT, help=load.NAMES)
     load.add_override_argument(parser)
     parser.add_argument(

@@ -23,9 +23,11 @@ TEMPLATES: Final = f"{SHIPPED_PACKAGE}.new_arm"
 JOINTS_NAME: Final = "joints"
 NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,40}")
 JOINTS_MAX: Final = 256
+NO_CAMERA: Final = "none"  # an answer
 SIZE: Final = re.compile(r"(\d{1,4})x(\d{1,4})")
 STEPS: Final = 16  # of the window, and of a chunk
 LIMIT_RAD: Final = 3.2
+LEFT: Final = 130  # exit code of who left a question unanswered, as after Ctrl-C
 
 
 class Arm(NamedTuple):
@@ -104,6 +106,9 @@ endpoint = "unix:///tmp/ppstream-{{uid}}/robots"   # tcp://ADDRESS:PORT for robo
 [bringup]
 # A policy of a millisecond has nothing to overlap. Take this away once yours takes longer.
 accept = {toml_value(ACCEPTABLE)}
+
+[metrics]
+port = 0                # a free one, on this host alone: for ppstream top
 """
 
 
@@ -123,6 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return int(error.exit_code)
+    except (EOFError, KeyboardInterrupt):  # of who was asked
+        print("\nppstream init: nothing was written", file=sys.stderr)
+        return LEFT
     print(_next_steps(arm, folder, texts))
     return 0
 
@@ -131,6 +139,7 @@ def _next_steps(arm: Arm, folder: Path, names: Iterable[str]) -> str:
     steps = {
         f"ppstream run {arm.name}.toml": "the ranks, until Ctrl-C",
         f"python {arm.module}_robot.py {arm.name}.toml": "the robot, in another terminal",
+        "ppstream top": "what both do now, in a third terminal",
         "ppstream report logs/latest": "what was fast, and what was not",
     }
     width = max(map(len, steps))
@@ -146,15 +155,16 @@ def _arm_of(args: argparse.Namespace) -> Arm:
         ConfigError: holds every value that cannot be.
     """
     ask = input if sys.stdin.isatty() and sys.stdout.isatty() else None
-    joints = _said(args.joints, "joints", "6", ask)
-    rate = _said(args.rate_hz, "samples of the joints a second", "100", ask)
+    joints = _said(args.joints, "joints", "6", ask, _is_count)
+    rate = _said(args.rate_hz, "samples of the joints a second", "100", ask, _positive)
     cameras = args.cameras
     if cameras is None:
-        cameras = _said(None, "cameras (names, or nothing)", "top wrist", ask).split()
+        cameras = _said(None, "cameras (names, or none)", "top wrist", ask, _are_names).split()
+    cameras = [] if cameras == [NO_CAMERA] else cameras
     found = []
     if not NAME.fullmatch(args.name):
         found.append(f"NAME: got {args.name!r}, want a letter, then letters, digits, '-' or '_'")
-    if not joints.isdecimal() or not 1 <= int(joints) <= JOINTS_MAX:
+    if not _is_count(joints):
         found.append(f"--joints: got {joints!r}, want a whole number, 1 to {JOINTS_MAX}")
     found += [f"--cameras: got {name!r}, want a name" for name in cameras if not _is_name(name)]
     if len(set(cameras)) != len(cameras):
@@ -176,10 +186,30 @@ def _is_name(text: str) -> bool:
     return NAME.fullmatch(text) is not None and text != JOINTS_NAME
 
 
-def _said(option: str | None, what: str, default: str, ask: Callable[[str], str] | None) -> str:
+def _said(
+    option: str | None,
+    what: str,
+    default: str,
+    ask: Callable[[str], str] | None,
+    fits: Callable[[str], object],
+) -> str:
+    """The option, or an answer that fits: another one is asked for again."""
     if option is not None or ask is None:
         return option or default
-    return ask(f"{what} [{default}]: ").strip() or default
+    answer = ""
+    while not answer or not fits(answer):
+        if answer:
+            print(f"  {answer!r} cannot be")
+        answer = ask(f"{what} [{default}]: ").strip() or default
+    return answer
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and 1 <= int(text) <= JOINTS_MAX
+
+
+def _are_names(text: str) -> bool:
+    return all(map(_is_name, text.split()))
 
 
 def _positive(text: str) -> float | None:

@@ -1,4 +1,4 @@
-"""``ppstream replay FILE``: streams a recording as a robot would.
+"""``ppstream replay FILE``: streams a recording as a robot would, or compares its actions.
 
 Samples go out with their recorded stamps, at real speed, faster or slower, or (``--speed max``) as
 fast as they are accepted. The robot's clock is the recording's. Each action chunk that comes back
@@ -20,12 +20,14 @@ from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import ConfigError, PeerLostError, PpstreamError
 from ppstream.recording.load import load_recording
 from ppstream.recording.recording import RecordedMessage, Recording
+from ppstream.recording.repeated_actions import compare_actions
 from ppstream.robot.client import RobotClient
 from ppstream.wire.robot_messages import ActionChunk
 
 FORMS: Final = ".mcap, .npz, Franka .npy, PX4 .ulg, ROS 1 .bag, or the folder of a ROS 2 bag"
 REFUSED_PAUSE_S: Final = 0.001  # between two attempts while nobody can take samples
 REFUSED_LIMIT_S: Final = 10.0  # longer than a restart of the server takes
+DIFFERS: Final = 1  # exit code
 LAST_CHUNKS_S: Final = 0.3  # what is in flight behind the last sample may still come back
 
 
@@ -99,8 +101,8 @@ def replay(arguments: argparse.Namespace, config: PipelineConfig) -> str:
         real_time=arguments.speed == 1.0,
     )
     with client:
-        client.connect(arguments.wait_s)
-        if not client.wait_ready(arguments.wait_s):
+        client.connect(arguments.wait_s, say=_say)
+        if not client.wait_ready(arguments.wait_s, say=_say):
             raise PeerLostError(
                 f"phase is {client.phase!r} after {arguments.wait_s:g} s, not ready"
             )
@@ -110,6 +112,16 @@ def replay(arguments: argparse.Namespace, config: PipelineConfig) -> str:
         took_s = (now_ns() - began_ns) / NS_PER_S
         time.sleep(LAST_CHUNKS_S)
     return _summary(client, recording, took_s)
+
+
+def _compare(arguments: argparse.Namespace, config: PipelineConfig) -> int:
+    found = compare_actions(arguments.file, arguments.compare, config.record.robot)
+    print(found.text)
+    return 0 if found.is_whole else DIFFERS
+
+
+def _say(text: str) -> None:
+    print(f"replay: {text}", file=sys.stderr, flush=True)
 
 
 def _endpoint(config: PipelineConfig) -> str:
@@ -146,23 +158,45 @@ def _speed(text: str) -> float | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ppstream replay",
-        description="Stream a recording as a robot would, to a run that serves.",
+        description="Stream a recording as a robot would, to a run that serves; or compare its "
+        "actions with a replay's.",
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="a recording: " + FORMS)
+    parser.add_argument(
+        "--compare",
+        metavar="NPZ",
+        type=Path,
+        help="stream nothing: say whether a replay's service.actions_file has the recording's "
+        "actions bit for bit; exit code 1 when it has not",
+    )
     parser.add_argument("--endpoint", help="where rank 0 listens (default: service.endpoint)")
-    parser.add_argument("--speed", type=_speed, default=1.0, help="times real time, or max")
-    parser.add_argument("--batch-ms", type=float, default=5.0, help="samples sent together")
-    parser.add_argument("--robot", default="replay", help="this robot's name")
-    parser.add_argument("--wait-s", type=float, default=60.0, help="for a session that is ready")
+    parser.add_argument(
+        "--speed", type=_speed, default=1.0, help="times real time, or max (default: 1)"
+    )
+    parser.add_argument(
+        "--batch-ms", type=float, default=5.0, help="samples sent together (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--robot", default="replay", help="this robot's name (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--wait-s",
+        type=float,
+        default=600.0,
+        help="for a session that is ready (default: %(default)g)",
+    )
     add_arguments(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or that of the error, which stands on stderr."""
+    """Returns the exit code: 0, 1 where actions differ, or an error's, which is on stderr."""
     arguments = _parser().parse_args(argv)
     try:
-        print(replay(arguments, load(arguments)))
+        config = load(arguments)
+        if arguments.compare is not None:
+            return _compare(arguments, config)
+        print(replay(arguments, config))
     except PpstreamError as error:
         print(f"replay: {error}", file=sys.stderr)
         return int(error.exit_code)

@@ -454,6 +454,7 @@ def begin_run(run: Run, config: PipelineConfig, placement: Placement) -> None:
             "numpy": np.__version__,
             "python": platform.python_version(),
         },
+        weights=handshake.weights_digest(config.policy.weights),
     )
     describe_topology(run, config, placement)
 

@@ -115,9 +115,17 @@ class Run:
         self.describe(**fields, **({"policy_rank": facts} if rank == 1 else {}))
 
     def begin(
-        self, *, config: dict[str, Any], config_sha256: str, versions: dict[str, str]
+        self,
+        *,
+        config: dict[str, Any],
+        config_sha256: str,
+        versions: dict[str, str],
+        weights: str | None = None,
     ) -> None:
-        """Write run.json as it is known at the start. Raises as ``describe``."""
+        """Write run.json as it is known at the start; ``weights`` is the SHA-256 of their file.
+
+        Raises as ``describe``.
+        """
         self.describe(
             schema=SCHEMA,
             run_id=self.run_id,
@@ -132,6 +140,7 @@ class Run:
             native=native.is_used,
             hardware=hardware(),
             command=sys.argv,
+            weights_sha256=weights,
         )
 
     def finish(self, code: ExitCode) -> None:

@@ -77,6 +77,8 @@ def endpoints(folder: Path) -> dict[int, int]:
             if event["name"] == "metrics":
                 found = generation, int(event["port"])
                 ports[rank] = max(ports.get(rank, found), found)
+    if not folder.is_dir():
+        raise ConfigError([f"{folder}: no run here; start one, or give its folder"])
     if not ports:
         raise ConfigError(
             [f"{folder}: no rank serves metrics; start the run with --set metrics.port=0"]

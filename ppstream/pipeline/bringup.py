@@ -180,7 +180,7 @@ def gate(rank0: Rank0Loop, run: Run) -> None:
         overlap=overlap,
         accepted=report.accepted,
     )
-    logger.info("bring-up %s: %s", report.verdict.name, report.statements[0])
+    logger.info("bring-up %s", report.headline)
     if report.exit_code:
         check_disk(rank0, run)
     pass_or_raise(report)

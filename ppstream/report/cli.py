@@ -21,7 +21,7 @@ from ppstream.analysis.run_report import RunReport
 from ppstream.analysis.verdict import SEVERITY, Verdict
 from ppstream.core.errors import CompareError, LogError
 from ppstream.report.comparison import compare_folders, comparison_dict, comparison_text
-from ppstream.report.terminal import show
+from ppstream.report.terminal import columns, show
 from ppstream.report.text import Line, lines_of
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _report(options: argparse.Namespace) -> int:
             print(f"bad input: {error}", file=sys.stderr)
             refused = True
             continue
-        show(lines_of(report))
+        show(lines_of(report, columns()))
         keep = options.html is not None or options.perfetto is not None
         judged.append((run if keep else _without_lines(run), report))
     _write_files(options, judged)

@@ -1,17 +1,20 @@
 """Prints a report: in colours on a terminal where rich is installed, else the plain text.
 
-A pipe, a file, ``NO_COLOR`` and a Python without rich get the same bytes.
+A pipe, a file, ``NO_COLOR`` and a Python without rich get no colours; a pipe and a file get the
+same bytes wherever they are written.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Final, TextIO
 
-from ppstream.report.text import Line
+from ppstream.report.text import WIDTH, Line
 
+WIDTH_MIN: Final = 72  # a narrower terminal wraps lines
 #: For terminals that know no more.
 ASCII: Final = str.maketrans({"─": "-", "█": "#", "·": ".", "±": "+-", "→": "->"})
 
@@ -31,6 +34,13 @@ WORDS: Final = {
     r"█+": "blue",
     r"·{2,}": "dim",
 }
+
+
+def columns() -> int:
+    """Columns of a report: those of the terminal, within reason; elsewhere always as many."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return WIDTH
+    return max(WIDTH_MIN, min(WIDTH, shutil.get_terminal_size().columns))
 
 
 def show(lines: Sequence[Line]) -> None:

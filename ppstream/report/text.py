@@ -1,4 +1,4 @@
-"""A judged run as text: 100 columns, the verdict's sentence and seven figures first. Pure.
+"""A judged run as text: the verdict's sentence and seven figures first. Pure.
 
 ``terminal.py`` colours it; the text is the same in a pipe.
 """
@@ -31,7 +31,7 @@ from ppstream.report.formatting import (
 )
 from ppstream.report.series import input_ages_ns, latency_parts, periods_ns
 
-WIDTH: Final = 100
+WIDTH: Final = 100  # columns, unless a terminal has fewer
 LABEL: Final = 13  # columns of a row's name, and the gap behind it
 LABEL_MAX: Final = 33  # for the sake of a long name; one that is longer has a line of its own
 NAME: Final = 26  # columns of a robot's name
@@ -59,7 +59,7 @@ def render(report: RunReport) -> str:
     return "\n".join(line.text for line in lines_of(report))
 
 
-def lines_of(report: RunReport) -> list[Line]:
+def lines_of(report: RunReport, columns: int = WIDTH) -> list[Line]:
     """The same with styles; of a row it is the name that has one."""
     rows: list[str | Row] = [
         *_score_lines(report),
@@ -75,46 +75,46 @@ def lines_of(report: RunReport) -> list[Line]:
         *_drop_lines(report.drops),
         *_fault_lines(report.faults),
         *_service_lines(report.service),
-        *_request_lines(report.requests),
+        *_request_lines(report.requests, columns),
         *_device_lines(report.on_device),
         *_memory_lines(report.memory),
         *_compiled_lines(report.compiled),
     ]
     lengths = [len(row.label) + 1 for row in rows if isinstance(row, Row)]
     width = max([LABEL, *(length for length in lengths if length <= LABEL_MAX)])
-    laid = (_laid(row, width) if isinstance(row, Row) else [Line(row)] for row in rows)
-    return [*_top_lines(report), *(line for lines in laid for line in lines)]
+    laid = (_laid(row, width, columns) if isinstance(row, Row) else [Line(row)] for row in rows)
+    return [*_top_lines(report, columns), *(line for lines in laid for line in lines)]
 
 
-def _top_lines(report: RunReport) -> Iterator[Line]:
+def _top_lines(report: RunReport, columns: int) -> Iterator[Line]:
     """The sentence, the figures, where they are from, and the statements."""
     name = report.verdict.name
-    yield Line("─" * WIDTH, ((0, WIDTH, "faint"),))
-    for number, text in enumerate(_wrap(f"{name}: {report.sentence}", 0)):
+    yield Line("─" * columns, ((0, columns, "faint"),))
+    for number, text in enumerate(_wrap(report.headline, columns)):
         verdict = () if number else ((0, len(name), name),)
         yield Line(text, ((0, len(text), "bold"), *verdict))
     yield Line("")
-    yield from _figure_lines(report)
+    yield from _figure_lines(report, columns)
     yield Line("")
-    yield from map(Line, _wrap(_origin(report), 0))
+    yield from map(Line, _wrap(_origin(report), columns))
     if report.reasons:
         accepted = "   accepted: SERVING" if report.accepted else ""
-        for text in _wrap(f"{name}   {', '.join(report.reasons)}{accepted}", 0):
+        for text in _wrap(f"{name}   {', '.join(report.reasons)}{accepted}", columns):
             yield Line(text, ((0, len(name), name),) if text.startswith(name) else ())
     yield Line("")
     for sentence in report.statements:
-        yield from map(Line, _wrap(f"· {sentence}", 2))
+        yield from map(Line, _wrap(f"· {sentence}", columns, 2))
     yield Line("")
 
 
-def _figure_lines(report: RunReport) -> Iterator[Line]:
+def _figure_lines(report: RunReport, columns: int) -> Iterator[Line]:
     """A mark, name, value and note for each of the seven."""
     names = 4 + max(len(figure.name) for figure in report.figures)
     values = 2 + max(len(figure.value) for figure in report.figures)
     for name, value, note, is_bad in report.figures:
         mark = "!" if is_bad else " "
         begin = f"{mark} {name}".ljust(names) + value.ljust(values)
-        first, *others = textwrap.wrap(note, WIDTH - len(begin), break_on_hyphens=False)
+        first, *others = textwrap.wrap(note, columns - len(begin), break_on_hyphens=False)
         value_end = names + len(value)
         marked = ((0, value_end, "FAIL"),) if is_bad else ()
         yield Line(begin + first, ((0, names, "name"), (names, value_end, "bold"), *marked))
@@ -125,7 +125,8 @@ def _origin(report: RunReport) -> str:
     window = report.window
     phases = "/".join(sorted(phase or "all" for phase in window.phases)) or "-"
     origin = f"{report.run_id} · {phases} · {window.n} envelopes, {window.skipped} skipped"
-    return origin + ("" if report.limited_by is None else f" · {report.limited_by}")
+    origin += "" if report.limited_by is None else f" · {report.limited_by}"
+    return origin + ("" if report.policy is None else f" · {report.policy}")
 
 
 def _score_lines(report: RunReport) -> Iterator[Row]:
@@ -376,7 +377,7 @@ def _batch_lines(calls: Mapping[int, int] | None) -> Iterator[Row]:
         )
 
 
-def _request_lines(rows: Sequence[RobotRequests]) -> Iterator[str | Row]:
+def _request_lines(rows: Sequence[RobotRequests], columns: int) -> Iterator[str | Row]:
     """A table of the gateway's clients, and the rows whose counts do not add up."""
     cells: list[tuple[str, ...]] = [("wire", "robot", "requests", "answered", "p50", "p99", "max")]
     for row in rows:
@@ -392,7 +393,7 @@ def _request_lines(rows: Sequence[RobotRequests]) -> Iterator[str | Row]:
         names = [text.ljust(width) for text, width in zip(row_cells[:2], widths[:2], strict=True)]
         numbers = [text.rjust(width) for text, width in zip(row_cells[2:], widths[2:], strict=True)]
         line = f"  {'  '.join([*names, *numbers])}"
-        if len(line) + len(reason) + 2 <= WIDTH:
+        if len(line) + len(reason) + 2 <= columns:
             yield f"{line}  {reason}"
         else:
             yield line
@@ -469,16 +470,16 @@ def _quantile_parts(found: Quantiles | None) -> list[str]:
     return [f"{name} {text}" for name, text in quantile_texts(found).items()]
 
 
-def _laid(row: Row, width: int) -> list[Line]:
+def _laid(row: Row, width: int, columns: int) -> list[Line]:
     """Lines of a row, its name in ``width`` columns; parts continue under each other."""
     label, parts = row
     if isinstance(parts, str):
-        texts = textwrap.wrap(parts, WIDTH - width)
+        texts = textwrap.wrap(parts, columns - width)
     else:
         texts = [""]
         for part in parts:
             more = (GAP if texts[-1] else "") + part
-            if texts[-1] and width + len(texts[-1]) + len(more) > WIDTH:
+            if texts[-1] and width + len(texts[-1]) + len(more) > columns:
                 texts.append(part)
             else:
                 texts[-1] += more
@@ -490,8 +491,8 @@ def _laid(row: Row, width: int) -> list[Line]:
     return [Line(f"{label:<{width}}{first}", styles), *under]
 
 
-def _wrap(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent)
+def _wrap(text: str, columns: int, indent: int = 0) -> list[str]:
+    return textwrap.wrap(text, columns, subsequent_indent=" " * indent)
 
 
 def _ratio(value: float | None) -> str:

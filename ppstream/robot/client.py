@@ -16,7 +16,7 @@ import msgspec
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
 from ppstream.core.errors import PeerLostError, PpstreamError
 from ppstream.robot.answer import Answer
-from ppstream.robot.connection import RobotLink
+from ppstream.robot.connection import RobotLink, Say
 from ppstream.robot.contract import ask_contract, check_contract, streams_of
 from ppstream.robot.feedback import Feedback
 from ppstream.robot.outbox import Batch, Outbox, Stream, Values
@@ -144,11 +144,12 @@ class RobotClient:
         client._directory = directory
         return client
 
-    def connect(self, timeout_s: float = 10.0) -> None:
+    def connect(self, timeout_s: float = 10.0, *, say: Say | None = None) -> None:
         """Open a session. From then on the client reconnects by itself, as a new session.
 
         After an error the client retries in the background until it is closed; call again to wait
-        for the session.
+        for the session. Ranks that load a policy for minutes answer nobody until then: allow as
+        long, and have ``say``, such as ``print``, told after 2 s what is waited for.
 
         Raises:
             HandshakeError: the server refuses this robot for good; the message is the difference.
@@ -163,7 +164,7 @@ class RobotClient:
             )
             self._link.directory = self._directory
             self._link.start()
-        self._link.wait_open(timeout_s)
+        self._link.wait_open(timeout_s, say)
 
     @property
     def connected(self) -> bool:
@@ -188,14 +189,16 @@ class RobotClient:
         """
         return self._session.executable and self.failure is None
 
-    def wait_ready(self, timeout_s: float | None = None) -> bool:
+    def wait_ready(self, timeout_s: float | None = None, *, say: Say | None = None) -> bool:
         """Wait for a phase in which actions may be executed; False when it did not come in time.
+
+        ``say`` as ``connect``.
 
         Raises:
             PpstreamError: ``connect`` was not called.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
-        return self._connected_link().wait_executable(timeout_s)
+        return self._connected_link().wait_executable(timeout_s, say)
 
     def push(self, stream: str, stamp_ns: int | Values, values: Any) -> bool:
         """Send one sample ``[dim]``, or several ``[n, dim]`` with stamps ``[n]``; never waits.

@@ -136,13 +136,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     new = commands.add_parser("new", help="make NAME.secret and NAME.public, print the public key")
-    new.add_argument("name")
-    new.add_argument("--folder", type=Path, default=Path())
+    new.add_argument("name", help="of the robot or the server")
+    new.add_argument("--folder", type=Path, default=Path(), help="gets both files (default: here)")
     public = commands.add_parser("public", help="print the public key of a .secret file")
-    public.add_argument("file", type=Path)
+    public.add_argument("file", type=Path, help="NAME.secret")
     listed = commands.add_parser("allow", help="add a robot to a server's allow-list")
-    listed.add_argument("list", type=Path)
-    listed.add_argument("name")
+    listed.add_argument("list", type=Path, help="file of the allow-list, made if it is not there")
+    listed.add_argument("name", help="that the robot states")
     listed.add_argument("key", type=Path, help="its public key, or the .public file")
     return parser
 

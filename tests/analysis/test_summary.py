@@ -9,6 +9,7 @@ from golden_runs import GoldenRun, chain, ms, simulate, stages
 from judging import judged
 
 from ppstream.analysis.period_model import PipelineForm
+from ppstream.report.text import lines_of
 
 NAMES = ["rate", "age", "longest gap", "overlap", "gain", "limit", "lost"]
 
@@ -58,17 +59,19 @@ def machine(**fields: Any) -> dict[str, Any]:
         (
             serialized(),
             "This pipeline may not drive a robot yet: its ranks work too little at the same time "
-            "(LOW_OVERLAP); first see below what holds them up, or accept it with bringup.accept "
-            "if 50.0 chunks/s are enough for you.",
+            "(LOW_OVERLAP); first see in the report what holds them up, or accept it with "
+            "bringup.accept if 50.0 chunks/s are enough for you.",
         ),
         (
             serialized().tell(machine()),
-            "first free the machine (load 9.5 on 2 CPUs), then see below what holds them up",
+            "first free the machine (load 9.5 on 2 CPUs), then see in the report what holds them",
         ),
-        (serialized().tell(machine(others_cpus=0.1)), "; first see below"),
+        (serialized().tell(machine(others_cpus=0.1)), "; first see in the report"),
         (
             serialized().set("config.bringup", {"accept": ["LOW_OVERLAP"]}),
-            "This pipeline may drive your robot, because bringup.accept has LOW_OVERLAP: it gives",
+            "Its ranks work too little at the same time (LOW_OVERLAP). bringup.accept permits that"
+            ", so it serves robots all the same: it gives 50.0 chunks/s, and its stages run in turn"
+            "; for more, see in the report what each stage waits for.",
         ),
         (simulate(n=60), "Nobody can tell yet whether this pipeline may drive a robot: too few"),
         (inline(), "from one process, and no gate has judged it: all stages run in turn and give"),
@@ -82,6 +85,26 @@ def test_sentence_says_whether_to_drive_what_limits_and_what_to_do(
     golden: GoldenRun, says: str
 ) -> None:
     assert says in judged(golden).sentence
+
+
+@pytest.mark.parametrize(
+    ("golden", "begins"),
+    [
+        (simulate(), "PASS: This pipeline may drive your robot: it"),
+        (serialized(), "FAIL: This pipeline may not drive a robot yet: its"),
+        (
+            serialized().set("config.bringup", {"accept": ["LOW_OVERLAP"]}),
+            "FAIL, accepted: Its ranks work too little at the same time (LOW_OVERLAP). bringup.ac",
+        ),
+    ],
+)
+def test_headline_of_log_and_report_is_one_and_agrees_with_the_verdict(
+    golden: GoldenRun, begins: str
+) -> None:
+    report = judged(golden)
+    assert report.headline.startswith(begins)
+    first = " ".join(line.text for line in lines_of(report)[1:5])
+    assert first.startswith(report.headline[:90])
 
 
 def test_a_service_with_a_stall_is_sent_to_look_at_it_whatever_bring_up_said() -> None:
@@ -134,8 +157,8 @@ def test_service_that_was_not_like_bring_up_says_so_in_the_sentence() -> None:
     golden.tell({"kind": "robot_state", "session": 7, "t": 5, "holds": 3, "held_ns": ms(4000)})
     assert judged(golden).sentence == (
         "Look at this run before you drive a robot again: bring-up passed, then a robot held 30% "
-        "of the time, 0 faults (SERVICE_HELD); first see below how long it had no new chunk, and "
-        "why."
+        "of the time, 0 faults (SERVICE_HELD); first see in the report how long it had no new "
+        "chunk, and why."
     )
 
 

@@ -53,6 +53,8 @@ NEED_GPU: Final = ("tools/dev/gpu_check.sh", "tools/dev/gpu_once.py")  # and tak
 REPORTS: Final = {"tools/overlap_report.py", "report"}
 REPORT_CODES: Final = (0, 1, 2)  # a verdict, whatever it is
 LIMIT_S: Final = 100
+#: Tests and tools beside this one may make these in the checkout.
+MADE_BY_OTHERS: Final = {"logs", "build", ".ruff_cache", ".mypy_cache", ".hypothesis"}
 TRY_EACH: Final = """
 import argparse, json, os, runpy, sys
 tool, lines = sys.argv[1], json.loads(sys.argv[2])
@@ -109,6 +111,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "NEW.toml": SMALL,
         "robot.toml": SMALL,
         "trace.json": str(folder / "trace.json"),
+        "report.json": str(folder / "report.json"),
         "rank0.raw": str(ROOT / "tests/golden/pyspy-convoy.raw"),
         "logs/latest/profile.rank1.gen0.0.json": str(CPU_TRACE),
         "OUT/cells/small-512-forward.trace.json": str(CPU_TRACE),
@@ -123,6 +126,7 @@ def test_command_runs(text: str, files: dict[str, str]) -> None:
     options = options[: options.index("|")] if "|" in options else options
     files = {**files, "FILE": files["claims"] if "claims" in tool else SMALL}
     given = [files.get(option, option) for option in options]
+    before = set(ROOT.iterdir())
     if tool in RUN:  # they import no torch: an interpreter of their own costs little
         command = [sys.executable, tool, *given]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
@@ -131,6 +135,8 @@ def test_command_runs(text: str, files: dict[str, str]) -> None:
         done = run_forked([program, *given], LIMIT_S, folder=ROOT)
     assert done.returncode in (REPORT_CODES if REPORTS & {tool, *options} else (0,)), done.stderr
     assert done.stdout.strip()
+    left = {path.name for path in set(ROOT.iterdir()) - before} - MADE_BY_OTHERS
+    assert left == set(), "a file that the command writes needs a name in `files`"
 
 
 @pytest.mark.parametrize("tool", UNDERSTOOD)

@@ -5,6 +5,7 @@ import re
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import gil_report
@@ -37,6 +38,8 @@ FILES = [p for room in ROOMS for p in (ROOT / room).rglob("*.*")] + [*ROOT.glob(
 #: How a file may be named: from the top, or from any folder on its way.
 PATHS = {"/".join(p.relative_to(ROOT).parts[n:]) for p in FILES for n in range(-6, 0)}
 LINES_MAX = 80
+PROSE_WORDS_MAX, NEW_TERMS_MAX = 1500, 4  # of README; the terms on a screen
+SCREEN_LINES, COLUMNS = 40, 100
 WHOLE = {
     "configuration.md",
     "measured.md",
@@ -103,6 +106,28 @@ def test_the_readme_shows_the_files_that_init_writes() -> None:
         assert "\n".join(lines).strip() in "\n".join(
             line.strip() for line in file.read_text().splitlines()
         )
+
+
+def test_the_readme_brings_its_words_a_few_at_a_time() -> None:
+    """Before "Measured" it is short, and no screen has more than four new words of its glossary."""
+    before, _, _ = (ROOT / "README.md").read_text().partition("## Measured")
+    assert "|---|" not in before[: before.index("class ArmPolicy")]
+    assert len(re.findall(r"\S*\w\S*", FENCE.sub("", before))) <= PROSE_WORDS_MAX
+    rows = re.findall(r"^\| (.*?) \| ", before[before.index("| word |") :], re.MULTILINE)[1:]
+    new = [term for row in rows for term in row.split("; ")]
+    assert len(new) >= 12
+    lines = [part for line in before.splitlines() for part in wrap(line, COLUMNS) or [""]]
+    for at in range(0, len(lines), SCREEN_LINES):
+        screen = "\n".join(lines[at : at + SCREEN_LINES])
+        seen = {term for term in new if re.search(_in_text(term), screen)}
+        assert len(seen) <= NEW_TERMS_MAX, f"new words from line {at + 1} of {COLUMNS} columns"
+        new = [term for term in new if term not in seen]
+    assert new == []
+
+
+def _in_text(term: str) -> str:
+    """Pattern of a word or its plural, also inside names as ``D_in``'s; of a letter as it is."""
+    return rf"\b{term}\b" if len(term) == 1 else rf"(?i:\b{term}s?\b)"
 
 
 def test_the_resampler_s_ten_lines_run() -> None:

@@ -44,6 +44,18 @@ def test_an_unknown_command_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> N
     assert "there is no command 'rum' (did you mean 'run'?)" in capsys.readouterr().err
 
 
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    command = [sys.executable, "-m", "ppstream.launch.commands", "explain", "--all"]
+    piped = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert piped.stdout is not None
+    assert piped.stderr is not None
+    piped.stdout.readline()
+    piped.stdout.close()
+    assert piped.stderr.read() == b""
+    assert piped.wait(60) == 141
+    piped.stderr.close()
+
+
 def test_a_configuration_with_mistakes_is_refused_without_torch() -> None:
     words = ["check", "demo", "--set", "streams.0.rate_hs=3", "--set", "pipeline.d_in=0"]
     code = (

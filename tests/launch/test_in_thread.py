@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import json
 import os
 import re
@@ -129,6 +130,20 @@ def test_one_rank_keeps_limits_leases_and_the_ledger(settings: list[str]) -> Non
     end = json.loads((run.directory / "exit.json").read_text())["0"]
     assert (end["code"], end["reason"]) == (0, "stop()")
     assert json.loads((run.directory / "run.json").read_text())["exit_code"] == 0
+
+
+def test_run_json_names_the_weights_by_what_they_hold(settings: list[str], tmp_path: Path) -> None:
+    seen = set()
+    for content in (b"old", b"new"):
+        (tmp_path / "w.safetensors").write_bytes(content)
+        mine = [*settings, f"policy.weights={tmp_path}/w.safetensors"]
+        with ppstream.start(SMALL, policy=only_here(), settings=mine) as run:
+            assert run.stop() == 0
+            assert run.directory is not None
+            about = json.loads((run.directory / "run.json").read_text())
+        assert about["weights_sha256"] == hashlib.sha256(content).hexdigest()
+        seen.add(about["weights_sha256"])
+    assert len(seen) == 2
 
 
 def test_another_run_works_once_the_first_has_ended_and_nothing_stays(settings: list[str]) -> None:

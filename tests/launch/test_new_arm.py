@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,23 @@ def test_what_it_writes_becomes_ready_and_moves_the_arm(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout
+
+
+def test_its_robot_says_what_it_waits_for_and_ends_on_ctrl_c(tmp_path: Path) -> None:
+    assert written(tmp_path) == 0
+    toml = tmp_path / "my-arm.toml"
+    toml.write_text(toml.read_text().replace("/tmp/ppstream-{uid}", str(tmp_path)))
+    command = [sys.executable, str(tmp_path / "my_arm_robot.py"), str(toml)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as robot:
+        assert robot.stdout is not None
+        said = robot.stdout.readline()
+        assert said.startswith(f"waiting for unix://{tmp_path}/robots: no answer, its ranks may ")
+        robot.send_signal(signal.SIGINT)
+        out, err = robot.communicate(timeout=60)
+    assert (robot.returncode, err) == (0, "")
+    assert "0 ticks" in out
 
 
 def test_the_shipped_configuration_is_what_it_writes() -> None:
@@ -108,7 +126,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter(["7", "", "left right"])
+    answers = iter(["seven", "7", "", "left 2", "left right"])
     terminal = SimpleNamespace(isatty=lambda: True)
     monkeypatch.setattr(new_arm.sys, "stdin", terminal)
     monkeypatch.setattr(new_arm.sys.stdout, "isatty", lambda: True, raising=False)
@@ -117,6 +135,26 @@ def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     config = read(str(tmp_path / "my-arm.toml"))
     assert [stream.name for stream in config.streams] == ["joints", "left", "right"]
     assert (config.streams[0].dim, config.streams[0].rate_hz) == (7, 100.0)
+
+
+def test_who_asks_for_no_camera_or_leaves_gets_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(_: str) -> str:
+        if not answers:
+            raise EOFError
+        return answers.pop(0)
+
+    monkeypatch.setattr(new_arm.sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(new_arm.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", answer)
+    answers = ["7"]
+    assert written(tmp_path) == 130
+    assert "nothing was written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    answers = ["", "", "none"]
+    assert written(tmp_path) == 0
+    assert [stream.name for stream in read(str(tmp_path / "my-arm.toml")).streams] == ["joints"]
 
 
 def test_the_file_s_folder_is_importable_and_hides_nothing(tmp_path: Path) -> None:

@@ -135,6 +135,13 @@ def test_events_are_read_once_and_the_newest_stay(tmp_path: Path) -> None:
     assert events.read()[-2:] == ["phase: p8", "phase: new"]
 
 
+def test_a_folder_that_is_not_there_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.main(["top", "--once", str(tmp_path / "latest")]) == 11
+    assert f"{tmp_path}/latest: no run here; start one" in capsys.readouterr().err
+
+
 def test_a_run_without_metrics_is_told_how(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

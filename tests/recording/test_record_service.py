@@ -22,6 +22,7 @@ from ppstream.config.schema import PipelineConfig, RecordConfig, ServiceConfig
 from ppstream.core.clock import now_ns
 from ppstream.observe.run_folder import Run
 from ppstream.pipeline.service import Service
+from ppstream.recording.repeated_actions import compare_actions
 from ppstream.robot.client import RobotClient
 
 ORIGIN_NS = 10**17  # of the robot's clock
@@ -107,6 +108,8 @@ def test_what_a_robot_was_answered_is_answered_again_bit_for_bit(tmp_path: Path)
     for chunk in chunks:
         said = np.array(chunk["actions"], np.float32).reshape(again.shape[1:])
         assert said.tobytes() == again[place[chunk["seq"]]].tobytes()
+    found = compare_actions(first / "run.mcap", second / "actions.npz")
+    assert (found.equal, found.is_whole) == (sum(not c["dropped"] for c in chunks), True)
     phases = [e["fields"] for e in messages(first, "/events") if e["name"] == "phase"]
     assert {"phase": "ready"} in phases
     # The recording of the replay is the recording again.

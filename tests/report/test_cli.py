@@ -62,6 +62,7 @@ RUN_KEYS = {
     "places",
     "better_cut",
     "requests",
+    "policy",
     "compiled",
 }
 

@@ -36,7 +36,7 @@ def on_a_terminal(run: Path, *options: str, **environment: str) -> str:
     ours, theirs = pty.openpty()
     own = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLORTERM")}
     command = [sys.executable, *options, TOOL, run]
-    environment = own | {"TERM": "xterm-256color"} | environment
+    environment = own | {"TERM": "xterm-256color", "COLUMNS": "120"} | environment
     parts = []
     with subprocess.Popen(command, stdout=theirs, env=environment):
         os.close(theirs)
@@ -69,3 +69,11 @@ def test_who_wants_no_colours_or_has_none_gets_plain_text(
     shown = on_a_terminal(run, *options, **environment)
     assert "\x1b" not in shown
     assert shown == in_a_pipe(run)
+
+
+@pytest.mark.parametrize(("given", "used"), [("80", 80), ("20", 72), ("300", 100)])
+def test_lines_fit_the_terminal(given: str, used: int, run: Path) -> None:
+    shown = STYLED.sub(r"\2", on_a_terminal(run, COLUMNS=given))
+    lengths = [len(line) for line in shown.splitlines()]
+    assert max(lengths) == lengths[0] == used
+    assert shown.replace("─", "").split() == in_a_pipe(run).replace("─", "").split()

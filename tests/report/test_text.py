@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dev.draw_golden_cases import REPORT, draw_report
-from golden_runs import ms, simulate
+from golden_runs import GoldenRun, ms, simulate
 
 from ppstream.analysis.judge import judge
 from ppstream.report.text import WIDTH, render
@@ -10,6 +10,20 @@ from ppstream.report.text import WIDTH, render
 def test_the_text_is_the_golden_one() -> None:
     """Write it again with ``python tools/dev/draw_golden_cases.py``, and show the difference."""
     assert draw_report() == REPORT.read_text(encoding="utf-8")
+
+
+def whole(golden: GoldenRun) -> str:
+    """The report's words, wherever its lines end."""
+    return " ".join(render(judge(golden.parse())).split())
+
+
+def test_the_policy_and_its_weights_are_named() -> None:
+    golden = simulate().set("config.policy", {"target": "my_arm:build", "weights": "/a/new.onnx"})
+    assert "· my_arm:build with new.onnx " in whole(golden)
+    golden.set("weights_sha256", "3fa1" * 16)
+    assert "my_arm:build with new.onnx (sha256 3fa13fa13fa1)" in whole(golden)
+    golden.set("config.policy", {"target": "my_arm:build", "weights": None})
+    assert "my_arm:build without a file of weights" in whole(golden)
 
 
 def test_no_name_is_cut_and_long_ones_stand_above_their_numbers() -> None:

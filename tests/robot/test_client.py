@@ -171,6 +171,32 @@ def test_without_a_server_connect_gives_up_in_time_and_can_be_asked_again(tmp_pa
             assert client.connected
 
 
+def test_a_long_wait_says_what_it_is_for_until_it_is_over(tmp_path: Path) -> None:
+    endpoint, said = f"unix://{tmp_path}/robot", list[str]()
+    with make_client(endpoint) as client:
+        waiting = threading.Thread(target=client.connect, args=(60,), kwargs={"say": said.append})
+        waiting.start()
+        wait_until(lambda: said)
+        assert said[0].startswith(f"waiting for {endpoint}: no answer, its ranks may still start (")
+        with serving(make_config(endpoint), phase="warming") as server:
+            waiting.join(60)
+            said.clear()
+            waiting = threading.Thread(
+                target=client.wait_ready, args=(60,), kwargs={"say": said.append}
+            )
+            waiting.start()
+            wait_until(lambda: said)
+            assert said[0].startswith(f"waiting for {endpoint}: the run is warming (")
+            server.order(lambda: server.sessions.set_phase("bring-up"))
+            wait_until(lambda: "the run is bring-up" in said[-1])
+            server.order(lambda: server.sessions.set_phase("ready"))
+            waiting.join(60)
+            assert client.ready
+            said.clear()
+            assert client.wait_ready(60, say=said.append)
+            assert said == []
+
+
 def test_a_full_server_says_so_and_admits_when_there_is_room() -> None:
     with serving() as server:
         first, second = (make_client(server.sessions.endpoint, robot=name) for name in "ab")

@@ -71,7 +71,7 @@ def _article(number: int, run: RunLog, report: RunReport) -> str:
     sections = "".join(_sections(run, report))
     return (
         f'<article id="run{number}">{_head(report)}{_figures(report)}'
-        f'<div class="cards">{sections}</div>{_foot(run)}</article>'
+        f'<div class="cards">{sections}</div>{_foot(run, report)}</article>'
     )
 
 
@@ -82,11 +82,12 @@ def _head(report: RunReport) -> str:
     if report.limited_by:
         origin += f" · {report.limited_by}"
     name = report.verdict.name
-    why = ", ".join(report.reasons) + (" · accepted: SERVING" if report.accepted else "")
+    accepted = ", accepted" if report.accepted else ""
+    why = ", ".join(report.reasons) + (" · SERVING" if accepted else "")
     reasons = f"<small>{escape(why)}</small>" if why else ""
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.statements)
     return (
-        f'<header class="{name}"><h1>{WORDS[name]}{reasons}</h1>'
+        f'<header class="{name}"><h1>{WORDS[name]}{accepted}{reasons}</h1>'
         f'<p class="lead">{escape(report.sentence)}</p>'
         f"<p>{escape(origin)}</p><ul>{sentences}</ul></header>"
     )
@@ -247,7 +248,7 @@ def _scrolling(body: str, kind: str = "") -> str:
     return f'<div class="{classes}">{body}</div>' if body else ""
 
 
-def _foot(run: RunLog) -> str:
+def _foot(run: RunLog, report: RunReport) -> str:
     """Renders what the numbers belong to."""
     topology = run.topology
     parts = [
@@ -261,6 +262,8 @@ def _foot(run: RunLog) -> str:
     digest = run.manifest.get("config_sha256")
     if digest:
         parts.append(f"configuration {str(digest)[:12]}")
+    if report.policy is not None:
+        parts.append(f"policy {report.policy}")
     created = run.manifest.get("created_utc")
     if created:
         parts.append(f"begun {created}")

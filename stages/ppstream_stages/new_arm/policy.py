@@ -1,4 +1,7 @@
-"""The policy: joint angles and frames in, a chunk of joint angles out. Put your network here."""
+"""The policy: joint angles and frames in, a chunk of joint angles out. Put your network here.
+
+``safetensors.torch.save_file(policy.head.state_dict(), FILE)`` is its ``policy.weights``.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -6,6 +6,8 @@
 import sys
 import threading
 import tomllib
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import numpy as np
 from ppstream import ControlLoop, RobotClient
 
 Array = np.ndarray[Any, Any]
+say = partial(print, flush=True)
+START_S = 600  # the ranks may load a checkpoint and compile it first
 
 
 class FakeArm:
@@ -60,16 +64,17 @@ def main(file: str, duration_s: float | None = None) -> None:
         rate_hz, lambda stamp_ns: {"joints": arm.angles}, arm.move_to, client, hold=arm.brake
     )
     end = threading.Event()
-    with client:
-        client.connect(timeout_s=60)  # the ranks may still start
-        client.wait_ready(timeout_s=120)
+    with suppress(KeyboardInterrupt), client:
+        client.connect(START_S, say=say)
+        if not client.wait_ready(START_S, say=say):
+            raise SystemExit(f"the run is {client.phase} after {START_S} s, not ready")
         for stream in cameras:
             threading.Thread(target=film, args=(client, arm, stream, end)).start()
         try:
-            statistics = loop.run(duration_s)
+            loop.run(duration_s)
         finally:
             end.set()
-    print(statistics.line())
+    print(loop.statistics().line())
 
 
 if __name__ == "__main__":

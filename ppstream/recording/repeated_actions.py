@@ -1,0 +1,130 @@
+"""Repeated actions: a replay's action chunks beside those that the recorded robot was sent.
+
+Only bit for bit counts as equal. Nothing is replayed here: the replay has written its chunks
+(``service.actions_file``), and the recording has the robot's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ppstream.core.errors import ConfigError
+from ppstream.recording.mcap_reader import EncodedMessage, read_mcap
+from ppstream.recording.mcap_schema import ACTIONS, Chunk, need_mcap, parse_topic
+from ppstream.recording.recording import unreadable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FIELDS: Final = ("window_end_ns", "actions")  # of the replay's file
+REMEDY: Final = (
+    "repeat it as it was recorded: the same batch.rows, weights, limits, device and machine, and "
+    'frames as record.frames = "raw"'
+)
+MISSING: Final = (
+    "a window without a chunk: with several ranks a reset drops what is in flight, so replay with "
+    "--nproc 1"
+)
+
+
+class Repeated(NamedTuple):
+    """Counts the chunks that a robot was sent, by whether they came again."""
+
+    robot: str
+    chunks: int  # that it was sent
+    equal: int  # bit for bit
+    missing: int  # the replay has no chunk of this window
+    largest: float  # difference of an action, in its unit; nan: another horizon or width
+
+    @property
+    def is_whole(self) -> bool:
+        return 0 < self.chunks == self.equal
+
+    @property
+    def text(self) -> str:
+        """For people: one line, and one for each remedy."""
+        lines = [f"{self.equal} of {self.chunks} chunks of {self.robot} are equal bit for bit"]
+        differing = self.chunks - self.equal - self.missing
+        if differing:
+            lines[0] += f", {differing} differ by up to {self.largest:.3g}"
+            lines.append(REMEDY)
+        if self.missing:
+            lines[0] += f", {self.missing} are not in the replay"
+            lines.append(MISSING)
+        return "\n".join(lines)
+
+
+def compare_actions(recording: Path, replay: Path, robot: str | None = None) -> Repeated:
+    """Compare the chunks of ``recording`` with those of ``replay``, window by window.
+
+    Args:
+        recording: an MCAP file that a run wrote (``record.file``).
+        replay: what a replay of it wrote (``service.actions_file``).
+        robot: whose chunks, of a run with several robots.
+
+    Raises:
+        ConfigError: a file cannot be read or is not of that kind, or holds several robots' chunks
+            and none was chosen.
+    """
+    sent = _sent(recording, robot)
+    again = _again(replay)
+    equal = missing = 0
+    largest = 0.0
+    for chunk in sent.chunks:
+        found = again[chunk.window_end_ns]
+        if not found:
+            missing += 1
+            continue
+        mine, theirs = np.array(chunk.actions, np.float32), found.pop(0).reshape(-1)
+        if mine.tobytes() == theirs.tobytes():
+            equal += 1
+        elif mine.shape == theirs.shape:
+            difference = np.abs(mine.astype(float) - theirs.astype(float)).max()
+            largest = float(np.maximum(largest, difference))
+        else:
+            largest = float("nan")
+    return Repeated(sent.robot, len(sent.chunks), equal, missing, largest)
+
+
+class _Sent(NamedTuple):
+    robot: str
+    chunks: list[Chunk]
+
+
+def _sent(path: Path, robot: str | None) -> _Sent:
+    need_mcap()
+    decoder = msgspec.json.Decoder(Chunk)
+    robots: dict[str, list[Chunk]] = {}
+    try:
+        for found in read_mcap(path):
+            parts = parse_topic(found.topic) if isinstance(found, EncodedMessage) else None
+            if isinstance(found, EncodedMessage) and parts is not None and parts[1] == ACTIONS:
+                chunk = decoder.decode(found.data)
+                robots.setdefault(parts[0], []).extend([] if chunk.dropped else [chunk])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise unreadable(path, error) from error
+    names = ", ".join(sorted(robots)) or "nobody"
+    if robot is None and len(robots) > 1:
+        raise ConfigError([f"record.robot: missing, want one of {names} in {path}"])
+    chosen = robot if robot is not None else next(iter(robots), None)
+    if chosen is None or chosen not in robots:
+        raise ConfigError([f"{path}: has no actions of {chosen or 'a robot'}; recorded: {names}"])
+    return _Sent(chosen, robots[chosen])
+
+
+def _again(path: Path) -> dict[int, list[NDArray[Any]]]:
+    """The replay's chunks by the end of their window, in order."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            ends_ns, actions = (arrays[name] for name in FIELDS)
+    except Exception as error:  # what readers raise on damaged files has no end
+        raise unreadable(path, error) from error
+    found = defaultdict[int, list[Any]](list)
+    for end_ns, chunk in zip(ends_ns.tolist(), actions, strict=True):
+        found[end_ns].append(chunk)
+    return found
