@@ -257,13 +257,14 @@ def _topology(manifest: Json) -> Topology:
         ),
         parts=tuple(_names(rank.get("parts")) for rank in rank_tables),
         devices=tuple(shown(str(rank.get("device") or "")) for rank in rank_tables),
-        members=_members(table.get("members")),
+        members=_members(table.get("members"), "rank"),
+        leaders=_members(table.get("members"), "leader"),
     )
 
 
-def _members(value: object) -> tuple[int, ...]:
+def _members(value: object, key: str) -> tuple[int, ...]:
     tables = [mapping_of(found) for found in value] if isinstance(value, list) else []
-    ranks = (int_of(found, "rank", "run.json topology.members") for found in tables)
+    ranks = (int_of(found, key, "run.json topology.members") for found in tables)
     return tuple(rank for rank in ranks if rank is not None)
 
 

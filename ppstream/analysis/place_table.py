@@ -36,6 +36,7 @@ class MeshMember:
 
     rank: int
     busy_ns: float | None
+    leader: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +127,13 @@ def place_rows(
 
 
 def _members(run: RunLog, window: JudgedSpan) -> tuple[MeshMember, ...]:
-    """Of the only place that a mesh can have, in the judged envelopes."""
+    """Of the only place that can be a mesh, or several as replicas, in the judged envelopes."""
+    leader_of = dict(zip(run.topology.members, run.topology.leaders, strict=False))
     judged = {(envelope.epoch, envelope.seq) for envelope in window.measured}
     found = []
     for rank, lines in sorted(run.members.items()):
         mine = [place_b_ns(line) for line in lines if (line.epoch, line.seq) in judged]
-        found.append(MeshMember(rank, fmean(mine) if mine else None))
+        found.append(MeshMember(rank, fmean(mine) if mine else None, leader_of.get(rank, 1)))
     return tuple(found)
 
 

@@ -54,7 +54,8 @@ class Topology:
     device_stamped: bool  # rank 0's stamps are device events mapped to its host clock
     parts: tuple[tuple[str, ...], ...] = ()  # of the policy, by rank; (): not logged
     devices: tuple[str, ...] = ()  # by rank
-    members: tuple[int, ...] = ()  # ranks of a mesh behind its leader, which is place 1
+    members: tuple[int, ...] = ()  # ranks of meshes behind their leaders
+    leaders: tuple[int, ...] = ()  # of each of these
 
     @property
     def places(self) -> int:

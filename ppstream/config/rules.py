@@ -405,10 +405,11 @@ def _mesh_problems(config: PipelineConfig) -> Iterator[str]:
     if mesh == 1:
         return
     path = f"placement.mesh: got {mesh} with"
-    if placement.replicas > 1:
-        yield f"{path} placement.replicas = {placement.replicas}, want 1: one mesh"
-    elif len(placement.policy) > 1:
-        yield f"{path} {len(placement.policy)} devices in placement.policy, want one: no chain"
+    if placement.places > 1:
+        yield (
+            f"{path} {placement.places} devices in placement.policy, want one, which all parts run "
+            "on, or placement.mesh = 1: the places of a chain are one rank each"
+        )
     if set(placement.policy) != {"cpu"}:
         yield f"{path} placement.policy on {placement.policy[0]}, want 'cpu': no mesh of GPUs yet"
     if placement.parts == "auto":
@@ -471,7 +472,8 @@ def _replica_problems(config: PipelineConfig) -> Iterator[str]:
     if devices != replicas:
         yield (
             f"placement.replicas: got {replicas} with {devices} devices in placement.policy, want "
-            f"one device for all replicas, or {replicas}: the places of a chain have no replicas"
+            f"one device for all replicas, {replicas} of them, or placement.replicas = 1: the "
+            "places of a chain have no replicas"
         )
     if placement.parts == "auto":
         yield (

@@ -93,7 +93,22 @@ class PlacementConfig(Table, frozen=True):
 
     mesh: Annotated[int, Meta(ge=1, le=16)] = 1
     """Ranks that compute the policy together, each with a shard of its weights; 1 is none. Set it
-    for a policy that does not fit one rank."""
+    for a policy that does not fit one rank. With replicas each of them is so many ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a pipelined run, rank 0 among them."""
+        return 1 + len(self.policy) * self.mesh
+
+    def leader_of(self, rank: int) -> int:
+        """The policy rank that leads the mesh of a policy rank: itself, but of other members."""
+        leaders = len(self.policy)
+        return rank if rank <= leaders else 1 + (rank - leaders - 1) // (self.mesh - 1)
+
+    def mesh_of(self, leader: int) -> tuple[int, ...]:
+        """The ranks of a mesh, its leader first."""
+        first = 1 + len(self.policy) + (leader - 1) * (self.mesh - 1)
+        return leader, *range(first, first + self.mesh - 1)
 
     @property
     def cut(self) -> tuple[int, ...]:

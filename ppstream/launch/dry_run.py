@@ -134,7 +134,9 @@ def _placement_lines(
         is_cut = names and config.placement.cut
         yield _row(f"rank {plan.rank}", f"{what}: {', '.join(names)}" if is_cut else what)
     for plan in placement.members:
-        yield _row(f"rank {plan.rank}", f"stage B on {plan.device}, in the mesh that rank 1 leads")
+        leader = config.placement.leader_of(plan.rank)
+        what = f"stage B on {plan.device}, in the mesh that rank {leader} leads"
+        yield _row(f"rank {plan.rank}", what)
     shape = config.pipeline
     yield _row("link", f"{placement.link or 'none'}: {placement.why}")
     if not places:

@@ -63,7 +63,7 @@ RANK0_ONLY: Final = frozenset(
     {"service", "bringup", "decode", "log", "demo", "simulate", "gateway"}
 )
 NVIDIA_VERSION: Final = "/proc/driver/nvidia/version"
-MESH_LEADER: Final = 1  # the first rank of a mesh
+FIRST_RANK: Final = 1  # of the policy
 LINES_MAX: Final = 20  # differences that are told
 NO_WEIGHTS: Final[Mapping[str, str]] = {}
 TEST_HOOK_PREFIX: Final = "PPSTREAM_TEST_"
@@ -249,9 +249,10 @@ def admit(
         compare_facts(configuration_facts(config), hello.facts, hello.rank)
         if met is not None:
             met[rank] = hello.facts
-            if rank > MESH_LEADER and config.placement.mesh > 1:
-                leader, member = (one.get("mesh", {}) for one in (met[MESH_LEADER], hello.facts))
-                refuse(difference(leader, member, MESH_LEADER, rank))
+            leader = config.placement.leader_of(rank)
+            if leader != rank:
+                of_leader, of_member = (one.get("mesh", {}) for one in (met[leader], hello.facts))
+                refuse(difference(of_leader, of_member, leader, rank))
     except HandshakeError as error:
         peer.send(RankRefused(tuple(str(error).splitlines())))
         raise
@@ -288,7 +289,7 @@ def agree_on_parts(
         if other.parts != built[0].parts:
             raise ConfigError([f"policy.target: rank {rank} built other parts than rank 1"])
         if config.placement.mesh > 1:
-            refuse(difference(_named(built[0]), _named(other), MESH_LEADER, rank))
+            refuse(difference(_named(built[0]), _named(other), FIRST_RANK, rank))
     places = places_of(config, built[0].parts, window)
     ahead = min(found.ahead for found in built)
     for peer in peers:

@@ -3,7 +3,8 @@
 It runs from the first moment, beside imports, builds and loops, and leaves for a main thread that
 does not. Silence means nothing until a run is warm: until then a stopped rank is known by its
 state, and the launcher would wait 30 s more to end it. One that a debugger holds (``t``) is left
-alone: somebody is looking at it.
+alone: somebody is looking at it. A main thread that waits for other ranks of a mesh asks nobody
+whether rank 0 is still heard: then this thread does.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import os
 import select
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ppstream.control.peer_process import HeldProcess, children, of_rank
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
-from ppstream.core.errors import ExitCode, PeerLostError
+from ppstream.core.errors import ExitCode, PeerLostError, PpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ppstream.control.peer import Peer
     from ppstream.launch.rank_exit import RankEnd
 
 INTERVAL_MS: Final = 100
@@ -47,18 +50,22 @@ class Lookout:
     Args:
         end: this rank's, told of what is seen; ``end.lookout`` is set.
         environment: of this rank: the launcher's variables name the run.
-        frozen_ms: a rank that was stopped for so long before it served is ended.
+        frozen_ms: a rank that was stopped for so long before it served is ended, and so is this one
+            when the peer that it listens to is silent for so long.
     """
 
     def __init__(self, end: RankEnd, environment: Mapping[str, str], frozen_ms: float) -> None:
         self._end = end
         self._environment = environment
+        self._frozen_ns = round(frozen_ms * NS_PER_MS)
         self._stopped_looks_max = frozen_ms / INTERVAL_MS
         self._stopped_looks: dict[int, int] = {}  # of each rank, in a row
         self._launcher = parent_launcher(environment)
         world_size = _world_size(environment)
         others = range(1, world_size) if end.rank == 0 else (0,)
         self._siblings = list(others) if world_size > 1 else []
+        self._is_warm = False
+        self._heard: Peer | None = None  # whose silence ends this rank
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._deadline_ns: int | None = None
         self._lock = threading.Lock()
@@ -73,6 +80,12 @@ class Lookout:
         """Past ``warming`` silence tells what state told: the other rank's is no longer asked."""
         if phase != "warming":
             self._siblings = []
+            self._is_warm = True
+
+    def listen_to(self, peer: Peer) -> None:
+        """Leave when ``peer`` is silent in a warm run, whatever the main thread waits for."""
+        self._heard = peer
+        os.eventfd_write(self._wake_fd, 1)
 
     def leave_by(self, seconds: float) -> None:
         """Leave as ``end.told()`` says unless somebody else has by then; any thread.
@@ -115,6 +128,8 @@ class Lookout:
                 self._on_launcher_gone(gone)
             for rank in list(self._siblings):
                 self._check_sibling(rank)
+            if self._heard is not None and self._is_warm:
+                self._check_heard(self._heard)
             if (due_ns := self._deadline_ns) is not None and now_ns() >= due_ns:
                 self._leave()
 
@@ -126,7 +141,7 @@ class Lookout:
             self._end.leave(code, reason)
 
     def _wait_ms(self) -> float | None:
-        waits: list[float] = [INTERVAL_MS] if self._siblings else []
+        waits: list[float] = [INTERVAL_MS] if self._siblings or self._heard is not None else []
         if (due_ns := self._deadline_ns) is not None:
             waits.append(max(0, due_ns - now_ns()) / NS_PER_MS)
         return min(waits, default=None)
@@ -135,6 +150,20 @@ class Lookout:
         """Nobody is left to start, stop or see this run: drain what is on its way, and leave."""
         reason = f"{LAUNCHER_LOST}: process {process.pid}, which started this rank, is gone"
         self.leave_by(LAUNCHER_GRACE_S if self._end.on_launcher_lost(reason) else 0.0)
+
+    def _check_heard(self, peer: Peer) -> None:
+        with suppress(PpstreamError):  # of an end that is noticed elsewhere
+            if peer.listen is not None:
+                peer.listen()  # what came while this process stood still
+        silent_ns = now_ns() - peer.last_heard_ns
+        if silent_ns > self._frozen_ns:
+            self._heard = None
+            peer.mark_lost()
+            self._end.peer_lost = (
+                f"{peer.name} was silent for {silent_ns / NS_PER_S:.2f} s, limit "
+                f"{self._frozen_ns / NS_PER_S:.2f} s, while this rank waited for its mesh"
+            )
+            self._end.leave_when_lost()
 
     def _check_sibling(self, rank: int) -> None:
         end = self._end

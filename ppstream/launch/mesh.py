@@ -1,15 +1,20 @@
 """Mesh: the ranks that compute one place together meet, and get a ``DeviceMesh`` for the policy.
 
-Each purpose has a group of its own, made here in one order by every rank of the mesh: ``compute``
-is torch's default group, for the policy's collectives; ``links/mesh.py`` has that of the envelopes.
-Rank 0 is in none. Who is alive is the heartbeats' business: no limit of a group ends a run.
+With replicas each of them is a mesh of its own. Each purpose has a group of its own, made here in
+one order by every rank of a mesh: ``compute`` is torch's default group, for the policy's
+collectives; ``links/mesh.py`` has that of the envelopes. Rank 0 is in none. Who is alive is the
+heartbeats' business: no limit of a group ends a run.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import socket
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,9 +32,13 @@ if TYPE_CHECKING:
     from ppstream.links.protocol import Hops
     from ppstream.links.slots import LinkShape
 
-FIRST_RANK: Final = 1  # the leader's
 DIMENSION: Final = "tensor"  # its name in the policy's mesh
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+LOOPBACK: Final = "127.0.0.1"
+#: Where the bytes of an address stand in the system's ``sockaddr``, by its family.
+IPV4_BYTES: Final = slice(4, 8)
+IPV6_BYTES: Final = slice(8, 24)
+ADDRESS_BYTES: Final = {int(socket.AF_INET): IPV4_BYTES, int(socket.AF_INET6): IPV6_BYTES}
 
 
 class Mesh(NamedTuple):
@@ -62,13 +71,16 @@ def open_mesh(config: PipelineConfig, store: LauncherStore, rank0: Peer) -> Mesh
     size, limit_s = config.placement.mesh, config.liveness.start_s
     if size == 1:
         return None
-    if rank0.local_host is None:
-        os.environ.setdefault(INTERFACE, "lo")  # a host's own name may take a resolver seconds
-    member = store.rank - FIRST_RANK
+    # a host's own name may take a resolver seconds, and lead to an address that others cannot reach
+    if name := interface_of(rank0.local_host or LOOPBACK):
+        os.environ.setdefault(INTERFACE, name)
+    leader = config.placement.leader_of(store.rank)
+    member = config.placement.mesh_of(leader).index(store.rank)
+    store = store.within(f"mesh/{leader}")
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore("mesh/compute", store.raw),  # type: ignore[attr-defined]
+            store=dist.PrefixStore("compute", store.raw),  # type: ignore[attr-defined]
             rank=member,
             world_size=size,
             timeout=timedelta(seconds=limit_s),
@@ -81,3 +93,39 @@ def open_mesh(config: PipelineConfig, store: LauncherStore, rank0: Peer) -> Mesh
         ) from error
     envelopes = mesh_links.open_envelopes(store.raw, rank0, member, size, limit_s)
     return Mesh(member, size, devices, envelopes)
+
+
+def interface_of(address: str) -> str | None:
+    """Name of this host's network interface that has ``address``, IPv4 or IPv6; None: none has."""
+    wanted = ip_address(address.partition("%")[0]).packed
+    return next((name for name, found in _interfaces() if found == wanted), None)
+
+
+class _Entry(ctypes.Structure):
+    """The head of ``struct ifaddrs``."""
+
+
+_Entry._fields_ = [
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def _interfaces() -> Iterator[tuple[str, bytes]]:
+    """Every address of this host, as bytes, behind its interface's name."""
+    library = ctypes.CDLL(None, use_errno=True)
+    first: Any = ctypes.POINTER(_Entry)()
+    if library.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), "getifaddrs")
+    try:
+        entry = first
+        while entry:
+            found = entry.contents
+            family = ctypes.c_ushort.from_address(found.address).value if found.address else 0
+            if (at := ADDRESS_BYTES.get(family)) is not None:
+                yield found.name.decode(), ctypes.string_at(found.address, at.stop)[at]
+            entry = found.next
+    finally:
+        library.freeifaddrs(first)

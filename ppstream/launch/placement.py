@@ -40,7 +40,7 @@ class Placement:
     ranks: tuple[RankPlan, ...]
     link: LinkKind | None
     why: str
-    members: tuple[RankPlan, ...] = ()  # of a mesh, but its leader, rank 1; behind all others
+    members: tuple[RankPlan, ...] = ()  # of meshes, but their leaders; behind all others
 
     @property
     def is_inline(self) -> bool:
@@ -66,7 +66,7 @@ def ranks_wanted(config: PipelineConfig) -> int:
     devices = config.placement
     if devices.rank0 != "cpu" and {devices.rank0} == set(devices.policy):
         return 1
-    return len(devices.policy) + devices.mesh
+    return devices.ranks
 
 
 def place(
@@ -88,7 +88,7 @@ def place(
         ConfigError: there are too many ranks, or the link asked for cannot connect them.
     """
     devices = config.placement
-    most = len(devices.policy) + devices.mesh
+    most = devices.ranks
     if world_size not in (1, most):
         raise ConfigError(
             [
@@ -101,7 +101,10 @@ def place(
         return Placement((whole,), None, "one rank runs every stage in turn")
     policy_ranks = (RankPlan(k, ("B",), at) for k, at in enumerate(devices.policy, 1))
     ranks = RankPlan(0, ("A", "C"), devices.rank0), *policy_ranks
-    members = tuple(RankPlan(k, ("B",), devices.policy[0]) for k in range(len(ranks), most))
+    members = tuple(
+        RankPlan(k, ("B",), devices.policy[devices.leader_of(k) - 1])
+        for k in range(len(ranks), most)
+    )
     is_one_host = local_world_size >= world_size
     if all(plan.is_gpu for plan in ranks):
         who = "both GPUs" if most == 2 else f"all {most} GPUs"

@@ -108,6 +108,8 @@ def run_back(config: PipelineConfig, end: rank_exit.RankEnd) -> str:
             end.on_stop = patience.on_signal
             if end.lookout is not None:
                 loop.on_phase.append(end.lookout.on_phase)
+                if mesh is not None:
+                    end.lookout.listen_to(peer)
             guard.tell_linked()
             reason = loop.run(patience.is_over)
             log.flush()

@@ -246,7 +246,7 @@ def _pipelined(
             assert isinstance(parts.stage_a, StageA), "placed so"
             hops = _open_hops(config, placement.link, policy_ranks, store, shape)
             stack.callback(hops.close)
-            losses = _bearing_losses(config, hops, policy_ranks, end)
+            losses = _bearing_losses(config, hops, policy_ranks, members, end)
             logger.info("link %s: %s", hops.name, placement.why)
             if front is not None:
                 parts.stage_a.front = _front_parts(config, front, places[0], run_id)
@@ -294,14 +294,21 @@ def _bearing_losses(
     config: PipelineConfig,
     hops: Hops,
     policy_ranks: tuple[PolicyRankPeer, ...],
+    members: tuple[PolicyRankPeer, ...],
     end: rank_exit.RankEnd,
 ) -> ReplicaLosses | None:
     """Returns the judge of lost replicas; None: there are no replicas."""
     if not isinstance(hops.into, ReplicasIn):
         return None
-    losses = ReplicaLosses(config.placement.fewest, hops.into, policy_ranks, end.let_go)
+    ranks = {found.rank: found for found in (*policy_ranks, *members)}
+    replicas = tuple(
+        tuple(ranks[rank] for rank in config.placement.mesh_of(leader.rank))
+        for leader in policy_ranks
+    )
+    losses = ReplicaLosses(config.placement.fewest, hops.into, replicas, end.let_go)
     for replica, policy_rank in enumerate(policy_ranks):
         policy_rank.name_of = partial(hops.into.name_of, replica)
+    for policy_rank in ranks.values():
         policy_rank.bears_loss = losses.bears_the_silent
     end.bears_loss = losses.bears_the_silent
     return losses
@@ -320,11 +327,15 @@ def _watch_policy(rank0: Rank0Loop) -> None:
 def _policy_ranks(
     config: PipelineConfig, placement: Placement, peers: Sequence[Peer]
 ) -> tuple[tuple[PolicyRankPeer, ...], tuple[PolicyRankPeer, ...]]:
-    """The policy ranks in the order of the chain, and the members of a mesh behind its leader."""
-    mesh = MeshFaults(range(1, len(peers) + 1)) if placement.members else None
-    found = tuple(PolicyRankPeer(peer, config, k, mesh) for k, peer in enumerate(peers, 1))
-    count = len(placement.ranks) - 1
-    return found[:count], found[count:]
+    """The policy ranks that envelopes come to, in order, and the other members of meshes."""
+    leaders, leader_of = range(1, len(placement.ranks)), config.placement.leader_of
+    meshes: dict[int, MeshFaults] = {}
+    if placement.members:
+        meshes = {leader: MeshFaults(config.placement.mesh_of(leader)) for leader in leaders}
+    found = tuple(
+        PolicyRankPeer(peer, config, k, meshes.get(leader_of(k))) for k, peer in enumerate(peers, 1)
+    )
+    return found[: len(leaders)], found[len(leaders) :]
 
 
 def _compare_compilers(rank0: Rank0Loop) -> None:
@@ -333,11 +344,10 @@ def _compare_compilers(rank0: Rank0Loop) -> None:
     Raises:
         HandshakeError: names part, count and both ranks.
     """
-    leader, *members = rank0.executor.all_ranks
-    counts = _flat_counts(leader)
-    for member in members:
-        lines = handshake.difference(counts, _flat_counts(member), leader.rank, member.rank)
-        handshake.refuse(lines)
+    counts = {found.rank: _flat_counts(found) for found in rank0.executor.all_ranks}
+    for rank, found in counts.items():
+        leader = rank0.config.placement.leader_of(rank)
+        handshake.refuse(handshake.difference(counts[leader], found, leader, rank))
 
 
 def _flat_counts(policy_rank: PolicyRankPeer) -> dict[str, int]:
@@ -475,9 +485,13 @@ def describe_topology(
             "credit": shape.credit,
             "pacing": shape.pacing,
             "replicas": 1 if placement.is_inline else config.placement.replicas,
-            "mesh": 1 + len(placement.members),
+            "mesh": 1 if placement.is_inline else config.placement.mesh,
             "members": [
-                {"rank": plan.rank, "device": plan.device, "leader": 1}
+                {
+                    "rank": plan.rank,
+                    "device": plan.device,
+                    "leader": config.placement.leader_of(plan.rank),
+                }
                 for plan in placement.members
             ],
             "world_size": len(placement.ranks),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from ppstream.control.watchdog import stage_b_limit_ns
 from ppstream.core.clock import now_ns
 from ppstream.core.cpus import StageCost
-from ppstream.core.errors import PeerLostError, ProtocolError, WatchdogError
+from ppstream.core.errors import MeshSplitError, PeerLostError, ProtocolError, WatchdogError
 from ppstream.core.waiter import Waiter
 from ppstream.links.headers import EPOCH, FAILED, FAILURES, REPLICA_LOST, SEQ, read_stage_b
 from ppstream.links.replicas import ReplicasIn
@@ -189,6 +189,8 @@ class HostExecutor(OnHost):
     @property
     def all_ranks(self) -> tuple[PolicyRankPeer, ...]:
         """As ``Executor``."""
+        if self._losses is not None:
+            return self._losses.all_ranks
         return (*self.policy_ranks, *self._members)
 
     def attach(self, loop: Rank0Loop) -> None:
@@ -327,7 +329,7 @@ class HostExecutor(OnHost):
         """Ask it; the run ends as ``ask`` raises, unless replicas enough are left without it."""
         try:
             ask(*about)
-        except (PeerLostError, ProtocolError, WatchdogError) as error:
+        except (PeerLostError, ProtocolError, WatchdogError, MeshSplitError) as error:
             if self._losses is None:
                 raise
             self._losses.accept(policy_rank, error)

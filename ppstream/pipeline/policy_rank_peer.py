@@ -69,7 +69,7 @@ class PolicyRankPeer:
         placement = config.placement
         self.bears_loss: Callable[[], bool] = lambda: False
         self.name_of: Callable[[int], int] = lambda index: index
-        self.is_member = mesh is not None and placement.place_of(rank) != rank
+        self.is_member = placement.leader_of(rank) != rank
         self._mesh = mesh
         self._resource = f"place{rank}" if placement.places > 1 else "mesh"
         if placement.replicas > 1:

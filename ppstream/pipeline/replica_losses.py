@@ -1,15 +1,18 @@
 """ReplicaLosses: rank 0 goes on without a replica that is lost, while enough of them are left.
 
-Before *ready* a loss always ends the run: nothing was proven without that replica.
+A replica may be a mesh: the loss of any of its ranks is the loss of all. Before *ready* a loss
+always ends the run: nothing was proven without that replica.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from ppstream.core.errors import PeerLostError, PpstreamError
+from ppstream.core.errors import ExitCode, PeerLostError, PpstreamError
 from ppstream.core.user_code import message_of
+from ppstream.wire.rank_messages import Goodbye
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,10 +30,14 @@ SERVED: Final = ("ready", "degraded", "draining")  # phases in which a replica m
 class ReplicaLosses:
     """Judges and carries out the loss of a replica; for the thread that receives results.
 
+    Attributes:
+        policy_ranks: those of the replicas left that hold their hops.
+        all_ranks: these, and the other ranks of their meshes.
+
     Args:
         fewest: replicas without which the run ends.
         into: hops from all of them.
-        policy_ranks: all of them, in order of their ranks.
+        replicas: the ranks of each, the one that holds its hops first, in order of these.
         let_go: ends what is left of a rank, and has the run's end not ask for it any more.
     """
 
@@ -38,16 +45,22 @@ class ReplicaLosses:
         self,
         fewest: int,
         into: ReplicasIn,
-        policy_ranks: tuple[PolicyRankPeer, ...],
+        replicas: tuple[tuple[PolicyRankPeer, ...], ...],
         let_go: Callable[[int], str],
     ) -> None:
-        self.policy_ranks = policy_ranks
         self.waiter: Waiter  # the one that results wake
         self.rank0: Rank0 | None = None  # before a loop has it, nothing is borne
         self._fewest = fewest
         self._into = into
         self._let_go = let_go
-        self._all = policy_ranks
+        self._all = replicas
+        self._go_on_with(replicas)
+
+    def _go_on_with(self, left: tuple[tuple[PolicyRankPeer, ...], ...]) -> None:
+        self._left = left
+        self.policy_ranks = tuple(ranks[0] for ranks in left)
+        members = (member for ranks in left for member in ranks[1:])
+        self.all_ranks = (*self.policy_ranks, *members)
 
     def bears(self, lost: int) -> bool:
         """True when the run goes on with so many replicas lost; any thread."""
@@ -56,33 +69,40 @@ class ReplicaLosses:
 
     def bears_the_silent(self) -> bool:
         """The same of those whose end was noticed, by whomever."""
-        return self.bears(sum(found.peer.lost_ns is not None for found in self._all))
+        silent = (any(found.peer.lost_ns is not None for found in ranks) for ranks in self._all)
+        return self.bears(sum(silent))
 
     def check_hops(self) -> bool:
         """Accepts hops that broke since the last call; returns True if there were any."""
-        before = self.policy_ranks
+        before = self._left
         for replica, error in [*self._into.turns.broken.items()]:
-            self.accept(self._all[replica], error)
-        return self.policy_ranks is not before
+            self.accept(self._all[replica][0], error)
+        return self._left is not before
 
     def accept(self, policy_rank: PolicyRankPeer, error: PpstreamError) -> None:
-        """Go on without it, or raise ``error``; one that is lost already is no further loss."""
-        if policy_rank not in self.policy_ranks:
+        """Go on without its replica, or raise ``error``; a lost one's is no further loss."""
+        lost = next((ranks for ranks in self._left if policy_rank in ranks), None)
+        if lost is None:
             return
-        left = tuple(other for other in self.policy_ranks if other is not policy_rank)
+        left = tuple(ranks for ranks in self._left if ranks is not lost)
         if self.rank0 is None or not self.bears(len(self._all) - len(left)):
             raise error
-        policy_rank.peer.mark_lost()
         if isinstance(error, PeerLostError):  # it may have said why
             error = policy_rank.peer.last_words() or error
-        self.policy_ranks = left
-        self.waiter.unregister(policy_rank.peer.fileno())
-        self._into.lose(policy_rank.rank - 1, self.waiter)
-        policy_rank.forget()
-        reason = message_of(error) + self._let_go(policy_rank.rank)
+        text = message_of(error)
+        self._go_on_with(left)
+        self._into.lose(self._all.index(lost), self.waiter)
+        told = Goodbye(int(ExitCode.PEER_LOST), f"rank 0 goes on without this replica: {text}")
+        for each in lost:
+            each.peer.mark_lost()
+            with suppress(PpstreamError):  # one that stands still on another host hears it later
+                each.peer.send(told)
+            self.waiter.unregister(each.peer.fileno())
+            each.forget()
+        reason = text + "".join(self._let_go(each.rank) for each in lost)
+        rank = lost[0].rank
         logger.warning(
-            "replica %d is lost, %d of %d go on: %s",
-            *(policy_rank.rank, len(left), len(self._all), reason),
+            "replica %d is lost, %d of %d go on: %s", rank, len(left), len(self._all), reason
         )
-        self.rank0.lose_replica(policy_rank.rank, len(left), reason)
+        self.rank0.lose_replica(rank, len(left), reason)
         self.waiter.wake()  # what it owes is there

@@ -239,12 +239,10 @@ def _replica_lines(report: RunReport) -> Iterator[Row]:
 def _mesh_lines(report: RunReport) -> Iterator[Row]:
     """The ranks that compute a place together, by stage B, in which they wait for each other."""
     for place in report.places:
-        if place.members:
-            leader = f"rank {place.rank} leads"
-            both = (
-                (leader, place.busy_ns),
-                *((f"rank {m.rank}", m.busy_ns) for m in place.members),
-            )
+        for rank in sorted({member.leader for member in place.members}):
+            own = dict(zip(place.ranks, place.replicas_ns, strict=False)).get(rank, place.busy_ns)
+            members = ((f"rank {m.rank}", m.busy_ns) for m in place.members if m.leader == rank)
+            both = ((f"rank {rank} leads", own), *members)
             yield Row("mesh", [who if ns is None else f"{who}, B {ms(ns)}" for who, ns in both])
 
 

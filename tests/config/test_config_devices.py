@@ -110,11 +110,21 @@ def test_simulated_gpu_work_of_a_policy_is_refused_on_the_cpu() -> None:
         build(options, torch.device("cpu"))
 
 
+def test_replicas_may_be_meshes_and_the_places_of_a_chain_neither() -> None:
+    assert not problems("placement.mesh=2", "placement.replicas=3")
+    chain = 'placement.policy=["cpu", "cpu"]', "placement.parts=[0, 1, 2]"
+    for setting, remedy in (
+        ("placement.mesh=2", "or placement.mesh = 1: the places of a chain are one rank each"),
+        ("placement.replicas=3", "or placement.replicas = 1: the places of a chain have no rep"),
+    ):
+        (found,) = problems(setting, *chain)
+        assert remedy in found
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
         ('placement.policy=["cpu", "cpu"]', "got 2 with 2 devices in placement.policy, want one"),
-        ("placement.replicas=3", "got 2 with placement.replicas = 3, want 1"),
         ("placement.policy=cuda:1", "got 2 with placement.policy on cuda:1, want 'cpu'"),
         ("placement.parts=auto", "got 2 with placement.parts = 'auto', want a list or none"),
         ("pipeline.keep_warm_ms=2", "got 2 with pipeline.keep_warm_ms, want none"),

@@ -433,3 +433,13 @@ def test_members_of_a_mesh_are_listed_behind_their_leader() -> None:
     text = describe(config, 4)
     for rank in (2, 3):
         assert f"rank {rank}           stage B on cpu, in the mesh that rank 1 leads" in text
+
+
+def test_members_of_a_replica_s_mesh_are_listed_with_its_leader() -> None:
+    shape = "policy.options={steps=8, dim=5, horizon=4, action_dim=2, stateless=true}"
+    settings = ("policy.target=mesh_policy:build", shape, "placement.mesh=3")
+    config = load.read("tests/support/small.toml", (*settings, "placement.replicas=2"))
+    text = describe(config, 7)
+    for rank, leader in ((3, 1), (4, 1), (5, 2), (6, 2)):
+        where = f"stage B on cpu, in the mesh that rank {leader} leads"
+        assert f"rank {rank}           {where}" in text

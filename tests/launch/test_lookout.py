@@ -6,25 +6,30 @@ For most tests this process is the launcher; the rank that looks is in this proc
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from peers import two_peers
 from ranks import Ranks, free_port
 from robot_rig import wait_until
 
+from ppstream.control.heartbeat import HeartbeatThread
 from ppstream.control.peer_process import HeldProcess, children, of_rank
+from ppstream.core.clock import NS_PER_S
 from ppstream.core.errors import ExitCode, PeerLostError
 from ppstream.launch import lookout
 from ppstream.launch.lookout import Lookout
 from ppstream.launch.rank_exit import RankEnd
+from ppstream.wire.rank_messages import Heartbeat
 
 RUN = {
     "MASTER_ADDR": "127.0.0.1",
@@ -219,6 +224,40 @@ def test_a_rank_that_nobody_launched_outlives_the_shell_that_started_it(
 def test_a_parent_outside_of_this_namespace_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getppid", lambda: 0)
     assert lookout.parent_launcher(LAUNCHED) is None
+
+
+# ---- who is listened to -------------------------------------------------------------------------
+
+
+def test_a_rank_whose_main_thread_stands_leaves_when_rank_0_is_silent_in_a_warm_run() -> None:
+    near, far = two_peers(name="rank 0")
+    with closing(near), closing(far), looking({}) as end:
+        end.met(0, near)
+        assert end.lookout is not None
+        end.lookout.listen_to(near)
+        end.lookout.on_phase("warming")
+        assert not end.left.wait(0.6)  # its frozen_ms are 200
+        end.lookout.on_phase("bring-up")
+        assert end.left.wait(60)
+        assert near.lost_ns is not None
+    assert end.code is ExitCode.PEER_LOST
+    assert re.match(r"rank 0 was silent for [\d.]+ s, limit 0\.20 s, while this rank", end.reason)
+
+
+def test_what_was_said_while_this_process_stood_still_is_heard_first() -> None:
+    near, far = two_peers(name="rank 0")
+    with closing(near), closing(far), ExitStack() as stack, looking({}, frozen_ms=5000) as end:
+        end.met(0, near)
+        assert end.lookout is not None
+        beat = HeartbeatThread(near, NS_PER_S, lambda: 0)
+        stack.callback(beat.stop)
+        assert far.heart is not None
+        far.heart.send(Heartbeat(1))
+        near.last_heard_ns -= 60 * NS_PER_S
+        end.lookout.on_phase("bring-up")
+        end.lookout.listen_to(near)
+        wait_until(lambda: near.peer_progress == 1)
+        assert not end.left.wait(0.6)
 
 
 # ---- moments ------------------------------------------------------------------------------------

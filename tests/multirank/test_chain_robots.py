@@ -111,7 +111,7 @@ def live(request, tmp_path_factory):
                 robot.told_since(0)
             yield Live(run, robots)
         run.processes[0].terminate()
-        assert run.wait(10) == [0] * 4, run.output()
+        assert run.wait(60) == [0] * 4, run.output()
 
 
 def test_a_reset_of_one_row_reaches_every_part_of_a_chain(live):

@@ -121,10 +121,12 @@ def robot(folder: Path) -> Iterator[list[int]]:
 
 
 @contextmanager
-def serving(folder: Path, *settings: str, replicas: int) -> Iterator[tuple[Ranks, list[int]]]:
+def serving(
+    folder: Path, *settings: str, replicas: int, mesh: int = 1
+) -> Iterator[tuple[Ranks, list[int]]]:
     """A run that is ready and serves a robot, and the times at which its chunks come."""
     shape = f"placement.replicas={replicas}", f"service.endpoint=unix://{folder}/robots"
-    with Ranks(folder, *SERVES, *shape, *settings, world_size=replicas + 1) as run:
+    with Ranks(folder, *SERVES, *shape, *settings, world_size=replicas * mesh + 1) as run:
         run.wait_for_event("phase", phase="ready")
         with robot(folder) as came:
             wait_until(lambda: len(came) > 20)
@@ -180,6 +182,40 @@ def test_a_lost_replica_ends_the_run_where_all_are_needed(number, tmp_path):
         wait_until(lambda: all(end.poll() is not None for end in ends))
         assert run.processes[0].poll() == 20, run.output()
         assert not [line for line in run.lines(0) if line.get("phase") == "degraded"]
+
+
+#: Ranks 1 and 3 are a replica, and 2 and 4.
+OF_TWO_RANKS = (
+    "policy.target=mesh_policy:build",
+    "policy.options={steps=8, dim=5, horizon=4, action_dim=2, stateless=true}",
+    "placement.mesh=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [(1, signal.SIGSTOP), (3, signal.SIGSTOP), (4, signal.SIGKILL)],
+    ids=["leader frozen", "member frozen", "member killed"],
+)
+def test_a_lost_rank_of_a_replica_takes_its_mesh_out(rank, number, tmp_path):
+    settings = *OF_TWO_RANKS, "placement.replicas_min=1"
+    with serving(tmp_path, *settings, replicas=2, mesh=2) as (run, came):
+        os.kill(run.pid_of(rank), number)
+        lost = (rank - 1) % 2 + 1
+        serves_degraded(run, came, lost, left=1)
+        ranks = run.processes[lost], run.processes[lost + 2]
+        wait_until(lambda: all(process.poll() is not None for process in ranks))
+        run.processes[0].terminate()
+        assert run.wait() == [0] * 5, run.output()
+        ends_balanced(run, lost)
+
+
+def test_a_lost_member_of_a_replica_ends_the_run_where_all_are_needed(tmp_path):
+    with serving(tmp_path, *OF_TWO_RANKS, replicas=2, mesh=2) as (run, _):
+        os.kill(run.pid_of(4), signal.SIGKILL)
+        ends = [run.processes[rank] for rank in range(4)]
+        wait_until(lambda: all(end.poll() is not None for end in ends))
+        assert run.processes[0].poll() == 20, run.output()
 
 
 def test_the_last_replica_that_is_needed_ends_the_run(tmp_path):

@@ -23,7 +23,7 @@ RECOMPILES: Final = 3
 
 
 class Meshed:
-    """Two layers, and state: how often it was called in a row's episode."""
+    """Two layers, and state unless ``stateless``: how often it was called in a row's episode."""
 
     name = "meshed"
 
@@ -34,6 +34,7 @@ class Meshed:
         self._fault = options.get("fault", "")
         self._is_faulty = os.environ.get("RANK") == FAULTY_RANK
         self._trigger = options.get("trigger", "")
+        self.stateless = bool(options.get("stateless"))
         self._calls: Tensor | None = None
         self._guarded = 0  # a number that compiled code takes for constant
         generator = torch.Generator().manual_seed(3)
@@ -76,7 +77,8 @@ class Meshed:
             self.fail()
         if self._calls is None:
             self._calls = torch.zeros(len(values))
-        self._calls = self._calls + 1
+        if not self.stateless:
+            self._calls = self._calls + 1
         made = torch.tanh(self._net(values) + self._shift) * 0.9
         out["actions"].copy_(made.view_as(out["actions"]) + self._calls.view(-1, 1, 1) * 1e-4)
 

@@ -26,6 +26,12 @@ SERVED: Final = "bringup.accept=['NOTHING_TO_HIDE', 'LOW_OVERLAP', 'CONTENDED']"
 SERIAL: Final = ("pipeline.d_in=1", "simulate.a_ms=5", "simulate.c_ms=0", "policy.options.b_ms=6")
 #: Whoever does may be refused on a busy machine, rightly: so again.
 JUDGED_AGAIN = pytest.mark.flaky(reruns=2, reruns_delay=10, only_rerun=["LOW_OVERLAP", "CONTENDED"])
+#: What a loss is noticed by, whenever a busy machine has a rank look: all else takes longer than a
+#: test waits.
+NOTICED_BY = {
+    signal.SIGKILL: ("liveness.frozen_ms=150000", "liveness.watchdog_s=200"),  # its end
+    signal.SIGSTOP: ("liveness.watchdog_s=200",),  # its silence
+}
 RANK_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -124,13 +130,12 @@ class Ranks:
         """The first event of that name (and fields) in rank 0's log, as soon as it is there."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
+            has_ended = bool(self.processes) and self.processes[0].poll() is not None
             for line in self.lines(0):
                 if line.get("name") == name and fields.items() <= line.items():
                     return line
-            if any(process.poll() is not None for process in self.processes):
-                time.sleep(0.1)
-                if not any(line.get("name") == name for line in self.lines(0)):
-                    break
+            if has_ended:  # before its whole log was looked through
+                break
             time.sleep(0.05)
         raise AssertionError(f"no event {name} {fields} came:\n{self.output()}")
 

@@ -6,6 +6,7 @@ their periods and stamps are those of its time slices.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from ppstream import serve
@@ -17,3 +18,7 @@ def main(argv: Sequence[str]) -> int:
     bringup.pass_or_raise = lambda report: None
     serve.print_report = lambda *_, **__: None
     return serve.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -37,8 +37,8 @@ from drill.judging import (
     FaultOutcome,
     judge_ledger,
     judge_robot,
+    merged,
     print_outcome,
-    table,
 )
 from drill.launches import LAUNCHES, LaunchDrill
 from drill.recovering import RECOVERING
@@ -107,7 +107,8 @@ def main() -> int:
         found = {"environment": environment(), "faults": [asdict(o) for o in outcomes]}
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     if args.markdown is not None:
-        args.markdown.write_text(table(outcomes))
+        page = args.markdown.read_text() if args.markdown.exists() else ""
+        args.markdown.write_text(merged(page, outcomes))
     return 1 if missed else 0
 
 
@@ -259,7 +260,12 @@ def _parser() -> argparse.ArgumentParser:
         help="change the drill's configuration, e.g. placement.policy=cuda:1",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen there, too")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the same as a table")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="the same as a table; in a page that has one, its rows are replaced, or added",
+    )
     return parser
 
 

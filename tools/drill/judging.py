@@ -95,6 +95,24 @@ def table(outcomes: Sequence[FaultOutcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def merged(text: str, outcomes: Sequence[FaultOutcome]) -> str:
+    """A page's text with its table's rows of these faults replaced, and rows of new ones added.
+
+    A page without the table becomes the table.
+    """
+    head, *rows = table(outcomes).splitlines(keepends=True)
+    if head not in text:
+        return head + "".join(rows)
+    found = {row.split("`")[1]: row for row in rows[1:]}
+    lines = [
+        found.pop(line.split("`")[1], line) if line.startswith("| `") else line
+        for line in text.splitlines(keepends=True)
+    ]
+    end = max(at for at, line in enumerate(lines) if line.startswith("|"))
+    lines[end + 1 : end + 1] = found.values()
+    return "".join(lines)
+
+
 def print_outcome(outcome: FaultOutcome) -> None:
     """One line now, and below it what was seen."""
     times = (

@@ -292,6 +292,15 @@ def build_mesh(
     return MeshPolicy(config, device, mesh)
 
 
+def build_stateless_mesh(
+    config: Mapping[str, Any], device: torch.device, mesh: DeviceMesh | None = None
+) -> MeshPolicy:
+    """A MeshPolicy for replicas that are meshes."""
+    policy = MeshPolicy(config, device, mesh)
+    policy.stateless = True
+    return policy
+
+
 def build(config: Mapping[str, Any], device: torch.device) -> DrillPolicy:
     """A DrillPolicy with ``config``'s shapes, duration and orders file."""
     return DrillPolicy(config, device)

@@ -55,9 +55,27 @@ def _order(first: signal.Signals, other: signal.Signals, threads: str) -> tuple[
     return tuple(_lost(k, first if k % 2 else other, settings) for k in RANKS[1:])
 
 
+#: Ranks 1 and 3 are a replica, and 2 and 4.
+OF_TWO_RANKS: Final = (
+    "policy.target=drill.policy:build_stateless_mesh",
+    *SERVED[1:],
+    "placement.mesh=2",
+    "placement.replicas=2",
+    "placement.replicas_min=1",
+)
 REPLICA_RECOVERING: Final = (
     *_order(signal.SIGKILL, signal.SIGSTOP, "serial"),
     *_order(signal.SIGSTOP, signal.SIGKILL, "split"),
+    Recovering(
+        "replica-kill-member",
+        "F19 F20",
+        "SIGKILL to rank 4, the member of replica 2 of two that are meshes, one is enough",
+        lose(4, signal.SIGKILL),
+        event("replica_lost", rank=2),
+        LOST_S[signal.SIGKILL],
+        moves_s=2.5,
+        settings=OF_TWO_RANKS,
+    ),
 )
 
 

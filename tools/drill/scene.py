@@ -88,6 +88,7 @@ class Scene:
         self.robot: subprocess.Popen[str] | None = None
         self._answering: Sequence[int] = (1,)  # ranks that answer rank 0
         self.cable: Cable
+        self._endpoint = ""  # of robots without a cable
         self.ranks: RankPair | Elsewhere
 
     def __enter__(self) -> Scene:
@@ -108,8 +109,7 @@ class Scene:
             config = read(CONFIG, settings)
             last = len(config.placement.policy)
             self._answering = range(1, last + 1) if config.placement.replicas > 1 else (last,)
-            count = last + config.placement.mesh
-            pair = RankPair(self.folder, CONFIG, settings, world_size=count)
+            pair = RankPair(self.folder, CONFIG, settings, world_size=config.placement.ranks)
             self.ranks = self._stack.enter_context(pair)
             self.cable = Cable("127.0.0.1", self.port)
             self._stack.callback(self.cable.close)
@@ -133,6 +133,11 @@ class Scene:
         self.ranks = Elsewhere(self.folder)
         self.cable = Cable("127.0.0.1", port)
         self._stack.callback(self.cable.close)
+
+    def attach_to(self, endpoint: str) -> None:
+        """The same without a cable."""
+        self.ranks = Elsewhere(self.folder)
+        self._endpoint = endpoint
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -158,7 +163,7 @@ class Scene:
         """Another robot of the same name, on the same cable."""
         rate_hz = str(read(CONFIG, self._settings).reference.rate_hz)
         program = str(ROOT / "tools" / "drill/robot.py")
-        command = [sys.executable, program, self.cable.endpoint, rate_hz]
+        command = [sys.executable, program, self._endpoint or self.cable.endpoint, rate_hz]
         path = self.folder / f"robot{secrets.token_hex(3)}.txt"
         self._stories.append(path)
         with path.open("w") as output, (self.folder / "robot.err").open("a") as errors:
@@ -270,9 +275,12 @@ class Scene:
 
     @property
     def is_running(self) -> bool:
-        """True while rank 0 runs, and no other rank failed: a spare replica's guard ends with 0."""
-        rank0, *others = self.codes()
-        return rank0 is None and set(others) <= {None, 0}
+        """True while rank 0 runs, and no other rank failed: a spare replica's guard ends with 0.
+
+        Of ranks that somebody else started nothing is known.
+        """
+        codes = self.codes()
+        return not codes or (codes[0] is None and set(codes[1:]) <= {None, 0})
 
     def _is_ready(self) -> bool | None:
         self._check_alive()

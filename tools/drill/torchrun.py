@@ -19,6 +19,7 @@ from drill.scene import CONFIG, Failed
 from real_runs import POLL_S, SOURCES
 
 LAUNCHER_END_S: Final = 60.0
+SERVE: Final = "ppstream.serve"
 
 
 @contextmanager
@@ -29,6 +30,7 @@ def launched(
     prefix: Sequence[str] = (),
     *,
     config: str = CONFIG,
+    module: str = SERVE,
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Torchrun, and the mark by which its ranks are found; none of them outlives the block.
 
@@ -38,10 +40,11 @@ def launched(
         settings: as ``--set``.
         prefix: of the command, to run it elsewhere.
         config: as ``--config``.
+        module: that each rank runs.
     """
     mark = secrets.token_hex(8)
     command = [*prefix, sys.executable, "-m", "torch.distributed.run", *launcher]
-    command += ["-m", "ppstream.serve", "--config", config]
+    command += ["-m", module, "--config", config]
     for setting in settings:
         command += ["--set", setting]
     path = os.pathsep.join((*SOURCES, os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)

@@ -56,6 +56,11 @@ def cut_cable() -> None:
     _ip("-n", NAMES[0], "link", "set", PLUGS[0], "down")
 
 
+def plug_cable_in() -> None:
+    """It carries again what is sent, also what nobody has acknowledged since it was cut."""
+    _ip("-n", NAMES[0], "link", "set", PLUGS[0], "up")
+
+
 def _remove() -> None:
     for name in NAMES:
         subprocess.run(("ip", "netns", "del", name), check=False, stderr=subprocess.DEVNULL)

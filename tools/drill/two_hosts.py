@@ -1,214 +1,394 @@
-"""Faults of two hosts: an open network that nobody declared, a cut cable, a frozen or lost host."""
+"""Faults of two hosts: an open network that nobody declared, a cut cable, a frozen or lost host.
+
+Every form of a run spreads over both; a robot on the first host is served meanwhile.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from subprocess import Popen
 from typing import Any, Final, Literal, NamedTuple
 
-from drill.ending import CHAIN_SETTINGS
-from drill.judging import FaultOutcome, judge_ledger
+from drill.ending import CHAIN_SETTINGS, MESH_SETTINGS
+from drill.judging import FaultOutcome, judge_ledger, judge_robot
 from drill.launches import LaunchDrill
 from drill.live_logs import NOTHING_SENT, imbalances
 from drill.processes import marked
-from drill.scene import READY_LIMIT_S, Failed
-from drill.torchrun import expect_end, launched, no_orphans, rank_pids, until
-from drill.two_host_network import cut_cable, is_possible, two_hosts
+from drill.replica_losses import SERVED as REPLICA_SETTINGS
+from drill.scene import READY_LIMIT_S, Failed, Scene
+from drill.torchrun import SERVE, expect_end, launched, no_orphans, rank_pids, until
+from drill.two_host_network import cut_cable, is_possible, plug_cable_in, two_hosts
 from real_runs import free_port
 
-FROZEN_S: Final = 1.5
-SPARE_S: Final = 2.0
+from ppstream.core.clock import NS_PER_S, now_ns
+
+GONE_S: Final = 3.5  # until a silence of 1.5 s has ended or degraded a run
+NOTICED_S: Final = 60.0  # what must happen happens within this, however busy the machine is
 RESTARTS: Final = 3
-TRUSTED: Final = ("link.trusted_network=true",)
+LOST: Final = 20
+
+
+class Form(NamedTuple):
+    """A run on two hosts: its settings, and how many ranks each host has, rank 0 on the first."""
+
+    settings: tuple[str, ...]
+    ranks: tuple[int, int]
+
+
+PIPELINE: Final = Form((), (1, 1))
+CHAIN: Final = Form(CHAIN_SETTINGS, (2, 2))
+#: The second replica is on the other host.
+REPLICAS: Final = Form((*REPLICA_SETTINGS, "placement.replicas=2"), (2, 1))
+SPARE_REPLICAS: Final = Form((*REPLICAS.settings, "placement.replicas_min=1"), REPLICAS.ranks)
+#: The leader is on rank 0's host, the other member is not.
+MESH: Final = Form(MESH_SETTINGS, (2, 1))
 
 
 class Started(NamedTuple):
     """Torchrun on one host: its process, and the mark of all that it started."""
 
-    torchrun: subprocess.Popen[bytes]
+    torchrun: Popen[bytes]
     mark: str
 
 
-Check = Callable[[Path, FaultOutcome, Sequence[Started]], None]
+class Spread(NamedTuple):
+    """A run that spreads over two hosts."""
+
+    folder: Path
+    outcome: FaultOutcome
+    hosts: tuple[Started, Started]
+    scene: Scene
+    form: Form
+
+    def log(self, generation: int = 0) -> str:
+        """Rank 0's so far."""
+        path = self.folder / "latest" / f"rank0.gen{generation}.jsonl"
+        return path.read_text() if path.exists() else ""
+
+    def ends(self) -> dict[int, Any]:
+        """What ranks recorded as their ends, so far."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / "latest" / "exit.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return {int(rank): end for rank, end in sorted(found.items())}
+
+    def lost(self, ranks: Sequence[int]) -> None:
+        """Wait until these ranks have ended, with 20."""
+        at = time.monotonic()
+        until("the ranks ended", NOTICED_S, lambda: set(ranks) <= self.ends().keys())
+        self.outcome.gone_s = time.monotonic() - at
+        codes = [self.ends()[rank]["code"] for rank in ranks]
+        if codes != [LOST] * len(codes):
+            raise Failed(f"codes {codes} of ranks {list(ranks)}: {self.ends()}")
+
+    def degraded(self) -> None:
+        """Wait until rank 0 goes on without the other host's replica."""
+        at = time.monotonic()
+        until("a lost replica", NOTICED_S, lambda: '"replica_lost"' in self.log())
+        self.outcome.notice_s = time.monotonic() - at
+        until("degraded", NOTICED_S, lambda: '"phase":"degraded"' in self.log())
+
+    def safe(self, at_ns: int) -> None:
+        """Wait until the robot holds."""
+        self.scene.wait("the robot holds", NOTICED_S, lambda: self.scene.has_held_since(at_ns))
+
+    def moves_again(self, since_ns: int) -> None:
+        """Wait until it moves, from a moment on."""
+        self.scene.wait_moving(READY_LIMIT_S, since_ns)
+        self.outcome.moves_s = (now_ns() - since_ns) / NS_PER_S
+
+    def stop(self, codes: dict[int, int], at_ns: int) -> None:
+        """Have both launchers stop: ranks end so, and robot and ledgers are as they must be."""
+        judge_robot(self.scene, self.outcome, at_ns, must_hold=True)
+        for host in self.hosts:
+            host.torchrun.terminate()
+        for host in self.hosts:
+            expect_end(host.torchrun)
+        found = {rank: end["code"] for rank, end in self.ends().items()}
+        self.outcome.codes = tuple(found.values())
+        if found != codes:
+            raise Failed(f"codes {found}, want {codes}: {self.ends()}")
+        judge_ledger(self.outcome, imbalances(self.folder / "latest"))
 
 
-def refused(folder: Path, outcome: FaultOutcome, hosts: Sequence[Started]) -> None:
+Check = Callable[[Spread], None]
+
+
+def refused(run: Spread) -> None:
     """Without link.trusted_network nothing starts."""
     began = time.monotonic()
-    for host in hosts:
+    for host in run.hosts:
         expect_end(host.torchrun)
-    outcome.gone_s = time.monotonic() - began
-    if "link.trusted_network: got false" not in (folder / "torchrun0.txt").read_text():
-        raise Failed((folder / "torchrun0.txt").read_text()[-1500:])
-    outcome.ledger = imbalances(folder / "latest")
-    if outcome.ledger != NOTHING_SENT:
-        raise Failed(f"ledger: {outcome.ledger or 'envelopes were sent'}")
-    outcome.seen = "refused with 11 and the reason"
+    run.outcome.gone_s = time.monotonic() - began
+    text = (run.folder / "torchrun0.txt").read_text()
+    if "link.trusted_network: got false" not in text:
+        raise Failed(text[-1500:])
+    run.outcome.ledger = imbalances(run.folder / "latest")
+    if run.outcome.ledger != NOTHING_SENT:
+        raise Failed(f"ledger: {run.outcome.ledger or 'envelopes were sent'}")
+    run.outcome.seen = "refused with 11 and the reason"
 
 
-def cut(folder: Path, outcome: FaultOutcome, hosts: Sequence[Started]) -> None:
-    """The cable is cut while the ranks serve: nobody is told, all end."""
-    _serves(folder)
+def cut(run: Spread) -> None:
+    """The cable is cut while the ranks serve: nobody is told, all end; plugged in, all serve."""
+    ranks = range(sum(run.form.ranks))
+    at_ns = now_ns()
     cut_cable()
-    at = time.monotonic()
-    ranks = len(json.loads((folder / "latest" / "run.json").read_text())["topology"]["ranks"])
-    until("all ranks ended", 10.0, lambda: len(_ends_of(folder)) == ranks)
-    outcome.gone_s = time.monotonic() - at
-    outcome.codes = tuple(end["code"] for _, end in sorted(_ends_of(folder).items()))
-    if outcome.codes != (20,) * ranks:
-        raise Failed(f"codes {outcome.codes}")
-    if outcome.gone_s > FROZEN_S + SPARE_S:
-        raise Failed(f"the ranks ended after {outcome.gone_s:.1f} s")
-    agents = []
-    for host in hosts:
+    run.lost(ranks)
+    run.safe(at_ns)
+    plug_cable_in()
+    run.outcome.seen = f"all {len(ranks)} ranks 20, and all serve once it is plugged in"
+    _serves_again(run, at_ns)
+
+
+def cut_for_good(run: Spread) -> None:
+    """The same under launchers without restarts, which end, too."""
+    ranks = range(sum(run.form.ranks))
+    at_ns = now_ns()
+    cut_cable()
+    run.lost(ranks)
+    run.safe(at_ns)
+    for host in run.hosts:
         expect_end(host.torchrun)
-        agents.append(f"{time.monotonic() - at:.1f} s")
-    judge_ledger(outcome, imbalances(folder / "latest"))
-    outcome.seen = f"all {ranks} ranks 20; torchrun's agents gone after {agents}"
+    run.outcome.seen = f"all {len(ranks)} ranks 20; torchrun's agents gone"
+    run.stop(dict.fromkeys(ranks, LOST), at_ns)
 
 
-def frozen(folder: Path, outcome: FaultOutcome, hosts: Sequence[Started]) -> None:
-    """All of the policy's host stands still, as a machine that swaps: its sockets stay open."""
-    _serves(folder)
-    still = [*marked(hosts[1].mark)]
-    for pid in still:
-        os.kill(pid, signal.SIGSTOP)
-    at = time.monotonic()
-    try:
-        until("rank 0 ended", 10.0, lambda: "0" in _ends_of(folder))
-        outcome.gone_s = time.monotonic() - at
-    finally:
-        for pid in still:
-            os.kill(pid, signal.SIGCONT)
-    code = _ends_of(folder)["0"]["code"]
-    if code != 20:
-        raise Failed(f"rank 0 ended with {code}")
-    if outcome.gone_s > FROZEN_S + SPARE_S:
-        raise Failed(f"rank 0 ended after {outcome.gone_s:.1f} s")
-    _serves_again(folder, outcome, hosts)
-    outcome.seen = f"rank 0 ended with 20; {outcome.seen} the other host goes on"
+def cut_from_spare(run: Spread) -> None:
+    """The cable to a replica that is not needed is cut: rank 0 goes on without it."""
+    at_ns = now_ns()
+    cut_cable()
+    run.degraded()
+    run.lost([2])
+    run.safe(at_ns)
+    run.moves_again(now_ns())
+    plug_cable_in()  # the other host's launcher waits for the first one's
+    run.outcome.seen = "rank 0 goes on without the replica, which ended with 20"
+    run.stop({0: 0, 1: 0, 2: LOST}, at_ns)
 
 
-def restarted(folder: Path, outcome: FaultOutcome, hosts: Sequence[Started]) -> None:
-    """The policy rank is killed: both hosts' torchrun start anew, together."""
-    _serves(folder)
-    (victim,) = rank_pids(hosts[1].mark).values()
+def frozen(run: Spread) -> None:
+    """All of the other host stands still, as a machine that swaps: its sockets stay open."""
+    at_ns = now_ns()
+    with _still(run.hosts[1]):
+        run.lost(range(run.form.ranks[0]))
+        run.safe(at_ns)
+    run.outcome.seen = "the first host's ranks 20, and both serve once the other goes on"
+    _serves_again(run, at_ns)
+
+
+def frozen_spare(run: Spread) -> None:
+    """The host of a replica that is not needed stands still: rank 0 goes on without it."""
+    at_ns = now_ns()
+    with _still(run.hosts[1]):
+        run.degraded()
+        run.safe(at_ns)
+        run.moves_again(now_ns())
+    run.lost([2])
+    run.outcome.seen = "rank 0 goes on without the replica, which ends when its host goes on"
+    run.stop({0: 0, 1: 0, 2: LOST}, at_ns)
+
+
+def restarted(run: Spread) -> None:
+    """The other host's last rank is killed: both hosts' torchrun start anew, together."""
+    victim = rank_pids(run.hosts[1].mark)[sum(run.form.ranks) - 1]
+    at_ns = now_ns()
     os.kill(victim, signal.SIGKILL)
-    at = time.monotonic()
-    _serves_again(folder, outcome, hosts)
-    outcome.gone_s = time.monotonic() - at
-    outcome.seen += " the kill"
+    run.safe(at_ns)
+    run.outcome.seen = "both hosts serve again"
+    _serves_again(run, at_ns)
 
 
-def _serves_again(folder: Path, outcome: FaultOutcome, hosts: Sequence[Started]) -> None:
-    """Generation 1 becomes ready, and drains when both torchruns are asked to stop."""
-    at = time.monotonic()
-    until("ready again", READY_LIMIT_S, lambda: '"ready"' in _log(folder, generation=1))
-    outcome.seen = f"generation 1 serves {time.monotonic() - at:.1f} s after"
-    for host in hosts:
-        host.torchrun.terminate()
-    for host in hosts:
-        expect_end(host.torchrun)
-    outcome.codes = tuple(end["code"] for _, end in sorted(_ends_of(folder).items()))
-    if any(outcome.codes):
-        raise Failed(f"codes {outcome.codes}")
-    judge_ledger(outcome, imbalances(folder / "latest"))
-
-
-def _serves(folder: Path) -> None:
-    until("ready", READY_LIMIT_S, lambda: '"ready"' in _log(folder))
-    time.sleep(1.0)
-
-
-def _on_two_hosts(
-    folder: Path,
-    outcome: FaultOutcome,
-    settings: Sequence[str],
-    check: Check,
-    ranks_each: int = 1,
-    rendezvous: Literal["static", "c10d"] = "c10d",
-) -> None:
-    if not is_possible():
-        outcome.seen = "skipped: network namespaces need root and iproute2"
-        return
-    port = free_port()
-    with two_hosts() as hosts:
-        commands = []
-        for node, host in enumerate(hosts):
-            launcher = ["--nnodes=2", f"--nproc-per-node={ranks_each}"]
-            if rendezvous == "static":
-                launcher += [f"--node-rank={node}", f"--master-addr={hosts[0].address}"]
-                launcher += [f"--master-port={port}"]
-            else:  # the smallest address becomes rank 0
-                launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].address}:{port}"]
-                launcher += [f"--rdzv-conf=is_host={int(node == 0)}", "--rdzv-id=drill"]
-                launcher += [f"--local-addr={host.address}", f"--max-restarts={RESTARTS}"]
-            local = (f"log.root={folder}", "service.endpoint=none", *settings)
-            commands.append((folder / f"torchrun{node}.txt", launcher, local, host.prefix))
-        with launched(*commands[0]) as first, launched(*commands[1]) as second:
-            check(folder, outcome, (Started(*first), Started(*second)))
-            outcome.orphans = no_orphans(first[1], second[1])
-
-
-def _log(folder: Path, generation: int = 0) -> str:
-    path = folder / "latest" / f"rank0.gen{generation}.jsonl"
-    return path.read_text() if path.exists() else ""
-
-
-def _ends_of(folder: Path) -> dict[str, Any]:
+@contextmanager
+def _still(host: Started) -> Iterator[None]:
+    """Inside: all processes of a host are stopped."""
+    pids = [*marked(host.mark)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     try:
-        found: dict[str, Any] = json.loads((folder / "latest" / "exit.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
-HOSTS: Final = (
-    LaunchDrill(
-        "untrusted-network",
-        "",
-        "two hosts, not trusted",
-        "11",
-        partial(_on_two_hosts, settings=(), check=refused, rendezvous="static"),
+def _serves_again(run: Spread, at_ns: int) -> None:
+    """Generation 1 becomes ready and moves the robot, and drains when it is asked to stop."""
+    again_ns = now_ns()
+    until("ready again", READY_LIMIT_S, lambda: '"ready"' in run.log(generation=1))
+    run.moves_again(again_ns)
+    run.stop(dict.fromkeys(range(sum(run.form.ranks)), 0), at_ns)
+
+
+class HostFault(NamedTuple):
+    """A fault of a form on two hosts; ``bound_s`` of the time until ranks end or go on without."""
+
+    name: str
+    ids: str
+    does: str
+    expected: str
+    form: Form
+    check: Check
+    bound_s: float | None = GONE_S
+    rendezvous: Literal["static", "c10d"] = "c10d"
+
+    def inject(self, folder: Path, outcome: FaultOutcome, module: str = SERVE) -> None:
+        """Start a run whose ranks run ``module``, and inject the fault; times are not judged.
+
+        Raises:
+            Failed: what must happen did not.
+        """
+        folder.chmod(0o700)  # a socket for robots is in it
+        scene = Scene(folder)
+        scene.attach_to(f"unix://{folder}/robots")
+        with scene, two_hosts() as hosts:
+            port = free_port()
+            commands = []
+            for node, (host, ranks) in enumerate(zip(hosts, self.form.ranks, strict=True)):
+                launcher = ["--nnodes=2", f"--nproc-per-node={ranks}"]
+                if self.rendezvous == "static":
+                    launcher += [f"--node-rank={node}", f"--master-addr={hosts[0].address}"]
+                    launcher += [f"--master-port={port}"]
+                else:  # the smallest address becomes rank 0
+                    launcher += ["--rdzv-backend=c10d", "--rdzv-id=drill"]
+                    launcher += [f"--rdzv-endpoint={hosts[0].address}:{port}"]
+                    launcher += [f"--rdzv-conf=is_host={int(node == 0)}"]
+                    launcher += [f"--local-addr={host.address}", f"--max-restarts={RESTARTS}"]
+                output = folder / f"torchrun{node}.txt"
+                commands.append((output, launcher, self._settings(folder), host.prefix))
+            with ExitStack() as stack:
+                started = [
+                    Started(*stack.enter_context(launched(*command, module=module)))
+                    for command in commands
+                ]
+                run = Spread(folder, outcome, (started[0], started[1]), scene, self.form)
+                if self.check is not refused:
+                    scene.robot = scene.start_robot()
+                    scene.wait_moving(READY_LIMIT_S)
+                self.check(run)
+                outcome.orphans = no_orphans(*(host.mark for host in started))
+
+    def judged(self, folder: Path, outcome: FaultOutcome) -> None:
+        """``inject``, within the bound; raises Failed, too, where it took longer."""
+        if not is_possible():
+            outcome.seen = "skipped: network namespaces need root and iproute2"
+            return
+        self.inject(folder, outcome)
+        took_s = outcome.gone_s if outcome.notice_s is None else outcome.notice_s
+        if self.bound_s is not None and took_s is not None and took_s > self.bound_s:
+            raise Failed(f"noticed after {took_s:.1f} s, limit {self.bound_s:g} s")
+
+    def _settings(self, folder: Path) -> list[str]:
+        here = f"log.root={folder}", f"service.endpoint=unix://{folder}/robots"
+        trusted = () if self.check is refused else ("link.trusted_network=true",)
+        return [*here, *trusted, *self.form.settings]
+
+
+ENDS: Final = f"20 in {GONE_S:g} s"
+SERVE_AGAIN: Final = f"{ENDS}, then both hosts serve again"
+GOES_ON: Final = f"degraded in {GONE_S:g} s, the robot moves again"
+FAULTS: Final = (
+    HostFault(
+        "untrusted-network", "", "two hosts, not trusted", "11", PIPELINE, refused, None, "static"
     ),
-    LaunchDrill(
+    HostFault(
         "cable-between-hosts",
         "F21",
         "the cable of two hosts is cut",
-        "20 in 4 s",
-        partial(_on_two_hosts, settings=TRUSTED, check=cut, rendezvous="static"),
+        ENDS,
+        PIPELINE,
+        cut_for_good,
+        rendezvous="static",
     ),
-    LaunchDrill(
+    HostFault(
+        "cable-in-a-chain",
+        "F21",
+        "the cable of two hosts is cut, a chain of four ranks over both",
+        ENDS,
+        CHAIN,
+        cut_for_good,
+        rendezvous="static",
+    ),
+    HostFault(
+        "cable-plugged-in",
+        "F21",
+        "the cable of two hosts is cut, and plugged in again; torchrun with c10d",
+        SERVE_AGAIN,
+        PIPELINE,
+        cut,
+    ),
+    HostFault(
         "host-frozen",
         "F21",
         "the policy's host stands still, sockets open; torchrun with c10d",
-        "20 in 4 s, then both hosts serve again",
-        partial(_on_two_hosts, settings=TRUSTED, check=frozen),
+        SERVE_AGAIN,
+        PIPELINE,
+        frozen,
     ),
-    LaunchDrill(
+    HostFault(
         "host-restart",
         "BT44",
         "the policy rank of two hosts is killed; torchrun with c10d and restarts",
         "both hosts serve again",
-        partial(_on_two_hosts, settings=TRUSTED, check=restarted),
+        PIPELINE,
+        restarted,
     ),
-    LaunchDrill(
-        "cable-in-a-chain",
+    HostFault(
+        "replica-cable-cut",
         "F21",
-        "the cable of two hosts is cut, a chain of four ranks over both",
-        "20 in 4 s",
-        partial(
-            _on_two_hosts,
-            settings=(*TRUSTED, *CHAIN_SETTINGS),
-            check=cut,
-            ranks_each=2,
-            rendezvous="static",
-        ),
+        "the cable to the host of one of two replicas is cut, one is enough",
+        GOES_ON,
+        SPARE_REPLICAS,
+        cut_from_spare,
     ),
+    HostFault(
+        "replica-host-frozen",
+        "F21",
+        "the host of one of two replicas stands still, one is enough",
+        GOES_ON,
+        SPARE_REPLICAS,
+        frozen_spare,
+    ),
+    HostFault(
+        "replica-host-restart",
+        "BT44",
+        "the replica on the other host is killed, all are needed",
+        "both hosts serve again",
+        REPLICAS,
+        restarted,
+    ),
+    HostFault(
+        "mesh-cable-cut",
+        "F21",
+        "the cable between the ranks of a mesh is cut, and plugged in again",
+        SERVE_AGAIN,
+        MESH,
+        cut,
+    ),
+    HostFault(
+        "mesh-host-frozen",
+        "F21",
+        "the host of a mesh's other member stands still",
+        SERVE_AGAIN,
+        MESH,
+        frozen,
+    ),
+    HostFault(
+        "mesh-host-restart",
+        "BT44",
+        "the member of a mesh on the other host is killed",
+        "both hosts serve again",
+        MESH,
+        restarted,
+    ),
+)
+HOSTS: Final = tuple(
+    LaunchDrill(fault.name, fault.ids, fault.does, fault.expected, fault.judged) for fault in FAULTS
 )

@@ -2,7 +2,7 @@ import math
 from typing import Any
 
 import pytest
-from drill.judging import FaultOutcome, judge_robot
+from drill.judging import FaultOutcome, judge_robot, merged
 from drill.scene import Tick
 
 
@@ -24,3 +24,16 @@ def test_an_action_is_as_old_as_the_samples_it_was_computed_from(ticks: Any, mis
     judge_robot(Scene(), outcome, 0, must_hold=False)  # type: ignore[arg-type]
     assert missed in outcome.missed
     assert bool(missed) == bool(outcome.missed)
+
+
+def test_rows_of_a_page_s_table_are_replaced_and_new_ones_added() -> None:
+    def row(name: str, gone_s: float) -> FaultOutcome:
+        return FaultOutcome(name, "", "", "", gone_s=gone_s, ledger="balances")
+
+    alone = merged("", [row("a", 1), row("b", 2)])
+
+    def page(rows: str) -> str:
+        return f"# Title\n\n{rows}\nWhat `a` is.\n"
+
+    expected = merged("", [row("a", 4), row("b", 2), row("c", 3)])
+    assert merged(page(alone), [row("c", 3), row("a", 4)]) == page(expected)
