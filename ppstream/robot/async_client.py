@@ -166,7 +166,7 @@ async def ask_on_loop(
     finally:
         client.end_asking(asking)
     if is_sent is None:
-        return await in_thread(client.ask, samples, timeout_s, asking.stamp_ns)
+        return await in_thread(client.ask, samples, timeout_s, stamp_ns)
     return asking.result(timeout_s, is_sent=is_sent)
 
 
