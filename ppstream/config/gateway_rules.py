@@ -32,6 +32,7 @@ class WireRules(NamedTuple):
     lacks: tuple[str, ...]  # settings that mean nothing on it
     abroad: tuple[str, ...]  # files wanted where other hosts reach it; none: they may not
     is_by_number: bool = False  # a key is of one number, or one frame
+    is_shared: bool = False  # several processes can serve its connections
 
 
 WIRES: Final = {
@@ -41,12 +42,13 @@ WIRES: Final = {
         listen="127.0.0.1:8000",
         lacks=("action_keys", "generation"),
         abroad=("api_key_file", "certfile", "keyfile"),
+        is_shared=True,
     ),
     "groot": WireRules(
         library="zmq",
         extra="gateway",
         listen="127.0.0.1:5555",
-        lacks=("metadata", "certfile", "keyfile"),
+        lacks=("metadata", "certfile", "keyfile", "processes"),
         abroad=("api_key_file",),
     ),
     "lerobot": WireRules(
@@ -55,7 +57,7 @@ WIRES: Final = {
         listen="127.0.0.1:8080",
         lacks=(
             *("action_keys", "answer", "generation", "metadata"),
-            *("api_key_file", "certfile", "keyfile"),
+            *("api_key_file", "certfile", "keyfile", "processes"),
         ),
         abroad=(),
         is_by_number=True,

@@ -325,6 +325,9 @@ class GatewayConfig(Table, frozen=True):
     free rows sooner."""
     message_mb: Positive = 64.0
     """Largest message taken. Raise it for large frames."""
+    processes: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] = "auto"
+    """Processes that share the robots of wire openpi; auto takes one for each robot, 8 and half of
+    the CPUs at most. Set 1 to leave CPUs to others."""
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     """Values told to each robot that connects. Set what its client reads."""
     action_keys: dict[str, tuple[Index, Index]] = msgspec.field(default_factory=dict)

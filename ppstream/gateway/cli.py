@@ -26,10 +26,12 @@ from ppstream.core.errors import ConfigError, ExitCode
 from ppstream.core.interpreter import set_switch_interval
 from ppstream.gateway.modality_file import run_of
 from ppstream.gateway.request_log import RequestCounts, RequestLog
+from ppstream.gateway.shared_server import HandedOver, SharedServer, process_count
 from ppstream.gateway.wires import Access, wire_of
 
 if TYPE_CHECKING:
     from ppstream.config.schema import GatewayConfig, PipelineConfig
+    from ppstream.gateway.wires import WireServer
 
 logger = logging.getLogger("ppstream")
 
@@ -58,42 +60,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.describe:
             print("\n\n".join(wire_of(one).describe(config, one) for one in config.gateway))
             return 0
-        asyncio.run(serve(config, args.log))
+        given = None if args.connections is None else (args.serve, args.connections)
+        asyncio.run(serve(config, args.log, arguments=_arguments(args), given=given))
     except ConfigError as error:
         print(error, file=sys.stderr, flush=True)
         return int(ExitCode.CONFIG)
     return 0
 
 
-async def serve(config: PipelineConfig, folder: Path | None = None) -> None:
+async def serve(
+    config: PipelineConfig,
+    folder: Path | None = None,
+    *,
+    arguments: Sequence[str] | None = None,
+    given: tuple[int, int] | None = None,
+) -> None:
     """Serve every gateway of ``config`` until a signal comes.
 
     Args:
         config: of the run.
         folder: the run's, for the log of requests; None: they are not logged.
+        arguments: that start another gateway like this; None: there shall be no other.
+        given: a gateway's index, and the descriptor that its connections come from, when another
+            process accepts them: only that one is served.
 
     Raises:
         ConfigError: an address cannot be bound, or a file not be used.
     """
-    counts = [RequestCounts(gateway.wire) for gateway in config.gateway]
-    log = None if folder is None else RequestLog(folder, counts)
-    set_switch_interval()  # a thread for each robot, and another that receives for it
+    gateways = (
+        [*enumerate(config.gateway)] if given is None else [(given[0], config.gateway[given[0]])]
+    )
+    counts = {index: RequestCounts(gateway.wire) for index, gateway in gateways}
+    log = None if folder is None else RequestLog(folder, [*counts.values()])
+    set_switch_interval()  # the event loop's thread, and one that receives for each robot
     stopping = asyncio.Event()
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     async with AsyncExitStack() as stack:
         if log is not None:
             stack.callback(log.start().close)  # once the servers have answered the last requests
-        for index, (gateway, requests) in enumerate(zip(config.gateway, counts, strict=True)):
+        for index, gateway in gateways:
             path = f"gateway[{index}]"
-            access = Access(api_key(path, gateway), tls_context(path, gateway))
-            server = wire_of(gateway).build(config, gateway, access, requests)
+            accepted = None if given is None else HandedOver(given[1], stopping.set)
+            access = Access(api_key(path, gateway), tls_context(path, gateway), accepted)
+            server: WireServer = wire_of(gateway).build(config, gateway, access, counts[index])
+            processes = process_count(config, gateway)
+            if given is None and arguments is not None and processes > 1:
+                server = SharedServer(gateway, index, processes, arguments)
             try:
                 await stack.enter_async_context(server)
             except OSError as error:
                 reason = f"{path}.listen: {listen_of(gateway)}: {error.strerror}"
                 raise ConfigError([reason]) from error
-            logger.info("clients of %s connect to %s", gateway.wire, server.address)
+            if given is None:
+                logger.info("clients of %s connect to %s", gateway.wire, server.address)
             print(gateway.wire, server.address, flush=True)
         await stopping.wait()
 
@@ -140,6 +160,14 @@ def tls_context(path: str, gateway: GatewayConfig) -> ssl.SSLContext | None:
     return context
 
 
+def _arguments(args: argparse.Namespace) -> list[str]:
+    """Start another gateway with the same configuration, at the same rank 0, in the same folder."""
+    found = load.arguments_of(args)
+    if args.endpoint is not None:
+        found += ["--endpoint", args.endpoint]
+    return found if args.log is None else [*found, "--log", str(args.log)]
+
+
 def _with_endpoint(config: PipelineConfig, endpoint: str | None) -> PipelineConfig:
     """Puts rank 0's address in, where it is known only once rank 0 has bound it."""
     if endpoint is None:
@@ -177,6 +205,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="the run's folder, such as logs/latest: count requests there, for the report",
     )
+    # of a process that SharedServer starts: whose connections it serves, and where they come from
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--connections", type=int, help=argparse.SUPPRESS)
     return parser
 
 

@@ -2,7 +2,8 @@
 
 Every request is answered, also with an error map that says why there are no actions: these clients
 wait for ever. A client is known by its address in ZeroMQ, and is a robot from its first observation
-until its connection ends or it is silent. Requests wait in threads; the socket is the event loop's.
+until its connection ends or it is silent. Requests wait on the event loop, and in threads for what
+may take long.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ppstream.gateway.groot_messages import ModalityRequest, modalities
 from ppstream.gateway.groot_messages import describe as describe
 from ppstream.gateway.request_log import UNNAMED, CountedRequest, RequestCounts
 from ppstream.gateway.session import (
+    AT_ONCE_BYTES,
     GatewaySession,
     NoAnswerError,
     Reply,
@@ -273,7 +275,9 @@ class GrootServer:
                 f"got a message of {len(request.body)} bytes, want at most "
                 f"gateway.message_mb = {self._gateway.message_mb:g}"
             )
-        message = await self._in_thread(decode, request.body)
+        body = request.body
+        is_short = len(body) <= AT_ONCE_BYTES
+        message = decode(body) if is_short else await self._in_thread(decode, body)
         found = str(message.get("api_token")).encode(errors="replace")
         if self._token is not None and not hmac.compare_digest(found, self._token.encode()):
             request.counted.failed("refused")
@@ -290,13 +294,11 @@ class GrootServer:
         robot = await self._robot(request)
         async with robot.turn:
             if endpoint == "reset":
-                await self._in_thread(robot.session.reset)
+                robot.session.reset()
                 return {}, None
             request.counted.begin(robot.name)
             asked = ModalityRequest.of(data)
-            given = await self._in_thread(
-                robot.session.answer, asked.observation, request.counted.received_ns
-            )
+            given = await robot.session.answer(asked.observation, request.counted.received_ns)
         parts = asked.parts(given.actions, self._gateway.action_keys)
         timing = given.timing(now_ns() - request.counted.received_ns)
         return [parts, timing] if asked.is_newer else parts, given
@@ -315,7 +317,8 @@ class GrootServer:
             if len(self._robots) >= self._clients_max:
                 raise NoAnswerError("too many clients", "refused")
             name = self._name(request)
-            session = GatewaySession(self._config, self._gateway, self._keys, name)
+            parts = (self._config, self._gateway, self._keys, name)
+            session = GatewaySession(*parts, in_thread=self._in_thread)
             robot = self._robots[request.client] = _Robot(name, session)
             robot.descriptor = request.descriptor
             try:

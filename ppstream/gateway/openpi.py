@@ -1,8 +1,8 @@
 """OpenpiServer: openpi's WebSocket, on which its clients send observations and get actions.
 
 The server tells its metadata, then answers each observation in turn; a text frame is an error. What
-asking again may mend leaves the connection open, everything else closes it. Requests wait in
-threads, so a slow run, robot or reader delays nobody else.
+asking again may mend leaves the connection open, everything else closes it. Requests wait on the
+event loop, and in threads for what may take long: a slow run, robot or reader delays nobody else.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from ppstream.analysis.records import RequestError
-from ppstream.config.gateway_rules import listen_address, listen_of
+from ppstream.config.gateway_rules import listen_address, listen_of, rank0_endpoint
 from ppstream.config.schema import GatewayConfig, PipelineConfig
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, now_ns
 from ppstream.core.errors import PpstreamError, ProtocolError, SpecError
 from ppstream.gateway.key_map import KeyMap, source_of
 from ppstream.gateway.request_log import CountedRequest, RequestCounts
 from ppstream.gateway.session import (
+    AT_ONCE_BYTES,
     GatewaySession,
     NoAnswerError,
     Reply,
@@ -36,6 +37,7 @@ from ppstream.gateway.session import (
     reason_of,
 )
 from ppstream.gateway.wires import Access
+from ppstream.robot.contract import ask_contract
 from ppstream.wire.openpi import decode, encode
 from ppstream.wire.robot_messages import SERVING
 
@@ -57,6 +59,7 @@ OPEN_LIMIT_S: Final = 10.0
 SEND_LIMIT_S: Final = 5.0  # a reader that takes no reply for so long is gone
 CLOSE_LIMIT_S: Final = 2.0
 PROBE_EVERY_NS: Final = NS_PER_S
+PROBE_LIMIT_S: Final = 2.0
 REASON_BYTES: Final = 120  # of a close frame, which has room for 123
 BYTES_PER_MB: Final = 1_000_000
 
@@ -74,7 +77,7 @@ class OpenpiServer:
         requests: RequestCounts,
     ) -> None:
         self._config, self._gateway, self._requests = config, gateway, requests
-        self._api_key, self._tls = access
+        self._api_key, self._tls, self._connections = access
         self._keys = gateway_keys(gateway)
         self._sessions_max = config.batch.rows + SPARE_CONNECTIONS
         self._threads = ThreadPoolExecutor(self._sessions_max + 1, "ppstream-gateway")
@@ -91,6 +94,8 @@ class OpenpiServer:
     def address(self) -> str:
         """As ``WireServer``."""
         assert self._server is not None, "entered"
+        if self._connections is not None:
+            return "connections of another process"
         host, port = next(iter(self._server.sockets)).getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         return f"{'ws' if self._tls is None else 'wss'}://{host}:{port}"
@@ -101,9 +106,12 @@ class OpenpiServer:
         more: dict[str, Any] = {}
         if self._tls is not None:
             more = {"ssl": self._tls, "ssl_handshake_timeout": OPEN_LIMIT_S}
+        if self._connections is None:
+            more |= dict(zip(("host", "port"), address, strict=True))
+        else:
+            more["sock"] = self._connections
         self._server = await serve(
             self._serve,
-            *address,
             process_request=self._request,
             create_connection=_counted(self._accept_socket, self._leave_socket),
             origins=[None],  # a page in a browser names one, and may ask any port of its host
@@ -135,6 +143,8 @@ class OpenpiServer:
 
     def _leave_socket(self) -> None:
         self._sockets -= 1
+        if self._connections is not None:
+            self._connections.leave()
 
     async def _request(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer health, and whoever has no key; None: go on with the handshake."""
@@ -154,7 +164,7 @@ class OpenpiServer:
         )
 
     async def _phase(self) -> str:
-        """The run's phase, as a session tells it; where there is none, one opened for it."""
+        """The run's phase, as a session tells it; where there is none, rank 0 is asked for it."""
         for session in self._sessions:
             if session.client.connected:
                 return session.client.phase
@@ -166,14 +176,12 @@ class OpenpiServer:
             return phase
 
     def _probe(self) -> str:
-        session = GatewaySession(self._config, self._gateway, self._keys, "gateway-health")
+        endpoint = rank0_endpoint(self._config, self._gateway)
+        assert endpoint is not None, "checked with the configuration"
         try:
-            session.open()
-            return session.client.phase
+            return ask_contract(endpoint, self._keys, PROBE_LIMIT_S).phase
         except PpstreamError as error:
             return str(error)
-        finally:
-            session.close()
 
     # ---- one robot --------------------------------------------------------------------------
 
@@ -182,7 +190,8 @@ class OpenpiServer:
             await _refuse(connection, "too many connections")
             return
         robot = self._name(connection)
-        session = GatewaySession(self._config, self._gateway, self._keys, robot)
+        parts = (self._config, self._gateway, self._keys, robot)
+        session = GatewaySession(*parts, in_thread=self._in_thread)
         self._sessions.add(session)
         try:
             await self._in_thread(session.open)
@@ -211,7 +220,7 @@ class OpenpiServer:
             try:
                 if isinstance(frame, str):
                     raise ProtocolError("got a text frame, want a binary one")
-                reply = await self._in_thread(self._answer, session, frame, request)
+                reply = await self._answer(session, frame, request)
             except NoAnswerError as error:
                 request.failed(error.reason)
                 await self._send(connection, _error(str(error), is_omni=is_omni))
@@ -242,10 +251,11 @@ class OpenpiServer:
                 await self._send(connection, encode(reply))
             total_ns = now_ns() - request.received_ns
 
-    def _answer(
+    async def _answer(
         self, session: GatewaySession, frame: bytes, request: CountedRequest
     ) -> Reply | Mapping[str, Any]:
-        asked = decode(frame)
+        is_short = len(frame) <= AT_ONCE_BYTES
+        asked = decode(frame) if is_short else await self._in_thread(decode, frame)
         endpoint = asked.get(ENDPOINT, "infer")
         if endpoint == "reset":
             session.reset()
@@ -255,7 +265,7 @@ class OpenpiServer:
         request.begin()
         if isinstance(episode := asked.get(EPISODE), str):
             session.follow_episode(episode)
-        return session.answer(asked, request.received_ns)
+        return await session.answer(asked, request.received_ns)
 
     async def _fail(self, connection: ServerConnection, text: str) -> None:
         """Say what is wrong, and close as openpi's own server does."""

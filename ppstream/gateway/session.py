@@ -1,13 +1,14 @@
 """GatewaySession: one foreign robot as a robot of the run, request by request.
 
-Its methods wait, so a server calls them from a thread of the connection's own, one at a time; only
-``take`` never waits, and may be called beside them. It knows observations and answers, not how they
-travel.
+``answer`` is awaited on the server's event loop. What else waits, a server calls from a thread, one
+at a time; ``pop`` never waits, and may be called beside. It knows observations and answers, not how
+they travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from ppstream.analysis.records import RequestError
@@ -22,12 +23,14 @@ from ppstream.core.errors import (
     SpecError,
 )
 from ppstream.gateway.key_map import Array, KeyMap
+from ppstream.robot.async_client import ask_on_loop
 from ppstream.robot.client import RobotClient
 from ppstream.wire.keys import ClientKeys, client_keys
 from ppstream.wire.robot_messages import ActionChunk
 
 CONNECT_LIMIT_S: Final = 2.0  # for a session: a row that is being given back is free by then
 MIN_WAIT_S: Final = 1e-3
+AT_ONCE_BYTES: Final = 4_000_000  # of a message: a larger one is decoded beside the event loop
 
 
 class NoAnswerError(PpstreamError):
@@ -95,7 +98,8 @@ class GatewaySession:
     Args:
         robot: its name, for people, logs and ``actions.robots``.
         keys: as ``gateway_keys`` gives them.
-        on_actions: called by the receiving thread when ``take`` may have something new.
+        on_actions: called by the receiving thread when ``pop`` may have something new.
+        in_thread: awaits a call in a thread of the server's.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class GatewaySession:
         keys: ClientKeys | None,
         robot: str,
         on_actions: Callable[[], None] | None = None,
+        in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread,
     ) -> None:
         endpoint = rank0_endpoint(config, gateway)
         if endpoint is None:
@@ -112,6 +117,7 @@ class GatewaySession:
         self._gateway = gateway
         self._map = KeyMap(config, gateway)
         self._on_actions = on_actions
+        self._in_thread = in_thread
         self._newest: ActionChunk | None = None
         self._taken: ActionChunk | None = None
         self._since_ns = 0  # observations before are of another prompt or episode
@@ -134,18 +140,22 @@ class GatewaySession:
         """
         self.client.connect(CONNECT_LIMIT_S)
 
-    def answer(self, observation: Mapping[str, Any], received_ns: int) -> Reply:
+    async def answer(self, observation: Mapping[str, Any], received_ns: int) -> Reply:
         """Send one observation, stamped when it was received, and wait for its actions.
+
+        No thread has a part in it but while the run is not ready, or has to follow another prompt.
 
         Raises:
             SpecError: it is not what the map says, or the prompt is too long.
             NoAnswerError: none came within ``timeout_ms``, or they may not be executed any more.
         """
         until_ns = received_ns + round(self._gateway.timeout_ms * NS_PER_MS)
-        samples = self._accepted(observation, received_ns, until_ns)
+        samples, prompt = self._map.samples(observation), self._map.prompt(observation)
+        if not self.client.ready or self._is_new(prompt):
+            await self._in_thread(self._prepare, prompt, received_ns, until_ns)
         in_force = self._in_force() if self._gateway.answer == "newest" else None
         if in_force is None:
-            return self._asked(samples, received_ns, until_ns)
+            return await self._asked(samples, received_ns, until_ns)
         for stream, values in samples.items():
             self.client.push(stream, received_ns, values)
         return self._reply(in_force)
@@ -158,7 +168,8 @@ class GatewaySession:
             NoAnswerError: nobody takes it now, or the policy does not follow its prompt.
         """
         until_ns = received_ns + round(self._gateway.timeout_ms * NS_PER_MS)
-        samples = self._accepted(observation, received_ns, until_ns)
+        samples, prompt = self._map.samples(observation), self._map.prompt(observation)
+        self._prepare(prompt, received_ns, until_ns)
         taken = [self.client.push(name, received_ns, one) for name, one in samples.items()]
         if not all(taken):
             reason = f"nobody can take samples now; the run is {self.client.phase}"
@@ -200,19 +211,17 @@ class GatewaySession:
         if self._on_actions is not None:
             self._on_actions()
 
-    def _accepted(
-        self, observation: Mapping[str, Any], received_ns: int, until_ns: int
-    ) -> dict[str, Array]:
-        """The samples of an observation whose prompt the policy follows, once the run is ready."""
-        samples = self._map.samples(observation)
-        prompt = self._map.prompt(observation)
+    def _is_new(self, prompt: str | None) -> bool:
+        return prompt is not None and prompt != self._prompt
+
+    def _prepare(self, prompt: str | None, received_ns: int, until_ns: int) -> None:
+        """Wait until the run is ready, and the policy follows the prompt."""
         if not self.client.wait_ready(_left_s(until_ns)):
             reason = f"the run is {self.client.phase}; ask again once it is ready"
             raise NoAnswerError(reason, "not_ready")
         if prompt is not None and prompt != self._prompt:
             self._follow(prompt, until_ns)
             self._since_ns = received_ns
-        return samples
 
     def _follow(self, prompt: str, until_ns: int) -> None:
         """Have the policy follow ``prompt``, and wait until it does."""
@@ -227,9 +236,10 @@ class GatewaySession:
         self._prompt = prompt
         self._newest = None  # made for the prompt before
 
-    def _asked(self, samples: Mapping[str, Array], received_ns: int, until_ns: int) -> Reply:
+    async def _asked(self, samples: Mapping[str, Array], received_ns: int, until_ns: int) -> Reply:
         try:
-            answer = self.client.ask(samples, _left_s(until_ns), received_ns)
+            limit_s = _left_s(until_ns)
+            answer = await ask_on_loop(self.client, samples, limit_s, received_ns, self._in_thread)
         except TimeoutError as error:
             reason = f"no actions came for this observation; the run is {self.client.phase}"
             raise NoAnswerError(f"{reason}; {self._limit()}", "timeout") from error

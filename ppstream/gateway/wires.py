@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 if TYPE_CHECKING:
     from ppstream.config.schema import GatewayConfig, PipelineConfig
     from ppstream.gateway.request_log import RequestCounts
+    from ppstream.gateway.shared_server import HandedOver
 
 PACKAGE: Final = "ppstream.gateway"
 
 
 class Access(NamedTuple):
-    """Proofs that a server asks of its robots, and shows them."""
+    """Proofs that a server asks of its robots, and shows them; and where it listens."""
 
     api_key: str | None = None  # that a robot must know; None: none
     tls: ssl.SSLContext | None = None  # None: not encrypted
+    #: Listens in place of the configured address, of wires whose rules say ``is_shared``.
+    connections: HandedOver | None = None
 
 
 class WireServer(Protocol):

@@ -201,7 +201,11 @@ class Joined:
     ) -> None:
         """As ``Policy``, given what comes to the place; raises what a part raises."""
         known = dict(window)
-        present = known[PRESENT].numpy().copy() if self._is_host else ()  # as no part changes it
+        present: Rows = ()
+        if self._is_host:
+            mine = known[PRESENT].numpy().copy()  # as no part changes it
+            mine[len(mine) if rows is None else rows :] = 0  # those behind are not computed
+            present = mine
         for name in self._carried:
             out[name].copy_(known[name], non_blocking=True)
         for step in self._steps:

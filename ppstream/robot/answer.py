@@ -1,12 +1,17 @@
-"""Answer: the chunk that ``RobotClient.ask`` returns for an observation."""
+"""Answer and Asking: the chunk that ``RobotClient.ask`` returns, and an observation without one."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
+from ppstream.core.errors import PeerLostError, PpstreamError
 from ppstream.robot.chunk_playback import Actions
 from ppstream.robot.timeline import Refusal
 from ppstream.wire.robot_messages import ActionChunk
+
+if TYPE_CHECKING:
+    from ppstream.robot.connection import RobotLink
 
 
 class Answer(NamedTuple):
@@ -22,3 +27,45 @@ class Answer(NamedTuple):
     chunk: ActionChunk
     actions: Actions
     refusal: Refusal | None
+
+
+class Asking:
+    """An observation that is waited for.
+
+    Args:
+        endpoint: of rank 0, for errors.
+        link: that the answer comes over.
+        stamp_ns: of all its samples.
+        send: sends them; False: nobody can take them now.
+    """
+
+    def __init__(
+        self, endpoint: str, link: RobotLink, stamp_ns: int, send: Callable[[], bool]
+    ) -> None:
+        self.link, self.stamp_ns, self.send = link, stamp_ns, send
+        self.answer: Answer | None = None
+        self._endpoint = endpoint
+
+    def is_answered(self) -> bool:
+        """True once there is an answer."""
+        return self.answer is not None
+
+    def result(self, timeout_s: float, *, is_sent: bool) -> Answer:
+        """The answer, or an error as ``RobotClient.ask`` raises it.
+
+        Args:
+            timeout_s: how long it was waited for.
+            is_sent: what ``send`` returned.
+        """
+        if self.answer is not None:
+            return self.answer
+        if self.link.is_closing:
+            raise PpstreamError("this client was closed during ask()")
+        phase = self.link.session.phase
+        if not is_sent:
+            what = f"{self._endpoint}: rank 0 cannot receive samples now; the run is {phase}"
+            raise PeerLostError(what)
+        raise TimeoutError(
+            f"no chunk of a window that ends at {self.stamp_ns} came within {timeout_s:g} s; the "
+            f"run is {phase}; send the stream that ends windows last, or allow more time"
+        )

@@ -7,12 +7,14 @@ deadlines, so a robot that moves should execute its timeline from a ``ControlLoo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
-from ppstream.robot.answer import Answer
+from ppstream.core.clock import NS_PER_S, now_ns
+from ppstream.robot.answer import Answer, Asking
 from ppstream.robot.client import RobotClient
 from ppstream.robot.outbox import Values
 from ppstream.wire.robot_messages import ActionChunk
@@ -66,7 +68,7 @@ class AsyncRobotClient:
     async def ask(
         self, samples: Mapping[str, Any], timeout_s: float, stamp_ns: int | None = None
     ) -> Answer:
-        """``RobotClient.ask`` in a thread; a cancelled call continues there until its timeout.
+        """``RobotClient.ask`` as ``ask_on_loop``: on this host no thread has a part in it.
 
         Raises:
             TimeoutError: no chunk came in time.
@@ -75,7 +77,7 @@ class AsyncRobotClient:
             PpstreamError: ``connect`` was not called.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
-        return await asyncio.to_thread(self.client.ask, samples, timeout_s, stamp_ns)
+        return await ask_on_loop(self.client, samples, timeout_s, stamp_ns)
 
     async def chunks(self) -> AsyncIterator[ActionChunk]:
         """Every chunk as it is merged; of several that arrived meanwhile only the newest.
@@ -136,3 +138,67 @@ class AsyncRobotClient:
         self.overtaken += self._newest is not None
         self._newest = chunk
         self._arrival.set()
+
+
+async def ask_on_loop(
+    client: RobotClient,
+    samples: Mapping[str, Any],
+    timeout_s: float,
+    stamp_ns: int | None = None,
+    in_thread: Callable[..., Awaitable[Answer]] = asyncio.to_thread,
+) -> Answer:
+    """``RobotClient.ask``, awaited: sends and reads on the event loop's own thread.
+
+    ``in_thread`` calls ``ask`` where that cannot be: while another asks, or when the server is on
+    another host. A cancelled call continues there until its timeout. Errors as ``ask`` raises them.
+    """
+    until_ns = now_ns() + round(timeout_s * NS_PER_S)
+    asking = client.begin_asking(samples, stamp_ns, waits=False)
+    if asking is None:
+        return await in_thread(client.ask, samples, timeout_s, stamp_ns)
+    try:
+        is_sent = asking.link.open_visit(asking.send)
+        if is_sent:
+            try:
+                await _wait(asking, until_ns)
+            finally:
+                asking.link.close_visit()
+    finally:
+        client.end_asking(asking)
+    if is_sent is None:
+        return await in_thread(client.ask, samples, timeout_s, stamp_ns)
+    return asking.result(timeout_s, is_sent=is_sent)
+
+
+async def _wait(asking: Asking, until_ns: int) -> None:
+    """Do the work of the client's link whenever something arrives or falls due."""
+    loop, link = asyncio.get_running_loop(), asking.link
+    over: asyncio.Future[None] = loop.create_future()
+    timer: asyncio.TimerHandle | None = None
+
+    def end() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    def read() -> None:
+        if link.guest_read(asking.is_answered):
+            end()
+
+    def turn() -> None:
+        nonlocal timer
+        left_ns, rest_ns = until_ns - now_ns(), link.guest_turn()
+        if left_ns <= 0 or rest_ns is None:
+            end()
+        else:
+            timer = loop.call_later(min(left_ns, rest_ns) / NS_PER_S, turn)
+
+    fd = os.dup(link.arrivals_fd)  # the loop's own: who closes the client closes that one
+    try:
+        loop.add_reader(fd, read)
+        turn()
+        await over
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+        if timer is not None:
+            timer.cancel()

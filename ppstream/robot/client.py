@@ -11,11 +11,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
-from ppstream.core.errors import PeerLostError, PpstreamError
-from ppstream.robot.answer import Answer
+from ppstream.core.errors import PpstreamError
+from ppstream.robot.answer import Answer, Asking
 from ppstream.robot.connection import RobotLink, Say
 from ppstream.robot.contract import ask_contract, check_contract, streams_of
 from ppstream.robot.feedback import Feedback
@@ -34,13 +32,6 @@ from ppstream.wire.robot_messages import (
 
 if TYPE_CHECKING:
     from ppstream.robot.fleet_directory import FleetDirectory
-
-
-class _Asked(msgspec.Struct):
-    """An observation that is waited for."""
-
-    stamp_ns: int
-    answer: Answer | None = None
 
 
 class RobotClient:
@@ -122,7 +113,7 @@ class RobotClient:
         self.on_chunk = on_chunk
         self._link: RobotLink | None = None
         self._asking = threading.Lock()
-        self._asked: _Asked | None = None
+        self._asked: Asking | None = None
         self._merged: deque[tuple[ActionChunk, int]] = deque(maxlen=1)  # the newest, and when
         self._is_closing = False
         self._counting = threading.Lock()
@@ -248,41 +239,49 @@ class RobotClient:
             PpstreamError: ``connect`` was not called, or this is a callback of the client.
             ReceiverEndedError: the receiving thread ended by an exception.
         """
-        link = self._link
-        if link is None or link.failure is not None:
-            link = self._living_link()
-        link.refuse_callbacks()
-        with self._asking:
-            stamp = self.clock() if stamp_ns is None else stamp_ns
-            asked = self._asked = _Asked(stamp)
-            until_ns = now_ns() + round(timeout_s * NS_PER_S)
+        until_ns = now_ns() + round(timeout_s * NS_PER_S)
+        self._living_link().refuse_callbacks()
+        asking = self.begin_asking(samples, stamp_ns)
+        assert asking is not None, "it waited"
+        is_sent = False
+        try:
+            is_sent = asking.link.send_and_work(asking.send, asking.is_answered, until_ns)
+        finally:
+            self.end_asking(asking)
+        return asking.result(timeout_s, is_sent=is_sent)
 
-            def send() -> bool:
-                if self._feedback.tells_prefix:
-                    self._send_merged(link)  # who asks again at once: the policy is to know
-                now, outbox = now_ns(), self._outbox
-                batches: list[Batch] = []
-                for stream, values in samples.items():
-                    batches += outbox.add(stream, stamp, values, now)
-                if outbox.due_ns is not None:
-                    batches += outbox.pop_due(now, everything=True)
-                return self._send_batches(link, batches, now)
+    def begin_asking(
+        self, samples: Mapping[str, Any], stamp_ns: int | None = None, *, waits: bool = True
+    ) -> Asking | None:
+        """An ``ask`` whose answer is awaited elsewhere, until ``end_asking``.
 
-            is_sent = link.send_and_work(send, lambda: asked.answer is not None, until_ns)
-            self._asked = None
+        One is asked at a time: None, unless it ``waits``, while another is. Errors as ``push``.
+        """
+        link = self._living_link()
+        if not self._asking.acquire(blocking=waits):
+            return None
+        stamp = self.clock() if stamp_ns is None else stamp_ns
+
+        def send() -> bool:
+            if self._feedback.tells_prefix:
+                self._send_merged(link)  # who asks again at once: the policy is to know
+            now, outbox = now_ns(), self._outbox
+            batches: list[Batch] = []
+            for stream, values in samples.items():
+                batches += outbox.add(stream, stamp, values, now)
+            if outbox.due_ns is not None:
+                batches += outbox.pop_due(now, everything=True)
+            return self._send_batches(link, batches, now)
+
+        self._asked = asking = Asking(self._endpoint, link, stamp, send)
+        return asking
+
+    def end_asking(self, asking: Asking) -> None:
+        """Ends what ``begin_asking`` began."""
+        self._asked = None
+        self._asking.release()
         if self._feedback.tells_prefix:
-            link.wake()  # others may push the next window's samples
-        if asked.answer is not None:
-            return asked.answer
-        if link.is_closing:
-            raise PpstreamError("this client was closed during ask()")
-        if not is_sent:
-            what = f"{self._endpoint}: rank 0 cannot receive samples now; the run is {self.phase}"
-            raise PeerLostError(what)
-        raise TimeoutError(
-            f"no chunk of a window that ends at {stamp} came within {timeout_s:g} s; the run is "
-            f"{self.phase}; send the stream that ends windows last, or allow more time"
-        )
+            asking.link.wake()  # others may push the next window's samples
 
     def instruct(self, text: str) -> int:
         """Ask the policy to follow ``text`` from now on, through reconnects; empty: nothing.

@@ -45,6 +45,7 @@ GIVE_UP_NS: Final = 500 * NS_PER_MS  # without a session at one server of a flee
 LEAVING: Final = frozenset({"draining", "stopped"})  # phases of a server that is about to go
 SILENT_NS: Final = 2 * NS_PER_S  # no shorter wait is worth a word
 SAID_NS: Final = 10 * NS_PER_S  # between two words on the same wait
+VISIT_S: Final = 0.002  # for what the link's thread is reading; an event loop may wait so long
 JOIN_S: Final = 2.0  # the thread waits for nothing that wake() does not end
 
 Say = Callable[[str], object]  # such as print
@@ -232,6 +233,60 @@ class RobotLink:
             self.raise_failure()
         return is_sent
 
+    def open_visit(self, send: Callable[[], bool]) -> bool | None:
+        """Call ``send``, for a guest that waits for what arrives by itself, as an event loop does.
+
+        The guest calls ``guest_turn`` at once and when that falls due again, ``guest_read``
+        whenever ``arrivals_fd`` is readable, and ``close_visit`` at the end, all from this thread.
+
+        Returns:
+            What ``send`` returned: the visit goes on when True. None: it was not called, since
+            another reads now, or the server is on another host.
+        """
+        if not self._is_gated or not self._visit.acquire(timeout=VISIT_S):
+            return None
+        self._guest = threading.get_ident()
+        is_sent = False
+        try:
+            is_sent = send()
+            if is_sent:
+                self._gate.modify(self._socket.fd, 0)
+        finally:
+            if not is_sent:
+                self._end_visit()
+        return is_sent
+
+    @property
+    def arrivals_fd(self) -> int:
+        """Descriptor that is readable when something has come; the link's own."""
+        return self._socket.fd
+
+    def guest_turn(self) -> int | None:
+        """Send what is due; returns for how many ns the guest may wait, None: not any more."""
+        if self.is_closing or self.failure:
+            return None
+        try:
+            return min(self._turn(now_ns()), SLICE_NS)
+        except Exception as error:  # noqa: BLE001 - as on the link's thread
+            self._fail(error)
+            return None
+
+    def guest_read(self, is_over: Callable[[], bool]) -> bool:
+        """Receive what has come; True: ``is_over()``, or there is nothing to wait for any more."""
+        try:
+            return bool(self.is_closing or self.failure or self._read(is_over))
+        except Exception as error:  # noqa: BLE001 - as on the link's thread
+            self._fail(error)
+            return True
+
+    def close_visit(self) -> None:
+        """Let the link's thread read again. Raises ReceiverEndedError as ``send_and_work``."""
+        if not self.is_closing:  # else a callback may have closed it
+            self._gate.modify(self._socket.fd, select.EPOLLIN)
+        self._end_visit()
+        if self.failure is not None:
+            self.raise_failure()
+
     def refuse_callbacks(self) -> None:
         """Raises PpstreamError when the caller does the link's work: it is in a callback."""
         here = threading.get_ident()  # a number goes on to another thread when its own has ended
@@ -342,16 +397,12 @@ class RobotLink:
         """Read while the link's thread sleeps; what is due leaves here, or when it wakes."""
         self._gate.modify(self._socket.fd, 0)
         try:
-            while not (self.is_closing or self.failure):
-                left_ns = until_ns - now_ns()
-                if left_ns <= 0:
+            while (left_ns := until_ns - now_ns()) > 0:
+                if (rest_ns := self.guest_turn()) is None:
                     break
-                rest_ns = min(left_ns, self._turn(now_ns()), SLICE_NS)
-                self._arrivals.poll(-(-rest_ns // NS_PER_MS))
-                if self._read(is_over):
+                self._arrivals.poll(-(-min(left_ns, rest_ns) // NS_PER_MS))
+                if self.guest_read(is_over):
                     break
-        except Exception as error:  # noqa: BLE001 - as on the link's thread
-            self._fail(error)
         finally:
             if not self.is_closing:  # else a callback may have closed it
                 self._gate.modify(self._socket.fd, select.EPOLLIN)

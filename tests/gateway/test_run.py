@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import grpc
 import numpy as np
@@ -18,7 +20,7 @@ from lerobot_rig import refused, robot_at, rows_of
 from ranks import Ranks
 from robot_rig import wait_until
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
 
 from ppstream.analysis.judge import judge
 from ppstream.analysis.log_reader import read_run
@@ -49,6 +51,7 @@ TOLD = {
 }
 ROBOTS = 4
 #: Nobody is left behind for want of a CPU.
+SHARED = ("gateway.0.processes=2",)
 IN_ROWS = (f"batch.rows={ROBOTS}", "pipeline.pacing=rows", "pipeline.gather_ms=2000")
 
 
@@ -238,3 +241,60 @@ def test_a_gateway_that_dies_is_told_and_the_run_goes_on(tmp_path: Path) -> None
         wait_until(lambda: "the gateway ended with code -9: its robots hold" in ranks.output())
         ranks.processes[0].send_signal(signal.SIGTERM)
         assert ranks.wait() == [ExitCode.DRAINED]
+
+
+def test_several_processes_share_the_robots_of_a_wire_and_the_report_adds_them_up(
+    tmp_path: Path,
+) -> None:
+    with Ranks(tmp_path, *IN_ROWS, *SHARED, config=DROID, world_size=1) as ranks:
+        address = ranks.gateway_address("openpi")
+        with ThreadPoolExecutor(ROBOTS) as threads:
+            for asked in [threads.submit(ask, address, robot) for robot in range(ROBOTS)]:
+                asked.result(100)
+        with urlopen(f"http{address.removeprefix('ws')}/healthz", timeout=20) as health:
+            assert health.read() == b"OK\n"
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        assert ranks.wait() == [ExitCode.DRAINED]
+    files = ranks.directory.glob("gateway.gen*.jsonl")
+    robots = [
+        {json.loads(line)["robot"] for line in file.read_text().splitlines()} for file in files
+    ]
+    assert sorted(map(len, robots)) == [0, 2, 2]  # its own process serves nobody
+    rows = read_run(ranks.directory).requests
+    assert sum(row.requests for row in rows) == sum(row.answered for row in rows)
+    assert [row.answered for row in rows] == [REQUESTS] * ROBOTS
+
+
+def test_a_process_that_dies_costs_its_own_robots_alone_and_another_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    with Ranks(tmp_path, f"batch.rows={ROBOTS}", *SHARED, config=DROID, world_size=1) as ranks:
+        address = ranks.gateway_address("openpi")
+        (gateway,) = children(ranks.processes[0].pid)
+        first, second = children(gateway)
+        with (
+            connect(address, compression=None, proxy=None) as one,
+            connect(address, compression=None, proxy=None) as other,
+        ):
+            assert one.recv()
+            assert other.recv()
+            os.kill(first, signal.SIGKILL)
+            lost = [robot for robot in (one, other) if is_cut_off(robot)]
+            assert len(lost) == 1
+            ask(address, 0)  # the process that is left, or the new one
+            wait_until(lambda: len({*children(gateway)} - {first, second}) == 1)
+            assert "gateway[0]: a process ended with code -9: its robots hold" in ranks.output()
+            ask(address, 1)
+        os.kill(gateway, signal.SIGKILL)  # the others end with it
+        wait_until(lambda: not Path(f"/proc/{second}").exists())
+        ranks.processes[0].send_signal(signal.SIGTERM)
+        assert ranks.wait() == [ExitCode.DRAINED]
+
+
+def is_cut_off(robot: ClientConnection) -> bool:
+    """Its gateway is gone; else it answers."""
+    try:
+        robot.send(encode(observation(1)))
+        return not robot.recv(60)
+    except ConnectionClosed:
+        return True

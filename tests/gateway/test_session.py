@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ def answered(rank0: Server, session: GatewaySession, seq: int = 0, **chunk: Any)
 
     def ask() -> None:
         try:
-            replies.append(session.answer(observation(), now_ns()))
+            replies.append(asyncio.run(session.answer(observation(), now_ns())))
         except NoAnswerError as error:
             replies.append(error)
 
@@ -70,7 +71,7 @@ def test_samples_are_stamped_when_their_observation_was_received() -> None:
     with served(timeout_ms=50.0) as (rank0, session):
         received_ns = now_ns() - 3 * MS
         with pytest.raises(NoAnswerError):
-            session.answer(observation(), received_ns)
+            asyncio.run(session.answer(observation(), received_ns))
         wait_until(lambda: rank0.rows[0].rings["joints"].newest_ns == received_ns)
         assert rank0.rows[0].rings["imu"].newest_ns == received_ns
 
@@ -90,11 +91,11 @@ def test_newest_gives_no_actions_of_an_earlier_prompt_or_episode(change: str) ->
         if change == "episode":
             session.reset()
         if change == "nothing":
-            again = session.answer(given, now_ns())
+            again = asyncio.run(session.answer(given, now_ns()))
             assert again.chunk == first.chunk
             return
         with pytest.raises(NoAnswerError, match="no actions came"):
-            session.answer(given, now_ns())
+            asyncio.run(session.answer(given, now_ns()))
 
 
 def test_the_parts_of_an_age_come_with_provenance() -> None:

@@ -201,6 +201,9 @@ def test_parts_are_called_with_few_rows_and_what_is_carried_stays_whole() -> Non
     assert out["sum"].tolist() == [1, 2, 1, 1]  # behind the rows as it was: the fill's
     for name in ("x", "present", "rows"):
         assert torch.equal(out[name], window[name])
+    everybody = window | {"present": torch.ones(4, dtype=torch.bool)}  # as in a dry run of bring-up
+    Joined(parts[:2], place, 4, CPU, 7)(everybody, out, 2)
+    assert out["present"].tolist() == [True] * 4
 
 
 def test_joined_parts_take_any_rows_when_each_one_does() -> None:

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from robot_rig import make_client, serving, wait_until
+from robot_rig import make_client, make_config, serving, wait_until
 
 from ppstream.core.clock import now_ns
-from ppstream.core.errors import PeerLostError, PpstreamError
+from ppstream.core.errors import PeerLostError, PpstreamError, ReceiverEndedError
 from ppstream.robot.async_client import AsyncRobotClient
+
+pytestmark = pytest.mark.usefixtures("either_socket")
+GIVEN = {"joints": [0, 0, 0]}
 
 
 def test_what_waits_is_awaited_and_chunks_are_iterated() -> None:
@@ -139,3 +143,74 @@ def test_an_observation_is_awaited_and_others_run_meanwhile() -> None:
             assert end_ns == stamp_ns
         server.order(lambda: setattr(server, "answers", False))
         assert asyncio.run(asyncio.wait_for(wait_in_vain(endpoint), 30)) > 3
+
+
+def test_observations_asked_at_once_are_answered_one_after_the_other() -> None:
+    async def live(endpoint: str) -> list[int]:
+        async with AsyncRobotClient(make_client(endpoint)) as robot:
+            await robot.wait_ready()
+            answers = await asyncio.gather(*(robot.ask(GIVEN, 20.0) for _ in range(4)))
+        return [answer.chunk.seq for answer in answers]
+
+    with serving(answers=True) as server:
+        seen = asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 60))
+        assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_behind_a_cancelled_ask_chunks_come_as_before(tmp_path: Path) -> None:
+    async def live(endpoint: str, server: Any) -> None:
+        async with AsyncRobotClient(make_client(endpoint)) as robot:
+            await robot.wait_ready()
+            asking = asyncio.create_task(robot.ask(GIVEN, 20.0))
+            await asyncio.sleep(0)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await asyncio.to_thread(server.order, lambda: setattr(server, "answers", True))
+            timeline = robot.client.timeline
+            await asyncio.to_thread(wait_until, lambda: timeline.statistics().received == 1)
+            assert (await robot.ask(GIVEN, 20.0)).chunk.seq == 1
+
+    with serving(make_config(f"unix://{tmp_path}/robots")) as server:
+        asyncio.run(asyncio.wait_for(live(server.sessions.endpoint, server), 60))
+
+
+def test_an_ask_ends_when_its_client_is_closed_or_a_callback_raises() -> None:
+    def fail(chunk: Any) -> None:
+        raise KeyError("user code")
+
+    async def close(endpoint: str) -> None:
+        robot = AsyncRobotClient(make_client(endpoint))
+        await robot.connect()
+        await robot.wait_ready()
+        asking = asyncio.create_task(robot.ask(GIVEN, 20.0))
+        await asyncio.sleep(0)
+        await robot.close()
+        with pytest.raises(PpstreamError, match=r"closed during ask\(\)|cannot receive samples"):
+            await asking
+
+    async def fall(endpoint: str) -> None:
+        async with AsyncRobotClient(make_client(endpoint, on_chunk=fail)) as robot:
+            await robot.wait_ready()
+            with pytest.raises(ReceiverEndedError, match="user code"):
+                await robot.ask(GIVEN, 20.0)
+
+    with serving() as server:
+        asyncio.run(asyncio.wait_for(close(server.sessions.endpoint), 60))
+    with serving(answers=True) as server:
+        asyncio.run(asyncio.wait_for(fall(server.sessions.endpoint), 60))
+
+
+def test_on_this_host_the_event_loops_own_thread_reads_the_answer(tmp_path: Path) -> None:
+    readers: list[int] = []
+
+    async def live(endpoint: str) -> None:
+        client = make_client(endpoint, on_chunk=lambda _: readers.append(threading.get_ident()))
+        async with AsyncRobotClient(client) as robot:
+            await robot.wait_ready()
+            while len(readers) < 5:  # a chunk that comes too late is no call
+                await robot.ask(GIVEN, 20.0)
+
+    with serving(make_config(f"unix://{tmp_path}/robots"), answers=True) as server:
+        asyncio.run(asyncio.wait_for(live(server.sessions.endpoint), 60))
+    assert set(readers) == {threading.get_ident()}

@@ -6,12 +6,18 @@ a gateway, with ``pacing = "rows"`` and, for comparison, ``"sample"``; the other
 request at a time, as openpi's own does. Observations are a state alone, and each answer is checked
 to be of its own. Ratios are of one round.
 
+``--work frames`` adds three cameras of 224 x 224 to the state, before a policy of 3 ms: what a
+gateway does with 450 KB a request. ``rows, 1 process`` is ours with ``gateway.processes = 1``.
+
 ``--work act`` and ``vla`` take a GPU, for both ranks or the other server: a policy of ACT's size
 with two cameras of 224 x 224, or of pi0's with three. ``over the policy`` is p50 less the policy's
 own time on the device, for one row and with nothing around it, in the same run; the native client
 stands beside the gateway there. Of one client alone the parts of its way are read from the run's
 log (one host: one clock), and so is with how many rows the policy was called. ``native rows`` is
 our own client in rows, past the gateway; ``one rank`` runs all stages in turn, without a link.
+
+``--work vla --gpus N`` cuts that policy over N GPUs, as ``vla_2`` to ``vla_4`` do; ``--work tiny``
+is the same on CPUs, with the policy of ``vla_tiny`` on its three ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +53,7 @@ from bench.peers import (
     range_text,
     read_line,
 )
-from bench.peers_work import CAMERAS_OF, HORIZON, MEAN, ON_GPU, PAUSE_MS, SIDE, STD
+from bench.peers_work import CAMERAS_OF, HORIZON, MEAN, ON_GPU, PAUSES_MS, SIDE, SIDES, STD
 from claimed_numbers import Claim, median_round, ratio
 from real_runs import (
     SOURCES,
@@ -64,9 +70,12 @@ COUNTS: Final = (1, 2, 4, 8)
 ROWS, SAMPLE = "ppstream, rows", "ppstream, sample"
 NATIVE: Final = "ppstream, native rows"
 ONE: Final = "ppstream, one rank"
-GATHER_MS: Final = {"pause": 20.0, "act": 2.0, "vla": 10.0}  # half a policy's time, about
+ALONE: Final = "ppstream, rows, 1 process"
+#: Half a policy's time, about.
+GATHER_MS: Final = {"pause": 20.0, "frames": 3.0, "tiny": 10.0, "act": 2.0, "vla": 10.0}
 PACED: Final = {
     ROWS: ("pipeline.pacing=rows",),
+    ALONE: ("pipeline.pacing=rows", "gateway.0.processes=1"),
     SAMPLE: ("pipeline.pacing=sample",),
     TWO: ("pipeline.pacing=sample",),
     NATIVE: ("pipeline.pacing=rows",),
@@ -76,16 +85,19 @@ LONE: Final = (TWO, ONE)  # have one row
 ON_UNIX: Final = (*LONE, NATIVE)  # asked by our own client, past the gateway
 SERVERS: Final = (*PACED, OPENPI)
 ON_CPU: Final = (ROWS, SAMPLE, OPENPI)
-WORKS: Final = ("pause", *ON_GPU)
+WORKS: Final = (*PAUSES_MS, "tiny", *ON_GPU)
 #: Most ms of one client's p50 over the policy's own time.
 OVER_MAX_MS: Final = {ROWS: 1.0, TWO: 0.4, ONE: 0.4}
-BATCH: Final = {"pause": max(COUNTS), "act": max(COUNTS), "vla": 4}  # rows
+BATCH: Final = dict.fromkeys(WORKS, max(COUNTS)) | {"tiny": 4, "vla": 4}  # rows
 SETTLE_S: Final = 1.0  # of each cell, left out
 LEASE_MS: Final = 2000
 MOST_HZ: Final = 100.0  # of one client
 RUN_S: Final = 600.0
+TWO_RANKS: Final = 2
 WORDS: Final = {
-    "pause": f"a policy of {PAUSE_MS:g} ms for 1 to {BATCH['pause']} rows; a state of 14 values",
+    "pause": "a policy of 40 ms for 1 to 8 rows; a state of 14 values",
+    "frames": "a policy of 3 ms for 1 to 8 rows; three cameras and a state of 14 values",
+    "tiny": "vla_tiny's policy on three ranks; two cameras and a state of 14 values",
     "act": "a policy of ACT's size, two cameras and a state of 14 values",
     "vla": "a policy of pi0's size, three cameras and a state of 14 values",
 }
@@ -115,14 +127,18 @@ class ServerLog:
 
     Attributes:
         alone: when a client that was alone asked, and when it had the answer, in ns.
-        parts_ms: durations by ``PARTS`` of the ways between.
+        cells: how many clients asked from when to when, in ns.
+        parts_ms: durations by ``PARTS`` of the ways between; of a chain none.
         rows: calls of the policy in service, by the number of rows.
+        ages_ms: of actions when rank 0 emits them, by the number of clients.
     """
 
     address: str
     alone: list[tuple[int, int]] = field(default_factory=list)
+    cells: list[tuple[int, int, int]] = field(default_factory=list)
     parts_ms: dict[str, list[float]] = field(default_factory=dict)
     rows: Counter[int] = field(default_factory=Counter)
+    ages_ms: dict[int, list[float]] = field(default_factory=dict)
 
 
 #: Between which stamps the parts of a lone client's way lie, in their order.
@@ -183,6 +199,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(ON_CPU))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each cell")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gpus", type=int, choices=(1, 2, 3, 4), default=1, help="of --work vla")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="settings")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
@@ -224,6 +241,7 @@ def measure(
     ]
     if clients == 1:
         served.alone += [(asked, there) for asked, there in answers[0] if asked >= begin_ns]
+    served.cells.append((clients, begin_ns, end_ns))
     found = spread(taken_ms)
     return found.n / ((end_ns - begin_ns) * S), found.p50, found.p99, found.n, foreign
 
@@ -239,19 +257,33 @@ def serving(session: PeerBench, server: str, options: argparse.Namespace) -> Ite
         return
     with tempfile.TemporaryDirectory(dir=session.folder) as name:
         folder = Path(name)
-        asked = [*settings(folder, server, work), *options.settings]
-        with RankPair(folder, "bench", asked, world_size=1 if server == ONE else 2) as ranks:
+        asked = [*settings(folder, server, work, options.gpus), *options.settings]
+        world_size = 1 if server == ONE else ranks_of(work, options.gpus)
+        with RankPair(folder, "bench", asked, world_size=world_size) as ranks:
             address = listening(ranks)
             served = ServerLog(f"unix://{folder}/robots" if server in ON_UNIX else address)
             yield served
             ranks.stop()
-            read_log(served, ranks.directory)
+            read_log(served, ranks.directory, is_chain=world_size > TWO_RANKS)
 
 
-def read_log(served: ServerLog, directory: Path) -> None:
+def ranks_of(work: str, gpus: int) -> int:
+    """Of a run: rank 0 and the policy's."""
+    return 3 if work == "tiny" else max(TWO_RANKS, gpus if work == "vla" else 1)
+
+
+def read_log(served: ServerLog, directory: Path, *, is_chain: bool) -> None:
     """Fill in what the ranks' log says; a lone client's answer is the one envelope within."""
     lines = [line for line in served_lines(directory) if line.get("drop") is None]
     served.rows.update(line["rows"] for line in lines if line.get("rows") is not None)
+    for clients, begin_ns, end_ns in served.cells:
+        served.ages_ms.setdefault(clients, []).extend(
+            line["age_rank0_ns"] * S * 1e3
+            for line in lines
+            if begin_ns <= line["tEmit"] <= end_ns and line.get("age_rank0_ns") is not None
+        )
+    if is_chain:
+        return
     lines.sort(key=lambda line: line["tRx"])
     received = [line["tRx"] for line in lines]
     for asked, there in served.alone:
@@ -267,11 +299,13 @@ def read_log(served: ServerLog, directory: Path) -> None:
                 served.parts_ms.setdefault(part, []).append((line[end] - line[begin]) * S * 1e3)
 
 
-def settings(folder: Path, server: str, work: str) -> list[str]:
+def settings(folder: Path, server: str, work: str, gpus: int) -> list[str]:
     """Of the ranks, for the most clients."""
     found = rank_settings(f"unix://{folder}/robots", "serial", MOST_HZ, RUN_S)
     at_most = f"max_request_hz={MOST_HZ}"
-    image = f"image={{height={SIDE}, width={SIDE}, mean={list(MEAN)}, std={list(STD)}}}"
+    side = SIDES.get(work, SIDE)
+    more = ', dtype="float32"' if work == "tiny" else f", mean={list(MEAN)}, std={list(STD)}"
+    image = f"image={{height={side}, width={side}{more if work != 'frames' else ''}}}"
     streams = [f'{{name="state", dim=14, {at_most}, reference=true}}']
     streams += [f'{{name="{camera}", {at_most}, {image}}}' for camera in CAMERAS_OF.get(work, ())]
     keys = [f'{name}={{key="{name}", layout="hwc"}}' for name in CAMERAS_OF.get(work, ())]
@@ -280,15 +314,27 @@ def settings(folder: Path, server: str, work: str) -> list[str]:
     rows = 1 if server in LONE else BATCH[work]
     found += [f"streams=[{', '.join(streams)}]", f"gateway=[{gateway}]", f"batch.rows={rows}"]
     found += ["window.steps=1", f"actions.lease_ms={LEASE_MS}", ACCEPT]
-    if work in ON_GPU:
-        found += ["policy.target=bench.policies:build_on_gpu", f'policy.options={{work="{work}"}}']
-        found += ["placement.rank0=cuda:0", "placement.policy=cuda:0"]
-        found += [f"actions.horizon={HORIZON}", f"actions.dt_ms={LEASE_MS / HORIZON}"]
-    else:
+    if work in PAUSES_MS:
         found += ["policy.target=bench.policies:build_pausing", "policy.options.steps=1"]
-        found += [f"actions.dt_ms={LEASE_MS / 2}"]  # of one step
-    gathering = [f"pipeline.gather_ms={GATHER_MS[work]}"] if server in (ROWS, NATIVE) else []
+        found += [f'policy.options.work="{work}"', f"actions.dt_ms={LEASE_MS / 2}"]  # of one step
+    else:
+        horizon = 16 if work == "tiny" else HORIZON
+        cut = ", cut=true" if gpus > 1 else ""
+        found += ["policy.target=bench.policies:build_on_gpu"]
+        found += [f'policy.options={{work="{work}"{cut}}}', *placement(work, gpus)]
+        found += [f"actions.horizon={horizon}", f"actions.dt_ms={LEASE_MS / horizon}"]
+    gathering = [f"pipeline.gather_ms={GATHER_MS[work]}"] if server in (ROWS, ALONE, NATIVE) else []
     return [*found, *PACED[server], *gathering]
+
+
+def placement(work: str, gpus: int) -> list[str]:
+    """Of a policy with torch: as ``vla_tiny`` has it, on one GPU, or cut over several."""
+    if work == "tiny":
+        return ['placement.policy=["cpu", "cpu"]', "placement.parts=[1, 1, 1, 2, 2]"]
+    if gpus == 1:
+        return ["placement.rank0=cuda:0", "placement.policy=cuda:0"]
+    policy = ", ".join(f'"cuda:{gpu}"' for gpu in range(1, gpus))
+    return ["placement.rank0=cuda:0", f"placement.policy=[{policy}]", "placement.parts=auto"]
 
 
 def policy_alone_ms(work: str) -> float | None:
@@ -373,6 +419,11 @@ def print_logs(logs: dict[str, list[ServerLog]]) -> None:
         if rows:
             shares = ", ".join(f"{n} rows {rows[n] / rows.total():.0%}" for n in sorted(rows))
             print(f"\n{server}: the policy was called with {shares}")
+        for clients in sorted({n for served in rounds for n in served.ages_ms}):
+            if values := [ms for served in rounds for ms in served.ages_ms.get(clients, ())]:
+                found = spread(values)
+                head = f"  age, {clients} clients"
+                print(f"{head:20} p50 {found.p50:8.3f} ms   p99 {found.p99:8.3f}")
         for part in PARTS:
             if values := [ms for served in rounds for ms in served.parts_ms.get(part, ())]:
                 found = spread(values)

@@ -19,9 +19,17 @@ CAMERAS: Final = ("left", "right", "wrist")
 SIDE: Final = 224  # of a camera's frame, uint8 ``[SIDE, SIDE, 3]``
 LAYERS: Final = (270, 512, 256, ACTION_DIM)  # of the MLP; the state stands in the first values
 ON_GPU: Final = ("act", "vla")  # with torch: ``policies.py`` has them
-WORKS: Final = ("none", "mlp", "cameras", "pause", *ON_GPU)
-CAMERAS_OF: Final = {"cameras": CAMERAS, "act": CAMERAS[:2], "vla": CAMERAS}
-PAUSE_MS: Final = 40.0
+#: Of a pause the policy's ms; "tiny" is the policy of ``vla_tiny.toml``, with torch.
+PAUSES_MS: Final = {"pause": 40.0, "frames": 3.0}
+WORKS: Final = ("none", "mlp", "cameras", *PAUSES_MS, "tiny", *ON_GPU)
+CAMERAS_OF: Final = {
+    "cameras": CAMERAS,
+    "frames": CAMERAS,
+    "tiny": ("front", "wrist"),
+    "act": CAMERAS[:2],
+    "vla": CAMERAS,
+}
+SIDES: Final = {"tiny": 56}  # of works with other frames
 HORIZON: Final = 50  # of the policies on a GPU, and how frames are normalised for them
 MEAN: Final = (0.485, 0.456, 0.406)
 STD: Final = (0.229, 0.224, 0.225)
@@ -33,7 +41,8 @@ Policy = Callable[[Array], Array]
 def observation(work: str) -> dict[str, Array]:
     """The state, and before it the frames that the work reads."""
     cameras = CAMERAS_OF.get(work, ())
-    frames = {name: np.full((SIDE, SIDE, 3), 127, np.uint8) for name in cameras}
+    side = SIDES.get(work, SIDE)
+    frames = {name: np.full((side, side, 3), 127, np.uint8) for name in cameras}
     return frames | {"state": np.linspace(-0.5, 0.5, STATE_DIM, dtype=np.float32)}
 
 
@@ -41,7 +50,9 @@ def policy(work: str) -> Policy:
     """Makes float32 actions ``[ACTION_DIM]`` of a state; only the MLP works for them."""
     if work not in WORKS:
         raise SystemExit(f"no such work: {work}")
-    return {"mlp": Mlp, "pause": Pause}.get(work, Echo)()
+    if work in PAUSES_MS:
+        return Pause(PAUSES_MS[work])
+    return Mlp() if work == "mlp" else Echo()
 
 
 class Echo:
@@ -52,10 +63,13 @@ class Echo:
 
 
 class Pause(Echo):
-    """The same, ``PAUSE_MS`` later; no core is busy meanwhile."""
+    """The same, ``ms`` later; no core is busy meanwhile."""
+
+    def __init__(self, ms: float) -> None:
+        self._seconds = ms / 1e3
 
     def __call__(self, state: Array) -> Array:
-        time.sleep(PAUSE_MS / 1e3)
+        time.sleep(self._seconds)
         return super().__call__(state)
 
 

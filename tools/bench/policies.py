@@ -29,6 +29,7 @@ from bench import gpu_timing, peers_work
 from bench.peers_work import Array
 from real_runs import Target, print_environment, print_targets, spread
 
+from ppstream.config.load import read
 from ppstream.core.simulated_delay import Delay
 from ppstream.core.specs import TensorSpec
 from ppstream.links.slots import Slot, SlotLayout, new_slots
@@ -127,23 +128,27 @@ def build_echo(config: Mapping[str, Any], device: torch.device) -> SlowStartEcho
     return SlowStartEcho(msgspec.convert(config, Options))
 
 
+class PeerOptions(Options, frozen=True):
+    """As ``Options``, with the work that the peers do, too (``peers_work.py``)."""
+
+    work: str = "none"
+
+
 class PausingPolicy(SlowStartEcho):
-    """As long as the peers' ``pause``, once for all rows of an envelope."""
+    """As long as the peers' work, a pause, once for all rows of an envelope."""
+
+    def __init__(self, options: PeerOptions) -> None:
+        super().__init__(options)
+        self._seconds = peers_work.PAUSES_MS[options.work] / 1e3
 
     def act(self, newest: Array, actions: Array) -> None:
-        time.sleep(peers_work.PAUSE_MS / 1e3)
+        time.sleep(self._seconds)
         super().act(newest, actions)
 
 
 def build_pausing(config: Mapping[str, Any], device: torch.device) -> PausingPolicy:
     """As ``build_echo``."""
-    return PausingPolicy(msgspec.convert(config, Options))
-
-
-class PeerOptions(Options, frozen=True):
-    """As ``Options``, with the work that the peers do, too (``peers_work.py``)."""
-
-    work: str = "none"
+    return PausingPolicy(msgspec.convert(config, PeerOptions))
 
 
 class PeerPolicy(SlowStartEcho):
@@ -185,6 +190,9 @@ class MarkedPart:
         self.name, self.inputs, self.outputs = part.name, part.inputs, part.outputs
         self.load, self.reset = part.load, part.reset
         self._part = part
+        if "state.values" not in {spec.name for spec in part.inputs}:  # the last of a chain
+            state = TensorSpec("state.values", (1, peers_work.STATE_DIM))
+            self.inputs = (*part.inputs, state)
 
     def __call__(self, window: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         self._part(window, out)
@@ -192,14 +200,23 @@ class MarkedPart:
 
 
 def build_on_gpu(config: Mapping[str, Any], device: torch.device) -> list[NetworkPart | MarkedPart]:
-    """The parts of ACT with two cameras or of the pi0-shaped policy with three: ``work`` says."""
+    """The parts of ACT with two cameras or of the pi0-shaped policy with three: ``work`` says.
+
+    The pi0-shaped one also in miniature, for CPUs. ``cut`` makes as many parts as ``vla_2`` has.
+    """
     work = config["work"]
     cameras = peers_work.CAMERAS_OF[work]
-    if work == "act":
+    if work == "tiny":
+        shipped = read("vla_tiny").policy.options
+        of_it = SHAPE | {"horizon": shipped["horizon"], "cameras": list(cameras)}
+        parts = vla.build({k: v for k, v in shipped.items() if k != "group"} | of_it, device)
+    elif work == "act":
         side = {"height": peers_work.SIDE, "width": peers_work.SIDE}
         parts = act.build(SHAPE | {"cameras": [{"name": n} | side for n in cameras]}, device)
     else:
-        parts = vla.build(SHAPE | {"cameras": list(cameras)}, device)
+        fine = {"language_layers_per_part": 2, "denoising_steps_per_part": 1}
+        more = fine if config.get("cut") else {}
+        parts = vla.build(SHAPE | {"cameras": list(cameras)} | more, device)
     return [*parts[:-1], MarkedPart(parts[-1])]
 
 
