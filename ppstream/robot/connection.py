@@ -100,6 +100,7 @@ class RobotLink:
         self._thread = threading.Thread(target=self._run, name="ppstream-robot", daemon=True)
         self._reading = threading.Lock()  # held by who does the link's work: its thread or a guest
         self._guest = 0  # the thread's number; 0: nobody
+        self._turn_ns = 0  # when a guest looks at what is due
         self._visit = threading.Lock()  # held while there is a guest, or while the thread reads
 
     def start(self) -> None:
@@ -295,14 +296,21 @@ class RobotLink:
                 self._visit.release()
 
     def _work_beside(self, is_over: Callable[[], bool], until_ns: int) -> None:
-        """Read while the link's thread sleeps; what is due leaves here, or when it wakes."""
+        """Read while the link's thread sleeps; what is due leaves here, or when it wakes.
+
+        The answer comes first: what is due is looked at when it has been long, or the answer is.
+        """
         self._gate.modify(self._socket.fd, 0)
         try:
             while not (self.is_closing or self.failure):
-                left_ns = until_ns - now_ns()
+                now = now_ns()
+                left_ns = until_ns - now
                 if left_ns <= 0:
                     break
-                rest_ns = min(left_ns, self._turn(now_ns()), SLICE_NS)
+                if now < self._turn_ns:
+                    rest_ns = min(left_ns, self._turn_ns - now)
+                else:
+                    rest_ns = min(left_ns, self._turn(now), SLICE_NS)
                 self._arrivals.poll(-(-rest_ns // NS_PER_MS))
                 if self._read(is_over):
                     break
@@ -365,6 +373,7 @@ class RobotLink:
 
     def _turn(self, now: int) -> int:
         """Send what is due; returns for how long there is nothing to do."""
+        self._turn_ns = now + SLICE_NS
         with self.changed:
             message = self.session.due(now)
             if message is not None:

@@ -70,7 +70,19 @@ class _UnixSocket(ABC):
 
     def send(self, body: bytes, peer: bytes = b"", tail: memoryview = NO_TAIL) -> bool:
         """As ``MessageSocket``."""
-        if len(body) + tail.nbytes <= PACKET_BYTES_MAX:
+        if tail is NO_TAIL and len(body) <= PACKET_BYTES_MAX:  # usually, and in one call less
+            with self._lock:
+                connection = None if self._closed else self._connection(peer)
+                if connection is None:
+                    return False
+                try:
+                    connection.send(body)
+                except OSError as failed:
+                    if failed.errno not in TOO_LARGE:
+                        return False
+                else:
+                    return True
+        elif len(body) + tail.nbytes <= PACKET_BYTES_MAX:
             error = self._send(peer, body, tail)
             if error not in TOO_LARGE:
                 return not error
@@ -212,8 +224,15 @@ class UnixServer(_UnixSocket):
             fd = self._turn.popleft()
             if fd == self._listener_fd:
                 self._accept()
-            elif (message := self._next(fd)) is not None:
-                frames.append(Frame(self._by_fd[fd][0], message))
+                continue
+            peer, connection = self._by_fd[fd]
+            try:
+                message = self._receive(connection)
+            except EOFError:
+                self._part(fd)
+                continue
+            if message is not None:
+                frames.append(Frame(peer, message))
                 if looks != 1:  # most have one message: another look is less than a read in vain
                     self._turn.append(fd)  # until it has none left
                 left -= len(message)
@@ -269,18 +288,14 @@ class UnixServer(_UnixSocket):
                 self._by_fd[connection.fileno()] = peer, connection
             self._epoll.register(connection.fileno(), select.EPOLLIN)
 
-    def _next(self, fd: int) -> bytes | memoryview | None:
-        """The next message of a connection, which is closed when its peer has left."""
+    def _part(self, fd: int) -> None:
+        """Close a connection whose peer has left."""
         peer, connection = self._by_fd[fd]
-        try:
-            return self._receive(connection)
-        except EOFError:
-            self._refused["closed"] += 1
-            with self._lock:
-                del self._by_fd[fd], self._by_peer[peer]
-                self._epoll.unregister(fd)
-                connection.close()
-            return None
+        self._refused["closed"] += 1
+        with self._lock:
+            del self._by_fd[fd], self._by_peer[peer]
+            self._epoll.unregister(fd)
+            connection.close()
 
 
 class UnixClient(_UnixSocket):
