@@ -93,6 +93,11 @@ class _UnixSocket(ABC):
         except OSError:  # neither memory nor a descriptor is left
             return False
 
+    def packets_of(self, peer: bytes) -> socket.socket | None:
+        """As ``MessageSocket``."""
+        with self._lock:
+            return None if self._closed else self._connection(peer)
+
     @abstractmethod
     def _connection(self, peer: bytes) -> socket.socket | None:
         """Returns what leads to ``peer``; None: nobody is there. The lock is held."""
