@@ -17,7 +17,11 @@ UNIFORM_SPREAD: Final = 0.3  # mean +- 30 %
 
 
 class Delay:
-    """Spends a duration drawn with the given mean; the same seed draws the same sequence."""
+    """Spends a duration drawn with the given mean; the same seed draws the same sequence.
+
+    Attributes:
+        takes_time: False: it never takes any, and nobody needs to call.
+    """
 
     def __init__(
         self,
@@ -27,6 +31,7 @@ class Delay:
         seed: int = 0,
     ) -> None:
         self._mean_ns = mean_ms * NS_PER_MS
+        self.takes_time = mean_ms > 0
         self._spend = _sleep if kind == "sleep" else _spin
         self._law = law
         self._random = random.Random(seed)

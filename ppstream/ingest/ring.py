@@ -163,6 +163,21 @@ class SensorRing(native.Ring):
             rx_ns,
         )
 
+    def receive(self, fd: int, prefix: bytes, rx_ns: int) -> int:
+        """Take the next packet of a socket in one call, if it is of the usual kind.
+
+        Args:
+            fd: of a packet socket of one robot.
+            prefix: of ``Samples`` of this stream in its session, up to their stamps.
+            rx_ns: as ``append``.
+
+        Returns:
+            How many samples were accepted, all of the packet; 0: it is left where it is.
+        """
+        if not self._takes or self.tap is not None:
+            return 0
+        return self.try_receive(fd, prefix, rx_ns, self.ledger, self._clock)
+
     def refuse(self, reason: str, samples: int) -> None:
         """Count ``samples`` that arrived for this stream and cannot be accepted."""
         self.ledger.received += samples

@@ -309,10 +309,11 @@ class WindowCutter:
     def _begin_row(self, row: int, end_ns: int | None, lease_ns: int, views: _Views) -> int:
         """Write whose row it is; returns its window's end, 0 when it is absent."""
         served = self._rows[row]
-        present = views.present[row] = served.present
+        reference = served.reference
+        present = views.present[row] = served.session != 0 and reference.count > 0
         end = expires = 0
         if present:
-            end = served.reference.newest_ns if end_ns is None else end_ns
+            end = reference.newest_ns if end_ns is None else end_ns
             expires = end + lease_ns
         fields = views.fields
         fields[row, 0], fields[row, 1] = served.session, served.session_epoch

@@ -92,7 +92,8 @@ class HostOut:
 
     def commit(self, index: int) -> None:
         """As ``OutHop``: ring for it."""
-        self._order.send(index, self.slot(index))
+        slots = self._slots
+        self._order.send(index, slots[index % len(slots)])
         self._bell.ring(index, now_ns(), self._peer.frames_sent)
 
     def close(self) -> None:
@@ -140,7 +141,8 @@ class HostIn:
                 return None
             self._pump()
         index, at_ns = self._bell.pop()
-        return self._order.receive(index, self.slot(index)), at_ns
+        slots = self._slots
+        return self._order.receive(index, slots[index % len(slots)]), at_ns
 
     def slot(self, index: int) -> Slot:
         """As ``InHop``."""

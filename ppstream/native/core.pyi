@@ -68,6 +68,16 @@ class Ring:
         Either array may be its bytes, as ``append_message`` has them.
         """
 
+    def try_receive(
+        self, fd: int, prefix: bytes, rx_ns: int, ledger: Ledger, clock: Clock, /
+    ) -> int:
+        """Take the next packet of a socket: n samples, or 0 with nothing touched, also not read.
+
+        It is taken if it is ``prefix``, then stamps and values as ``Samples`` has them, no
+        descriptor with them, and ``try_append`` takes these. 0 as well when there is no packet, or
+        ``fd`` is no socket.
+        """
+
     def cut(
         self,
         steps: int,

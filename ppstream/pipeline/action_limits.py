@@ -69,6 +69,8 @@ class ActionRules:
         self._names = actions.names
         self._step_max = self._most(velocity, dt_s)
         self._bend_max = self._most(acceleration, dt_s * dt_s)
+        is_rated = self._step_max is not None or self._bend_max is not None
+        self._is_plain = native.is_used and not self._switches and not is_rated
 
     def enforce(self, actions: Array) -> Enforced:
         """Hold ``actions [horizon, action_dim]`` to the rules, in place.
@@ -77,6 +79,8 @@ class ActionRules:
         clipped, or are a violation, as configured; a rate that is too high always is one. With a
         violation ``actions`` must not be executed.
         """
+        if self._is_plain and native.are_inside(actions, *self._limits):
+            return NOTHING
         found = NOTHING
         if self._switches or not self._is_inside(actions):
             found = self._correct(actions)

@@ -175,9 +175,16 @@ class _Level:
 
     def pass_on(self, to: _Level, now_ns: int) -> None:
         """One leaves here and is counted there; neither when either refuses."""
-        if self.count:  # else the fall raises
-            to.rise(now_ns)
-        self.fall(now_ns)
+        if not self.count or to.count >= to._bound:  # one of them raises
+            if self.count:
+                to.rise(now_ns)
+            self.fall(now_ns)
+        self._weight_ns += now_ns
+        self.count -= 1
+        to._weight_ns -= now_ns
+        to.count += 1
+        if to.count > to._highest:
+            to._highest = to.count
 
     def integral_ns(self, now_ns: int) -> int:
         return self._weight_ns + self.count * now_ns

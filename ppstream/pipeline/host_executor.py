@@ -44,6 +44,8 @@ SERIAL_LEAD: Final = 1
 class OnHost(ABC):
     """Stages and waits of threads that sleep on descriptors, stamped as they happen."""
 
+    _books_first = False  # credits and stage A: another thread looks at them, once it is sent
+
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
         self._loop = loop
@@ -84,7 +86,8 @@ class OnHost(ABC):
     def _begin_c(self, flight: Flight) -> None:
         self._cost_c.enter()
         flight.record.tDecode = self._times_c.begin()
-        self._loop.credits.begin_decode(flight.record.tDecode)
+        if self._books_first:
+            self._loop.credits.begin_decode(flight.record.tDecode)
         if nvtx_ranges.on:
             nvtx_ranges.C.push(flight.epoch, flight.seq)
 
@@ -93,6 +96,8 @@ class OnHost(ABC):
         if nvtx_ranges.on:
             nvtx_ranges.C.pop()
         record, times = flight.record, self._times_c
+        if not self._books_first:
+            self._loop.credits.begin_decode(record.tDecode or 0)
         # The emitter's own time is the link's. A dropped envelope has no end of C in the log: its
         # time is the link's, too.
         ended_ns = times.end(at_ns=flight.emit_ns) if drop is None else times.end(LINK)
@@ -103,7 +108,7 @@ class OnHost(ABC):
 
     # ---- waits -------------------------------------------------------------------------------
 
-    def wait(self, *, worked: bool) -> None:
+    def wait(self, *, worked: bool) -> bool:
         """As ``Executor``. One blocking call, timed as one.
 
         What arrives while it lasts, and looking at it, is part of the wait and booked under its
@@ -115,7 +120,7 @@ class OnHost(ABC):
         cause = self._wait_cause()
         self._glance()
         slept = is_fresh = False
-        while self._is_idle():
+        while not (begins := loop.may_start()) and self._is_idle():
             self._rest()
             slept = True
             limit_ns = WAIT_MAX_NS
@@ -127,8 +132,10 @@ class OnHost(ABC):
                 self._keep_warm.wait(self._waiter, limit_ns, loop.phase)
             )
         times.end(cause if slept else LINK)
-        if not is_fresh and loop.may_start():
+        if begins and not is_fresh:
             loop.drain_inputs()  # the newest samples
+            begins = loop.may_start()
+        return begins
 
     def _glance(self) -> None:  # noqa: B027 - not all have something there
         """Look at what costs no system call."""
@@ -150,7 +157,7 @@ class OnHost(ABC):
 
     @abstractmethod
     def _is_idle(self) -> bool:
-        """True when there is nothing to do now, and something to wait for."""
+        """True when nothing is to be finished now, and there is something to wait for."""
 
     @abstractmethod
     def _wait_cause(self) -> str:
@@ -159,8 +166,6 @@ class OnHost(ABC):
 
 class HostExecutor(OnHost):
     """Over a hop to the policy rank and one back, one thread."""
-
-    _books_first = False  # stage A: another thread may finish the envelope once it is committed
 
     def __init__(
         self,
@@ -175,10 +180,12 @@ class HostExecutor(OnHost):
         self.lead = SERIAL_LEAD + len(policy_ranks)
         self._turns = hops.into.turns if isinstance(hops.into, ReplicasIn) else None
         self._ranks = policy_ranks  # as they were at the start
+        self._all_ranks = (*policy_ranks, *members)  # as well
+        self._control_fds: frozenset[int] = frozenset()  # of their sockets
         self._committed: deque[Flight] = deque()
         self._received: deque[Flight] = deque()
         self._hand_over: Callable[[Flight], None] = self._received.append
-        self._header: list[int] = []  # of the result that is being decoded
+        self._header: Sequence[int] = ()  # of the result that is being decoded
         self._result_fds: frozenset[int] = frozenset()  # of policy ranks and of the hop
 
     @property
@@ -189,9 +196,7 @@ class HostExecutor(OnHost):
     @property
     def all_ranks(self) -> tuple[PolicyRankPeer, ...]:
         """As ``Executor``."""
-        if self._losses is not None:
-            return self._losses.all_ranks
-        return (*self.policy_ranks, *self._members)
+        return self._all_ranks if self._losses is None else self._losses.all_ranks
 
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
@@ -201,15 +206,16 @@ class HostExecutor(OnHost):
         if self._losses is not None:
             self._losses.rank0 = loop
         self._credits = loop.credits
+        self._tells_provenance = loop.config.actions.provenance
         self._watch_results(self._waiter)
 
     def _watch_results(self, waiter: Waiter) -> None:
         if self._losses is not None:
             self._losses.waiter = waiter
-        fds = {found.peer.fileno() for found in self.all_ranks}
-        for fd in fds:
+        self._control_fds = frozenset(found.peer.fileno() for found in self.all_ranks)
+        for fd in self._control_fds:
             waiter.register(fd)
-        self._result_fds = self.into.register_with(waiter) | fds
+        self._result_fds = self.into.register_with(waiter) | self._control_fds
 
     @property
     def in_flight(self) -> int:
@@ -232,15 +238,20 @@ class HostExecutor(OnHost):
             flight.record.replica = self._turns.of(flight.index).replica + 1
         # stamped first: who receives looks at the oldest that is there, from a thread of its own
         flight.sent_ns = flight.record.tSend = now_ns()
-        self._committed.append(flight)
-        self._credits.commit(flight.sent_ns)
+        if self._books_first:
+            self._commit(flight)
         if nvtx_ranges.on:
             nvtx_ranges.SEND.push(flight.epoch, flight.seq)
         self.out.commit(flight.index)
         if nvtx_ranges.on:
             nvtx_ranges.SEND.pop()
         if not self._books_first:
+            self._commit(flight)
             self._account_a(flight)
+
+    def _commit(self, flight: Flight) -> None:
+        self._committed.append(flight)
+        self._credits.commit(flight.sent_ns)
 
     def finished(self) -> Flight | None:
         """As ``Executor``."""
@@ -250,13 +261,13 @@ class HostExecutor(OnHost):
         """As ``Executor``."""
         slot = self.into.slot(flight.index)
         self._begin_c(flight)
-        header = self._header = slot.words.tolist()
+        header = self._header = slot.words
         if header[EPOCH] != flight.epoch or header[SEQ] != flight.seq:
             raise ProtocolError(
                 f"result {flight.index} answers epoch and seq {[header[EPOCH], header[SEQ]]}, "
                 f"owed are {[flight.epoch, flight.seq]}"
             )
-        if self._loop.config.actions.provenance:  # the chunk will tell
+        if self._tells_provenance:  # the chunk will tell
             read_stage_b(header, flight.record)
         return slot, FAILURES[header[FAILED]]
 
@@ -274,9 +285,10 @@ class HostExecutor(OnHost):
 
     def read_control(self, ready: Sequence[int]) -> None:
         """Read the control sockets that a wait has named; all of them when it named none."""
-        for policy_rank in self.all_ranks:
-            if not ready or policy_rank.peer.fileno() in ready:
-                self._bear(policy_rank, policy_rank.peer.pump)
+        if not ready or not self._control_fds.isdisjoint(ready):
+            for policy_rank in self.all_ranks:
+                if not ready or policy_rank.peer.fileno() in ready:
+                    self._bear(policy_rank, policy_rank.peer.pump)
         self.into.on_ready(ready)
 
     def observe(self) -> None:
@@ -297,17 +309,19 @@ class HostExecutor(OnHost):
             if nvtx_ranges.on:
                 nvtx_ranges.RECV.push(flight.epoch, flight.seq)
             flight.record.tRecv = now_ns()
-            # a result is a sign of life
-            self._owner(index).peer.last_heard_ns = flight.record.tRecv
+            owner = self._ranks[-1] if self._turns is None else self._owner(index)
+            owner.peer.last_heard_ns = flight.record.tRecv  # a result is a sign of life
             self._credits.receive(flight.record.tRecv)
             self._hand_over(flight)
             if nvtx_ranges.on:
                 nvtx_ranges.RECV.pop()
+            if not self._committed:  # no other is owed: a look in vain would cost as much
+                return
 
     def _read_frames(self) -> bool:
         """Returns True if there were any."""
         found = False
-        for policy_rank in self.all_ranks:
+        for policy_rank in self._all_ranks if self._losses is None else self.all_ranks:
             inbox = policy_rank.peer.inbox
             while inbox:
                 frame = inbox.popleft()
@@ -357,10 +371,7 @@ class HostExecutor(OnHost):
         return True
 
     def _is_idle(self) -> bool:
-        loop = self._loop
-        if self._received or loop.may_start():
-            return False
-        return bool(self._credits.in_system or loop.may_begin())
+        return not self._received and bool(self._credits.in_system or self._loop.may_begin())
 
     def _wait_cause(self) -> str:
         if self._credits.in_system >= self.lead or not self._loop.may_begin():

@@ -94,13 +94,13 @@ class HostPolicyRank(PolicyRank):
         return True
 
     def receive(self) -> None:
-        """Take every complete envelope; read the control socket if the wait has named it."""
+        """Take the oldest complete envelope; read the control socket if the wait has named it."""
         ready, self._ready = self._ready, None
         if ready is not None:
             if not ready or self._peer_fd in ready:
                 self.peer.pump()
             self.into.on_ready(ready)
-        while (arrival := self.into.receive_nowait()) is not None:
+        if (arrival := self.into.receive_nowait()) is not None:
             self._waiting.append(arrival)
             _, self.peer.last_heard_ns = arrival  # an envelope is a sign of life
 
@@ -129,6 +129,7 @@ class HostPolicyRank(PolicyRank):
         if not self._is_first:
             add_places(words, given)
         self.out.commit(index)
+        self.stage_b.settle()
         self.progress += 1
         self._usual_b_ns += (tb1 - tb0 - self._usual_b_ns) >> 3
         self._newest_b.append(tb1 - tb0)

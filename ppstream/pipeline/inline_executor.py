@@ -94,6 +94,12 @@ class InlineExecutor(OnHost):
         self._begin_c(flight)
         return self._result, FAILURES[self._failed]
 
+    def settle(self, flight: Flight, drop: str | None) -> int:
+        """As ``Executor``."""
+        ended_ns = super().settle(flight, drop)
+        self._stage_b.settle()
+        return ended_ns
+
     def measure(self, repeats: int) -> dict[str, Sequence[int]]:
         """As ``Executor``."""
         return self._loop.time_in_turn(repeats)
@@ -103,7 +109,7 @@ class InlineExecutor(OnHost):
         done(number, self._stage_b.instruct(number, text))
 
     def _is_idle(self) -> bool:
-        return self._answered is None and self._loop.may_begin() and not self._loop.may_start()
+        return self._answered is None and self._loop.may_begin()
 
     def _wait_cause(self) -> str:
         return "input"

@@ -7,12 +7,12 @@ this process. What else a run is on rank 0 stands in ``rank0.py``.
 *Leave first, account later.* Behind a pause each call costs several times what it costs back to
 back. So between a receipt and the send that it leads to stand the stamps and what decides whether
 that may leave (who speaks and how much, session, episode, epoch, lease, finite values, limits),
-nothing else. Names, ledgers, counters, costs, reports and the log's line come behind the send, on
-the same thread, before that takes up its next work. A process that dies in between loses counts
-that lived in its memory alone, and a line of its log: of a chunk that left, the robot tells what
-became of it. The other order would lose the chunk and count it as sent. This holds for both ranks
-and the robot's client. One case accounts first: with split threads another thread may finish the
-envelope that was just sent.
+nothing else. Names, ledgers, counters, costs, reports, the fill of memory that the policy writes
+next, and the log's line come behind the send, on the same thread, before that takes up its next
+work. A process that dies in between loses counts that lived in its memory alone, and a line of its
+log: of a chunk that left, the robot tells what became of it. The other order would lose the chunk
+and count it as sent. This holds for both ranks and the robot's client. One case accounts first:
+with split threads another thread may finish the envelope that was just sent.
 """
 
 from __future__ import annotations
@@ -76,11 +76,14 @@ class Executor(Protocol):
     def settle(self, flight: Flight, drop: str | None) -> int:
         """Stage C has ended: its stamps and waits go into the record. Returns when it ended."""
 
-    def wait(self, *, worked: bool) -> None:
+    def wait(self, *, worked: bool) -> bool:
         """Take in what has come; sleep until an envelope may begin or is finished.
 
         Args:
             worked: the loop has just begun or finished one: perhaps it may go on at once.
+
+        Returns:
+            What ``Rank0Loop.may_start`` says now.
         """
 
     def measure(self, repeats: int) -> dict[str, Sequence[int]]:
@@ -113,13 +116,13 @@ class Rank0Loop(Rank0):
         self._first = self.started
         self._start_limit = None if envelopes is None else self.started + envelopes
         with executor.running():
-            executor.wait(worked=True)
-            while self.may_begin() or executor.in_flight:
-                if begins := self.may_start():
+            begins = executor.wait(worked=True)
+            while begins or self.may_begin() or executor.in_flight:
+                if begins:
                     self.start()  # send first,
                 if (flight := executor.finished()) is not None:
                     self.finish(flight)  # then decode
-                executor.wait(worked=begins or flight is not None)
+                begins = executor.wait(worked=begins or flight is not None)
 
     def progress_text(self) -> str:
         """Words how far this ``run`` is."""

@@ -60,30 +60,29 @@ class OnSample:
 
     def __init__(self, rows: Sequence[RowInput], stream: str | None) -> None:
         self.name = "free" if stream is None else "sample"
-        self._rows = rows
         self._newest = (None,) * len(rows)
-        self._stream = stream
+        self._rings = [
+            ring
+            for row in rows
+            for name, ring in row.rings.items()
+            if stream is None or name == stream
+        ]
         self._seen = 0
 
     def due(self, now_ns: int) -> bool:
-        return self._accepted() > self._seen
+        accepted = 0
+        for ring in self._rings:
+            accepted += ring.accepted
+        return accepted > self._seen
 
     def started(self) -> Sequence[int | None]:
-        self._seen = self._accepted()
+        self._seen = 0
+        for ring in self._rings:
+            self._seen += ring.accepted
         return self._newest
 
     def due_ns(self) -> int | None:
         return None
-
-    def _accepted(self) -> int:
-        total = 0
-        for row in self._rows:
-            rings = row.rings
-            if self._stream is not None:
-                total += rings[self._stream].accepted
-            else:
-                total += sum(ring.accepted for ring in rings.values())
-        return total
 
 
 class OnRows:

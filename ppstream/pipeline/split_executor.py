@@ -195,11 +195,12 @@ class SplitExecutor(HostExecutor):
         flight.record.run_delay_c_ns = self._run_delay_c.pop_ns()
         return ended_ns
 
-    def wait(self, *, worked: bool) -> None:
+    def wait(self, *, worked: bool) -> bool:
         """As ``Executor``. Raises what another thread has raised."""
-        super().wait(worked=worked)
+        begins = super().wait(worked=worked)
         if self._failure is not None:
             raise self._failure
+        return begins
 
     def _rest(self) -> None:
         self._loop.tidy()

@@ -64,6 +64,7 @@ class StageB:
         self._outputs: dict[int, Outputs] = {}  # of each slot
         self._known: dict[int, _Known] = {}  # as many
         self._newest: tuple[Slot, Slot] | None = None  # envelope and result
+        self._called: Outputs | None = None  # by the newest call, until it is settled
         self._scratch: Mapping[str, torch.Tensor] = {}  # outputs of dry runs
 
     def __call__(self, epoch: int, envelope: Slot, result: Slot) -> None:
@@ -87,8 +88,15 @@ class StageB:
         window, present = {**known.window}, bytes(known.present)  # the call's own
         asked = self._asked = self._sizes.rows_for(present)
         self.computed = asked or self._rows
+        self._called = outputs
         outputs.prove(lambda: self._call(window, outputs.given, asked), present)
         self._newest = envelope, result
+
+    def settle(self) -> None:
+        """Do what a result need not wait for; else the next call does it."""
+        if self._called is not None:
+            self._called.settle()
+            self._called = None
 
     @property
     def may_rehearse(self) -> bool:

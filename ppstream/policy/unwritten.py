@@ -209,6 +209,7 @@ class Outputs:
             given[name] = self._lend(tensor)
         self.given: Mapping[str, Tensor] = MappingProxyType(given)
         self._references = self._small_referred()
+        self._is_filled = False
 
     def _lend(self, tensor: Tensor) -> Tensor:
         """Returns memory for what ends up in ``tensor``."""
@@ -237,8 +238,19 @@ class Outputs:
             if why := rebinding(error):
                 raise why from error
             raise
-        if self.is_kept():  # a thread of the policy's may yet write there: nobody shall read it
+
+    def settle(self) -> None:
+        """Behind a call, and before the next at the latest: fill what the slot does not share.
+
+        A thread of the policy's that has kept memory may yet write there: nobody shall read it.
+        """
+        if self._is_filled:
+            return
+        if self.is_kept():
             self.renew()
+        for memory, pattern in self._fills:
+            memory[:] = pattern
+        self._is_filled = True
 
     def fill(self) -> None:
         """Before a call.
@@ -246,12 +258,13 @@ class Outputs:
         Raises:
             UnwrittenError: an earlier call has kept an output that cannot be renewed.
         """
+        if not self._is_filled:
+            self.settle()
         if self._large:
             self._check_returned()
-        for memory, pattern in self._fills:
-            memory[:] = pattern
-        for probe, _ in self._large.values():
-            probe.fill()
+            for probe, _ in self._large.values():
+                probe.fill()
+        self._is_filled = False  # the call that follows writes there
 
     def hand_over(self, present: Rows) -> None:
         """Behind a call: what was written is in the slot, and was looked at there.

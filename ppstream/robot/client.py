@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock, now_ns
 from ppstream.core.errors import PpstreamError
@@ -32,6 +32,9 @@ from ppstream.wire.robot_messages import (
 
 if TYPE_CHECKING:
     from ppstream.robot.fleet_directory import FleetDirectory
+
+
+MERGED_MAX: Final = 256  # chunks between two turns; of more the newest count
 
 
 class RobotClient:
@@ -114,7 +117,8 @@ class RobotClient:
         self._link: RobotLink | None = None
         self._asking = threading.Lock()
         self._asked: Asking | None = None
-        self._merged: deque[tuple[ActionChunk, int]] = deque(maxlen=1)  # the newest, and when
+        #: Chunks that nothing was said of yet, and when they came.
+        self._merged: deque[tuple[ActionChunk, int]] = deque(maxlen=MERGED_MAX)
         self._is_closing = False
         self._counting = threading.Lock()
         self._sent = 0
@@ -434,14 +438,14 @@ class RobotClient:
 
     def _send_merged(self, link: RobotLink) -> None:
         """Send rank 0 what the newest merged chunk changed; the first thread to call does it."""
-        if not self._merged:
-            return
-        try:
-            chunk, arrived_ns = self._merged.pop()
-        except IndexError:  # another thread was faster
-            return
-        self._feedback.arrived(arrived_ns)
-        if chunk.session == self._session.session:
+        chunk = None
+        while self._merged:
+            try:
+                chunk, arrived_ns = self._merged.popleft()
+            except IndexError:  # another thread was faster
+                break
+            self._feedback.arrived(arrived_ns)
+        if chunk is not None and chunk.session == self._session.session:
             self._feedback.send_prefix(link.send, chunk.session, chunk.session_epoch)
 
     def _turn(self, now: int) -> int | None:

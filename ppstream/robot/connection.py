@@ -105,6 +105,7 @@ class RobotLink:
         self._thread = threading.Thread(target=self._run, name="ppstream-robot", daemon=True)
         self._reading = threading.Lock()  # held by who does the link's work: its thread or a guest
         self._guest = 0  # the thread's number; 0: nobody
+        self._turn_ns = 0  # when a guest looks at what is due
         self._visit = threading.Lock()  # held while there is a guest, or while the thread reads
 
     def start(self) -> None:
@@ -262,11 +263,17 @@ class RobotLink:
         return self._socket.fd
 
     def guest_turn(self) -> int | None:
-        """Send what is due; returns for how many ns the guest may wait, None: not any more."""
+        """Send what is due; returns for how many ns the guest may wait, None: not any more.
+
+        The answer comes first: what is due is looked at when it has been long, or the answer is.
+        """
         if self.is_closing or self.failure:
             return None
+        now = now_ns()
+        if now < self._turn_ns:
+            return self._turn_ns - now
         try:
-            return min(self._turn(now_ns()), SLICE_NS)
+            return min(self._turn(now), SLICE_NS)
         except Exception as error:  # noqa: BLE001 - as on the link's thread
             self._fail(error)
             return None
@@ -460,6 +467,7 @@ class RobotLink:
 
     def _turn(self, now: int) -> int:
         """Send what is due; returns for how long there is nothing to do."""
+        self._turn_ns = now + SLICE_NS
         with self.changed:
             message = self.session.due(now)
             if message is not None:

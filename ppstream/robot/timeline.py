@@ -140,9 +140,10 @@ class ActionTimeline:
         if actions is None:
             actions = self.actions_of(chunk)
         with self._lock:
-            playing = ChunkPlayback(
-                chunk, actions, self._discrete, now_ns, self._deadline_ns(chunk)
-            )
+            deadline_ns = chunk.expires_ns
+            if self._max_age_ns:
+                deadline_ns = min(deadline_ns, chunk.window_end_ns + self._max_age_ns)
+            playing = ChunkPlayback(chunk, actions, self._discrete, now_ns, deadline_ns)
             self._counts.received += 1
             refusal = self._refuse(playing, now_ns)
             if refusal is None:
@@ -300,20 +301,16 @@ class ActionTimeline:
             return np.empty((0, self.dim), dtype=np.float32)
         return np.ndarray((chunk.horizon, self.dim), _FLOAT32, chunk.actions)
 
-    def _deadline_ns(self, chunk: ActionChunk) -> int:
-        if not self._max_age_ns:
-            return chunk.expires_ns
-        return min(chunk.expires_ns, chunk.window_end_ns + self._max_age_ns)
-
     def _refuse(self, playing: ChunkPlayback, now_ns: int) -> Refusal | None:
         chunk, newest = playing.chunk, self._newest
         if not len(playing.actions):
             return "malformed"
         if not _are_finite(playing):
             return "non_finite"
-        same_session = newest is not None and newest.session == chunk.session
-        if newest is not None and same_session and _order(chunk) <= _order(newest):
-            return "out_of_order"
+        if newest is not None and newest.session == chunk.session:
+            order = chunk.session_epoch, chunk.epoch, chunk.seq
+            if order <= (newest.session_epoch, newest.epoch, newest.seq):
+                return "out_of_order"
         if now_ns > playing.deadline_ns:
             return "expired" if now_ns > chunk.expires_ns else "too_old"
         if now_ns >= chunk.start_ns + chunk.horizon * chunk.dt_ns:

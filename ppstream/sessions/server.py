@@ -11,8 +11,9 @@ Counts, reports and the room for the next message come behind what must leave, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from ppstream import native
 from ppstream.core.clock import NS_PER_MS, NS_PER_S, Clock
 from ppstream.core.clock import now_ns as clock_ns
 from ppstream.core.errors import MAX_TEXT, ConfigError
@@ -26,7 +27,7 @@ from ppstream.sessions.contract import (
     welcome,
 )
 from ppstream.sessions.requests import SessionRequests
-from ppstream.sessions.session import Session, SessionCounts
+from ppstream.sessions.session import Session, SessionCounts, SessionStream
 from ppstream.sessions.table import (
     DRAIN_FRAMES,
     DRAIN_NS,
@@ -39,6 +40,7 @@ from ppstream.wire.fields import DECODE_ERRORS, MAX_DETAILS, encoder
 from ppstream.wire.keys import server_keys
 from ppstream.wire.message_socket import Frame, bind_server
 from ppstream.wire.robot_messages import (
+    NO_BYTES,
     SERVING,
     ActionChunk,
     Bye,
@@ -53,11 +55,23 @@ from ppstream.wire.robot_messages import (
 )
 
 if TYPE_CHECKING:
+    import socket
+
     from ppstream.config.schema import PipelineConfig
     from ppstream.ingest.rows import RowInput
 
+LOOK_NS: Final = 100 * NS_PER_MS  # who is alone is read in the usual way so often
 LOST_PAUSE_NS: Final = 20 * NS_PER_MS  # between two answers to strangers: no amplifier of a flood
 ENDING: Final = frozenset({"draining", "stopped"})  # phases in which nobody is admitted
+
+
+class _Alone(NamedTuple):
+    """A robot with the only row and one stream: its samples are taken in one call each."""
+
+    session: Session
+    stream: SessionStream
+    connection: socket.socket
+    prefix: bytes  # of its Samples
 
 
 class Sessions:
@@ -97,6 +111,8 @@ class Sessions:
         self._silent_ns = 0  # nobody can be silent for too long before
         self._strangers_left = STRANGER_FRAMES_PER_S
         self._counts = SessionCounts()
+        self._alone: _Alone | None = None
+        self._look_ns = 0  # when all connections are looked at, not that of ``_alone`` alone
         self.requests = SessionRequests(config, self._table, self._counts, self._send, self._wake)
         self.reports = self.requests.reports  # for the log
         self.fds: tuple[int, ...] = (self._socket.fd,)
@@ -125,6 +141,11 @@ class Sessions:
         if now_ns >= self._second_ns:
             self._begin_second(now_ns)
         taken = 0
+        if self._alone is not None and now_ns < self._look_ns:
+            taken = self._take_from(self._alone, now_ns)
+        if taken:
+            return taken
+        self._look_ns = now_ns + LOOK_NS
         until_ns = self._clock() + DRAIN_NS
         while frames := self._socket.drain(DRAIN_FRAMES):
             for frame in frames:
@@ -180,6 +201,37 @@ class Sessions:
         self._socket.close()
 
     # ---- frames ------------------------------------------------------------------------------
+
+    def _take_from(self, alone: _Alone, now_ns: int) -> int:
+        """Take what a lone robot has sent, up to a frame that is no plain sample.
+
+        Nothing limits how much that robot may send (``table.py``).
+        """
+        session, stream, connection, prefix = alone
+        taken = frames = 0
+        fd, receive = connection.fileno(), stream.ring.receive
+        while frames < DRAIN_FRAMES and (n := receive(fd, prefix, now_ns)):
+            taken += n
+            frames += 1
+        if frames:
+            session.heard_ns = now_ns
+            session.frames_left -= frames
+            stream.samples_left -= taken
+            self._counts.frames_handled += frames
+        return taken
+
+    def _find_alone(self, session: Session) -> _Alone | None:
+        """Returns the robot that has the only row if it sends one stream, as packets."""
+        connection = self._socket.packets_of(session.peer)
+        is_usual = self._config.batch.rows == 1 and not self._config.policy.instructions
+        if not native.is_used or connection is None or not is_usual or len(session.streams) != 1:
+            return None
+        (stream,) = session.streams
+        if stream.is_encoded:
+            return None
+        empty = memoryview(b"")
+        prefix = encoder.encode(Samples(session.id, 0, empty, empty))
+        return _Alone(session, stream, connection, prefix[: -2 * len(NO_BYTES)])
 
     def _handle(self, frame: Frame, now_ns: int) -> int:
         """Handle one frame; returns how many samples the rings accepted."""
@@ -279,6 +331,7 @@ class Sessions:
     def _serve(self, session: Session) -> None:
         session.serve()
         self.requests.begin(session)
+        self._alone = self._find_alone(session)
 
     def _begin_second(self, now_ns: int) -> None:
         """Does what is due about once a second, not for each frame."""
@@ -296,6 +349,7 @@ class Sessions:
 
     def _close(self, session: Session, reason: str) -> None:
         self._counts.closed[reason] += 1
+        self._alone = None
         self._table.close(session)
 
     # ---- answers -----------------------------------------------------------------------------

@@ -77,13 +77,10 @@ class SessionTable:
         self._at: list[Session | None] = [None] * len(rows)
         self._of: dict[bytes, Session] = {}
         self.by_peer = self._of.get  # the session on a connection, or None
+        self.by_row = self._at.__getitem__  # the session that holds a row, or None
 
     def __len__(self) -> int:
         return len(self._of)
-
-    def by_row(self, row: int) -> Session | None:
-        """Returns the session that holds a row."""
-        return self._at[row]
 
     def by_id(self, session: int) -> Session | None:
         """Returns the session with this number."""

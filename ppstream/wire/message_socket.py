@@ -15,6 +15,8 @@ from ppstream.core.errors import ConfigError
 from ppstream.wire.endpoints import endpoint_problem, is_local, unix_path
 
 if TYPE_CHECKING:
+    import socket
+
     from ppstream.wire.keys import ClientKeys, ServerKeys
 
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024  # a larger one loses its sender the connection
@@ -60,6 +62,13 @@ class MessageSocket(Protocol):
 
         They end with the one that makes them ``MAX_DRAIN_BYTES``: a sender of large frames that is
         as quick as their copies could else keep the caller for as long as it likes.
+        """
+        ...
+
+    def packets_of(self, peer: bytes) -> socket.socket | None:
+        """The connection of ``peer``, where its messages stand as packets; else None.
+
+        The owner may read from it, too. It is this socket's to close.
         """
         ...
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import resource
 import select
@@ -70,7 +71,19 @@ class _UnixSocket(ABC):
 
     def send(self, body: bytes, peer: bytes = b"", tail: memoryview = NO_TAIL) -> bool:
         """As ``MessageSocket``."""
-        if len(body) + tail.nbytes <= PACKET_BYTES_MAX:
+        if tail is NO_TAIL and len(body) <= PACKET_BYTES_MAX:  # usually, and in one call less
+            with self._lock:
+                connection = None if self._closed else self._connection(peer)
+                if connection is None:
+                    return False
+                try:
+                    connection.send(body)
+                except OSError as failed:
+                    if failed.errno not in TOO_LARGE:
+                        return False
+                else:
+                    return True
+        elif len(body) + tail.nbytes <= PACKET_BYTES_MAX:
             error = self._send(peer, body, tail)
             if error not in TOO_LARGE:
                 return not error
@@ -80,6 +93,11 @@ class _UnixSocket(ABC):
                 return not self._send(peer, carrier, NO_TAIL, fd)
         except OSError:  # neither memory nor a descriptor is left
             return False
+
+    def packets_of(self, peer: bytes) -> socket.socket | None:
+        """As ``MessageSocket``."""
+        with self._lock:
+            return None if self._closed else self._connection(peer)
 
     @abstractmethod
     def _connection(self, peer: bytes) -> socket.socket | None:
@@ -102,7 +120,7 @@ class _UnixSocket(ABC):
                 return error.errno or errno.EIO
         return 0
 
-    def _receive(self, connection: socket.socket) -> bytes | None:
+    def _receive(self, connection: socket.socket) -> bytes | memoryview | None:
         """The next message; None: there is none now, or it was malformed.
 
         Raises:
@@ -135,8 +153,8 @@ class _UnixSocket(ABC):
             for fd in fds:
                 os.close(fd)
 
-    def _carried(self, size: int, fds: list[int], *, is_cut: bool) -> bytes:
-        """The message that lies in the memory of a carrier's descriptor.
+    def _carried(self, size: int, fds: list[int], *, is_cut: bool) -> memoryview:
+        """The message that lies in the memory of a carrier's descriptor; not copied.
 
         Raises:
             ProtocolError: it is no carrier, or its memory could change or end while it is read.
@@ -156,10 +174,11 @@ class _UnixSocket(ABC):
             raise ProtocolError("memory that is not sealed, or of another size")
         if found.st_blocks * BLOCK_BYTES < length:
             raise ProtocolError("memory with holes: reading it would allocate pages here")
-        data = os.pread(fds[0], length, 0)  # half the time of mapping as much and letting go of it
-        if len(data) != length:
-            raise ProtocolError("memory that cannot be read")
-        return data
+        try:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
+            return memoryview(mmap.mmap(fds[0], length, flags, mmap.PROT_READ))
+        except OSError as error:
+            raise ProtocolError("memory that cannot be mapped") from error
 
 
 class UnixServer(_UnixSocket):
@@ -211,8 +230,15 @@ class UnixServer(_UnixSocket):
             fd = self._turn.popleft()
             if fd == self._listener_fd:
                 self._accept()
-            elif (message := self._next(fd)) is not None:
-                frames.append(Frame(self._by_fd[fd][0], message))
+                continue
+            peer, connection = self._by_fd[fd]
+            try:
+                message = self._receive(connection)
+            except EOFError:
+                self._part(fd)
+                continue
+            if message is not None:
+                frames.append(Frame(peer, message))
                 if looks != 1:  # most have one message: another look is less than a read in vain
                     self._turn.append(fd)  # until it has none left
                 left -= len(message)
@@ -268,18 +294,14 @@ class UnixServer(_UnixSocket):
                 self._by_fd[connection.fileno()] = peer, connection
             self._epoll.register(connection.fileno(), select.EPOLLIN)
 
-    def _next(self, fd: int) -> bytes | None:
-        """The next message of a connection, which is closed when its peer has left."""
+    def _part(self, fd: int) -> None:
+        """Close a connection whose peer has left."""
         peer, connection = self._by_fd[fd]
-        try:
-            return self._receive(connection)
-        except EOFError:
-            self._refused["closed"] += 1
-            with self._lock:
-                del self._by_fd[fd], self._by_peer[peer]
-                self._epoll.unregister(fd)
-                connection.close()
-            return None
+        self._refused["closed"] += 1
+        with self._lock:
+            del self._by_fd[fd], self._by_peer[peer]
+            self._epoll.unregister(fd)
+            connection.close()
 
 
 class UnixClient(_UnixSocket):

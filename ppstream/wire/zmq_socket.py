@@ -111,6 +111,9 @@ class SharedSocket:
         self.wake()  # the limit ended it, and the edge is spent
         return frames
 
+    def packets_of(self, peer: bytes) -> None:
+        """As ``MessageSocket``: ZeroMQ has frames."""
+
     def refused(self) -> dict[str, int]:
         """As ``MessageSocket``."""
         if self._guard is None or self._closed:

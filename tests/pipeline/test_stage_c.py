@@ -219,3 +219,18 @@ def test_what_a_decoder_leaves_out_is_refused_also_behind_a_result_that_was_not_
             if is_emitted or seq:  # a cut may come in between
                 dropped.append(stage_c.emit(flight, rows, emitter))
     assert dropped == [None, "non_finite"][not is_emitted :]
+
+
+class Popping:
+    """A decoder that takes out of its mapping what it reads."""
+
+    def reset(self, row: int) -> None: ...
+
+    def __call__(self, row: int, result: Any, actions: np.ndarray[Any, Any]) -> None:
+        actions[...] = result.pop("actions")
+
+
+def test_what_a_decoder_does_to_its_mapping_reaches_no_later_result(tmp_path: Path) -> None:
+    with pipeline(tmp_path, decoder=Popping()) as (running, emitter):
+        running.rank0.run(9)
+    assert len(emitter.chunks) == 9

@@ -246,6 +246,7 @@ def test_memory_is_lent_again_unless_a_call_kept_it(keeper: str) -> None:
     lent = outputs.given["second"].data_ptr()
     for _ in range(3):
         outputs.prove(lambda: everything(outputs.given), HERE)
+        outputs.settle()
         assert outputs.given["second"].data_ptr() == lent
     kept: list[object] = []
 
@@ -254,7 +255,35 @@ def test_memory_is_lent_again_unless_a_call_kept_it(keeper: str) -> None:
         kept.append(KEEPERS[keeper](outputs.given["second"]))
 
     outputs.prove(write, HERE)
+    outputs.settle()
     assert outputs.given["second"].data_ptr() != lent
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_what_is_written_to_kept_memory_between_two_calls_hides_nothing(*, settles: bool) -> None:
+    outputs = Outputs(slot_of("float32"), INTEGERS)
+    kept: list[Tensor] = []
+
+    def write() -> None:
+        everything(outputs.given)
+        kept.extend(outputs.given.values())
+
+    outputs.prove(write, HERE)
+    if settles:
+        outputs.settle()
+    for tensor in kept:
+        tensor.fill_(9.0)
+    with pytest.raises(UnwrittenError, match="were not written"):
+        outputs.prove(lambda: None, HERE)
+
+
+def test_a_call_that_writes_nothing_behind_one_that_was_settled_is_found() -> None:
+    outputs = Outputs(slot_of("float32"), INTEGERS)
+    for _ in range(2):
+        outputs.prove(lambda: everything(outputs.given), HERE)
+        outputs.settle()
+    with pytest.raises(UnwrittenError, match="were not written"):
+        outputs.prove(lambda: None, HERE)
 
 
 def test_a_word_of_the_fill_between_two_words_was_written() -> None:

@@ -831,7 +831,8 @@ def test_an_observation_leaves_before_anything_else_is_done_for_it(
         client.ask({"joints": [1, 2, 3]}, 5.0)
         did = [*called]
     is_local = server.sessions.endpoint.startswith("unix://")
-    assert did[:2] == [Samples, "collect" if is_local else "wake"]
+    assert did[0] == Samples
+    assert is_local or did[1] == "wake"
     assert is_local != ("wake" in did)  # the link's thread sleeps on
 
 

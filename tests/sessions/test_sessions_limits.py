@@ -10,7 +10,8 @@ import pytest
 from robot_rig import make_config, wait_until
 from session_desk import STREAMS, Desk, hello, open_desk, samples
 
-from ppstream.core.clock import NS_PER_S
+from ppstream.config.schema import PipelineConfig
+from ppstream.core.clock import NS_PER_MS, NS_PER_S
 from ppstream.sessions.table import (
     DRAIN_FRAMES,
     DRAIN_NS,
@@ -74,6 +75,46 @@ def test_strangers_share_one_limit(desk: Desk, extra: int, over: int, message: A
 
 def test_a_lone_robot_may_replay_as_fast_as_it_can() -> None:
     assert frames_per_second(make_config(rows=1)) > 10**9
+
+
+def lone_config() -> PipelineConfig:
+    config = make_config()
+    return msgspec.structs.replace(config, streams=config.streams[:1])
+
+
+def test_a_lone_robot_that_never_pauses_keeps_nobody_out() -> None:
+    with open_desk(config=lone_config()) as desk:
+        loud, other = desk.robot(), desk.robot()
+        session = desk.admit(loud, streams=STREAMS[:1]).session
+        stamps_ns = count(1, NS_PER_MS)
+        desk.send(loud, samples(session, next(stamps_ns)))
+        other.send(encoder.encode(m.Describe(WIRE_MAJOR, WIRE_MINOR)))
+        answers: list[Any] = []
+        while not answers:
+            assert desk.now_ns < 11 * NS_PER_S
+            desk.now_ns += NS_PER_MS
+            loud.send(encoder.encode(samples(session, next(stamps_ns))))
+            desk.sessions.drain(desk.now_ns)
+            answers = other.drain()
+        assert isinstance(m.to_robot.decode(answers[0].body), m.Described)
+
+
+def test_all_that_a_lone_robot_says_is_taken_in_turn_and_counted() -> None:
+    with open_desk(config=lone_config()) as desk:
+        robot = desk.robot()
+        session = desk.admit(robot, streams=STREAMS[:1]).session
+        ring = desk.rows[0].reference
+        desk.send(robot, samples(session, 1))
+        desk.now_ns += NS_PER_MS  # no stamp leads more than the first one
+        bad = msgspec.structs.replace(samples(session, 5), values=memoryview(b"\0" * 8))
+        sent = [samples(session, 2, 3), samples(session, 4), m.ResetRequest(session), bad]
+        assert desk.send(robot, *sent, samples(session, 6), samples(session + 1, 7)) == 4
+        assert (ring.count, ring.newest_ns, desk.rows[0].session_epoch) == (1, 6, 1)
+        assert ring.ledger.dropped["new_episode"] == 4
+        assert ring.ledger.dropped["shape"] == 1
+        statistics = desk.sessions.statistics()
+        assert statistics.frames_dropped == {"stranger": 1}
+        assert statistics.frames_handled == 7  # and its Hello
 
 
 @pytest.mark.parametrize(("dim", "limit"), [(3, PUSH_BYTES), (PUSH_BYTES, 4 * PUSH_BYTES)])

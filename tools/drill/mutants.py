@@ -114,8 +114,8 @@ MUTANTS: Final = (
     Mutant(
         "outputs are filled before each call",
         "ppstream/policy/unwritten.py",
-        "            self.fill()\n",
-        "",
+        "            memory[:] = pattern\n",
+        "            pass\n",
         "policy-writes-nothing-once",
     ),
     Mutant(

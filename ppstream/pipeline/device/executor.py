@@ -222,7 +222,7 @@ class DeviceExecutor:
 
     # ---- between envelopes ----------------------------------------------------------------------
 
-    def wait(self, *, worked: bool) -> None:
+    def wait(self, *, worked: bool) -> bool:
         """As ``Executor``: no descriptor tells the end of an event, so it is predicted."""
         if worked:
             if self._loop.is_cut_due or now_ns() >= self._glance_ns:
@@ -231,6 +231,7 @@ class DeviceExecutor:
             self._loop.log.run_when_idle()
         else:
             self._rest_until(self._next_ns())
+        return self._loop.may_start()
 
     def _next_ns(self) -> int:
         """When something can be there again: the oldest envelope, or what falls due by the clock.
