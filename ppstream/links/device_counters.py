@@ -220,19 +220,20 @@ class CountedLink:
         """Into the first slot; no stage is running."""
         self._receive(0, self.note_bytes, self.receiving, spins=True)
 
+    def end_waits(self) -> None:
+        """Let every wait of this end pass, unless the peer counts once more behind this."""
+        value = (self._awaited + FAR_AHEAD) % WRAP
+        stream("release").write_value(self._places.my_counter, value)
+
     def close(self) -> bool:
         """Let every wait of this end pass; whether all streams then ran dry."""
-        value = (self._awaited + FAR_AHEAD) % WRAP
-        self._far.fill_(value)
-
-        def write() -> None:
-            stream("release").write_value(self._places.my_counter, value)
+        self._far.fill_((self._awaited + FAR_AHEAD) % WRAP)
 
         def copy() -> None:
             source = self._far.data_ptr()  # its lower half comes first
             stream("release by copy").copy(self._places.my_counter, source, COUNTED_BYTES)
 
-        return any(self._moves(route) for route in (write, copy))
+        return any(self._moves(route) for route in (self.end_waits, copy))
 
     def _stream(self, given: CudaStream | None, own: CudaStream) -> CudaStream:
         if given is None:

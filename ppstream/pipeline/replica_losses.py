@@ -6,16 +6,15 @@ Before *ready* a loss always ends the run: nothing was proven without that repli
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.core.errors import PeerLostError, PpstreamError
 from ppstream.core.user_code import message_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ppstream.core.waiter import Waiter
-    from ppstream.links.replicas import ReplicasIn
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
     from ppstream.pipeline.rank0 import Rank0
 
@@ -24,12 +23,22 @@ logger = logging.getLogger("ppstream")
 SERVED: Final = ("ready", "degraded", "draining")  # phases in which a replica may go
 
 
+class ReplicaHops(Protocol):
+    """Rank 0's hops to and from all replicas, as far as losses go."""
+
+    def name_of(self, replica: int, index: int) -> int:
+        """The run's index of an envelope that a replica names, and that is under way."""
+
+    def lose(self, replica: int, waiter: Waiter, /) -> None:
+        """Go on without a replica."""
+
+
 class ReplicaLosses:
     """Judges and carries out the loss of a replica; for the thread that receives results.
 
     Args:
         fewest: replicas without which the run ends.
-        into: hops from all of them.
+        hops: to and from all of them.
         policy_ranks: all of them, in order of their ranks.
         let_go: ends what is left of a rank, and has the run's end not ask for it any more.
     """
@@ -37,7 +46,7 @@ class ReplicaLosses:
     def __init__(
         self,
         fewest: int,
-        into: ReplicasIn,
+        hops: ReplicaHops,
         policy_ranks: tuple[PolicyRankPeer, ...],
         let_go: Callable[[int], str],
     ) -> None:
@@ -45,7 +54,7 @@ class ReplicaLosses:
         self.waiter: Waiter  # the one that results wake
         self.rank0: Rank0 | None = None  # before a loop has it, nothing is borne
         self._fewest = fewest
-        self._into = into
+        self._hops = hops
         self._let_go = let_go
         self._all = policy_ranks
 
@@ -58,10 +67,10 @@ class ReplicaLosses:
         """The same of those whose end was noticed, by whomever."""
         return self.bears(sum(found.peer.lost_ns is not None for found in self._all))
 
-    def check_hops(self) -> bool:
-        """Accepts hops that broke since the last call; returns True if there were any."""
+    def check_hops(self, broken: Mapping[int, PpstreamError]) -> bool:
+        """Accepts hops that broke, by replica; returns True if any were not known of."""
         before = self.policy_ranks
-        for replica, error in [*self._into.turns.broken.items()]:
+        for replica, error in [*broken.items()]:
             self.accept(self._all[replica], error)
         return self.policy_ranks is not before
 
@@ -77,7 +86,7 @@ class ReplicaLosses:
             error = policy_rank.peer.last_words() or error
         self.policy_ranks = left
         self.waiter.unregister(policy_rank.peer.fileno())
-        self._into.lose(policy_rank.rank - 1, self.waiter)
+        self._hops.lose(policy_rank.rank - 1, self.waiter)
         policy_rank.forget()
         reason = message_of(error) + self._let_go(policy_rank.rank)
         logger.warning(
