@@ -134,20 +134,23 @@ def test_a_credit_from_before_the_newest_line_up_is_there(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, waiter: Waiter
 ) -> None:
     """Whatever the counter of a replica that was lost says by now."""
-    front, (_, other) = joined(2, monkeypatch)
-    for index in range(2):
+    front, (lost, other) = joined(2, monkeypatch)
+    for index in range(4):
         front.queue_receive(index)
-    send_back(other, 0)
+    for index in range(2):
+        send_back(other, index)
     front.lose(0, waiter)
     wait_until(front.receiving.is_idle)
-    front.line_up(2)
+    front.line_up(4)
+    send_back(lost, 0)  # its device comes to it now
+    wait_until(lost.sending.is_idle)
     a, done = CudaStream(), CudaEvent()
-    for index in range(2):
+    for index in range(4):
         assert front.queue_wait(index, a)
     a.record(done)
     wait_until(done.is_done)
-    assert front.turn(2) == (1, 1)
-    assert front.turn(3) == (1, 2)
+    assert front.turn(4) == (1, 2)
+    assert front.turn(5) == (1, 3)
     assert front.close()
 
 

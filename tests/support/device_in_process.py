@@ -268,6 +268,7 @@ class DevicePipeline:
         self._stack.callback(self.driver.close)
         self._is_in_turn = config.placement.replicas > 1
         self.let_go: list[int] = []  # replicas that the run goes on without
+        self.on_let_go: list[Callable[[int], None]] = []
         self.on_exit: list[Callable[[], None]] = []  # before anybody is asked to leave
         self._nodes = kernels if runs_ahead else None
         takes_texts = config.policy.instructions
@@ -414,6 +415,8 @@ class DevicePipeline:
 
     def _let_go(self, rank: int) -> str:
         self.let_go.append(rank)
+        for call in self.on_let_go:
+            call(rank)
         return ""
 
     def _front_parts(self, layout: SlotLayout) -> DeviceFrontParts | None:

@@ -162,6 +162,16 @@ def test_nothing_of_a_cut_epoch_is_emitted_behind_the_cut(build: Build) -> None:
     assert set(epochs) == {0, 1}
 
 
+def test_an_idle_replica_has_nothing_queued_that_a_load_could_stand_behind(build: Build) -> None:
+    """Bells tell each one of its own envelopes alone."""
+    with build(3, runs_ahead=False) as pipeline:
+        pipeline.saturate()
+        pipeline.rank0.run(RUN)
+        for policy_rank in pipeline.executor.policy_ranks:
+            policy_rank.newest_b(0)
+        assert all(rank.link.receiving.is_idle() for rank in pipeline.ranks)
+
+
 def test_standalone_times_are_of_each_replica(build: Build) -> None:
     with build(3) as pipeline:
         pipeline.saturate()
@@ -182,8 +192,11 @@ def test_rank_0_leaves_with_waits_queued_for_every_replica(build: Build) -> None
 # ---- losses --------------------------------------------------------------------------------------
 
 
-def vanish(pipeline: DevicePipeline, rank: int, call: int) -> None:
-    """That replica ends in its n-th call, which is never answered."""
+def vanish(pipeline: DevicePipeline, rank: int, call: int, begun: int = 0) -> threading.Event:
+    """That replica ends in its n-th call, which is answered once what is returned is set.
+
+    Not before so many envelopes have begun.
+    """
     lost, named = pipeline.ranks[rank - 1], pipeline.policies[rank - 1]
     act = named.act
 
@@ -191,6 +204,7 @@ def vanish(pipeline: DevicePipeline, rank: int, call: int) -> None:
         if number < call:
             act(number)
         else:
+            wait_until(lambda: pipeline.rank0.started >= begun)
             lost.loop.drain_reason = "vanished"
             lost.back.close()
             gone.wait(LIMIT_S)  # what it has queued stands behind it
@@ -198,6 +212,7 @@ def vanish(pipeline: DevicePipeline, rank: int, call: int) -> None:
     gone = threading.Event()
     named.act = leave
     pipeline.on_exit.append(gone.set)
+    return gone
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -258,6 +273,55 @@ def test_a_loss_while_nothing_is_under_way_is_borne_too(build: Build) -> None:
         envelopes = pipeline.envelopes()
     assert [line["replica"] for line in envelopes[-RUN:]] == [2] * RUN
     assert not any(line.get("drop") for line in envelopes)
+
+
+def test_a_lost_replica_whose_device_still_counts_holds_nobody_up(build: Build) -> None:
+    """It takes the release of the waits for it back: they are released again."""
+    settings = ("placement.replicas_min=1", "pipeline.d_in=5", "pipeline.d_out=5")
+    with build(2, *settings, runs_ahead=False) as pipeline:
+        lost, answered = pipeline.ranks[0], threading.Event()
+        gone = vanish(pipeline, 1, 4, begun=13)  # it has queued two of its three
+        pipeline.policies[1].act = lambda call: call < 4 or answered.wait(LIMIT_S)
+
+        def count(rank: int) -> None:
+            gone.set()
+            wait_until(lambda: lost.link.sending.is_idle() and lost.b.is_idle())
+            answered.set()  # behind it rank 0 waits for the lost one again
+
+        pipeline.on_let_go.append(count)
+        pipeline.saturate()
+        pipeline.rank0.run(RUN)
+        envelopes = pipeline.envelopes()
+    dropped = [line["seq"] for line in envelopes if line.get("drop")]
+    assert dropped[:3] == [8, 10, 12]
+    assert len(envelopes) == RUN
+
+
+def test_a_result_is_owed_by_the_replica_whose_turn_it_is_alone(build: Build) -> None:
+    with build(2, "pipeline.d_in=2") as pipeline:
+        asked: list[tuple[int, int]] = []
+        for policy_rank in pipeline.executor.policy_ranks:
+            check = policy_rank.check
+
+            def watched(
+                now: int,
+                oldest: Any,
+                limit_ns: int,
+                rank: int = policy_rank.rank,
+                check: Any = check,
+            ) -> None:
+                if oldest is not None:
+                    asked.append((rank, oldest.index % 2 + 1))
+                check(now, oldest, limit_ns)
+
+            policy_rank.check = watched  # type: ignore[method-assign]
+        pause = threading.Event()
+        for policy in pipeline.policies:
+            policy.act = lambda call: pause.wait(0.02)
+        pipeline.saturate()
+        pipeline.rank0.run(20)
+    assert {rank for rank, _ in asked} == {1, 2}
+    assert all(rank == owner for rank, owner in asked)
 
 
 @pytest.mark.parametrize("fewest", ["2", "none"])
