@@ -3,7 +3,9 @@
 Every cell (stage times, threads, D_in = D_out = D) is a run of two real ranks with simulated
 stages, of one more for each further B of a chain ``A:B1:B2:C``; its bring-up is the measurement, so
 cells that the gate refuses are measured, too. With ``--replicas`` the policy rank is so many
-replicas, and each period stands beside the shortest possible one. All cells run forwards, then
+replicas, and each period stands beside the shortest possible one. With ``--devices`` ranks are on
+these GPUs, A and C work there, and ``--kind gpu`` has stage B do so, too; ranks that share a GPU
+need one that sleeps. All cells run forwards, then
 backwards. The model is given the stage times that the same run measured.
 """
 
@@ -63,7 +65,8 @@ MS: Final = 1e-6  # per ns
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     torch.set_num_threads(1)
-    mode = f"{options.kind} stages, host link, log on, 2 x {options.envelopes} envelopes, ABBA"
+    where = f"ranks on {', '.join(options.devices)}" if options.devices else "host link"
+    mode = f"{options.kind} stages, {where}, log on, 2 x {options.envelopes} envelopes, ABBA"
     print_environment(mode)
     chosen = cells(options.stages, options.threads, options.depths)
     if options.replicas:
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, cell in enumerate(order, start=1):
             print(f"{number}/{len(order)}  {cell.stages}  {cell.threads}  D {cell.depth}")
             sys.stdout.flush()
-            found = run_cell(cell, options.kind, options.envelopes)
+            found = run_cell(cell, options.kind, options.envelopes, options.devices)
             passes.setdefault(cell, []).append(found)
     rows = [combine(cell, found, slot_bytes(cell)) for cell, found in passes.items()]
     advice, targets = recommend(rows), gap_targets(rows)
@@ -107,7 +110,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--replicas", type=int, nargs="+", metavar="R", help="of the policy rank, with D = R + 1"
     )
-    parser.add_argument("--kind", choices=("sleep", "spin"), default="sleep")
+    parser.add_argument("--kind", choices=("sleep", "spin", "gpu"), default="sleep")
+    parser.add_argument(
+        "--devices", nargs="+", metavar="cuda:N", default=[], help="of the ranks, in turn"
+    )
     parser.add_argument("--envelopes", type=int, help="a run, at least 100; each cell has two runs")
     parser.add_argument("--quick", action="store_true", help="two short cells")
     parser.add_argument("--plot", type=Path, help=".png or .svg")
@@ -127,9 +133,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 # ---- one cell ---------------------------------------------------------------------------------
 
 
-def run_cell(cell: SweepCell, kind: str, envelopes: int) -> Pass:
+def run_cell(cell: SweepCell, kind: str, envelopes: int, devices: Sequence[str] = ()) -> Pass:
     """One run of all ranks; exits when it did not get through bring-up."""
-    settings = [*_settings(cell, kind), f"bringup.envelopes={envelopes}", "bringup.standalone=2"]
+    settings = [
+        *_settings(cell, kind, devices),
+        f"bringup.envelopes={envelopes}",
+        "bringup.standalone=2",
+    ]
     report, _ = measure_bring_up(settings, world_size=cell.stages.ranks)
     return read_pass(report)
 
@@ -161,7 +171,7 @@ def slot_bytes(cell: SweepCell) -> int:
     return cell.stages.replicas * (envelopes + results)
 
 
-def _settings(cell: SweepCell, kind: str) -> list[str]:
+def _settings(cell: SweepCell, kind: str, devices: Sequence[str] = ()) -> list[str]:
     places_ms = cell.stages.places_ms
     policy = [f"policy.options.b_ms={cell.stages.b_ms}"]
     if len(places_ms) > 1:
@@ -171,11 +181,18 @@ def _settings(cell: SweepCell, kind: str) -> list[str]:
             f"placement.policy=[{devices}]",
             f"placement.parts={parts}",
         ]
+    if devices:
+        ranks = [devices[rank % len(devices)] for rank in range(cell.stages.ranks)]
+        policy += [
+            f"placement.rank0={ranks[0]}",
+            f"placement.policy=[{', '.join(map(repr, ranks[1:]))}]",
+            f"policy.graph={str(kind == 'gpu').lower()}",
+        ]
     return [
         *policy,
         f"simulate.a_ms={cell.stages.a_ms}",
         f"simulate.c_ms={cell.stages.c_ms}",
-        f"simulate.kind={kind}",
+        f"simulate.kind={'gpu' if devices else kind}",
         f"policy.options.kind={kind}",
         f"placement.replicas={cell.stages.replicas}",
         f"pipeline.threads={cell.threads}",

@@ -29,7 +29,8 @@ def out_of_order(run: RunLog, window: JudgedSpan, slack_ns: int) -> tuple[int, s
     on one place where a device made them.
     """
     if window.topology.has_replicas:
-        wrong = [*out_of_turn(run, window), *_on_replicas(window)]
+        slack_ns = slack_ns if window.topology.device_stamped else 0
+        wrong = [*out_of_turn(run, window), *_on_replicas(window, slack_ns)]
         return len(wrong), wrong[0] if wrong else ""
     if not window.topology.is_chain:
         return 0, ""
@@ -59,11 +60,11 @@ def _in_row(before: PolicyLine, line: PolicyLine, title: str, slack_ns: int = 0)
         yield f"{title}: two B at the same time, of envelopes {before.seq} and {line.seq}"
 
 
-def _on_replicas(window: JudgedSpan) -> Iterator[str]:
+def _on_replicas(window: JudgedSpan, slack_ns: int) -> Iterator[str]:
     for segment in window.segments:
         for rank in window.topology.replica_ranks:
             for before, line in pairwise(lines_of_replica(segment.envelopes, rank)):
-                yield from _in_row(before, line, f"replica {rank}")
+                yield from _in_row(before, line, f"replica {rank}", slack_ns)
 
 
 def _between_places(window: JudgedSpan, slack_ns: int) -> Iterator[str]:

@@ -480,9 +480,16 @@ def _replica_problems(config: PipelineConfig) -> Iterator[str]:
             f"placement.parts: got 'auto' with placement.replicas = {replicas}, want a list of "
             "places 0 and 1, or none: the best cut is sought for one rank a place"
         )
-    if placement.rank0 != "cpu":
+    if placement.rank0 == "cpu":
+        return
+    if "cpu" in placement.policy:
         yield (
-            f"placement.replicas needs CPUs: got {replicas} with placement.rank0 = "
-            f"{placement.rank0!r}, want placement.rank0 = 'cpu' (replicas may compute on GPUs), or "
-            "placement.replicas = 1"
+            f"placement.replicas: got {replicas} with placement.rank0 = {placement.rank0!r} and a "
+            "replica on the CPU, want CUDA devices for all of placement.policy, or "
+            "placement.rank0 = 'cpu'"
+        )
+    if config.link.kind == "nccl":
+        yield (
+            f"placement.replicas: got {replicas} with link.kind = 'nccl', want 'auto', 'peer' or "
+            "'pinned': envelopes go to replicas in turn through memory that both GPUs reach"
         )

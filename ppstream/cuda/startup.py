@@ -12,7 +12,7 @@ import importlib
 import os
 import resource
 from collections.abc import Callable, Iterator, MutableMapping
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -110,7 +110,10 @@ def peer_access(config: PipelineConfig) -> bool:
     if "cpu" in chain:
         return False
     settle_connections()
-    return all(has_peer_access(one, other) for one, other in pairwise([*chain, chain[0]]))
+    pairs = [*pairwise([*chain, chain[0]])]
+    if devices.replicas > 1:
+        pairs = [*product(chain[:1], devices.policy)]
+    return all(has_peer_access(one, other) for one, other in pairs)
 
 
 def missing(config: PipelineConfig) -> list[str]:

@@ -6,6 +6,7 @@ Everything that loads, allocates or captures happens here, before a wait is queu
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,10 +21,13 @@ from ppstream.cuda.streams import stream as cuda_stream
 from ppstream.cuda.streams import torch_stream
 from ppstream.launch import handshake
 from ppstream.launch.placement import Placement, place
+from ppstream.links.device_counters import CountedLink
 from ppstream.links.device_link import Headers, new_device_slots, run_ahead
+from ppstream.links.device_replicas import DeviceReplicas
 from ppstream.links.factory import open_device
 from ppstream.links.headers import ENVELOPE_HEADER
 from ppstream.links.latency_probe import measure
+from ppstream.links.replicas import replica_folder
 from ppstream.links.slots import Position, SlotLayout
 from ppstream.observe.attribution import block
 from ppstream.pipeline.device.executor import DeviceExecutor
@@ -42,7 +46,7 @@ from ppstream.policy.parts import Joined, name_of
 from ppstream.policy.unwritten import FilledPolicy, drawn_for
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ppstream.config.schema import PipelineConfig
     from ppstream.control.launcher_store import LauncherStore
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     from ppstream.observe.log_writer import TimestampLog
     from ppstream.pipeline.device.stage_a import DeviceStageA
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+    from ppstream.pipeline.replica_losses import ReplicaHops, ReplicaLosses
     from ppstream.policy.parts import Place
     from ppstream.policy.protocol import Policy
 
@@ -85,16 +90,18 @@ def open_rank0(
     store: LauncherStore,
     shape: LinkShape,
     front: tuple[Place, PreparedPolicy] | None,
+    bearing_losses: Callable[[ReplicaHops], ReplicaLosses],
 ) -> tuple[DeviceStageA, DeviceExecutor]:
     """Rank 0's stage A on its GPU, which replaces that of ``parts``, and its executor.
 
     Args:
         parts: of rank 0, whatever its device.
         placement: of the run.
-        policy_ranks: in the order of the chain.
+        policy_ranks: in the order of the chain, or all replicas.
         store: where ranks find each other.
         shape: of the first and the last hop.
         front: place 0 and its parts of the policy, if it has any.
+        bearing_losses: makes the judge of lost replicas.
 
     Raises:
         ConfigError, DeviceError, PeerLostError, ProtocolError: as the link's opening. What parts of
@@ -106,13 +113,8 @@ def open_rank0(
     set_switch_interval(DEVICE_SWITCH_INTERVAL_S)
     stream = torch_stream("a")
     torch.cuda.set_stream(stream)
-    simulate = config.simulate
-    is_simulated = simulate.kind == "gpu"
-    work_a, work_c = (
-        GpuWork(mean_ms if is_simulated else 0.0, device)
-        for mean_ms in (simulate.a_ms, simulate.c_ms)
-    )
-    position = Position(0, len(policy_ranks))
+    work_a, work_c = _simulated_work(config, device)
+    position = Position(0, config.placement.places)
     stamping = choose_stamps(
         config,
         placement.link,
@@ -120,7 +122,9 @@ def open_rank0(
         shape.envelope.slot_bytes,
         works_in_c=work_c.products > 0,
     )
-    link = open_link(config, placement, position, store, shape, device, parts.log, stamping)
+    link, losses = _open_rank0_link(
+        config, placement, position, store, shape, device, parts.log, stamping, bearing_losses
+    )
     own = Rank0Device(
         link=link,
         shape=shape,
@@ -136,7 +140,43 @@ def open_rank0(
         front_parts.prepare(link.out)
         _seal(front[1].policy, parts.log)
     stage_a = RingWindows(config, link.out, device, stream, front_parts)
-    return stage_a, DeviceExecutor(own, policy_ranks)
+    return stage_a, DeviceExecutor(own, policy_ranks, losses)
+
+
+def _simulated_work(config: PipelineConfig, device: torch.device) -> tuple[GpuWork, GpuWork]:
+    """Work that stages A and C only spend time with."""
+    simulate = config.simulate
+    a_ms, c_ms = (simulate.a_ms, simulate.c_ms) if simulate.kind == "gpu" else (0.0, 0.0)
+    return GpuWork(a_ms, device), GpuWork(c_ms, device)
+
+
+def _open_rank0_link(
+    config: PipelineConfig,
+    placement: Placement,
+    position: Position,
+    store: LauncherStore,
+    shape: LinkShape,
+    device: torch.device,
+    log: TimestampLog,
+    stamping: Stamping,
+    bearing_losses: Callable[[ReplicaHops], ReplicaLosses],
+) -> tuple[DeviceLink, ReplicaLosses | None]:
+    """Rank 0's link; of replicas those to all of them, one after the other, and their losses."""
+    replicas = config.placement.replicas
+    if replicas == 1:
+        link = open_link(config, placement, position, store, shape, device, log, stamping)
+        return link, None
+    with ExitStack() as opened:
+        links: list[CountedLink] = []
+        for rank in range(1, replicas + 1):
+            here = store.within(replica_folder(rank))
+            link = open_link(config, placement, position, here, shape, device, log, stamping)
+            opened.callback(link.close)
+            assert isinstance(link, CountedLink), "rules.py refuses others"
+            links.append(link)
+        opened.pop_all()
+    turns = DeviceReplicas(links)
+    return turns, bearing_losses(turns)
 
 
 def _front_parts(
@@ -264,9 +304,11 @@ def open_policy_rank(
             policy raises on its first slots passes through.
     """
     set_switch_interval(DEVICE_SWITCH_INTERVAL_S)
-    device = torch.device(placement.ranks[position.place].device)
+    device = torch.device(placement.ranks[store.rank].device)
     stamping = choose_stamps(config, placement.link, position, shape.result.slot_bytes)
-    link = open_link(config, placement, position, store, shape, device, log, stamping)
+    is_replica, folder = config.placement.replicas > 1, replica_folder(store.rank)
+    meets_in = store.within(folder) if is_replica else store
+    link = open_link(config, placement, position, meets_in, shape, device, log, stamping)
     stamped = stamping.by(link)
     policy = prepared.policy
     parts = PolicyDevice(
@@ -282,6 +324,7 @@ def open_policy_rank(
         nodes=prepared.nodes,
         sizes=sizes_on_gpu(config, policy, shape),
         position=position,
+        rank=store.rank,
         parts_ns=prepared.parts_ns,
     )
     loop = DevicePolicyRank(parts)

@@ -116,6 +116,7 @@ def place(
                 is_one_host=is_one_host,
                 has_peer_access=has_peer_access,
                 shares_gpus=len({plan.device for plan in ranks}) < most,
+                replicas=devices.replicas,
             ),
         )
     _refuse_device_link(config.link, ranks, has_front_parts=0 in devices.cut)
@@ -135,7 +136,13 @@ def _choose_link(link: LinkConfig, ranks: int, *, is_one_host: bool) -> tuple[Li
 
 
 def _choose_device_link(
-    link: LinkConfig, who: str, *, is_one_host: bool, has_peer_access: bool, shares_gpus: bool
+    link: LinkConfig,
+    who: str,
+    *,
+    is_one_host: bool,
+    has_peer_access: bool,
+    shares_gpus: bool,
+    replicas: int,
 ) -> tuple[LinkKind, str]:
     """Between GPUs alone."""
     if link.kind in ("host", "gloo"):
@@ -149,6 +156,13 @@ def _choose_device_link(
         if link.kind in ("peer", "pinned"):
             raise ConfigError(
                 [f"link.kind: got {link.kind!r} for ranks on two hosts, want 'auto' or 'nccl'"]
+            )
+        if replicas > 1:
+            raise ConfigError(
+                [
+                    f"placement.replicas: got {replicas} with GPUs in two hosts, want all ranks on "
+                    "one host, or placement.rank0 = 'cpu'"
+                ]
             )
         _check_trusted(link, "nccl")
         return "nccl", "the GPUs are in two hosts, over a network declared as trusted"

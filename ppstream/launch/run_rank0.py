@@ -45,7 +45,7 @@ from ppstream.pipeline.inline_executor import InlineExecutor
 from ppstream.pipeline.loop import Executor, Rank0Loop
 from ppstream.pipeline.mesh_faults import MeshFaults
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
-from ppstream.pipeline.replica_losses import ReplicaLosses
+from ppstream.pipeline.replica_losses import ReplicaHops, ReplicaLosses
 from ppstream.pipeline.service import Service
 from ppstream.pipeline.split_executor import SplitExecutor
 from ppstream.pipeline.stage_a import LONG_FRONT_MS, FrontParts, StageA
@@ -236,8 +236,9 @@ def _pipelined(
             if front is not None:
                 prepared = device_ranks.prepare_policy(front, config, device, run_id, "a")
                 at_place_0 = places[0], prepared
+            bearing_losses = partial(_bearing_losses, config, policy_ranks, members, end)
             stage_a, executor = device_ranks.open_rank0(
-                parts, placement, policy_ranks, store, shape, at_place_0
+                parts, placement, policy_ranks, store, shape, at_place_0, bearing_losses
             )
             stack.callback(executor.link.close)
             parts = parts._replace(stage_a=stage_a)
@@ -246,7 +247,9 @@ def _pipelined(
             assert isinstance(parts.stage_a, StageA), "placed so"
             hops = _open_hops(config, placement.link, policy_ranks, store, shape)
             stack.callback(hops.close)
-            losses = _bearing_losses(config, hops, policy_ranks, members, end)
+            losses = None
+            if isinstance(hops.into, ReplicasIn):
+                losses = _bearing_losses(config, policy_ranks, members, end, hops.into)
             logger.info("link %s: %s", hops.name, placement.why)
             if front is not None:
                 parts.stage_a.front = _front_parts(config, front, places[0], run_id)
@@ -292,22 +295,20 @@ def _open_hops(
 
 def _bearing_losses(
     config: PipelineConfig,
-    hops: Hops,
     policy_ranks: tuple[PolicyRankPeer, ...],
     members: tuple[PolicyRankPeer, ...],
     end: rank_exit.RankEnd,
-) -> ReplicaLosses | None:
-    """Returns the judge of lost replicas; None: there are no replicas."""
-    if not isinstance(hops.into, ReplicasIn):
-        return None
+    hops: ReplicaHops,
+) -> ReplicaLosses:
+    """Returns the judge of lost replicas."""
     ranks = {found.rank: found for found in (*policy_ranks, *members)}
     replicas = tuple(
         tuple(ranks[rank] for rank in config.placement.mesh_of(leader.rank))
         for leader in policy_ranks
     )
-    losses = ReplicaLosses(config.placement.fewest, hops.into, replicas, end.let_go)
+    losses = ReplicaLosses(config.placement.fewest, hops, replicas, end.let_go)
     for replica, policy_rank in enumerate(policy_ranks):
-        policy_rank.name_of = partial(hops.into.name_of, replica)
+        policy_rank.name_of = partial(hops.name_of, replica)
     for policy_rank in ranks.values():
         policy_rank.bears_loss = losses.bears_the_silent
     end.bears_loss = losses.bears_the_silent

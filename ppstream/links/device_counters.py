@@ -220,19 +220,28 @@ class CountedLink:
         """Into the first slot; no stage is running."""
         self._receive(0, self.note_bytes, self.receiving, spins=True)
 
+    def end_waits(self) -> None:
+        """Let every wait of this end pass, unless the peer counts once more behind this."""
+        release = stream("release")
+        release.write_value(self._places.my_counter, self._far_ahead)
+        self._used.add(release)  # nothing may be unmapped before
+
     def close(self) -> bool:
         """Let every wait of this end pass; whether all streams then ran dry."""
-        value = (self._awaited + FAR_AHEAD) % WRAP
-        self._far.fill_(value)
+        self._far.fill_(self._far_ahead)
 
         def write() -> None:
-            stream("release").write_value(self._places.my_counter, value)
+            stream("release").write_value(self._places.my_counter, self._far_ahead)
 
         def copy() -> None:
             source = self._far.data_ptr()  # its lower half comes first
             stream("release by copy").copy(self._places.my_counter, source, COUNTED_BYTES)
 
         return any(self._moves(route) for route in (write, copy))
+
+    @property
+    def _far_ahead(self) -> int:
+        return (self._awaited + FAR_AHEAD) % WRAP
 
     def _stream(self, given: CudaStream | None, own: CudaStream) -> CudaStream:
         if given is None:

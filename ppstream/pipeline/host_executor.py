@@ -296,7 +296,7 @@ class HostExecutor(OnHost):
         self._read_frames()
         while self._credits.may_receive():
             if (arrival := self.into.receive_nowait()) is None:
-                if (self._losses is not None and self._losses.check_hops()) or self._read_frames():
+                if self._lost_hops() or self._read_frames():
                     continue
                 return
             index, _ = arrival
@@ -317,6 +317,11 @@ class HostExecutor(OnHost):
                 nvtx_ranges.RECV.pop()
             if not self._committed:  # no other is owed: a look in vain would cost as much
                 return
+
+    def _lost_hops(self) -> bool:
+        """True when a hop has broken, and the run goes on without it."""
+        losses, turns = self._losses, self._turns
+        return losses is not None and turns is not None and losses.check_hops(turns.broken)
 
     def _read_frames(self) -> bool:
         """Returns True if there were any."""

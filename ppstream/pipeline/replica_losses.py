@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ppstream.core.errors import ExitCode, PeerLostError, PpstreamError
 from ppstream.core.user_code import message_of
 from ppstream.wire.rank_messages import Goodbye
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ppstream.core.waiter import Waiter
-    from ppstream.links.replicas import ReplicasIn
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
     from ppstream.pipeline.rank0 import Rank0
 
 logger = logging.getLogger("ppstream")
 
 SERVED: Final = ("ready", "degraded", "draining")  # phases in which a replica may go
+
+
+class ReplicaHops(Protocol):
+    """Rank 0's hops to and from all replicas, as far as losses go."""
+
+    def name_of(self, replica: int, index: int) -> int:
+        """The run's index of an envelope that a replica names, and that is under way."""
+
+    def lose(self, replica: int, waiter: Waiter, /) -> None:
+        """Go on without a replica."""
 
 
 class ReplicaLosses:
@@ -36,7 +45,7 @@ class ReplicaLosses:
 
     Args:
         fewest: replicas without which the run ends.
-        into: hops from all of them.
+        hops: to and from all of them.
         replicas: the ranks of each, the one that holds its hops first, in order of these.
         let_go: ends what is left of a rank, and has the run's end not ask for it any more.
     """
@@ -44,14 +53,14 @@ class ReplicaLosses:
     def __init__(
         self,
         fewest: int,
-        into: ReplicasIn,
+        hops: ReplicaHops,
         replicas: tuple[tuple[PolicyRankPeer, ...], ...],
         let_go: Callable[[int], str],
     ) -> None:
         self.waiter: Waiter  # the one that results wake
         self.rank0: Rank0 | None = None  # before a loop has it, nothing is borne
         self._fewest = fewest
-        self._into = into
+        self._hops = hops
         self._let_go = let_go
         self._all = replicas
         self._go_on_with(replicas)
@@ -72,10 +81,10 @@ class ReplicaLosses:
         silent = (any(found.peer.lost_ns is not None for found in ranks) for ranks in self._all)
         return self.bears(sum(silent))
 
-    def check_hops(self) -> bool:
-        """Accepts hops that broke since the last call; returns True if there were any."""
+    def check_hops(self, broken: Mapping[int, PpstreamError]) -> bool:
+        """Accepts hops that broke, by replica; returns True if any were not known of."""
         before = self._left
-        for replica, error in [*self._into.turns.broken.items()]:
+        for replica, error in [*broken.items()]:
             self.accept(self._all[replica][0], error)
         return self._left is not before
 
@@ -91,7 +100,7 @@ class ReplicaLosses:
             error = policy_rank.peer.last_words() or error
         text = message_of(error)
         self._go_on_with(left)
-        self._into.lose(self._all.index(lost), self.waiter)
+        self._hops.lose(self._all.index(lost), self.waiter)
         told = Goodbye(int(ExitCode.PEER_LOST), f"rank 0 goes on without this replica: {text}")
         for each in lost:
             each.peer.mark_lost()

@@ -52,8 +52,17 @@ def test_one_device_stands_for_those_of_all_replicas() -> None:
         ),
         (("placement.replicas=2", "placement.parts=auto"), ["placement.parts: got 'auto' with"]),
         (
-            ("placement.replicas=2", "simulate.a_ms=0", *GPUS),
-            ["placement.replicas needs CPUs: got 2 with"],
+            ("placement.replicas=2", "simulate.a_ms=0", "link.kind=nccl", *GPUS),
+            ["placement.replicas: got 2 with link.kind = 'nccl'", "'peer' or 'pinned'"],
+        ),
+        (
+            (
+                "placement.replicas=2",
+                "simulate.a_ms=0",
+                "placement.rank0=cuda:0",
+                'placement.policy=["cuda:1", "cpu"]',
+            ),
+            ["a replica on the CPU, want CUDA devices for all of placement.policy"],
         ),
         (("placement.replicas=2", "placement.replicas_min=3"), ["replicas_min: got 3, want 2"]),
         (("placement.replicas_min=2",), ["placement.replicas_min: got 2, want 1 at most"]),
@@ -64,6 +73,14 @@ def test_what_replicas_cannot_be_is_refused(settings: tuple[str, ...], texts: li
     (problem,) = problems(*settings)
     for text in texts:
         assert text in problem
+
+
+@pytest.mark.parametrize("kind", ["auto", "peer", "pinned"])
+def test_replicas_may_be_on_gpus_with_rank_0(kind: str) -> None:
+    settings = ("placement.replicas=3", "simulate.a_ms=0", f"link.kind={kind}", *GPUS)
+    assert not problems(*settings)
+    assert load.read(str(CONFIG), settings).placement.policy == ("cuda:1",) * 3
+    assert not problems("placement.replicas=2", "link.kind=nccl", "placement.policy=cuda:0")
 
 
 def test_places_of_parts_are_a_list_or_chosen_by_the_run() -> None:

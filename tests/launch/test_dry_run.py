@@ -380,6 +380,20 @@ def test_peer_access_counts_only_both_ways(machine: Machine, reaches: set[tuple[
 
 
 @pytest.mark.usefixtures("given")
+def test_replicas_need_to_reach_rank_0_alone(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GivenPolicy, "stateless", True, raising=False)
+    machine.gpus, machine.reaches = 3, {(0, 1), (1, 0), (0, 2), (2, 0)}
+    placement = {"rank0": "cuda:0", "policy": ["cuda:1", "cuda:2"], "replicas": 2}
+    text = describe(on_gpus(placement=placement), 3)
+    assert row(text, "peer") == "peer access yes, both ways"
+    assert row(text, "link").startswith("link peer: all 3 GPUs are in one host")
+    machine.reaches.remove((2, 0))
+    assert row(describe(on_gpus(placement=placement), 3), "peer") == "peer access no"
+
+
+@pytest.mark.usefixtures("given")
 def test_a_driver_whose_library_is_missing_still_says_its_cuda(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,19 @@ def test_a_gpu_for_the_policy_alone_keeps_the_host_link() -> None:
     assert (placement.link, placement.is_device_ordered) == ("host", False)
 
 
+def test_replicas_on_gpus_are_all_on_one_host() -> None:
+    config = msgspec.structs.replace(
+        CONFIG,
+        placement=PlacementConfig(rank0="cuda:0", policy=("cuda:1", "cuda:2"), replicas=2),
+        link=LinkConfig(trusted_network=True),
+    )
+    placement = place(config, 3, 3, has_peer_access=True)
+    assert (placement.link, placement.is_device_ordered) == ("peer", True)
+    assert [placement.device_of(rank) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
+    with pytest.raises(ConfigError, match=r"placement\.replicas: got 2 with GPUs in two hosts"):
+        place(config, 3, 2, has_peer_access=True)
+
+
 def meshed(world_size: int, mesh: int, *, local: int | None = None) -> Placement:
     config = msgspec.structs.replace(
         CONFIG,

@@ -11,8 +11,9 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from fake_cuda import FakeDriver, FakePart, queue_call
 from fake_put import FakePuts, FakeStamped
 from fake_wait import FakeWaits
 from host_windows import HostWindows
-from linked_ends import linked
+from linked_ends import ends, linked
 from pipeline_in_process import Collector, patient
 
 from ppstream.config.schema import PipelineConfig
@@ -42,9 +43,10 @@ from ppstream.ingest.synthetic import SyntheticSource
 from ppstream.launch.device_ranks import sizes_on_gpu
 from ppstream.links import device_counters
 from ppstream.links.device_counters import CountedLink
-from ppstream.links.device_link import Headers, device_slots, most_queued, run_ahead
+from ppstream.links.device_link import DeviceLink, Headers, device_slots, most_queued, run_ahead
+from ppstream.links.device_replicas import DeviceReplicas
 from ppstream.links.headers import ENVELOPE_HEADER, link_shape
-from ppstream.links.slots import LinkShape, Position, SlotLayout
+from ppstream.links.slots import BACK, LinkShape, Position, SlotLayout
 from ppstream.observe.log_writer import EnvelopeRecord, PolicyRecord, TimestampLog
 from ppstream.pipeline.credits import CreditLedger
 from ppstream.pipeline.decode import CopyDecoder
@@ -58,6 +60,7 @@ from ppstream.pipeline.device.stamped_hop import StampedHop
 from ppstream.pipeline.loop import Rank0Loop
 from ppstream.pipeline.pacing import Pacing, Saturated
 from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+from ppstream.pipeline.replica_losses import ReplicaLosses
 from ppstream.pipeline.stage_c import StageC
 from ppstream.policy.protocol import Policy, instruct
 from ppstream.policy.unwritten import FilledPolicy, drawn_for
@@ -222,8 +225,8 @@ class PolicyRankThread:
 class DevicePipeline:
     """``rank0`` is a loop over a DeviceExecutor; a context manager.
 
-    Behind it ``policy`` on a policy rank, or several in a chain; ``front`` is at the end of its
-    stage A.
+    Behind it ``policy`` on a policy rank, or several in a chain, or as replicas where the
+    configuration says so; ``front`` is at the end of its stage A.
     """
 
     def __init__(
@@ -263,29 +266,41 @@ class DevicePipeline:
         self._directory = directory
         self._stack = ExitStack()
         self._stack.callback(self.driver.close)
+        self._is_in_turn = config.placement.replicas > 1
+        self.let_go: list[int] = []  # replicas that the run goes on without
+        self.on_let_go: list[Callable[[int], None]] = []
+        self.on_exit: list[Callable[[], None]] = []  # before anybody is asked to leave
         self._nodes = kernels if runs_ahead else None
         takes_texts = config.policy.instructions
         ahead = 0 if takes_texts else run_ahead(self._nodes, 0, config.pipeline.d_in)
         window = self.intake.cutter.inputs
         hops = [window if front is None else front.outputs, *(each.outputs for each in policies)]
         around = [(hops[0], hops[-1]), *pairwise(hops)]  # of each rank
-        shapes = [link_shape(config, *both, 3, ahead, k) for k, both in enumerate(around)]
+        if self._is_in_turn:
+            around = [(hops[0], hops[-1])] * (1 + len(policies))
+        last = 1 if self._is_in_turn else len(policies)
+        shapes = [
+            link_shape(config, *both, 3, ahead, min(k, last)) for k, both in enumerate(around)
+        ]
         self.shape = shapes[0]
         self._stamps, self._graphs = stamps or graphs, graphs
         self._remembers = remembers
         stamps = self._stamps
-        links = linked(
-            *shapes,
-            make_puts=FakePuts if puts else None,
-            make_waits=FakeWaits if spins or stamps else None,
-            make_stamped=FakeStamped if stamps else None,
-        )
-        self._front_link = links[0]
+        makes: dict[str, Any] = {
+            "make_puts": FakePuts if puts else None,
+            "make_waits": FakeWaits if spins or stamps else None,
+            "make_stamped": FakeStamped if stamps else None,
+        }
+        self._front_link: DeviceLink
+        if self._is_in_turn:
+            self._front_link, *links = self._replicas(shapes, makes)
+        else:
+            self._front_link, *links = linked(*shapes, **makes)
         self.ranks = [
-            self._policy_rank(k, links[k], shapes[k], each, kernels)
-            for k, each in enumerate(policies, 1)
+            self._policy_rank(k, link, shapes[k], each, kernels)
+            for k, (link, each) in enumerate(zip(links, policies, strict=True), 1)
         ]
-        self.rank0 = self._rank0(shapes[0], links[0])
+        self.rank0 = self._rank0(shapes[0], self._front_link)
 
     @property
     def policy_rank(self) -> DevicePolicyRank:
@@ -322,6 +337,8 @@ class DevicePipeline:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for call in self.on_exit:
+            call()
         for rank in self.ranks:
             rank.end()
         assert self._front_link.close()
@@ -346,6 +363,17 @@ class DevicePipeline:
     def envelopes(self) -> list[Mapping[str, Any]]:
         return [line for line in self.lines(0) if line["kind"] == "envelope"]
 
+    def _replicas(self, shapes: Sequence[LinkShape], makes: dict[str, Any]) -> list[Any]:
+        """Rank 0's links as one, on the same streams, and the other end of each."""
+        pairs = [ends(shape, **makes) for shape in shapes[1:]]
+        shared: dict[str, CudaStream] = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                device_counters, "stream", lambda role: shared.setdefault(role, CudaStream())
+            )
+            fronts = [end(0) for end in pairs]
+        return [DeviceReplicas(fronts), *(end(1) for end in pairs)]
+
     def _stream(self, role: str) -> CudaStream:
         if role != "b":
             return CudaStream()
@@ -364,20 +392,34 @@ class DevicePipeline:
             shape=shape,
             streams=Streams(a, c),
             clock=self._clock(link),
-            stamps=link if self._stamps else None,
+            stamps=link if self._stamps and not self._is_in_turn else None,
             work_a=Work(self._a_s, self._a_kernels),  # type: ignore[arg-type]
             work_c=Work(self._c_s),  # type: ignore[arg-type]
         )
         ledger = CreditLedger(config.pipeline.d_in, config.pipeline.d_out)
         stage_c = StageC(config, CopyDecoder(), Delay(0.0))
         log = self._log(0, EnvelopeRecord)
-        peers = [PolicyRankPeer(rank.front, config, k) for k, rank in enumerate(self.ranks, 1)]
-        self.executor = DeviceExecutor(own, tuple(peers))
+        peers = tuple(PolicyRankPeer(rank.front, config, k) for k, rank in enumerate(self.ranks, 1))
+        losses = None
+        if isinstance(link, DeviceReplicas):
+            losses = ReplicaLosses(
+                config.placement.fewest, link, tuple((peer,) for peer in peers), self._let_go
+            )
+            for replica, peer in enumerate(peers):
+                peer.name_of = partial(link.name_of, replica)
+                peer.bears_loss = losses.bears_the_silent
+        self.executor = DeviceExecutor(own, peers, losses)
         parts = (config, windows, stage_c, ledger, log, self._waiter())
         loop = Rank0Loop(*parts, executor=self.executor)
         if windows.front is not None:
             windows.front.on_fault = loop.report_policy_fault
         return loop
+
+    def _let_go(self, rank: int) -> str:
+        self.let_go.append(rank)
+        for call in self.on_let_go:
+            call(rank)
+        return ""
 
     def _front_parts(self, layout: SlotLayout) -> DeviceFrontParts | None:
         if self._front is None:
@@ -403,14 +445,15 @@ class DevicePipeline:
             "stream": None,
             "shape": shape,
             "nodes": self._nodes,
-            "position": Position(rank, len(self.policies)),
+            "position": BACK if self._is_in_turn else Position(rank, len(self.policies)),
+            "rank": rank,
             "sizes": sizes_on_gpu(self.config, policy, shape),
         }
         made = {"graphs": self._graphs, "remembers": self._remembers}
         return PolicyRankThread(link, policy, kernels, parts, self._stack, **made)
 
-    def _clock(self, link: CountedLink) -> DeviceClock[Any]:
-        if link.stamped is not None:
+    def _clock(self, link: CountedLink | DeviceReplicas) -> DeviceClock[Any]:
+        if isinstance(link, CountedLink) and link.stamped is not None:
             return DeviceClock(StampProbe(FakeAnswers(), CudaStream()))
         return DeviceClock(DeviceProbe(CudaStream()))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -39,6 +39,14 @@ def linked(
 
     With one shape of two ranks, else of a chain with a rank for each; its policy ranks copy.
     """
+    made = {"make_puts": make_puts, "make_waits": make_waits, "make_stamped": make_stamped}
+    return tuple(map(ends(*shapes, **made), range(max(2, len(shapes)))))
+
+
+def ends(
+    *shapes: LinkShape, make_puts: Any = None, make_waits: Any = None, make_stamped: Any = None
+) -> Callable[[int], CountedLink]:
+    """Makes the ends one by one: of ``linked`` the one of a place."""
     if len(shapes) == 1:
         shapes = (shapes[0], shapes[0])
     places = len(shapes) - 1
@@ -58,4 +66,4 @@ def linked(
         stamped = None if place and places > 1 else make_stamped
         return CountedLink(out, shapes[place], CPU, slots, where, puts, make_waits, stamped)
 
-    return tuple(link(place) for place in range(places + 1))
+    return link

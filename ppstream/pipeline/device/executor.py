@@ -18,6 +18,10 @@ driver's queue full: ``device_link.run_ahead`` bounds by nodes what stands queue
 millisecond or more, as with parts of the policy at its end, or of many nodes, is queued once its
 credit was seen, behind at most one that runs: the host goes on to emit results meanwhile.
 
+Of replicas (``links/device_replicas.py``) each envelope's way leads over the link of the one whose
+turn it is, on the same streams. When one is lost, its waits are ended: what it owes is dropped, and
+once nothing is under way the others line up anew.
+
 The loop finishes envelopes in order once their last event is done: records stamps, decodes, emits.
 ``tEmit`` is the end of C on the device, ``tPick`` the moment at which the host takes the envelope
 up: latency is counted to there, the age of what it emits to the true emit.
@@ -26,14 +30,16 @@ up: latency is counted to there, the age of what it emits to the true emit.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from ppstream.core.clock import NS_PER_MS, now_ns
-from ppstream.core.errors import ProtocolError
+from ppstream.core.errors import PeerLostError, ProtocolError, WatchdogError
 from ppstream.core.realtime import end_timeouts_on_time
 from ppstream.core.user_code import Fault
 from ppstream.links.device_link import most_queued, run_ahead
-from ppstream.links.headers import FAILED, FAILURES
+from ppstream.links.device_replicas import DeviceReplicas
+from ppstream.links.headers import FAILED, FAILURES, REPLICA_LOST
 from ppstream.links.slots import GENERATION, INDEX
 from ppstream.observe.log_writer import EnvelopeRecord
 from ppstream.pipeline.device.event_times import Rank0Times, record_rank0_times
@@ -54,6 +60,7 @@ if TYPE_CHECKING:
     from ppstream.pipeline.device.stage_a import DeviceStageA
     from ppstream.pipeline.loop import Rank0Loop
     from ppstream.pipeline.policy_rank_peer import PolicyRankPeer
+    from ppstream.pipeline.replica_losses import ReplicaLosses
 
 POLL_LATEST_NS: Final = 5 * NS_PER_MS  # at the latest; sooner when something comes or falls due
 POLL_NS: Final = 20_000  # an envelope that is late is polled for so often
@@ -63,11 +70,25 @@ NOW: Final = 0
 
 
 class DeviceExecutor:
-    """Rank 0's GPU, with the policy ranks in the order of the chain behind ``parts.link``."""
+    """Rank 0's GPU, with the policy ranks in the order of the chain behind ``parts.link``.
 
-    def __init__(self, parts: Rank0Device, policy_ranks: tuple[PolicyRankPeer, ...]) -> None:
+    Args:
+        parts: of rank 0.
+        policy_ranks: of a chain, or all replicas.
+        losses: of replicas.
+    """
+
+    def __init__(
+        self,
+        parts: Rank0Device,
+        policy_ranks: tuple[PolicyRankPeer, ...],
+        losses: ReplicaLosses | None = None,
+    ) -> None:
         self.link = parts.link
-        self.policy_ranks = self.all_ranks = policy_ranks
+        self._replicas = parts.link if isinstance(parts.link, DeviceReplicas) else None
+        self._ranks, self._losses = policy_ranks, losses
+        self._lost: set[int] = set()  # envelopes under way whose replica is lost
+        self._is_lined_up = True  # no replica was lost since they lined up
         self._parts = parts
         self._ahead = 0  # of credits, of this phase's stage A; 0: it is queued with its credit
         self._most_queued = most_queued(parts.shape)
@@ -79,12 +100,24 @@ class DeviceExecutor:
         self._glance_ns = 0  # when at the latest while envelopes leave no rest
         self._is_launching = False
 
+    @property
+    def policy_ranks(self) -> tuple[PolicyRankPeer, ...]:
+        """As ``Executor``; of replicas those that are left."""
+        return self._ranks if self._losses is None else self._losses.policy_ranks
+
+    @property
+    def all_ranks(self) -> tuple[PolicyRankPeer, ...]:
+        """As ``Executor``."""
+        return self.policy_ranks
+
     def attach(self, loop: Rank0Loop) -> None:
         """As ``Executor``."""
         self._loop = loop
         for policy_rank in self.policy_ranks:
             policy_rank.attach(loop)
             loop.waiter.register(policy_rank.peer.fileno())
+        if self._losses is not None:
+            self._losses.rank0, self._losses.waiter = loop, loop.waiter
         parts = self._parts
         self._a: DeviceStageA = loop.stage_a  # type: ignore[assignment]
         is_fresh = self._is_fresh = loop.config.pipeline.credit == "before_window"
@@ -93,14 +126,18 @@ class DeviceExecutor:
             self._queueing = StampedQueueing(parts, parts.stamps, self._a)
         else:
             self._queueing = Queueing(parts, self._a, is_fresh=is_fresh)
-        a_spins = is_fresh and self.link.spins
-        marks = self._queueing.marks
-        self._underway = InFlight(loop.credits, parts.clock, marks, a_spins=a_spins)
+        self._underway = self._none_underway(0)
         self._results = Results(drawn_for(loop.log.run_id))
         loop.mark.busy_with = self._at
         loop.log.queues_ahead = True
         loop.on_phase.append(self._on_phase)
         end_timeouts_on_time()
+
+    def _none_underway(self, first: int) -> InFlight:
+        """Nothing is under way, and ``first`` is the next envelope."""
+        a_spins = self._is_fresh and self.link.spins
+        ledger, clock, marks = self._loop.credits, self._parts.clock, self._queueing.marks
+        return InFlight(ledger, clock, marks, a_spins=a_spins, first=first)
 
     def _on_phase(self, phase: str) -> None:
         if isinstance(self._queueing, StampedQueueing) and self._queueing.prepare():
@@ -134,6 +171,7 @@ class DeviceExecutor:
         """As ``Executor``."""
         return (
             len(self._underway) < self._most_underway
+            and self._is_lined_up
             and self._loop.log.on_idle is None
             and (self._ahead > 0 or self._underway.may_begin_now(is_fresh=self._is_fresh))
         )
@@ -143,11 +181,20 @@ class DeviceExecutor:
         self._is_launching = True
         self._queueing.envelope(flight, ends_ns)
         self._is_launching = False
-        if not self._parts.shape.ahead:
-            for policy_rank in self.policy_ranks:
-                policy_rank.peer.ring(flight.index)  # what brings it to the first is queued
         flight.sent_ns = now_ns()  # for the watchdog; the log has the device's
         self._underway.add(flight, flight.sent_ns)
+        if self._replicas is not None:
+            flight.record.replica = self._replicas.turn(flight.index).replica + 1
+        if not self._parts.shape.ahead:
+            self._ring(flight.index)  # what brings it to the first is queued
+
+    def _ring(self, index: int) -> None:
+        if self._replicas is None:
+            for policy_rank in self._ranks:
+                policy_rank.peer.ring(index)
+            return
+        replica, at = self._replicas.turn(index)
+        self._bear(self._ranks[replica], self._ranks[replica].peer.ring, at)
 
     def _at(self) -> str:
         """For the watchdog: a launch stands when the driver's queue is full."""
@@ -212,8 +259,13 @@ class DeviceExecutor:
 
     def _read_header(self, flight: Flight, header: list[int]) -> str | None:
         """Returns why the policy gave no actions on this envelope, or None."""
-        generation = self._parts.shape.generation
-        if header[INDEX] != flight.index or header[GENERATION] != generation:
+        generation, index = self._parts.shape.generation, flight.index
+        if index in self._lost:
+            self._lost.remove(index)
+            return FAILURES[REPLICA_LOST]
+        if self._replicas is not None:
+            index = self._replicas.turn(index).at
+        if header[INDEX] != index or header[GENERATION] != generation:
             raise ProtocolError(
                 f"slot of result {flight.index} (generation {generation}) holds {header[INDEX]} "
                 f"(generation {header[GENERATION]})"
@@ -224,6 +276,8 @@ class DeviceExecutor:
 
     def wait(self, *, worked: bool) -> bool:
         """As ``Executor``: no descriptor tells the end of an event, so it is predicted."""
+        if not (self._is_lined_up or self._underway):
+            self._line_up()
         if worked:
             if self._loop.is_cut_due or now_ns() >= self._glance_ns:
                 self._rest_until(NOW)
@@ -267,7 +321,7 @@ class DeviceExecutor:
 
     def _poll(self) -> None:
         for policy_rank in self.policy_ranks:
-            policy_rank.peer.pump()
+            self._bear(policy_rank, policy_rank.peer.pump)
         self._poll_by_clock()
 
     def _poll_by_clock(self) -> None:
@@ -279,11 +333,50 @@ class DeviceExecutor:
         oldest = self._underway.oldest if self._underway else None
         for policy_rank in self.policy_ranks:
             while policy_rank.peer.inbox:
-                policy_rank.on_control_frame(policy_rank.peer.inbox.popleft())
-            policy_rank.check(now, oldest, self._loop.standstill_ns)
+                frame = policy_rank.peer.inbox.popleft()
+                self._bear(policy_rank, policy_rank.on_control_frame, frame)
+            owed = oldest if self._owes(policy_rank, oldest) else None
+            self._bear(policy_rank, policy_rank.check, now, owed, self._loop.standstill_ns)
+        if self._replicas is not None and not self._is_lined_up:
+            self._replicas.end_waits_for_lost()
         if self._parts.clock.renew_when_due():
             self._loop.log.event("clock", **self._parts.clock.state._asdict())
         self._poll_due_ns = self._due_ns(now + POLL_LATEST_NS)
+
+    # ---- replicas that are lost -----------------------------------------------------------------
+
+    def _owes(self, policy_rank: PolicyRankPeer, oldest: Flight | None) -> bool:
+        """True when the next result is this rank's: of replicas it is one's."""
+        if self._replicas is None or oldest is None:
+            return True
+        return self._ranks[self._replicas.turn(oldest.index).replica] is policy_rank
+
+    def _bear(self, policy_rank: PolicyRankPeer, ask: Callable[..., None], *about: object) -> None:
+        """Ask it; the run ends as ``ask`` raises, unless replicas enough are left without it."""
+        try:
+            ask(*about)
+        except (PeerLostError, ProtocolError, WatchdogError) as error:
+            if self._losses is None or self._replicas is None:
+                raise
+            turn = self._replicas.turn
+            owed = [
+                index
+                for index in self._underway.unreceived()
+                if self._ranks[turn(index).replica] is policy_rank
+            ]
+            self._losses.accept(policy_rank, error)  # ends the waits for what it owes
+            self._lost.update(owed)
+            self._is_lined_up = False
+
+    def _line_up(self) -> None:
+        """Go on without the replicas that are lost: nothing is under way."""
+        assert self._replicas is not None, "only replicas are lost"
+        assert isinstance(self._queueing, Queueing), "chosen so"
+        first = self._loop.started
+        self._replicas.line_up(first)
+        self._queueing.line_up()
+        self._underway = self._none_underway(first)
+        self._is_lined_up = True
 
     # ---- standalone stage times -----------------------------------------------------------------
 
@@ -291,15 +384,22 @@ class DeviceExecutor:
         """As ``Executor``: on the device; A and C by themselves, B on envelopes sent one by one.
 
         On the policy ranks the next receipts and stages B stand queued already: nothing could be
-        run beside them, least of all the same graphs. Of a chain B is the slowest place's.
+        run beside them, least of all the same graphs. Of a chain B is the slowest place's, of
+        replicas that of all.
         """
         durations_a, durations_c = self._measure_own(repeats)
-        for _ in range(repeats):
+        turns = 1 if self._replicas is None else len(self._ranks)
+        each = -(-repeats // turns)
+        for _ in range(each * turns):
             self._loop.run(1)
-        places = {f"place{found.rank}": found.newest_b(repeats) for found in self.policy_ranks}
-        slowest = tuple(map(max, zip(*places.values(), strict=False)))
-        durations = {"A": durations_a, "B": slowest, "C": durations_c}
-        return durations if len(places) == 1 else {**durations, **places}
+        found = [(policy_rank.rank, policy_rank.newest_b(each)) for policy_rank in self._ranks]
+        durations: dict[str, Sequence[int]] = {"A": durations_a, "C": durations_c}
+        if turns > 1:
+            durations["B"] = tuple(chain.from_iterable(theirs for _, theirs in found))
+            return durations | {f"replica{rank}": theirs for rank, theirs in found}
+        durations["B"] = tuple(map(max, zip(*(theirs for _, theirs in found), strict=False)))
+        places = {f"place{rank}": theirs for rank, theirs in found}
+        return durations if len(places) == 1 else durations | places
 
     def thread_cpus(self) -> dict[str, list[int]]:
         """As ``Executor``."""

@@ -153,6 +153,7 @@ class InFlight:
         clock: of rank 0's device.
         marks: of each slot, which come again; more slots than envelopes are ever under way.
         a_spins: A's stream sees a credit by itself, sooner than the receipt's event comes.
+        first: envelope of the run that comes next; those before it are finished.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class InFlight:
         marks: Sequence[Marks],
         *,
         a_spins: bool = False,
+        first: int = 0,
     ) -> None:
         self._clock = clock
         self._a_spins = a_spins
@@ -172,9 +174,9 @@ class InFlight:
         for number, one in enumerate(self._slots):
             one.giver = self._slots[(number - self._d_in) % slots]
             one.taker = self._slots[(number + self._d_out) % slots]
-        self._queued = self._finished = 0  # envelopes
-        self._oldest = self._slots[0]  # of those that are not finished
-        self._committed = self._received = 0  # moves of theirs that are known
+        self._queued = self._finished = first  # envelopes
+        self._oldest = self._at(first)  # of those that are not finished
+        self._committed = self._received = first  # moves of theirs that are known
         self._committed_ns = self._received_ns = 0  # the newest of these
         self._rhythm = CompletionEstimate()
         self._done_ns = 0  # the oldest was done, as ``is_oldest_done`` has found
@@ -218,6 +220,11 @@ class InFlight:
             return index == self._finished or host_ns(self.marks(index - 1).sent) is not None
         giver = index - self._d_in
         return giver < self._finished or host_ns(self.marks(giver).received) is not None
+
+    def unreceived(self) -> list[int]:
+        """The envelopes whose results are not here, oldest first."""
+        known, host_ns = range(self._finished, self._queued), self._clock.host_ns
+        return [index for index in known if host_ns(self.marks(index).received) is None]
 
     def oldest_due_ns(self) -> int:
         """When the oldest should be done."""

@@ -80,6 +80,7 @@ class PolicyDevice(NamedTuple):
     shape: LinkShape
     nodes: int | None = None  # kernels, copies and memsets of a stage B, where they are known
     position: Position = BACK
+    rank: int = 1
     parts_ns: Mapping[str, int] = MappingProxyType({})  # of each part, alone
     sizes: BatchSizes | None = None  # of batches; None: the whole one alone
 
@@ -91,7 +92,7 @@ class DevicePolicyRank(PolicyRank):
 
     def __init__(self, parts: PolicyDevice) -> None:
         config = parts.config
-        super().__init__(config, parts.stage_b, parts.peer, parts.log, parts.position.place)
+        super().__init__(config, parts.stage_b, parts.peer, parts.log, parts.rank)
         self.link = parts.link
         self._parts = parts
         self._stream = stream("b")

@@ -85,8 +85,7 @@ class Queueing:
     """
 
     def __init__(self, parts: Rank0Device, stage_a: DeviceStageA, *, is_fresh: bool) -> None:
-        events = [EventMarks(*(CudaEvent() for _ in Marks._fields)) for _ in parts.link.out]
-        self.marks = [Marks(*each) for each in events]
+        self._parts = parts
         self._link = parts.link
         self._stage_a = stage_a
         self._a = parts.streams.a
@@ -102,9 +101,20 @@ class Queueing:
         c_copies = not parts.work_c.calls(parts.streams.c)
         is_received_by_c = parts.link.spins and is_lone and c_copies
         self._receives_on = parts.streams.c if is_received_by_c else None
-        results = pinned_slots(parts.shape.result, len(events))
+        self._results = pinned_slots(parts.shape.result, len(parts.link.out))
+        self.line_up()
+
+    def line_up(self) -> None:
+        """Put together what each slot of the link has queued: they are new, or fewer than before.
+
+        Nothing is under way.
+        """
+        parts = self._parts
+        events = [EventMarks(*(CudaEvent() for _ in Marks._fields)) for _ in parts.link.out]
+        self.marks = [Marks(*each) for each in events]
         self._plans = [
-            self._plan(parts, events, number, result) for number, result in enumerate(results)
+            self._plan(parts, events, number, result)
+            for number, result in enumerate(self._results[: len(events)])
         ]
 
     def _plan(

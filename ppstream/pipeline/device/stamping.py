@@ -76,6 +76,10 @@ def choose_stamps(
             position.is_front and pipeline.credit != "before_window",
             f"pipeline.credit = {pipeline.credit}",
         ),
+        (
+            position.is_front and config.placement.replicas > 1,
+            "envelopes go to replicas in turn",
+        ),
         (position.is_front and works_in_c, "stage C works on the device"),
     )
     for holds, why in reasons:
