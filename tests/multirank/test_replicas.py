@@ -138,6 +138,18 @@ def test_a_lost_rank_of_a_replica_takes_its_mesh_out(rank, number, tmp_path):
         ends_balanced(run, lost)
 
 
+def test_a_rank_of_a_replica_that_raises_alone_takes_its_mesh_out(tmp_path):
+    trigger = tmp_path / "now"  # of the faults of rank 2
+    fault = 'policy.options.fault="raises"', f'policy.options.trigger="{trigger}"'
+    settings = *OF_TWO_RANKS, *fault, "placement.replicas_min=1"
+    with serving(tmp_path, *settings, replicas=2, mesh=2) as (run, came):
+        trigger.touch()
+        serves_degraded(run, came, 2, left=1)
+        reason = run.wait_for_event("replica_lost", rank=2)["reason"]
+        assert "rank 2 raised ValueError" in reason
+        assert "but rank 4 did not within 1 s" in reason
+
+
 def test_a_lost_member_of_a_replica_ends_the_run_where_all_are_needed(tmp_path):
     with serving(tmp_path, *OF_TWO_RANKS, replicas=2, mesh=2) as (run, _):
         os.kill(run.pid_of(4), signal.SIGKILL)
