@@ -68,8 +68,8 @@ def serves_degraded(run: Ranks, came: list[int], rank: int, left: int) -> None:
     wait_until(lambda: len(came) > before + 20)
 
 
-def ends_balanced(run: Ranks, lost: int, most: int = 4) -> None:
-    """Every envelope is accounted for; of the lost replica's at most ``most`` (D_in) are dropped."""
+def ends_balanced(run: Ranks, lost: int, most: int = 4) -> None:  # D_in
+    """Every envelope is accounted for; of the lost replica's at most so many are dropped."""
     lines = [line for line in run.lines(0) if line["kind"] == "envelope"]
     drops = Counter(line.get("drop") for line in lines)
     assert drops["replica_lost"] <= most
