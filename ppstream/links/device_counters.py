@@ -223,25 +223,19 @@ class CountedLink:
     def end_waits(self) -> None:
         """Let every wait of this end pass, unless the peer counts once more behind this."""
         release = stream("release")
-        release.write_value(self._places.my_counter, self._far_ahead)
-        self._used.add(release)  # nothing may be unmapped before
+        release.write_value(self._places.my_counter, (self._awaited + FAR_AHEAD) % WRAP)
+        self._used.add(release)  # before it is through, nothing may be unmapped
 
     def close(self) -> bool:
         """Let every wait of this end pass; whether all streams then ran dry."""
-        self._far.fill_(self._far_ahead)
-
-        def write() -> None:
-            stream("release").write_value(self._places.my_counter, self._far_ahead)
+        self._far.fill_((self._awaited + FAR_AHEAD) % WRAP)
 
         def copy() -> None:
-            source = self._far.data_ptr()  # its lower half comes first
-            stream("release by copy").copy(self._places.my_counter, source, COUNTED_BYTES)
+            source, release = self._far.data_ptr(), stream("release by copy")
+            release.copy(self._places.my_counter, source, COUNTED_BYTES)  # the lower half is first
+            self._used.add(release)
 
-        return any(self._moves(route) for route in (write, copy))
-
-    @property
-    def _far_ahead(self) -> int:
-        return (self._awaited + FAR_AHEAD) % WRAP
+        return any(self._moves(route) for route in (self.end_waits, copy))
 
     def _stream(self, given: CudaStream | None, own: CudaStream) -> CudaStream:
         if given is None:

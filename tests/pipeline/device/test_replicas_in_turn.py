@@ -123,8 +123,10 @@ def test_a_result_waits_for_those_before_it(build: Build) -> None:
         pipeline.policies[0].act = lambda call: call == 5 and later.wait(LIMIT_S)
 
         def let_go() -> None:
-            wait_until(lambda: quick.loop.progress == 6)  # envelopes 1, 3 ... 11
-            emitted.append(len(pipeline.collector.chunks))
+            chunks = pipeline.collector.chunks
+            # the quick one has answered envelopes 1, 3 ... 11
+            wait_until(lambda: quick.loop.progress == 6 and len(chunks) >= 10)
+            emitted.append(len(chunks))
             assert slow.loop.progress == 5
             later.set()
 
@@ -236,7 +238,7 @@ def test_the_others_go_on_without_a_lost_replica(
     dropped = [line["seq"] for line in envelopes if line.get("drop")]
     assert {line["drop"] for line in envelopes if line.get("drop")} == {"replica_lost"}
     assert {line["replica"] for line in envelopes if line.get("drop")} == {lost}
-    assert dropped[0] == 4 * replicas + lost - 1
+    assert dropped[0] <= 4 * replicas + lost - 1  # of those before a result may be on its way
     queued = 1 + replicas + AHEAD  # credits, and stages A that wait for one
     assert 0 < len(dropped) <= -(-queued // replicas)
     assert sorted([*dropped, *(seq for seq, _ in answered)]) == list(range(3 * RUN))
